@@ -1,0 +1,70 @@
+# Every target makes what it needs first; `make help` lists them.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+NATIVE := $(shell find native -name '*.cpp' -o -name '*.hpp' -o -name '*.cu' -o -name '*.cuh' -o -name CMakeLists.txt)
+CXX_FILES := $(filter %.cpp %.hpp %.cu %.cuh,$(NATIVE))
+PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all test-native lint type fmt stubs sanitize bench profile clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+$(VENV)/.tools: pyproject.toml
+	@echo "aiokv: making the virtual environment in $(VENV)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "aiokv needs Python 3.11 or newer: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install --upgrade 'pip>=25.1'
+	@$(PIP) install --group build --group test --group lint
+	@touch $@
+
+$(STAMP): $(VENV)/.tools $(NATIVE)
+	@echo "aiokv: building the native core (CMake) and installing the package in place"
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install --no-build-isolation -e .
+	@touch $@
+
+setup: $(STAMP) ## make the virtual environment and build aiokv in it
+
+demo: $(STAMP) ## run the main job: a serving loop with a real transformer on the cpu device
+	$(BIN)/aiokv demo $(ARGS)
+
+test: $(STAMP) test-native ## native and Python tests
+	$(BIN)/python -m pytest $(ARGS)
+
+test-native: $(VENV)/.tools ## native unit tests (ctest)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" native/tests/run.sh build/native Release
+
+test-all: $(STAMP) test-native ## the Python tests again under asyncio's debug mode
+	$(BIN)/python -m pytest $(ARGS)
+	PYTHONASYNCIODEBUG=1 $(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.tools ## ruff and clang-format, no changes made
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
+
+type: $(STAMP) ## mypy --strict
+	$(BIN)/mypy
+
+fmt: $(VENV)/.tools ## format Python and C++
+	$(BIN)/ruff check --fix-only -q .
+	$(BIN)/ruff format -q .
+	$(BIN)/clang-format -i $(CXX_FILES)
+
+stubs: $(STAMP) ## regenerate aiokv/_native.pyi from the built extension
+	$(BIN)/python -m nanobind.stubgen -q -m aiokv._native -o aiokv/_native.pyi
+
+sanitize: $(VENV)/.tools ## native unit tests under AddressSanitizer and UBSan
+	@PATH="$(CURDIR)/$(BIN):$$PATH" native/tests/run.sh build/sanitize Sanitize
+
+bench: $(STAMP) ## all benches, one table, JSON in bench/results/
+	$(BIN)/python -m bench $(ARGS)
+
+profile: $(STAMP) ## cProfile of the replay loop, written to profile.pstats
+	$(BIN)/python -m bench.profile $(ARGS)
+
+clean: ## remove what the targets made
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
