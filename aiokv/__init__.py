@@ -1,0 +1,1 @@
+"""Asyncio event-driven KV-cache engine for LLM serving."""

@@ -1,0 +1,4 @@
+// The extension module: each bind_*.cpp registers one folder of native/src.
+#include <nanobind/nanobind.h>
+
+NB_MODULE(_native, m) { m.doc() = "Native core of aiokv: prefix index, block pools, block copies."; }
