@@ -43,7 +43,7 @@ class CapacityError(AiokvError):
     """Not enough blocks: now, in time, or ever."""
 
 
-class WouldBlock(CapacityError):  # noqa: N818 - the name trio and anyio gave it
+class WouldBlock(CapacityError):
     """The call would have to wait for capacity; nothing changed."""
 
 

@@ -1,1 +1,118 @@
-"""The ``aiokv`` command."""
+"""The ``aiokv`` command; subcommands are modules here that load what they need in ``run``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from aiokv.errors import AiokvError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from types import ModuleType
+
+# Each is a module here with add_parser(subparsers) and run(args) -> int.
+COMMANDS = ("demo", "replay")
+
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 128 + 2
+EXIT_BROKEN_PIPE = 128 + 13
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status.
+
+    Raises:
+        SystemExit: from argparse, for ``--help``, ``--version`` and bad flags (status 2).
+    """
+    args = _make_parser().parse_args(argv)
+    try:
+        _configure_logs(args.log_level)
+        status: int = args.run(args)
+        sys.stdout.flush()
+    except AiokvError as error:
+        return _report(error)
+    except KeyboardInterrupt:
+        print("aiokv: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more at exit; give it something that takes it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    return status
+
+
+class _Version(argparse.Action):
+    """Prints the installed version; loads the package metadata only when asked to."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import version
+
+        print(f"aiokv {version('aiokv')}")
+        parser.exit()
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="aiokv", description="Asyncio event-driven KV-cache engine for LLM serving."
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    parser.add_argument(
+        "--log-level",
+        default="warning",
+        choices=("debug", "info", "warning", "error"),
+        help="least severe log line to print on stderr (default: %(default)s)",
+    )
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command, module in _command_modules():
+        module.add_parser(subparsers)
+        subparsers.choices[command].set_defaults(run=module.run)
+    return parser
+
+
+def _command_modules() -> Iterator[tuple[str, ModuleType]]:
+    for command in COMMANDS:
+        name = f"{__name__}.{command}"
+        if importlib.util.find_spec(name):
+            yield command, importlib.import_module(name)
+
+
+def _report(error: AiokvError) -> int:
+    print(f"aiokv: error: {error.args[0]}", file=sys.stderr)
+    if error.hint:
+        print(f"hint: {error.hint}", file=sys.stderr)
+    return EXIT_ERROR
+
+
+def _configure_logs(level: str) -> None:
+    """Render the library's log lines on stderr; only the command line does this."""
+    import logging
+
+    import structlog
+
+    renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    shared: list[structlog.typing.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False),
+    ]
+    handler = logging.StreamHandler()
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
+        )
+    )
+    logger = logging.getLogger("aiokv")
+    logger.handlers = [handler]
+    logger.setLevel(level.upper())
+    structlog.configure(
+        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=False,
+    )

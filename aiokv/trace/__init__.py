@@ -1,0 +1,1 @@
+"""Request traces: reading them, making small ones, and replaying them against an engine."""

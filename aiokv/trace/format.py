@@ -1,0 +1,109 @@
+"""The public Mooncake trace format, one JSON object a line.
+
+``{"timestamp": 27482, "input_length": 955, "output_length": 52, "hash_ids": [46, 47]}``: arrival
+in milliseconds, tokens in and out, and one id for each 512 prompt tokens (the last one may cover
+fewer). Equal ids mean equal tokens, so the ids alone say what a prefix cache can reuse.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import numpy as np
+
+from aiokv.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from numpy.typing import NDArray
+
+HASH_BLOCK_TOKENS = 512
+# id * 512 + offset must stay an int32, so that two ids never share a token.
+MAX_HASH_ID = 2**31 // HASH_BLOCK_TOKENS - 1
+
+_OFFSETS = np.arange(HASH_BLOCK_TOKENS, dtype=np.int32)
+
+
+class TraceError(UsageError, ValueError):
+    """A trace cannot be read.
+
+    Attributes:
+        path: the file.
+        line: 1-based number of the malformed line; 0 when the whole file is at fault.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], line: int, reason: str) -> None:
+        place = f"{os.fspath(path)}:{line}" if line else os.fspath(path)
+        super().__init__(f"{place}: {reason}")
+        self.path = os.fspath(path)
+        self.line = line
+
+
+class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One request of a trace; ``len(hash_ids) == ceil(input_tokens / 512)``."""
+
+    timestamp_ms: Annotated[float, msgspec.Meta(ge=0)] = msgspec.field(name="timestamp")
+    input_tokens: Annotated[int, msgspec.Meta(ge=1)] = msgspec.field(name="input_length")
+    output_tokens: Annotated[int, msgspec.Meta(ge=0)] = msgspec.field(name="output_length")
+    hash_ids: list[Annotated[int, msgspec.Meta(ge=0, le=MAX_HASH_ID)]]
+
+
+def read_trace(path: str | os.PathLike[str], limit: int | None = None) -> list[TraceRequest]:
+    """Read a trace, or its first ``limit`` requests; blank lines are skipped.
+
+    Raises:
+        TraceError: the file cannot be read, holds no request, or has a malformed line among
+            those that were read.
+    """
+    try:
+        with Path(path).open("rb") as lines:
+            requests = list(_decode_lines(path, lines, limit))
+    except OSError as error:
+        raise TraceError(path, 0, error.strerror or str(error)) from error
+    if not requests:
+        raise TraceError(path, 0, "the trace holds no request")
+    return requests
+
+
+def _decode_lines(
+    path: str | os.PathLike[str], lines: Iterable[bytes], limit: int | None
+) -> Iterator[TraceRequest]:
+    decode = msgspec.json.Decoder(TraceRequest).decode
+    count = 0
+    for number, line in enumerate(lines, start=1):
+        if count == limit:
+            return
+        if line.isspace():
+            continue
+        try:
+            request = decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise TraceError(path, number, str(error)) from error
+        expected = -(-request.input_tokens // HASH_BLOCK_TOKENS)
+        if len(request.hash_ids) != expected:
+            raise TraceError(
+                path,
+                number,
+                f"input_length {request.input_tokens} needs {expected} hash_ids of "
+                f"{HASH_BLOCK_TOKENS} tokens, got {len(request.hash_ids)}",
+            )
+        count += 1
+        yield request
+
+
+def write_trace(path: str | os.PathLike[str], requests: Iterable[TraceRequest]) -> None:
+    """Write ``requests`` as one JSON object a line."""
+    encode = msgspec.json.Encoder().encode
+    with Path(path).open("wb") as file:
+        file.writelines(encode(request) + b"\n" for request in requests)
+
+
+def expand_tokens(request: TraceRequest) -> NDArray[np.int32]:
+    """Token ids of the prompt, int32 ``[input_tokens]``: ``512*h ... 512*h+511`` for an id ``h``."""
+    first = np.array(request.hash_ids, dtype=np.int32) * np.int32(HASH_BLOCK_TOKENS)
+    tokens: NDArray[np.int32] = np.add.outer(first, _OFFSETS).reshape(-1)
+    return tokens[: request.input_tokens]
