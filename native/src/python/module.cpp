@@ -1,4 +1,7 @@
 // The extension module: each bind_*.cpp registers one folder of native/src.
-#include <nanobind/nanobind.h>
+#include "bindings.hpp"
 
-NB_MODULE(_native, m) { m.doc() = "Native core of aiokv: prefix index, block pools, block copies."; }
+NB_MODULE(_native, m) {
+    m.doc() = "Native core of aiokv: prefix index, block pools, block copies.";
+    aiokv::bind_errors(m);
+}

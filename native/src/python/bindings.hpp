@@ -1,0 +1,10 @@
+// One function a bind_*.cpp file; module.cpp calls them all.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace aiokv {
+
+void bind_errors(nanobind::module_& m);
+
+}  // namespace aiokv
