@@ -103,7 +103,7 @@ def write_trace(path: str | os.PathLike[str], requests: Iterable[TraceRequest]) 
 
 
 def expand_tokens(request: TraceRequest) -> NDArray[np.int32]:
-    """Token ids of the prompt, int32 ``[input_tokens]``: ``512*h ... 512*h+511`` for an id ``h``."""
+    """Token ids of the prompt, int32 ``[input_tokens]``: ``512*h ... 512*h+511`` for id ``h``."""
     first = np.array(request.hash_ids, dtype=np.int32) * np.int32(HASH_BLOCK_TOKENS)
     tokens: NDArray[np.int32] = np.add.outer(first, _OFFSETS).reshape(-1)
     return tokens[: request.input_tokens]

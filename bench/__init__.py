@@ -1,0 +1,1 @@
+"""Benches of aiokv: each module answers one question with ``run(quick) -> dict``."""

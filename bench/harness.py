@@ -1,0 +1,156 @@
+"""What every bench shares: the machine, the files, and how one run is compared with another.
+
+A bench returns a (nested) dict of numbers. The unit at the end of a name says which way is better,
+so a comparison needs no table of its own: ``requests_per_second`` up, ``aclose_seconds`` down.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "bench" / "results"
+TRACE_NAME = "conversation_trace.jsonl"
+
+_HIGHER = ("_per_second", "_ratio", "gbps")
+_LOWER = ("_seconds", "_ms", "_us", "_ns", "_per_block", "_share")
+# One slow wake-up moves these by any factor; they are shown and never judged.
+_TAILS = ("p99", "p999", "max")
+
+Better = Literal["higher", "lower"]
+
+
+class Run(msgspec.Struct, kw_only=True):
+    """What ``bench/results/*.json`` hold."""
+
+    machine: dict[str, str]
+    benches: dict[str, dict[str, Any]]
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """One metric in two runs; ``ratio`` is new / old."""
+
+    metric: str
+    old: float
+    new: float
+    worse: bool
+
+    @property
+    def ratio(self) -> float:
+        return self.new / self.old if self.old else math.inf
+
+
+def find_trace() -> Path | None:
+    """The public conversation trace: ``$AIOKV_TRACE``, or ``shared/traces`` beside the repository."""
+    named = os.environ.get("AIOKV_TRACE")
+    path = Path(named) if named else ROOT.parent / "shared" / "traces" / TRACE_NAME
+    return path if path.is_file() else None
+
+
+def machine() -> dict[str, str]:
+    """The machine and the build, as far as they explain a number."""
+    import uvloop
+
+    return {
+        "cpu": _cpu_model(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "uvloop": uvloop.__version__,
+        "compiler": _first_line("c++", "--version"),
+        "revision": _first_line("git", "describe", "--always", "--dirty"),
+    }
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _first_line(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.partition("\n")[0]
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Nearest-rank percentile of a sequence that need not be sorted."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
+
+
+def flatten(results: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """Numbers of a nested dict under dotted names; everything else is left out."""
+    flat: dict[str, float] = {}
+    for key, value in results.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{name}.")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            flat[name] = value
+    return flat
+
+
+def better(metric: str) -> Better | None:
+    """Which way is better, by the unit in the name; None when the metric is not judged."""
+    parts = metric.split(".")
+    if parts[-1].split("_")[0] in _TAILS or parts[-1].split("_")[-1] in _TAILS:
+        return None
+    # "wake.p50" and "ns_per_block.hit" carry the unit further up.
+    for part in reversed(parts):
+        if part.endswith(_HIGHER):
+            return "higher"
+        if part.endswith(_LOWER) or part.startswith("ns_per_"):
+            return "lower"
+    return None
+
+
+def compare(old: Run, new: Run, noise: float) -> list[Change]:
+    """Every metric that both runs have; worse when it lost more than ``noise`` (0.25: a quarter)."""
+    changes = []
+    before = flatten(old.benches)
+    for metric, value in flatten(new.benches).items():
+        if metric in before:
+            worse = _is_worse(better(metric), before[metric], value, noise)
+            changes.append(Change(metric=metric, old=before[metric], new=value, worse=worse))
+    return changes
+
+
+def _is_worse(direction: Better | None, old: float, new: float, noise: float) -> bool:
+    if direction == "higher":
+        return new * (1 + noise) < old
+    if direction == "lower":
+        return new > old * (1 + noise)
+    return False
+
+
+def save(run: Run, path: Path) -> None:
+    """Write a run as indented JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(run), indent=2) + b"\n")
+
+
+def save_each(run: Run, names: Iterable[str]) -> None:
+    """Write ``bench/results/<name>.json`` for each bench."""
+    for name in names:
+        one = Run(machine=run.machine, benches={name: run.benches[name]})
+        save(one, RESULTS / f"{name}.json")
+
+
+def load(path: Path) -> Run:
+    """Read a run; raises ``OSError`` or ``msgspec.DecodeError``."""
+    return msgspec.json.decode(path.read_bytes(), type=Run)
