@@ -4,4 +4,5 @@
 NB_MODULE(_native, m) {
     m.doc() = "Native core of aiokv: prefix index, block pools, block copies.";
     aiokv::bind_errors(m);
+    aiokv::bind_copy(m);
 }

@@ -1,0 +1,94 @@
+// Block copies between device memory and the block-first host pool.
+//
+//   host pool    [host_block][layer][region bytes]      one block is one contiguous object
+//   device       one tensor per (layer, region), block = first axis, any block stride
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "aiokv/event.hpp"
+#include "aiokv/stream.hpp"
+
+namespace aiokv {
+
+enum class Direction { kOnload, kOffload };  // onload writes device blocks, offload host blocks
+
+// The bytes of one region in one layer.
+struct Piece {
+    std::uintptr_t device_base = 0;
+    std::size_t device_stride = 0;  // bytes from a device block to the next
+    std::size_t bytes = 0;          // of one block
+    std::size_t host_offset = 0;    // in the host block
+};
+
+// Where every block of both tiers lies. Borrows the memory; immutable.
+struct BlockMap {
+    std::vector<std::vector<Piece>> layers;
+    std::uintptr_t host_base = 0;
+    std::size_t host_stride = 0;
+    std::int64_t host_blocks = 0;
+    std::int64_t device_blocks = 0;
+
+    // Throws LayoutError unless every piece lies in its host block and its device stride.
+    void check() const;
+};
+
+// Neighbours on both sides: blocks host..host+length and device..device+length.
+struct Run {
+    std::int64_t host = 0;
+    std::int64_t device = 0;
+    std::int64_t length = 0;
+};
+
+// Throws UsageError on empty lists, unequal lengths, ids out of range and on a destination that is
+// named twice; the message has the numbers.
+void check_ids(const BlockMap& map, Direction direction, std::span<const std::int32_t> host_ids,
+               std::span<const std::int32_t> device_ids);
+
+// Pairs sorted by host id and joined where both sides continue. The lists are as long as each
+// other.
+std::vector<Run> merge_runs(std::span<const std::int32_t> host_ids,
+                            std::span<const std::int32_t> device_ids);
+
+struct CopyError {
+    std::size_t first_bad_block = 0;  // index into the job's id lists
+    std::string reason;
+};
+
+// One transfer in flight. Thread-safe.
+class CopyJob {
+  public:
+    explicit CopyJob(std::vector<std::shared_ptr<Event>> events) : events_(std::move(events)) {}
+
+    // One a layer for an onload; a single one, shared by all layers, for an offload.
+    const std::vector<std::shared_ptr<Event>>& events() const { return events_; }
+
+    std::optional<CopyError> error() const;
+    void fail(CopyError error);  // the first one stays
+
+  private:
+    const std::vector<std::shared_ptr<Event>> events_;
+    mutable std::mutex mutex_;
+    std::optional<CopyError> error_;
+};
+
+// Queues a checked copy on `stream` and returns at once. It starts after `after`, if given; when
+// that event failed, so does the job, without moving a byte. Throws UsageError as check_ids() does.
+std::shared_ptr<CopyJob> copy_blocks(Stream& stream, std::shared_ptr<const BlockMap> map,
+                                     Direction direction, std::span<const std::int32_t> host_ids,
+                                     std::span<const std::int32_t> device_ids,
+                                     std::shared_ptr<Event> after = nullptr);
+
+// memcpy whose stores bypass the caches when `streaming`; needs a streaming_fence() before the
+// bytes are announced to another thread.
+void copy_bytes(void* to, const void* from, std::size_t bytes, bool streaming);
+void streaming_fence();
+
+}  // namespace aiokv

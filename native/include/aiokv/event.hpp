@@ -1,0 +1,63 @@
+// Event: a point in a stream's order that any thread may ask about or wait for.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <string>
+
+#include "aiokv/error.hpp"
+
+namespace aiokv {
+
+// Nanoseconds of the monotonic clock, the one Python's time.monotonic() reads.
+std::int64_t monotonic_ns();
+
+// Each recording opens a new generation, so that a pooled event never answers for its last use.
+// Unlike CUDA's, an event that was never recorded is not done. Thread-safe.
+class Event {
+  public:
+    Event() = default;
+    Event(const Event&) = delete;
+    Event& operator=(const Event&) = delete;
+
+    std::uint64_t generation() const { return generation_.load(std::memory_order_acquire); }
+    bool recorded() const { return generation() != 0; }
+
+    // True when the latest generation has finished, also when it failed.
+    bool done() const {
+        return recorded() && finished_.load(std::memory_order_acquire) == generation();
+    }
+
+    // Empty while not done and when done without an error.
+    std::string error() const;
+
+    // When the latest generation finished, on the monotonic clock; 0 while it has not.
+    std::int64_t finished_ns() const;
+
+    // Blocks until the generation of now is done. Throws UsageError when never recorded.
+    void synchronize() const;
+
+    // For streams: opens a generation and returns its number.
+    std::uint64_t open();
+
+    // For streams: ends a generation; a stale one is ignored. `error` is empty for success.
+    void finish(std::uint64_t generation, std::string error = {});
+
+    // For streams: waits until `generation` has finished or `stop` is set (then see wake()).
+    void wait(std::uint64_t generation, const std::atomic<bool>& stop) const;
+
+    // Makes wait() look at its stop flag again.
+    void wake() const;
+
+  private:
+    mutable std::mutex mutex_;
+    mutable std::condition_variable changed_;
+    std::atomic<std::uint64_t> generation_{0};
+    std::atomic<std::uint64_t> finished_{0};  // highest finished generation
+    std::int64_t finished_ns_ = 0;
+    std::string error_;
+};
+
+}  // namespace aiokv

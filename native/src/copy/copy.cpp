@@ -1,0 +1,241 @@
+#include "aiokv/copy.hpp"
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+namespace aiokv {
+
+namespace {
+
+// A job this large would push everything else out of the caches, and its own first bytes too.
+constexpr std::size_t kStreamedJobBytes = std::size_t{8} << 20;
+// Longest stretch between two looks at the stop flag: a few hundred microseconds.
+constexpr std::size_t kChunkBytes = std::size_t{4} << 20;
+
+using Ids = std::span<const std::int32_t>;
+
+std::string text(std::int64_t number) {
+    return std::to_string(number);
+}
+
+void check_range(Ids ids, std::int64_t limit, const char* side) {
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+        if (ids[i] < 0 || ids[i] >= limit) {
+            throw UsageError(std::string(side) + " block id " + text(ids[i]) + " at index " +
+                             std::to_string(i) + " is not in [0, " + text(limit) + ")");
+        }
+    }
+}
+
+void check_distinct(Ids ids, const char* side) {
+    std::vector<std::int32_t> sorted(ids.begin(), ids.end());
+    std::sort(sorted.begin(), sorted.end());
+    const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
+    if (twice != sorted.end()) {
+        throw UsageError(std::string(side) + " block id " + text(*twice) +
+                         " is a destination twice");
+    }
+}
+
+// Everything the stream's thread needs to do one job.
+class Mover {
+  public:
+    Mover(std::shared_ptr<const BlockMap> map, Direction direction, std::vector<Run> runs)
+        : map_(std::move(map)), direction_(direction), runs_(std::move(runs)) {
+        std::size_t block_bytes = 0;
+        for (const auto& pieces : map_->layers) {
+            for (const auto& piece : pieces) block_bytes += piece.bytes;
+        }
+        std::int64_t blocks = 0;
+        for (const auto& run : runs_) blocks += run.length;
+        streaming_ = block_bytes * static_cast<std::size_t>(blocks) >= kStreamedJobBytes;
+    }
+
+    // What one event stands for: a layer of an onload, all of an offload. False when `stop` was
+    // seen before the last byte.
+    bool move_step(std::size_t step, const std::atomic<bool>& stop) const {
+        return direction_ == Direction::kOnload ? move_layer(step, stop) : move_all(stop);
+    }
+
+  private:
+    bool move_layer(std::size_t layer, const std::atomic<bool>& stop) const {
+        for (const auto& piece : map_->layers[layer]) {
+            for (const auto& run : runs_) {
+                if (!move_run(piece, run, stop)) return false;
+            }
+        }
+        if (streaming_) streaming_fence();
+        return true;
+    }
+
+    // Block by block, so that host blocks are written from end to end.
+    bool move_all(const std::atomic<bool>& stop) const {
+        for (const auto& run : runs_) {
+            if (!move_run_of_all(run, stop)) return false;
+        }
+        if (streaming_) streaming_fence();
+        return true;
+    }
+
+    bool dense(const Piece& piece) const {
+        return piece.device_stride == piece.bytes && map_->host_stride == piece.bytes;
+    }
+
+    bool move_run(const Piece& piece, const Run& run, const std::atomic<bool>& stop) const {
+        if (dense(piece)) {
+            const auto bytes = static_cast<std::size_t>(run.length) * piece.bytes;
+            return move_bytes(piece, run.host, run.device, bytes, stop);
+        }
+        for (std::int64_t i = 0; i < run.length; ++i) {
+            if (!move_bytes(piece, run.host + i, run.device + i, piece.bytes, stop)) return false;
+        }
+        return true;
+    }
+
+    bool move_run_of_all(const Run& run, const std::atomic<bool>& stop) const {
+        // Only a host block of one single piece can be dense, so no other piece is left out.
+        for (const auto& pieces : map_->layers) {
+            for (const auto& piece : pieces) {
+                if (dense(piece)) return move_run(piece, run, stop);
+            }
+        }
+        for (std::int64_t i = 0; i < run.length; ++i) {
+            for (const auto& pieces : map_->layers) {
+                for (const auto& piece : pieces) {
+                    if (!move_bytes(piece, run.host + i, run.device + i, piece.bytes, stop)) {
+                        return false;
+                    }
+                }
+            }
+        }
+        return true;
+    }
+
+    bool move_bytes(const Piece& piece, std::int64_t host_block, std::int64_t device_block,
+                    std::size_t bytes, const std::atomic<bool>& stop) const {
+        auto* host = reinterpret_cast<char*>(map_->host_base) +
+                     static_cast<std::size_t>(host_block) * map_->host_stride + piece.host_offset;
+        auto* device = reinterpret_cast<char*>(piece.device_base) +
+                       static_cast<std::size_t>(device_block) * piece.device_stride;
+        char* to = direction_ == Direction::kOnload ? device : host;
+        const char* from = direction_ == Direction::kOnload ? host : device;
+        for (std::size_t at = 0; at < bytes; at += kChunkBytes) {
+            if (stop.load(std::memory_order_relaxed)) return false;
+            copy_bytes(to + at, from + at, std::min(kChunkBytes, bytes - at), streaming_);
+        }
+        return true;
+    }
+
+    std::shared_ptr<const BlockMap> map_;
+    Direction direction_;
+    std::vector<Run> runs_;
+    bool streaming_ = false;
+};
+
+// Runs on the stream's thread; every event is finished, whatever happens.
+void run_job(CopyJob& job, const Mover& mover, const std::vector<std::uint64_t>& generations,
+             std::string failure, const std::atomic<bool>& stop) {
+    const auto& events = job.events();
+    for (std::size_t i = 0; i < events.size(); ++i) {
+        if (failure.empty() && !mover.move_step(i, stop)) {
+            failure = "the stream was aborted while the copy was in flight";
+        }
+        if (!failure.empty()) job.fail({0, failure});
+        events[i]->finish(generations[i], failure);
+    }
+}
+
+// The error of that very recording of the event; empty for success.
+std::string failure_of(const Event& event, std::uint64_t generation) {
+    const auto error = event.error();
+    if (error.empty() || event.generation() != generation) return {};
+    return "the event that the copy waited for failed: " + error;
+}
+
+}  // namespace
+
+void BlockMap::check() const {
+    for (std::size_t layer = 0; layer < layers.size(); ++layer) {
+        for (const auto& piece : layers[layer]) {
+            if (piece.host_offset + piece.bytes > host_stride ||
+                piece.bytes > piece.device_stride) {
+                throw LayoutError(
+                    "layer " + std::to_string(layer) + ": " + std::to_string(piece.bytes) +
+                    " bytes at offset " + std::to_string(piece.host_offset) +
+                    " do not fit host blocks of " + std::to_string(host_stride) +
+                    " and device blocks of " + std::to_string(piece.device_stride) + " bytes");
+            }
+        }
+    }
+}
+
+void check_ids(const BlockMap& map, Direction direction, Ids host_ids, Ids device_ids) {
+    if (host_ids.size() != device_ids.size()) {
+        throw UsageError(std::to_string(host_ids.size()) + " host blocks against " +
+                         std::to_string(device_ids.size()) + " device blocks");
+    }
+    if (host_ids.empty()) throw UsageError("a copy of no blocks");
+    check_range(host_ids, map.host_blocks, "host");
+    check_range(device_ids, map.device_blocks, "device");
+    if (direction == Direction::kOnload) {
+        check_distinct(device_ids, "device");
+    } else {
+        check_distinct(host_ids, "host");
+    }
+}
+
+std::vector<Run> merge_runs(Ids host_ids, Ids device_ids) {
+    std::vector<std::size_t> order(host_ids.size());
+    std::iota(order.begin(), order.end(), std::size_t{0});
+    if (!std::is_sorted(host_ids.begin(), host_ids.end())) {
+        std::stable_sort(order.begin(), order.end(),
+                         [&](auto a, auto b) { return host_ids[a] < host_ids[b]; });
+    }
+    std::vector<Run> runs;
+    for (const auto i : order) {
+        const std::int64_t host = host_ids[i];
+        const std::int64_t device = device_ids[i];
+        if (!runs.empty() && runs.back().host + runs.back().length == host &&
+            runs.back().device + runs.back().length == device) {
+            ++runs.back().length;
+        } else {
+            runs.push_back({host, device, 1});
+        }
+    }
+    return runs;
+}
+
+std::optional<CopyError> CopyJob::error() const {
+    std::lock_guard lock(mutex_);
+    return error_;
+}
+
+void CopyJob::fail(CopyError error) {
+    std::lock_guard lock(mutex_);
+    if (!error_) error_ = std::move(error);
+}
+
+std::shared_ptr<CopyJob> copy_blocks(Stream& stream, std::shared_ptr<const BlockMap> map,
+                                     Direction direction, Ids host_ids, Ids device_ids,
+                                     std::shared_ptr<Event> after) {
+    check_ids(*map, direction, host_ids, device_ids);
+    const auto layers = map->layers.size();
+    const auto steps = direction == Direction::kOnload ? layers : std::min<std::size_t>(layers, 1);
+    std::vector<std::shared_ptr<Event>> events(steps);
+    std::vector<std::uint64_t> generations(steps);
+    for (std::size_t i = 0; i < steps; ++i) {
+        events[i] = std::make_shared<Event>();
+        generations[i] = events[i]->open();
+    }
+    auto job = std::make_shared<CopyJob>(std::move(events));
+    const auto after_generation = after ? after->generation() : 0;
+    if (after) stream.wait_event(after);
+    Mover mover(std::move(map), direction, merge_runs(host_ids, device_ids));
+    stream.push([=, mover = std::move(mover)](const std::atomic<bool>& stop) {
+        run_job(*job, mover, generations, after ? failure_of(*after, after_generation) : "", stop);
+    });
+    return job;
+}
+
+}  // namespace aiokv

@@ -1,0 +1,148 @@
+// The cpu device: events, streams, block copies, and the timer of the event poller.
+#include "aiokv/copy.hpp"
+
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include "aiokv/timer.hpp"
+#include "bindings.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace aiokv {
+namespace {
+
+using IdArray = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+// (layer, device pointer, device stride, bytes, offset in the host block)
+using PieceTuple = std::tuple<std::size_t, std::uintptr_t, std::size_t, std::size_t, std::size_t>;
+using Released = nb::call_guard<nb::gil_scoped_release>;
+
+std::span<const std::int32_t> ids(const IdArray& array) {
+    return {array.data(), array.size()};
+}
+
+std::shared_ptr<BlockMap> make_map(std::size_t num_layers, const std::vector<PieceTuple>& pieces,
+                                   std::uintptr_t host_base, std::size_t host_stride,
+                                   std::int64_t host_blocks, std::int64_t device_blocks) {
+    auto map = std::make_shared<BlockMap>();
+    map->layers.resize(num_layers);
+    map->host_base = host_base;
+    map->host_stride = host_stride;
+    map->host_blocks = host_blocks;
+    map->device_blocks = device_blocks;
+    for (const auto& [layer, base, stride, bytes, offset] : pieces) {
+        if (layer >= num_layers) throw LayoutError("a piece of layer " + std::to_string(layer));
+        map->layers[layer].push_back({base, stride, bytes, offset});
+    }
+    map->check();
+    return map;
+}
+
+Direction direction_of(bool onload) {
+    return onload ? Direction::kOnload : Direction::kOffload;
+}
+
+void bind_event(nb::module_& m) {
+    nb::class_<Event>(m, "Event", "A point in a stream's order. Thread-safe.")
+        .def(nb::init<>())
+        .def_prop_ro("done", &Event::done, "Recorded and finished, also when it failed.")
+        .def_prop_ro("recorded", &Event::recorded)
+        .def_prop_ro("generation", &Event::generation, "How often it was recorded.")
+        .def_prop_ro(
+            "error",
+            [](const Event& event) -> std::optional<std::string> {
+                auto error = event.error();
+                return error.empty() ? std::nullopt : std::optional(std::move(error));
+            },
+            "Text of the failure; None while not done and on success.")
+        .def_prop_ro(
+            "finished_seconds",
+            [](const Event& event) -> std::optional<double> {
+                const auto ns = event.finished_ns();
+                return ns == 0 ? std::nullopt : std::optional(static_cast<double>(ns) * 1e-9);
+            },
+            "time.monotonic() at its end; None while not done.")
+        .def("synchronize", &Event::synchronize, Released(), "Block until it is done.");
+}
+
+void bind_stream(nb::module_& m) {
+    nb::class_<Stream>(m, "Stream", "A thread that does its work first in, first out.")
+        .def(nb::init<std::string>(), "name"_a)
+        .def_prop_ro("name", &Stream::name)
+        .def_prop_ro("depth", &Stream::depth, "Works and records not finished yet.")
+        .def("record", &Stream::record, "event"_a, "Make `event` done when all work so far is.")
+        .def("wait_event", &Stream::wait_event, "event"_a,
+             "Let later work start after the event; it must have been recorded.")
+        .def("synchronize", &Stream::synchronize, Released(),
+             "Block until all work so far is done.")
+        .def("close", &Stream::close, Released(), "Do what is queued, then join the thread.")
+        .def("abort", &Stream::abort, Released(), "Fail what is queued, then join the thread.");
+}
+
+void bind_job(nb::module_& m) {
+    nb::class_<BlockMap>(m, "BlockMap", "Where every block of both tiers lies. Borrows the memory.")
+        .def(nb::new_(&make_map), "num_layers"_a, "pieces"_a, "host_base"_a, "host_stride"_a,
+             "host_blocks"_a, "device_blocks"_a)
+        .def(
+            "check_ids",
+            [](const BlockMap& map, const IdArray& host_ids, const IdArray& device_ids,
+               bool onload) {
+                check_ids(map, direction_of(onload), ids(host_ids), ids(device_ids));
+            },
+            "host_ids"_a, "device_ids"_a, nb::kw_only(), "onload"_a,
+            "Raise UsageError on bad ranges, unequal or empty lists, and duplicate destinations.");
+    nb::class_<CopyJob>(m, "CopyJob", "One transfer in flight. Thread-safe.")
+        .def_prop_ro("layer_events", &CopyJob::events)
+        .def_prop_ro(
+            "error",
+            [](const CopyJob& job) -> std::optional<std::pair<std::size_t, std::string>> {
+                auto error = job.error();
+                if (!error) return std::nullopt;
+                return std::pair(error->first_bad_block, std::move(error->reason));
+            },
+            "(first bad block, reason), or None.");
+}
+
+// `owner` keeps the memory alive as long as the stream, which may still be copying.
+std::shared_ptr<CopyJob> copy(Stream& stream, std::shared_ptr<BlockMap> map, const IdArray& host,
+                              const IdArray& device, bool onload, std::shared_ptr<Event> after,
+                              const nb::object& /*owner*/) {
+    nb::gil_scoped_release released;
+    return copy_blocks(stream, std::move(map), direction_of(onload), ids(host), ids(device),
+                       std::move(after));
+}
+
+void bind_timer(nb::module_& m) {
+    nb::class_<TimerFd>(m, "TimerFd", "A one-shot monotonic timer as a file descriptor.")
+        .def(nb::init<>())
+        .def("fileno", &TimerFd::fd)
+        .def(
+            "arm",
+            [](TimerFd& timer, double delay_seconds) {
+                timer.arm(static_cast<std::int64_t>(delay_seconds * 1e9));
+            },
+            "delay_seconds"_a, "Expire once, that long from now; replaces an earlier arming.")
+        .def("disarm", &TimerFd::disarm)
+        .def("drain", &TimerFd::drain, "Take note of the expiry, so that select() waits again.")
+        .def("close", &TimerFd::close);
+}
+
+}  // namespace
+
+void bind_copy(nb::module_& m) {
+    bind_event(m);
+    bind_stream(m);
+    bind_job(m);
+    bind_timer(m);
+    m.def("copy_blocks", &copy, "stream"_a, "block_map"_a, "host_ids"_a, "device_ids"_a,
+          nb::kw_only(), "onload"_a, "after"_a.none(), "owner"_a, nb::keep_alive<1, 7>(),
+          "Queue a copy and return at once. Raises as check_ids() does, before the first byte.");
+}
+
+}  // namespace aiokv
