@@ -1,0 +1,1 @@
+"""The half of aiokv that moves bytes: memory, streams, events, transfers. It never decides."""

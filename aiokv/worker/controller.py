@@ -1,0 +1,353 @@
+"""CacheController: executes transfer plans and reports how they ended. It never decides.
+
+    submit ─► held (step open) ─► queue by priority ─► at most 2 in the device ─► report
+
+Blocks named by a plan belong to it until its report (I3); a report is sent when the device's events
+have proven the bytes (I4), exactly once, from a callback of the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from aiokv import _native
+from aiokv.errors import ClosedError, UsageError
+from aiokv.plan import TransferReport
+from aiokv.worker.arena import HostArena
+from aiokv.worker.device.base import CopyError
+from aiokv.worker.device.cpu import device_blocks
+from aiokv.worker.layers import LayerDoneCounter
+from aiokv.worker.transfers import StepGate, Transfer, TransferQueue
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Sequence
+
+    from aiokv.plan import Direction, Outcome, TransferPlan
+    from aiokv.worker.device.base import Device, Event
+    from aiokv.worker.poller import EventPoller
+    from aiokv.worker.regions import Regions
+
+SLOTS: Final = 2  # submitted at once per direction: one moves, one is ready behind it
+BANDWIDTH_WEIGHT: Final = 0.2  # of the newest transfer in the moving average
+
+
+class LaneStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """One direction. ``bytes_per_second`` is a moving average, 0.0 before the first transfer."""
+
+    queued: int
+    submitted: int
+    done: int
+    failed: int
+    cancelled: int
+    moved_bytes: int
+    bytes_per_second: float
+
+
+class WorkerStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """``held``: transfers whose step is still open."""
+
+    held: int
+    onload: LaneStatistics
+    offload: LaneStatistics
+
+
+class _Lane:
+    """Everything of one direction."""
+
+    def __init__(self, direction: Direction) -> None:
+        self.direction: Direction = direction
+        self.queue = TransferQueue()
+        self.submitted = 0
+        self.outcomes: dict[Outcome, int] = {"done": 0, "failed": 0, "cancelled": 0}
+        self.moved_bytes = 0
+        self.bytes_per_second = 0.0
+        self.busy_until = 0.0  # expected end of all that is submitted
+        self.last_end = 0.0
+
+    def note_end(self, transfer: Transfer, now: float) -> None:
+        """Learn the bandwidth from a transfer that moved all its bytes."""
+        seconds = now - max(transfer.started_at, self.last_end)
+        self.last_end = now
+        self.moved_bytes += transfer.num_bytes
+        if seconds <= 0 or not transfer.num_bytes:
+            return
+        newest = transfer.num_bytes / seconds
+        weight = BANDWIDTH_WEIGHT if self.bytes_per_second else 1.0
+        self.bytes_per_second += weight * (newest - self.bytes_per_second)
+
+    def statistics(self) -> LaneStatistics:
+        return LaneStatistics(
+            queued=len(self.queue),
+            submitted=self.submitted,
+            done=self.outcomes["done"],
+            failed=self.outcomes["failed"],
+            cancelled=self.outcomes["cancelled"],
+            moved_bytes=self.moved_bytes,
+            bytes_per_second=self.bytes_per_second,
+        )
+
+
+class CacheController:
+    """Owns the host memory and the device; made and used on one loop.
+
+    Args:
+        regions: the device tensors, borrowed until ``aclose()`` has returned.
+        host_blocks: capacity of the host tier; its memory is reserved here.
+        device: attached here, closed by ``aclose()``.
+        poller: of the same loop; stays the caller's.
+        on_report: gets exactly one report a plan, in a callback of the loop, never inside a call.
+    """
+
+    def __init__(
+        self,
+        *,
+        regions: Regions,
+        host_blocks: int,
+        device: Device,
+        poller: EventPoller,
+        on_report: Callable[[TransferReport], None],
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._regions = regions
+        self._device = device
+        self._poller = poller
+        self._on_report = on_report
+        self._block_bytes = regions.block_bytes
+        self.arena = HostArena(num_blocks=host_blocks, block_bytes=regions.host_block_bytes)
+        self._ids = _native.BlockMap(0, [], 0, 0, host_blocks, device_blocks(regions))
+        self._gate = StepGate()
+        self._lanes = {"onload": _Lane("onload"), "offload": _Lane("offload")}
+        self._transfers: dict[int, Transfer] = {}
+        self._idle_waiters: list[asyncio.Future[None]] = []
+        self._closing = False
+        self._closed = False
+        device.attach(regions, self.arena)
+
+    # --- plans ------------------------------------------------------------------------------
+
+    def submit(self, plan: TransferPlan) -> LayerDoneCounter:
+        """Take a plan; its blocks are the transfer's until its report.
+
+        Raises:
+            UsageError: no blocks, unequal lists, ids out of range, a destination named twice, or
+                a transfer id that is in use. Nothing changed.
+            ClosedError: the controller is closing.
+        """
+        if self._closing:
+            raise ClosedError("the cache controller is closing")
+        if plan.transfer_id in self._transfers:
+            raise UsageError(f"transfer {plan.transfer_id} is under way already")
+        self._ids.check_ids(plan.host_ids, plan.device_ids, onload=plan.direction == "onload")
+        counter = LayerDoneCounter(
+            self._regions.num_layers,
+            transfer_id=plan.transfer_id,
+            direction=plan.direction,
+            expedite=lambda: self._expedite(plan.transfer_id),
+        )
+        transfer = Transfer(plan, counter, self._block_bytes * plan.num_blocks)
+        self._transfers[plan.transfer_id] = transfer
+        if self._gate.is_open(plan.after_step):
+            self._gate.hold(transfer)
+        else:
+            lane = self._lanes[plan.direction]
+            lane.queue.push(transfer)
+            self._pump(lane)
+        return counter
+
+    def cancel(self, transfer_id: int) -> None:
+        """Take back a plan that the device does not have yet; it is reported ``"cancelled"``.
+
+        A submitted one runs to its end and is reported as it ends. Unknown ids are ignored: the
+        report may have crossed the cancellation.
+        """
+        transfer = self._transfers.get(transfer_id)
+        if transfer is None or transfer.state not in ("held", "queued"):
+            return
+        if transfer.state == "held":
+            self._gate.remove(transfer)
+        else:
+            self._lanes[transfer.plan.direction].queue.remove(transfer)
+        failure = CopyError(0, "cancelled before it was submitted")
+        self._loop.call_soon(self._end, transfer, "cancelled", failure)
+
+    def close_step(self, step: int, event: Event | None) -> None:
+        """Steps up to ``step`` are submitted; plans after them start when ``event`` is done.
+
+        Args:
+            step: greater than any closed before.
+            event: recorded behind the step's work; None when that has finished.
+
+        Raises:
+            UsageError: the step was closed before.
+        """
+        freed = self._gate.close(step, event)
+        for transfer in freed:
+            self._lanes[transfer.plan.direction].queue.push(transfer)
+        for lane in self._lanes.values():
+            self._pump(lane)
+
+    # --- end --------------------------------------------------------------------------------
+
+    async def drain(self) -> None:
+        """Wait until every plan submitted so far, and since, has been reported.
+
+        A plan whose step is open is waited for too: somebody else has to close the step.
+
+        Cancellation: stops waiting; the transfers go on.
+        """
+        while self._transfers:
+            idle: asyncio.Future[None] = self._loop.create_future()
+            self._idle_waiters.append(idle)
+            try:
+                await idle
+            finally:
+                if idle in self._idle_waiters:
+                    self._idle_waiters.remove(idle)
+
+    async def aclose(self) -> None:
+        """Cancel what waits, drain what moves, join the device's threads, free the arena.
+
+        Memory is never freed under a copy. Idempotent; after a cancellation call it again.
+        """
+        self._closing = True
+        for transfer_id in list(self._transfers):
+            self.cancel(transfer_id)
+        await self.drain()
+        if not self._closed:
+            self._closed = True
+            self._device.close()
+            self.arena.close()
+
+    def statistics(self) -> WorkerStatistics:
+        return WorkerStatistics(
+            held=len(self._gate),
+            onload=self._lanes["onload"].statistics(),
+            offload=self._lanes["offload"].statistics(),
+        )
+
+    # --- the life of a transfer -------------------------------------------------------------
+
+    def _pump(self, lane: _Lane) -> None:
+        while lane.submitted < SLOTS:
+            transfer = lane.queue.pop()
+            if transfer is None:
+                return
+            self._start(lane, transfer)
+
+    def _expedite(self, transfer_id: int) -> bool:
+        transfer = self._transfers.get(transfer_id)
+        if transfer is not None and transfer.state == "queued":
+            lane = self._lanes[transfer.plan.direction]
+            lane.queue.remove(transfer)
+            self._start(lane, transfer)
+        return transfer is None or transfer.state != "held"
+
+    def _start(self, lane: _Lane, transfer: Transfer) -> None:
+        plan = transfer.plan
+        transfer.state = "submitted"
+        transfer.started_at = time.monotonic()
+        lane.submitted += 1
+        move = self._device.onload if lane.direction == "onload" else self._device.offload
+        try:
+            after = self._gate.event_for(plan.after_step)
+            copy = move(plan.host_ids, plan.device_ids, after)
+        except Exception as error:  # told by the report, like any other failure of the copy
+            self._loop.call_soon(self._end_submitted, transfer, CopyError(0, str(error)))
+            transfer.counter.finish(CopyError(0, str(error)))
+            return
+        transfer.counter.attach(copy)
+        if not copy.layer_events:
+            self._loop.call_soon(self._end_submitted, transfer, None)
+            return
+        self._watch(lane, transfer, copy.layer_events)
+
+    def _watch(self, lane: _Lane, transfer: Transfer, events: Sequence[Event]) -> None:
+        """Watch each distinct event; layers that share one arrive together."""
+        now = time.monotonic()
+        begin = max(lane.busy_until, now)
+        seconds = transfer.num_bytes / lane.bytes_per_second if lane.bytes_per_second else None
+        if seconds is not None:
+            lane.busy_until = begin + seconds
+        first = 0
+        for layer, event in enumerate(events):
+            if layer + 1 < len(events) and events[layer + 1] is event:
+                continue
+            key: Hashable = lane.direction if self._device.in_order else (lane.direction, id(event))
+            share = (layer + 1) / len(events)
+            self._poller.watch(
+                event,
+                key,
+                _Marker(self, transfer, range(first, layer + 1), event),
+                None if seconds is None else begin + seconds * share - now,
+            )
+            first = layer + 1
+
+    def _layers_done(self, transfer: Transfer, layers: range, event: Event) -> None:
+        finished_seconds: float | None = getattr(event, "finished_seconds", None)
+        ended = False
+        for layer in layers:
+            ended = transfer.counter.mark_layer_done(layer, finished_seconds)
+        if ended:
+            self._end_submitted(transfer, transfer.counter.failure)
+
+    def _lost(self, transfer: Transfer, error: BaseException) -> None:
+        """The device cannot tell any more: nothing of the transfer is proven."""
+        if transfer.state == "submitted":
+            self._end_submitted(transfer, CopyError(0, str(error)))
+
+    def _end_submitted(self, transfer: Transfer, failure: CopyError | None) -> None:
+        transfer.state = "ended"
+        lane = self._lanes[transfer.plan.direction]
+        lane.submitted -= 1
+        if failure is None:
+            lane.note_end(transfer, time.monotonic())
+        if not lane.submitted:
+            lane.busy_until = 0.0
+        self._pump(lane)
+        self._end(transfer, "done" if failure is None else "failed", failure)
+
+    def _end(self, transfer: Transfer, outcome: Outcome, failure: CopyError | None) -> None:
+        transfer.counter.finish(failure)
+        plan = transfer.plan
+        del self._transfers[plan.transfer_id]
+        self._lanes[plan.direction].outcomes[outcome] += 1
+        report = TransferReport(
+            transfer_id=plan.transfer_id,
+            outcome=outcome,
+            first_bad_block=failure.first_bad_block if failure is not None else 0,
+            reason=failure.reason if failure is not None else "",
+        )
+        try:
+            self._on_report(report)
+        except Exception as error:
+            self._loop.call_exception_handler(
+                {"message": f"aiokv: the report of {plan.transfer_id} raised", "exception": error}
+            )
+        if not self._transfers:
+            for waiter in self._idle_waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
+
+
+class _Marker:
+    """What the poller calls when an event of a transfer is done."""
+
+    __slots__ = ("_controller", "_event", "_layers", "_transfer")
+
+    def __init__(
+        self, controller: CacheController, transfer: Transfer, layers: range, event: Event
+    ) -> None:
+        self._controller = controller
+        self._transfer = transfer
+        self._layers = layers
+        self._event = event
+
+    def __call__(self, error: BaseException | None) -> None:
+        if error is not None:
+            self._controller._lost(self._transfer, error)
+        else:
+            self._controller._layers_done(self._transfer, self._layers, self._event)

@@ -1,0 +1,1 @@
+"""Backends: memory, streams and copies of one kind of device."""

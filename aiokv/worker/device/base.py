@@ -1,0 +1,110 @@
+"""What the worker asks of a device: the interfaces that the cpu, cuda and manual devices satisfy.
+
+Contract of time: an event's ``done`` is False until the work it stands for was *submitted and*
+has finished. CUDA calls an event that was never recorded done; a device must hide that.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from aiokv.worker.arena import HostArena
+    from aiokv.worker.regions import Regions
+
+
+class CopyError(NamedTuple):
+    """Why a copy failed; blocks before ``first_bad_block`` (index into the plan) are proven."""
+
+    first_bad_block: int
+    reason: str
+
+
+@runtime_checkable
+class Event(Protocol):
+    """A point in a device's order of work; what ``cupy.cuda.Event`` satisfies.
+
+    Optional: ``finished_seconds`` (``time.monotonic()`` at its end, None while not done), from
+    which latencies and layer times are taken; without it they are what the poller saw.
+    """
+
+    @property
+    def done(self) -> bool:
+        """True when finished, also with an error. Any thread; does not block."""
+
+    def synchronize(self) -> None:
+        """Block the calling thread, without the GIL, until done."""
+
+
+class Stream(Protocol):
+    """Work in order. Devices define their own; `gpu_wait` passes it through untouched."""
+
+
+class Copy(Protocol):
+    """One transfer that the device accepted. Any thread may call its methods."""
+
+    @property
+    def layer_events(self) -> Sequence[Event]:
+        """One a layer, ascending; layers may share one. Empty when there are no layers."""
+
+    def wait_submitted(self, layer: int) -> None:
+        """Block the calling thread, without the GIL, until the layer is on its stream.
+
+        Raises:
+            DeviceError: it never will be.
+        """
+
+    def stream_wait(self, layer: int, stream: Any) -> None:
+        """Make ``stream`` wait for the layer, which has been submitted. The host does not wait."""
+
+    def error(self) -> CopyError | None:
+        """None while no failure is known; final once all events are done."""
+
+
+class Device(Protocol):
+    """A backend. Only the loop's thread calls it.
+
+    Attributes:
+        name: ``"cpu"``, ``"cuda:0"``, ...
+        in_order: copies of one direction end in the order of submission, layers ascending, so that
+            only the oldest event of a direction has to be asked.
+    """
+
+    name: str
+    in_order: bool
+
+    def attach(self, regions: Regions, arena: HostArena) -> None:
+        """Bind the memory of both tiers; called once, before the first copy.
+
+        Raises:
+            LayoutError: the device cannot reach a region's memory.
+        """
+
+    def onload(
+        self, host_ids: NDArray[np.int32], device_ids: NDArray[np.int32], after: Event | None
+    ) -> Copy:
+        """Start copying host blocks to device blocks, layer by layer, in the background.
+
+        Args:
+            host_ids: [N] int32, borrowed until return.
+            device_ids: [N] int32, distinct.
+            after: recorded event that the first byte waits for, on the device.
+
+        Raises:
+            UsageError: ids out of range, unequal lengths, duplicate destinations; nothing moved.
+            DeviceError: the device does not take the copy; nothing moved.
+        """
+
+    def offload(
+        self, host_ids: NDArray[np.int32], device_ids: NDArray[np.int32], after: Event | None
+    ) -> Copy:
+        """As onload(), the other way; all layers may share one event."""
+
+    def close(self) -> None:
+        """Finish what is submitted, join native threads, let go of the memory. Idempotent."""

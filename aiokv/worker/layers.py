@@ -1,0 +1,375 @@
+"""LayerDoneCounter: which layers of a transfer have arrived. LayerView: of all a lease needs.
+
+Two ways to wait. ``await wait(layer)`` proves that the bytes are there. ``gpu_wait(layer, stream)``
+makes a stream wait and not the host; it orders but proves nothing, so a step that used it calls
+``raise_for_error()`` before its outputs are used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
+
+from aiokv.errors import TransferError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from aiokv.plan import Direction
+    from aiokv.worker.device.base import Copy, CopyError
+
+_ALL: Final = -1  # key of those who wait for the end
+
+
+class LayerDoneCounter:
+    """Progress of one transfer, layer by layer.
+
+    ``gpu_wait``, ``gpu_wait_all`` and ``is_done`` may be called from any thread, all else only on
+    the loop. The copy and its events live as long as the counter.
+
+    Args:
+        num_layers: 0 is done at once.
+        transfer_id: the plan's.
+        direction: the plan's.
+        expedite: asks for submission out of turn; False when that is impossible now. Called only
+            on the loop's thread, by a ``gpu_wait`` that would otherwise never return.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        *,
+        transfer_id: int = 0,
+        direction: Direction = "onload",
+        expedite: Callable[[], bool] | None = None,
+    ) -> None:
+        self.num_layers = num_layers
+        self.transfer_id = transfer_id
+        self.direction: Direction = direction
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        self._expedite = expedite
+        self._created = time.monotonic()
+        self._times: list[float | None] = [None] * num_layers
+        self._remaining = num_layers
+        self._ended = num_layers == 0
+        self._failure: CopyError | None = None
+        self._copy: Copy | None = None
+        self._accepted = threading.Event()  # set with the copy, or with the end
+        self._waiters: dict[int, list[asyncio.Future[None]]] = {}
+        self._callbacks: list[Callable[[int], None]] = []
+
+    # --- what has arrived -------------------------------------------------------------------
+
+    @property
+    def is_done(self) -> bool:
+        """Nothing moves any more, with success or without. Any thread; asks the device."""
+        if self._ended:
+            return True
+        copy = self._copy
+        return copy is not None and all(event.done for event in copy.layer_events)
+
+    @property
+    def pending_layers(self) -> list[int]:
+        """Layers not known to have arrived, ascending."""
+        return [layer for layer, at in enumerate(self._times) if at is None]
+
+    @property
+    def failure(self) -> CopyError | None:
+        """The first failure, once the device knows it."""
+        if self._failure is None and self._copy is not None:
+            return self._copy.error()
+        return self._failure
+
+    def raise_for_error(self) -> None:
+        """Raise what went wrong, if anything did.
+
+        Raises:
+            TransferError: with ``first_bad_token`` 0; a :class:`LayerView` knows the token.
+        """
+        failure = self.failure
+        if failure is not None:
+            raise TransferError(
+                f"{self.direction} {self.transfer_id} failed at block {failure.first_bad_block}: "
+                f"{failure.reason}",
+                direction=self.direction,
+            )
+
+    def layer_done_seconds(self, layer: int) -> float | None:
+        """``time.monotonic()`` when the layer arrived; None before.
+
+        By the device's clock where its events tell it, else when the poller saw it.
+        """
+        return self._times[layer]
+
+    def layer_times(self) -> list[float | None]:
+        """layer_done_seconds() of all layers; a copy."""
+        return list(self._times)
+
+    @property
+    def elapsed_seconds(self) -> float:
+        """Since the plan was submitted, up to its end."""
+        if self._ended and self._times and all(at is not None for at in self._times):
+            return max(at for at in self._times if at is not None) - self._created
+        return time.monotonic() - self._created
+
+    # --- waiting on the loop ----------------------------------------------------------------
+
+    async def wait(self, layer: int, timeout: float | None = None) -> None:  # noqa: ASYNC109
+        """Wait until the layer has arrived. A layer that has arrived does not suspend.
+
+        Raises:
+            TransferError: the transfer failed or was cancelled. Raised only after its last byte
+                has come to rest, so that the blocks can be written again.
+            TimeoutError: names the layer.
+
+        Cancellation: detaches this waiter; the transfer goes on.
+        """
+        await self.settled(layer, timeout)
+        self.raise_for_error()
+
+    async def wait_all(self, timeout: float | None = None) -> None:  # noqa: ASYNC109
+        """wait() for all layers."""
+        await self.settled(_ALL, timeout)
+        self.raise_for_error()
+
+    async def settled(self, layer: int, timeout: float | None = None) -> None:  # noqa: ASYNC109
+        """As wait(), but a failure is only the end of waiting."""
+        if layer != _ALL:
+            self._check(layer)
+        arrived = layer != _ALL and self._times[layer] is not None
+        if self._ended or (arrived and self.failure is None):
+            return
+        future: asyncio.Future[None] = self._loop.create_future()
+        waiters = self._waiters.setdefault(layer, [])
+        waiters.append(future)
+        try:
+            async with asyncio.timeout(timeout):
+                await future
+        except TimeoutError:
+            what = "the last layer" if layer == _ALL else f"layer {layer}"
+            raise TimeoutError(
+                f"{self.direction} {self.transfer_id}: {what} did not arrive within {timeout} s"
+            ) from None
+        finally:
+            waiters.remove(future)
+
+    def __aiter__(self) -> AsyncIterator[int]:
+        """Layers in ascending order, each when it has arrived."""
+        return _LayerIterator(self)
+
+    # --- waiting on a stream, any thread ----------------------------------------------------
+
+    def gpu_wait(self, layer: int, stream: Any) -> None:
+        """Let ``stream`` wait for the layer; the host goes on.
+
+        Blocks the calling thread, without the GIL, until the layer has been submitted: an event
+        that is not recorded yet would count as done. On the loop's own thread the transfer is
+        submitted out of turn instead.
+
+        Raises:
+            TransferError: the transfer failed or was cancelled.
+            UsageError: on the loop's thread, while the transfer waits for a step to be closed.
+        """
+        self._check(layer)
+        if self._times[layer] is not None and self._failure is None:
+            return
+        copy = self._accepted_copy()
+        if copy is None or self._ended:
+            self.raise_for_error()
+            return
+        copy.wait_submitted(layer)
+        copy.stream_wait(layer, stream)
+
+    def gpu_wait_all(self, stream: Any) -> None:
+        """gpu_wait() for every layer; what a CUDA graph needs before its launch."""
+        for layer in range(self.num_layers):
+            self.gpu_wait(layer, stream)
+
+    def _accepted_copy(self) -> Copy | None:
+        if not self._accepted.is_set():
+            if threading.get_ident() != self._thread:
+                self._accepted.wait()
+            elif self._expedite is None or not self._expedite():
+                raise UsageError(
+                    f"gpu_wait on the loop's thread before {self.direction} {self.transfer_id} can "
+                    "be submitted would never return",
+                    hint="close the step that it waits for, or call gpu_wait from another thread",
+                )
+        return self._copy
+
+    # --- callbacks --------------------------------------------------------------------------
+
+    def add_callback(self, callback: Callable[[int], None]) -> None:
+        """Call ``callback(layer)`` for each layer from now on, in the order of arrival.
+
+        One that raises is reported to the loop's exception handler and does not stop the others.
+        """
+        self._callbacks.append(callback)
+
+    # --- for the controller -----------------------------------------------------------------
+
+    def attach(self, copy: Copy) -> None:
+        """The device has accepted the copy."""
+        self._copy = copy
+        self._accepted.set()
+
+    def mark_layer_done(self, layer: int, finished_seconds: float | None = None) -> bool:
+        """A layer's event is done. True when it was the last; marking twice counts once."""
+        self._check(layer)
+        if self._ended or self._times[layer] is not None:
+            return False
+        self._times[layer] = time.monotonic() if finished_seconds is None else finished_seconds
+        self._remaining -= 1
+        failing = self.failure is not None
+        if self._remaining == 0:
+            self.finish()
+        elif not failing:
+            self._release(layer)
+        if not failing:
+            self._call_back(layer)
+        return self._remaining == 0
+
+    def finish(self, failure: CopyError | None = None) -> None:
+        """Nothing moves any more: releases every waiter. Idempotent; the first failure stays."""
+        if self._failure is None:
+            self._failure = failure or (self._copy.error() if self._copy is not None else None)
+        self._ended = True
+        self._accepted.set()
+        for layer in list(self._waiters):
+            self._release(layer)
+
+    def _release(self, layer: int) -> None:
+        for future in self._waiters.get(layer, ()):
+            if not future.done():
+                future.set_result(None)
+
+    def _call_back(self, layer: int) -> None:
+        for callback in self._callbacks:
+            try:
+                callback(layer)
+            except Exception as error:
+                self._loop.call_exception_handler(
+                    {"message": f"aiokv: a callback of layer {layer} raised", "exception": error}
+                )
+
+    def _check(self, layer: int) -> None:
+        if not 0 <= layer < self.num_layers:
+            raise UsageError(f"layer {layer} is not in [0, {self.num_layers})")
+
+
+class LayerView:
+    """All transfers that a lease owns or has joined, as one counter.
+
+    Args:
+        counters: of those transfers, of one number of layers.
+        num_layers: needed when there are no counters; see :func:`done_view`.
+        locate: ``(transfer_id, first_bad_block)`` to the first position of the lease to compute.
+    """
+
+    def __init__(
+        self,
+        counters: Sequence[LayerDoneCounter] = (),
+        *,
+        num_layers: int | None = None,
+        locate: Callable[[int, int], int] | None = None,
+    ) -> None:
+        self.counters = tuple(counters)
+        self.num_layers = (
+            counters[0].num_layers if num_layers is None and counters else num_layers or 0
+        )
+        self._locate = locate
+
+    @property
+    def is_done(self) -> bool:
+        """Nothing moves any more. Any thread."""
+        return all(counter.is_done for counter in self.counters)
+
+    @property
+    def pending_layers(self) -> list[int]:
+        """Layers that at least one transfer still owes, ascending."""
+        return sorted({layer for counter in self.counters for layer in counter.pending_layers})
+
+    def raise_for_error(self) -> None:
+        """Raise the failure that reaches furthest to the front.
+
+        Raises:
+            TransferError: ``first_bad_token`` is the first position to compute again.
+        """
+        failed = [(counter, counter.failure) for counter in self.counters]
+        errors = [
+            (self._first_bad_token(counter, failure), counter, failure)
+            for counter, failure in failed
+            if failure is not None
+        ]
+        if errors:
+            token, counter, failure = min(errors, key=lambda error: error[0])
+            raise TransferError(
+                f"{counter.direction} {counter.transfer_id} failed at block "
+                f"{failure.first_bad_block}: {failure.reason}",
+                direction=counter.direction,
+                first_bad_token=token,
+            )
+
+    def _first_bad_token(self, counter: LayerDoneCounter, failure: CopyError) -> int:
+        if self._locate is None:
+            return 0
+        return self._locate(counter.transfer_id, failure.first_bad_block)
+
+    async def wait(self, layer: int, timeout: float | None = None) -> None:  # noqa: ASYNC109
+        """As :meth:`LayerDoneCounter.wait`, for every transfer; without any it does not suspend."""
+        if not self.counters:
+            return
+        async with asyncio.timeout(timeout):
+            for counter in self.counters:
+                await counter.settled(layer)
+        self.raise_for_error()
+
+    async def wait_all(self, timeout: float | None = None) -> None:  # noqa: ASYNC109
+        """wait() for all layers."""
+        await self.wait(_ALL, timeout)
+
+    def __aiter__(self) -> AsyncIterator[int]:
+        """Layers in ascending order, each when it has arrived in every transfer."""
+        return _LayerIterator(self)
+
+    def gpu_wait(self, layer: int, stream: Any) -> None:
+        """As :meth:`LayerDoneCounter.gpu_wait`, for every transfer. Any thread."""
+        for counter in self.counters:
+            counter.gpu_wait(layer, stream)
+
+    def gpu_wait_all(self, stream: Any) -> None:
+        """gpu_wait() for every layer. Any thread."""
+        for counter in self.counters:
+            counter.gpu_wait_all(stream)
+
+
+@cache
+def done_view(num_layers: int) -> LayerView:
+    """The shared view of a lease that has nothing to wait for."""
+    return LayerView(num_layers=num_layers)
+
+
+DONE: Final = done_view(0)
+
+
+class _LayerIterator:
+    """``async for`` without an async generator, which would need closing."""
+
+    def __init__(self, layers: LayerDoneCounter | LayerView) -> None:
+        self._layers = layers
+        self._next = 0
+
+    def __aiter__(self) -> _LayerIterator:
+        return self
+
+    async def __anext__(self) -> int:
+        layer = self._next
+        if layer == self._layers.num_layers:
+            raise StopAsyncIteration
+        self._next += 1
+        await self._layers.wait(layer)
+        return layer

@@ -1,0 +1,280 @@
+"""Regions: the per-layer tensors whose bytes belong to a block, and where those lie on the host.
+
+No code knows "K and V": a cache is a registry of named tensors, each with its own bytes a block.
+The host pool is block-first, so a block is one contiguous object for disk and network::
+
+    host block  | layer 0: k, v | layer 1: k, v, scale | ...     each piece aligned to 64 bytes
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from aiokv.errors import LayoutError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+HOST_ALIGNMENT_BYTES: Final = 64  # a cache line: streaming stores, and no false sharing
+_DLPACK_CPU = (1, 3, 11)  # plain, CUDA pinned, ROCm pinned
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One region in one layer.
+
+    Attributes:
+        pointer: address of device block 0.
+        stride_bytes: from one device block to the next.
+        block_bytes: bytes of one block that move.
+        host_offset_bytes: where they lie in a host block.
+    """
+
+    layer: int
+    region: str
+    pointer: int
+    num_blocks: int
+    stride_bytes: int
+    block_bytes: int
+    host_offset_bytes: int
+    device: str
+    owner: Any
+
+    def view(self) -> NDArray[np.uint8]:
+        """``[num_blocks, block_bytes]`` bytes of a tensor on the cpu, writable, not copied."""
+        if self.device != "cpu":
+            raise LayoutError(f"region {self.region!r} is on {self.device}, not on the cpu")
+        return np.asarray(_Bytes(self))
+
+
+class _Bytes:
+    """Lets numpy look at a piece through its address; keeps the owner alive."""
+
+    def __init__(self, piece: Piece) -> None:
+        self.piece = piece
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (piece.pointer, False),
+            "shape": (piece.num_blocks, piece.block_bytes),
+            "strides": (piece.stride_bytes, 1),
+            "typestr": "|u1",
+        }
+
+
+class Regions:
+    """A registry of per-layer tensors. Borrows their memory: it keeps the tensors alive.
+
+    Args:
+        num_layers: layers of the model; 0 makes a cache of no bytes.
+    """
+
+    def __init__(self, *, num_layers: int) -> None:
+        if num_layers < 0:
+            raise LayoutError(f"num_layers is {num_layers}, must not be negative")
+        self.num_layers = num_layers
+        self._pieces: list[list[Piece]] = [[] for _ in range(num_layers)]
+        self._names: list[str] = []
+        self._num_blocks: int | None = None
+
+    def add(
+        self, name: str, *, layers: Sequence[Any], layer_indices: Sequence[int] | None = None
+    ) -> None:
+        """Register a region.
+
+        Args:
+            name: unique in this registry.
+            layers: one tensor ``[device_blocks, ...]`` a layer: numpy, DLPack, or anything with
+                ``__array_interface__`` or ``__cuda_array_interface__``. Within a block it is
+                C-contiguous; blocks may be any distance apart. Borrowed, never copied.
+            layer_indices: the layers that have this region; by default all of them.
+
+        Raises:
+            LayoutError: shapes, strides, device or the number of layers do not fit; the registry
+                is unchanged.
+        """
+        if name in self._names:
+            raise LayoutError(f"region {name!r} is registered already")
+        indices = range(self.num_layers) if layer_indices is None else list(layer_indices)
+        if len(layers) != len(indices):
+            raise LayoutError(f"region {name!r}: {len(layers)} tensors for {len(indices)} layers")
+        if len(set(indices)) != len(indices) or not all(
+            0 <= layer < self.num_layers for layer in indices
+        ):
+            raise LayoutError(
+                f"region {name!r}: layers {list(indices)} are not distinct layers of "
+                f"{self.num_layers}"
+            )
+        num_blocks = self._num_blocks
+        described = []
+        for layer, tensor in zip(indices, layers, strict=True):
+            array = describe(tensor, f"region {name!r}, layer {layer}")
+            if num_blocks is not None and array.num_blocks != num_blocks:
+                raise LayoutError(
+                    f"region {name!r}, layer {layer}: {array.num_blocks} blocks, the others "
+                    f"have {num_blocks}",
+                    hint="the first axis of every tensor is the block",
+                )
+            num_blocks = array.num_blocks
+            described.append((layer, array))
+        for layer, array in described:
+            self._pieces[layer].append(array.piece(layer, name))
+        self._num_blocks = num_blocks
+        self._names.append(name)
+        self._place()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._names)
+
+    @property
+    def num_blocks(self) -> int | None:
+        """Device blocks that every tensor has; None while there is no tensor."""
+        return self._num_blocks
+
+    @property
+    def devices(self) -> frozenset[str]:
+        """Where the tensors are: ``"cpu"``, ``"cuda"``."""
+        return frozenset(piece.device for piece in self.pieces())
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes that move with one block: all layers, all regions."""
+        return sum(piece.block_bytes for piece in self.pieces())
+
+    @property
+    def host_block_bytes(self) -> int:
+        """Bytes from one host block to the next: block_bytes and the alignment between pieces."""
+        return sum(_aligned(piece.block_bytes) for piece in self.pieces())
+
+    def layer_bytes(self, layer: int) -> int:
+        """Bytes that move with one block in one layer."""
+        return sum(piece.block_bytes for piece in self._pieces[layer])
+
+    def layer_pieces(self, layer: int) -> tuple[Piece, ...]:
+        return tuple(self._pieces[layer])
+
+    def host_offset(self, layer: int, region: str) -> int:
+        """Where a region's bytes of a layer begin in a host block.
+
+        Raises:
+            LayoutError: the region does not exist in that layer.
+        """
+        for piece in self._pieces[layer]:
+            if piece.region == region:
+                return piece.host_offset_bytes
+        raise LayoutError(f"layer {layer} has no region {region!r}")
+
+    def pieces(self) -> Iterator[Piece]:
+        """All pieces, in host order."""
+        for pieces in self._pieces:
+            yield from pieces
+
+    def _place(self) -> None:
+        offset = 0
+        for layer, pieces in enumerate(self._pieces):
+            for i, piece in enumerate(pieces):
+                self._pieces[layer][i] = replace(piece, host_offset_bytes=offset)
+                offset += _aligned(piece.block_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedArray:
+    """Address and block layout of a tensor, whoever made it."""
+
+    pointer: int
+    num_blocks: int
+    stride_bytes: int
+    block_bytes: int
+    device: str
+    owner: Any
+
+    def piece(self, layer: int, region: str) -> Piece:
+        return Piece(
+            layer=layer,
+            region=region,
+            pointer=self.pointer,
+            num_blocks=self.num_blocks,
+            stride_bytes=self.stride_bytes,
+            block_bytes=self.block_bytes,
+            host_offset_bytes=0,
+            device=self.device,
+            owner=self.owner,
+        )
+
+
+def describe(tensor: Any, what: str) -> DescribedArray:
+    """Read a tensor's memory layout.
+
+    Raises:
+        LayoutError: it has no layout that can be read, no blocks, or gaps inside a block.
+    """
+    owner, interface, device = _interface(tensor, what)
+    shape = tuple(int(length) for length in interface["shape"])
+    item_bytes = int(interface["typestr"][2:])
+    pointer, read_only = interface["data"]
+    strides = interface.get("strides") or _dense_strides(shape, item_bytes)
+    if not shape or 0 in shape:
+        raise LayoutError(f"{what}: shape {shape} has no blocks or no bytes in a block")
+    if read_only and device == "cpu" and isinstance(tensor, np.ndarray):
+        raise LayoutError(f"{what}: the array is read-only")
+    dense = _dense_strides(shape, item_bytes)
+    for axis in range(1, len(shape)):
+        if shape[axis] > 1 and strides[axis] != dense[axis]:
+            raise LayoutError(
+                f"{what}: a block is not C-contiguous: axis {axis} of shape {shape} has a stride "
+                f"of {strides[axis]} bytes, not {dense[axis]}"
+            )
+    block_bytes = item_bytes * int(np.prod(shape[1:], dtype=np.int64))
+    stride_bytes = int(strides[0]) if shape[0] > 1 else block_bytes
+    if stride_bytes < block_bytes:
+        raise LayoutError(
+            f"{what}: blocks of {block_bytes} bytes lie {stride_bytes} bytes apart and overlap"
+        )
+    return DescribedArray(int(pointer), shape[0], stride_bytes, block_bytes, device, owner)
+
+
+def num_blocks_for(total_bytes: int, block: Regions | int) -> int:
+    """How many blocks fit in ``total_bytes``; ``block`` is a registry or bytes of one block.
+
+    Raises:
+        LayoutError: a block has no bytes.
+    """
+    block_bytes = block if isinstance(block, int) else block.host_block_bytes
+    if block_bytes <= 0:
+        raise LayoutError(f"a block of {block_bytes} bytes")
+    return max(total_bytes, 0) // block_bytes
+
+
+def _interface(tensor: Any, what: str) -> tuple[Any, dict[str, Any], str]:
+    if hasattr(tensor, "__cuda_array_interface__"):
+        return tensor, tensor.__cuda_array_interface__, "cuda"
+    if hasattr(tensor, "__array_interface__"):
+        return tensor, tensor.__array_interface__, "cpu"
+    if not hasattr(tensor, "__dlpack__"):
+        raise LayoutError(
+            f"{what}: {type(tensor).__name__} speaks neither the array interface nor DLPack"
+        )
+    kind = int(tensor.__dlpack_device__()[0])
+    if kind in _DLPACK_CPU:
+        array = np.from_dlpack(tensor)
+        return array, array.__array_interface__, "cpu"
+    import cupy  # only a tensor on a GPU gets here
+
+    on_gpu = cupy.from_dlpack(tensor)
+    return on_gpu, on_gpu.__cuda_array_interface__, "cuda"
+
+
+def _dense_strides(shape: tuple[int, ...], item_bytes: int) -> tuple[int, ...]:
+    strides = [item_bytes]
+    for length in reversed(shape[1:]):
+        strides.append(strides[-1] * length)
+    return tuple(reversed(strides))
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // HOST_ALIGNMENT_BYTES) * HOST_ALIGNMENT_BYTES
