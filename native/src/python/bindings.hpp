@@ -6,6 +6,7 @@
 namespace aiokv {
 
 void bind_copy(nanobind::module_& m);
+void bind_core(nanobind::module_& m);
 void bind_errors(nanobind::module_& m);
 
 }  // namespace aiokv

@@ -5,4 +5,5 @@ NB_MODULE(_native, m) {
     m.doc() = "Native core of aiokv: prefix index, block pools, block copies.";
     aiokv::bind_errors(m);
     aiokv::bind_copy(m);
+    aiokv::bind_core(m);
 }

@@ -1,0 +1,61 @@
+"""What a cache is made of; checked once, never changed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from aiokv.errors import ConfigError
+
+WritePolicy = Literal["none", "write_through"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """Sizes and rules of one cache.
+
+    Attributes:
+        block_tokens: token positions in a block, the unit of everything.
+        device_blocks: capacity of the device tier.
+        host_blocks: capacity of the host tier; 0 for none.
+        write_policy: when blocks get their host copy. ``"write_through"``: as they are committed.
+        leave_tokens: positions at the end of a prompt that are computed even if cached, at least
+            1 for the logits; EAGLE and MTP heads want more.
+        reserve_blocks: device blocks that ``allocate`` leaves for ``extend``.
+        drain_timeout_seconds: how long closing waits for leases that are still out.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    device_blocks: int
+    block_tokens: int = 16
+    host_blocks: int = 0
+    write_policy: WritePolicy = "write_through"
+    leave_tokens: int = 1
+    reserve_blocks: int = 0
+    drain_timeout_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        self._require_int("device_blocks", self.device_blocks, 1)
+        self._require_int("block_tokens", self.block_tokens, 1)
+        self._require_int("host_blocks", self.host_blocks, 0)
+        self._require_int("leave_tokens", self.leave_tokens, 1)
+        self._require_int("reserve_blocks", self.reserve_blocks, 0)
+        if self.reserve_blocks >= self.device_blocks:
+            raise ConfigError(
+                f"reserve_blocks ({self.reserve_blocks}) must be below "
+                f"device_blocks ({self.device_blocks})"
+            )
+        if self.write_policy not in get_args(WritePolicy):
+            raise ConfigError(
+                f"write_policy {self.write_policy!r} is not one of {get_args(WritePolicy)}"
+            )
+        if self.drain_timeout_seconds < 0:
+            raise ConfigError(f"drain_timeout_seconds is {self.drain_timeout_seconds}, below 0")
+
+    def _require_int(self, name: str, value: object, minimum: int) -> None:
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise ConfigError(f"{name} is {value!r}; it must be an integer of at least {minimum}")
+        if value >= 2**30:
+            raise ConfigError(f"{name} is {value}; it must be below {2**30}")

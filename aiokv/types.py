@@ -1,0 +1,97 @@
+"""Small values that cross the public API."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+
+from aiokv.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    TokenIds = NDArray[np.integer] | Sequence[int]
+
+Tier = Literal["device", "host"]
+
+_INT32 = np.iinfo(np.int32)
+
+
+class Hit(NamedTuple):
+    """How much of a prompt is cached, in tokens; the parts follow each other in this order."""
+
+    device_tokens: int
+    host_tokens: int
+
+    @property
+    def total(self) -> int:
+        return self.device_tokens + self.host_tokens
+
+
+class Statistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts since the engine was made, and the state of its pools now.
+
+    Per pool, ``free + cached + leased + in_flight`` is the capacity: *leased* blocks belong to
+    one lease alone, *cached* ones to the index (with or without leases on them), *in flight* ones
+    are the destination of a transfer.
+    """
+
+    device_blocks: int
+    device_free: int
+    device_cached: int
+    device_leased: int
+    device_in_flight: int
+    host_blocks: int
+    host_free: int
+    host_cached: int
+    host_in_flight: int
+    evictable_blocks: int
+    leases: int
+    waiting: int
+    prompt_tokens: int
+    hit_device_tokens: int
+    hit_host_tokens: int
+    grants: int
+    published_blocks: int
+    evicted_device_blocks: int
+    evicted_host_blocks: int
+    dropped_blocks: int
+    onloaded_blocks: int
+    offloaded_blocks: int
+    failed_blocks: int
+    skipped_backups: int
+    index_bytes: int
+    token_bytes: int
+
+    @property
+    def hit_tokens(self) -> int:
+        return self.hit_device_tokens + self.hit_host_tokens
+
+
+def as_tokens(tokens: TokenIds) -> NDArray[np.int32]:
+    """Token ids as a contiguous int32 array; no copy when they are one already.
+
+    Raises:
+        UsageError: not one-dimensional, not integers, or an id outside int32.
+    """
+    if isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 and tokens.ndim == 1:
+        return np.ascontiguousarray(tokens)
+    try:
+        array = np.asarray(tokens)
+    except (ValueError, OverflowError) as error:
+        raise UsageError(f"token ids must be a flat sequence of int32: {error}") from error
+    if array.ndim != 1:
+        raise UsageError(f"token ids must have one dimension, not {array.ndim}")
+    if array.size == 0:
+        return np.empty(0, dtype=np.int32)
+    if array.dtype.kind not in "iu":
+        raise UsageError(f"token ids must be integers, not {array.dtype}")
+    outside = np.flatnonzero((array < _INT32.min) | (array > _INT32.max))
+    if outside.size:
+        position = int(outside[0])
+        raise UsageError(f"token id {array[position]} at position {position} is outside int32")
+    return array.astype(np.int32)

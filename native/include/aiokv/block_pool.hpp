@@ -1,0 +1,54 @@
+// The free ids of one tier: a bitmap with a summary level, lowest id first.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace aiokv {
+
+using BlockId = std::int32_t;
+constexpr BlockId kNoBlock = -1;
+
+class BlockPool {
+  public:
+    explicit BlockPool(std::uint32_t capacity);
+
+    std::uint32_t capacity() const { return capacity_; }
+    std::uint32_t free_blocks() const { return free_; }
+    bool is_free(BlockId id) const;
+    std::size_t bytes() const;
+
+    // The lowest free ids, ascending. Requires out.size() <= free_blocks().
+    void take_lowest(std::span<BlockId> out);
+
+    // Ids in as few runs of consecutive ids as a greedy choice finds: the smallest run that holds
+    // all of them, else the longest runs first. Requires out.size() <= free_blocks().
+    void take_runs(std::span<BlockId> out);
+
+    // Throws InternalError, changing nothing, when the id is free already or not of this pool.
+    void give_back(BlockId id);
+
+    // Throws UsageError, changing nothing, when an id >= capacity is in use.
+    void resize(std::uint32_t capacity);
+
+  private:
+    struct Run {
+        std::uint32_t start;
+        std::uint32_t length;
+    };
+
+    std::vector<Run> free_runs() const;
+    void take_range(std::uint32_t start, std::uint32_t length, BlockId* out);
+    void set_free(std::uint32_t id);
+    void set_used(std::uint32_t id);
+
+    std::uint32_t capacity_ = 0;
+    std::uint32_t free_ = 0;
+    std::vector<std::uint64_t> words_;    // bit = 1: free
+    std::vector<std::uint64_t> summary_;  // bit = 1: the word has a free id
+    std::size_t first_summary_ = 0;       // no summary word before it has a bit
+};
+
+}  // namespace aiokv

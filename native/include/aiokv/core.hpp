@@ -1,0 +1,188 @@
+// The scheduler's hot state: prefix index, block pools, leases, transfers and eviction.
+//
+// One call is one state transition, on one thread, without I/O: so there are no locks. The
+// invariants I1-I9 of the design are those that violations() checks.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <span>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "aiokv/device_pool.hpp"
+#include "aiokv/node_queue.hpp"
+#include "aiokv/prefix_tree.hpp"
+
+namespace aiokv {
+
+using LeaseId = std::uint64_t;  // generation << 32 | slot; 0 is no lease
+using TransferId = std::uint32_t;
+using Tokens = std::span<const std::int32_t>;
+
+struct CoreConfig {
+    std::uint32_t block_tokens = 16;
+    std::uint32_t device_blocks = 0;
+    std::uint32_t host_blocks = 0;
+    std::uint32_t leave_tokens = 1;    // positions at the end of a prompt that are always computed
+    std::uint32_t reserve_blocks = 0;  // kept from allocate, for extend
+    bool write_through = false;        // commit queues a backup of what it publishes
+};
+
+struct Lease {
+    std::vector<std::int32_t> tokens;  // of named positions, from 0
+    std::vector<NodeId> path;          // indexed blocks; holds refs once granted
+    std::vector<BlockId> table;        // block i is the index's iff path[i] has this device id
+    std::vector<TransferId> onloads;   // unfinished ones that write blocks of the table
+    std::uint32_t generation = 0;
+    std::uint32_t context = 0;
+    std::uint64_t version = 0;  // of the index, when path was walked
+    std::uint64_t epoch = 0;    // of the index, when granted
+    std::uint32_t num_tokens = 0;
+    std::uint32_t computed_tokens = 0;  // as far as commit was called
+    std::uint32_t device_hit = 0;       // blocks, at match or grant
+    std::uint32_t host_hit = 0;
+    std::uint32_t cached_blocks = 0;  // of the grant; falls when an onload fails
+    bool live = false;
+    bool granted = false;
+    bool failed = false;  // an onload failed and recompute_from was not called yet
+};
+
+struct Hit {
+    LeaseId lease;
+    std::uint32_t device_blocks;
+    std::uint32_t host_blocks;
+};
+
+enum class Grant : std::uint8_t { kNone, kReady, kLoading };
+enum class Direction : std::uint8_t { kOnload, kOffload };
+enum class Outcome : std::uint8_t { kDone, kFailed, kCancelled };
+
+struct Transfer {
+    Direction direction;
+    Step after_step;
+    std::vector<NodeId> nodes;  // in path order; pinned
+    std::vector<BlockId> device_blocks;
+    std::vector<BlockId> host_blocks;
+    std::vector<LeaseId> leases;  // that own or joined an onload
+};
+
+struct CoreStatistics {
+    std::uint32_t device_free, device_cached, device_leased, device_in_flight, device_cooling;
+    std::uint32_t host_free, host_cached, host_in_flight;
+    std::uint32_t evictable_blocks, leases, nodes;
+    std::uint64_t hit_device_tokens, hit_host_tokens, prompt_tokens, grants;
+    std::uint64_t published_blocks, evicted_device_blocks, dropped_blocks, evicted_host_blocks;
+    std::uint64_t onloaded_blocks, offloaded_blocks, failed_blocks, skipped_backups;
+    std::size_t index_bytes, token_bytes;
+};
+
+class Core {
+  public:
+    explicit Core(const CoreConfig& config);
+
+    // -- leases (core.cpp). A released, foreign or made-up id throws LeaseError.
+    Hit match(Tokens tokens, std::string_view context);
+    Grant allocate(LeaseId id, std::int64_t num_tokens);
+    void retract(LeaseId id, Step step);
+    void append(LeaseId id, Tokens tokens);
+    std::uint32_t commit(LeaseId id, std::int64_t num_tokens, Step step);
+    void truncate(LeaseId id, std::int64_t num_tokens, Step step);
+    bool extend(std::span<const LeaseId> ids, std::int64_t num_tokens);
+    void release(LeaseId id, Step step);
+    std::int64_t recompute_from(LeaseId id);
+    const Lease& lease(LeaseId id) const;
+
+    // -- transfers (core_transfer.cpp)
+    TransferId take_backups();
+    const Transfer& transfer(TransferId id) const;
+    void complete(TransferId id, Outcome outcome, std::uint32_t first_bad_block);
+    std::vector<TransferId> take_abandoned();
+    void finish_step(Step step) { device_.finish_step(step); }
+
+    // -- capacity (core_capacity.cpp)
+    std::uint32_t evict_device(std::uint32_t blocks);
+    std::uint32_t evict_host(std::uint32_t blocks);
+    void resize_device(std::int64_t blocks);
+    void reset();
+
+    // -- checks (core_check.cpp)
+    CoreStatistics statistics() const;
+    std::vector<std::string> violations() const;
+
+  private:
+    struct Context {
+        std::string key;
+        NodeId root = kNone;
+        std::uint32_t leases = 0;
+    };
+
+    // leases
+    Lease& lease_at(LeaseId id);
+    std::uint32_t open_context(std::string_view key);
+    void close_context_if_unused(std::uint32_t context);
+    void walk(Lease& lease);
+    void touch(const std::vector<NodeId>& path);
+    void take_blocks(LeaseId id, Lease& lease, std::uint32_t total_blocks);
+    void give_back(LeaseId id, Lease& lease, Step step);
+    void start_onload(LeaseId id, Lease& lease, std::uint32_t first_host_block);
+    std::uint32_t publish(Lease& lease);
+    bool shed_detached(Lease& lease);
+    NodeId publish_block(Lease& lease, NodeId parent, std::uint32_t index);
+    bool is_private(const Lease& lease, std::size_t index) const;
+    void free_private_blocks(Lease& lease, std::size_t first, Step step);
+    std::uint32_t blocks_for(std::uint64_t num_tokens) const;
+    NodeId root_of(const Lease& lease) const { return contexts_[lease.context].root; }
+
+    // transfers
+    void finish_onload(Transfer& transfer, std::uint32_t good);
+    void cancel_onload(Transfer& transfer);
+    void finish_offload(Transfer& transfer, std::uint32_t good);
+    void fail_leases(const Transfer& transfer, NodeId first_bad);
+    void settle_leases(TransferId id, const Transfer& transfer);
+    void leave_onloads(LeaseId id, Lease& lease);
+
+    // capacity
+    bool make_room(std::uint32_t blocks);
+    bool evict_one_device();
+    bool evict_one_host();
+    void release_device_copy(NodeId node);
+    void unref(NodeId node);
+    void enqueue(NodeId node);
+    void dequeue(NodeId node);
+    void park(NodeId node);
+    void unpark_if_free(NodeId node);
+    void drop(NodeId node);
+    void detach(NodeId node);
+    void free_if_unowned(NodeId node);
+    NodeQueue& queue_of(NodeId node);
+    std::uint32_t evictable() const { return device_queue_.size() + parked_device_; }
+
+    CoreConfig config_;
+    PrefixTree tree_;
+    DevicePool device_;
+    BlockPool host_;
+    NodeQueue device_queue_;  // ref 0 and device VALID, least recently used first
+    NodeQueue host_queue_;    // ref 0 and host VALID only
+    std::uint32_t parked_device_ = 0;
+
+    std::deque<Lease> leases_;
+    std::vector<std::uint32_t> free_leases_;
+    std::deque<Context> contexts_;
+    std::vector<std::uint32_t> free_contexts_;
+    std::unordered_map<std::string, std::uint32_t> context_ids_;
+
+    std::unordered_map<TransferId, Transfer> transfers_;
+    TransferId last_transfer_ = 0;
+    std::vector<TransferId> abandoned_;
+    std::vector<NodeId> backups_;  // nodes with kBackupQueued; stale entries lack the flag
+    std::vector<NodeId> scratch_;
+
+    std::uint64_t version_ = 1;  // changes whenever a walked path may have become wrong
+    std::uint64_t epoch_ = 1;    // changes with reset
+    CoreStatistics counters_{};
+};
+
+}  // namespace aiokv

@@ -1,0 +1,46 @@
+// One block of the prefix index: 32 bytes, two to a cache line.
+#pragma once
+
+#include <cstdint>
+
+#include "aiokv/block_pool.hpp"
+
+namespace aiokv {
+
+using NodeId = std::uint32_t;
+constexpr NodeId kNone = 0xffffffff;
+
+enum NodeFlag : std::uint16_t {
+    kDeviceValid = 1 << 0,
+    kDeviceLoading = 1 << 1,  // an onload owns the device id; `next` holds its transfer id
+    kHostValid = 1 << 2,
+    kHostLoading = 1 << 3,  // an offload owns the host id
+    kDetached = 1 << 4,     // unmatchable; freed when the last ref and pin are gone
+    kQueued = 1 << 5,       // in the eviction queue of its fastest tier
+    kParked = 1 << 6,       // left that queue because it was blocked; returns to its front
+    kBackupQueued = 1 << 7,
+    kRoot = 1 << 8,  // no block; `device` holds the context's index
+};
+
+constexpr std::uint16_t kDeviceResident = kDeviceValid | kDeviceLoading;
+
+struct Node {
+    NodeId parent = kNone;
+    std::uint32_t child = kNone;  // the only child, or a fork (PrefixTree::kFork bit), or kNone
+    NodeId prev = kNone;          // links of the eviction queue, or of the free list
+    NodeId next = kNone;
+    BlockId device = kNoBlock;
+    BlockId host = kNoBlock;
+    std::uint32_t refs = 0;  // live leases whose path holds the node
+    std::uint16_t flags = 0;
+    std::uint8_t pins = 0;  // transfers that read or write one of its copies
+    std::uint8_t uses = 0;  // leases granted since it was inserted; saturates
+
+    bool has(std::uint16_t mask) const { return (flags & mask) != 0; }
+    void set(std::uint16_t mask) { flags = static_cast<std::uint16_t>(flags | mask); }
+    void clear(std::uint16_t mask) { flags = static_cast<std::uint16_t>(flags & ~mask); }
+};
+
+static_assert(sizeof(Node) == 32);
+
+}  // namespace aiokv

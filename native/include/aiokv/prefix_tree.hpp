@@ -1,0 +1,117 @@
+// The shape of the prefix index: nodes, their token ids, and how a child is found.
+//
+// A child is found by its token ids and confirmed by comparing them, so no hash collision can
+// return another block. Most nodes have one child, which is compared directly; only the children
+// of a fork are hashed.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "aiokv/node.hpp"
+#include "aiokv/slab.hpp"
+
+namespace aiokv {
+
+// The children of one fork: open addressing on a 32-bit tag of their token ids.
+class ChildSet {
+  public:
+    struct Slot {
+        NodeId node = kNone;
+        std::uint32_t tag = 0;
+    };
+
+    std::uint32_t size() const { return size_; }
+    std::size_t bytes() const { return slots_.capacity() * sizeof(Slot); }
+    const std::vector<Slot>& slots() const { return slots_; }
+
+    template <class Equal>
+    NodeId find(std::uint32_t tag, Equal equal) const {
+        for (std::size_t i = tag & mask();; i = (i + 1) & mask()) {
+            const Slot& slot = slots_[i];
+            if (slot.node == kNone) return kNone;
+            if (slot.tag == tag && equal(slot.node)) return slot.node;
+        }
+    }
+    void insert(std::uint32_t tag, NodeId node);
+    void erase(std::uint32_t tag, NodeId node);
+    void clear();
+
+    std::uint32_t device_children = 0;
+
+  private:
+    std::size_t mask() const { return slots_.size() - 1; }
+    void place(Slot slot);
+
+    std::vector<Slot> slots_ = std::vector<Slot>(4);
+    std::uint32_t size_ = 0;
+};
+
+class PrefixTree {
+  public:
+    static constexpr std::uint32_t kFork = 0x80000000;
+
+    PrefixTree(std::uint32_t block_tokens, std::size_t expected_nodes,
+               std::size_t populated_nodes);
+
+    Node& operator[](NodeId id) { return nodes_[id]; }
+    const Node& operator[](NodeId id) const { return nodes_[id]; }
+    const std::int32_t* tokens(NodeId id) const { return &tokens_[std::size_t{id} * stride_]; }
+
+    NodeId add_root();
+    NodeId find_child(NodeId parent, const std::int32_t* tokens) const;
+    NodeId add_child(NodeId parent, const std::int32_t* tokens);
+
+    // Take the node from its parent. Its own children stay below it.
+    void unlink(NodeId node);
+    // Forget all children of a node, without visiting them.
+    void forget_children(NodeId node);
+    void free(NodeId node);
+
+    // To be called after the node began or ceased to be device-resident.
+    void count_device_child(NodeId node, int change);
+    bool has_device_child(NodeId node) const;
+
+    template <class Visit>
+    void for_each_child(NodeId node, Visit visit) const {
+        const std::uint32_t child = nodes_[node].child;
+        if (child == kNone) return;
+        if ((child & kFork) == 0) return visit(child);
+        for (const ChildSet::Slot& slot : forks_[child & ~kFork].slots()) {
+            if (slot.node != kNone) visit(slot.node);
+        }
+    }
+
+    std::uint32_t live_nodes() const { return live_; }
+    // Slots ever used, live or free: what a scan walks over.
+    NodeId slots() const { return static_cast<NodeId>(nodes_.size()); }
+    bool is_live(NodeId node) const { return nodes_[node].prev != kFreeSlot; }
+    std::size_t node_bytes() const { return nodes_.bytes(); }
+    std::size_t fork_bytes() const;
+    std::size_t token_bytes() const { return tokens_.bytes(); }
+
+  private:
+    static constexpr NodeId kFreeSlot = 0xfffffffe;
+
+    bool is_fork(std::uint32_t child) const { return child != kNone && (child & kFork) != 0; }
+    ChildSet& fork_of(NodeId node) { return forks_[nodes_[node].child & ~kFork]; }
+    NodeId new_slot();
+    std::uint32_t new_fork(NodeId first, NodeId second);
+    void free_fork(std::uint32_t child);
+    std::uint32_t tag(const std::int32_t* tokens) const;
+    bool equal(NodeId node, const std::int32_t* tokens) const {
+        return std::memcmp(this->tokens(node), tokens, stride_ * sizeof(std::int32_t)) == 0;
+    }
+
+    std::size_t stride_;
+    Slab<Node> nodes_;
+    Slab<std::int32_t> tokens_;
+    std::vector<ChildSet> forks_;
+    std::vector<std::uint32_t> free_forks_;
+    NodeId free_head_ = kNone;
+    std::uint32_t live_ = 0;
+};
+
+}  // namespace aiokv

@@ -1,0 +1,131 @@
+#include "aiokv/block_pool.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <string>
+
+#include "aiokv/error.hpp"
+
+namespace aiokv {
+
+BlockPool::BlockPool(std::uint32_t capacity) { resize(capacity); }
+
+bool BlockPool::is_free(BlockId id) const {
+    const auto index = static_cast<std::uint32_t>(id);
+    return (words_[index / 64] >> (index % 64)) & 1;
+}
+
+std::size_t BlockPool::bytes() const {
+    return (words_.capacity() + summary_.capacity()) * sizeof(std::uint64_t);
+}
+
+void BlockPool::set_free(std::uint32_t id) {
+    words_[id / 64] |= std::uint64_t{1} << (id % 64);
+    summary_[id / 4096] |= std::uint64_t{1} << (id / 64 % 64);
+    first_summary_ = std::min<std::size_t>(first_summary_, id / 4096);
+    ++free_;
+}
+
+void BlockPool::set_used(std::uint32_t id) {
+    std::uint64_t& word = words_[id / 64];
+    word &= ~(std::uint64_t{1} << (id % 64));
+    if (word == 0) summary_[id / 4096] &= ~(std::uint64_t{1} << (id / 64 % 64));
+    --free_;
+}
+
+void BlockPool::take_lowest(std::span<BlockId> out) {
+    std::size_t taken = 0;
+    while (taken < out.size()) {
+        while (summary_[first_summary_] == 0) ++first_summary_;
+        std::uint64_t& group = summary_[first_summary_];
+        const std::size_t index =
+            first_summary_ * 64 + static_cast<std::size_t>(std::countr_zero(group));
+        std::uint64_t& word = words_[index];
+        while (word != 0 && taken < out.size()) {
+            out[taken++] = static_cast<BlockId>(index * 64 + std::countr_zero(word));
+            word &= word - 1;
+        }
+        if (word == 0) group &= group - 1;
+    }
+    free_ -= static_cast<std::uint32_t>(out.size());
+}
+
+std::vector<BlockPool::Run> BlockPool::free_runs() const {
+    std::vector<Run> runs;
+    std::uint32_t id = 0;
+    while (id < capacity_) {
+        const std::uint64_t word = words_[id / 64] >> (id % 64);
+        if (word == 0) {
+            id = (id / 64 + 1) * 64;
+            continue;
+        }
+        id += static_cast<std::uint32_t>(std::countr_zero(word));
+        const std::uint32_t start = id;
+        while (id < capacity_) {
+            const auto ones =
+                static_cast<std::uint32_t>(std::countr_one(words_[id / 64] >> (id % 64)));
+            id += ones;
+            if (ones == 0 || id % 64 != 0) break;
+        }
+        runs.push_back({start, id - start});
+    }
+    return runs;
+}
+
+void BlockPool::take_range(std::uint32_t start, std::uint32_t length, BlockId* out) {
+    for (std::uint32_t i = 0; i < length; ++i) {
+        set_used(start + i);
+        out[i] = static_cast<BlockId>(start + i);
+    }
+}
+
+void BlockPool::take_runs(std::span<BlockId> out) {
+    if (out.empty()) return;
+    const auto wanted = static_cast<std::uint32_t>(out.size());
+    std::vector<Run> runs = free_runs();
+    const Run* best = nullptr;
+    for (const Run& run : runs) {
+        if (run.length >= wanted && (best == nullptr || run.length < best->length)) best = &run;
+    }
+    if (best != nullptr) {
+        take_range(best->start, wanted, out.data());
+        return;
+    }
+    std::stable_sort(runs.begin(), runs.end(),
+                     [](const Run& a, const Run& b) { return a.length > b.length; });
+    std::uint32_t taken = 0;
+    for (const Run& run : runs) {
+        const std::uint32_t length = std::min(run.length, wanted - taken);
+        take_range(run.start, length, out.data() + taken);
+        taken += length;
+        if (taken == wanted) return;
+    }
+}
+
+void BlockPool::give_back(BlockId id) {
+    if (id < 0 || static_cast<std::uint32_t>(id) >= capacity_) {
+        throw InternalError("block " + std::to_string(id) + " given back to a pool of " +
+                            std::to_string(capacity_));
+    }
+    if (is_free(id)) throw InternalError("block " + std::to_string(id) + " given back twice");
+    set_free(static_cast<std::uint32_t>(id));
+}
+
+void BlockPool::resize(std::uint32_t capacity) {
+    for (std::uint32_t id = capacity; id < capacity_; ++id) {
+        if (!is_free(static_cast<BlockId>(id))) {
+            throw UsageError("cannot shrink a pool of " + std::to_string(capacity_) +
+                             " blocks to " + std::to_string(capacity) + ": block " +
+                             std::to_string(id) + " is in use");
+        }
+    }
+    for (std::uint32_t id = capacity; id < capacity_; ++id) set_used(id);
+    words_.resize((capacity + 63) / 64, 0);
+    summary_.resize((capacity + 4095) / 4096, 0);
+    const std::uint32_t old = std::min(capacity_, capacity);
+    capacity_ = capacity;
+    for (std::uint32_t id = old; id < capacity; ++id) set_free(id);
+    first_summary_ = 0;
+}
+
+}  // namespace aiokv

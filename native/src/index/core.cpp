@@ -1,0 +1,402 @@
+// Leases: match, allocate, commit, extend, release.
+#include "aiokv/core.hpp"
+
+#include <algorithm>
+#include <limits>
+
+#include "aiokv/error.hpp"
+
+namespace aiokv {
+namespace {
+
+constexpr std::int64_t kMaxTokens = std::numeric_limits<std::int32_t>::max();
+
+std::string str(std::uint64_t value) { return std::to_string(value); }
+
+const CoreConfig& checked(const CoreConfig& config) {
+    constexpr std::uint32_t kMaxBlocks = 1u << 30;
+    if (config.block_tokens == 0) throw ConfigError("block_tokens must be at least 1");
+    if (config.device_blocks == 0) throw ConfigError("device_blocks must be at least 1");
+    if (config.leave_tokens == 0) throw ConfigError("leave_tokens must be at least 1");
+    if (config.device_blocks > kMaxBlocks || config.host_blocks > kMaxBlocks) {
+        throw ConfigError("device_blocks and host_blocks must be at most " + str(kMaxBlocks));
+    }
+    if (config.reserve_blocks >= config.device_blocks) {
+        throw ConfigError("reserve_blocks (" + str(config.reserve_blocks) +
+                          ") must be below device_blocks (" + str(config.device_blocks) + ")");
+    }
+    return config;
+}
+
+}  // namespace
+
+Core::Core(const CoreConfig& config)
+    : config_(checked(config)),
+      tree_(config.block_tokens, std::size_t{config.device_blocks} + config.host_blocks + 64,
+            config.device_blocks),
+      device_(config.device_blocks),
+      host_(config.host_blocks),
+      device_queue_(tree_),
+      host_queue_(tree_) {
+    open_context("");
+    contexts_[0].leases = 1;  // the empty context is never closed
+}
+
+// -- handles and contexts --------------------------------------------------------------------
+
+const Lease& Core::lease(LeaseId id) const {
+    const auto slot = static_cast<std::uint32_t>(id);
+    if (slot >= leases_.size() || !leases_[slot].live || leases_[slot].generation != id >> 32) {
+        throw LeaseError("no such lease: it is released, or belongs to another engine");
+    }
+    return leases_[slot];
+}
+
+Lease& Core::lease_at(LeaseId id) { return const_cast<Lease&>(lease(id)); }
+
+std::uint32_t Core::open_context(std::string_view key) {
+    if (key.empty() && !contexts_.empty()) return 0;
+    const auto [entry, is_new] = context_ids_.try_emplace(std::string(key), 0);
+    if (!is_new) return entry->second;
+    auto index = static_cast<std::uint32_t>(contexts_.size());
+    if (free_contexts_.empty()) {
+        contexts_.emplace_back();
+    } else {
+        index = free_contexts_.back();
+        free_contexts_.pop_back();
+    }
+    const NodeId root = tree_.add_root();
+    tree_[root].device = static_cast<BlockId>(index);
+    contexts_[index] = Context{std::string(key), root, 0};
+    entry->second = index;
+    return index;
+}
+
+void Core::close_context_if_unused(std::uint32_t index) {
+    Context& context = contexts_[index];
+    if (context.leases > 0 || tree_[context.root].child != kNone) return;
+    tree_.free(context.root);
+    context_ids_.erase(context.key);
+    context = Context{};
+    free_contexts_.push_back(index);
+}
+
+// -- match and allocate ----------------------------------------------------------------------
+
+Hit Core::match(Tokens tokens, std::string_view context) {
+    if (tokens.empty()) throw UsageError("cannot match an empty prompt");
+    if (tokens.size() > static_cast<std::size_t>(kMaxTokens)) {
+        throw UsageError("a prompt of " + str(tokens.size()) + " tokens is too long");
+    }
+    auto slot = static_cast<std::uint32_t>(leases_.size());
+    if (free_leases_.empty()) {
+        leases_.emplace_back();
+    } else {
+        slot = free_leases_.back();
+        free_leases_.pop_back();
+    }
+    Lease& lease = leases_[slot];
+    lease.tokens.assign(tokens.begin(), tokens.end());
+    lease.context = open_context(context);
+    lease.live = true;
+    ++lease.generation;
+    ++contexts_[lease.context].leases;
+    walk(lease);
+    touch(lease.path);
+    return {(std::uint64_t{lease.generation} << 32) | slot, lease.device_hit, lease.host_hit};
+}
+
+// Path, device_hit and host_hit: the longest cached prefix that leaves something to compute.
+void Core::walk(Lease& lease) {
+    const std::size_t length = lease.tokens.size();
+    const std::size_t limit =
+        length < config_.leave_tokens ? 0 : (length - config_.leave_tokens) / config_.block_tokens;
+    const std::int32_t* tokens = lease.tokens.data();
+    NodeId node = root_of(lease);
+    lease.path.clear();
+    lease.device_hit = 0;
+    for (std::size_t i = 0; i < limit; ++i, tokens += config_.block_tokens) {
+        node = tree_.find_child(node, tokens);
+        if (node == kNone) break;
+        lease.path.push_back(node);
+        lease.device_hit += tree_[node].has(kDeviceValid);
+    }
+    lease.host_hit = static_cast<std::uint32_t>(lease.path.size()) - lease.device_hit;
+    lease.version = version_;
+}
+
+// Most recently used, deepest least so: a child is always evicted before its parent.
+void Core::touch(const std::vector<NodeId>& path) {
+    for (std::size_t i = path.size(); i-- > 0;) {
+        if (!tree_[path[i]].has(kQueued | kParked)) continue;
+        dequeue(path[i]);
+        enqueue(path[i]);
+    }
+}
+
+std::uint32_t Core::blocks_for(std::uint64_t num_tokens) const {
+    return static_cast<std::uint32_t>((num_tokens + config_.block_tokens - 1) /
+                                      config_.block_tokens);
+}
+
+// kNone, holding nothing, when there is not enough room now.
+Grant Core::allocate(LeaseId id, std::int64_t num_tokens) {
+    Lease& lease = lease_at(id);
+    if (lease.granted) throw LeaseError("the lease has its blocks already; use extend");
+    if (num_tokens < 1 || num_tokens > kMaxTokens) {
+        throw LeaseError("cannot allocate " + std::to_string(num_tokens) + " positions");
+    }
+    const std::uint32_t total = blocks_for(static_cast<std::uint64_t>(num_tokens));
+    if (std::uint64_t{total} + config_.reserve_blocks > device_.capacity()) {
+        throw RequestTooLarge(std::to_string(num_tokens) + " positions need " + str(total) +
+                              " blocks of " + str(config_.block_tokens) +
+                              " tokens; device_blocks is " + str(device_.capacity()) +
+                              ", of which reserve_blocks keeps " + str(config_.reserve_blocks));
+    }
+    if (lease.version != version_) walk(lease);
+    const std::size_t usable = static_cast<std::size_t>(num_tokens) / config_.block_tokens;
+    if (lease.path.size() > usable) {
+        lease.path.resize(usable);
+        lease.version = 0;  // a later try may want the rest
+    }
+
+    std::uint32_t resident = 0;
+    std::uint32_t own_evictable = 0;
+    for (const NodeId node : lease.path) {
+        resident += tree_[node].has(kDeviceResident);
+        own_evictable += tree_[node].has(kDeviceValid) && tree_[node].refs == 0;
+    }
+    const std::uint32_t needed = total - resident;
+    if (needed + config_.reserve_blocks > device_.free_blocks() + evictable() - own_evictable) {
+        return Grant::kNone;
+    }
+    for (const NodeId node : lease.path) {
+        Node& n = tree_[node];
+        if (n.refs++ == 0) dequeue(node);
+        n.uses = static_cast<std::uint8_t>(n.uses + (n.uses < 255));
+    }
+    if (!make_room(needed)) {
+        for (std::size_t i = lease.path.size(); i-- > 0;) unref(lease.path[i]);
+        return Grant::kNone;
+    }
+    lease.num_tokens = static_cast<std::uint32_t>(num_tokens);
+    take_blocks(id, lease, total);
+    return lease.onloads.empty() ? Grant::kReady : Grant::kLoading;
+}
+
+// Path nodes hold the lease's refs already, and the pool has the ids.
+void Core::take_blocks(LeaseId id, Lease& lease, std::uint32_t total_blocks) {
+    const auto hits = static_cast<std::uint32_t>(lease.path.size());
+    std::uint32_t resident = 0;
+    lease.table.resize(total_blocks);
+    lease.device_hit = 0;
+    for (; resident < hits && tree_[lease.path[resident]].has(kDeviceResident); ++resident) {
+        const Node& node = tree_[lease.path[resident]];
+        lease.table[resident] = node.device;
+        lease.device_hit += node.has(kDeviceValid);
+        if (node.has(kDeviceValid)) continue;
+        if (lease.onloads.empty() || lease.onloads.back() != node.next) {
+            lease.onloads.push_back(node.next);
+            transfers_.at(node.next).leases.push_back(id);
+        }
+    }
+    device_.take(std::span(lease.table).subspan(resident));
+    lease.host_hit = hits - lease.device_hit;
+    lease.cached_blocks = hits;
+    lease.computed_tokens = hits * config_.block_tokens;
+    lease.epoch = epoch_;
+    lease.granted = true;
+    counters_.hit_device_tokens += std::uint64_t{lease.device_hit} * config_.block_tokens;
+    counters_.hit_host_tokens += std::uint64_t{lease.host_hit} * config_.block_tokens;
+    counters_.prompt_tokens += lease.tokens.size();
+    ++counters_.grants;
+    if (resident < hits) start_onload(id, lease, resident);
+}
+
+void Core::append(LeaseId id, Tokens tokens) {
+    Lease& lease = lease_at(id);
+    if (lease.tokens.size() + tokens.size() > lease.num_tokens) {
+        throw LeaseError("cannot name " + str(tokens.size()) + " tokens after position " +
+                         str(lease.tokens.size()) + ": the lease has " + str(lease.num_tokens) +
+                         " positions");
+    }
+    lease.tokens.insert(lease.tokens.end(), tokens.begin(), tokens.end());
+}
+
+// All leases get `num_tokens` more positions, or none does.
+bool Core::extend(std::span<const LeaseId> ids, std::int64_t num_tokens) {
+    if (num_tokens < 0 || num_tokens > kMaxTokens) {
+        throw LeaseError("cannot extend by " + std::to_string(num_tokens) + " positions");
+    }
+    const auto more = static_cast<std::uint64_t>(num_tokens);
+    std::uint64_t needed = 0;
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+        const Lease& lease = this->lease(ids[i]);
+        if (!lease.granted) throw LeaseError("cannot extend a lease before it was allocated");
+        if (lease.num_tokens + more > kMaxTokens) throw LeaseError("the lease grows too long");
+        needed += blocks_for(lease.num_tokens + more) - lease.table.size();
+    }
+    std::vector<LeaseId> sorted(ids.begin(), ids.end());
+    std::sort(sorted.begin(), sorted.end());
+    if (std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end()) {
+        throw LeaseError("a lease stands twice in one extend");
+    }
+    if (needed > device_.free_blocks() + evictable()) return false;
+    if (!make_room(static_cast<std::uint32_t>(needed))) return false;
+    for (const LeaseId id : ids) {
+        Lease& lease = lease_at(id);
+        const std::size_t old = lease.table.size();
+        lease.num_tokens += static_cast<std::uint32_t>(more);
+        lease.table.resize(blocks_for(lease.num_tokens));
+        device_.take(std::span(lease.table).subspan(old));
+    }
+    return true;
+}
+
+// -- commit ----------------------------------------------------------------------------------
+
+std::uint32_t Core::commit(LeaseId id, std::int64_t num_tokens, Step step) {
+    Lease& lease = lease_at(id);
+    if (num_tokens < 0 || num_tokens > lease.num_tokens) {
+        throw LeaseError("cannot commit " + std::to_string(num_tokens) +
+                         " positions of a lease that has " + str(lease.num_tokens));
+    }
+    const auto computed = static_cast<std::uint32_t>(num_tokens);
+    if (lease.failed || computed <= lease.computed_tokens) return publish(lease);
+    if (step > device_.finished_step()) {
+        for (std::size_t i = lease.computed_tokens / config_.block_tokens; i < blocks_for(computed);
+             ++i) {
+            device_.use_in(lease.table[i], step);
+        }
+    }
+    lease.computed_tokens = computed;
+    return publish(lease);
+}
+
+// Index the computed, named, full blocks that are not indexed yet. Nothing is published before
+// all that the lease was granted from other tiers has arrived: its own blocks depend on it.
+std::uint32_t Core::publish(Lease& lease) {
+    if (lease.epoch != epoch_ || lease.failed || !lease.onloads.empty()) return 0;
+    const std::size_t known = std::min<std::size_t>(lease.computed_tokens, lease.tokens.size());
+    const auto target = static_cast<std::uint32_t>(known / config_.block_tokens);
+    const auto first = static_cast<std::uint32_t>(lease.path.size());
+    if (first >= target && (first == 0 || !tree_[lease.path.back()].has(kDetached))) return 0;
+    if (!shed_detached(lease)) return 0;
+    const std::uint64_t before = counters_.published_blocks;
+    NodeId node = lease.path.empty() ? root_of(lease) : lease.path.back();
+    for (auto i = static_cast<std::uint32_t>(lease.path.size()); i < target; ++i) {
+        node = publish_block(lease, node, i);
+        lease.path.push_back(node);
+    }
+    ++version_;
+    return static_cast<std::uint32_t>(counters_.published_blocks - before);
+}
+
+// First proof wins: where the block is indexed already, the lease's own copy stays private,
+// unless the index has none on the device.
+NodeId Core::publish_block(Lease& lease, NodeId parent, std::uint32_t index) {
+    const std::int32_t* tokens = &lease.tokens[std::size_t{index} * config_.block_tokens];
+    NodeId node = tree_.find_child(parent, tokens);
+    if (node == kNone) node = tree_.add_child(parent, tokens);
+    Node& n = tree_[node];
+    if (n.refs++ == 0) dequeue(node);
+    if (n.has(kDeviceResident)) return node;
+    n.device = lease.table[index];
+    n.set(kDeviceValid);
+    tree_.count_device_child(node, +1);
+    ++counters_.published_blocks;
+    if (config_.write_through && !n.has(kHostValid | kHostLoading | kBackupQueued)) {
+        n.set(kBackupQueued);
+        backups_.push_back(node);
+    }
+    return node;
+}
+
+// Nodes below a failed onload are detached. Their ids become the lease's own again, so that what
+// it recomputed can be published; not while another lease or a transfer still uses them.
+bool Core::shed_detached(Lease& lease) {
+    std::size_t first = lease.path.size();
+    while (first > 0 && tree_[lease.path[first - 1]].has(kDetached)) --first;
+    for (std::size_t i = first; i < lease.path.size(); ++i) {
+        const Node& node = tree_[lease.path[i]];
+        if (node.device == lease.table[i] && (node.refs > 1 || node.pins > 0)) return false;
+    }
+    for (std::size_t i = lease.path.size(); i-- > first;) {
+        Node& node = tree_[lease.path[i]];
+        if (node.device == lease.table[i]) {
+            node.device = kNoBlock;
+            node.clear(kDeviceResident);
+        }
+        unref(lease.path[i]);
+    }
+    lease.path.resize(first);
+    return true;
+}
+
+// -- giving back -----------------------------------------------------------------------------
+
+bool Core::is_private(const Lease& lease, std::size_t index) const {
+    return index >= lease.path.size() || tree_[lease.path[index]].device != lease.table[index];
+}
+
+void Core::free_private_blocks(Lease& lease, std::size_t first, Step step) {
+    for (std::size_t i = first; i < lease.table.size(); ++i) {
+        device_.use_in(lease.table[i], step);
+        if (is_private(lease, i)) device_.give_back(lease.table[i]);
+    }
+}
+
+void Core::truncate(LeaseId id, std::int64_t num_tokens, Step step) {
+    Lease& lease = lease_at(id);
+    const std::int64_t indexed =
+        static_cast<std::int64_t>(lease.path.size()) * config_.block_tokens;
+    if (num_tokens < indexed || num_tokens > lease.num_tokens) {
+        throw LeaseError("cannot truncate to " + std::to_string(num_tokens) +
+                         " positions: the lease has " + str(lease.num_tokens) + ", of which " +
+                         std::to_string(indexed) + " are shared");
+    }
+    const auto length = static_cast<std::uint32_t>(num_tokens);
+    free_private_blocks(lease, blocks_for(length), step);
+    lease.table.resize(blocks_for(length));
+    lease.num_tokens = length;
+    lease.computed_tokens = std::min(lease.computed_tokens, length);
+    if (lease.tokens.size() > length) lease.tokens.resize(length);
+}
+
+void Core::give_back(LeaseId id, Lease& lease, Step step) {
+    if (lease.granted) {
+        leave_onloads(id, lease);
+        free_private_blocks(lease, 0, step);
+        for (std::size_t i = lease.path.size(); i-- > 0;) unref(lease.path[i]);
+    }
+    lease.granted = lease.failed = false;
+    lease.num_tokens = lease.computed_tokens = lease.cached_blocks = 0;
+    lease.version = 0;
+    lease.path.clear();
+    lease.table.clear();
+}
+
+// Back to what match left: for a grant whose waiter was cancelled.
+void Core::retract(LeaseId id, Step step) { give_back(id, lease_at(id), step); }
+
+void Core::release(LeaseId id, Step step) {
+    Lease& lease = lease_at(id);
+    give_back(id, lease, step);
+    lease.live = false;
+    free_leases_.push_back(static_cast<std::uint32_t>(id));
+    --contexts_[lease.context].leases;
+    close_context_if_unused(lease.context);
+}
+
+// The first position to compute again after a failed onload, or -1 when none failed.
+std::int64_t Core::recompute_from(LeaseId id) {
+    Lease& lease = lease_at(id);
+    if (!lease.failed) return -1;
+    if (!lease.onloads.empty()) {
+        throw LeaseError("transfers still write blocks of this lease; await layers.wait_all()");
+    }
+    lease.failed = false;
+    return std::int64_t{lease.cached_blocks} * config_.block_tokens;
+}
+
+}  // namespace aiokv

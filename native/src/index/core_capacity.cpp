@@ -1,0 +1,205 @@
+// Eviction, dropping, reset and resize.
+//
+// A queue holds the nodes without refs, least recently used first. A node that comes up while a
+// transfer pins it, or while a child still needs it, is parked; it returns to the front when the
+// obstacle is gone, because everything left in the queue is younger.
+#include <algorithm>
+
+#include "aiokv/core.hpp"
+#include "aiokv/error.hpp"
+
+namespace aiokv {
+
+NodeQueue& Core::queue_of(NodeId node) {
+    return tree_[node].has(kDeviceValid) ? device_queue_ : host_queue_;
+}
+
+void Core::enqueue(NodeId node) {
+    Node& n = tree_[node];
+    if (n.has(kDeviceLoading)) return;  // its transfer enqueues it
+    queue_of(node).push_back(node);
+    n.set(kQueued);
+}
+
+void Core::dequeue(NodeId node) {
+    Node& n = tree_[node];
+    if (n.has(kQueued)) queue_of(node).remove(node);
+    if (n.has(kParked)) parked_device_ -= n.has(kDeviceValid);
+    n.clear(kQueued | kParked);
+}
+
+void Core::park(NodeId node) {
+    dequeue(node);
+    Node& n = tree_[node];
+    n.set(kParked);
+    parked_device_ += n.has(kDeviceValid);
+}
+
+void Core::unpark_if_free(NodeId node) {
+    if (node == kNone) return;
+    Node& n = tree_[node];
+    if (!n.has(kParked) || n.pins > 0) return;
+    if (n.has(kDeviceValid) ? tree_.has_device_child(node) : n.child != kNone) return;
+    dequeue(node);
+    queue_of(node).push_front(node);
+    n.set(kQueued);
+}
+
+void Core::unref(NodeId node) {
+    Node& n = tree_[node];
+    if (--n.refs > 0) return;
+    if (n.has(kDetached)) {
+        free_if_unowned(node);
+    } else {
+        enqueue(node);
+    }
+}
+
+void Core::free_if_unowned(NodeId node) {
+    Node& n = tree_[node];
+    if (n.refs > 0 || n.pins > 0) return;
+    if (n.device != kNoBlock) device_.give_back(n.device);
+    if (n.host != kNoBlock) host_.give_back(n.host);
+    tree_.free(node);
+}
+
+// Unmatchable from now on; what no lease and no transfer owns is freed at once.
+void Core::detach(NodeId node) {
+    dequeue(node);
+    Node& n = tree_[node];
+    n.parent = kNone;
+    n.set(kDetached);
+    n.clear(kBackupQueued);
+    tree_.forget_children(node);
+    ++counters_.dropped_blocks;
+    free_if_unowned(node);
+}
+
+// Drop a node and all below it.
+void Core::drop(NodeId node) {
+    const NodeId parent = tree_[node].parent;
+    tree_.unlink(node);
+    scratch_.assign(1, node);
+    while (!scratch_.empty()) {
+        const NodeId next = scratch_.back();
+        scratch_.pop_back();
+        tree_.for_each_child(next, [&](NodeId child) { scratch_.push_back(child); });
+        detach(next);
+    }
+    ++version_;
+    if (tree_[parent].has(kRoot)) {
+        close_context_if_unused(static_cast<std::uint32_t>(tree_[parent].device));
+    } else {
+        unpark_if_free(parent);
+    }
+}
+
+void Core::release_device_copy(NodeId node) {
+    Node& n = tree_[node];
+    dequeue(node);
+    device_.give_back(n.device);
+    n.device = kNoBlock;
+    n.clear(kDeviceValid);
+    tree_.count_device_child(node, -1);
+    ++counters_.evicted_device_blocks;
+    if (!n.has(kHostValid)) return drop(node);
+    ++version_;
+    enqueue(node);
+    unpark_if_free(n.parent);
+}
+
+bool Core::evict_one_device() {
+    for (NodeId node; (node = device_queue_.front()) != kNone;) {
+        if (tree_[node].pins == 0 && !tree_.has_device_child(node)) {
+            release_device_copy(node);
+            return true;
+        }
+        park(node);
+    }
+    return false;
+}
+
+bool Core::evict_one_host() {
+    for (NodeId node; (node = host_queue_.front()) != kNone;) {
+        if (tree_[node].pins == 0 && tree_[node].child == kNone) {
+            ++counters_.evicted_host_blocks;
+            drop(node);
+            return true;
+        }
+        park(node);
+    }
+    return false;
+}
+
+bool Core::make_room(std::uint32_t blocks) {
+    while (device_.free_blocks() < blocks) {
+        if (!evict_one_device()) return false;
+    }
+    return true;
+}
+
+std::uint32_t Core::evict_device(std::uint32_t blocks) {
+    std::uint32_t evicted = 0;
+    while (evicted < blocks && evict_one_device()) ++evicted;
+    return evicted;
+}
+
+std::uint32_t Core::evict_host(std::uint32_t blocks) {
+    std::uint32_t evicted = 0;
+    while (evicted < blocks && evict_one_host()) ++evicted;
+    return evicted;
+}
+
+// Everything becomes unmatchable. Leases keep their blocks; what they commit is not indexed.
+void Core::reset() {
+    ++epoch_;
+    ++version_;
+    backups_.clear();
+    for (NodeId node = 0; node < tree_.slots(); ++node) {
+        if (!tree_.is_live(node) || tree_[node].has(kDetached)) continue;
+        if (tree_[node].has(kRoot)) {
+            tree_.forget_children(node);
+        } else {
+            detach(node);
+        }
+    }
+    for (std::uint32_t i = 1; i < contexts_.size(); ++i) {
+        if (contexts_[i].root != kNone) close_context_if_unused(i);
+    }
+}
+
+// Throws UsageError, changing nothing, when a block beyond the new size is leased or moving.
+void Core::resize_device(std::int64_t blocks) {
+    if (blocks <= static_cast<std::int64_t>(config_.reserve_blocks) || blocks > (1 << 30)) {
+        throw UsageError("cannot resize the device pool to " + std::to_string(blocks) +
+                         " blocks; reserve_blocks is " + std::to_string(config_.reserve_blocks));
+    }
+    const auto beyond = [&](BlockId id) { return id >= blocks; };
+    const auto refuse = [&](BlockId id, const char* why) {
+        throw UsageError("cannot resize the device pool from " +
+                         std::to_string(device_.capacity()) + " to " + std::to_string(blocks) +
+                         " blocks: block " + std::to_string(id) + " is " + why);
+    };
+    for (const Lease& lease : leases_) {
+        const auto held = std::find_if(lease.table.begin(), lease.table.end(), beyond);
+        if (held != lease.table.end()) refuse(*held, "leased");
+    }
+    std::vector<NodeId> doomed;
+    for (NodeId node = 0; node < tree_.slots(); ++node) {
+        const Node& n = tree_[node];
+        if (!tree_.is_live(node) || n.has(kRoot) || !beyond(n.device)) continue;
+        if (n.refs > 0 || n.pins > 0) refuse(n.device, "leased or being copied");
+        doomed.push_back(node);
+    }
+    if (device_.cooling_blocks() > 0 && blocks < device_.capacity()) {
+        throw UsageError("cannot shrink the device pool while " +
+                         std::to_string(device_.cooling_blocks()) +
+                         " freed blocks wait for their step");
+    }
+    for (const NodeId node : doomed) {
+        if (tree_.is_live(node) && !tree_[node].has(kDetached)) drop(node);
+    }
+    device_.resize(static_cast<std::uint32_t>(blocks));
+}
+
+}  // namespace aiokv

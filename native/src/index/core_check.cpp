@@ -1,0 +1,155 @@
+// The invariants, checked from scratch, and the counters.
+#include <sstream>
+#include <unordered_map>
+
+#include "aiokv/core.hpp"
+
+namespace aiokv {
+namespace {
+
+// Collects sentences; a check that holds costs no string.
+class Report {
+  public:
+    template <class... Parts>
+    void require(bool holds, const Parts&... parts) {
+        if (holds) return;
+        std::ostringstream text;
+        (text << ... << parts);
+        lines_.push_back(text.str());
+    }
+    std::vector<std::string> take() { return std::move(lines_); }
+
+  private:
+    std::vector<std::string> lines_;
+};
+
+// Counts the owners of each id of one pool (I1).
+class Ownership {
+  public:
+    Ownership(Report& report, const char* tier, std::uint32_t capacity)
+        : report_(report), tier_(tier), owners_(capacity, 0) {}
+
+    void own(BlockId id, const char* owner) {
+        const bool valid = id >= 0 && static_cast<std::size_t>(id) < owners_.size();
+        report_.require(valid, "I1: ", tier_, " id ", id, " of ", owner, " is outside the pool");
+        if (valid) ++owners_[static_cast<std::size_t>(id)];
+    }
+    template <class IsFree>
+    void check(IsFree is_free) const {
+        for (std::size_t id = 0; id < owners_.size(); ++id) {
+            const int owners = owners_[id] + is_free(static_cast<BlockId>(id));
+            report_.require(owners == 1, "I1: ", tier_, " id ", id, " has ", owners, " owners");
+        }
+    }
+
+  private:
+    Report& report_;
+    const char* tier_;
+    std::vector<int> owners_;
+};
+
+}  // namespace
+
+std::vector<std::string> Core::violations() const {
+    Report report;
+    Ownership device(report, "device", device_.capacity());
+    Ownership host(report, "host", host_.capacity());
+    std::vector<std::uint32_t> refs(tree_.slots(), 0);
+    std::vector<std::uint32_t> pins(tree_.slots(), 0);
+
+    for (const Lease& lease : leases_) {
+        if (!lease.live || !lease.granted) continue;
+        report.require(lease.table.size() == blocks_for(lease.num_tokens),
+                       "I1: a lease of ", lease.num_tokens, " tokens has ", lease.table.size(),
+                       " blocks");
+        for (const NodeId node : lease.path) ++refs[node];
+        for (std::size_t i = 0; i < lease.table.size(); ++i) {
+            if (is_private(lease, i)) device.own(lease.table[i], "a lease");
+        }
+    }
+    for (const auto& [id, transfer] : transfers_) {
+        for (std::size_t i = 0; i < transfer.nodes.size(); ++i) {
+            const Node& n = tree_[transfer.nodes[i]];
+            ++pins[transfer.nodes[i]];
+            report.require(tree_.is_live(transfer.nodes[i]), "I3: transfer ", id,
+                           " holds a freed node");
+            report.require(n.device == transfer.device_blocks[i] &&
+                               n.host == transfer.host_blocks[i],
+                           "I3: transfer ", id, " block ", i, " changed under way");
+        }
+    }
+
+    std::uint32_t queued_device = 0;
+    std::uint32_t queued_host = 0;
+    std::uint32_t parked_device = 0;
+    for (NodeId node = 0; node < tree_.slots(); ++node) {
+        const Node& n = tree_[node];
+        if (!tree_.is_live(node) || n.has(kRoot)) continue;
+        if (n.device != kNoBlock) device.own(n.device, "a node");
+        if (n.host != kNoBlock) host.own(n.host, "a node");
+        report.require(n.refs == refs[node], "I5: node ", node, " counts ", n.refs, " refs of ",
+                       refs[node]);
+        report.require(n.pins == pins[node], "I3: node ", node, " counts ", int{n.pins},
+                       " pins of ", pins[node]);
+        queued_device += n.has(kQueued) && n.has(kDeviceValid);
+        queued_host += n.has(kQueued) && !n.has(kDeviceValid);
+        parked_device += n.has(kParked) && n.has(kDeviceValid);
+        if (n.has(kDetached)) {
+            report.require(n.refs > 0 || n.pins > 0, "I2: detached node ", node, " is unowned");
+            report.require(!n.has(kQueued | kParked), "I6: detached node ", node, " is queued");
+            continue;
+        }
+        report.require(n.has(kDeviceResident) == (n.device != kNoBlock), "I4: node ", node,
+                       " device state and id disagree");
+        report.require(n.has(kHostValid | kHostLoading) == (n.host != kNoBlock), "I4: node ",
+                       node, " host state and id disagree");
+        report.require(n.has(kDeviceValid | kHostValid), "I2: node ", node, " has no copy");
+        const Node& parent = tree_[n.parent];
+        report.require(tree_.find_child(n.parent, tree_.tokens(node)) == node, "I2: node ", node,
+                       " is not found under its parent");
+        report.require(parent.has(kRoot) || parent.refs >= n.refs, "I5: node ", node, " has ",
+                       n.refs, " refs, its parent ", parent.refs);
+        report.require(!n.has(kDeviceResident) || parent.has(kRoot | kDeviceResident),
+                       "I2: node ", node, " is on the device, its parent is not");
+        const bool idle = n.refs == 0 && !n.has(kDeviceLoading);
+        report.require(idle == n.has(kQueued | kParked), "I6: node ", node, " with ", n.refs,
+                       " refs is ", n.has(kQueued | kParked) ? "" : "not ", "evictable");
+    }
+    report.require(queued_device == device_queue_.size() && queued_host == host_queue_.size() &&
+                       parked_device == parked_device_,
+                   "I6: the eviction queues miscount");
+    device.check([this](BlockId id) { return device_.is_free(id); });
+    host.check([this](BlockId id) { return host_.is_free(id); });
+    return report.take();
+}
+
+CoreStatistics Core::statistics() const {
+    CoreStatistics s = counters_;
+    s.device_free = device_.free_blocks();
+    s.device_cooling = device_.cooling_blocks();
+    s.host_free = host_.free_blocks();
+    s.evictable_blocks = evictable();
+    s.device_leased = 0;
+    s.leases = 0;
+    for (const Lease& lease : leases_) {
+        s.leases += lease.live;
+        for (std::size_t i = 0; i < lease.table.size(); ++i) {
+            s.device_leased += is_private(lease, i);
+        }
+    }
+    s.device_in_flight = s.host_in_flight = 0;
+    for (const auto& [id, transfer] : transfers_) {
+        const auto blocks = static_cast<std::uint32_t>(transfer.nodes.size());
+        (transfer.direction == Direction::kOnload ? s.device_in_flight : s.host_in_flight) +=
+            blocks;
+    }
+    s.device_cached =
+        device_.capacity() - s.device_free - s.device_leased - s.device_in_flight;
+    s.host_cached = host_.capacity() - s.host_free - s.host_in_flight;
+    s.nodes = tree_.live_nodes();
+    s.index_bytes = tree_.node_bytes() + tree_.fork_bytes() + device_.bytes() + host_.bytes();
+    s.token_bytes = tree_.token_bytes();
+    return s;
+}
+
+}  // namespace aiokv

@@ -1,0 +1,216 @@
+// Transfers: what a plan pins, and how its end becomes visible (I3, I4).
+#include <algorithm>
+
+#include "aiokv/core.hpp"
+#include "aiokv/error.hpp"
+
+namespace aiokv {
+
+const Transfer& Core::transfer(TransferId id) const {
+    const auto found = transfers_.find(id);
+    if (found == transfers_.end()) {
+        throw UsageError("no transfer " + std::to_string(id) + " is in flight");
+    }
+    return found->second;
+}
+
+void Core::start_onload(LeaseId id, Lease& lease, std::uint32_t first_host_block) {
+    const TransferId transfer_id = ++last_transfer_;
+    Transfer& transfer = transfers_[transfer_id];
+    transfer.direction = Direction::kOnload;
+    transfer.after_step = 0;
+    transfer.leases.push_back(id);
+    for (std::size_t i = first_host_block; i < lease.path.size(); ++i) {
+        const NodeId node = lease.path[i];
+        Node& n = tree_[node];
+        n.device = lease.table[i];
+        n.set(kDeviceLoading);
+        n.next = transfer_id;
+        ++n.pins;
+        tree_.count_device_child(node, +1);
+        transfer.nodes.push_back(node);
+        transfer.device_blocks.push_back(n.device);
+        transfer.host_blocks.push_back(n.host);
+        transfer.after_step = std::max(transfer.after_step, device_.after_step(n.device));
+    }
+    lease.onloads.push_back(transfer_id);
+    ++version_;
+}
+
+// One transfer for all that was published since the last call; 0 when there is nothing to copy.
+TransferId Core::take_backups() {
+    std::vector<NodeId> nodes;
+    for (const NodeId node : backups_) {
+        Node& n = tree_[node];
+        if (!n.has(kBackupQueued)) continue;
+        n.clear(kBackupQueued);
+        if (n.has(kDeviceValid) && !n.has(kDetached | kHostValid | kHostLoading)) {
+            nodes.push_back(node);
+        }
+    }
+    backups_.clear();
+    while (host_.free_blocks() < nodes.size() && evict_one_host()) {
+    }
+    if (nodes.size() > host_.free_blocks()) {
+        counters_.skipped_backups += nodes.size() - host_.free_blocks();
+        nodes.resize(host_.free_blocks());
+    }
+    if (nodes.empty()) return 0;
+
+    const TransferId transfer_id = ++last_transfer_;
+    Transfer& transfer = transfers_[transfer_id];
+    transfer.direction = Direction::kOffload;
+    transfer.after_step = 0;
+    transfer.host_blocks.resize(nodes.size());
+    host_.take_runs(transfer.host_blocks);
+    for (std::size_t i = 0; i < nodes.size(); ++i) {
+        Node& n = tree_[nodes[i]];
+        n.host = transfer.host_blocks[i];
+        n.set(kHostLoading);
+        ++n.pins;
+        transfer.device_blocks.push_back(n.device);
+        transfer.after_step = std::max(transfer.after_step, device_.after_step(n.device));
+    }
+    transfer.nodes = std::move(nodes);
+    return transfer_id;
+}
+
+// Blocks before `first_bad_block` are proven when the transfer failed.
+void Core::complete(TransferId id, Outcome outcome, std::uint32_t first_bad_block) {
+    const auto found = transfers_.find(id);
+    if (found == transfers_.end()) {
+        throw InternalError("transfer " + std::to_string(id) + " ended twice, or never began");
+    }
+    Transfer transfer = std::move(found->second);
+    transfers_.erase(found);
+    const auto size = static_cast<std::uint32_t>(transfer.nodes.size());
+    const std::uint32_t good =
+        outcome == Outcome::kDone ? size : std::min(first_bad_block, size);
+    if (transfer.direction == Direction::kOffload) {
+        finish_offload(transfer, outcome == Outcome::kCancelled ? 0 : good);
+    } else if (outcome == Outcome::kCancelled && transfer.leases.empty()) {
+        cancel_onload(transfer);
+    } else {
+        finish_onload(transfer, outcome == Outcome::kCancelled ? 0 : good);
+        settle_leases(id, transfer);
+    }
+    ++version_;
+}
+
+void Core::finish_onload(Transfer& transfer, std::uint32_t good) {
+    const std::vector<NodeId>& nodes = transfer.nodes;
+    for (std::size_t i = 0; i < nodes.size(); ++i) {
+        Node& n = tree_[nodes[i]];
+        --n.pins;
+        n.next = kNone;
+        if (i >= good) continue;  // stays resident, not valid, until it is dropped below
+        n.clear(kDeviceLoading);
+        n.set(kDeviceValid);
+    }
+    counters_.onloaded_blocks += good;
+    counters_.failed_blocks += nodes.size() - good;
+    const bool failed = good < nodes.size();
+    if (failed) {
+        fail_leases(transfer, nodes[good]);
+        if (!tree_[nodes[good]].has(kDetached)) drop(nodes[good]);
+    }
+    for (std::size_t i = nodes.size(); i-- > 0;) {
+        const Node& n = tree_[nodes[i]];
+        if (i >= good && !tree_.is_live(nodes[i])) continue;  // dropped and freed
+        if (n.has(kDetached)) {
+            free_if_unowned(nodes[i]);
+        } else if (n.refs == 0) {
+            enqueue(nodes[i]);
+        }
+    }
+}
+
+// Nobody waits for it any more: the blocks stay host blocks.
+void Core::cancel_onload(Transfer& transfer) {
+    for (std::size_t i = transfer.nodes.size(); i-- > 0;) {
+        const NodeId node = transfer.nodes[i];
+        Node& n = tree_[node];
+        --n.pins;
+        n.next = kNone;
+        if (n.has(kDetached)) {
+            free_if_unowned(node);
+            continue;
+        }
+        if (tree_.has_device_child(node)) {
+            drop(node);  // a child computed meanwhile cannot stay resident without its parent
+            continue;
+        }
+        device_.give_back(n.device);
+        n.device = kNoBlock;
+        n.clear(kDeviceLoading);
+        tree_.count_device_child(node, -1);
+        if (n.refs == 0) enqueue(node);
+        unpark_if_free(n.parent);
+    }
+}
+
+void Core::finish_offload(Transfer& transfer, std::uint32_t good) {
+    for (std::size_t i = transfer.nodes.size(); i-- > 0;) {
+        const NodeId node = transfer.nodes[i];
+        Node& n = tree_[node];
+        --n.pins;
+        n.clear(kHostLoading);
+        if (i < good) {
+            n.set(kHostValid);
+        } else {
+            host_.give_back(n.host);
+            n.host = kNoBlock;
+        }
+        if (n.has(kDetached)) {
+            free_if_unowned(node);
+        } else {
+            unpark_if_free(node);
+        }
+    }
+    counters_.offloaded_blocks += good;
+    counters_.failed_blocks += transfer.nodes.size() - good;
+}
+
+// cached_tokens of every lease that joined falls to its first bad block.
+void Core::fail_leases(const Transfer& transfer, NodeId first_bad) {
+    for (const LeaseId id : transfer.leases) {
+        Lease& lease = lease_at(id);
+        const auto bad = std::find(lease.path.begin(), lease.path.end(), first_bad);
+        if (bad == lease.path.end()) continue;
+        const auto index = static_cast<std::uint32_t>(bad - lease.path.begin());
+        lease.cached_blocks = std::min(lease.cached_blocks, index);
+        lease.computed_tokens =
+            std::min(lease.computed_tokens, lease.cached_blocks * config_.block_tokens);
+        lease.failed = true;
+    }
+}
+
+void Core::settle_leases(TransferId id, const Transfer& transfer) {
+    for (const LeaseId lease_id : transfer.leases) {
+        Lease& lease = lease_at(lease_id);
+        std::erase(lease.onloads, id);
+        if (lease.onloads.empty()) publish(lease);
+    }
+}
+
+void Core::leave_onloads(LeaseId id, Lease& lease) {
+    for (const TransferId transfer_id : lease.onloads) {
+        Transfer& transfer = transfers_.at(transfer_id);
+        std::erase(transfer.leases, id);
+        if (transfer.leases.empty()) abandoned_.push_back(transfer_id);
+    }
+    lease.onloads.clear();
+}
+
+// Onloads whose last lease was released: worth cancelling where they have not begun.
+std::vector<TransferId> Core::take_abandoned() {
+    std::vector<TransferId> ids;
+    ids.swap(abandoned_);
+    std::erase_if(ids, [this](TransferId id) {
+        const auto found = transfers_.find(id);
+        return found == transfers_.end() || !found->second.leases.empty();
+    });
+    return ids;
+}
+
+}  // namespace aiokv

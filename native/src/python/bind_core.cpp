@@ -1,0 +1,148 @@
+// The scheduler's core. Ids travel as int32 bytes or arrays, one call a request.
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
+#include <nanobind/stl/vector.h>
+
+#include "aiokv/core.hpp"
+#include "bindings.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace aiokv {
+namespace {
+
+using TokenArray = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using IdArray = nb::ndarray<nb::numpy, const std::int32_t, nb::ndim<1>>;
+
+Tokens view(const TokenArray& tokens) { return {tokens.data(), tokens.size()}; }
+
+IdArray copy_ids(const std::vector<BlockId>& ids) {
+    auto* data = new BlockId[ids.size() + 1];
+    std::copy(ids.begin(), ids.end(), data);
+    nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<BlockId*>(p); });
+    return IdArray(data, {ids.size()}, owner);
+}
+
+nb::bytes id_bytes(const std::vector<BlockId>& ids) {
+    return nb::bytes(ids.data(), ids.size() * sizeof(BlockId));
+}
+
+nb::tuple match(Core& core, TokenArray tokens, std::string_view context) {
+    const Hit hit = core.match(view(tokens), context);
+    return nb::make_tuple(hit.lease, hit.device_blocks, hit.host_blocks);
+}
+
+nb::tuple transfer(const Core& core, TransferId id) {
+    const Transfer& t = core.transfer(id);
+    return nb::make_tuple(id_bytes(t.device_blocks), id_bytes(t.host_blocks), t.after_step);
+}
+
+nb::tuple hit(const Core& core, LeaseId id) {
+    const Lease& lease = core.lease(id);
+    return nb::make_tuple(lease.device_hit, lease.host_hit);
+}
+
+void bind_statistics(nb::module_& m) {
+    using S = CoreStatistics;
+    nb::class_<S>(m, "CoreStatistics")
+        .def_ro("device_free", &S::device_free)
+        .def_ro("device_cached", &S::device_cached)
+        .def_ro("device_leased", &S::device_leased)
+        .def_ro("device_in_flight", &S::device_in_flight)
+        .def_ro("device_cooling", &S::device_cooling)
+        .def_ro("host_free", &S::host_free)
+        .def_ro("host_cached", &S::host_cached)
+        .def_ro("host_in_flight", &S::host_in_flight)
+        .def_ro("evictable_blocks", &S::evictable_blocks)
+        .def_ro("leases", &S::leases)
+        .def_ro("nodes", &S::nodes)
+        .def_ro("hit_device_tokens", &S::hit_device_tokens)
+        .def_ro("hit_host_tokens", &S::hit_host_tokens)
+        .def_ro("prompt_tokens", &S::prompt_tokens)
+        .def_ro("grants", &S::grants)
+        .def_ro("published_blocks", &S::published_blocks)
+        .def_ro("evicted_device_blocks", &S::evicted_device_blocks)
+        .def_ro("evicted_host_blocks", &S::evicted_host_blocks)
+        .def_ro("dropped_blocks", &S::dropped_blocks)
+        .def_ro("onloaded_blocks", &S::onloaded_blocks)
+        .def_ro("offloaded_blocks", &S::offloaded_blocks)
+        .def_ro("failed_blocks", &S::failed_blocks)
+        .def_ro("skipped_backups", &S::skipped_backups)
+        .def_ro("index_bytes", &S::index_bytes)
+        .def_ro("token_bytes", &S::token_bytes);
+}
+
+}  // namespace
+
+void bind_core(nb::module_& m) {
+    bind_statistics(m);
+    nb::enum_<Outcome>(m, "Outcome")
+        .value("DONE", Outcome::kDone)
+        .value("FAILED", Outcome::kFailed)
+        .value("CANCELLED", Outcome::kCancelled);
+    nb::class_<Core>(m, "Core", "Prefix index, block pools, leases and eviction; not thread-safe.")
+        .def(
+            "__init__",
+            [](Core* self, std::uint32_t block_tokens, std::uint32_t device_blocks,
+               std::uint32_t host_blocks, std::uint32_t leave_tokens, std::uint32_t reserve_blocks,
+               bool write_through) {
+                new (self) Core(CoreConfig{block_tokens, device_blocks, host_blocks, leave_tokens,
+                                           reserve_blocks, write_through});
+            },
+            nb::kw_only(), "block_tokens"_a, "device_blocks"_a, "host_blocks"_a = 0,
+            "leave_tokens"_a = 1, "reserve_blocks"_a = 0, "write_through"_a = false)
+        .def("match", &match, "tokens"_a, "context"_a = "",
+             "Open a lease: (lease, device_blocks, host_blocks) of the longest cached prefix.")
+        .def(
+            "allocate",
+            [](Core& core, LeaseId id, std::int64_t num_tokens) {
+                return static_cast<int>(core.allocate(id, num_tokens));
+            },
+            "lease"_a, "num_tokens"_a,
+            "Take refs and all blocks. 0: no room, nothing taken; 1: all there; 2: some load.")
+        .def("retract", &Core::retract, "lease"_a, "step"_a = 0,
+             "Undo allocate; the lease stays matched.")
+        .def("hit", &hit, "lease"_a, "(device_blocks, host_blocks) as matched, or as granted.")
+        .def(
+            "onloads", [](const Core& core, LeaseId id) { return core.lease(id).onloads; },
+            "lease"_a, "Unfinished transfers that write blocks of the lease.")
+        .def(
+            "append",
+            [](Core& core, LeaseId id, TokenArray tokens) { core.append(id, view(tokens)); },
+            "lease"_a, "tokens"_a)
+        .def("commit", &Core::commit, "lease"_a, "num_tokens"_a, "step"_a = 0,
+             "Index computed blocks; returns how many became shareable.")
+        .def("truncate", &Core::truncate, "lease"_a, "num_tokens"_a, "step"_a = 0)
+        .def(
+            "extend",
+            [](Core& core, const std::vector<LeaseId>& ids, std::int64_t num_tokens) {
+                return core.extend(ids, num_tokens);
+            },
+            "leases"_a, "num_tokens"_a)
+        .def("release", &Core::release, "lease"_a, "step"_a = 0)
+        .def("recompute_from", &Core::recompute_from, "lease"_a)
+        .def(
+            "block_table", [](Core& core, LeaseId id) { return copy_ids(core.lease(id).table); },
+            "lease"_a)
+        .def(
+            "num_tokens", [](Core& core, LeaseId id) { return core.lease(id).num_tokens; },
+            "lease"_a)
+        .def(
+            "cached_blocks", [](Core& core, LeaseId id) { return core.lease(id).cached_blocks; },
+            "lease"_a)
+        .def("take_backups", &Core::take_backups)
+        .def("transfer", &transfer, "transfer"_a, "(device_blocks, host_blocks, after_step).")
+        .def("complete", &Core::complete, "transfer"_a, "outcome"_a, "first_bad_block"_a = 0)
+        .def("take_abandoned", &Core::take_abandoned)
+        .def("finish_step", &Core::finish_step, "step"_a)
+        .def("evict_device", &Core::evict_device, "blocks"_a)
+        .def("evict_host", &Core::evict_host, "blocks"_a)
+        .def("resize_device", &Core::resize_device, "blocks"_a)
+        .def("reset", &Core::reset)
+        .def("statistics", &Core::statistics)
+        .def("violations", &Core::violations);
+}
+
+}  // namespace aiokv
