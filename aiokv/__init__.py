@@ -1,1 +1,54 @@
-"""Asyncio event-driven KV-cache engine for LLM serving."""
+"""Asyncio event-driven KV-cache engine for LLM serving.
+
+``CacheEngine`` is what a serving loop awaits; ``aiokv/README.md`` is the map of the rest.
+"""
+
+from aiokv.config import CacheConfig
+from aiokv.engine import CacheEngine
+from aiokv.errors import (
+    AiokvError,
+    AllocateTimeout,
+    BrokenEngineError,
+    CapacityError,
+    ClosedError,
+    ConfigError,
+    DeviceError,
+    InternalError,
+    LayoutError,
+    LeaseError,
+    RequestTooLarge,
+    TransferError,
+    UnreleasedLeaseWarning,
+    UsageError,
+    WouldBlock,
+)
+from aiokv.lease import Lease
+from aiokv.types import Hit, Statistics
+from aiokv.worker.regions import Regions, num_blocks_for
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AiokvError",
+    "AllocateTimeout",
+    "BrokenEngineError",
+    "CacheConfig",
+    "CacheEngine",
+    "CapacityError",
+    "ClosedError",
+    "ConfigError",
+    "DeviceError",
+    "Hit",
+    "InternalError",
+    "LayoutError",
+    "Lease",
+    "LeaseError",
+    "Regions",
+    "RequestTooLarge",
+    "Statistics",
+    "TransferError",
+    "UnreleasedLeaseWarning",
+    "UsageError",
+    "WouldBlock",
+    "num_blocks_for",
+]

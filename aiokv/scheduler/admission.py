@@ -43,6 +43,6 @@ class Admission(Generic[W]):
             heapq.heappop(self._heap)
         return self._heap[0][2] if self._heap else None
 
-    def waiters(self) -> list[W]:
-        """All of them, first one first."""
-        return [entry[2] for entry in sorted(self._heap[:], key=lambda e: e[:2]) if entry[1] in self._waiting]
+    def drop_first(self) -> None:
+        """The first one was served. Requires that there is one."""
+        self._waiting.discard(heapq.heappop(self._heap)[1])

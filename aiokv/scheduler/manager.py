@@ -51,9 +51,7 @@ class CacheManager:
 
     def complete(self, report: TransferReport) -> None:
         """Commit what a transfer has proven, roll back the rest."""
-        self.core.complete(
-            report.transfer_id, _OUTCOMES[report.outcome], report.first_bad_block
-        )
+        self.core.complete(report.transfer_id, _OUTCOMES[report.outcome], report.first_bad_block)
 
     def _plan(self, transfer_id: int, direction: Direction, priority: Priority) -> TransferPlan:
         device_blocks, host_blocks, after_step = self.core.transfer(transfer_id)

@@ -53,8 +53,7 @@ class PrefixTree {
   public:
     static constexpr std::uint32_t kFork = 0x80000000;
 
-    PrefixTree(std::uint32_t block_tokens, std::size_t expected_nodes,
-               std::size_t populated_nodes);
+    PrefixTree(std::uint32_t block_tokens, std::size_t expected_nodes, std::size_t populated_nodes);
 
     Node& operator[](NodeId id) { return nodes_[id]; }
     const Node& operator[](NodeId id) const { return nodes_[id]; }

@@ -45,8 +45,7 @@ class Slab {
 
   private:
     void reserve(std::size_t capacity) {
-        void* data =
-            mremap(data_, capacity_ * sizeof(T), capacity * sizeof(T), MREMAP_MAYMOVE);
+        void* data = mremap(data_, capacity_ * sizeof(T), capacity * sizeof(T), MREMAP_MAYMOVE);
         if (data == MAP_FAILED) throw std::bad_alloc();
         capacity_ = capacity;
         adopt(data);

@@ -8,7 +8,9 @@
 
 namespace aiokv {
 
-BlockPool::BlockPool(std::uint32_t capacity) { resize(capacity); }
+BlockPool::BlockPool(std::uint32_t capacity) {
+    resize(capacity);
+}
 
 bool BlockPool::is_free(BlockId id) const {
     const auto index = static_cast<std::uint32_t>(id);

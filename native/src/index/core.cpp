@@ -11,7 +11,9 @@ namespace {
 
 constexpr std::int64_t kMaxTokens = std::numeric_limits<std::int32_t>::max();
 
-std::string str(std::uint64_t value) { return std::to_string(value); }
+std::string str(std::uint64_t value) {
+    return std::to_string(value);
+}
 
 const CoreConfig& checked(const CoreConfig& config) {
     constexpr std::uint32_t kMaxBlocks = 1u << 30;
@@ -52,7 +54,9 @@ const Lease& Core::lease(LeaseId id) const {
     return leases_[slot];
 }
 
-Lease& Core::lease_at(LeaseId id) { return const_cast<Lease&>(lease(id)); }
+Lease& Core::lease_at(LeaseId id) {
+    return const_cast<Lease&>(lease(id));
+}
 
 std::uint32_t Core::open_context(std::string_view key) {
     if (key.empty() && !contexts_.empty()) return 0;
@@ -377,7 +381,9 @@ void Core::give_back(LeaseId id, Lease& lease, Step step) {
 }
 
 // Back to what match left: for a grant whose waiter was cancelled.
-void Core::retract(LeaseId id, Step step) { give_back(id, lease_at(id), step); }
+void Core::retract(LeaseId id, Step step) {
+    give_back(id, lease_at(id), step);
+}
 
 void Core::release(LeaseId id, Step step) {
     Lease& lease = lease_at(id);

@@ -59,9 +59,8 @@ std::vector<std::string> Core::violations() const {
 
     for (const Lease& lease : leases_) {
         if (!lease.live || !lease.granted) continue;
-        report.require(lease.table.size() == blocks_for(lease.num_tokens),
-                       "I1: a lease of ", lease.num_tokens, " tokens has ", lease.table.size(),
-                       " blocks");
+        report.require(lease.table.size() == blocks_for(lease.num_tokens), "I1: a lease of ",
+                       lease.num_tokens, " tokens has ", lease.table.size(), " blocks");
         for (const NodeId node : lease.path) ++refs[node];
         for (std::size_t i = 0; i < lease.table.size(); ++i) {
             if (is_private(lease, i)) device.own(lease.table[i], "a lease");
@@ -73,9 +72,9 @@ std::vector<std::string> Core::violations() const {
             ++pins[transfer.nodes[i]];
             report.require(tree_.is_live(transfer.nodes[i]), "I3: transfer ", id,
                            " holds a freed node");
-            report.require(n.device == transfer.device_blocks[i] &&
-                               n.host == transfer.host_blocks[i],
-                           "I3: transfer ", id, " block ", i, " changed under way");
+            report.require(
+                n.device == transfer.device_blocks[i] && n.host == transfer.host_blocks[i],
+                "I3: transfer ", id, " block ", i, " changed under way");
         }
     }
 
@@ -101,16 +100,16 @@ std::vector<std::string> Core::violations() const {
         }
         report.require(n.has(kDeviceResident) == (n.device != kNoBlock), "I4: node ", node,
                        " device state and id disagree");
-        report.require(n.has(kHostValid | kHostLoading) == (n.host != kNoBlock), "I4: node ",
-                       node, " host state and id disagree");
+        report.require(n.has(kHostValid | kHostLoading) == (n.host != kNoBlock), "I4: node ", node,
+                       " host state and id disagree");
         report.require(n.has(kDeviceValid | kHostValid), "I2: node ", node, " has no copy");
         const Node& parent = tree_[n.parent];
         report.require(tree_.find_child(n.parent, tree_.tokens(node)) == node, "I2: node ", node,
                        " is not found under its parent");
         report.require(parent.has(kRoot) || parent.refs >= n.refs, "I5: node ", node, " has ",
                        n.refs, " refs, its parent ", parent.refs);
-        report.require(!n.has(kDeviceResident) || parent.has(kRoot | kDeviceResident),
-                       "I2: node ", node, " is on the device, its parent is not");
+        report.require(!n.has(kDeviceResident) || parent.has(kRoot | kDeviceResident), "I2: node ",
+                       node, " is on the device, its parent is not");
         const bool idle = n.refs == 0 && !n.has(kDeviceLoading);
         report.require(idle == n.has(kQueued | kParked), "I6: node ", node, " with ", n.refs,
                        " refs is ", n.has(kQueued | kParked) ? "" : "not ", "evictable");
@@ -143,8 +142,7 @@ CoreStatistics Core::statistics() const {
         (transfer.direction == Direction::kOnload ? s.device_in_flight : s.host_in_flight) +=
             blocks;
     }
-    s.device_cached =
-        device_.capacity() - s.device_free - s.device_leased - s.device_in_flight;
+    s.device_cached = device_.capacity() - s.device_free - s.device_leased - s.device_in_flight;
     s.host_cached = host_.capacity() - s.host_free - s.host_in_flight;
     s.nodes = tree_.live_nodes();
     s.index_bytes = tree_.node_bytes() + tree_.fork_bytes() + device_.bytes() + host_.bytes();

@@ -84,8 +84,7 @@ void Core::complete(TransferId id, Outcome outcome, std::uint32_t first_bad_bloc
     Transfer transfer = std::move(found->second);
     transfers_.erase(found);
     const auto size = static_cast<std::uint32_t>(transfer.nodes.size());
-    const std::uint32_t good =
-        outcome == Outcome::kDone ? size : std::min(first_bad_block, size);
+    const std::uint32_t good = outcome == Outcome::kDone ? size : std::min(first_bad_block, size);
     if (transfer.direction == Direction::kOffload) {
         finish_offload(transfer, outcome == Outcome::kCancelled ? 0 : good);
     } else if (outcome == Outcome::kCancelled && transfer.leases.empty()) {

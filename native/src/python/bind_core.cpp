@@ -16,7 +16,9 @@ namespace {
 using TokenArray = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using IdArray = nb::ndarray<nb::numpy, const std::int32_t, nb::ndim<1>>;
 
-Tokens view(const TokenArray& tokens) { return {tokens.data(), tokens.size()}; }
+Tokens view(const TokenArray& tokens) {
+    return {tokens.data(), tokens.size()};
+}
 
 IdArray copy_ids(const std::vector<BlockId>& ids) {
     auto* data = new BlockId[ids.size() + 1];
@@ -125,6 +127,9 @@ void bind_core(nb::module_& m) {
         .def("recompute_from", &Core::recompute_from, "lease"_a)
         .def(
             "block_table", [](Core& core, LeaseId id) { return copy_ids(core.lease(id).table); },
+            "lease"_a)
+        .def(
+            "is_granted", [](Core& core, LeaseId id) { return core.lease(id).granted; },
             "lease"_a)
         .def(
             "num_tokens", [](Core& core, LeaseId id) { return core.lease(id).num_tokens; },

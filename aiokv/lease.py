@@ -1,0 +1,214 @@
+"""Lease: one request's hold on cached blocks, and the blocks it computes into."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import TYPE_CHECKING, Self
+
+from aiokv.errors import LeaseError, UnreleasedLeaseWarning
+from aiokv.types import Hit, as_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+    from types import CodeType, TracebackType
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from aiokv.engine import CacheEngine
+    from aiokv.types import TokenIds
+    from aiokv.worker.device.base import Event
+    from aiokv.worker.layers import LayerView
+
+
+class Lease:
+    """What ``engine.match`` returns; made by the engine only.
+
+    Life: *matched* (holds nothing) -> *granted* (refs on the cached blocks, own ids for the rest)
+    -> *released* (dead: any further use raises ``LeaseError``). Used on the engine's loop, except
+    ``block_table``, ``layers.gpu_wait`` and ``layers.is_done``, which any thread may call.
+
+    Attributes:
+        owner: the caller's name for it, shown in messages.
+        layers: waits for the blocks that come from other tiers; done when there are none.
+    """
+
+    __slots__ = ("__weakref__", "_core", "_engine", "_id", "_released_at", "layers", "owner")
+
+    def __init__(
+        self, engine: CacheEngine, lease_id: int, owner: str, layers: LayerView
+    ) -> None:
+        self._engine = engine
+        self._core = engine._core
+        self._id = lease_id  # 0 once released
+        self._released_at: tuple[CodeType, int] | None = None
+        self.owner = owner
+        self.layers = layers
+
+    # --- life ---------------------------------------------------------------------------------
+
+    def __await__(self) -> Generator[None, None, Self]:
+        """``await engine.match(...)`` does not suspend: the match is there already."""
+        return self
+        yield
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._id:
+            self.release()
+
+    async def allocate(
+        self,
+        num_tokens: int,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,  # noqa: ASYNC109 - only the wait for capacity, as documented
+    ) -> Self:
+        """Wait for capacity, then take refs and blocks for ``num_tokens`` positions at once.
+
+        The prefix is matched again when the turn comes; ``cached_tokens`` is final then, and
+        onloads have started.
+
+        Args:
+            num_tokens: absolute number of positions, at least 1.
+            priority: lower goes first; equal ones in order of arrival.
+            timeout: seconds to wait for capacity.
+
+        Raises:
+            AllocateTimeout: the lease holds nothing and may try again.
+            RequestTooLarge: it can never fit; at once.
+            LeaseError: released, or granted already.
+            ClosedError: the engine closes.
+
+        Cancellation: the lease holds nothing, as after ``match``.
+        Checkpoint: only when it has to wait.
+        """
+        if not self.try_allocate(num_tokens):
+            await self._engine._wait_for_capacity(self, num_tokens, priority, timeout)
+        return self
+
+    def try_allocate(self, num_tokens: int) -> bool:
+        """As :meth:`allocate`, now or not at all; False also while others wait."""
+        return self._engine._try_allocate(self, num_tokens)
+
+    def release(self, after: Event | None = None) -> None:
+        """Give everything back; idempotent.
+
+        Args:
+            after: event behind the last work that uses the blocks; the open step without one.
+        """
+        if not self._id:
+            return
+        caller = sys._getframe(1)
+        self._released_at = (caller.f_code, caller.f_lineno)
+        self._engine._release(self, after)
+
+    def __del__(self) -> None:
+        if self._id and self._engine._collect(self._id):
+            warnings.warn(
+                f"{self!r} was never released; it has freed itself",
+                UnreleasedLeaseWarning,
+                stacklevel=2,
+                source=self,
+            )
+
+    # --- what was found -------------------------------------------------------------------------
+
+    @property
+    def hit(self) -> Hit:
+        """The cached prefix by tier: as matched, and from ``allocate`` on as granted."""
+        device_blocks, host_blocks = self._core.hit(self._live_id())
+        block_tokens = self._engine.config.block_tokens
+        return Hit(device_blocks * block_tokens, host_blocks * block_tokens)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Positions that need no computing, once granted; falls when an onload fails."""
+        return self._core.cached_blocks(self._live_id()) * self._engine.config.block_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions that the block table holds."""
+        return self._core.num_tokens(self._live_id())
+
+    @property
+    def block_table(self) -> NDArray[np.int32]:
+        """Device ids in order, ``[ceil(num_tokens / block_tokens)]`` int32: a snapshot.
+
+        Granted ids never change; ``extend`` only adds some. Any thread.
+        """
+        return self._core.block_table(self._live_id())
+
+    # --- what was computed ----------------------------------------------------------------------
+
+    def commit(self, num_tokens: int, ready: Event | None = None) -> int:
+        """The first ``num_tokens`` positions are computed: make their full blocks shareable.
+
+        Monotone; only named tokens are indexed. What depends on an onload is indexed when that is
+        proven.
+
+        Args:
+            num_tokens: absolute; beyond what was committed before, or without effect.
+            ready: event behind the computation; the open step without one.
+
+        Returns:
+            Blocks that became shareable.
+
+        Raises:
+            LeaseError: more positions than the lease has; nothing changed.
+        """
+        return self._engine._commit(self, num_tokens, ready)
+
+    def append(self, tokens: TokenIds) -> None:
+        """Name the next positions, so that they can be indexed.
+
+        Raises:
+            LeaseError: more than the lease has positions for; nothing changed.
+        """
+        self._core.append(self._live_id(), as_tokens(tokens))
+
+    def truncate(self, num_tokens: int) -> None:
+        """Give back the positions from ``num_tokens`` on, such as rejected drafts.
+
+        Raises:
+            LeaseError: into shared blocks, or beyond the end; nothing changed.
+        """
+        self._engine._truncate(self, num_tokens)
+
+    def recompute_from(self) -> int | None:
+        """Take note of a failed onload.
+
+        Returns:
+            The first position to compute again, or None when nothing failed. Until then
+            ``commit`` indexes nothing.
+
+        Raises:
+            LeaseError: another transfer still writes blocks of the lease.
+        """
+        position = self._core.recompute_from(self._live_id())
+        return None if position < 0 else position
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _live_id(self) -> int:
+        if not self._id:
+            raise LeaseError(f"{self!r} cannot be used any more")
+        return self._id
+
+    def __repr__(self) -> str:
+        if self._id:
+            state = f"id {self._id:#x}"
+        elif self._released_at is not None:
+            code, line = self._released_at
+            state = f"released at {code.co_filename}:{line}"
+        else:
+            state = "ended with its engine"
+        return f"<Lease of {self.owner or 'unnamed'}, {state}>"

@@ -1,0 +1,1 @@
+"""What the engine tells about itself. A leaf: nothing here decides."""
