@@ -181,9 +181,7 @@ class CacheEngine:
         if self._thread != threading.get_ident():
             if self._closing:
                 raise ClosedError(f"the engine {self._closing}")
-            raise UsageError(
-                "the engine is used outside its loop's thread, or before `async with`"
-            )
+            raise UsageError("the engine is used outside its loop's thread, or before `async with`")
         if self._closing:
             raise ClosedError(f"the engine {self._closing}")
         if self._broken is not None:
@@ -459,9 +457,7 @@ class CacheEngine:
         self._pump()
         return evicted
 
-    async def prefetch(
-        self, tokens: TokenIds, *, salt: str = "", adapter: str = ""
-    ) -> Hit:
+    async def prefetch(self, tokens: TokenIds, *, salt: str = "", adapter: str = "") -> Hit:
         """Bring what is cached in host memory onto the device; does not wait for capacity.
 
         Returns:

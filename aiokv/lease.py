@@ -36,9 +36,7 @@ class Lease:
 
     __slots__ = ("__weakref__", "_core", "_engine", "_id", "_released_at", "layers", "owner")
 
-    def __init__(
-        self, engine: CacheEngine, lease_id: int, owner: str, layers: LayerView
-    ) -> None:
+    def __init__(self, engine: CacheEngine, lease_id: int, owner: str, layers: LayerView) -> None:
         self._engine = engine
         self._core = engine._core
         self._id = lease_id  # 0 once released

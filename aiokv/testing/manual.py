@@ -181,6 +181,7 @@ class ManualDevice:
 
     name = "manual"
     in_order = False
+    computes_in_stream = False
 
     def __init__(self) -> None:
         self.onloads: list[ManualCopy] = []

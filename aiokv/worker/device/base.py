@@ -74,10 +74,13 @@ class Device(Protocol):
         name: ``"cpu"``, ``"cuda:0"``, ...
         in_order: copies of one direction end in the order of submission, layers ascending, so that
             only the oldest event of a direction has to be asked.
+        computes_in_stream: the model's work is only submitted when `commit` is called, so that
+            transfers have to wait for the event of its step.
     """
 
     name: str
     in_order: bool
+    computes_in_stream: bool
 
     def attach(self, regions: Regions, arena: HostArena) -> None:
         """Bind the memory of both tiers; called once, before the first copy.

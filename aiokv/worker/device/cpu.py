@@ -56,6 +56,7 @@ class CpuDevice:
 
     name = "cpu"
     in_order = True
+    computes_in_stream = False
 
     def __init__(self) -> None:
         self._onloads = CpuStream("aiokv-onload")

@@ -129,8 +129,7 @@ void bind_core(nb::module_& m) {
             "block_table", [](Core& core, LeaseId id) { return copy_ids(core.lease(id).table); },
             "lease"_a)
         .def(
-            "is_granted", [](Core& core, LeaseId id) { return core.lease(id).granted; },
-            "lease"_a)
+            "is_granted", [](Core& core, LeaseId id) { return core.lease(id).granted; }, "lease"_a)
         .def(
             "num_tokens", [](Core& core, LeaseId id) { return core.lease(id).num_tokens; },
             "lease"_a)
