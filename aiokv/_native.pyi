@@ -1,6 +1,7 @@
 """Native core of aiokv: prefix index, block pools, block copies."""
 
 from collections.abc import Sequence
+import enum
 from typing import Annotated
 
 import numpy
@@ -102,3 +103,154 @@ def copy_blocks(stream: Stream, block_map: BlockMap, host_ids: Annotated[NDArray
     """
     Queue a copy and return at once. Raises as check_ids() does, before the first byte.
     """
+
+class CoreStatistics:
+    @property
+    def device_free(self) -> int: ...
+
+    @property
+    def device_cached(self) -> int: ...
+
+    @property
+    def device_leased(self) -> int: ...
+
+    @property
+    def device_in_flight(self) -> int: ...
+
+    @property
+    def device_cooling(self) -> int: ...
+
+    @property
+    def host_free(self) -> int: ...
+
+    @property
+    def host_cached(self) -> int: ...
+
+    @property
+    def host_in_flight(self) -> int: ...
+
+    @property
+    def evictable_blocks(self) -> int: ...
+
+    @property
+    def leases(self) -> int: ...
+
+    @property
+    def nodes(self) -> int: ...
+
+    @property
+    def hit_device_tokens(self) -> int: ...
+
+    @property
+    def hit_host_tokens(self) -> int: ...
+
+    @property
+    def prompt_tokens(self) -> int: ...
+
+    @property
+    def grants(self) -> int: ...
+
+    @property
+    def published_blocks(self) -> int: ...
+
+    @property
+    def evicted_device_blocks(self) -> int: ...
+
+    @property
+    def evicted_host_blocks(self) -> int: ...
+
+    @property
+    def dropped_blocks(self) -> int: ...
+
+    @property
+    def onloaded_blocks(self) -> int: ...
+
+    @property
+    def offloaded_blocks(self) -> int: ...
+
+    @property
+    def failed_blocks(self) -> int: ...
+
+    @property
+    def skipped_backups(self) -> int: ...
+
+    @property
+    def index_bytes(self) -> int: ...
+
+    @property
+    def token_bytes(self) -> int: ...
+
+class Outcome(enum.Enum):
+    DONE = 0
+
+    FAILED = 1
+
+    CANCELLED = 2
+
+class Core:
+    """Prefix index, block pools, leases and eviction; not thread-safe."""
+
+    def __init__(self, *, block_tokens: int, device_blocks: int, host_blocks: int = 0, leave_tokens: int = 1, reserve_blocks: int = 0, write_through: bool = False) -> None: ...
+
+    def match(self, tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], context: str = '') -> tuple[int, int, int]:
+        """
+        Open a lease: (lease, device_blocks, host_blocks) of the longest cached prefix.
+        """
+
+    def allocate(self, lease: int, num_tokens: int) -> int:
+        """
+        Take refs and all blocks. 0: no room, nothing taken; 1: all there; 2: some load.
+        """
+
+    def retract(self, lease: int, step: int = 0) -> None:
+        """Undo allocate; the lease stays matched."""
+
+    def hit(self, lease: int) -> tuple[int, int]:
+        """(device_blocks, host_blocks) as matched, or as granted."""
+
+    def onloads(self, lease: int) -> list[int]:
+        """Unfinished transfers that write blocks of the lease."""
+
+    def append(self, lease: int, tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None: ...
+
+    def commit(self, lease: int, num_tokens: int, step: int = 0) -> int:
+        """Index computed blocks; returns how many became shareable."""
+
+    def truncate(self, lease: int, num_tokens: int, step: int = 0) -> None: ...
+
+    def extend(self, leases: Sequence[int], num_tokens: int) -> bool: ...
+
+    def release(self, lease: int, step: int = 0) -> None: ...
+
+    def recompute_from(self, lease: int) -> int: ...
+
+    def block_table(self, lease: int) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)]: ...
+
+    def is_granted(self, lease: int) -> bool: ...
+
+    def num_tokens(self, lease: int) -> int: ...
+
+    def cached_blocks(self, lease: int) -> int: ...
+
+    def take_backups(self) -> int: ...
+
+    def transfer(self, transfer: int) -> tuple[bytes, bytes, int]:
+        """(device_blocks, host_blocks, after_step)."""
+
+    def complete(self, transfer: int, outcome: Outcome, first_bad_block: int = 0) -> None: ...
+
+    def take_abandoned(self) -> list[int]: ...
+
+    def finish_step(self, step: int) -> None: ...
+
+    def evict_device(self, blocks: int) -> int: ...
+
+    def evict_host(self, blocks: int) -> int: ...
+
+    def resize_device(self, blocks: int) -> None: ...
+
+    def reset(self) -> None: ...
+
+    def statistics(self) -> CoreStatistics: ...
+
+    def violations(self) -> list[str]: ...

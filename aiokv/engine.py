@@ -23,7 +23,7 @@ from aiokv.errors import (
     WouldBlock,
 )
 from aiokv.lease import Lease
-from aiokv.observe.logs import get_logger
+from aiokv.observe.logs import Log
 from aiokv.plan import Priority
 from aiokv.scheduler.admission import Admission
 from aiokv.scheduler.manager import CacheManager
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from aiokv.worker.layers import LayerDoneCounter
     from aiokv.worker.poller import PollerStatistics
 
-log = get_logger(__name__)
+log = Log(__name__)
 
 
 class _Waiter:

@@ -48,8 +48,8 @@ class Lease:
 
     def __await__(self) -> Generator[None, None, Self]:
         """``await engine.match(...)`` does not suspend: the match is there already."""
+        yield from ()
         return self
-        yield
 
     async def __aenter__(self) -> Self:
         return self

@@ -31,17 +31,21 @@ nb::bytes id_bytes(const std::vector<BlockId>& ids) {
     return nb::bytes(ids.data(), ids.size() * sizeof(BlockId));
 }
 
-nb::tuple match(Core& core, TokenArray tokens, std::string_view context) {
+using MatchTuple = nb::typed<nb::tuple, LeaseId, std::uint32_t, std::uint32_t>;
+using HitTuple = nb::typed<nb::tuple, std::uint32_t, std::uint32_t>;
+using TransferTuple = nb::typed<nb::tuple, nb::bytes, nb::bytes, Step>;
+
+MatchTuple match(Core& core, TokenArray tokens, std::string_view context) {
     const Hit hit = core.match(view(tokens), context);
     return nb::make_tuple(hit.lease, hit.device_blocks, hit.host_blocks);
 }
 
-nb::tuple transfer(const Core& core, TransferId id) {
+TransferTuple transfer(const Core& core, TransferId id) {
     const Transfer& t = core.transfer(id);
     return nb::make_tuple(id_bytes(t.device_blocks), id_bytes(t.host_blocks), t.after_step);
 }
 
-nb::tuple hit(const Core& core, LeaseId id) {
+HitTuple hit(const Core& core, LeaseId id) {
     const Lease& lease = core.lease(id);
     return nb::make_tuple(lease.device_hit, lease.host_hit);
 }
