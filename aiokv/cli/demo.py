@@ -1,0 +1,196 @@
+"""``aiokv demo``: serve a real (small) transformer from the cache and check every bit of it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from aiokv.demo.report import DemoResult
+    from aiokv.demo.runs import DemoConfig
+    from aiokv.demo.workload import Workload
+
+# Room for the table in a file or a pipe.
+PLAIN_COLUMNS = 110
+
+EXIT_EQUAL = 0
+EXIT_DIFFERENT = 1
+EXIT_CONTROL_FAILED = 3
+
+NOTHING_TO_SPOIL = "nothing was reused from the device, so nothing could be spoilt"
+
+EPILOG = """\
+The same workload runs three times: with nothing reused, with a device tier, and with a small device
+tier over a host tier. Every row of logits and every token of the later runs must equal the first's.
+
+exit status: 0 equal, 1 different (with --corrupt: the control worked), 2 bad usage,
+3 --corrupt went unnoticed
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the ``demo`` command."""
+    parser = subparsers.add_parser(
+        "demo",
+        help="serve a small transformer from the cache and check every bit",
+        description=__doc__,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    work = parser.add_argument_group("workload")
+    _add_count(work, "--conversations", 24, "conversations, all there from the start")
+    _add_count(work, "--turns", 4, "turns of each")
+    _add_count(work, "--system-prompts", 4, "different system prompts")
+    _add_count(work, "--system-tokens", 128, "tokens of a system prompt")
+    _add_count(work, "--user-tokens", 48, "mean tokens of a user's turn")
+    _add_count(work, "--answer-tokens", 16, "tokens generated in a turn")
+    work.add_argument(
+        "--trace", type=Path, metavar="FILE", help="serve this Mooncake trace, scaled down, instead"
+    )
+    _add_count(work, "--requests", 160, "requests of the trace")
+    _add_count(work, "--context-tokens", 512, "longest request of the trace, after scaling")
+    work.add_argument(
+        "--seed", type=_seed, default=0, metavar="N", help="of the workload (default: 0)"
+    )
+    cache = parser.add_argument_group("cache")
+    _add_count(cache, "--block-tokens", 16, "tokens of a block")
+    _add_count(cache, "--device-blocks", 1024, "device blocks of the first two runs")
+    _add_count(cache, "--pressure-blocks", 192, "device blocks of the run with a host tier")
+    _add_count(cache, "--host-blocks", 1024, "host blocks of that run")
+    serving = parser.add_argument_group("serving")
+    _add_count(serving, "--max-running", 8, "requests in the batch")
+    _add_count(serving, "--chunk-tokens", 32, "prompt tokens of a step")
+    model = parser.add_argument_group("model")
+    _add_count(model, "--layers", 4, "transformer layers")
+    _add_count(model, "--hidden", 128, "hidden size")
+    _add_count(model, "--heads", 4, "attention heads")
+    _add_count(model, "--kv-heads", 2, "key and value heads")
+    parser.add_argument(
+        "--corrupt",
+        action="store_true",
+        help="spoil one cached block of the last run: the check must fail (exit status 1)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the demo; returns the exit status.
+
+    Raises:
+        UsageError: sizes contradict each other, or a file cannot be read or written.
+    """
+    import asyncio
+
+    import uvloop
+    from rich.console import Console
+
+    from aiokv.demo.progress import BarProgress, LineProgress
+    from aiokv.demo.report import print_table
+    from aiokv.demo.runs import run_demo
+    from aiokv.demo.transformer import ModelConfig
+    from aiokv.errors import UsageError
+
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        raise UsageError(f"cannot write {args.json}: its folder does not exist")
+    model = ModelConfig(
+        layers=args.layers,
+        hidden=args.hidden,
+        heads=args.heads,
+        kv_heads=args.kv_heads,
+        ffn=args.hidden * 11 // 4,
+    )
+    workload, config = _workload(args, model.vocab), _config(args)
+    config.check_fits(workload)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = PLAIN_COLUMNS
+    progress = BarProgress(console) if console.is_terminal else LineProgress(console)
+    with progress, asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
+        result = loop.run(run_demo(model, workload, config, progress))
+    print_table(console, result)
+    if args.json is not None:
+        result.write(args.json)
+    return _verdict(console, result, control=args.corrupt)
+
+
+def _verdict(console: Console, result: DemoResult, *, control: bool) -> int:
+    spoilt = ", ".join(run.corrupted for run in result.runs if run.corrupted)
+    if result.equal and control:
+        console.print("the negative control FAILED: ", end="")
+        console.print(f"nobody noticed that {spoilt} was spoilt" if spoilt else NOTHING_TO_SPOIL)
+        return EXIT_CONTROL_FAILED
+    if result.equal:
+        console.print("every row of logits and every token are equal in all runs")
+        return EXIT_EQUAL
+    for run in result.runs:
+        if run.compared is not None and not run.compared.equal:
+            console.print(f"{run.label}: first difference at {run.compared.first_difference}")
+    if control and spoilt:
+        console.print(f"the negative control worked: {spoilt} was spoilt and the check saw it")
+    else:
+        console.print("the runs DIFFER: the cache served wrong bytes")
+    return EXIT_DIFFERENT
+
+
+def _workload(args: argparse.Namespace, vocab: int) -> Workload:
+    from aiokv.demo.workload import ChatSizes, chat_workload, trace_workload
+
+    if args.trace is not None:
+        return trace_workload(
+            args.trace,
+            requests=args.requests,
+            block_tokens=args.block_tokens,
+            max_context_tokens=args.context_tokens,
+            vocab=vocab,
+            seed=args.seed,
+        )
+    sizes = ChatSizes(
+        conversations=args.conversations,
+        turns=args.turns,
+        system_prompts=args.system_prompts,
+        system_tokens=args.system_tokens,
+        user_tokens=args.user_tokens,
+        answer_tokens=args.answer_tokens,
+    )
+    return chat_workload(sizes, vocab=vocab, seed=args.seed)
+
+
+def _config(args: argparse.Namespace) -> DemoConfig:
+    from aiokv.demo.runs import DemoConfig
+
+    return DemoConfig(
+        block_tokens=args.block_tokens,
+        device_blocks=args.device_blocks,
+        pressure_blocks=args.pressure_blocks,
+        host_blocks=args.host_blocks,
+        max_running=args.max_running,
+        chunk_tokens=args.chunk_tokens,
+        corrupt=args.corrupt,
+    )
+
+
+def _add_count(group: argparse._ArgumentGroup, flag: str, default: int, text: str) -> None:
+    group.add_argument(
+        flag, type=_count, default=default, metavar="N", help=f"{text} (default: %(default)s)"
+    )
+
+
+def _count(text: str) -> int:
+    """A whole number of at least 1, or argparse's error."""
+    number = _seed(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return number
+
+
+def _seed(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text} is negative")
+    return number

@@ -1,0 +1,125 @@
+"""A request on its way through the serving loop, and the sums over all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import aiokv
+
+
+@dataclass(slots=True)
+class Request:
+    """One turn. ``tokens`` grows while it is served; it survives preemptions.
+
+    Attributes:
+        reused_device_tokens: prompt tokens found on the device when it was first admitted.
+        reused_host_tokens: those that were onloaded from the host tier.
+    """
+
+    name: str
+    tokens: list[int]
+    prompt_length: int
+    stop_length: int
+    arrived_seconds: float = field(default_factory=time.perf_counter)
+    attempts: int = 0
+    reused_device_tokens: int = 0
+    reused_host_tokens: int = 0
+    ttft_seconds: float | None = None
+
+    @property
+    def generated(self) -> list[int]:
+        return self.tokens[self.prompt_length :]
+
+    def note_hit(self, hit: aiokv.Hit) -> None:
+        """Count what the first attempt reuses; a later one finds the request's own blocks."""
+        if self.attempts == 0:
+            self.reused_device_tokens = hit.device_tokens
+            self.reused_host_tokens = hit.host_tokens
+        self.attempts += 1
+
+    def note_failed_onload(self, first_bad_token: int) -> None:
+        if self.attempts == 1:
+            self.reused_device_tokens = min(self.reused_device_tokens, first_bad_token)
+            self.reused_host_tokens = min(
+                self.reused_host_tokens, first_bad_token - self.reused_device_tokens
+            )
+
+
+class Sequence:
+    """A request that holds a lease.
+
+    ::
+
+        0 ........... computed ........... length
+        | KV in cache | pending: to compute |
+
+    One with a single pending position decodes, one with more is in its prompt.
+    """
+
+    def __init__(self, request: Request, lease: aiokv.Lease) -> None:
+        self.request = request
+        self.lease = lease
+        self.computed = lease.cached_tokens
+        self.arriving = True
+        self.ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+    @property
+    def pending(self) -> int:
+        return len(self.request.tokens) - self.computed
+
+    @property
+    def needs_position(self) -> bool:
+        """The last token has no position in the lease yet."""
+        return len(self.request.tokens) > self.lease.num_tokens
+
+    def end(self, *, finished: bool) -> None:
+        """Wake the conversation: finished (True) or preempted (False)."""
+        if not self.ended.done():
+            self.ended.set_result(finished)
+
+
+@dataclass(slots=True)
+class ServingStatistics:
+    """Sums over a run. Every prompt token is reused on one tier or computed, once.
+
+    Attributes:
+        repeated_tokens: positions computed again after a preemption or a failed onload.
+        layer_wait_seconds: the runner stood still for a layer on its way from the host.
+    """
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    reused_device_tokens: int = 0
+    reused_host_tokens: int = 0
+    generated_tokens: int = 0
+    forward_rows: int = 0
+    preemptions: int = 0
+    failed_onloads: int = 0
+    steps: int = 0
+    compute_seconds: float = 0.0
+    layer_wait_seconds: float = 0.0
+    ttft_seconds: list[float] = field(default_factory=list)
+
+    @property
+    def computed_tokens(self) -> int:
+        """Prompt tokens that went through the model because no tier had them."""
+        return self.prompt_tokens - self.reused_device_tokens - self.reused_host_tokens
+
+    @property
+    def repeated_tokens(self) -> int:
+        # the last generated token of a request is never fed back
+        decoded = self.generated_tokens - self.requests
+        return self.forward_rows - self.computed_tokens - decoded
+
+    def add(self, request: Request) -> None:
+        self.requests += 1
+        self.prompt_tokens += request.prompt_length
+        self.reused_device_tokens += request.reused_device_tokens
+        self.reused_host_tokens += request.reused_host_tokens
+        self.generated_tokens += len(request.generated)
+        if request.ttft_seconds is not None:
+            self.ttft_seconds.append(request.ttft_seconds)

@@ -1,0 +1,125 @@
+"""The model runner: one thread that computes steps while the event loop goes on serving."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+
+from aiokv.demo.ledger import digest_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+
+    from aiokv.demo.paged_attention import PagedCache
+    from aiokv.demo.transformer import Batch, Transformer
+    from aiokv.worker.layers import LayerView
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step computed.
+
+    Attributes:
+        next_tokens: for each span, the greedy token after its last row.
+        digests: one a row.
+        compute_seconds: the whole pass.
+        layer_wait_seconds: of it, blocked until a layer had arrived.
+    """
+
+    next_tokens: list[int]
+    digests: list[bytes]
+    compute_seconds: float
+    layer_wait_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    batch: Batch
+    arriving: Sequence[LayerView]
+    loop: asyncio.AbstractEventLoop
+    done: asyncio.Future[StepOutput]
+
+
+class ModelRunner:
+    """Runs forward passes in order on a thread of its own."""
+
+    def __init__(self, model: Transformer, cache: PagedCache) -> None:
+        self._model = model
+        self._cache = cache
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="demo-runner")
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Finish the step that runs and join the thread."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    async def run(self, batch: Batch, arriving: Sequence[LayerView] = ()) -> StepOutput:
+        """Compute one step; layer ``i`` starts when ``arriving`` views have their layer ``i``.
+
+        Raises:
+            TransferError: a layer did not arrive; nothing the step wrote is to be used.
+
+        Cancellation: the step runs to its end unseen; leaving the runner's context waits for it.
+        """
+        loop = asyncio.get_running_loop()
+        job = _Job(batch, arriving, loop, loop.create_future())
+        self._jobs.put(job)
+        return await job.done
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                output = self._compute(job)
+            except Exception as error:
+                job.loop.call_soon_threadsafe(_fail, job.done, error)
+            else:
+                job.loop.call_soon_threadsafe(_succeed, job.done, output)
+
+    def _compute(self, job: _Job) -> StepOutput:
+        waited = 0.0
+
+        def before_layer(layer: int) -> None:
+            nonlocal waited
+            start = time.perf_counter()
+            for view in job.arriving:
+                view.gpu_wait(layer, None)
+            waited += time.perf_counter() - start
+
+        start = time.perf_counter()
+        logits = self._model.forward(job.batch, self._cache, before_layer)
+        for view in job.arriving:
+            view.raise_for_error()
+        last_rows = logits[[span.stop - 1 for span in job.batch.spans]]
+        return StepOutput(
+            next_tokens=np.argmax(last_rows, axis=1).tolist(),
+            digests=digest_rows(logits),
+            compute_seconds=time.perf_counter() - start,
+            layer_wait_seconds=waited,
+        )
+
+
+def _succeed(done: asyncio.Future[StepOutput], output: StepOutput) -> None:
+    if not done.done():
+        done.set_result(output)
+
+
+def _fail(done: asyncio.Future[StepOutput], error: Exception) -> None:
+    if not done.done():
+        done.set_exception(error)

@@ -1,0 +1,214 @@
+"""The demo's runs: one workload, served with nothing cached, one tier and two, and compared."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import aiokv
+from aiokv.demo.report import DemoResult, Percentiles, ReusedTokens, RunResult, Traffic
+from aiokv.demo.row_tiles import use_one_blas_thread
+from aiokv.demo.runner import ModelRunner
+from aiokv.demo.serving import Server, ServingConfig
+from aiokv.demo.transformer import ModelConfig, Transformer
+from aiokv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from aiokv.demo.ledger import Ledger
+    from aiokv.demo.paged_attention import PagedCache
+    from aiokv.demo.workload import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoConfig:
+    """Sizes of the cache and of the batch.
+
+    Attributes:
+        device_blocks: of the runs without pressure.
+        pressure_blocks: device blocks of the run with a host tier.
+        corrupt: spoil one cached block of the last run.
+    """
+
+    block_tokens: int = 16
+    device_blocks: int = 1024
+    pressure_blocks: int = 192
+    host_blocks: int = 1024
+    max_running: int = 8
+    chunk_tokens: int = 32
+    corrupt: bool = False
+
+    def __post_init__(self) -> None:
+        for name in (
+            "block_tokens",
+            "device_blocks",
+            "pressure_blocks",
+            "host_blocks",
+            "max_running",
+            "chunk_tokens",
+        ):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+    def check_fits(self, workload: Workload) -> None:
+        """One request, alone, must fit into the smallest device pool.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        needed = -(-workload.max_context_tokens // self.block_tokens)
+        for name in ("device_blocks", "pressure_blocks"):
+            if getattr(self, name) < needed:
+                raise ConfigError(
+                    f"the longest conversation has {workload.max_context_tokens} tokens and needs "
+                    f"{needed} blocks, but {name} is {getattr(self, name)}",
+                    hint=f"raise --{name.replace('_', '-')} or make the conversations shorter",
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    name: str
+    label: str
+    device_blocks: int
+    host_blocks: int
+    reuse: bool
+    corrupt: bool = False
+
+
+def _plan_runs(config: DemoConfig) -> list[_Run]:
+    """The three runs, the reference first."""
+    return [
+        _Run("no_cache", "no cache", config.device_blocks, 0, reuse=False),
+        _Run("device", "device only", config.device_blocks, 0, reuse=True),
+        _Run(
+            "device_host",
+            "device + host",
+            config.pressure_blocks,
+            config.host_blocks,
+            reuse=True,
+            corrupt=config.corrupt,
+        ),
+    ]
+
+
+class _Corruptor:
+    """Spoils the last cached block of the first lease that found one, once."""
+
+    def __init__(self, cache: PagedCache, block_tokens: int) -> None:
+        self._cache = cache
+        self._block_tokens = block_tokens
+        self.done = ""
+
+    def __call__(self, lease: aiokv.Lease) -> None:
+        if self.done or not lease.hit.device_tokens:
+            return
+        place = lease.hit.device_tokens // self._block_tokens - 1
+        block = int(lease.block_table[place])
+        self._cache.corrupt(block)
+        self.done = f"device block {block} (block {place} of {lease.owner})"
+
+
+class Progress(Protocol):
+    """What is told while the demo runs."""
+
+    def begin(self, label: str, requests: int) -> None: ...
+
+    def advance(self) -> None: ...
+
+    def end(self, result: RunResult) -> None: ...
+
+
+async def run_demo(
+    model_config: ModelConfig, workload: Workload, config: DemoConfig, progress: Progress
+) -> DemoResult:
+    """Run the workload three times and compare the later runs with the first.
+
+    Raises:
+        ConfigError: a conversation does not fit into the device blocks.
+    """
+    config.check_fits(workload)
+    use_one_blas_thread()
+    model = Transformer(model_config, max_context_tokens=workload.max_context_tokens)
+    reference: Ledger | None = None
+    results = []
+    for run in _plan_runs(config):
+        progress.begin(run.label, workload.requests)
+        result, ledger = await _run_once(model, workload, config, run, reference, progress)
+        progress.end(result)
+        results.append(result)
+        reference = reference or ledger
+    return DemoResult.of(results, workload=workload.title, model=_describe(model))
+
+
+async def _run_once(
+    model: Transformer,
+    workload: Workload,
+    config: DemoConfig,
+    run: _Run,
+    reference: Ledger | None,
+    progress: Progress,
+) -> tuple[RunResult, Ledger]:
+    cache = model.new_cache(run.device_blocks, config.block_tokens)
+    cache_config = aiokv.CacheConfig(
+        block_tokens=config.block_tokens,
+        device_blocks=run.device_blocks,
+        host_blocks=run.host_blocks,
+    )
+    serving = ServingConfig(
+        max_running=config.max_running, chunk_tokens=config.chunk_tokens, reuse=run.reuse
+    )
+    corruptor = _Corruptor(cache, config.block_tokens) if run.corrupt else None
+    async with aiokv.CacheEngine(cache_config, cache.regions()) as engine:
+        with ModelRunner(model, cache) as runner:
+            server = Server(engine, runner, serving, on_hit=corruptor, on_done=progress.advance)
+            start = time.perf_counter()
+            await server.serve(workload)
+            seconds = time.perf_counter() - start
+        await engine.drain()
+        result = _result(run, server, engine, seconds, corruptor, reference)
+    return result, server.ledger
+
+
+def _result(
+    run: _Run,
+    server: Server,
+    engine: aiokv.CacheEngine,
+    seconds: float,
+    corruptor: _Corruptor | None,
+    reference: Ledger | None,
+) -> RunResult:
+    serving = server.statistics
+    device, host = serving.reused_device_tokens, serving.reused_host_tokens
+    return RunResult(
+        name=run.name,
+        label=run.label,
+        device_blocks=run.device_blocks,
+        host_blocks=run.host_blocks,
+        seconds=seconds,
+        requests=serving.requests,
+        prompt_tokens=serving.prompt_tokens,
+        computed_tokens=serving.computed_tokens,
+        reused_tokens=ReusedTokens(device, host, device + host),
+        repeated_tokens=serving.repeated_tokens,
+        generated_tokens=serving.generated_tokens,
+        preemptions=serving.preemptions,
+        failed_onloads=serving.failed_onloads,
+        steps=serving.steps,
+        compute_seconds=serving.compute_seconds,
+        ttft_ms=Percentiles.of([1e3 * value for value in serving.ttft_seconds]),
+        onload=Traffic(0, 0, 0.0),
+        offload=Traffic(0, 0, 0.0),
+        layer_wait_ms=1e3 * serving.layer_wait_seconds,
+        wakeup_us=Percentiles(None, None),
+        corrupted=corruptor.done if corruptor is not None else "",
+        compared=server.ledger.compare(reference) if reference is not None else None,
+    )
+
+
+def _describe(model: Transformer) -> str:
+    config = model.config
+    return (
+        f"{config.layers} layers of {config.hidden}, {config.heads} heads over {config.kv_heads} "
+        f"KV heads, float32, products in tiles of {model.tiles.tile} rows"
+    )

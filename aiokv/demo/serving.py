@@ -1,0 +1,217 @@
+"""The async serving loop: continuous batching over leases of the cache engine.
+
+A task per conversation waits for capacity, one loop computes steps on the runner's thread::
+
+    conversation    match -> allocate ------------- await the answer ------- release
+                                | onload starts              ^
+    step loop                   +-> extend -> run layers -> commit, append -> ...
+
+A step is one row of every decoding sequence and one chunk of one prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from aiokv.demo.ledger import Ledger
+from aiokv.demo.paged_attention import Span
+from aiokv.demo.requests import Request, Sequence, ServingStatistics
+from aiokv.demo.transformer import Batch
+from aiokv.errors import TransferError, WouldBlock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import aiokv
+    from aiokv.demo.runner import ModelRunner, StepOutput
+    from aiokv.demo.workload import Conversation, Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingConfig:
+    """How the loop serves.
+
+    Attributes:
+        max_running: requests in the batch at once.
+        chunk_tokens: prompt tokens of a step.
+        reuse: False gives every attempt a salt of its own, so that nothing is ever found.
+    """
+
+    max_running: int = 8
+    chunk_tokens: int = 32
+    reuse: bool = True
+
+
+class Server:
+    """Serves one workload with one engine.
+
+    Args:
+        on_hit: called with the lease of every admission that found something cached.
+        on_done: called after every request.
+    """
+
+    def __init__(
+        self,
+        engine: aiokv.CacheEngine,
+        runner: ModelRunner,
+        config: ServingConfig,
+        *,
+        on_hit: Callable[[aiokv.Lease], None] | None = None,
+        on_done: Callable[[], None] | None = None,
+    ) -> None:
+        self.statistics = ServingStatistics()
+        self.ledger = Ledger()
+        self._engine = engine
+        self._runner = runner
+        self._config = config
+        self._on_hit = on_hit
+        self._on_done = on_done
+        self._slots = asyncio.Semaphore(config.max_running)
+        self._running: list[Sequence] = []  # in order of admission
+        self._admitted = asyncio.Event()
+
+    async def serve(self, workload: Workload) -> None:
+        """Serve all conversations to their end.
+
+        Cancellation: every lease is given back; a step that runs is left to the runner to end.
+        """
+        async with asyncio.TaskGroup() as group:
+            steps = group.create_task(self._step_forever())
+            async with asyncio.TaskGroup() as clients:
+                for conversation in workload.conversations:
+                    clients.create_task(self._converse(conversation))
+            steps.cancel()
+
+    async def _converse(self, conversation: Conversation) -> None:
+        tokens: list[int] = []
+        for number, turn in enumerate(conversation.turns):
+            tokens.extend(turn.added.tolist())
+            length = len(tokens)
+            name = f"{conversation.name}/{number}"
+            await self._serve_request(Request(name, tokens, length, length + turn.output_tokens))
+
+    async def _serve_request(self, request: Request) -> None:
+        async with self._slots:
+            while not await self._attempt(request):
+                self.statistics.preemptions += 1
+        self.statistics.add(request)
+        self.ledger.record_tokens(request.name, request.generated)
+        if self._on_done is not None:
+            self._on_done()
+
+    async def _attempt(self, request: Request) -> bool:
+        """Serve until finished (True) or preempted (False)."""
+        salt = "" if self._config.reuse else f"{request.name}#{request.attempts}"
+        tokens = np.array(request.tokens, dtype=np.int32)
+        async with self._engine.match(tokens, salt=salt, owner=request.name) as lease:
+            await lease.allocate(len(tokens))
+            request.note_hit(lease.hit)
+            if self._on_hit is not None and lease.cached_tokens:
+                self._on_hit(lease)
+            sequence = Sequence(request, lease)
+            self._running.append(sequence)
+            self._admitted.set()
+            return await sequence.ended
+
+    async def _step_forever(self) -> None:
+        while True:
+            if not self._running:
+                self._admitted.clear()
+                await self._admitted.wait()
+            self._extend()
+            if chosen := self._choose():
+                await self._step(chosen)
+
+    def _extend(self) -> None:
+        """Give every new token a position, preempting the newest request while there is none."""
+        while growing := [sequence for sequence in self._running if sequence.needs_position]:
+            try:
+                self._engine.extend([sequence.lease for sequence in growing], 1)
+            except WouldBlock:
+                self._preempt(self._running[-1])
+                continue
+            for sequence in growing:
+                sequence.lease.append(sequence.request.tokens[-1:])
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Give a request's blocks back; what was committed of it may still be found later."""
+        self._running.remove(sequence)
+        sequence.lease.release()
+        sequence.end(finished=False)
+
+    def _choose(self) -> list[tuple[Sequence, int]]:
+        """The next step: sequences and how many positions of each to compute."""
+        chosen = [(sequence, 1) for sequence in self._running if sequence.pending == 1]
+        prompts = (sequence for sequence in self._running if sequence.pending > 1)
+        if (first := next(prompts, None)) is not None:
+            chosen.append((first, min(first.pending, self._config.chunk_tokens)))
+        return chosen
+
+    async def _step(self, chosen: list[tuple[Sequence, int]]) -> None:
+        arriving = [sequence.lease.layers for sequence, _ in chosen if sequence.arriving]
+        batch = _make_batch(chosen)
+        try:
+            output = await self._runner.run(batch, arriving)
+        except TransferError as error:
+            self._recompute(chosen, error)
+        else:
+            self._apply(chosen, batch.spans, output)
+        finally:
+            self._engine.step()
+
+    def _recompute(self, chosen: list[tuple[Sequence, int]], error: TransferError) -> None:
+        """Go on at the first block that did not arrive; the step's results are dropped."""
+        failed = 0
+        for sequence, _ in chosen:
+            first = sequence.lease.recompute_from()
+            if first is not None:
+                failed += 1
+                sequence.computed = min(sequence.computed, first)
+                sequence.request.note_failed_onload(first)
+        if failed == 0:
+            raise error
+        self.statistics.failed_onloads += failed
+
+    def _apply(
+        self, chosen: list[tuple[Sequence, int]], spans: list[Span], output: StepOutput
+    ) -> None:
+        statistics = self.statistics
+        statistics.steps += 1
+        statistics.compute_seconds += output.compute_seconds
+        statistics.layer_wait_seconds += output.layer_wait_seconds
+        for (sequence, count), span, token in zip(chosen, spans, output.next_tokens, strict=True):
+            statistics.forward_rows += count
+            self.ledger.record_rows(
+                sequence.request.name, sequence.computed, output.digests[span.start : span.stop]
+            )
+            sequence.arriving = False
+            sequence.computed += count
+            sequence.lease.commit(sequence.computed)
+            if sequence.pending == 0:
+                self._take_token(sequence, token)
+
+    def _take_token(self, sequence: Sequence, token: int) -> None:
+        request = sequence.request
+        request.tokens.append(token)
+        if request.ttft_seconds is None:
+            request.ttft_seconds = time.perf_counter() - request.arrived_seconds
+        if len(request.tokens) == request.stop_length:
+            self._running.remove(sequence)
+            sequence.end(finished=True)
+
+
+def _make_batch(chosen: list[tuple[Sequence, int]]) -> Batch:
+    tokens: list[int] = []
+    positions: list[int] = []
+    spans = []
+    for sequence, count in chosen:
+        first, row = sequence.computed, len(tokens)
+        spans.append(Span(row, row + count, first, sequence.lease.block_table))
+        tokens += sequence.request.tokens[first : first + count]
+        positions += range(first, first + count)
+    return Batch(np.array(tokens, dtype=np.int32), np.array(positions, dtype=np.int32), spans)

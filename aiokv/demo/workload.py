@@ -1,0 +1,141 @@
+"""What the demo serves: seeded conversations, or a Mooncake trace scaled down."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aiokv.errors import ConfigError
+from aiokv.trace.format import HASH_BLOCK_TOKENS, TraceRequest, read_trace
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Tokens = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request: what the user adds to the conversation, and how much is answered."""
+
+    added: Tokens
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Turns in order; each prompt is all that was said before plus what is added."""
+
+    name: str
+    turns: list[Turn]
+
+    @property
+    def context_tokens(self) -> int:
+        """Positions the last turn ends with."""
+        return sum(len(turn.added) + turn.output_tokens for turn in self.turns)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Conversations that arrive at once, in order."""
+
+    title: str
+    conversations: list[Conversation]
+
+    @property
+    def requests(self) -> int:
+        return sum(len(conversation.turns) for conversation in self.conversations)
+
+    @property
+    def max_context_tokens(self) -> int:
+        return max(conversation.context_tokens for conversation in self.conversations)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatSizes:
+    """Sizes of generated conversations; user turns vary by half around ``user_tokens``."""
+
+    conversations: int = 24
+    turns: int = 4
+    system_prompts: int = 4
+    system_tokens: int = 128
+    user_tokens: int = 48
+    answer_tokens: int = 16
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+def chat_workload(sizes: ChatSizes, *, vocab: int, seed: int) -> Workload:
+    """Conversations that share ``system_prompts`` system prompts, drawn from ``seed``."""
+    rng = np.random.default_rng(seed)
+    systems = [_random_tokens(rng, sizes.system_tokens, vocab) for _ in range(sizes.system_prompts)]
+    conversations = []
+    for number in range(sizes.conversations):
+        turns = []
+        for turn in range(sizes.turns):
+            low, high = (sizes.user_tokens + 1) // 2, sizes.user_tokens * 3 // 2
+            added = _random_tokens(rng, int(rng.integers(low, high + 1)), vocab)
+            if turn == 0:
+                added = np.concatenate((systems[number % len(systems)], added))
+            turns.append(Turn(added, sizes.answer_tokens))
+        conversations.append(Conversation(f"chat-{number}", turns))
+    title = (
+        f"{sizes.conversations} conversations of {sizes.turns} turns, "
+        f"{sizes.system_prompts} system prompts of {sizes.system_tokens} tokens"
+    )
+    return Workload(title, conversations)
+
+
+def trace_workload(
+    path: str | os.PathLike[str],
+    *,
+    requests: int,
+    block_tokens: int,
+    max_context_tokens: int,
+    vocab: int,
+    seed: int,
+) -> Workload:
+    """The first requests of a Mooncake trace, each 512-token block shrunk to one cache block.
+
+    Requests longer than ``max_context_tokens`` after that are cut at their end.
+
+    Raises:
+        TraceError: the file cannot be read or has a malformed line.
+    """
+    scale = max(1, HASH_BLOCK_TOKENS // block_tokens)
+    conversations = [
+        Conversation(
+            f"request-{number}", [_scaled_turn(request, scale, max_context_tokens, vocab, seed)]
+        )
+        for number, request in enumerate(read_trace(path, limit=requests))
+    ]
+    title = f"{len(conversations)} requests of {os.fspath(path)}, lengths divided by {scale}"
+    return Workload(title, conversations)
+
+
+def _scaled_turn(
+    request: TraceRequest, scale: int, max_context_tokens: int, vocab: int, seed: int
+) -> Turn:
+    output_tokens = max(1, min(request.output_tokens // scale, max_context_tokens // 2))
+    length = max(1, min(request.input_tokens // scale, max_context_tokens - output_tokens))
+    return Turn(
+        _expand_scaled(request.hash_ids, HASH_BLOCK_TOKENS // scale, vocab, seed)[:length],
+        output_tokens,
+    )
+
+
+def _expand_scaled(hash_ids: Sequence[int], tokens: int, vocab: int, seed: int) -> Tokens:
+    """Equal ids give equal tokens, different ids almost surely different ones."""
+    blocks = [_random_tokens(np.random.default_rng((seed, h)), tokens, vocab) for h in hash_ids]
+    return np.concatenate(blocks)
+
+
+def _random_tokens(rng: np.random.Generator, count: int, vocab: int) -> Tokens:
+    return rng.integers(0, vocab, count, dtype=np.int32)
