@@ -43,15 +43,11 @@ class Percentiles(msgspec.Struct, frozen=True):
 
 
 class Traffic(msgspec.Struct, frozen=True):
-    """Bytes moved in one direction, and how long its stream was at it."""
+    """Bytes moved in one direction; the speed is the worker's moving average over transfers."""
 
-    blocks: int
+    transfers: int
     bytes: int
-    busy_seconds: float
-
-    @property
-    def gigabytes_per_second(self) -> float | None:
-        return self.bytes / self.busy_seconds / 1e9 if self.busy_seconds else None
+    gigabytes_per_second: float | None
 
 
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,10 +159,9 @@ def _pair(values: Percentiles, unit: str) -> str:
 
 
 def _traffic(traffic: Traffic) -> str:
-    speed = traffic.gigabytes_per_second
-    if speed is None:
+    if traffic.gigabytes_per_second is None:
         return "-"
-    return f"{traffic.bytes / 1e6:,.1f} MB at {speed:.1f} GB/s"
+    return f"{traffic.bytes / 1e6:,.1f} MB at {traffic.gigabytes_per_second:.1f} GB/s"
 
 
 def _tokens_verdict(compared: Comparison | None) -> str:

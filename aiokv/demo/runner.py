@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from aiokv.demo.paged_attention import PagedCache
     from aiokv.demo.transformer import Batch, Transformer
+    from aiokv.worker.device.base import Event
     from aiokv.worker.layers import LayerView
 
 
@@ -37,6 +38,17 @@ class StepOutput:
     digests: list[bytes]
     compute_seconds: float
     layer_wait_seconds: float
+
+
+class ThreadStream:
+    """The runner's thread as a stream: it works in order, and to make it wait is to block it."""
+
+    def wait_event(self, event: Event) -> None:
+        """Block, without the GIL, until the layer's bytes are there."""
+        event.synchronize()
+
+
+THREAD_STREAM = ThreadStream()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +111,7 @@ class ModelRunner:
             nonlocal waited
             start = time.perf_counter()
             for view in job.arriving:
-                view.gpu_wait(layer, None)
+                view.gpu_wait(layer, THREAD_STREAM)
             waited += time.perf_counter() - start
 
         start = time.perf_counter()

@@ -78,14 +78,20 @@ class Server:
     async def serve(self, workload: Workload) -> None:
         """Serve all conversations to their end.
 
+        Raises:
+            AiokvError: the first failure; everything else is cancelled.
+
         Cancellation: every lease is given back; a step that runs is left to the runner to end.
         """
-        async with asyncio.TaskGroup() as group:
-            steps = group.create_task(self._step_forever())
-            async with asyncio.TaskGroup() as clients:
-                for conversation in workload.conversations:
-                    clients.create_task(self._converse(conversation))
-            steps.cancel()
+        try:
+            async with asyncio.TaskGroup() as group:
+                steps = group.create_task(self._step_forever())
+                async with asyncio.TaskGroup() as clients:
+                    for conversation in workload.conversations:
+                        clients.create_task(self._converse(conversation))
+                steps.cancel()
+        except ExceptionGroup as errors:
+            raise _first_error(errors) from errors
 
     async def _converse(self, conversation: Conversation) -> None:
         tokens: list[int] = []
@@ -203,6 +209,11 @@ class Server:
         if len(request.tokens) == request.stop_length:
             self._running.remove(sequence)
             sequence.end(finished=True)
+
+
+def _first_error(errors: ExceptionGroup[Exception]) -> Exception:
+    first = errors.exceptions[0]
+    return _first_error(first) if isinstance(first, ExceptionGroup) else first
 
 
 def _make_batch(chosen: list[tuple[Sequence, int]]) -> Batch:

@@ -5,6 +5,7 @@ Weights are random from a fixed seed: what it says is nonsense, what it computes
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -170,9 +171,10 @@ def rotate(heads: Array, cos: Array, sin: Array) -> Array:
 
 
 def swiglu(gate_up: Array) -> Array:
+    """``silu(gate) * up`` of ``[rows, 2 * ffn]``, gate and up side by side."""
     gate, up = np.split(gate_up, 2, axis=-1)
-    activated: Array = gate / (np.float32(1.0) + np.exp(-gate)) * up
-    return activated
+    decay: Array = np.exp(-gate)
+    return gate / (decay + np.float32(1.0)) * up
 
 
 def _rope_tables(config: ModelConfig, positions: int) -> tuple[Array, Array]:
@@ -184,7 +186,7 @@ def _rope_tables(config: ModelConfig, positions: int) -> tuple[Array, Array]:
 
 def _random_weight(rng: np.random.Generator, rows: int, columns: int) -> Array:
     weight: Array = rng.standard_normal((rows, columns), dtype=np.float32)
-    weight /= np.float32(np.sqrt(rows))
+    weight *= np.float32(1.0 / math.sqrt(rows))
     return weight
 
 

@@ -1,0 +1,201 @@
+"""``aiokv demo`` end to end on tiny sizes: equal bits, the negative control, the report."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from aiokv.cli import main
+from aiokv.demo.ledger import Ledger
+from aiokv.demo.workload import ChatSizes, chat_workload, trace_workload
+
+SMALL_MODEL = ["--layers", "2", "--hidden", "32", "--heads", "2", "--kv-heads", "1"]
+SMALL_WORK = ["--conversations", "6", "--turns", "3", "--system-prompts", "2"]
+SMALL_WORK += ["--system-tokens", "32", "--user-tokens", "12", "--answer-tokens", "6"]
+# a last turn has about 86 tokens in 22 blocks: 60 blocks hold three, not six conversations
+SMALL_CACHE = ["--block-tokens", "4", "--device-blocks", "256", "--pressure-blocks", "60"]
+SMALL_CACHE += ["--host-blocks", "256", "--max-running", "3", "--chunk-tokens", "8"]
+SMALL = [*SMALL_MODEL, *SMALL_WORK, *SMALL_CACHE]
+
+TRACE = [
+    {"timestamp": 0, "input_length": 1000, "output_length": 300, "hash_ids": [0, 1]},
+    {"timestamp": 5, "input_length": 1500, "output_length": 200, "hash_ids": [0, 1, 2]},
+    {"timestamp": 9, "input_length": 9000, "output_length": 1, "hash_ids": [0, *range(3, 20)]},
+]
+
+
+@pytest.fixture
+def demo(tmp_path):
+    """Runs the command; returns its status and its ``--json``."""
+
+    def run(*flags):
+        path = tmp_path / "demo.json"
+        status = main(["demo", *SMALL, "--json", str(path), *flags])
+        return status, json.loads(path.read_text())
+
+    return run
+
+
+@pytest.fixture
+def trace_file(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in TRACE))
+    return path
+
+
+def test_three_runs_compute_equal_bits(demo, capsys):
+    status, found = demo()
+    assert status == 0
+    assert found["tokens_equal"] is True
+    assert found["logits_equal"] is True
+    no_cache, device, both = found["runs"]
+    assert [run["name"] for run in found["runs"]] == ["no_cache", "device", "device_host"]
+    for run in found["runs"]:
+        assert run["requests"] == 18
+        assert run["generated_tokens"] == 18 * 6
+        assert run["prompt_tokens"] == no_cache["prompt_tokens"]
+        assert run["computed_tokens"] + run["reused_tokens"]["total"] == run["prompt_tokens"]
+        assert 0 < run["ttft_ms"]["p50"] <= run["ttft_ms"]["p99"]
+    assert no_cache["reused_tokens"] == {"device": 0, "host": 0, "total": 0}
+    assert device["reused_tokens"]["host"] == 0
+    assert device["reused_tokens"]["device"] > 0
+    assert both["reused_tokens"]["host"] > 0
+    assert both["onload"]["bytes"] > 0
+    assert both["offload"]["bytes"] > 0
+    for run in (device, both):
+        assert run["compared"]["rows_compared"] >= run["generated_tokens"]
+        assert run["compared"]["tokens_compared"] == 18 * 6
+    assert "equal in all runs" in capsys.readouterr().out
+
+
+def test_preempted_requests_repeat_their_bits(demo):
+    status, found = demo("--pressure-blocks", "36", "--answer-tokens", "12", "--turns", "2")
+    assert status == 0
+    both = found["runs"][2]
+    assert both["preemptions"] > 0
+    assert both["repeated_tokens"] > 0
+
+
+def test_a_corrupted_block_is_noticed(demo, capsys):
+    """The negative control: a check that cannot fail would prove nothing."""
+    status, found = demo("--corrupt")
+    assert status == 1
+    assert found["logits_equal"] is False
+    _, device, both = found["runs"]
+    assert device["compared"]["rows_different"] == 0
+    assert both["compared"]["rows_different"] > 0
+    assert both["corrupted"]
+    assert "control worked" in capsys.readouterr().out
+
+
+def test_a_control_with_nothing_to_spoil_fails(demo, capsys):
+    status, _ = demo("--corrupt", "--conversations", "1", "--turns", "1")
+    assert status == 3
+    assert "control FAILED" in capsys.readouterr().out
+
+
+def test_a_trace_is_served(demo, trace_file):
+    status, found = demo("--trace", str(trace_file), "--block-tokens", "16")
+    assert status == 0
+    no_cache, device, _ = found["runs"]
+    # 1000 and 1500 tokens divided by 512 / 16; 9000 / 32 = 281 fits into 512 as it is
+    assert no_cache["prompt_tokens"] == 31 + 46 + 281
+    assert device["requests"] == 3
+
+
+def test_a_terminal_gets_a_bar(demo, capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    status, _ = demo("--conversations", "2", "--turns", "1")
+    assert status == 0
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out)
+    assert re.search(r"device only .*2/2 requests", plain)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--pressure-blocks", "10"], r"pressure_blocks is 10\n(.|\n)*--pressure-blocks"),
+        (["--hidden", "33"], r"hidden \(33\)"),
+        (["--kv-heads", "3"], r"kv_heads \(3\)"),
+        (["--trace", "no-such-file.jsonl"], r"no-such-file\.jsonl: No such file"),
+        (["--json", "no/such/folder.json"], r"cannot write no/such/folder\.json"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_explained(flags, message, capsys):
+    assert main(["demo", *SMALL, *flags]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("flags", [["--turns", "0"], ["--turns", "x"], ["--seed", "-1"]])
+def test_flags_out_of_range_are_refused_by_the_parser(flags, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["demo", *flags])
+    assert f"argument {flags[0]}" in capsys.readouterr().err
+
+
+def test_an_interrupt_ends_cleanly():
+    command = "import sys; from aiokv.cli import main; sys.exit(main())"
+    with subprocess.Popen(
+        [sys.executable, "-c", command, "demo", "--conversations", "200"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout.readline().startswith("no cache")
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert errors == "aiokv: interrupted\n"
+
+
+def test_importing_aiokv_does_not_import_the_demo():
+    command = "import sys, aiokv; sys.exit(any(m.startswith('aiokv.demo') for m in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", command], check=False).returncode == 0
+
+
+def test_a_seed_makes_a_workload():
+    sizes = ChatSizes(conversations=5, system_prompts=2)
+
+    def added(seed):
+        workload = chat_workload(sizes, vocab=512, seed=seed)
+        return [[turn.added.tolist() for turn in each.turns] for each in workload.conversations]
+
+    first, again, other = added(1), added(1), added(2)
+    assert first == again
+    assert first != other
+    shared = sizes.system_tokens
+    assert first[0][0][:shared] == first[2][0][:shared] == first[4][0][:shared]
+    assert first[0][0][:shared] != first[1][0][:shared]
+
+
+def test_equal_hash_ids_become_equal_tokens(trace_file):
+    workload = trace_workload(
+        trace_file, requests=3, block_tokens=16, max_context_tokens=64, vocab=512, seed=0
+    )
+    first, second, third = (each.turns[0] for each in workload.conversations)
+    assert first.added.tolist() == second.added[:31].tolist()
+    assert third.added[:16].tolist() == first.added[:16].tolist()
+    assert third.added[16:31].tolist() != first.added[16:].tolist()
+    assert len(third.added) == 64 - third.output_tokens
+    assert max(each.context_tokens for each in workload.conversations) <= 64
+
+
+def test_a_ledger_finds_every_kind_of_difference():
+    def ledger(digest, tokens):
+        made = Ledger()
+        made.record_rows("a", 0, [b"0", digest])
+        made.record_tokens("a", tokens)
+        return made
+
+    reference = ledger(b"1", [5, 6])
+    assert ledger(b"1", [5, 6]).compare(reference).equal
+    other_row = ledger(b"2", [5, 6]).compare(reference)
+    assert (other_row.rows_different, other_row.first_difference) == (1, "a, position 1")
+    assert ledger(b"1", [5, 7]).compare(reference).tokens_different == 1
+    assert ledger(b"1", [5]).compare(reference).tokens_different == 1
+    twice = ledger(b"1", [5, 6])
+    twice.record_rows("a", 1, [b"3"])
+    assert twice.compare(reference).rows_different == 1
