@@ -49,13 +49,16 @@ class Ledger:
 
     rows: dict[tuple[str, int], bytes] = field(default_factory=dict)
     tokens: dict[str, list[int]] = field(default_factory=dict)
+    repeated_rows: int = 0
     unequal_twins: list[tuple[str, int]] = field(default_factory=list)
 
     def record_rows(self, request: str, first_position: int, digests: Iterable[bytes]) -> None:
         """Note rows; one computed again (after a preemption) must repeat its first bits."""
         for position, digest in enumerate(digests, start=first_position):
-            if self.rows.setdefault((request, position), digest) != digest:
-                self.unequal_twins.append((request, position))
+            key = (request, position)
+            self.repeated_rows += key in self.rows
+            if self.rows.setdefault(key, digest) != digest:
+                self.unequal_twins.append(key)
 
     def record_tokens(self, request: str, tokens: list[int]) -> None:
         self.tokens[request] = tokens

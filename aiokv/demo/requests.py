@@ -87,7 +87,6 @@ class ServingStatistics:
     """Sums over a run. Every prompt token is reused on one tier or computed, once.
 
     Attributes:
-        repeated_tokens: positions computed again after a preemption or a failed onload.
         layer_wait_seconds: the runner stood still for a layer on its way from the host.
     """
 
@@ -96,7 +95,6 @@ class ServingStatistics:
     reused_device_tokens: int = 0
     reused_host_tokens: int = 0
     generated_tokens: int = 0
-    forward_rows: int = 0
     preemptions: int = 0
     failed_onloads: int = 0
     steps: int = 0
@@ -108,12 +106,6 @@ class ServingStatistics:
     def computed_tokens(self) -> int:
         """Prompt tokens that went through the model because no tier had them."""
         return self.prompt_tokens - self.reused_device_tokens - self.reused_host_tokens
-
-    @property
-    def repeated_tokens(self) -> int:
-        # the last generated token of a request is never fed back
-        decoded = self.generated_tokens - self.requests
-        return self.forward_rows - self.computed_tokens - decoded
 
     def add(self, request: Request) -> None:
         self.requests += 1

@@ -12,12 +12,14 @@ from aiokv.demo.row_tiles import use_one_blas_thread
 from aiokv.demo.runner import ModelRunner
 from aiokv.demo.serving import Server, ServingConfig
 from aiokv.demo.transformer import ModelConfig, Transformer
-from aiokv.errors import ConfigError
+from aiokv.errors import ConfigError, InternalError
 
 if TYPE_CHECKING:
     from aiokv.demo.ledger import Ledger
     from aiokv.demo.paged_attention import PagedCache
     from aiokv.demo.workload import Workload
+    from aiokv.worker.controller import LaneStatistics
+    from aiokv.worker.poller import PollerStatistics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +168,8 @@ async def _run_once(
             await server.serve(workload)
             seconds = time.perf_counter() - start
         await engine.drain()
+        if violations := engine.check_invariants():
+            raise InternalError(f"after {run.label}: {'; '.join(violations)}")
         result = _result(run, server, engine, seconds, corruptor, reference)
     return result, server.ledger
 
@@ -179,6 +183,7 @@ def _result(
     reference: Ledger | None,
 ) -> RunResult:
     serving = server.statistics
+    worker, poller = engine.worker_statistics(), engine.poller_statistics()
     device, host = serving.reused_device_tokens, serving.reused_host_tokens
     return RunResult(
         name=run.name,
@@ -190,20 +195,32 @@ def _result(
         prompt_tokens=serving.prompt_tokens,
         computed_tokens=serving.computed_tokens,
         reused_tokens=ReusedTokens(device, host, device + host),
-        repeated_tokens=serving.repeated_tokens,
+        repeated_tokens=server.ledger.repeated_rows,
         generated_tokens=serving.generated_tokens,
         preemptions=serving.preemptions,
         failed_onloads=serving.failed_onloads,
         steps=serving.steps,
         compute_seconds=serving.compute_seconds,
         ttft_ms=Percentiles.of([1e3 * value for value in serving.ttft_seconds]),
-        onload=Traffic(0, 0, None),
-        offload=Traffic(0, 0, None),
+        onload=_traffic(worker.onload),
+        offload=_traffic(worker.offload),
         layer_wait_ms=1e3 * serving.layer_wait_seconds,
-        wakeup_us=Percentiles(None, None),
+        wakeup_us=_wakeup_us(poller),
         corrupted=corruptor.done if corruptor is not None else "",
         compared=server.ledger.compare(reference) if reference is not None else None,
     )
+
+
+def _traffic(lane: LaneStatistics) -> Traffic:
+    speed = round(lane.bytes_per_second / 1e9, 3) if lane.bytes_per_second else None
+    return Traffic(lane.done, lane.moved_bytes, speed)
+
+
+def _wakeup_us(poller: PollerStatistics) -> Percentiles:
+    if not poller.events:
+        return Percentiles(None, None)
+    p50, p99 = poller.latency_p50_seconds, poller.latency_p99_seconds
+    return Percentiles(round(1e6 * p50, 3), round(1e6 * p99, 3))
 
 
 def _describe(model: Transformer) -> str:

@@ -12,6 +12,7 @@ A step is one row of every decoding sequence and one chunk of one prompt.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -164,16 +165,18 @@ class Server:
         try:
             output = await self._runner.run(batch, arriving)
         except TransferError as error:
-            self._recompute(chosen, error)
+            await self._recompute(chosen, error)
         else:
             self._apply(chosen, batch.spans, output)
         finally:
             self._engine.step()
 
-    def _recompute(self, chosen: list[tuple[Sequence, int]], error: TransferError) -> None:
+    async def _recompute(self, chosen: list[tuple[Sequence, int]], error: TransferError) -> None:
         """Go on at the first block that did not arrive; the step's results are dropped."""
         failed = 0
         for sequence, _ in chosen:
+            with contextlib.suppress(TransferError):
+                await sequence.lease.layers.wait_all()  # nothing writes its blocks any more
             first = sequence.lease.recompute_from()
             if first is not None:
                 failed += 1
@@ -191,7 +194,6 @@ class Server:
         statistics.compute_seconds += output.compute_seconds
         statistics.layer_wait_seconds += output.layer_wait_seconds
         for (sequence, count), span, token in zip(chosen, spans, output.next_tokens, strict=True):
-            statistics.forward_rows += count
             self.ledger.record_rows(
                 sequence.request.name, sequence.computed, output.digests[span.start : span.stop]
             )
