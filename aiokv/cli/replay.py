@@ -1,0 +1,232 @@
+"""``aiokv replay TRACE.jsonl``: what a cache of this size would have saved on a trace."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aiokv.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aiokv.cli.progress import Stages
+    from aiokv.trace.replay import ReplayOptions
+    from aiokv.trace.report import ReplayReport
+
+DEFAULT_CAPACITIES = "8000,16000,32000,64000,128000,256000,512000,1024000"
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "replay",
+        help="replay a Mooncake trace and report the hits",
+        description="Replay a trace in the public Mooncake format (one JSON object a line).",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("trace", metavar="TRACE.jsonl")
+    add("--limit", type=_at_least(1), metavar="N", help="replay only the first N requests")
+    add("--block-tokens", type=_at_least(1), default=16, metavar="N", help="tokens of a block")
+    add("--device-blocks", type=_at_least(1), default=32_000, metavar="N", help="device capacity")
+    add("--host-blocks", type=_at_least(0), default=0, metavar="N", help="host capacity")
+    add("--concurrency", type=_at_least(1), default=1, metavar="N", help="leases live at once")
+    add(
+        "--speed",
+        type=_speed,
+        default="max",
+        metavar="max|X",
+        help="as fast as possible, or X times as fast as the timestamps",
+    )
+    add(
+        "--token-ms",
+        type=_positive_float,
+        default=20.0,
+        metavar="MS",
+        help="with --speed X: how long a request holds its blocks, for each output token",
+    )
+    add("--execute", action="store_true", help="move real bytes on the cpu device, and check them")
+    add(
+        "--execute-mib",
+        type=_at_least(1),
+        default=256,
+        metavar="MIB",
+        help="with --execute: memory of both tiers together",
+    )
+    add("--json", type=Path, metavar="FILE", help="write the result there")
+    add("--plot", type=Path, metavar="FILE.svg", help="draw the hit rate against --capacities")
+    add(
+        "--capacities",
+        type=_capacities,
+        metavar="N,N,...",
+        help=f"device blocks to try for --plot and the result ({DEFAULT_CAPACITIES} for --plot)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Replay; the result goes to stdout, progress to stderr.
+
+    Raises:
+        AiokvError: see :func:`aiokv.trace.replay.replay`; or an output file cannot be written.
+    """
+    import uvloop
+
+    from aiokv.cli.progress import show_progress
+
+    for path in (args.json, args.plot):
+        _check_writable(path)
+    with show_progress("requests") as stages:
+        report = uvloop.run(_replay(args, stages))
+    if args.json:
+        _write_json(args.json, report)
+    if args.plot:
+        _write_plot(args.plot, report)
+    _print_report(report)
+    return 0
+
+
+async def _replay(args: argparse.Namespace, stages: Stages) -> ReplayReport:
+    from aiokv.trace.replay import load_workload, replay, sweep_capacities
+
+    options = _make_options(args)
+    workload = load_workload(args.trace, args.limit, stages)
+    report = await replay(workload, options, stages)
+    capacities = args.capacities or (args.plot and _capacities(DEFAULT_CAPACITIES))
+    if capacities:
+        report.capacities = await sweep_capacities(workload, options, capacities, stages)
+    return report
+
+
+def _make_options(args: argparse.Namespace) -> ReplayOptions:
+    from aiokv.trace.replay import ReplayOptions
+
+    return ReplayOptions(
+        block_tokens=args.block_tokens,
+        device_blocks=args.device_blocks,
+        host_blocks=args.host_blocks,
+        concurrency=args.concurrency,
+        speed=args.speed,
+        token_seconds=args.token_ms / 1e3,
+        execute=args.execute,
+        execute_bytes=args.execute_mib << 20,
+    )
+
+
+def _check_writable(path: Path | None) -> None:
+    """Fail before the work rather than after it."""
+    if path is not None and not path.parent.is_dir():
+        raise UsageError(f"cannot write {path}: {path.parent} is not a folder")
+
+
+def _write_json(path: Path, report: ReplayReport) -> None:
+    import msgspec
+
+    _write(path, msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+
+
+def _write_plot(path: Path, report: ReplayReport) -> None:
+    from aiokv.trace.plot import hit_rate_svg
+
+    title = f"{Path(report.trace).name}: prompt tokens found in the cache"
+    _write(path, hit_rate_svg(report.capacities or [], title).encode())
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _print_report(report: ReplayReport) -> None:
+    rows = list(_rows(report))
+    if not sys.stdout.isatty():
+        for name, value in rows:
+            print(f"{name}: {value}")
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"replay of {Path(report.trace).name}", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for row in rows:
+        table.add_row(*row)
+    Console(highlight=False).print(table)
+
+
+def _rows(report: ReplayReport) -> list[tuple[str, str]]:
+    rows = [
+        ("requests", f"{report.requests:,}"),
+        ("prompt tokens", f"{report.prompt_tokens:,}"),
+    ]
+    if report.rejected_requests:
+        rows.append(("requests larger than the device", f"{report.rejected_requests:,}"))
+    for tier, tokens in report.hit_tokens.items():
+        share = tokens / report.prompt_tokens
+        rows.append((f"hit tokens, {tier}", f"{tokens:,} ({share:.2%})"))
+    rows += [
+        ("evicted blocks", f"{report.evicted_blocks:,}"),
+        ("index CPU time", f"{report.index_seconds:.3f} s"),
+        ("requests per CPU second", f"{report.requests_per_second:,.0f}"),
+        ("wall-clock", f"{report.wall_seconds:.3f} s"),
+    ]
+    if report.failed_onloads:
+        rows.append(("failed onloads", f"{report.failed_onloads:,}"))
+    rows += _latency_rows(report)
+    rows += _memory_rows(report)
+    for point in report.capacities or ():
+        hits = f"{point.hit_tokens['total']:,} ({point.hit_rate:.2%})"
+        rows.append((f"hit tokens with {point.device_blocks:,} device blocks", hits))
+    return rows
+
+
+def _latency_rows(report: ReplayReport) -> list[tuple[str, str]]:
+    return [
+        (f"{name} p50 / p99 / max", f"{times.p50:,.1f} / {times.p99:,.1f} / {times.max:,.1f} us")
+        for name, times in report.latency_us.items()
+    ]
+
+
+def _memory_rows(report: ReplayReport) -> list[tuple[str, str]]:
+    memory = report.memory
+    rows = [
+        ("cached blocks", f"{memory.cached_blocks:,}"),
+        ("index memory", f"{memory.index_bytes / 2**20:,.1f} MiB"),
+        ("index memory a cached block", f"{memory.index_bytes_per_block:.1f} B"),
+        ("token ids", f"{memory.token_bytes / 2**20:,.1f} MiB"),
+        ("resident memory grew by", f"{memory.rss_delta_bytes / 2**20:,.1f} MiB"),
+    ]
+    if report.execute:
+        rows.append(("blocks written", f"{report.execute.written_blocks:,}"))
+        rows.append(("cached blocks with the right bytes", f"{report.execute.verified_blocks:,}"))
+    return rows
+
+
+def _at_least(minimum: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.strip().isdecimal() or int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {minimum} or more")
+        return int(text)
+
+    return parse
+
+
+def _positive_float(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return value
+
+
+def _speed(text: str) -> float | None:
+    return None if text == "max" else _positive_float(text)
+
+
+def _capacities(text: str) -> list[int]:
+    return [_at_least(1)(part) for part in text.split(",")]

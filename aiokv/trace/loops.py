@@ -1,0 +1,255 @@
+"""The loops that drive an engine through a trace: plain, timed, windowed, and by timestamps."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from aiokv.errors import AiokvError, TransferError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from aiokv import CacheEngine, Lease
+    from aiokv.trace.payload import Payload
+
+    Prompt = NDArray[np.int32]
+    Progress = Callable[[int], None]
+
+# Requests between two looks at the loop: progress is drawn and Ctrl-C is delivered there.
+CHUNK_REQUESTS = 500
+
+
+class LoopClock:
+    """CPU time of this thread and wall-clock, over what runs while it is not paused."""
+
+    def __init__(self) -> None:
+        self.cpu_seconds = 0.0
+        self.wall_seconds = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        wall, cpu = time.perf_counter(), time.thread_time()
+        try:
+            yield
+        finally:
+            self.cpu_seconds += time.thread_time() - cpu
+            self.wall_seconds += time.perf_counter() - wall
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        cpu = time.thread_time()
+        try:
+            yield
+        finally:
+            self.cpu_seconds -= time.thread_time() - cpu
+
+
+@contextmanager
+def _first_of_a_group(kind: type[Exception]) -> Iterator[None]:
+    """Raise the first exception of a group that holds nothing but ``kind``."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        if group.split(kind)[1] is None:
+            raise group.exceptions[0] from None
+        raise
+
+
+class Samples:
+    """Nanoseconds of wall-clock a call, by operation."""
+
+    def __init__(self) -> None:
+        self.match: list[int] = []
+        self.allocate: list[int] = []
+        self.onload: list[int] = []
+        self.commit: list[int] = []
+        self.release: list[int] = []
+        self.admission: list[int] = []
+
+    def by_operation(self) -> dict[str, list[int]]:
+        return vars(self)
+
+
+async def plain_loop(engine: CacheEngine, prompts: Sequence[Prompt]) -> None:
+    """One live lease, nothing measured inside: what ``index_seconds`` is about."""
+    match = engine.match
+    for tokens in prompts:
+        lease = await match(tokens)
+        n = len(tokens)
+        await lease.allocate(n)
+        lease.commit(n)
+        lease.release()
+
+
+async def timed_loop(engine: CacheEngine, prompts: Sequence[Prompt], samples: Samples) -> None:
+    """The plain loop with a stamp between any two calls."""
+    now = time.perf_counter_ns
+    for tokens in prompts:
+        n = len(tokens)
+        started = now()
+        lease = await engine.match(tokens)
+        matched = now()
+        await lease.allocate(n)
+        allocated = now()
+        lease.commit(n)
+        committed = now()
+        lease.release()
+        released = now()
+        samples.match.append(matched - started)
+        samples.allocate.append(allocated - matched)
+        samples.commit.append(committed - allocated)
+        samples.release.append(released - committed)
+
+
+async def run_in_chunks(
+    loop: Callable[[Sequence[Prompt]], Awaitable[None]],
+    prompts: Sequence[Prompt],
+    progress: Progress,
+) -> LoopClock:
+    """Await ``loop`` on chunks of the prompts under one clock, progress outside it."""
+    clock = LoopClock()
+    for first in range(0, len(prompts), CHUNK_REQUESTS):
+        chunk = prompts[first : first + CHUNK_REQUESTS]
+        with clock.running():
+            await loop(chunk)
+        progress(len(chunk))
+        await asyncio.sleep(0)
+    return clock
+
+
+class Replayer:
+    """Drives leases through match, allocate, onload, commit and release, timing each.
+
+    Attributes:
+        samples: what was timed.
+        failed_onloads: leases that had to compute again what they had found on the host.
+    """
+
+    def __init__(
+        self, engine: CacheEngine, *, block_tokens: int, payload: Payload | None = None
+    ) -> None:
+        self._engine = engine
+        self._block_tokens = block_tokens
+        self._payload = payload
+        self.clock = LoopClock()
+        self.samples = Samples()
+        self.failed_onloads = 0
+
+    async def window(self, prompts: Sequence[Prompt], live: int, progress: Progress) -> None:
+        """Keep ``live`` leases: the oldest goes when one more arrives, or when blocks run out."""
+        leases: deque[Lease] = deque()
+        with self.clock.running():
+            try:
+                for count, tokens in enumerate(prompts, start=1):
+                    if len(leases) >= live:
+                        self._release(leases.popleft())
+                    leases.append(await self._admit(tokens, leases))
+                    # One pass of the loop for each request: ends of transfers are seen there.
+                    await asyncio.sleep(0)
+                    if count % CHUNK_REQUESTS == 0 or count == len(prompts):
+                        with self.clock.paused():
+                            progress(count % CHUNK_REQUESTS or CHUNK_REQUESTS)
+            finally:
+                while leases:
+                    self._release(leases.popleft())
+            await self._engine.drain()
+
+    async def by_timestamps(
+        self,
+        prompts: Sequence[Prompt],
+        arrival_seconds: Sequence[float],
+        hold_seconds: Sequence[float],
+        live: int,
+        progress: Progress,
+    ) -> None:
+        """Admit each request at its arrival, at most ``live`` at a time, and hold it.
+
+        Args:
+            prompts: token arrays.
+            arrival_seconds: from the start, not decreasing.
+            hold_seconds: time between a request's commit and its release.
+            live: requests that hold a lease at once; others wait in arrival order.
+            progress: called with 1 as each request ends.
+        """
+        slots = asyncio.Semaphore(live)
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        requests = zip(prompts, arrival_seconds, hold_seconds, strict=True)
+        with self.clock.running(), _first_of_a_group(AiokvError):
+            async with asyncio.TaskGroup() as tasks:
+                for tokens, arrival, hold in requests:
+                    if (delay := start + arrival - loop.time()) > 0:
+                        await asyncio.sleep(delay)
+                    tasks.create_task(self._serve(tokens, hold, slots, progress))
+            await self._engine.drain()
+
+    async def _serve(
+        self, tokens: Prompt, hold_seconds: float, slots: asyncio.Semaphore, progress: Progress
+    ) -> None:
+        arrived = time.perf_counter_ns()
+        async with slots:
+            lease = await self._admit(tokens)
+            try:
+                self.samples.admission.append(time.perf_counter_ns() - arrived)
+                await asyncio.sleep(hold_seconds)
+            finally:
+                self._release(lease)
+        progress(1)
+
+    async def _admit(self, tokens: Prompt, older: deque[Lease] | None = None) -> Lease:
+        """A committed lease; leases of ``older`` are released while blocks are missing."""
+        now = time.perf_counter_ns
+        n = len(tokens)
+        started = now()
+        lease = await self._engine.match(tokens)
+        matched = now()
+        try:
+            await self._allocate(lease, n, older)
+            allocated = now()
+            if not lease.layers.is_done:
+                await self._wait_onload(lease)
+                self.samples.onload.append(now() - allocated)
+            self._compute(lease, tokens)
+            computed = now()
+            lease.commit(n)
+            self.samples.commit.append(now() - computed)
+        except BaseException:
+            lease.release()
+            raise
+        self._engine.step()
+        self.samples.match.append(matched - started)
+        self.samples.allocate.append(allocated - matched)
+        return lease
+
+    async def _allocate(self, lease: Lease, n: int, older: deque[Lease] | None) -> None:
+        while older:
+            if lease.try_allocate(n):
+                return
+            self._release(older.popleft())
+        await lease.allocate(n)
+
+    async def _wait_onload(self, lease: Lease) -> None:
+        try:
+            await lease.layers.wait_all()
+        except TransferError:
+            lease.recompute_from()
+            self.failed_onloads += 1
+
+    def _compute(self, lease: Lease, tokens: Prompt) -> None:
+        if self._payload is None:
+            return
+        with self.clock.paused():
+            self._payload.verify_cached(lease, tokens, self._block_tokens)
+            self._payload.write_computed(lease, tokens, self._block_tokens)
+
+    def _release(self, lease: Lease) -> None:
+        started = time.perf_counter_ns()
+        lease.release()
+        self.samples.release.append(time.perf_counter_ns() - started)

@@ -1,0 +1,308 @@
+"""Replays a trace against an engine, and reports what the cache would have saved."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from aiokv import CacheConfig, CacheEngine
+from aiokv.errors import UsageError
+from aiokv.trace.format import expand_tokens, read_trace
+from aiokv.trace.loops import Replayer, Samples, plain_loop, run_in_chunks, timed_loop
+from aiokv.trace.payload import Payload
+from aiokv.trace.report import (
+    CapacityPoint,
+    ExecuteReport,
+    MemoryReport,
+    ReplayReport,
+    percentiles_us,
+    resident_bytes,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from aiokv import Statistics
+    from aiokv.trace.format import TraceRequest
+
+    Progress = Callable[[int], None]
+    # (stage, total) -> what to call with the number of requests done since the last call
+    Stages = Callable[[str, int], Progress]
+
+
+class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How to replay.
+
+    Attributes:
+        block_tokens: tokens of a block.
+        device_blocks: capacity of the device tier.
+        host_blocks: capacity of the host tier; 0 for none.
+        concurrency: leases that live at once. As fast as possible, a lease lives until
+            ``concurrency`` younger ones have come; by timestamps, until its answer is decoded.
+        speed: None for as fast as possible, else how many times faster than the timestamps.
+        token_seconds: decode time of one output token in the trace's time, when ``speed`` is set.
+        execute: move real bytes on the cpu device and check them.
+        execute_bytes: memory for both tiers when ``execute`` is set.
+        latencies: time each operation in a second pass over the trace (the other modes time them
+            in the only pass).
+    """
+
+    block_tokens: int = 16
+    device_blocks: int = 32_000
+    host_blocks: int = 0
+    concurrency: int = 1
+    speed: float | None = None
+    token_seconds: float = 0.02
+    execute: bool = False
+    execute_bytes: int = 256 << 20
+    latencies: bool = True
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the loop is the bare one: index only, one lease, one tier."""
+        return (
+            self.concurrency == 1
+            and self.host_blocks == 0
+            and self.speed is None
+            and not self.execute
+        )
+
+
+class Workload(msgspec.Struct, kw_only=True):
+    """A trace, expanded; ``prompts[i]`` is int32 ``[tokens]``."""
+
+    trace: str
+    prompts: list[NDArray[np.int32]]
+    arrival_seconds: list[float]
+    output_tokens: list[int]
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+    def fitting(self, capacity_tokens: int) -> Workload:
+        """What is left without the prompts that could never be granted.
+
+        Raises:
+            UsageError: nothing is left.
+        """
+        kept = [i for i, tokens in enumerate(self.prompts) if len(tokens) <= capacity_tokens]
+        if not kept:
+            raise UsageError(
+                f"none of the {len(self.prompts)} requests of {self.trace} fits the device's "
+                f"{capacity_tokens} tokens",
+                hint="raise device_blocks",
+            )
+        return Workload(
+            trace=self.trace,
+            prompts=[self.prompts[i] for i in kept],
+            arrival_seconds=[self.arrival_seconds[i] for i in kept],
+            output_tokens=[self.output_tokens[i] for i in kept],
+        )
+
+
+def load_workload(path: str, limit: int | None, stages: Stages) -> Workload:
+    """Read and expand a trace, or its first ``limit`` requests.
+
+    Raises:
+        TraceError: see :func:`read_trace`.
+    """
+    return workload_of(path, read_trace(path, limit), stages)
+
+
+def workload_of(name: str, requests: Sequence[TraceRequest], stages: Stages) -> Workload:
+    """Expand ``requests``, one or more; ``name`` is what reports and messages call them."""
+    progress = stages("expand", len(requests))
+    prompts = []
+    for request in requests:
+        prompts.append(expand_tokens(request))
+        progress(1)
+    return Workload(
+        trace=name,
+        prompts=prompts,
+        arrival_seconds=[(r.timestamp_ms - requests[0].timestamp_ms) / 1e3 for r in requests],
+        output_tokens=[r.output_tokens for r in requests],
+    )
+
+
+async def replay(workload: Workload, options: ReplayOptions, stages: Stages) -> ReplayReport:
+    """Run the workload on a fresh engine.
+
+    Raises:
+        InternalError: with ``execute``, a cached block held the wrong bytes.
+        UsageError: no request fits the device.
+    """
+    fitting = workload.fitting(options.device_blocks * options.block_tokens)
+    gc.collect()
+    rss_before = resident_bytes()
+    if options.is_plain:
+        run = await _replay_plain(fitting, options, stages)
+    else:
+        run = await _replay_general(fitting, options, stages)
+    rejected = len(workload.prompts) - len(fitting.prompts)
+    return _make_report(fitting, options, run, rss_before, rejected)
+
+
+class _Run(msgspec.Struct, kw_only=True):
+    """What one pass left behind, before it is made a report."""
+
+    cpu_seconds: float
+    wall_seconds: float
+    statistics: Statistics
+    rss_bytes: int
+    samples: Samples
+    failed_onloads: int = 0
+    payload: Payload | None = None
+
+
+async def _replay_plain(workload: Workload, options: ReplayOptions, stages: Stages) -> _Run:
+    prompts = workload.prompts
+    async with CacheEngine(_make_config(options)) as engine:
+        progress = stages(_stage("replay", options), len(prompts))
+        clock = await run_in_chunks(lambda chunk: plain_loop(engine, chunk), prompts, progress)
+        statistics = engine.statistics()
+        rss_bytes = resident_bytes()
+    samples = Samples()
+    if options.latencies:
+        async with CacheEngine(_make_config(options)) as timed:
+            progress = stages(_stage("latencies", options), len(prompts))
+            await run_in_chunks(lambda chunk: timed_loop(timed, chunk, samples), prompts, progress)
+    return _Run(
+        cpu_seconds=clock.cpu_seconds,
+        wall_seconds=clock.wall_seconds,
+        statistics=statistics,
+        rss_bytes=rss_bytes,
+        samples=samples,
+    )
+
+
+async def _replay_general(workload: Workload, options: ReplayOptions, stages: Stages) -> _Run:
+    payload = _make_payload(options)
+    regions = payload.regions if payload else None
+    progress = stages(_stage("replay", options), len(workload.prompts))
+    async with CacheEngine(_make_config(options), regions=regions) as engine:
+        replayer = Replayer(engine, block_tokens=options.block_tokens, payload=payload)
+        if options.speed is None:
+            await replayer.window(workload.prompts, options.concurrency, progress)
+        else:
+            await replayer.by_timestamps(
+                workload.prompts,
+                [seconds / options.speed for seconds in workload.arrival_seconds],
+                [n * options.token_seconds / options.speed for n in workload.output_tokens],
+                options.concurrency,
+                progress,
+            )
+        return _Run(
+            cpu_seconds=replayer.clock.cpu_seconds,
+            wall_seconds=replayer.clock.wall_seconds,
+            statistics=engine.statistics(),
+            rss_bytes=resident_bytes(),
+            samples=replayer.samples,
+            failed_onloads=replayer.failed_onloads,
+            payload=payload,
+        )
+
+
+async def sweep_capacities(
+    workload: Workload, options: ReplayOptions, capacities: Sequence[int], stages: Stages
+) -> list[CapacityPoint]:
+    """Hit tokens for each number of device blocks, everything else as in ``options``.
+
+    Rates are of the whole trace, so that points are comparable: a request that does not fit the
+    device hits nothing.
+    """
+    points = []
+    for device_blocks in capacities:
+        changed = msgspec.structs.replace(options, device_blocks=device_blocks, latencies=False)
+        report = await replay(workload, changed, stages)
+        points.append(
+            CapacityPoint(
+                device_blocks=device_blocks,
+                prompt_tokens=workload.prompt_tokens,
+                hit_tokens=report.hit_tokens,
+                hit_rate=report.hit_tokens["total"] / workload.prompt_tokens,
+            )
+        )
+    return points
+
+
+def _stage(name: str, options: ReplayOptions) -> str:
+    return f"{name}, {options.device_blocks:,} blocks"
+
+
+def _make_config(options: ReplayOptions) -> CacheConfig:
+    return CacheConfig(
+        block_tokens=options.block_tokens,
+        device_blocks=options.device_blocks,
+        host_blocks=options.host_blocks,
+    )
+
+
+def _make_payload(options: ReplayOptions) -> Payload | None:
+    if not options.execute:
+        return None
+    return Payload(
+        device_blocks=options.device_blocks,
+        host_blocks=options.host_blocks,
+        budget_bytes=options.execute_bytes,
+    )
+
+
+def _make_report(
+    workload: Workload, options: ReplayOptions, run: _Run, rss_before: int, rejected: int
+) -> ReplayReport:
+    requests, prompt_tokens = len(workload.prompts), workload.prompt_tokens
+    hit_tokens = _hit_tokens(run.statistics)
+    return ReplayReport(
+        trace=workload.trace,
+        config=msgspec.to_builtins(options),
+        requests=requests,
+        rejected_requests=rejected,
+        prompt_tokens=prompt_tokens,
+        hit_tokens=hit_tokens,
+        hit_rate=hit_tokens["total"] / prompt_tokens,
+        evicted_blocks=run.statistics.evicted_device_blocks,
+        failed_onloads=run.failed_onloads,
+        index_seconds=run.cpu_seconds,
+        requests_per_second=requests / run.cpu_seconds,
+        wall_seconds=run.wall_seconds,
+        latency_us=percentiles_us(run.samples.by_operation()),
+        memory=_memory(run, rss_before),
+        execute=_execute(run.payload),
+    )
+
+
+def _hit_tokens(statistics: Statistics) -> dict[str, int]:
+    return {
+        "device": statistics.hit_device_tokens,
+        "host": statistics.hit_host_tokens,
+        "total": statistics.hit_tokens,
+    }
+
+
+def _memory(run: _Run, rss_before: int) -> MemoryReport:
+    statistics = run.statistics
+    # Nearly every block of the smaller tier is in the other one too.
+    cached_blocks = max(statistics.device_cached, statistics.host_cached)
+    return MemoryReport(
+        rss_delta_bytes=run.rss_bytes - rss_before,
+        cached_blocks=cached_blocks,
+        index_bytes=statistics.index_bytes,
+        token_bytes=statistics.token_bytes,
+        index_bytes_per_block=statistics.index_bytes / max(cached_blocks, 1),
+    )
+
+
+def _execute(payload: Payload | None) -> ExecuteReport | None:
+    if payload is None:
+        return None
+    return ExecuteReport(
+        block_bytes=payload.block_bytes,
+        written_blocks=payload.written_blocks,
+        verified_blocks=payload.verified_blocks,
+    )

@@ -1,0 +1,117 @@
+"""What a replay measured, as plain data."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
+    """Latency of one operation, in microseconds of wall-clock."""
+
+    count: int
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+
+class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory of the engine.
+
+    Attributes:
+        rss_delta_bytes: what the process grew by, from before the engine to after the replay.
+        cached_blocks: blocks in the larger tier at the end.
+        index_bytes: of the index and the pools by their own counters, token ids left out.
+        token_bytes: of the token ids.
+        index_bytes_per_block: ``index_bytes / cached_blocks``.
+    """
+
+    rss_delta_bytes: int
+    cached_blocks: int
+    index_bytes: int
+    token_bytes: int
+    index_bytes_per_block: float
+
+
+class ExecuteReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``--execute`` moved and checked."""
+
+    block_bytes: int
+    written_blocks: int
+    verified_blocks: int
+
+
+class CapacityPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """Hit tokens at one number of device blocks; ``hit_rate`` is of all prompt tokens given."""
+
+    device_blocks: int
+    prompt_tokens: int
+    hit_tokens: dict[str, int]
+    hit_rate: float
+
+
+class ReplayReport(msgspec.Struct, kw_only=True):
+    """Result of a replay; what ``--json`` writes.
+
+    Attributes:
+        requests: requests that ran.
+        rejected_requests: requests that need more blocks than the device has; they did not run.
+        prompt_tokens: of the requests that ran.
+        hit_tokens: prompt tokens found in the cache, by tier, and their ``total``.
+        hit_rate: ``total / prompt_tokens``.
+        evicted_blocks: device blocks that were taken back from the cache.
+        failed_onloads: leases whose onload failed and that computed the rest again.
+        index_seconds: CPU time of the loop's thread over match, allocate, commit and release of all
+            requests, token arrays prepared outside the clock.
+        requests_per_second: ``requests / index_seconds``.
+        wall_seconds: wall-clock of the same loop.
+        latency_us: by operation.
+    """
+
+    trace: str
+    config: dict[str, Any]
+    requests: int
+    rejected_requests: int
+    prompt_tokens: int
+    hit_tokens: dict[str, int]
+    hit_rate: float
+    evicted_blocks: int
+    failed_onloads: int
+    index_seconds: float
+    requests_per_second: float
+    wall_seconds: float
+    latency_us: dict[str, Percentiles]
+    memory: MemoryReport
+    execute: ExecuteReport | None = None
+    capacities: list[CapacityPoint] | None = None
+
+
+def percentiles_us(samples_ns: Mapping[str, Sequence[int]]) -> dict[str, Percentiles]:
+    """Nearest-rank percentiles of nanosecond samples; operations without a sample are left out."""
+    result = {}
+    for operation, samples in samples_ns.items():
+        if samples:
+            values = np.asarray(samples, dtype=np.float64) / 1e3
+            p50, p90, p99 = np.percentile(values, (50, 90, 99), method="inverted_cdf")
+            result[operation] = Percentiles(
+                count=len(samples),
+                p50=float(p50),
+                p90=float(p90),
+                p99=float(p99),
+                max=float(values.max()),
+            )
+    return result
+
+
+def resident_bytes() -> int:
+    """Resident set size of this process."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGESIZE")

@@ -1,0 +1,234 @@
+"""Replays end to end: the counts, the modes, what ``aiokv replay`` writes and refuses."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from aiokv import cli
+from aiokv.errors import InternalError, UsageError
+from aiokv.trace.payload import Payload
+from aiokv.trace.replay import ReplayOptions, Workload, load_workload, replay, sweep_capacities
+from bench.harness import find_trace
+
+SMALL = Path(__file__).parents[1] / "data" / "small.jsonl"
+BLOCK_TOKENS = 16
+
+
+def no_stages(stage, total):
+    return lambda count: None
+
+
+def run_replay(workload, **options):
+    return uvloop.run(replay(workload, ReplayOptions(**options), no_stages))
+
+
+@pytest.fixture(scope="module")
+def small() -> Workload:
+    return load_workload(str(SMALL), None, no_stages)
+
+
+def hit_tokens_without_eviction(workload: Workload) -> int:
+    """What an endless cache hits: the longest known prefix in whole blocks, short of the end."""
+    known: set[bytes] = set()
+    hits = 0
+    for tokens in workload.prompts:
+        ends = range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS)
+        prefixes = [hash(tokens[:end].tobytes()) for end in ends]
+        usable = prefixes[: (len(tokens) - 1) // BLOCK_TOKENS]
+        hits += BLOCK_TOKENS * next(
+            (i for i, prefix in enumerate(usable) if prefix not in known), len(usable)
+        )
+        known.update(prefixes)
+    return hits
+
+
+def test_an_endless_cache_hits_every_known_prefix(small):
+    report = run_replay(small, device_blocks=100_000)
+    assert report.hit_tokens["total"] == hit_tokens_without_eviction(small)
+    assert report.hit_tokens == {"device": report.hit_tokens["total"], "host": 0} | {
+        "total": report.hit_tokens["total"]
+    }
+    assert report.evicted_blocks == 0
+    assert report.requests == len(small.prompts) == 400
+    assert report.prompt_tokens == sum(map(len, small.prompts))
+    assert report.requests_per_second == pytest.approx(400 / report.index_seconds)
+
+
+def test_timed_pass_covers_every_operation(small):
+    latency = run_replay(small, device_blocks=2_000).latency_us
+    assert set(latency) == {"match", "allocate", "commit", "release"}
+    for times in latency.values():
+        assert times.count == 400
+        assert 0 < times.p50 <= times.p90 <= times.p99 <= times.max
+
+
+def test_window_of_one_hits_what_the_plain_loop_hits(small):
+    """The general loop, driven with real bytes, is the same sequence of decisions."""
+    plain = run_replay(small, device_blocks=2_000)
+    executed = run_replay(small, device_blocks=2_000, execute=True, execute_bytes=1 << 20)
+    assert executed.hit_tokens == plain.hit_tokens
+    assert executed.evicted_blocks == plain.evicted_blocks > 0
+    assert executed.execute is not None
+    assert executed.execute.verified_blocks * BLOCK_TOKENS == plain.hit_tokens["total"]
+
+
+def test_host_tier_serves_what_the_device_lost(small):
+    device_only = run_replay(small, device_blocks=1_000)
+    tiered = run_replay(
+        small, device_blocks=1_000, host_blocks=50_000, execute=True, execute_bytes=2 << 20
+    )
+    assert tiered.hit_tokens["host"] > 0
+    assert tiered.hit_tokens["total"] > device_only.hit_tokens["total"]
+    assert tiered.failed_onloads == 0
+    assert tiered.execute is not None
+    assert tiered.execute.verified_blocks * BLOCK_TOKENS == tiered.hit_tokens["total"]
+
+
+def test_live_leases_hold_their_blocks(small):
+    """Eight live leases leave less room for what nobody uses."""
+    report = run_replay(small, device_blocks=2_500, concurrency=8)
+    assert report.requests == 400
+    assert report.hit_tokens["total"] <= run_replay(small, device_blocks=2_500).hit_tokens["total"]
+
+
+def test_a_window_that_does_not_fit_shrinks(small):
+    longest = -(-max(map(len, small.prompts)) // BLOCK_TOKENS)
+    report = run_replay(small, device_blocks=longest, concurrency=64)
+    assert (report.requests, report.rejected_requests) == (400, 0)
+
+
+def test_by_timestamps(small):
+    """100 s of trace in 0.1 s; every request is admitted once, and waits are measured."""
+    report = run_replay(small, device_blocks=20_000, concurrency=32, speed=1000.0)
+    assert report.requests == 400
+    assert report.latency_us["admission"].count == 400
+    assert report.wall_seconds >= small.arrival_seconds[-1] / 1000
+
+
+def test_requests_larger_than_the_device_are_left_out(small):
+    longest = -(-max(map(len, small.prompts)) // BLOCK_TOKENS)
+    report = run_replay(small, device_blocks=longest - 1, latencies=False)
+    assert report.rejected_requests >= 1
+    assert report.requests + report.rejected_requests == 400
+    with pytest.raises(UsageError, match="none of the 400 requests"):
+        run_replay(small, device_blocks=1)
+
+
+def test_sweep_grows_with_capacity(small):
+    points = uvloop.run(sweep_capacities(small, ReplayOptions(), [500, 2_000, 30_000], no_stages))
+    rates = [point.hit_rate for point in points]
+    assert rates == sorted(rates)
+    assert rates[0] < rates[-1]
+
+
+def test_wrong_bytes_are_found(small, monkeypatch):
+    """Negative control of ``--execute``: one word written wrong fails the replay."""
+    write = Payload.write_computed
+
+    def write_and_corrupt(self, lease, tokens, block_tokens):
+        write(self, lease, tokens, block_tokens)
+        self._tensors[1][lease.block_table[0], 0] ^= 1
+
+    monkeypatch.setattr(Payload, "write_computed", write_and_corrupt)
+    with pytest.raises(InternalError, match="does not hold the bytes"):
+        run_replay(small, device_blocks=20_000, execute=True, execute_bytes=1 << 20)
+
+
+# ---- the public trace
+
+
+@pytest.fixture(scope="module")
+def public() -> Workload:
+    path = find_trace()
+    if path is None:
+        pytest.skip("the public conversation trace is not here (name it in AIOKV_TRACE)")
+    return load_workload(str(path), None, no_stages)
+
+
+@pytest.mark.parametrize(
+    ("device_blocks", "hit_tokens"), [(32_000, 6_609_792), (320_000, 31_454_352)]
+)
+def test_hits_equal_vllm_on_the_public_trace(public, device_blocks, hit_tokens):
+    """Exactly the hit tokens of vLLM 0.33's block pool, sequential, 16-token blocks."""
+    report = run_replay(public, device_blocks=device_blocks, latencies=False)
+    assert report.hit_tokens["total"] == hit_tokens
+    assert (report.requests, report.prompt_tokens) == (12_031, 144_793_823)
+
+
+# ---- the command
+
+
+def run_cli(*argv) -> int:
+    return cli.main(["replay", *map(str, argv)])
+
+
+def test_command_writes_json_and_plot(tmp_path, capsys):
+    status = run_cli(
+        SMALL, "--limit", 150, "--device-blocks", 3_000, "--json", tmp_path / "r.json",
+        "--plot", tmp_path / "r.svg", "--capacities", "500,1000,5000",
+    )  # fmt: skip
+    assert status == 0
+    output = capsys.readouterr()
+    assert "hit tokens, total: " in output.out
+    assert "aiokv: replay, 3,000 blocks: 150 requests" in output.err
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert result["requests"] == 150
+    assert result["hit_tokens"]["total"] == result["hit_tokens"]["device"]
+    assert {"prompt_tokens", "evicted_blocks", "index_seconds", "requests_per_second"} <= set(
+        result
+    )
+    assert [point["device_blocks"] for point in result["capacities"]] == [500, 1000, 5000]
+    root = ET.parse(tmp_path / "r.svg").getroot()
+    circles = root.findall("{http://www.w3.org/2000/svg}circle")
+    heights = [float(circle.get("cy")) for circle in circles]
+    assert len(heights) == 3
+    assert heights == sorted(heights, reverse=True), "more blocks, a higher point"
+
+
+def test_command_names_file_and_line_of_a_malformed_trace(tmp_path, capsys):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(SMALL.read_text().splitlines()[0] + "\n{}\n")
+    assert run_cli(path) == 2
+    message = f"aiokv: error: {path}:2: Object missing required field `timestamp`\n"
+    assert capsys.readouterr().err == message
+
+
+def test_command_refuses_a_missing_trace(tmp_path, capsys):
+    assert run_cli(tmp_path / "absent.jsonl") == 2
+    assert "absent.jsonl: No such file or directory" in capsys.readouterr().err
+
+
+def test_command_refuses_an_output_folder_that_is_not_there(tmp_path, capsys):
+    assert run_cli(SMALL, "--json", tmp_path / "absent" / "r.json") == 2
+    assert "is not a folder" in capsys.readouterr().err
+
+
+def test_command_hints_when_nothing_fits(capsys):
+    assert run_cli(SMALL, "--device-blocks", 1) == 2
+    assert "hint: raise device_blocks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--device-blocks", "0"],
+        ["--device-blocks", "many"],
+        ["--host-blocks", "-1"],
+        ["--block-tokens", "0"],
+        ["--concurrency", "1.5"],
+        ["--speed", "0"],
+        ["--speed", "nan"],
+        ["--limit", "0"],
+        ["--capacities", "1000,,2000"],
+    ],
+)
+def test_command_refuses_bad_values(flags, capsys):
+    with pytest.raises(SystemExit) as caught:
+        run_cli(SMALL, *flags)
+    assert caught.value.code == 2
+    assert f"argument {flags[0]}" in capsys.readouterr().err
