@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import platform
+import re
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,10 +23,10 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 TRACE_NAME = "conversation_trace.jsonl"
 
-_HIGHER = ("_per_second", "_ratio", "gbps")
-_LOWER = ("_seconds", "_ms", "_us", "_ns", "_per_block", "_share")
+_HIGHER = "per_second|ratio|gbps"
+_LOWER = "seconds|ms|us|ns|share|per_block"
 # One slow wake-up moves these by any factor; they are shown and never judged.
-_TAILS = ("p99", "p999", "max")
+_TAIL = "p99|p999|max"
 
 Better = Literal["higher", "lower"]
 
@@ -51,7 +52,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_trace() -> Path | None:
-    """The public conversation trace: ``$AIOKV_TRACE``, or ``shared/traces`` beside the repository."""
+    """The public conversation trace: ``$AIOKV_TRACE``, else beside the repository; or None."""
     named = os.environ.get("AIOKV_TRACE")
     path = Path(named) if named else ROOT.parent / "shared" / "traces" / TRACE_NAME
     return path if path.is_file() else None
@@ -107,20 +108,24 @@ def flatten(results: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
 
 def better(metric: str) -> Better | None:
     """Which way is better, by the unit in the name; None when the metric is not judged."""
-    parts = metric.split(".")
-    if parts[-1].split("_")[0] in _TAILS or parts[-1].split("_")[-1] in _TAILS:
+    *groups, name = metric.split(".")
+    if _has_word(_TAIL, name):
         return None
-    # "wake.p50" and "ns_per_block.hit" carry the unit further up.
-    for part in reversed(parts):
-        if part.endswith(_HIGHER):
+    # In "wake_us.p50" the unit stands further up.
+    for part in (name, *reversed(groups)):
+        if _has_word(_HIGHER, part):
             return "higher"
-        if part.endswith(_LOWER) or part.startswith("ns_per_"):
+        if _has_word(_LOWER, part):
             return "lower"
     return None
 
 
+def _has_word(words: str, name: str) -> bool:
+    return re.search(f"(^|_)({words})(_|$)", name) is not None
+
+
 def compare(old: Run, new: Run, noise: float) -> list[Change]:
-    """Every metric that both runs have; worse when it lost more than ``noise`` (0.25: a quarter)."""
+    """Every metric that both runs have; worse when it lost more than ``noise`` (1 is all)."""
     changes = []
     before = flatten(old.benches)
     for metric, value in flatten(new.benches).items():
