@@ -32,6 +32,14 @@ class Event:
     def finished_seconds(self) -> float | None:
         """time.monotonic() at its end; None while not done."""
 
+    def begin(self) -> None:
+        """
+        Record it for work of the host, which finish() ends; streams may wait from now on.
+        """
+
+    def finish(self, error: str = '') -> None:
+        """End the host's work; an error fails what waits for it."""
+
     def synchronize(self) -> None:
         """Block until it is done."""
 

@@ -6,62 +6,90 @@ import asyncio
 import gc
 import os
 import threading
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import uvloop
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator, Iterator
+
+    LoopFactory = Callable[[], asyncio.AbstractEventLoop]
+
+_loops: list[asyncio.AbstractEventLoop] = []
+_loop_errors: list[dict[str, Any]] = []
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    uvloop.run(asyncio.sleep(0))  # libuv opens a pipe for the whole process with its first loop
 
 
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
-) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+) -> dict[str, LoopFactory]:
+    return {"asyncio": _watched(asyncio.new_event_loop), "uvloop": _watched(uvloop.new_event_loop)}
 
 
-def _descriptors() -> dict[int, str]:
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
-        except FileNotFoundError:
-            continue  # the one that lists the directory
-    return found
+def _watched(factory: LoopFactory) -> LoopFactory:
+    def make() -> asyncio.AbstractEventLoop:
+        loop = factory()
+        loop.set_exception_handler(lambda _, context: _loop_errors.append(context))
+        _loops.append(loop)
+        return loop
+
+    return make
 
 
-def _native_threads() -> set[str]:
-    """Names of aiokv's native threads; each carries its number, so that a new one shows."""
-    found = set()
-    for task in os.listdir("/proc/self/task"):
-        try:
-            with open(f"/proc/self/task/{task}/comm") as comm:
-                name = comm.read().strip()
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it ended while we looked
-        if name.startswith("aiokv"):
-            found.add(f"{name} ({task})")
-    return found
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    """After each test: no task is left, and the loop's exception handler was not called."""
+    _loop_errors.clear()
+    result = yield
+    gc.collect()  # "exception was never retrieved" comes with the last reference
+    tasks = [task for loop in _loops if not loop.is_closed() for task in asyncio.all_tasks(loop)]
+    assert not tasks, f"tasks left: {tasks}"
+    assert not _loop_errors, f"the loop's exception handler got: {_loop_errors}"
+    return result
+
+
+@pytest.fixture
+def loop_errors() -> list[dict[str, Any]]:
+    """What the loop's exception handler got; a test that provokes some clears the list."""
+    return _loop_errors
 
 
 @pytest.fixture(autouse=True)
 def no_leaks() -> Iterator[None]:
-    """Threads and descriptors that a test opens, it closes; loops included."""
-    threads = set(threading.enumerate())
-    native = _native_threads()
-    descriptors = _descriptors()
+    """Threads and descriptors that a test opens, it closes."""
+    before = _threads(), _descriptors()
     yield
+    _loops.clear()
     gc.collect()
-    left = [thread.name for thread in threading.enumerate() if thread not in threads]
-    assert not left, f"threads left: {left}"
-    left_native = _native_threads() - native
-    assert not left_native, f"native threads left: {left_native}"
-    new = {fd: path for fd, path in _descriptors().items() if fd not in descriptors}
-    new = {fd: path for fd, path in new.items() if not _of_event_loop(path)}
-    assert not new, f"file descriptors left: {new}"
+    threads = _threads() - before[0]
+    assert not threads, f"threads left: {threads}"
+    descriptors = _descriptors() - before[1]
+    assert not descriptors, f"descriptors left: {descriptors}"
 
 
-def _of_event_loop(path: str) -> bool:
-    # the test's own loop is closed only after the test's fixtures
-    return path.startswith(("anon_inode:[eventpoll]", "anon_inode:[eventfd]", "socket:", "pipe:"))
+def _threads() -> set[str]:
+    """Python's threads and aiokv's native ones, which are named after their stream."""
+    found = {f"{thread.name} {thread.ident}" for thread in threading.enumerate()}
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            name = (task / "comm").read_text().strip()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended while we looked
+        if name.startswith("aiokv"):
+            found.add(f"{name} {task.name}")
+    return found
+
+
+def _descriptors() -> set[str]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found.add(f"{name} {os.readlink(f'/proc/self/fd/{name}')}")
+        except FileNotFoundError:
+            continue  # the one that listed the directory
+    return found

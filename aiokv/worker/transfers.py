@@ -75,7 +75,8 @@ class StepGate:
     def __init__(self) -> None:
         self.closed_step = 0
         self._held: dict[int, list[Transfer]] = {}
-        self._events: deque[tuple[int, Event]] = deque()  # ascending; finished ones go
+        self._finished_step = 0
+        self._events: deque[tuple[int, Event | None]] = deque()  # later steps, ascending
 
     def __len__(self) -> int:
         return sum(map(len, self._held.values()))
@@ -105,10 +106,8 @@ class StepGate:
         if not self.is_open(step):
             raise UsageError(f"step {step} is closed already, up to {self.closed_step}")
         self.closed_step = step
-        while self._events and self._events[0][1].done:
-            self._events.popleft()
-        if event is not None and not event.done:
-            self._events.append((step, event))
+        self._events.append((step, event))
+        self._forget_finished()
         freed = []
         for held_step in sorted(s for s in self._held if s <= step):
             freed += self._held.pop(held_step)
@@ -116,7 +115,12 @@ class StepGate:
 
     def event_for(self, step: int) -> Event | None:
         """What work after a closed step has to wait for; None when it has finished."""
+        self._forget_finished()
         for event_step, event in self._events:
-            if event_step >= step:
-                return None if event.done else event
+            if event_step >= step > self._finished_step:
+                return None if event is None or event.done else event
         return None
+
+    def _forget_finished(self) -> None:
+        while self._events and (self._events[0][1] is None or self._events[0][1].done):
+            self._finished_step = self._events.popleft()[0]

@@ -29,7 +29,7 @@ struct Piece {
 };
 
 // Where every block of both tiers lies. Borrows the memory; immutable.
-struct BlockMap {
+struct BlockMap : std::enable_shared_from_this<BlockMap> {
     std::vector<std::vector<Piece>> layers;
     std::uintptr_t host_base = 0;
     std::size_t host_stride = 0;

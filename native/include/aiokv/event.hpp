@@ -4,6 +4,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <string>
 
@@ -16,7 +17,7 @@ std::int64_t monotonic_ns();
 
 // Each recording opens a new generation, so that a pooled event never answers for its last use.
 // Unlike CUDA's, an event that was never recorded is not done. Thread-safe.
-class Event {
+class Event : public std::enable_shared_from_this<Event> {
   public:
     Event() = default;
     Event(const Event&) = delete;

@@ -48,9 +48,11 @@ Direction direction_of(bool onload) {
     return onload ? Direction::kOnload : Direction::kOffload;
 }
 
+// Event and BlockMap are made by make_shared and know it: a reference that Python made would need
+// the GIL to go away on a stream's thread, whose end somebody may await with the GIL held.
 void bind_event(nb::module_& m) {
     nb::class_<Event>(m, "Event", "A point in a stream's order. Thread-safe.")
-        .def(nb::init<>())
+        .def(nb::new_([] { return std::make_shared<Event>(); }))
         .def_prop_ro("done", &Event::done, "Recorded and finished, also when it failed.")
         .def_prop_ro("recorded", &Event::recorded)
         .def_prop_ro("generation", &Event::generation, "How often it was recorded.")
@@ -68,6 +70,15 @@ void bind_event(nb::module_& m) {
                 return ns == 0 ? std::nullopt : std::optional(static_cast<double>(ns) * 1e-9);
             },
             "time.monotonic() at its end; None while not done.")
+        .def(
+            "begin", [](Event& event) { event.open(); },
+            "Record it for work of the host, which finish() ends; streams may wait from now on.")
+        .def(
+            "finish",
+            [](Event& event, std::string error) {
+                event.finish(event.generation(), std::move(error));
+            },
+            "error"_a = "", "End the host's work; an error fails what waits for it.")
         .def("synchronize", &Event::synchronize, Released(), "Block until it is done.");
 }
 

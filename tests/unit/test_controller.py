@@ -1,0 +1,408 @@
+"""CacheController over the manual device: order, ends, failures (INVENTORY B7, B8, C3; I3, I4)."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from aiokv.errors import ClosedError, DeviceError, TransferError, UsageError
+from aiokv.plan import Priority, TransferReport
+from aiokv.testing import ManualDevice, ManualEvent, spin
+from aiokv.testing.manual import ManualStream
+from aiokv.worker.controller import SLOTS
+
+if TYPE_CHECKING:
+    from tests.unit.conftest import Worker
+
+pytestmark = pytest.mark.asyncio
+
+
+def outcomes(worker: Worker) -> dict[int, str]:
+    return {report.transfer_id: report.outcome for report in worker.reports}
+
+
+async def test_every_transfer_has_its_own_counter(new_worker: type[Worker]) -> None:
+    """B7.1, B7.3, C3.12: offloads have one as well."""
+    async with new_worker(ManualDevice()) as worker:
+        counters = [
+            worker.submit("onload", [1], [1]),
+            worker.submit("onload", [2], [2]),
+            worker.submit("offload", [3], [3]),
+        ]
+        assert len(set(map(id, counters))) == 3
+        assert [counter.transfer_id for counter in counters] == [1, 2, 3]
+        assert not any(counter.is_done for counter in counters)
+
+
+async def test_the_report_comes_once_from_the_loop_when_all_layers_are_proven(
+    new_worker: type[Worker],
+) -> None:
+    """I4, C3.1, C3.19: not at submission, not after some of the layers."""
+    device = ManualDevice()
+    async with new_worker(device) as worker:
+        counter = worker.submit()
+        copy = device.onloads[0]
+        await worker.settle()
+        assert worker.reports == []
+        copy.complete(2)
+        copy.complete(0)
+        await worker.settle()
+        assert counter.pending_layers == [1]
+        assert worker.reports == []
+        copy.complete(1)
+        assert worker.reports == []
+        await worker.settle()
+        assert worker.reports == [TransferReport(transfer_id=1, outcome="done")]
+        await counter.wait_all()
+        await worker.settle()
+        assert len(worker.reports) == 1
+
+
+@pytest.mark.parametrize(
+    ("device_ids", "host_ids", "message"),
+    [
+        ([], [], "no blocks"),
+        ([1, 2], [1], "1 host blocks against 2 device blocks"),
+        ([12], [1], r"device block id 12 at index 0 is not in \[0, 12\)"),
+        ([1, 2], [3, 16], r"host block id 16 at index 1 is not in \[0, 16\)"),
+        ([-1], [1], "device block id -1"),
+        ([5, 5], [1, 2], "device block id 5 is a destination twice"),
+    ],
+)
+async def test_bad_plans_are_refused_and_change_nothing(
+    new_worker: type[Worker],
+    same_bytes: Any,
+    device_ids: list[int],
+    host_ids: list[int],
+    message: str,
+) -> None:
+    """B7.2, B8.2, B8.3, B8.5, C3.8: an error at once instead of a counter that never ends."""
+    device = ManualDevice()
+    async with new_worker(device) as worker:
+        before = worker.contents()
+        with pytest.raises(UsageError, match=message):
+            worker.submit("onload", device_ids, host_ids)
+        await worker.settle()
+        assert (worker.reports, device.copies) == ([], [])
+        assert same_bytes(worker.contents(), before)
+        worker.submit("onload", [1], [1], transfer_id=1)
+        with pytest.raises(UsageError, match="transfer 1 is under way already"):
+            worker.submit("onload", [2], [2], transfer_id=1)
+
+
+async def test_two_slots_a_direction_and_the_next_by_priority(new_worker: type[Worker]) -> None:
+    """C3.10, C3.11, C3.15: directions do not wait for each other, demand goes before backup."""
+    device = ManualDevice()
+    async with new_worker(device) as worker:
+        for i in range(4):
+            worker.submit("onload", [i], [i], priority=Priority.BACKUP)
+        worker.submit("onload", [5], [5], priority=Priority.DEMAND)
+        worker.submit("offload", [6], [6])
+        assert len(device.onloads) == SLOTS == 2
+        assert len(device.offloads) == 1
+        statistics = worker.controller.statistics()
+        assert (statistics.onload.queued, statistics.onload.submitted) == (3, 2)
+        device.onloads[1].complete_all()  # the younger one first: ends may come in any order
+        await worker.settle()
+        assert [copy.host_ids.tolist() for copy in device.onloads] == [[0], [5]]
+        device.complete_all()
+        await worker.settle()
+        device.complete_all()
+        await worker.settle()
+        onloads = [number for number in outcomes(worker) if number != 6]
+        assert onloads == [2, 1, 5, 3, 4]
+
+
+async def test_the_real_bytes_move_layer_by_layer(
+    new_worker: type[Worker], same_bytes: Any
+) -> None:
+    """B7.8, B8.6."""
+    device = ManualDevice()
+    async with new_worker(device) as worker:
+        before = worker.contents()
+        wanted = worker.after_plain_copy(before, "onload", [7, 0, 11], [15, 2, 2])
+        worker.submit("onload", [7, 0, 11], [15, 2, 2])
+        assert same_bytes(worker.contents(), before)
+        device.onloads[0].complete(1)
+        now = worker.contents()
+        for name, array in now.items():
+            expected = wanted if name in ("k1", "v1", "extra1") else before
+            assert (array == expected[name]).all()
+        device.complete_all()
+        assert same_bytes(worker.contents(), wanted)
+
+
+async def test_a_failed_layer_fails_the_transfer_at_its_first_bad_block(
+    new_worker: type[Worker],
+) -> None:
+    """B7.7, C3.7, C3.8, C3.13: with the reason, and the counter ends too."""
+    device = ManualDevice()
+    async with new_worker(device) as worker:
+        counter = worker.submit("onload", [1, 2, 3], [1, 2, 3])
+        waiter = asyncio.create_task(counter.wait(1))
+        copy = device.onloads[0]
+        copy.fail(1, block=2, reason="page 7 is poisoned")
+        await worker.settle()
+        assert worker.reports == []  # two layers still write into the blocks
+        copy.fail(0, block=1)
+        copy.complete(2)
+        await worker.settle()
+        (report,) = worker.reports
+        assert (report.outcome, report.first_bad_block) == ("failed", 1)
+        with pytest.raises(TransferError, match="failed by the test"):
+            await waiter
+        assert worker.controller.statistics().onload.failed == 1
+
+
+async def test_a_device_that_refuses_is_a_failed_transfer(new_worker: type[Worker]) -> None:
+    """B7.7: submit() does not raise, so a batch is not torn; the slot is free again."""
+    device = ManualDevice()
+    async with new_worker(device) as worker:
+        device.refuse = DeviceError("out of ring slots")
+        counter = worker.submit()
+        assert worker.reports == []
+        with pytest.raises(TransferError, match="out of ring slots"):
+            await counter.wait(0)
+        await worker.settle()
+        assert outcomes(worker) == {1: "failed"}
+        worker.submit()
+        device.complete_all()
+        await worker.settle()
+        assert outcomes(worker) == {1: "failed", 2: "done"}
+
+
+async def test_an_event_that_cannot_be_asked_fails_the_transfer(new_worker: type[Worker]) -> None:
+    """C3.13: a sticky device error reaches the scheduler, once."""
+    device = ManualDevice()
+    async with new_worker(device) as worker:
+        counter = worker.submit()
+        for event in device.onloads[0].layer_events:
+            event.query_error = RuntimeError("unspecified launch failure")
+        await worker.settle()
+        assert [report.outcome for report in worker.reports] == ["failed"]
+        assert "unspecified launch failure" in worker.reports[0].reason
+        with pytest.raises(TransferError):
+            await counter.wait_all()
+
+
+async def test_cancel_takes_back_only_what_is_not_submitted(
+    new_worker: type[Worker], same_bytes: Any
+) -> None:
+    """C3.15, I3: bytes on their way arrive and are reported as what they are."""
+    device = ManualDevice()
+    async with new_worker(device) as worker:
+        before = worker.contents()
+        counters = [worker.submit("onload", [i], [i]) for i in range(3)]
+        held = worker.submit("onload", [4], [4], after_step=1)
+        worker.controller.cancel(1)
+        worker.controller.cancel(3)
+        worker.controller.cancel(held.transfer_id)
+        worker.controller.cancel(3)
+        worker.controller.cancel(99)
+        assert worker.reports == []
+        await worker.settle()
+        assert outcomes(worker) == {3: "cancelled", 4: "cancelled"}
+        for counter in (counters[2], held):
+            with pytest.raises(TransferError, match="cancelled before it was submitted"):
+                await counter.wait(0)
+        device.complete_all()
+        await worker.settle()
+        assert outcomes(worker) == {1: "done", 2: "done", 3: "cancelled", 4: "cancelled"}
+        assert len(worker.reports) == 4
+        wanted = worker.after_plain_copy(before, "onload", [0, 1], [0, 1])
+        assert same_bytes(worker.contents(), wanted)
+        worker.controller.cancel(1)
+
+
+async def test_cancelling_a_waiter_leaves_the_transfer_alone(new_worker: type[Worker]) -> None:
+    """I7."""
+    device = ManualDevice()
+    async with new_worker(device) as worker:
+        counter = worker.submit()
+        waiter = asyncio.create_task(counter.wait_all())
+        await spin()
+        waiter.cancel()
+        await asyncio.gather(waiter, return_exceptions=True)
+        device.complete_all()
+        await worker.settle()
+        assert outcomes(worker) == {1: "done"}
+
+
+async def test_plans_wait_for_their_step_and_then_for_its_event(new_worker: type[Worker]) -> None:
+    """Design section 5: what a commit publishes may still be being written."""
+    device = ManualDevice()
+    async with new_worker(device) as worker:
+        worker.submit("offload", [1], [1], after_step=1)
+        worker.submit("offload", [2], [2], after_step=2)
+        worker.submit("offload", [3], [3])
+        assert [copy.host_ids.tolist() for copy in device.offloads] == [[3]]
+        assert worker.controller.statistics().held == 2
+        event = ManualEvent()
+        worker.controller.close_step(1, event)
+        copy = device.offloads[1]
+        assert copy.after is event
+        with pytest.raises(UsageError, match="comes after is not done"):
+            copy.complete(0)
+        event.complete()
+        device.complete_all()
+        await worker.settle()
+        assert outcomes(worker) == {3: "done", 1: "done"}
+        worker.controller.close_step(2, None)
+        assert device.offloads[0].after is None
+        with pytest.raises(UsageError, match="step 2 is closed already"):
+            worker.controller.close_step(2, None)
+
+
+async def test_a_plan_after_a_closed_step_waits_for_its_event_only_while_that_runs(
+    new_worker: type[Worker],
+) -> None:
+    device = ManualDevice()
+    async with new_worker(device) as worker:
+        event = ManualEvent()
+        worker.controller.close_step(3, event)
+        worker.submit("onload", [1], [1], after_step=2)
+        event.complete()
+        worker.submit("onload", [2], [2], after_step=3)
+        assert [copy.after for copy in device.onloads] == [event, None]
+
+
+async def test_gpu_wait_from_the_runners_thread(new_worker: type[Worker]) -> None:
+    """Design section 8: it blocks until the layer is submitted, then only the stream waits."""
+    device = ManualDevice()
+    device.delayed_layers = frozenset({1})
+    async with new_worker(device) as worker:
+        counter = worker.submit("onload", [1], [1], after_step=1)
+        stream = ManualStream()
+        passed: list[int] = []
+
+        def runner() -> None:
+            for layer in range(3):
+                counter.gpu_wait(layer, stream)
+                passed.append(layer)
+
+        thread = threading.Thread(target=runner)
+        thread.start()
+        await spin(5)
+        assert passed == []
+        worker.controller.close_step(1, None)
+        copy = device.onloads[0]
+        while passed != [0]:
+            await spin()
+        copy.submit(1)
+        thread.join()
+        assert stream.waits == [(copy, 0), (copy, 1), (copy, 2)]
+        assert worker.reports == []
+
+
+async def test_gpu_wait_on_the_loops_thread_submits_out_of_turn(new_worker: type[Worker]) -> None:
+    device = ManualDevice()
+    async with new_worker(device) as worker:
+        for i in range(2):
+            worker.submit("onload", [i], [i])
+        waiting = worker.submit("onload", [2], [2], priority=Priority.BACKUP)
+        held = worker.submit("onload", [3], [3], after_step=1)
+        stream = ManualStream()
+        waiting.gpu_wait(0, stream)
+        assert stream.waits == [(device.onloads[2], 0)]
+        with pytest.raises(UsageError, match="close the step"):
+            held.gpu_wait(0, stream)
+        worker.controller.close_step(1, None)
+        assert len(device.onloads) == 3
+        device.complete_all()
+        await worker.settle()
+        device.complete_all()
+        await worker.settle()
+        assert set(outcomes(worker).values()) == {"done"}
+
+
+async def test_a_report_that_raises_is_told_and_the_worker_goes_on(
+    new_worker: type[Worker], loop_errors: list[dict[str, Any]]
+) -> None:
+    device = ManualDevice()
+    async with new_worker(device) as worker:
+        worker.controller._on_report = lambda report: 1 // 0
+        worker.submit()
+        device.complete_all()
+        await worker.settle()
+        assert [type(context["exception"]) for context in loop_errors] == [ZeroDivisionError]
+        loop_errors.clear()
+        await worker.controller.drain()
+        del worker.controller._on_report
+        worker.controller._on_report = worker.reports.append
+        worker.submit()
+        device.complete_all()
+        await worker.settle()
+        assert outcomes(worker) == {2: "done"}
+
+
+async def test_drain_waits_for_all_and_survives_cancellation(new_worker: type[Worker]) -> None:
+    device = ManualDevice()
+    async with new_worker(device) as worker:
+        await worker.controller.drain()
+        for i in range(3):
+            worker.submit("onload", [i], [i])
+        first, second = (asyncio.create_task(worker.controller.drain()) for _ in range(2))
+        await spin()
+        first.cancel()
+        device.complete_all()
+        await worker.settle()
+        assert not second.done()
+        device.complete_all()
+        await worker.settle()
+        await second
+        assert first.cancelled()
+        assert len(worker.reports) == 3
+
+
+async def test_close_cancels_what_waits_and_frees_nothing_under_a_copy(
+    new_worker: type[Worker],
+) -> None:
+    """B7.16, C3.14, I8."""
+    device = ManualDevice()
+    async with new_worker(device) as worker:
+        for i in range(3):
+            worker.submit("onload", [i], [i])
+        closing = asyncio.create_task(worker.controller.aclose())
+        await worker.settle()
+        assert outcomes(worker) == {3: "cancelled"}
+        assert not device.closed
+        with pytest.raises(ClosedError):
+            worker.submit("onload", [4], [4])
+        closing.cancel()
+        await asyncio.gather(closing, return_exceptions=True)
+        assert worker.controller.arena.blocks.shape[0] == 16
+        closing = asyncio.create_task(worker.controller.aclose())
+        device.complete_all()
+        await worker.settle()
+        await closing
+        assert device.closed
+        with pytest.raises(ClosedError):
+            _ = worker.controller.arena.blocks
+        await worker.controller.aclose()
+
+
+async def test_a_cache_of_no_bytes_is_done_in_the_next_pass(new_worker: type[Worker]) -> None:
+    """B6.6, B7.11: index only."""
+    async with new_worker(ManualDevice(), layers=0) as worker:
+        counter = worker.submit("onload", [10_000], [1])
+        assert counter.is_done
+        assert worker.reports == []
+        await worker.settle(1)
+        assert outcomes(worker) == {1: "done"}
+
+
+async def test_statistics_count_bytes_and_learn_the_bandwidth(new_worker: type[Worker]) -> None:
+    """B8.9."""
+    device = ManualDevice()
+    async with new_worker(device) as worker:
+        assert worker.controller.statistics().onload.bytes_per_second == 0.0
+        worker.submit("onload", [1, 2], [1, 2])
+        device.complete_all()
+        await worker.settle()
+        lane = worker.controller.statistics().onload
+        assert lane.moved_bytes == 2 * worker.regions.block_bytes == 2 * (3 * 55 + 5)
+        assert lane.bytes_per_second > 0
+        assert (lane.done, lane.submitted) == (1, 0)

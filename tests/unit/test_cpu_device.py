@@ -1,0 +1,272 @@
+"""The cpu device really copies: bytes, order, both directions (INVENTORY B8.4-8, B11, C3.2-3)."""
+
+from __future__ import annotations
+
+import select
+import threading
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from aiokv import _native
+from aiokv.errors import LayoutError, UsageError
+from aiokv.testing import ManualEvent, run_until_idle
+from aiokv.worker.arena import HostArena
+from aiokv.worker.device.cpu import CpuDevice, CpuEvent, CpuStream
+from aiokv.worker.regions import Regions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from aiokv.plan import Direction
+    from tests.unit.conftest import Worker
+
+RANDOM = np.random.default_rng(3)
+IDS = {
+    "single": ([7], [3]),
+    "consecutive": (list(range(2, 9)), list(range(5, 12))),
+    "reversed": (list(range(8, 1, -1)), list(range(5, 12))),
+    "full range": (list(range(12)), list(range(12))),
+    "random": (RANDOM.permutation(12)[:9].tolist(), RANDOM.permutation(16)[:9].tolist()),
+}
+
+
+@pytest.fixture
+def stream() -> Iterator[CpuStream]:
+    stream = CpuStream("aiokv-test")
+    yield stream
+    stream.abort()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("ids", IDS.values(), ids=IDS.keys())
+@pytest.mark.parametrize("direction", ["onload", "offload"])
+async def test_the_bytes_arrive_and_all_others_stay(
+    new_worker: type[Worker],
+    same_bytes: Any,
+    direction: Direction,
+    ids: tuple[list[int], list[int]],
+) -> None:
+    """B8.4, C3.5-7: every region of every layer; odd block sizes; neighbours on both sides."""
+    async with new_worker(CpuDevice()) as worker:
+        wanted = worker.after_plain_copy(worker.contents(), direction, *ids)
+        await worker.submit(direction, *ids).wait_all()
+        assert same_bytes(worker.contents(), wanted)
+        await run_until_idle(lambda: bool(worker.reports))
+        assert worker.reports[0].outcome == "done"
+
+
+@pytest.mark.asyncio
+async def test_both_directions_at_once(new_worker: type[Worker], same_bytes: Any) -> None:
+    async with new_worker(CpuDevice()) as worker:
+        wanted = worker.after_plain_copy(worker.contents(), "onload", [0, 1, 2], [0, 1, 2])
+        wanted = worker.after_plain_copy(wanted, "offload", [5, 6, 7], [9, 8, 7])
+        for _ in range(10):
+            worker.submit("onload", [0, 1, 2], [0, 1, 2])
+            worker.submit("offload", [5, 6, 7], [9, 8, 7])
+        await worker.controller.drain()
+        assert same_bytes(worker.contents(), wanted)
+        assert {report.outcome for report in worker.reports} == {"done"}
+        assert len(worker.reports) == 20
+
+
+@pytest.mark.asyncio
+async def test_a_step_holds_back_the_copy_on_the_device(
+    new_worker: type[Worker], same_bytes: Any, stream: CpuStream
+) -> None:
+    """C3.2: order comes from events on explicit streams."""
+    async with new_worker(CpuDevice()) as worker:
+        before = worker.contents()
+        gate, step = CpuEvent(), CpuEvent()
+        gate.begin()
+        stream.wait_event(gate)
+        stream.record(step)
+        worker.controller.close_step(1, step)
+        counter = worker.submit("onload", [1], [1], after_step=1)
+        assert not counter.is_done
+        assert same_bytes(worker.contents(), before)
+        gate.finish()
+        await counter.wait_all()
+        wanted = worker.after_plain_copy(before, "onload", [1], [1])
+        assert same_bytes(worker.contents(), wanted)
+
+
+@pytest.mark.asyncio
+async def test_a_compute_stream_waits_for_a_layer(
+    new_worker: type[Worker], stream: CpuStream
+) -> None:
+    """B6.11: gpu_wait orders the stream; the host goes on."""
+    async with new_worker(CpuDevice()) as worker:
+        counter = worker.submit()
+        counter.gpu_wait_all(stream)
+        behind = CpuEvent()
+        stream.record(behind)
+        behind.synchronize()
+        assert counter.is_done
+        counter.raise_for_error()
+
+
+@pytest.mark.asyncio
+async def test_an_event_of_another_device_is_refused(new_worker: type[Worker]) -> None:
+    async with new_worker(CpuDevice()) as worker:
+        worker.controller.close_step(1, ManualEvent())
+        counter = worker.submit(after_step=1)
+        with pytest.raises(Exception, match="cannot wait for a ManualEvent"):
+            await counter.wait(0)
+
+
+def test_host_events_begin_and_finish() -> None:
+    """A runner in a Python thread closes its steps with these."""
+    event = CpuEvent()
+    assert (event.done, event.recorded, event.generation) == (False, False, 0)
+    event.begin()
+    assert (event.done, event.recorded, event.finished_seconds) == (False, True, None)
+    event.finish()
+    assert (event.done, event.error) == (True, None)
+    assert event.finished_seconds is not None
+    event.begin()
+    assert not event.done
+    event.finish("no memory")
+    assert (event.done, event.error, event.generation) == (True, "no memory", 2)
+
+
+def test_what_was_never_recorded_cannot_be_waited_for(stream: CpuStream) -> None:
+    """To CUDA an unrecorded event is done; here it is an error."""
+    with pytest.raises(UsageError, match="never recorded"):
+        CpuEvent().synchronize()
+    with pytest.raises(UsageError, match="never recorded"):
+        stream.wait_event(CpuEvent())
+
+
+def test_synchronize_releases_the_gil(stream: CpuStream) -> None:
+    gate, behind = CpuEvent(), CpuEvent()
+    gate.begin()
+    stream.wait_event(gate)
+    stream.record(behind)
+    waiting = threading.Thread(target=behind.synchronize)
+    waiting.start()
+    assert (behind.done, stream.depth) != (True, 0)
+    gate.finish()
+    waiting.join()
+    assert behind.done
+
+
+def test_streams_wait_for_each_other(stream: CpuStream) -> None:
+    other = CpuStream("aiokv-other")
+    gate, first, second = CpuEvent(), CpuEvent(), CpuEvent()
+    gate.begin()
+    stream.wait_event(gate)
+    stream.record(first)
+    other.wait_event(first)
+    other.record(second)
+    assert not second.done
+    gate.finish()
+    other.synchronize()
+    assert first.done
+    assert second.done
+    other.close()
+    with pytest.raises(UsageError, match="aiokv-other is closed"):
+        other.record(second)
+
+
+@pytest.fixture
+def attached() -> Iterator[tuple[CpuDevice, Regions, HostArena]]:
+    regions = Regions(num_layers=2)
+    regions.add("k", layers=[np.zeros((8, 1000), np.uint8) for _ in range(2)])
+    arena = HostArena(num_blocks=8, block_bytes=regions.host_block_bytes)
+    arena.blocks[:] = 5
+    device = CpuDevice()
+    device.attach(regions, arena)
+    yield device, regions, arena
+    device.close()
+    arena.close()
+
+
+def ids(*numbers: int) -> np.ndarray:
+    return np.array(numbers, np.int32)
+
+
+def test_one_event_a_layer_one_for_an_offload(
+    attached: tuple[CpuDevice, Regions, HostArena],
+) -> None:
+    """B8.8: streams of the two directions are different ones."""
+    device, _, _ = attached
+    onload, offload = device.onload(ids(1), ids(2), None), device.offload(ids(3), ids(4), None)
+    assert len(set(map(id, onload.layer_events))) == 2
+    assert len(set(map(id, offload.layer_events))) == 1
+    assert len(offload.layer_events) == 2
+    onload.wait_submitted(1)
+    device.close()
+    assert all(event.done for event in (*onload.layer_events, *offload.layer_events))
+    assert onload.error() is None
+
+
+def test_a_failed_step_fails_the_copy_behind_it(
+    attached: tuple[CpuDevice, Regions, HostArena],
+) -> None:
+    """I4: what a failed step wrote is not backed up as if it were KV."""
+    device, _, arena = attached
+    step = CpuEvent()
+    step.begin()
+    copy = device.offload(ids(1), ids(2), step)
+    step.finish("the model raised")
+    copy.layer_events[0].synchronize()
+    error = copy.error()
+    assert error is not None
+    assert error.first_bad_block == 0
+    assert "the model raised" in error.reason
+    assert (arena.blocks == 5).all()
+
+
+def test_memory_outlives_a_device_that_is_dropped_while_it_copies() -> None:
+    """C3.14: nothing is freed under a copy, even without close()."""
+    regions = Regions(num_layers=1)
+    regions.add("k", layers=[np.zeros((4, 1 << 20), np.uint8)])
+    arena = HostArena(num_blocks=4, block_bytes=regions.host_block_bytes)
+    device = CpuDevice()
+    device.attach(regions, arena)
+    gate = CpuEvent()
+    gate.begin()
+    copy = device.onload(ids(0, 1, 2, 3), ids(3, 2, 1, 0), gate)
+    del device, regions, arena
+    assert copy.layer_events[0].done  # the streams were aborted and joined
+    assert copy.error() is not None
+    gate.finish()
+
+
+def test_attach_first_and_only_plain_memory() -> None:
+    device = CpuDevice()
+    with pytest.raises(UsageError, match="attach"):
+        device.onload(ids(1), ids(1), None)
+    interface = {"shape": (4, 8), "typestr": "|u1", "data": (4096, False), "version": 3}
+    regions = Regions(num_layers=1)
+    regions.add("k", layers=[SimpleNamespace(__cuda_array_interface__=interface)])
+    with pytest.raises(LayoutError, match="cannot copy tensors on cuda"):
+        device.attach(regions, HostArena(num_blocks=1, block_bytes=64))
+    device.close()
+
+
+def test_pieces_that_do_not_fit_are_refused() -> None:
+    """B8.2, C3.18: a host pool of another layout is an error, not an overrun."""
+    with pytest.raises(LayoutError, match="65 bytes at offset 0 do not fit host blocks of 64"):
+        _native.BlockMap(1, [(0, 4096, 65, 65, 0)], 4096, 64, 8, 8)
+    with pytest.raises(LayoutError, match="layer 1"):
+        _native.BlockMap(1, [(1, 4096, 64, 64, 0)], 4096, 64, 8, 8)
+
+
+def test_timers_expire_once_and_can_be_disarmed() -> None:
+    timer = _native.TimerFd()
+    timer.arm(0.0)
+    poll = select.poll()
+    poll.register(timer.fileno(), select.POLLIN)
+    assert poll.poll(1000)
+    timer.drain()
+    assert not poll.poll(0)
+    timer.arm(3600.0)
+    timer.disarm()
+    assert not poll.poll(0)
+    timer.close()
+    timer.close()
+    assert timer.fileno() == -1

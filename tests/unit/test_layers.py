@@ -1,0 +1,355 @@
+"""LayerDoneCounter and LayerView, driven by hand (INVENTORY B6, C3.1-4, C3.7-8, C3.12)."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from aiokv.errors import TransferError, UsageError
+from aiokv.testing import ManualEvent, spin
+from aiokv.worker.device.base import CopyError
+from aiokv.worker.layers import DONE, LayerDoneCounter, LayerView, done_view
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+pytestmark = pytest.mark.asyncio
+
+
+class Copy:
+    """The least that a counter needs of a copy."""
+
+    def __init__(self, num_layers: int) -> None:
+        self.layer_events: Sequence[ManualEvent] = [ManualEvent() for _ in range(num_layers)]
+        self.submitted = threading.Event()
+        self.failure: CopyError | None = None
+
+    def wait_submitted(self, layer: int) -> None:
+        self.submitted.wait()
+
+    def stream_wait(self, layer: int, stream: list[int]) -> None:
+        assert self.submitted.is_set()
+        stream.append(layer)
+
+    def error(self) -> CopyError | None:
+        return self.failure
+
+
+async def in_thread(function: Any, *args: Any) -> tuple[threading.Thread, list[Any]]:
+    """Runs on a thread of its own; the list gets the result or the exception."""
+    result: list[Any] = []
+
+    def run() -> None:
+        try:
+            result.append(function(*args))
+        except Exception as error:
+            result.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, result
+
+
+async def test_a_new_counter_owes_every_layer() -> None:
+    """B6.1."""
+    counter = LayerDoneCounter(3)
+    assert counter.pending_layers == [0, 1, 2]
+    assert not counter.is_done
+    assert counter.layer_times() == [None, None, None]
+
+
+async def test_marking_counts_once_and_tells_the_last() -> None:
+    """B6.2."""
+    counter = LayerDoneCounter(2)
+    assert counter.mark_layer_done(1) is False
+    assert counter.mark_layer_done(1) is False
+    assert counter.pending_layers == [0]
+    assert counter.mark_layer_done(0) is True
+    assert counter.is_done
+    assert counter.mark_layer_done(0) is False
+
+
+async def test_callbacks_get_every_layer_and_a_raising_one_is_reported(
+    loop_errors: list[dict[str, Any]],
+) -> None:
+    """B6.3, B6.4, C3.13."""
+    counter = LayerDoneCounter(2)
+    seen: list[int] = []
+    counter.add_callback(lambda layer: 1 // 0)
+    counter.add_callback(seen.append)
+    counter.mark_layer_done(1)
+    counter.mark_layer_done(0)
+    assert seen == [1, 0]
+    assert [type(context["exception"]) for context in loop_errors] == [ZeroDivisionError] * 2
+    loop_errors.clear()
+
+
+async def test_waiting_for_an_arrived_layer_does_not_suspend() -> None:
+    """B6.5."""
+    counter = LayerDoneCounter(2)
+    counter.mark_layer_done(0)
+    with pytest.raises(StopIteration):
+        counter.wait(0).send(None)
+
+
+async def test_a_mark_releases_the_waiters_of_that_layer_only() -> None:
+    """B6.5."""
+    counter = LayerDoneCounter(2)
+    tasks = [asyncio.create_task(counter.wait(layer)) for layer in (0, 1, 1)]
+    await spin()
+    counter.mark_layer_done(1)
+    await spin(2)
+    assert [task.done() for task in tasks] == [False, True, True]
+    counter.mark_layer_done(0)
+    await tasks[0]
+
+
+async def test_timeouts_name_the_layer() -> None:
+    """B6.5, C3.4: a timeout is honoured, never ignored."""
+    counter = LayerDoneCounter(2)
+    with pytest.raises(TimeoutError, match="layer 1 did not arrive"):
+        await counter.wait(1, timeout=0.001)
+    with pytest.raises(TimeoutError, match="the last layer"):
+        await counter.wait_all(timeout=0.001)
+    counter.mark_layer_done(0)
+    counter.mark_layer_done(1)
+    await counter.wait_all(timeout=0.001)
+
+
+async def test_no_layers_are_done_at_once() -> None:
+    """B6.6."""
+    counter = LayerDoneCounter(0)
+    assert counter.is_done
+    await counter.wait_all()
+    assert [layer async for layer in counter] == []
+
+
+async def test_wait_all_and_iteration() -> None:
+    """B6.6, B8.6: layers come in ascending order, whatever the order of arrival."""
+    counter = LayerDoneCounter(3)
+    seen: list[int] = []
+
+    async def collect() -> None:
+        async for layer in counter:
+            seen.append(layer)  # noqa: PERF401 - the order is what is tested
+
+    tasks = [asyncio.create_task(collect()), asyncio.create_task(counter.wait_all())]
+    await spin()
+    counter.mark_layer_done(1)
+    await spin(3)
+    assert seen == []
+    counter.mark_layer_done(0)
+    await spin(3)
+    assert seen == [0, 1]
+    assert not tasks[1].done()
+    counter.mark_layer_done(2)
+    await asyncio.gather(*tasks)
+    assert seen == [0, 1, 2]
+
+
+async def test_times_come_from_the_device_where_it_tells_them() -> None:
+    """B6.7."""
+    counter = LayerDoneCounter(2)
+    assert counter.layer_done_seconds(0) is None
+    elapsed = counter.elapsed_seconds
+    assert counter.elapsed_seconds >= elapsed >= 0
+    counter.mark_layer_done(0, 123.5)
+    before = time.monotonic()
+    counter.mark_layer_done(1)
+    assert counter.layer_done_seconds(0) == 123.5
+    times = counter.layer_times()
+    assert times[1] is not None
+    assert times[1] >= before
+    times[0] = None
+    assert counter.layer_done_seconds(0) == 123.5
+    assert counter.elapsed_seconds == counter.elapsed_seconds
+
+
+@pytest.mark.parametrize("layer", [-1, 2])
+async def test_layers_out_of_range_change_nothing(layer: int) -> None:
+    """B6.8, with an error where theirs is silent."""
+    counter = LayerDoneCounter(2)
+    with pytest.raises(UsageError, match=r"not in \[0, 2\)"):
+        counter.mark_layer_done(layer)
+    if layer >= 0:
+        with pytest.raises(UsageError):
+            await counter.wait(layer)
+    with pytest.raises(UsageError):
+        counter.gpu_wait(layer, None)
+    assert counter.pending_layers == [0, 1]
+
+
+async def test_events_live_as_long_as_the_counter_and_no_longer() -> None:
+    """B6.9, B6.10, C3.1: nothing is dropped before its last user."""
+    copy, counter = Copy(1), LayerDoneCounter(1)
+    counter.attach(copy)
+    event = weakref.ref(copy.layer_events[0])
+    del copy
+    counter.mark_layer_done(0)
+    gc.collect()
+    assert event() is not None
+    del counter
+    gc.collect()
+    assert event() is None
+
+
+async def test_done_is_what_the_device_says_not_what_was_submitted() -> None:
+    """B6.11, C3.1: a submitted copy has not arrived; an arrived one is done before anyone looks."""
+    copy, counter = Copy(2), LayerDoneCounter(2)
+    counter.attach(copy)
+    assert not counter.is_done
+    copy.layer_events[0].complete()
+    assert not counter.is_done
+    copy.layer_events[1].complete()
+    assert counter.is_done
+    assert counter.pending_layers == [0, 1]  # the loop has not seen them yet
+
+
+async def test_a_cancelled_waiter_is_only_detached() -> None:
+    """I7, also when the mark and the cancellation meet in one pass."""
+    counter = LayerDoneCounter(1)
+    early, late, stays = (asyncio.create_task(counter.wait(0)) for _ in range(3))
+    await spin()
+    early.cancel()
+    await spin(2)
+    counter.mark_layer_done(0)
+    late.cancel()
+    results = await asyncio.gather(early, late, stays, return_exceptions=True)
+    assert [type(result) for result in results] == [
+        asyncio.CancelledError,
+        asyncio.CancelledError,
+        type(None),
+    ]
+    assert counter._waiters == {0: []}
+
+
+async def test_a_failure_is_raised_when_nothing_moves_any_more() -> None:
+    """B7.7, C3.7: a failed layer is never marked done, and its waiters do not hang (C3.8)."""
+    copy, counter = Copy(3), LayerDoneCounter(3, transfer_id=7)
+    counter.attach(copy)
+    seen: list[int] = []
+    counter.add_callback(seen.append)
+    counter.mark_layer_done(0)
+    waiters = [asyncio.create_task(counter.wait(layer)) for layer in (1, 2)]
+    await spin()
+    copy.failure = CopyError(4, "bad page")
+    counter.mark_layer_done(1)
+    late = asyncio.create_task(counter.wait(1))
+    await spin(2)
+    assert not any(task.done() for task in (*waiters, late))
+    with pytest.raises(TransferError, match="onload 7 failed at block 4: bad page"):
+        counter.raise_for_error()
+    counter.mark_layer_done(2)
+    for task in (*waiters, late):
+        with pytest.raises(TransferError, match="bad page"):
+            await task
+    with pytest.raises(TransferError):
+        await counter.wait(0)
+    assert seen == [0]
+    assert counter.failure == CopyError(4, "bad page")
+
+
+async def test_gpu_wait_blocks_until_the_layer_is_submitted() -> None:
+    """C3.4; to CUDA an unrecorded event is done: the runner would read too early."""
+    copy, counter, stream = Copy(2), LayerDoneCounter(2), list[int]()
+    thread, result = await in_thread(counter.gpu_wait, 1, stream)
+    await spin(3)
+    assert stream == []
+    counter.attach(copy)
+    await spin(3)
+    assert stream == []
+    copy.submitted.set()
+    thread.join()
+    assert (result, stream) == ([None], [1])
+
+
+async def test_gpu_wait_of_an_arrived_layer_needs_no_stream() -> None:
+    counter = LayerDoneCounter(2)
+    counter.mark_layer_done(0)
+    counter.gpu_wait(0, None)
+
+
+async def test_gpu_wait_all_waits_for_every_layer() -> None:
+    copy, counter, stream = Copy(3), LayerDoneCounter(3), list[int]()
+    copy.submitted.set()
+    counter.attach(copy)
+    counter.mark_layer_done(1)
+    counter.gpu_wait_all(stream)
+    assert stream == [0, 2]
+
+
+async def test_gpu_wait_raises_when_the_transfer_never_comes() -> None:
+    counter = LayerDoneCounter(2)
+    thread, result = await in_thread(counter.gpu_wait, 0, [])
+    counter.finish(CopyError(0, "cancelled"))
+    thread.join()
+    assert isinstance(result[0], TransferError)
+
+
+async def test_gpu_wait_on_the_loops_thread_expedites_or_refuses() -> None:
+    copy, stream = Copy(1), list[int]()
+    copy.submitted.set()
+    counter = LayerDoneCounter(1, expedite=lambda: counter.attach(copy) is None)
+    counter.gpu_wait(0, stream)
+    assert stream == [0]
+    with pytest.raises(UsageError, match="never return"):
+        LayerDoneCounter(1, expedite=lambda: False).gpu_wait(0, stream)
+
+
+async def test_is_done_from_another_thread() -> None:
+    counter = LayerDoneCounter(1)
+    thread, result = await in_thread(lambda: counter.is_done)
+    thread.join()
+    assert result == [False]
+
+
+async def test_a_view_waits_for_all_its_transfers() -> None:
+    """C3.12: each transfer has its own counter; nothing is overwritten by the next."""
+    own, joined = LayerDoneCounter(2), LayerDoneCounter(2)
+    view = LayerView([own, joined])
+    task = asyncio.create_task(view.wait(0))
+    await spin()
+    own.mark_layer_done(0)
+    await spin(3)
+    assert not task.done()
+    assert view.pending_layers == [0, 1]
+    joined.mark_layer_done(0)
+    await task
+    assert view.pending_layers == [1]
+    with pytest.raises(TimeoutError):
+        await view.wait_all(timeout=0.001)
+    own.mark_layer_done(1)
+    joined.mark_layer_done(1)
+    await view.wait_all()
+    assert view.is_done
+    assert [layer async for layer in view] == [0, 1]
+
+
+async def test_a_view_tells_the_first_token_to_compute_again() -> None:
+    first, second = LayerDoneCounter(1, transfer_id=1), LayerDoneCounter(1, transfer_id=2)
+    view = LayerView([first, second], locate=lambda transfer, block: 1000 // transfer + 16 * block)
+    first.finish(CopyError(0, "late"))
+    second.finish(CopyError(2, "early"))
+    with pytest.raises(TransferError, match="onload 2 failed at block 2: early") as caught:
+        await view.wait(0)
+    assert caught.value.first_bad_token == 532
+
+
+async def test_a_view_of_nothing_is_shared_and_costs_nothing() -> None:
+    """A full device hit has nothing to wait for."""
+    assert done_view(4) is done_view(4)
+    assert DONE is done_view(0)
+    view = done_view(4)
+    assert view.is_done
+    assert view.pending_layers == []
+    with pytest.raises(StopIteration):
+        view.wait(3).send(None)
+    view.gpu_wait(2, None)
+    view.gpu_wait_all(None)
+    assert [layer async for layer in view] == [0, 1, 2, 3]

@@ -1,0 +1,282 @@
+"""EventPoller: who is asked, when, and what happens then (design section 8)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from aiokv.errors import ClosedError, DeviceError
+from aiokv.testing import ManualEvent, spin
+from aiokv.worker import poller as poller_module
+from aiokv.worker.poller import EventPoller
+
+if TYPE_CHECKING:
+    from aiokv.worker.poller import Callback
+
+pytestmark = pytest.mark.asyncio
+
+
+class Countdown:
+    """Done at the n-th query, as a device that works while it is asked."""
+
+    def __init__(self, queries: int) -> None:
+        self.left = queries
+        self.asked_at: list[float] = []
+
+    @property
+    def done(self) -> bool:
+        self.asked_at.append(time.monotonic())
+        self.left -= 1
+        return self.left <= 0
+
+    def synchronize(self) -> None:
+        raise AssertionError("the poller must not block")
+
+
+class CountingLoop:
+    """The loop, counting what is put on it."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self.calls = 0
+
+    def call_soon(self, *args: Any, **options: Any) -> asyncio.Handle:
+        self.calls += 1
+        return self._loop.call_soon(*args, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loop, name)
+
+
+def into(results: list[Any], name: Any = None) -> Callback:
+    return lambda error: results.append(error if name is None else name)
+
+
+async def closed(poller: EventPoller) -> None:
+    poller.close()
+    await spin(2)  # the timer's descriptor goes one pass later
+
+
+async def test_nothing_is_scheduled_while_nothing_is_pending() -> None:
+    loop = CountingLoop(asyncio.get_running_loop())
+    poller = EventPoller(loop)  # type: ignore[arg-type]
+    assert poller.idle
+    await spin(3)
+    assert loop.calls == 0
+    event = Countdown(3)
+    await poller.wait(event)
+    assert poller.idle
+    calls = loop.calls
+    await spin(5)
+    assert loop.calls == calls
+    assert len(event.asked_at) == 3
+    await closed(poller)
+
+
+async def test_a_done_event_is_not_even_watched() -> None:
+    loop = CountingLoop(asyncio.get_running_loop())
+    poller = EventPoller(loop)  # type: ignore[arg-type]
+    await poller.wait(Countdown(1))
+    assert loop.calls == 0
+    assert poller.statistics().queries == 0
+    poller.close()
+
+
+async def test_only_the_head_of_each_stream_is_asked() -> None:
+    poller = EventPoller(asyncio.get_running_loop())
+    heads, tails, seen = [ManualEvent(), ManualEvent()], [ManualEvent(), ManualEvent()], []
+    for key in (0, 1):
+        poller.watch(heads[key], key, into(seen, f"head{key}"))
+        poller.watch(tails[key], key, into(seen, f"tail{key}"))
+    tails[0].complete()  # cannot happen on a real stream; nobody must notice
+    await spin(3)
+    assert seen == []
+    assert [tail.queries for tail in tails] == [0, 0]
+    assert all(head.queries for head in heads)
+    heads[0].complete()
+    while len(seen) < 2:
+        await spin()
+    assert seen == ["head0", "tail0"]
+    heads[1].complete()
+    tails[1].complete()
+    while not poller.idle:
+        await spin()
+    assert seen == ["head0", "tail0", "head1", "tail1"]
+    await closed(poller)
+
+
+async def test_callbacks_never_run_inside_watch() -> None:
+    poller = EventPoller(asyncio.get_running_loop())
+    seen: list[Any] = []
+    poller.watch(Countdown(1), "s", into(seen))
+    assert seen == []
+    await spin(2)
+    assert seen == [None]
+    await closed(poller)
+
+
+async def test_a_callback_may_watch_the_next_event() -> None:
+    poller = EventPoller(asyncio.get_running_loop())
+    seen: list[int] = []
+
+    def again(error: BaseException | None) -> None:
+        seen.append(len(seen))
+        if len(seen) < 5:
+            poller.watch(Countdown(2), "s", again)
+
+    poller.watch(Countdown(1), "s", again)
+    while not poller.idle:
+        await spin()
+    assert seen == [0, 1, 2, 3, 4]
+    await closed(poller)
+
+
+async def test_no_query_long_before_the_expected_end() -> None:
+    poller = EventPoller(asyncio.get_running_loop())
+    event = Countdown(3)  # wait() itself asks once
+    started = time.monotonic()
+    await poller.wait(event, expected_seconds=0.02)
+    assert event.asked_at[1] - started >= 0.02 - poller_module.LEAD_SECONDS - 1e-4
+    await closed(poller)
+
+
+async def test_a_nearer_expectation_rearms_the_timer() -> None:
+    poller = EventPoller(asyncio.get_running_loop())
+    seen: list[str] = []
+    poller.watch(Countdown(1), "far", into(seen, "far"), expected_seconds=60.0)
+    await spin()
+    poller.watch(Countdown(1), "near", into(seen, "near"), expected_seconds=0.002)
+    near = poller.wait(Countdown(2), expected_seconds=0.004)
+    await near
+    assert seen == ["near"]
+    await closed(poller)
+    assert seen == ["near", "far"]  # by the ClosedError
+
+
+async def test_an_overdue_event_is_asked_less_and_less_often() -> None:
+    budget, first = poller_module.POLL_BUDGET_SECONDS, poller_module.MIN_BACKOFF_SECONDS
+    due = 100.0
+    assert poller_module._next_query(due, 99.5) == due
+    assert poller_module._next_query(due, due + budget / 2) == due + budget / 2
+    assert poller_module._next_query(due, due + budget * 1.01) >= due + budget + first
+    assert poller_module._next_query(due, due + 5) == pytest.approx(
+        due + 5 + poller_module.MAX_BACKOFF_SECONDS
+    )
+
+
+async def test_an_event_that_takes_longer_than_the_budget_still_arrives() -> None:
+    poller = EventPoller(asyncio.get_running_loop())
+    event = ManualEvent()
+    asyncio.get_running_loop().call_later(0.01, event.complete)
+    await poller.wait(event)
+    statistics = poller.statistics()
+    assert statistics.events == 1
+    assert event.finished_seconds is not None
+    await closed(poller)
+
+
+async def test_cancelling_a_waiter_detaches_it_and_stops_the_polling() -> None:
+    poller = EventPoller(asyncio.get_running_loop())
+    event = ManualEvent()
+    task = asyncio.create_task(poller.wait(event))
+    await spin(3)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert poller.idle
+    queries = event.queries
+    await spin(5)
+    assert event.queries == queries
+    await closed(poller)
+
+
+async def test_a_cancelled_watch_in_the_middle_does_not_hold_up_the_stream() -> None:
+    poller = EventPoller(asyncio.get_running_loop())
+    events, seen = [ManualEvent() for _ in range(3)], []
+    watches = [poller.watch(event, "s", into(seen, i)) for i, event in enumerate(events)]
+    watches[1].cancel()
+    watches[1].cancel()
+    events[0].complete()
+    events[2].complete()
+    while not poller.idle:
+        await spin()
+    assert seen == [0, 2]
+    assert events[1].queries == 0
+    await closed(poller)
+
+
+async def test_waiter_cancelled_in_the_pass_that_finishes_the_event() -> None:
+    """I7: the hand-off and the cancellation meet in one loop pass."""
+    poller = EventPoller(asyncio.get_running_loop())
+    event = ManualEvent()
+    task = asyncio.create_task(poller.wait(event))
+    await spin(2)
+    event.complete()
+    poller.watch(Countdown(1), "killer", lambda _: task.cancel())
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert poller.idle
+    await closed(poller)
+
+
+async def test_a_raising_callback_is_reported_and_the_others_run(
+    loop_errors: list[dict[str, Any]],
+) -> None:
+    poller = EventPoller(asyncio.get_running_loop())
+    seen: list[str] = []
+
+    def broken(error: BaseException | None) -> None:
+        raise ValueError("callback")
+
+    poller.watch(Countdown(1), "a", broken)
+    poller.watch(Countdown(1), "a", into(seen, "second"))
+    poller.watch(Countdown(1), "b", into(seen, "other"))
+    await spin(3)
+    assert seen == ["second", "other"]
+    assert [str(context["exception"]) for context in loop_errors] == ["callback"]
+    loop_errors.clear()
+    await closed(poller)
+
+
+async def test_a_query_that_raises_ends_the_wait_with_a_device_error() -> None:
+    """B7.7, C3.13: a broken device is told to whoever waits."""
+    poller = EventPoller(asyncio.get_running_loop())
+    event = ManualEvent()
+    task = asyncio.create_task(poller.wait(event))
+    await spin(2)
+    event.query_error = RuntimeError("an illegal memory access was encountered")
+    with pytest.raises(DeviceError, match="illegal memory access"):
+        await task
+    await closed(poller)
+
+
+async def test_close_tells_the_waiters_and_refuses_new_ones() -> None:
+    poller = EventPoller(asyncio.get_running_loop())
+    seen: list[Any] = []
+    poller.watch(ManualEvent(), "s", into(seen))
+    task = asyncio.create_task(poller.wait(ManualEvent()))
+    await spin(2)
+    poller.close()
+    poller.close()
+    with pytest.raises(ClosedError):
+        await task
+    assert isinstance(seen[0], ClosedError)
+    with pytest.raises(ClosedError):
+        poller.watch(ManualEvent(), "s", into(seen))
+    await spin(2)
+
+
+async def test_statistics_tell_latency_and_share() -> None:
+    poller = EventPoller(asyncio.get_running_loop())
+    assert poller.statistics().cpu_share == 0.0
+    for _ in range(10):
+        await poller.wait(Countdown(4))
+    statistics = poller.statistics()
+    assert (statistics.events, statistics.pending) == (10, 0)
+    assert statistics.queries == 30  # wait() asks once itself
+    assert 0 < statistics.latency_p50_seconds <= statistics.latency_p99_seconds
+    assert 0 < statistics.cpu_share < 1
+    await closed(poller)

@@ -1,0 +1,191 @@
+"""Regions: any per-layer tensors, their layout on the host, what does not fit (B7.11, C3.5-7)."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from aiokv.errors import ClosedError, ConfigError, LayoutError, UsageError
+from aiokv.worker.arena import HUGE_PAGE_BYTES, HostArena
+from aiokv.worker.regions import Regions, num_blocks_for
+
+
+def zeros(*shape: int, dtype: str = "u1") -> np.ndarray:
+    return np.zeros(shape, dtype=dtype)
+
+
+def test_each_region_has_its_own_bytes_per_block() -> None:
+    """B7.11: keys, values and scales are all counted, whatever their dtype (C3.5, C3.18)."""
+    regions = Regions(num_layers=2)
+    regions.add("k", layers=[zeros(8, 4, 16, dtype="f2")] * 2)
+    regions.add("v", layers=[zeros(8, 4, 8, dtype="f2")] * 2)
+    regions.add("scale", layers=[zeros(8, 4, dtype="f4")] * 2)
+    assert regions.layer_bytes(0) == 128 + 64 + 16
+    assert regions.block_bytes == 2 * regions.layer_bytes(0)
+    assert regions.num_blocks == 8
+    assert regions.names == ("k", "v", "scale")
+
+
+def test_a_region_may_exist_in_some_layers_only() -> None:
+    """C3.6: extra layers (MTP, indexer) are regions too, not left out."""
+    regions = Regions(num_layers=3)
+    regions.add("k", layers=[zeros(4, 10)] * 3)
+    regions.add("index", layers=[zeros(4, 6)], layer_indices=[1])
+    assert [regions.layer_bytes(layer) for layer in range(3)] == [10, 16, 10]
+    assert [piece.region for piece in regions.layer_pieces(1)] == ["k", "index"]
+    with pytest.raises(LayoutError, match="layer 0 has no region 'index'"):
+        regions.host_offset(0, "index")
+
+
+def test_pieces_are_aligned_and_disjoint_in_the_host_block() -> None:
+    regions = Regions(num_layers=2)
+    regions.add("k", layers=[zeros(4, 100)] * 2)
+    regions.add("v", layers=[zeros(4, 7)] * 2)
+    pieces = list(regions.pieces())
+    assert [piece.host_offset_bytes for piece in pieces] == [0, 128, 192, 320]
+    assert regions.host_offset(1, "k") == 192
+    assert regions.host_block_bytes == 384
+    assert regions.block_bytes == 214
+
+
+def test_blocks_may_be_any_distance_apart() -> None:
+    both = zeros(6, 2, 32)  # [B, K/V, ...]: keys and values interleaved block by block
+    regions = Regions(num_layers=1)
+    regions.add("k", layers=[both[:, 0]])
+    regions.add("v", layers=[both[:, 1]])
+    k, v = regions.layer_pieces(0)
+    assert (k.stride_bytes, k.block_bytes) == (64, 32)
+    assert v.pointer == k.pointer + 32
+    v.view()[3] = 9
+    assert both[3, 1].tolist() == [9] * 32
+    assert both.sum() == 9 * 32
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (zeros(4, 8, 6).transpose(0, 2, 1), r"axis 1 of shape \(4, 6, 8\) has a stride of 1"),
+        (zeros(4, 8)[:, ::2], "axis 1"),
+        (zeros(4, 8)[::-1], "8 bytes lie -8 bytes apart"),
+        (np.lib.stride_tricks.as_strided(zeros(64), (4, 8), (4, 1)), "4 bytes apart and overlap"),
+        (zeros(0, 8), "no blocks"),
+        (np.zeros(()), "no blocks"),
+        ([1, 2, 3], "list speaks neither"),
+    ],
+)
+def test_what_cannot_be_copied_by_block_is_refused(tensor: object, message: str) -> None:
+    regions = Regions(num_layers=1)
+    with pytest.raises(LayoutError, match=message):
+        regions.add("k", layers=[tensor])
+    assert regions.names == ()
+    assert regions.num_blocks is None
+
+
+def test_a_read_only_array_is_refused() -> None:
+    array = zeros(4, 8)
+    array.flags.writeable = False
+    with pytest.raises(LayoutError, match="read-only"):
+        Regions(num_layers=1).add("k", layers=[array])
+
+
+def test_numbers_that_contradict_each_other_are_refused() -> None:
+    """C3.9, B8.1: a missing or foreign tensor is an error, never a silent no-op."""
+    regions = Regions(num_layers=2)
+    with pytest.raises(LayoutError, match="1 tensors for 2 layers"):
+        regions.add("k", layers=[zeros(4, 8)])
+    with pytest.raises(LayoutError, match="5 blocks, the others have 4"):
+        regions.add("k", layers=[zeros(4, 8), zeros(5, 8)])
+    with pytest.raises(LayoutError, match="not distinct layers of 2"):
+        regions.add("k", layers=[zeros(4, 8)] * 2, layer_indices=[0, 2])
+    assert regions.block_bytes == 0
+    regions.add("k", layers=[zeros(4, 8)] * 2)
+    with pytest.raises(LayoutError, match="registered already"):
+        regions.add("k", layers=[zeros(4, 8)] * 2)
+    with pytest.raises(LayoutError, match="not be negative"):
+        Regions(num_layers=-1)
+
+
+def test_dlpack_and_array_interface_are_looked_at_without_a_copy() -> None:
+    class OnlyDLPack:
+        def __init__(self, array: np.ndarray) -> None:
+            self.array = array
+
+        def __dlpack__(self, **options: object) -> object:
+            return self.array.__dlpack__(**options)
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return self.array.__dlpack_device__()
+
+    class OnlyInterface:
+        def __init__(self, array: np.ndarray) -> None:
+            self.array = array
+            self.__array_interface__ = array.__array_interface__
+
+    first, second = zeros(4, 8, dtype="f4"), zeros(4, 8, dtype="f4")
+    regions = Regions(num_layers=2)
+    regions.add("k", layers=[OnlyDLPack(first), OnlyInterface(second)])
+    assert [piece.pointer for piece in regions.pieces()] == [first.ctypes.data, second.ctypes.data]
+    for piece in regions.pieces():
+        piece.view()[2] = 1
+    assert first[2].tobytes() == second[2].tobytes() == b"\x01" * 32
+
+
+def test_registry_keeps_the_tensors_alive() -> None:
+    regions = Regions(num_layers=1)
+    regions.add("k", layers=[np.full((4, 1000), 7, dtype="u1")])
+    (piece,) = regions.pieces()
+    assert ctypes.string_at(piece.pointer, 4000) == b"\x07" * 4000
+
+
+def test_tensors_on_a_gpu_have_no_cpu_view() -> None:
+    interface = {
+        "shape": (4, 8),
+        "typestr": "|u1",
+        "data": (4096, False),
+        "strides": None,
+        "version": 3,
+    }
+    on_gpu = SimpleNamespace(__cuda_array_interface__=interface)
+    regions = Regions(num_layers=1)
+    regions.add("k", layers=[on_gpu])
+    assert regions.devices == {"cuda"}
+    with pytest.raises(LayoutError, match="on cuda"):
+        next(regions.pieces()).view()
+
+
+def test_num_blocks_for() -> None:
+    regions = Regions(num_layers=2)
+    regions.add("k", layers=[zeros(4, 100)] * 2)
+    assert num_blocks_for(256 * 10 + 255, regions) == 10
+    assert num_blocks_for(1000, 300) == 3
+    assert num_blocks_for(0, 300) == num_blocks_for(-5, 300) == 0
+    with pytest.raises(LayoutError, match="0 bytes"):
+        num_blocks_for(1000, Regions(num_layers=2))
+
+
+def test_arena_is_block_first_aligned_zeroed_and_freed() -> None:
+    arena = HostArena(num_blocks=5, block_bytes=192)
+    assert arena.pointer % HUGE_PAGE_BYTES == 0
+    assert arena.blocks.shape == (5, 192)
+    assert arena.blocks.ctypes.data == arena.pointer
+    assert not arena.blocks.any()
+    view = arena.blocks[2]
+    view[:] = 3
+    assert ctypes.string_at(arena.pointer + 2 * 192, 192) == b"\x03" * 192
+    arena.close()
+    arena.close()
+    with pytest.raises(ClosedError):
+        _ = arena.blocks
+    assert view.tolist() == [3] * 192  # somebody still looks: freed later
+
+
+def test_arena_without_blocks_or_with_too_many() -> None:
+    """B7.11: a host tier of no blocks is no error."""
+    HostArena(num_blocks=0, block_bytes=192).close()
+    HostArena(num_blocks=7, block_bytes=0).close()
+    with pytest.raises(ConfigError, match="host_blocks") as caught:
+        HostArena(num_blocks=2**40, block_bytes=2**20)
+    assert isinstance(caught.value, UsageError)

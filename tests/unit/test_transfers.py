@@ -1,0 +1,100 @@
+"""Which transfer goes next, and which has to wait for a step. No loop."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from aiokv.errors import UsageError
+from aiokv.plan import Priority, TransferPlan
+from aiokv.testing import ManualEvent
+from aiokv.worker.transfers import StepGate, Transfer, TransferQueue
+
+
+def transfer(number: int, priority: int = Priority.DEMAND, after_step: int = 0) -> Transfer:
+    plan = TransferPlan(
+        transfer_id=number,
+        direction="onload",
+        device_blocks=b"",
+        host_blocks=b"",
+        priority=priority,
+        after_step=after_step,
+    )
+    return Transfer(plan, cast("Any", None), num_bytes=0)
+
+
+def numbers(queue: TransferQueue) -> list[int]:
+    found = []
+    while (popped := queue.pop()) is not None:
+        found.append(popped.plan.transfer_id)
+    return found
+
+
+def test_priority_first_then_first_come() -> None:
+    """C3.15: an onload somebody waits for goes before a backup."""
+    queue = TransferQueue()
+    order = [Priority.BACKUP, Priority.DEMAND, Priority.PREFETCH, Priority.JOINED, Priority.DEMAND]
+    for number, priority in enumerate(order):
+        queue.push(transfer(number, priority))
+    assert len(queue) == 5
+    assert numbers(queue) == [1, 4, 3, 2, 0]
+    assert len(queue) == 0
+
+
+def test_removed_transfers_are_skipped_and_forgotten() -> None:
+    queue = TransferQueue()
+    waiting = [transfer(number) for number in range(100)]
+    for each in waiting:
+        queue.push(each)
+    for each in waiting[:99]:
+        queue.remove(each)
+    assert len(queue) == 1
+    assert len(queue._heap) < 40
+    assert numbers(queue) == [99]
+
+
+def test_an_open_step_holds_back_and_closing_frees_in_order() -> None:
+    gate = StepGate()
+    assert not gate.is_open(0)
+    for number, step in enumerate([3, 1, 2, 1, 5]):
+        gate.hold(transfer(number, after_step=step))
+    assert len(gate) == 5
+    assert [freed.plan.transfer_id for freed in gate.close(3, None)] == [1, 3, 2, 0]
+    assert [held.plan.transfer_id for held in gate] == [4]
+    assert not gate.is_open(3)
+
+
+def test_a_step_closes_once() -> None:
+    gate = StepGate()
+    gate.close(2, None)
+    for step in (1, 2):
+        with pytest.raises(UsageError, match=f"step {step} is closed already, up to 2"):
+            gate.close(step, None)
+
+
+def test_a_held_transfer_can_be_taken_out() -> None:
+    gate = StepGate()
+    held = transfer(1, after_step=4)
+    gate.hold(held)
+    gate.remove(held)
+    assert held.state == "ended"
+    assert gate.close(4, None) == []
+
+
+def test_the_event_of_a_step_is_the_first_one_not_before_it() -> None:
+    gate = StepGate()
+    two, four = ManualEvent(), ManualEvent()
+    gate.close(2, two)
+    gate.close(3, None)  # says that step 3 had finished when it was closed
+    gate.close(4, four)
+    assert gate.event_for(1) is two
+    assert gate.event_for(2) is two
+    assert gate.event_for(3) is None
+    assert gate.event_for(4) is four
+    two.complete()
+    assert gate.event_for(2) is None
+    four.complete()
+    gate.close(5, None)
+    assert len(gate._events) == 0
+    assert gate.event_for(5) is None
