@@ -1,0 +1,50 @@
+"""What does the cache save in a serving loop? The demo's workload: no cache, device, device + host.
+
+Fails when a run's tokens or logits differ from those of the run without reuse.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import uvloop
+
+from aiokv.demo.runs import DemoConfig, run_demo
+from aiokv.demo.transformer import ModelConfig
+from aiokv.demo.workload import ChatSizes, chat_workload
+from aiokv.errors import InternalError
+
+if TYPE_CHECKING:
+    from aiokv.demo.report import RunResult
+
+
+class _Silent:
+    """The demo's progress, told to nobody."""
+
+    def begin(self, label: str, requests: int) -> None: ...
+
+    def advance(self) -> None: ...
+
+    def end(self, result: RunResult) -> None: ...
+
+
+def run(quick: bool) -> dict[str, Any]:
+    model = ModelConfig()
+    sizes = ChatSizes(conversations=8, turns=3) if quick else ChatSizes()
+    workload = chat_workload(sizes, vocab=model.vocab, seed=0)
+    result = uvloop.run(run_demo(model, workload, DemoConfig(), _Silent()))
+    if not result.equal:
+        raise InternalError("the serving runs differ: the cache served wrong bytes")
+    return {run.name: _metrics(run) for run in result.runs}
+
+
+def _metrics(run: RunResult) -> dict[str, Any]:
+    metrics = {
+        "requests_per_second": run.requests / run.seconds,
+        "generated_tokens_per_second": run.generated_tokens / run.seconds,
+        "reused_tokens": run.reused_tokens.total,
+        "ttft_ms": {"p50": run.ttft_ms.p50, "p99": run.ttft_ms.p99},
+    }
+    if run.wakeup_us.p50 is not None:
+        metrics["wakeup_us"] = {"p50": run.wakeup_us.p50, "p99": run.wakeup_us.p99}
+    return metrics

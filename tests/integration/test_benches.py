@@ -1,0 +1,17 @@
+"""The benches run: each gives numbers, and those that check conservation find nothing missing."""
+
+from __future__ import annotations
+
+import importlib
+import math
+
+import pytest
+
+from bench import harness
+
+
+@pytest.mark.parametrize("name", ["index", "cancel_storm", "shutdown"])
+def test_bench_gives_finite_numbers_that_can_be_compared(name):
+    numbers = harness.flatten(importlib.import_module(f"bench.{name}").run(quick=True))
+    assert all(math.isfinite(value) for value in numbers.values())
+    assert any(harness.better(metric) for metric in numbers)
