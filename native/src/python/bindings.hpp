@@ -7,6 +7,9 @@ namespace aiokv {
 
 void bind_copy(nanobind::module_& m);
 void bind_core(nanobind::module_& m);
+#ifdef AIOKV_HAS_CUDA
+void bind_cuda(nanobind::module_& m);
+#endif
 void bind_errors(nanobind::module_& m);
 
 }  // namespace aiokv

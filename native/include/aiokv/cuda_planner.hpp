@@ -1,0 +1,52 @@
+// Which way each group of layers goes. Costs were measured on an H100 behind PCIe 5 x16; on slower
+// links the fixed costs weigh less, so the choice errs towards the kernel, which is never slow.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "aiokv/cuda_layout.hpp"
+
+namespace aiokv::cuda {
+
+enum class Path : std::uint8_t {
+    kAuto,    // the planner's choice
+    kStaged,  // copy engine, staging ring, scatter or gather
+    kDirect,  // a kernel reads the host blocks; onload only
+};
+
+struct Group {
+    std::uint32_t first_layer;
+    std::uint32_t end_layer;
+    Path path;
+};
+
+struct PlannerOptions {
+    // A strided copy costs 3.5 us beyond its bytes: under 4 MiB the kernel (0.92 of the link) wins.
+    std::size_t min_strided_copy_bytes = std::size_t{4} << 20;
+    // A copy in a batch costs 0.3 us of the engine and 1 us of the submitting thread.
+    std::size_t min_batched_copy_bytes = std::size_t{256} << 10;
+    // Shorter runs go into a batch, longer ones are one strided copy.
+    std::size_t min_strided_rows = 8;
+    // Layers of the largest group: larger ones cost fewer calls, and later layers come later.
+    std::uint32_t max_group_layers = 8;
+};
+
+struct Shape {
+    std::size_t num_blocks;
+    std::size_t num_runs;  // of consecutive host ids, after sorting
+};
+
+std::size_t count_runs(std::span<const std::int32_t> sorted_ids);
+
+// Layer groups of 1, 1, 2, 4, 8, 8, ... layers: the first layer comes early, and most bytes move in
+// large pieces. No group's row is larger than a ring slot unless it is a single layer.
+std::vector<Group> plan_onload(const Layout& layout, Shape shape, std::size_t slot_bytes,
+                               const PlannerOptions& options, Path forced);
+
+// As many layers a group as fit in a ring slot: whole blocks are the longest copies.
+std::vector<Group> plan_offload(const Layout& layout, std::size_t slot_bytes);
+
+}  // namespace aiokv::cuda

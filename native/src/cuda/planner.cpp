@@ -1,0 +1,62 @@
+#include "aiokv/cuda_planner.hpp"
+
+#include <algorithm>
+
+namespace aiokv::cuda {
+namespace {
+
+Path choose(std::size_t row_bytes, Shape shape, const PlannerOptions& options) {
+    const std::size_t rows = shape.num_blocks / std::max<std::size_t>(shape.num_runs, 1);
+    if (rows < options.min_strided_rows) {
+        return row_bytes >= options.min_batched_copy_bytes ? Path::kStaged : Path::kDirect;
+    }
+    return rows * row_bytes >= options.min_strided_copy_bytes ? Path::kStaged : Path::kDirect;
+}
+
+std::uint32_t fitting(const Layout& layout, std::uint32_t first, std::uint32_t want,
+                      std::size_t slot_bytes) {
+    std::uint32_t end = std::min(first + want, layout.num_layers());
+    while (end > first + 1 && layout.window(first, end).bytes > slot_bytes) {
+        --end;
+    }
+    return end;
+}
+
+}  // namespace
+
+std::size_t count_runs(std::span<const std::int32_t> ids) {
+    std::size_t runs = ids.empty() ? 0 : 1;
+    for (std::size_t i = 1; i < ids.size(); ++i) {
+        runs += ids[i] != ids[i - 1] + 1;
+    }
+    return runs;
+}
+
+std::vector<Group> plan_onload(const Layout& layout, Shape shape, std::size_t slot_bytes,
+                               const PlannerOptions& options, Path forced) {
+    std::vector<Group> groups;
+    std::uint32_t want = 1;
+    for (std::uint32_t first = 0; first < layout.num_layers();) {
+        const std::uint32_t end = fitting(layout, first, want, slot_bytes);
+        const std::size_t row_bytes = layout.window(first, end).bytes;
+        groups.push_back(
+            {first, end, forced == Path::kAuto ? choose(row_bytes, shape, options) : forced});
+        if (groups.size() > 1) {
+            want = std::min(want * 2, options.max_group_layers);
+        }
+        first = end;
+    }
+    return groups;
+}
+
+std::vector<Group> plan_offload(const Layout& layout, std::size_t slot_bytes) {
+    std::vector<Group> groups;
+    for (std::uint32_t first = 0; first < layout.num_layers();) {
+        const std::uint32_t end = fitting(layout, first, layout.num_layers(), slot_bytes);
+        groups.push_back({first, end, Path::kStaged});
+        first = end;
+    }
+    return groups;
+}
+
+}  // namespace aiokv::cuda

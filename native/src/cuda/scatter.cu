@@ -1,0 +1,22 @@
+#include "aiokv/cuda_check.hpp"
+#include "aiokv/cuda_kernels.hpp"
+#include "copy_chunk.cuh"
+
+namespace aiokv::cuda {
+namespace {
+
+__global__ void __launch_bounds__(kThreads)
+    scatter_kernel(const __grid_constant__ KernelCopy copy) {
+    for_each_chunk(copy, [](const Chunk& chunk, std::uint32_t lane) {
+        copy_bytes(chunk.device, chunk.other, chunk.bytes, lane);
+    });
+}
+
+}  // namespace
+
+void launch_scatter(const KernelCopy& copy, int blocks, cudaStream_t stream) {
+    scatter_kernel<<<blocks, kThreads, 0, stream>>>(copy);
+    check_launch("scatter kernel");
+}
+
+}  // namespace aiokv::cuda

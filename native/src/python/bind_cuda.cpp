@@ -1,0 +1,216 @@
+// aiokv._native.cuda. Handles of streams and events are plain integers; whatever may enter the
+// driver gives up the GIL first, or a driver thread that wants it would never get it.
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include "aiokv/cuda_check.hpp"
+#include "aiokv/cuda_engine.hpp"
+#include "bindings.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace aiokv {
+namespace {
+
+using cuda::Direction;
+using cuda::Path;
+using ReleaseGil = nb::call_guard<nb::gil_scoped_release>;
+using Ids = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using SliceTuple = std::tuple<std::uintptr_t, std::size_t, std::size_t, std::size_t, std::size_t>;
+
+template <typename Handle>
+Handle handle(std::uintptr_t value) {
+    return reinterpret_cast<Handle>(value);
+}
+
+// What the poller asks: one native object a layer, without a Python frame in between.
+struct LayerEvent {
+    std::shared_ptr<cuda::Transfer> transfer;
+    std::uint32_t layer;
+};
+
+cuda::Layout make_layout(std::uint32_t device_blocks, std::uint32_t host_blocks,
+                         std::uintptr_t host_base, std::size_t host_block_bytes,
+                         const std::vector<SliceTuple>& slices,
+                         const std::vector<std::uint32_t>& layer_begin) {
+    cuda::Layout layout;
+    layout.device_blocks = device_blocks;
+    layout.host_blocks = host_blocks;
+    layout.host_base = host_base;
+    layout.host_block_bytes = host_block_bytes;
+    layout.layer_begin = layer_begin;
+    for (const auto& [base, stride, bytes, offset, host_bytes] : slices) {
+        layout.slices.push_back({base, stride, bytes, offset, host_bytes});
+    }
+    return layout;
+}
+
+std::shared_ptr<cuda::Transfer> submit(cuda::SwapEngine& engine, Direction direction, Ids host,
+                                       Ids device, std::uintptr_t after, Path path) {
+    const std::span<const std::int32_t> host_ids(host.data(), host.shape(0));
+    const std::span<const std::int32_t> device_ids(device.data(), device.shape(0));
+    nb::gil_scoped_release release;
+    return engine.submit(direction, host_ids, device_ids, handle<cudaEvent_t>(after), path);
+}
+
+void bind_registration(nb::module_& m) {
+    using cuda::HostRegistration;
+    nb::class_<HostRegistration>(m, "HostRegistration",
+                                 "Pins a range of host memory in the background, chunk by chunk.")
+        .def(
+            "__init__",
+            [](HostRegistration* self, std::uintptr_t base, std::size_t num_bytes, int device,
+               std::size_t chunk_bytes, unsigned touch_threads, int numa_node, bool numa_strict) {
+                new (self) HostRegistration(
+                    base, num_bytes, {device, chunk_bytes, touch_threads, numa_node, numa_strict});
+            },
+            "base"_a, "num_bytes"_a, nb::kw_only(), "device"_a,
+            "chunk_bytes"_a = std::size_t{64} << 20, "touch_threads"_a = 8, "numa_node"_a = -1,
+            "numa_strict"_a = false, ReleaseGil())
+        .def_prop_ro("ready_bytes", &HostRegistration::ready_bytes)
+        .def_prop_ro("total_bytes", &HostRegistration::total_bytes)
+        .def_prop_ro("finished", &HostRegistration::finished)
+        .def_prop_ro("numa_bound", &HostRegistration::numa_bound)
+        .def_prop_ro("elapsed_seconds", &HostRegistration::elapsed_seconds)
+        .def("wait_ready", &HostRegistration::wait_ready, "num_bytes"_a, ReleaseGil())
+        .def("cancel", &HostRegistration::cancel, ReleaseGil())
+        .def("close", &HostRegistration::close, ReleaseGil());
+}
+
+void bind_transfer(nb::module_& m) {
+    using cuda::Transfer;
+    nb::class_<LayerEvent>(m, "LayerEvent", "The end of one layer of a transfer.")
+        .def_prop_ro(
+            "done", [](LayerEvent& event) { return event.transfer->layer_done(event.layer); },
+            ReleaseGil())
+        .def(
+            "synchronize", [](LayerEvent& event) { event.transfer->synchronize(event.layer); },
+            ReleaseGil());
+    nb::class_<Transfer>(m, "Transfer", "A transfer that the engine has accepted.")
+        .def_prop_ro("num_layers", &Transfer::num_layers)
+        .def_prop_ro("started", &Transfer::started)
+        .def("layer_done", &Transfer::layer_done, "layer"_a, ReleaseGil())
+        .def("wait_submitted", &Transfer::wait_submitted, "layer"_a, ReleaseGil())
+        .def("synchronize", &Transfer::synchronize, "layer"_a, ReleaseGil())
+        .def(
+            "stream_wait",
+            [](Transfer& transfer, std::uint32_t layer, std::uintptr_t stream) {
+                transfer.stream_wait(layer, handle<cudaStream_t>(stream));
+            },
+            "layer"_a, "stream"_a, ReleaseGil())
+        .def("layer_milliseconds", &Transfer::layer_milliseconds, "layer"_a, ReleaseGil())
+        .def("failure",
+             [](const Transfer& transfer)
+                 -> std::optional<std::tuple<std::uint32_t, int, std::string>> {
+                 const auto failure = transfer.failure();
+                 if (!failure) {
+                     return std::nullopt;
+                 }
+                 return std::tuple(failure->first_bad_block, failure->code, failure->reason);
+             })
+        .def("groups",
+             [](const Transfer& transfer) {
+                 std::vector<std::tuple<std::uint32_t, std::uint32_t, Path>> groups;
+                 for (const cuda::Group& group : transfer.groups()) {
+                     groups.emplace_back(group.first_layer, group.end_layer, group.path);
+                 }
+                 return groups;
+             })
+        .def("layer_events", [](const std::shared_ptr<Transfer>& transfer) {
+            std::vector<LayerEvent> events;
+            for (std::uint32_t layer = 0; layer < transfer->num_layers(); ++layer) {
+                events.push_back({transfer, layer});
+            }
+            return events;
+        });
+}
+
+void init_engine(cuda::SwapEngine* self, cuda::HostRegistration& host, std::uint32_t device_blocks,
+                 std::uint32_t host_blocks, std::uintptr_t host_base, std::size_t host_block_bytes,
+                 const std::vector<SliceTuple>& slices,
+                 const std::vector<std::uint32_t>& layer_begin,
+                 std::tuple<std::uintptr_t, std::uintptr_t> onload_streams,
+                 std::tuple<std::uintptr_t, std::uintptr_t> offload_streams, int device,
+                 bool timing, std::size_t slot_bytes, std::uint32_t num_slots, int staged_blocks,
+                 int direct_blocks, std::uint32_t max_group_layers,
+                 std::size_t min_strided_copy_bytes, std::size_t min_batched_copy_bytes) {
+    cuda::EngineOptions options;
+    options.device = device;
+    options.timing = timing;
+    options.slot_bytes = slot_bytes;
+    options.num_slots = num_slots;
+    options.staged_blocks = staged_blocks;
+    options.direct_blocks = direct_blocks;
+    options.planner.max_group_layers = max_group_layers;
+    options.planner.min_strided_copy_bytes = min_strided_copy_bytes;
+    options.planner.min_batched_copy_bytes = min_batched_copy_bytes;
+    auto streams = [](std::tuple<std::uintptr_t, std::uintptr_t> pair) {
+        return cuda::LaneStreams{handle<cudaStream_t>(std::get<0>(pair)),
+                                 handle<cudaStream_t>(std::get<1>(pair))};
+    };
+    new (self) cuda::SwapEngine(
+        make_layout(device_blocks, host_blocks, host_base, host_block_bytes, slices, layer_begin),
+        options, streams(onload_streams), streams(offload_streams), host);
+}
+
+void bind_engine(nb::module_& m) {
+    using cuda::SwapEngine;
+    const cuda::EngineOptions defaults;
+    nb::class_<SwapEngine>(m, "SwapEngine", "The staged swap engine of one GPU.")
+        .def("__init__", &init_engine, nb::keep_alive<1, 2>(), "host"_a, nb::kw_only(),
+             "device_blocks"_a, "host_blocks"_a, "host_base"_a, "host_block_bytes"_a, "slices"_a,
+             "layer_begin"_a, "onload_streams"_a, "offload_streams"_a, "device"_a,
+             "timing"_a = false, "slot_bytes"_a = defaults.slot_bytes,
+             "num_slots"_a = defaults.num_slots, "staged_blocks"_a = defaults.staged_blocks,
+             "direct_blocks"_a = defaults.direct_blocks,
+             "max_group_layers"_a = defaults.planner.max_group_layers,
+             "min_strided_copy_bytes"_a = defaults.planner.min_strided_copy_bytes,
+             "min_batched_copy_bytes"_a = defaults.planner.min_batched_copy_bytes, ReleaseGil())
+        .def("submit", &submit, "direction"_a, "host_ids"_a, "device_ids"_a, "after"_a = 0,
+             "path"_a = Path::kAuto)
+        .def("close", &SwapEngine::close, ReleaseGil())
+        .def_prop_ro("cpu_seconds", &SwapEngine::cpu_seconds)
+        .def_prop_ro("broken_code", [](const SwapEngine& engine) { return engine.health().code(); })
+        .def_prop_ro("broken_reason",
+                     [](const SwapEngine& engine) { return engine.health().reason(); })
+        .def(
+            "hold",
+            [](SwapEngine& engine, Direction direction, bool held) {
+                engine.lane(direction).hold(held);
+            },
+            "direction"_a, "held"_a, "For tests: keep the submitting thread back.", ReleaseGil())
+        .def(
+            "fail_at",
+            [](SwapEngine& engine, Direction direction, std::uint32_t layer, int code) {
+                engine.lane(direction).fail_at(layer, code);
+            },
+            "direction"_a, "layer"_a, "code"_a, "For tests: fail before this layer.", ReleaseGil());
+}
+
+}  // namespace
+
+void bind_cuda(nb::module_& module) {
+    nb::module_ m = module.def_submodule("cuda", "Staged swaps between pinned memory and a GPU.");
+    nb::enum_<Direction>(m, "Direction")
+        .value("ONLOAD", Direction::kOnload)
+        .value("OFFLOAD", Direction::kOffload);
+    nb::enum_<Path>(m, "Path")
+        .value("AUTO", Path::kAuto)
+        .value("STAGED", Path::kStaged)
+        .value("DIRECT", Path::kDirect);
+    m.def("runtime_version", [] {
+        int version = 0;
+        cuda::check(cudaRuntimeGetVersion(&version), "cudaRuntimeGetVersion");
+        return version;
+    });
+    bind_registration(m);
+    bind_transfer(m);
+    bind_engine(m);
+}
+
+}  // namespace aiokv
