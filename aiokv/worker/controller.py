@@ -68,10 +68,15 @@ class _Lane:
         self.busy_until = 0.0  # expected end of all that is submitted
         self.last_end = 0.0
 
-    def note_end(self, transfer: Transfer, now: float) -> None:
-        """Learn the bandwidth from a transfer that moved all its bytes."""
-        seconds = now - max(transfer.started_at, self.last_end)
-        self.last_end = now
+    def note_end(self, transfer: Transfer, finished_seconds: float) -> None:
+        """Learn the bandwidth from a transfer that moved all its bytes.
+
+        Args:
+            finished_seconds: by the device's clock where it has one. Time until the loop noticed
+                would make the next transfer seem slower, the poller sleep longer, and so on.
+        """
+        seconds = finished_seconds - max(transfer.started_at, self.last_end)
+        self.last_end = finished_seconds
         self.moved_bytes += transfer.num_bytes
         if seconds <= 0 or not transfer.num_bytes:
             return
@@ -292,19 +297,26 @@ class CacheController:
         for layer in layers:
             ended = transfer.counter.mark_layer_done(layer, finished_seconds)
         if ended:
-            self._end_submitted(transfer, transfer.counter.failure)
+            self._end_submitted(transfer, transfer.counter.failure, finished_seconds)
 
     def _lost(self, transfer: Transfer, error: BaseException) -> None:
         """The device cannot tell any more: nothing of the transfer is proven."""
         if transfer.state == "submitted":
             self._end_submitted(transfer, CopyError(0, str(error)))
 
-    def _end_submitted(self, transfer: Transfer, failure: CopyError | None) -> None:
+    def _end_submitted(
+        self,
+        transfer: Transfer,
+        failure: CopyError | None,
+        finished_seconds: float | None = None,
+    ) -> None:
         transfer.state = "ended"
         lane = self._lanes[transfer.plan.direction]
         lane.submitted -= 1
         if failure is None:
-            lane.note_end(transfer, time.monotonic())
+            lane.note_end(
+                transfer, time.monotonic() if finished_seconds is None else finished_seconds
+            )
         if not lane.submitted:
             lane.busy_until = 0.0
         self._pump(lane)

@@ -406,3 +406,16 @@ async def test_statistics_count_bytes_and_learn_the_bandwidth(new_worker: type[W
         assert lane.moved_bytes == 2 * worker.regions.block_bytes == 2 * (3 * 55 + 5)
         assert lane.bytes_per_second > 0
         assert (lane.done, lane.submitted) == (1, 0)
+
+
+async def test_bandwidth_is_measured_by_the_devices_clock(new_worker: type[Worker]) -> None:
+    """Else a late look makes transfers seem slow, and the poller sleep longer, and so on."""
+    device = ManualDevice()
+    async with new_worker(device) as worker:
+        worker.submit()
+        device.complete_all()
+        started_at = worker.controller._transfers[1].started_at
+        device.onloads[0].layer_events[-1].finished_seconds = started_at + 2.0
+        await worker.settle()
+        lane = worker.controller.statistics().onload
+        assert lane.bytes_per_second == pytest.approx(lane.moved_bytes / 2.0)
