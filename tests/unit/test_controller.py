@@ -413,9 +413,9 @@ async def test_bandwidth_is_measured_by_the_devices_clock(new_worker: type[Worke
     device = ManualDevice()
     async with new_worker(device) as worker:
         worker.submit()
+        last_layer = device.onloads[0].layer_events[-1]
         device.complete_all()
-        started_at = worker.controller._transfers[1].started_at
-        device.onloads[0].layer_events[-1].finished_seconds = started_at + 2.0
+        last_layer.finished_seconds = worker.controller._transfers[1].started_at + 2.0
         await worker.settle()
         lane = worker.controller.statistics().onload
         assert lane.bytes_per_second == pytest.approx(lane.moved_bytes / 2.0)
