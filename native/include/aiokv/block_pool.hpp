@@ -1,6 +1,7 @@
 // The free ids of one tier: a bitmap with a summary level, lowest id first.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -17,7 +18,10 @@ class BlockPool {
 
     std::uint32_t capacity() const { return capacity_; }
     std::uint32_t free_blocks() const { return free_; }
-    bool is_free(BlockId id) const;
+    bool is_free(BlockId id) const {
+        const auto index = static_cast<std::uint32_t>(id);
+        return (words_[index / 64] >> (index % 64)) & 1;
+    }
     std::size_t bytes() const;
 
     // The lowest free ids, ascending. Requires out.size() <= free_blocks().
@@ -28,7 +32,10 @@ class BlockPool {
     void take_runs(std::span<BlockId> out);
 
     // Throws InternalError, changing nothing, when the id is free already or not of this pool.
-    void give_back(BlockId id);
+    void give_back(BlockId id) {
+        if (static_cast<std::uint32_t>(id) >= capacity_ || is_free(id)) refuse(id);
+        set_free(static_cast<std::uint32_t>(id));
+    }
 
     // Throws UsageError, changing nothing, when an id >= capacity is in use.
     void resize(std::uint32_t capacity);
@@ -41,7 +48,13 @@ class BlockPool {
 
     std::vector<Run> free_runs() const;
     void take_range(std::uint32_t start, std::uint32_t length, BlockId* out);
-    void set_free(std::uint32_t id);
+    [[noreturn]] void refuse(BlockId id) const;
+    void set_free(std::uint32_t id) {
+        words_[id / 64] |= std::uint64_t{1} << (id % 64);
+        summary_[id / 4096] |= std::uint64_t{1} << (id / 64 % 64);
+        first_summary_ = std::min<std::size_t>(first_summary_, id / 4096);
+        ++free_;
+    }
     void set_used(std::uint32_t id);
 
     std::uint32_t capacity_ = 0;

@@ -132,11 +132,11 @@ class Core {
     bool shed_detached(Lease& lease);
     NodeId publish_block(Lease& lease, NodeId parent, std::uint32_t index);
     bool is_private(const Lease& lease, std::size_t index) const;
-    void free_private_blocks(Lease& lease, std::size_t first, Step step);
     std::uint32_t blocks_for(std::uint64_t num_tokens) const;
     NodeId root_of(const Lease& lease) const { return contexts_[lease.context].root; }
 
     // transfers
+    void queue_backup(NodeId node);
     void finish_onload(Transfer& transfer, std::uint32_t good);
     void cancel_onload(Transfer& transfer);
     void finish_offload(Transfer& transfer, std::uint32_t good);
@@ -155,6 +155,7 @@ class Core {
     void park(NodeId node);
     void unpark_if_free(NodeId node);
     void drop(NodeId node);
+    void drop_subtree(NodeId top);
     void detach(NodeId node);
     void free_if_unowned(NodeId node);
     NodeQueue& queue_of(NodeId node);

@@ -61,7 +61,12 @@ class PrefixTree {
 
     NodeId add_root();
     NodeId find_child(NodeId parent, const std::int32_t* tokens) const;
-    NodeId add_child(NodeId parent, const std::int32_t* tokens);
+    // The child with these tokens, made when there is none.
+    struct Found {
+        NodeId node;
+        bool is_new;
+    };
+    Found find_or_add_child(NodeId parent, const std::int32_t* tokens);
 
     // Take the node from its parent. Its own children stay below it.
     void unlink(NodeId node);
@@ -100,8 +105,19 @@ class PrefixTree {
     std::uint32_t new_fork(NodeId first, NodeId second);
     void free_fork(std::uint32_t child);
     std::uint32_t tag(const std::int32_t* tokens) const;
+    NodeId add_child(NodeId parent, const std::int32_t* tokens);
+    // A constant size lets the compiler inline the usual case.
     bool equal(NodeId node, const std::int32_t* tokens) const {
+        if (stride_ == 16) return std::memcmp(this->tokens(node), tokens, 64) == 0;
         return std::memcmp(this->tokens(node), tokens, stride_ * sizeof(std::int32_t)) == 0;
+    }
+    void store(NodeId node, const std::int32_t* tokens) {
+        std::int32_t* place = &tokens_[std::size_t{node} * stride_];
+        if (stride_ == 16) {
+            std::memcpy(place, tokens, 64);
+        } else {
+            std::memcpy(place, tokens, stride_ * sizeof(std::int32_t));
+        }
     }
 
     std::size_t stride_;

@@ -12,20 +12,8 @@ BlockPool::BlockPool(std::uint32_t capacity) {
     resize(capacity);
 }
 
-bool BlockPool::is_free(BlockId id) const {
-    const auto index = static_cast<std::uint32_t>(id);
-    return (words_[index / 64] >> (index % 64)) & 1;
-}
-
 std::size_t BlockPool::bytes() const {
     return (words_.capacity() + summary_.capacity()) * sizeof(std::uint64_t);
-}
-
-void BlockPool::set_free(std::uint32_t id) {
-    words_[id / 64] |= std::uint64_t{1} << (id % 64);
-    summary_[id / 4096] |= std::uint64_t{1} << (id / 64 % 64);
-    first_summary_ = std::min<std::size_t>(first_summary_, id / 4096);
-    ++free_;
 }
 
 void BlockPool::set_used(std::uint32_t id) {
@@ -104,13 +92,12 @@ void BlockPool::take_runs(std::span<BlockId> out) {
     }
 }
 
-void BlockPool::give_back(BlockId id) {
-    if (id < 0 || static_cast<std::uint32_t>(id) >= capacity_) {
-        throw InternalError("block " + std::to_string(id) + " given back to a pool of " +
-                            std::to_string(capacity_));
+void BlockPool::refuse(BlockId id) const {
+    if (static_cast<std::uint32_t>(id) < capacity_) {
+        throw InternalError("block " + std::to_string(id) + " given back twice");
     }
-    if (is_free(id)) throw InternalError("block " + std::to_string(id) + " given back twice");
-    set_free(static_cast<std::uint32_t>(id));
+    throw InternalError("block " + std::to_string(id) + " given back to a pool of " +
+                        std::to_string(capacity_));
 }
 
 void BlockPool::resize(std::uint32_t capacity) {

@@ -164,22 +164,16 @@ Grant Core::allocate(LeaseId id, std::int64_t num_tokens) {
         lease.version = 0;  // a later try may want the rest
     }
 
+    // Refs first: what the lease hits must not be evicted to make room for the rest of it.
     std::uint32_t resident = 0;
-    std::uint32_t own_evictable = 0;
-    for (const NodeId node : lease.path) {
-        resident += tree_[node].has(kDeviceResident);
-        own_evictable += tree_[node].has(kDeviceValid) && tree_[node].refs == 0;
-    }
-    const std::uint32_t needed = total - resident;
-    if (needed + config_.reserve_blocks > device_.free_blocks() + evictable() - own_evictable) {
-        return Grant::kNone;
-    }
     for (const NodeId node : lease.path) {
         Node& n = tree_[node];
+        resident += n.has(kDeviceResident);
         if (n.refs++ == 0) dequeue(node);
-        n.uses = static_cast<std::uint8_t>(n.uses + (n.uses < 255));
     }
-    if (!make_room(needed)) {
+    const std::uint32_t needed = total - resident;
+    if (needed + config_.reserve_blocks > device_.free_blocks() + evictable() ||
+        !make_room(needed)) {
         for (std::size_t i = lease.path.size(); i-- > 0;) unref(lease.path[i]);
         return Grant::kNone;
     }
@@ -300,19 +294,15 @@ std::uint32_t Core::publish(Lease& lease) {
 // unless the index has none on the device.
 NodeId Core::publish_block(Lease& lease, NodeId parent, std::uint32_t index) {
     const std::int32_t* tokens = &lease.tokens[std::size_t{index} * config_.block_tokens];
-    NodeId node = tree_.find_child(parent, tokens);
-    if (node == kNone) node = tree_.add_child(parent, tokens);
+    const auto [node, is_new] = tree_.find_or_add_child(parent, tokens);
     Node& n = tree_[node];
-    if (n.refs++ == 0) dequeue(node);
+    if (n.refs++ == 0 && !is_new) dequeue(node);
     if (n.has(kDeviceResident)) return node;
     n.device = lease.table[index];
     n.set(kDeviceValid);
     tree_.count_device_child(node, +1);
     ++counters_.published_blocks;
-    if (config_.write_through && !n.has(kHostValid | kHostLoading | kBackupQueued)) {
-        n.set(kBackupQueued);
-        backups_.push_back(node);
-    }
+    if (config_.write_through) queue_backup(node);
     return node;
 }
 
@@ -343,13 +333,6 @@ bool Core::is_private(const Lease& lease, std::size_t index) const {
     return index >= lease.path.size() || tree_[lease.path[index]].device != lease.table[index];
 }
 
-void Core::free_private_blocks(Lease& lease, std::size_t first, Step step) {
-    for (std::size_t i = first; i < lease.table.size(); ++i) {
-        device_.use_in(lease.table[i], step);
-        if (is_private(lease, i)) device_.give_back(lease.table[i]);
-    }
-}
-
 void Core::truncate(LeaseId id, std::int64_t num_tokens, Step step) {
     Lease& lease = lease_at(id);
     const std::int64_t indexed =
@@ -360,7 +343,10 @@ void Core::truncate(LeaseId id, std::int64_t num_tokens, Step step) {
                          std::to_string(indexed) + " are shared");
     }
     const auto length = static_cast<std::uint32_t>(num_tokens);
-    free_private_blocks(lease, blocks_for(length), step);
+    for (std::size_t i = blocks_for(length); i < lease.table.size(); ++i) {
+        device_.use_in(lease.table[i], step);
+        device_.give_back(lease.table[i]);
+    }
     lease.table.resize(blocks_for(length));
     lease.num_tokens = length;
     lease.computed_tokens = std::min(lease.computed_tokens, length);
@@ -370,8 +356,11 @@ void Core::truncate(LeaseId id, std::int64_t num_tokens, Step step) {
 void Core::give_back(LeaseId id, Lease& lease, Step step) {
     if (lease.granted) {
         leave_onloads(id, lease);
-        free_private_blocks(lease, 0, step);
-        for (std::size_t i = lease.path.size(); i-- > 0;) unref(lease.path[i]);
+        for (std::size_t i = lease.table.size(); i-- > 0;) {
+            device_.use_in(lease.table[i], step);
+            if (is_private(lease, i)) device_.give_back(lease.table[i]);
+            if (i < lease.path.size()) unref(lease.path[i]);
+        }
     }
     lease.granted = lease.failed = false;
     lease.num_tokens = lease.computed_tokens = lease.cached_blocks = 0;

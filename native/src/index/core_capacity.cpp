@@ -36,13 +36,12 @@ void Core::park(NodeId node) {
 }
 
 void Core::unpark_if_free(NodeId node) {
-    if (node == kNone) return;
-    Node& n = tree_[node];
+    const Node& n = tree_[node];
     if (!n.has(kParked) || n.pins > 0) return;
     if (n.has(kDeviceValid) ? tree_.has_device_child(node) : n.child != kNone) return;
     dequeue(node);
     queue_of(node).push_front(node);
-    n.set(kQueued);
+    tree_[node].set(kQueued);
 }
 
 void Core::unref(NodeId node) {
@@ -65,8 +64,8 @@ void Core::free_if_unowned(NodeId node) {
 
 // Unmatchable from now on; what no lease and no transfer owns is freed at once.
 void Core::detach(NodeId node) {
-    dequeue(node);
     Node& n = tree_[node];
+    if (n.has(kQueued | kParked)) dequeue(node);
     n.parent = kNone;
     n.set(kDetached);
     n.clear(kBackupQueued);
@@ -75,16 +74,24 @@ void Core::detach(NodeId node) {
     free_if_unowned(node);
 }
 
+void Core::drop_subtree(NodeId top) {
+    scratch_.assign(1, top);
+    while (!scratch_.empty()) {
+        const NodeId node = scratch_.back();
+        scratch_.pop_back();
+        tree_.for_each_child(node, [&](NodeId child) { scratch_.push_back(child); });
+        detach(node);
+    }
+}
+
 // Drop a node and all below it.
 void Core::drop(NodeId node) {
     const NodeId parent = tree_[node].parent;
     tree_.unlink(node);
-    scratch_.assign(1, node);
-    while (!scratch_.empty()) {
-        const NodeId next = scratch_.back();
-        scratch_.pop_back();
-        tree_.for_each_child(next, [&](NodeId child) { scratch_.push_back(child); });
-        detach(next);
+    if (tree_[node].child == kNone) {
+        detach(node);
+    } else {
+        drop_subtree(node);
     }
     ++version_;
     if (tree_[parent].has(kRoot)) {

@@ -37,6 +37,13 @@ void Core::start_onload(LeaseId id, Lease& lease, std::uint32_t first_host_block
     ++version_;
 }
 
+void Core::queue_backup(NodeId node) {
+    Node& n = tree_[node];
+    if (n.has(kHostValid | kHostLoading | kBackupQueued)) return;
+    n.set(kBackupQueued);
+    backups_.push_back(node);
+}
+
 // One transfer for all that was published since the last call; 0 when there is nothing to copy.
 TransferId Core::take_backups() {
     std::vector<NodeId> nodes;

@@ -108,7 +108,7 @@ NodeId PrefixTree::find_child(NodeId parent, const std::int32_t* tokens) const {
 NodeId PrefixTree::add_child(NodeId parent, const std::int32_t* tokens) {
     const NodeId id = new_slot();
     nodes_[id].parent = parent;
-    std::memcpy(&tokens_[std::size_t{id} * stride_], tokens, stride_ * sizeof(std::int32_t));
+    store(id, tokens);
     const std::uint32_t child = nodes_[parent].child;
     if (child == kNone) {
         nodes_[parent].child = id;
@@ -118,6 +118,12 @@ NodeId PrefixTree::add_child(NodeId parent, const std::int32_t* tokens) {
         nodes_[parent].child = new_fork(child, id);
     }
     return id;
+}
+
+PrefixTree::Found PrefixTree::find_or_add_child(NodeId parent, const std::int32_t* tokens) {
+    const NodeId child = find_child(parent, tokens);
+    if (child != kNone) return {child, false};
+    return {add_child(parent, tokens), true};
 }
 
 std::uint32_t PrefixTree::new_fork(NodeId first, NodeId second) {
