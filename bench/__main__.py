@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import sys
 import time
 from pathlib import Path
@@ -27,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     earlier = harness.load(args.compare) if args.compare else None
     run = harness.Run(machine=harness.machine(), benches={})
-    for name in args.benches or _existing():
+    for name in args.benches or BENCHES:
         started = time.perf_counter()
         run.benches[name] = importlib.import_module(f"bench.{name}").run(args.quick)
         print(f"bench: {name} took {time.perf_counter() - started:.1f} s", file=sys.stderr)
@@ -57,10 +56,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if unknown := sorted(set(args.benches) - set(BENCHES)):
         parser.error(f"no bench named {', '.join(unknown)}; there are {', '.join(BENCHES)}")
     return args
-
-
-def _existing() -> list[str]:
-    return [name for name in BENCHES if importlib.util.find_spec(f"bench.{name}")]
 
 
 def _results_table(run: harness.Run) -> Table:
