@@ -27,6 +27,8 @@ class SwapEngine {
     void close();
 
     Lane& lane(Direction direction);
+    // Layers that become usable together: a matter of sizes only, so known before any transfer.
+    std::vector<Group> groups(Direction direction) const;
     const Health& health() const { return *health_; }
     double cpu_seconds() const;
 

@@ -49,5 +49,6 @@ if(AIOKV_HAS_CUDA)
         src/cuda/upload.cu)
     # Static: CuPy, Paddle and PyTorch bring runtimes of their own; they share the primary context.
     target_link_libraries(aiokv_cuda PUBLIC aiokv_cuda_plan CUDA::cudart_static Threads::Threads)
+    set_target_properties(aiokv_cuda PROPERTIES INTERPROCEDURAL_OPTIMIZATION OFF)
     list(APPEND AIOKV_LIBRARIES aiokv_cuda)
 endif()

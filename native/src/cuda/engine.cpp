@@ -1,5 +1,6 @@
 #include "aiokv/cuda_engine.hpp"
 
+#include <algorithm>
 #include <utility>
 
 #include "aiokv/cuda_check.hpp"
@@ -111,6 +112,13 @@ void SwapEngine::close() {
 
 Lane& SwapEngine::lane(Direction direction) {
     return direction == Direction::kOnload ? *onload_ : *offload_;
+}
+
+std::vector<Group> SwapEngine::groups(Direction direction) const {
+    const std::size_t slot_bytes = std::max(options_.slot_bytes, layout_.max_layer_bytes());
+    return direction == Direction::kOnload
+               ? plan_onload(layout_, {0, 0}, slot_bytes, options_.planner, Path::kAuto)
+               : plan_offload(layout_, slot_bytes);
 }
 
 double SwapEngine::cpu_seconds() const {

@@ -124,6 +124,8 @@ cudaStream_t Lane::last_stream() const {
 }
 
 void Lane::run() {
+    pthread_setname_np(pthread_self(),
+                       direction_ == Direction::kOnload ? "aiokv-onload" : "aiokv-offload");
     cudaSetDevice(context_.options.device);
     while (std::shared_ptr<Transfer> transfer = next()) {
         try {

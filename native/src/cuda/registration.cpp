@@ -1,6 +1,7 @@
 #include "aiokv/cuda_registration.hpp"
 
 #include <cuda_runtime_api.h>
+#include <pthread.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -120,6 +121,7 @@ void HostRegistration::bind() {
 }
 
 void HostRegistration::run() {
+    pthread_setname_np(pthread_self(), "aiokv-pin");  // and, inherited, of the touching threads
     bind();
     std::vector<std::thread> touchers;
     for (unsigned i = 0; i < std::max(options_.touch_threads, 1u); ++i) {

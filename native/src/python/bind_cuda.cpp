@@ -121,13 +121,12 @@ void bind_transfer(nb::module_& m) {
                  }
                  return groups;
              })
-        .def("layer_events", [](const std::shared_ptr<Transfer>& transfer) {
-            std::vector<LayerEvent> events;
-            for (std::uint32_t layer = 0; layer < transfer->num_layers(); ++layer) {
-                events.push_back({transfer, layer});
-            }
-            return events;
-        });
+        .def(
+            "layer_event",
+            [](const std::shared_ptr<Transfer>& transfer, std::uint32_t layer) {
+                return LayerEvent{transfer, layer};
+            },
+            "layer"_a);
 }
 
 void init_engine(cuda::SwapEngine* self, cuda::HostRegistration& host, std::uint32_t device_blocks,
@@ -174,6 +173,16 @@ void bind_engine(nb::module_& m) {
         .def("submit", &submit, "direction"_a, "host_ids"_a, "device_ids"_a, "after"_a = 0,
              "path"_a = Path::kAuto)
         .def("close", &SwapEngine::close, ReleaseGil())
+        .def(
+            "groups",
+            [](const SwapEngine& engine, Direction direction) {
+                std::vector<std::tuple<std::uint32_t, std::uint32_t>> groups;
+                for (const cuda::Group& group : engine.groups(direction)) {
+                    groups.emplace_back(group.first_layer, group.end_layer);
+                }
+                return groups;
+            },
+            "direction"_a)
         .def_prop_ro("cpu_seconds", &SwapEngine::cpu_seconds)
         .def_prop_ro("broken_code", [](const SwapEngine& engine) { return engine.health().code(); })
         .def_prop_ro("broken_reason",

@@ -1,0 +1,337 @@
+"""The cuda device: native lanes move blocks between pinned host memory and one GPU.
+
+    onload   host blocks ─copy engine► staging ring ─scatter► regions    layer group by layer group
+             host blocks ─────────kernel, at most 4 CTAs────► regions    lone small pieces
+    offload  regions ─gather► staging ring ─copy engine► host blocks     whole blocks
+
+Each direction has a native thread that submits, so a call here costs microseconds. CuPy makes the
+streams; the arrays may be CuPy's, Paddle's or PyTorch's, the primary context is everybody's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import numpy as np
+
+from aiokv import _native
+from aiokv.errors import ConfigError, DeviceError, LayoutError, UsageError
+from aiokv.worker.device.base import CopyError
+from aiokv.worker.device.cuda_handles import event_handle, stream_handle
+from aiokv.worker.device.cuda_numa import placement
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from aiokv.plan import Direction
+    from aiokv.worker.arena import HostArena
+    from aiokv.worker.device.base import Event
+    from aiokv.worker.regions import Regions
+
+_cuda: Any = getattr(_native, "cuda", None)  # absent when aiokv was built without a CUDA compiler
+
+HIGHEST_PRIORITY: Final = -5  # clamped by CUDA: a short scatter goes before the model's next CTAs
+
+Path = Literal["auto", "staged", "direct"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CudaOptions:
+    """How transfers move; the defaults fit PCIe 4 and 5 links.
+
+    Attributes:
+        path: ``"auto"`` lets the planner choose by run length and piece size; the others force.
+        slot_bytes: a staging slot, and the most that moves as one piece.
+        num_slots: pieces that a direction has in the driver's queue.
+        max_group_layers: layers of the largest group of an onload; they become usable together.
+        timing: record times on the device, for :meth:`CudaCopy.layer_seconds`.
+        touch_threads: threads that touch the host arena's pages ahead of the pinning.
+        register_chunk_bytes: the arena is pinned in chunks of this size; a multiple of 4 MiB.
+    """
+
+    path: Path = "auto"
+    slot_bytes: int = 32 << 20
+    num_slots: int = 2
+    max_group_layers: int = 8
+    timing: bool = False
+    touch_threads: int = 8
+    register_chunk_bytes: int = 64 << 20
+
+
+class CudaCopy:
+    """One transfer in its lane. Its events are not done before the lane has recorded them."""
+
+    def __init__(
+        self, transfer: Any, groups: Sequence[tuple[int, int]], after: Event | None
+    ) -> None:
+        self._transfer = transfer
+        self._after = after  # the lane still has to wait for it
+        events: list[Event] = []
+        for first, end in groups:
+            events += [transfer.layer_event(end - 1)] * (end - first)
+        self._events = tuple(events)
+
+    @property
+    def layer_events(self) -> Sequence[Event]:
+        """One a layer; the layers of a group share one."""
+        return self._events
+
+    @property
+    def started(self) -> bool:
+        """The lane has submitted the first command, and no longer needs the event before it."""
+        return bool(self._transfer.started)
+
+    def wait_submitted(self, layer: int) -> None:
+        """Block, without the GIL, until the layer is on its stream.
+
+        Raises:
+            DeviceError: it never will be.
+        """
+        self._transfer.wait_submitted(layer)
+
+    def stream_wait(self, layer: int, stream: Any) -> None:
+        """Make a CuPy, PyTorch, Paddle or raw stream wait for the layer.
+
+        Raises:
+            UsageError: the stream is being captured into a graph.
+            DeviceError: the layer will never arrive.
+        """
+        self._transfer.stream_wait(layer, stream_handle(stream))
+
+    def error(self) -> CopyError | None:
+        failure = self._transfer.failure()
+        return None if failure is None else CopyError(failure[0], failure[2])
+
+    def layer_seconds(self) -> list[float | None]:
+        """Device time from the transfer's first command to the end of each layer.
+
+        None for layers that have not arrived, and without ``CudaOptions.timing``.
+        """
+        times = (self._transfer.layer_milliseconds(layer) for layer in range(len(self._events)))
+        return [time / 1e3 if time >= 0 else None for time in times]
+
+    def group_paths(self) -> list[tuple[int, int, str]]:
+        """``(first layer, end layer, path)`` as planned; empty before the lane has looked."""
+        return [(first, end, path.name.lower()) for first, end, path in self._transfer.groups()]
+
+
+class CudaDevice:
+    """Moves blocks between the host arena and one GPU.
+
+    Args:
+        ordinal: the GPU; by default CuPy's current one.
+        options: how to move.
+
+    Raises:
+        ConfigError: aiokv was built without CUDA, or CuPy is not installed.
+    """
+
+    in_order = True
+    computes_in_stream = True
+
+    def __init__(self, ordinal: int | None = None, *, options: CudaOptions | None = None) -> None:
+        if _cuda is None:
+            raise ConfigError(
+                "aiokv was built without CUDA",
+                hint="install it again where nvcc can be found, or use the cpu device",
+            )
+        self._cupy = _import_cupy()
+        self.options = options or CudaOptions()
+        self.ordinal = self._cupy.cuda.Device().id if ordinal is None else ordinal
+        self.name = f"cuda:{self.ordinal}"
+        self._streams: tuple[Any, ...] = ()
+        self._engine: Any = None
+        self._host: Any = None
+        self._memory: tuple[Regions, HostArena] | None = None
+        self._groups: dict[Direction, list[tuple[int, int]]] = {}
+        self._starting: deque[CudaCopy] = deque()
+
+    # --- memory -----------------------------------------------------------------------------
+
+    def attach(self, regions: Regions, arena: HostArena) -> None:
+        """Bind the memory and begin to pin the arena; transfers may start at once.
+
+        A transfer waits until its host blocks are pinned; low ids are pinned first.
+
+        Raises:
+            LayoutError: there are no tensors, or they are not on this GPU.
+            DeviceError: the GPU has no room for the staging rings.
+        """
+        if regions.devices != {"cuda"} or regions.num_blocks is None:
+            raise LayoutError(f"{self.name} needs tensors on it, got {set(regions.devices)}")
+        for piece in regions.pieces():
+            self._check_device(piece.pointer, f"region {piece.region!r}, layer {piece.layer}")
+        with self._cupy.cuda.Device(self.ordinal):
+            self._streams = tuple(
+                self._cupy.cuda.Stream(non_blocking=True, priority=HIGHEST_PRIORITY)
+                for _ in range(4)
+            )
+        self._host = self._register(arena)
+        self._memory = (regions, arena)
+        self._engine = self._make_engine(regions, arena)
+        self._groups = {
+            "onload": self._engine.groups(_cuda.Direction.ONLOAD),
+            "offload": self._engine.groups(_cuda.Direction.OFFLOAD),
+        }
+
+    def close(self) -> None:
+        """Finish what is submitted, join the threads, unpin the arena. Idempotent."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+        if self._host is not None:
+            self._host.close()
+            self._host = None
+        self._starting.clear()
+        self._streams = ()
+        self._memory = None
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Of the host arena, from its beginning; grows in the background."""
+        return 0 if self._host is None else int(self._host.ready_bytes)
+
+    def wait_pinned(self) -> float:
+        """Block, without the GIL, until the whole arena is pinned; the seconds that it took.
+
+        Raises:
+            DeviceError: pinning failed or was cancelled.
+        """
+        self._host.wait_ready(self._host.total_bytes)
+        return float(self._host.elapsed_seconds)
+
+    def cancel_pinning(self) -> None:
+        """Pin no further chunk; transfers that need more fail."""
+        self._host.cancel()
+
+    # --- transfers --------------------------------------------------------------------------
+
+    def onload(
+        self, host_ids: NDArray[np.int32], device_ids: NDArray[np.int32], after: Event | None
+    ) -> CudaCopy:
+        path = _cuda.Path[self.options.path.upper()]
+        return self._submit("onload", host_ids, device_ids, after, path)
+
+    def offload(
+        self, host_ids: NDArray[np.int32], device_ids: NDArray[np.int32], after: Event | None
+    ) -> CudaCopy:
+        return self._submit("offload", host_ids, device_ids, after, _cuda.Path.AUTO)
+
+    @property
+    def failure(self) -> DeviceError | None:
+        """The error after which nothing on the GPU can be trusted; None while all is well."""
+        if self._engine is None or not self._engine.broken_code:
+            return None
+        return DeviceError(
+            f"{self.name}: {self._engine.broken_reason}",
+            cuda_code=self._engine.broken_code,
+            hint="start the process again: CUDA's context is lost",
+        )
+
+    @property
+    def submit_cpu_seconds(self) -> float:
+        """CPU time of the submitting threads since attach()."""
+        return float(self._engine.cpu_seconds)
+
+    def _submit(
+        self,
+        direction: Direction,
+        host_ids: NDArray[np.int32],
+        device_ids: NDArray[np.int32],
+        after: Event | None,
+        path: Any,
+    ) -> CudaCopy:
+        if self._engine is None:
+            raise UsageError(f"{self.name} has no memory: attach() it first")
+        transfer = self._engine.submit(
+            _cuda.Direction[direction.upper()],
+            np.ascontiguousarray(host_ids, dtype=np.int32),
+            np.ascontiguousarray(device_ids, dtype=np.int32),
+            0 if after is None else event_handle(after),
+            path,
+        )
+        copy = CudaCopy(transfer, self._groups[direction], after)
+        while self._starting and self._starting[0].started:
+            self._starting.popleft()
+        if after is not None:
+            self._starting.append(copy)  # keeps the event until the lane has waited for it
+        return copy
+
+    # --- set-up -----------------------------------------------------------------------------
+
+    def _check_device(self, pointer: int, what: str) -> None:
+        attributes = self._cupy.cuda.runtime.pointerGetAttributes(pointer)
+        if attributes.device != self.ordinal:
+            raise LayoutError(
+                f"{what} is on cuda:{attributes.device}, the device is {self.name}",
+                hint="make one cache a GPU",
+            )
+
+    def _register(self, arena: HostArena) -> Any:
+        pci_address = self._cupy.cuda.Device(self.ordinal).pci_bus_id
+        near = placement(pci_address, arena.nbytes)
+        return _cuda.HostRegistration(
+            arena.pointer,
+            arena.nbytes,
+            device=self.ordinal,
+            chunk_bytes=self.options.register_chunk_bytes,
+            touch_threads=self.options.touch_threads,
+            numa_node=near.node,
+            numa_strict=near.strict,
+        )
+
+    def _make_engine(self, regions: Regions, arena: HostArena) -> Any:
+        slices, layer_begin = _layout(regions, arena.block_bytes)
+        handles = [stream.ptr for stream in self._streams]
+        return _cuda.SwapEngine(
+            self._host,
+            device_blocks=regions.num_blocks,
+            host_blocks=arena.num_blocks,
+            host_base=arena.pointer,
+            host_block_bytes=arena.block_bytes,
+            slices=slices,
+            layer_begin=layer_begin,
+            onload_streams=(handles[0], handles[1]),
+            offload_streams=(handles[2], handles[3]),
+            device=self.ordinal,
+            timing=self.options.timing,
+            slot_bytes=self.options.slot_bytes,
+            num_slots=self.options.num_slots,
+            max_group_layers=self.options.max_group_layers,
+        )
+
+
+def _layout(
+    regions: Regions, host_block_bytes: int
+) -> tuple[list[tuple[int, int, int, int, int]], list[int]]:
+    """``(device base, stride, bytes, host offset, host bytes)`` a piece, and each layer's first."""
+    pieces = list(regions.pieces())
+    ends = [piece.host_offset_bytes for piece in pieces[1:]] + [host_block_bytes]
+    slices = [
+        (
+            piece.pointer,
+            piece.stride_bytes,
+            piece.block_bytes,
+            piece.host_offset_bytes,
+            end - piece.host_offset_bytes,
+        )
+        for piece, end in zip(pieces, ends, strict=True)
+    ]
+    layer_begin = [0]
+    for layer in range(regions.num_layers):
+        layer_begin.append(layer_begin[-1] + len(regions.layer_pieces(layer)))
+    return slices, layer_begin
+
+
+def _import_cupy() -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        raise ConfigError(
+            f"the cuda device needs CuPy: {error}", hint="pip install 'aiokv[cuda12]' or [cuda13]"
+        ) from error
+    return cupy

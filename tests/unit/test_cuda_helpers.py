@@ -1,0 +1,76 @@
+"""What of the cuda device needs no GPU: handles of foreign objects, and where memory should lie."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from aiokv.errors import UsageError
+from aiokv.worker.device.cuda_handles import event_handle, stream_handle
+from aiokv.worker.device.cuda_numa import Placement, placement
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class Protocol:
+    def __cuda_stream__(self):
+        return (0, 77)
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        77,
+        SimpleNamespace(ptr=77),  # CuPy
+        SimpleNamespace(cuda_stream=77),  # PyTorch
+        SimpleNamespace(stream_base=SimpleNamespace(cuda_stream=77)),  # Paddle
+        SimpleNamespace(handle=SimpleNamespace(value=77)),  # Numba
+        Protocol(),
+    ],
+)
+def test_streams_of_every_library_have_a_handle(stream):
+    assert stream_handle(stream) == 77
+
+
+def test_events_of_every_library_have_a_handle():
+    assert event_handle(SimpleNamespace(ptr=5)) == 5
+    assert event_handle(SimpleNamespace(cuda_event=5)) == 5
+    assert event_handle(SimpleNamespace(event_base=SimpleNamespace(cuda_event=5))) == 5
+
+
+def test_an_event_that_was_never_recorded_is_refused():
+    with pytest.raises(UsageError, match="never recorded"):
+        event_handle(SimpleNamespace(cuda_event=0))
+
+
+def test_other_objects_are_refused():
+    with pytest.raises(UsageError, match=r"builtins\.str is no CUDA stream"):
+        stream_handle("0")
+
+
+def sysfs(root: Path, *, nodes: int, gpu_node: int, free_kib: int = 1 << 20) -> Path:
+    for node in range(nodes):
+        folder = root / f"devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "meminfo").write_text(f"Node {node} MemFree:  {free_kib} kB\n")
+    gpu = root / "bus/pci/devices/0000:3b:00.0"
+    gpu.mkdir(parents=True)
+    (gpu / "numa_node").write_text(f"{gpu_node}\n")
+    return root
+
+
+def test_the_arena_is_bound_to_the_node_of_the_gpu_when_it_has_room(tmp_path):
+    root = sysfs(tmp_path, nodes=2, gpu_node=1)
+    assert placement("0000:3B:00.0", 1 << 20, root) == Placement(1, strict=True)
+    assert placement("0000:3B:00.0", 1 << 40, root) == Placement(1, strict=False)
+
+
+def test_a_machine_with_one_node_or_an_unknown_gpu_is_left_alone(tmp_path):
+    root = sysfs(tmp_path / "one", nodes=1, gpu_node=0)
+    assert placement("0000:3b:00.0", 1, root) == Placement(-1, strict=False)
+    root = sysfs(tmp_path / "two", nodes=2, gpu_node=-1)
+    assert placement("0000:3b:00.0", 1, root) == Placement(-1, strict=False)
+    assert placement("0000:99:00.0", 1, root) == Placement(-1, strict=False)
