@@ -33,10 +33,15 @@ if TYPE_CHECKING:
 
 SLOTS: Final = 2  # submitted at once per direction: one moves, one is ready behind it
 BANDWIDTH_WEIGHT: Final = 0.2  # of the newest transfer in the moving average
+LEARN_BYTES: Final = 1 << 20  # smaller transfers are mostly latency and say nothing of bandwidth
 
 
 class LaneStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """One direction. ``bytes_per_second`` is a moving average, 0.0 before the first transfer."""
+    """One direction.
+
+    Attributes:
+        bytes_per_second: moving average over transfers of 1 MiB and more; 0.0 before the first.
+    """
 
     queued: int
     submitted: int
@@ -78,11 +83,17 @@ class _Lane:
         seconds = finished_seconds - max(transfer.started_at, self.last_end)
         self.last_end = finished_seconds
         self.moved_bytes += transfer.num_bytes
-        if seconds <= 0 or not transfer.num_bytes:
+        if seconds <= 0 or transfer.num_bytes < LEARN_BYTES:
             return
         newest = transfer.num_bytes / seconds
         weight = BANDWIDTH_WEIGHT if self.bytes_per_second else 1.0
         self.bytes_per_second += weight * (newest - self.bytes_per_second)
+
+    def expected_seconds(self, transfer: Transfer) -> float | None:
+        """How long a transfer will move; None while nobody knows."""
+        if not self.bytes_per_second or transfer.num_bytes < LEARN_BYTES:
+            return None
+        return transfer.num_bytes / self.bytes_per_second
 
     def statistics(self) -> LaneStatistics:
         return LaneStatistics(
@@ -274,9 +285,8 @@ class CacheController:
         """Watch each distinct event; layers that share one arrive together."""
         now = time.monotonic()
         begin = max(lane.busy_until, now)
-        seconds = transfer.num_bytes / lane.bytes_per_second if lane.bytes_per_second else None
-        if seconds is not None:
-            lane.busy_until = begin + seconds
+        seconds = lane.expected_seconds(transfer)
+        lane.busy_until = begin + (seconds or 0.0)
         first = 0
         for layer, event in enumerate(events):
             if layer + 1 < len(events) and events[layer + 1] is event:

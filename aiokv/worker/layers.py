@@ -110,11 +110,15 @@ class LayerDoneCounter:
         return list(self._times)
 
     @property
+    def arrived_seconds(self) -> float | None:
+        """``time.monotonic()`` when the last layer arrived; None before."""
+        return None if self._remaining else max((at or 0.0 for at in self._times), default=None)
+
+    @property
     def elapsed_seconds(self) -> float:
-        """Since the plan was submitted, up to its end."""
-        if self._ended and self._times and all(at is not None for at in self._times):
-            return max(at for at in self._times if at is not None) - self._created
-        return time.monotonic() - self._created
+        """Since the plan was submitted, up to the arrival of its last layer."""
+        arrived_at = self.arrived_seconds
+        return (time.monotonic() if arrived_at is None else arrived_at) - self._created
 
     # --- waiting on the loop ----------------------------------------------------------------
 
@@ -321,11 +325,10 @@ class LayerView:
 
     async def wait(self, layer: int, timeout: float | None = None) -> None:  # noqa: ASYNC109
         """As :meth:`LayerDoneCounter.wait`, for every transfer; without any it does not suspend."""
-        if not self.counters:
-            return
-        async with asyncio.timeout(timeout):
-            for counter in self.counters:
-                await counter.settled(layer)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for counter in self.counters:
+            left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            await counter.settled(layer, left)
         self.raise_for_error()
 
     async def wait_all(self, timeout: float | None = None) -> None:  # noqa: ASYNC109

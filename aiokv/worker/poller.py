@@ -2,7 +2,7 @@
 
 One a loop. Events of one stream finish in order, so only the oldest of each stream is asked::
 
-    watch ......... timerfd ......... |-- every loop pass --|... every 1/8 of the wait so far ...
+    watch ......... timerfd ......... |-- every loop pass --|... every 1/8 of the time overdue ...
                     expected end - lead                     budget used up
 
 Nothing is scheduled while nothing is pending. The timer is a timerfd on ``add_reader``: asyncio
@@ -32,7 +32,8 @@ LEAD_SECONDS: Final = 40e-6  # begin before the expected end: a timerfd wake-up 
 POLL_BUDGET_SECONDS: Final = 200e-6  # then polling every pass stops paying for its CPU time
 MIN_BACKOFF_SECONDS: Final = 50e-6
 MAX_BACKOFF_SECONDS: Final = 1e-3
-BACKOFF_SHARE: Final = 0.125  # sleep this share of the time waited so far
+BACKOFF_SHARE: Final = 0.125  # sleep this share of the time overdue
+MAX_SLEEP_SECONDS: Final = 2e-3  # bounds what a wrong expectation can cost; 500 queries a second
 LATENCY_SAMPLES: Final = 4096
 
 
@@ -66,7 +67,7 @@ class PollerStatistics(msgspec.Struct, frozen=True, kw_only=True):
 class Watch:
     """A watched event; ``cancel()`` detaches the callback and does nothing to the event."""
 
-    __slots__ = ("_poller", "asked_at", "callback", "due", "event", "key")
+    __slots__ = ("_poller", "asked_at", "callback", "due", "event", "key", "next_query")
 
     def __init__(
         self, poller: EventPoller, event: Event, key: Hashable, callback: Callback, due: float
@@ -76,6 +77,7 @@ class Watch:
         self.key = key
         self.callback: Callback | None = callback
         self.due = due
+        self.next_query = 0.0  # set when it gets to the head of its stream
         self.asked_at = 0.0
 
     def cancel(self) -> None:
@@ -138,6 +140,7 @@ class EventPoller:
             queue.append(watch)
             return watch
         self._streams[stream_key] = deque((watch,))
+        watch.next_query = _next_query(watch.due, now)
         if not self._in_pass:
             self._schedule(now)
         return watch
@@ -240,7 +243,7 @@ class EventPoller:
         self._in_pass = True
         try:
             for key, queue in list(self._streams.items()):
-                if queue[0].due > started:
+                if queue[0].next_query > started:
                     continue
                 self._ask(key, queue, finished)
             if finished:
@@ -272,6 +275,7 @@ class EventPoller:
                 now = time.monotonic()
                 if not done:
                     watch.asked_at = now
+                    watch.next_query = _next_query(watch.due, now)
                     return
                 self._note_latency(watch, now)
                 finished.append((watch, error))
@@ -304,7 +308,7 @@ class EventPoller:
         if not self._streams:
             self._sleep_until(0.0)
             return
-        wake_at = min(_next_query(queue[0].due, now) for queue in self._streams.values())
+        wake_at = min(queue[0].next_query for queue in self._streams.values())
         if wake_at > now:
             self._sleep_until(wake_at)
             return
@@ -332,7 +336,7 @@ class EventPoller:
 def _next_query(due: float, now: float) -> float:
     """When a stream's oldest event is asked next; ``now`` means in the next pass."""
     if now < due:
-        return due
+        return min(due, now + MAX_SLEEP_SECONDS)
     waited = now - due
     if waited < POLL_BUDGET_SECONDS:
         return now

@@ -90,7 +90,7 @@ class Worker:
         """Let everything that is done be noticed, without waiting for the poller's timer."""
         for _ in range(passes):
             for queue in self.poller._streams.values():
-                queue[0].due = 0.0
+                queue[0].next_query = 0.0
             self.poller._pass()
             await asyncio.sleep(0)
 

@@ -322,7 +322,7 @@ async def test_a_view_waits_for_all_its_transfers() -> None:
     joined.mark_layer_done(0)
     await task
     assert view.pending_layers == [1]
-    with pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutError, match="the last layer did not arrive"):
         await view.wait_all(timeout=0.001)
     own.mark_layer_done(1)
     joined.mark_layer_done(1)

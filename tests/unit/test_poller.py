@@ -138,19 +138,29 @@ async def test_no_query_long_before_the_expected_end() -> None:
     poller = EventPoller(asyncio.get_running_loop())
     event = Countdown(3)  # wait() itself asks once
     started = time.monotonic()
-    await poller.wait(event, expected_seconds=0.02)
-    assert event.asked_at[1] - started >= 0.02 - poller_module.LEAD_SECONDS - 1e-4
+    await poller.wait(event, expected_seconds=0.0015)
+    assert event.asked_at[1] - started >= 0.0015 - poller_module.LEAD_SECONDS
+    await closed(poller)
+
+
+async def test_a_wrong_expectation_costs_latency_only() -> None:
+    poller = EventPoller(asyncio.get_running_loop())
+    event = Countdown(4)
+    started = time.monotonic()
+    await poller.wait(event, expected_seconds=3600.0)
+    assert event.asked_at[-1] - started >= 3 * poller_module.MAX_SLEEP_SECONDS
     await closed(poller)
 
 
 async def test_a_nearer_expectation_rearms_the_timer() -> None:
     poller = EventPoller(asyncio.get_running_loop())
     seen: list[str] = []
-    poller.watch(Countdown(1), "far", into(seen, "far"), expected_seconds=60.0)
+    poller.watch(ManualEvent(), "far", into(seen, "far"), expected_seconds=60.0)
     await spin()
-    poller.watch(Countdown(1), "near", into(seen, "near"), expected_seconds=0.002)
-    near = poller.wait(Countdown(2), expected_seconds=0.004)
-    await near
+    armed_for = poller._timer_at
+    poller.watch(Countdown(1), "near", into(seen, "near"), expected_seconds=0.0005)
+    assert poller._timer_at < armed_for
+    await poller.wait(Countdown(2), expected_seconds=0.001)
     assert seen == ["near"]
     await closed(poller)
     assert seen == ["near", "far"]  # by the ClosedError
@@ -159,7 +169,8 @@ async def test_a_nearer_expectation_rearms_the_timer() -> None:
 async def test_an_overdue_event_is_asked_less_and_less_often() -> None:
     budget, first = poller_module.POLL_BUDGET_SECONDS, poller_module.MIN_BACKOFF_SECONDS
     due = 100.0
-    assert poller_module._next_query(due, 99.5) == due
+    assert poller_module._next_query(due, due - 1e-3) == due
+    assert poller_module._next_query(due, 50.0) == 50.0 + poller_module.MAX_SLEEP_SECONDS
     assert poller_module._next_query(due, due + budget / 2) == due + budget / 2
     assert poller_module._next_query(due, due + budget * 1.01) >= due + budget + first
     assert poller_module._next_query(due, due + 5) == pytest.approx(
