@@ -50,7 +50,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     work.add_argument(
         "--trace", type=Path, metavar="FILE", help="serve this Mooncake trace, scaled down, instead"
     )
-    _add_count(work, "--requests", 160, "requests of the trace")
+    _add_count(work, "--requests", 96, "requests of the trace")
     _add_count(work, "--context-tokens", 512, "longest request of the trace, after scaling")
     work.add_argument(
         "--seed", type=_seed, default=0, metavar="N", help="of the workload (default: 0)"
@@ -58,7 +58,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     cache = parser.add_argument_group("cache")
     _add_count(cache, "--block-tokens", 16, "tokens of a block")
     _add_count(cache, "--device-blocks", 1024, "device blocks of the first two runs")
-    _add_count(cache, "--pressure-blocks", 192, "device blocks of the run with a host tier")
+    _add_count(cache, "--pressure-blocks", 128, "device blocks of the run with a host tier")
     _add_count(cache, "--host-blocks", 1024, "host blocks of that run")
     serving = parser.add_argument_group("serving")
     _add_count(serving, "--max-running", 8, "requests in the batch")

@@ -57,7 +57,8 @@ class Sequence:
         0 ........... computed ........... length
         | KV in cache | pending: to compute |
 
-    One with a single pending position decodes, one with more is in its prompt.
+    One with a single pending position decodes, one with more is in its prompt. While it is
+    ``arriving``, layers of its cached part may still be on their way from the host.
     """
 
     def __init__(self, request: Request, lease: aiokv.Lease) -> None:

@@ -34,7 +34,7 @@ class DemoConfig:
 
     block_tokens: int = 16
     device_blocks: int = 1024
-    pressure_blocks: int = 192
+    pressure_blocks: int = 128
     host_blocks: int = 1024
     max_running: int = 8
     chunk_tokens: int = 32

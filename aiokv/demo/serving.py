@@ -176,7 +176,8 @@ class Server:
         failed = 0
         for sequence, _ in chosen:
             with contextlib.suppress(TransferError):
-                await sequence.lease.layers.wait_all()  # nothing writes its blocks any more
+                await sequence.lease.layers.wait_all()
+            sequence.arriving = False  # nothing writes its blocks any more
             first = sequence.lease.recompute_from()
             if first is not None:
                 failed += 1

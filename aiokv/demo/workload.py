@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -102,8 +103,10 @@ def trace_workload(
     vocab: int,
     seed: int,
 ) -> Workload:
-    """The first requests of a Mooncake trace, each 512-token block shrunk to one cache block.
+    """The first conversations of a Mooncake trace, each 512-token block shrunk to one cache block.
 
+    Conversations are taken whole, so that what they reuse is what they reuse in the trace; they
+    are told apart by their first two blocks. All requests arrive at once, in the trace's order.
     Requests longer than ``max_context_tokens`` after that are cut at their end.
 
     Raises:
@@ -114,10 +117,21 @@ def trace_workload(
         Conversation(
             f"request-{number}", [_scaled_turn(request, scale, max_context_tokens, vocab, seed)]
         )
-        for number, request in enumerate(read_trace(path, limit=requests))
+        for number, request in _first_conversations(read_trace(path), requests)
     ]
     title = f"{len(conversations)} requests of {os.fspath(path)}, lengths divided by {scale}"
     return Workload(title, conversations)
+
+
+def _first_conversations(
+    trace: list[TraceRequest], requests: int
+) -> list[tuple[int, TraceRequest]]:
+    """The conversations that begin first, up to ``requests`` requests, numbered as in the trace."""
+    numbers: dict[tuple[int, ...], list[int]] = {}
+    for number, request in enumerate(trace):
+        numbers.setdefault(tuple(request.hash_ids[:2]), []).append(number)
+    chosen = list(itertools.chain.from_iterable(numbers.values()))[:requests]
+    return [(number, trace[number]) for number in sorted(chosen)]
 
 
 def _scaled_turn(

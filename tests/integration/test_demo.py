@@ -183,6 +183,27 @@ def test_equal_hash_ids_become_equal_tokens(trace_file):
     assert max(each.context_tokens for each in workload.conversations) <= 64
 
 
+def test_conversations_of_a_trace_are_taken_whole(tmp_path):
+    """Two conversations, interleaved; the second's first request comes second."""
+    path = tmp_path / "trace.jsonl"
+    lines = [(0, 1), (0, 2), (0, 1, 3), (0, 2, 4), (0, 1, 3, 5)]
+    path.write_text(
+        "".join(
+            json.dumps(
+                {"timestamp": 0, "input_length": 512 * len(ids), "output_length": 9}
+                | {"hash_ids": ids}
+            )
+            + "\n"
+            for ids in lines
+        )
+    )
+    workload = trace_workload(
+        path, requests=4, block_tokens=16, max_context_tokens=512, vocab=512, seed=0
+    )
+    names = [each.name for each in workload.conversations]
+    assert names == ["request-0", "request-1", "request-2", "request-4"]
+
+
 def test_a_ledger_finds_every_kind_of_difference():
     def ledger(digest, tokens):
         made = Ledger()

@@ -1,0 +1,83 @@
+"""The serving loop over a device that loses blocks: recomputed, never served wrong (I4)."""
+
+import numpy as np
+import pytest
+
+import aiokv
+from aiokv.demo.runner import ModelRunner
+from aiokv.demo.serving import Server, ServingConfig
+from aiokv.demo.transformer import ModelConfig, Transformer
+from aiokv.demo.workload import ChatSizes, chat_workload
+from aiokv.worker.device.base import CopyError
+from aiokv.worker.device.cpu import CpuDevice
+
+pytestmark = pytest.mark.asyncio
+
+MODEL = ModelConfig(vocab=64, hidden=32, layers=2, heads=2, kv_heads=1, ffn=48)
+SIZES = ChatSizes(
+    conversations=6, turns=3, system_prompts=2, system_tokens=32, user_tokens=12, answer_tokens=6
+)
+BLOCK_TOKENS, HOST_BLOCKS = 4, 256
+
+
+class LosingCopy:
+    """A copy that wrote the wrong bytes from ``first_bad_block`` on, and says so."""
+
+    def __init__(self, copy, first_bad_block):
+        self._copy = copy
+        self._first_bad_block = first_bad_block
+
+    def __getattr__(self, name):
+        return getattr(self._copy, name)
+
+    def error(self):
+        return CopyError(self._first_bad_block, "lost by the test")
+
+
+class LosingDevice(CpuDevice):
+    """Loses the second half of every other onload."""
+
+    def __init__(self):
+        super().__init__()
+        self.onloads = 0
+
+    def onload(self, host_ids, device_ids, after):
+        self.onloads += 1
+        if self.onloads % 2:
+            return super().onload(host_ids, device_ids, after)
+        first_bad_block = len(host_ids) // 2
+        wrong = np.where(
+            np.arange(len(host_ids)) < first_bad_block, host_ids, (host_ids + 1) % HOST_BLOCKS
+        )
+        return LosingCopy(
+            super().onload(wrong.astype(np.int32), device_ids, after), first_bad_block
+        )
+
+
+async def serve(model, workload, *, device_blocks, host_blocks, reuse, device=None):
+    cache = model.new_cache(device_blocks, BLOCK_TOKENS)
+    config = aiokv.CacheConfig(
+        block_tokens=BLOCK_TOKENS, device_blocks=device_blocks, host_blocks=host_blocks
+    )
+    serving = ServingConfig(max_running=3, chunk_tokens=8, reuse=reuse)
+    async with aiokv.CacheEngine(config, cache.regions(), device) as engine:
+        with ModelRunner(model, cache) as runner:
+            server = Server(engine, runner, serving)
+            await server.serve(workload)
+        await engine.drain()
+        assert engine.check_invariants() == []
+        assert engine.statistics().leases == 0
+    return server
+
+
+async def test_lost_onloads_are_computed_again():
+    workload = chat_workload(SIZES, vocab=MODEL.vocab, seed=0)
+    model = Transformer(MODEL, max_context_tokens=workload.max_context_tokens)
+    reference = await serve(model, workload, device_blocks=256, host_blocks=0, reuse=False)
+    device = LosingDevice()
+    server = await serve(
+        model, workload, device_blocks=60, host_blocks=HOST_BLOCKS, reuse=True, device=device
+    )
+    assert device.onloads >= 2
+    assert server.statistics.failed_onloads > 0
+    assert server.ledger.compare(reference.ledger).equal
