@@ -115,7 +115,8 @@ class ModelRunner:
             waited += time.perf_counter() - start
 
         start = time.perf_counter()
-        logits = self._model.forward(job.batch, self._cache, before_layer)
+        wait = before_layer if job.arriving else None
+        logits = self._model.forward(job.batch, self._cache, wait)
         for view in job.arriving:
             view.raise_for_error()
         last_rows = logits[[span.stop - 1 for span in job.batch.spans]]
