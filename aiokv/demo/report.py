@@ -43,10 +43,11 @@ class Percentiles(msgspec.Struct, frozen=True):
 
 
 class Traffic(msgspec.Struct, frozen=True):
-    """Bytes moved in one direction; the speed is the worker's moving average over transfers."""
+    """Bytes moved in one direction, and how long it was busy with them."""
 
     transfers: int
     bytes: int
+    busy_seconds: float
     gigabytes_per_second: float | None
 
 
@@ -159,9 +160,8 @@ def _pair(values: Percentiles, unit: str) -> str:
 
 
 def _traffic(traffic: Traffic) -> str:
-    if traffic.gigabytes_per_second is None:
-        return "-"
-    return f"{traffic.bytes / 1e6:,.1f} MB at {traffic.gigabytes_per_second:.1f} GB/s"
+    speed = traffic.gigabytes_per_second
+    return "-" if speed is None else f"{traffic.bytes / 1e6:,.1f} MB at {speed:.1f} GB/s"
 
 
 def _tokens_verdict(compared: Comparison | None) -> str:

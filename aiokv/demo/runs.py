@@ -212,8 +212,9 @@ def _result(
 
 
 def _traffic(lane: LaneStatistics) -> Traffic:
-    speed = round(lane.bytes_per_second / 1e9, 3) if lane.bytes_per_second else None
-    return Traffic(lane.done, lane.moved_bytes, speed)
+    busy = lane.busy_seconds
+    speed = round(lane.moved_bytes / busy / 1e9, 3) if busy else None
+    return Traffic(lane.done, lane.moved_bytes, round(busy, 6), speed)
 
 
 def _wakeup_us(poller: PollerStatistics) -> Percentiles:

@@ -160,7 +160,8 @@ class Server:
         return chosen
 
     async def _step(self, chosen: list[tuple[Sequence, int]]) -> None:
-        arriving = [sequence.lease.layers for sequence, _ in chosen if sequence.arriving]
+        views = (sequence.lease.layers for sequence, _ in chosen if sequence.arriving)
+        arriving = [view for view in views if view.counters]
         batch = _make_batch(chosen)
         try:
             output = await self._runner.run(batch, arriving)

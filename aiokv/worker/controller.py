@@ -40,6 +40,7 @@ class LaneStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """One direction.
 
     Attributes:
+        busy_seconds: at least one transfer that moved its bytes was submitted and had not ended.
         bytes_per_second: moving average over transfers of 1 MiB and more; 0.0 before the first.
     """
 
@@ -49,6 +50,7 @@ class LaneStatistics(msgspec.Struct, frozen=True, kw_only=True):
     failed: int
     cancelled: int
     moved_bytes: int
+    busy_seconds: float
     bytes_per_second: float
 
 
@@ -69,6 +71,7 @@ class _Lane:
         self.submitted = 0
         self.outcomes: dict[Outcome, int] = {"done": 0, "failed": 0, "cancelled": 0}
         self.moved_bytes = 0
+        self.busy_seconds = 0.0
         self.bytes_per_second = 0.0
         self.busy_until = 0.0  # expected end of all that is submitted
         self.last_end = 0.0
@@ -83,6 +86,7 @@ class _Lane:
         seconds = finished_seconds - max(transfer.started_at, self.last_end)
         self.last_end = finished_seconds
         self.moved_bytes += transfer.num_bytes
+        self.busy_seconds += max(seconds, 0.0)
         if seconds <= 0 or transfer.num_bytes < LEARN_BYTES:
             return
         newest = transfer.num_bytes / seconds
@@ -103,6 +107,7 @@ class _Lane:
             failed=self.outcomes["failed"],
             cancelled=self.outcomes["cancelled"],
             moved_bytes=self.moved_bytes,
+            busy_seconds=self.busy_seconds,
             bytes_per_second=self.bytes_per_second,
         )
 

@@ -65,6 +65,8 @@ def test_three_runs_compute_equal_bits(demo, capsys):
     assert both["reused_tokens"]["host"] > 0
     assert both["onload"]["bytes"] > 0
     assert both["offload"]["bytes"] > 0
+    assert both["offload"]["gigabytes_per_second"] > 0
+    assert no_cache["layer_wait_ms"] == 0
     for run in (device, both):
         assert run["compared"]["rows_compared"] >= run["generated_tokens"]
         assert run["compared"]["tokens_compared"] == 18 * 6

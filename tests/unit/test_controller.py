@@ -432,3 +432,4 @@ async def test_bandwidth_is_measured_by_the_devices_clock(
         await worker.settle()
         lane = worker.controller.statistics().onload
         assert lane.bytes_per_second == pytest.approx(lane.moved_bytes / 2.0)
+        assert lane.busy_seconds == pytest.approx(2.0)
