@@ -7,6 +7,8 @@ from typing import Annotated
 import numpy
 from numpy.typing import NDArray
 
+from aiokv._native import cuda as cuda
+
 
 class Event:
     """A point in a stream's order. Thread-safe."""
@@ -183,6 +185,9 @@ class CoreStatistics:
     def skipped_backups(self) -> int: ...
 
     @property
+    def reclaimed_twins(self) -> int: ...
+
+    @property
     def index_bytes(self) -> int: ...
 
     @property
@@ -195,10 +200,19 @@ class Outcome(enum.Enum):
 
     CANCELLED = 2
 
+class WritePolicy(enum.Enum):
+    NONE = 0
+
+    WRITE_THROUGH = 1
+
+    WRITE_THROUGH_SELECTIVE = 2
+
+    WRITE_BACK = 3
+
 class Core:
     """Prefix index, block pools, leases and eviction; not thread-safe."""
 
-    def __init__(self, *, block_tokens: int, device_blocks: int, host_blocks: int = 0, leave_tokens: int = 1, reserve_blocks: int = 0, write_through: bool = False) -> None: ...
+    def __init__(self, *, block_tokens: int, device_blocks: int, host_blocks: int = 0, leave_tokens: int = 1, reserve_blocks: int = 0, write_policy: WritePolicy = WritePolicy.NONE, write_through_threshold: int = 2, low_watermark_blocks: int = 0, min_onload_blocks: int = 0) -> None: ...
 
     def match(self, tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], context: str = '') -> tuple[int, int, int]:
         """
@@ -241,6 +255,10 @@ class Core:
     def cached_blocks(self, lease: int) -> int: ...
 
     def take_backups(self) -> int: ...
+
+    def take_write_backs(self, wanted_blocks: int = 0) -> int: ...
+
+    def wants_write_backs(self) -> bool: ...
 
     def transfer(self, transfer: int) -> tuple[bytes, bytes, int]:
         """(device_blocks, host_blocks, after_step)."""

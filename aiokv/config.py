@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from aiokv.errors import ConfigError
 
-WritePolicy = Literal["none", "write_through"]
+WritePolicy = Literal["none", "write_through", "write_through_selective", "write_back"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +18,13 @@ class CacheConfig:
         block_tokens: token positions in a block, the unit of everything.
         device_blocks: capacity of the device tier.
         host_blocks: capacity of the host tier; 0 for none.
-        write_policy: when blocks get their host copy. ``"write_through"``: as they are committed.
+        write_policy: when blocks get their host copy. ``"write_through"``: as they are committed;
+            ``"write_through_selective"``: at their n-th use; ``"write_back"``: when eviction comes
+            near, and none is evicted unsaved while the host has room; ``"none"``: never.
+        write_through_threshold: the n of the selective policy; computing a block is its first use.
+        low_watermark_blocks: device blocks that are kept free or saved ahead of eviction; None
+            for a thirty-second of ``device_blocks``.
+        min_onload_tokens: a shorter host hit is computed again rather than copied.
         leave_tokens: positions at the end of a prompt that are computed even if cached, at least
             1 for the logits; EAGLE and MTP heads want more.
         reserve_blocks: device blocks that ``allocate`` leaves for ``extend``.
@@ -32,6 +38,9 @@ class CacheConfig:
     block_tokens: int = 16
     host_blocks: int = 0
     write_policy: WritePolicy = "write_through"
+    write_through_threshold: int = 2
+    low_watermark_blocks: int | None = None
+    min_onload_tokens: int = 0
     leave_tokens: int = 1
     reserve_blocks: int = 0
     drain_timeout_seconds: float = 30.0
@@ -42,6 +51,10 @@ class CacheConfig:
         self._require_int("host_blocks", self.host_blocks, 0)
         self._require_int("leave_tokens", self.leave_tokens, 1)
         self._require_int("reserve_blocks", self.reserve_blocks, 0)
+        self._require_int("write_through_threshold", self.write_through_threshold, 1)
+        self._require_int("min_onload_tokens", self.min_onload_tokens, 0)
+        if self.low_watermark_blocks is not None:
+            self._require_int("low_watermark_blocks", self.low_watermark_blocks, 0)
         if self.reserve_blocks >= self.device_blocks:
             raise ConfigError(
                 f"reserve_blocks ({self.reserve_blocks}) must be below "
@@ -53,6 +66,17 @@ class CacheConfig:
             )
         if self.drain_timeout_seconds < 0:
             raise ConfigError(f"drain_timeout_seconds is {self.drain_timeout_seconds}, below 0")
+
+    @property
+    def watermark_blocks(self) -> int:
+        """``low_watermark_blocks``, or its default."""
+        if self.low_watermark_blocks is not None:
+            return min(self.low_watermark_blocks, self.device_blocks)
+        return self.device_blocks // 32
+
+    @property
+    def min_onload_blocks(self) -> int:
+        return -(-self.min_onload_tokens // self.block_tokens)
 
     def _require_int(self, name: str, value: object, minimum: int) -> None:
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:

@@ -11,54 +11,41 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
 from typing import TYPE_CHECKING, Self
 
 from aiokv.errors import (
-    AiokvError,
     AllocateTimeout,
     BrokenEngineError,
     ClosedError,
     UsageError,
     WouldBlock,
 )
+from aiokv.flows.steps import Steps
+from aiokv.flows.transfers import Transfers
+from aiokv.flows.waiting import CapacityQueue
 from aiokv.lease import Lease
 from aiokv.observe.logs import Log
-from aiokv.plan import Priority
-from aiokv.scheduler.admission import Admission
 from aiokv.scheduler.manager import CacheManager
 from aiokv.types import Hit, Statistics, as_tokens
 from aiokv.worker.controller import CacheController
 from aiokv.worker.device.cpu import CpuDevice
-from aiokv.worker.layers import LayerView, done_view
+from aiokv.worker.layers import done_view
 from aiokv.worker.poller import EventPoller
 from aiokv.worker.regions import Regions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from types import TracebackType
 
     from aiokv.config import CacheConfig
-    from aiokv.plan import TransferPlan, TransferReport
     from aiokv.types import Tier, TokenIds
     from aiokv.worker.controller import WorkerStatistics
     from aiokv.worker.device.base import Device, Event
-    from aiokv.worker.layers import LayerDoneCounter
     from aiokv.worker.poller import PollerStatistics
 
 log = Log(__name__)
 
-
-class _Waiter:
-    """A lease in line for capacity."""
-
-    __slots__ = ("future", "granted", "lease", "num_tokens")
-
-    def __init__(self, lease: Lease, num_tokens: int, future: asyncio.Future[None]) -> None:
-        self.lease = lease
-        self.num_tokens = num_tokens
-        self.future = future
-        self.granted = False
+_NO_ROOM, _READY, _LOADING = range(3)  # what Core.allocate returns
 
 
 class CacheEngine:
@@ -85,16 +72,9 @@ class CacheEngine:
         self._device = device or CpuDevice()
         self._manager = CacheManager(config)
         self._core = self._manager.core
-        self._admission: Admission[_Waiter] = Admission()
+        self._waiting = CapacityQueue(self._grant)
         self._owners: dict[int, str] = {}  # live leases
         self._done = done_view(self.regions.num_layers)
-        self._onloads: dict[int, tuple[TransferPlan, LayerDoneCounter]] = {}
-        self._steps: deque[tuple[int, Event | None]] = deque()  # closed, oldest first, not done
-        self._step = 1  # the open one
-        # A device that computes before it returns needs no steps: what is committed, is computed.
-        self._tracks_steps = self._device.computes_in_stream
-        self._keeps_backups = config.host_blocks > 0
-        self._flush_scheduled = False
         self._thread = 0  # of the loop; 0 before and after
         self._closing: str | None = None
         self._leases_gone: asyncio.Event | None = None
@@ -121,7 +101,18 @@ class CacheEngine:
             host_blocks=self.config.host_blocks,
             device=self._device,
             poller=self._poller,
-            on_report=self._on_report,
+            on_report=lambda report: self._transfers.on_report(report),
+        )
+        self._transfers = Transfers(
+            self._loop, self._manager, self._controller, on_capacity=self._waiting.pump
+        )
+        self._steps = Steps(
+            self._core,
+            self._controller,
+            self._poller,
+            tracked=self._device.computes_in_stream,
+            on_finished=self._waiting.pump,
+            on_broken=self._break,
         )
         self._thread = threading.get_ident()
         return self
@@ -148,10 +139,12 @@ class CacheEngine:
             self._closing = "is closed"
             return
         self._closing = "is closing"
-        self._fail_waiters(ClosedError("the engine closed while the lease waited for capacity"))
+        self._waiting.fail_all(ClosedError("the engine closed while the lease waited for capacity"))
         timeout = self.config.drain_timeout_seconds if drain_timeout is None else drain_timeout
         await self._wait_for_leases(timeout)
-        self._release_steps()
+        self._transfers.stopped = True
+        if self._steps.open:  # transfers must not wait for a step that nobody will close
+            self._steps.close(None)
         await self._controller.aclose()
         self._poller.close()
         self._closing = "is closed"
@@ -171,11 +164,6 @@ class CacheEngine:
                 owners=sorted(owner or "unnamed" for owner in self._owners.values()),
                 waited_seconds=timeout,
             )
-
-    def _release_steps(self) -> None:
-        """Transfers behind a step that nobody will close must not wait for it."""
-        if self._tracks_steps:
-            self._controller.close_step(self._step, None)
 
     def _check_open(self) -> None:
         if self._thread != threading.get_ident():
@@ -215,76 +203,57 @@ class CacheEngine:
 
     def _try_allocate(self, lease: Lease, num_tokens: int) -> bool:
         self._check_open()
-        return not self._admission and self._grant(lease, num_tokens)
+        return not self._waiting and self._grant(lease, num_tokens)
 
     def _grant(self, lease: Lease, num_tokens: int) -> bool:
-        granted = self._core.allocate(lease._live_id(), num_tokens)
+        lease_id = lease._live_id()
+        granted = self._core.allocate(lease_id, num_tokens)
+        if granted == _NO_ROOM:
+            num_blocks = -(-num_tokens // self.config.block_tokens)
+            if self._transfers.make_clean(num_blocks):
+                return False  # the end of that transfer is the next try
+            granted = self._core.allocate(lease_id, num_tokens)
         if granted == _LOADING:
-            self._start_onloads(lease)
+            lease.layers = self._transfers.start_onloads(lease_id)
+        if self._core.wants_write_backs():
+            self._transfers.schedule_backups()
         return granted != _NO_ROOM
 
     async def _wait_for_capacity(
         self, lease: Lease, num_tokens: int, priority: int, timeout: float | None
     ) -> None:
-        waiter = _Waiter(lease, num_tokens, self._loop.create_future())
-        ticket = self._admission.push(waiter, priority)
         try:
-            self._pump()
-            async with asyncio.timeout(timeout):
-                await waiter.future
+            await self._waiting.wait(lease, num_tokens, priority, timeout)
         except TimeoutError:
-            if not waiter.granted:
-                raise AllocateTimeout(
-                    f"no room for {num_tokens} positions within {timeout} s; "
-                    f"{self.device_room()} blocks are free or evictable",
-                    hint="raise CacheConfig.device_blocks, or preempt a lease",
-                ) from None
+            statistics = self._core.statistics()
+            raise AllocateTimeout(
+                f"no room for {num_tokens} positions within {timeout} s: "
+                f"{statistics.device_free} device blocks are free and at most "
+                f"{statistics.evictable_blocks} evictable",
+                hint="raise CacheConfig.device_blocks, or preempt a lease",
+            ) from None
         except asyncio.CancelledError:
-            if waiter.granted and lease._id:
-                self._core.retract(lease._id, self._open_step())
-                lease.layers = self._done
+            if lease._id and self._core.is_granted(lease._id):
+                self._retract(lease)
             raise
-        finally:
-            self._admission.leave(ticket)
-            self._pump()
 
-    def _pump(self) -> None:
-        """Grant to whoever is first in line, as long as there is room."""
-        while (waiter := self._admission.first()) is not None:
-            try:
-                if not waiter.future.done() and not self._grant(waiter.lease, waiter.num_tokens):
-                    return
-            except AiokvError as error:
-                waiter.future.set_exception(error)
-            else:
-                if not waiter.future.done():
-                    waiter.granted = True
-                    waiter.future.set_result(None)
-            self._admission.drop_first()
-
-    def _fail_waiters(self, error: AiokvError) -> None:
-        while (waiter := self._admission.first()) is not None:
-            if not waiter.future.done():
-                waiter.future.set_exception(error)
-            self._admission.drop_first()
-
-    def device_room(self) -> int:
-        """Device blocks that are free, or could be at once by evicting."""
-        statistics = self._core.statistics()
-        return statistics.device_free + statistics.evictable_blocks
+    def _retract(self, lease: Lease) -> None:
+        """The grant crossed a cancellation: as if it had not been made."""
+        self._core.retract(lease._id, self._steps.open)
+        lease.layers = self._done
+        self._transfers.cancel_abandoned()
+        self._waiting.pump()
 
     def _commit(self, lease: Lease, num_tokens: int, ready: Event | None) -> int:
-        step = self._step if self._tracks_steps else 0
-        if ready is not None:
-            step = self.step(ready)
+        step = self._steps.open if ready is None else self.step(ready)
         published = self._core.commit(lease._live_id(), num_tokens, step)
-        if published and self._keeps_backups and not self._flush_scheduled:
-            self._schedule_flush()
+        if published and not self._steps.open:
+            self._transfers.schedule_backups()
         return published
 
     def _truncate(self, lease: Lease, num_tokens: int) -> None:
-        self._core.truncate(lease._live_id(), num_tokens, self._open_step())
-        self._pump()
+        self._core.truncate(lease._live_id(), num_tokens, self._steps.open)
+        self._waiting.pump()
 
     def extend(self, leases: Sequence[Lease], num_tokens: int) -> None:
         """Give each lease ``num_tokens`` more positions; all of them or none.
@@ -303,18 +272,15 @@ class CacheEngine:
 
     def _release(self, lease: Lease, after: Event | None) -> None:
         lease_id, lease._id = lease._id, 0
-        if lease_id not in self._owners:
-            return  # the engine closed without it
-        step = self._open_step() if after is None else self.step(after)
-        self._forget(lease_id, step)
+        if lease_id in self._owners:  # else the engine closed without it
+            self._forget(lease_id, self._steps.open if after is None else self.step(after))
 
     def _forget(self, lease_id: int, step: int) -> None:
         del self._owners[lease_id]
         self._core.release(lease_id, step)
-        if self._onloads:
-            self._cancel_abandoned()
-        if self._admission:
-            self._pump()
+        self._transfers.cancel_abandoned()
+        if self._waiting:
+            self._waiting.pump()
         if self._leases_gone is not None and not self._owners:
             self._leases_gone.set()
 
@@ -324,15 +290,10 @@ class CacheEngine:
             return False
         holds_blocks = self._core.is_granted(lease_id)
         if threading.get_ident() == self._thread:
-            self._forget(lease_id, self._open_step())
+            self._forget(lease_id, self._steps.open)
         elif self._thread:
-            self._loop.call_soon_threadsafe(self._forget, lease_id, self._open_step())
+            self._loop.call_soon_threadsafe(self._forget, lease_id, self._steps.open)
         return holds_blocks
-
-    # --- steps ----------------------------------------------------------------------------------
-
-    def _open_step(self) -> int:
-        return self._step if self._tracks_steps else 0
 
     def step(self, event: Event | None = None) -> int:
         """Close the open step: what was committed or released in it is covered by ``event``.
@@ -348,95 +309,16 @@ class CacheEngine:
             The number of the step that was closed.
         """
         self._check_open()
-        step = self._step
-        self._step += 1
-        self._controller.close_step(step, event)
-        if event is None or event.done:
-            self._steps_done_up_to(step)
-        else:
-            self._steps.append((step, event))
-            self._poller.watch(event, "steps", lambda error: self._on_step_done(step, error))
-        self._flush_backups()
+        step = self._steps.close(event)
+        self._transfers.send_backups()
         return step
-
-    def _on_step_done(self, step: int, error: BaseException | None) -> None:
-        if isinstance(error, ClosedError):
-            return
-        if error is not None:
-            self._break(error)
-            return
-        self._steps_done_up_to(step)
-
-    def _steps_done_up_to(self, step: int) -> None:
-        """Steps end in order: an event that is done early waits for those before it."""
-        while self._steps and self._steps[0][0] <= step:
-            self._steps.popleft()
-        if not self._steps:
-            self._core.finish_step(step)
-        if self._admission:
-            self._pump()
-
-    # --- transfers ------------------------------------------------------------------------------
-
-    def _start_onloads(self, lease: Lease) -> None:
-        counters = []
-        for transfer_id in self._core.onloads(lease._live_id()):
-            if transfer_id not in self._onloads:
-                plan = self._manager.onload_plan(transfer_id, Priority.DEMAND)
-                self._onloads[transfer_id] = (plan, self._controller.submit(plan))
-            counters.append(self._onloads[transfer_id])
-        lease.layers = LayerView(
-            [counter for _, counter in counters],
-            locate=_position_finder(
-                {plan.transfer_id: plan for plan, _ in counters},
-                lease.block_table.tolist(),
-                self.config.block_tokens,
-            ),
-        )
-
-    def _cancel_abandoned(self) -> None:
-        for transfer_id in self._core.take_abandoned():
-            self._controller.cancel(transfer_id)
-
-    def _schedule_flush(self) -> None:
-        """Without steps, what one pass of the loop commits is backed up together."""
-        if not self._tracks_steps:
-            self._flush_scheduled = True
-            self._loop.call_soon(self._flush_backups)
-
-    def _flush_backups(self) -> None:
-        self._flush_scheduled = False
-        if not self._keeps_backups or self._closing:
-            return
-        plan = self._manager.backup_plan()
-        if plan is not None:
-            self._controller.submit(plan)
-
-    def _on_report(self, report: TransferReport) -> None:
-        self._onloads.pop(report.transfer_id, None)
-        self._manager.complete(report)
-        if report.outcome == "failed":
-            log.warning(
-                "transfer.failed",
-                transfer_id=report.transfer_id,
-                first_bad_block=report.first_bad_block,
-                reason=report.reason,
-            )
-        self._schedule_flush_after_report()
-        if self._admission:
-            self._pump()
-
-    def _schedule_flush_after_report(self) -> None:
-        """A finished onload publishes what its leases committed meanwhile."""
-        if self._keeps_backups and not self._flush_scheduled and not self._closing:
-            self._schedule_flush()
 
     def _break(self, error: BaseException) -> None:
         """The device cannot go on: refuse everything, wake everybody."""
         self._broken = error
         failure = BrokenEngineError(f"the device failed: {error}")
         failure.__cause__ = error
-        self._fail_waiters(failure)
+        self._waiting.fail_all(failure)
         log.error("engine.broken", reason=str(error))
 
     # --- capacity and state ---------------------------------------------------------------------
@@ -444,17 +326,26 @@ class CacheEngine:
     async def evict(self, num_blocks: int, tier: Tier = "device") -> int:
         """Evict up to ``num_blocks`` cached blocks of a tier, least recently used first.
 
-        Device blocks that have a host copy only lose the device copy.
+        Blocks with a host copy only lose the device copy; under ``"write_back"`` the others are
+        saved first, as far as the host has room.
 
         Returns:
             How many were evicted; fewer when the rest is leased or being copied.
+
+        Cancellation: copies that have begun end as host copies.
         """
         self._check_open()
         if num_blocks < 0:
             raise UsageError(f"cannot evict {num_blocks} blocks")
-        evict = self._core.evict_device if tier == "device" else self._core.evict_host
-        evicted = evict(num_blocks)
-        self._pump()
+        evicted = 0
+        if tier == "host":
+            evicted = self._core.evict_host(num_blocks)
+        else:
+            evicted = self._core.evict_device(num_blocks)
+            while evicted < num_blocks and self._transfers.make_clean(num_blocks - evicted):
+                await self._controller.drain()
+                evicted += self._core.evict_device(num_blocks - evicted)
+        self._waiting.pump()
         return evicted
 
     async def prefetch(self, tokens: TokenIds, *, salt: str = "", adapter: str = "") -> Hit:
@@ -484,13 +375,13 @@ class CacheEngine:
         """
         self._check_open()
         self._core.reset()
-        self._pump()
+        self._waiting.pump()
         await self._controller.drain()
 
     async def drain(self) -> None:
         """Wait until nothing is in flight, backups of what was committed included."""
         self._check_open()
-        self._flush_backups()
+        self._transfers.send_backups()
         await self._controller.drain()
 
     def statistics(self) -> Statistics:
@@ -499,7 +390,7 @@ class CacheEngine:
         return Statistics(
             device_blocks=self.config.device_blocks,
             host_blocks=self.config.host_blocks,
-            waiting=len(self._admission),
+            waiting=len(self._waiting),
             **fields,
         )
 
@@ -519,27 +410,12 @@ class CacheEngine:
             f"<CacheEngine device {self.config.device_blocks - s.device_free}/"
             f"{self.config.device_blocks} host {self.config.host_blocks - s.host_free}/"
             f"{self.config.host_blocks}, {len(self._owners)} leases, "
-            f"{len(self._admission)} waiting>"
+            f"{len(self._waiting)} waiting>"
         )
 
-
-_NO_ROOM = 0
-_LOADING = 2
 
 _CORE_FIELDS = tuple(
     name
     for name in Statistics.__struct_fields__
     if name not in ("device_blocks", "host_blocks", "waiting")
 )
-
-
-def _position_finder(
-    plans: dict[int, TransferPlan], block_table: list[int], block_tokens: int
-) -> Callable[[int, int], int]:
-    """(transfer, index of a block in its plan) -> first position of that block in the lease."""
-
-    def locate(transfer_id: int, block: int) -> int:
-        device_block = int(plans[transfer_id].device_ids[block])
-        return block_table.index(device_block) * block_tokens
-
-    return locate

@@ -64,6 +64,8 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     offloaded_blocks: int
     failed_blocks: int
     skipped_backups: int
+    reclaimed_twins: int
+    nodes: int
     index_bytes: int
     token_bytes: int
 

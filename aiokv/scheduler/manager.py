@@ -9,12 +9,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from aiokv._native import Core, Outcome
+from aiokv._native import WritePolicy as NativePolicy
 from aiokv.plan import Priority, TransferPlan
 
 if TYPE_CHECKING:
     from aiokv.config import CacheConfig
     from aiokv.plan import Direction, TransferReport
 
+_POLICIES = {
+    "none": NativePolicy.NONE,
+    "write_through": NativePolicy.WRITE_THROUGH,
+    "write_through_selective": NativePolicy.WRITE_THROUGH_SELECTIVE,
+    "write_back": NativePolicy.WRITE_BACK,
+}
 _OUTCOMES = {
     "done": Outcome.DONE,
     "failed": Outcome.FAILED,
@@ -37,21 +44,35 @@ class CacheManager:
             host_blocks=config.host_blocks,
             leave_tokens=config.leave_tokens,
             reserve_blocks=config.reserve_blocks,
-            write_through=config.host_blocks > 0 and config.write_policy == "write_through",
+            write_policy=_POLICIES[config.write_policy if config.host_blocks else "none"],
+            write_through_threshold=config.write_through_threshold,
+            low_watermark_blocks=config.watermark_blocks,
+            min_onload_blocks=config.min_onload_blocks,
         )
 
     def onload_plan(self, transfer_id: int, priority: Priority) -> TransferPlan:
         """The plan of an onload that a grant has started."""
         return self._plan(transfer_id, "onload", priority)
 
-    def backup_plan(self) -> TransferPlan | None:
-        """One offload for all that was committed since the last call; None for nothing."""
-        transfer_id = self.core.take_backups()
-        return self._plan(transfer_id, "offload", Priority.BACKUP) if transfer_id else None
+    def backup_plans(self) -> list[TransferPlan]:
+        """What the write policy wants saved now: at most one offload for what was queued, and one
+        that keeps eviction ahead of demand."""
+        transfer_ids = [self.core.take_backups()]
+        if self.core.wants_write_backs():
+            transfer_ids.append(self.core.take_write_backs())
+        return [self._backup(transfer_id) for transfer_id in transfer_ids if transfer_id]
+
+    def make_clean(self, num_blocks: int) -> TransferPlan | None:
+        """Save what stands in the way of evicting ``num_blocks``; None when nothing does."""
+        transfer_id = self.core.take_write_backs(num_blocks)
+        return self._backup(transfer_id) if transfer_id else None
 
     def complete(self, report: TransferReport) -> None:
         """Commit what a transfer has proven, roll back the rest."""
         self.core.complete(report.transfer_id, _OUTCOMES[report.outcome], report.first_bad_block)
+
+    def _backup(self, transfer_id: int) -> TransferPlan:
+        return self._plan(transfer_id, "offload", Priority.BACKUP)
 
     def _plan(self, transfer_id: int, direction: Direction, priority: Priority) -> TransferPlan:
         device_blocks, host_blocks, after_step = self.core.transfer(transfer_id)

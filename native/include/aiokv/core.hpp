@@ -22,13 +22,23 @@ using LeaseId = std::uint64_t;  // generation << 32 | slot; 0 is no lease
 using TransferId = std::uint32_t;
 using Tokens = std::span<const std::int32_t>;
 
+enum class WritePolicy : std::uint8_t {
+    kNone,
+    kWriteThrough,           // at commit
+    kWriteThroughSelective,  // at the n-th use
+    kWriteBack,              // when eviction comes near; nothing is dropped that was not saved
+};
+
 struct CoreConfig {
     std::uint32_t block_tokens = 16;
     std::uint32_t device_blocks = 0;
     std::uint32_t host_blocks = 0;
     std::uint32_t leave_tokens = 1;    // positions at the end of a prompt that are always computed
     std::uint32_t reserve_blocks = 0;  // kept from allocate, for extend
-    bool write_through = false;        // commit queues a backup of what it publishes
+    WritePolicy write_policy = WritePolicy::kNone;
+    std::uint32_t write_through_threshold = 2;
+    std::uint32_t low_watermark_blocks = 0;  // free or clean; eviction runs ahead of this
+    std::uint32_t min_onload_blocks = 0;     // fewer host blocks than this are computed instead
 };
 
 struct Lease {
@@ -75,7 +85,8 @@ struct CoreStatistics {
     std::uint32_t evictable_blocks, leases, nodes;
     std::uint64_t hit_device_tokens, hit_host_tokens, prompt_tokens, grants;
     std::uint64_t published_blocks, evicted_device_blocks, dropped_blocks, evicted_host_blocks;
-    std::uint64_t onloaded_blocks, offloaded_blocks, failed_blocks, skipped_backups;
+    std::uint64_t onloaded_blocks, offloaded_blocks, failed_blocks, skipped_backups,
+        reclaimed_twins;
     std::size_t index_bytes, token_bytes;
 };
 
@@ -95,8 +106,12 @@ class Core {
     std::int64_t recompute_from(LeaseId id);
     const Lease& lease(LeaseId id) const;
 
-    // -- transfers (core_transfer.cpp)
+    // -- backups (core_backup.cpp); 0 when there is nothing to copy
     TransferId take_backups();
+    TransferId take_write_backs(std::uint32_t wanted_blocks);
+    bool wants_write_backs() const;
+
+    // -- transfers (core_transfer.cpp)
     const Transfer& transfer(TransferId id) const;
     void complete(TransferId id, Outcome outcome, std::uint32_t first_bad_block);
     std::vector<TransferId> take_abandoned();
@@ -124,6 +139,7 @@ class Core {
     std::uint32_t open_context(std::string_view key);
     void close_context_if_unused(std::uint32_t context);
     void walk(Lease& lease);
+    void drop_small_onload(Lease& lease);
     void touch(const std::vector<NodeId>& path);
     void take_blocks(LeaseId id, Lease& lease, std::uint32_t total_blocks);
     void give_back(LeaseId id, Lease& lease, Step step);
@@ -135,8 +151,15 @@ class Core {
     std::uint32_t blocks_for(std::uint64_t num_tokens) const;
     NodeId root_of(const Lease& lease) const { return contexts_[lease.context].root; }
 
-    // transfers
+    // backups
+    void count_use(NodeId node);
     void queue_backup(NodeId node);
+    TransferId start_offload(std::vector<NodeId> nodes);
+    void note_twin(NodeId node);
+    bool reclaim_one_twin();
+    bool must_save(NodeId node) const;
+
+    // transfers
     void finish_onload(Transfer& transfer, std::uint32_t good);
     void cancel_onload(Transfer& transfer);
     void finish_offload(Transfer& transfer, std::uint32_t good);
@@ -179,6 +202,8 @@ class Core {
     TransferId last_transfer_ = 0;
     std::vector<TransferId> abandoned_;
     std::vector<NodeId> backups_;  // nodes with kBackupQueued; stale entries lack the flag
+    std::vector<NodeId> twins_;    // nodes with kTwinListed, newest last; stale ones lack the flag
+    std::uint32_t clean_ahead_ = 0;  // clean blocks left at the front since the last look
     std::vector<NodeId> scratch_;
 
     std::uint64_t version_ = 1;  // changes whenever a walked path may have become wrong

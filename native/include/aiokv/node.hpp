@@ -20,6 +20,8 @@ enum NodeFlag : std::uint16_t {
     kParked = 1 << 6,       // left that queue because it was blocked; returns to its front
     kBackupQueued = 1 << 7,
     kRoot = 1 << 8,  // no block; `device` holds the context's index
+    kTwinListed = 1 << 9,
+    kBackupFailed = 1 << 10,  // may be dropped without another try
 };
 
 constexpr std::uint16_t kDeviceResident = kDeviceValid | kDeviceLoading;

@@ -138,6 +138,16 @@ void Core::touch(const std::vector<NodeId>& path) {
     }
 }
 
+// A host hit that is not worth its transfer is computed again; one under way is joined.
+void Core::drop_small_onload(Lease& lease) {
+    std::size_t resident = 0;
+    while (resident < lease.path.size() && tree_[lease.path[resident]].has(kDeviceResident)) {
+        ++resident;
+    }
+    lease.path.resize(resident);
+    lease.version = 0;
+}
+
 std::uint32_t Core::blocks_for(std::uint64_t num_tokens) const {
     return static_cast<std::uint32_t>((num_tokens + config_.block_tokens - 1) /
                                       config_.block_tokens);
@@ -158,6 +168,7 @@ Grant Core::allocate(LeaseId id, std::int64_t num_tokens) {
                               ", of which reserve_blocks keeps " + str(config_.reserve_blocks));
     }
     if (lease.version != version_) walk(lease);
+    if (lease.host_hit < config_.min_onload_blocks) drop_small_onload(lease);
     const std::size_t usable = static_cast<std::size_t>(num_tokens) / config_.block_tokens;
     if (lease.path.size() > usable) {
         lease.path.resize(usable);
@@ -190,6 +201,7 @@ void Core::take_blocks(LeaseId id, Lease& lease, std::uint32_t total_blocks) {
     lease.device_hit = 0;
     for (; resident < hits && tree_[lease.path[resident]].has(kDeviceResident); ++resident) {
         const Node& node = tree_[lease.path[resident]];
+        count_use(lease.path[resident]);
         lease.table[resident] = node.device;
         lease.device_hit += node.has(kDeviceValid);
         if (node.has(kDeviceValid)) continue;
@@ -302,7 +314,7 @@ NodeId Core::publish_block(Lease& lease, NodeId parent, std::uint32_t index) {
     n.set(kDeviceValid);
     tree_.count_device_child(node, +1);
     ++counters_.published_blocks;
-    if (config_.write_through) queue_backup(node);
+    count_use(node);
     return node;
 }
 

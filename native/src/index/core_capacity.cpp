@@ -110,6 +110,7 @@ void Core::release_device_copy(NodeId node) {
     tree_.count_device_child(node, -1);
     ++counters_.evicted_device_blocks;
     if (!n.has(kHostValid)) return drop(node);
+    clean_ahead_ -= clean_ahead_ > 0;
     ++version_;
     enqueue(node);
     unpark_if_free(n.parent);
@@ -118,6 +119,7 @@ void Core::release_device_copy(NodeId node) {
 bool Core::evict_one_device() {
     for (NodeId node; (node = device_queue_.front()) != kNone;) {
         if (tree_[node].pins == 0 && !tree_.has_device_child(node)) {
+            if (must_save(node)) return false;
             release_device_copy(node);
             return true;
         }
@@ -145,6 +147,7 @@ bool Core::make_room(std::uint32_t blocks) {
     return true;
 }
 
+// Stops before blocks that the write policy wants saved first; see take_write_backs().
 std::uint32_t Core::evict_device(std::uint32_t blocks) {
     std::uint32_t evicted = 0;
     while (evicted < blocks && evict_one_device()) ++evicted;

@@ -37,51 +37,6 @@ void Core::start_onload(LeaseId id, Lease& lease, std::uint32_t first_host_block
     ++version_;
 }
 
-void Core::queue_backup(NodeId node) {
-    Node& n = tree_[node];
-    if (n.has(kHostValid | kHostLoading | kBackupQueued)) return;
-    n.set(kBackupQueued);
-    backups_.push_back(node);
-}
-
-// One transfer for all that was published since the last call; 0 when there is nothing to copy.
-TransferId Core::take_backups() {
-    std::vector<NodeId> nodes;
-    for (const NodeId node : backups_) {
-        Node& n = tree_[node];
-        if (!n.has(kBackupQueued)) continue;
-        n.clear(kBackupQueued);
-        if (n.has(kDeviceValid) && !n.has(kDetached | kHostValid | kHostLoading)) {
-            nodes.push_back(node);
-        }
-    }
-    backups_.clear();
-    while (host_.free_blocks() < nodes.size() && evict_one_host()) {
-    }
-    if (nodes.size() > host_.free_blocks()) {
-        counters_.skipped_backups += nodes.size() - host_.free_blocks();
-        nodes.resize(host_.free_blocks());
-    }
-    if (nodes.empty()) return 0;
-
-    const TransferId transfer_id = ++last_transfer_;
-    Transfer& transfer = transfers_[transfer_id];
-    transfer.direction = Direction::kOffload;
-    transfer.after_step = 0;
-    transfer.host_blocks.resize(nodes.size());
-    host_.take_runs(transfer.host_blocks);
-    for (std::size_t i = 0; i < nodes.size(); ++i) {
-        Node& n = tree_[nodes[i]];
-        n.host = transfer.host_blocks[i];
-        n.set(kHostLoading);
-        ++n.pins;
-        transfer.device_blocks.push_back(n.device);
-        transfer.after_step = std::max(transfer.after_step, device_.after_step(n.device));
-    }
-    transfer.nodes = std::move(nodes);
-    return transfer_id;
-}
-
 // Blocks before `first_bad_block` are proven when the transfer failed.
 void Core::complete(TransferId id, Outcome outcome, std::uint32_t first_bad_block) {
     const auto found = transfers_.find(id);
@@ -112,6 +67,7 @@ void Core::finish_onload(Transfer& transfer, std::uint32_t good) {
         if (i >= good) continue;  // stays resident, not valid, until it is dropped below
         n.clear(kDeviceLoading);
         n.set(kDeviceValid);
+        note_twin(nodes[i]);
     }
     counters_.onloaded_blocks += good;
     counters_.failed_blocks += nodes.size() - good;
@@ -163,7 +119,9 @@ void Core::finish_offload(Transfer& transfer, std::uint32_t good) {
         n.clear(kHostLoading);
         if (i < good) {
             n.set(kHostValid);
+            note_twin(node);
         } else {
+            n.set(kBackupFailed);
             host_.give_back(n.host);
             n.host = kNoBlock;
         }

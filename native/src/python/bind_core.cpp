@@ -76,6 +76,7 @@ void bind_statistics(nb::module_& m) {
         .def_ro("offloaded_blocks", &S::offloaded_blocks)
         .def_ro("failed_blocks", &S::failed_blocks)
         .def_ro("skipped_backups", &S::skipped_backups)
+        .def_ro("reclaimed_twins", &S::reclaimed_twins)
         .def_ro("index_bytes", &S::index_bytes)
         .def_ro("token_bytes", &S::token_bytes);
 }
@@ -88,17 +89,26 @@ void bind_core(nb::module_& m) {
         .value("DONE", Outcome::kDone)
         .value("FAILED", Outcome::kFailed)
         .value("CANCELLED", Outcome::kCancelled);
+    nb::enum_<WritePolicy>(m, "WritePolicy")
+        .value("NONE", WritePolicy::kNone)
+        .value("WRITE_THROUGH", WritePolicy::kWriteThrough)
+        .value("WRITE_THROUGH_SELECTIVE", WritePolicy::kWriteThroughSelective)
+        .value("WRITE_BACK", WritePolicy::kWriteBack);
     nb::class_<Core>(m, "Core", "Prefix index, block pools, leases and eviction; not thread-safe.")
         .def(
             "__init__",
             [](Core* self, std::uint32_t block_tokens, std::uint32_t device_blocks,
                std::uint32_t host_blocks, std::uint32_t leave_tokens, std::uint32_t reserve_blocks,
-               bool write_through) {
+               WritePolicy write_policy, std::uint32_t write_through_threshold,
+               std::uint32_t low_watermark_blocks, std::uint32_t min_onload_blocks) {
                 new (self) Core(CoreConfig{block_tokens, device_blocks, host_blocks, leave_tokens,
-                                           reserve_blocks, write_through});
+                                           reserve_blocks, write_policy, write_through_threshold,
+                                           low_watermark_blocks, min_onload_blocks});
             },
             nb::kw_only(), "block_tokens"_a, "device_blocks"_a, "host_blocks"_a = 0,
-            "leave_tokens"_a = 1, "reserve_blocks"_a = 0, "write_through"_a = false)
+            "leave_tokens"_a = 1, "reserve_blocks"_a = 0, "write_policy"_a = WritePolicy::kNone,
+            "write_through_threshold"_a = 2, "low_watermark_blocks"_a = 0,
+            "min_onload_blocks"_a = 0)
         .def("match", &match, "tokens"_a, "context"_a = "",
              "Open a lease: (lease, device_blocks, host_blocks) of the longest cached prefix.")
         .def(
@@ -141,6 +151,8 @@ void bind_core(nb::module_& m) {
             "cached_blocks", [](Core& core, LeaseId id) { return core.lease(id).cached_blocks; },
             "lease"_a)
         .def("take_backups", &Core::take_backups)
+        .def("take_write_backs", &Core::take_write_backs, "wanted_blocks"_a = 0)
+        .def("wants_write_backs", &Core::wants_write_backs)
         .def("transfer", &transfer, "transfer"_a, "(device_blocks, host_blocks, after_step).")
         .def("complete", &Core::complete, "transfer"_a, "outcome"_a, "first_bad_block"_a = 0)
         .def("take_abandoned", &Core::take_abandoned)

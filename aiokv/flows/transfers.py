@@ -1,0 +1,121 @@
+"""Plans on their way to the worker, and what their reports change."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aiokv.observe.logs import Log
+from aiokv.plan import Priority
+from aiokv.worker.layers import LayerView
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+
+    from aiokv.plan import TransferPlan, TransferReport
+    from aiokv.scheduler.manager import CacheManager
+    from aiokv.worker.controller import CacheController
+    from aiokv.worker.layers import LayerDoneCounter
+
+log = Log(__name__)
+
+
+class Transfers:
+    """Onloads of granted leases and backups of committed blocks.
+
+    Args:
+        on_capacity: called after a report, when blocks may have become free.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        manager: CacheManager,
+        controller: CacheController,
+        *,
+        on_capacity: Callable[[], None],
+    ) -> None:
+        self._loop = loop
+        self._manager = manager
+        self._controller = controller
+        self._on_capacity = on_capacity
+        self._onloads: dict[int, tuple[TransferPlan, LayerDoneCounter]] = {}
+        self._has_host = manager.config.host_blocks > 0
+        self._backup_scheduled = False
+        self.stopped = False  # no new backups: the engine closes
+
+    # --- onload ---------------------------------------------------------------------------------
+
+    def start_onloads(self, lease_id: int, priority: Priority = Priority.DEMAND) -> LayerView:
+        """Submit the onload that a grant has begun; the view covers those it joined as well."""
+        core = self._manager.core
+        joined = []
+        for transfer_id in core.onloads(lease_id):
+            if transfer_id not in self._onloads:
+                plan = self._manager.onload_plan(transfer_id, priority)
+                self._onloads[transfer_id] = (plan, self._controller.submit(plan))
+            joined.append(self._onloads[transfer_id])
+        return LayerView(
+            [counter for _, counter in joined],
+            locate=_position_finder(
+                {plan.transfer_id: plan for plan, _ in joined},
+                core.block_table(lease_id).tolist(),
+                self._manager.config.block_tokens,
+            ),
+        )
+
+    def cancel_abandoned(self) -> None:
+        """Take back onloads that nobody waits for any more and that have not begun."""
+        if self._onloads:
+            for transfer_id in self._manager.core.take_abandoned():
+                self._controller.cancel(transfer_id)
+
+    # --- backup ---------------------------------------------------------------------------------
+
+    def schedule_backups(self) -> None:
+        """Back up what this pass of the loop commits, together, at its end."""
+        if self._has_host and not self._backup_scheduled and not self.stopped:
+            self._backup_scheduled = True
+            self._loop.call_soon(self.send_backups)
+
+    def send_backups(self) -> None:
+        self._backup_scheduled = False
+        if self._has_host and not self.stopped:
+            for plan in self._manager.backup_plans():
+                self._controller.submit(plan)
+
+    def make_clean(self, num_blocks: int) -> bool:
+        """Save what stands in the way of evicting ``num_blocks``. False when nothing does."""
+        if not self._has_host or self.stopped:
+            return False
+        plan = self._manager.make_clean(num_blocks)
+        if plan is not None:
+            self._controller.submit(plan)
+        return plan is not None
+
+    # --- reports --------------------------------------------------------------------------------
+
+    def on_report(self, report: TransferReport) -> None:
+        self._onloads.pop(report.transfer_id, None)
+        self._manager.complete(report)
+        if report.outcome == "failed":
+            log.warning(
+                "transfer.failed",
+                transfer_id=report.transfer_id,
+                first_bad_block=report.first_bad_block,
+                reason=report.reason,
+            )
+        self.schedule_backups()  # an onload that ended publishes what was committed behind it
+        self._on_capacity()
+
+
+def _position_finder(
+    plans: dict[int, TransferPlan], block_table: list[int], block_tokens: int
+) -> Callable[[int, int], int]:
+    """(transfer, index of a block in its plan) -> first position of that block in the lease."""
+
+    def locate(transfer_id: int, block: int) -> int:
+        device_block = int(plans[transfer_id].device_ids[block])
+        return block_table.index(device_block) * block_tokens
+
+    return locate

@@ -1,0 +1,88 @@
+"""Leases in line for capacity."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from aiokv.errors import AiokvError
+from aiokv.scheduler.admission import Admission
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aiokv.lease import Lease
+
+
+class _Waiter:
+    __slots__ = ("future", "granted", "lease", "num_tokens")
+
+    def __init__(self, lease: Lease, num_tokens: int, future: asyncio.Future[None]) -> None:
+        self.lease = lease
+        self.num_tokens = num_tokens
+        self.future = future
+        self.granted = False
+
+
+class CapacityQueue:
+    """Grants in order of priority, then of arrival; a waiting lease holds nothing.
+
+    Args:
+        grant: ``(lease, num_tokens)`` -> False when there is not enough room now.
+    """
+
+    def __init__(self, grant: Callable[[Lease, int], bool]) -> None:
+        self._grant = grant
+        self._admission: Admission[_Waiter] = Admission()
+
+    def __len__(self) -> int:
+        return len(self._admission)
+
+    async def wait(
+        self,
+        lease: Lease,
+        num_tokens: int,
+        priority: int,
+        timeout: float | None,  # noqa: ASYNC109 - the deadline of the wait is the point
+    ) -> None:
+        """Return once the lease was granted.
+
+        Raises:
+            TimeoutError: it was not, in time.
+
+        Cancellation: the lease has left the line. A grant that crossed the cancellation stays with
+        the lease; the caller takes it back.
+        """
+        waiter = _Waiter(lease, num_tokens, asyncio.get_running_loop().create_future())
+        ticket = self._admission.push(waiter, priority)
+        try:
+            self.pump()
+            async with asyncio.timeout(timeout):
+                await waiter.future
+        except TimeoutError:
+            if not waiter.granted:
+                raise
+        finally:
+            self._admission.leave(ticket)
+            self.pump()  # whoever was behind may be first now
+
+    def pump(self) -> None:
+        """Grant to whoever is first, as long as there is room."""
+        while (waiter := self._admission.first()) is not None:
+            if not waiter.future.done():
+                try:
+                    waiter.granted = self._grant(waiter.lease, waiter.num_tokens)
+                except AiokvError as error:
+                    waiter.future.set_exception(error)
+                else:
+                    if not waiter.granted:
+                        return
+                    waiter.future.set_result(None)
+            self._admission.drop_first()
+
+    def fail_all(self, error: AiokvError) -> None:
+        """Send everybody home with ``error``."""
+        while (waiter := self._admission.first()) is not None:
+            if not waiter.future.done():
+                waiter.future.set_exception(error)
+            self._admission.drop_first()

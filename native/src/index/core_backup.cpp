@@ -1,0 +1,138 @@
+// When blocks get their host copy, and which host copies make room for others.
+//
+// A *dirty* block is on the device only; a *clean* one has a host copy too, so that its device copy
+// can go without a copy being made. A clean block's host copy is its *twin*: giving it up loses
+// nothing that is not on the device.
+#include <algorithm>
+
+#include "aiokv/core.hpp"
+
+namespace aiokv {
+
+// The lease that computed the block is its first use.
+void Core::count_use(NodeId node) {
+    Node& n = tree_[node];
+    if (n.uses < 255) ++n.uses;
+    n.clear(kBackupFailed);  // a used block gets another chance
+    if (config_.write_policy == WritePolicy::kWriteThrough ||
+        (config_.write_policy == WritePolicy::kWriteThroughSelective &&
+         n.uses >= config_.write_through_threshold)) {
+        queue_backup(node);
+    }
+}
+
+void Core::queue_backup(NodeId node) {
+    Node& n = tree_[node];
+    if (n.has(kHostValid | kHostLoading | kBackupQueued | kBackupFailed)) return;
+    n.set(kBackupQueued);
+    backups_.push_back(node);
+}
+
+// One transfer for all that was queued since the last call. What finds no host room is skipped:
+// it is tried again when it comes near eviction.
+TransferId Core::take_backups() {
+    std::vector<NodeId> nodes;
+    for (const NodeId node : backups_) {
+        Node& n = tree_[node];
+        if (!n.has(kBackupQueued)) continue;
+        n.clear(kBackupQueued);
+        if (n.has(kDeviceValid) && !n.has(kHostValid | kHostLoading)) nodes.push_back(node);
+    }
+    backups_.clear();
+    while (host_.free_blocks() < nodes.size() && evict_one_host()) {
+    }
+    return start_offload(std::move(nodes));
+}
+
+bool Core::wants_write_backs() const {
+    return config_.write_policy != WritePolicy::kNone && host_.capacity() > 0 &&
+           device_.free_blocks() + clean_ahead_ < config_.low_watermark_blocks;
+}
+
+// Save the blocks that will be evicted next, oldest first, until `wanted_blocks` (or the low
+// watermark) are free, clean or being saved. They stay matchable on the device meanwhile: a match
+// rescues them at no cost.
+TransferId Core::take_write_backs(std::uint32_t wanted_blocks) {
+    if (config_.write_policy == WritePolicy::kNone || host_.capacity() == 0) return 0;
+    const std::uint32_t target = std::max(wanted_blocks, config_.low_watermark_blocks);
+    std::vector<NodeId> dirty;
+    std::uint32_t ready = device_.free_blocks();
+    for (NodeId node = device_queue_.front(); node != kNone && ready < target;
+         node = tree_[node].next) {
+        const Node& n = tree_[node];
+        if (!n.has(kHostValid | kHostLoading | kBackupFailed)) dirty.push_back(node);
+        ++ready;
+    }
+    clean_ahead_ = ready - std::min(ready, device_.free_blocks());
+    while (host_.free_blocks() < dirty.size() && (reclaim_one_twin() || evict_one_host())) {
+    }
+    // No host room for the rest: those may be dropped, or nobody would ever get their device ids.
+    for (std::size_t i = host_.free_blocks(); i < dirty.size(); ++i) {
+        tree_[dirty[i]].set(kBackupFailed);
+    }
+    return start_offload(std::move(dirty));
+}
+
+TransferId Core::start_offload(std::vector<NodeId> nodes) {
+    if (nodes.size() > host_.free_blocks()) {
+        counters_.skipped_backups += nodes.size() - host_.free_blocks();
+        nodes.resize(host_.free_blocks());
+    }
+    if (nodes.empty()) return 0;
+    const TransferId transfer_id = ++last_transfer_;
+    Transfer& transfer = transfers_[transfer_id];
+    transfer.direction = Direction::kOffload;
+    transfer.after_step = 0;
+    transfer.host_blocks.resize(nodes.size());
+    host_.take_runs(transfer.host_blocks);
+    for (std::size_t i = 0; i < nodes.size(); ++i) {
+        Node& n = tree_[nodes[i]];
+        n.host = transfer.host_blocks[i];
+        n.set(kHostLoading);
+        ++n.pins;
+        transfer.device_blocks.push_back(n.device);
+        transfer.after_step = std::max(transfer.after_step, device_.after_step(n.device));
+    }
+    transfer.nodes = std::move(nodes);
+    return transfer_id;
+}
+
+void Core::note_twin(NodeId node) {
+    Node& n = tree_[node];
+    if (n.has(kDetached | kTwinListed)) return;
+    n.set(kTwinListed);
+    twins_.push_back(node);
+    if (twins_.size() <= 2 * std::size_t{host_.capacity()} + 64) return;
+    // Slots that were freed and used again leave stale entries behind.
+    std::sort(twins_.begin(), twins_.end());
+    twins_.erase(std::unique(twins_.begin(), twins_.end()), twins_.end());
+    std::erase_if(twins_, [this](NodeId listed) { return !tree_[listed].has(kTwinListed); });
+}
+
+// The newest twin first: its device copy is the last that will be evicted.
+bool Core::reclaim_one_twin() {
+    while (!twins_.empty()) {
+        const NodeId node = twins_.back();
+        twins_.pop_back();
+        Node& n = tree_[node];
+        if (!tree_.is_live(node) || !n.has(kTwinListed)) continue;
+        n.clear(kTwinListed);
+        if (n.pins > 0 || !n.has(kHostValid) || !n.has(kDeviceValid)) continue;
+        host_.give_back(n.host);
+        n.host = kNoBlock;
+        n.clear(kHostValid);
+        ++counters_.reclaimed_twins;
+        return true;
+    }
+    return false;
+}
+
+// Evicting the node now would lose a block that the policy promised to keep.
+bool Core::must_save(NodeId node) const {
+    if (config_.write_policy != WritePolicy::kWriteBack) return false;
+    const Node& n = tree_[node];
+    if (n.has(kHostValid | kBackupFailed)) return false;
+    return host_.free_blocks() > 0 || !twins_.empty() || host_queue_.size() > 0;
+}
+
+}  // namespace aiokv
