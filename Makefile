@@ -55,7 +55,7 @@ fmt: $(VENV)/.tools ## format Python and C++
 	$(BIN)/clang-format -i $(CXX_FILES)
 
 stubs: $(STAMP) ## regenerate aiokv/_native.pyi from the built extension
-	$(BIN)/python -m nanobind.stubgen -q -m aiokv._native -o aiokv/_native.pyi
+	$(BIN)/python native/stubgen.py > aiokv/_native.pyi.new && mv aiokv/_native.pyi.new aiokv/_native.pyi
 
 sanitize: $(VENV)/.tools ## native unit tests under AddressSanitizer and UBSan
 	@PATH="$(CURDIR)/$(BIN):$$PATH" native/tests/run.sh build/sanitize Sanitize

@@ -7,8 +7,6 @@ from typing import Annotated
 import numpy
 from numpy.typing import NDArray
 
-from aiokv._native import cuda as cuda
-
 
 class Event:
     """A point in a stream's order. Thread-safe."""

@@ -1,7 +1,8 @@
 """The exceptions of aiokv, sorted by whose turn it is to act.
 
 ``UsageError``: the caller's, state unchanged. ``CapacityError``: wait, preempt or give up.
-``TransferError``: recompute. ``DeviceError``/``BrokenEngineError``: restart. ``InternalError``: ours.
+``TransferError``: recompute. ``DeviceError`` and ``BrokenEngineError``: restart.
+``InternalError``: ours.
 """
 
 from __future__ import annotations

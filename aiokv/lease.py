@@ -68,7 +68,7 @@ class Lease:
         num_tokens: int,
         *,
         priority: int = 0,
-        timeout: float | None = None,  # noqa: ASYNC109 - only the wait for capacity, as documented
+        timeout: float | None = None,
     ) -> Self:
         """Wait for capacity, then take refs and blocks for ``num_tokens`` positions at once.
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import NDArray  # noqa: TC002 - msgspec reads the annotations
 
 ID_DTYPE = np.dtype("<i4")
 

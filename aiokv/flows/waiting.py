@@ -43,7 +43,7 @@ class CapacityQueue:
         lease: Lease,
         num_tokens: int,
         priority: int,
-        timeout: float | None,  # noqa: ASYNC109 - the deadline of the wait is the point
+        timeout: float | None,
     ) -> None:
         """Return once the lease was granted.
 

@@ -122,7 +122,7 @@ class LayerDoneCounter:
 
     # --- waiting on the loop ----------------------------------------------------------------
 
-    async def wait(self, layer: int, timeout: float | None = None) -> None:  # noqa: ASYNC109
+    async def wait(self, layer: int, timeout: float | None = None) -> None:
         """Wait until the layer has arrived. A layer that has arrived does not suspend.
 
         Raises:
@@ -135,12 +135,12 @@ class LayerDoneCounter:
         await self.settled(layer, timeout)
         self.raise_for_error()
 
-    async def wait_all(self, timeout: float | None = None) -> None:  # noqa: ASYNC109
+    async def wait_all(self, timeout: float | None = None) -> None:
         """wait() for all layers."""
         await self.settled(_ALL, timeout)
         self.raise_for_error()
 
-    async def settled(self, layer: int, timeout: float | None = None) -> None:  # noqa: ASYNC109
+    async def settled(self, layer: int, timeout: float | None = None) -> None:
         """As wait(), but a failure is only the end of waiting."""
         if layer != _ALL:
             self._check(layer)
@@ -323,7 +323,7 @@ class LayerView:
             return 0
         return self._locate(counter.transfer_id, failure.first_bad_block)
 
-    async def wait(self, layer: int, timeout: float | None = None) -> None:  # noqa: ASYNC109
+    async def wait(self, layer: int, timeout: float | None = None) -> None:
         """As :meth:`LayerDoneCounter.wait`, for every transfer; without any it does not suspend."""
         deadline = None if timeout is None else time.monotonic() + timeout
         for counter in self.counters:
@@ -331,7 +331,7 @@ class LayerView:
             await counter.settled(layer, left)
         self.raise_for_error()
 
-    async def wait_all(self, timeout: float | None = None) -> None:  # noqa: ASYNC109
+    async def wait_all(self, timeout: float | None = None) -> None:
         """wait() for all layers."""
         await self.wait(_ALL, timeout)
 
