@@ -47,6 +47,7 @@ struct Lease {
     std::vector<BlockId> table;        // block i is the index's iff path[i] has this device id
     std::vector<TransferId> onloads;   // unfinished ones that write blocks of the table
     std::uint32_t generation = 0;
+    std::uint32_t slot = 0;
     std::uint32_t context = 0;
     std::uint64_t version = 0;  // of the index, when path was walked
     std::uint64_t epoch = 0;    // of the index, when granted
@@ -55,6 +56,9 @@ struct Lease {
     std::uint32_t device_hit = 0;       // blocks, at match or grant
     std::uint32_t host_hit = 0;
     std::uint32_t cached_blocks = 0;  // of the grant; falls when an onload fails
+    NodeId frontier = kNone;          // where its next block will hang, while it is announced
+    bool reads = true;                // may hit
+    bool writes = true;               // may publish
     bool live = false;
     bool granted = false;
     bool failed = false;  // an onload failed and recompute_from was not called yet
@@ -64,6 +68,12 @@ struct Hit {
     LeaseId lease;
     std::uint32_t device_blocks;
     std::uint32_t host_blocks;
+};
+
+// Blocks behind a match that a granted lease has promised to compute.
+struct Pending {
+    LeaseId owner;  // 0: nobody
+    std::uint32_t blocks;
 };
 
 enum class Grant : std::uint8_t { kNone, kReady, kLoading };
@@ -95,7 +105,8 @@ class Core {
     explicit Core(const CoreConfig& config);
 
     // -- leases (core.cpp). A released, foreign or made-up id throws LeaseError.
-    Hit match(Tokens tokens, std::string_view context);
+    Hit match(Tokens tokens, std::string_view context, bool reads = true, bool writes = true);
+    Pending pending(LeaseId id);
     Grant allocate(LeaseId id, std::int64_t num_tokens);
     void retract(LeaseId id, Step step);
     void append(LeaseId id, Tokens tokens);
@@ -145,6 +156,9 @@ class Core {
     void give_back(LeaseId id, Lease& lease, Step step);
     void start_onload(LeaseId id, Lease& lease, std::uint32_t first_host_block);
     std::uint32_t publish(Lease& lease);
+    std::size_t hit_limit(const Lease& lease) const;
+    void announce(Lease& lease);
+    void withdraw(Lease& lease);
     bool shed_detached(Lease& lease);
     NodeId publish_block(Lease& lease, NodeId parent, std::uint32_t index);
     bool is_private(const Lease& lease, std::size_t index) const;
@@ -193,6 +207,7 @@ class Core {
     std::uint32_t parked_device_ = 0;
 
     std::deque<Lease> leases_;
+    std::unordered_multimap<NodeId, std::uint32_t> promises_;  // frontier -> slot of the lease
     std::vector<std::uint32_t> free_leases_;
     std::deque<Context> contexts_;
     std::vector<std::uint32_t> free_contexts_;

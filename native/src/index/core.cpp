@@ -87,7 +87,7 @@ void Core::close_context_if_unused(std::uint32_t index) {
 
 // -- match and allocate ----------------------------------------------------------------------
 
-Hit Core::match(Tokens tokens, std::string_view context) {
+Hit Core::match(Tokens tokens, std::string_view context, bool reads, bool writes) {
     if (tokens.empty()) throw UsageError("cannot match an empty prompt");
     if (tokens.size() > static_cast<std::size_t>(kMaxTokens)) {
         throw UsageError("a prompt of " + str(tokens.size()) + " tokens is too long");
@@ -102,6 +102,9 @@ Hit Core::match(Tokens tokens, std::string_view context) {
     Lease& lease = leases_[slot];
     lease.tokens.assign(tokens.begin(), tokens.end());
     lease.context = open_context(context);
+    lease.slot = slot;
+    lease.reads = reads;
+    lease.writes = writes;
     lease.live = true;
     ++lease.generation;
     ++contexts_[lease.context].leases;
@@ -110,11 +113,15 @@ Hit Core::match(Tokens tokens, std::string_view context) {
     return {(std::uint64_t{lease.generation} << 32) | slot, lease.device_hit, lease.host_hit};
 }
 
+std::size_t Core::hit_limit(const Lease& lease) const {
+    const std::size_t length = lease.tokens.size();
+    if (!lease.reads || length < config_.leave_tokens) return 0;
+    return (length - config_.leave_tokens) / config_.block_tokens;
+}
+
 // Path, device_hit and host_hit: the longest cached prefix that leaves something to compute.
 void Core::walk(Lease& lease) {
-    const std::size_t length = lease.tokens.size();
-    const std::size_t limit =
-        length < config_.leave_tokens ? 0 : (length - config_.leave_tokens) / config_.block_tokens;
+    const std::size_t limit = hit_limit(lease);
     const std::int32_t* tokens = lease.tokens.data();
     NodeId node = root_of(lease);
     lease.path.clear();
@@ -136,6 +143,52 @@ void Core::touch(const std::vector<NodeId>& path) {
         dequeue(path[i]);
         enqueue(path[i]);
     }
+}
+
+// -- promises --------------------------------------------------------------------------------
+
+// The longest run of full blocks behind the match that one granted lease will compute.
+Pending Core::pending(LeaseId id) {
+    Lease& lease = lease_at(id);
+    if (lease.granted || promises_.empty()) return {0, 0};
+    if (lease.version != version_) walk(lease);
+    const std::size_t first = lease.path.size();
+    const std::size_t limit = hit_limit(lease);
+    const NodeId end = first == 0 ? root_of(lease) : lease.path.back();
+    Pending best{0, 0};
+    const auto [begin, last] = promises_.equal_range(end);
+    for (auto promise = begin; promise != last; ++promise) {
+        const Lease& owner = leases_[promise->second];
+        const std::size_t stop =
+            std::min(limit, owner.tokens.size() / config_.block_tokens) * config_.block_tokens;
+        std::size_t same = first * config_.block_tokens;
+        while (same < stop && owner.tokens[same] == lease.tokens[same]) ++same;
+        const auto blocks = static_cast<std::uint32_t>(same / config_.block_tokens - first);
+        if (blocks > best.blocks) {
+            best = {(std::uint64_t{owner.generation} << 32) | owner.slot, blocks};
+        }
+    }
+    return best;
+}
+
+// Others may wait for what this lease will publish next.
+void Core::announce(Lease& lease) {
+    withdraw(lease);
+    if (!lease.writes || lease.failed || lease.epoch != epoch_) return;
+    if (lease.path.size() >= lease.tokens.size() / config_.block_tokens) return;
+    lease.frontier = lease.path.empty() ? root_of(lease) : lease.path.back();
+    promises_.emplace(lease.frontier, lease.slot);
+}
+
+void Core::withdraw(Lease& lease) {
+    if (lease.frontier == kNone) return;
+    const auto [begin, last] = promises_.equal_range(lease.frontier);
+    for (auto promise = begin; promise != last; ++promise) {
+        if (promise->second != lease.slot) continue;
+        promises_.erase(promise);
+        break;
+    }
+    lease.frontier = kNone;
 }
 
 // A host hit that is not worth its transfer is computed again; one under way is joined.
@@ -221,6 +274,7 @@ void Core::take_blocks(LeaseId id, Lease& lease, std::uint32_t total_blocks) {
     counters_.prompt_tokens += lease.tokens.size();
     ++counters_.grants;
     if (resident < hits) start_onload(id, lease, resident);
+    announce(lease);
 }
 
 void Core::append(LeaseId id, Tokens tokens) {
@@ -286,7 +340,7 @@ std::uint32_t Core::commit(LeaseId id, std::int64_t num_tokens, Step step) {
 // Index the computed, named, full blocks that are not indexed yet. Nothing is published before
 // all that the lease was granted from other tiers has arrived: its own blocks depend on it.
 std::uint32_t Core::publish(Lease& lease) {
-    if (lease.epoch != epoch_ || lease.failed || !lease.onloads.empty()) return 0;
+    if (!lease.writes || lease.epoch != epoch_ || lease.failed || !lease.onloads.empty()) return 0;
     const std::size_t known = std::min<std::size_t>(lease.computed_tokens, lease.tokens.size());
     const auto target = static_cast<std::uint32_t>(known / config_.block_tokens);
     const auto first = static_cast<std::uint32_t>(lease.path.size());
@@ -298,6 +352,7 @@ std::uint32_t Core::publish(Lease& lease) {
         node = publish_block(lease, node, i);
         lease.path.push_back(node);
     }
+    announce(lease);
     ++version_;
     return static_cast<std::uint32_t>(counters_.published_blocks - before);
 }
@@ -366,6 +421,7 @@ void Core::truncate(LeaseId id, std::int64_t num_tokens, Step step) {
 }
 
 void Core::give_back(LeaseId id, Lease& lease, Step step) {
+    withdraw(lease);
     if (lease.granted) {
         leave_onloads(id, lease);
         for (std::size_t i = lease.table.size(); i-- > 0;) {

@@ -146,6 +146,7 @@ void Core::fail_leases(const Transfer& transfer, NodeId first_bad) {
         lease.computed_tokens =
             std::min(lease.computed_tokens, lease.cached_blocks * config_.block_tokens);
         lease.failed = true;
+        withdraw(lease);
     }
 }
 

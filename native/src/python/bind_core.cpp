@@ -33,10 +33,12 @@ nb::bytes id_bytes(const std::vector<BlockId>& ids) {
 
 using MatchTuple = nb::typed<nb::tuple, LeaseId, std::uint32_t, std::uint32_t>;
 using HitTuple = nb::typed<nb::tuple, std::uint32_t, std::uint32_t>;
+using PendingTuple = nb::typed<nb::tuple, LeaseId, std::uint32_t>;
 using TransferTuple = nb::typed<nb::tuple, nb::bytes, nb::bytes, Step>;
 
-MatchTuple match(Core& core, TokenArray tokens, std::string_view context) {
-    const Hit hit = core.match(view(tokens), context);
+MatchTuple match(Core& core, TokenArray tokens, std::string_view context, bool reads,
+                 bool writes) {
+    const Hit hit = core.match(view(tokens), context, reads, writes);
     return nb::make_tuple(hit.lease, hit.device_blocks, hit.host_blocks);
 }
 
@@ -109,7 +111,7 @@ void bind_core(nb::module_& m) {
             "leave_tokens"_a = 1, "reserve_blocks"_a = 0, "write_policy"_a = WritePolicy::kNone,
             "write_through_threshold"_a = 2, "low_watermark_blocks"_a = 0,
             "min_onload_blocks"_a = 0)
-        .def("match", &match, "tokens"_a, "context"_a = "",
+        .def("match", &match, "tokens"_a, "context"_a = "", "reads"_a = true, "writes"_a = true,
              "Open a lease: (lease, device_blocks, host_blocks) of the longest cached prefix.")
         .def(
             "allocate",
@@ -118,6 +120,13 @@ void bind_core(nb::module_& m) {
             },
             "lease"_a, "num_tokens"_a,
             "Take refs and all blocks. 0: no room, nothing taken; 1: all there; 2: some load.")
+        .def(
+            "pending",
+            [](Core& core, LeaseId id) -> PendingTuple {
+                const Pending pending = core.pending(id);
+                return nb::make_tuple(pending.owner, pending.blocks);
+            },
+            "lease"_a, "(lease, blocks): who will compute what follows the match; (0, 0): nobody.")
         .def("retract", &Core::retract, "lease"_a, "step"_a = 0,
              "Undo allocate; the lease stays matched.")
         .def("hit", &hit, "lease"_a, "(device_blocks, host_blocks) as matched, or as granted.")
