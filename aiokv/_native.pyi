@@ -212,7 +212,7 @@ class Core:
 
     def __init__(self, *, block_tokens: int, device_blocks: int, host_blocks: int = 0, leave_tokens: int = 1, reserve_blocks: int = 0, write_policy: WritePolicy = WritePolicy.NONE, write_through_threshold: int = 2, low_watermark_blocks: int = 0, min_onload_blocks: int = 0) -> None: ...
 
-    def match(self, tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], context: str = '') -> tuple[int, int, int]:
+    def match(self, tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], context: str = '', reads: bool = True, writes: bool = True) -> tuple[int, int, int]:
         """
         Open a lease: (lease, device_blocks, host_blocks) of the longest cached prefix.
         """
@@ -220,6 +220,11 @@ class Core:
     def allocate(self, lease: int, num_tokens: int) -> int:
         """
         Take refs and all blocks. 0: no room, nothing taken; 1: all there; 2: some load.
+        """
+
+    def pending(self, lease: int) -> tuple[int, int]:
+        """
+        (lease, blocks): who will compute what follows the match; (0, 0): nobody.
         """
 
     def retract(self, lease: int, step: int = 0) -> None:
@@ -245,6 +250,14 @@ class Core:
     def recompute_from(self, lease: int) -> int: ...
 
     def block_table(self, lease: int) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)]: ...
+
+    def block_tables(self, leases: Sequence[int], out: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order='C', device='cpu')], fill: int) -> None:
+        """
+        Write the block tables into rows of `out`, the rest of each row `fill`.
+        """
+
+    def is_shared(self, lease: int) -> bool:
+        """Whether another lease holds all indexed blocks of this one."""
 
     def is_granted(self, lease: int) -> bool: ...
 
@@ -272,6 +285,9 @@ class Core:
     def evict_host(self, blocks: int) -> int: ...
 
     def resize_device(self, blocks: int) -> None: ...
+
+    @property
+    def device_blocks(self) -> int: ...
 
     def reset(self) -> None: ...
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Self
 
 from aiokv.errors import (
@@ -20,6 +21,9 @@ from aiokv.errors import (
     UsageError,
     WouldBlock,
 )
+from aiokv.flows.control import Admissions, LeasesChanged
+from aiokv.flows.pending import PendingBlocks
+from aiokv.flows.pins import Pin, Pins
 from aiokv.flows.steps import Steps
 from aiokv.flows.transfers import Transfers
 from aiokv.flows.waiting import CapacityQueue
@@ -34,10 +38,11 @@ from aiokv.worker.poller import EventPoller
 from aiokv.worker.regions import Regions
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator, Sequence
     from types import TracebackType
 
     from aiokv.config import CacheConfig
+    from aiokv.plan import TransferReport
     from aiokv.types import Tier, TokenIds
     from aiokv.worker.controller import WorkerStatistics
     from aiokv.worker.device.base import Device, Event
@@ -73,11 +78,15 @@ class CacheEngine:
         self._manager = CacheManager(config)
         self._core = self._manager.core
         self._waiting = CapacityQueue(self._grant)
+        self._admissions = Admissions(on_open=self._waiting.pump)
+        self._pending = PendingBlocks(self._core)
+        self._pins = Pins()
+        self._saves_first = config.host_blocks > 0 and config.write_policy == "write_back"
         self._owners: dict[int, str] = {}  # live leases
         self._done = done_view(self.regions.num_layers)
         self._thread = 0  # of the loop; 0 before and after
         self._closing: str | None = None
-        self._leases_gone: asyncio.Event | None = None
+        self._leases_changed = LeasesChanged()
         self._broken: BaseException | None = None
 
     def _check_regions(self) -> None:
@@ -104,7 +113,7 @@ class CacheEngine:
             on_report=lambda report: self._transfers.on_report(report),
         )
         self._transfers = Transfers(
-            self._loop, self._manager, self._controller, on_capacity=self._waiting.pump
+            self._loop, self._manager, self._controller, on_report=self._after_report
         )
         self._steps = Steps(
             self._core,
@@ -140,6 +149,8 @@ class CacheEngine:
             return
         self._closing = "is closing"
         self._waiting.fail_all(ClosedError("the engine closed while the lease waited for capacity"))
+        self._pins.release_all()
+        self._pending.wake_all()
         timeout = self.config.drain_timeout_seconds if drain_timeout is None else drain_timeout
         await self._wait_for_leases(timeout)
         self._transfers.stopped = True
@@ -151,19 +162,11 @@ class CacheEngine:
         self._thread = 0
 
     async def _wait_for_leases(self, timeout: float) -> None:
-        if self._owners and timeout > 0:
-            self._leases_gone = asyncio.Event()
-            try:
-                async with asyncio.timeout(timeout):
-                    await self._leases_gone.wait()
-            except TimeoutError:
-                pass
-        if self._owners:
-            log.warning(
-                "engine.leases_out",
-                owners=sorted(owner or "unnamed" for owner in self._owners.values()),
-                waited_seconds=timeout,
-            )
+        if not await self._leases_changed.wait_for(lambda: not self._owners, timeout):
+            log.warning("engine.leases_out", owners=self._owner_names(), waited_seconds=timeout)
+
+    def _owner_names(self) -> list[str]:
+        return sorted(owner or "unnamed" for owner in self._owners.values())
 
     def _check_open(self) -> None:
         if self._thread != threading.get_ident():
@@ -178,7 +181,14 @@ class CacheEngine:
     # --- leases ---------------------------------------------------------------------------------
 
     def match(
-        self, tokens: TokenIds, *, salt: str = "", adapter: str = "", owner: str = ""
+        self,
+        tokens: TokenIds,
+        *,
+        salt: str = "",
+        adapter: str = "",
+        owner: str = "",
+        read: bool = True,
+        write: bool = True,
     ) -> Lease:
         """Look up how much of a prompt is cached. Nothing is pinned; recency is refreshed.
 
@@ -187,6 +197,8 @@ class CacheEngine:
             salt: prompts share blocks only with prompts of the same salt (a tenant, say).
             adapter: likewise; names what else changes the KV, such as a LoRA adapter.
             owner: a name for messages.
+            read: False to hit nothing.
+            write: False to publish nothing.
 
         Returns:
             A lease, which may be awaited (it does not suspend) or entered with ``async with``.
@@ -197,7 +209,7 @@ class CacheEngine:
         """
         self._check_open()
         context = f"{len(salt)}:{salt}{adapter}" if salt or adapter else ""
-        lease_id, _, _ = self._core.match(as_tokens(tokens), context)
+        lease_id, _, _ = self._core.match(as_tokens(tokens), context, read, write)
         self._owners[lease_id] = owner
         return Lease(self, lease_id, owner, self._done)
 
@@ -206,18 +218,23 @@ class CacheEngine:
         return not self._waiting and self._grant(lease, num_tokens)
 
     def _grant(self, lease: Lease, num_tokens: int) -> bool:
+        if self._admissions.paused:
+            return False
         lease_id = lease._live_id()
         granted = self._core.allocate(lease_id, num_tokens)
-        if granted == _NO_ROOM:
-            num_blocks = -(-num_tokens // self.config.block_tokens)
-            if self._transfers.make_clean(num_blocks):
+        if granted == _NO_ROOM and self._saves_first:
+            if self._transfers.make_clean(-(-num_tokens // self.config.block_tokens)):
                 return False  # the end of that transfer is the next try
             granted = self._core.allocate(lease_id, num_tokens)
+        if granted == _NO_ROOM:
+            return False
         if granted == _LOADING:
             lease.layers = self._transfers.start_onloads(lease_id)
+        if self._pins:
+            self._pins.release_used()
         if self._core.wants_write_backs():
             self._transfers.schedule_backups()
-        return granted != _NO_ROOM
+        return True
 
     async def _wait_for_capacity(
         self, lease: Lease, num_tokens: int, priority: int, timeout: float | None
@@ -243,12 +260,15 @@ class CacheEngine:
         lease.layers = self._done
         self._transfers.cancel_abandoned()
         self._waiting.pump()
+        self._leases_changed.notify()
 
     def _commit(self, lease: Lease, num_tokens: int, ready: Event | None) -> int:
         step = self._steps.open if ready is None else self.step(ready)
         published = self._core.commit(lease._live_id(), num_tokens, step)
         if published and not self._steps.open:
             self._transfers.schedule_backups()
+        if self._pending:
+            self._pending.wake(lease._id)
         return published
 
     def _truncate(self, lease: Lease, num_tokens: int) -> None:
@@ -273,7 +293,8 @@ class CacheEngine:
     def _release(self, lease: Lease, after: Event | None) -> None:
         lease_id, lease._id = lease._id, 0
         if lease_id in self._owners:  # else the engine closed without it
-            self._forget(lease_id, self._steps.open if after is None else self.step(after))
+            in_open_step = after is None or self._closing
+            self._forget(lease_id, self._steps.open if in_open_step else self.step(after))
 
     def _forget(self, lease_id: int, step: int) -> None:
         del self._owners[lease_id]
@@ -281,8 +302,9 @@ class CacheEngine:
         self._transfers.cancel_abandoned()
         if self._waiting:
             self._waiting.pump()
-        if self._leases_gone is not None and not self._owners:
-            self._leases_gone.set()
+        if self._pending:
+            self._pending.wake(lease_id)
+        self._leases_changed.notify()
 
     def _collect(self, lease_id: int) -> bool:
         """A lease was garbage-collected; returns whether it held blocks. Any thread."""
@@ -312,6 +334,11 @@ class CacheEngine:
         step = self._steps.close(event)
         self._transfers.send_backups()
         return step
+
+    def _after_report(self, report: TransferReport) -> None:
+        if report.outcome != "done":
+            self._pending.wake_all()  # whoever failed will not publish what was promised
+        self._waiting.pump()
 
     def _break(self, error: BaseException) -> None:
         """The device cannot go on: refuse everything, wake everybody."""
@@ -348,8 +375,19 @@ class CacheEngine:
         self._waiting.pump()
         return evicted
 
-    async def prefetch(self, tokens: TokenIds, *, salt: str = "", adapter: str = "") -> Hit:
+    async def prefetch(
+        self,
+        tokens: TokenIds,
+        *,
+        salt: str = "",
+        adapter: str = "",
+        ttl_seconds: float = 0.0,
+    ) -> Hit:
         """Bring what is cached in host memory onto the device; does not wait for capacity.
+
+        Args:
+            tokens: the prompt, as for ``match``; so are ``salt`` and ``adapter``.
+            ttl_seconds: keep it there until a lease uses it, at most so long.
 
         Returns:
             What is on the device at the end, as ``device_tokens``.
@@ -359,12 +397,60 @@ class CacheEngine:
 
         Cancellation: copies that have begun end as cached blocks.
         """
-        async with self.match(tokens, salt=salt, adapter=adapter, owner="prefetch") as lease:
-            hit = lease.hit
-            if not hit.host_tokens or not lease.try_allocate(hit.total):
-                return Hit(hit.device_tokens, 0)
+        lease = self.match(tokens, salt=salt, adapter=adapter, owner="prefetch")
+        found = lease.hit
+        pin = await self._bring(lease, until_used=True)
+        if pin is None:
+            return Hit(found.device_tokens, 0)
+        if ttl_seconds > 0:
+            pin.expire_after(self._loop, ttl_seconds)
+        else:
+            pin.release()
+        return Hit(pin.tokens, 0)
+
+    async def pin(
+        self,
+        tokens: TokenIds,
+        *,
+        salt: str = "",
+        adapter: str = "",
+        ttl_seconds: float | None = None,
+    ) -> Pin:
+        """Keep what is cached of a prompt on the device; host blocks are onloaded first.
+
+        Args:
+            tokens: the prompt, as for ``match``; so are ``salt`` and ``adapter``.
+            ttl_seconds: release by itself after so long; None for never.
+
+        Raises:
+            WouldBlock: no room for the blocks that are not on the device.
+            TransferError: a copy failed; nothing is pinned.
+
+        Cancellation: nothing is pinned.
+        """
+        lease = self.match(tokens, salt=salt, adapter=adapter, owner="pin")
+        found = lease.hit
+        pin = await self._bring(lease, until_used=False)
+        if pin is None:
+            if found.total:
+                raise WouldBlock(f"no room to pin {found.total} tokens: {found}")
+            return Pin(lease, 0)
+        if ttl_seconds is not None:
+            pin.expire_after(self._loop, ttl_seconds)
+        return pin
+
+    async def _bring(self, lease: Lease, *, until_used: bool) -> Pin | None:
+        """Pin the whole hit; None, with the lease released, when that is nothing or has no room."""
+        hit = lease.hit
+        if not hit.total or not lease.try_allocate(hit.total):
+            lease.release()
+            return None
+        try:
             await lease.layers.wait_all()
-            return Hit(lease.cached_tokens, 0)
+        except BaseException:
+            lease.release()
+            raise
+        return self._pins.add(lease, lease.cached_tokens, until_used=until_used)
 
     async def reset(self) -> None:
         """Forget everything that is cached; live leases keep their blocks but publish no more.
@@ -375,8 +461,104 @@ class CacheEngine:
         """
         self._check_open()
         self._core.reset()
+        self._pending.wake_all()
         self._waiting.pump()
         await self._controller.drain()
+
+    # --- control --------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Grant nothing until ``resume``; requests wait in line. Counts: pair the calls."""
+        self._check_open()
+        self._admissions.pause()
+
+    def resume(self) -> None:
+        """Undo one ``pause``.
+
+        Raises:
+            UsageError: there was none.
+        """
+        self._check_open()
+        self._admissions.resume()
+
+    async def quiesce(self, timeout: float | None = None) -> None:
+        """Pause, then wait until no lease is out and nothing is in flight; ``resume`` ends it.
+
+        Raises:
+            TimeoutError: names the owners of the leases still out; not paused any more.
+
+        Cancellation: not paused any more.
+        """
+        self.pause()
+        try:
+            async with asyncio.timeout(timeout):
+                await self._leases_changed.wait_for(self._only_idle_leases, None)
+                await self.drain()
+        except BaseException as error:
+            self.resume()
+            if isinstance(error, TimeoutError):
+                raise TimeoutError(
+                    f"not quiet within {timeout} s; leases out: {self._owner_names()}"
+                ) from None
+            raise
+
+    def _only_idle_leases(self) -> bool:
+        """Those in line hold nothing."""
+        return not any(self._core.is_granted(lease_id) for lease_id in self._owners)
+
+    @asynccontextmanager
+    async def updating_weights(self, timeout: float | None = None) -> AsyncIterator[None]:
+        """New weights make all KV wrong: nothing is granted inside, nothing is cached after.
+
+        Live leases may go on with what they hold; they publish no more.
+
+        Raises:
+            TimeoutError: transfers did not end in time; nothing changed.
+        """
+        self.pause()
+        try:
+            async with asyncio.timeout(timeout):
+                await self._controller.drain()
+            try:
+                yield
+            finally:
+                self._core.reset()
+        finally:
+            self._admissions.resume()
+
+    async def resize(self, device_blocks: int, timeout: float | None = None) -> None:
+        """Change the device tier's capacity; the regions must hold as many blocks.
+
+        Shrinking drops cached blocks beyond the new size and waits for leases that hold such.
+
+        Raises:
+            UsageError: larger than the regions, or not above ``reserve_blocks``.
+            TimeoutError: leases kept blocks beyond the new size; nothing changed.
+        """
+        self._check_open()
+        blocks = self.regions.num_blocks
+        if blocks is not None and device_blocks > blocks:
+            raise UsageError(f"cannot resize to {device_blocks} blocks: the regions hold {blocks}")
+        if device_blocks <= self.config.reserve_blocks:
+            raise UsageError(
+                f"cannot resize to {device_blocks} blocks: reserve_blocks is "
+                f"{self.config.reserve_blocks}"
+            )
+        if not await self._leases_changed.wait_for(lambda: self._resized(device_blocks), timeout):
+            raise TimeoutError(
+                f"blocks beyond {device_blocks} are still in use after {timeout} s; leases out: "
+                f"{self._owner_names()}"
+            )
+        self._waiting.pump()
+
+    def _resized(self, device_blocks: int) -> bool:
+        try:
+            self._core.resize_device(device_blocks)
+        except UsageError:
+            return False
+        return True
+
+    # --- state ----------------------------------------------------------------------------------
 
     async def drain(self) -> None:
         """Wait until nothing is in flight, backups of what was committed included."""
@@ -388,7 +570,7 @@ class CacheEngine:
         core = self._core.statistics()
         fields = {name: getattr(core, name) for name in _CORE_FIELDS}
         return Statistics(
-            device_blocks=self.config.device_blocks,
+            device_blocks=self._core.device_blocks,
             host_blocks=self.config.host_blocks,
             waiting=len(self._waiting),
             **fields,

@@ -69,6 +69,7 @@ class Lease:
         *,
         priority: int = 0,
         timeout: float | None = None,
+        wait_pending: float = 0.0,
     ) -> Self:
         """Wait for capacity, then take refs and blocks for ``num_tokens`` positions at once.
 
@@ -79,6 +80,8 @@ class Lease:
             num_tokens: absolute number of positions, at least 1.
             priority: lower goes first; equal ones in order of arrival.
             timeout: seconds to wait for capacity.
+            wait_pending: seconds to wait first for blocks that another lease is computing; after
+                that they are computed again.
 
         Raises:
             AllocateTimeout: the lease holds nothing and may try again.
@@ -89,6 +92,8 @@ class Lease:
         Cancellation: the lease holds nothing, as after ``match``.
         Checkpoint: only when it has to wait.
         """
+        if wait_pending > 0:
+            await self._engine._pending.wait(self._live_id(), wait_pending)
         if not self.try_allocate(num_tokens):
             await self._engine._wait_for_capacity(self, num_tokens, priority, timeout)
         return self
@@ -126,6 +131,11 @@ class Lease:
         device_blocks, host_blocks = self._core.hit(self._live_id())
         block_tokens = self._engine.config.block_tokens
         return Hit(device_blocks * block_tokens, host_blocks * block_tokens)
+
+    @property
+    def pending_tokens(self) -> int:
+        """What follows the hit and is being computed by another lease; 0 once granted."""
+        return self._core.pending(self._live_id())[1] * self._engine.config.block_tokens
 
     @property
     def cached_tokens(self) -> int:

@@ -24,7 +24,7 @@ class Transfers:
     """Onloads of granted leases and backups of committed blocks.
 
     Args:
-        on_capacity: called after a report, when blocks may have become free.
+        on_report: called after a report was taken account of; blocks may have become free.
     """
 
     def __init__(
@@ -33,12 +33,12 @@ class Transfers:
         manager: CacheManager,
         controller: CacheController,
         *,
-        on_capacity: Callable[[], None],
+        on_report: Callable[[TransferReport], None],
     ) -> None:
         self._loop = loop
         self._manager = manager
         self._controller = controller
-        self._on_capacity = on_capacity
+        self._after_report = on_report
         self._onloads: dict[int, tuple[TransferPlan, LayerDoneCounter]] = {}
         self._has_host = manager.config.host_blocks > 0
         self._backup_scheduled = False
@@ -106,7 +106,7 @@ class Transfers:
                 reason=report.reason,
             )
         self.schedule_backups()  # an onload that ended publishes what was committed behind it
-        self._on_capacity()
+        self._after_report(report)
 
 
 def _position_finder(

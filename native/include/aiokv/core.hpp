@@ -116,6 +116,9 @@ class Core {
     void release(LeaseId id, Step step);
     std::int64_t recompute_from(LeaseId id);
     const Lease& lease(LeaseId id) const;
+    bool is_shared(LeaseId id) const;
+    void block_tables(std::span<const LeaseId> ids, std::span<BlockId> out, std::size_t rows,
+                      BlockId fill) const;
 
     // -- backups (core_backup.cpp); 0 when there is nothing to copy
     TransferId take_backups();
@@ -133,6 +136,7 @@ class Core {
     std::uint32_t evict_host(std::uint32_t blocks);
     void resize_device(std::int64_t blocks);
     void reset();
+    std::uint32_t device_blocks() const { return device_.capacity(); }
 
     // -- checks (core_check.cpp)
     CoreStatistics statistics() const;

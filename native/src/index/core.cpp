@@ -451,6 +451,35 @@ void Core::release(LeaseId id, Step step) {
     close_context_if_unused(lease.context);
 }
 
+bool Core::is_shared(LeaseId id) const {
+    const Lease& lease = this->lease(id);
+    return lease.granted && !lease.path.empty() && tree_[lease.path.back()].refs > 1;
+}
+
+void Core::block_tables(std::span<const LeaseId> ids, std::span<BlockId> out, std::size_t rows,
+                        BlockId fill) const {
+    const std::size_t width = rows == 0 ? 0 : out.size() / rows;
+    if (ids.size() > rows) {
+        throw UsageError("out has " + str(rows) + " rows for " + str(ids.size()) + " leases");
+    }
+    for (const LeaseId id : ids) {
+        if (lease(id).table.size() > width) {
+            throw UsageError("out has " + str(width) + " columns; a lease has " +
+                             str(lease(id).table.size()) + " blocks");
+        }
+    }
+    for (std::size_t row = 0; row < rows; ++row) {
+        const std::span<BlockId> line = out.subspan(row * width, width);
+        std::size_t blocks = 0;
+        if (row < ids.size()) {
+            const std::vector<BlockId>& table = lease(ids[row]).table;
+            std::copy(table.begin(), table.end(), line.begin());
+            blocks = table.size();
+        }
+        std::fill(line.begin() + static_cast<std::ptrdiff_t>(blocks), line.end(), fill);
+    }
+}
+
 // The first position to compute again after a failed onload, or -1 when none failed.
 std::int64_t Core::recompute_from(LeaseId id) {
     Lease& lease = lease_at(id);

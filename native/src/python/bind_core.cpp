@@ -14,6 +14,7 @@ namespace aiokv {
 namespace {
 
 using TokenArray = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using TableArray = nb::ndarray<std::int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using IdArray = nb::ndarray<nb::numpy, const std::int32_t, nb::ndim<1>>;
 
 Tokens view(const TokenArray& tokens) {
@@ -36,8 +37,7 @@ using HitTuple = nb::typed<nb::tuple, std::uint32_t, std::uint32_t>;
 using PendingTuple = nb::typed<nb::tuple, LeaseId, std::uint32_t>;
 using TransferTuple = nb::typed<nb::tuple, nb::bytes, nb::bytes, Step>;
 
-MatchTuple match(Core& core, TokenArray tokens, std::string_view context, bool reads,
-                 bool writes) {
+MatchTuple match(Core& core, TokenArray tokens, std::string_view context, bool reads, bool writes) {
     const Hit hit = core.match(view(tokens), context, reads, writes);
     return nb::make_tuple(hit.lease, hit.device_blocks, hit.host_blocks);
 }
@@ -152,6 +152,15 @@ void bind_core(nb::module_& m) {
             "block_table", [](Core& core, LeaseId id) { return copy_ids(core.lease(id).table); },
             "lease"_a)
         .def(
+            "block_tables",
+            [](Core& core, const std::vector<LeaseId>& ids, TableArray out, std::int32_t fill) {
+                core.block_tables(ids, {out.data(), out.size()}, out.shape(0), fill);
+            },
+            "leases"_a, "out"_a.noconvert(), "fill"_a,
+            "Write the block tables into rows of `out`, the rest of each row `fill`.")
+        .def("is_shared", &Core::is_shared, "lease"_a,
+             "Whether another lease holds all indexed blocks of this one.")
+        .def(
             "is_granted", [](Core& core, LeaseId id) { return core.lease(id).granted; }, "lease"_a)
         .def(
             "num_tokens", [](Core& core, LeaseId id) { return core.lease(id).num_tokens; },
@@ -169,6 +178,7 @@ void bind_core(nb::module_& m) {
         .def("evict_device", &Core::evict_device, "blocks"_a)
         .def("evict_host", &Core::evict_host, "blocks"_a)
         .def("resize_device", &Core::resize_device, "blocks"_a)
+        .def_prop_ro("device_blocks", &Core::device_blocks)
         .def("reset", &Core::reset)
         .def("statistics", &Core::statistics)
         .def("violations", &Core::violations);
