@@ -263,7 +263,24 @@ class Core:
 
     def num_tokens(self, lease: int) -> int: ...
 
-    def cached_blocks(self, lease: int) -> int: ...
+    def cached_tokens(self, lease: int) -> int: ...
+
+    def swap_out(self, lease: int) -> bool:
+        """
+        Begin to move the whole table to host memory; False, and nothing changed: no room.
+        """
+
+    def swap_transfer(self, lease: int) -> int:
+        """The transfer of a swap that is under way, or 0."""
+
+    def is_swapped(self, lease: int) -> bool: ...
+
+    def computed_tokens(self, lease: int) -> int: ...
+
+    def fork(self, lease: int) -> tuple[int, Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)], Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)]]:
+        """
+        (lease, source_blocks, target_blocks): blocks to copy on the device; lease 0: no room.
+        """
 
     def take_backups(self) -> int: ...
 

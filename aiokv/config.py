@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 from aiokv.errors import ConfigError
 
+Verify = Literal["off", "checksum"]
 WritePolicy = Literal["none", "write_through", "write_through_selective", "write_back"]
 
 
@@ -29,6 +30,10 @@ class CacheConfig:
             1 for the logits; EAGLE and MTP heads want more.
         reserve_blocks: device blocks that ``allocate`` leaves for ``extend``.
         drain_timeout_seconds: how long closing waits for leases that are still out.
+        verify: ``"checksum"`` compares each onloaded block with what was committed, at the price
+            of reading every byte; for finding bugs.
+        salt_quota_blocks: device blocks that the leases of one salt may hold at a time, shared
+            ones counted for each; None for no limit.
 
     Raises:
         ConfigError: a value is out of range.
@@ -44,6 +49,8 @@ class CacheConfig:
     leave_tokens: int = 1
     reserve_blocks: int = 0
     drain_timeout_seconds: float = 30.0
+    verify: Verify = "off"
+    salt_quota_blocks: int | None = None
 
     def __post_init__(self) -> None:
         self._require_int("device_blocks", self.device_blocks, 1)
@@ -64,6 +71,10 @@ class CacheConfig:
             raise ConfigError(
                 f"write_policy {self.write_policy!r} is not one of {get_args(WritePolicy)}"
             )
+        if self.verify not in get_args(Verify):
+            raise ConfigError(f"verify {self.verify!r} is not one of {get_args(Verify)}")
+        if self.salt_quota_blocks is not None:
+            self._require_int("salt_quota_blocks", self.salt_quota_blocks, 1)
         if self.drain_timeout_seconds < 0:
             raise ConfigError(f"drain_timeout_seconds is {self.drain_timeout_seconds}, below 0")
 

@@ -14,16 +14,21 @@ import threading
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Self
 
+import msgspec
+import numpy as np
+
 from aiokv.errors import (
     AllocateTimeout,
     BrokenEngineError,
     ClosedError,
+    TransferError,
     UsageError,
     WouldBlock,
 )
 from aiokv.flows.control import Admissions, LeasesChanged
 from aiokv.flows.pending import PendingBlocks
 from aiokv.flows.pins import Pin, Pins
+from aiokv.flows.quota import SaltQuota
 from aiokv.flows.steps import Steps
 from aiokv.flows.transfers import Transfers
 from aiokv.flows.waiting import CapacityQueue
@@ -31,15 +36,19 @@ from aiokv.lease import Lease
 from aiokv.observe.logs import Log
 from aiokv.scheduler.manager import CacheManager
 from aiokv.types import Hit, Statistics, as_tokens
+from aiokv.worker.blocks import clone_blocks
+from aiokv.worker.checksums import Checksums
 from aiokv.worker.controller import CacheController
 from aiokv.worker.device.cpu import CpuDevice
-from aiokv.worker.layers import done_view
+from aiokv.worker.layers import LayerView, done_view
 from aiokv.worker.poller import EventPoller
 from aiokv.worker.regions import Regions
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Iterable, Sequence
     from types import TracebackType
+
+    from numpy.typing import NDArray
 
     from aiokv.config import CacheConfig
     from aiokv.plan import TransferReport
@@ -81,6 +90,9 @@ class CacheEngine:
         self._admissions = Admissions(on_open=self._waiting.pump)
         self._pending = PendingBlocks(self._core)
         self._pins = Pins()
+        self._quota = SaltQuota(config.salt_quota_blocks)
+        self._checksums = Checksums(self.regions) if config.verify == "checksum" else None
+        self._unrecorded: list[NDArray[np.int32]] = []  # computed in the open step
         self._saves_first = config.host_blocks > 0 and config.write_policy == "write_back"
         self._owners: dict[int, str] = {}  # live leases
         self._done = done_view(self.regions.num_layers)
@@ -111,6 +123,7 @@ class CacheEngine:
             device=self._device,
             poller=self._poller,
             on_report=lambda report: self._transfers.on_report(report),
+            checksums=self._checksums,
         )
         self._transfers = Transfers(
             self._loop, self._manager, self._controller, on_report=self._after_report
@@ -168,6 +181,62 @@ class CacheEngine:
     def _owner_names(self) -> list[str]:
         return sorted(owner or "unnamed" for owner in self._owners.values())
 
+    # --- batches --------------------------------------------------------------------------------
+
+    def match_many(self, prompts: Iterable[TokenIds], *, salt: str = "") -> list[Lease]:
+        """``match`` for each; a bad prompt raises after those before it were released."""
+        leases: list[Lease] = []
+        try:
+            leases.extend(self.match(tokens, salt=salt) for tokens in prompts)
+        except BaseException:
+            self.release_many(leases)
+            raise
+        return leases
+
+    def commit_many(self, leases: Sequence[Lease], num_tokens: Sequence[int]) -> int:
+        """``commit`` for each; returns the blocks that became shareable.
+
+        Raises:
+            LeaseError: of the first lease that refuses; those before it are committed.
+        """
+        return sum(
+            self._commit(lease, n, None) for lease, n in zip(leases, num_tokens, strict=True)
+        )
+
+    def release_many(self, leases: Iterable[Lease]) -> None:
+        """``release`` for each."""
+        for lease in leases:
+            lease.release()
+
+    def layers(self, leases: Sequence[Lease]) -> LayerView:
+        """One counter for all transfers that a batch waits for.
+
+        Its errors carry no position: ask each lease's ``recompute_from``.
+        """
+        counters = {counter: None for lease in leases for counter in lease.layers.counters}
+        return LayerView(list(counters)) if counters else self._done
+
+    def block_tables(
+        self, leases: Sequence[Lease], out: NDArray[np.int32] | None = None, fill: int = -1
+    ) -> NDArray[np.int32]:
+        """The block tables as rows, padded with ``fill``.
+
+        Args:
+            leases: B leases.
+            out: ``[>= B, >= M]`` C-contiguous int32 to write into, M being the longest table; all
+                of it is written. A new ``[B, M]`` array without it.
+            fill: what stands behind each table, and in rows without a lease.
+
+        Raises:
+            UsageError: ``out`` is too small; nothing was written.
+        """
+        ids = [lease._live_id() for lease in leases]
+        if out is None:
+            width = max((self._blocks_for(self._core.num_tokens(i)) for i in ids), default=0)
+            out = np.empty((len(ids), width), dtype=np.int32)
+        self._core.block_tables(ids, out, fill)
+        return out
+
     def _check_open(self) -> None:
         if self._thread != threading.get_ident():
             if self._closing:
@@ -211,11 +280,56 @@ class CacheEngine:
         context = f"{len(salt)}:{salt}{adapter}" if salt or adapter else ""
         lease_id, _, _ = self._core.match(as_tokens(tokens), context, read, write)
         self._owners[lease_id] = owner
-        return Lease(self, lease_id, owner, self._done)
+        return Lease(self, lease_id, owner, salt, self._done)
+
+    async def _allocate(
+        self, lease: Lease, num_tokens: int, priority: int, timeout: float | None
+    ) -> None:
+        """What is left of ``Lease.allocate`` when it has to wait."""
+        num_blocks = self._blocks_for(num_tokens)
+        try:
+            async with asyncio.timeout(timeout):
+                await self._quota.take(lease._live_id(), lease.salt, num_blocks)
+                await self._waiting.wait(lease, num_tokens, priority)
+        except BaseException as error:
+            granted = bool(lease._id) and self._core.is_granted(lease._id)
+            if granted and isinstance(error, TimeoutError):
+                return
+            if granted:
+                self._retract(lease)
+            self._quota.give_back(lease._id)
+            if isinstance(error, TimeoutError):
+                raise self._timed_out(num_tokens, timeout) from None
+            raise
+
+    def _timed_out(self, num_tokens: int, timeout: float | None) -> AllocateTimeout:
+        statistics = self._core.statistics()
+        return AllocateTimeout(
+            f"no room for {num_tokens} positions within {timeout} s: "
+            f"{statistics.device_free} device blocks are free and at most "
+            f"{statistics.evictable_blocks} evictable",
+            hint="raise CacheConfig.device_blocks, or preempt a lease",
+        )
 
     def _try_allocate(self, lease: Lease, num_tokens: int) -> bool:
         self._check_open()
-        return not self._waiting and self._grant(lease, num_tokens)
+        if self._waiting:
+            return False
+        if self._quota.limit_blocks is None:
+            return self._grant(lease, num_tokens)
+        lease_id = lease._live_id()
+        if not self._quota.try_take(lease_id, lease.salt, self._blocks_for(num_tokens)):
+            return False
+        granted = False
+        try:
+            granted = self._grant(lease, num_tokens)
+        finally:
+            if not granted:
+                self._quota.give_back(lease_id)
+        return granted
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.config.block_tokens)
 
     def _grant(self, lease: Lease, num_tokens: int) -> bool:
         if self._admissions.paused:
@@ -223,7 +337,7 @@ class CacheEngine:
         lease_id = lease._live_id()
         granted = self._core.allocate(lease_id, num_tokens)
         if granted == _NO_ROOM and self._saves_first:
-            if self._transfers.make_clean(-(-num_tokens // self.config.block_tokens)):
+            if self._transfers.make_clean(self._blocks_for(num_tokens)):
                 return False  # the end of that transfer is the next try
             granted = self._core.allocate(lease_id, num_tokens)
         if granted == _NO_ROOM:
@@ -236,24 +350,6 @@ class CacheEngine:
             self._transfers.schedule_backups()
         return True
 
-    async def _wait_for_capacity(
-        self, lease: Lease, num_tokens: int, priority: int, timeout: float | None
-    ) -> None:
-        try:
-            await self._waiting.wait(lease, num_tokens, priority, timeout)
-        except TimeoutError:
-            statistics = self._core.statistics()
-            raise AllocateTimeout(
-                f"no room for {num_tokens} positions within {timeout} s: "
-                f"{statistics.device_free} device blocks are free and at most "
-                f"{statistics.evictable_blocks} evictable",
-                hint="raise CacheConfig.device_blocks, or preempt a lease",
-            ) from None
-        except asyncio.CancelledError:
-            if lease._id and self._core.is_granted(lease._id):
-                self._retract(lease)
-            raise
-
     def _retract(self, lease: Lease) -> None:
         """The grant crossed a cancellation: as if it had not been made."""
         self._core.retract(lease._id, self._steps.open)
@@ -264,12 +360,27 @@ class CacheEngine:
 
     def _commit(self, lease: Lease, num_tokens: int, ready: Event | None) -> int:
         step = self._steps.open if ready is None else self.step(ready)
+        if self._checksums is not None:
+            self._record_checksums(lease, num_tokens)
         published = self._core.commit(lease._live_id(), num_tokens, step)
         if published and not self._steps.open:
             self._transfers.schedule_backups()
         if self._pending:
             self._pending.wake(lease._id)
         return published
+
+    def _record_checksums(self, lease: Lease, num_tokens: int) -> None:
+        block_tokens = self.config.block_tokens
+        first = self._core.computed_tokens(lease._live_id()) // block_tokens
+        self._unrecorded.append(lease.block_table[first : num_tokens // block_tokens])
+        if not self._steps.open:
+            self._flush_checksums()
+
+    def _flush_checksums(self) -> None:
+        if self._checksums is not None:
+            for block_ids in self._unrecorded:
+                self._checksums.record(block_ids)
+        self._unrecorded.clear()
 
     def _truncate(self, lease: Lease, num_tokens: int) -> None:
         self._core.truncate(lease._live_id(), num_tokens, self._steps.open)
@@ -290,6 +401,48 @@ class CacheEngine:
                 hint="preempt a lease, or raise CacheConfig.reserve_blocks",
             )
 
+    async def _preempt(self, lease: Lease, *, swap: bool) -> None:
+        self._check_open()
+        lease_id = lease._live_id()
+        if swap:
+            await self._swap_out(lease_id)
+        else:
+            self._core.retract(lease_id, self._steps.open)
+        self._quota.give_back(lease_id)
+        lease.layers = self._done
+        self._transfers.cancel_abandoned()
+        self._waiting.pump()
+        self._pending.wake(lease_id)
+        self._leases_changed.notify()
+
+    async def _swap_out(self, lease_id: int) -> None:
+        if not self._core.swap_out(lease_id):
+            raise WouldBlock(
+                "the host tier has no room for the table, or the cache was reset under the lease",
+                hint="preempt without swap, or raise CacheConfig.host_blocks",
+            )
+        transfer_id = self._core.swap_transfer(lease_id)
+        if not transfer_id:
+            return
+        plan = self._manager.swap_plan(transfer_id)
+        if self._checksums is not None:
+            self._checksums.record(plan.device_ids)
+        await self._transfers.run(plan)
+        if lease_id in self._owners and not self._core.is_swapped(lease_id):
+            raise TransferError(
+                "the table could not be moved; the lease keeps it", direction="offload"
+            )
+
+    def _fork(self, lease: Lease, owner: str, stream: object) -> Lease:
+        self._check_open()
+        lease_id, sources, targets = self._core.fork(lease._live_id())
+        if not lease_id:
+            raise WouldBlock("no room to fork the lease", hint="preempt another one")
+        self._owners[lease_id] = owner or lease.owner
+        child = Lease(self, lease_id, owner or lease.owner, lease.salt, self._done)
+        clone_blocks(self.regions, sources, targets, stream)
+        return child
+
     def _release(self, lease: Lease, after: Event | None) -> None:
         lease_id, lease._id = lease._id, 0
         if lease_id in self._owners:  # else the engine closed without it
@@ -299,6 +452,7 @@ class CacheEngine:
     def _forget(self, lease_id: int, step: int) -> None:
         del self._owners[lease_id]
         self._core.release(lease_id, step)
+        self._quota.give_back(lease_id)
         self._transfers.cancel_abandoned()
         if self._waiting:
             self._waiting.pump()
@@ -331,6 +485,10 @@ class CacheEngine:
             The number of the step that was closed.
         """
         self._check_open()
+        if self._unrecorded:
+            if event is not None:
+                event.synchronize()
+            self._flush_checksums()
         step = self._steps.close(event)
         self._transfers.send_backups()
         return step
@@ -581,6 +739,23 @@ class CacheEngine:
 
     def poller_statistics(self) -> PollerStatistics:
         return self._poller.statistics()
+
+    def dump(self) -> dict[str, object]:
+        """Who holds what, for a person to read; plain values, ready for JSON."""
+        return {
+            "leases": [
+                {"owner": owner or "unnamed", **self._manager.describe(lease_id)}
+                for lease_id, owner in self._owners.items()
+            ],
+            "waiting": [
+                {"owner": lease.owner or "unnamed", "num_tokens": num_tokens}
+                for lease, num_tokens in self._waiting.entries()
+            ],
+            "pins": len(self._pins),
+            "paused": self._admissions.paused,
+            "statistics": msgspec.to_builtins(self.statistics()),
+            "worker": msgspec.to_builtins(self._controller.statistics()),
+        }
 
     def check_invariants(self) -> list[str]:
         """What of I1-I6 does not hold, as sentences; empty when all is well. Scans everything."""

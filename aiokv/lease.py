@@ -34,14 +34,26 @@ class Lease:
         layers: waits for the blocks that come from other tiers; done when there are none.
     """
 
-    __slots__ = ("__weakref__", "_core", "_engine", "_id", "_released_at", "layers", "owner")
+    __slots__ = (
+        "__weakref__",
+        "_core",
+        "_engine",
+        "_id",
+        "_released_at",
+        "layers",
+        "owner",
+        "salt",
+    )
 
-    def __init__(self, engine: CacheEngine, lease_id: int, owner: str, layers: LayerView) -> None:
+    def __init__(
+        self, engine: CacheEngine, lease_id: int, owner: str, salt: str, layers: LayerView
+    ) -> None:
         self._engine = engine
         self._core = engine._core
         self._id = lease_id  # 0 once released
         self._released_at: tuple[CodeType, int] | None = None
         self.owner = owner
+        self.salt = salt
         self.layers = layers
 
     # --- life ---------------------------------------------------------------------------------
@@ -95,12 +107,50 @@ class Lease:
         if wait_pending > 0:
             await self._engine._pending.wait(self._live_id(), wait_pending)
         if not self.try_allocate(num_tokens):
-            await self._engine._wait_for_capacity(self, num_tokens, priority, timeout)
+            await self._engine._allocate(self, num_tokens, priority, timeout)
         return self
 
     def try_allocate(self, num_tokens: int) -> bool:
         """As :meth:`allocate`, now or not at all; False also while others wait."""
         return self._engine._try_allocate(self, num_tokens)
+
+    async def preempt(self, *, swap: bool = False) -> None:
+        """Give the device blocks to somebody else; ``resume`` takes blocks again.
+
+        Args:
+            swap: move the whole table to host memory first, the partial last block included, and
+                keep it there. Without it, full blocks stay as cached as any, and the rest is to be
+                computed again.
+
+        Raises:
+            WouldBlock: the host tier has no room. The lease keeps its blocks.
+            TransferError: the copy failed. The lease keeps its blocks.
+            LeaseError: not granted, or onloads of it are still under way.
+
+        Cancellation: the swap goes on by itself; it ends as one.
+        """
+        await self._engine._preempt(self, swap=swap)
+
+    async def resume(
+        self, num_tokens: int, *, priority: int = 0, timeout: float | None = None
+    ) -> Self:
+        """``allocate`` after ``preempt``: ``cached_tokens`` says what need not be computed."""
+        return await self.allocate(num_tokens, priority=priority, timeout=timeout)
+
+    def fork(self, *, owner: str = "", stream: object = None) -> Lease:
+        """A second lease on the same positions, as for n > 1 samples of one prompt.
+
+        Full blocks are shared; the rest is copied on the device.
+
+        Args:
+            owner: its name; this lease's without one.
+            stream: the compute stream, on a GPU.
+
+        Raises:
+            WouldBlock: no room for the blocks that are not shared; nothing changed.
+            LeaseError: not granted, or onloads of it are still under way.
+        """
+        return self._engine._fork(self, owner, stream)
 
     def release(self, after: Event | None = None) -> None:
         """Give everything back; idempotent.
@@ -140,7 +190,7 @@ class Lease:
     @property
     def cached_tokens(self) -> int:
         """Positions that need no computing, once granted; falls when an onload fails."""
-        return self._core.cached_blocks(self._live_id()) * self._engine.config.block_tokens
+        return self._core.cached_tokens(self._live_id())
 
     @property
     def num_tokens(self) -> int:

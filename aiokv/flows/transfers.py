@@ -40,6 +40,7 @@ class Transfers:
         self._controller = controller
         self._after_report = on_report
         self._onloads: dict[int, tuple[TransferPlan, LayerDoneCounter]] = {}
+        self._ends: dict[int, asyncio.Future[None]] = {}
         self._has_host = manager.config.host_blocks > 0
         self._backup_scheduled = False
         self.stopped = False  # no new backups: the engine closes
@@ -93,11 +94,24 @@ class Transfers:
             self._controller.submit(plan)
         return plan is not None
 
+    async def run(self, plan: TransferPlan) -> None:
+        """Submit a plan and wait until its report was taken account of, however it ended.
+
+        Cancellation: the transfer goes on.
+        """
+        ended: asyncio.Future[None] = self._loop.create_future()
+        self._ends[plan.transfer_id] = ended
+        self._controller.submit(plan)
+        await ended
+
     # --- reports --------------------------------------------------------------------------------
 
     def on_report(self, report: TransferReport) -> None:
         self._onloads.pop(report.transfer_id, None)
         self._manager.complete(report)
+        ended = self._ends.pop(report.transfer_id, None)
+        if ended is not None and not ended.done():
+            ended.set_result(None)
         if report.outcome == "failed":
             log.warning(
                 "transfer.failed",

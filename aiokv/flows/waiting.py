@@ -15,13 +15,12 @@ if TYPE_CHECKING:
 
 
 class _Waiter:
-    __slots__ = ("future", "granted", "lease", "num_tokens")
+    __slots__ = ("future", "lease", "num_tokens")
 
     def __init__(self, lease: Lease, num_tokens: int, future: asyncio.Future[None]) -> None:
         self.lease = lease
         self.num_tokens = num_tokens
         self.future = future
-        self.granted = False
 
 
 class CapacityQueue:
@@ -38,17 +37,8 @@ class CapacityQueue:
     def __len__(self) -> int:
         return len(self._admission)
 
-    async def wait(
-        self,
-        lease: Lease,
-        num_tokens: int,
-        priority: int,
-        timeout: float | None,
-    ) -> None:
+    async def wait(self, lease: Lease, num_tokens: int, priority: int) -> None:
         """Return once the lease was granted.
-
-        Raises:
-            TimeoutError: it was not, in time.
 
         Cancellation: the lease has left the line. A grant that crossed the cancellation stays with
         the lease; the caller takes it back.
@@ -57,11 +47,7 @@ class CapacityQueue:
         ticket = self._admission.push(waiter, priority)
         try:
             self.pump()
-            async with asyncio.timeout(timeout):
-                await waiter.future
-        except TimeoutError:
-            if not waiter.granted:
-                raise
+            await waiter.future
         finally:
             self._admission.leave(ticket)
             self.pump()  # whoever was behind may be first now
@@ -71,14 +57,18 @@ class CapacityQueue:
         while (waiter := self._admission.first()) is not None:
             if not waiter.future.done():
                 try:
-                    waiter.granted = self._grant(waiter.lease, waiter.num_tokens)
+                    granted = self._grant(waiter.lease, waiter.num_tokens)
                 except AiokvError as error:
                     waiter.future.set_exception(error)
                 else:
-                    if not waiter.granted:
+                    if not granted:
                         return
                     waiter.future.set_result(None)
             self._admission.drop_first()
+
+    def entries(self) -> list[tuple[Lease, int]]:
+        """(lease, num_tokens) of everybody, first in line first."""
+        return [(waiter.lease, waiter.num_tokens) for waiter in self._admission.in_order()]
 
     def fail_all(self, error: AiokvError) -> None:
         """Send everybody home with ``error``."""

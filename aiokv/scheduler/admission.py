@@ -43,6 +43,16 @@ class Admission(Generic[W]):
             heapq.heappop(self._heap)
         return self._heap[0][2] if self._heap else None
 
+    def in_order(self) -> list[W]:
+        """Everybody, the first one first."""
+        return [
+            waiter for _, ticket, waiter in sorted(self._heap, key=_rank) if ticket in self._waiting
+        ]
+
     def drop_first(self) -> None:
         """The first one was served. Requires that there is one."""
         self._waiting.discard(heapq.heappop(self._heap)[1])
+
+
+def _rank(entry: tuple[int, int, object]) -> tuple[int, int]:
+    return entry[:2]

@@ -67,6 +67,24 @@ class CacheManager:
         transfer_id = self.core.take_write_backs(num_blocks)
         return self._backup(transfer_id) if transfer_id else None
 
+    def swap_plan(self, transfer_id: int) -> TransferPlan:
+        """The offload of a preempted lease's table; somebody waits for its blocks."""
+        return self._plan(transfer_id, "offload", Priority.DEMAND)
+
+    def describe(self, lease_id: int) -> dict[str, object]:
+        """What one lease holds."""
+        core = self.core
+        device_blocks, host_blocks = core.hit(lease_id)
+        return {
+            "granted": core.is_granted(lease_id),
+            "swapped": core.is_swapped(lease_id),
+            "num_tokens": core.num_tokens(lease_id),
+            "computed_tokens": core.computed_tokens(lease_id),
+            "hit_blocks": {"device": device_blocks, "host": host_blocks},
+            "block_table": core.block_table(lease_id).tolist(),
+            "onloads": core.onloads(lease_id),
+        }
+
     def complete(self, report: TransferReport) -> None:
         """Commit what a transfer has proven, roll back the rest."""
         self.core.complete(report.transfer_id, _OUTCOMES[report.outcome], report.first_bad_block)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
     from aiokv.plan import Direction, Outcome, TransferPlan
+    from aiokv.worker.checksums import Checksums
     from aiokv.worker.device.base import Device, Event
     from aiokv.worker.poller import EventPoller
     from aiokv.worker.regions import Regions
@@ -121,6 +122,7 @@ class CacheController:
         device: attached here, closed by ``aclose()``.
         poller: of the same loop; stays the caller's.
         on_report: gets exactly one report a plan, in a callback of the loop, never inside a call.
+        checksums: proves each onload after its last byte; layers are announced only then.
     """
 
     def __init__(
@@ -131,7 +133,9 @@ class CacheController:
         device: Device,
         poller: EventPoller,
         on_report: Callable[[TransferReport], None],
+        checksums: Checksums | None = None,
     ) -> None:
+        self._checksums = checksums
         self._loop = asyncio.get_running_loop()
         self._regions = regions
         self._device = device
@@ -170,6 +174,8 @@ class CacheController:
             expedite=lambda: self._expedite(plan.transfer_id),
         )
         transfer = Transfer(plan, counter, self._block_bytes * plan.num_blocks)
+        if self._checksums is not None:
+            self._checksums.begin(plan)
         self._transfers[plan.transfer_id] = transfer
         if self._gate.is_open(plan.after_step):
             self._gate.hold(transfer)
@@ -308,9 +314,20 @@ class CacheController:
 
     def _layers_done(self, transfer: Transfer, layers: range, event: Event) -> None:
         finished_seconds: float | None = getattr(event, "finished_seconds", None)
+        arrived = [(layer, finished_seconds) for layer in layers]
+        if self._checksums is not None and transfer.plan.direction == "onload":
+            transfer.unproven += arrived
+            if len(transfer.unproven) < transfer.counter.num_layers:
+                return
+            arrived = transfer.unproven
+            if (
+                failure := transfer.counter.failure or self._checksums.prove(transfer.plan)
+            ) is not None:
+                self._end_submitted(transfer, failure, finished_seconds)
+                return
         ended = False
-        for layer in layers:
-            ended = transfer.counter.mark_layer_done(layer, finished_seconds)
+        for layer, at in arrived:
+            ended = transfer.counter.mark_layer_done(layer, at)
         if ended:
             self._end_submitted(transfer, transfer.counter.failure, finished_seconds)
 

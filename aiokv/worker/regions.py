@@ -51,19 +51,24 @@ class Piece:
             raise LayoutError(f"region {self.region!r} is on {self.device}, not on the cpu")
         return np.asarray(_Bytes(self))
 
+    @property
+    def interface(self) -> dict[str, Any]:
+        """What numpy and CUDA libraries need to look at the bytes where they are."""
+        return {
+            "version": 3,
+            "data": (self.pointer, False),
+            "shape": (self.num_blocks, self.block_bytes),
+            "strides": (self.stride_bytes, 1),
+            "typestr": "|u1",
+        }
+
 
 class _Bytes:
     """Lets numpy look at a piece through its address; keeps the owner alive."""
 
     def __init__(self, piece: Piece) -> None:
         self.piece = piece
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (piece.pointer, False),
-            "shape": (piece.num_blocks, piece.block_bytes),
-            "strides": (piece.stride_bytes, 1),
-            "typestr": "|u1",
-        }
+        self.__array_interface__ = piece.interface
 
 
 class Regions:

@@ -25,7 +25,7 @@ class Transfer:
     ``held`` (its step is open) -> ``queued`` -> ``submitted`` (the device has it) -> ``ended``.
     """
 
-    __slots__ = ("counter", "num_bytes", "plan", "started_at", "state")
+    __slots__ = ("counter", "num_bytes", "plan", "started_at", "state", "unproven")
 
     def __init__(self, plan: TransferPlan, counter: LayerDoneCounter, num_bytes: int) -> None:
         self.plan = plan
@@ -33,6 +33,7 @@ class Transfer:
         self.num_bytes = num_bytes
         self.state: State = "held"
         self.started_at = 0.0
+        self.unproven: list[tuple[int, float | None]] = []  # layers that wait for checksums
 
 
 class TransferQueue:

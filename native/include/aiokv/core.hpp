@@ -46,6 +46,8 @@ struct Lease {
     std::vector<NodeId> path;          // indexed blocks; holds refs once granted
     std::vector<BlockId> table;        // block i is the index's iff path[i] has this device id
     std::vector<TransferId> onloads;   // unfinished ones that write blocks of the table
+    std::vector<BlockId> tail_host;    // while swapped: what follows the path, computed, in host
+    TransferId swap_out = 0;           // while its table moves to host memory
     std::uint32_t generation = 0;
     std::uint32_t slot = 0;
     std::uint32_t context = 0;
@@ -55,13 +57,14 @@ struct Lease {
     std::uint32_t computed_tokens = 0;  // as far as commit was called
     std::uint32_t device_hit = 0;       // blocks, at match or grant
     std::uint32_t host_hit = 0;
-    std::uint32_t cached_blocks = 0;  // of the grant; falls when an onload fails
+    std::uint32_t cached_tokens = 0;  // of the grant; falls when an onload fails
     NodeId frontier = kNone;          // where its next block will hang, while it is announced
     bool reads = true;                // may hit
     bool writes = true;               // may publish
     bool live = false;
     bool granted = false;
-    bool failed = false;  // an onload failed and recompute_from was not called yet
+    bool swapped = false;  // preempted; holds its host copies
+    bool failed = false;   // an onload failed and recompute_from was not called yet
 };
 
 struct Hit {
@@ -81,12 +84,22 @@ enum class Direction : std::uint8_t { kOnload, kOffload };
 enum class Outcome : std::uint8_t { kDone, kFailed, kCancelled };
 
 struct Transfer {
-    Direction direction;
-    Step after_step;
+    Direction direction = Direction::kOnload;
+    Step after_step = 0;
     std::vector<NodeId> nodes;  // in path order; pinned
     std::vector<BlockId> device_blocks;
     std::vector<BlockId> host_blocks;
     std::vector<LeaseId> leases;  // that own or joined an onload
+    // Blocks behind those of `nodes` are not indexed: the tail of a lease that is swapped. When the
+    // lease goes first, they are the transfer's to free.
+    LeaseId tail_owner = 0;
+    bool orphaned = false;
+};
+
+struct Fork {
+    LeaseId lease;  // 0: no room
+    std::vector<BlockId> source_blocks;
+    std::vector<BlockId> target_blocks;
 };
 
 struct CoreStatistics {
@@ -125,6 +138,10 @@ class Core {
     TransferId take_write_backs(std::uint32_t wanted_blocks);
     bool wants_write_backs() const;
 
+    // -- swap and fork (core_swap.cpp)
+    bool swap_out(LeaseId id);
+    Fork fork(LeaseId id);
+
     // -- transfers (core_transfer.cpp)
     const Transfer& transfer(TransferId id) const;
     void complete(TransferId id, Outcome outcome, std::uint32_t first_bad_block);
@@ -155,9 +172,11 @@ class Core {
     void close_context_if_unused(std::uint32_t context);
     void walk(Lease& lease);
     void drop_small_onload(Lease& lease);
+    void choose_path(Lease& lease, std::size_t usable);
     void touch(const std::vector<NodeId>& path);
     void take_blocks(LeaseId id, Lease& lease, std::uint32_t total_blocks);
     void give_back(LeaseId id, Lease& lease, Step step);
+    void free_table(Lease& lease, Step step);
     void start_onload(LeaseId id, Lease& lease, std::uint32_t first_host_block);
     std::uint32_t publish(Lease& lease);
     std::size_t hit_limit(const Lease& lease) const;
@@ -166,13 +185,16 @@ class Core {
     bool shed_detached(Lease& lease);
     NodeId publish_block(Lease& lease, NodeId parent, std::uint32_t index);
     bool is_private(const Lease& lease, std::size_t index) const;
+    bool is_indexed(const Lease& lease, std::size_t index) const;
+    LeaseId open_lease(Tokens tokens, std::uint32_t context, bool reads, bool writes);
     std::uint32_t blocks_for(std::uint64_t num_tokens) const;
     NodeId root_of(const Lease& lease) const { return contexts_[lease.context].root; }
 
     // backups
     void count_use(NodeId node);
     void queue_backup(NodeId node);
-    TransferId start_offload(std::vector<NodeId> nodes);
+    TransferId start_offload(std::vector<NodeId> nodes, std::span<const BlockId> tail_device = {},
+                             std::span<const BlockId> tail_host = {});
     void note_twin(NodeId node);
     bool reclaim_one_twin();
     bool must_save(NodeId node) const;
@@ -182,8 +204,18 @@ class Core {
     void cancel_onload(Transfer& transfer);
     void finish_offload(Transfer& transfer, std::uint32_t good);
     void fail_leases(const Transfer& transfer, NodeId first_bad);
+    void fail_lease(Lease& lease, std::uint32_t good_blocks);
     void settle_leases(TransferId id, const Transfer& transfer);
     void leave_onloads(LeaseId id, Lease& lease);
+
+    // swap
+    void trim_swapped(Lease& lease);
+    void finish_swap_out(Lease& lease, bool moved);
+    void drop_swapped(Lease& lease);
+    void orphan_tail(Transfer& transfer);
+    void finish_tail(Transfer& transfer, std::uint32_t good_blocks);
+    void unhold(NodeId node);
+    void take_host_back(std::span<const BlockId> ids);
 
     // capacity
     bool make_room(std::uint32_t blocks);

@@ -92,6 +92,14 @@ Hit Core::match(Tokens tokens, std::string_view context, bool reads, bool writes
     if (tokens.size() > static_cast<std::size_t>(kMaxTokens)) {
         throw UsageError("a prompt of " + str(tokens.size()) + " tokens is too long");
     }
+    const LeaseId id = open_lease(tokens, open_context(context), reads, writes);
+    Lease& lease = leases_[static_cast<std::uint32_t>(id)];
+    walk(lease);
+    touch(lease.path);
+    return {id, lease.device_hit, lease.host_hit};
+}
+
+LeaseId Core::open_lease(Tokens tokens, std::uint32_t context, bool reads, bool writes) {
     auto slot = static_cast<std::uint32_t>(leases_.size());
     if (free_leases_.empty()) {
         leases_.emplace_back();
@@ -101,16 +109,14 @@ Hit Core::match(Tokens tokens, std::string_view context, bool reads, bool writes
     }
     Lease& lease = leases_[slot];
     lease.tokens.assign(tokens.begin(), tokens.end());
-    lease.context = open_context(context);
+    lease.context = context;
     lease.slot = slot;
     lease.reads = reads;
     lease.writes = writes;
     lease.live = true;
     ++lease.generation;
-    ++contexts_[lease.context].leases;
-    walk(lease);
-    touch(lease.path);
-    return {(std::uint64_t{lease.generation} << 32) | slot, lease.device_hit, lease.host_hit};
+    ++contexts_[context].leases;
+    return (std::uint64_t{lease.generation} << 32) | slot;
 }
 
 std::size_t Core::hit_limit(const Lease& lease) const {
@@ -201,6 +207,15 @@ void Core::drop_small_onload(Lease& lease) {
     lease.version = 0;
 }
 
+// The path that a grant will take: no more than `usable` blocks, and no onload not worth it.
+void Core::choose_path(Lease& lease, std::size_t usable) {
+    if (lease.version != version_) walk(lease);
+    if (lease.host_hit < config_.min_onload_blocks) drop_small_onload(lease);
+    if (lease.path.size() <= usable) return;
+    lease.path.resize(usable);
+    lease.version = 0;  // a later try may want the rest
+}
+
 std::uint32_t Core::blocks_for(std::uint64_t num_tokens) const {
     return static_cast<std::uint32_t>((num_tokens + config_.block_tokens - 1) /
                                       config_.block_tokens);
@@ -220,12 +235,15 @@ Grant Core::allocate(LeaseId id, std::int64_t num_tokens) {
                               " tokens; device_blocks is " + str(device_.capacity()) +
                               ", of which reserve_blocks keeps " + str(config_.reserve_blocks));
     }
-    if (lease.version != version_) walk(lease);
-    if (lease.host_hit < config_.min_onload_blocks) drop_small_onload(lease);
-    const std::size_t usable = static_cast<std::size_t>(num_tokens) / config_.block_tokens;
-    if (lease.path.size() > usable) {
-        lease.path.resize(usable);
-        lease.version = 0;  // a later try may want the rest
+    if (lease.swapped) {
+        if (num_tokens < lease.computed_tokens) {
+            throw LeaseError("the swapped lease has " + str(lease.computed_tokens) +
+                             " computed positions; cannot resume it with " +
+                             std::to_string(num_tokens));
+        }
+        trim_swapped(lease);
+    } else {
+        choose_path(lease, static_cast<std::size_t>(num_tokens) / config_.block_tokens);
     }
 
     // Refs first: what the lease hits must not be evicted to make room for the rest of it.
@@ -265,15 +283,19 @@ void Core::take_blocks(LeaseId id, Lease& lease, std::uint32_t total_blocks) {
     }
     device_.take(std::span(lease.table).subspan(resident));
     lease.host_hit = hits - lease.device_hit;
-    lease.cached_blocks = hits;
-    lease.computed_tokens = hits * config_.block_tokens;
+    if (!lease.swapped) lease.computed_tokens = hits * config_.block_tokens;
+    lease.cached_tokens = lease.computed_tokens;
     lease.epoch = epoch_;
     lease.granted = true;
     counters_.hit_device_tokens += std::uint64_t{lease.device_hit} * config_.block_tokens;
     counters_.hit_host_tokens += std::uint64_t{lease.host_hit} * config_.block_tokens;
     counters_.prompt_tokens += lease.tokens.size();
     ++counters_.grants;
-    if (resident < hits) start_onload(id, lease, resident);
+    if (resident < hits || !lease.tail_host.empty()) start_onload(id, lease, resident);
+    if (lease.swapped) {
+        lease.swapped = false;
+        for (const NodeId node : lease.path) unhold(node);
+    }
     announce(lease);
 }
 
@@ -296,7 +318,9 @@ bool Core::extend(std::span<const LeaseId> ids, std::int64_t num_tokens) {
     std::uint64_t needed = 0;
     for (std::size_t i = 0; i < ids.size(); ++i) {
         const Lease& lease = this->lease(ids[i]);
-        if (!lease.granted) throw LeaseError("cannot extend a lease before it was allocated");
+        if (!lease.granted || lease.swap_out != 0) {
+            throw LeaseError("cannot extend a lease that is not allocated, or is being swapped");
+        }
         if (lease.num_tokens + more > kMaxTokens) throw LeaseError("the lease grows too long");
         needed += blocks_for(lease.num_tokens + more) - lease.table.size();
     }
@@ -340,7 +364,8 @@ std::uint32_t Core::commit(LeaseId id, std::int64_t num_tokens, Step step) {
 // Index the computed, named, full blocks that are not indexed yet. Nothing is published before
 // all that the lease was granted from other tiers has arrived: its own blocks depend on it.
 std::uint32_t Core::publish(Lease& lease) {
-    if (!lease.writes || lease.epoch != epoch_ || lease.failed || !lease.onloads.empty()) return 0;
+    if (!lease.writes || lease.epoch != epoch_ || lease.failed) return 0;
+    if (!lease.onloads.empty() || lease.swap_out != 0) return 0;
     const std::size_t known = std::min<std::size_t>(lease.computed_tokens, lease.tokens.size());
     const auto target = static_cast<std::uint32_t>(known / config_.block_tokens);
     const auto first = static_cast<std::uint32_t>(lease.path.size());
@@ -396,6 +421,11 @@ bool Core::shed_detached(Lease& lease) {
 
 // -- giving back -----------------------------------------------------------------------------
 
+// Another lease could share the block as it is.
+bool Core::is_indexed(const Lease& lease, std::size_t index) const {
+    return index < lease.path.size() && tree_[lease.path[index]].has(kDeviceValid);
+}
+
 bool Core::is_private(const Lease& lease, std::size_t index) const {
     return index >= lease.path.size() || tree_[lease.path[index]].device != lease.table[index];
 }
@@ -404,6 +434,7 @@ void Core::truncate(LeaseId id, std::int64_t num_tokens, Step step) {
     Lease& lease = lease_at(id);
     const std::int64_t indexed =
         static_cast<std::int64_t>(lease.path.size()) * config_.block_tokens;
+    if (lease.swap_out != 0) throw LeaseError("cannot truncate a lease that is being swapped");
     if (num_tokens < indexed || num_tokens > lease.num_tokens) {
         throw LeaseError("cannot truncate to " + std::to_string(num_tokens) +
                          " positions: the lease has " + str(lease.num_tokens) + ", of which " +
@@ -420,21 +451,27 @@ void Core::truncate(LeaseId id, std::int64_t num_tokens, Step step) {
     if (lease.tokens.size() > length) lease.tokens.resize(length);
 }
 
+void Core::free_table(Lease& lease, Step step) {
+    for (std::size_t i = lease.table.size(); i-- > 0;) {
+        device_.use_in(lease.table[i], step);
+        if (is_private(lease, i)) device_.give_back(lease.table[i]);
+        if (i < lease.path.size()) unref(lease.path[i]);
+    }
+    lease.table.clear();
+}
+
 void Core::give_back(LeaseId id, Lease& lease, Step step) {
     withdraw(lease);
+    if (lease.swapped) drop_swapped(lease);
+    if (lease.swap_out != 0) orphan_tail(transfers_.at(lease.swap_out));
     if (lease.granted) {
         leave_onloads(id, lease);
-        for (std::size_t i = lease.table.size(); i-- > 0;) {
-            device_.use_in(lease.table[i], step);
-            if (is_private(lease, i)) device_.give_back(lease.table[i]);
-            if (i < lease.path.size()) unref(lease.path[i]);
-        }
+        free_table(lease, step);
     }
     lease.granted = lease.failed = false;
-    lease.num_tokens = lease.computed_tokens = lease.cached_blocks = 0;
+    lease.num_tokens = lease.computed_tokens = lease.cached_tokens = 0;
     lease.version = 0;
     lease.path.clear();
-    lease.table.clear();
 }
 
 // Back to what match left: for a grant whose waiter was cancelled.
@@ -488,7 +525,7 @@ std::int64_t Core::recompute_from(LeaseId id) {
         throw LeaseError("transfers still write blocks of this lease; await layers.wait_all()");
     }
     lease.failed = false;
-    return std::int64_t{lease.cached_blocks} * config_.block_tokens;
+    return lease.cached_tokens;
 }
 
 }  // namespace aiokv

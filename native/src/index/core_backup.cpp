@@ -73,16 +73,18 @@ TransferId Core::take_write_backs(std::uint32_t wanted_blocks) {
     return start_offload(std::move(dirty));
 }
 
-TransferId Core::start_offload(std::vector<NodeId> nodes) {
+// Offload as many of the nodes as the host has room for, then the tail, whose host ids the caller
+// has taken.
+TransferId Core::start_offload(std::vector<NodeId> nodes, std::span<const BlockId> tail_device,
+                               std::span<const BlockId> tail_host) {
     if (nodes.size() > host_.free_blocks()) {
         counters_.skipped_backups += nodes.size() - host_.free_blocks();
         nodes.resize(host_.free_blocks());
     }
-    if (nodes.empty()) return 0;
+    if (nodes.empty() && tail_device.empty()) return 0;
     const TransferId transfer_id = ++last_transfer_;
     Transfer& transfer = transfers_[transfer_id];
     transfer.direction = Direction::kOffload;
-    transfer.after_step = 0;
     transfer.host_blocks.resize(nodes.size());
     host_.take_runs(transfer.host_blocks);
     for (std::size_t i = 0; i < nodes.size(); ++i) {
@@ -91,9 +93,14 @@ TransferId Core::start_offload(std::vector<NodeId> nodes) {
         n.set(kHostLoading);
         ++n.pins;
         transfer.device_blocks.push_back(n.device);
-        transfer.after_step = std::max(transfer.after_step, device_.after_step(n.device));
     }
     transfer.nodes = std::move(nodes);
+    transfer.device_blocks.insert(transfer.device_blocks.end(), tail_device.begin(),
+                                  tail_device.end());
+    transfer.host_blocks.insert(transfer.host_blocks.end(), tail_host.begin(), tail_host.end());
+    for (const BlockId id : transfer.device_blocks) {
+        transfer.after_step = std::max(transfer.after_step, device_.after_step(id));
+    }
     return transfer_id;
 }
 
@@ -117,7 +124,7 @@ bool Core::reclaim_one_twin() {
         Node& n = tree_[node];
         if (!tree_.is_live(node) || !n.has(kTwinListed)) continue;
         n.clear(kTwinListed);
-        if (n.pins > 0 || !n.has(kHostValid) || !n.has(kDeviceValid)) continue;
+        if (n.pins > 0 || n.holds > 0 || !n.has(kHostValid) || !n.has(kDeviceValid)) continue;
         host_.give_back(n.host);
         n.host = kNoBlock;
         n.clear(kHostValid);

@@ -38,7 +38,9 @@ void Core::park(NodeId node) {
 void Core::unpark_if_free(NodeId node) {
     const Node& n = tree_[node];
     if (!n.has(kParked) || n.pins > 0) return;
-    if (n.has(kDeviceValid) ? tree_.has_device_child(node) : n.child != kNone) return;
+    if (n.has(kDeviceValid) ? tree_.has_device_child(node) : n.child != kNone || n.holds > 0) {
+        return;
+    }
     dequeue(node);
     queue_of(node).push_front(node);
     tree_[node].set(kQueued);
@@ -56,7 +58,7 @@ void Core::unref(NodeId node) {
 
 void Core::free_if_unowned(NodeId node) {
     Node& n = tree_[node];
-    if (n.refs > 0 || n.pins > 0) return;
+    if (n.refs > 0 || n.pins > 0 || n.holds > 0) return;
     if (n.device != kNoBlock) device_.give_back(n.device);
     if (n.host != kNoBlock) host_.give_back(n.host);
     tree_.free(node);
@@ -130,7 +132,8 @@ bool Core::evict_one_device() {
 
 bool Core::evict_one_host() {
     for (NodeId node; (node = host_queue_.front()) != kNone;) {
-        if (tree_[node].pins == 0 && tree_[node].child == kNone) {
+        const Node& n = tree_[node];
+        if (n.pins == 0 && n.holds == 0 && n.child == kNone) {
             ++counters_.evicted_host_blocks;
             drop(node);
             return true;
@@ -198,7 +201,7 @@ void Core::resize_device(std::int64_t blocks) {
     for (NodeId node = 0; node < tree_.slots(); ++node) {
         const Node& n = tree_[node];
         if (!tree_.is_live(node) || n.has(kRoot) || !beyond(n.device)) continue;
-        if (n.refs > 0 || n.pins > 0) refuse(n.device, "leased or being copied");
+        if (n.refs > 0 || n.pins > 0 || n.holds > 0) refuse(n.device, "leased or being copied");
         doomed.push_back(node);
     }
     if (device_.cooling_blocks() > 0 && blocks < device_.capacity()) {

@@ -57,8 +57,16 @@ std::vector<std::string> Core::violations() const {
     std::vector<std::uint32_t> refs(tree_.slots(), 0);
     std::vector<std::uint32_t> pins(tree_.slots(), 0);
 
+    std::vector<std::uint32_t> holds(tree_.slots(), 0);
     for (const Lease& lease : leases_) {
-        if (!lease.live || !lease.granted) continue;
+        if (!lease.live) continue;
+        if (lease.swapped || lease.swap_out != 0) {
+            for (const NodeId node : lease.path) ++holds[node];
+        }
+        if (lease.swapped) {
+            for (const BlockId id : lease.tail_host) host.own(id, "a swapped lease");
+        }
+        if (!lease.granted) continue;
         report.require(lease.table.size() == blocks_for(lease.num_tokens), "I1: a lease of ",
                        lease.num_tokens, " tokens has ", lease.table.size(), " blocks");
         for (const NodeId node : lease.path) ++refs[node];
@@ -86,15 +94,18 @@ std::vector<std::string> Core::violations() const {
         if (!tree_.is_live(node) || n.has(kRoot)) continue;
         if (n.device != kNoBlock) device.own(n.device, "a node");
         if (n.host != kNoBlock) host.own(n.host, "a node");
-        report.require(n.refs == refs[node], "I5: node ", node, " counts ", n.refs, " refs of ",
+        report.require(n.refs == refs[node], "I5: node ", node, " counts ", n.refs + 0, " refs of ",
                        refs[node]);
+        report.require(n.holds == holds[node], "I5: node ", node, " counts ", n.holds + 0,
+                       " holds of ", holds[node]);
         report.require(n.pins == pins[node], "I3: node ", node, " counts ", int{n.pins},
                        " pins of ", pins[node]);
         queued_device += n.has(kQueued) && n.has(kDeviceValid);
         queued_host += n.has(kQueued) && !n.has(kDeviceValid);
         parked_device += n.has(kParked) && n.has(kDeviceValid);
         if (n.has(kDetached)) {
-            report.require(n.refs > 0 || n.pins > 0, "I2: detached node ", node, " is unowned");
+            report.require(n.refs > 0 || n.pins > 0 || n.holds > 0, "I2: detached node ", node,
+                           " is unowned");
             report.require(!n.has(kQueued | kParked), "I6: detached node ", node, " is queued");
             continue;
         }
@@ -107,11 +118,11 @@ std::vector<std::string> Core::violations() const {
         report.require(tree_.find_child(n.parent, tree_.tokens(node)) == node, "I2: node ", node,
                        " is not found under its parent");
         report.require(parent.has(kRoot) || parent.refs >= n.refs, "I5: node ", node, " has ",
-                       n.refs, " refs, its parent ", parent.refs);
+                       n.refs + 0, " refs, its parent ", parent.refs + 0);
         report.require(!n.has(kDeviceResident) || parent.has(kRoot | kDeviceResident), "I2: node ",
                        node, " is on the device, its parent is not");
         const bool idle = n.refs == 0 && !n.has(kDeviceLoading);
-        report.require(idle == n.has(kQueued | kParked), "I6: node ", node, " with ", n.refs,
+        report.require(idle == n.has(kQueued | kParked), "I6: node ", node, " with ", n.refs + 0,
                        " refs is ", n.has(kQueued | kParked) ? "" : "not ", "evictable");
     }
     report.require(queued_device == device_queue_.size() && queued_host == host_queue_.size() &&
@@ -138,9 +149,11 @@ CoreStatistics Core::statistics() const {
     }
     s.device_in_flight = s.host_in_flight = 0;
     for (const auto& [id, transfer] : transfers_) {
-        const auto blocks = static_cast<std::uint32_t>(transfer.nodes.size());
-        (transfer.direction == Direction::kOnload ? s.device_in_flight : s.host_in_flight) +=
-            blocks;
+        const auto nodes = static_cast<std::uint32_t>(transfer.nodes.size());
+        const auto tail = static_cast<std::uint32_t>(transfer.device_blocks.size()) - nodes;
+        const bool is_onload = transfer.direction == Direction::kOnload;
+        s.device_in_flight += (is_onload ? nodes : 0) + (transfer.orphaned ? tail : 0);
+        s.host_in_flight += is_onload ? tail : nodes + tail;
     }
     s.device_cached = device_.capacity() - s.device_free - s.device_leased - s.device_in_flight;
     s.host_cached = host_.capacity() - s.host_free - s.host_in_flight;

@@ -17,8 +17,6 @@ const Transfer& Core::transfer(TransferId id) const {
 void Core::start_onload(LeaseId id, Lease& lease, std::uint32_t first_host_block) {
     const TransferId transfer_id = ++last_transfer_;
     Transfer& transfer = transfers_[transfer_id];
-    transfer.direction = Direction::kOnload;
-    transfer.after_step = 0;
     transfer.leases.push_back(id);
     for (std::size_t i = first_host_block; i < lease.path.size(); ++i) {
         const NodeId node = lease.path[i];
@@ -31,7 +29,17 @@ void Core::start_onload(LeaseId id, Lease& lease, std::uint32_t first_host_block
         transfer.nodes.push_back(node);
         transfer.device_blocks.push_back(n.device);
         transfer.host_blocks.push_back(n.host);
-        transfer.after_step = std::max(transfer.after_step, device_.after_step(n.device));
+    }
+    if (!lease.tail_host.empty()) {
+        transfer.tail_owner = id;
+        for (std::size_t i = 0; i < lease.tail_host.size(); ++i) {
+            transfer.device_blocks.push_back(lease.table[lease.path.size() + i]);
+            transfer.host_blocks.push_back(lease.tail_host[i]);
+        }
+        lease.tail_host.clear();
+    }
+    for (const BlockId block : transfer.device_blocks) {
+        transfer.after_step = std::max(transfer.after_step, device_.after_step(block));
     }
     lease.onloads.push_back(transfer_id);
     ++version_;
@@ -45,16 +53,20 @@ void Core::complete(TransferId id, Outcome outcome, std::uint32_t first_bad_bloc
     }
     Transfer transfer = std::move(found->second);
     transfers_.erase(found);
-    const auto size = static_cast<std::uint32_t>(transfer.nodes.size());
-    const std::uint32_t good = outcome == Outcome::kDone ? size : std::min(first_bad_block, size);
+    const auto nodes = static_cast<std::uint32_t>(transfer.nodes.size());
+    const auto blocks = static_cast<std::uint32_t>(transfer.device_blocks.size());
+    const std::uint32_t good = outcome == Outcome::kDone     ? blocks
+                               : outcome == Outcome::kFailed ? std::min(first_bad_block, blocks)
+                                                             : 0;
     if (transfer.direction == Direction::kOffload) {
-        finish_offload(transfer, outcome == Outcome::kCancelled ? 0 : good);
+        finish_offload(transfer, std::min(good, nodes));
     } else if (outcome == Outcome::kCancelled && transfer.leases.empty()) {
         cancel_onload(transfer);
     } else {
-        finish_onload(transfer, outcome == Outcome::kCancelled ? 0 : good);
-        settle_leases(id, transfer);
+        finish_onload(transfer, std::min(good, nodes));
     }
+    finish_tail(transfer, good);
+    if (transfer.direction == Direction::kOnload) settle_leases(id, transfer);
     ++version_;
 }
 
@@ -141,13 +153,15 @@ void Core::fail_leases(const Transfer& transfer, NodeId first_bad) {
         Lease& lease = lease_at(id);
         const auto bad = std::find(lease.path.begin(), lease.path.end(), first_bad);
         if (bad == lease.path.end()) continue;
-        const auto index = static_cast<std::uint32_t>(bad - lease.path.begin());
-        lease.cached_blocks = std::min(lease.cached_blocks, index);
-        lease.computed_tokens =
-            std::min(lease.computed_tokens, lease.cached_blocks * config_.block_tokens);
-        lease.failed = true;
-        withdraw(lease);
+        fail_lease(lease, static_cast<std::uint32_t>(bad - lease.path.begin()));
     }
+}
+
+void Core::fail_lease(Lease& lease, std::uint32_t good_blocks) {
+    lease.cached_tokens = std::min(lease.cached_tokens, good_blocks * config_.block_tokens);
+    lease.computed_tokens = std::min(lease.computed_tokens, lease.cached_tokens);
+    lease.failed = true;
+    withdraw(lease);
 }
 
 void Core::settle_leases(TransferId id, const Transfer& transfer) {
@@ -161,6 +175,7 @@ void Core::settle_leases(TransferId id, const Transfer& transfer) {
 void Core::leave_onloads(LeaseId id, Lease& lease) {
     for (const TransferId transfer_id : lease.onloads) {
         Transfer& transfer = transfers_.at(transfer_id);
+        if (transfer.tail_owner == id) orphan_tail(transfer);
         std::erase(transfer.leases, id);
         if (transfer.leases.empty()) abandoned_.push_back(transfer_id);
     }

@@ -35,6 +35,7 @@ nb::bytes id_bytes(const std::vector<BlockId>& ids) {
 using MatchTuple = nb::typed<nb::tuple, LeaseId, std::uint32_t, std::uint32_t>;
 using HitTuple = nb::typed<nb::tuple, std::uint32_t, std::uint32_t>;
 using PendingTuple = nb::typed<nb::tuple, LeaseId, std::uint32_t>;
+using ForkTuple = nb::typed<nb::tuple, LeaseId, IdArray, IdArray>;
 using TransferTuple = nb::typed<nb::tuple, nb::bytes, nb::bytes, Step>;
 
 MatchTuple match(Core& core, TokenArray tokens, std::string_view context, bool reads, bool writes) {
@@ -166,8 +167,28 @@ void bind_core(nb::module_& m) {
             "num_tokens", [](Core& core, LeaseId id) { return core.lease(id).num_tokens; },
             "lease"_a)
         .def(
-            "cached_blocks", [](Core& core, LeaseId id) { return core.lease(id).cached_blocks; },
+            "cached_tokens", [](Core& core, LeaseId id) { return core.lease(id).cached_tokens; },
             "lease"_a)
+        .def("swap_out", &Core::swap_out, "lease"_a,
+             "Begin to move the whole table to host memory; False, and nothing changed: no room.")
+        .def(
+            "swap_transfer", [](Core& core, LeaseId id) { return core.lease(id).swap_out; },
+            "lease"_a, "The transfer of a swap that is under way, or 0.")
+        .def(
+            "is_swapped", [](Core& core, LeaseId id) { return core.lease(id).swapped; }, "lease"_a)
+        .def(
+            "computed_tokens",
+            [](Core& core, LeaseId id) { return core.lease(id).computed_tokens; }, "lease"_a)
+        .def(
+            "fork",
+            [](Core& core, LeaseId id) -> ForkTuple {
+                const Fork fork = core.fork(id);
+                return nb::make_tuple(fork.lease, copy_ids(fork.source_blocks),
+                                      copy_ids(fork.target_blocks));
+            },
+            "lease"_a,
+            "(lease, source_blocks, target_blocks): blocks to copy on the device; lease 0: no "
+            "room.")
         .def("take_backups", &Core::take_backups)
         .def("take_write_backs", &Core::take_write_backs, "wanted_blocks"_a = 0)
         .def("wants_write_backs", &Core::wants_write_backs)

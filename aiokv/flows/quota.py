@@ -1,0 +1,96 @@
+"""How many device blocks the leases of one salt hold, and who waits for fewer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING
+
+from aiokv.errors import RequestTooLarge
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class SaltQuota:
+    """First come, first served within a salt; salts do not wait for each other.
+
+    Args:
+        limit_blocks: per salt; None for no limit.
+    """
+
+    def __init__(self, limit_blocks: int | None) -> None:
+        self.limit_blocks = limit_blocks
+        self._held: dict[str, int] = {}
+        self._by_lease: dict[int, tuple[str, int]] = {}
+        self._waiting: dict[str, deque[tuple[int, int, asyncio.Future[None]]]] = {}
+
+    def try_take(self, lease_id: int, salt: str, num_blocks: int) -> bool:
+        """Count the blocks to the salt; False when it has too many, or others wait.
+
+        Raises:
+            RequestTooLarge: more than the limit.
+        """
+        if self.limit_blocks is None or lease_id in self._by_lease:
+            return True
+        if num_blocks > self.limit_blocks:
+            raise RequestTooLarge(
+                f"{num_blocks} blocks for one lease; salt_quota_blocks is {self.limit_blocks}"
+            )
+        if self._waiting.get(salt) or not self._fits(salt, num_blocks):
+            return False
+        self._count(lease_id, salt, num_blocks)
+        return True
+
+    async def take(self, lease_id: int, salt: str, num_blocks: int) -> None:
+        """As try_take, waiting.
+
+        Cancellation: nothing is counted.
+        """
+        if self.try_take(lease_id, salt, num_blocks):
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        entry = (lease_id, num_blocks, turn)
+        self._waiting.setdefault(salt, deque()).append(entry)
+        try:
+            await turn
+        except BaseException:
+            if turn.done() and not turn.cancelled():
+                self.give_back(lease_id)
+            raise
+        finally:
+            queue = self._waiting.get(salt)
+            if queue is not None and entry in queue:
+                queue.remove(entry)
+                self._serve(salt)
+
+    def give_back(self, lease_id: int) -> None:
+        """Idempotent."""
+        salt, num_blocks = self._by_lease.pop(lease_id, ("", 0))
+        if num_blocks:
+            self._held[salt] -= num_blocks
+            if not self._held[salt]:
+                del self._held[salt]
+            self._serve(salt)
+
+    def held(self) -> Iterator[tuple[str, int]]:
+        yield from self._held.items()
+
+    def _fits(self, salt: str, num_blocks: int) -> bool:
+        return (
+            self.limit_blocks is None or self._held.get(salt, 0) + num_blocks <= self.limit_blocks
+        )
+
+    def _count(self, lease_id: int, salt: str, num_blocks: int) -> None:
+        self._by_lease[lease_id] = (salt, num_blocks)
+        self._held[salt] = self._held.get(salt, 0) + num_blocks
+
+    def _serve(self, salt: str) -> None:
+        queue = self._waiting.get(salt)
+        while queue and self._fits(salt, queue[0][1]):
+            lease_id, num_blocks, turn = queue.popleft()
+            if not turn.done():
+                self._count(lease_id, salt, num_blocks)
+                turn.set_result(None)
+        if queue is not None and not queue:
+            del self._waiting[salt]

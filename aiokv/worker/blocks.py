@@ -1,0 +1,82 @@
+"""Whole blocks of the device tier, on whatever device: copied within it, and checksummed."""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from aiokv.errors import UsageError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from aiokv.worker.regions import Piece, Regions
+
+
+def clone_blocks(
+    regions: Regions, sources: NDArray[np.int32], targets: NDArray[np.int32], stream: Any = None
+) -> None:
+    """Copy block ``sources[i]`` to ``targets[i]`` in all layers of all regions.
+
+    Args:
+        regions: on one device.
+        sources: ``[N]`` int32.
+        targets: ``[N]`` int32, none of them a source.
+        stream: the compute stream (cupy, PyTorch or Paddle), in whose order the copy happens. On
+            the cpu the copy is done on return.
+
+    Raises:
+        UsageError: tensors on a GPU, and no stream.
+    """
+    if not len(sources):
+        return
+    if regions.devices <= {"cpu"}:
+        for piece in regions.pieces():
+            view = piece.view()
+            view[targets] = view[sources]
+        return
+    if stream is None:
+        raise UsageError("blocks on a GPU are copied on the compute stream: name it")
+    import cupy
+
+    from aiokv.worker.device.cuda_handles import stream_handle
+
+    with cupy.cuda.ExternalStream(stream_handle(stream)):
+        for piece in regions.pieces():
+            view = _gpu_view(piece)
+            view[cupy.asarray(targets)] = view[cupy.asarray(sources)]
+
+
+def checksum_blocks(regions: Regions, block_ids: NDArray[np.int32]) -> list[int]:
+    """CRC-32 of each block over all layers and regions. Blocks until the bytes are read."""
+    sums = [0] * len(block_ids)
+    for piece in regions.pieces():
+        rows = _host_rows(piece, block_ids)
+        for i, row in enumerate(rows):
+            sums[i] = zlib.crc32(row, sums[i])
+    return sums
+
+
+def _host_rows(piece: Piece, block_ids: NDArray[np.int32]) -> NDArray[np.uint8]:
+    if piece.device == "cpu":
+        return np.ascontiguousarray(piece.view()[block_ids])
+    import cupy
+
+    rows: NDArray[np.uint8] = cupy.asnumpy(_gpu_view(piece)[cupy.asarray(block_ids)])
+    return rows
+
+
+def _gpu_view(piece: Piece) -> Any:
+    import cupy
+
+    return cupy.asarray(_GpuBytes(piece))
+
+
+class _GpuBytes:
+    """Lets cupy look at a piece through its address; keeps the owner alive."""
+
+    def __init__(self, piece: Piece) -> None:
+        self.piece = piece
+        self.__cuda_array_interface__ = piece.interface

@@ -1,0 +1,174 @@
+// Preemption with the whole table moved to host memory, and forks.
+//
+//   table   | path: indexed blocks, by node | tail: computed, not indexed | not computed |
+//   swapped | a hold on each host copy      | tail_host                   | nothing      |
+//
+// A hold keeps a host copy; the device copies may be evicted. Resuming is an allocate whose path
+// is known already.
+#include <algorithm>
+
+#include "aiokv/core.hpp"
+#include "aiokv/error.hpp"
+
+namespace aiokv {
+
+void Core::take_host_back(std::span<const BlockId> ids) {
+    for (const BlockId id : ids) host_.give_back(id);
+}
+
+void Core::unhold(NodeId node) {
+    Node& n = tree_[node];
+    --n.holds;
+    if (n.has(kDetached)) {
+        free_if_unowned(node);
+    } else {
+        unpark_if_free(node);
+    }
+}
+
+// Begins to move the table; swap_out of the lease is 0 when nothing had to be copied. Returns
+// false, changing nothing, when the host has no room or the cache was reset under the lease.
+bool Core::swap_out(LeaseId id) {
+    Lease& lease = lease_at(id);
+    if (!lease.granted || lease.failed || !lease.onloads.empty() || lease.swap_out != 0) {
+        throw LeaseError("only a granted lease whose transfers have ended can be swapped");
+    }
+    if (lease.epoch != epoch_ || (!lease.path.empty() && tree_[lease.path.back()].has(kDetached))) {
+        return false;
+    }
+    const std::size_t first = lease.path.size();
+    const std::size_t computed = blocks_for(lease.computed_tokens);
+    const std::span<const BlockId> tail =
+        std::span(lease.table).subspan(first, std::max(computed, first) - first);
+    std::vector<NodeId> unsaved;
+    for (const NodeId node : lease.path) {
+        ++tree_[node].holds;
+        if (!tree_[node].has(kHostValid | kHostLoading)) unsaved.push_back(node);
+    }
+    const std::size_t needed = unsaved.size() + tail.size();
+    while (host_.free_blocks() < needed && (reclaim_one_twin() || evict_one_host())) {
+    }
+    if (host_.free_blocks() < needed) {
+        for (const NodeId node : lease.path) unhold(node);
+        return false;
+    }
+    withdraw(lease);
+    if (needed == 0) {
+        finish_swap_out(lease, true);
+        return true;
+    }
+    lease.tail_host.resize(tail.size());
+    host_.take_runs(lease.tail_host);
+    lease.swap_out = start_offload(std::move(unsaved), tail, lease.tail_host);
+    transfers_.at(lease.swap_out).tail_owner = id;
+    return true;
+}
+
+// All or nothing: either the device side is given up, or the host side.
+void Core::finish_swap_out(Lease& lease, bool moved) {
+    lease.swap_out = 0;
+    if (!moved) {
+        take_host_back(lease.tail_host);
+        lease.tail_host.clear();
+        for (const NodeId node : lease.path) unhold(node);
+        return;
+    }
+    free_table(lease, 0);
+    lease.granted = false;
+    lease.swapped = true;
+    lease.num_tokens = 0;
+}
+
+void Core::drop_swapped(Lease& lease) {
+    for (std::size_t i = lease.path.size(); i-- > 0;) unhold(lease.path[i]);
+    take_host_back(lease.tail_host);
+    lease.tail_host.clear();
+    lease.swapped = false;
+}
+
+// Behind the first block that is lost everything has to be computed again.
+void Core::trim_swapped(Lease& lease) {
+    std::size_t intact = 0;
+    for (; intact < lease.path.size(); ++intact) {
+        const Node& n = tree_[lease.path[intact]];
+        if (n.has(kDetached) || !n.has(kDeviceResident | kHostValid)) break;
+    }
+    if (intact == lease.path.size()) return;
+    for (std::size_t i = lease.path.size(); i-- > intact;) unhold(lease.path[i]);
+    lease.path.resize(intact);
+    take_host_back(lease.tail_host);
+    lease.tail_host.clear();
+    lease.computed_tokens = static_cast<std::uint32_t>(intact) * config_.block_tokens;
+}
+
+// The lease goes while its tail is being copied: the ids are the transfer's from now on (I3).
+void Core::orphan_tail(Transfer& transfer) {
+    Lease& lease = lease_at(transfer.tail_owner);
+    const std::size_t blocks = transfer.device_blocks.size() - transfer.nodes.size();
+    const auto begin = lease.table.begin() + static_cast<std::ptrdiff_t>(lease.path.size());
+    lease.table.erase(begin, begin + static_cast<std::ptrdiff_t>(blocks));
+    transfer.orphaned = true;
+    if (lease.swap_out == 0) return;
+    for (const NodeId node : lease.path) unhold(node);
+    lease.tail_host.clear();
+    lease.swap_out = 0;
+}
+
+// `good_blocks` of the whole transfer are proven.
+void Core::finish_tail(Transfer& transfer, std::uint32_t good_blocks) {
+    if (transfer.tail_owner == 0) return;
+    const std::size_t nodes = transfer.nodes.size();
+    const std::span<const BlockId> device = std::span(transfer.device_blocks).subspan(nodes);
+    const std::span<const BlockId> host = std::span(transfer.host_blocks).subspan(nodes);
+    if (transfer.orphaned) {
+        for (const BlockId id : device) device_.give_back(id);
+        take_host_back(host);
+        return;
+    }
+    Lease& lease = lease_at(transfer.tail_owner);
+    if (transfer.direction == Direction::kOffload) {
+        finish_swap_out(lease, good_blocks == transfer.device_blocks.size());
+        return;
+    }
+    take_host_back(host);
+    if (good_blocks == transfer.device_blocks.size() || good_blocks < nodes) return;
+    const auto good = static_cast<std::uint32_t>(lease.path.size() + good_blocks - nodes);
+    fail_lease(lease, good);
+}
+
+// A second lease on the same blocks. What is not indexed gets ids of its own, and what of that is
+// computed has to be copied on the device, source to target.
+Fork Core::fork(LeaseId id) {
+    const Lease& parent = lease(id);
+    if (!parent.granted || parent.failed || !parent.onloads.empty() || parent.swap_out != 0) {
+        throw LeaseError("only a granted lease whose transfers have ended can be forked");
+    }
+    std::uint32_t needed = 0;
+    for (std::size_t i = 0; i < parent.table.size(); ++i) needed += !is_indexed(parent, i);
+    if (needed > device_.free_blocks() + evictable() || !make_room(needed)) return {};
+
+    const LeaseId child_id = open_lease(parent.tokens, parent.context, parent.reads, parent.writes);
+    const Lease& source = lease(id);  // the deque may have grown, but elements stay in place
+    Lease& child = lease_at(child_id);
+    Fork fork{child_id, {}, {}};
+    child.path = source.path;
+    for (const NodeId node : child.path) ++tree_[node].refs;
+    child.table.resize(source.table.size());
+    for (std::size_t i = 0; i < child.table.size(); ++i) {
+        if (is_indexed(source, i)) {
+            child.table[i] = tree_[source.path[i]].device;
+            continue;
+        }
+        device_.take(std::span(child.table).subspan(i, 1));
+        if (i >= blocks_for(source.computed_tokens)) continue;
+        fork.source_blocks.push_back(source.table[i]);
+        fork.target_blocks.push_back(child.table[i]);
+    }
+    child.num_tokens = source.num_tokens;
+    child.computed_tokens = child.cached_tokens = source.computed_tokens;
+    child.epoch = source.epoch;
+    child.granted = true;
+    return fork;
+}
+
+}  // namespace aiokv
