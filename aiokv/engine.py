@@ -299,14 +299,20 @@ class CacheEngine:
                 self._retract(lease)
             self._quota.give_back(lease._id)
             if isinstance(error, TimeoutError):
-                raise self._timed_out(num_tokens, timeout) from None
+                raise self._timed_out(lease, num_tokens, timeout) from None
             raise
 
-    def _timed_out(self, num_tokens: int, timeout: float | None) -> AllocateTimeout:
+    def _timed_out(self, lease: Lease, num_tokens: int, timeout: float | None) -> AllocateTimeout:
+        what = f"no room for {num_tokens} positions within {timeout} s"
+        held = self._quota.held(lease.salt)
+        if not self._quota.fits(lease.salt, self._blocks_for(num_tokens)):
+            return AllocateTimeout(
+                f"{what}: salt {lease.salt!r} holds {held} blocks of {self._quota.limit_blocks}",
+                hint="raise CacheConfig.salt_quota_blocks, or preempt a lease of that salt",
+            )
         statistics = self._core.statistics()
         return AllocateTimeout(
-            f"no room for {num_tokens} positions within {timeout} s: "
-            f"{statistics.device_free} device blocks are free and at most "
+            f"{what}: {statistics.device_free} device blocks are free and at most "
             f"{statistics.evictable_blocks} evictable",
             hint="raise CacheConfig.device_blocks, or preempt a lease",
         )

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import TYPE_CHECKING
 
 from aiokv.errors import RequestTooLarge
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 class SaltQuota:
@@ -37,7 +33,7 @@ class SaltQuota:
             raise RequestTooLarge(
                 f"{num_blocks} blocks for one lease; salt_quota_blocks is {self.limit_blocks}"
             )
-        if self._waiting.get(salt) or not self._fits(salt, num_blocks):
+        if self._waiting.get(salt) or not self.fits(salt, num_blocks):
             return False
         self._count(lease_id, salt, num_blocks)
         return True
@@ -73,10 +69,11 @@ class SaltQuota:
                 del self._held[salt]
             self._serve(salt)
 
-    def held(self) -> Iterator[tuple[str, int]]:
-        yield from self._held.items()
+    def held(self, salt: str) -> int:
+        """Blocks that are counted to the salt."""
+        return self._held.get(salt, 0)
 
-    def _fits(self, salt: str, num_blocks: int) -> bool:
+    def fits(self, salt: str, num_blocks: int) -> bool:
         return (
             self.limit_blocks is None or self._held.get(salt, 0) + num_blocks <= self.limit_blocks
         )
@@ -87,7 +84,7 @@ class SaltQuota:
 
     def _serve(self, salt: str) -> None:
         queue = self._waiting.get(salt)
-        while queue and self._fits(salt, queue[0][1]):
+        while queue and self.fits(salt, queue[0][1]):
             lease_id, num_blocks, turn = queue.popleft()
             if not turn.done():
                 self._count(lease_id, salt, num_blocks)
