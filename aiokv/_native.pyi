@@ -227,6 +227,9 @@ class Core:
         (lease, blocks): who will compute what follows the match; (0, 0): nobody.
         """
 
+    def check_request(self, lease: int, num_tokens: int) -> None:
+        """Raise what allocate would for a request that can never be granted."""
+
     def retract(self, lease: int, step: int = 0) -> None:
         """Undo allocate; the lease stays matched."""
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from aiokv.engine import CacheEngine
+    from aiokv.engine.leasing import Leasing
     from aiokv.types import TokenIds
     from aiokv.worker.device.base import Event
     from aiokv.worker.layers import LayerView
@@ -46,7 +46,7 @@ class Lease:
     )
 
     def __init__(
-        self, engine: CacheEngine, lease_id: int, owner: str, salt: str, layers: LayerView
+        self, engine: Leasing, lease_id: int, owner: str, salt: str, layers: LayerView
     ) -> None:
         self._engine = engine
         self._core = engine._core

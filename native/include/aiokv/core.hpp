@@ -120,6 +120,8 @@ class Core {
     // -- leases (core.cpp). A released, foreign or made-up id throws LeaseError.
     Hit match(Tokens tokens, std::string_view context, bool reads = true, bool writes = true);
     Pending pending(LeaseId id);
+    // Throws what allocate would, of a request that can never be granted.
+    void check_request(LeaseId id, std::int64_t num_tokens) const;
     Grant allocate(LeaseId id, std::int64_t num_tokens);
     void retract(LeaseId id, Step step);
     void append(LeaseId id, Tokens tokens);

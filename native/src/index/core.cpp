@@ -221,26 +221,31 @@ std::uint32_t Core::blocks_for(std::uint64_t num_tokens) const {
                                       config_.block_tokens);
 }
 
-// kNone, holding nothing, when there is not enough room now.
-Grant Core::allocate(LeaseId id, std::int64_t num_tokens) {
-    Lease& lease = lease_at(id);
+void Core::check_request(LeaseId id, std::int64_t num_tokens) const {
+    const Lease& lease = this->lease(id);
     if (lease.granted) throw LeaseError("the lease has its blocks already; use extend");
     if (num_tokens < 1 || num_tokens > kMaxTokens) {
         throw LeaseError("cannot allocate " + std::to_string(num_tokens) + " positions");
     }
-    const std::uint32_t total = blocks_for(static_cast<std::uint64_t>(num_tokens));
-    if (std::uint64_t{total} + config_.reserve_blocks > device_.capacity()) {
-        throw RequestTooLarge(std::to_string(num_tokens) + " positions need " + str(total) +
-                              " blocks of " + str(config_.block_tokens) +
-                              " tokens; device_blocks is " + str(device_.capacity()) +
-                              ", of which reserve_blocks keeps " + str(config_.reserve_blocks));
+    if (lease.swapped && num_tokens < lease.computed_tokens) {
+        throw LeaseError("the swapped lease has " + str(lease.computed_tokens) +
+                         " computed positions; cannot resume it with " +
+                         std::to_string(num_tokens));
     }
+    const std::uint32_t total = blocks_for(static_cast<std::uint64_t>(num_tokens));
+    if (std::uint64_t{total} + config_.reserve_blocks <= device_.capacity()) return;
+    throw RequestTooLarge(std::to_string(num_tokens) + " positions need " + str(total) +
+                          " blocks of " + str(config_.block_tokens) + " tokens; device_blocks is " +
+                          str(device_.capacity()) + ", of which reserve_blocks keeps " +
+                          str(config_.reserve_blocks));
+}
+
+// kNone, holding nothing, when there is not enough room now.
+Grant Core::allocate(LeaseId id, std::int64_t num_tokens) {
+    check_request(id, num_tokens);
+    Lease& lease = lease_at(id);
+    const std::uint32_t total = blocks_for(static_cast<std::uint64_t>(num_tokens));
     if (lease.swapped) {
-        if (num_tokens < lease.computed_tokens) {
-            throw LeaseError("the swapped lease has " + str(lease.computed_tokens) +
-                             " computed positions; cannot resume it with " +
-                             std::to_string(num_tokens));
-        }
         trim_swapped(lease);
     } else {
         choose_path(lease, static_cast<std::size_t>(num_tokens) / config_.block_tokens);

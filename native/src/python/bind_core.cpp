@@ -128,6 +128,8 @@ void bind_core(nb::module_& m) {
                 return nb::make_tuple(pending.owner, pending.blocks);
             },
             "lease"_a, "(lease, blocks): who will compute what follows the match; (0, 0): nobody.")
+        .def("check_request", &Core::check_request, "lease"_a, "num_tokens"_a,
+             "Raise what allocate would for a request that can never be granted.")
         .def("retract", &Core::retract, "lease"_a, "step"_a = 0,
              "Undo allocate; the lease stays matched.")
         .def("hit", &hit, "lease"_a, "(device_blocks, host_blocks) as matched, or as granted.")

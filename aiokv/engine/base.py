@@ -1,0 +1,268 @@
+"""What all of the engine shares: its parts, opening and closing, and who gets blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING, Self
+
+from aiokv.engine.gates import Admissions, LeasesChanged
+from aiokv.engine.pending import PendingBlocks
+from aiokv.engine.pins import Pins
+from aiokv.engine.quota import SaltQuota
+from aiokv.engine.steps import Steps
+from aiokv.engine.transfers import Transfers
+from aiokv.engine.waiting import CapacityQueue
+from aiokv.errors import (
+    AiokvError,
+    AllocateTimeout,
+    BrokenEngineError,
+    ClosedError,
+    UsageError,
+)
+from aiokv.observe.logs import Log
+from aiokv.scheduler.manager import CacheManager
+from aiokv.worker.checksums import Checksums
+from aiokv.worker.controller import CacheController
+from aiokv.worker.device.cpu import CpuDevice
+from aiokv.worker.layers import done_view
+from aiokv.worker.poller import EventPoller
+from aiokv.worker.regions import Regions
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from aiokv.config import CacheConfig
+    from aiokv.lease import Lease
+    from aiokv.plan import TransferReport
+    from aiokv.worker.device.base import Device
+
+log = Log(__name__)
+
+_NO_ROOM, _READY, _LOADING = range(3)  # what Core.allocate returns
+
+
+class EngineBase:
+    """State of a :class:`CacheEngine`, and the plumbing between its verbs."""
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        regions: Regions | None = None,
+        device: Device | None = None,
+    ) -> None:
+        self.config = config
+        self.regions = Regions(num_layers=0) if regions is None else regions
+        self._check_regions()
+        self._device = device or CpuDevice()
+        self._manager = CacheManager(config)
+        self._core = self._manager.core
+        self._waiting = CapacityQueue(self._grant)
+        self._admissions = Admissions(on_open=self._waiting.pump)
+        self._pending = PendingBlocks(self._core)
+        self._pins = Pins()
+        self._quota = SaltQuota(config.salt_quota_blocks)
+        self._checksums = Checksums(self.regions) if config.verify == "checksum" else None
+        self._unrecorded: list[NDArray[np.int32]] = []  # computed in the open step
+        self._saves_first = config.host_blocks > 0 and config.write_policy == "write_back"
+        self._owners: dict[int, str] = {}  # live leases
+        self._done = done_view(self.regions.num_layers)
+        self._thread = 0  # of the loop; 0 before and after
+        self._closing: str | None = None
+        self._leases_changed = LeasesChanged()
+        self._broken: BaseException | None = None
+
+    def _check_regions(self) -> None:
+        blocks = self.regions.num_blocks
+        if blocks is not None and blocks < self.config.device_blocks:
+            raise UsageError(
+                f"the regions hold {blocks} blocks, fewer than the {self.config.device_blocks} of "
+                "device_blocks",
+                hint="make the tensors larger, or lower CacheConfig.device_blocks",
+            )
+
+    # --- opening and closing --------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        if self._thread or self._closing:
+            raise UsageError("a CacheEngine is entered once")
+        self._loop = asyncio.get_running_loop()
+        self._poller = EventPoller(self._loop)
+        self._controller = CacheController(
+            regions=self.regions,
+            host_blocks=self.config.host_blocks,
+            device=self._device,
+            poller=self._poller,
+            on_report=lambda report: self._transfers.on_report(report),
+            checksums=self._checksums,
+        )
+        self._transfers = Transfers(
+            self._loop, self._manager, self._controller, on_report=self._after_report
+        )
+        self._steps = Steps(
+            self._core,
+            self._controller,
+            self._poller,
+            tracked=self._device.computes_in_stream,
+            on_finished=self._waiting.pump,
+            on_broken=self._break,
+        )
+        self._thread = threading.get_ident()
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # After an exception nobody is left to release the leases: naming them is enough.
+        await self.aclose(0.0 if exc_type is not None else None)
+
+    async def aclose(self, drain_timeout: float | None = None) -> None:
+        """Refuse new work, wait for leases and transfers, join threads, free memory. Idempotent.
+
+        Args:
+            drain_timeout: seconds to wait for leases that are out, instead of the
+                configuration's; their owners are logged when it passes.
+
+        Cancellation: memory is kept until transfers have ended; call it again.
+        """
+        if not self._thread:
+            self._closing = "is closed"
+            return
+        self._closing = "is closing"
+        self._waiting.fail_all(ClosedError("the engine closed while the lease waited for capacity"))
+        self._pins.release_all()
+        self._pending.wake_all()
+        timeout = self.config.drain_timeout_seconds if drain_timeout is None else drain_timeout
+        await self._wait_for_leases(timeout)
+        self._transfers.stopped = True
+        if self._steps.open:  # transfers must not wait for a step that nobody will close
+            self._steps.close(None)
+        await self._controller.aclose()
+        self._poller.close()
+        self._closing = "is closed"
+        self._thread = 0
+
+    async def _wait_for_leases(self, timeout: float) -> None:
+        if not await self._leases_changed.wait_for(lambda: not self._owners, timeout):
+            log.warning("engine.leases_out", owners=self._owner_names(), waited_seconds=timeout)
+
+    def _owner_names(self) -> list[str]:
+        return sorted(owner or "unnamed" for owner in self._owners.values())
+
+    def _check_open(self) -> None:
+        if self._thread != threading.get_ident():
+            if self._closing:
+                raise ClosedError(f"the engine {self._closing}")
+            raise UsageError("the engine is used outside its loop's thread, or before `async with`")
+        if self._closing:
+            raise ClosedError(f"the engine {self._closing}")
+        if self._broken is not None:
+            raise BrokenEngineError("an earlier failure broke the engine") from self._broken
+
+    def _break(self, error: BaseException) -> None:
+        """The device cannot go on: refuse everything, wake everybody."""
+        self._broken = error
+        failure = BrokenEngineError(f"the device failed: {error}")
+        failure.__cause__ = error
+        self._waiting.fail_all(failure)
+        log.error("engine.broken", reason=str(error))
+
+    # --- granting -------------------------------------------------------------------------------
+
+    async def _allocate(
+        self, lease: Lease, num_tokens: int, priority: int, timeout: float | None
+    ) -> None:
+        """What is left of ``Lease.allocate`` when it has to wait."""
+        num_blocks = self._blocks_for(num_tokens)
+        try:
+            async with asyncio.timeout(timeout):
+                await self._quota.take(lease._live_id(), lease.salt, num_blocks)
+                await self._waiting.wait(lease, num_tokens, priority)
+        except TimeoutError:
+            if lease._id and self._core.is_granted(lease._id):
+                return  # the grant crossed the deadline
+            self._quota.give_back(lease._id)
+            raise self._timed_out(lease, num_tokens, timeout) from None
+        except asyncio.CancelledError:
+            if lease._id and self._core.is_granted(lease._id):
+                self._retract(lease)  # the grant crossed the cancellation
+            self._quota.give_back(lease._id)
+            raise
+        except AiokvError:
+            if lease._id and not self._core.is_granted(lease._id):
+                self._quota.give_back(lease._id)
+            raise
+
+    def _timed_out(self, lease: Lease, num_tokens: int, timeout: float | None) -> AllocateTimeout:
+        what = f"no room for {num_tokens} positions within {timeout} s"
+        held = self._quota.held(lease.salt)
+        if not self._quota.fits(lease.salt, self._blocks_for(num_tokens)):
+            return AllocateTimeout(
+                f"{what}: salt {lease.salt!r} holds {held} blocks of {self._quota.limit_blocks}",
+                hint="raise CacheConfig.salt_quota_blocks, or preempt a lease of that salt",
+            )
+        statistics = self._core.statistics()
+        return AllocateTimeout(
+            f"{what}: {statistics.device_free} device blocks are free and at most "
+            f"{statistics.evictable_blocks} evictable",
+            hint="raise CacheConfig.device_blocks, or preempt a lease",
+        )
+
+    def _try_allocate(self, lease: Lease, num_tokens: int) -> bool:
+        self._check_open()
+        if self._waiting or self._admissions.paused:
+            self._core.check_request(lease._live_id(), num_tokens)
+            return False
+        if self._quota.limit_blocks is None:
+            return self._grant(lease, num_tokens)
+        lease_id = lease._live_id()
+        if not self._quota.try_take(lease_id, lease.salt, self._blocks_for(num_tokens)):
+            return False
+        granted = False
+        try:
+            granted = self._grant(lease, num_tokens)
+        finally:
+            if not granted:
+                self._quota.give_back(lease_id)
+        return granted
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.config.block_tokens)
+
+    def _grant(self, lease: Lease, num_tokens: int) -> bool:
+        if self._admissions.paused:
+            return False
+        lease_id = lease._live_id()
+        granted = self._core.allocate(lease_id, num_tokens)
+        if granted == _NO_ROOM and self._saves_first:
+            if self._transfers.make_clean(self._blocks_for(num_tokens)):
+                return False  # the end of that transfer is the next try
+            granted = self._core.allocate(lease_id, num_tokens)
+        if granted == _NO_ROOM:
+            return False
+        if granted == _LOADING:
+            lease.layers = self._transfers.start_onloads(lease_id)
+        if self._pins:
+            self._pins.release_used()
+        if self._core.wants_write_backs():
+            self._transfers.schedule_backups()
+        return True
+
+    def _retract(self, lease: Lease) -> None:
+        """As if the grant had not been made."""
+        self._core.retract(lease._id, self._steps.open)
+        lease.layers = self._done
+        self._transfers.cancel_abandoned()
+        self._waiting.pump()
+        self._leases_changed.notify()
+
+    def _after_report(self, report: TransferReport) -> None:
+        if report.outcome != "done":
+            self._pending.wake_all()  # whoever failed will not publish what was promised
+        self._waiting.pump()

@@ -1,0 +1,254 @@
+"""The verbs on leases: one, and a batch at a time."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from aiokv.engine.base import EngineBase
+from aiokv.errors import (
+    TransferError,
+    WouldBlock,
+)
+from aiokv.lease import Lease
+from aiokv.types import as_tokens
+from aiokv.worker.blocks import clone_blocks
+from aiokv.worker.layers import LayerView
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from numpy.typing import NDArray
+
+    from aiokv.types import TokenIds
+    from aiokv.worker.device.base import Event
+
+
+class Leasing(EngineBase):
+    """Match, commit, extend, preempt, fork, release, and the steps they belong to."""
+
+    def match(
+        self,
+        tokens: TokenIds,
+        *,
+        salt: str = "",
+        adapter: str = "",
+        owner: str = "",
+        read: bool = True,
+        write: bool = True,
+    ) -> Lease:
+        """Look up how much of a prompt is cached. Nothing is pinned; recency is refreshed.
+
+        Args:
+            tokens: ``[N]`` token ids, N >= 1; copied. A contiguous int32 array is the fastest.
+            salt: prompts share blocks only with prompts of the same salt (a tenant, say).
+            adapter: likewise; names what else changes the KV, such as a LoRA adapter.
+            owner: a name for messages.
+            read: False to hit nothing.
+            write: False to publish nothing.
+
+        Returns:
+            A lease, which may be awaited (it does not suspend) or entered with ``async with``.
+
+        Raises:
+            UsageError: no tokens, or one outside int32.
+            ClosedError: the engine is closed or closing.
+        """
+        self._check_open()
+        context = f"{len(salt)}:{salt}{adapter}" if salt or adapter else ""
+        lease_id, _, _ = self._core.match(as_tokens(tokens), context, read, write)
+        self._owners[lease_id] = owner
+        return Lease(self, lease_id, owner, salt, self._done)
+
+    def _commit(self, lease: Lease, num_tokens: int, ready: Event | None) -> int:
+        step = self._steps.open if ready is None else self.step(ready)
+        if self._checksums is not None:
+            self._record_checksums(lease, num_tokens)
+        published = self._core.commit(lease._live_id(), num_tokens, step)
+        if published and not self._steps.open:
+            self._transfers.schedule_backups()
+        if self._pending:
+            self._pending.wake(lease._id)
+        return published
+
+    def _record_checksums(self, lease: Lease, num_tokens: int) -> None:
+        block_tokens = self.config.block_tokens
+        first = self._core.computed_tokens(lease._live_id()) // block_tokens
+        self._unrecorded.append(lease.block_table[first : num_tokens // block_tokens])
+        if not self._steps.open:
+            self._flush_checksums()
+
+    def _flush_checksums(self) -> None:
+        if self._checksums is not None:
+            for block_ids in self._unrecorded:
+                self._checksums.record(block_ids)
+        self._unrecorded.clear()
+
+    def _truncate(self, lease: Lease, num_tokens: int) -> None:
+        self._core.truncate(lease._live_id(), num_tokens, self._steps.open)
+        self._waiting.pump()
+
+    def extend(self, leases: Sequence[Lease], num_tokens: int) -> None:
+        """Give each lease ``num_tokens`` more positions; all of them or none.
+
+        Never waits, and does not queue behind ``allocate``.
+
+        Raises:
+            WouldBlock: not enough room; preempt a lease and try again. Nothing changed.
+            LeaseError: a lease is released, not granted, or named twice. Nothing changed.
+        """
+        if not self._core.extend([lease._live_id() for lease in leases], num_tokens):
+            raise WouldBlock(
+                f"no room to extend {len(leases)} leases by {num_tokens} positions",
+                hint="preempt a lease, or raise CacheConfig.reserve_blocks",
+            )
+
+    async def _preempt(self, lease: Lease, *, swap: bool) -> None:
+        self._check_open()
+        lease_id = lease._live_id()
+        if swap:
+            await self._swap_out(lease_id)
+        else:
+            self._core.retract(lease_id, self._steps.open)
+        self._quota.give_back(lease_id)
+        lease.layers = self._done
+        self._transfers.cancel_abandoned()
+        self._waiting.pump()
+        self._pending.wake(lease_id)
+        self._leases_changed.notify()
+
+    async def _swap_out(self, lease_id: int) -> None:
+        if not self._core.swap_out(lease_id):
+            raise WouldBlock(
+                "the host tier has no room for the table, or the cache was reset under the lease",
+                hint="preempt without swap, or raise CacheConfig.host_blocks",
+            )
+        transfer_id = self._core.swap_transfer(lease_id)
+        if not transfer_id:
+            return
+        plan = self._manager.swap_plan(transfer_id)
+        if self._checksums is not None:
+            self._checksums.record(plan.device_ids)
+        await self._transfers.run(plan)
+        if lease_id in self._owners and not self._core.is_swapped(lease_id):
+            raise TransferError(
+                "the table could not be moved; the lease keeps it", direction="offload"
+            )
+
+    def _fork(self, lease: Lease, owner: str, stream: object) -> Lease:
+        self._check_open()
+        lease_id, sources, targets = self._core.fork(lease._live_id())
+        if not lease_id:
+            raise WouldBlock("no room to fork the lease", hint="preempt another one")
+        self._owners[lease_id] = owner or lease.owner
+        child = Lease(self, lease_id, owner or lease.owner, lease.salt, self._done)
+        clone_blocks(self.regions, sources, targets, stream)
+        return child
+
+    def _release(self, lease: Lease, after: Event | None) -> None:
+        lease_id, lease._id = lease._id, 0
+        if lease_id in self._owners:  # else the engine closed without it
+            in_open_step = after is None or self._closing
+            self._forget(lease_id, self._steps.open if in_open_step else self.step(after))
+
+    def _forget(self, lease_id: int, step: int) -> None:
+        del self._owners[lease_id]
+        self._core.release(lease_id, step)
+        self._quota.give_back(lease_id)
+        self._transfers.cancel_abandoned()
+        if self._waiting:
+            self._waiting.pump()
+        if self._pending:
+            self._pending.wake(lease_id)
+        self._leases_changed.notify()
+
+    def _collect(self, lease_id: int) -> bool:
+        """A lease was garbage-collected; returns whether it held blocks. Any thread."""
+        if lease_id not in self._owners:
+            return False
+        holds_blocks = self._core.is_granted(lease_id)
+        if threading.get_ident() == self._thread:
+            self._forget(lease_id, self._steps.open)
+        elif self._thread:
+            self._loop.call_soon_threadsafe(self._forget, lease_id, self._steps.open)
+        return holds_blocks
+
+    def step(self, event: Event | None = None) -> int:
+        """Close the open step: what was committed or released in it is covered by ``event``.
+
+        Transfers of those blocks wait for the event on the device. On a device that computes
+        before it returns (cpu), closing a step only sends the backups on their way.
+
+        Args:
+            event: recorded on the compute stream behind the step's work, the events of later
+                steps behind it; None when the work has finished.
+
+        Returns:
+            The number of the step that was closed.
+        """
+        self._check_open()
+        if self._unrecorded:
+            if event is not None:
+                event.synchronize()
+            self._flush_checksums()
+        step = self._steps.close(event)
+        self._transfers.send_backups()
+        return step
+
+    # --- batches --------------------------------------------------------------------------------
+
+    def match_many(self, prompts: Iterable[TokenIds], *, salt: str = "") -> list[Lease]:
+        """``match`` for each; a bad prompt raises after those before it were released."""
+        leases: list[Lease] = []
+        try:
+            leases.extend(self.match(tokens, salt=salt) for tokens in prompts)
+        except BaseException:
+            self.release_many(leases)
+            raise
+        return leases
+
+    def commit_many(self, leases: Sequence[Lease], num_tokens: Sequence[int]) -> int:
+        """``commit`` for each; returns the blocks that became shareable.
+
+        Raises:
+            LeaseError: of the first lease that refuses; those before it are committed.
+        """
+        return sum(
+            self._commit(lease, n, None) for lease, n in zip(leases, num_tokens, strict=True)
+        )
+
+    def release_many(self, leases: Iterable[Lease]) -> None:
+        """``release`` for each."""
+        for lease in leases:
+            lease.release()
+
+    def layers(self, leases: Sequence[Lease]) -> LayerView:
+        """One counter for all transfers that a batch waits for.
+
+        Its errors carry no position: ask each lease's ``recompute_from``.
+        """
+        counters = {counter: None for lease in leases for counter in lease.layers.counters}
+        return LayerView(list(counters)) if counters else self._done
+
+    def block_tables(
+        self, leases: Sequence[Lease], out: NDArray[np.int32] | None = None, fill: int = -1
+    ) -> NDArray[np.int32]:
+        """The block tables as rows, padded with ``fill``.
+
+        Args:
+            leases: B leases.
+            out: ``[>= B, >= M]`` C-contiguous int32 to write into, M being the longest table; all
+                of it is written. A new ``[B, M]`` array without it.
+            fill: what stands behind each table, and in rows without a lease.
+
+        Raises:
+            UsageError: ``out`` is too small; nothing was written.
+        """
+        ids = [lease._live_id() for lease in leases]
+        if out is None:
+            width = max((self._blocks_for(self._core.num_tokens(i)) for i in ids), default=0)
+            out = np.empty((len(ids), width), dtype=np.int32)
+        self._core.block_tables(ids, out, fill)
+        return out

@@ -1,0 +1,142 @@
+"""The verbs that move cached blocks between the tiers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aiokv.engine.leasing import Leasing
+from aiokv.engine.pins import Pin
+from aiokv.errors import (
+    UsageError,
+    WouldBlock,
+)
+from aiokv.types import Hit
+
+if TYPE_CHECKING:
+    from aiokv.lease import Lease
+    from aiokv.types import Tier, TokenIds
+
+
+class Residency(Leasing):
+    """Evict, prefetch, pin and reset."""
+
+    async def evict(self, num_blocks: int, tier: Tier = "device") -> int:
+        """Evict up to ``num_blocks`` cached blocks of a tier, least recently used first.
+
+        Blocks with a host copy only lose the device copy; under ``"write_back"`` the others are
+        saved first, as far as the host has room.
+
+        Returns:
+            How many were evicted; fewer when the rest is leased or being copied.
+
+        Cancellation: copies that have begun end as host copies.
+        """
+        self._check_open()
+        if num_blocks < 0:
+            raise UsageError(f"cannot evict {num_blocks} blocks")
+        evicted = 0
+        if tier == "host":
+            evicted = self._core.evict_host(num_blocks)
+        else:
+            evicted = self._core.evict_device(num_blocks)
+            while evicted < num_blocks and self._transfers.make_clean(num_blocks - evicted):
+                await self._controller.drain()
+                evicted += self._core.evict_device(num_blocks - evicted)
+        self._waiting.pump()
+        return evicted
+
+    async def prefetch(
+        self,
+        tokens: TokenIds,
+        *,
+        salt: str = "",
+        adapter: str = "",
+        ttl_seconds: float = 0.0,
+    ) -> Hit:
+        """Bring what is cached in host memory onto the device; does not wait for capacity.
+
+        Args:
+            tokens: the prompt, as for ``match``; so are ``salt`` and ``adapter``.
+            ttl_seconds: keep it there until a lease uses it, at most so long.
+
+        Returns:
+            What is on the device at the end, as ``device_tokens``.
+
+        Raises:
+            TransferError: a copy failed; the blocks before it are there.
+
+        Cancellation: copies that have begun end as cached blocks.
+        """
+        lease = self.match(tokens, salt=salt, adapter=adapter, owner="prefetch")
+        found = lease.hit
+        pin = await self._bring(lease, until_used=True)
+        if pin is None:
+            return Hit(found.device_tokens, 0)
+        if ttl_seconds > 0:
+            pin.expire_after(self._loop, ttl_seconds)
+        else:
+            pin.release()
+        return Hit(pin.tokens, 0)
+
+    async def pin(
+        self,
+        tokens: TokenIds,
+        *,
+        salt: str = "",
+        adapter: str = "",
+        ttl_seconds: float | None = None,
+    ) -> Pin:
+        """Keep what is cached of a prompt on the device; host blocks are onloaded first.
+
+        Args:
+            tokens: the prompt, as for ``match``; so are ``salt`` and ``adapter``.
+            ttl_seconds: release by itself after so long; None for never.
+
+        Raises:
+            WouldBlock: no room for the blocks that are not on the device.
+            TransferError: a copy failed; nothing is pinned.
+
+        Cancellation: nothing is pinned.
+        """
+        lease = self.match(tokens, salt=salt, adapter=adapter, owner="pin")
+        found = lease.hit
+        pin = await self._bring(lease, until_used=False)
+        if pin is None:
+            if found.total:
+                raise WouldBlock(f"no room to pin {found.total} tokens: {found}")
+            return Pin(lease, 0)
+        if ttl_seconds is not None:
+            pin.expire_after(self._loop, ttl_seconds)
+        return pin
+
+    async def _bring(self, lease: Lease, *, until_used: bool) -> Pin | None:
+        """Pin the whole hit; None, with the lease released, when that is nothing or has no room."""
+        hit = lease.hit
+        if not hit.total or not lease.try_allocate(hit.total):
+            lease.release()
+            return None
+        try:
+            await lease.layers.wait_all()
+        except BaseException:
+            lease.release()
+            raise
+        return self._pins.add(lease, lease.cached_tokens, until_used=until_used)
+
+    async def reset(self) -> None:
+        """Forget everything that is cached; live leases keep their blocks but publish no more.
+
+        Returns when no transfer that was under way is left.
+
+        Cancellation: the cache is empty all the same; transfers end in the background.
+        """
+        self._check_open()
+        self._core.reset()
+        self._pending.wake_all()
+        self._waiting.pump()
+        await self._controller.drain()
+
+    async def drain(self) -> None:
+        """Wait until nothing is in flight, backups of what was committed included."""
+        self._check_open()
+        self._transfers.send_backups()
+        await self._controller.drain()

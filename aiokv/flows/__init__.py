@@ -1,1 +1,0 @@
-"""The engine's parts: each joins scheduler and worker for one kind of event."""
