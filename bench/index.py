@@ -38,7 +38,7 @@ CAPACITIES = (32_000, 320_000, 1_600_000)
 def run(quick: bool) -> dict[str, Any]:
     workload = _load(quick)
     return {
-        "trace": {
+        "generated" if find_trace() is None else "trace": {
             f"{blocks}_blocks": asyncio.run(_trace(workload, blocks)) for blocks in CAPACITIES
         },
         "deep": asyncio.run(_deep(2_000 if quick else 10_000)),
