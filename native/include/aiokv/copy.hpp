@@ -13,12 +13,11 @@
 #include <string>
 #include <vector>
 
+#include "aiokv/direction.hpp"
 #include "aiokv/event.hpp"
 #include "aiokv/stream.hpp"
 
 namespace aiokv {
-
-enum class Direction { kOnload, kOffload };  // onload writes device blocks, offload host blocks
 
 // The bytes of one region in one layer.
 struct Piece {

@@ -14,10 +14,9 @@
 
 #include "aiokv/cuda_events.hpp"
 #include "aiokv/cuda_planner.hpp"
+#include "aiokv/direction.hpp"
 
 namespace aiokv::cuda {
-
-enum class Direction : std::uint8_t { kOnload, kOffload };
 
 struct Failure {
     std::uint32_t first_bad_block;  // index into the ids as submitted

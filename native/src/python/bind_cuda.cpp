@@ -17,7 +17,6 @@ using namespace nb::literals;
 namespace aiokv {
 namespace {
 
-using cuda::Direction;
 using cuda::Path;
 using ReleaseGil = nb::call_guard<nb::gil_scoped_release>;
 using Ids = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
