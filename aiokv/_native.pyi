@@ -217,6 +217,9 @@ class Core:
         Open a lease: (lease, device_blocks, host_blocks) of the longest cached prefix.
         """
 
+    def check_request(self, lease: int, num_tokens: int) -> int:
+        """Raise what no waiting can mend; returns the blocks of the whole table."""
+
     def allocate(self, lease: int, num_tokens: int) -> int:
         """
         Take refs and all blocks. 0: no room, nothing taken; 1: all there; 2: some load.
@@ -314,3 +317,8 @@ class Core:
     def statistics(self) -> CoreStatistics: ...
 
     def violations(self) -> list[str]: ...
+
+    def blocks(self) -> list[tuple[str, bytes, int, int, int, int, int]]:
+        """
+        What can be matched: (context, prefix tokens, device id, host id, flags, refs, pins); flags are 1, 2: device valid, loading; 4, 8: host valid, loading.
+        """

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "aiokv/device_pool.hpp"
+#include "aiokv/direction.hpp"
 #include "aiokv/node_queue.hpp"
 #include "aiokv/prefix_tree.hpp"
 
@@ -80,7 +81,6 @@ struct Pending {
 };
 
 enum class Grant : std::uint8_t { kNone, kReady, kLoading };
-enum class Direction : std::uint8_t { kOnload, kOffload };
 enum class Outcome : std::uint8_t { kDone, kFailed, kCancelled };
 
 struct Transfer {
@@ -111,6 +111,13 @@ struct CoreStatistics {
     std::uint64_t onloaded_blocks, offloaded_blocks, failed_blocks, skipped_backups,
         reclaimed_twins;
     std::size_t index_bytes, token_bytes;
+};
+
+// One indexed block, for dumps and tests.
+struct BlockView {
+    std::string_view context;
+    std::vector<std::int32_t> prefix;  // its tokens and all before them
+    const Node* node;
 };
 
 class Core {
@@ -160,6 +167,7 @@ class Core {
     // -- checks (core_check.cpp)
     CoreStatistics statistics() const;
     std::vector<std::string> violations() const;
+    std::vector<BlockView> blocks() const;
 
   private:
     struct Context {

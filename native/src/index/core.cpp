@@ -350,6 +350,7 @@ bool Core::extend(std::span<const LeaseId> ids, std::int64_t num_tokens) {
 
 std::uint32_t Core::commit(LeaseId id, std::int64_t num_tokens, Step step) {
     Lease& lease = lease_at(id);
+    if (!lease.granted) throw LeaseError("cannot commit a lease before it was allocated");
     if (num_tokens < 0 || num_tokens > lease.num_tokens) {
         throw LeaseError("cannot commit " + std::to_string(num_tokens) +
                          " positions of a lease that has " + str(lease.num_tokens));
@@ -437,6 +438,7 @@ bool Core::is_private(const Lease& lease, std::size_t index) const {
 
 void Core::truncate(LeaseId id, std::int64_t num_tokens, Step step) {
     Lease& lease = lease_at(id);
+    if (!lease.granted) throw LeaseError("cannot truncate a lease before it was allocated");
     const std::int64_t indexed =
         static_cast<std::int64_t>(lease.path.size()) * config_.block_tokens;
     if (lease.swap_out != 0) throw LeaseError("cannot truncate a lease that is being swapped");

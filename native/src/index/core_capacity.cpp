@@ -202,6 +202,7 @@ void Core::resize_device(std::int64_t blocks) {
         const Node& n = tree_[node];
         if (!tree_.is_live(node) || n.has(kRoot) || !beyond(n.device)) continue;
         if (n.refs > 0 || n.pins > 0 || n.holds > 0) refuse(n.device, "leased or being copied");
+        if (device_.after_step(n.device) != 0) refuse(n.device, "used by an unfinished step");
         doomed.push_back(node);
     }
     if (device_.cooling_blocks() > 0 && blocks < device_.capacity()) {

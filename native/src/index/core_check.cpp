@@ -133,6 +133,25 @@ std::vector<std::string> Core::violations() const {
     return report.take();
 }
 
+// What can be matched, in no order.
+std::vector<BlockView> Core::blocks() const {
+    std::vector<BlockView> views;
+    std::vector<NodeId> path;
+    for (NodeId node = 0; node < tree_.slots(); ++node) {
+        if (!tree_.is_live(node) || tree_[node].has(kRoot | kDetached)) continue;
+        path.clear();
+        NodeId up = node;
+        for (; !tree_[up].has(kRoot); up = tree_[up].parent) path.push_back(up);
+        BlockView view{contexts_[static_cast<std::size_t>(tree_[up].device)].key, {}, &tree_[node]};
+        for (std::size_t i = path.size(); i-- > 0;) {
+            const std::int32_t* tokens = tree_.tokens(path[i]);
+            view.prefix.insert(view.prefix.end(), tokens, tokens + config_.block_tokens);
+        }
+        views.push_back(std::move(view));
+    }
+    return views;
+}
+
 CoreStatistics Core::statistics() const {
     CoreStatistics s = counters_;
     s.device_free = device_.free_blocks();

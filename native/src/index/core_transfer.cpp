@@ -110,15 +110,17 @@ void Core::cancel_onload(Transfer& transfer) {
             free_if_unowned(node);
             continue;
         }
-        if (tree_.has_device_child(node)) {
-            drop(node);  // a child computed meanwhile cannot stay resident without its parent
+        // A lease that computed the same block meanwhile has put its refs, and perhaps a child,
+        // on this copy. Without it the path would have a hole; that lease publishes its own.
+        if (n.refs > 0 || tree_.has_device_child(node)) {
+            drop(node);
             continue;
         }
         device_.give_back(n.device);
         n.device = kNoBlock;
         n.clear(kDeviceLoading);
         tree_.count_device_child(node, -1);
-        if (n.refs == 0) enqueue(node);
+        enqueue(node);
         unpark_if_free(n.parent);
     }
 }

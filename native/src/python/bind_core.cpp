@@ -53,6 +53,19 @@ HitTuple hit(const Core& core, LeaseId id) {
     return nb::make_tuple(lease.device_hit, lease.host_hit);
 }
 
+using BlockTuple =
+    nb::typed<nb::tuple, std::string, nb::bytes, BlockId, BlockId, int, std::uint32_t, int>;
+
+std::vector<BlockTuple> blocks(const Core& core) {
+    std::vector<BlockTuple> tuples;
+    for (const BlockView& view : core.blocks()) {
+        const Node& n = *view.node;
+        tuples.push_back(nb::make_tuple(view.context, id_bytes(view.prefix), n.device, n.host,
+                                        int{n.flags}, n.refs, int{n.pins}));
+    }
+    return tuples;
+}
+
 void bind_statistics(nb::module_& m) {
     using S = CoreStatistics;
     nb::class_<S>(m, "CoreStatistics")
@@ -204,7 +217,10 @@ void bind_core(nb::module_& m) {
         .def_prop_ro("device_blocks", &Core::device_blocks)
         .def("reset", &Core::reset)
         .def("statistics", &Core::statistics)
-        .def("violations", &Core::violations);
+        .def("violations", &Core::violations)
+        .def("blocks", &blocks,
+             "What can be matched: (context, prefix tokens, device id, host id, flags, refs, "
+             "pins); flags are 1, 2: device valid, loading; 4, 8: host valid, loading.");
 }
 
 }  // namespace aiokv
