@@ -156,14 +156,20 @@ class EngineBase:
         return sorted(owner or "unnamed" for owner in self._owners.values())
 
     def _check_open(self) -> None:
-        if self._thread != threading.get_ident():
-            if self._closing:
-                raise ClosedError(f"the engine {self._closing}")
-            raise UsageError("the engine is used outside its loop's thread, or before `async with`")
+        self._check_loop()
         if self._closing:
             raise ClosedError(f"the engine {self._closing}")
         if self._broken is not None:
             raise BrokenEngineError("an earlier failure broke the engine") from self._broken
+
+    def _check_loop(self) -> None:
+        """What live leases may do until the engine is closed."""
+        if not self._thread:
+            if self._closing:
+                raise ClosedError(f"the engine {self._closing}")
+            raise UsageError("the engine is used before `async with`")
+        if asyncio._get_running_loop() is not self._loop:
+            raise UsageError("the engine is used outside the loop that it was entered on")
 
     def _break(self, error: BaseException) -> None:
         """The device cannot go on: refuse everything, wake everybody."""

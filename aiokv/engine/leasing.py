@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from aiokv.engine.base import EngineBase
 from aiokv.errors import (
+    LeaseError,
     TransferError,
     WouldBlock,
 )
@@ -63,7 +63,9 @@ class Leasing(EngineBase):
         return Lease(self, lease_id, owner, salt, self._done)
 
     def _commit(self, lease: Lease, num_tokens: int, ready: Event | None) -> int:
-        step = self._steps.open if ready is None else self.step(ready)
+        self._check_loop()
+        lease._live_id()
+        step = self._steps.open if ready is None else self._close_step(ready)
         if self._checksums is not None:
             self._record_checksums(lease, num_tokens)
         published = self._core.commit(lease._live_id(), num_tokens, step)
@@ -87,6 +89,7 @@ class Leasing(EngineBase):
         self._unrecorded.clear()
 
     def _truncate(self, lease: Lease, num_tokens: int) -> None:
+        self._check_loop()
         self._core.truncate(lease._live_id(), num_tokens, self._steps.open)
         self._waiting.pump()
 
@@ -97,8 +100,13 @@ class Leasing(EngineBase):
 
         Raises:
             WouldBlock: not enough room; preempt a lease and try again. Nothing changed.
-            LeaseError: a lease is released, not granted, or named twice. Nothing changed.
+            LeaseError: a lease is released, not granted, named twice, or of another engine. Nothing
+                changed.
         """
+        self._check_loop()
+        for lease in leases:
+            if lease._engine is not self:
+                raise LeaseError(f"{lease!r} belongs to another engine")
         if not self._core.extend([lease._live_id() for lease in leases], num_tokens):
             raise WouldBlock(
                 f"no room to extend {len(leases)} leases by {num_tokens} positions",
@@ -148,10 +156,12 @@ class Leasing(EngineBase):
         return child
 
     def _release(self, lease: Lease, after: Event | None) -> None:
+        if not self._thread:
+            lease._id = 0  # the engine closed without it
+            return
+        self._check_loop()
         lease_id, lease._id = lease._id, 0
-        if lease_id in self._owners:  # else the engine closed without it
-            in_open_step = after is None or self._closing
-            self._forget(lease_id, self._steps.open if in_open_step else self.step(after))
+        self._forget(lease_id, self._steps.open if after is None else self._close_step(after))
 
     def _forget(self, lease_id: int, step: int) -> None:
         del self._owners[lease_id]
@@ -168,12 +178,10 @@ class Leasing(EngineBase):
         """A lease was garbage-collected; returns whether it held blocks. Any thread."""
         if lease_id not in self._owners:
             return False
-        holds_blocks = self._core.is_granted(lease_id)
-        if threading.get_ident() == self._thread:
-            self._forget(lease_id, self._steps.open)
-        elif self._thread:
+        # Not now: the collector may run in the middle of a grant.
+        if self._thread and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._forget, lease_id, self._steps.open)
-        return holds_blocks
+        return self._core.is_granted(lease_id)
 
     def step(self, event: Event | None = None) -> int:
         """Close the open step: what was committed or released in it is covered by ``event``.
@@ -188,7 +196,10 @@ class Leasing(EngineBase):
         Returns:
             The number of the step that was closed.
         """
-        self._check_open()
+        self._check_loop()
+        return self._close_step(event)
+
+    def _close_step(self, event: Event | None) -> int:
         if self._unrecorded:
             if event is not None:
                 event.synchronize()

@@ -79,11 +79,15 @@ class Transfers:
             self._backup_scheduled = True
             self._loop.call_soon(self.send_backups)
 
-    def send_backups(self) -> None:
+    def send_backups(self) -> bool:
+        """Returns whether there were any."""
         self._backup_scheduled = False
-        if self._has_host and not self.stopped:
-            for plan in self._manager.backup_plans():
-                self._controller.submit(plan)
+        if not self._has_host or self.stopped:
+            return False
+        plans = self._manager.backup_plans()
+        for plan in plans:
+            self._controller.submit(plan)
+        return bool(plans)
 
     def make_clean(self, num_blocks: int) -> bool:
         """Save what stands in the way of evicting ``num_blocks``. False when nothing does."""
@@ -125,11 +129,16 @@ class Transfers:
 
 def _position_finder(
     plans: dict[int, TransferPlan], block_table: list[int], block_tokens: int
-) -> Callable[[int, int], int]:
-    """(transfer, index of a block in its plan) -> first position of that block in the lease."""
+) -> Callable[[int, int], int | None]:
+    """(transfer, index of a block in its plan) -> first position of that block in the lease.
 
-    def locate(transfer_id: int, block: int) -> int:
+    None when the lease joined for blocks in front of that one, and does not need it.
+    """
+
+    def locate(transfer_id: int, block: int) -> int | None:
         device_block = int(plans[transfer_id].device_ids[block])
+        if device_block not in block_table:
+            return None
         return block_table.index(device_block) * block_tokens
 
     return locate

@@ -49,6 +49,8 @@ class CapacityQueue:
             self.pump()
             await waiter.future
         finally:
+            if waiter.future.done() and not waiter.future.cancelled():
+                waiter.future.exception()  # seen, even if a cancellation came first
             self._admission.leave(ticket)
             self.pump()  # whoever was behind may be first now
 

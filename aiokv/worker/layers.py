@@ -271,7 +271,8 @@ class LayerView:
     Args:
         counters: of those transfers, of one number of layers.
         num_layers: needed when there are no counters; see :func:`done_view`.
-        locate: ``(transfer_id, first_bad_block)`` to the first position of the lease to compute.
+        locate: ``(transfer_id, first_bad_block)`` to the first position of the lease to compute;
+            None when the failure is behind all that the lease needs of that transfer.
     """
 
     def __init__(
@@ -279,7 +280,7 @@ class LayerView:
         counters: Sequence[LayerDoneCounter] = (),
         *,
         num_layers: int | None = None,
-        locate: Callable[[int, int], int] | None = None,
+        locate: Callable[[int, int], int | None] | None = None,
     ) -> None:
         self.counters = tuple(counters)
         self.num_layers = (
@@ -303,11 +304,11 @@ class LayerView:
         Raises:
             TransferError: ``first_bad_token`` is the first position to compute again.
         """
-        failed = [(counter, counter.failure) for counter in self.counters]
         errors = [
-            (self._first_bad_token(counter, failure), counter, failure)
-            for counter, failure in failed
-            if failure is not None
+            (token, counter, failure)
+            for counter in self.counters
+            if (failure := counter.failure) is not None
+            and (token := self._first_bad_token(counter, failure)) is not None
         ]
         if errors:
             token, counter, failure = min(errors, key=lambda error: error[0])
@@ -318,7 +319,7 @@ class LayerView:
                 first_bad_token=token,
             )
 
-    def _first_bad_token(self, counter: LayerDoneCounter, failure: CopyError) -> int:
+    def _first_bad_token(self, counter: LayerDoneCounter, failure: CopyError) -> int | None:
         if self._locate is None:
             return 0
         return self._locate(counter.transfer_id, failure.first_bad_block)
