@@ -1,0 +1,403 @@
+// Block pool, prefix tree and core. INVENTORY B1, B3, B4; invariants I1-I6 after every step.
+#include <algorithm>
+#include <numeric>
+#include <set>
+
+#include "aiokv/core.hpp"
+#include "aiokv/error.hpp"
+#include "check.hpp"
+
+using namespace aiokv;
+
+namespace {
+
+std::vector<BlockId> lowest(BlockPool& pool, std::size_t count) {
+    std::vector<BlockId> ids(count);
+    pool.take_lowest(ids);
+    return ids;
+}
+
+std::vector<BlockId> runs(BlockPool& pool, std::size_t count) {
+    std::vector<BlockId> ids(count);
+    pool.take_runs(ids);
+    return ids;
+}
+
+std::vector<BlockId> range(BlockId first, BlockId last) {
+    std::vector<BlockId> ids(static_cast<std::size_t>(last - first));
+    std::iota(ids.begin(), ids.end(), first);
+    return ids;
+}
+
+// A core of 2-token blocks, whose invariants are checked with every call.
+class Cache {
+  public:
+    explicit Cache(std::uint32_t device_blocks, std::uint32_t host_blocks = 0)
+        : core(config(device_blocks, host_blocks)) {}
+    ~Cache() { check(); }
+
+    LeaseId match(const std::vector<std::int32_t>& tokens) {
+        const Hit hit = core.match(tokens, "");
+        device_hit = hit.device_blocks;
+        host_hit = hit.host_blocks;
+        check();
+        return hit.lease;
+    }
+    Grant allocate(LeaseId id, std::int64_t num_tokens) {
+        const Grant grant = core.allocate(id, num_tokens);
+        check();
+        return grant;
+    }
+    // A request that computes all its blocks and stays.
+    LeaseId serve(const std::vector<std::int32_t>& tokens) {
+        const LeaseId id = match(tokens);
+        CHECK(allocate(id, static_cast<std::int64_t>(tokens.size())) != Grant::kNone);
+        core.commit(id, static_cast<std::int64_t>(tokens.size()), 0);
+        check();
+        return id;
+    }
+    void release(LeaseId id) {
+        core.release(id, 0);
+        check();
+    }
+    void complete(TransferId id, Outcome outcome, std::uint32_t first_bad = 0) {
+        core.complete(id, outcome, first_bad);
+        check();
+    }
+    // The blocks of these tokens are on the host only.
+    void to_host(const std::vector<std::int32_t>& tokens) {
+        release(serve(tokens));
+        complete(core.take_backups(), Outcome::kDone);
+        core.evict_device(static_cast<std::uint32_t>(tokens.size() / 2));
+        check();
+    }
+    std::vector<BlockId> table(LeaseId id) const { return core.lease(id).table; }
+    void check() const {
+        for (const std::string& line : core.violations()) check::fail("violations", 0, line);
+    }
+
+    Core core;
+    std::uint32_t device_hit = 0;
+    std::uint32_t host_hit = 0;
+
+  private:
+    static CoreConfig config(std::uint32_t device_blocks, std::uint32_t host_blocks) {
+        CoreConfig config;
+        config.block_tokens = 2;
+        config.device_blocks = device_blocks;
+        config.host_blocks = host_blocks;
+        config.write_policy = host_blocks > 0 ? WritePolicy::kWriteThrough : WritePolicy::kNone;
+        return config;
+    }
+};
+
+}  // namespace
+
+// -- pool ------------------------------------------------------------------------------------
+
+TEST(pool_gives_each_id_once) {  // B1.1, B1.3, B1.5
+    BlockPool pool(5000);
+    std::set<BlockId> seen;
+    for (const std::size_t count : {0u, 1u, 63u, 64u, 65u, 4096u}) {
+        for (const BlockId id : lowest(pool, count)) CHECK(seen.insert(id).second);
+        CHECK_EQ(pool.free_blocks(), 5000 - seen.size());
+    }
+    CHECK_EQ(*seen.rbegin(), BlockId(seen.size() - 1));
+    for (const BlockId id : seen) pool.give_back(id);
+    CHECK_EQ(pool.free_blocks(), 5000u);
+    CHECK(lowest(pool, 5000) == range(0, 5000));
+}
+
+TEST(pool_refuses_what_is_not_out) {  // B1.14
+    BlockPool pool(10);
+    lowest(pool, 5);
+    pool.give_back(3);
+    for (const BlockId id : {3, 7, 10, -1, 1 << 30}) {
+        CHECK_THROWS(InternalError, (pool.give_back(id), 0));
+    }
+    CHECK_EQ(pool.free_blocks(), 6u);
+}
+
+TEST(pool_resizes) {  // B1.7, B1.8, B1.9, B1.14
+    BlockPool pool(5);
+    const auto used = lowest(pool, 5);
+    pool.resize(200);
+    CHECK_EQ(pool.free_blocks(), 195u);
+    CHECK(lowest(pool, 195) == range(5, 200));
+    for (BlockId id = 5; id < 199; ++id) pool.give_back(id);
+    CHECK_THROWS(UsageError, (pool.resize(100), 0));
+    CHECK_EQ(pool.capacity(), 200u);
+    CHECK_EQ(pool.free_blocks(), 194u);
+    pool.give_back(199);
+    pool.resize(5);
+    CHECK_EQ(pool.free_blocks(), 0u);
+    for (const BlockId id : used) pool.give_back(id);
+    pool.resize(0);
+    CHECK_EQ(pool.free_blocks(), 0u);
+    pool.resize(65);
+    CHECK(lowest(pool, 65) == range(0, 65));
+}
+
+TEST(pool_prefers_long_runs) {
+    BlockPool pool(300);
+    lowest(pool, 300);
+    for (BlockId id = 10; id < 14; ++id) pool.give_back(id);
+    for (BlockId id = 60; id < 200; ++id) pool.give_back(id);
+    for (BlockId id = 250; id < 256; ++id) pool.give_back(id);
+    CHECK(runs(pool, 0).empty());
+    CHECK(runs(pool, 3) == range(10, 13));  // the smallest run that holds all
+    CHECK(runs(pool, 5) == range(250, 255));
+    CHECK(runs(pool, 140) == range(60, 200));
+    CHECK_EQ(pool.free_blocks(), 2u);
+    auto rest = runs(pool, 2);
+    std::sort(rest.begin(), rest.end());
+    CHECK(rest == (std::vector<BlockId>{13, 255}));
+}
+
+TEST(cooling_ids_are_the_last_to_go) {
+    DevicePool pool(4);
+    std::vector<BlockId> ids(3);
+    pool.take(ids);
+    for (const BlockId id : ids) pool.use_in(id, 7);
+    for (const BlockId id : ids) pool.give_back(id);
+    CHECK_EQ(pool.free_blocks(), 4u);
+    CHECK_EQ(pool.cooling_blocks(), 3u);
+    std::vector<BlockId> next(2);
+    pool.take(next);
+    CHECK_EQ(next[0], 3);
+    CHECK_EQ(pool.after_step(next[0]), 0u);
+    CHECK_EQ(pool.after_step(next[1]), 7u);
+    pool.finish_step(7);
+    CHECK_EQ(pool.cooling_blocks(), 0u);
+    CHECK_EQ(pool.after_step(next[1]), 0u);
+}
+
+// -- tree ------------------------------------------------------------------------------------
+
+TEST(tree_finds_children_of_forks) {  // B3.3, B3.20
+    PrefixTree tree(2, 1, 0);
+    const NodeId root = tree.add_root();
+    std::vector<NodeId> children;
+    for (std::int32_t i = 0; i < 1000; ++i) {
+        const std::int32_t tokens[] = {i, -i};
+        CHECK_EQ(tree.find_child(root, tokens), kNone);
+        children.push_back(tree.find_or_add_child(root, tokens).node);
+        CHECK(!tree.find_or_add_child(root, tokens).is_new);
+    }
+    // every other one goes; the rest is still found, and what went is not
+    for (std::size_t i = 0; i < 1000; i += 2) {
+        tree.unlink(children[i]);
+        tree.free(children[i]);
+    }
+    for (std::int32_t i = 0; i < 1000; ++i) {
+        const std::int32_t tokens[] = {i, -i};
+        const NodeId expected = i % 2 ? children[static_cast<std::size_t>(i)] : kNone;
+        CHECK_EQ(tree.find_child(root, tokens), expected);
+    }
+    for (std::size_t i = 1; i < 1000; i += 2) {
+        tree.unlink(children[i]);
+        tree.free(children[i]);
+    }
+    CHECK_EQ(tree.live_nodes(), 1u);
+    CHECK_EQ(tree[root].child, kNone);
+}
+
+TEST(tree_is_deep_without_recursion) {  // B3.20
+    Cache cache(50'001);
+    std::vector<std::int32_t> tokens(100'001);
+    for (std::size_t i = 0; i < tokens.size(); ++i) tokens[i] = static_cast<std::int32_t>(i % 7);
+    cache.release(cache.serve(tokens));
+    cache.match(tokens);
+    CHECK_EQ(cache.device_hit, 50'000u);
+    cache.core.reset();
+    CHECK_EQ(cache.core.statistics().device_free, 50'001u);
+}
+
+// -- leases ----------------------------------------------------------------------------------
+
+TEST(a_prompt_is_found_again) {  // B4.7, B4.8, B3.5
+    Cache cache(10);
+    cache.release(cache.serve({1, 2, 3, 4, 5, 6, 7}));
+    const LeaseId longer = cache.match({1, 2, 3, 4, 5, 6, 7, 8});
+    CHECK_EQ(cache.device_hit, 3u);
+    cache.match({1, 2, 3, 4, 9, 9, 9});
+    CHECK_EQ(cache.device_hit, 2u);
+    cache.match({1, 2, 3, 4});  // the last token is computed
+    CHECK_EQ(cache.device_hit, 1u);
+    cache.match({9});
+    CHECK_EQ(cache.device_hit, 0u);
+    CHECK(cache.allocate(longer, 8) == Grant::kReady);
+    CHECK_EQ(cache.core.lease(longer).cached_blocks, 3u);
+    CHECK_EQ(cache.core.evict_device(10), 0u);  // I5
+    cache.release(longer);
+    CHECK_EQ(cache.core.evict_device(10), 3u);  // the deepest first, one by one
+}
+
+TEST(the_deepest_block_is_evicted_first) {  // B3.10 turned around, C1.1
+    Cache cache(10);
+    cache.release(cache.serve({1, 2, 3, 4, 5, 6}));
+    CHECK_EQ(cache.core.evict_device(1), 1u);
+    cache.match({1, 2, 3, 4, 5, 6, 7});
+    CHECK_EQ(cache.device_hit, 2u);
+}
+
+TEST(misuse_changes_nothing) {
+    Cache cache(10);
+    const LeaseId id = cache.match({1, 2, 3});
+    CHECK_THROWS(UsageError, cache.core.match({}, ""));
+    CHECK_THROWS(LeaseError, cache.core.commit(id, 0, 0));
+    CHECK_THROWS(LeaseError, (cache.core.truncate(id, 0, 0), 0));
+    CHECK_THROWS(LeaseError, cache.core.allocate(id, 0));
+    CHECK_THROWS(LeaseError, cache.core.allocate(id, std::int64_t{1} << 31));
+    CHECK_THROWS(RequestTooLarge, cache.core.allocate(id, 21));
+    CHECK_THROWS(LeaseError, cache.core.allocate(id + (LeaseId{1} << 32), 3));
+    CHECK(cache.allocate(id, 4) == Grant::kReady);
+    CHECK_THROWS(LeaseError, cache.core.allocate(id, 4));
+    CHECK_THROWS(LeaseError, cache.core.commit(id, 5, 0));
+    const std::vector<std::int32_t> two{4, 5};
+    CHECK_THROWS(LeaseError, (cache.core.append(id, two), 0));
+    const std::vector<LeaseId> twice{id, id};
+    CHECK_THROWS(LeaseError, cache.core.extend(twice, 1));
+    CHECK_EQ(cache.core.lease(id).tokens.size(), 3u);
+    cache.release(id);
+    CHECK_THROWS(LeaseError, (cache.core.release(id, 0), 0));
+    CHECK_EQ(cache.core.statistics().device_free, 10u);
+}
+
+TEST(the_first_of_two_copies_wins) {  // B3.4
+    Cache cache(10);
+    const LeaseId a = cache.match({1, 2, 3, 4, 5});
+    const LeaseId b = cache.match({1, 2, 3, 4, 5});
+    cache.allocate(a, 5);
+    cache.allocate(b, 5);
+    const auto table = cache.table(b);
+    CHECK_EQ(cache.core.commit(a, 4, 0), 2u);
+    CHECK_EQ(cache.core.commit(b, 4, 0), 0u);
+    CHECK(cache.table(b) == table);
+    cache.release(a);
+    CHECK_EQ(cache.core.evict_device(10), 0u);  // b holds refs on a's copies
+    cache.release(b);
+    CHECK_EQ(cache.core.statistics().device_free, 8u);
+}
+
+TEST(all_leases_are_extended_or_none) {
+    Cache cache(4);
+    const LeaseId a = cache.serve({1, 2});
+    const LeaseId b = cache.serve({3, 4});
+    const std::vector<LeaseId> both{a, b};
+    CHECK(cache.core.extend(both, 2));
+    CHECK(!cache.core.extend(both, 1));
+    CHECK_EQ(cache.core.lease(a).num_tokens, 4u);
+    cache.core.truncate(b, 2, 0);
+    const std::vector<LeaseId> one{a};
+    CHECK(cache.core.extend(one, 1));
+    cache.release(a);
+    cache.release(b);
+}
+
+// -- two tiers -------------------------------------------------------------------------------
+
+TEST(host_blocks_come_back) {  // B3.9, B3.13, C1.2
+    Cache cache(4, 8);
+    cache.to_host({1, 2, 3, 4});
+    const LeaseId id = cache.match({1, 2, 3, 4, 5});
+    CHECK_EQ(cache.host_hit, 2u);
+    CHECK(cache.allocate(id, 5) == Grant::kLoading);
+    const LeaseId joined = cache.match({1, 2, 3});
+    CHECK(cache.allocate(joined, 3) == Grant::kLoading);
+    CHECK_EQ(cache.table(joined)[0], cache.table(id)[0]);
+    const TransferId onload = cache.core.lease(id).onloads[0];
+    CHECK_EQ(cache.core.lease(joined).onloads[0], onload);
+    cache.release(id);
+    CHECK(cache.core.take_abandoned().empty());  // somebody else waits for it
+    cache.complete(onload, Outcome::kDone);
+    CHECK_EQ(cache.core.statistics().onloaded_blocks, 2u);
+    cache.release(joined);
+    CHECK_THROWS(InternalError, (cache.core.complete(onload, Outcome::kDone, 0), 0));
+}
+
+TEST(a_failed_onload_is_not_served) {  // C1.3
+    Cache cache(6, 8);
+    cache.to_host({1, 2, 3, 4, 5, 6});
+    const LeaseId id = cache.match({1, 2, 3, 4, 5, 6, 7});
+    cache.allocate(id, 7);
+    const auto table = cache.table(id);
+    cache.core.commit(id, 7, 0);
+    cache.complete(cache.core.lease(id).onloads[0], Outcome::kFailed, 1);
+    CHECK_EQ(cache.core.lease(id).cached_blocks, 1u);
+    CHECK(cache.table(id) == table);
+    cache.match({1, 2, 3, 4, 5, 6, 7});
+    CHECK_EQ(cache.device_hit + cache.host_hit, 1u);
+    CHECK_EQ(cache.core.commit(id, 7, 0), 0u);  // not taken note of yet
+    CHECK_EQ(cache.core.recompute_from(id), 2);
+    CHECK_EQ(cache.core.commit(id, 7, 0), 2u);
+    cache.match({1, 2, 3, 4, 5, 6, 7});
+    CHECK_EQ(cache.device_hit, 3u);
+    cache.release(id);
+}
+
+TEST(what_others_computed_does_not_outlive_a_cancelled_onload) {  // I2
+    Cache cache(12, 8);
+    const LeaseId slow = cache.match({1, 2, 3, 4, 5});  // not cached yet: computes itself
+    CHECK(cache.allocate(slow, 5) == Grant::kReady);
+    cache.to_host({1, 2});
+    const LeaseId reader = cache.match({1, 2, 9});
+    CHECK(cache.allocate(reader, 3) == Grant::kLoading);
+    const TransferId onload = cache.core.lease(reader).onloads[0];
+    cache.core.commit(slow, 2, 0);  // its block exists already: loading
+    cache.check();
+    cache.release(reader);
+    CHECK_EQ(cache.core.take_abandoned().size(), 1u);
+    cache.complete(onload, Outcome::kCancelled);
+    cache.core.commit(slow, 4, 0);
+    cache.check();
+    cache.release(slow);
+    const LeaseId again = cache.match({1, 2, 3, 4, 5});
+    CHECK_EQ(cache.device_hit, 2u);
+    cache.release(again);
+}
+
+TEST(reset_leaves_leases_and_transfers_their_blocks) {  // B3.22, B4.4, C1.14, I8
+    Cache cache(6, 6);
+    cache.to_host({1, 2, 3, 4});
+    const LeaseId reader = cache.match({1, 2, 3, 4, 5});
+    cache.allocate(reader, 5);
+    const LeaseId writer = cache.serve({7, 8, 9});
+    cache.core.reset();
+    cache.check();
+    CHECK_EQ(cache.core.take_backups(), 0u);
+    CHECK_EQ(cache.core.statistics().host_free, 4u);  // the onload still reads two
+    cache.complete(cache.core.lease(reader).onloads[0], Outcome::kDone);
+    CHECK_EQ(cache.core.commit(writer, 3, 0), 0u);
+    cache.release(reader);
+    cache.release(writer);
+    CHECK_EQ(cache.core.statistics().device_free, 6u);
+    CHECK_EQ(cache.core.statistics().host_free, 6u);
+}
+
+TEST(resize_refuses_blocks_in_use) {  // B4.5, C1.13
+    Cache cache(8);
+    const LeaseId id = cache.serve({1, 2, 3, 4});
+    CHECK_THROWS(UsageError, (cache.core.resize_device(1), 0));
+    cache.core.resize_device(2);
+    cache.core.release(id, 5);  // read by step 5, which is not finished
+    CHECK_THROWS(UsageError, (cache.core.resize_device(1), 0));
+    cache.match({1, 2, 3, 4, 5});
+    CHECK_EQ(cache.device_hit, 2u);  // nothing changed
+    cache.core.finish_step(5);
+    cache.core.resize_device(1);
+    cache.check();
+    cache.core.resize_device(100);
+    CHECK_EQ(cache.core.statistics().device_free, 99u);
+}
+
+TEST(contexts_share_nothing) {  // C2.2
+    Cache cache(8);
+    const std::vector<std::int32_t> tokens{1, 2, 3};
+    const LeaseId a = cache.core.match(tokens, "a").lease;
+    cache.core.allocate(a, 3);
+    cache.core.commit(a, 3, 0);
+    cache.release(a);
+    CHECK_EQ(cache.core.match(tokens, "b").device_blocks, 0u);
+    CHECK_EQ(cache.core.match(tokens, "a").device_blocks, 1u);
+}

@@ -1,0 +1,39 @@
+"""What a block pool is, without the bitmap: a set of free ids."""
+
+from __future__ import annotations
+
+
+class PoolModel:
+    """Free ids of ``capacity``; what is not free is used."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.free = set(range(capacity))
+
+    def take(self, ids: list[int]) -> None:
+        """The pool said that it gave these out."""
+        assert len(set(ids)) == len(ids), f"{ids} holds an id twice"
+        assert self.free.issuperset(ids), f"{ids} were not all free"
+        self.free -= set(ids)
+
+    def give_back(self, ids: list[int]) -> None:
+        assert self.free.isdisjoint(ids), f"{ids} were free already"
+        assert all(0 <= i < self.capacity for i in ids), f"{ids} are not of this pool"
+        self.free |= set(ids)
+
+    def can_resize(self, capacity: int) -> bool:
+        return all(i in self.free for i in range(capacity, self.capacity))
+
+    def resize(self, capacity: int) -> None:
+        self.free = {i for i in self.free if i < capacity} | set(range(self.capacity, capacity))
+        self.capacity = capacity
+
+
+def runs(ids: list[int]) -> list[int]:
+    """Lengths of the runs of consecutive ids, in the order given."""
+    lengths = [0]
+    for before, now in zip([None, *ids], ids, strict=False):
+        if before is not None and now != before + 1:
+            lengths.append(0)
+        lengths[-1] += 1
+    return lengths if ids else []

@@ -1,0 +1,26 @@
+"""Hypothesis: a fixed, quick selection by default; ``AIOKV_DEEP=1`` searches longer, at random."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+_quiet = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
+settings.register_profile(
+    "quick",
+    max_examples=60,
+    stateful_step_count=60,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=_quiet,
+)
+settings.register_profile(
+    "deep",
+    max_examples=1000,
+    stateful_step_count=100,
+    deadline=None,
+    suppress_health_check=_quiet,
+)
+settings.load_profile("deep" if os.environ.get("AIOKV_DEEP") else "quick")
