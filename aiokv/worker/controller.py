@@ -284,7 +284,7 @@ class CacheController:
             copy = move(plan.host_ids, plan.device_ids, after)
         except Exception as error:  # told by the report, like any other failure of the copy
             self._loop.call_soon(self._end_submitted, transfer, CopyError(0, str(error)))
-            transfer.counter.finish(CopyError(0, str(error)))
+            transfer.counter.refuse(CopyError(0, str(error)))
             return
         transfer.counter.attach(copy)
         if not copy.layer_events:

@@ -221,6 +221,12 @@ class LayerDoneCounter:
         self._copy = copy
         self._accepted.set()
 
+    def refuse(self, failure: CopyError) -> None:
+        """The device did not take the copy: ``gpu_wait`` raises; the end is still to be reported,
+        and those who wait on the loop wait for it."""
+        self._failure = failure
+        self._accepted.set()
+
     def mark_layer_done(self, layer: int, finished_seconds: float | None = None) -> bool:
         """A layer's event is done. True when it was the last; marking twice counts once."""
         self._check(layer)

@@ -119,9 +119,17 @@ class StepGate:
         self._forget_finished()
         for event_step, event in self._events:
             if event_step >= step > self._finished_step:
-                return None if event is None or event.done else event
+                return None if _is_done(event) else event
         return None
 
     def _forget_finished(self) -> None:
-        while self._events and (self._events[0][1] is None or self._events[0][1].done):
+        while self._events and _is_done(self._events[0][1]):
             self._finished_step = self._events.popleft()[0]
+
+
+def _is_done(event: Event | None) -> bool:
+    """An event that cannot be asked is not done; the poller tells the engine what is wrong."""
+    try:
+        return event is None or event.done
+    except Exception:
+        return False

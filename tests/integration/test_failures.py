@@ -1,0 +1,106 @@
+"""Copies that fail: never served, and every lease that joined learns where to go on (C1.3, B7.7)."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from aiokv import BrokenEngineError, Hit, TransferError
+from aiokv.errors import DeviceError
+from aiokv.testing import ManualEvent, spin
+from tests.integration.kv import Served
+
+pytestmark = pytest.mark.asyncio
+
+A = [1, 2, 3, 4, 5, 6, 7]
+
+
+async def test_a_failed_onload_shortens_the_hit_of_all_who_joined():
+    async with Served() as served:
+        await served.to_host(A)
+        async with (
+            served.engine.match(A) as first,
+            served.engine.match(A) as second,
+            served.engine.match([1, 2, 9]) as front,
+        ):
+            for lease, num_tokens in ((first, 7), (second, 7), (front, 3)):
+                await lease.allocate(num_tokens)
+            table = first.block_table.tolist()
+            waits = [asyncio.create_task(x.layers.wait(0)) for x in (first, second, front)]
+            (copy,) = served.device.onloads
+            copy.fail(1, block=1)
+            copy.complete(0)
+            await served.settle()
+            results = await asyncio.gather(*waits, return_exceptions=True)
+            assert [getattr(e, "first_bad_token", None) for e in results] == [2, 2, None]
+            assert results[2] is None  # what it needs has arrived
+            assert [x.cached_tokens for x in (first, second, front)] == [2, 2, 2]
+            assert first.block_table.tolist() == table
+            assert served.engine.match(A).hit == Hit(2, 0)  # never served
+            assert first.commit(7) == 0
+            assert first.recompute_from() == 2
+            assert front.recompute_from() is None
+            second.release()
+            served.compute(first, A, 2)
+            assert first.commit(7) == 2
+            served.check(first, A, 6)
+            assert served.engine.match(A).hit == Hit(6, 0)
+        await served.complete_offloads()
+
+
+async def test_a_failed_backup_leaves_the_device_copy():
+    async with Served() as served:
+        await served.serve(A)
+        await spin(2)
+        served.device.offloads[0].fail_all(block=1)
+        await served.settle()
+        assert served.engine.match(A).hit == Hit(6, 0)
+        await served.engine.evict(8)
+        assert served.engine.match(A).hit == Hit(0, 2)
+        assert served.engine.statistics().failed_blocks == 2
+
+
+async def test_a_refused_submission_is_a_failure():
+    async with Served() as served:
+        await served.to_host(A)
+        served.device.refuse = DeviceError("no more copies")
+        async with served.engine.match(A) as lease:
+            await lease.allocate(7)
+            with pytest.raises(TransferError, match="no more copies") as caught:
+                await lease.layers.wait_all()
+            assert caught.value.first_bad_token == 0
+            assert lease.recompute_from() == 0
+            assert lease.cached_tokens == 0
+
+
+async def test_a_prefetch_that_fails_raises_and_keeps_the_front():
+    async with Served() as served:
+        await served.to_host(A)
+        task = asyncio.create_task(served.engine.prefetch(A))
+        await spin(2)
+        served.device.onloads[0].fail_all(block=2)
+        with pytest.raises(TransferError):
+            await task
+        assert served.engine.match(A).hit == Hit(4, 0)
+        assert served.engine.statistics().leases == 1
+
+
+async def test_a_device_that_breaks_fails_everybody():
+    served = Served(device_blocks=2)
+    served.device.computes_in_stream = True
+    async with served:
+        holder = served.engine.match([1])
+        await holder.allocate(4)
+        waiter = served.engine.match([2])
+        task = asyncio.create_task(waiter.allocate(1))
+        await spin(2)
+        event = ManualEvent()
+        served.engine.step(event)
+        event.query_error = RuntimeError("lost")
+        with pytest.raises(BrokenEngineError, match="lost"):
+            await task
+        with pytest.raises(BrokenEngineError):
+            served.engine.match([1])
+        holder.release()
+        waiter.release()
