@@ -217,9 +217,6 @@ class Core:
         Open a lease: (lease, device_blocks, host_blocks) of the longest cached prefix.
         """
 
-    def check_request(self, lease: int, num_tokens: int) -> int:
-        """Raise what no waiting can mend; returns the blocks of the whole table."""
-
     def allocate(self, lease: int, num_tokens: int) -> int:
         """
         Take refs and all blocks. 0: no room, nothing taken; 1: all there; 2: some load.

@@ -34,6 +34,8 @@ class Residency(Leasing):
         self._check_open()
         if num_blocks < 0:
             raise UsageError(f"cannot evict {num_blocks} blocks")
+        if tier not in ("device", "host"):
+            raise UsageError(f"no tier is called {tier!r}")
         evicted = 0
         if tier == "host":
             evicted = self._core.evict_host(num_blocks)
@@ -138,5 +140,6 @@ class Residency(Leasing):
     async def drain(self) -> None:
         """Wait until nothing is in flight, backups of what was committed included."""
         self._check_open()
-        self._transfers.send_backups()
+        while self._transfers.send_backups():  # again: ended onloads publish, too
+            await self._controller.drain()
         await self._controller.drain()

@@ -79,10 +79,8 @@ async def test_cancelled_engine_calls_leave_the_transfer_alone(call):
         await served.to_host(A)
         lease = served.engine.match(A)
         await lease.allocate(7)
-        coroutine = (
-            served.engine.prefetch(A) if call == "prefetch" else getattr(served.engine, call)()
-        )
-        task = asyncio.create_task(coroutine)
+        args = [A] if call == "prefetch" else []
+        task = asyncio.create_task(getattr(served.engine, call)(*args))
         await spin(2)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -107,7 +107,11 @@ class CacheMachine(RuleBasedStateMachine):
         self.model.adopt(lease, table, onloads)
         device_hit, host_hit = self.core.hit(caller.id)
         assert device_hit == sum(b.device_valid for b in lease.path)
-        assert device_hit + host_hit == self.core.cached_blocks(caller.id) == len(lease.path)
+        assert (
+            device_hit + host_hit
+            == self.core.cached_tokens(caller.id) // self.bt
+            == len(lease.path)
+        )
         for transfer_id in new:
             self.new_plan(self.manager.onload_plan(transfer_id, Priority.DEMAND))
         for index in range(len(table)):
@@ -316,7 +320,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.model.complete(plan.transfer_id, outcome, good)
         for caller in self.callers:
             assert caller.model not in joined or (
-                self.core.cached_blocks(caller.id) == caller.model.cached_blocks
+                self.core.cached_tokens(caller.id) // self.bt == caller.model.cached_blocks
             )
         for lease in joined:
             if lease.cached_blocks < before[id(lease)]:  # what was computed on top is worthless
@@ -406,7 +410,7 @@ class CacheMachine(RuleBasedStateMachine):
         for caller in self.granted():
             lease = caller.model
             if not lease.onloads and not lease.failed:
-                for index in range(self.core.cached_blocks(caller.id)):
+                for index in range(self.core.cached_tokens(caller.id) // self.bt):
                     key = (lease.context, tuple(lease.tokens[: (index + 1) * self.bt]))
                     assert self.device[lease.table[index]] == key, "a lease was served other KV"
 

@@ -1,0 +1,60 @@
+"""The import rules of the design: who may know whom, and what `import aiokv` costs."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "aiokv"
+DECIDES = ("aiokv.types", "aiokv.errors", "aiokv.config", "aiokv.plan", "aiokv._native")
+LEAVES = ("aiokv.cli", "aiokv.trace", "aiokv.testing", "aiokv.demo")
+
+
+def modules(folder: str = "") -> list[Path]:
+    found = sorted((PACKAGE / folder).rglob("*.py"))
+    assert found
+    return found
+
+
+def imported(path: Path) -> set[str]:
+    """Modules of aiokv that a file names in an import, anywhere in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name for name in names if name.startswith("aiokv.")}
+
+
+@pytest.mark.parametrize("path", modules("scheduler"), ids=lambda p: p.stem)
+def test_the_scheduler_only_decides(path: Path) -> None:
+    assert {n for n in imported(path) if not n.startswith((*DECIDES, "aiokv.scheduler"))} == set()
+    assert "asyncio" not in path.read_text()
+
+
+@pytest.mark.parametrize("path", modules("worker"), ids=lambda p: p.stem)
+def test_the_worker_never_decides(path: Path) -> None:
+    assert {n for n in imported(path) if n.startswith(("aiokv.scheduler", "aiokv.engine"))} == set()
+
+
+@pytest.mark.parametrize("leaf", LEAVES)
+def test_leaves_are_imported_by_leaves_only(leaf: str) -> None:
+    for path in modules():
+        name = ".".join(("aiokv", *path.relative_to(PACKAGE).with_suffix("").parts))
+        if not name.startswith(LEAVES) and name != "aiokv.__main__":
+            assert not any(n.startswith(leaf) for n in imported(path)), name
+
+
+def test_import_loads_no_framework() -> None:
+    code = "import sys, aiokv; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, check=True, text=True
+    )
+    heavy = {"cupy", "paddle", "torch", "uvloop", "rich", "structlog"}
+    assert heavy.isdisjoint(loaded.stdout.split())
