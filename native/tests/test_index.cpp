@@ -227,7 +227,7 @@ TEST(a_prompt_is_found_again) {  // B4.7, B4.8, B3.5
     cache.match({9});
     CHECK_EQ(cache.device_hit, 0u);
     CHECK(cache.allocate(longer, 8) == Grant::kReady);
-    CHECK_EQ(cache.core.lease(longer).cached_blocks, 3u);
+    CHECK_EQ(cache.core.lease(longer).cached_tokens, 6u);
     CHECK_EQ(cache.core.evict_device(10), 0u);  // I5
     cache.release(longer);
     CHECK_EQ(cache.core.evict_device(10), 3u);  // the deepest first, one by one
@@ -324,7 +324,7 @@ TEST(a_failed_onload_is_not_served) {  // C1.3
     const auto table = cache.table(id);
     cache.core.commit(id, 7, 0);
     cache.complete(cache.core.lease(id).onloads[0], Outcome::kFailed, 1);
-    CHECK_EQ(cache.core.lease(id).cached_blocks, 1u);
+    CHECK_EQ(cache.core.lease(id).cached_tokens, 2u);
     CHECK(cache.table(id) == table);
     cache.match({1, 2, 3, 4, 5, 6, 7});
     CHECK_EQ(cache.device_hit + cache.host_hit, 1u);
