@@ -37,9 +37,9 @@ test: $(STAMP) test-native ## native and Python tests
 test-native: $(VENV)/.tools ## native unit tests (ctest)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" native/tests/run.sh build/native Release
 
-test-all: $(STAMP) test-native ## the Python tests again under asyncio's debug mode
+test-all: $(STAMP) test-native ## the Python tests, then again in debug mode with deeper searches
 	$(BIN)/python -m pytest $(ARGS)
-	PYTHONASYNCIODEBUG=1 $(BIN)/python -m pytest $(ARGS)
+	PYTHONASYNCIODEBUG=1 AIOKV_DEEP=1 $(BIN)/python -m pytest $(ARGS)
 
 lint: $(VENV)/.tools ## ruff and clang-format, no changes made
 	$(BIN)/ruff check .

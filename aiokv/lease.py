@@ -156,7 +156,8 @@ class Lease:
         """Give everything back; idempotent.
 
         Args:
-            after: event behind the last work that uses the blocks; the open step without one.
+            after: event behind the last work that uses the blocks and all else of the open step,
+                which it closes; without one the step stays open.
         """
         if not self._id:
             return
@@ -215,7 +216,8 @@ class Lease:
 
         Args:
             num_tokens: absolute; beyond what was committed before, or without effect.
-            ready: event behind the computation; the open step without one.
+            ready: event behind the computation and all else of the open step, which it closes;
+                without one the step stays open.
 
         Returns:
             Blocks that became shareable.

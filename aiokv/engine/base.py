@@ -14,13 +14,14 @@ from aiokv.engine.steps import Steps
 from aiokv.engine.transfers import Transfers
 from aiokv.engine.waiting import CapacityQueue
 from aiokv.errors import (
-    AiokvError,
     AllocateTimeout,
     BrokenEngineError,
     ClosedError,
+    LeaseError,
     UsageError,
 )
 from aiokv.observe.logs import Log
+from aiokv.plan import Priority
 from aiokv.scheduler.manager import CacheManager
 from aiokv.worker.checksums import Checksums
 from aiokv.worker.controller import CacheController
@@ -69,6 +70,7 @@ class EngineBase:
         self._unrecorded: list[NDArray[np.int32]] = []  # computed in the open step
         self._saves_first = config.host_blocks > 0 and config.write_policy == "write_back"
         self._owners: dict[int, str] = {}  # live leases
+        self._allocating: set[int] = set()  # those in line
         self._done = done_view(self.regions.num_layers)
         self._thread = 0  # of the loop; 0 before and after
         self._closing: str | None = None
@@ -185,25 +187,26 @@ class EngineBase:
         self, lease: Lease, num_tokens: int, priority: int, timeout: float | None
     ) -> None:
         """What is left of ``Lease.allocate`` when it has to wait."""
-        num_blocks = self._blocks_for(num_tokens)
+        lease_id = lease._live_id()
+        if lease_id in self._allocating:
+            raise LeaseError(f"{lease!r} waits for its blocks already, in another task")
+        self._allocating.add(lease_id)
         try:
             async with asyncio.timeout(timeout):
-                await self._quota.take(lease._live_id(), lease.salt, num_blocks)
+                await self._quota.take(lease_id, lease.salt, self._blocks_for(num_tokens))
                 await self._waiting.wait(lease, num_tokens, priority)
         except TimeoutError:
             if lease._id and self._core.is_granted(lease._id):
                 return  # the grant crossed the deadline
-            self._quota.give_back(lease._id)
+            self._quota.give_back(lease_id)
             raise self._timed_out(lease, num_tokens, timeout) from None
-        except asyncio.CancelledError:
+        except BaseException:
             if lease._id and self._core.is_granted(lease._id):
-                self._retract(lease)  # the grant crossed the cancellation
-            self._quota.give_back(lease._id)
+                self._retract(lease)  # the grant crossed a cancellation
+            self._quota.give_back(lease_id)
             raise
-        except AiokvError:
-            if lease._id and not self._core.is_granted(lease._id):
-                self._quota.give_back(lease._id)
-            raise
+        finally:
+            self._allocating.discard(lease_id)
 
     def _timed_out(self, lease: Lease, num_tokens: int, timeout: float | None) -> AllocateTimeout:
         what = f"no room for {num_tokens} positions within {timeout} s"
@@ -220,19 +223,21 @@ class EngineBase:
             hint="raise CacheConfig.device_blocks, or preempt a lease",
         )
 
-    def _try_allocate(self, lease: Lease, num_tokens: int) -> bool:
+    def _try_allocate(
+        self, lease: Lease, num_tokens: int, onload_priority: Priority = Priority.DEMAND
+    ) -> bool:
         self._check_open()
         if self._waiting or self._admissions.paused:
             self._core.check_request(lease._live_id(), num_tokens)
             return False
         if self._quota.limit_blocks is None:
-            return self._grant(lease, num_tokens)
+            return self._grant(lease, num_tokens, onload_priority)
         lease_id = lease._live_id()
         if not self._quota.try_take(lease_id, lease.salt, self._blocks_for(num_tokens)):
             return False
         granted = False
         try:
-            granted = self._grant(lease, num_tokens)
+            granted = self._grant(lease, num_tokens, onload_priority)
         finally:
             if not granted:
                 self._quota.give_back(lease_id)
@@ -241,7 +246,9 @@ class EngineBase:
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.config.block_tokens)
 
-    def _grant(self, lease: Lease, num_tokens: int) -> bool:
+    def _grant(
+        self, lease: Lease, num_tokens: int, onload_priority: Priority = Priority.DEMAND
+    ) -> bool:
         if self._admissions.paused:
             return False
         lease_id = lease._live_id()
@@ -253,7 +260,7 @@ class EngineBase:
         if granted == _NO_ROOM:
             return False
         if granted == _LOADING:
-            lease.layers = self._transfers.start_onloads(lease_id)
+            lease.layers = self._transfers.start_onloads(lease_id, onload_priority)
         if self._pins:
             self._pins.release_used()
         if self._core.wants_write_backs():

@@ -10,6 +10,7 @@ from aiokv.errors import (
     UsageError,
     WouldBlock,
 )
+from aiokv.plan import Priority
 from aiokv.types import Hit
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class Residency(Leasing):
     async def _bring(self, lease: Lease, *, until_used: bool) -> Pin | None:
         """Pin the whole hit; None, with the lease released, when that is nothing or has no room."""
         hit = lease.hit
-        if not hit.total or not lease.try_allocate(hit.total):
+        if not hit.total or not self._try_allocate(lease, hit.total, Priority.PREFETCH):
             lease.release()
             return None
         try:

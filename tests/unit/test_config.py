@@ -1,0 +1,47 @@
+"""Bad values are refused with the field's name and the number."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from aiokv import CacheConfig, ConfigError
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("device_blocks", 0),
+        ("device_blocks", 2**30),
+        ("device_blocks", True),
+        ("device_blocks", 8.0),
+        ("block_tokens", 0),
+        ("host_blocks", -1),
+        ("leave_tokens", 0),
+        ("reserve_blocks", 8),
+        ("write_policy", "write_sometimes"),
+        ("write_through_threshold", 0),
+        ("low_watermark_blocks", -1),
+        ("min_onload_tokens", -1),
+        ("drain_timeout_seconds", -0.5),
+        ("verify", "always"),
+        ("salt_quota_blocks", 0),
+    ],
+)
+def test_refuses_bad_values_by_name(field, value):
+    with pytest.raises(ConfigError, match=field):
+        CacheConfig(**{"device_blocks": 8, field: value})
+
+
+def test_is_frozen():
+    config = CacheConfig(device_blocks=8)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.device_blocks = 9
+
+
+def test_derived_values():
+    config = CacheConfig(device_blocks=640, block_tokens=16, min_onload_tokens=33)
+    assert config.watermark_blocks == 20
+    assert config.min_onload_blocks == 3
+    assert CacheConfig(device_blocks=8, low_watermark_blocks=100).watermark_blocks == 8
