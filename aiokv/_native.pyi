@@ -291,6 +291,8 @@ class Core:
 
     def wants_write_backs(self) -> bool: ...
 
+    def wants_backups(self) -> bool: ...
+
     def transfer(self, transfer: int) -> tuple[bytes, bytes, int]:
         """(device_blocks, host_blocks, after_step)."""
 

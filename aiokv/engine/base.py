@@ -109,7 +109,7 @@ class EngineBase:
             self._controller,
             self._poller,
             tracked=self._device.computes_in_stream,
-            on_finished=self._waiting.pump,
+            on_finished=self._on_blocks_free,
             on_broken=self._break,
         )
         self._thread = threading.get_ident()
@@ -139,7 +139,7 @@ class EngineBase:
         self._closing = "is closing"
         self._waiting.fail_all(ClosedError("the engine closed while the lease waited for capacity"))
         self._pins.release_all()
-        self._pending.wake_all()
+        self._pending.close()
         timeout = self.config.drain_timeout_seconds if drain_timeout is None else drain_timeout
         await self._wait_for_leases(timeout)
         self._transfers.stopped = True
@@ -263,7 +263,7 @@ class EngineBase:
             lease.layers = self._transfers.start_onloads(lease_id, onload_priority)
         if self._pins:
             self._pins.release_used()
-        if self._core.wants_write_backs():
+        if self._core.wants_backups():
             self._transfers.schedule_backups()
         return True
 
@@ -272,10 +272,16 @@ class EngineBase:
         self._core.retract(lease._id, self._steps.open)
         lease.layers = self._done
         self._transfers.cancel_abandoned()
-        self._waiting.pump()
-        self._leases_changed.notify()
+        if self._pending:
+            self._pending.wake(lease._id)  # it does not compute what it has promised
+        self._on_blocks_free()
 
     def _after_report(self, report: TransferReport) -> None:
         if report.outcome != "done":
             self._pending.wake_all()  # whoever failed will not publish what was promised
+        self._on_blocks_free()
+
+    def _on_blocks_free(self) -> None:
+        """Something ended that held blocks: whoever waits for that looks again."""
         self._waiting.pump()
+        self._leases_changed.notify()

@@ -46,7 +46,7 @@ class Control(Residency):
                 await self._leases_changed.wait_for(self._only_idle_leases, None)
                 await self.drain()
         except BaseException as error:
-            self.resume()
+            self._admissions.resume()
             if isinstance(error, TimeoutError):
                 raise TimeoutError(
                     f"not quiet within {timeout} s; leases out: {self._owner_names()}"
@@ -69,11 +69,12 @@ class Control(Residency):
         self.pause()
         try:
             async with asyncio.timeout(timeout):
-                await self._controller.drain()
+                await self._controller.settle()
             try:
                 yield
             finally:
                 self._core.reset()
+                self._pending.wake_all()
         finally:
             self._admissions.resume()
 

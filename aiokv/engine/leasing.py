@@ -91,7 +91,7 @@ class Leasing(EngineBase):
     def _truncate(self, lease: Lease, num_tokens: int) -> None:
         self._check_loop()
         self._core.truncate(lease._live_id(), num_tokens, self._steps.open)
-        self._waiting.pump()
+        self._on_blocks_free()
 
     def extend(self, leases: Sequence[Lease], num_tokens: int) -> None:
         """Give each lease ``num_tokens`` more positions; all of them or none.
@@ -107,7 +107,16 @@ class Leasing(EngineBase):
         for lease in leases:
             if lease._engine is not self:
                 raise LeaseError(f"{lease!r} belongs to another engine")
-        if not self._core.extend([lease._live_id() for lease in leases], num_tokens):
+        lease_ids = [lease._live_id() for lease in leases]
+        extended = self._core.extend(lease_ids, num_tokens)
+        if not extended and self._saves_first:
+            # What stands in the way is on its way to the host now, or may be dropped.
+            wanted = len(leases) * self._blocks_for(num_tokens)
+            saving = self._transfers.make_clean(wanted)
+            extended = not saving and self._core.extend(lease_ids, num_tokens)
+        if self._core.wants_backups():
+            self._transfers.schedule_backups()
+        if not extended:
             raise WouldBlock(
                 f"no room to extend {len(leases)} leases by {num_tokens} positions",
                 hint="preempt a lease, or raise CacheConfig.reserve_blocks",

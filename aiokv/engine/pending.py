@@ -19,6 +19,7 @@ class PendingBlocks:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._waiters: dict[int, list[asyncio.Future[None]]] = {}  # by the owner's lease id
+        self._closed = False
 
     def __len__(self) -> int:
         return sum(map(len, self._waiters.values()))
@@ -30,7 +31,7 @@ class PendingBlocks:
         """
         try:
             async with asyncio.timeout(timeout):
-                while (owner := self._core.pending(lease_id)[0]) != 0:
+                while not self._closed and (owner := self._core.pending(lease_id)[0]) != 0:
                     await self._next_move(owner)
         except TimeoutError:
             return  # computing it again is never wrong
@@ -56,3 +57,8 @@ class PendingBlocks:
     def wake_all(self) -> None:
         for owner in list(self._waiters):
             self.wake(owner)
+
+    def close(self) -> None:
+        """Nobody waits any more."""
+        self._closed = True
+        self.wake_all()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from aiokv.engine.leasing import Leasing
 from aiokv.engine.pins import Pin
 from aiokv.errors import (
+    RequestTooLarge,
     UsageError,
     WouldBlock,
 )
@@ -42,11 +43,17 @@ class Residency(Leasing):
             evicted = self._core.evict_host(num_blocks)
         else:
             evicted = self._core.evict_device(num_blocks)
-            while evicted < num_blocks and self._transfers.make_clean(num_blocks - evicted):
-                await self._controller.drain()
+            while evicted < num_blocks and self._save_oldest(num_blocks - evicted):
+                await self._controller.settle()
                 evicted += self._core.evict_device(num_blocks - evicted)
         self._waiting.pump()
         return evicted
+
+    def _save_oldest(self, num_blocks: int) -> bool:
+        """Begin to save what ``num_blocks`` evictions would lose."""
+        return self._saves_first and self._transfers.make_clean(
+            self._core.statistics().device_free + num_blocks
+        )
 
     async def prefetch(
         self,
@@ -115,11 +122,15 @@ class Residency(Leasing):
     async def _bring(self, lease: Lease, *, until_used: bool) -> Pin | None:
         """Pin the whole hit; None, with the lease released, when that is nothing or has no room."""
         hit = lease.hit
-        if not hit.total or not self._try_allocate(lease, hit.total, Priority.PREFETCH):
+        try:
+            if not hit.total or not self._try_allocate(lease, hit.total, Priority.PREFETCH):
+                lease.release()
+                return None
+            await lease.layers.wait_all()
+            self._check_open()
+        except RequestTooLarge:
             lease.release()
             return None
-        try:
-            await lease.layers.wait_all()
         except BaseException:
             lease.release()
             raise
@@ -136,7 +147,7 @@ class Residency(Leasing):
         self._core.reset()
         self._pending.wake_all()
         self._waiting.pump()
-        await self._controller.drain()
+        await self._controller.settle()
 
     async def drain(self) -> None:
         """Wait until nothing is in flight, backups of what was committed included."""

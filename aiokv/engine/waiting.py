@@ -33,6 +33,8 @@ class CapacityQueue:
     def __init__(self, grant: Callable[[Lease, int], bool]) -> None:
         self._grant = grant
         self._admission: Admission[_Waiter] = Admission()
+        self._pumping = False
+        self._pump_again = False
 
     def __len__(self) -> int:
         return len(self._admission)
@@ -56,6 +58,18 @@ class CapacityQueue:
 
     def pump(self) -> None:
         """Grant to whoever is first, as long as there is room."""
+        self._pump_again = True
+        if self._pumping:  # a grant has set blocks free: the call further up goes on with those
+            return
+        self._pumping = True
+        try:
+            while self._pump_again:
+                self._pump_again = False
+                self._grant_in_order()
+        finally:
+            self._pumping = False
+
+    def _grant_in_order(self) -> None:
         while (waiter := self._admission.first()) is not None:
             if not waiter.future.done():
                 try:

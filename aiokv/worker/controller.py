@@ -148,6 +148,7 @@ class CacheController:
         self._lanes = {"onload": _Lane("onload"), "offload": _Lane("offload")}
         self._transfers: dict[int, Transfer] = {}
         self._idle_waiters: list[asyncio.Future[None]] = []
+        self._settling: list[tuple[set[int], asyncio.Future[None]]] = []
         self._closing = False
         self._closed = False
         device.attach(regions, self.arena)
@@ -234,6 +235,17 @@ class CacheController:
             finally:
                 if idle in self._idle_waiters:
                     self._idle_waiters.remove(idle)
+
+    async def settle(self) -> None:
+        """As drain(), but only for the plans submitted so far: it ends however busy it is."""
+        if not self._transfers:
+            return
+        entry = (set(self._transfers), self._loop.create_future())
+        self._settling.append(entry)
+        try:
+            await entry[1]
+        finally:
+            self._settling.remove(entry)
 
     async def aclose(self) -> None:
         """Cancel what waits, drain what moves, join the device's threads, free the arena.
@@ -371,6 +383,10 @@ class CacheController:
             self._loop.call_exception_handler(
                 {"message": f"aiokv: the report of {plan.transfer_id} raised", "exception": error}
             )
+        for waited_for, settled in self._settling:
+            waited_for.discard(plan.transfer_id)
+            if not waited_for and not settled.done():
+                settled.set_result(None)
         if not self._transfers:
             for waiter in self._idle_waiters:
                 if not waiter.done():

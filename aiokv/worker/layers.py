@@ -307,6 +307,8 @@ class LayerView:
     def raise_for_error(self) -> None:
         """Raise the failure that reaches furthest to the front.
 
+        Blocks of a joined transfer that are not the lease's may fail without concern to it.
+
         Raises:
             TransferError: ``first_bad_token`` is the first position to compute again.
         """
@@ -336,6 +338,10 @@ class LayerView:
         for counter in self.counters:
             left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
             await counter.settled(layer, left)
+        for counter in self.counters:  # one may have failed while another was waited for
+            if counter.failure is not None:
+                left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+                await counter.settled(_ALL, left)
         self.raise_for_error()
 
     async def wait_all(self, timeout: float | None = None) -> None:

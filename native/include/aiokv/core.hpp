@@ -146,6 +146,7 @@ class Core {
     TransferId take_backups();
     TransferId take_write_backs(std::uint32_t wanted_blocks);
     bool wants_write_backs() const;
+    bool wants_backups() const;
 
     // -- swap and fork (core_swap.cpp)
     bool swap_out(LeaseId id);
@@ -206,7 +207,8 @@ class Core {
     TransferId start_offload(std::vector<NodeId> nodes, std::span<const BlockId> tail_device = {},
                              std::span<const BlockId> tail_host = {});
     void note_twin(NodeId node);
-    bool reclaim_one_twin();
+    void make_host_room(std::size_t blocks, std::vector<NodeId> near_eviction);
+    bool reclaim_one_twin(const std::vector<NodeId>& near_eviction, std::vector<NodeId>& spared);
     bool must_save(NodeId node) const;
 
     // transfers

@@ -400,6 +400,7 @@ NodeId Core::publish_block(Lease& lease, NodeId parent, std::uint32_t index) {
     n.set(kDeviceValid);
     tree_.count_device_child(node, +1);
     ++counters_.published_blocks;
+    if (n.has(kHostValid)) note_twin(node);
     count_use(node);
     return node;
 }

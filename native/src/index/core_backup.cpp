@@ -44,6 +44,10 @@ TransferId Core::take_backups() {
     return start_offload(std::move(nodes));
 }
 
+bool Core::wants_backups() const {
+    return !backups_.empty() || wants_write_backs();
+}
+
 bool Core::wants_write_backs() const {
     return config_.write_policy != WritePolicy::kNone && host_.capacity() > 0 &&
            device_.free_blocks() + clean_ahead_ < config_.low_watermark_blocks;
@@ -56,19 +60,27 @@ TransferId Core::take_write_backs(std::uint32_t wanted_blocks) {
     if (config_.write_policy == WritePolicy::kNone || host_.capacity() == 0) return 0;
     const std::uint32_t target = std::max(wanted_blocks, config_.low_watermark_blocks);
     std::vector<NodeId> dirty;
+    std::vector<NodeId> clean;
     std::uint32_t ready = device_.free_blocks();
     for (NodeId node = device_queue_.front(); node != kNone && ready < target;
          node = tree_[node].next) {
         const Node& n = tree_[node];
+        if (n.has(kHostValid)) clean.push_back(node);
         if (!n.has(kHostValid | kHostLoading | kBackupFailed)) dirty.push_back(node);
         ++ready;
     }
     clean_ahead_ = ready - std::min(ready, device_.free_blocks());
-    while (host_.free_blocks() < dirty.size() && (reclaim_one_twin() || evict_one_host())) {
-    }
-    // No host room for the rest: those may be dropped, or nobody would ever get their device ids.
-    for (std::size_t i = host_.free_blocks(); i < dirty.size(); ++i) {
-        tree_[dirty[i]].set(kBackupFailed);
+    make_host_room(dirty.size(), std::move(clean));
+    // No host room for all: the oldest, which lie below the others, are given up. Where somebody
+    // waits for device ids they may be dropped, or nobody would ever get them.
+    const std::size_t room = host_.free_blocks();
+    if (dirty.size() > room) {
+        const auto kept = dirty.end() - static_cast<std::ptrdiff_t>(room);
+        for (auto node = dirty.begin(); wanted_blocks > 0 && node != kept; ++node) {
+            tree_[*node].set(kBackupFailed);
+            ++counters_.skipped_backups;
+        }
+        dirty.erase(dirty.begin(), kept);
     }
     return start_offload(std::move(dirty));
 }
@@ -116,15 +128,30 @@ void Core::note_twin(NodeId node) {
     std::erase_if(twins_, [this](NodeId listed) { return !tree_[listed].has(kTwinListed); });
 }
 
+// Until `blocks` host ids are free, as far as that can be. The twins of `near_eviction` stay: their
+// device copies go next.
+void Core::make_host_room(std::size_t blocks, std::vector<NodeId> near_eviction) {
+    std::sort(near_eviction.begin(), near_eviction.end());
+    std::vector<NodeId> spared;
+    while (host_.free_blocks() < blocks &&
+           (reclaim_one_twin(near_eviction, spared) || evict_one_host())) {
+    }
+    twins_.insert(twins_.end(), spared.rbegin(), spared.rend());
+}
+
 // The newest twin first: its device copy is the last that will be evicted.
-bool Core::reclaim_one_twin() {
+bool Core::reclaim_one_twin(const std::vector<NodeId>& near_eviction, std::vector<NodeId>& spared) {
     while (!twins_.empty()) {
         const NodeId node = twins_.back();
         twins_.pop_back();
         Node& n = tree_[node];
         if (!tree_.is_live(node) || !n.has(kTwinListed)) continue;
+        if (n.holds > 0 || std::binary_search(near_eviction.begin(), near_eviction.end(), node)) {
+            spared.push_back(node);
+            continue;
+        }
         n.clear(kTwinListed);
-        if (n.pins > 0 || n.holds > 0 || !n.has(kHostValid) || !n.has(kDeviceValid)) continue;
+        if (n.pins > 0 || !n.has(kHostValid) || !n.has(kDeviceValid)) continue;
         host_.give_back(n.host);
         n.host = kNoBlock;
         n.clear(kHostValid);

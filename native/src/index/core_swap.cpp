@@ -46,8 +46,7 @@ bool Core::swap_out(LeaseId id) {
         if (!tree_[node].has(kHostValid | kHostLoading)) unsaved.push_back(node);
     }
     const std::size_t needed = unsaved.size() + tail.size();
-    while (host_.free_blocks() < needed && (reclaim_one_twin() || evict_one_host())) {
-    }
+    make_host_room(needed, {});
     if (host_.free_blocks() < needed) {
         for (const NodeId node : lease.path) unhold(node);
         return false;

@@ -207,6 +207,7 @@ void bind_core(nb::module_& m) {
         .def("take_backups", &Core::take_backups)
         .def("take_write_backs", &Core::take_write_backs, "wanted_blocks"_a = 0)
         .def("wants_write_backs", &Core::wants_write_backs)
+        .def("wants_backups", &Core::wants_backups)
         .def("transfer", &transfer, "transfer"_a, "(device_blocks, host_blocks, after_step).")
         .def("complete", &Core::complete, "transfer"_a, "outcome"_a, "first_bad_block"_a = 0)
         .def("take_abandoned", &Core::take_abandoned)

@@ -1,0 +1,365 @@
+"""What the soak does to an engine: clients that live random lives, and checks every byte they see.
+
+A block's bytes are a function of all tokens up to its end, the tenant and the weights, so a block
+of another prefix, another tenant or older weights does not compare equal, nor one that a copy has
+not written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from aiokv import Regions
+from aiokv.errors import (
+    AllocateTimeout,
+    LeaseError,
+    RequestTooLarge,
+    TransferError,
+    WouldBlock,
+)
+
+if TYPE_CHECKING:
+    import random
+
+    from aiokv import CacheEngine, Lease
+
+LAYERS = 2
+WORDS = 3  # of a block, layer and region: no multiple of a cache line
+SALTS = ("", "tenant-a", "tenant-b")
+_FACTORS = [np.uint64(f) for f in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9E3779B97F4A7C15)]
+
+
+class Violation(Exception):
+    """The engine did what it must not do."""
+
+
+class Memory:
+    """Device tensors and what must be in them."""
+
+    def __init__(self, device_blocks: int, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        self.weights = 0  # changes with every weight update
+        self.checked_blocks = 0
+        self.tensors = [np.zeros((device_blocks, WORDS), np.uint64) for _ in range(2 * LAYERS)]
+        self.regions = Regions(num_layers=LAYERS)
+        self.regions.add("k", layers=self.tensors[0::2])
+        self.regions.add("v", layers=self.tensors[1::2])
+
+    def words(self, tokens: np.ndarray, salt: str, weights: int) -> np.ndarray:
+        """uint64 ``[blocks]``: what the full blocks of a prompt hold."""
+        positions = np.arange(1, len(tokens) + 1, dtype=np.uint64)
+        mixed = (tokens.astype(np.uint64) + np.uint64(1)) * _FACTORS[0] ^ positions * _FACTORS[1]
+        chain = np.cumsum(mixed * _FACTORS[2], dtype=np.uint64)
+        ends = chain[self.block_tokens - 1 :: self.block_tokens]
+        return ends ^ np.uint64(SALTS.index(salt) << 40 | weights)
+
+    def write(self, ids: np.ndarray, words: np.ndarray) -> None:
+        for index, tensor in enumerate(self.tensors):
+            tensor[ids] = (words + np.uint64(index))[:, None]
+
+    def check(self, ids: np.ndarray, words: np.ndarray, who: str) -> None:
+        """Raises:
+        Violation: a block holds other bytes.
+        """
+        for index, tensor in enumerate(self.tensors):
+            equal = tensor[ids] == (words + np.uint64(index))[:, None]
+            if not equal.all():
+                block = int(equal.all(axis=1).argmin())
+                raise Violation(
+                    f"{who}: block {block} of {len(ids)} (device id {ids[block]}, tensor {index}) "
+                    f"does not hold the bytes of its prefix"
+                )
+        self.checked_blocks += len(ids)
+
+
+class Load:
+    """Random requests against one engine; ``log`` holds the last operations."""
+
+    def __init__(self, engine: CacheEngine, memory: Memory, rng: random.Random) -> None:
+        self.engine = engine
+        self.memory = memory
+        self.rng = rng
+        self.operations = 0
+        self.hit_tokens = 0
+        self.cancelled = 0
+        self.failed_onloads = 0
+        self.stopping = False
+        self.log: deque[tuple[object, ...]] = deque(maxlen=60)
+
+    def note(self, *what: object) -> None:
+        self.operations += 1
+        self.log.append((self.operations, *what))
+
+    # --- clients --------------------------------------------------------------------------------
+
+    async def client(self, name: str) -> None:
+        """Requests one after the other, until told to stop."""
+        while not self.stopping:
+            await self.act(name)
+            await asyncio.sleep(0)
+
+    async def act(self, name: str) -> None:
+        draw = self.rng.random()
+        if draw < 0.90:
+            await self.request(name)
+        elif draw < 0.95:
+            await self.prefetch(name)
+        else:
+            await self.pin(name)
+
+    async def request(self, name: str) -> None:
+        rng = self.rng
+        tokens, salt = self.prompt(), rng.choice(SALTS)
+        reads, writes = rng.random() < 0.97, rng.random() < 0.97
+        self.note(name, "match", len(tokens), salt)
+        async with self.engine.match(
+            tokens, salt=salt, owner=name, read=reads, write=writes
+        ) as lease:
+            if rng.random() < 0.1:
+                await self.pause()
+            if not await self.allocate(name, lease, len(tokens)):
+                return
+            request = Request(self, name, lease, tokens, salt)
+            await request.run()
+            self.note(name, "release")
+
+    async def allocate(self, name: str, lease: Lease, n: int) -> bool:
+        rng = self.rng
+        if rng.random() < 0.2:
+            n = rng.randint(1, n)
+        if rng.random() < 0.2:
+            n += rng.randint(0, 2 * self.memory.block_tokens)
+        self.note(name, "allocate", n)
+        if rng.random() < 0.2:
+            return lease.try_allocate(n)
+        timeout = rng.choice((None, None, None, 0.0, 0.002))
+        wait_pending = rng.choice((0.0, 0.0, 0.01, 10.0))
+        try:
+            await lease.allocate(
+                n, priority=rng.randint(0, 2), timeout=timeout, wait_pending=wait_pending
+            )
+        except (AllocateTimeout, RequestTooLarge):
+            return False
+        return True
+
+    async def prefetch(self, name: str) -> None:
+        ttl = self.rng.choice((0.0, 0.002, 0.02))
+        self.note(name, "prefetch", ttl)
+        try:
+            await self.engine.prefetch(self.prompt(), salt=self.rng.choice(SALTS), ttl_seconds=ttl)
+        except TransferError:
+            self.failed_onloads += 1
+
+    async def pin(self, name: str) -> None:
+        self.note(name, "pin")
+        tokens, salt = self.prompt(), self.rng.choice(SALTS)
+        try:
+            pin = await self.engine.pin(
+                tokens, salt=salt, ttl_seconds=self.rng.choice((None, 0.002))
+            )
+        except WouldBlock:
+            return
+        except TransferError:
+            self.failed_onloads += 1
+            return
+        try:
+            await self.pause()
+        finally:
+            self.note(name, "unpin", pin.tokens)
+            pin.release()
+
+    async def pause(self) -> None:
+        for _ in range(self.rng.randint(0, 6)):
+            await asyncio.sleep(0)
+
+    def prompt(self) -> np.ndarray:
+        """Prompts share prefixes: a few choices a block, the first ones the likeliest."""
+        rng, size = self.rng, self.memory.block_tokens
+        blocks = min(1 + int(rng.expovariate(0.25)), 24)
+        choices = [min(int(rng.expovariate(1.5)), 3) for _ in range(blocks)]
+        tokens = np.repeat(np.array(choices, np.int32), size) * 1000
+        tokens += np.arange(blocks * size, dtype=np.int32)
+        return tokens[: rng.randint((blocks - 1) * size + 1, blocks * size)]
+
+    # --- the operator ---------------------------------------------------------------------------
+
+    async def operate(self) -> None:
+        """Evicts, resets, resizes, pauses and updates weights, now and then."""
+        acts = (self.evict, self.evict, self.evict, self.reset, self.resize, self.quiesce,
+                self.hold, self.update_weights)  # fmt: skip
+        while not self.stopping:
+            for _ in range(self.rng.randint(20, 300)):
+                await asyncio.sleep(0)
+                if self.stopping:
+                    break
+            await self.rng.choice(acts)()
+
+    async def evict(self) -> None:
+        tier = self.rng.choice(("device", "device", "host"))
+        blocks = self.rng.randint(0, 12)
+        self.note("operator", "evict", tier, blocks)
+        await self.engine.evict(blocks, tier)
+
+    async def reset(self) -> None:
+        self.note("operator", "reset")
+        await self.engine.reset()
+
+    async def resize(self) -> None:
+        most = len(self.memory.tensors[0])
+        blocks = self.rng.randint(most * 2 // 3, most)
+        self.note("operator", "resize", blocks)
+        try:
+            await self.engine.resize(blocks, timeout=0.02)
+        except TimeoutError:
+            self.note("operator", "resize timed out")
+
+    async def hold(self) -> None:
+        self.note("operator", "pause")
+        self.engine.pause()
+        try:
+            await self.pause()
+        finally:
+            self.engine.resume()
+
+    async def quiesce(self) -> None:
+        self.note("operator", "quiesce")
+        try:
+            await self.engine.quiesce(timeout=0.02)
+        except TimeoutError:
+            self.note("operator", "quiesce timed out")
+            return
+        statistics = self.engine.statistics()
+        try:
+            if statistics.device_leased or statistics.device_in_flight + statistics.host_in_flight:
+                raise Violation(f"not quiet after quiesce: {statistics}")
+        finally:
+            self.engine.resume()
+
+    async def update_weights(self) -> None:
+        self.note("operator", "update weights")
+        try:
+            async with self.engine.updating_weights(timeout=0.05):
+                for _ in range(4):  # those granted before have taken note of the old weights
+                    await asyncio.sleep(0)
+                self.memory.weights += 1
+        except TimeoutError:
+            self.note("operator", "update timed out")
+
+
+class Request:
+    """A granted lease and what it has computed."""
+
+    def __init__(self, load: Load, name: str, lease: Lease, tokens: np.ndarray, salt: str) -> None:
+        self.load = load
+        self.memory = load.memory
+        self.name = name
+        self.lease = lease
+        self.tokens = tokens
+        self.salt = salt
+        self.weights = load.memory.weights
+        self.size = load.memory.block_tokens
+
+    async def run(self) -> None:
+        rng = self.load.rng
+        self.load.hit_tokens += self.lease.cached_tokens
+        if rng.random() < 0.05:
+            return  # lost interest while its onload runs
+        cached = await self.arrive()
+        self.check(cached)
+        self.compute(cached, self.lease.num_tokens)
+        await self.commit(cached)
+        for _ in range(rng.choice((0, 0, 0, 1, 4))):
+            if not await self.decode():
+                break
+        if rng.random() < 0.3:
+            await self.load.pause()
+        self.check(self.full_tokens)
+
+    @property
+    def full_tokens(self) -> int:
+        """Named positions that the table holds."""
+        return min(len(self.tokens), self.lease.num_tokens)
+
+    async def arrive(self) -> int:
+        """Wait for the onload; returns what is there, in tokens."""
+        lease = self.lease
+        try:
+            await lease.layers.wait_all()
+        except TransferError:
+            self.load.failed_onloads += 1
+            while True:
+                try:
+                    position = lease.recompute_from()
+                    break
+                except LeaseError:  # another transfer still writes blocks of the lease
+                    await asyncio.sleep(0)
+            self.load.note(self.name, "recompute from", position)
+            if position is None:
+                raise Violation(f"{self.name}: an onload failed, nothing to recompute") from None
+            if position != lease.cached_tokens:
+                raise Violation(
+                    f"{self.name}: {lease.cached_tokens} cached, not {position}"
+                ) from None
+        return lease.cached_tokens
+
+    def words(self) -> np.ndarray:
+        return self.memory.words(self.tokens[: self.full_tokens], self.salt, self.weights)
+
+    def check(self, tokens: int) -> None:
+        blocks = tokens // self.size
+        self.memory.check(self.lease.block_table[:blocks], self.words()[:blocks], self.name)
+
+    def compute(self, begin: int, end: int) -> None:
+        first, last = begin // self.size, min(end, self.full_tokens) // self.size
+        if first < last:
+            self.memory.write(self.lease.block_table[first:last], self.words()[first:last])
+
+    async def commit(self, done: int) -> None:
+        """In chunks, as a prefill would."""
+        lease, rng = self.lease, self.load.rng
+        while done < lease.num_tokens:
+            done = min(done + rng.randint(1, 6 * self.size), lease.num_tokens)
+            self.load.note(self.name, "commit", done)
+            lease.commit(done)
+            self.load.engine.step()
+            if rng.random() < 0.5:
+                await asyncio.sleep(0)
+
+    async def decode(self) -> bool:
+        """Some more positions, named or drafts that are given back."""
+        lease, rng = self.lease, self.load.rng
+        more = rng.randint(1, 2 * self.size)
+        self.load.note(self.name, "extend", more)
+        before = lease.num_tokens
+        try:
+            self.load.engine.extend([lease], more)
+        except WouldBlock:
+            return False
+        if rng.random() < 0.3:
+            self.load.note(self.name, "truncate", before)
+            lease.truncate(before)
+            self.tokens = self.tokens[:before]
+            return True
+        begin = min(before, len(self.tokens))  # drafts before it have no name and no bytes yet
+        room = lease.num_tokens - len(self.tokens)
+        if room > 0:
+            named = np.array([rng.randint(0, 1) for _ in range(room)], np.int32)
+            lease.append(named)
+            self.tokens = np.concatenate([self.tokens, named])
+        self.compute(begin, lease.num_tokens)
+        await self.commit(before)
+        return True
+
+
+def raise_first(results: list[BaseException | None]) -> None:
+    """Of finished tasks: anything but a cancellation is a violation."""
+    for result in results:
+        if result is None or isinstance(result, asyncio.CancelledError):
+            continue
+        if isinstance(result, Violation):
+            raise result
+        raise Violation(f"unexpected {result!r}") from result

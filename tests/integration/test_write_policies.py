@@ -1,0 +1,284 @@
+"""When blocks get their host copy, and what is lost when they cannot (issue 3, items 1 and 2)."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from kv_cache import Cache, prompt
+
+from aiokv.errors import DeviceError, WouldBlock
+from aiokv.testing import run_until_idle, spin
+
+A, B, C, D = (prompt(seed, 2) for seed in range(1, 5))
+BIG = prompt(9, 5)
+
+pytestmark = pytest.mark.asyncio
+
+
+# ---- write_through
+
+
+async def test_write_through_saves_all_that_a_pass_commits_in_one_transfer():
+    async with Cache(write_policy="write_through") as cache:
+        leases = [await cache.serve(tokens) for tokens in (A, B)]
+        await spin(2)
+        (offload,) = cache.device.offloads
+        assert len(offload.host_ids) == 4
+        await cache.finish()
+        for lease in leases:
+            lease.release()
+        assert await cache.engine.evict(4) == 4
+        assert cache.hit(A) == cache.hit(B) == (0, 2)
+        await _serve_from_host(cache, B)
+
+
+async def test_what_the_host_cannot_take_is_skipped_and_dropped_later():
+    async with Cache(write_policy="write_through", host_blocks=1) as cache:
+        await cache.fill(A)
+        await cache.finish()
+        assert cache.statistics.skipped_backups == 1
+        assert await cache.engine.evict(2) == 2
+        assert cache.hit(A) == (0, 1)
+
+
+# ---- write_through_selective
+
+
+@pytest.mark.parametrize("threshold", [1, 2, 3])
+async def test_selective_saves_at_the_nth_use_though_the_block_is_hot(threshold: int):
+    """The blocks are referenced all the time; only their uses count."""
+    async with Cache(
+        write_policy="write_through_selective", write_through_threshold=threshold
+    ) as cache:
+        leases = []
+        for use in range(1, 4):
+            leases.append(await cache.serve(A))
+            await spin(2)
+            assert len(cache.device.offloads) == (use >= threshold)
+        (offload,) = cache.device.offloads
+        table = leases[0].block_table[:2].tolist()
+        assert sorted(offload.device_ids.tolist()) == sorted(table)
+        await cache.finish()
+        for lease in leases:
+            lease.release()
+        assert cache.statistics.offloaded_blocks == 2
+
+
+async def test_selective_counts_each_block_by_itself():
+    """A shared prefix is used twice, the tails behind it once."""
+    fork = A.copy()
+    fork[4:] += 500
+    async with Cache(write_policy="write_through_selective") as cache:
+        await cache.fill(A, fork)
+        await cache.finish()
+        assert cache.statistics.offloaded_blocks == 1
+        assert await cache.engine.evict(8) == 3
+        assert (cache.hit(A), cache.hit(fork)) == ((0, 1), (0, 1))
+
+
+# ---- write_back
+
+
+async def test_write_back_saves_before_it_evicts_and_not_before():
+    async with Cache(device_blocks=6, write_policy="write_back") as cache:
+        await cache.fill(A, B)
+        await cache.finish()
+        assert cache.statistics.offloaded_blocks == 0
+        waiting = asyncio.create_task(cache.serve(BIG))  # 6 blocks: all of A and B have to go
+        await spin(3)
+        (offload,) = cache.device.offloads
+        assert len(offload.host_ids) == 4, "the chain goes by one plan"
+        assert cache.hit(A) == (2, 0), "still there while it is being saved"
+        assert not waiting.done()
+        offload.complete_all()
+        (await waiting).release()
+        assert cache.hit(A) == cache.hit(B) == (0, 2)
+        await cache.finish()
+        assert cache.statistics.dropped_blocks == 0
+
+
+async def test_a_match_rescues_blocks_that_are_being_saved():
+    async with Cache(device_blocks=6, write_policy="write_back") as cache:
+        await cache.fill(A)
+        evicting = asyncio.create_task(cache.engine.evict(2))
+        await spin(2)
+        (offload,) = cache.device.offloads
+        rescued = await cache.serve(A)
+        assert rescued.hit.device_tokens == 8
+        offload.complete_all()
+        assert await evicting == 0
+        assert cache.statistics.evicted_device_blocks == 0
+        cache.check(rescued, A)
+        rescued.release()
+        assert cache.hit(A) == (2, 0)
+
+
+async def test_eviction_waits_for_room_that_a_save_in_flight_will_make():
+    """Three requests in line while one save is under way: all are served, none twice."""
+    async with Cache(device_blocks=4, write_policy="write_back") as cache:
+        await cache.fill(A)
+        tasks = [asyncio.create_task(_serve_and_release(cache, t)) for t in (BIG[:13], B, C)]
+        await spin(3)
+        while not all(task.done() for task in tasks):
+            cache.device.complete_all()
+            await spin()
+        await asyncio.gather(*tasks)
+        await cache.finish()
+        assert cache.hit(A) == (0, 2)
+
+
+@pytest.mark.parametrize("how", ["fails", "is refused", "fails from its second block on"])
+async def test_what_cannot_be_saved_is_dropped_and_the_waiter_goes_on(how: str):
+    async with Cache(device_blocks=6, write_policy="write_back") as cache:
+        await cache.fill(A, B)
+        cache.device.refuse = DeviceError("no") if how == "is refused" else None
+        waiting = asyncio.create_task(cache.serve(BIG))
+        await spin(3)
+        if how != "is refused":
+            cache.device.offloads[0].fail_all(block=int(how.endswith("on")))
+        (await waiting).release()
+        kept = sum(cache.hit(A)) + sum(cache.hit(B))
+        assert kept <= (1 if how.endswith("on") else 0)
+        assert cache.statistics.failed_blocks == (3 if how.endswith("on") else 4)
+
+
+async def test_a_full_host_makes_room_for_what_is_evicted_now():
+    """The host's oldest go first; a waiter always gets its blocks."""
+    async with Cache(device_blocks=4, host_blocks=2, write_policy="write_back") as cache:
+        for tokens in (A, B, C, D, BIG[:13]):
+            task = asyncio.create_task(_serve_and_release(cache, tokens))
+            await run_until_idle(lambda task=task: _moved(cache, task))
+        await cache.finish()
+        assert cache.statistics.evicted_host_blocks > 0
+        assert cache.statistics.host_cached > 0
+
+
+async def test_a_host_whose_blocks_are_all_being_read_is_no_reason_to_wait():
+    """Its copies are on their way to the device: nothing can be saved, so it is dropped."""
+    async with Cache(device_blocks=6, host_blocks=2, write_policy="write_back") as cache:
+        await cache.fill(A)
+        evicting = asyncio.create_task(cache.engine.evict(2))
+        await run_until_idle(lambda: _moved(cache, evicting))
+        await cache.fill(B)  # on the device, unsaved
+        lease = cache.engine.match(A)
+        assert lease.try_allocate(len(A))  # 3 blocks, 2 of which load from the host
+        other = cache.engine.match(C)
+        granted = asyncio.create_task(other.allocate(len(C)))
+        await run_until_idle(granted.done)
+        assert cache.hit(B) < (2, 0)
+        await cache.finish()
+        cache.check(lease, A)
+        lease.release()
+        other.release()
+
+
+async def test_extend_has_blocks_saved_that_stand_in_its_way():
+    """It does not wait; the save that it starts makes the next try succeed."""
+    async with Cache(device_blocks=5, write_policy="write_back") as cache:
+        await cache.fill(A)
+        lease = await cache.serve(B)  # 3 blocks: 2 are left, of A
+        with pytest.raises(WouldBlock):
+            cache.engine.extend([lease], 4)
+        assert len(cache.device.offloads) == 1
+        await cache.finish()
+        cache.engine.extend([lease], 4)
+        lease.release()
+        assert cache.hit(A)[1] >= 1
+
+
+async def test_extend_drops_what_cannot_be_saved():
+    async with Cache(device_blocks=5, host_blocks=2, write_policy="write_back") as cache:
+        held = await cache.serve(A)
+        await held.preempt(swap=False)
+        evicting = asyncio.create_task(cache.engine.evict(2))
+        await run_until_idle(lambda: _moved(cache, evicting))
+        held.release()
+        await cache.fill(C)
+        reader = cache.engine.match(A)  # holds both host copies while it loads them
+        assert reader.try_allocate(8)
+        cache.engine.extend([reader], 4)
+        await cache.finish()
+        cache.check(reader, A)
+        reader.release()
+
+
+# ---- watermark and twins
+
+
+async def test_eviction_ahead_keeps_blocks_that_can_go_at_once():
+    async with Cache(device_blocks=8, write_policy="write_back", low_watermark_blocks=4) as cache:
+        await cache.fill(A, B)  # 4 free
+        await cache.finish()
+        assert cache.statistics.offloaded_blocks == 0
+        await cache.fill(C)  # 2 free: two more have to be clean
+        assert [len(copy.host_ids) for copy in cache.device.offloads] == [2]
+        await cache.finish()
+        lease = cache.engine.match(prompt(8, 3))
+        assert lease.try_allocate(13), "finds clean blocks, and does not wait"
+        assert cache.hit(A) == (0, 2)
+        lease.release()
+
+
+async def test_twins_make_room_for_blocks_near_eviction():
+    """Host copies of blocks that are on the device as well are given up for the oldest blocks."""
+    async with Cache(
+        device_blocks=8, host_blocks=2, write_policy="write_through", low_watermark_blocks=5
+    ) as cache:
+        hot = await cache.serve(A)
+        await cache.finish()
+        await cache.fill(B)  # next to be evicted, while A is in use and has both host copies
+        await cache.finish()
+        assert cache.statistics.reclaimed_twins == 2
+        assert await cache.engine.evict(2) == 2
+        assert cache.hit(B) == (0, 2)
+        assert cache.hit(A) == (2, 0)
+        hot.release()
+
+
+async def test_a_block_computed_again_beside_its_host_copy_has_a_twin():
+    """``min_onload_tokens`` makes it so; its host copy can be reclaimed as any other's."""
+    async with Cache(
+        device_blocks=8, host_blocks=2, write_policy="write_through", low_watermark_blocks=5,
+        min_onload_tokens=16,
+    ) as cache:  # fmt: skip
+        await cache.fill(A)
+        await cache.finish()
+        assert await cache.engine.evict(2) == 2
+        hot = await cache.serve(A)  # too small an onload
+        assert cache.statistics.onloaded_blocks == 0
+        await cache.fill(B)
+        await cache.finish()
+        assert cache.statistics.reclaimed_twins == 2
+        hot.release()
+
+
+async def test_saving_ahead_does_not_unsave_what_goes_first():
+    """Twins near eviction stay: saving B in place of the older A would gain nothing."""
+    async with Cache(
+        device_blocks=8, host_blocks=2, write_policy="write_through", low_watermark_blocks=8
+    ) as cache:
+        await cache.fill(A)
+        await cache.finish()
+        await cache.fill(B)
+        await cache.finish()
+        assert cache.statistics.reclaimed_twins == 0
+        assert await cache.engine.evict(2) == 2
+        assert cache.hit(A) == (0, 2)
+
+
+async def _serve_and_release(cache: Cache, tokens):
+    (await cache.serve(tokens)).release()
+
+
+async def _serve_from_host(cache: Cache, tokens):
+    task = asyncio.create_task(cache.serve(tokens))
+    await run_until_idle(lambda: _moved(cache, task))
+    lease = await task
+    assert lease.hit.host_tokens > 0
+    lease.release()
+
+
+def _moved(cache: Cache, task: asyncio.Task) -> bool:
+    cache.device.complete_all()
+    return task.done()
