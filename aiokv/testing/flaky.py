@@ -1,0 +1,171 @@
+"""Devices that fail and dawdle at random, from a seed: what a cache must survive.
+
+A block that a failed copy did not write is filled with ``GARBAGE``, so that code which trusts it
+anyway is found by its bytes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from aiokv.errors import DeviceError
+from aiokv.testing.manual import ManualDevice
+from aiokv.worker.device.base import CopyError
+from aiokv.worker.device.cpu import CpuDevice
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from aiokv.worker.arena import HostArena
+    from aiokv.worker.device.base import Event
+    from aiokv.worker.device.cpu import CpuCopy
+    from aiokv.worker.regions import Regions
+
+GARBAGE: Final = 0xEE
+
+
+class FlakyCopy:
+    """A copy of which the blocks from ``error`` on did not arrive."""
+
+    def __init__(self, copy: CpuCopy, error: CopyError) -> None:
+        self._copy = copy
+        self._error = error
+
+    @property
+    def layer_events(self) -> Sequence[Event]:
+        return self._copy.layer_events
+
+    def wait_submitted(self, layer: int) -> None:
+        self._copy.wait_submitted(layer)
+
+    def stream_wait(self, layer: int, stream: Any) -> None:
+        self._copy.stream_wait(layer, stream)
+
+    def error(self) -> CopyError | None:
+        return self._error
+
+
+class FlakyDevice(CpuDevice):
+    """The cpu device, real threads and all, some of whose copies fail.
+
+    Args:
+        rng: decides; the caller's, so that a seed repeats a run.
+        refuse_share: of the copies that are not even accepted.
+        fail_share: of the copies that lose their blocks from a random one on.
+    """
+
+    name = "flaky"
+
+    def __init__(
+        self, rng: random.Random, *, refuse_share: float = 0.02, fail_share: float = 0.05
+    ) -> None:
+        super().__init__()
+        self._rng = rng
+        self.refuse_share = refuse_share
+        self.fail_share = fail_share
+        self.faults = 0
+
+    def attach(self, regions: Regions, arena: HostArena) -> None:
+        super().attach(regions, arena)
+        self._memory_of = (regions, arena)
+
+    def _copy(  # type: ignore[override]
+        self,
+        stream: Any,
+        host_ids: NDArray[np.int32],
+        device_ids: NDArray[np.int32],
+        after: Event | None,
+        *,
+        onload: bool,
+    ) -> CpuCopy | FlakyCopy:
+        if self._rng.random() < self.refuse_share:
+            self.faults += 1
+            raise DeviceError("refused at random")
+        if len(host_ids) < 2 or self._rng.random() >= self.fail_share:
+            return super()._copy(stream, host_ids, device_ids, after, onload=onload)
+        self.faults += 1
+        good = self._rng.randrange(1, len(host_ids))
+        spoil(*self._memory_of, host_ids[good:], device_ids[good:], onload=onload)
+        copy = super()._copy(stream, host_ids[:good], device_ids[:good], after, onload=onload)
+        return FlakyCopy(copy, CopyError(good, "failed at random"))
+
+
+class ChaosDevice(ManualDevice):
+    """The manual device, driven at random: layers end in any order, some of them badly.
+
+    Args:
+        rng: decides; the caller's, so that a seed repeats a run.
+        refuse_share: of the copies that are not even accepted.
+        fail_share: of the layers that lose their blocks from a random one on.
+    """
+
+    name = "chaos"
+
+    def __init__(
+        self, rng: random.Random, *, refuse_share: float = 0.02, fail_share: float = 0.02
+    ) -> None:
+        super().__init__()
+        self._rng = rng
+        self.refuse_share = refuse_share
+        self.fail_share = fail_share
+        self.faults = 0
+
+    def move(self, layers: int) -> None:
+        """End up to ``layers`` layers of copies in flight, whichever."""
+        for _ in range(layers):
+            copies = self.copies
+            if not copies:
+                return
+            copy = self._rng.choice(copies)
+            layer = self._rng.choice(copy.pending_layers)
+            if self._rng.random() >= self.fail_share:
+                copy.complete(layer)
+                continue
+            self.faults += 1
+            good = self._rng.randrange(len(copy.host_ids))
+            spoil(
+                self.regions,
+                self.arena,
+                copy.host_ids[good:],
+                copy.device_ids[good:],
+                onload=copy.direction == "onload",
+                layer=layer,
+            )
+            copy.fail(layer, block=good, reason="failed at random")
+
+    def onload(self, *args: Any) -> Any:
+        self._refuse_at_random()
+        return super().onload(*args)
+
+    def offload(self, *args: Any) -> Any:
+        self._refuse_at_random()
+        return super().offload(*args)
+
+    def _refuse_at_random(self) -> None:
+        if self._rng.random() < self.refuse_share:
+            self.faults += 1
+            self.refuse = DeviceError("refused at random")
+
+
+def spoil(
+    regions: Regions,
+    arena: HostArena,
+    host_ids: NDArray[np.int32],
+    device_ids: NDArray[np.int32],
+    *,
+    onload: bool,
+    layer: int | None = None,
+) -> None:
+    """Fill the destination blocks with garbage, of one layer or of all."""
+    for piece in regions.pieces():
+        if layer is not None and piece.layer != layer:
+            continue
+        if onload:
+            piece.view()[device_ids] = GARBAGE
+        else:
+            begin = piece.host_offset_bytes
+            arena.blocks[host_ids, begin : begin + piece.block_bytes] = GARBAGE
