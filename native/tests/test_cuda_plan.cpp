@@ -92,6 +92,17 @@ TEST(no_copy_crosses_a_registration_border) {
     }
 }
 
+TEST(ids_are_sorted_and_equal_ones_keep_their_order) {
+    const Ids ids{70000, 5, 4096, 5, 0, 2049, 70000, 1};
+    std::vector<std::uint32_t> order;
+    sort_by_id(ids, order);
+    CHECK(order == (std::vector<std::uint32_t>{4, 7, 1, 3, 5, 2, 0, 6}));
+    sort_by_id(Ids{1, 2, 3}, order);
+    CHECK(order == (std::vector<std::uint32_t>{0, 1, 2}));
+    sort_by_id(Ids{}, order);
+    CHECK(order.empty());
+}
+
 TEST(groups_ramp_and_cover_all_layers) {
     const Layout layout = make_layout(32, 16384);
     const auto groups =

@@ -88,18 +88,16 @@ class Lane {
     void fail_at(std::uint32_t layer, int code);
 
   private:
-    struct Slot {
-        std::uint8_t* staging;
+    struct Piece {
         cudaEvent_t crossed;  // first half done: in staging
         cudaEvent_t done;
-        bool used = false;
+        std::size_t bytes = 0;
         double expected_end = 0.0;
     };
     struct Job {  // the transfer at hand, in the lane's order
         Transfer* transfer;
         std::vector<std::int32_t> host_ids;    // sorted
         std::vector<std::int32_t> device_ids;  // along with them
-        std::vector<std::uint32_t> order;      // sorted position to index in the request
         IdBuffer* ids;
     };
 
@@ -110,12 +108,14 @@ class Lane {
     void submit_group(Job& job, const Group& group);
     void submit_piece(Job& job, const Group& group, std::size_t first_row, std::size_t num_rows);
     void gate(const Group& group);
-    void wait_for(Slot& slot);
-    void note_submitted(Slot& slot, std::size_t bytes);
+    Piece& piece(std::size_t number) { return pieces_[number % pieces_.size()]; }
+    void wait_for(std::size_t number);
+    void note_submitted(std::size_t bytes);
     void copy_rows(const Job& job, Window window, std::size_t first_row, std::size_t num_rows,
                    std::uint8_t* staging);
     KernelCopy kernel_copy(const Job& job, const Group& group, std::size_t first_row,
                            std::size_t num_rows, Rows rows) const;
+    void settle(Transfer& transfer, const DeviceError& error);
     void settle_failure(Transfer& transfer, const DeviceError& error);
     std::uint32_t first_bad_block() const;
     cudaStream_t last_stream() const;
@@ -124,17 +124,18 @@ class Lane {
     const Direction direction_;
     const LaneContext context_;
     const LaneStreams streams_;
-    std::vector<Slot> slots_;
+    std::vector<Piece> pieces_;  // the latest, one a slot
     std::vector<std::unique_ptr<IdBuffer>> id_buffers_;
     std::uint8_t* staging_ = nullptr;
     std::size_t slot_bytes_ = 0;
-    std::size_t next_slot_ = 0;
+    std::size_t next_piece_ = 0;
     std::size_t next_ids_ = 0;
     double expected_end_ = 0.0;
+    double link_rate_;              // bytes a second
     std::vector<HostCopy> copies_;  // reused from piece to piece
 
     // How far the transfer at hand has come, for its failure.
-    const std::vector<std::uint32_t>* order_ = nullptr;
+    std::vector<std::uint32_t> order_;  // sorted position to index in the request
     IdBuffer* ids_ = nullptr;
     std::size_t rows_submitted_ = 0;
     bool last_group_ = false;

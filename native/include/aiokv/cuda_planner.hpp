@@ -39,6 +39,9 @@ struct Shape {
     std::size_t num_runs;  // of consecutive host ids, after sorting
 };
 
+// `order` becomes the positions of `ids` in ascending order of id; equal ids keep their order.
+void sort_by_id(std::span<const std::int32_t> ids, std::vector<std::uint32_t>& order);
+
 std::size_t count_runs(std::span<const std::int32_t> sorted_ids);
 
 // Layer groups of 1, 1, 2, 4, 8, 8, ... layers: the first layer comes early, and most bytes move in

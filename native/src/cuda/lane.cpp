@@ -3,7 +3,6 @@
 #include <time.h>
 
 #include <algorithm>
-#include <numeric>
 #include <utility>
 
 #include "aiokv/cuda_check.hpp"
@@ -14,9 +13,8 @@ namespace {
 
 // More transfers than slots can never be on the streams at once; one more is being prepared.
 constexpr std::size_t kSpareIdBuffers = 2;
-// Waiting a little past the expected end saves a second look, while the next slot keeps the link
-// busy for ten times as long.
-constexpr double kSlackSeconds = 60e-6;
+constexpr double kRateStep = 1.03;  // of the guessed speed of the link, after each look
+constexpr double kSlowestLink = 1e9, kFastestLink = 200e9;  // bytes a second
 
 double clock_seconds(clockid_t clock) {
     timespec time{};
@@ -34,7 +32,10 @@ void sleep_until(double seconds) {
 }  // namespace
 
 Lane::Lane(Direction direction, LaneContext context, LaneStreams streams)
-    : direction_(direction), context_(std::move(context)), streams_(streams) {
+    : direction_(direction),
+      context_(std::move(context)),
+      streams_(streams),
+      link_rate_(context_.options.link_bytes_per_second) {
     const EngineOptions& options = context_.options;
     const Layout& layout = context_.layout;
     slot_bytes_ = std::max(options.slot_bytes, layout.max_layer_bytes());
@@ -42,8 +43,7 @@ Lane::Lane(Direction direction, LaneContext context, LaneStreams streams)
         check(cudaMalloc(reinterpret_cast<void**>(&staging_), slot_bytes_ * options.num_slots),
               "cudaMalloc for the staging ring");
         for (std::uint32_t i = 0; i < options.num_slots; ++i) {
-            slots_.push_back({staging_ + i * slot_bytes_, context_.events->take(),
-                              context_.events->take(), false, 0.0});
+            pieces_.push_back({context_.events->take(), context_.events->take()});
         }
         const std::size_t most =
             direction == Direction::kOnload ? layout.device_blocks : layout.host_blocks;
@@ -92,11 +92,11 @@ void Lane::close() {
 }
 
 void Lane::free_resources() {
-    for (Slot& slot : slots_) {
-        context_.events->give(slot.crossed);
-        context_.events->give(slot.done);
+    for (Piece& piece : pieces_) {
+        context_.events->give(piece.crossed);
+        context_.events->give(piece.done);
     }
-    slots_.clear();
+    pieces_.clear();
     id_buffers_.clear();
     cudaFree(std::exchange(staging_, nullptr));
 }
@@ -131,11 +131,11 @@ void Lane::run() {
         try {
             execute(*transfer);
         } catch (const DeviceError& error) {
-            settle_failure(*transfer, error);
+            settle(*transfer, error);
         } catch (const std::exception& error) {
-            settle_failure(*transfer, DeviceError(error.what(), 0));
+            settle(*transfer, DeviceError(error.what(), 0));
         }
-        order_ = nullptr;
+        order_.clear();
     }
     final_cpu_seconds_ = clock_seconds(CLOCK_THREAD_CPUTIME_ID);
 }
@@ -157,16 +157,12 @@ void Lane::execute(Transfer& transfer) {
     context_.health->raise_if_broken();
     const std::size_t n = request.host_ids.size();
     Job job{&transfer, std::vector<std::int32_t>(n), std::vector<std::int32_t>(n),
-            std::vector<std::uint32_t>(n), id_buffers_[next_ids_++ % id_buffers_.size()].get()};
-    std::iota(job.order.begin(), job.order.end(), 0u);
-    std::stable_sort(job.order.begin(), job.order.end(), [&](std::uint32_t a, std::uint32_t b) {
-        return request.host_ids[a] < request.host_ids[b];
-    });
+            id_buffers_[next_ids_++ % id_buffers_.size()].get()};
+    sort_by_id(request.host_ids, order_);
     for (std::size_t i = 0; i < n; ++i) {
-        job.host_ids[i] = request.host_ids[job.order[i]];
-        job.device_ids[i] = request.device_ids[job.order[i]];
+        job.host_ids[i] = request.host_ids[order_[i]];
+        job.device_ids[i] = request.device_ids[order_[i]];
     }
-    order_ = &job.order;
     ids_ = job.ids;
     rows_submitted_ = 0;
     last_group_ = false;
@@ -216,31 +212,35 @@ void Lane::submit_group(Job& job, const Group& group) {
 
 void Lane::submit_piece(Job& job, const Group& group, std::size_t first_row, std::size_t num_rows) {
     gate(group);
-    Slot& slot = slots_[next_slot_++ % slots_.size()];
-    wait_for(slot);
+    const std::size_t num_slots = context_.options.num_slots;
+    if (next_piece_ >= num_slots) {
+        wait_for(next_piece_ - num_slots);
+    }
+    Piece& current = piece(next_piece_);
+    std::uint8_t* staging = staging_ + next_piece_ % num_slots * slot_bytes_;
     const Window window = context_.layout.window(group.first_layer, group.end_layer);
     const EngineOptions& options = context_.options;
-    const Rows staged{slot.staging, nullptr, window.bytes, window.offset};
+    const Rows staged{staging, nullptr, window.bytes, window.offset};
     if (direction_ == Direction::kOffload) {
         launch_gather(kernel_copy(job, group, first_row, num_rows, staged), options.staged_blocks,
                       streams_.kernel);
-        check(cudaEventRecord(slot.crossed, streams_.kernel), "cudaEventRecord");
-        check(cudaStreamWaitEvent(streams_.copy, slot.crossed, 0), "cudaStreamWaitEvent");
-        copy_rows(job, window, first_row, num_rows, slot.staging);
+        check(cudaEventRecord(current.crossed, streams_.kernel), "cudaEventRecord");
+        check(cudaStreamWaitEvent(streams_.copy, current.crossed, 0), "cudaStreamWaitEvent");
+        copy_rows(job, window, first_row, num_rows, staging);
     } else if (group.path == Path::kDirect) {
         const Rows host{reinterpret_cast<std::uint8_t*>(context_.layout.host_base),
                         job.ids->host_ids() + first_row, context_.layout.host_block_bytes, 0};
         launch_direct(kernel_copy(job, group, first_row, num_rows, host), options.direct_blocks,
                       streams_.kernel);
     } else {
-        copy_rows(job, window, first_row, num_rows, slot.staging);
-        check(cudaEventRecord(slot.crossed, streams_.copy), "cudaEventRecord");
-        check(cudaStreamWaitEvent(streams_.kernel, slot.crossed, 0), "cudaStreamWaitEvent");
+        copy_rows(job, window, first_row, num_rows, staging);
+        check(cudaEventRecord(current.crossed, streams_.copy), "cudaEventRecord");
+        check(cudaStreamWaitEvent(streams_.kernel, current.crossed, 0), "cudaStreamWaitEvent");
         launch_scatter(kernel_copy(job, group, first_row, num_rows, staged), options.staged_blocks,
                        streams_.kernel);
     }
-    check(cudaEventRecord(slot.done, last_stream()), "cudaEventRecord");
-    note_submitted(slot, num_rows * window.bytes);
+    check(cudaEventRecord(current.done, last_stream()), "cudaEventRecord");
+    note_submitted(num_rows * window.bytes);
 }
 
 void Lane::gate(const Group& group) {
@@ -254,28 +254,38 @@ void Lane::gate(const Group& group) {
 }
 
 // Sleeping until the expected end and then asking once is the cheapest wait there is; blocking in
-// the driver costs twice as much CPU time, and is what is left when the guess was wrong.
-void Lane::wait_for(Slot& slot) {
-    if (!slot.used) {
-        return;
+// the driver costs twice as much CPU time, and is what is left when the guess was early. Each look
+// moves the guess a little, so that looks come just around the end: the pause that a late look
+// leaves must never count as a slow link, or the next look would come later still.
+void Lane::wait_for(std::size_t number) {
+    const Piece& waited = piece(number);
+    if (waited.expected_end > clock_seconds(CLOCK_MONOTONIC)) {
+        sleep_until(waited.expected_end);
     }
-    if (slot.expected_end > clock_seconds(CLOCK_MONOTONIC)) {
-        sleep_until(slot.expected_end);
-    }
-    const cudaError_t code = cudaEventQuery(slot.done);
+    const cudaError_t code = cudaEventQuery(waited.done);
     if (code == cudaErrorNotReady) {
         cudaGetLastError();
-        check(cudaEventSynchronize(slot.done), "waiting for a staging slot");
+        check(cudaEventSynchronize(waited.done), "waiting for a staging slot");
+        link_rate_ /= kRateStep;
     } else {
         check(code, "waiting for a staging slot");
+        link_rate_ *= kRateStep;
     }
+    // What was submitted behind this piece began when it ended.
+    expected_end_ = clock_seconds(CLOCK_MONOTONIC);
+    for (std::size_t behind = number + 1; behind < next_piece_; ++behind) {
+        expected_end_ += static_cast<double>(piece(behind).bytes) / link_rate_;
+        piece(behind).expected_end = expected_end_;
+    }
+    link_rate_ = std::clamp(link_rate_, kSlowestLink, kFastestLink);
 }
 
-void Lane::note_submitted(Slot& slot, std::size_t bytes) {
-    const double seconds = static_cast<double>(bytes) / context_.options.link_bytes_per_second;
-    expected_end_ = std::max(expected_end_, clock_seconds(CLOCK_MONOTONIC)) + seconds;
-    slot.expected_end = expected_end_ + kSlackSeconds;
-    slot.used = true;
+void Lane::note_submitted(std::size_t bytes) {
+    expected_end_ = std::max(expected_end_, clock_seconds(CLOCK_MONOTONIC)) +
+                    static_cast<double>(bytes) / link_rate_;
+    piece(next_piece_).expected_end = expected_end_;
+    piece(next_piece_).bytes = bytes;
+    ++next_piece_;
 }
 
 void Lane::copy_rows(const Job& job, Window window, std::size_t first_row, std::size_t num_rows,
@@ -304,6 +314,15 @@ KernelCopy Lane::kernel_copy(const Job& job, const Group& group, std::size_t fir
             rows};
 }
 
+void Lane::settle(Transfer& transfer, const DeviceError& error) {
+    try {
+        settle_failure(transfer, error);
+    } catch (const DeviceError& second) {  // it broke meanwhile: nothing can be waited for
+        context_.health->break_with(second.code, second.what());
+        transfer.fail({0, second.code, second.what()}, std::nullopt);
+    }
+}
+
 // What was submitted still runs: the transfer's blocks stay its own until that has ended.
 void Lane::settle_failure(Transfer& transfer, const DeviceError& error) {
     const cudaError_t state = cudaStreamQuery(last_stream());
@@ -312,6 +331,10 @@ void Lane::settle_failure(Transfer& transfer, const DeviceError& error) {
                                     describe(state, "submitting a transfer"));
     }
     cudaGetLastError();
+    if (context_.health->broken()) {
+        transfer.fail({0, error.code, error.what()}, std::nullopt);  // nothing runs any more
+        return;
+    }
     const cudaStream_t first = direction_ == Direction::kOnload ? streams_.copy : streams_.kernel;
     cudaEvent_t joint = context_.events->take();
     if (cudaEventRecord(joint, first) == cudaSuccess) {
@@ -319,7 +342,7 @@ void Lane::settle_failure(Transfer& transfer, const DeviceError& error) {
     }
     context_.events->give(joint);
     cudaGetLastError();
-    if (ids_ != nullptr && !context_.health->broken()) {
+    if (ids_ != nullptr) {
         std::exchange(ids_, nullptr)->release(streams_.kernel);  // its kernels may still read it
     }
     transfer.fail({first_bad_block(), error.code, error.what()}, last_stream());
@@ -327,11 +350,11 @@ void Lane::settle_failure(Transfer& transfer, const DeviceError& error) {
 
 // Groups come one after the other, so a block is whole only when its row of the last group is.
 std::uint32_t Lane::first_bad_block() const {
-    if (order_ == nullptr || !last_group_ || rows_submitted_ >= order_->size()) {
+    if (!last_group_ || rows_submitted_ >= order_.size()) {
         return 0;
     }
-    return *std::min_element(order_->begin() + static_cast<std::ptrdiff_t>(rows_submitted_),
-                             order_->end());
+    return *std::min_element(order_.begin() + static_cast<std::ptrdiff_t>(rows_submitted_),
+                             order_.end());
 }
 
 }  // namespace aiokv::cuda

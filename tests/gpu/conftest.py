@@ -1,0 +1,47 @@
+"""GPU tests: skipped, with the reason, where there is no GPU. `make test-gpu` runs them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def _missing() -> str:
+    """Why there can be no GPU test here; empty when there can."""
+    from aiokv import _native
+
+    if not hasattr(_native, "cuda"):
+        return "aiokv was built without CUDA"
+    try:
+        import cupy
+
+        count = cupy.cuda.runtime.getDeviceCount()
+    except ImportError as error:
+        return f"CuPy: {error}"
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return f"no CUDA device: {error}"
+    return "" if count else "no CUDA device"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = os.path.dirname(__file__)
+    ours = [item for item in items if str(item.path).startswith(here)]
+    reason = _missing() if ours else ""
+    for item in ours:
+        item.add_marker(pytest.mark.gpu)
+        if reason:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> Iterator[None]:
+    """As the suite's own, without descriptors: the driver opens some whenever it likes."""
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) <= before
