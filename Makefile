@@ -8,7 +8,7 @@ CXX_FILES := $(filter %.cpp %.hpp %.cu %.cuh,$(NATIVE))
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-native lint type fmt stubs sanitize bench profile clean
+.PHONY: help setup demo test test-all test-native lint type fmt stubs sanitize bench profile test-gpu bench-gpu clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -62,6 +62,12 @@ sanitize: $(VENV)/.tools ## native unit tests under AddressSanitizer and UBSan
 
 bench: $(STAMP) ## all benches, one table, JSON in bench/results/
 	$(BIN)/python -m bench $(ARGS)
+
+test-gpu: $(STAMP) ## the tests that need a GPU (a CUDA compiler and CuPy too)
+	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
+
+bench-gpu: $(STAMP) ## transfers, wake-ups and pinning on a GPU, JSON in bench/results/
+	$(BIN)/python -m bench.gpu $(ARGS)
 
 profile: $(STAMP) ## cProfile of the replay loop, written to profile.pstats
 	$(BIN)/python -m bench.profile $(ARGS)

@@ -39,17 +39,18 @@ OTHERS = ("vllm", "sgl_kernel", "lmcache")
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
-    parser.add_argument("--out", type=Path, default=harness.RESULTS / "gpu-h100.json")
+    parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--slices", type=int, nargs="*", default=SLICES_KIB)
     parser.add_argument("--layouts", nargs="*")
     parser.add_argument("--quick", action="store_true", help="no baselines, no wake-ups")
     args = parser.parse_args()
+    out = args.out or harness.RESULTS / f"gpu-{gpu_name()}.json"
     layouts = args.layouts or ["random", "runs64", *(["replay"] if HISTOGRAM.exists() else [])]
     results: dict[str, Any] = {"transfers": {}}
     run = harness.Run(machine=machine(), benches={"gpu": results})
 
     def note(what: str) -> None:
-        harness.save(run, args.out)  # what is measured is kept, whatever comes after
+        harness.save(run, out)  # what is measured is kept, whatever comes after
         print(f"bench.gpu: {what} at {time.perf_counter() - begin:.0f} s", file=sys.stderr)
 
     begin = time.perf_counter()
@@ -72,6 +73,14 @@ def main() -> int:
             note(name)
     Console(width=200, highlight=False).print(*tables(results))
     return 0
+
+
+def gpu_name() -> str:
+    """As results are named: ``h100``, ``h200``, ``a10g``, ..."""
+    import cupy
+
+    name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode().lower()
+    return str(name.removeprefix("nvidia ").split()[0])
 
 
 def machine() -> dict[str, str]:

@@ -14,20 +14,20 @@ if [[ $parts == *" build "* ]]; then
 fi
 if [[ $parts == *" tests "* ]]; then
     $python -m pytest -q -m gpu tests/gpu -p no:cacheprovider --junitxml="$out/gpu-tests.xml" || status=1
-    $python -m bench.gpu_tests_json "$out/gpu-tests.xml" "$out/gpu-tests-h100.json" || status=1
+    $python -m bench.gpu_tests_json "$out/gpu-tests.xml" "$out" || status=1
 fi
 if [[ $parts == *" sanitizer "* ]]; then
     for tool in memcheck racecheck; do
-        AIOKV_GPU_LOCK_SECONDS=3 compute-sanitizer --tool "$tool" --target-processes all \
+        timeout 120 compute-sanitizer --tool "$tool" --target-processes all \
             --error-exitcode 9 $python -m pytest -q -x -m gpu -p no:cacheprovider \
             -k 'apart or empty or source or layers_without' tests/gpu/test_bytes.py \
             >"$out/sanitizer-$tool.log" 2>&1
         code=$?
-        echo "compute-sanitizer $tool: exit $code, $(grep -c 'ERROR SUMMARY: 0 errors' "$out/sanitizer-$tool.log") clean"
+        echo "compute-sanitizer $tool: exit $code, $(grep -cE 'ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards' "$out/sanitizer-$tool.log") clean"
         [[ $code == 0 ]] || status=1
     done
 fi
 if [[ $parts == *" bench "* ]]; then
-    $python -m bench.gpu --out "$out/gpu-h100.json" || status=1
+    $python -m bench.gpu --out "$out/gpu.json" || status=1
 fi
 exit $status

@@ -81,4 +81,5 @@ def _replay_lengths(pool: int, random: np.random.Generator) -> NDArray[np.int64]
     # A run of length n appears once for every n of its blocks.
     weights = np.array([blocks / int(length) for length, blocks in histogram.items()])
     drawn = random.choice(lengths, size=pool, p=weights / weights.sum())
+    drawn = np.minimum(drawn, pool // 8)  # a pool of few blocks has no room for the longest
     return drawn[np.cumsum(drawn + 1) <= pool]

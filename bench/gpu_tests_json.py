@@ -9,7 +9,7 @@ from pathlib import Path
 from bench import gpu, harness
 
 
-def main(junit: str, target: str) -> int:
+def main(junit: str, folder: str) -> int:
     suite = next(ElementTree.parse(junit).getroot().iter("testsuite"))
     tests = {}
     for case in suite.iter("testcase"):
@@ -23,7 +23,7 @@ def main(junit: str, target: str) -> int:
     for test in tests.values():
         counts[str(test["outcome"])] = counts.get(str(test["outcome"]), 0) + 1
     run = harness.Run(machine=gpu.machine(), benches={"gpu_tests": {"counts": counts} | tests})
-    harness.save(run, Path(target))
+    harness.save(run, Path(folder) / f"gpu-tests-{gpu.gpu_name()}.json")
     print(f"GPU tests: {counts}")
     return 0
 

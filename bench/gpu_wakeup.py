@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import threading
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -155,25 +154,19 @@ async def _busy(stop: asyncio.Event) -> None:
 
 
 class _Pinning:
-    """Pins an arena, over and over."""
+    """Pins an arena that is larger than what the samples take; it is only unpinned after them.
+
+    Unpinning waits for the device, with the driver's lock held: nothing to do beside transfers.
+    """
 
     def __init__(self) -> None:
-        self._arena = HostArena(num_blocks=8, block_bytes=1 << 30)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._repeat)
-        self._thread.start()
-
-    def _repeat(self) -> None:
-        while not self._stop.is_set():
-            pinning = _native.cuda.HostRegistration(
-                self._arena.pointer, self._arena.nbytes, device=0
-            )
-            pinning.wait_ready(self._arena.nbytes)
-            pinning.close()
+        self._arena = HostArena(num_blocks=32, block_bytes=1 << 30)
+        self._pinning = _native.cuda.HostRegistration(
+            self._arena.pointer, self._arena.nbytes, device=0
+        )
 
     def close(self) -> None:
-        self._stop.set()
-        self._thread.join()
+        self._pinning.close()
         self._arena.close()
 
 

@@ -277,6 +277,9 @@ class EngineBase:
         self._on_blocks_free()
 
     def _after_report(self, report: TransferReport) -> None:
+        failure = getattr(self._device, "failure", None) if report.outcome == "failed" else None
+        if failure is not None and self._broken is None:
+            self._break(failure)  # not this transfer's alone
         if report.outcome != "done":
             self._pending.wake_all()  # whoever failed will not publish what was promised
         self._on_blocks_free()

@@ -76,6 +76,8 @@ class Device(Protocol):
             only the oldest event of a direction has to be asked.
         computes_in_stream: the model's work is only submitted when `commit` is called, so that
             transfers have to wait for the event of its step.
+
+    Optional: ``failure``, the error after which no transfer can succeed, which breaks the engine.
     """
 
     name: str
