@@ -8,7 +8,7 @@ CXX_FILES := $(filter %.cpp %.hpp %.cu %.cuh,$(NATIVE))
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-native lint type fmt stubs sanitize bench profile test-gpu bench-gpu clean
+.PHONY: help setup demo test test-all test-native test-paddle lint type fmt stubs sanitize bench profile test-gpu bench-gpu clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -40,6 +40,14 @@ test-native: $(VENV)/.tools ## native unit tests (ctest)
 test-all: $(STAMP) test-native ## the Python tests, then again in debug mode with deeper searches
 	$(BIN)/python -m pytest $(ARGS)
 	PYTHONASYNCIODEBUG=1 AIOKV_DEEP=1 $(BIN)/python -m pytest $(ARGS)
+
+$(VENV)/.paddle: $(STAMP)
+	@echo "aiokv: installing paddlepaddle (cpu) in $(VENV)"
+	@$(PIP) install --group paddle-cpu
+	@touch $@
+
+test-paddle: $(VENV)/.paddle ## the tests that need Paddle (cpu), which it installs
+	$(BIN)/python -m pytest tests/paddle $(ARGS)
 
 lint: $(VENV)/.tools ## ruff and clang-format, no changes made
 	$(BIN)/ruff check .

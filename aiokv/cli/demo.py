@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from aiokv.demo.model import ModelConfig
     from aiokv.demo.report import DemoResult
     from aiokv.demo.runs import DemoConfig
+    from aiokv.demo.weights import Weights
     from aiokv.demo.workload import Workload
 
 # Room for the table in a file or a pipe.
@@ -19,6 +21,9 @@ PLAIN_COLUMNS = 110
 EXIT_EQUAL = 0
 EXIT_DIFFERENT = 1
 EXIT_CONTROL_FAILED = 3
+
+FRAMEWORKS = ("numpy", "paddle")
+KV_FORMATS = ("float32", "bfloat16", "int8", "fp8")
 
 NOTHING_TO_SPOIL = "nothing was reused from the device, so nothing could be spoilt"
 
@@ -68,6 +73,25 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_count(model, "--hidden", 128, "hidden size")
     _add_count(model, "--heads", 4, "attention heads")
     _add_count(model, "--kv-heads", 2, "key and value heads")
+    model.add_argument(
+        "--checkpoint",
+        type=Path,
+        metavar="DIR",
+        help="a local Llama or Qwen checkpoint (config.json, *.safetensors) instead of these sizes",
+    )
+    model.add_argument(
+        "--framework",
+        choices=FRAMEWORKS,
+        default="numpy",
+        help="what computes it (default: numpy)",
+    )
+    model.add_argument(
+        "--kv-format",
+        choices=KV_FORMATS,
+        default="float32",
+        help="of the cached keys and values; int8 and fp8 add regions of scales, and all but "
+        "float32 need --framework paddle (default: float32)",
+    )
     parser.add_argument(
         "--corrupt",
         action="store_true",
@@ -87,23 +111,24 @@ def run(args: argparse.Namespace) -> int:
     import uvloop
     from rich.console import Console
 
+    from aiokv.demo.models import load_model
     from aiokv.demo.progress import BarProgress, LineProgress
     from aiokv.demo.report import print_table
     from aiokv.demo.runs import run_demo
-    from aiokv.demo.transformer import ModelConfig
     from aiokv.errors import UsageError
 
     if args.json is not None and not args.json.absolute().parent.is_dir():
         raise UsageError(f"cannot write {args.json}: its folder does not exist")
-    model = ModelConfig(
-        layers=args.layers,
-        hidden=args.hidden,
-        heads=args.heads,
-        kv_heads=args.kv_heads,
-        ffn=args.hidden * 11 // 4,
-    )
-    workload, config = _workload(args, model.vocab), _config(args)
+    model_config, weights = _weights(args)
+    workload, config = _workload(args, model_config.vocab), _config(args)
     config.check_fits(workload)
+    model = load_model(
+        args.framework,
+        model_config,
+        weights,
+        max_context_tokens=workload.max_context_tokens,
+        kv_format=args.kv_format,
+    )
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = PLAIN_COLUMNS
@@ -156,6 +181,23 @@ def _workload(args: argparse.Namespace, vocab: int) -> Workload:
         answer_tokens=args.answer_tokens,
     )
     return chat_workload(sizes, vocab=vocab, seed=args.seed)
+
+
+def _weights(args: argparse.Namespace) -> tuple[ModelConfig, Weights]:
+    from aiokv.demo.checkpoint import read_checkpoint
+    from aiokv.demo.model import ModelConfig
+    from aiokv.demo.weights import random_weights
+
+    if args.checkpoint is not None:
+        return read_checkpoint(args.checkpoint)
+    config = ModelConfig(
+        layers=args.layers,
+        hidden=args.hidden,
+        heads=args.heads,
+        kv_heads=args.kv_heads,
+        ffn=args.hidden * 11 // 4,
+    )
+    return config, random_weights(config)
 
 
 def _config(args: argparse.Namespace) -> DemoConfig:

@@ -16,7 +16,7 @@ from numpy.linalg import _umath_linalg
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
 Array = NDArray[np.float32]
 
@@ -44,6 +44,28 @@ def use_one_blas_thread() -> None:
             return
 
 
+def largest_alike_tile(
+    shapes: Iterable[tuple[int, int]],
+    product: Callable[[Array, Array], Array],
+    *,
+    candidates: Sequence[int] = TILE_CANDIDATES,
+    seed: int = 0,
+) -> int:
+    """The largest tile in which ``product`` treats all rows alike, on this machine.
+
+    Args:
+        shapes: ``(k, n)`` of the weights that will be used.
+        product: ``[tile, k] @ [k, n]``.
+        candidates: tiles to try, in this order.
+    """
+    rng = np.random.default_rng(seed)
+    weights = [rng.standard_normal(shape, dtype=np.float32) for shape in shapes]
+    for tile in candidates:
+        if all(_rows_are_alike(weight, tile, product, rng) for weight in weights):
+            return tile
+    raise ArithmeticError("this BLAS gives different results for equal one-row products")
+
+
 class RowTiles:
     """Cuts batches into tiles of ``tile`` rows; the caller pads them to :meth:`padded` rows."""
 
@@ -51,18 +73,9 @@ class RowTiles:
         self.tile = tile
 
     @classmethod
-    def for_shapes(cls, shapes: Iterable[tuple[int, int]], *, seed: int = 0) -> RowTiles:
-        """Pick the largest tile in which this machine's BLAS treats all rows alike.
-
-        Args:
-            shapes: ``(k, n)`` of the weights that will be used.
-        """
-        rng = np.random.default_rng(seed)
-        weights = [rng.standard_normal(shape, dtype=np.float32) for shape in shapes]
-        for tile in TILE_CANDIDATES:
-            if all(_rows_are_alike(weight, tile, rng) for weight in weights):
-                return cls(tile)
-        raise ArithmeticError("this BLAS gives different results for equal one-row products")
+    def for_shapes(cls, shapes: Iterable[tuple[int, int]]) -> RowTiles:
+        """With the largest tile that numpy's BLAS allows; ``shapes`` are those of the weights."""
+        return cls(largest_alike_tile(shapes, np.matmul))
 
     def padded(self, rows: int) -> int:
         return -(-rows // self.tile) * self.tile
@@ -74,7 +87,9 @@ class RowTiles:
         return stacked.reshape(rows, weight.shape[1])
 
 
-def _rows_are_alike(weight: Array, tile: int, rng: np.random.Generator) -> bool:
+def _rows_are_alike(
+    weight: Array, tile: int, product: Callable[[Array, Array], Array], rng: np.random.Generator
+) -> bool:
     k, n = weight.shape
     row = rng.standard_normal(k, dtype=np.float32)
     expected: Array | None = None
@@ -83,7 +98,7 @@ def _rows_are_alike(weight: Array, tile: int, rng: np.random.Generator) -> bool:
         x = np.empty(tile * k + place % 2, dtype=np.float32)[place % 2 :].reshape(tile, k)
         x[:] = rng.standard_normal((tile, k), dtype=np.float32)
         x[place] = row
-        found = (x @ weight)[place]
+        found = product(x, weight)[place]
         if expected is None:
             expected = found
         elif not np.array_equal(expected, found):

@@ -7,18 +7,18 @@ import threading
 import time
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Generic, Self
 
 import numpy as np
 
 from aiokv.demo.ledger import digest_rows
+from aiokv.demo.model import CacheT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
-    from aiokv.demo.paged_attention import PagedCache
-    from aiokv.demo.transformer import Batch, Transformer
+    from aiokv.demo.model import Batch, Model
     from aiokv.worker.device.base import Event
     from aiokv.worker.layers import LayerView
 
@@ -59,10 +59,10 @@ class _Job:
     done: asyncio.Future[StepOutput]
 
 
-class ModelRunner:
+class ModelRunner(Generic[CacheT]):
     """Runs forward passes in order on a thread of its own."""
 
-    def __init__(self, model: Transformer, cache: PagedCache) -> None:
+    def __init__(self, model: Model[CacheT], cache: CacheT) -> None:
         self._model = model
         self._cache = cache
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()

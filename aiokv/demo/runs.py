@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Protocol
 
 import aiokv
 from aiokv.demo.report import DemoResult, Percentiles, ReusedTokens, RunResult, Traffic
-from aiokv.demo.row_tiles import use_one_blas_thread
 from aiokv.demo.runner import ModelRunner
 from aiokv.demo.serving import Server, ServingConfig
-from aiokv.demo.transformer import ModelConfig, Transformer
 from aiokv.errors import ConfigError, InternalError
 
 if TYPE_CHECKING:
     from aiokv.demo.ledger import Ledger
-    from aiokv.demo.paged_attention import PagedCache
+    from aiokv.demo.model import CacheT, Model, PagedCache
     from aiokv.demo.workload import Workload
     from aiokv.worker.controller import LaneStatistics
     from aiokv.worker.poller import PollerStatistics
@@ -122,16 +120,17 @@ class Progress(Protocol):
 
 
 async def run_demo(
-    model_config: ModelConfig, workload: Workload, config: DemoConfig, progress: Progress
+    model: Model[CacheT], workload: Workload, config: DemoConfig, progress: Progress
 ) -> DemoResult:
     """Run the workload three times and compare the later runs with the first.
+
+    Args:
+        model: knows positions up to ``workload.max_context_tokens``.
 
     Raises:
         ConfigError: a conversation does not fit into the device blocks.
     """
     config.check_fits(workload)
-    use_one_blas_thread()
-    model = Transformer(model_config, max_context_tokens=workload.max_context_tokens)
     reference: Ledger | None = None
     results = []
     for run in _plan_runs(config):
@@ -140,11 +139,11 @@ async def run_demo(
         progress.end(result)
         results.append(result)
         reference = reference or ledger
-    return DemoResult.of(results, workload=workload.title, model=_describe(model))
+    return DemoResult.of(results, workload=workload.title, model=model.description)
 
 
 async def _run_once(
-    model: Transformer,
+    model: Model[CacheT],
     workload: Workload,
     config: DemoConfig,
     run: _Run,
@@ -222,11 +221,3 @@ def _wakeup_us(poller: PollerStatistics) -> Percentiles:
         return Percentiles(None, None)
     p50, p99 = poller.latency_p50_seconds, poller.latency_p99_seconds
     return Percentiles(round(1e6 * p50, 3), round(1e6 * p99, 3))
-
-
-def _describe(model: Transformer) -> str:
-    config = model.config
-    return (
-        f"{config.layers} layers of {config.hidden}, {config.heads} heads over {config.kv_heads} "
-        f"KV heads, float32, products in tiles of {model.tiles.tile} rows"
-    )

@@ -15,14 +15,14 @@ import asyncio
 import contextlib
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from aiokv.demo.ledger import Ledger
-from aiokv.demo.paged_attention import Span
+from aiokv.demo.model import Batch
+from aiokv.demo.paging import Span
 from aiokv.demo.requests import Request, Sequence, ServingStatistics
-from aiokv.demo.transformer import Batch
 from aiokv.errors import TransferError, WouldBlock
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Server:
     def __init__(
         self,
         engine: aiokv.CacheEngine,
-        runner: ModelRunner,
+        runner: ModelRunner[Any],
         config: ServingConfig,
         *,
         on_hit: Callable[[aiokv.Lease], None] | None = None,

@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 
 import aiokv
+from aiokv.demo.model import ModelConfig
+from aiokv.demo.on_numpy.transformer import NumpyTransformer
 from aiokv.demo.runner import ModelRunner
 from aiokv.demo.serving import Server, ServingConfig
-from aiokv.demo.transformer import ModelConfig, Transformer
+from aiokv.demo.weights import random_weights
 from aiokv.demo.workload import ChatSizes, chat_workload
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.device.cpu import CpuDevice
@@ -72,7 +74,9 @@ async def serve(model, workload, *, device_blocks, host_blocks, reuse, device=No
 
 async def test_lost_onloads_are_computed_again():
     workload = chat_workload(SIZES, vocab=MODEL.vocab, seed=0)
-    model = Transformer(MODEL, max_context_tokens=workload.max_context_tokens)
+    model = NumpyTransformer(
+        MODEL, random_weights(MODEL), max_context_tokens=workload.max_context_tokens
+    )
     reference = await serve(model, workload, device_blocks=256, host_blocks=0, reuse=False)
     device = LosingDevice()
     server = await serve(

@@ -6,9 +6,11 @@ import threading
 import numpy as np
 import pytest
 
-from aiokv.demo.paged_attention import Span
+from aiokv.demo.model import Batch, ModelConfig
+from aiokv.demo.on_numpy.transformer import NumpyTransformer
+from aiokv.demo.paging import Span
 from aiokv.demo.runner import ModelRunner
-from aiokv.demo.transformer import Batch, ModelConfig, Transformer
+from aiokv.demo.weights import random_weights
 from aiokv.errors import TransferError
 
 pytestmark = pytest.mark.asyncio
@@ -40,7 +42,7 @@ class Arrival:
 
 @pytest.fixture(scope="module")
 def model():
-    return Transformer(CONFIG, max_context_tokens=16)
+    return NumpyTransformer(CONFIG, random_weights(CONFIG), max_context_tokens=16)
 
 
 def one_block():

@@ -1,14 +1,18 @@
 """The demo's transformer against a naive one, and the property its whole check rests on."""
 
+import dataclasses
 import itertools
 
 import numpy as np
 import pytest
 
-from aiokv.demo.paged_attention import Span
+from aiokv.demo.model import Batch, ModelConfig
+from aiokv.demo.on_numpy.transformer import NumpyTransformer
+from aiokv.demo.paging import Span
 from aiokv.demo.row_tiles import RowTiles
-from aiokv.demo.transformer import Batch, ModelConfig, Transformer
+from aiokv.demo.weights import random_weights
 from aiokv.errors import ConfigError
+from tests.models.transformer import naive_logits, run
 
 BLOCK_TOKENS = 16
 CONFIG = ModelConfig(vocab=64, hidden=32, layers=2, heads=4, kv_heads=2, ffn=48)
@@ -16,73 +20,24 @@ CONFIG = ModelConfig(vocab=64, hidden=32, layers=2, heads=4, kv_heads=2, ffn=48)
 
 @pytest.fixture(scope="module")
 def model():
-    return Transformer(CONFIG, max_context_tokens=256)
-
-
-def naive_logits(model, tokens):
-    """Every position at once in float64: one head after the other, no cache, no blocks."""
-    config = model.config
-    length, half = len(tokens), config.head_dim // 2
-    x = model.embedding[tokens].astype(np.float64)
-
-    def norm(values):
-        return values / np.sqrt((values**2).mean(-1, keepdims=True) + config.norm_epsilon)
-
-    def turn(head):
-        turned = np.empty_like(head)
-        for position in range(length):
-            for pair in range(half):
-                angle = position * config.rope_theta ** (-pair / half)
-                a, b = head[position, pair], head[position, pair + half]
-                turned[position, pair] = a * np.cos(angle) - b * np.sin(angle)
-                turned[position, pair + half] = b * np.cos(angle) + a * np.sin(angle)
-        return turned
-
-    for layer in model.layers:
-        projected = norm(x) @ layer.qkv
-        parts = np.split(projected, config.heads + 2 * config.kv_heads, axis=1)
-        group = config.heads // config.kv_heads
-        mixed = []
-        for head in range(config.heads):
-            query = turn(parts[head])
-            key = turn(parts[config.heads + head // group])
-            value = parts[config.heads + config.kv_heads + head // group]
-            scores = query @ key.T / np.sqrt(config.head_dim)
-            scores[np.triu_indices(length, 1)] = -np.inf
-            weights = np.exp(scores - scores.max(-1, keepdims=True))
-            mixed.append(weights / weights.sum(-1, keepdims=True) @ value)
-        x = x + np.concatenate(mixed, axis=1) @ layer.out
-        gate, up = np.split(norm(x) @ layer.gate_up, 2, axis=1)
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ layer.down
-    return norm(x) @ model.unembedding
-
-
-def run(model, cache, parts):
-    """One forward pass; ``parts`` is ``[(tokens, first_position, table)]``."""
-    spans, row = [], 0
-    for tokens, first, table in parts:
-        spans.append(Span(row, row + len(tokens), first, np.asarray(table, dtype=np.int32)))
-        row += len(tokens)
-    batch = Batch(
-        tokens=np.concatenate([tokens for tokens, _, _ in parts]).astype(np.int32),
-        positions=np.concatenate(
-            [np.arange(first, first + len(tokens)) for tokens, first, _ in parts]
-        ).astype(np.int32),
-        spans=spans,
-    )
-    return model.forward(batch, cache)
+    return NumpyTransformer(CONFIG, random_weights(CONFIG), max_context_tokens=256)
 
 
 def random_tokens(count, seed):
     return np.random.default_rng(seed).integers(0, CONFIG.vocab, count, dtype=np.int32)
 
 
-def test_logits_equal_the_naive_model(model):
+@pytest.mark.parametrize(
+    "more", [{}, {"head_size": 12}, {"qkv_bias": True}, {"qk_norm": True}], ids=str
+)
+def test_logits_equal_the_naive_model(more):
+    config = dataclasses.replace(CONFIG, **more)
+    model = NumpyTransformer(config, random_weights(config), max_context_tokens=256)
     tokens = random_tokens(100, seed=3)
     cache = model.new_cache(device_blocks=16, block_tokens=BLOCK_TOKENS)
     table = np.random.default_rng(4).permutation(16)[:7]
     found = run(model, cache, [(tokens, 0, table)])
-    np.testing.assert_allclose(found, naive_logits(model, tokens), rtol=0, atol=2e-4)
+    np.testing.assert_allclose(found, naive_logits(config, tokens), rtol=0, atol=4e-4)
 
 
 @pytest.mark.parametrize("block_tokens", [1, 16, 24])
@@ -143,7 +98,12 @@ def test_tiles_compute_a_product():
 
 @pytest.mark.parametrize(
     ("sizes", "message"),
-    [({"layers": 0}, "layers"), ({"hidden": 36}, "hidden"), ({"kv_heads": 3}, "kv_heads")],
+    [
+        ({"layers": 0}, "layers"),
+        ({"head_size": 7}, "head_size"),
+        ({"hidden": 36}, "hidden"),
+        ({"kv_heads": 3}, "kv_heads"),
+    ],
 )
 def test_impossible_sizes_are_refused(sizes, message):
     with pytest.raises(ConfigError, match=message):

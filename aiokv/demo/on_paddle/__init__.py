@@ -1,0 +1,1 @@
+"""The demo's transformer in Paddle; needs the ``paddlepaddle`` package."""

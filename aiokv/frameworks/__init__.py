@@ -1,0 +1,1 @@
+"""What a tensor framework needs beside DLPack; only these import one."""

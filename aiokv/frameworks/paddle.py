@@ -1,0 +1,74 @@
+"""KV regions as Paddle tensors, looked at where they are.
+
+DLPack has no name for some number formats that numpy knows (bfloat16, float8), and Paddle's views
+do: so a tensor is registered as integers. Needs ``paddlepaddle`` (cpu) or ``paddlepaddle-gpu``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any, Final
+
+from aiokv.errors import LayoutError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from aiokv.worker.regions import Regions
+
+
+_INTEGERS: Final = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
+
+
+def import_paddle() -> Any:
+    """The ``paddle`` module.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="No ccache found")  # of no use to us
+            import paddle
+    except ImportError as error:
+        raise UsageError(
+            f"Paddle cannot be imported: {error}",
+            hint="pip install paddlepaddle, or paddlepaddle-gpu with aiokv's cuda12 extra",
+        ) from error
+    return paddle
+
+
+def add_region(
+    regions: Regions,
+    name: str,
+    layers: Sequence[Any],
+    *,
+    layer_indices: Sequence[int] | None = None,
+) -> None:
+    """Register Paddle tensors ``[device_blocks, ...]``, one a layer, of any dtype.
+
+    Borrowed, as in :meth:`Regions.add`, which takes only those dtypes that DLPack has a name for.
+
+    Raises:
+        LayoutError: the tensors do not fit; the registry is unchanged.
+    """
+    regions.add(
+        name, layers=[as_integers(tensor) for tensor in layers], layer_indices=layer_indices
+    )
+
+
+def as_integers(tensor: Any) -> Any:
+    """The same memory, shape and strides as integers of the same size, which DLPack can carry.
+
+    Raises:
+        LayoutError: there is no such view.
+    """
+    size_bytes = tensor.element_size()
+    if size_bytes not in _INTEGERS:
+        raise LayoutError(f"elements of {size_bytes} bytes ({tensor.dtype})")
+    # Of the same size: Paddle 3.3 misplaces a view of another size when it does not begin at the
+    # start of its storage.
+    view = tensor.detach().view(_INTEGERS[size_bytes])
+    if view.data_ptr() != tensor.data_ptr():
+        raise LayoutError(f"Paddle copied a tensor of {tensor.dtype} to view it as integers")
+    return view

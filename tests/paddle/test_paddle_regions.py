@@ -1,0 +1,80 @@
+"""Paddle tensors as regions: looked at where they are, whatever their dtype (B7.11, B7.12)."""
+
+import numpy as np
+import pytest
+
+from aiokv import LayoutError, Regions
+
+DTYPES = ["float32", "float16", "bfloat16", "float8_e4m3fn", "uint8", "int8", "int64"]
+
+
+@pytest.fixture
+def frameworks(paddle):
+    import aiokv.frameworks.paddle as module
+
+    return module
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_is_borrowed(paddle, frameworks, dtype):
+    layers = [paddle.zeros([4, 2, 3], dtype=dtype) for _ in range(2)]
+    regions = Regions(num_layers=2)
+    frameworks.add_region(regions, "k", layers)
+    assert regions.layer_bytes(0) == 6 * layers[0].element_size()
+    for tensor, piece in zip(layers, regions.pieces(), strict=True):
+        assert piece.pointer == tensor.data_ptr()
+        one = paddle.ones([2, 3]).cast(dtype).view("uint8").numpy()
+        piece.view()[2] = one.reshape(-1)
+        found = tensor.cast("float32").numpy()
+        assert found[2].tolist() == [[1.0] * 3] * 2
+        assert found.sum() == 6
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+def test_keys_and_values_of_one_tensor(paddle, frameworks, dtype):
+    """`[B, K/V, T, D]`: both begin inside the same storage, with strides of their own."""
+    both = paddle.zeros([6, 2, 2, 4], dtype=dtype)
+    regions = Regions(num_layers=1)
+    frameworks.add_region(regions, "k", [both[:, 0]])
+    frameworks.add_region(regions, "v", [both[:, 1]])
+    k, v = regions.layer_pieces(0)
+    size = both.element_size()
+    assert (k.pointer, v.pointer) == (both.data_ptr(), both.data_ptr() + 8 * size)
+    assert k.stride_bytes == v.stride_bytes == 16 * size
+    one = paddle.ones([2, 4]).cast(dtype).view("uint8").numpy().reshape(-1)
+    v.view()[3] = one
+    found = both.cast("float32").numpy()
+    assert found[3, 1].tolist() == [[1.0] * 4] * 2
+    assert found.sum() == 8
+
+
+def test_what_has_gaps_inside_a_block_is_refused(paddle, frameworks):
+    regions = Regions(num_layers=1)
+    with pytest.raises(LayoutError, match="not C-contiguous"):
+        frameworks.add_region(regions, "k", [paddle.zeros([4, 8, 6]).transpose([0, 2, 1])])
+    with pytest.raises(LayoutError, match="elements of 16 bytes"):
+        frameworks.add_region(regions, "k", [paddle.zeros([4, 2], dtype="complex128")])
+    assert regions.names == ()
+
+
+def test_a_missing_paddle_is_said(monkeypatch):
+    import sys
+
+    from aiokv.errors import UsageError
+    from aiokv.frameworks.paddle import import_paddle
+
+    monkeypatch.setitem(sys.modules, "paddle", None)
+    with pytest.raises(UsageError, match="Paddle cannot be imported"):
+        import_paddle()
+
+
+def test_paddle_sees_what_the_engine_wrote_through_numpy(paddle, frameworks):
+    """The bits of a bfloat16 survive a round trip through a region's bytes."""
+    values = np.random.default_rng(0).standard_normal((2, 8)).astype(np.float32)
+    source = paddle.to_tensor(values).cast("bfloat16")
+    target = paddle.zeros([2, 8], dtype="bfloat16")
+    regions = Regions(num_layers=2)
+    frameworks.add_region(regions, "k", [source, target])
+    first, second = regions.pieces()
+    second.view()[:] = first.view()
+    assert bool((source == target).all())
