@@ -9,6 +9,7 @@ from aiokv.errors import ConfigError
 
 Verify = Literal["off", "checksum"]
 WritePolicy = Literal["none", "write_through", "write_through_selective", "write_back"]
+EvictionPolicy = Literal["lru", "s3fifo"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,9 @@ class CacheConfig:
         write_through_threshold: the n of the selective policy; computing a block is its first use.
         low_watermark_blocks: device blocks that are kept free or saved ahead of eviction; None
             for a thirty-second of ``device_blocks``.
+        eviction_policy: which blocks go first. ``"s3fifo"``: one-time prompts before those that
+            came back, by what was learnt of when prompts return, and like ``"lru"`` where that
+            promises less than 3 % more hits; ``"lru"``: the least recently used, exactly.
         min_onload_tokens: a shorter host hit is computed again rather than copied.
         leave_tokens: positions at the end of a prompt that are computed even if cached, at least
             1 for the logits; EAGLE and MTP heads want more.
@@ -45,6 +49,7 @@ class CacheConfig:
     write_policy: WritePolicy = "write_through"
     write_through_threshold: int = 2
     low_watermark_blocks: int | None = None
+    eviction_policy: EvictionPolicy = "s3fifo"
     min_onload_tokens: int = 0
     leave_tokens: int = 1
     reserve_blocks: int = 0
@@ -75,6 +80,10 @@ class CacheConfig:
             raise ConfigError(f"verify {self.verify!r} is not one of {get_args(Verify)}")
         if self.salt_quota_blocks is not None:
             self._require_int("salt_quota_blocks", self.salt_quota_blocks, 1)
+        if self.eviction_policy not in get_args(EvictionPolicy):
+            raise ConfigError(
+                f"eviction_policy {self.eviction_policy!r} is not one of {get_args(EvictionPolicy)}"
+            )
         if self.drain_timeout_seconds < 0:
             raise ConfigError(f"drain_timeout_seconds is {self.drain_timeout_seconds}, below 0")
 

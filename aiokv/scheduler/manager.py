@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aiokv._native import Core, Outcome
+from aiokv._native import Core, EvictionKind, Outcome
 from aiokv._native import WritePolicy as NativePolicy
 from aiokv.plan import Priority, TransferPlan
 
@@ -22,6 +22,7 @@ _POLICIES = {
     "write_through_selective": NativePolicy.WRITE_THROUGH_SELECTIVE,
     "write_back": NativePolicy.WRITE_BACK,
 }
+_EVICTION = {"lru": EvictionKind.LRU, "s3fifo": EvictionKind.S3FIFO}
 _OUTCOMES = {
     "done": Outcome.DONE,
     "failed": Outcome.FAILED,
@@ -48,6 +49,7 @@ class CacheManager:
             write_through_threshold=config.write_through_threshold,
             low_watermark_blocks=config.watermark_blocks,
             min_onload_blocks=config.min_onload_blocks,
+            eviction=_EVICTION[config.eviction_policy],
         )
 
     def onload_plan(self, transfer_id: int, priority: Priority) -> TransferPlan:

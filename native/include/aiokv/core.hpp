@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -14,8 +15,9 @@
 
 #include "aiokv/device_pool.hpp"
 #include "aiokv/direction.hpp"
-#include "aiokv/node_queue.hpp"
+#include "aiokv/eviction_queue.hpp"
 #include "aiokv/prefix_tree.hpp"
+#include "aiokv/reuse_model.hpp"
 
 namespace aiokv {
 
@@ -40,12 +42,14 @@ struct CoreConfig {
     std::uint32_t write_through_threshold = 2;
     std::uint32_t low_watermark_blocks = 0;  // free or clean; eviction runs ahead of this
     std::uint32_t min_onload_blocks = 0;     // fewer host blocks than this are computed instead
+    EvictionKind eviction = EvictionKind::kLru;
 };
 
 struct Lease {
     std::vector<std::int32_t> tokens;  // of named positions, from 0
     std::vector<NodeId> path;          // indexed blocks; holds refs once granted
     std::vector<BlockId> table;        // block i is the index's iff path[i] has this device id
+    std::vector<ReuseClass> classes;   // of the prompt, once granted; empty with lru
     std::vector<TransferId> onloads;   // unfinished ones that write blocks of the table
     std::vector<BlockId> tail_host;    // while swapped: what follows the path, computed, in host
     TransferId swap_out = 0;           // while its table moves to host memory
@@ -175,6 +179,7 @@ class Core {
         std::string key;
         NodeId root = kNone;
         std::uint32_t leases = 0;
+        std::uint64_t seed = 0;  // of the fingerprints of its prompts
     };
 
     // leases
@@ -184,6 +189,7 @@ class Core {
     void walk(Lease& lease);
     void drop_small_onload(Lease& lease);
     void choose_path(Lease& lease, std::size_t usable);
+    void classify(Lease& lease);
     void touch(const std::vector<NodeId>& path);
     void take_blocks(LeaseId id, Lease& lease, std::uint32_t total_blocks);
     void give_back(LeaseId id, Lease& lease, Step step);
@@ -243,15 +249,16 @@ class Core {
     void drop_subtree(NodeId top);
     void detach(NodeId node);
     void free_if_unowned(NodeId node);
-    NodeQueue& queue_of(NodeId node);
+    EvictionQueue& queue_of(NodeId node);
     std::uint32_t evictable() const { return device_queue_.size() + parked_device_; }
 
     CoreConfig config_;
     PrefixTree tree_;
     DevicePool device_;
     BlockPool host_;
-    NodeQueue device_queue_;  // ref 0 and device VALID, least recently used first
-    NodeQueue host_queue_;    // ref 0 and host VALID only
+    std::optional<ReuseModel> reuse_;  // none: lru
+    EvictionQueue device_queue_;       // ref 0 and device VALID, the next victim first
+    EvictionQueue host_queue_;         // ref 0 and host VALID only
     std::uint32_t parked_device_ = 0;
 
     std::deque<Lease> leases_;

@@ -30,6 +30,18 @@ const CoreConfig& checked(const CoreConfig& config) {
     return config;
 }
 
+std::optional<ReuseModel> model_of(const CoreConfig& config) {
+    if (config.eviction == EvictionKind::kLru) return std::nullopt;
+    return ReuseModel(config.block_tokens, std::max(config.device_blocks, config.host_blocks));
+}
+
+// FNV-1a: the same in every process, unlike std::hash.
+std::uint64_t seed_of(std::string_view key) {
+    std::uint64_t hash = 0xcbf29ce484222325;
+    for (const char c : key) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3;
+    return hash;
+}
+
 }  // namespace
 
 Core::Core(const CoreConfig& config)
@@ -38,8 +50,9 @@ Core::Core(const CoreConfig& config)
             config.device_blocks),
       device_(config.device_blocks),
       host_(config.host_blocks),
-      device_queue_(tree_),
-      host_queue_(tree_) {
+      reuse_(model_of(config)),
+      device_queue_(tree_, config.device_blocks, reuse_ ? &*reuse_ : nullptr),
+      host_queue_(tree_, config.host_blocks, reuse_ ? &*reuse_ : nullptr) {
     open_context("");
     contexts_[0].leases = 1;  // the empty context is never closed
 }
@@ -71,7 +84,7 @@ std::uint32_t Core::open_context(std::string_view key) {
     }
     const NodeId root = tree_.add_root();
     tree_[root].device = static_cast<BlockId>(index);
-    contexts_[index] = Context{std::string(key), root, 0};
+    contexts_[index] = Context{std::string(key), root, 0, seed_of(key)};
     entry->second = index;
     return index;
 }
@@ -115,6 +128,7 @@ LeaseId Core::open_lease(Tokens tokens, std::uint32_t context, bool reads, bool 
     lease.writes = writes;
     lease.live = true;
     ++lease.generation;
+    lease.classes.clear();
     ++contexts_[context].leases;
     return (std::uint64_t{lease.generation} << 32) | slot;
 }
@@ -269,6 +283,19 @@ Grant Core::allocate(LeaseId id, std::int64_t num_tokens) {
     return lease.onloads.empty() ? Grant::kReady : Grant::kLoading;
 }
 
+// The model sees a prompt once, when it is granted.
+void Core::classify(Lease& lease) {
+    if (!reuse_) return;
+    if (lease.classes.empty()) {
+        reuse_->observe(lease.tokens, contexts_[lease.context].seed, lease.classes);
+        device_queue_.refresh();
+        host_queue_.refresh();
+    }
+    for (std::size_t i = 0; i < lease.path.size(); ++i) {
+        tree_[lease.path[i]].reuse_class = reuse_->class_at(lease.classes, i);
+    }
+}
+
 // Path nodes hold the lease's refs already, and the pool has the ids.
 void Core::take_blocks(LeaseId id, Lease& lease, std::uint32_t total_blocks) {
     const auto hits = static_cast<std::uint32_t>(lease.path.size());
@@ -292,6 +319,7 @@ void Core::take_blocks(LeaseId id, Lease& lease, std::uint32_t total_blocks) {
     lease.cached_tokens = lease.computed_tokens;
     lease.epoch = epoch_;
     lease.granted = true;
+    classify(lease);
     counters_.hit_device_tokens += std::uint64_t{lease.device_hit} * config_.block_tokens;
     counters_.hit_host_tokens += std::uint64_t{lease.host_hit} * config_.block_tokens;
     counters_.prompt_tokens += lease.tokens.size();
@@ -395,6 +423,7 @@ NodeId Core::publish_block(Lease& lease, NodeId parent, std::uint32_t index) {
     const auto [node, is_new] = tree_.find_or_add_child(parent, tokens);
     Node& n = tree_[node];
     if (n.refs++ == 0 && !is_new) dequeue(node);
+    if (reuse_) n.reuse_class = reuse_->class_at(lease.classes, index);
     if (n.has(kDeviceResident)) return node;
     n.device = lease.table[index];
     n.set(kDeviceValid);

@@ -63,7 +63,7 @@ TransferId Core::take_write_backs(std::uint32_t wanted_blocks) {
     std::vector<NodeId> clean;
     std::uint32_t ready = device_.free_blocks();
     for (NodeId node = device_queue_.front(); node != kNone && ready < target;
-         node = tree_[node].next) {
+         node = device_queue_.after(node)) {
         const Node& n = tree_[node];
         if (n.has(kHostValid)) clean.push_back(node);
         if (!n.has(kHostValid | kHostLoading | kBackupFailed)) dirty.push_back(node);

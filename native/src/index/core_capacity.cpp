@@ -1,8 +1,8 @@
 // Eviction, dropping, reset and resize.
 //
-// A queue holds the nodes without refs, least recently used first. A node that comes up while a
+// A queue holds the nodes without refs, the next victim first. A node that comes up while a
 // transfer pins it, or while a child still needs it, is parked; it returns to the front when the
-// obstacle is gone, because everything left in the queue is younger.
+// obstacle is gone, because everything left in the queue is to be kept longer.
 #include <algorithm>
 
 #include "aiokv/core.hpp"
@@ -10,7 +10,7 @@
 
 namespace aiokv {
 
-NodeQueue& Core::queue_of(NodeId node) {
+EvictionQueue& Core::queue_of(NodeId node) {
     return tree_[node].has(kDeviceValid) ? device_queue_ : host_queue_;
 }
 
@@ -214,6 +214,7 @@ void Core::resize_device(std::int64_t blocks) {
         if (tree_.is_live(node) && !tree_[node].has(kDetached)) drop(node);
     }
     device_.resize(static_cast<std::uint32_t>(blocks));
+    device_queue_.resize(static_cast<std::uint32_t>(blocks));
 }
 
 }  // namespace aiokv

@@ -177,7 +177,8 @@ CoreStatistics Core::statistics() const {
     s.device_cached = device_.capacity() - s.device_free - s.device_leased - s.device_in_flight;
     s.host_cached = host_.capacity() - s.host_free - s.host_in_flight;
     s.nodes = tree_.live_nodes();
-    s.index_bytes = tree_.node_bytes() + tree_.fork_bytes() + device_.bytes() + host_.bytes();
+    s.index_bytes = tree_.node_bytes() + tree_.fork_bytes() + device_.bytes() + host_.bytes() +
+                    (reuse_ ? reuse_->bytes() : 0);
     s.token_bytes = tree_.token_bytes();
     return s;
 }

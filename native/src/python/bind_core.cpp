@@ -110,21 +110,25 @@ void bind_core(nb::module_& m) {
         .value("WRITE_THROUGH", WritePolicy::kWriteThrough)
         .value("WRITE_THROUGH_SELECTIVE", WritePolicy::kWriteThroughSelective)
         .value("WRITE_BACK", WritePolicy::kWriteBack);
+    nb::enum_<EvictionKind>(m, "EvictionKind")
+        .value("LRU", EvictionKind::kLru)
+        .value("S3FIFO", EvictionKind::kS3Fifo);
     nb::class_<Core>(m, "Core", "Prefix index, block pools, leases and eviction; not thread-safe.")
         .def(
             "__init__",
             [](Core* self, std::uint32_t block_tokens, std::uint32_t device_blocks,
                std::uint32_t host_blocks, std::uint32_t leave_tokens, std::uint32_t reserve_blocks,
                WritePolicy write_policy, std::uint32_t write_through_threshold,
-               std::uint32_t low_watermark_blocks, std::uint32_t min_onload_blocks) {
+               std::uint32_t low_watermark_blocks, std::uint32_t min_onload_blocks,
+               EvictionKind eviction) {
                 new (self) Core(CoreConfig{block_tokens, device_blocks, host_blocks, leave_tokens,
                                            reserve_blocks, write_policy, write_through_threshold,
-                                           low_watermark_blocks, min_onload_blocks});
+                                           low_watermark_blocks, min_onload_blocks, eviction});
             },
             nb::kw_only(), "block_tokens"_a, "device_blocks"_a, "host_blocks"_a = 0,
             "leave_tokens"_a = 1, "reserve_blocks"_a = 0, "write_policy"_a = WritePolicy::kNone,
             "write_through_threshold"_a = 2, "low_watermark_blocks"_a = 0,
-            "min_onload_blocks"_a = 0)
+            "min_onload_blocks"_a = 0, "eviction"_a = EvictionKind::kLru)
         .def("match", &match, "tokens"_a, "context"_a = "", "reads"_a = true, "writes"_a = true,
              "Open a lease: (lease, device_blocks, host_blocks) of the longest cached prefix.")
         .def(
