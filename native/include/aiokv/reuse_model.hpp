@@ -59,7 +59,7 @@ class ReuseModel {
     static constexpr std::uint32_t kBuckets = 21;  // two an octave of age
     static constexpr std::uint64_t kWarmCapacities = 4;
     static constexpr std::uint64_t kMinEpochTicks = 1024;
-    static constexpr std::uint64_t kMinLearnTicks = 8192;
+    static constexpr std::uint64_t kMinLearnTicks = 4096;
 
     struct Entry {
         std::uint32_t time : 12 = 0;  // in units, modulo 2 windows

@@ -9,7 +9,7 @@ namespace {
 
 constexpr std::uint64_t kMix = 0x9e3779b97f4a7c15;
 constexpr std::uint32_t kMaxCount = 63;
-constexpr double kFade = 0.001;     // of what was learnt, a sixteenth of the capacity
+constexpr double kFade = 0.0005;    // of what was learnt, a sixteenth of the capacity
 constexpr double kPriorHits = 1.0;  // weight of the whole against a class, of a class against
                                     // one age of it
 

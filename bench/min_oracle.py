@@ -1,0 +1,67 @@
+"""MIN: the hit tokens that no policy can beat, for a trace that is known in advance.
+
+Belady's rule on the prefix tree: after every request, keep the blocks that are asked for again
+soonest. A parent is asked for whenever its child is, so what stays is prefix-closed by itself. The
+bound is generous: a request holds no blocks while it runs, and what is not worth keeping is never
+kept. Works on the trace's own blocks of 512 tokens.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING
+
+from aiokv.trace.format import HASH_BLOCK_TOKENS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from aiokv.trace.format import TraceRequest
+
+_NEVER = 1 << 60
+
+
+def min_hit_tokens(requests: Sequence[TraceRequest], capacity_blocks: int) -> int:
+    """Hit tokens of the optimal cache of ``capacity_blocks`` blocks of 512 tokens."""
+    next_uses = _next_uses(requests)
+    kept: dict[int, int] = {}  # block: its next use
+    farthest: list[tuple[int, int, int]] = []  # (-next use, -depth, block); stale entries stay
+    hits = 0
+    for request, uses in zip(requests, next_uses, strict=True):
+        hits += _leading_hits(request, kept)
+        full = request.input_tokens // HASH_BLOCK_TOKENS
+        for depth, (block, use) in enumerate(zip(request.hash_ids[:full], uses, strict=False)):
+            kept[block] = use
+            heapq.heappush(farthest, (-use, -depth, block))
+        while len(kept) > capacity_blocks:
+            use, _, block = heapq.heappop(farthest)
+            if kept.get(block) == -use:
+                del kept[block]
+    return hits * HASH_BLOCK_TOKENS
+
+
+def _leading_hits(request: TraceRequest, kept: dict[int, int]) -> int:
+    hits = 0
+    for block in request.hash_ids[: _matchable(request)]:
+        if block not in kept:
+            break
+        hits += 1
+    return hits
+
+
+def _matchable(request: TraceRequest) -> int:
+    """A hit leaves at least one token to compute."""
+    return (request.input_tokens - 1) // HASH_BLOCK_TOKENS
+
+
+def _next_uses(requests: Sequence[TraceRequest]) -> list[list[int]]:
+    """For each block of each request, the index of the next request that could hit it."""
+    upcoming: dict[int, int] = {}
+    uses: list[list[int]] = []
+    for index in range(len(requests) - 1, -1, -1):
+        request = requests[index]
+        uses.append([upcoming.get(block, _NEVER) for block in request.hash_ids])
+        for block in request.hash_ids[: _matchable(request)]:
+            upcoming[block] = index
+    uses.reverse()
+    return uses

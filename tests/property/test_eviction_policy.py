@@ -1,0 +1,115 @@
+"""Both eviction policies keep the invariants; lru is exact; s3fifo beats it in a loop."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from random import Random
+
+import numpy as np
+import pytest
+
+from aiokv.config import CacheConfig
+from aiokv.errors import ConfigError
+from aiokv.plan import TransferReport
+from aiokv.scheduler.manager import CacheManager
+from aiokv.trace.synthetic import generate_trace
+from bench.min_oracle import min_hit_tokens
+from bench.policy import hit_tokens, trace_prompts
+
+
+def random_path(rng: Random) -> np.ndarray:
+    """Prompts that share prefixes and part again, 1 to 40 tokens."""
+    return np.array([rng.choice((1, 1, 1, 2, 3)) for _ in range(rng.randint(1, 40))], np.int32)
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3fifo"])
+@pytest.mark.parametrize("write_policy", ["none", "write_through", "write_back"])
+def test_random_calls_keep_the_invariants(policy, write_policy):
+    rng = Random(f"{policy} {write_policy}")
+    manager = CacheManager(
+        CacheConfig(
+            block_tokens=2,
+            device_blocks=48,
+            host_blocks=0 if write_policy == "none" else 64,
+            write_policy=write_policy,
+            eviction_policy=policy,
+        )
+    )
+    core = manager.core
+    live: list[int] = []
+    for i in range(4_000):  # long enough for the learnt order to take over
+        tokens = random_path(rng)
+        lease = core.match(tokens, rng.choice(("", "tenant")))[0]
+        while (grant := core.allocate(lease, len(tokens))) == 0:
+            if plan := manager.make_clean(20):
+                finish(manager, plan.transfer_id, rng)
+            elif live:
+                core.release(live.pop(rng.randrange(len(live))), 0)
+            else:
+                break
+        for transfer_id in core.onloads(lease) if grant == 2 else ():
+            finish(manager, transfer_id, rng)
+        if grant:
+            core.recompute_from(lease)
+            core.commit(lease, len(tokens), 0)
+        live.append(lease)
+        for plan in manager.backup_plans():
+            finish(manager, plan.transfer_id, rng)
+        if len(live) > 2:
+            core.release(live.pop(rng.randrange(3)), 0)
+        if i % 16 == 0:
+            assert core.violations() == []
+    for lease in live:
+        core.release(lease, 0)
+    core.evict_device(48)
+    assert core.violations() == []
+
+
+def finish(manager: CacheManager, transfer_id: int, rng: Random) -> None:
+    outcome = rng.choice(("done", "done", "done", "failed"))
+    manager.complete(
+        TransferReport(transfer_id=transfer_id, outcome=outcome, first_bad_block=rng.randint(0, 3))
+    )
+
+
+def test_lru_hits_are_those_of_an_ordered_dict():
+    requests = generate_trace(300, seed=3, live_conversations=60)
+    capacity = 120
+    used: OrderedDict[int, None] = OrderedDict()
+    hits = 0
+    for request in requests:
+        n, ids = request.input_tokens, request.hash_ids
+        hit = 0
+        while hit < (n - 1) // 512 and ids[hit] in used:
+            hit += 1
+        hits += hit
+        full = ids[: n // 512]
+        path = [block for block in full if block in used]
+        for block in reversed(path):
+            used.move_to_end(block)
+        while len(used) + len(ids) - len(path) > capacity:
+            used.popitem(last=False)
+        for block in reversed(full):
+            used[block] = None
+            used.move_to_end(block)
+    prompts = trace_prompts(requests)
+    assert hit_tokens(prompts, capacity, "lru", block_tokens=512) == hits * 512
+    assert 0 < hits * 512 <= min_hit_tokens(requests, capacity)
+
+
+def test_decisions_repeat():
+    prompts = trace_prompts(generate_trace(400, seed=5, live_conversations=80))
+    first = hit_tokens(prompts, 100, "s3fifo")
+    assert first == hit_tokens(prompts, 100, "s3fifo")
+
+
+def test_a_loop_that_does_not_fit_is_kept_in_part_by_s3fifo():
+    documents = [np.full(5_120, i, np.int32) for i in range(30)]
+    prompts = documents * 60
+    assert hit_tokens(prompts, 200, "lru") == 0
+    assert hit_tokens(prompts, 200, "s3fifo") > 0.3 * 5_120 * len(prompts)
+
+
+def test_unknown_policy_is_refused():
+    with pytest.raises(ConfigError, match="eviction_policy"):
+        CacheConfig(device_blocks=4, eviction_policy="random")
