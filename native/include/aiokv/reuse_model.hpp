@@ -35,7 +35,7 @@ class ReuseModel {
 
     // Counts up whenever scores may have changed; queues then sort their segments anew.
     std::uint64_t epoch() const { return epoch_; }
-    std::uint64_t now() const { return clock_ / unit_; }
+    std::uint64_t now() const { return now_; }
     // Of block `index` of the prompt that `classes` was observed for, if it was.
     ReuseClass class_at(const std::vector<ReuseClass>& classes, std::size_t index) const {
         if (classes.empty()) return 0;
@@ -93,6 +93,7 @@ class ReuseModel {
     std::uint64_t unit_;         // blocks asked for, that make one unit of time
     std::uint64_t epoch_ticks_;  // blocks asked for between two epochs
     std::uint64_t clock_ = 0;    // blocks asked for
+    std::uint64_t now_ = 0;      // clock_ in units
     std::uint64_t last_epoch_ = 0;
     std::uint64_t last_learnt_ = 0;
     std::uint64_t epoch_ = 0;

@@ -174,6 +174,7 @@ void ReuseModel::observe(std::span<const std::int32_t> tokens, std::uint64_t see
 
 void ReuseModel::advance(std::uint64_t ticks) {
     clock_ += ticks;
+    now_ = clock_ / unit_;
     if (clock_ - last_epoch_ < epoch_ticks_) return;
     sweep(clock_ - last_epoch_);
     last_epoch_ = clock_;
