@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from aiokv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from aiokv.worker.regions import Regions
 
 Verify = Literal["off", "checksum"]
 WritePolicy = Literal["none", "write_through", "write_through_selective", "write_back"]
@@ -87,6 +90,39 @@ class CacheConfig:
         if self.drain_timeout_seconds < 0:
             raise ConfigError(f"drain_timeout_seconds is {self.drain_timeout_seconds}, below 0")
 
+    @classmethod
+    def for_regions(
+        cls,
+        regions: Regions,
+        *,
+        device_bytes: int | None = None,
+        host_bytes: int = 0,
+        **options: Any,
+    ) -> Self:
+        """Capacities from bytes, over all layers and regions.
+
+        Args:
+            regions: says what a block costs. To size the tensors themselves, describe tensors of
+                one block and ask ``num_blocks_for(device_bytes, regions.block_bytes)``.
+            device_bytes: of the tensors to be used; None for all.
+            host_bytes: of host memory, what aligns the pieces of a block included; 0 for no tier.
+            options: the other fields.
+
+        Raises:
+            ConfigError: not even one block fits into ``device_bytes``, or ``host_bytes`` is less
+                than a block; or as the constructor.
+        """
+        if regions.num_blocks is None:
+            raise ConfigError("regions without tensors say nothing of the bytes of a block")
+        device_blocks = regions.num_blocks
+        if device_bytes is not None:
+            fitting = _blocks_in("device_bytes", device_bytes, regions.block_bytes)
+            device_blocks = min(device_blocks, fitting)
+        host_blocks = 0
+        if host_bytes:
+            host_blocks = _blocks_in("host_bytes", host_bytes, regions.host_block_bytes)
+        return cls(device_blocks=device_blocks, host_blocks=host_blocks, **options)
+
     @property
     def watermark_blocks(self) -> int:
         """``low_watermark_blocks``, or its default."""
@@ -103,3 +139,9 @@ class CacheConfig:
             raise ConfigError(f"{name} is {value!r}; it must be an integer of at least {minimum}")
         if value >= 2**30:
             raise ConfigError(f"{name} is {value}; it must be below {2**30}")
+
+
+def _blocks_in(field: str, total_bytes: int, block_bytes: int) -> int:
+    if total_bytes < block_bytes:
+        raise ConfigError(f"{field} is {total_bytes}, less than one block of {block_bytes} bytes")
+    return total_bytes // block_bytes

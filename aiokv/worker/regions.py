@@ -87,7 +87,13 @@ class Regions:
         self._num_blocks: int | None = None
 
     def add(
-        self, name: str, *, layers: Sequence[Any], layer_indices: Sequence[int] | None = None
+        self,
+        name: str,
+        *,
+        layers: Sequence[Any],
+        layer_indices: Sequence[int] | None = None,
+        rows_per_block: int = 1,
+        more_blocks: bool = False,
     ) -> None:
         """Register a region.
 
@@ -97,16 +103,35 @@ class Regions:
                 ``__array_interface__`` or ``__cuda_array_interface__``. Within a block it is
                 C-contiguous; blocks may be any distance apart. Borrowed, never copied.
             layer_indices: the layers that have this region; by default all of them.
+            rows_per_block: rows of the first axis that make a block, for a region of smaller
+                blocks (such as one head a row); they follow each other without gaps.
+            more_blocks: the tensors may have more blocks than the other regions; those are the
+                caller's, and never moved.
 
         Raises:
             LayoutError: shapes, strides, device or the number of layers do not fit; the registry
                 is unchanged.
         """
+        indices = self._check_layers(name, len(layers), layer_indices)
+        arrays = []
+        for layer, tensor in zip(indices, layers, strict=True):
+            what = f"region {name!r}, layer {layer}"
+            arrays.append((layer, describe(tensor, what).grouped(rows_per_block, what)))
+        num_blocks = self._common_blocks(name, arrays, more_blocks=more_blocks)
+        for layer, array in arrays:
+            self._pieces[layer].append(array.piece(layer, name))
+        self._num_blocks = num_blocks
+        self._names.append(name)
+        self._place()
+
+    def _check_layers(
+        self, name: str, num_tensors: int, layer_indices: Sequence[int] | None
+    ) -> Sequence[int]:
         if name in self._names:
             raise LayoutError(f"region {name!r} is registered already")
         indices = range(self.num_layers) if layer_indices is None else list(layer_indices)
-        if len(layers) != len(indices):
-            raise LayoutError(f"region {name!r}: {len(layers)} tensors for {len(indices)} layers")
+        if num_tensors != len(indices):
+            raise LayoutError(f"region {name!r}: {num_tensors} tensors for {len(indices)} layers")
         if len(set(indices)) != len(indices) or not all(
             0 <= layer < self.num_layers for layer in indices
         ):
@@ -114,23 +139,24 @@ class Regions:
                 f"region {name!r}: layers {list(indices)} are not distinct layers of "
                 f"{self.num_layers}"
             )
+        return indices
+
+    def _common_blocks(
+        self, name: str, arrays: list[tuple[int, DescribedArray]], *, more_blocks: bool
+    ) -> int | None:
+        """Blocks that all tensors have, with these."""
         num_blocks = self._num_blocks
-        described = []
-        for layer, tensor in zip(indices, layers, strict=True):
-            array = describe(tensor, f"region {name!r}, layer {layer}")
-            if num_blocks is not None and array.num_blocks != num_blocks:
+        for layer, array in arrays:
+            if num_blocks is None or array.num_blocks == num_blocks:
+                num_blocks = array.num_blocks
+            elif not more_blocks or array.num_blocks < num_blocks:
                 raise LayoutError(
                     f"region {name!r}, layer {layer}: {array.num_blocks} blocks, the others "
                     f"have {num_blocks}",
-                    hint="the first axis of every tensor is the block",
+                    hint="the first axis of every tensor is the block; see rows_per_block and "
+                    "more_blocks",
                 )
-            num_blocks = array.num_blocks
-            described.append((layer, array))
-        for layer, array in described:
-            self._pieces[layer].append(array.piece(layer, name))
-        self._num_blocks = num_blocks
-        self._names.append(name)
-        self._place()
+        return num_blocks
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -197,6 +223,30 @@ class DescribedArray:
     block_bytes: int
     device: str
     owner: Any
+
+    def grouped(self, rows_per_block: int, what: str) -> DescribedArray:
+        """With blocks of several rows.
+
+        Raises:
+            LayoutError: there are gaps between rows, or a block that is not whole.
+        """
+        if rows_per_block == 1:
+            return self
+        if rows_per_block < 1 or self.num_blocks % rows_per_block:
+            raise LayoutError(
+                f"{what}: {self.num_blocks} rows are no whole blocks of {rows_per_block} rows"
+            )
+        if self.stride_bytes != self.block_bytes:
+            raise LayoutError(
+                f"{what}: rows of {self.block_bytes} bytes lie {self.stride_bytes} bytes apart; "
+                "those of a block must follow each other"
+            )
+        return replace(
+            self,
+            num_blocks=self.num_blocks // rows_per_block,
+            stride_bytes=self.stride_bytes * rows_per_block,
+            block_bytes=self.block_bytes * rows_per_block,
+        )
 
     def piece(self, layer: int, region: str) -> Piece:
         return Piece(
