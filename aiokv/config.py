@@ -40,7 +40,7 @@ class CacheConfig:
         verify: ``"checksum"`` compares each onloaded block with what was committed, at the price
             of reading every byte; for finding bugs.
         salt_quota_blocks: device blocks that the leases of one salt may hold at a time, shared
-            ones counted for each; None for no limit.
+            ones counted for each; None for no limit. ``extend`` may go beyond, and counts.
 
     Raises:
         ConfigError: a value is out of range.

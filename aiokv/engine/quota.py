@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from aiokv.errors import RequestTooLarge
+from aiokv.errors import AiokvError, RequestTooLarge
 
 
 class SaltQuota:
@@ -35,7 +35,7 @@ class SaltQuota:
             )
         if self._waiting.get(salt) or not self.fits(salt, num_blocks):
             return False
-        self._count(lease_id, salt, num_blocks)
+        self.count(lease_id, salt, num_blocks)
         return True
 
     async def take(self, lease_id: int, salt: str, num_blocks: int) -> None:
@@ -52,6 +52,7 @@ class SaltQuota:
             await turn
         except BaseException:
             if turn.done() and not turn.cancelled():
+                turn.exception()  # seen, even if a cancellation came first
                 self.give_back(lease_id)
             raise
         finally:
@@ -78,16 +79,35 @@ class SaltQuota:
             self.limit_blocks is None or self._held.get(salt, 0) + num_blocks <= self.limit_blocks
         )
 
-    def _count(self, lease_id: int, salt: str, num_blocks: int) -> None:
+    def count(self, lease_id: int, salt: str, num_blocks: int) -> None:
+        """Count the blocks to the salt, whether they fit or not."""
+        if self.limit_blocks is None:
+            return
         self._by_lease[lease_id] = (salt, num_blocks)
         self._held[salt] = self._held.get(salt, 0) + num_blocks
+
+    def recount(self, lease_id: int, num_blocks: int) -> None:
+        """A lease has grown or shrunk: decoding is not held up, others wait."""
+        salt, counted = self._by_lease.get(lease_id, ("", 0))
+        if counted:
+            self._by_lease[lease_id] = (salt, num_blocks)
+            self._held[salt] += num_blocks - counted
+            self._serve(salt)
+
+    def fail_all(self, error: AiokvError) -> None:
+        """Send everybody home with ``error``."""
+        waiting, self._waiting = self._waiting, {}
+        for queue in waiting.values():
+            for _, _, turn in queue:
+                if not turn.done():
+                    turn.set_exception(error)
 
     def _serve(self, salt: str) -> None:
         queue = self._waiting.get(salt)
         while queue and self.fits(salt, queue[0][1]):
             lease_id, num_blocks, turn = queue.popleft()
             if not turn.done():
-                self._count(lease_id, salt, num_blocks)
+                self.count(lease_id, salt, num_blocks)
                 turn.set_result(None)
         if queue is not None and not queue:
             del self._waiting[salt]
