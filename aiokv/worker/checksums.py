@@ -46,10 +46,17 @@ class Checksums:
             else:
                 self._host[host_id] = recorded
 
-    def prove(self, plan: TransferPlan) -> CopyError | None:
-        """What an onload brought is what was committed; the first block that is not, else."""
-        sums = checksum_blocks(self._regions, plan.device_ids)
-        pairs = zip(plan.device_ids.tolist(), plan.host_ids.tolist(), sums, strict=True)
+    def prove(self, plan: TransferPlan, failure: CopyError | None) -> CopyError | None:
+        """What an onload brought is what was committed; the first block that is not, else.
+
+        Args:
+            plan: of the onload.
+            failure: of the copy itself; blocks before it have to be proven all the same.
+        """
+        good = plan.num_blocks if failure is None else failure.first_bad_block
+        device_ids, host_ids = plan.device_ids[:good], plan.host_ids[:good]
+        sums = checksum_blocks(self._regions, device_ids)
+        pairs = zip(device_ids.tolist(), host_ids.tolist(), sums, strict=True)
         for index, (device_id, host_id, actual) in enumerate(pairs):
             expected = self._host.get(host_id, actual)
             if actual != expected:
@@ -60,4 +67,4 @@ class Checksums:
                 log.error("block.corrupt", transfer_id=plan.transfer_id, reason=reason)
                 return CopyError(index, reason)
             self._device[device_id] = actual
-        return None
+        return failure

@@ -175,8 +175,6 @@ class CacheController:
             expedite=lambda: self._expedite(plan.transfer_id),
         )
         transfer = Transfer(plan, counter, self._block_bytes * plan.num_blocks)
-        if self._checksums is not None:
-            self._checksums.begin(plan)
         self._transfers[plan.transfer_id] = transfer
         if self._gate.is_open(plan.after_step):
             self._gate.hold(transfer)
@@ -290,6 +288,8 @@ class CacheController:
         transfer.state = "submitted"
         transfer.started_at = time.monotonic()
         lane.submitted += 1
+        if self._checksums is not None:
+            self._checksums.begin(plan)
         move = self._device.onload if lane.direction == "onload" else self._device.offload
         try:
             after = self._gate.event_for(plan.after_step)
@@ -332,9 +332,8 @@ class CacheController:
             if len(transfer.unproven) < transfer.counter.num_layers:
                 return
             arrived = transfer.unproven
-            if (
-                failure := transfer.counter.failure or self._checksums.prove(transfer.plan)
-            ) is not None:
+            failure = self._checksums.prove(transfer.plan, transfer.counter.failure)
+            if failure is not None:
                 self._end_submitted(transfer, failure, finished_seconds)
                 return
         ended = False

@@ -279,6 +279,7 @@ class LayerView:
         num_layers: needed when there are no counters; see :func:`done_view`.
         locate: ``(transfer_id, first_bad_block)`` to the first position of the lease to compute;
             None when the failure is behind all that the lease needs of that transfer.
+        owner: of the lease, for messages.
     """
 
     def __init__(
@@ -287,7 +288,9 @@ class LayerView:
         *,
         num_layers: int | None = None,
         locate: Callable[[int, int], int | None] | None = None,
+        owner: str = "",
     ) -> None:
+        self._owner = f" for {owner}" if owner else ""
         self.counters = tuple(counters)
         self.num_layers = (
             counters[0].num_layers if num_layers is None and counters else num_layers or 0
@@ -321,7 +324,7 @@ class LayerView:
         if errors:
             token, counter, failure = min(errors, key=lambda error: error[0])
             raise TransferError(
-                f"{counter.direction} {counter.transfer_id} failed at block "
+                f"{counter.direction} {counter.transfer_id}{self._owner} failed at block "
                 f"{failure.first_bad_block}: {failure.reason}",
                 direction=counter.direction,
                 first_bad_token=token,
