@@ -273,7 +273,12 @@ class Core:
 
     def cached_tokens(self, lease: int) -> int: ...
 
-    def swap_out(self, lease: int) -> bool:
+    def saving(self, lease: int) -> int:
+        """
+        A backup of the lease's blocks that is under way and that a swap has to wait for; 0: none.
+        """
+
+    def swap_out(self, lease: int, step: int = 0) -> bool:
         """
         Begin to move the whole table to host memory; False, and nothing changed: no room.
         """
@@ -285,7 +290,7 @@ class Core:
 
     def computed_tokens(self, lease: int) -> int: ...
 
-    def fork(self, lease: int) -> tuple[int, Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)], Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)]]:
+    def fork(self, lease: int, step: int = 0) -> tuple[int, Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)], Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)]]:
         """
         (lease, source_blocks, target_blocks): blocks to copy on the device; lease 0: no room.
         """

@@ -120,21 +120,33 @@ class Lease:
         Args:
             swap: move the whole table to host memory first, the partial last block included, and
                 keep it there. Without it, full blocks stay as cached as any, and the rest is to be
-                computed again.
+                computed again; what an earlier swap has kept is given up, too.
+
+        What was committed in the open step moves when ``engine.step`` has closed that: do not
+        await the one before the other. While it moves, the lease can only be released.
 
         Raises:
-            WouldBlock: the host tier has no room. The lease keeps its blocks.
+            WouldBlock: the host tier has no room, or the cache was reset. The lease keeps its
+                blocks, and nothing was evicted.
             TransferError: the copy failed. The lease keeps its blocks.
-            LeaseError: not granted, or onloads of it are still under way.
+            LeaseError: swap of a lease that is not granted or whose onloads are still under way;
+                or it stands in line.
 
-        Cancellation: the swap goes on by itself; it ends as one.
+        Cancellation: a swap that has begun goes on by itself; it ends as one.
         """
         await self._engine._preempt(self, swap=swap)
 
     async def resume(
         self, num_tokens: int, *, priority: int = 0, timeout: float | None = None
     ) -> Self:
-        """``allocate`` after ``preempt``: ``cached_tokens`` says what need not be computed."""
+        """``allocate`` after ``preempt``: ``cached_tokens`` says what need not be computed.
+
+        Takes at least as many positions as were computed before a swap. After a reset all are to be
+        computed again.
+
+        Cancellation: in line, the lease stays as it was; when the grant has crossed the
+        cancellation, it is as after ``match``.
+        """
         return await self.allocate(num_tokens, priority=priority, timeout=timeout)
 
     def fork(self, *, owner: str = "", stream: object = None) -> Lease:
@@ -147,7 +159,9 @@ class Lease:
             stream: the compute stream, on a GPU.
 
         Raises:
-            WouldBlock: no room for the blocks that are not shared; nothing changed.
+            WouldBlock: no room for the blocks that are not shared, or the salt's quota is used up;
+                nothing changed.
+            UsageError: tensors on a GPU, and no stream; nothing changed.
             LeaseError: not granted, or onloads of it are still under way.
         """
         return self._engine._fork(self, owner, stream)

@@ -14,6 +14,7 @@ from aiokv.engine.steps import Steps
 from aiokv.engine.transfers import Transfers
 from aiokv.engine.waiting import CapacityQueue
 from aiokv.errors import (
+    AiokvError,
     AllocateTimeout,
     BrokenEngineError,
     ClosedError,
@@ -137,7 +138,7 @@ class EngineBase:
             self._closing = "is closed"
             return
         self._closing = "is closing"
-        self._waiting.fail_all(ClosedError("the engine closed while the lease waited for capacity"))
+        self._fail_waiting(ClosedError("the engine closed while the lease waited for capacity"))
         self._pins.release_all()
         self._pending.close()
         timeout = self.config.drain_timeout_seconds if drain_timeout is None else drain_timeout
@@ -178,8 +179,12 @@ class EngineBase:
         self._broken = error
         failure = BrokenEngineError(f"the device failed: {error}")
         failure.__cause__ = error
-        self._waiting.fail_all(failure)
+        self._fail_waiting(failure)
         log.error("engine.broken", reason=str(error))
+
+    def _fail_waiting(self, error: AiokvError) -> None:
+        self._waiting.fail_all(error)
+        self._quota.fail_all(error)
 
     # --- granting -------------------------------------------------------------------------------
 
@@ -260,7 +265,7 @@ class EngineBase:
         if granted == _NO_ROOM:
             return False
         if granted == _LOADING:
-            lease.layers = self._transfers.start_onloads(lease_id, onload_priority)
+            lease.layers = self._transfers.start_onloads(lease_id, onload_priority, lease.owner)
         if self._pins:
             self._pins.release_used()
         if self._core.wants_backups():

@@ -10,6 +10,7 @@ from aiokv.engine.base import EngineBase
 from aiokv.errors import (
     LeaseError,
     TransferError,
+    UsageError,
     WouldBlock,
 )
 from aiokv.lease import Lease
@@ -91,6 +92,7 @@ class Leasing(EngineBase):
     def _truncate(self, lease: Lease, num_tokens: int) -> None:
         self._check_loop()
         self._core.truncate(lease._live_id(), num_tokens, self._steps.open)
+        self._recount([lease._id])
         self._on_blocks_free()
 
     def extend(self, leases: Sequence[Lease], num_tokens: int) -> None:
@@ -104,10 +106,7 @@ class Leasing(EngineBase):
                 changed.
         """
         self._check_loop()
-        for lease in leases:
-            if lease._engine is not self:
-                raise LeaseError(f"{lease!r} belongs to another engine")
-        lease_ids = [lease._live_id() for lease in leases]
+        lease_ids = [self._own_id(lease) for lease in leases]
         extended = self._core.extend(lease_ids, num_tokens)
         if not extended and self._saves_first:
             # What stands in the way is on its way to the host now, or may be dropped.
@@ -121,47 +120,94 @@ class Leasing(EngineBase):
                 f"no room to extend {len(leases)} leases by {num_tokens} positions",
                 hint="preempt a lease, or raise CacheConfig.reserve_blocks",
             )
+        self._recount(lease_ids)
+
+    def _recount(self, lease_ids: Sequence[int]) -> None:
+        if self._quota.limit_blocks is not None:
+            for lease_id in lease_ids:
+                self._quota.recount(lease_id, self._blocks_for(self._core.num_tokens(lease_id)))
 
     async def _preempt(self, lease: Lease, *, swap: bool) -> None:
         self._check_open()
         lease_id = lease._live_id()
+        if lease_id in self._allocating:
+            raise LeaseError(f"{lease!r} waits for its blocks, in another task")
         if swap:
-            await self._swap_out(lease_id)
-        else:
-            self._core.retract(lease_id, self._steps.open)
-        self._quota.give_back(lease_id)
+            await self._swap_out(lease)
+            return
+        self._core.retract(lease_id, self._steps.open)
         lease.layers = self._done
         self._transfers.cancel_abandoned()
-        self._waiting.pump()
-        self._pending.wake(lease_id)
-        self._leases_changed.notify()
+        self._note_preempted(lease_id)
+        self._on_blocks_free()
 
-    async def _swap_out(self, lease_id: int) -> None:
-        if not self._core.swap_out(lease_id):
+    async def _swap_out(self, lease: Lease) -> None:
+        while saving := self._core.saving(lease._live_id()):
+            await self._transfers.ended(saving)
+            self._check_open()
+        lease_id = lease._live_id()
+        if not self._core.swap_out(lease_id, self._steps.open):
             raise WouldBlock(
                 "the host tier has no room for the table, or the cache was reset under the lease",
                 hint="preempt without swap, or raise CacheConfig.host_blocks",
             )
+        lease.layers = self._done
         transfer_id = self._core.swap_transfer(lease_id)
         if not transfer_id:
+            self._note_preempted(lease_id)
+            self._on_blocks_free()
             return
-        plan = self._manager.swap_plan(transfer_id)
         if self._checksums is not None:
-            self._checksums.record(plan.device_ids)
-        await self._transfers.run(plan)
-        if lease_id in self._owners and not self._core.is_swapped(lease_id):
+            self._record_partial_block(lease_id)
+        plan = self._manager.swap_plan(transfer_id)
+        await self._transfers.run(plan, lambda: self._note_preempted(lease_id))
+        if lease_id in self._owners and self._core.is_granted(lease_id):
             raise TransferError(
                 "the table could not be moved; the lease keeps it", direction="offload"
             )
 
+    def _record_partial_block(self, lease_id: int) -> None:
+        """Commit has recorded the full blocks; a swap moves this one, too."""
+        full_blocks, more_tokens = divmod(
+            self._core.computed_tokens(lease_id), self.config.block_tokens
+        )
+        if more_tokens:
+            table = self._core.block_table(lease_id)
+            self._unrecorded.append(table[full_blocks : full_blocks + 1])
+            if not self._steps.open:
+                self._flush_checksums()
+
+    def _note_preempted(self, lease_id: int) -> None:
+        if lease_id not in self._owners or self._core.is_granted(lease_id):
+            return  # released meanwhile, or it keeps its blocks
+        self._quota.give_back(lease_id)
+        self._pending.wake(lease_id)
+
     def _fork(self, lease: Lease, owner: str, stream: object) -> Lease:
         self._check_open()
-        lease_id, sources, targets = self._core.fork(lease._live_id())
+        parent_id = lease._live_id()
+        num_blocks = self._blocks_for(self._core.num_tokens(parent_id))
+        if not self._quota.fits(lease.salt, num_blocks):
+            raise WouldBlock(
+                f"salt {lease.salt!r} holds {self._quota.held(lease.salt)} blocks; a fork needs "
+                f"{num_blocks} more",
+                hint="raise CacheConfig.salt_quota_blocks, or preempt a lease of that salt",
+            )
+        lease_id, sources, targets = self._core.fork(parent_id, self._steps.open)
         if not lease_id:
             raise WouldBlock("no room to fork the lease", hint="preempt another one")
         self._owners[lease_id] = owner or lease.owner
+        self._quota.count(lease_id, lease.salt, num_blocks)
         child = Lease(self, lease_id, owner or lease.owner, lease.salt, self._done)
-        clone_blocks(self.regions, sources, targets, stream)
+        try:
+            clone_blocks(self.regions, sources, targets, stream)
+        except BaseException:
+            child.release()
+            raise
+        if self._checksums is not None:
+            self._unrecorded.append(targets)
+            if not self._steps.open:
+                self._flush_checksums()
         return child
 
     def _release(self, lease: Lease, after: Event | None) -> None:
@@ -190,7 +236,7 @@ class Leasing(EngineBase):
         # Not now: the collector may run in the middle of a grant.
         if self._thread and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._forget, lease_id, self._steps.open)
-        return self._core.is_granted(lease_id)
+        return self._core.is_granted(lease_id) or self._core.is_swapped(lease_id)
 
     def step(self, event: Event | None = None) -> int:
         """Close the open step: what was committed or released in it is covered by ``event``.
@@ -217,6 +263,11 @@ class Leasing(EngineBase):
         self._transfers.send_backups()
         return step
 
+    def _own_id(self, lease: Lease) -> int:
+        if lease._engine is not self:
+            raise LeaseError(f"{lease!r} belongs to another engine")
+        return lease._live_id()
+
     # --- batches --------------------------------------------------------------------------------
 
     def match_many(self, prompts: Iterable[TokenIds], *, salt: str = "") -> list[Lease]:
@@ -234,7 +285,12 @@ class Leasing(EngineBase):
 
         Raises:
             LeaseError: of the first lease that refuses; those before it are committed.
+            UsageError: not one number a lease; nothing changed.
         """
+        if len(leases) != len(num_tokens):
+            raise UsageError(f"{len(num_tokens)} numbers for {len(leases)} leases")
+        for lease in leases:
+            self._own_id(lease)
         return sum(
             self._commit(lease, n, None) for lease, n in zip(leases, num_tokens, strict=True)
         )
@@ -266,7 +322,7 @@ class Leasing(EngineBase):
         Raises:
             UsageError: ``out`` is too small; nothing was written.
         """
-        ids = [lease._live_id() for lease in leases]
+        ids = [self._own_id(lease) for lease in leases]
         if out is None:
             width = max((self._blocks_for(self._core.num_tokens(i)) for i in ids), default=0)
             out = np.empty((len(ids), width), dtype=np.int32)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from aiokv.observe.logs import Log
-from aiokv.plan import Priority
 from aiokv.worker.layers import LayerView
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
-    from aiokv.plan import TransferPlan, TransferReport
+    from aiokv.plan import Priority, TransferPlan, TransferReport
     from aiokv.scheduler.manager import CacheManager
     from aiokv.worker.controller import CacheController
     from aiokv.worker.layers import LayerDoneCounter
@@ -40,14 +39,15 @@ class Transfers:
         self._controller = controller
         self._after_report = on_report
         self._onloads: dict[int, tuple[TransferPlan, LayerDoneCounter]] = {}
-        self._ends: dict[int, asyncio.Future[None]] = {}
+        self._ends: dict[int, list[asyncio.Future[None]]] = {}  # who waits for a report
+        self._on_end: dict[int, Callable[[], None]] = {}
         self._has_host = manager.config.host_blocks > 0
         self._backup_scheduled = False
         self.stopped = False  # no new backups: the engine closes
 
     # --- onload ---------------------------------------------------------------------------------
 
-    def start_onloads(self, lease_id: int, priority: Priority = Priority.DEMAND) -> LayerView:
+    def start_onloads(self, lease_id: int, priority: Priority, owner: str) -> LayerView:
         """Submit the onload that a grant has begun; the view covers those it joined as well."""
         core = self._manager.core
         joined = []
@@ -58,6 +58,7 @@ class Transfers:
             joined.append(self._onloads[transfer_id])
         return LayerView(
             [counter for _, counter in joined],
+            owner=owner,
             locate=_position_finder(
                 {plan.transfer_id: plan for plan, _ in joined},
                 core.block_table(lease_id).tolist(),
@@ -98,14 +99,26 @@ class Transfers:
             self._controller.submit(plan)
         return plan is not None
 
-    async def run(self, plan: TransferPlan) -> None:
+    async def run(self, plan: TransferPlan, on_end: Callable[[], None]) -> None:
         """Submit a plan and wait until its report was taken account of, however it ended.
+
+        Args:
+            plan: a new one.
+            on_end: called then, even if nobody waits any more.
+
+        Cancellation: the transfer goes on.
+        """
+        self._controller.submit(plan)
+        self._on_end[plan.transfer_id] = on_end
+        await self.ended(plan.transfer_id)
+
+    async def ended(self, transfer_id: int) -> None:
+        """Wait until the report of a transfer that is under way was taken account of.
 
         Cancellation: the transfer goes on.
         """
         ended: asyncio.Future[None] = self._loop.create_future()
-        self._ends[plan.transfer_id] = ended
-        self._controller.submit(plan)
+        self._ends.setdefault(transfer_id, []).append(ended)
         await ended
 
     # --- reports --------------------------------------------------------------------------------
@@ -113,9 +126,12 @@ class Transfers:
     def on_report(self, report: TransferReport) -> None:
         self._onloads.pop(report.transfer_id, None)
         self._manager.complete(report)
-        ended = self._ends.pop(report.transfer_id, None)
-        if ended is not None and not ended.done():
-            ended.set_result(None)
+        on_end = self._on_end.pop(report.transfer_id, None)
+        if on_end is not None:
+            on_end()
+        for ended in self._ends.pop(report.transfer_id, ()):
+            if not ended.done():
+                ended.set_result(None)
         if report.outcome == "failed":
             log.warning(
                 "transfer.failed",

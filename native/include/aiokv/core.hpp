@@ -153,8 +153,9 @@ class Core {
     bool wants_backups() const;
 
     // -- swap and fork (core_swap.cpp)
-    bool swap_out(LeaseId id);
-    Fork fork(LeaseId id);
+    TransferId saving(LeaseId id) const;
+    bool swap_out(LeaseId id, Step step);
+    Fork fork(LeaseId id, Step step);
 
     // -- transfers (core_transfer.cpp)
     const Transfer& transfer(TransferId id) const;
@@ -224,15 +225,16 @@ class Core {
     void fail_leases(const Transfer& transfer, NodeId first_bad);
     void fail_lease(Lease& lease, std::uint32_t good_blocks);
     void settle_leases(TransferId id, const Transfer& transfer);
-    void leave_onloads(LeaseId id, Lease& lease);
+    void leave_onloads(LeaseId id, Lease& lease, Step step);
 
     // swap
     void trim_swapped(Lease& lease);
     void finish_swap_out(Lease& lease, bool moved);
     void drop_swapped(Lease& lease);
-    void orphan_tail(Transfer& transfer);
+    void orphan_tail(Transfer& transfer, Step step);
     void finish_tail(Transfer& transfer, std::uint32_t good_blocks);
     void unhold(NodeId node);
+    bool could_make_host_room(std::size_t blocks) const;
     void take_host_back(std::span<const BlockId> ids);
 
     // capacity

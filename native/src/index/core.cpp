@@ -170,7 +170,7 @@ void Core::touch(const std::vector<NodeId>& path) {
 // The longest run of full blocks behind the match that one granted lease will compute.
 Pending Core::pending(LeaseId id) {
     Lease& lease = lease_at(id);
-    if (lease.granted || promises_.empty()) return {0, 0};
+    if (lease.granted || lease.swapped || promises_.empty()) return {0, 0};
     if (lease.version != version_) walk(lease);
     const std::size_t first = lease.path.size();
     const std::size_t limit = hit_limit(lease);
@@ -379,6 +379,7 @@ bool Core::extend(std::span<const LeaseId> ids, std::int64_t num_tokens) {
 std::uint32_t Core::commit(LeaseId id, std::int64_t num_tokens, Step step) {
     Lease& lease = lease_at(id);
     if (!lease.granted) throw LeaseError("cannot commit a lease before it was allocated");
+    if (lease.swap_out != 0) throw LeaseError("cannot commit a lease that is being swapped");
     if (num_tokens < 0 || num_tokens > lease.num_tokens) {
         throw LeaseError("cannot commit " + std::to_string(num_tokens) +
                          " positions of a lease that has " + str(lease.num_tokens));
@@ -500,9 +501,9 @@ void Core::free_table(Lease& lease, Step step) {
 void Core::give_back(LeaseId id, Lease& lease, Step step) {
     withdraw(lease);
     if (lease.swapped) drop_swapped(lease);
-    if (lease.swap_out != 0) orphan_tail(transfers_.at(lease.swap_out));
+    if (lease.swap_out != 0) orphan_tail(transfers_.at(lease.swap_out), step);
     if (lease.granted) {
-        leave_onloads(id, lease);
+        leave_onloads(id, lease, step);
         free_table(lease, step);
     }
     lease.granted = lease.failed = false;

@@ -58,10 +58,11 @@ void Core::unref(NodeId node) {
 
 void Core::free_if_unowned(NodeId node) {
     Node& n = tree_[node];
-    if (n.refs > 0 || n.pins > 0 || n.holds > 0) return;
+    if (n.refs > 0 || n.pins > 0) return;
     if (n.device != kNoBlock) device_.give_back(n.device);
     if (n.host != kNoBlock) host_.give_back(n.host);
-    tree_.free(node);
+    n.device = n.host = kNoBlock;  // a swapped lease may hold the node, but cannot use it any more
+    if (n.holds == 0) tree_.free(node);
 }
 
 // Unmatchable from now on; what no lease and no transfer owns is freed at once.
@@ -178,6 +179,9 @@ void Core::reset() {
     }
     for (std::uint32_t i = 1; i < contexts_.size(); ++i) {
         if (contexts_[i].root != kNone) close_context_if_unused(i);
+    }
+    for (Lease& lease : leases_) {
+        if (lease.live && lease.swapped) trim_swapped(lease);
     }
 }
 

@@ -75,6 +75,10 @@ std::vector<std::string> Core::violations() const {
         }
     }
     for (const auto& [id, transfer] : transfers_) {
+        for (std::size_t i = transfer.nodes.size(); i < transfer.device_blocks.size(); ++i) {
+            host.own(transfer.host_blocks[i], "a swapped tail");
+            if (transfer.orphaned) device.own(transfer.device_blocks[i], "a swapped tail");
+        }
         for (std::size_t i = 0; i < transfer.nodes.size(); ++i) {
             const Node& n = tree_[transfer.nodes[i]];
             ++pins[transfer.nodes[i]];

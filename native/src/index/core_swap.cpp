@@ -26,9 +26,37 @@ void Core::unhold(NodeId node) {
     }
 }
 
+// A backup of the lease's blocks that is under way. If it fails, a swap that counted on it would
+// have lost a part of the table: let it end first.
+TransferId Core::saving(LeaseId id) const {
+    const Lease& lease = this->lease(id);
+    const auto is_saved = [this](NodeId node) { return tree_[node].has(kHostLoading); };
+    if (lease.swap_out != 0) return 0;
+    const auto node = std::find_if(lease.path.begin(), lease.path.end(), is_saved);
+    if (node == lease.path.end()) return 0;
+    for (const auto& [transfer_id, transfer] : transfers_) {
+        if (transfer.direction != Direction::kOffload) continue;
+        const std::vector<NodeId>& nodes = transfer.nodes;
+        if (std::find(nodes.begin(), nodes.end(), *node) != nodes.end()) return transfer_id;
+    }
+    return 0;
+}
+
+// Whether make_host_room would succeed; so that an attempt in vain evicts nothing.
+bool Core::could_make_host_room(std::size_t blocks) const {
+    std::size_t room = host_.free_blocks();
+    for (NodeId node = 0; room < blocks && node < tree_.slots(); ++node) {
+        const Node& n = tree_[node];
+        if (!tree_.is_live(node) || n.has(kRoot | kDetached | kDeviceLoading)) continue;
+        if (!n.has(kHostValid) || n.pins > 0 || n.holds > 0) continue;
+        room += n.has(kDeviceValid) ? n.has(kTwinListed) : n.refs == 0;
+    }
+    return room >= blocks;
+}
+
 // Begins to move the table; swap_out of the lease is 0 when nothing had to be copied. Returns
 // false, changing nothing, when the host has no room or the cache was reset under the lease.
-bool Core::swap_out(LeaseId id) {
+bool Core::swap_out(LeaseId id, Step step) {
     Lease& lease = lease_at(id);
     if (!lease.granted || lease.failed || !lease.onloads.empty() || lease.swap_out != 0) {
         throw LeaseError("only a granted lease whose transfers have ended can be swapped");
@@ -41,25 +69,27 @@ bool Core::swap_out(LeaseId id) {
     const std::span<const BlockId> tail =
         std::span(lease.table).subspan(first, std::max(computed, first) - first);
     std::vector<NodeId> unsaved;
+    if (!lease.path.empty() && tree_[lease.path.front()].holds == kMaxHolds) return false;
     for (const NodeId node : lease.path) {
         ++tree_[node].holds;
         if (!tree_[node].has(kHostValid | kHostLoading)) unsaved.push_back(node);
     }
     const std::size_t needed = unsaved.size() + tail.size();
-    make_host_room(needed, {});
+    if (could_make_host_room(needed)) make_host_room(needed, {});
     if (host_.free_blocks() < needed) {
         for (const NodeId node : lease.path) unhold(node);
         return false;
     }
     withdraw(lease);
-    if (needed == 0) {
-        finish_swap_out(lease, true);
-        return true;
+    if (needed > 0) {
+        lease.tail_host.resize(tail.size());
+        host_.take_runs(lease.tail_host);
+        lease.swap_out = start_offload(std::move(unsaved), tail, lease.tail_host);
+        transfers_.at(lease.swap_out).tail_owner = id;
     }
-    lease.tail_host.resize(tail.size());
-    host_.take_runs(lease.tail_host);
-    lease.swap_out = start_offload(std::move(unsaved), tail, lease.tail_host);
-    transfers_.at(lease.swap_out).tail_owner = id;
+    // The copy waits for the steps that computed the blocks; who gets their ids, for all of them.
+    for (const BlockId block : lease.table) device_.use_in(block, step);
+    if (needed == 0) finish_swap_out(lease, true);
     return true;
 }
 
@@ -70,12 +100,14 @@ void Core::finish_swap_out(Lease& lease, bool moved) {
         take_host_back(lease.tail_host);
         lease.tail_host.clear();
         for (const NodeId node : lease.path) unhold(node);
+        announce(lease);
         return;
     }
     free_table(lease, 0);
     lease.granted = false;
     lease.swapped = true;
     lease.num_tokens = 0;
+    trim_swapped(lease);
 }
 
 void Core::drop_swapped(Lease& lease) {
@@ -85,14 +117,14 @@ void Core::drop_swapped(Lease& lease) {
     lease.swapped = false;
 }
 
-// Behind the first block that is lost everything has to be computed again.
+// Behind the first block that is lost everything has to be computed again; after a reset, all.
 void Core::trim_swapped(Lease& lease) {
     std::size_t intact = 0;
-    for (; intact < lease.path.size(); ++intact) {
+    for (; lease.epoch == epoch_ && intact < lease.path.size(); ++intact) {
         const Node& n = tree_[lease.path[intact]];
         if (n.has(kDetached) || !n.has(kDeviceResident | kHostValid)) break;
     }
-    if (intact == lease.path.size()) return;
+    if (lease.epoch == epoch_ && intact == lease.path.size()) return;
     for (std::size_t i = lease.path.size(); i-- > intact;) unhold(lease.path[i]);
     lease.path.resize(intact);
     take_host_back(lease.tail_host);
@@ -101,9 +133,12 @@ void Core::trim_swapped(Lease& lease) {
 }
 
 // The lease goes while its tail is being copied: the ids are the transfer's from now on (I3).
-void Core::orphan_tail(Transfer& transfer) {
+void Core::orphan_tail(Transfer& transfer, Step step) {
     Lease& lease = lease_at(transfer.tail_owner);
     const std::size_t blocks = transfer.device_blocks.size() - transfer.nodes.size();
+    for (std::size_t i = 0; i < blocks; ++i) {
+        device_.use_in(transfer.device_blocks[transfer.nodes.size() + i], step);
+    }
     const auto begin = lease.table.begin() + static_cast<std::ptrdiff_t>(lease.path.size());
     lease.table.erase(begin, begin + static_cast<std::ptrdiff_t>(blocks));
     transfer.orphaned = true;
@@ -136,8 +171,8 @@ void Core::finish_tail(Transfer& transfer, std::uint32_t good_blocks) {
 }
 
 // A second lease on the same blocks. What is not indexed gets ids of its own, and what of that is
-// computed has to be copied on the device, source to target.
-Fork Core::fork(LeaseId id) {
+// computed has to be copied on the device, source to target, in `step`.
+Fork Core::fork(LeaseId id, Step step) {
     const Lease& parent = lease(id);
     if (!parent.granted || parent.failed || !parent.onloads.empty() || parent.swap_out != 0) {
         throw LeaseError("only a granted lease whose transfers have ended can be forked");
@@ -162,6 +197,8 @@ Fork Core::fork(LeaseId id) {
         if (i >= blocks_for(source.computed_tokens)) continue;
         fork.source_blocks.push_back(source.table[i]);
         fork.target_blocks.push_back(child.table[i]);
+        device_.use_in(source.table[i], step);
+        device_.use_in(child.table[i], step);
     }
     child.num_tokens = source.num_tokens;
     child.computed_tokens = child.cached_tokens = source.computed_tokens;

@@ -174,10 +174,10 @@ void Core::settle_leases(TransferId id, const Transfer& transfer) {
     }
 }
 
-void Core::leave_onloads(LeaseId id, Lease& lease) {
+void Core::leave_onloads(LeaseId id, Lease& lease, Step step) {
     for (const TransferId transfer_id : lease.onloads) {
         Transfer& transfer = transfers_.at(transfer_id);
-        if (transfer.tail_owner == id) orphan_tail(transfer);
+        if (transfer.tail_owner == id) orphan_tail(transfer, step);
         std::erase(transfer.leases, id);
         if (transfer.leases.empty()) abandoned_.push_back(transfer_id);
     }

@@ -188,7 +188,10 @@ void bind_core(nb::module_& m) {
         .def(
             "cached_tokens", [](Core& core, LeaseId id) { return core.lease(id).cached_tokens; },
             "lease"_a)
-        .def("swap_out", &Core::swap_out, "lease"_a,
+        .def("saving", &Core::saving, "lease"_a,
+             "A backup of the lease's blocks that is under way and that a swap has to wait for; 0: "
+             "none.")
+        .def("swap_out", &Core::swap_out, "lease"_a, "step"_a = 0,
              "Begin to move the whole table to host memory; False, and nothing changed: no room.")
         .def(
             "swap_transfer", [](Core& core, LeaseId id) { return core.lease(id).swap_out; },
@@ -200,12 +203,12 @@ void bind_core(nb::module_& m) {
             [](Core& core, LeaseId id) { return core.lease(id).computed_tokens; }, "lease"_a)
         .def(
             "fork",
-            [](Core& core, LeaseId id) -> ForkTuple {
-                const Fork fork = core.fork(id);
+            [](Core& core, LeaseId id, Step step) -> ForkTuple {
+                const Fork fork = core.fork(id, step);
                 return nb::make_tuple(fork.lease, copy_ids(fork.source_blocks),
                                       copy_ids(fork.target_blocks));
             },
-            "lease"_a,
+            "lease"_a, "step"_a = 0,
             "(lease, source_blocks, target_blocks): blocks to copy on the device; lease 0: no "
             "room.")
         .def("take_backups", &Core::take_backups)
