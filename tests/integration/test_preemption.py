@@ -1,0 +1,477 @@
+"""Preemption with swap: the table comes back byte for byte, or the lease keeps it (I3, I4, I7)."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from aiokv import ClosedError, Hit, LeaseError, RequestTooLarge, TransferError, WouldBlock
+from aiokv.errors import DeviceError
+from aiokv.testing import spin
+from tests.integration.kv import Served
+
+pytestmark = pytest.mark.asyncio
+
+A = [1, 2, 3, 4, 5, 6, 7]  # three full blocks and a partial one
+B = [11, 12, 13, 14, 15, 16, 17]
+
+
+def held(served: Served, lease, num_blocks: int | None = None) -> np.ndarray:
+    """The bytes of the lease's first blocks, ``[layer, block, byte]``."""
+    return np.stack([array[lease.block_table[:num_blocks]] for array in served.kv])
+
+
+async def computed(served: Served, tokens, **options):
+    """A lease whose positions are all computed and committed, the partial block included."""
+    lease = served.engine.match(tokens, **options)
+    await lease.allocate(len(tokens))
+    await lease.layers.wait_all()
+    served.compute(lease, tokens, lease.cached_tokens)
+    if len(tokens) % 2:
+        for layer, array in enumerate(served.kv):
+            array[lease.block_table[-1]] = layer * 16 + np.arange(8) + tokens[-1]
+    lease.commit(len(tokens))
+    return lease
+
+
+async def begin(served: Served, coroutine) -> asyncio.Task:
+    task = asyncio.ensure_future(coroutine)
+    await spin(3)
+    return task
+
+
+async def swapped_out(served: Served, lease) -> None:
+    task = await begin(served, lease.preempt(swap=True))
+    while not task.done():
+        await served.complete_offloads()
+    await task
+
+
+async def resumed(served: Served, lease, num_tokens: int) -> None:
+    await lease.resume(num_tokens)
+    served.device.complete_all()
+    await served.settle()
+
+
+def wipe(served: Served) -> None:
+    for array in served.kv:
+        array[:] = 99
+
+
+@pytest.mark.parametrize("policy", ["none", "write_through", "write_back"])
+@pytest.mark.parametrize("tokens", [A, A[:6], A[:1]])
+async def test_the_whole_table_comes_back(policy, tokens):
+    async with Served(write_policy=policy) as served:
+        lease = await computed(served, tokens)
+        before = held(served, lease)
+        await swapped_out(served, lease)
+        statistics = served.engine.statistics()
+        assert statistics.device_leased == 0
+        assert statistics.device_free + statistics.evictable_blocks == 8
+        await served.engine.evict(8)
+        wipe(served)
+        await resumed(served, lease, len(tokens) + 3)
+        lease.layers.raise_for_error()
+        assert lease.cached_tokens == len(tokens)
+        assert np.array_equal(held(served, lease, before.shape[1]), before)
+        served.compute(lease, tokens, len(tokens) // 2 * 2)
+        lease.release()
+
+
+async def test_only_the_tail_moves_of_what_is_backed_up():
+    async with Served() as served:
+        lease = await computed(served, A)
+        await served.complete_offloads()
+        task = await begin(served, lease.preempt(swap=True))
+        (copy,) = served.device.offloads
+        assert copy.device_ids.tolist() == lease.block_table[3:].tolist()
+        copy.complete_all()
+        await task
+        await resumed(served, lease, 7)  # the shared blocks are on the device still
+        assert lease.hit == Hit(6, 0)
+        served.check(lease, A, 6)
+        lease.release()
+
+
+async def test_a_swap_waits_for_a_backup_of_its_blocks_and_takes_over_what_that_lost():
+    async with Served() as served:
+        lease = await computed(served, A)
+        await spin(2)
+        (backup,) = served.device.offloads
+        task = await begin(served, lease.preempt(swap=True))
+        assert served.device.offloads == [backup]
+        before = held(served, lease)
+        backup.fail_all(block=1)
+        await served.settle()
+        (copy,) = served.device.offloads
+        assert len(copy.device_ids) == 3
+        copy.complete_all()
+        await served.settle()
+        await task
+        await served.engine.evict(8)
+        wipe(served)
+        await resumed(served, lease, 7)
+        assert np.array_equal(held(served, lease), before)
+        lease.release()
+
+
+async def test_no_host_room_changes_nothing():
+    async with Served(host_blocks=6, write_policy="none") as served:
+        first = await computed(served, A)
+        await swapped_out(served, first)
+        second = await computed(served, B)
+        before = served.engine.dump()
+        with pytest.raises(WouldBlock, match="host"):
+            await second.preempt(swap=True)
+        after = served.engine.dump()
+        assert after == before
+        served.check(second, B, 6)
+        await second.preempt()  # without swap it always goes
+        assert served.engine.match(B).hit == Hit(6, 0)
+        second.release()
+        first.release()
+
+
+async def test_a_swap_in_vain_evicts_no_host_block():
+    async with Served(host_blocks=4) as served:
+        await served.to_host([21, 22, 23])
+        lease = await computed(served, [*A, 8, 9], write=False)
+        with pytest.raises(WouldBlock):
+            await lease.preempt(swap=True)
+        assert served.engine.match([21, 22, 23]).hit == Hit(0, 2)
+        lease.truncate(8)
+        await swapped_out(served, lease)  # four blocks: it takes the cached one's place
+        assert served.engine.match([21, 22, 23]).hit == Hit(0, 0)
+        lease.release()
+
+
+@pytest.mark.parametrize("refused", [False, True])
+async def test_a_swap_that_fails_leaves_the_lease_its_blocks(refused):
+    async with Served(write_policy="none") as served:
+        lease = await computed(served, A)
+        before, table = held(served, lease), lease.block_table.tolist()
+        if refused:
+            served.device.refuse = DeviceError("no more copies")
+        task = await begin(served, lease.preempt(swap=True))
+        if not refused:
+            served.device.offloads[0].fail_all(block=2)
+            await served.settle()
+        with pytest.raises(TransferError, match="keeps"):
+            await task
+        assert lease.block_table.tolist() == table
+        assert np.array_equal(held(served, lease), before)
+        served.engine.extend([lease], 1)
+        lease.append([8])
+        served.compute(lease, [*A, 8], 6)
+        assert lease.commit(8) == 1
+        await swapped_out(served, lease)  # the next try succeeds
+        lease.release()
+
+
+async def test_nobody_touches_the_table_while_it_moves():
+    async with Served(write_policy="none") as served:
+        lease = served.engine.match(A)
+        await lease.allocate(9)
+        served.compute(lease, A)
+        lease.commit(5)
+        task = await begin(served, lease.preempt(swap=True))
+        for call in (
+            lambda: lease.commit(7),
+            lambda: lease.truncate(6),
+            lambda: served.engine.extend([lease], 1),
+            lease.fork,
+        ):
+            with pytest.raises(LeaseError):
+                call()
+        with pytest.raises(LeaseError):
+            await lease.preempt(swap=True)
+        await served.complete_offloads()
+        await task
+        for call in (lambda: lease.commit(5), lambda: lease.truncate(5), lease.fork):
+            with pytest.raises(LeaseError):
+                call()
+        with pytest.raises(LeaseError, match="5 computed"):
+            await lease.resume(4)
+        await resumed(served, lease, 7)
+        assert lease.cached_tokens == 5  # what was not committed did not move
+        lease.release()
+
+
+async def test_release_while_the_table_moves():
+    async with Served(write_policy="none") as served:
+        lease = await computed(served, A)
+        tail = lease.block_table[3:].tolist()
+        task = await begin(served, lease.preempt(swap=True))
+        lease.release()
+        assert served.engine.check_invariants() == []
+        other = served.engine.match(B)
+        assert not other.try_allocate(16)  # I3: the tail's id is the copy's until that ends
+        assert served.device.offloads[0].device_ids[3:].tolist() == tail
+        await served.complete_offloads()
+        await task
+        assert other.try_allocate(16)
+        other.release()
+        assert served.engine.statistics().leases == 0
+
+
+async def test_a_cancelled_preempt_ends_as_a_swap_and_tells_everybody():
+    async with Served(write_policy="none", salt_quota_blocks=4) as served:
+        lease = await computed(served, A)
+        quiet = asyncio.create_task(served.engine.quiesce(timeout=5))
+        task = await begin(served, lease.preempt(swap=True))
+        waiting = await begin(served, served.engine.match(B).allocate(7))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not quiet.done()
+        await served.complete_offloads()
+        await quiet
+        served.engine.resume()
+        async with await waiting as other:  # the quota is free again
+            served.compute(other, B)
+        await resumed(served, lease, 7)
+        assert lease.cached_tokens == 7
+        lease.release()
+
+
+async def test_preempt_without_swap_drops_a_swap_under_way():
+    async with Served(write_policy="none") as served:
+        lease = await computed(served, A)
+        task = await begin(served, lease.preempt(swap=True))
+        await lease.preempt()
+        await served.complete_offloads()
+        await task
+        assert served.engine.match(A).hit == Hit(6, 0)
+        await resumed(served, lease, 7)
+        assert lease.cached_tokens == 6
+        lease.release()
+        await swapped_out(served, lease := await computed(served, B))
+        await lease.preempt()  # gives the host copies up
+        await served.engine.evict(8)
+        await served.engine.evict(16, tier="host")
+        assert served.engine.statistics().host_free == 16
+        lease.release()
+
+
+@pytest.mark.parametrize("when", ["moving", "swapped", "resuming"])
+@pytest.mark.parametrize("tokens", [A, A[:1]])
+async def test_reset_makes_a_swapped_table_worthless(when, tokens):
+    async with Served(write_policy="none") as served:
+        lease = await computed(served, tokens)
+        task = await begin(served, lease.preempt(swap=True))
+        if when == "moving":
+            resetting = await begin(served, served.engine.reset())
+            await served.complete_offloads()
+            await resetting
+        await served.complete_offloads()
+        await task
+        if when == "swapped":
+            await served.engine.reset()
+        if when != "resuming":
+            assert served.engine.statistics().device_free == 8
+            assert served.engine.statistics().host_free == 16
+        else:
+            await served.engine.evict(8)
+        await lease.resume(8)
+        if when == "resuming":
+            resetting = await begin(served, served.engine.reset())
+            served.device.complete_all()
+            await resetting
+            assert lease.cached_tokens == len(tokens)
+        else:
+            assert lease.cached_tokens == 0
+        lease.append([9] * (8 - len(tokens)))
+        served.compute(lease, [*tokens, *[9] * (8 - len(tokens))], lease.cached_tokens)
+        published = lease.commit(8)
+        assert published == (0 if when == "resuming" else 4)  # no KV of before the reset
+        lease.release()
+
+
+@pytest.mark.parametrize("moving", ["out", "in"])
+async def test_closing_while_the_table_moves(moving):
+    async with Served(write_policy="none") as served:
+        lease = await computed(served, A)
+        task = await begin(served, lease.preempt(swap=True))
+        if moving == "in":
+            await served.complete_offloads()
+            await task
+            await served.engine.evict(8)
+            await lease.resume(7)
+        closing = await begin(served, served.engine.aclose(0.0))
+        assert not closing.done()  # memory is not freed under a copy
+        served.device.complete_all()
+        await closing
+        await task
+        with pytest.raises(ClosedError):
+            await lease.preempt(swap=True)
+        lease.release()
+
+
+async def test_queued_swaps_fail_when_the_engine_closes():
+    async with Served(write_policy="none", device_blocks=12) as served:
+        leases = [await computed(served, [i, i, i]) for i in range(1, 4)]
+        tasks = [await begin(served, lease.preempt(swap=True)) for lease in leases]
+        assert len(served.device.offloads) == 2
+        closing = await begin(served, served.engine.aclose(0.0))
+        served.device.complete_all()
+        await closing
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(result) for result in results] == [type(None), type(None), TransferError]
+        for lease in leases:
+            lease.release()
+
+
+async def test_resume_joins_the_transfer_of_another_lease():
+    async with Served() as served:
+        lease = await computed(served, A)
+        before = held(served, lease)
+        await swapped_out(served, lease)
+        await served.engine.evict(8)
+        wipe(served)
+        other = served.engine.match(A[:5])
+        await other.allocate(5)
+        await lease.resume(7)
+        theirs, ours = served.device.onloads
+        assert theirs.device_ids.tolist() == lease.block_table[:2].tolist()
+        assert ours.device_ids.tolist() == lease.block_table[2:].tolist()
+        other.release()  # submitted: it ends as cached blocks
+        waiting = await begin(served, lease.layers.wait_all())
+        ours.complete_all()
+        await served.settle()
+        assert not waiting.done()
+        theirs.complete_all()
+        await waiting
+        assert np.array_equal(held(served, lease), before)
+        lease.release()
+
+
+@pytest.mark.parametrize(("bad", "first_bad"), [(0, 0), (2, 4), (3, 6)])
+async def test_a_failed_resume_says_from_where_to_compute(bad, first_bad):
+    async with Served(write_policy="none") as served:
+        tokens = [*A, 8, 9]  # 9 positions, 5 blocks; only A is named: 2 blocks of tail
+        lease = served.engine.match(A)
+        await lease.allocate(9)
+        served.compute(lease, tokens)
+        lease.commit(9)
+        await swapped_out(served, lease)
+        await served.engine.evict(8)
+        wipe(served)
+        await lease.resume(10)
+        (copy,) = served.device.onloads
+        copy.fail(1, block=bad)
+        copy.complete(0)
+        await served.settle()
+        with pytest.raises(TransferError) as caught:
+            await lease.layers.wait_all()
+        assert caught.value.first_bad_token == first_bad
+        assert lease.cached_tokens == first_bad
+        assert lease.recompute_from() == first_bad
+        served.check(lease, tokens, first_bad)
+        served.compute(lease, tokens, first_bad)
+        lease.append([8])
+        assert lease.commit(8) == 4 - min(first_bad // 2, 3)
+        served.check(lease, tokens, 8)
+        assert served.engine.match(tokens).hit == Hit(8, 0)
+        lease.release()
+        assert served.engine.statistics().host_free == 16 - (0 if bad == 0 else min(bad, 3))
+
+
+async def test_release_while_the_table_comes_back():
+    async with Served(write_policy="none") as served:
+        lease = await computed(served, A)
+        await swapped_out(served, lease)
+        await served.engine.evict(8)
+        await lease.resume(7)
+        (copy,) = served.device.onloads
+        lease.release()
+        assert served.engine.check_invariants() == []
+        assert served.engine.statistics().device_free == 4
+        copy.complete_all()
+        await served.settle()
+        assert served.engine.match(A).hit == Hit(6, 0)
+        assert served.engine.statistics().host_free == 13  # the tail's copy went
+
+
+async def test_a_resume_in_line_is_cancelled():
+    async with Served(write_policy="none") as served:
+        lease = await computed(served, A)
+        before = held(served, lease)
+        await swapped_out(served, lease)
+        async with served.engine.match([9] * 16) as other:
+            await other.allocate(16)
+            wipe(served)
+            task = await begin(served, lease.resume(7))
+            assert not lease.try_allocate(7)
+            assert lease.pending_tokens == 0
+            with pytest.raises(LeaseError, match="waits"):
+                await lease.preempt()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        await resumed(served, lease, 7)
+        assert np.array_equal(held(served, lease), before)
+        lease.release()
+
+
+async def test_held_host_copies_stay_under_pressure():
+    async with Served(host_blocks=8) as served:
+        lease = await computed(served, A)
+        before = held(served, lease)
+        await swapped_out(served, lease)
+        for i in range(30, 70, 10):  # each evicts and is backed up
+            await served.serve([i + j for j in range(8)])
+            await served.complete_offloads()
+        await served.engine.evict(8, tier="host")
+        await served.engine.evict(8)
+        wipe(served)
+        assert lease.pending_tokens == 0
+        await resumed(served, lease, 7)
+        assert lease.cached_tokens == 7
+        assert np.array_equal(held(served, lease), before)
+        lease.release()
+        await served.engine.evict(8)
+        assert await served.engine.evict(8, tier="host") > 0
+
+
+async def test_a_table_too_large_to_come_back():
+    async with Served(write_policy="none", reserve_blocks=2) as served:
+        lease = await computed(served, A)
+        served.engine.extend([lease], 9)
+        await swapped_out(served, lease)
+        with pytest.raises(RequestTooLarge):
+            await lease.resume(16)
+        await resumed(served, lease, 12)
+        lease.release()
+
+
+async def test_a_swapped_lease_that_is_dropped_frees_its_host_blocks():
+    async with Served(write_policy="none") as served:
+        lease = await computed(served, A)
+        await swapped_out(served, lease)
+        await served.engine.evict(8)
+        with pytest.warns(ResourceWarning, match="never released"):
+            del lease
+        await spin(2)
+        assert await served.engine.evict(8, tier="host") == 3
+        assert served.engine.statistics().host_free == 16
+
+
+async def test_many_swapped_leases_share_a_prefix():
+    """More than fit a byte."""
+    async with Served(host_blocks=400, write_policy="none", manual=False) as served:
+        leases = []
+        for i in range(300):
+            lease = await computed(served, [1, 2, 3, i])
+            await lease.preempt(swap=True)
+            leases.append(lease)
+        await served.engine.evict(8)
+        assert served.engine.check_invariants() == []
+        assert await served.engine.evict(400, tier="host") == 0
+        for i, lease in enumerate(leases):
+            await lease.resume(4)
+            await lease.layers.wait_all()
+            assert lease.cached_tokens == 4
+            served.check(lease, [1, 2, 3, i], 4)
+            lease.release()
