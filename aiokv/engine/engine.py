@@ -60,6 +60,15 @@ class CacheEngine(Control):
                 {"owner": lease.owner or "unnamed", "num_tokens": num_tokens}
                 for lease, num_tokens in self._waiting.entries()
             ],
+            "waiting_for_quota": [
+                {
+                    "owner": self._owners.get(lease_id) or "unnamed",
+                    "salt": salt,
+                    "num_blocks": num_blocks,
+                }
+                for salt, lease_id, num_blocks in self._quota.entries()
+            ],
+            "quota": self._quota.held_by_salt(),
             "pins": len(self._pins),
             "paused": self._admissions.paused,
             "statistics": msgspec.to_builtins(self.statistics()),

@@ -74,6 +74,17 @@ class SaltQuota:
         """Blocks that are counted to the salt."""
         return self._held.get(salt, 0)
 
+    def held_by_salt(self) -> dict[str, int]:
+        return dict(self._held)
+
+    def entries(self) -> list[tuple[str, int, int]]:
+        """(salt, lease id, blocks) of everybody who waits, by salt, first in line first."""
+        return [
+            (salt, lease_id, num_blocks)
+            for salt, queue in self._waiting.items()
+            for lease_id, num_blocks, _ in queue
+        ]
+
     def fits(self, salt: str, num_blocks: int) -> bool:
         return (
             self.limit_blocks is None or self._held.get(salt, 0) + num_blocks <= self.limit_blocks

@@ -1,0 +1,231 @@
+"""The salt quota: fair within a salt, salts do not wait for each other, nothing stays counted."""
+
+from __future__ import annotations
+
+import asyncio
+from random import Random
+
+import pytest
+
+from aiokv import AllocateTimeout, ClosedError, RequestTooLarge, WouldBlock
+from aiokv.errors import BrokenEngineError
+from aiokv.testing import ManualEvent, spin
+from tests.integration.kv import Served
+
+pytestmark = pytest.mark.asyncio
+
+
+def quota_engine(limit: int = 4, device_blocks: int = 16) -> Served:
+    return Served(device_blocks=device_blocks, write_policy="none", salt_quota_blocks=limit)
+
+
+async def begin(coroutine) -> asyncio.Task:
+    task = asyncio.ensure_future(coroutine)
+    await spin(2)
+    return task
+
+
+def prompt(i: int, blocks: int = 2) -> list[int]:
+    return [i * 100 + j for j in range(2 * blocks)]
+
+
+async def test_first_come_first_served_within_a_salt():
+    async with quota_engine() as served:
+        match = served.engine.match
+        big = await match(prompt(1, 4), salt="a").allocate(8)
+        second = match(prompt(2, 3), salt="a")
+        third = match(prompt(3, 1), salt="a")
+        tasks = [await begin(second.allocate(6)), await begin(third.allocate(2))]
+        fourth = match(prompt(4, 1), salt="a")
+        assert not fourth.try_allocate(2)  # would overtake
+        big.truncate(4)
+        await spin(2)
+        assert not any(task.done() for task in tasks)  # the small one does not overtake either
+        big.release()
+        await asyncio.gather(*tasks)
+        assert not fourth.try_allocate(2)
+        second.release()
+        assert fourth.try_allocate(2)
+        for lease in (third, fourth):
+            lease.release()
+
+
+async def test_salts_do_not_wait_for_each_other():
+    async with quota_engine() as served:
+        match = served.engine.match
+        first = await match(prompt(1, 4), salt="a").allocate(8)
+        waiting = match(prompt(2), salt="a")
+        task = await begin(waiting.allocate(4))
+        async with match(prompt(3, 4), salt="b") as other, match(prompt(3, 4)) as unsalted:
+            await other.allocate(8, timeout=0.0)
+            await unsalted.allocate(8, timeout=0.0)
+        first.release()
+        await task
+        waiting.release()
+
+
+async def test_more_than_the_quota_is_refused_at_once():
+    async with quota_engine() as served:
+        lease = served.engine.match(prompt(1, 5), salt="a")
+        with pytest.raises(RequestTooLarge, match="salt_quota_blocks is 4"):
+            await lease.allocate(10)
+        with pytest.raises(RequestTooLarge):
+            lease.try_allocate(10)
+        await lease.allocate(8)  # nothing was counted
+        lease.release()
+
+
+async def test_a_timeout_names_the_quota_and_counts_nothing():
+    async with quota_engine() as served:
+        first = await served.engine.match(prompt(1, 3), salt="a").allocate(6)
+        second = served.engine.match(prompt(2), salt="a")
+        with pytest.raises(AllocateTimeout, match="'a' holds 3 blocks of 4"):
+            await second.allocate(4, timeout=0.0)
+        third = await served.engine.match(prompt(3, 1), salt="a").allocate(2)
+        for lease in (first, second, third):
+            lease.release()
+        assert served.engine._quota.held("a") == 0
+
+
+@pytest.mark.parametrize("how", ["cancel", "release"])
+async def test_who_gives_up_lets_the_next_one_in(how):
+    async with quota_engine() as served:
+        first = await served.engine.match(prompt(1, 3), salt="a").allocate(6)
+        large = served.engine.match(prompt(2, 4), salt="a")
+        small = served.engine.match(prompt(3, 1), salt="a")
+        tasks = [await begin(large.allocate(8)), await begin(small.allocate(2))]
+        if how == "cancel":
+            tasks[0].cancel()
+        else:
+            large.release()
+            first.release()
+        await spin(4)
+        assert tasks[1].done()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for lease in (first, large, small):
+            lease.release()
+        assert served.engine._quota.held("a") == 0
+
+
+async def test_a_cancellation_that_crosses_its_turn():
+    async with quota_engine() as served:
+        first = await served.engine.match(prompt(1, 4), salt="a").allocate(8)
+        leases = [served.engine.match(prompt(i, 4), salt="a") for i in (2, 3)]
+        tasks = [await begin(lease.allocate(8)) for lease in leases]
+        first.release()  # it is the second's turn now
+        tasks[0].cancel()
+        await tasks[1]
+        leases[1].release()
+        assert tasks[0].cancelled()
+        assert served.engine._quota.held("a") == 0
+        leases[0].release()
+
+
+async def test_growth_counts_and_holds_up_others_only():
+    async with quota_engine() as served:
+        first = await served.engine.match(prompt(1, 3), salt="a").allocate(6)
+        served.engine.extend([first], 6)  # beyond the quota: decoding goes on
+        second = served.engine.match(prompt(2, 1), salt="a")
+        assert not second.try_allocate(2)
+        first.truncate(8)
+        assert not second.try_allocate(2)
+        task = await begin(second.allocate(2))
+        first.truncate(6)
+        await task
+        first.release()
+        second.release()
+        assert served.engine._quota.held("a") == 0
+
+
+async def test_forks_count():
+    async with quota_engine() as served:
+        first = await served.engine.match(prompt(1), salt="a").allocate(4)
+        child = first.fork()
+        with pytest.raises(WouldBlock, match="quota"):
+            child.fork()
+        first.release()
+        child.fork().release()
+        child.release()
+        assert served.engine._quota.held("a") == 0
+
+
+async def test_preemption_makes_way_and_resume_stands_in_line():
+    async with quota_engine() as served:
+        first = await served.engine.match(prompt(1, 4), salt="a").allocate(8)
+        first.commit(8)
+        second = served.engine.match(prompt(2, 4), salt="a")
+        task = await begin(second.allocate(8))
+        preempting = await begin(first.preempt(swap=True))
+        assert not task.done()
+        await served.complete_offloads()
+        await preempting
+        await task
+        resuming = await begin(first.resume(8))
+        assert not resuming.done()
+        await second.preempt()
+        await resuming
+        first.release()
+        second.release()
+        assert served.engine._quota.held("a") == 0
+
+
+async def test_closing_sends_waiters_home():
+    served = quota_engine()
+    async with served:
+        first = await served.engine.match(prompt(1, 4), salt="a").allocate(8)
+        second = served.engine.match(prompt(2), salt="a")
+        task = await begin(second.allocate(4))
+        closing = await begin(served.engine.aclose())
+        with pytest.raises(ClosedError):
+            await task
+        first.release()
+        second.release()
+        await closing
+
+
+async def test_a_broken_device_sends_waiters_home():
+    served = quota_engine()
+    served.device.computes_in_stream = True
+    async with served:
+        first = await served.engine.match(prompt(1, 4), salt="a").allocate(8)
+        second = served.engine.match(prompt(2), salt="a")
+        task = await begin(second.allocate(4))
+        event = ManualEvent()
+        served.engine.step(event)
+        event.query_error = RuntimeError("the device is lost")
+        with pytest.raises(BrokenEngineError):
+            await asyncio.wait_for(task, 5)
+        event.query_error = None
+        first.release()
+        second.release()
+
+
+async def test_a_storm_leaks_nothing_and_never_exceeds():
+    async with quota_engine(device_blocks=8) as served:
+        random = Random(3)
+        live: set[object] = set()
+
+        async def request(i: int) -> None:
+            salt, blocks = "abc"[i % 3], random.randint(1, 4)
+            async with served.engine.match(prompt(i, blocks), salt=salt) as lease:
+                await lease.allocate(2 * blocks, timeout=None if i % 4 else 0.0)
+                live.add(lease)
+                held = sum(len(x.block_table) for x in live if x.salt == salt)
+                assert held <= 4
+                await spin(random.randint(0, 5))
+                live.discard(lease)
+
+        tasks = [asyncio.create_task(request(i)) for i in range(200)]
+        for _ in range(60):
+            await spin(1)
+            random.choice(tasks).cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        unexpected = [
+            r
+            for r in results
+            if r is not None and not isinstance(r, (asyncio.CancelledError, AllocateTimeout))
+        ]
+        assert unexpected == []
+        assert sum(result is None for result in results) > 50
+        assert [served.engine._quota.held(salt) for salt in "abc"] == [0, 0, 0]
+        assert served.engine.statistics().device_free == 8

@@ -1,0 +1,212 @@
+"""verify="checksum": bytes that are not what was committed are found, named and never served."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from aiokv import Hit, TransferError
+from aiokv.testing import ManualEvent, spin
+from tests.integration.kv import Served
+from tests.integration.test_preemption import computed, held, resumed, swapped_out
+
+pytestmark = pytest.mark.asyncio
+
+A = [1, 2, 3, 4, 5, 6, 7]
+
+
+def verified(**config) -> Served:
+    return Served(verify="checksum", **config)
+
+
+def corrupt(served: Served, host_id: int, layer: int = 0) -> None:
+    (piece,) = served.engine.regions.layer_pieces(layer)
+    served.device.arena.blocks[host_id, piece.host_offset_bytes + 3] ^= 0x10
+
+
+async def onloading(served: Served):
+    lease = served.engine.match(A, owner="req-7")
+    await lease.allocate(7)
+    (copy,) = served.device.onloads
+    return lease, copy
+
+
+@pytest.mark.parametrize("bad", [0, 2])
+@pytest.mark.parametrize("layer", [0, 1])
+async def test_a_corrupt_host_block_is_named_and_not_served(bad, layer):
+    async with verified() as served:
+        await served.to_host(A)
+        lease, copy = await onloading(served)
+        host_id, device_id = copy.host_ids[bad], copy.device_ids[bad]
+        corrupt(served, host_id, layer)
+        waiting = [asyncio.create_task(lease.layers.wait(i)) for i in (0, 1)]
+        copy.complete(1)
+        await spin(20)
+        assert not any(task.done() for task in waiting)
+        copy.complete(0)
+        await served.settle()
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        assert all(isinstance(error, TransferError) for error in results)
+        message = str(results[0])
+        assert f"host block {host_id}, onloaded to device block {device_id}" in message
+        assert "req-7" in message
+        assert lease.recompute_from() == 2 * bad
+        assert served.engine.match(A).hit == Hit(2 * bad, 0)
+        served.check(lease, A, 2 * bad)
+        served.compute(lease, A, 2 * bad)
+        lease.commit(7)
+        lease.release()
+        await served.complete_offloads()
+        await served.engine.evict(8)
+        lease, copy = await onloading(served)
+        copy.complete_all()
+        await lease.layers.wait_all()  # what was computed anew is right
+        served.check(lease, A, 6)
+        lease.release()
+
+
+async def test_sound_blocks_raise_no_alarm():
+    async with verified() as served:
+        await served.to_host(A)
+        for _ in range(2):
+            lease, copy = await onloading(served)
+            copy.complete_all()
+            await lease.layers.wait_all()
+            served.check(lease, A, 6)
+            lease.release()
+            await served.engine.evict(8)
+
+
+async def test_a_device_block_that_changed_after_commit_is_found():
+    async with verified(write_policy="write_back") as served:
+        await served.serve(A)
+        table = (lease := served.engine.match(A)).try_allocate(7) and lease.block_table
+        served.kv[1][table[1]] += 1  # somebody writes into a shared block
+        lease.release()
+        evicting = asyncio.create_task(served.engine.evict(8))
+        await served.complete_offloads()
+        await evicting
+        lease, copy = await onloading(served)
+        copy.complete_all()
+        with pytest.raises(TransferError, match="as committed"):
+            await lease.layers.wait_all()
+        assert lease.recompute_from() == 2
+        lease.release()
+
+
+async def test_blocks_before_a_failed_copy_are_proven_too():
+    async with verified() as served:
+        await served.to_host(A)
+        lease, copy = await onloading(served)
+        corrupt(served, copy.host_ids[0])
+        copy.fail(0, block=2)
+        copy.complete(1)
+        await served.settle()
+        with pytest.raises(TransferError, match="checksum"):
+            await lease.layers.wait_all()
+        assert lease.recompute_from() == 0
+        assert served.engine.match(A).hit == Hit(0, 0)
+        lease.release()
+
+
+async def test_a_swapped_table_is_verified_with_its_tail():
+    async with verified(write_policy="none") as served:
+        lease = await computed(served, A)
+        before = held(served, lease)
+        await swapped_out(served, lease)
+        await served.engine.evict(8)
+        await resumed(served, lease, 7)
+        lease.layers.raise_for_error()
+        assert np.array_equal(held(served, lease), before)
+        await swapped_out(served, lease)
+        await lease.resume(7)
+        (copy,) = served.device.onloads  # the tail alone: the rest has not left the device
+        corrupt(served, copy.host_ids[-1])
+        copy.complete_all()
+        await served.settle()
+        with pytest.raises(TransferError, match="checksum"):
+            await lease.layers.wait_all()
+        assert lease.recompute_from() == 6
+        lease.release()
+
+
+async def test_a_reused_id_does_not_keep_the_sum_of_what_it_held():
+    async with verified(device_blocks=4, write_policy="none") as served:
+        await served.serve([21, 22, 23, 24, 25, 26, 27, 28])
+        await served.engine.evict(4)
+        lease = await computed(served, A)
+        await swapped_out(served, lease)
+        await served.engine.evict(4)
+        await resumed(served, lease, 7)
+        lease.layers.raise_for_error()
+        lease.release()
+
+
+async def test_a_fork_takes_the_sums_of_its_copies():
+    async with verified(device_blocks=12) as served:
+        for tokens in ([21, 22, 23, 24], [31, 32, 33, 34]):
+            await served.serve(tokens)
+        await served.complete_offloads()
+        await served.engine.evict(12)
+        parent = served.engine.match(A[:3])
+        await parent.allocate(6)
+        served.compute(parent, A[:6])
+        parent.commit(6)  # before the tokens are named: one block is shared, two are not
+        child = parent.fork()
+        child.append(A[3:6])
+        assert child.commit(6) == 2
+        parent.release()
+        child.release()
+        await served.complete_offloads()
+        await served.engine.evict(12)
+        lease, copy = await onloading(served)
+        copy.complete_all()
+        await lease.layers.wait_all()
+        served.check(lease, A, 6)
+        lease.release()
+
+
+async def test_sums_are_taken_when_the_step_is_done():
+    """What is committed in an open step may not be written yet."""
+    served = verified(write_policy="none")
+    served.device.computes_in_stream = True
+    async with served:
+        lease = served.engine.match(A)
+        await lease.allocate(7)
+        lease.commit(7)
+        task = asyncio.create_task(lease.preempt(swap=True))
+        await spin(3)
+        served.compute(lease, A)  # the device gets there only now
+        for array in served.kv:
+            array[lease.block_table[-1]] = 5
+        event = ManualEvent()
+        event.complete()
+        served.engine.step(event)
+        await served.complete_offloads()
+        await task
+        await served.engine.evict(8)
+        await lease.resume(7)
+        served.engine.step()
+        await spin(2)
+        served.device.complete_all()
+        await served.settle()
+        lease.layers.raise_for_error()
+        served.check(lease, A, 6)
+        assert (served.kv[0][lease.block_table[-1]] == 5).all()
+        lease.release()
+
+
+async def test_the_cpu_device_verifies_too():
+    async with verified(manual=False) as served:
+        await served.serve(A)
+        await served.engine.drain()
+        await served.engine.evict(8)
+        await served.serve(A)
+        await served.engine.evict(8)
+        lease = await served.engine.match(A).allocate(7)
+        async for _ in lease.layers:
+            pass
+        served.check(lease, A, 6)
+        lease.release()
