@@ -25,6 +25,7 @@ enum NodeFlag : std::uint16_t {
 };
 
 constexpr std::uint16_t kDeviceResident = kDeviceValid | kDeviceLoading;
+constexpr std::uint32_t kMaxLeases = (1 << 17) - 1;  // what Node::refs can count
 constexpr std::uint32_t kMaxHolds = (1 << 10) - 1;
 
 struct Node {

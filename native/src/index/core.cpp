@@ -115,6 +115,7 @@ Hit Core::match(Tokens tokens, std::string_view context, bool reads, bool writes
 LeaseId Core::open_lease(Tokens tokens, std::uint32_t context, bool reads, bool writes) {
     auto slot = static_cast<std::uint32_t>(leases_.size());
     if (free_leases_.empty()) {
+        if (slot == kMaxLeases) throw UsageError(str(kMaxLeases) + " leases are out already");
         leases_.emplace_back();
     } else {
         slot = free_leases_.back();
