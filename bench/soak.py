@@ -196,6 +196,12 @@ def _raise_failure(task: asyncio.Task[None]) -> None:
     raise Violation(f"unexpected {error!r}") from error
 
 
+def _collect_into(
+    errors: list[dict[str, object]],
+) -> Callable[[asyncio.AbstractEventLoop, dict[str, object]], None]:
+    return lambda _, context: errors.append(context)
+
+
 def soak(seconds: float, seed: int, progress: Callable[[int], None] = lambda count: None) -> Totals:
     """Soak for so long.
 
@@ -217,7 +223,7 @@ def soak(seconds: float, seed: int, progress: Callable[[int], None] = lambda cou
         loop_errors: list[dict[str, object]] = []
         try:
             with asyncio.Runner(loop_factory=LOOPS[loop]) as runner:
-                runner.get_loop().set_exception_handler(lambda _, c: loop_errors.append(c))
+                runner.get_loop().set_exception_handler(_collect_into(loop_errors))
                 runner.run(one.run(min(round_seconds, seconds - elapsed + 0.01)))
                 gc.collect()  # "exception was never retrieved" comes with the last reference
             if loop_errors:

@@ -169,6 +169,8 @@ void Core::reset() {
     ++epoch_;
     ++version_;
     backups_.clear();
+    promises_.clear();  // what those leases compute will not be published
+    for (Lease& lease : leases_) lease.frontier = kNone;
     for (NodeId node = 0; node < tree_.slots(); ++node) {
         if (!tree_.is_live(node) || tree_[node].has(kDetached)) continue;
         if (tree_[node].has(kRoot)) {

@@ -1,0 +1,315 @@
+"""Pause, quiesce, reset, resize and new weights, while transfers fly and requests wait (item 6)."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from kv_cache import Cache, prompt
+
+from aiokv.errors import ClosedError, RequestTooLarge, UsageError
+from aiokv.testing import ManualEvent, spin
+
+A, B, C = (prompt(seed, 2) for seed in range(1, 4))
+LONG = 5.0  # seconds that no test waits for
+
+pytestmark = pytest.mark.asyncio
+
+
+async def serve_and_release(cache: Cache, tokens):
+    lease = await cache.serve(tokens)
+    hit = lease.hit
+    lease.release()
+    return hit
+
+
+# ---- pause and quiesce
+
+
+async def test_pause_counts_and_requests_wait_in_line():
+    async with Cache() as cache:
+        cache.engine.pause()
+        cache.engine.pause()
+        tasks = [asyncio.create_task(serve_and_release(cache, t)) for t in (A, B, A)]
+        await spin(3)
+        cache.engine.resume()
+        await spin(3)
+        assert cache.statistics.waiting == 3
+        assert not cache.engine.match(C).try_allocate(9)
+        cache.engine.resume()
+        assert [hit.total for hit in await asyncio.gather(*tasks)] == [0, 0, 8]
+        with pytest.raises(UsageError, match="without pause"):
+            cache.engine.resume()
+
+
+async def test_live_leases_go_on_while_paused():
+    async with Cache(write_policy="none") as cache:
+        lease = await cache.serve(A)
+        cache.engine.pause()
+        cache.engine.extend([lease], 4)
+        lease.append([1, 2, 3])
+        assert lease.commit(12) == 1
+        lease.release()
+        cache.engine.resume()
+
+
+async def test_quiesce_waits_for_leases_and_for_transfers_that_follow_from_them():
+    async with Cache() as cache:
+        lease = await cache.serve(A)
+        quiet = asyncio.create_task(cache.engine.quiesce(LONG))
+        waiting = asyncio.create_task(serve_and_release(cache, B))
+        await spin(3)
+        lease.release()
+        await spin(3)
+        assert not quiet.done(), "the backup is in flight"
+        cache.device.complete_all()
+        await quiet
+        statistics = cache.statistics
+        assert (statistics.host_in_flight, statistics.device_leased, statistics.waiting) == (
+            0,
+            0,
+            1,
+        )
+        cache.engine.resume()
+        await waiting
+
+
+async def test_quiesce_that_times_out_names_owners_and_is_not_paused_any_more():
+    async with Cache() as cache:
+        lease = cache.engine.match(A, owner="req-7")
+        await lease.allocate(9)
+        with pytest.raises(TimeoutError, match="req-7"):
+            await cache.engine.quiesce(0.001)
+        (await cache.serve(B)).release()
+        lease.release()
+
+
+async def test_quiesce_cancelled_or_closed_under_is_not_paused_any_more():
+    async with Cache() as cache:
+        lease = await cache.serve(A)
+        quiet = asyncio.create_task(cache.engine.quiesce())
+        await spin(2)
+        quiet.cancel()
+        await asyncio.wait([quiet])
+        assert quiet.cancelled()
+        (await cache.serve(B)).release()
+        again = asyncio.create_task(cache.engine.quiesce())
+        await spin(2)
+        closing = asyncio.create_task(cache.engine.aclose(LONG))
+        await spin(2)
+        again.cancel()
+        await asyncio.wait([again])
+        assert again.cancelled(), "and not ClosedError in its place"
+        lease.release()
+        while not closing.done():
+            cache.device.complete_all()
+            await spin()
+
+
+# ---- reset
+
+
+async def test_reset_while_transfers_fly_and_requests_wait():
+    async with Cache(device_blocks=6) as cache:
+        await cache.fill(A)
+        await cache.finish()
+        assert await cache.engine.evict(2) == 2
+        loading = asyncio.create_task(cache.serve(A))
+        await spin(2)
+        waiting = asyncio.create_task(serve_and_release(cache, prompt(5, 4)))
+        await spin(2)
+        resetting = asyncio.create_task(cache.engine.reset())
+        await spin(3)
+        assert not resetting.done(), "an onload is in flight"
+        assert cache.hit(A) == (0, 0)
+        cache.device.complete_all()
+        await resetting
+        lease = await loading
+        assert lease.cached_tokens == 8, "its own blocks stay, and their bytes were right"
+        lease.release()
+        await waiting
+        assert cache.hit(A) == (0, 0)
+
+
+async def test_reset_does_not_wait_for_what_begins_later():
+    """Under load something is always in flight; only what was, counts."""
+    async with Cache(device_blocks=16) as cache:
+        await cache.fill(A)
+        (first,) = cache.device.offloads
+        resetting = asyncio.create_task(cache.engine.reset())
+        await spin(2)
+        await cache.fill(B)
+        assert len(cache.device.offloads) == 2
+        first.complete_all()
+        await resetting
+        await cache.finish()
+
+
+async def test_what_a_lease_from_before_the_reset_commits_is_not_cached():
+    async with Cache() as cache:
+        lease = cache.engine.match(A)
+        await lease.allocate(9)
+        await cache.engine.reset()
+        cache.compute(lease, A)
+        lease.release()
+        assert cache.hit(A) == (0, 0)
+        assert cache.statistics.device_free == 8
+
+
+# ---- weights
+
+
+async def test_an_update_of_weights_holds_requests_and_forgets_all_before_it():
+    async with Cache(device_blocks=16) as cache:
+        await cache.fill(A)
+        old = await cache.serve(B)
+        entered, leave = asyncio.Event(), asyncio.Event()
+
+        async def update():
+            async with cache.engine.updating_weights(LONG):
+                entered.set()
+                await leave.wait()
+                cache.memory.weights += 1
+
+        updating = asyncio.create_task(update())
+        await spin(3)
+        assert not entered.is_set(), "a backup reads the old blocks"
+        cache.device.complete_all()
+        await entered.wait()
+        waiting = asyncio.create_task(serve_and_release(cache, A))
+        await spin(3)
+        assert not waiting.done()
+        leave.set()
+        await updating
+        assert (await waiting).total == 0
+        old.commit(9)
+        old.release()
+        assert cache.hit(B) == (0, 0), "old weights publish nothing"
+        assert cache.hit(A) == (2, 0)
+        assert (await serve_and_release(cache, A)).device_tokens == 8
+
+
+async def test_an_update_that_cannot_begin_changes_nothing():
+    async with Cache() as cache:
+        await cache.fill(A)
+        with pytest.raises(TimeoutError):
+            async with cache.engine.updating_weights(0.001):
+                pytest.fail("entered while a transfer was in flight")
+        assert (await serve_and_release(cache, A)).device_tokens == 8
+
+
+async def test_an_update_whose_body_raises_forgets_all_the_same():
+    """Nobody knows which weights are there now."""
+    async with Cache(host_blocks=0) as cache:
+        await cache.fill(A)
+        with pytest.raises(ZeroDivisionError):
+            async with cache.engine.updating_weights():
+                raise ZeroDivisionError
+        assert cache.hit(A) == (0, 0)
+        (await cache.serve(A)).release()
+
+
+# ---- resize
+
+
+async def test_shrinking_waits_for_leases_on_blocks_beyond():
+    async with Cache(device_blocks=12, host_blocks=0) as cache:
+        low, high = await cache.serve(A), await cache.serve(B)
+        resizing = asyncio.create_task(cache.engine.resize(4, LONG))
+        await spin(3)
+        low.release()
+        await spin(2)
+        assert not resizing.done()
+        high.release()
+        await resizing
+        assert cache.statistics.device_blocks == 4
+        with pytest.raises(RequestTooLarge):
+            await cache.serve(prompt(5, 4))
+        await cache.engine.resize(12)
+        (await cache.serve(prompt(5, 4))).release()
+
+
+async def test_shrinking_notices_the_end_of_a_transfer():
+    """No lease ends: the blocks beyond are only being saved."""
+    async with Cache(device_blocks=12) as cache:
+        await cache.fill(A, B, C)
+        resizing = asyncio.create_task(cache.engine.resize(2))
+        await spin(3)
+        assert not resizing.done()
+        cache.device.complete_all()
+        await resizing
+        assert cache.statistics.device_blocks == 2
+
+
+async def test_shrinking_notices_the_end_of_a_step():
+    async with Cache(device_blocks=12, host_blocks=0) as cache:
+        cache.device.computes_in_stream = True
+        cache.engine._steps._tracked = True
+        leases = [await cache.serve(tokens) for tokens in (A, B)]
+        for lease in leases:
+            lease.release()
+        event = ManualEvent()
+        cache.engine.step(event)
+        resizing = asyncio.create_task(cache.engine.resize(2))
+        await spin(3)
+        assert not resizing.done()
+        event.complete()
+        await resizing
+
+
+async def test_shrinking_notices_truncation():
+    async with Cache(device_blocks=12, host_blocks=0) as cache:
+        lease = await cache.serve(A)
+        cache.engine.extend([lease], 4 * 6)
+        resizing = asyncio.create_task(cache.engine.resize(4))
+        await spin(3)
+        assert not resizing.done()
+        lease.truncate(9)
+        await resizing
+        lease.release()
+
+
+async def test_a_resize_that_times_out_names_the_owners_and_changes_nothing():
+    async with Cache() as cache:
+        lease = cache.engine.match(A, owner="req-7")
+        await lease.allocate(9)
+        with pytest.raises(TimeoutError, match="req-7"):
+            await cache.engine.resize(2, 0.001)
+        assert cache.statistics.device_blocks == 8
+        lease.release()
+        for blocks in (9, 0):
+            with pytest.raises(UsageError, match="cannot resize"):
+                await cache.engine.resize(blocks)
+
+
+async def test_a_waiting_request_that_does_not_fit_any_more_is_told():
+    async with Cache(host_blocks=0) as cache:
+        holder = await cache.serve(A)
+        waiting = asyncio.create_task(cache.serve(prompt(5, 6)))
+        await spin(2)
+        await cache.engine.resize(4)
+        with pytest.raises(RequestTooLarge):
+            await waiting
+        holder.release()
+
+
+async def test_growing_lets_waiting_requests_in():
+    async with Cache(host_blocks=0) as cache:
+        await cache.engine.resize(4)
+        holder = await cache.serve(A)
+        waiting = asyncio.create_task(cache.serve(B))
+        await spin(2)
+        assert not waiting.done()
+        await cache.engine.resize(8)
+        (await waiting).release()
+        holder.release()
+
+
+async def test_a_closed_engine_controls_nothing():
+    async with Cache() as cache:
+        await cache.engine.aclose()
+        for verb in (cache.engine.reset, cache.engine.quiesce):
+            with pytest.raises(ClosedError):
+                await verb()
+        with pytest.raises(ClosedError):
+            cache.engine.pause()
