@@ -65,6 +65,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_count(cache, "--device-blocks", 1024, "device blocks of the first two runs")
     _add_count(cache, "--pressure-blocks", 128, "device blocks of the run with a host tier")
     _add_count(cache, "--host-blocks", 1024, "host blocks of that run")
+    cache.add_argument(
+        "--write-policy",
+        choices=("write_through", "write_through_selective", "write_back"),
+        default="write_through",
+        help="when blocks of that run get their host copy (default: %(default)s)",
+    )
     serving = parser.add_argument_group("serving")
     _add_count(serving, "--max-running", 8, "requests in the batch")
     _add_count(serving, "--chunk-tokens", 32, "prompt tokens of a step")
@@ -211,6 +217,7 @@ def _config(args: argparse.Namespace) -> DemoConfig:
         max_running=args.max_running,
         chunk_tokens=args.chunk_tokens,
         corrupt=args.corrupt,
+        write_policy=args.write_policy,
     )
 
 

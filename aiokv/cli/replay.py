@@ -13,9 +13,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aiokv.cli.progress import Stages
+    from aiokv.config import WritePolicy
     from aiokv.trace.replay import ReplayOptions
     from aiokv.trace.report import ReplayReport
 
+WRITE_POLICIES: tuple[WritePolicy, ...] = (
+    "write_through",
+    "write_through_selective",
+    "write_back",
+    "none",
+)
 DEFAULT_CAPACITIES = "8000,16000,32000,64000,128000,256000,512000,1024000"
 
 
@@ -32,6 +39,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--block-tokens", type=_at_least(1), default=16, metavar="N", help="tokens of a block")
     add("--device-blocks", type=_at_least(1), default=32_000, metavar="N", help="device capacity")
     add("--host-blocks", type=_at_least(0), default=0, metavar="N", help="host capacity")
+    add(
+        "--write-policy",
+        choices=(*WRITE_POLICIES, "all"),
+        default=WRITE_POLICIES[0],
+        help="when blocks get their host copy; all: compare the three that make any",
+    )
+    add(
+        "--block-kib",
+        type=_at_least(1),
+        default=2048,
+        metavar="KIB",
+        help="nominal size of a block, for the bytes moved",
+    )
     add("--concurrency", type=_at_least(1), default=1, metavar="N", help="leases live at once")
     add(
         "--speed",
@@ -88,11 +108,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _replay(args: argparse.Namespace, stages: Stages) -> ReplayReport:
-    from aiokv.trace.replay import load_workload, replay, sweep_capacities
+    from aiokv.trace.replay import compare_policies, load_workload, replay, sweep_capacities
 
     options = _make_options(args)
     workload = load_workload(args.trace, args.limit, stages)
-    report = await replay(workload, options, stages)
+    if args.write_policy == "all":
+        report, points = await compare_policies(workload, options, stages)
+        report.write_policies = points
+    else:
+        report = await replay(workload, options, stages)
     capacities = args.capacities or (args.plot and _capacities(DEFAULT_CAPACITIES))
     if capacities:
         report.capacities = await sweep_capacities(workload, options, capacities, stages)
@@ -106,6 +130,8 @@ def _make_options(args: argparse.Namespace) -> ReplayOptions:
         block_tokens=args.block_tokens,
         device_blocks=args.device_blocks,
         host_blocks=args.host_blocks,
+        write_policy=WRITE_POLICIES[0] if args.write_policy == "all" else args.write_policy,
+        block_bytes=args.block_kib << 10,
         concurrency=args.concurrency,
         speed=args.speed,
         token_seconds=args.token_ms / 1e3,
@@ -175,12 +201,37 @@ def _rows(report: ReplayReport) -> list[tuple[str, str]]:
     ]
     if report.failed_onloads:
         rows.append(("failed onloads", f"{report.failed_onloads:,}"))
+    rows += _traffic_rows(report)
     rows += _latency_rows(report)
     rows += _memory_rows(report)
     for point in report.capacities or ():
         hits = f"{point.hit_tokens['total']:,} ({point.hit_rate:.2%})"
         rows.append((f"hit tokens with {point.device_blocks:,} device blocks", hits))
     return rows
+
+
+def _traffic_rows(report: ReplayReport) -> list[tuple[str, str]]:
+    traffic = report.traffic
+    if not report.config["host_blocks"]:
+        return []
+    rows = [
+        ("moved to the host", _moved(traffic.offloaded_blocks, traffic.offloaded_bytes)),
+        ("moved to the device", _moved(traffic.onloaded_blocks, traffic.onloaded_bytes)),
+    ]
+    for point in report.write_policies or ():
+        hits, moved = point.hit_tokens, point.traffic
+        text = (
+            f"hits {hits['total']:,} ({point.hit_rate:.2%}; device {hits['device']:,}, "
+            f"host {hits['host']:,}), to the host {moved.offloaded_bytes / 2**30:,.2f} GiB, "
+            f"to the device {moved.onloaded_bytes / 2**30:,.2f} GiB, "
+            f"evicted {point.evicted_blocks:,} + {moved.evicted_host_blocks:,} blocks"
+        )
+        rows.append((point.write_policy, text))
+    return rows
+
+
+def _moved(blocks: int, num_bytes: int) -> str:
+    return f"{blocks:,} blocks, {num_bytes / 2**30:,.2f} GiB"
 
 
 def _latency_rows(report: ReplayReport) -> list[tuple[str, str]]:

@@ -13,6 +13,7 @@ from aiokv.demo.serving import Server, ServingConfig
 from aiokv.errors import ConfigError, InternalError
 
 if TYPE_CHECKING:
+    from aiokv.config import WritePolicy
     from aiokv.demo.ledger import Ledger
     from aiokv.demo.model import CacheT, Model, PagedCache
     from aiokv.demo.workload import Workload
@@ -27,6 +28,7 @@ class DemoConfig:
     Attributes:
         device_blocks: of the runs without pressure.
         pressure_blocks: device blocks of the run with a host tier.
+        write_policy: of the run with a host tier.
         corrupt: spoil one cached block of the last run.
     """
 
@@ -36,6 +38,7 @@ class DemoConfig:
     host_blocks: int = 1024
     max_running: int = 8
     chunk_tokens: int = 32
+    write_policy: WritePolicy = "write_through"
     corrupt: bool = False
 
     def __post_init__(self) -> None:
@@ -83,7 +86,7 @@ def _plan_runs(config: DemoConfig) -> list[_Run]:
         _Run("device", "device only", config.device_blocks, 0, reuse=True),
         _Run(
             "device_host",
-            "device + host",
+            f"device + host, {config.write_policy}",
             config.pressure_blocks,
             config.host_blocks,
             reuse=True,
@@ -155,6 +158,7 @@ async def _run_once(
         block_tokens=config.block_tokens,
         device_blocks=run.device_blocks,
         host_blocks=run.host_blocks,
+        write_policy=config.write_policy,
     )
     serving = ServingConfig(
         max_running=config.max_running, chunk_tokens=config.chunk_tokens, reuse=run.reuse

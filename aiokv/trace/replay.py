@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from aiokv import CacheConfig, CacheEngine
+from aiokv.config import WritePolicy  # noqa: TC001 - msgspec reads the annotations
 from aiokv.errors import UsageError
 from aiokv.trace.format import expand_tokens, read_trace
 from aiokv.trace.loops import Replayer, Samples, plain_loop, run_in_chunks, timed_loop
@@ -16,7 +17,9 @@ from aiokv.trace.report import (
     CapacityPoint,
     ExecuteReport,
     MemoryReport,
+    PolicyPoint,
     ReplayReport,
+    TrafficReport,
     percentiles_us,
     resident_bytes,
 )
@@ -35,6 +38,13 @@ if TYPE_CHECKING:
     Stages = Callable[[str, int], Progress]
 
 
+COMPARED_POLICIES: Final[tuple[WritePolicy, ...]] = (
+    "write_through",
+    "write_through_selective",
+    "write_back",
+)
+
+
 class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How to replay.
 
@@ -42,6 +52,8 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
         block_tokens: tokens of a block.
         device_blocks: capacity of the device tier.
         host_blocks: capacity of the host tier; 0 for none.
+        write_policy: when blocks get their host copy.
+        block_bytes: size of a block in what is said of bytes moved; the real one with ``execute``.
         concurrency: leases that live at once. As fast as possible, a lease lives until
             ``concurrency`` younger ones have come; by timestamps, until its answer is decoded.
         speed: None for as fast as possible, else how many times faster than the timestamps.
@@ -55,6 +67,8 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
     block_tokens: int = 16
     device_blocks: int = 32_000
     host_blocks: int = 0
+    write_policy: WritePolicy = "write_through"
+    block_bytes: int = 2 << 20  # 16 tokens of an 8B model: 32 layers, 8 KV heads of 128, 2 bytes
     concurrency: int = 1
     speed: float | None = None
     token_seconds: float = 0.02
@@ -231,6 +245,38 @@ async def sweep_capacities(
     return points
 
 
+async def compare_policies(
+    workload: Workload, options: ReplayOptions, stages: Stages
+) -> tuple[ReplayReport, list[PolicyPoint]]:
+    """Replay under each of ``COMPARED_POLICIES``, all else as in ``options``.
+
+    Returns:
+        The whole report under ``options.write_policy``, and what tells the policies apart.
+    """
+    reports = {}
+    for policy in COMPARED_POLICIES:
+        changed = msgspec.structs.replace(options, write_policy=policy)
+        reports[policy] = await replay(workload, changed, _named_stages(policy, stages))
+    points = [
+        PolicyPoint(
+            write_policy=policy,
+            hit_tokens=report.hit_tokens,
+            hit_rate=report.hit_rate,
+            evicted_blocks=report.evicted_blocks,
+            failed_onloads=report.failed_onloads,
+            requests_per_second=report.requests_per_second,
+            traffic=report.traffic,
+            execute=report.execute,
+        )
+        for policy, report in reports.items()
+    ]
+    return reports[options.write_policy], points
+
+
+def _named_stages(name: str, stages: Stages) -> Stages:
+    return lambda stage, total: stages(f"{name}: {stage}", total)
+
+
 def _stage(name: str, options: ReplayOptions) -> str:
     return f"{name}, {options.device_blocks:,} blocks"
 
@@ -240,6 +286,7 @@ def _make_config(options: ReplayOptions) -> CacheConfig:
         block_tokens=options.block_tokens,
         device_blocks=options.device_blocks,
         host_blocks=options.host_blocks,
+        write_policy=options.write_policy,
     )
 
 
@@ -273,6 +320,7 @@ def _make_report(
         wall_seconds=run.wall_seconds,
         latency_us=percentiles_us(run.samples.by_operation()),
         memory=_memory(run, rss_before),
+        traffic=_traffic(run, options),
         execute=_execute(run.payload),
     )
 
@@ -295,6 +343,22 @@ def _memory(run: _Run, rss_before: int) -> MemoryReport:
         index_bytes=statistics.index_bytes,
         token_bytes=statistics.token_bytes,
         index_bytes_per_block=statistics.index_bytes / max(cached_blocks, 1),
+    )
+
+
+def _traffic(run: _Run, options: ReplayOptions) -> TrafficReport:
+    statistics = run.statistics
+    block_bytes = run.payload.block_bytes if run.payload else options.block_bytes
+    return TrafficReport(
+        block_bytes=block_bytes,
+        onloaded_blocks=statistics.onloaded_blocks,
+        offloaded_blocks=statistics.offloaded_blocks,
+        onloaded_bytes=statistics.onloaded_blocks * block_bytes,
+        offloaded_bytes=statistics.offloaded_blocks * block_bytes,
+        evicted_host_blocks=statistics.evicted_host_blocks,
+        skipped_backups=statistics.skipped_backups,
+        reclaimed_twins=statistics.reclaimed_twins,
+        dropped_blocks=statistics.dropped_blocks,
     )
 
 

@@ -49,6 +49,45 @@ class ExecuteReport(msgspec.Struct, frozen=True, kw_only=True):
     verified_blocks: int
 
 
+class TrafficReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What moved between the tiers, and what went.
+
+    Attributes:
+        block_bytes: of a real block with ``--execute``, else a nominal one.
+        onloaded_bytes: towards the device; proven copies only, as all counts here.
+        skipped_backups: blocks that found no room on the host when they were to be saved.
+        reclaimed_twins: host copies given up while the block was on the device.
+        dropped_blocks: blocks whose last copy went.
+    """
+
+    block_bytes: int
+    onloaded_blocks: int
+    offloaded_blocks: int
+    onloaded_bytes: int
+    offloaded_bytes: int
+    evicted_host_blocks: int
+    skipped_backups: int
+    reclaimed_twins: int
+    dropped_blocks: int
+
+    @property
+    def moved_bytes(self) -> int:
+        return self.onloaded_bytes + self.offloaded_bytes
+
+
+class PolicyPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One write policy on the same trace; fields as in :class:`ReplayReport`."""
+
+    write_policy: str
+    hit_tokens: dict[str, int]
+    hit_rate: float
+    evicted_blocks: int
+    failed_onloads: int
+    requests_per_second: float
+    traffic: TrafficReport
+    execute: ExecuteReport | None
+
+
 class CapacityPoint(msgspec.Struct, frozen=True, kw_only=True):
     """Hit tokens at one number of device blocks; ``hit_rate`` is of all prompt tokens given."""
 
@@ -74,6 +113,7 @@ class ReplayReport(msgspec.Struct, kw_only=True):
         requests_per_second: ``requests / index_seconds``.
         wall_seconds: wall-clock of the same loop.
         latency_us: by operation.
+        write_policies: every write policy on the same trace, when they were compared.
     """
 
     trace: str
@@ -90,8 +130,10 @@ class ReplayReport(msgspec.Struct, kw_only=True):
     wall_seconds: float
     latency_us: dict[str, Percentiles]
     memory: MemoryReport
+    traffic: TrafficReport
     execute: ExecuteReport | None = None
     capacities: list[CapacityPoint] | None = None
+    write_policies: list[PolicyPoint] | None = None
 
 
 def percentiles_us(samples_ns: Mapping[str, Sequence[int]]) -> dict[str, Percentiles]:

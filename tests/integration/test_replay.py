@@ -190,6 +190,38 @@ def test_command_writes_json_and_plot(tmp_path, capsys):
     assert heights == sorted(heights, reverse=True), "more blocks, a higher point"
 
 
+def test_the_three_write_policies_are_compared_over_real_bytes(tmp_path, capsys):
+    status = run_cli(
+        SMALL, "--limit", 150, "--concurrency", 8, "--device-blocks", 800, "--host-blocks", 2_000,
+        "--write-policy", "all", "--execute", "--execute-mib", 1, "--json", tmp_path / "r.json",
+    )  # fmt: skip
+    assert status == 0
+    assert "write_back: hits " in capsys.readouterr().out
+    result = json.loads((tmp_path / "r.json").read_text())
+    points = {point["write_policy"]: point for point in result["write_policies"]}
+    assert list(points) == ["write_through", "write_through_selective", "write_back"]
+    for point in points.values():
+        traffic = point["traffic"]
+        assert point["hit_tokens"]["host"] > 0
+        assert traffic["onloaded_bytes"] == traffic["onloaded_blocks"] * traffic["block_bytes"] > 0
+        assert traffic["block_bytes"] == point["execute"]["block_bytes"]
+        assert point["execute"]["verified_blocks"] * BLOCK_TOKENS == point["hit_tokens"]["total"]
+        assert point["failed_onloads"] == 0
+    saved = {name: point["traffic"]["offloaded_blocks"] for name, point in points.items()}
+    assert saved["write_through_selective"] < saved["write_through"]
+    assert result["traffic"] == points["write_through"]["traffic"]
+
+
+def test_bytes_moved_are_nominal_without_real_ones(small):
+    report = run_replay(
+        small, device_blocks=1_000, host_blocks=9_000, write_policy="write_back", block_bytes=100
+    )
+    assert report.traffic.offloaded_bytes == 100 * report.traffic.offloaded_blocks > 0
+    none = run_replay(small, device_blocks=1_000, host_blocks=9_000, write_policy="none")
+    assert none.traffic.moved_bytes == 0
+    assert none.hit_tokens["host"] == 0
+
+
 def test_command_names_file_and_line_of_a_malformed_trace(tmp_path, capsys):
     path = tmp_path / "bad.jsonl"
     path.write_text(SMALL.read_text().splitlines()[0] + "\n{}\n")
