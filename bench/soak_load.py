@@ -275,9 +275,50 @@ class Request:
         for _ in range(rng.choice((0, 0, 0, 1, 4))):
             if not await self.decode():
                 break
+        if rng.random() < 0.05:
+            self.fork()
+        if rng.random() < 0.05 and not await self.preempt():
+            return
         if rng.random() < 0.3:
             await self.load.pause()
         self.check(self.full_tokens)
+
+    def fork(self) -> None:
+        """A sample beside this one reads what this one has computed."""
+        self.load.note(self.name, "fork")
+        try:
+            child = self.lease.fork()
+        except WouldBlock:
+            return
+        with_parent, self.lease = self.lease, child
+        try:
+            self.check(self.full_tokens)
+        finally:
+            self.lease = with_parent
+            child.release()
+
+    async def preempt(self) -> bool:
+        """Give the blocks away and take them again; False when that took too long."""
+        lease, rng = self.lease, self.load.rng
+        positions, swap = lease.num_tokens, rng.random() < 0.7
+        self.load.note(self.name, "preempt", swap)
+        try:
+            await lease.preempt(swap=swap)
+        except (WouldBlock, TransferError):
+            return True
+        await self.load.pause()
+        self.load.note(self.name, "resume", positions)
+        try:
+            await lease.resume(positions, priority=rng.randint(0, 2), timeout=0.05)
+        except (AllocateTimeout, RequestTooLarge):
+            return False
+        cached = await self.arrive()
+        if self.weights != self.memory.weights:
+            return False  # what is cached may be of either
+        self.check(cached)
+        self.compute(cached, lease.num_tokens)
+        await self.commit(cached)
+        return True
 
     @property
     def full_tokens(self) -> int:
@@ -310,7 +351,7 @@ class Request:
         return self.memory.words(self.tokens[: self.full_tokens], self.salt, self.weights)
 
     def check(self, tokens: int) -> None:
-        blocks = tokens // self.size
+        blocks = min(tokens, self.full_tokens) // self.size
         self.memory.check(self.lease.block_table[:blocks], self.words()[:blocks], self.name)
 
     def compute(self, begin: int, end: int) -> None:

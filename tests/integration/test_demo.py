@@ -73,6 +73,15 @@ def test_three_runs_compute_equal_bits(demo, capsys):
     assert "equal in all runs" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("policy", ["write_through_selective", "write_back"])
+def test_other_write_policies_compute_equal_bits_too(demo, capsys, policy):
+    status, found = demo("--write-policy", policy)
+    assert status == 0
+    assert found["runs"][2]["label"] == f"device + host, {policy}"
+    assert found["runs"][2]["offload"]["bytes"] > 0
+    assert policy in capsys.readouterr().out
+
+
 def test_preempted_requests_repeat_their_bits(demo):
     status, found = demo("--pressure-blocks", "36", "--answer-tokens", "12", "--turns", "2")
     assert status == 0
