@@ -23,7 +23,7 @@ from aiokv.errors import (
     WouldBlock,
 )
 from aiokv.lease import Lease
-from aiokv.types import Hit, Statistics
+from aiokv.types import Hit, Item, Statistics
 from aiokv.worker.regions import Regions, num_blocks_for
 
 __version__ = "0.1.0"
@@ -40,6 +40,7 @@ __all__ = [
     "DeviceError",
     "Hit",
     "InternalError",
+    "Item",
     "LayoutError",
     "Lease",
     "LeaseError",

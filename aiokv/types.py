@@ -32,6 +32,24 @@ class Hit(NamedTuple):
         return self.device_tokens + self.host_tokens
 
 
+class Item(NamedTuple):
+    """A multimodal item of a prompt: an image, a stretch of audio or video.
+
+    Its placeholder tokens say nothing of its content, so blocks that it touches are shared only
+    with prompts that have the same item at the same place. Items are encoded whole: a match never
+    ends inside one, but before it.
+
+    Attributes:
+        content_hash: of what is encoded, and how; equal hashes are taken for equal content.
+        offset: its first position in the prompt.
+        length: its positions.
+    """
+
+    content_hash: bytes
+    offset: int
+    length: int
+
+
 class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     """Counts since the engine was made, and the state of its pools now.
 
@@ -72,6 +90,20 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def hit_tokens(self) -> int:
         return self.hit_device_tokens + self.hit_host_tokens
+
+
+def check_items(items: Sequence[tuple[object, object, object]]) -> None:
+    """What the native index does not say well: items of the wrong types.
+
+    Raises:
+        UsageError: an item is not (bytes, int, int).
+    """
+    for item in items:
+        content_hash, offset, length = item
+        if not isinstance(content_hash, bytes):
+            raise UsageError(f"an item's content_hash must be bytes, not {content_hash!r}")
+        if not isinstance(offset, int) or not isinstance(length, int):
+            raise UsageError(f"an item's place must be two integers, not {offset!r}, {length!r}")
 
 
 def as_tokens(tokens: TokenIds) -> NDArray[np.int32]:

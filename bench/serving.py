@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import uvloop
 
+from aiokv.demo.model import ModelConfig
+from aiokv.demo.models import load_model
 from aiokv.demo.runs import DemoConfig, run_demo
-from aiokv.demo.transformer import ModelConfig
+from aiokv.demo.weights import random_weights
 from aiokv.demo.workload import ChatSizes, chat_workload
 from aiokv.errors import InternalError
 
@@ -29,9 +31,12 @@ class _Silent:
 
 
 def run(quick: bool) -> dict[str, Any]:
-    model = ModelConfig()
+    config = ModelConfig()
     sizes = ChatSizes(conversations=8, turns=3) if quick else ChatSizes()
-    workload = chat_workload(sizes, vocab=model.vocab, seed=0)
+    workload = chat_workload(sizes, vocab=config.vocab, seed=0)
+    model = load_model(
+        "numpy", config, random_weights(config), max_context_tokens=workload.max_context_tokens
+    )
     result = uvloop.run(run_demo(model, workload, DemoConfig(), _Silent()))
     if not result.equal:
         raise InternalError("the serving runs differ: the cache served wrong bytes")

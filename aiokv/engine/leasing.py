@@ -14,7 +14,7 @@ from aiokv.errors import (
     WouldBlock,
 )
 from aiokv.lease import Lease
-from aiokv.types import as_tokens
+from aiokv.types import as_tokens, check_items
 from aiokv.worker.blocks import clone_blocks
 from aiokv.worker.layers import LayerView
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from aiokv.types import TokenIds
+    from aiokv.types import Item, TokenIds
     from aiokv.worker.device.base import Event
 
 
@@ -36,6 +36,7 @@ class Leasing(EngineBase):
         *,
         salt: str = "",
         adapter: str = "",
+        items: Sequence[Item] = (),
         owner: str = "",
         read: bool = True,
         write: bool = True,
@@ -46,6 +47,7 @@ class Leasing(EngineBase):
             tokens: ``[N]`` token ids, N >= 1; copied. A contiguous int32 array is the fastest.
             salt: prompts share blocks only with prompts of the same salt (a tenant, say).
             adapter: likewise; names what else changes the KV, such as a LoRA adapter.
+            items: the prompt's multimodal items, in order; they do not overlap.
             owner: a name for messages.
             read: False to hit nothing.
             write: False to publish nothing.
@@ -54,12 +56,18 @@ class Leasing(EngineBase):
             A lease, which may be awaited (it does not suspend) or entered with ``async with``.
 
         Raises:
-            UsageError: no tokens, or one outside int32.
+            UsageError: no tokens, or one outside int32; or items that are not in the prompt, or
+                out of order.
             ClosedError: the engine is closed or closing.
         """
         self._check_open()
         context = f"{len(salt)}:{salt}{adapter}" if salt or adapter else ""
-        lease_id, _, _ = self._core.match(as_tokens(tokens), context, read, write)
+        if items:
+            check_items(items)
+            found = self._core.match_items(as_tokens(tokens), items, context, read, write)
+        else:
+            found = self._core.match(as_tokens(tokens), context, read, write)
+        lease_id = found[0]
         self._owners[lease_id] = owner
         return Lease(self, lease_id, owner, salt, self._done)
 

@@ -15,8 +15,10 @@ from aiokv.plan import Priority
 from aiokv.types import Hit
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from aiokv.lease import Lease
-    from aiokv.types import Tier, TokenIds
+    from aiokv.types import Item, Tier, TokenIds
 
 
 class Residency(Leasing):
@@ -61,12 +63,13 @@ class Residency(Leasing):
         *,
         salt: str = "",
         adapter: str = "",
+        items: Sequence[Item] = (),
         ttl_seconds: float = 0.0,
     ) -> Hit:
         """Bring what is cached in host memory onto the device; does not wait for capacity.
 
         Args:
-            tokens: the prompt, as for ``match``; so are ``salt`` and ``adapter``.
+            tokens: the prompt, as for ``match``; so are ``salt``, ``adapter`` and ``items``.
             ttl_seconds: keep it there until a lease uses it, at most so long.
 
         Returns:
@@ -77,7 +80,7 @@ class Residency(Leasing):
 
         Cancellation: copies that have begun end as cached blocks.
         """
-        lease = self.match(tokens, salt=salt, adapter=adapter, owner="prefetch")
+        lease = self.match(tokens, salt=salt, adapter=adapter, items=items, owner="prefetch")
         found = lease.hit
         pin = await self._bring(lease, until_used=True)
         if pin is None:
@@ -94,12 +97,13 @@ class Residency(Leasing):
         *,
         salt: str = "",
         adapter: str = "",
+        items: Sequence[Item] = (),
         ttl_seconds: float | None = None,
     ) -> Pin:
         """Keep what is cached of a prompt on the device; host blocks are onloaded first.
 
         Args:
-            tokens: the prompt, as for ``match``; so are ``salt`` and ``adapter``.
+            tokens: the prompt, as for ``match``; so are ``salt``, ``adapter`` and ``items``.
             ttl_seconds: release by itself after so long; None for never.
 
         Raises:
@@ -108,7 +112,7 @@ class Residency(Leasing):
 
         Cancellation: nothing is pinned.
         """
-        lease = self.match(tokens, salt=salt, adapter=adapter, owner="pin")
+        lease = self.match(tokens, salt=salt, adapter=adapter, items=items, owner="pin")
         found = lease.hit
         pin = await self._bring(lease, until_used=False)
         if pin is None:

@@ -48,6 +48,8 @@ struct CoreConfig {
 struct Lease {
     std::vector<std::int32_t> tokens;  // of named positions, from 0
     std::vector<NodeId> path;          // indexed blocks; holds refs once granted
+    std::vector<ItemKey> item_keys;    // of blocks up to the last with items; refs each but 0
+    std::vector<ItemSpan> items;       // multimodal items of the prompt, in order
     std::vector<BlockId> table;        // block i is the index's iff path[i] has this device id
     std::vector<ReuseClass> classes;   // of the prompt, once granted; empty with lru
     std::vector<TransferId> onloads;   // unfinished ones that write blocks of the table
@@ -129,7 +131,8 @@ class Core {
     explicit Core(const CoreConfig& config);
 
     // -- leases (core.cpp). A released, foreign or made-up id throws LeaseError.
-    Hit match(Tokens tokens, std::string_view context, bool reads = true, bool writes = true);
+    Hit match(Tokens tokens, std::string_view context, bool reads = true, bool writes = true,
+              std::span<const Item> items = {});
     Pending pending(LeaseId id);
     // Throws what allocate would, of a request that can never be granted.
     void check_request(LeaseId id, std::int64_t num_tokens) const;
@@ -187,6 +190,9 @@ class Core {
     Lease& lease_at(LeaseId id);
     std::uint32_t open_context(std::string_view key);
     void close_context_if_unused(std::uint32_t context);
+    void set_items(Lease& lease, std::span<const Item> items);
+    void forget_items(Lease& lease);
+    std::size_t before_cut_item(const Lease& lease, std::size_t blocks) const;
     void walk(Lease& lease);
     void drop_small_onload(Lease& lease);
     void choose_path(Lease& lease, std::size_t usable);

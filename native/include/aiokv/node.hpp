@@ -22,6 +22,7 @@ enum NodeFlag : std::uint16_t {
     kRoot = 1 << 8,  // no block; `device` holds the context's index
     kTwinListed = 1 << 9,
     kBackupFailed = 1 << 10,  // may be dropped without another try
+    kHasItems = 1 << 11,      // multimodal items touch it; ItemKeys has its key
 };
 
 constexpr std::uint16_t kDeviceResident = kDeviceValid | kDeviceLoading;

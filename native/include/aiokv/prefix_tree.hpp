@@ -10,6 +10,7 @@
 #include <cstring>
 #include <vector>
 
+#include "aiokv/item_keys.hpp"
 #include "aiokv/node.hpp"
 #include "aiokv/slab.hpp"
 
@@ -60,13 +61,18 @@ class PrefixTree {
     const std::int32_t* tokens(NodeId id) const { return &tokens_[std::size_t{id} * stride_]; }
 
     NodeId add_root();
-    NodeId find_child(NodeId parent, const std::int32_t* tokens) const;
-    // The child with these tokens, made when there is none.
+    NodeId find_child(NodeId parent, const std::int32_t* tokens, ItemKey items = kNoItems) const;
+    // The child with these tokens and items, made when there is none.
     struct Found {
         NodeId node;
         bool is_new;
     };
-    Found find_or_add_child(NodeId parent, const std::int32_t* tokens);
+    Found find_or_add_child(NodeId parent, const std::int32_t* tokens, ItemKey items = kNoItems);
+    ItemKey items(NodeId node) const {
+        return nodes_[node].has(kHasItems) ? item_keys_.of(node) : kNoItems;
+    }
+    ItemKeys& item_keys() { return item_keys_; }
+    const ItemKeys& item_keys() const { return item_keys_; }
 
     // Take the node from its parent. Its own children stay below it.
     void unlink(NodeId node);
@@ -104,10 +110,14 @@ class PrefixTree {
     NodeId new_slot();
     std::uint32_t new_fork(NodeId first, NodeId second);
     void free_fork(std::uint32_t child);
-    std::uint32_t tag(const std::int32_t* tokens) const;
-    NodeId add_child(NodeId parent, const std::int32_t* tokens);
+    std::uint32_t tag(const std::int32_t* tokens, ItemKey items) const;
+    std::uint32_t tag(NodeId node) const { return tag(tokens(node), items(node)); }
+    NodeId add_child(NodeId parent, const std::int32_t* tokens, ItemKey items);
+    bool equal(NodeId node, const std::int32_t* tokens, ItemKey items) const {
+        return equal_tokens(node, tokens) && this->items(node) == items;
+    }
     // A constant size lets the compiler inline the usual case.
-    bool equal(NodeId node, const std::int32_t* tokens) const {
+    bool equal_tokens(NodeId node, const std::int32_t* tokens) const {
         if (stride_ == 16) return std::memcmp(this->tokens(node), tokens, 64) == 0;
         return std::memcmp(this->tokens(node), tokens, stride_ * sizeof(std::int32_t)) == 0;
     }
@@ -125,6 +135,7 @@ class PrefixTree {
     Slab<std::int32_t> tokens_;
     std::vector<ChildSet> forks_;
     std::vector<std::uint32_t> free_forks_;
+    ItemKeys item_keys_;
     NodeId free_head_ = kNone;
     std::uint32_t live_ = 0;
 };

@@ -15,6 +15,10 @@ std::string str(std::uint64_t value) {
     return std::to_string(value);
 }
 
+ItemKey key_of(const std::vector<ItemKey>& keys, std::size_t block) {
+    return block < keys.size() ? keys[block] : kNoItems;
+}
+
 const CoreConfig& checked(const CoreConfig& config) {
     constexpr std::uint32_t kMaxBlocks = 1u << 30;
     if (config.block_tokens == 0) throw ConfigError("block_tokens must be at least 1");
@@ -100,13 +104,16 @@ void Core::close_context_if_unused(std::uint32_t index) {
 
 // -- match and allocate ----------------------------------------------------------------------
 
-Hit Core::match(Tokens tokens, std::string_view context, bool reads, bool writes) {
+Hit Core::match(Tokens tokens, std::string_view context, bool reads, bool writes,
+                std::span<const Item> items) {
     if (tokens.empty()) throw UsageError("cannot match an empty prompt");
     if (tokens.size() > static_cast<std::size_t>(kMaxTokens)) {
         throw UsageError("a prompt of " + str(tokens.size()) + " tokens is too long");
     }
+    check_items(items, tokens.size());
     const LeaseId id = open_lease(tokens, open_context(context), reads, writes);
     Lease& lease = leases_[static_cast<std::uint32_t>(id)];
+    if (!items.empty()) set_items(lease, items);
     walk(lease);
     touch(lease.path);
     return {id, lease.device_hit, lease.host_hit};
@@ -140,6 +147,38 @@ std::size_t Core::hit_limit(const Lease& lease) const {
     return (length - config_.leave_tokens) / config_.block_tokens;
 }
 
+// -- multimodal items ------------------------------------------------------------------------
+
+void Core::set_items(Lease& lease, std::span<const Item> items) {
+    for (std::string& bytes : item_key_bytes(items, config_.block_tokens)) {
+        const bool none = bytes.empty();
+        lease.item_keys.push_back(none ? kNoItems : tree_.item_keys().intern(std::move(bytes)));
+    }
+    for (const Item& item : items) {
+        const auto start = static_cast<std::uint64_t>(item.offset);
+        lease.items.push_back({start, start + static_cast<std::uint64_t>(item.length)});
+    }
+}
+
+void Core::forget_items(Lease& lease) {
+    for (const ItemKey key : lease.item_keys) {
+        if (key != kNoItems) tree_.item_keys().unref(key);
+    }
+    lease.item_keys.clear();
+    lease.items.clear();
+}
+
+// `blocks`, or fewer, so that they do not end inside an item: an encoder makes an item whole.
+std::size_t Core::before_cut_item(const Lease& lease, std::size_t blocks) const {
+    for (auto item = lease.items.rbegin(); item != lease.items.rend(); ++item) {
+        const std::uint64_t end = std::uint64_t{blocks} * config_.block_tokens;
+        if (item->start < end && end < item->stop) blocks = item->start / config_.block_tokens;
+    }
+    return blocks;
+}
+
+// -- walking ---------------------------------------------------------------------------------
+
 // Path, device_hit and host_hit: the longest cached prefix that leaves something to compute.
 void Core::walk(Lease& lease) {
     const std::size_t limit = hit_limit(lease);
@@ -148,10 +187,15 @@ void Core::walk(Lease& lease) {
     lease.path.clear();
     lease.device_hit = 0;
     for (std::size_t i = 0; i < limit; ++i, tokens += config_.block_tokens) {
-        node = tree_.find_child(node, tokens);
+        node = tree_.find_child(node, tokens, key_of(lease.item_keys, i));
         if (node == kNone) break;
         lease.path.push_back(node);
         lease.device_hit += tree_[node].has(kDeviceValid);
+    }
+    const std::size_t whole = before_cut_item(lease, lease.path.size());
+    while (lease.path.size() > whole) {
+        lease.device_hit -= tree_[lease.path.back()].has(kDeviceValid);
+        lease.path.pop_back();
     }
     lease.host_hit = static_cast<std::uint32_t>(lease.path.size()) - lease.device_hit;
     lease.version = version_;
@@ -184,7 +228,12 @@ Pending Core::pending(LeaseId id) {
             std::min(limit, owner.tokens.size() / config_.block_tokens) * config_.block_tokens;
         std::size_t same = first * config_.block_tokens;
         while (same < stop && owner.tokens[same] == lease.tokens[same]) ++same;
-        const auto blocks = static_cast<std::uint32_t>(same / config_.block_tokens - first);
+        std::size_t block = first;
+        while (block < same / config_.block_tokens &&
+               key_of(owner.item_keys, block) == key_of(lease.item_keys, block)) {
+            ++block;
+        }
+        const auto blocks = static_cast<std::uint32_t>(block - first);
         if (blocks > best.blocks) {
             best = {(std::uint64_t{owner.generation} << 32) | owner.slot, blocks};
         }
@@ -226,6 +275,7 @@ void Core::drop_small_onload(Lease& lease) {
 void Core::choose_path(Lease& lease, std::size_t usable) {
     if (lease.version != version_) walk(lease);
     if (lease.host_hit < config_.min_onload_blocks) drop_small_onload(lease);
+    usable = before_cut_item(lease, std::min(usable, lease.path.size()));
     if (lease.path.size() <= usable) return;
     lease.path.resize(usable);
     lease.version = 0;  // a later try may want the rest
@@ -422,7 +472,8 @@ std::uint32_t Core::publish(Lease& lease) {
 // unless the index has none on the device.
 NodeId Core::publish_block(Lease& lease, NodeId parent, std::uint32_t index) {
     const std::int32_t* tokens = &lease.tokens[std::size_t{index} * config_.block_tokens];
-    const auto [node, is_new] = tree_.find_or_add_child(parent, tokens);
+    const auto [node, is_new] =
+        tree_.find_or_add_child(parent, tokens, key_of(lease.item_keys, index));
     Node& n = tree_[node];
     if (n.refs++ == 0 && !is_new) dequeue(node);
     if (reuse_) n.reuse_class = reuse_->class_at(lease.classes, index);
@@ -522,6 +573,7 @@ void Core::release(LeaseId id, Step step) {
     Lease& lease = lease_at(id);
     give_back(id, lease, step);
     lease.live = false;
+    forget_items(lease);
     free_leases_.push_back(static_cast<std::uint32_t>(id));
     --contexts_[lease.context].leases;
     close_context_if_unused(lease.context);

@@ -58,7 +58,10 @@ std::vector<std::string> Core::violations() const {
     std::vector<std::uint32_t> pins(tree_.slots(), 0);
 
     std::vector<std::uint32_t> holds(tree_.slots(), 0);
+    std::uint64_t item_refs = tree_.item_keys().nodes();
+    std::size_t nodes_with_items = 0;
     for (const Lease& lease : leases_) {
+        for (const ItemKey key : lease.item_keys) item_refs += key != kNoItems;
         if (!lease.live) continue;
         if (lease.swapped || lease.swap_out != 0) {
             for (const NodeId node : lease.path) ++holds[node];
@@ -96,6 +99,7 @@ std::vector<std::string> Core::violations() const {
     for (NodeId node = 0; node < tree_.slots(); ++node) {
         const Node& n = tree_[node];
         if (!tree_.is_live(node) || n.has(kRoot)) continue;
+        nodes_with_items += n.has(kHasItems);
         if (n.device != kNoBlock) device.own(n.device, "a node");
         if (n.host != kNoBlock) host.own(n.host, "a node");
         report.require(n.refs == refs[node], "I5: node ", node, " counts ", n.refs + 0, " refs of ",
@@ -119,8 +123,8 @@ std::vector<std::string> Core::violations() const {
                        " host state and id disagree");
         report.require(n.has(kDeviceValid | kHostValid), "I2: node ", node, " has no copy");
         const Node& parent = tree_[n.parent];
-        report.require(tree_.find_child(n.parent, tree_.tokens(node)) == node, "I2: node ", node,
-                       " is not found under its parent");
+        report.require(tree_.find_child(n.parent, tree_.tokens(node), tree_.items(node)) == node,
+                       "I2: node ", node, " is not found under its parent");
         report.require(parent.has(kRoot) || parent.refs >= n.refs, "I5: node ", node, " has ",
                        n.refs + 0, " refs, its parent ", parent.refs + 0);
         report.require(!n.has(kDeviceResident) || parent.has(kRoot | kDeviceResident), "I2: node ",
@@ -132,6 +136,10 @@ std::vector<std::string> Core::violations() const {
     report.require(queued_device == device_queue_.size() && queued_host == host_queue_.size() &&
                        parked_device == parked_device_,
                    "I6: the eviction queues miscount");
+    report.require(nodes_with_items == tree_.item_keys().nodes(), "I5: ", nodes_with_items,
+                   " nodes have items, ", tree_.item_keys().nodes(), " are listed");
+    report.require(item_refs == tree_.item_keys().total_refs(), "I5: the keys of items count ",
+                   tree_.item_keys().total_refs(), " refs of ", item_refs);
     device.check([this](BlockId id) { return device_.is_free(id); });
     host.check([this](BlockId id) { return host_.is_free(id); });
     return report.take();

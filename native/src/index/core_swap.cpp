@@ -186,6 +186,11 @@ Fork Core::fork(LeaseId id, Step step) {
     Lease& child = lease_at(child_id);
     Fork fork{child_id, {}, {}};
     child.path = source.path;
+    child.items = source.items;
+    child.item_keys = source.item_keys;
+    for (const ItemKey key : child.item_keys) {
+        if (key != kNoItems) tree_.item_keys().ref(key);
+    }
     for (const NodeId node : child.path) ++tree_[node].refs;
     child.table.resize(source.table.size());
     for (std::size_t i = 0; i < child.table.size(); ++i) {

@@ -58,8 +58,8 @@ std::size_t PrefixTree::fork_bytes() const {
     return bytes;
 }
 
-std::uint32_t PrefixTree::tag(const std::int32_t* tokens) const {
-    std::uint64_t hash = 0x9e3779b97f4a7c15;
+std::uint32_t PrefixTree::tag(const std::int32_t* tokens, ItemKey items) const {
+    std::uint64_t hash = 0x9e3779b97f4a7c15 ^ items;
     for (std::size_t i = 0; i < stride_; ++i) {
         hash = (hash ^ static_cast<std::uint32_t>(tokens[i])) * 0xff51afd7ed558ccd;
         hash ^= hash >> 29;
@@ -85,6 +85,7 @@ NodeId PrefixTree::new_slot() {
 void PrefixTree::free(NodeId node) {
     Node& n = nodes_[node];
     if (n.child != kNone) throw InternalError("a node with children was freed");
+    if (n.has(kHasItems)) item_keys_.detach(node);
     n.prev = kFreeSlot;
     n.next = free_head_;
     free_head_ = node;
@@ -97,33 +98,38 @@ NodeId PrefixTree::add_root() {
     return id;
 }
 
-NodeId PrefixTree::find_child(NodeId parent, const std::int32_t* tokens) const {
+NodeId PrefixTree::find_child(NodeId parent, const std::int32_t* tokens, ItemKey items) const {
     const std::uint32_t child = nodes_[parent].child;
     if (child == kNone) return kNone;
-    if ((child & kFork) == 0) return equal(child, tokens) ? child : kNone;
-    return forks_[child & ~kFork].find(tag(tokens),
-                                       [&](NodeId node) { return equal(node, tokens); });
+    if ((child & kFork) == 0) return equal(child, tokens, items) ? child : kNone;
+    return forks_[child & ~kFork].find(tag(tokens, items),
+                                       [&](NodeId node) { return equal(node, tokens, items); });
 }
 
-NodeId PrefixTree::add_child(NodeId parent, const std::int32_t* tokens) {
+NodeId PrefixTree::add_child(NodeId parent, const std::int32_t* tokens, ItemKey items) {
     const NodeId id = new_slot();
     nodes_[id].parent = parent;
     store(id, tokens);
+    if (items != kNoItems) {
+        nodes_[id].set(kHasItems);
+        item_keys_.attach(id, items);
+    }
     const std::uint32_t child = nodes_[parent].child;
     if (child == kNone) {
         nodes_[parent].child = id;
     } else if ((child & kFork) != 0) {
-        forks_[child & ~kFork].insert(tag(tokens), id);
+        forks_[child & ~kFork].insert(tag(tokens, items), id);
     } else {
         nodes_[parent].child = new_fork(child, id);
     }
     return id;
 }
 
-PrefixTree::Found PrefixTree::find_or_add_child(NodeId parent, const std::int32_t* tokens) {
-    const NodeId child = find_child(parent, tokens);
+PrefixTree::Found PrefixTree::find_or_add_child(NodeId parent, const std::int32_t* tokens,
+                                                ItemKey items) {
+    const NodeId child = find_child(parent, tokens, items);
     if (child != kNone) return {child, false};
-    return {add_child(parent, tokens), true};
+    return {add_child(parent, tokens, items), true};
 }
 
 std::uint32_t PrefixTree::new_fork(NodeId first, NodeId second) {
@@ -136,7 +142,7 @@ std::uint32_t PrefixTree::new_fork(NodeId first, NodeId second) {
     }
     ChildSet& fork = forks_[index];
     for (const NodeId node : {first, second}) {
-        fork.insert(tag(tokens(node)), node);
+        fork.insert(tag(node), node);
         fork.device_children += nodes_[node].has(kDeviceResident);
     }
     return index | kFork;
@@ -156,7 +162,7 @@ void PrefixTree::unlink(NodeId node) {
         return;
     }
     ChildSet& fork = forks_[child & ~kFork];
-    fork.erase(tag(tokens(node)), node);
+    fork.erase(tag(node), node);
     fork.device_children -= nodes_[node].has(kDeviceResident);
     if (fork.size() > 1) return;
     for (const ChildSet::Slot& slot : fork.slots()) {

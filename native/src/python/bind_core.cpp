@@ -2,6 +2,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include "aiokv/core.hpp"
@@ -40,6 +41,18 @@ using TransferTuple = nb::typed<nb::tuple, nb::bytes, nb::bytes, Step>;
 
 MatchTuple match(Core& core, TokenArray tokens, std::string_view context, bool reads, bool writes) {
     const Hit hit = core.match(view(tokens), context, reads, writes);
+    return nb::make_tuple(hit.lease, hit.device_blocks, hit.host_blocks);
+}
+
+using ItemTuple = std::tuple<nb::bytes, std::int64_t, std::int64_t>;
+
+MatchTuple match_items(Core& core, TokenArray tokens, const std::vector<ItemTuple>& items,
+                       std::string_view context, bool reads, bool writes) {
+    std::vector<Item> views;
+    for (const auto& [hash, offset, length] : items) {
+        views.push_back({{hash.c_str(), hash.size()}, offset, length});
+    }
+    const Hit hit = core.match(view(tokens), context, reads, writes, views);
     return nb::make_tuple(hit.lease, hit.device_blocks, hit.host_blocks);
 }
 
@@ -131,6 +144,8 @@ void bind_core(nb::module_& m) {
             "min_onload_blocks"_a = 0, "eviction"_a = EvictionKind::kLru)
         .def("match", &match, "tokens"_a, "context"_a = "", "reads"_a = true, "writes"_a = true,
              "Open a lease: (lease, device_blocks, host_blocks) of the longest cached prefix.")
+        .def("match_items", &match_items, "tokens"_a, "items"_a, "context"_a = "", "reads"_a = true,
+             "writes"_a = true, "match() of a prompt with items: (content hash, offset, length).")
         .def(
             "allocate",
             [](Core& core, LeaseId id, std::int64_t num_tokens) {

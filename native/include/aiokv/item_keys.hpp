@@ -1,0 +1,66 @@
+// Multimodal items in the index: what sets a block apart beside its token ids.
+//
+// All placeholder tokens of an image are alike, so the blocks that it touches carry a key made of
+// its content hash and of where it lies. Keys are interned, and kept in a side table for the few
+// nodes that have one (NodeFlag kHasItems): a cache of text pays nothing for them.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "aiokv/node.hpp"
+
+namespace aiokv {
+
+using ItemKey = std::uint32_t;
+constexpr ItemKey kNoItems = 0;
+
+struct Item {
+    std::string_view hash;
+    std::int64_t offset;  // of its first position in the prompt
+    std::int64_t length;  // in positions
+};
+
+// Positions of an item.
+struct ItemSpan {
+    std::uint64_t start, stop;
+};
+
+class ItemKeys {
+  public:
+    // The id of these bytes, with a ref for the caller.
+    ItemKey intern(std::string bytes);
+    void ref(ItemKey key) { ++entries_[key - 1].refs; }
+    void unref(ItemKey key);
+
+    ItemKey of(NodeId node) const { return of_node_.at(node); }
+    void attach(NodeId node, ItemKey key);  // takes a ref of its own
+    void detach(NodeId node);
+
+    std::size_t size() const { return ids_.size(); }
+    std::uint64_t total_refs() const;
+    std::size_t nodes() const { return of_node_.size(); }
+
+  private:
+    struct Entry {
+        const std::string* bytes = nullptr;  // in ids_, whose nodes stay in place
+        std::uint64_t refs = 0;
+    };
+
+    std::unordered_map<std::string, ItemKey> ids_;
+    std::vector<Entry> entries_;
+    std::vector<ItemKey> free_;
+    std::unordered_map<NodeId, ItemKey> of_node_;
+};
+
+// Throws UsageError: not in order, overlapping, empty, or outside the prompt.
+void check_items(std::span<const Item> items, std::size_t num_tokens);
+
+// The key bytes of each block up to the last one that an item touches; empty where none does.
+std::vector<std::string> item_key_bytes(std::span<const Item> items, std::uint32_t block_tokens);
+
+}  // namespace aiokv

@@ -1,0 +1,93 @@
+#include "aiokv/item_keys.hpp"
+
+#include "aiokv/error.hpp"
+
+namespace aiokv {
+namespace {
+
+void append_number(std::string& bytes, std::int64_t number) {
+    for (int shift = 0; shift < 64; shift += 8) {
+        bytes.push_back(static_cast<char>(static_cast<std::uint64_t>(number) >> shift));
+    }
+}
+
+}  // namespace
+
+ItemKey ItemKeys::intern(std::string bytes) {
+    const auto [entry, is_new] = ids_.try_emplace(std::move(bytes), kNoItems);
+    if (!is_new) {
+        ref(entry->second);
+        return entry->second;
+    }
+    if (free_.empty()) {
+        entries_.emplace_back();
+        free_.push_back(static_cast<ItemKey>(entries_.size()));
+    }
+    entry->second = free_.back();
+    free_.pop_back();
+    entries_[entry->second - 1] = {&entry->first, 1};
+    return entry->second;
+}
+
+void ItemKeys::unref(ItemKey key) {
+    Entry& entry = entries_[key - 1];
+    if (--entry.refs > 0) return;
+    ids_.erase(ids_.find(*entry.bytes));
+    entry.bytes = nullptr;
+    free_.push_back(key);
+}
+
+void ItemKeys::attach(NodeId node, ItemKey key) {
+    ref(key);
+    of_node_.emplace(node, key);
+}
+
+void ItemKeys::detach(NodeId node) {
+    const auto entry = of_node_.find(node);
+    unref(entry->second);
+    of_node_.erase(entry);
+}
+
+std::uint64_t ItemKeys::total_refs() const {
+    std::uint64_t total = 0;
+    for (const Entry& entry : entries_) total += entry.refs;
+    return total;
+}
+
+void check_items(std::span<const Item> items, std::size_t num_tokens) {
+    const auto limit = static_cast<std::int64_t>(num_tokens);
+    std::int64_t free_from = 0;
+    for (const Item& item : items) {
+        const std::string where = "an item at position " + std::to_string(item.offset) + " of " +
+                                  std::to_string(item.length) + " positions ";
+        if (item.hash.empty()) throw UsageError(where + "has no hash");
+        if (item.length < 1) throw UsageError(where + "is empty");
+        if (item.offset < free_from) {
+            throw UsageError(where + "begins before position " + std::to_string(free_from) +
+                             ": items are in order and do not overlap");
+        }
+        if (item.length > limit - item.offset) {
+            throw UsageError(where + "ends behind the prompt of " + std::to_string(num_tokens));
+        }
+        free_from = item.offset + item.length;
+    }
+}
+
+std::vector<std::string> item_key_bytes(std::span<const Item> items, std::uint32_t block_tokens) {
+    std::vector<std::string> keys;
+    for (const Item& item : items) {
+        const auto first = static_cast<std::size_t>(item.offset / block_tokens);
+        const auto last = static_cast<std::size_t>((item.offset + item.length - 1) / block_tokens);
+        keys.resize(last + 1);
+        for (std::size_t block = first; block <= last; ++block) {
+            std::string& bytes = keys[block];
+            append_number(bytes, static_cast<std::int64_t>(item.hash.size()));
+            bytes += item.hash;
+            append_number(bytes, item.offset - static_cast<std::int64_t>(block * block_tokens));
+            append_number(bytes, item.length);
+        }
+    }
+    return keys;
+}
+
+}  // namespace aiokv

@@ -1,0 +1,163 @@
+"""Multimodal items through the engine: who shares what, and a naive model of it (A3.4-A3.6, B5)."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aiokv import CacheConfig, CacheEngine, Item, UsageError
+
+BLOCK_TOKENS = 4
+PLACEHOLDER = 7
+
+
+def config(**more: int) -> CacheConfig:
+    return CacheConfig(block_tokens=BLOCK_TOKENS, device_blocks=4096, **more)
+
+
+def prompt(length: int, items: list[Item]) -> np.ndarray:
+    tokens = np.arange(100, 100 + length, dtype=np.int32)
+    for item in items:
+        tokens[item.offset : item.offset + item.length] = PLACEHOLDER
+    return tokens
+
+
+async def serve(engine: CacheEngine, tokens: np.ndarray, items: list[Item]) -> int:
+    async with engine.match(tokens, items=items) as lease:
+        await lease.allocate(len(tokens))
+        lease.commit(len(tokens))
+        return lease.cached_tokens
+
+
+def hit(engine: CacheEngine, tokens: np.ndarray, items: list[Item]) -> int:
+    lease = engine.match(tokens, items=items)
+    try:
+        return lease.hit.total
+    finally:
+        lease.release()
+
+
+@pytest.mark.asyncio
+async def test_prompts_share_what_lies_before_their_images() -> None:
+    cat, dog = Item(b"cat", 9, 6), Item(b"dog", 9, 6)
+    tokens = prompt(30, [cat])
+    async with CacheEngine(config()) as engine:
+        assert await serve(engine, tokens, [cat]) == 0
+        assert hit(engine, tokens, [cat]) == 28
+        assert hit(engine, tokens, [dog]) == 8
+        assert hit(engine, tokens, []) == 8
+        assert hit(engine, tokens, [Item(b"cat", 9, 5)]) == 8
+        assert engine.check_invariants() == []
+
+
+@pytest.mark.asyncio
+async def test_chunks_that_end_inside_an_image_are_not_hit_until_it_is_whole() -> None:
+    """Chunked prefill commits inside the image; others are served up to where it begins."""
+    image = Item(b"cat", 6, 11)
+    tokens = prompt(30, [image])
+    async with CacheEngine(config()) as engine:
+        async with engine.match(tokens, items=[image]) as lease:
+            await lease.allocate(len(tokens))
+            for committed, expected in [(4, 4), (8, 4), (12, 4), (16, 4), (20, 20), (30, 28)]:
+                lease.commit(committed)
+                assert hit(engine, tokens, [image]) == expected
+        assert engine.check_invariants() == []
+
+
+@pytest.mark.asyncio
+async def test_generated_tokens_continue_a_prompt_with_images() -> None:
+    image = Item(b"cat", 2, 5)
+    tokens = prompt(10, [image])
+    answer = np.arange(50, 57, dtype=np.int32)
+    async with CacheEngine(config()) as engine:
+        async with engine.match(tokens, items=[image]) as lease:
+            await lease.allocate(len(tokens))
+            engine.extend([lease], len(answer))
+            lease.append(answer)
+            lease.commit(17)
+        longer = np.concatenate((tokens, answer, answer))
+        assert hit(engine, longer, [image]) == 16
+        assert (await engine.prefetch(longer, items=[image])).total == 16
+        assert hit(engine, longer, [Item(b"dog", 2, 5)]) == 0
+        assert engine.check_invariants() == []
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        (Item(b"cat", 28, 3), "ends behind the prompt of 30"),
+        (Item(b"cat", -1, 3), "begins before position 0"),
+        (Item(b"cat", 3, 0), "is empty"),
+        (Item(b"", 3, 1), "has no hash"),
+        (Item("cat", 3, 1), "must be bytes"),  # type: ignore[arg-type]
+        (Item(b"cat", 3.0, 1), "two integers"),  # type: ignore[arg-type]
+    ],
+)
+async def test_impossible_items_are_refused(item: Item, message: str) -> None:
+    async with CacheEngine(config()) as engine:
+        with pytest.raises(UsageError, match=message):
+            engine.match(prompt(30, []), items=[item])
+        assert engine.statistics().leases == 0
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[int, list[Item]]:
+    """A length, and items with few hashes and places, so that they are often alike."""
+    length = draw(st.integers(1, 40))
+    items, position = [], 0
+    for _ in range(draw(st.integers(0, 3))):
+        offset = position + draw(st.integers(0, 4))
+        size = draw(st.integers(1, 9))
+        if offset + size > length:
+            break
+        items.append(Item(draw(st.sampled_from([b"a", b"b"])), offset, size))
+        position = offset + size
+    return length, items
+
+
+class NaiveCache:
+    """Every cached block as all that it depends on: the tokens and items of its prefix."""
+
+    def __init__(self) -> None:
+        self.blocks: set[tuple[object, ...]] = set()
+
+    @staticmethod
+    def keys(length: int, items: list[Item]) -> list[tuple[object, ...]]:
+        tokens = prompt(length, items)
+        stops = range(BLOCK_TOKENS, length + 1, BLOCK_TOKENS)
+        return [
+            (*tokens[:stop].tolist(), *(item for item in items if item.offset < stop))
+            for stop in stops
+        ]
+
+    def hit(self, length: int, items: list[Item]) -> int:
+        blocks = 0
+        for key in self.keys(length, items)[: (length - 1) // BLOCK_TOKENS]:
+            if key not in self.blocks:
+                break
+            blocks += 1
+        while any(
+            item.offset < blocks * BLOCK_TOKENS < item.offset + item.length for item in items
+        ):
+            blocks -= 1  # a block at a time: those before the item's first are the first to do
+        return blocks * BLOCK_TOKENS
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(requests(), min_size=1, max_size=12))
+def test_hits_are_those_of_the_naive_cache(served: list[tuple[int, list[Item]]]) -> None:
+    async def run() -> None:
+        naive = NaiveCache()
+        async with CacheEngine(config()) as engine:
+            for length, items in served:
+                cached = await serve(engine, prompt(length, items), items)
+                assert cached == naive.hit(length, items)
+                naive.blocks.update(naive.keys(length, items))
+                assert engine.check_invariants() == []
+
+    asyncio.run(run())
