@@ -53,6 +53,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_count(work, "--user-tokens", 48, "mean tokens of a user's turn")
     _add_count(work, "--answer-tokens", 16, "tokens generated in a turn")
     work.add_argument(
+        "--images",
+        type=_seed,
+        default=0,
+        metavar="N",
+        help="different images, one at the beginning of each conversation (default: none)",
+    )
+    work.add_argument(
         "--trace", type=Path, metavar="FILE", help="serve this Mooncake trace, scaled down, instead"
     )
     _add_count(work, "--requests", 96, "requests of the trace")
@@ -185,6 +192,7 @@ def _workload(args: argparse.Namespace, vocab: int) -> Workload:
         system_tokens=args.system_tokens,
         user_tokens=args.user_tokens,
         answer_tokens=args.answer_tokens,
+        images=args.images,
     )
     return chat_workload(sizes, vocab=vocab, seed=args.seed)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import aiokv
+    from aiokv.demo.images import ImageRows
     from aiokv.demo.paging import Span
 
 Array = NDArray[np.float32]
@@ -96,11 +97,13 @@ class Batch:
         tokens: int32 ``[rows]``.
         positions: int32 ``[rows]``.
         spans: which rows are whose, in row order, together all rows.
+        images: rows whose embeddings are an image's; their tokens are placeholders.
     """
 
     tokens: NDArray[np.int32]
     positions: NDArray[np.int32]
     spans: list[Span]
+    images: list[ImageRows] = field(default_factory=list)
 
 
 class PagedCache(Protocol):

@@ -24,6 +24,7 @@ class Request:
     tokens: list[int]
     prompt_length: int
     stop_length: int
+    items: tuple[aiokv.Item, ...] = ()
     arrived_seconds: float = field(default_factory=time.perf_counter)
     attempts: int = 0
     reused_device_tokens: int = 0

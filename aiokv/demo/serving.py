@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from aiokv.demo.images import image_rows
 from aiokv.demo.ledger import Ledger
 from aiokv.demo.model import Batch
 from aiokv.demo.paging import Span
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import aiokv
+    from aiokv import Item
+    from aiokv.demo.images import ImageRows
     from aiokv.demo.runner import ModelRunner, StepOutput
     from aiokv.demo.workload import Conversation, Workload
 
@@ -96,11 +99,14 @@ class Server:
 
     async def _converse(self, conversation: Conversation) -> None:
         tokens: list[int] = []
+        items: tuple[Item, ...] = ()
         for number, turn in enumerate(conversation.turns):
+            items += tuple(item._replace(offset=len(tokens) + item.offset) for item in turn.images)
             tokens.extend(turn.added.tolist())
             length = len(tokens)
             name = f"{conversation.name}/{number}"
-            await self._serve_request(Request(name, tokens, length, length + turn.output_tokens))
+            stop_length = length + turn.output_tokens
+            await self._serve_request(Request(name, tokens, length, stop_length, items))
 
     async def _serve_request(self, request: Request) -> None:
         async with self._slots:
@@ -115,7 +121,9 @@ class Server:
         """Serve until finished (True) or preempted (False)."""
         salt = "" if self._config.reuse else f"{request.name}#{request.attempts}"
         tokens = np.array(request.tokens, dtype=np.int32)
-        async with self._engine.match(tokens, salt=salt, owner=request.name) as lease:
+        async with self._engine.match(
+            tokens, salt=salt, items=request.items, owner=request.name
+        ) as lease:
             await lease.allocate(len(tokens))
             request.note_hit(lease.hit)
             if self._on_hit is not None and lease.cached_tokens:
@@ -224,9 +232,13 @@ def _make_batch(chosen: list[tuple[Sequence, int]]) -> Batch:
     tokens: list[int] = []
     positions: list[int] = []
     spans = []
+    images: list[ImageRows] = []
     for sequence, count in chosen:
         first, row = sequence.computed, len(tokens)
         spans.append(Span(row, row + count, first, sequence.lease.block_table))
+        images += image_rows(sequence.request.items, first, count, row)
         tokens += sequence.request.tokens[first : first + count]
         positions += range(first, first + count)
-    return Batch(np.array(tokens, dtype=np.int32), np.array(positions, dtype=np.int32), spans)
+    return Batch(
+        np.array(tokens, dtype=np.int32), np.array(positions, dtype=np.int32), spans, images
+    )

@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import itertools
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from aiokv.demo.images import IMAGE_TOKENS, PLACEHOLDER_TOKEN, image
 from aiokv.errors import ConfigError
 from aiokv.trace.format import HASH_BLOCK_TOKENS, TraceRequest, read_trace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from aiokv import Item
+
 Tokens = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request: what the user adds to the conversation, and how much is answered."""
+    """One request: what the user adds to the conversation, and how much is answered.
+
+    Attributes:
+        images: items in ``added``; offsets count from its beginning.
+    """
 
     added: Tokens
     output_tokens: int
+    images: tuple[Item, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +66,11 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatSizes:
-    """Sizes of generated conversations; user turns vary by half around ``user_tokens``."""
+    """Sizes of generated conversations; user turns vary by half around ``user_tokens``.
+
+    Attributes:
+        images: different ones; each conversation begins with one, behind its system prompt.
+    """
 
     conversations: int = 24
     turns: int = 4
@@ -66,9 +78,12 @@ class ChatSizes:
     system_tokens: int = 128
     user_tokens: int = 48
     answer_tokens: int = 16
+    images: int = 0
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
+        if self.images < 0:
+            raise ConfigError(f"images must not be negative, got {self.images}")
+        for name in set(self.__slots__) - {"images"}:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
 
@@ -86,12 +101,23 @@ def chat_workload(sizes: ChatSizes, *, vocab: int, seed: int) -> Workload:
             if turn == 0:
                 added = np.concatenate((systems[number % len(systems)], added))
             turns.append(Turn(added, sizes.answer_tokens))
+        if sizes.images:
+            shown = number // len(systems) % sizes.images
+            turns[0] = _with_image(turns[0], shown, sizes.system_tokens)
         conversations.append(Conversation(f"chat-{number}", turns))
     title = (
         f"{sizes.conversations} conversations of {sizes.turns} turns, "
         f"{sizes.system_prompts} system prompts of {sizes.system_tokens} tokens"
     )
+    if sizes.images:
+        title += f", {sizes.images} images of {IMAGE_TOKENS} positions"
     return Workload(title, conversations)
+
+
+def _with_image(turn: Turn, number: int, offset: int) -> Turn:
+    placeholders = np.full(IMAGE_TOKENS, PLACEHOLDER_TOKEN, dtype=np.int32)
+    added = np.insert(turn.added, offset, placeholders)
+    return replace(turn, added=added, images=(image(number, offset),))
 
 
 def trace_workload(

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+import aiokv
 from aiokv.cli import main
 from aiokv.demo.ledger import Ledger
 from aiokv.demo.workload import ChatSizes, chat_workload, trace_workload
@@ -80,6 +81,23 @@ def test_other_write_policies_compute_equal_bits_too(demo, capsys, policy):
     assert found["runs"][2]["label"] == f"device + host, {policy}"
     assert found["runs"][2]["offload"]["bytes"] > 0
     assert policy in capsys.readouterr().out
+
+
+def test_images_are_told_apart(demo, monkeypatch):
+    """B5.9: equal placeholder tokens, different KV; a match that is not told serves wrong bytes."""
+    status, found = demo("--images", "2")
+    assert status == 0
+    assert "2 images" in found["workload"]
+    assert found["runs"][2]["reused_tokens"]["host"] > 0
+    told = aiokv.CacheEngine.match
+
+    def not_told(engine, tokens, *, items, **more):
+        return told(engine, tokens, **more)
+
+    monkeypatch.setattr(aiokv.CacheEngine, "match", not_told)
+    status, found = demo("--images", "2")
+    assert status == 1
+    assert found["logits_equal"] is False
 
 
 def test_preempted_requests_repeat_their_bits(demo):

@@ -102,3 +102,7 @@ def test_the_demo_computes_equal_bits(paddle, kv_format, tmp_path):
     assert both["reused_tokens"]["host"] > 0
     assert both["compared"]["rows_compared"] >= both["generated_tokens"]
     assert main(["demo", *flags, "--corrupt"]) == 1
+
+
+def test_the_demo_serves_images(paddle):
+    assert main(["demo", *MODEL, *WORK, *CACHE, "--images", "3"]) == 0

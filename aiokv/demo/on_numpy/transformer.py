@@ -48,6 +48,8 @@ class NumpyTransformer:
         rows, padded = len(batch.tokens), self._tiles.padded(len(batch.tokens))
         x = np.zeros((padded, self.config.hidden), dtype=np.float32)
         x[:rows] = self._weights.embedding[batch.tokens]
+        for part in batch.images:
+            x[part.start : part.stop] = part.embeddings(self.config.hidden)
         cos, sin = self._cos[batch.positions], self._sin[batch.positions]
         for index, layer in enumerate(self._weights.layers):
             if before_layer is not None:

@@ -78,6 +78,9 @@ class PaddleTransformer:
         tokens = np.zeros(padded, dtype=np.int64)
         tokens[:rows] = batch.tokens
         x = paddle.nn.functional.embedding(paddle.to_tensor(tokens), self._embedding)
+        for part in batch.images:
+            embeddings = part.embeddings(self.config.hidden)
+            x[part.start : part.stop] = paddle.to_tensor(embeddings)
         positions = paddle.to_tensor(batch.positions)
         cos = paddle.gather(self._cos, positions).unsqueeze(1)
         sin = paddle.gather(self._sin, positions).unsqueeze(1)

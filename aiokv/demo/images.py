@@ -1,0 +1,59 @@
+"""Images of the demo's prompts: placeholder tokens, and embeddings in place of an encoder's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from aiokv.types import Item
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from aiokv.demo.model import Array
+
+PLACEHOLDER_TOKEN: Final = 0
+IMAGE_TOKENS: Final = 24
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRows:
+    """Rows ``[start, stop)`` of a batch that are positions of an image, not tokens.
+
+    Attributes:
+        first: the image's position in row ``start``, counted from its own beginning.
+    """
+
+    start: int
+    stop: int
+    first: int
+    content_hash: bytes
+
+    def embeddings(self, hidden: int) -> Array:
+        """``[rows, hidden]``."""
+        return _encode(self.content_hash, hidden)[self.first : self.first + self.stop - self.start]
+
+
+def image(number: int, offset: int) -> Item:
+    """Image ``number`` at a place in a prompt."""
+    return Item(number.to_bytes(8, "little"), offset, IMAGE_TOKENS)
+
+
+def image_rows(items: Sequence[Item], first: int, count: int, row: int) -> list[ImageRows]:
+    """What of ``items`` lies in ``[first, first + count)``; that begins in row ``row``."""
+    found = []
+    for content_hash, offset, length in items:
+        start, stop = max(first, offset), min(first + count, offset + length)
+        if start < stop:
+            place = row + start - first
+            found.append(ImageRows(place, place + stop - start, start - offset, content_hash))
+    return found
+
+
+@lru_cache(maxsize=256)
+def _encode(content_hash: bytes, hidden: int) -> Array:
+    rng = np.random.default_rng(np.frombuffer(content_hash, dtype=np.uint8))
+    return rng.standard_normal((IMAGE_TOKENS, hidden), dtype=np.float32)
