@@ -22,6 +22,7 @@ EXIT_EQUAL = 0
 EXIT_DIFFERENT = 1
 EXIT_CONTROL_FAILED = 3
 
+DEVICES = ("cpu", "cuda")
 FRAMEWORKS = ("numpy", "paddle")
 KV_FORMATS = ("float32", "bfloat16", "int8", "fp8")
 
@@ -99,6 +100,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="what computes it (default: numpy)",
     )
     model.add_argument(
+        "--device",
+        choices=DEVICES,
+        default="cpu",
+        help="where it is computed and cached; cuda takes CuPy for numpy (default: cpu)",
+    )
+    model.add_argument(
         "--kv-format",
         choices=KV_FORMATS,
         default="float32",
@@ -141,6 +148,7 @@ def run(args: argparse.Namespace) -> int:
         weights,
         max_context_tokens=workload.max_context_tokens,
         kv_format=args.kv_format,
+        device=args.device,
     )
     console = Console(highlight=False)
     if not console.is_terminal:

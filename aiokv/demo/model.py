@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import aiokv
     from aiokv.demo.images import ImageRows
     from aiokv.demo.paging import Span
+    from aiokv.worker.device.base import Device, Event
 
 Array = NDArray[np.float32]
 CacheT = TypeVar("CacheT", bound="PagedCache")
@@ -118,6 +119,14 @@ class PagedCache(Protocol):
         ...
 
 
+class ComputeStream(Protocol):
+    """Where a model computes; ``gpu_wait`` makes it wait for a layer."""
+
+    def record(self) -> Event | None:
+        """An event behind all that was submitted so far; None when that has finished."""
+        ...
+
+
 class Model(Protocol[CacheT]):
     """A transformer. Stateless beside its weights; used by one thread at a time."""
 
@@ -127,6 +136,13 @@ class Model(Protocol[CacheT]):
     @property
     def description(self) -> str:
         """One line for the report: sizes, number formats, how equal bits are come by."""
+        ...
+
+    @property
+    def stream(self) -> ComputeStream: ...
+
+    def new_device(self) -> Device:
+        """What moves the blocks of a cache of this model; for one engine."""
         ...
 
     def new_cache(self, device_blocks: int, block_tokens: int) -> CacheT: ...

@@ -40,17 +40,6 @@ class StepOutput:
     layer_wait_seconds: float
 
 
-class ThreadStream:
-    """The runner's thread as a stream: it works in order, and to make it wait is to block it."""
-
-    def wait_event(self, event: Event) -> None:
-        """Block, without the GIL, until the layer's bytes are there."""
-        event.synchronize()
-
-
-THREAD_STREAM = ThreadStream()
-
-
 @dataclass(frozen=True, slots=True)
 class _Job:
     batch: Batch
@@ -95,6 +84,10 @@ class ModelRunner(Generic[CacheT]):
         self._jobs.put(job)
         return await job.done
 
+    def record(self) -> Event | None:
+        """An event behind the steps computed so far; None when they have finished."""
+        return self._model.stream.record()
+
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
@@ -111,7 +104,7 @@ class ModelRunner(Generic[CacheT]):
             nonlocal waited
             start = time.perf_counter()
             for view in job.arriving:
-                view.gpu_wait(layer, THREAD_STREAM)
+                view.gpu_wait(layer, self._model.stream)
             waited += time.perf_counter() - start
 
         start = time.perf_counter()

@@ -164,7 +164,7 @@ async def _run_once(
         max_running=config.max_running, chunk_tokens=config.chunk_tokens, reuse=run.reuse
     )
     corruptor = _Corruptor(cache, config.block_tokens) if run.corrupt else None
-    async with aiokv.CacheEngine(cache_config, cache.regions()) as engine:
+    async with aiokv.CacheEngine(cache_config, cache.regions(), model.new_device()) as engine:
         with ModelRunner(model, cache) as runner:
             server = Server(engine, runner, serving, on_hit=corruptor, on_done=progress.advance)
             start = time.perf_counter()

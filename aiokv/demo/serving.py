@@ -178,7 +178,7 @@ class Server:
         else:
             self._apply(chosen, batch.spans, output)
         finally:
-            self._engine.step()
+            self._engine.step(self._runner.record())
 
     async def _recompute(self, chosen: list[tuple[Sequence, int]], error: TransferError) -> None:
         """Go on at the first block that did not arrive; the step's results are dropped."""

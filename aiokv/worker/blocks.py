@@ -43,10 +43,11 @@ def clone_blocks(
 
     from aiokv.worker.device.cuda_handles import stream_handle
 
-    with cupy.cuda.ExternalStream(stream_handle(stream)):
-        for piece in regions.pieces():
-            view = _gpu_view(piece)
-            view[cupy.asarray(targets)] = view[cupy.asarray(sources)]
+    views = [_gpu_view(piece) for piece in regions.pieces()]
+    with views[0].device, cupy.cuda.ExternalStream(stream_handle(stream)):
+        to, source = cupy.asarray(targets), cupy.asarray(sources)
+        for view in views:
+            view[to] = view[source]
 
 
 def checksum_blocks(regions: Regions, block_ids: NDArray[np.int32]) -> list[int]:
@@ -64,7 +65,9 @@ def _host_rows(piece: Piece, block_ids: NDArray[np.int32]) -> NDArray[np.uint8]:
         return np.ascontiguousarray(piece.view()[block_ids])
     import cupy
 
-    rows: NDArray[np.uint8] = cupy.asnumpy(_gpu_view(piece)[cupy.asarray(block_ids)])
+    view = _gpu_view(piece)
+    with view.device:
+        rows: NDArray[np.uint8] = cupy.asnumpy(view[cupy.asarray(block_ids)])
     return rows
 
 

@@ -13,7 +13,7 @@ from aiokv.worker.device.cuda import CudaDevice, CudaOptions
 LAYERS, BLOCK, TOKENS = 4, 16, 16 * 12
 
 
-def make(device_blocks: int = 32, host_blocks: int = 32):
+def make(device_blocks: int = 32, host_blocks: int = 32, **options):
     import cupy
 
     shape = (device_blocks, BLOCK, 2, 64)
@@ -24,7 +24,7 @@ def make(device_blocks: int = 32, host_blocks: int = 32):
     for name, layers in tensors.items():
         regions.add(name, layers=layers)
     config = aiokv.CacheConfig(
-        block_tokens=BLOCK, device_blocks=device_blocks, host_blocks=host_blocks
+        block_tokens=BLOCK, device_blocks=device_blocks, host_blocks=host_blocks, **options
     )
     device = CudaDevice(options=CudaOptions(slot_bytes=1 << 20, register_chunk_bytes=4 << 20))
     return aiokv.CacheEngine(config, regions=regions, device=device), device, tensors

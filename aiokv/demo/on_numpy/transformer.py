@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from aiokv.demo.on_cpu import CpuModel
 from aiokv.demo.on_numpy.paged_cache import NumpyCache
 from aiokv.demo.row_tiles import RowTiles, use_one_blas_thread
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from aiokv.demo.weights import LayerWeights, Weights
 
 
-class NumpyTransformer:
+class NumpyTransformer(CpuModel):
     """Forward passes over a paged cache. Stateless beside the weights; one thread at a time."""
 
     def __init__(self, config: ModelConfig, weights: Weights, *, max_context_tokens: int) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from aiokv.demo.on_cpu import CpuModel
 from aiokv.demo.on_paddle.paged_cache import PaddleCache
 from aiokv.demo.row_tiles import largest_alike_tile
 from aiokv.frameworks.paddle import import_paddle
@@ -25,7 +26,7 @@ PADDING_ROWS: Final = 16
 TILE_CANDIDATES: Final = (16, 8, 4, 2, 1)
 
 
-class PaddleTransformer:
+class PaddleTransformer(CpuModel):
     """Forward passes over a paged cache, on the cpu.
 
     Stateless beside the weights; one thread at a time. Sets Paddle to one thread for the whole

@@ -1,0 +1,30 @@
+"""What the demo's models on the cpu have in common: they compute in the thread that calls them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aiokv.worker.device.cpu import CpuDevice
+
+if TYPE_CHECKING:
+    from aiokv.worker.device.base import Event
+
+
+class ThreadStream:
+    """The runner's thread as a stream: it works in order, and to make it wait is to block it."""
+
+    def wait_event(self, event: Event) -> None:
+        """Block, without the GIL, until the layer's bytes are there."""
+        event.synchronize()
+
+    def record(self) -> None:
+        """What was computed is computed: no event has to say so."""
+
+
+class CpuModel:
+    """A model whose forward pass has finished when it returns."""
+
+    stream = ThreadStream()
+
+    def new_device(self) -> CpuDevice:
+        return CpuDevice()

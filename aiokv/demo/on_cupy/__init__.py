@@ -1,0 +1,1 @@
+"""The demo's transformer on a GPU, in CuPy."""

@@ -1,0 +1,65 @@
+"""The demo's transformer on a GPU: against the naive one, and the bits its check rests on."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from aiokv.cli import main
+from aiokv.demo.model import ModelConfig
+from aiokv.demo.weights import random_weights
+from tests.models.transformer import naive_logits, run
+
+CONFIG = ModelConfig(vocab=64, hidden=32, layers=2, heads=4, kv_heads=2, ffn=48)
+
+
+def make(config=CONFIG):
+    from aiokv.demo.on_cupy.transformer import CupyTransformer
+
+    return CupyTransformer(config, random_weights(config), max_context_tokens=256)
+
+
+def random_tokens(count, seed):
+    return np.random.default_rng(seed).integers(0, CONFIG.vocab, count, dtype=np.int32)
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"head_size": 12}, {"qkv_bias": True}, {"qk_norm": True}], ids=str
+)
+def test_logits_equal_the_naive_model(more):
+    config = dataclasses.replace(CONFIG, **more)
+    model, tokens = make(config), random_tokens(100, seed=3)
+    cache = model.new_cache(device_blocks=16, block_tokens=16)
+    table = np.random.default_rng(4).permutation(16)[:7]
+    found = run(model, cache, [(tokens, 0, table)])
+    np.testing.assert_allclose(found, naive_logits(config, tokens), rtol=0, atol=4e-4)
+
+
+@pytest.mark.parametrize("block_tokens", [1, 16, 24])
+def test_bits_do_not_depend_on_chunks_neighbours_or_blocks(block_tokens):
+    model = make()
+    tokens, other = random_tokens(100, seed=5), random_tokens(100, seed=6)
+    blocks = -(-100 // block_tokens)
+    ids = np.random.default_rng(7).permutation(2 * blocks)
+    table, other_table = ids[:blocks], ids[blocks:]
+    whole = run(model, model.new_cache(2 * blocks, block_tokens), [(tokens, 0, table)])
+    cache = model.new_cache(2 * blocks, block_tokens)
+    for start, stop in itertools.pairwise([0, 1, 13, 37, 64, 65, 100]):
+        before = (other[start:stop], start, other_table)
+        found = run(model, cache, [before, (tokens[start:stop], start, table)])
+        np.testing.assert_array_equal(found[stop - start :], whole[start:stop])
+
+
+def test_the_demo_is_equal_and_its_control_is_not(tmp_path):
+    out = tmp_path / "demo.json"
+    sizes = ["--conversations", "8", "--turns", "3", "--pressure-blocks", "48"]
+    assert main(["demo", "--device", "cuda", *sizes, "--json", str(out)]) == 0
+    result = json.loads(out.read_text())
+    assert result["tokens_equal"]
+    assert result["logits_equal"]
+    assert result["runs"][2]["onload"]["bytes"] > 0
+    assert main(["demo", "--device", "cuda", *sizes, "--corrupt"]) == 1
