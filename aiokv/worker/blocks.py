@@ -41,10 +41,8 @@ def clone_blocks(
         raise UsageError("blocks on a GPU are copied on the compute stream: name it")
     import cupy
 
-    from aiokv.worker.device.cuda_handles import stream_handle
-
     views = [_gpu_view(piece) for piece in regions.pieces()]
-    with views[0].device, cupy.cuda.ExternalStream(stream_handle(stream)):
+    with views[0].device, _cupy_stream(stream):
         to, source = cupy.asarray(targets), cupy.asarray(sources)
         for view in views:
             view[to] = view[source]
@@ -75,6 +73,31 @@ def _gpu_view(piece: Piece) -> Any:
     import cupy
 
     return cupy.asarray(_GpuBytes(piece))
+
+
+def _cupy_stream(stream: Any) -> Any:
+    """Anybody's stream, as CuPy takes it."""
+    import cupy
+
+    from aiokv.worker.device.cuda_handles import stream_handle
+
+    if isinstance(stream, cupy.cuda.Stream):
+        return stream
+    handle = stream_handle(stream)
+    from_external = getattr(cupy.cuda.Stream, "from_external", None)  # since CuPy 14
+    if from_external is None:
+        return cupy.cuda.ExternalStream(handle)
+    return from_external(_StreamHandle(handle))
+
+
+class _StreamHandle:
+    """A handle that speaks NVIDIA's stream protocol."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle
 
 
 class _GpuBytes:

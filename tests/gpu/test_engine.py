@@ -54,10 +54,10 @@ async def compute(engine, tensors, tokens, seed, stream):
     await lease.allocate(len(tokens))
     write(tensors, lease.block_table, seed, stream)
     lease.commit(len(tokens))
+    lease.release()  # in the step: what the open one uses can only be saved once it is closed
     event = cupy.cuda.Event(disable_timing=True)
     event.record(stream)
     engine.step(event)
-    lease.release()
     await engine.drain()
 
 
