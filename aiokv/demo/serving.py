@@ -110,8 +110,12 @@ class Server:
 
     async def _serve_request(self, request: Request) -> None:
         async with self._slots:
-            while not await self._attempt(request):
-                self.statistics.preemptions += 1
+            finished = False
+            while not finished:
+                finished = await self._attempt(request)
+                self.statistics.preemptions += not finished
+                if not self._running:  # no step will close the one that released the blocks
+                    self._engine.step(self._runner.record())
         self.statistics.add(request)
         self.ledger.record_tokens(request.name, request.generated)
         if self._on_done is not None:
