@@ -62,4 +62,4 @@ def test_the_demo_is_equal_and_its_control_is_not(tmp_path):
     assert result["tokens_equal"]
     assert result["logits_equal"]
     assert result["runs"][2]["onload"]["bytes"] > 0
-    assert main(["demo", "--device", "cuda", *sizes, "--corrupt"]) == 1
+    assert main(["demo", "--device", "cuda", "--corrupt"]) == 1
