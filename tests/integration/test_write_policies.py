@@ -98,6 +98,24 @@ async def test_write_back_saves_before_it_evicts_and_not_before():
         assert cache.statistics.dropped_blocks == 0
 
 
+async def test_looking_again_during_a_save_does_not_tear_the_rest_of_the_chain_apart():
+    """It did: ancestors of what was being saved were saved one by one, a transfer each."""
+    async with Cache(device_blocks=12, host_blocks=16, write_policy="write_back") as cache:
+        await cache.fill(prompt(1, 11))
+        waiting = [asyncio.create_task(_serve_and_release(cache, prompt(s, 5))) for s in (2, 3)]
+        await spin(3)
+        cache.engine._waiting.pump()  # as any release or report does
+        cache.engine._waiting.pump()
+        transfers = 0
+        while not all(task.done() for task in waiting):
+            transfers += len(cache.device.offloads)
+            cache.device.complete_all()
+            await spin(1)
+        await asyncio.gather(*waiting)
+        assert transfers <= 3
+        assert cache.hit(prompt(1, 11))[1] >= 5
+
+
 async def test_a_match_rescues_blocks_that_are_being_saved():
     async with Cache(device_blocks=6, write_policy="write_back") as cache:
         await cache.fill(A)

@@ -121,11 +121,15 @@ void Core::release_device_copy(NodeId node) {
 
 bool Core::evict_one_device() {
     for (NodeId node; (node = device_queue_.front()) != kNone;) {
-        if (tree_[node].pins == 0 && !tree_.has_device_child(node)) {
+        const Node& n = tree_[node];
+        if (n.pins == 0 && !tree_.has_device_child(node)) {
             if (must_save(node)) return false;
             release_device_copy(node);
             return true;
         }
+        // It can go when its save has ended. Parking it now would park its unsaved ancestors too,
+        // out of sight of take_write_backs(): they would be saved one by one.
+        if (n.has(kHostLoading) && config_.write_policy == WritePolicy::kWriteBack) return false;
         park(node);
     }
     return false;
