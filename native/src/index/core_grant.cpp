@@ -1,0 +1,159 @@
+// Granting blocks: allocate, extend.
+#include <algorithm>
+
+#include "aiokv/core.hpp"
+#include "aiokv/error.hpp"
+#include "core_detail.hpp"
+
+namespace aiokv {
+
+// A host hit that is not worth its transfer is computed again; one under way is joined.
+void Core::drop_small_onload(Lease& lease) {
+    std::size_t resident = 0;
+    while (resident < lease.path.size() && tree_[lease.path[resident]].has(kDeviceResident)) {
+        ++resident;
+    }
+    lease.path.resize(resident);
+    lease.version = 0;
+}
+
+// The path that a grant will take: no more than `usable` blocks, and no onload not worth it.
+void Core::choose_path(Lease& lease, std::size_t usable) {
+    if (lease.version != version_) walk(lease);
+    if (lease.host_hit < config_.min_onload_blocks) drop_small_onload(lease);
+    usable = before_cut_item(lease, std::min(usable, lease.path.size()));
+    if (lease.path.size() <= usable) return;
+    lease.path.resize(usable);
+    lease.version = 0;  // a later try may want the rest
+}
+
+void Core::check_request(LeaseId id, std::int64_t num_tokens) const {
+    const Lease& lease = this->lease(id);
+    if (lease.granted) throw LeaseError("the lease has its blocks already; use extend");
+    if (num_tokens < 1 || num_tokens > kMaxTokens) {
+        throw LeaseError("cannot allocate " + std::to_string(num_tokens) + " positions");
+    }
+    if (lease.swapped && num_tokens < lease.computed_tokens) {
+        throw LeaseError("the swapped lease has " + str(lease.computed_tokens) +
+                         " computed positions; cannot resume it with " +
+                         std::to_string(num_tokens));
+    }
+    const std::uint32_t total = blocks_for(static_cast<std::uint64_t>(num_tokens));
+    if (std::uint64_t{total} + config_.reserve_blocks <= device_.capacity()) return;
+    throw RequestTooLarge(std::to_string(num_tokens) + " positions need " + str(total) +
+                          " blocks of " + str(config_.block_tokens) + " tokens; device_blocks is " +
+                          str(device_.capacity()) + ", of which reserve_blocks keeps " +
+                          str(config_.reserve_blocks));
+}
+
+// kNone, holding nothing, when there is not enough room now.
+Grant Core::allocate(LeaseId id, std::int64_t num_tokens) {
+    check_request(id, num_tokens);
+    Lease& lease = lease_at(id);
+    const std::uint32_t total = blocks_for(static_cast<std::uint64_t>(num_tokens));
+    if (lease.swapped) {
+        trim_swapped(lease);
+    } else {
+        choose_path(lease, static_cast<std::size_t>(num_tokens) / config_.block_tokens);
+    }
+
+    // Refs first: what the lease hits must not be evicted to make room for the rest of it.
+    std::uint32_t resident = 0;
+    for (const NodeId node : lease.path) {
+        Node& n = tree_[node];
+        resident += n.has(kDeviceResident);
+        if (n.refs++ == 0) dequeue(node);
+    }
+    const std::uint32_t needed = total - resident;
+    if (needed + config_.reserve_blocks > device_.free_blocks() + evictable() ||
+        !make_room(needed)) {
+        for (std::size_t i = lease.path.size(); i-- > 0;) unref(lease.path[i]);
+        return Grant::kNone;
+    }
+    lease.num_tokens = static_cast<std::uint32_t>(num_tokens);
+    take_blocks(id, lease, total);
+    return lease.onloads.empty() ? Grant::kReady : Grant::kLoading;
+}
+
+// The model sees a prompt once, when it is granted.
+void Core::classify(Lease& lease) {
+    if (!reuse_) return;
+    if (lease.classes.empty()) {
+        reuse_->observe(lease.tokens, contexts_[lease.context].seed, lease.classes);
+        device_queue_.refresh();
+        host_queue_.refresh();
+    }
+    for (std::size_t i = 0; i < lease.path.size(); ++i) {
+        tree_[lease.path[i]].reuse_class = reuse_->class_at(lease.classes, i);
+    }
+}
+
+// Path nodes hold the lease's refs already, and the pool has the ids.
+void Core::take_blocks(LeaseId id, Lease& lease, std::uint32_t total_blocks) {
+    const auto hits = static_cast<std::uint32_t>(lease.path.size());
+    std::uint32_t resident = 0;
+    lease.table.resize(total_blocks);
+    lease.device_hit = 0;
+    for (; resident < hits && tree_[lease.path[resident]].has(kDeviceResident); ++resident) {
+        const Node& node = tree_[lease.path[resident]];
+        count_use(lease.path[resident]);
+        lease.table[resident] = node.device;
+        lease.device_hit += node.has(kDeviceValid);
+        if (node.has(kDeviceValid)) continue;
+        if (lease.onloads.empty() || lease.onloads.back() != node.next) {
+            lease.onloads.push_back(node.next);
+            transfers_.at(node.next).leases.push_back(id);
+        }
+    }
+    device_.take(std::span(lease.table).subspan(resident));
+    lease.host_hit = hits - lease.device_hit;
+    if (!lease.swapped) lease.computed_tokens = hits * config_.block_tokens;
+    lease.cached_tokens = lease.computed_tokens;
+    lease.epoch = epoch_;
+    lease.granted = true;
+    classify(lease);
+    counters_.hit_device_tokens += std::uint64_t{lease.device_hit} * config_.block_tokens;
+    counters_.hit_host_tokens += std::uint64_t{lease.host_hit} * config_.block_tokens;
+    counters_.prompt_tokens += lease.tokens.size();
+    ++counters_.grants;
+    if (resident < hits || !lease.tail_host.empty()) start_onload(id, lease, resident);
+    if (lease.swapped) {
+        lease.swapped = false;
+        for (const NodeId node : lease.path) unhold(node);
+    }
+    announce(lease);
+}
+
+// All leases get `num_tokens` more positions, or none does.
+bool Core::extend(std::span<const LeaseId> ids, std::int64_t num_tokens) {
+    if (num_tokens < 0 || num_tokens > kMaxTokens) {
+        throw LeaseError("cannot extend by " + std::to_string(num_tokens) + " positions");
+    }
+    const auto more = static_cast<std::uint64_t>(num_tokens);
+    std::uint64_t needed = 0;
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+        const Lease& lease = this->lease(ids[i]);
+        if (!lease.granted || lease.swap_out != 0) {
+            throw LeaseError("cannot extend a lease that is not allocated, or is being swapped");
+        }
+        if (lease.num_tokens + more > kMaxTokens) throw LeaseError("the lease grows too long");
+        needed += blocks_for(lease.num_tokens + more) - lease.table.size();
+    }
+    std::vector<LeaseId> sorted(ids.begin(), ids.end());
+    std::sort(sorted.begin(), sorted.end());
+    if (std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end()) {
+        throw LeaseError("a lease stands twice in one extend");
+    }
+    if (needed > device_.free_blocks() + evictable()) return false;
+    if (!make_room(static_cast<std::uint32_t>(needed))) return false;
+    for (const LeaseId id : ids) {
+        Lease& lease = lease_at(id);
+        const std::size_t old = lease.table.size();
+        lease.num_tokens += static_cast<std::uint32_t>(more);
+        lease.table.resize(blocks_for(lease.num_tokens));
+        device_.take(std::span(lease.table).subspan(old));
+    }
+    return true;
+}
+
+}  // namespace aiokv
