@@ -47,7 +47,7 @@ $(VENV)/.paddle: $(STAMP)
 	@touch $@
 
 test-paddle: $(VENV)/.paddle ## the tests that need Paddle (cpu), which it installs
-	$(BIN)/python -m pytest tests/paddle $(ARGS)
+	$(BIN)/python -m pytest tests/frameworks $(ARGS)
 
 lint: $(VENV)/.tools ## ruff and clang-format, no changes made
 	$(BIN)/ruff check .
