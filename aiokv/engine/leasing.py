@@ -250,7 +250,9 @@ class Leasing(EngineBase):
         """Close the open step: what was committed or released in it is covered by ``event``.
 
         Transfers of those blocks wait for the event on the device. On a device that computes
-        before it returns (cpu), closing a step only sends the backups on their way.
+        before it returns (cpu), closing a step only sends the backups on their way. On others,
+        close a step also after a last release: what belongs to an open step cannot be saved, so
+        ``"write_back"`` cannot evict it, and ``allocate`` waits.
 
         Args:
             event: recorded on the compute stream behind the step's work, the events of later
