@@ -7,11 +7,13 @@ little-endian int32 in ``bytes``: one object a plan, viewed as arrays without a 
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray  # noqa: TC002 - msgspec reads the annotations
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 ID_DTYPE = np.dtype("<i4")
 
