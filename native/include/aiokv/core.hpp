@@ -1,7 +1,7 @@
 // The scheduler's hot state: prefix index, block pools, leases, transfers and eviction.
 //
-// One call is one state transition, on one thread, without I/O: so there are no locks. The
-// invariants I1-I9 of the design are those that violations() checks.
+// One call is one state transition, on one thread, without I/O: so there are no locks.
+// violations() checks the invariants I1-I6 of the design from scratch.
 #pragma once
 
 #include <cstdint>
