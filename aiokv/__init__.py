@@ -24,6 +24,7 @@ from aiokv.errors import (
 )
 from aiokv.lease import Lease
 from aiokv.types import Hit, Item, Statistics
+from aiokv.usage import Usage
 from aiokv.worker.regions import Regions, num_blocks_for
 
 __version__ = "0.1.0"
@@ -49,6 +50,7 @@ __all__ = [
     "Statistics",
     "TransferError",
     "UnreleasedLeaseWarning",
+    "Usage",
     "UsageError",
     "WouldBlock",
     "num_blocks_for",

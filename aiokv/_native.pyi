@@ -276,6 +276,11 @@ class Core:
 
     def cached_tokens(self, lease: int) -> int: ...
 
+    def usage(self, lease: int) -> tuple[int, int, int, int]:
+        """
+        (prompt_tokens, cached_device_tokens, cached_host_tokens, computed_blocks).
+        """
+
     def saving(self, lease: int) -> int:
         """
         A backup of the lease's blocks that is under way and that a swap has to wait for; 0: none.

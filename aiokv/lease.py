@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+import time
 import warnings
 from typing import TYPE_CHECKING, Self
 
 from aiokv.errors import LeaseError, UnreleasedLeaseWarning
 from aiokv.types import Hit, as_tokens
+from aiokv.usage import Usage, Waits
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
     from aiokv.types import TokenIds
     from aiokv.worker.device.base import Event
     from aiokv.worker.layers import LayerView
+
+
+_NO_WAITS = Waits()
 
 
 class Lease:
@@ -40,6 +45,7 @@ class Lease:
         "_engine",
         "_id",
         "_released_at",
+        "_waits",
         "layers",
         "owner",
         "salt",
@@ -52,6 +58,7 @@ class Lease:
         self._core = engine._core
         self._id = lease_id  # 0 once released
         self._released_at: tuple[CodeType, int] | None = None
+        self._waits: Waits | None = None  # of one that had to wait
         self.owner = owner
         self.salt = salt
         self.layers = layers
@@ -104,8 +111,8 @@ class Lease:
         Cancellation: the lease holds nothing, as after ``match``.
         Checkpoint: only when it has to wait.
         """
-        if wait_pending > 0:
-            await self._engine._pending.wait(self._live_id(), wait_pending)
+        if wait_pending > 0 and (pending_tokens := self.pending_tokens):
+            await self._wait_pending(pending_tokens, wait_pending)
         if not self.try_allocate(num_tokens):
             await self._engine._allocate(self, num_tokens, priority, timeout)
         return self
@@ -208,6 +215,27 @@ class Lease:
         return self._core.cached_tokens(self._live_id())
 
     @property
+    def usage(self) -> Usage:
+        """What the request was spared and waited for so far; to be read before ``release``."""
+        prompt_tokens, cached_device, cached_host, computed_blocks = self._core.usage(
+            self._live_id()
+        )
+        waits = self._waits or _NO_WAITS
+        onload_seconds = waits.onload_seconds
+        if (running := self.layers.elapsed_seconds) is not None:
+            onload_seconds = (onload_seconds or 0.0) + running
+        return Usage(
+            prompt_tokens=prompt_tokens,
+            cached_device_tokens=cached_device,
+            cached_host_tokens=cached_host,
+            pending_tokens=waits.pending_tokens,
+            computed_blocks=computed_blocks,
+            capacity_wait_seconds=waits.capacity_seconds,
+            pending_wait_seconds=waits.pending_seconds,
+            onload_seconds=onload_seconds,
+        )
+
+    @property
     def num_tokens(self) -> int:
         """Positions that the block table holds."""
         return self._core.num_tokens(self._live_id())
@@ -271,6 +299,24 @@ class Lease:
         return None if position < 0 else position
 
     # --- inside ---------------------------------------------------------------------------------
+
+    async def _wait_pending(self, pending_tokens: int, timeout: float) -> None:
+        began = time.monotonic()
+        try:
+            await self._engine._pending.wait(self._live_id(), timeout)
+        finally:
+            self._noted_waits().add_pending(pending_tokens, time.monotonic() - began)
+
+    def _noted_waits(self) -> Waits:
+        if self._waits is None:
+            self._waits = Waits()
+        return self._waits
+
+    def _leave_layers(self, done: LayerView) -> None:
+        """The grant has ended, and with it the waiting for its layers."""
+        if (seconds := self.layers.elapsed_seconds) is not None:
+            self._noted_waits().add_onload(seconds)
+        self.layers = done
 
     def _live_id(self) -> int:
         if not self._id:

@@ -70,6 +70,7 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     compute_seconds: float
     ttft_ms: Percentiles
+    capacity_wait_ms: Percentiles
     onload: Traffic
     offload: Traffic
     layer_wait_ms: float
@@ -129,6 +130,7 @@ ROWS: tuple[tuple[str, Cell], ...] = (
     ("computed again, preempted", lambda run: f"{run.repeated_tokens:,} ({run.preemptions:,}x)"),
     ("generated tokens", lambda run: f"{run.generated_tokens:,}"),
     ("time to first token, p50 / p99", lambda run: _pair(run.ttft_ms, "ms")),
+    ("waited for blocks, p50 / p99", lambda run: _pair(run.capacity_wait_ms, "ms")),
     ("onload", lambda run: _traffic(run.onload)),
     ("offload", lambda run: _traffic(run.offload)),
     ("runner waited for layers", lambda run: f"{run.layer_wait_ms:.1f} ms"),

@@ -29,25 +29,20 @@ class Request:
     attempts: int = 0
     reused_device_tokens: int = 0
     reused_host_tokens: int = 0
+    capacity_wait_seconds: float = 0.0
     ttft_seconds: float | None = None
 
     @property
     def generated(self) -> list[int]:
         return self.tokens[self.prompt_length :]
 
-    def note_hit(self, hit: aiokv.Hit) -> None:
-        """Count what the first attempt reuses; a later one finds the request's own blocks."""
+    def note_usage(self, usage: aiokv.Usage) -> None:
+        """Count what the first attempt reused; a later one finds the request's own blocks."""
         if self.attempts == 0:
-            self.reused_device_tokens = hit.device_tokens
-            self.reused_host_tokens = hit.host_tokens
+            self.reused_device_tokens = usage.cached_device_tokens
+            self.reused_host_tokens = usage.cached_host_tokens
+        self.capacity_wait_seconds += usage.capacity_wait_seconds or 0.0
         self.attempts += 1
-
-    def note_failed_onload(self, first_bad_token: int) -> None:
-        if self.attempts == 1:
-            self.reused_device_tokens = min(self.reused_device_tokens, first_bad_token)
-            self.reused_host_tokens = min(
-                self.reused_host_tokens, first_bad_token - self.reused_device_tokens
-            )
 
 
 class Sequence:
@@ -80,6 +75,7 @@ class Sequence:
 
     def end(self, *, finished: bool) -> None:
         """Wake the conversation: finished (True) or preempted (False)."""
+        self.request.note_usage(self.lease.usage)
         if not self.ended.done():
             self.ended.set_result(finished)
 
@@ -103,6 +99,7 @@ class ServingStatistics:
     compute_seconds: float = 0.0
     layer_wait_seconds: float = 0.0
     ttft_seconds: list[float] = field(default_factory=list)
+    capacity_wait_seconds: list[float] = field(default_factory=list)
 
     @property
     def computed_tokens(self) -> int:
@@ -115,5 +112,6 @@ class ServingStatistics:
         self.reused_device_tokens += request.reused_device_tokens
         self.reused_host_tokens += request.reused_host_tokens
         self.generated_tokens += len(request.generated)
+        self.capacity_wait_seconds.append(request.capacity_wait_seconds)
         if request.ttft_seconds is not None:
             self.ttft_seconds.append(request.ttft_seconds)

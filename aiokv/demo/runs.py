@@ -205,6 +205,7 @@ def _result(
         steps=serving.steps,
         compute_seconds=serving.compute_seconds,
         ttft_ms=Percentiles.of([1e3 * value for value in serving.ttft_seconds]),
+        capacity_wait_ms=Percentiles.of([1e3 * s for s in serving.capacity_wait_seconds]),
         onload=_traffic(worker.onload),
         offload=_traffic(worker.offload),
         layer_wait_ms=1e3 * serving.layer_wait_seconds,

@@ -129,7 +129,6 @@ class Server:
             tokens, salt=salt, items=request.items, owner=request.name
         ) as lease:
             await lease.allocate(len(tokens))
-            request.note_hit(lease.hit)
             if self._on_hit is not None and lease.cached_tokens:
                 self._on_hit(lease)
             sequence = Sequence(request, lease)
@@ -160,8 +159,8 @@ class Server:
     def _preempt(self, sequence: Sequence) -> None:
         """Give a request's blocks back; what was committed of it may still be found later."""
         self._running.remove(sequence)
-        sequence.lease.release()
         sequence.end(finished=False)
+        sequence.lease.release()
 
     def _choose(self) -> list[tuple[Sequence, int]]:
         """The next step: sequences and how many positions of each to compute."""
@@ -195,7 +194,6 @@ class Server:
             if first is not None:
                 failed += 1
                 sequence.computed = min(sequence.computed, first)
-                sequence.request.note_failed_onload(first)
         if failed == 0:
             raise error
         self.statistics.failed_onloads += failed

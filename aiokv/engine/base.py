@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from typing import TYPE_CHECKING, Self
 
 from aiokv.engine.gates import Admissions, LeasesChanged
@@ -196,6 +197,7 @@ class EngineBase:
         if lease_id in self._allocating:
             raise LeaseError(f"{lease!r} waits for its blocks already, in another task")
         self._allocating.add(lease_id)
+        began = time.monotonic()
         try:
             async with asyncio.timeout(timeout):
                 await self._quota.take(lease_id, lease.salt, self._blocks_for(num_tokens))
@@ -212,6 +214,7 @@ class EngineBase:
             raise
         finally:
             self._allocating.discard(lease_id)
+            lease._noted_waits().add_capacity(time.monotonic() - began)
 
     def _timed_out(self, lease: Lease, num_tokens: int, timeout: float | None) -> AllocateTimeout:
         what = f"no room for {num_tokens} positions within {timeout} s"
@@ -275,7 +278,7 @@ class EngineBase:
     def _retract(self, lease: Lease) -> None:
         """As if the grant had not been made."""
         self._core.retract(lease._id, self._steps.open)
-        lease.layers = self._done
+        lease._leave_layers(self._done)
         self._transfers.cancel_abandoned()
         if self._pending:
             self._pending.wake(lease._id)  # it does not compute what it has promised

@@ -144,7 +144,7 @@ class Leasing(EngineBase):
             await self._swap_out(lease)
             return
         self._core.retract(lease_id, self._steps.open)
-        lease.layers = self._done
+        lease._leave_layers(self._done)
         self._transfers.cancel_abandoned()
         self._note_preempted(lease_id)
         self._on_blocks_free()
@@ -159,7 +159,7 @@ class Leasing(EngineBase):
                 "the host tier has no room for the table, or the cache was reset under the lease",
                 hint="preempt without swap, or raise CacheConfig.host_blocks",
             )
-        lease.layers = self._done
+        lease._leave_layers(self._done)
         transfer_id = self._core.swap_transfer(lease_id)
         if not transfer_id:
             self._note_preempted(lease_id)

@@ -56,6 +56,7 @@ class LayerDoneCounter:
         self._times: list[float | None] = [None] * num_layers
         self._remaining = num_layers
         self._ended = num_layers == 0
+        self._ended_seconds: float | None = self._created if self._ended else None
         self._failure: CopyError | None = None
         self._copy: Copy | None = None
         self._accepted = threading.Event()  # set with the copy, or with the end
@@ -117,8 +118,15 @@ class LayerDoneCounter:
     @property
     def elapsed_seconds(self) -> float:
         """Since the plan was submitted, up to the arrival of its last layer."""
-        arrived_at = self.arrived_seconds
-        return (time.monotonic() if arrived_at is None else arrived_at) - self._created
+        return self.end_seconds - self._created
+
+    @property
+    def end_seconds(self) -> float:
+        """``time.monotonic()`` when the last layer arrived, or the transfer failed; else now."""
+        for at in (self.arrived_seconds, self._ended_seconds):
+            if at is not None:
+                return at
+        return time.monotonic()
 
     # --- waiting on the loop ----------------------------------------------------------------
 
@@ -247,7 +255,8 @@ class LayerDoneCounter:
         """Nothing moves any more: releases every waiter. Idempotent; the first failure stays."""
         if self._failure is None:
             self._failure = failure or (self._copy.error() if self._copy is not None else None)
-        self._ended = True
+        if not self._ended:
+            self._ended, self._ended_seconds = True, time.monotonic()
         self._accepted.set()
         for layer in list(self._waiters):
             self._release(layer)
@@ -296,6 +305,13 @@ class LayerView:
             counters[0].num_layers if num_layers is None and counters else num_layers or 0
         )
         self._locate = locate
+        self._created = time.monotonic() if counters else 0.0
+
+    @property
+    def elapsed_seconds(self) -> float | None:
+        """Since the view was made, up to the end of its last transfer; None without transfers."""
+        ends = [counter.end_seconds for counter in self.counters]
+        return max(max(ends) - self._created, 0.0) if ends else None
 
     @property
     def is_done(self) -> bool:

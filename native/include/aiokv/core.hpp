@@ -64,10 +64,12 @@ struct Lease {
     std::uint32_t computed_tokens = 0;  // as far as commit was called
     std::uint32_t device_hit = 0;       // blocks, at match or grant
     std::uint32_t host_hit = 0;
-    std::uint32_t cached_tokens = 0;  // of the grant; falls when an onload fails
-    NodeId frontier = kNone;          // where its next block will hang, while it is announced
-    bool reads = true;                // may hit
-    bool writes = true;               // may publish
+    std::uint32_t cached_tokens = 0;    // of the grant; falls when an onload fails
+    std::uint32_t prompt_tokens = 0;    // as matched
+    std::uint32_t computed_blocks = 0;  // begun by commit, over all grants
+    NodeId frontier = kNone;            // where its next block will hang, while it is announced
+    bool reads = true;                  // may hit
+    bool writes = true;                 // may publish
     bool live = false;
     bool granted = false;
     bool swapped = false;  // preempted; holds its host copies
@@ -78,6 +80,14 @@ struct Hit {
     LeaseId lease;
     std::uint32_t device_blocks;
     std::uint32_t host_blocks;
+};
+
+// What a lease was spared, by tier, and what it computed.
+struct Usage {
+    std::uint32_t prompt_tokens;
+    std::uint32_t cached_device_tokens;  // of the prompt, at the last grant
+    std::uint32_t cached_host_tokens;
+    std::uint32_t computed_blocks;  // again after a preemption
 };
 
 // Blocks behind a match that a granted lease has promised to compute.
@@ -145,6 +155,7 @@ class Core {
     void release(LeaseId id, Step step);
     std::int64_t recompute_from(LeaseId id);
     const Lease& lease(LeaseId id) const;
+    Usage usage(LeaseId id) const;
     bool is_shared(LeaseId id) const;
     void block_tables(std::span<const LeaseId> ids, std::span<BlockId> out, std::size_t rows,
                       BlockId fill) const;

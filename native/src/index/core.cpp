@@ -108,6 +108,8 @@ LeaseId Core::open_lease(Tokens tokens, std::uint32_t context, bool reads, bool 
     lease.live = true;
     ++lease.generation;
     lease.classes.clear();
+    lease.prompt_tokens = static_cast<std::uint32_t>(tokens.size());
+    lease.computed_blocks = lease.device_hit = lease.host_hit = 0;
     ++contexts_[context].leases;
     return (std::uint64_t{lease.generation} << 32) | slot;
 }
@@ -184,6 +186,14 @@ void Core::release(LeaseId id, Step step) {
     free_leases_.push_back(static_cast<std::uint32_t>(id));
     --contexts_[lease.context].leases;
     close_context_if_unused(lease.context);
+}
+
+Usage Core::usage(LeaseId id) const {
+    const Lease& lease = this->lease(id);
+    const std::uint32_t cached = std::min(lease.cached_tokens, lease.prompt_tokens);
+    const std::uint32_t device =
+        std::min<std::uint64_t>(std::uint64_t{lease.device_hit} * config_.block_tokens, cached);
+    return {lease.prompt_tokens, device, cached - device, lease.computed_blocks};
 }
 
 bool Core::is_shared(LeaseId id) const {

@@ -33,6 +33,7 @@ std::uint32_t Core::commit(LeaseId id, std::int64_t num_tokens, Step step) {
             device_.use_in(lease.table[i], step);
         }
     }
+    lease.computed_blocks += blocks_for(computed) - blocks_for(lease.computed_tokens);
     lease.computed_tokens = computed;
     return publish(lease);
 }

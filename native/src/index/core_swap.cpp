@@ -207,6 +207,8 @@ Fork Core::fork(LeaseId id, Step step) {
     }
     child.num_tokens = source.num_tokens;
     child.computed_tokens = child.cached_tokens = source.computed_tokens;
+    child.prompt_tokens = source.prompt_tokens;
+    child.device_hit = blocks_for(source.computed_tokens);
     child.epoch = source.epoch;
     child.granted = true;
     return fork;

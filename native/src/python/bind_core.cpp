@@ -36,6 +36,7 @@ nb::bytes id_bytes(const std::vector<BlockId>& ids) {
 using MatchTuple = nb::typed<nb::tuple, LeaseId, std::uint32_t, std::uint32_t>;
 using HitTuple = nb::typed<nb::tuple, std::uint32_t, std::uint32_t>;
 using PendingTuple = nb::typed<nb::tuple, LeaseId, std::uint32_t>;
+using UsageTuple = nb::typed<nb::tuple, std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t>;
 using ForkTuple = nb::typed<nb::tuple, LeaseId, IdArray, IdArray>;
 using TransferTuple = nb::typed<nb::tuple, nb::bytes, nb::bytes, Step>;
 
@@ -203,6 +204,15 @@ void bind_core(nb::module_& m) {
         .def(
             "cached_tokens", [](Core& core, LeaseId id) { return core.lease(id).cached_tokens; },
             "lease"_a)
+        .def(
+            "usage",
+            [](const Core& core, LeaseId id) -> UsageTuple {
+                const Usage usage = core.usage(id);
+                return nb::make_tuple(usage.prompt_tokens, usage.cached_device_tokens,
+                                      usage.cached_host_tokens, usage.computed_blocks);
+            },
+            "lease"_a,
+            "(prompt_tokens, cached_device_tokens, cached_host_tokens, computed_blocks).")
         .def("saving", &Core::saving, "lease"_a,
              "A backup of the lease's blocks that is under way and that a swap has to wait for; 0: "
              "none.")

@@ -1,0 +1,148 @@
+"""What a lease says of itself: cached tokens by tier, blocks computed, and what it waited for."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from kv import BLOCK_TOKENS, Served
+
+from aiokv.errors import LeaseError, TransferError
+from aiokv.testing import spin
+
+PROMPT = [1, 2, 3, 4, 5, 6, 7]  # 3 full blocks and a partial one
+
+pytestmark = pytest.mark.asyncio
+
+
+async def test_a_device_hit_has_waited_for_nothing():
+    async with Served() as served:
+        async with served.engine.match(PROMPT) as lease:
+            before = lease.usage
+            assert (before.prompt_tokens, before.cached_tokens, before.computed_blocks) == (7, 0, 0)
+            await lease.allocate(7)
+            served.compute(lease, PROMPT)
+            lease.commit(3)
+            lease.commit(7)
+            assert lease.usage.computed_blocks == 4
+        async with served.engine.match(PROMPT) as lease:
+            await lease.allocate(7)
+            usage = lease.usage
+            assert (usage.cached_device_tokens, usage.cached_host_tokens) == (6, 0)
+            assert usage.cached_tokens == lease.cached_tokens == 6
+            waits = usage.capacity_wait_seconds, usage.pending_wait_seconds, usage.onload_seconds
+            assert waits == (None, None, None)
+            assert lease._waits is None, "nothing is kept for a lease that never waited"
+            lease.commit(7)
+            assert lease.usage.computed_blocks == 1
+        with pytest.raises(LeaseError):
+            _ = lease.usage
+
+
+async def test_an_onload_counts_as_host_and_its_time_ends_with_it():
+    async with Served() as served:
+        await served.to_host(PROMPT)
+        async with served.engine.match(PROMPT) as lease:
+            await lease.allocate(7)
+            usage = lease.usage
+            assert (usage.cached_device_tokens, usage.cached_host_tokens) == (0, 6)
+            first, second = lease.usage.onload_seconds, lease.usage.onload_seconds
+            assert first is not None
+            assert second is not None
+            assert 0 <= first < second
+            served.device.complete_all()
+            await lease.layers.wait_all()
+            assert lease.usage.onload_seconds == lease.usage.onload_seconds is not None
+
+
+async def test_cached_tokens_fall_when_the_onload_fails_and_rise_again_with_the_next_grant():
+    async with Served() as served:
+        await served.to_host(PROMPT)
+        async with served.engine.match(PROMPT) as lease:
+            await lease.allocate(7)
+            served.device.onloads[0].fail_all(block=1)
+            with pytest.raises(TransferError):
+                await lease.layers.wait_all()
+            await served.settle()
+            usage = lease.usage
+            assert (usage.cached_device_tokens, usage.cached_host_tokens) == (0, 2)
+            ended = usage.onload_seconds
+            assert lease.recompute_from() == 2
+            served.compute(lease, PROMPT, 2)
+            lease.commit(7)
+            assert lease.usage.computed_blocks == 3
+            await served.complete_offloads()
+            await lease.preempt()
+            assert lease.usage.cached_tokens == 0
+            await lease.resume(7)
+            usage = lease.usage
+            assert (usage.cached_device_tokens, usage.cached_host_tokens) == (6, 0)
+            assert usage.onload_seconds == ended, "what was waited for is not forgotten"
+
+
+async def test_a_swapped_table_comes_back_from_the_host_and_generated_tokens_are_no_prompt():
+    async with Served() as served, served.engine.match(PROMPT) as lease:
+        await lease.allocate(8)
+        served.compute(lease, [*PROMPT, 8])
+        lease.append([8])
+        lease.commit(8)
+        await served.complete_offloads()
+        await lease.preempt(swap=True)
+        await served.engine.evict(4)
+        await lease.resume(8)
+        served.device.complete_all()
+        await lease.layers.wait_all()
+        usage = lease.usage
+        assert lease.cached_tokens == 8
+        assert (usage.prompt_tokens, usage.cached_tokens) == (7, 7)
+        assert (usage.cached_device_tokens, usage.cached_host_tokens) == (0, 7)
+
+
+async def test_a_fork_is_spared_what_its_parent_computed():
+    async with Served() as served, served.engine.match(PROMPT) as parent:
+        await parent.allocate(7)
+        served.compute(parent, PROMPT)
+        parent.commit(7)
+        async with parent.fork() as child:
+            usage = child.usage
+            assert (usage.prompt_tokens, usage.cached_device_tokens) == (7, 7)
+            assert (usage.cached_host_tokens, usage.computed_blocks) == (0, 0)
+
+
+async def test_waiting_in_line_is_counted_also_in_vain():
+    async with Served(device_blocks=4) as served:
+        holder = served.engine.match(PROMPT)
+        await holder.allocate(7)
+        async with served.engine.match([9, 9]) as lease:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.002):
+                    await lease.allocate(2)
+            in_vain = lease.usage.capacity_wait_seconds
+            assert in_vain is not None
+            assert in_vain >= 0.002
+            waiting = asyncio.ensure_future(lease.allocate(2))
+            await spin(2)
+            holder.release()
+            await waiting
+            total = lease.usage.capacity_wait_seconds
+            assert total is not None
+            assert total > in_vain
+
+
+async def test_waiting_for_pending_blocks_is_counted_with_what_they_were():
+    async with Served() as served:
+        owner = served.engine.match(PROMPT)
+        await owner.allocate(7)
+        lease = served.engine.match(PROMPT)
+        waiting = asyncio.ensure_future(lease.allocate(7, wait_pending=60))
+        await spin(2)
+        served.compute(owner, PROMPT)
+        owner.commit(7)
+        await waiting
+        usage = lease.usage
+        assert usage.pending_tokens == 3 * BLOCK_TOKENS
+        assert usage.pending_wait_seconds is not None
+        assert usage.pending_wait_seconds > 0
+        assert (usage.cached_device_tokens, usage.capacity_wait_seconds) == (6, None)
+        owner.release()
+        lease.release()
