@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from aiokv.config import CacheConfig
     from aiokv.lease import Lease
     from aiokv.plan import TransferReport
+    from aiokv.worker.base import Worker
     from aiokv.worker.device.base import Device
 
 log = Log(__name__)
@@ -73,7 +74,6 @@ class EngineBase:
         self._saves_first = config.host_blocks > 0 and config.write_policy == "write_back"
         self._owners: dict[int, str] = {}  # live leases
         self._allocating: set[int] = set()  # those in line
-        self._done = done_view(self.regions.num_layers)
         self._thread = 0  # of the loop; 0 before and after
         self._closing: str | None = None
         self._leases_changed = LeasesChanged()
@@ -95,27 +95,31 @@ class EngineBase:
             raise UsageError("a CacheEngine is entered once")
         self._loop = asyncio.get_running_loop()
         self._poller = EventPoller(self._loop)
-        self._controller = CacheController(
-            regions=self.regions,
-            host_blocks=self.config.host_blocks,
-            device=self._device,
-            poller=self._poller,
-            on_report=lambda report: self._transfers.on_report(report),
-            checksums=self._checksums,
-        )
+        self._controller = self._open_worker()
+        self._done = done_view(self._controller.num_layers)
         self._transfers = Transfers(
             self._loop, self._manager, self._controller, on_report=self._after_report
         )
         self._steps = Steps(
             self._core,
             self._controller,
-            self._poller,
-            tracked=self._device.computes_in_stream,
+            tracked=self._controller.computes_in_stream,
             on_finished=self._on_blocks_free,
             on_broken=self._break,
         )
         self._thread = threading.get_ident()
         return self
+
+    def _open_worker(self) -> Worker:
+        return CacheController(
+            regions=self.regions,
+            host_blocks=self.config.host_blocks,
+            device=self._device,
+            poller=self._poller,
+            on_report=lambda report: self._transfers.on_report(report),
+            on_step=lambda step, error: self._steps.on_step(step, error),
+            checksums=self._checksums,
+        )
 
     async def __aexit__(
         self,
@@ -285,7 +289,7 @@ class EngineBase:
         self._on_blocks_free()
 
     def _after_report(self, report: TransferReport) -> None:
-        failure = getattr(self._device, "failure", None) if report.outcome == "failed" else None
+        failure = self._controller.failure if report.outcome == "failed" else None
         if failure is not None and self._broken is None:
             self._break(failure)  # not this transfer's alone
         if report.outcome != "done":

@@ -15,7 +15,6 @@ from aiokv.errors import (
 )
 from aiokv.lease import Lease
 from aiokv.types import as_tokens, check_items
-from aiokv.worker.blocks import clone_blocks
 from aiokv.worker.layers import LayerView
 
 if TYPE_CHECKING:
@@ -208,7 +207,7 @@ class Leasing(EngineBase):
         self._quota.count(lease_id, lease.salt, num_blocks)
         child = Lease(self, lease_id, owner or lease.owner, lease.salt, self._done)
         try:
-            clone_blocks(self.regions, sources, targets, stream)
+            self._controller.clone(sources, targets, stream)
         except BaseException:
             child.release()
             raise

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from aiokv.errors import ClosedError
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aiokv._native import Core
-    from aiokv.worker.controller import CacheController
+    from aiokv.worker.base import Worker
     from aiokv.worker.device.base import Event
-    from aiokv.worker.poller import EventPoller
 
 
 class Steps:
@@ -29,8 +26,7 @@ class Steps:
     def __init__(
         self,
         core: Core,
-        controller: CacheController,
-        poller: EventPoller,
+        controller: Worker,
         *,
         tracked: bool,
         on_finished: Callable[[], None],
@@ -38,7 +34,6 @@ class Steps:
     ) -> None:
         self._core = core
         self._controller = controller
-        self._poller = poller
         self._on_finished = on_finished
         self._on_broken = on_broken
         self._tracked = tracked
@@ -54,21 +49,15 @@ class Steps:
         """Close the open step; events of later steps lie behind those of earlier ones."""
         step = self._next
         self._next += 1
-        self._controller.close_step(step, event)
         self._unfinished.append(step)
-        if event is None or event.done:
-            self._finish(step)
-        else:
-            self._poller.watch(event, "steps", lambda error: self._on_event(step, error))
+        self._controller.close_step(step, event)
         return step
 
-    def _on_event(self, step: int, error: BaseException | None) -> None:
-        if error is None:
-            self._finish(step)
-        elif not isinstance(error, ClosedError):
+    def on_step(self, step: int, error: BaseException | None) -> None:
+        """The worker says that a step is over, and all before it."""
+        if error is not None:
             self._on_broken(error)
-
-    def _finish(self, step: int) -> None:
+            return
         while self._unfinished and self._unfinished[0] <= step:
             self._unfinished.popleft()
         self._core.finish_step(step)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from aiokv.plan import Priority, TransferPlan, TransferReport
     from aiokv.scheduler.manager import CacheManager
-    from aiokv.worker.controller import CacheController
+    from aiokv.worker.base import Worker
     from aiokv.worker.layers import LayerDoneCounter
 
 log = Log(__name__)
@@ -30,7 +30,7 @@ class Transfers:
         self,
         loop: asyncio.AbstractEventLoop,
         manager: CacheManager,
-        controller: CacheController,
+        controller: Worker,
         *,
         on_report: Callable[[TransferReport], None],
     ) -> None:

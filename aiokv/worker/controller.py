@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -18,6 +18,7 @@ from aiokv import _native
 from aiokv.errors import ClosedError, UsageError
 from aiokv.plan import TransferReport
 from aiokv.worker.arena import HostArena
+from aiokv.worker.blocks import clone_blocks
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.device.cpu import device_blocks
 from aiokv.worker.layers import LayerDoneCounter
@@ -25,6 +26,9 @@ from aiokv.worker.transfers import StepGate, Transfer, TransferQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from aiokv.plan import Direction, Outcome, TransferPlan
     from aiokv.worker.checksums import Checksums
@@ -122,6 +126,7 @@ class CacheController:
         device: attached here, closed by ``aclose()``.
         poller: of the same loop; stays the caller's.
         on_report: gets exactly one report a plan, in a callback of the loop, never inside a call.
+        on_step: called when a closed step is over, or with the error of its event.
         checksums: proves each onload after its last byte; layers are announced only then.
     """
 
@@ -133,6 +138,7 @@ class CacheController:
         device: Device,
         poller: EventPoller,
         on_report: Callable[[TransferReport], None],
+        on_step: Callable[[int, BaseException | None], None] = lambda step, error: None,
         checksums: Checksums | None = None,
     ) -> None:
         self._checksums = checksums
@@ -141,6 +147,7 @@ class CacheController:
         self._device = device
         self._poller = poller
         self._on_report = on_report
+        self._on_step = on_step
         self._block_bytes = regions.block_bytes
         self.arena = HostArena(num_blocks=host_blocks, block_bytes=regions.host_block_bytes)
         self._ids = _native.BlockMap(0, [], 0, 0, host_blocks, device_blocks(regions))
@@ -152,6 +159,20 @@ class CacheController:
         self._closing = False
         self._closed = False
         device.attach(regions, self.arena)
+
+    @property
+    def num_layers(self) -> int:
+        return self._regions.num_layers
+
+    @property
+    def computes_in_stream(self) -> bool:
+        return self._device.computes_in_stream
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The device's, after which no transfer can succeed."""
+        failure: BaseException | None = getattr(self._device, "failure", None)
+        return failure
 
     # --- plans ------------------------------------------------------------------------------
 
@@ -215,6 +236,20 @@ class CacheController:
             self._lanes[transfer.plan.direction].queue.push(transfer)
         for lane in self._lanes.values():
             self._pump(lane)
+        if event is None or event.done:
+            self._on_step(step, None)
+        else:
+            self._poller.watch(event, "steps", lambda error: self._step_over(step, error))
+
+    def _step_over(self, step: int, error: BaseException | None) -> None:
+        if not isinstance(error, ClosedError):  # the poller's, at its end
+            self._on_step(step, error)
+
+    def clone(
+        self, sources: NDArray[np.int32], targets: NDArray[np.int32], stream: Any = None
+    ) -> None:
+        """Copy blocks within the device; see :func:`clone_blocks`."""
+        clone_blocks(self._regions, sources, targets, stream)
 
     # --- end --------------------------------------------------------------------------------
 

@@ -1,0 +1,77 @@
+"""Worker: what the engine asks of whoever moves the bytes.
+
+A :class:`~aiokv.worker.controller.CacheController` in this process, or a
+:class:`~aiokv.ranks.group.RankGroup` of one controller a rank, each in a process of its own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from aiokv.plan import TransferPlan
+    from aiokv.worker.controller import WorkerStatistics
+    from aiokv.worker.device.base import Event
+    from aiokv.worker.layers import LayerDoneCounter
+
+
+class Worker(Protocol):
+    """Executes plans; never decides. Used on one loop.
+
+    It reports through two callbacks of the loop: ``on_report(report)`` once a plan, never from
+    inside a call, and ``on_step(step, error)`` when a closed step, and all before it, are over.
+    """
+
+    @property
+    def num_layers(self) -> int:
+        """Of the model."""
+
+    @property
+    def computes_in_stream(self) -> bool:
+        """What is committed may still have to be computed: transfers wait for its step."""
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error after which no transfer can succeed."""
+
+    def submit(self, plan: TransferPlan) -> LayerDoneCounter:
+        """Take a plan; its blocks are the transfer's until its report.
+
+        Raises:
+            UsageError: no blocks, unequal lists, ids out of range, a destination named twice, or
+                a transfer id that is in use. Nothing changed.
+            ClosedError: the worker is closing.
+        """
+
+    def cancel(self, transfer_id: int) -> None:
+        """Take back a plan that no device has yet; it is reported ``"cancelled"``."""
+
+    def close_step(self, step: int, event: Event | None) -> None:
+        """Steps up to ``step`` are submitted; plans after them start when ``event`` is done.
+
+        Raises:
+            UsageError: the step was closed before.
+        """
+
+    def clone(
+        self, sources: NDArray[np.int32], targets: NDArray[np.int32], stream: Any = None
+    ) -> None:
+        """Copy blocks within the device; as ``clone_blocks``."""
+
+    async def drain(self) -> None:
+        """Wait until every plan submitted so far, and since, has been reported.
+
+        Cancellation: stops waiting; the transfers go on.
+        """
+
+    async def settle(self) -> None:
+        """As drain(), but only for the plans submitted so far."""
+
+    async def aclose(self) -> None:
+        """Cancel what waits, wait for what moves, free the memory. Idempotent."""
+
+    def statistics(self) -> WorkerStatistics:
+        """Counts since it was made, and what it has to do now."""
