@@ -151,8 +151,7 @@ class Lease:
         Takes at least as many positions as were computed before a swap. After a reset all are to be
         computed again.
 
-        Cancellation: in line, the lease stays as it was; when the grant has crossed the
-        cancellation, it is as after ``match``.
+        Cancellation: the lease stays as it was, and can be resumed later.
         """
         return await self.allocate(num_tokens, priority=priority, timeout=timeout)
 

@@ -205,7 +205,9 @@ class EngineBase:
         try:
             async with asyncio.timeout(timeout):
                 await self._quota.take(lease_id, lease.salt, self._blocks_for(num_tokens))
-                await self._waiting.wait(lease, num_tokens, priority)
+                # A swapped table that was granted is in pieces: taking it back would lose it.
+                swapped = self._core.is_swapped(lease_id)
+                await self._waiting.wait(lease, num_tokens, priority, takes_turn=swapped)
         except TimeoutError:
             if lease._id and self._core.is_granted(lease._id):
                 return  # the grant crossed the deadline

@@ -15,12 +15,21 @@ if TYPE_CHECKING:
 
 
 class _Waiter:
-    __slots__ = ("future", "lease", "num_tokens")
+    """``takes_turn``: it is told when it is first, and takes its grant itself."""
 
-    def __init__(self, lease: Lease, num_tokens: int, future: asyncio.Future[None]) -> None:
+    __slots__ = ("failure", "future", "lease", "num_tokens", "takes_turn")
+
+    def __init__(self, lease: Lease, num_tokens: int, takes_turn: bool) -> None:
         self.lease = lease
         self.num_tokens = num_tokens
-        self.future = future
+        self.takes_turn = takes_turn
+        self.failure: AiokvError | None = None
+        self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def fail(self, error: AiokvError) -> None:
+        self.failure = error
+        if not self.future.done():
+            self.future.set_exception(error)
 
 
 class CapacityQueue:
@@ -39,22 +48,40 @@ class CapacityQueue:
     def __len__(self) -> int:
         return len(self._admission)
 
-    async def wait(self, lease: Lease, num_tokens: int, priority: int) -> None:
+    async def wait(
+        self, lease: Lease, num_tokens: int, priority: int, *, takes_turn: bool = False
+    ) -> None:
         """Return once the lease was granted.
 
+        Args:
+            lease: not granted.
+            num_tokens: positions, absolute.
+            priority: lower goes first.
+            takes_turn: grant only in the waiter's own task, a pass of the loop later: for a grant
+                that cannot be taken back.
+
         Cancellation: the lease has left the line. A grant that crossed the cancellation stays with
-        the lease; the caller takes it back.
+        the lease, and the caller takes it back; with ``takes_turn`` none can.
         """
-        waiter = _Waiter(lease, num_tokens, asyncio.get_running_loop().create_future())
+        waiter = _Waiter(lease, num_tokens, takes_turn)
         ticket = self._admission.push(waiter, priority)
         try:
             self.pump()
             await waiter.future
+            while takes_turn and not self._take_turn(waiter):
+                await waiter.future
         finally:
             if waiter.future.done() and not waiter.future.cancelled():
                 waiter.future.exception()  # seen, even if a cancellation came first
             self._admission.leave(ticket)
             self.pump()  # whoever was behind may be first now
+
+    def _take_turn(self, waiter: _Waiter) -> bool:
+        """False: it is still first in line, and will be told again."""
+        if waiter.failure is not None:
+            raise waiter.failure
+        waiter.future = asyncio.get_running_loop().create_future()
+        return self._grant(waiter.lease, waiter.num_tokens)
 
     def pump(self) -> None:
         """Grant to whoever is first, as long as there is room."""
@@ -71,11 +98,15 @@ class CapacityQueue:
 
     def _grant_in_order(self) -> None:
         while (waiter := self._admission.first()) is not None:
+            if waiter.takes_turn:
+                if not waiter.future.done():
+                    waiter.future.set_result(None)
+                return  # it stays first until it has taken its grant, or has left
             if not waiter.future.done():
                 try:
                     granted = self._grant(waiter.lease, waiter.num_tokens)
                 except AiokvError as error:
-                    waiter.future.set_exception(error)
+                    waiter.fail(error)
                 else:
                     if not granted:
                         return
@@ -89,6 +120,5 @@ class CapacityQueue:
     def fail_all(self, error: AiokvError) -> None:
         """Send everybody home with ``error``."""
         while (waiter := self._admission.first()) is not None:
-            if not waiter.future.done():
-                waiter.future.set_exception(error)
+            waiter.fail(error)
             self._admission.drop_first()

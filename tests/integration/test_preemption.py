@@ -415,6 +415,68 @@ async def test_a_resume_in_line_is_cancelled():
         lease.release()
 
 
+@pytest.mark.parametrize("on_device", [True, False])
+async def test_a_resume_cancelled_in_the_pass_of_its_turn_can_be_resumed(on_device):
+    """Had it been granted, its table would be in pieces: it was lost."""
+    num_tokens = 10 if on_device else 16
+    async with Served(write_policy="none") as served:
+        lease = await computed(served, A)
+        before = held(served, lease)
+        await swapped_out(served, lease)
+        other, behind = served.engine.match([9] * num_tokens), served.engine.match([8])
+        await other.allocate(num_tokens)
+        if not on_device:
+            wipe(served)
+        task = await begin(served, lease.resume(7))
+        next_in_line = await begin(served, behind.allocate(7))
+        other.release()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await next_in_line
+        behind.release()
+        await resumed(served, lease, 7)
+        assert np.array_equal(held(served, lease), before)
+        lease.release()
+
+
+async def test_a_resume_waits_its_turn_and_those_behind_wait_for_it():
+    async with Served(write_policy="none") as served:
+        lease = await computed(served, A)
+        await swapped_out(served, lease)
+        holders = [served.engine.match([9, i]) for i in range(2)]
+        for holder in holders:
+            await holder.allocate(8)
+        small = served.engine.match([8])
+        tasks = [await begin(served, c) for c in (lease.resume(16), small.allocate(1))]
+        holders[0].release()
+        await spin(3)
+        assert not any(task.done() for task in tasks), "there is room for the small one alone"
+        holders[1].release()
+        await tasks[0]
+        assert lease.num_tokens == 16
+        await served.settle()
+        lease.release()
+        await tasks[1]
+        small.release()
+
+
+async def test_closing_in_the_pass_of_its_turn_grants_nothing():
+    async with Served(write_policy="none") as served:
+        lease = await computed(served, A)
+        await swapped_out(served, lease)
+        other = served.engine.match([9] * 16)
+        await other.allocate(16)
+        task = await begin(served, lease.resume(7))
+        closing = asyncio.ensure_future(served.engine.aclose(0.0))
+        other.release()  # its turn comes, and in the same pass, before it wakes, the end
+        with pytest.raises(ClosedError):
+            await task
+        assert served.engine.statistics().grants == 2
+        await closing
+        lease.release()
+
+
 async def test_held_host_copies_stay_under_pressure():
     async with Served(host_blocks=8) as served:
         lease = await computed(served, A)
