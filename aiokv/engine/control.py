@@ -81,7 +81,9 @@ class Control(Residency):
     async def resize(self, device_blocks: int, timeout: float | None = None) -> None:
         """Change the device tier's capacity; the regions must hold as many blocks.
 
-        Shrinking drops cached blocks beyond the new size and waits for leases that hold such.
+        Shrinking waits for leases and copies on blocks beyond the new size. What is cached there,
+        and what is cached on the device behind it, stays in host memory if it has a copy there, and
+        is dropped otherwise.
 
         Raises:
             UsageError: larger than the regions, or not above ``reserve_blocks``.

@@ -8,7 +8,7 @@ import pytest
 from kv_cache import Cache, prompt
 
 from aiokv.errors import ClosedError, RequestTooLarge, UsageError
-from aiokv.testing import ManualEvent, spin
+from aiokv.testing import ManualEvent, run_until_idle, spin
 
 A, B, C = (prompt(seed, 2) for seed in range(1, 4))
 LONG = 5.0  # seconds that no test waits for
@@ -239,6 +239,38 @@ async def test_shrinking_notices_the_end_of_a_transfer():
         cache.device.complete_all()
         await resizing
         assert cache.statistics.device_blocks == 2
+
+
+async def test_shrinking_keeps_what_has_a_host_copy():
+    """Blocks beyond the new size lost theirs, too."""
+    async with Cache(device_blocks=12) as cache:
+        await cache.fill(A, B, C)
+        await cache.finish()
+        await cache.engine.resize(3)
+        assert [cache.hit(tokens) for tokens in (A, B, C)] == [(2, 0), (1, 1), (0, 2)]
+        assert cache.statistics.dropped_blocks == 0
+        serving = asyncio.create_task(serve_and_release(cache, B))  # compares the bytes
+        await run_until_idle(lambda: (cache.device.complete_all(), serving.done())[1])
+        assert (await serving).host_tokens == 4
+
+
+async def test_shrinking_takes_what_lies_behind_a_block_along():
+    """The second block has a low id, the first a high one, which has to go (I2)."""
+    async with Cache(device_blocks=4, write_policy="write_through") as cache:
+        held = [await cache.serve(prompt(seed, 1)[:4]) for seed in (7, 8, 9)]
+        first = await cache.serve(A[:4])
+        held[0].release()
+        await cache.finish()
+        assert await cache.engine.evict(1) == 1
+        second = cache.engine.match(A)
+        assert second.try_allocate(8)
+        assert second.block_table.tolist() == [3, 0]
+        cache.compute(second, A[:8], 1)
+        for lease in (first, second, *held[1:]):
+            lease.release()
+        await cache.finish()
+        await cache.engine.resize(3)
+        assert cache.hit(A) == (0, 2)
 
 
 async def test_shrinking_notices_the_end_of_a_step():

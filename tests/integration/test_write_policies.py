@@ -238,6 +238,21 @@ async def test_eviction_ahead_keeps_blocks_that_can_go_at_once():
         lease.release()
 
 
+async def test_a_saved_block_that_is_used_again_is_not_ahead_any_more():
+    """It was counted as ready to go, though it had left for the end of the line."""
+    async with Cache(device_blocks=8, write_policy="write_back", low_watermark_blocks=4) as cache:
+        await cache.fill(A, B, C)
+        await cache.finish()
+        assert cache.statistics.offloaded_blocks == 2  # A
+        await cache.fill(A)
+        await cache.finish()
+        assert cache.statistics.offloaded_blocks == 4, "B goes first now"
+        lease = cache.engine.match(prompt(8, 3))
+        assert lease.try_allocate(13)
+        assert cache.hit(B) == (0, 2)
+        lease.release()
+
+
 async def test_twins_make_room_for_blocks_near_eviction():
     """Host copies of blocks that are on the device as well are given up for the oldest blocks."""
     async with Cache(

@@ -234,6 +234,7 @@ class Core {
     void make_host_room(std::size_t blocks, std::vector<NodeId> near_eviction);
     bool reclaim_one_twin(const std::vector<NodeId>& near_eviction, std::vector<NodeId>& spared);
     bool must_save(NodeId node) const;
+    static bool can_go(const Node& n) { return n.has(kHostValid | kHostLoading | kBackupFailed); }
 
     // transfers
     void finish_onload(Transfer& transfer, std::uint32_t good);
@@ -259,6 +260,7 @@ class Core {
     bool evict_one_device();
     bool evict_one_host();
     void release_device_copy(NodeId node);
+    std::vector<NodeId> beyond_device(std::int64_t blocks);
     void unref(NodeId node);
     void enqueue(NodeId node);
     void dequeue(NodeId node);
@@ -292,7 +294,7 @@ class Core {
     std::vector<TransferId> abandoned_;
     std::vector<NodeId> backups_;  // nodes with kBackupQueued; stale entries lack the flag
     std::vector<NodeId> twins_;    // nodes with kTwinListed, newest last; stale ones lack the flag
-    std::uint32_t clean_ahead_ = 0;  // clean blocks left at the front since the last look
+    std::uint32_t clean_ahead_ = 0;  // no more than can_go() at the front of the device queue
     std::vector<NodeId> scratch_;
 
     std::uint64_t version_ = 1;  // changes whenever a walked path may have become wrong

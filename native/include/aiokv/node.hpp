@@ -23,6 +23,7 @@ enum NodeFlag : std::uint16_t {
     kTwinListed = 1 << 9,
     kBackupFailed = 1 << 10,  // may be dropped without another try
     kHasItems = 1 << 11,      // multimodal items touch it; ItemKeys has its key
+    kAhead = 1 << 12,         // counted by Core::clean_ahead_
 };
 
 constexpr std::uint16_t kDeviceResident = kDeviceValid | kDeviceLoading;

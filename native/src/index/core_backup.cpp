@@ -62,19 +62,22 @@ TransferId Core::take_write_backs(std::uint32_t wanted_blocks) {
     std::vector<NodeId> dirty;
     std::vector<NodeId> clean;
     std::uint32_t ready = device_.free_blocks();
+    clean_ahead_ = 0;
     for (NodeId node = device_queue_.front(); node != kNone && ready < target;
          node = device_queue_.after(node)) {
-        const Node& n = tree_[node];
+        Node& n = tree_[node];
         if (n.has(kHostValid)) clean.push_back(node);
-        if (!n.has(kHostValid | kHostLoading | kBackupFailed)) dirty.push_back(node);
+        if (!can_go(n)) dirty.push_back(node);
+        n.set(kAhead);
+        ++clean_ahead_;
         ++ready;
     }
-    clean_ahead_ = ready - std::min(ready, device_.free_blocks());
     make_host_room(dirty.size(), std::move(clean));
     // No host room for all: the oldest, which lie below the others, are given up. Where somebody
     // waits for device ids they may be dropped, or nobody would ever get them.
     const std::size_t room = host_.free_blocks();
     if (dirty.size() > room) {
+        if (wanted_blocks == 0) clean_ahead_ = 0;
         const auto kept = dirty.end() - static_cast<std::ptrdiff_t>(room);
         for (auto node = dirty.begin(); wanted_blocks > 0 && node != kept; ++node) {
             tree_[*node].set(kBackupFailed);
@@ -155,6 +158,7 @@ bool Core::reclaim_one_twin(const std::vector<NodeId>& near_eviction, std::vecto
         host_.give_back(n.host);
         n.host = kNoBlock;
         n.clear(kHostValid);
+        if (n.has(kAhead)) clean_ahead_ = 0;
         ++counters_.reclaimed_twins;
         return true;
     }

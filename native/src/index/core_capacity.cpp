@@ -25,7 +25,8 @@ void Core::dequeue(NodeId node) {
     Node& n = tree_[node];
     if (n.has(kQueued)) queue_of(node).remove(node);
     if (n.has(kParked)) parked_device_ -= n.has(kDeviceValid);
-    n.clear(kQueued | kParked);
+    if (n.has(kAhead)) clean_ahead_ -= clean_ahead_ > 0;
+    n.clear(kQueued | kParked | kAhead);
 }
 
 void Core::park(NodeId node) {
@@ -44,6 +45,7 @@ void Core::unpark_if_free(NodeId node) {
     dequeue(node);
     queue_of(node).push_front(node);
     tree_[node].set(kQueued);
+    if (n.has(kDeviceValid) && !can_go(n)) clean_ahead_ = 0;  // it is in front of them now
 }
 
 void Core::unref(NodeId node) {
@@ -113,7 +115,6 @@ void Core::release_device_copy(NodeId node) {
     tree_.count_device_child(node, -1);
     ++counters_.evicted_device_blocks;
     if (!n.has(kHostValid)) return drop(node);
-    clean_ahead_ -= clean_ahead_ > 0;
     ++version_;
     enqueue(node);
     unpark_if_free(n.parent);
@@ -191,7 +192,44 @@ void Core::reset() {
     }
 }
 
-// Throws UsageError, changing nothing, when a block beyond the new size is leased or moving.
+// What has a device id that is not below `blocks`, and all on the device below that, children
+// before parents; otherwise in order of eviction, what is not queued after that, by id.
+std::vector<NodeId> Core::beyond_device(std::int64_t blocks) {
+    const auto by_id = [this](NodeId a, NodeId b) { return tree_[a].device < tree_[b].device; };
+    std::vector<NodeId> tops;
+    for (NodeId node = device_queue_.front(); node != kNone; node = device_queue_.after(node)) {
+        if (tree_[node].device >= blocks) tops.push_back(node);
+    }
+    const auto queued = static_cast<std::ptrdiff_t>(tops.size());
+    for (NodeId node = 0; node < tree_.slots(); ++node) {
+        const Node& n = tree_[node];
+        if (!tree_.is_live(node) || n.has(kRoot) || n.device < blocks) continue;
+        if (!n.has(kQueued)) tops.push_back(node);
+    }
+    std::sort(tops.begin() + queued, tops.end(), by_id);
+
+    std::vector<bool> seen(tree_.slots(), false);
+    std::vector<NodeId> found;
+    for (const NodeId top : tops) {
+        if (seen[top]) continue;
+        const std::size_t first = found.size();
+        found.push_back(top);
+        for (std::size_t i = first; i < found.size(); ++i) {
+            seen[found[i]] = true;
+            const auto end = static_cast<std::ptrdiff_t>(found.size());
+            tree_.for_each_child(found[i], [&](NodeId child) {
+                if (tree_[child].has(kDeviceResident) && !seen[child]) found.push_back(child);
+            });
+            std::sort(found.begin() + end, found.end(), by_id);
+        }
+        std::reverse(found.begin() + static_cast<std::ptrdiff_t>(first), found.end());
+    }
+    return found;
+}
+
+// Blocks beyond the new size, and those below them, leave the device: they stay on the host, or are
+// dropped where they have no copy there. Throws UsageError, changing nothing, when one of them is
+// leased or moving.
 void Core::resize_device(std::int64_t blocks) {
     if (blocks <= static_cast<std::int64_t>(config_.reserve_blocks) || blocks > (1 << 30)) {
         throw UsageError("cannot resize the device pool to " + std::to_string(blocks) +
@@ -207,22 +245,18 @@ void Core::resize_device(std::int64_t blocks) {
         const auto held = std::find_if(lease.table.begin(), lease.table.end(), beyond);
         if (held != lease.table.end()) refuse(*held, "leased");
     }
-    std::vector<NodeId> doomed;
-    for (NodeId node = 0; node < tree_.slots(); ++node) {
+    const std::vector<NodeId> leaving = beyond_device(blocks);
+    for (const NodeId node : leaving) {
         const Node& n = tree_[node];
-        if (!tree_.is_live(node) || n.has(kRoot) || !beyond(n.device)) continue;
-        if (n.refs > 0 || n.pins > 0 || n.holds > 0) refuse(n.device, "leased or being copied");
+        if (n.refs > 0 || n.pins > 0) refuse(n.device, "leased or being copied");
         if (device_.after_step(n.device) != 0) refuse(n.device, "used by an unfinished step");
-        doomed.push_back(node);
     }
     if (device_.cooling_blocks() > 0 && blocks < device_.capacity()) {
         throw UsageError("cannot shrink the device pool while " +
                          std::to_string(device_.cooling_blocks()) +
                          " freed blocks wait for their step");
     }
-    for (const NodeId node : doomed) {
-        if (tree_.is_live(node) && !tree_[node].has(kDetached)) drop(node);
-    }
+    for (const NodeId node : leaving) release_device_copy(node);
     device_.resize(static_cast<std::uint32_t>(blocks));
     device_queue_.resize(static_cast<std::uint32_t>(blocks));
 }

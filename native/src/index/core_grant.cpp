@@ -79,7 +79,9 @@ Grant Core::allocate(LeaseId id, std::int64_t num_tokens) {
 void Core::classify(Lease& lease) {
     if (!reuse_) return;
     if (lease.classes.empty()) {
+        const std::uint64_t epoch = reuse_->epoch();
         reuse_->observe(lease.tokens, contexts_[lease.context].seed, lease.classes);
+        if (reuse_->epoch() != epoch) clean_ahead_ = 0;  // others may be in front now
         device_queue_.refresh();
         host_queue_.refresh();
     }
