@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import uvloop
 
+from aiokv.testing import clocked_loop
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
 
@@ -28,6 +30,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> dict[str, LoopFactory]:
+    if item.get_closest_marker("clock") is not None:
+        return {
+            "asyncio": _watched(clocked_loop(asyncio.SelectorEventLoop)),
+            "uvloop": _watched(clocked_loop(uvloop.Loop)),
+        }
     return {"asyncio": _watched(asyncio.new_event_loop), "uvloop": _watched(uvloop.new_event_loop)}
 
 

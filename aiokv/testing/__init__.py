@@ -1,6 +1,24 @@
-"""Helpers for tests of code that uses aiokv: devices whose copies the test completes."""
+"""Helpers for tests of code that uses aiokv: devices that obey the test, and a clock that does.
 
+``ScriptedDevice`` fails, delays or reorders the copies that a script names; ``ManualDevice`` leaves
+every copy to the test; ``clocked_loop`` makes loops whose time stands still until it is moved.
+"""
+
+from aiokv.testing.clock import Clock, clocked_loop, running_clock
 from aiokv.testing.loops import run_until_idle, spin
 from aiokv.testing.manual import ManualCopy, ManualDevice, ManualEvent
+from aiokv.testing.scripted import End, Gate, ScriptedDevice
 
-__all__ = ["ManualCopy", "ManualDevice", "ManualEvent", "run_until_idle", "spin"]
+__all__ = [
+    "Clock",
+    "End",
+    "Gate",
+    "ManualCopy",
+    "ManualDevice",
+    "ManualEvent",
+    "ScriptedDevice",
+    "clocked_loop",
+    "run_until_idle",
+    "running_clock",
+    "spin",
+]

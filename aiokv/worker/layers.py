@@ -353,13 +353,14 @@ class LayerView:
 
     async def wait(self, layer: int, timeout: float | None = None) -> None:
         """As :meth:`LayerDoneCounter.wait`, for every transfer; without any it does not suspend."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        now = asyncio.get_running_loop().time
+        deadline = None if timeout is None else now() + timeout
         for counter in self.counters:
-            left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            left = None if deadline is None else max(deadline - now(), 0.0)
             await counter.settled(layer, left)
         for counter in self.counters:  # one may have failed while another was waited for
             if counter.failure is not None:
-                left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+                left = None if deadline is None else max(deadline - now(), 0.0)
                 await counter.settled(_ALL, left)
         self.raise_for_error()
 

@@ -25,9 +25,16 @@ def prompt(seed: int, blocks: int) -> np.ndarray:
 class Cache:
     """Blocks of four tokens; ``async with`` checks invariants and conservation at its end."""
 
-    def __init__(self, *, device_blocks: int = 8, host_blocks: int = 8, **config: Any) -> None:
+    def __init__(
+        self,
+        *,
+        device_blocks: int = 8,
+        host_blocks: int = 8,
+        device: ManualDevice | None = None,
+        **config: Any,
+    ) -> None:
         self.memory = Memory(device_blocks, BLOCK_TOKENS)
-        self.device = ManualDevice()
+        self.device = ManualDevice() if device is None else device
         self.engine = CacheEngine(
             CacheConfig(
                 block_tokens=BLOCK_TOKENS,

@@ -1,0 +1,149 @@
+"""A clock that stands still until the test moves it, for either kind of loop.
+
+with asyncio.Runner(loop_factory=clocked_loop(uvloop.Loop)) as runner: ...
+
+clock = running_clock()
+waiting = asyncio.create_task(lease.allocate(100, timeout=30))
+await clock.advance(31)       # the deadline passes, and takes no time
+
+It is the loop's own clock that stands still, so that all that waits on the loop follows it:
+``asyncio.sleep``, ``asyncio.timeout``, ``call_later``, and every timeout and TTL of aiokv. Threads,
+devices and what only measures (``time.monotonic``) go on in real time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from itertools import count
+from typing import TYPE_CHECKING, Any, Final, Self, cast
+
+from aiokv.testing.loops import spin
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextvars import Context
+
+_PASSES: Final = 10  # that the consequences of a timer get before the next one goes off
+
+
+class Clock:
+    """The time of one loop.
+
+    Attributes:
+        now: seconds; begins at 1000, so that a deadline taken for a duration shows.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.now = 1000.0
+        self._loop = loop
+        self._timers: list[tuple[float, int, _Timer]] = []
+        self._order = count()
+
+    @property
+    def timers(self) -> int:
+        """How many are set; 0 when nobody waits for time to pass."""
+        return sum(not timer.cancelled() for _, _, timer in self._timers)
+
+    async def advance(self, seconds: float) -> None:
+        """Let time pass: timers go off one after the other, in order, at the time they are due.
+
+        The loop makes some passes after each, and at the end. Timers that are set meanwhile go off,
+        too, if they are due by then.
+
+        Raises:
+            ValueError: time does not go back.
+        """
+        if seconds < 0:
+            raise ValueError(f"cannot advance the clock by {seconds} s")
+        end = self.now + seconds
+        await spin(_PASSES)  # whoever is about to set a timer sets it now
+        while self._timers and self._timers[0][0] <= end:
+            due, _, timer = heapq.heappop(self._timers)
+            if timer.cancelled():
+                continue
+            self.now = max(self.now, due)
+            self._loop.call_soon(timer.go_off, context=timer.context)
+            await spin(_PASSES)
+        self.now = end
+        await spin(_PASSES)
+
+    def set(
+        self, when: float, callback: Callable[..., object], args: Any, context: Context | None
+    ) -> asyncio.TimerHandle:
+        timer = _Timer(when, callback, args, self._loop, context)
+        heapq.heappush(self._timers, (when, next(self._order), timer))
+        return timer
+
+
+class _Timer(asyncio.TimerHandle):
+    def __init__(
+        self,
+        when: float,
+        callback: Callable[..., object],
+        args: Any,
+        loop: asyncio.AbstractEventLoop,
+        context: Context | None,
+    ) -> None:
+        super().__init__(when, callback, args, loop, context)
+        self._call = (callback, args)
+        self.context = context
+
+    def go_off(self) -> None:
+        """In a callback of the loop, which reports what it raises."""
+        if not self.cancelled():
+            callback, args = self._call
+            callback(*args)
+
+
+class _Clocked:
+    """Mixed into a loop: its timers are the clock's."""
+
+    clock: Clock
+
+    def __new__(cls) -> Self:
+        loop = super().__new__(cls)
+        loop.clock = Clock(cast("asyncio.AbstractEventLoop", loop))  # __init__ may ask for the time
+        return loop
+
+    def time(self) -> float:
+        return self.clock.now
+
+    def call_at(
+        self, when: float, callback: Callable[..., object], *args: Any, context: Any = None
+    ) -> asyncio.TimerHandle:
+        return self.clock.set(when, callback, args, context)
+
+    def call_later(
+        self, delay: float, callback: Callable[..., object], *args: Any, context: Any = None
+    ) -> asyncio.TimerHandle:
+        return self.clock.set(self.clock.now + delay, callback, args, context)
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """asyncio tells its loop; the heap drops the timer when its time has come."""
+
+
+def clocked_loop(
+    base: type[asyncio.AbstractEventLoop] = asyncio.SelectorEventLoop,
+) -> Callable[[], asyncio.AbstractEventLoop]:
+    """A factory of loops whose time only :meth:`Clock.advance` moves.
+
+    Args:
+        base: ``asyncio.SelectorEventLoop``, ``uvloop.Loop``, or any other with ``time``,
+            ``call_at`` and ``call_later``.
+    """
+    return cast(
+        "Callable[[], asyncio.AbstractEventLoop]", type("ClockedLoop", (_Clocked, base), {})
+    )
+
+
+def running_clock() -> Clock:
+    """The clock of the running loop.
+
+    Raises:
+        RuntimeError: that loop is not one of :func:`clocked_loop`.
+    """
+    clock = getattr(asyncio.get_running_loop(), "clock", None)
+    if not isinstance(clock, Clock):
+        raise RuntimeError("the running loop has a clock of its own: make it with clocked_loop()")
+    return clock

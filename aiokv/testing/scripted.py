@@ -1,0 +1,291 @@
+"""ScriptedDevice: copies end by themselves, except those that the script is about.
+
+device = ScriptedDevice()
+device.fail("onload", copy=0, layer=1, block=3)   # from its block 3 on, that layer is garbage
+device.delay("offload", copy=2, seconds=5.0)      # by the loop's clock; see aiokv.testing.clock
+late = device.hold("onload", copy=1)              # until late.open()
+device.reorder("onload", copy=4, layers=[3, 0, 1, 2])
+device.behind("onload", copy=5, other=("offload", 2))
+device.reject("offload", copy=6)
+async with CacheEngine(config, regions, device) as engine:
+    ...                                           # the server that is tested
+assert device.ends[0] == End("onload", 0, 0, failed=False)
+
+Copies are numbered from 0 in the order in which the device gets them, each direction for itself;
+``copy=None`` is every copy, ``layer=None`` every layer. The script may grow at any time, and what
+it says holds for all that has not ended yet. Bytes really move. A block that a failed layer did not
+write is filled with garbage, so that whoever trusts it is found out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from aiokv.errors import DeviceError
+from aiokv.testing.flaky import spoil
+from aiokv.testing.manual import ManualCopy, ManualDevice
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from aiokv.plan import Direction
+
+
+class End(NamedTuple):
+    """One layer of one copy has ended."""
+
+    direction: Direction
+    copy: int
+    layer: int
+    failed: bool
+
+
+class Gate:
+    """What a held copy waits for."""
+
+    def __init__(self, on_open: Callable[[], None]) -> None:
+        self._on_open = on_open
+        self.opened = False
+
+    def open(self) -> None:
+        """Let go, for good."""
+        self.opened = True
+        self._on_open()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rule:
+    direction: Direction
+    copy: int | None
+    layer: int | None = None
+
+    def covers(self, direction: Direction, copy: int, layer: int | None) -> bool:
+        return (
+            direction == self.direction
+            and self.copy in (None, copy)
+            and (self.layer is None or layer is None or self.layer == layer)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Failure(_Rule):
+    block: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rejection(_Rule):
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Delay(_Rule):
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Hold(_Rule):
+    gate: Gate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Order(_Rule):
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Behind(_Rule):
+    other: tuple[Direction, int]
+
+
+_R = TypeVar("_R", bound=_Rule)
+
+
+@dataclass(slots=True)
+class _Running:
+    direction: Direction
+    number: int
+    copy: ManualCopy
+    started_at: float  # by the loop's clock
+    alarms: set[float] = field(default_factory=set)
+
+
+class ScriptedDevice(ManualDevice):
+    """A cpu device that plays a script of failures, delays and reordering.
+
+    Attributes:
+        ends: every layer that has ended, in order.
+    """
+
+    name = "scripted"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends: list[End] = []
+        self._rules: list[_Rule] = []
+        self._started: dict[Direction, int] = {"onload": 0, "offload": 0}
+        self._running: list[_Running] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._move_soon = False
+
+    # --- the script -------------------------------------------------------------------------
+
+    def fail(
+        self,
+        direction: Direction,
+        copy: int | None = None,
+        layer: int | None = None,
+        *,
+        block: int = 0,
+        reason: str = "failed by the script",
+    ) -> None:
+        """Blocks from index ``block`` of the copy on do not arrive."""
+        self._rules.append(
+            _Failure(direction=direction, copy=copy, layer=layer, block=block, reason=reason)
+        )
+
+    def reject(
+        self, direction: Direction, copy: int | None = None, reason: str = "rejected by the script"
+    ) -> None:
+        """The device does not take the copy, and raises a ``DeviceError``. It counts as one."""
+        self._rules.append(_Rejection(direction=direction, copy=copy, reason=reason))
+
+    def delay(
+        self,
+        direction: Direction,
+        copy: int | None = None,
+        layer: int | None = None,
+        *,
+        seconds: float,
+    ) -> None:
+        """Nothing arrives until that long after the copy was submitted."""
+        self._rules.append(_Delay(direction=direction, copy=copy, layer=layer, seconds=seconds))
+
+    def hold(self, direction: Direction, copy: int | None = None, layer: int | None = None) -> Gate:
+        """Nothing arrives until the gate is opened."""
+        gate = Gate(self._wake)
+        self._rules.append(_Hold(direction=direction, copy=copy, layer=layer, gate=gate))
+        return gate
+
+    def reorder(self, direction: Direction, copy: int | None, layers: Sequence[int]) -> None:
+        """Layers end in this order; those not named go as they please."""
+        self._rules.append(_Order(direction=direction, copy=copy, layers=tuple(layers)))
+
+    def behind(self, direction: Direction, copy: int, other: tuple[Direction, int]) -> None:
+        """The copy moves nothing until another one, ``(direction, number)``, has ended."""
+        self._rules.append(_Behind(direction=direction, copy=copy, other=other))
+
+    def end_script(self) -> None:
+        """Forget the script: all copies end by themselves from now on, held ones too."""
+        self._rules.clear()
+        self._wake()
+
+    def running(self, direction: Direction) -> list[int]:
+        """Numbers of the copies that have not ended."""
+        return [r.number for r in self._running if r.direction == direction]
+
+    # --- the play ---------------------------------------------------------------------------
+
+    def onload(self, *args: Any) -> ManualCopy:
+        self._reject_by_script("onload")
+        return self._play("onload", super().onload(*args))
+
+    def offload(self, *args: Any) -> ManualCopy:
+        self._reject_by_script("offload")
+        return self._play("offload", super().offload(*args))
+
+    def ended(self, copy: ManualCopy) -> None:
+        super().ended(copy)
+        if not copy.pending_layers:
+            self._running = [r for r in self._running if r.copy is not copy]
+        self._wake()
+
+    def _reject_by_script(self, direction: Direction) -> None:
+        rejection = next(self._matching(_Rejection, direction, self._started[direction]), None)
+        if rejection is not None:
+            self._started[direction] += 1
+            raise DeviceError(rejection.reason)
+
+    def _play(self, direction: Direction, copy: ManualCopy) -> ManualCopy:
+        self._loop = asyncio.get_running_loop()
+        number = self._started[direction]
+        self._started[direction] += 1
+        if copy.pending_layers:
+            self._running.append(_Running(direction, number, copy, self._loop.time()))
+            self._wake()
+        return copy
+
+    def _wake(self) -> None:
+        """Look, in the next pass of the loop, at what may move."""
+        if self._loop is not None and not self._move_soon:
+            self._move_soon = True
+            self._loop.call_soon(self._move_what_may)
+
+    def _move_what_may(self) -> None:
+        self._move_soon = False
+        for running in list(self._running):
+            for layer in running.copy.pending_layers:
+                if self._may_end(running, layer):
+                    self._end_layer(running, layer)
+
+    def _end_layer(self, running: _Running, layer: int) -> None:
+        copy, direction, number = running.copy, running.direction, running.number
+        failures = list(self._matching(_Failure, direction, number, layer))
+        self.ends.append(End(direction, number, layer, bool(failures)))
+        if not failures:
+            copy.complete(layer)
+            return
+        first = min(failures, key=lambda rule: rule.block)
+        spoil(
+            self.regions,
+            self.arena,
+            copy.host_ids[first.block :],
+            copy.device_ids[first.block :],
+            onload=direction == "onload",
+            layer=layer,
+        )
+        copy.fail(layer, block=first.block, reason=first.reason)
+
+    def _may_end(self, running: _Running, layer: int) -> bool:
+        direction, number = running.direction, running.number
+        if running.copy.after is not None and not running.copy.after.done:
+            self._wake()  # no callback tells of it
+            return False
+        if any(not r.gate.opened for r in self._matching(_Hold, direction, number, layer)):
+            return False
+        if any(not self._has_ended(r.other) for r in self._matching(_Behind, direction, number)):
+            return False
+        pending = set(running.copy.pending_layers)
+        for order in self._matching(_Order, direction, number):
+            before = order.layers[: order.layers.index(layer)] if layer in order.layers else ()
+            if pending & set(before):
+                return False
+        return self._is_due(running, layer)
+
+    def _is_due(self, running: _Running, layer: int) -> bool:
+        delays = self._matching(_Delay, running.direction, running.number, layer)
+        due = running.started_at + max((rule.seconds for rule in delays), default=0.0)
+        loop = asyncio.get_running_loop()
+        if due <= loop.time():
+            return True
+        if due not in running.alarms:
+            running.alarms.add(due)
+            loop.call_at(due, self._on_alarm, running, due)
+        return False
+
+    def _on_alarm(self, running: _Running, due: float) -> None:
+        running.alarms.discard(due)
+        self._wake()
+
+    def _has_ended(self, other: tuple[Direction, int]) -> bool:
+        direction, number = other
+        return number < self._started[direction] and number not in self.running(direction)
+
+    def _matching(
+        self, kind: type[_R], direction: Direction, copy: int, layer: int | None = None
+    ) -> Iterator[_R]:
+        for rule in self._rules:
+            if isinstance(rule, kind) and rule.covers(direction, copy, layer):
+                yield rule
