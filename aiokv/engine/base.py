@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, Self
 
 from aiokv.engine.gates import Admissions, LeasesChanged
+from aiokv.engine.open_step import OpenStepWatch
 from aiokv.engine.pending import PendingBlocks
 from aiokv.engine.pins import Pins
 from aiokv.engine.quota import SaltQuota
@@ -98,7 +99,11 @@ class EngineBase:
         self._controller = self._open_worker()
         self._done = done_view(self._controller.num_layers)
         self._transfers = Transfers(
-            self._loop, self._manager, self._controller, on_report=self._after_report
+            self._loop,
+            self._manager,
+            self._controller,
+            on_report=self._after_report,
+            on_submit=lambda after_step: self._open_step.note(after_step),
         )
         self._steps = Steps(
             self._core,
@@ -107,6 +112,7 @@ class EngineBase:
             on_finished=self._on_blocks_free,
             on_broken=self._break,
         )
+        self._open_step = OpenStepWatch(self._loop, self._steps, self._controller)
         self._thread = threading.get_ident()
         return self
 
@@ -151,6 +157,7 @@ class EngineBase:
         self._transfers.stopped = True
         if self._steps.open:  # transfers must not wait for a step that nobody will close
             self._steps.close(None)
+        self._open_step.stop()
         await self._controller.aclose()
         self._poller.close()
         self._closing = "is closed"
@@ -230,6 +237,8 @@ class EngineBase:
                 f"{what}: salt {lease.salt!r} holds {held} blocks of {self._quota.limit_blocks}",
                 hint="raise CacheConfig.salt_quota_blocks, or preempt a lease of that salt",
             )
+        if unclosed := self._open_step.explain():
+            return AllocateTimeout(f"{what}: {unclosed}", hint=self._open_step.advice())
         statistics = self._core.statistics()
         return AllocateTimeout(
             f"{what}: {statistics.device_free} device blocks are free and at most "

@@ -48,10 +48,12 @@ class Control(Residency):
         except BaseException as error:
             self._admissions.resume()
             if isinstance(error, TimeoutError):
-                raise TimeoutError(
-                    f"not quiet within {timeout} s; leases out: {self._owner_names()}"
-                ) from None
+                raise TimeoutError(f"not quiet within {timeout} s; {self._what_is_out()}") from None
             raise
+
+    def _what_is_out(self) -> str:
+        unclosed = self._open_step.explain()
+        return f"leases out: {self._owner_names()}" + (f"; {unclosed}" if unclosed else "")
 
     def _only_idle_leases(self) -> bool:
         """Those in line hold nothing."""
@@ -68,8 +70,13 @@ class Control(Residency):
         """
         self.pause()
         try:
-            async with asyncio.timeout(timeout):
-                await self._controller.settle()
+            try:
+                async with asyncio.timeout(timeout):
+                    await self._controller.settle()
+            except TimeoutError:
+                raise TimeoutError(
+                    f"transfers did not end within {timeout} s; {self._what_is_out()}"
+                ) from None
             try:
                 yield
             finally:
@@ -100,8 +107,8 @@ class Control(Residency):
             )
         if not await self._leases_changed.wait_for(lambda: self._resized(device_blocks), timeout):
             raise TimeoutError(
-                f"blocks beyond {device_blocks} are still in use after {timeout} s; leases out: "
-                f"{self._owner_names()}"
+                f"blocks beyond {device_blocks} are still in use after {timeout} s; "
+                f"{self._what_is_out()}"
             )
         self._waiting.pump()
 

@@ -71,6 +71,7 @@ class CacheEngine(Control):
             "quota": self._quota.held_by_salt(),
             "pins": len(self._pins),
             "paused": self._admissions.paused,
+            "open_step": self._steps.open,
             "statistics": msgspec.to_builtins(self.statistics()),
             "worker": msgspec.to_builtins(self._controller.statistics()),
         }

@@ -251,7 +251,8 @@ class Leasing(EngineBase):
         Transfers of those blocks wait for the event on the device. On a device that computes
         before it returns (cpu), closing a step only sends the backups on their way. On others,
         close a step also after a last release: what belongs to an open step cannot be saved, so
-        ``"write_back"`` cannot evict it, and ``allocate`` waits.
+        ``"write_back"`` cannot evict it, and ``allocate`` waits. Timeouts name such a step, and a
+        warning is logged.
 
         Args:
             event: recorded on the compute stream behind the step's work, the events of later

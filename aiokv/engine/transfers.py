@@ -24,6 +24,7 @@ class Transfers:
 
     Args:
         on_report: called after a report was taken account of; blocks may have become free.
+        on_submit: called with the step that a submitted transfer waits for, or 0.
     """
 
     def __init__(
@@ -33,11 +34,13 @@ class Transfers:
         controller: Worker,
         *,
         on_report: Callable[[TransferReport], None],
+        on_submit: Callable[[int], None],
     ) -> None:
         self._loop = loop
         self._manager = manager
         self._controller = controller
         self._after_report = on_report
+        self._on_submit = on_submit
         self._onloads: dict[int, tuple[TransferPlan, LayerDoneCounter]] = {}
         self._ends: dict[int, list[asyncio.Future[None]]] = {}  # who waits for a report
         self._on_end: dict[int, Callable[[], None]] = {}
@@ -54,7 +57,7 @@ class Transfers:
         for transfer_id in core.onloads(lease_id):
             if transfer_id not in self._onloads:
                 plan = self._manager.onload_plan(transfer_id, priority)
-                self._onloads[transfer_id] = (plan, self._controller.submit(plan))
+                self._onloads[transfer_id] = (plan, self._submit(plan))
             joined.append(self._onloads[transfer_id])
         return LayerView(
             [counter for _, counter in joined],
@@ -87,7 +90,7 @@ class Transfers:
             return False
         plans = self._manager.backup_plans()
         for plan in plans:
-            self._controller.submit(plan)
+            self._submit(plan)
         return bool(plans)
 
     def make_clean(self, num_blocks: int) -> bool:
@@ -96,7 +99,7 @@ class Transfers:
             return False
         plan = self._manager.make_clean(num_blocks)
         if plan is not None:
-            self._controller.submit(plan)
+            self._submit(plan)
         return plan is not None
 
     async def run(self, plan: TransferPlan, on_end: Callable[[], None]) -> None:
@@ -108,7 +111,7 @@ class Transfers:
 
         Cancellation: the transfer goes on.
         """
-        self._controller.submit(plan)
+        self._submit(plan)
         self._on_end[plan.transfer_id] = on_end
         await self.ended(plan.transfer_id)
 
@@ -120,6 +123,11 @@ class Transfers:
         ended: asyncio.Future[None] = self._loop.create_future()
         self._ends.setdefault(transfer_id, []).append(ended)
         await ended
+
+    def _submit(self, plan: TransferPlan) -> LayerDoneCounter:
+        counter = self._controller.submit(plan)
+        self._on_submit(plan.after_step)
+        return counter
 
     # --- reports --------------------------------------------------------------------------------
 
