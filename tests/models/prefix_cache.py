@@ -6,63 +6,12 @@ predicted (any free id will do) but adopted from the implementation, and checked
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-Key = tuple[str, tuple[int, ...]]  # context, all tokens up to the end of the block
-
-
-@dataclass(eq=False)
-class Block:
-    """One block and its copies. ``None`` ids: no copy; not valid: a transfer writes it."""
-
-    key: Key
-    parent: Block | None
-    device: int | None = None
-    device_valid: bool = False
-    host: int | None = None
-    host_valid: bool = False
-    refs: int = 0
-    pins: int = 0
-    attached: bool = True
-    wants_backup: bool = False
-    rank: int = 0  # of last use; the lowest goes first
-    passed_over: bool = False  # was blocked when its turn to be evicted came
-    loading_by: int = 0
-
-    @property
-    def resident(self) -> bool:
-        return self.device is not None
+from tests.models.cached_blocks import Block, Item, Key, Lease, Policy, Transfer
+from tests.models.saving import Saving
 
 
-@dataclass(eq=False)
-class Lease:
-    context: str
-    tokens: list[int]
-    path: list[Block] = field(default_factory=list)
-    table: list[int] = field(default_factory=list)
-    num_tokens: int = 0
-    computed: int = 0
-    cached_blocks: int = 0
-    onloads: set[int] = field(default_factory=set)
-    granted: bool = False
-    failed: bool = False
-    epoch: int = 0
-
-
-@dataclass(eq=False)
-class Transfer:
-    direction: str
-    blocks: list[Block]
-    after_step: int = 0
-    leases: list[Lease] = field(default_factory=list)
-
-
-class PrefixCacheModel:
-    """Predicts hits, grants, victims and the effects of transfers.
-
-    Eviction: least recently used first, deepest first among equals. One that was blocked when its
-    turn came keeps it: it goes to the front as soon as it can be evicted.
-    """
+class PrefixCacheModel(Saving):
+    """Predicts hits, grants, victims, promises and the effects of transfers."""
 
     def __init__(
         self,
@@ -70,161 +19,66 @@ class PrefixCacheModel:
         block_tokens: int,
         device_blocks: int,
         host_blocks: int,
-        leave_tokens: int,
-        reserve_blocks: int,
-        write_through: bool,
+        leave_tokens: int = 1,
+        reserve_blocks: int = 0,
+        min_onload_blocks: int = 0,
+        policy: Policy = "none",
+        threshold: int = 2,
+        low_watermark: int = 0,
     ) -> None:
-        self.block_tokens = block_tokens
+        super().__init__(
+            block_tokens=block_tokens,
+            device_blocks=device_blocks,
+            host_blocks=host_blocks,
+            policy=policy,
+            threshold=threshold,
+            low_watermark=low_watermark,
+        )
         self.leave_tokens = leave_tokens
         self.reserve_blocks = reserve_blocks
-        self.write_through = write_through
-        self.capacity = device_blocks
-        self.device_free = set(range(device_blocks))
-        self.host_free = set(range(host_blocks))
-        self.blocks: dict[Key, Block] = {}
+        self.min_onload_blocks = min_onload_blocks
         self.leases: list[Lease] = []
-        self.transfers: dict[int, Transfer] = {}
-        self.backups: list[Block] = []
-        self.step_of: dict[int, int] = {}  # device id -> newest step that used it
-        self.finished_step = 0
         self.epoch = 1
-        self._newest = 0
-        self._oldest = 0
-
-    # --- what is where ------------------------------------------------------------------------
-
-    def children(self, block: Block) -> list[Block]:
-        return [b for b in self.blocks.values() if b.parent is block]
-
-    def idle(self, tier: str) -> list[Block]:
-        """Blocks that no lease holds, by the fastest tier that has them, oldest first."""
-        found = [b for b in self.blocks.values() if b.refs == 0]
-        if tier == "device":
-            found = [b for b in found if b.device_valid]
-        else:
-            found = [b for b in found if not b.resident]
-        return sorted(found, key=lambda b: b.rank)
-
-    def blocked(self, block: Block) -> bool:
-        """I6: not evictable although idle."""
-        children = self.children(block)
-        if block.resident:
-            children = [c for c in children if c.resident]
-        return block.pins > 0 or bool(children)
-
-    def after_step(self, device_id: int) -> int:
-        step = self.step_of.get(device_id, 0)
-        return step if step > self.finished_step else 0
-
-    def _free_device(self, device_id: int) -> None:
-        assert device_id not in self.device_free, f"device id {device_id} freed twice"
-        self.device_free.add(device_id)
-
-    def _free_host(self, host_id: int) -> None:
-        assert host_id not in self.host_free, f"host id {host_id} freed twice"
-        self.host_free.add(host_id)
-
-    def _take_device(self, ids: list[int]) -> None:
-        assert len(set(ids)) == len(ids), "an id was given out twice in one table"
-        assert self.device_free.issuperset(ids), "an id was given out that is not free"
-        cool = {i for i in self.device_free if not self.after_step(i)}
-        if any(i not in cool for i in ids):
-            assert cool.issubset(ids), "an id of an unfinished step, though others were free"
-        self.device_free -= set(ids)
-
-    # --- recency ------------------------------------------------------------------------------
-
-    def _refresh(self, block: Block) -> None:
-        self._newest += 1
-        block.rank = self._newest
-        block.passed_over = False
-
-    def _touch(self, path: list[Block]) -> None:
-        for block in reversed(path):
-            if block.refs == 0 and (block.device_valid or not block.resident):
-                self._refresh(block)
-
-    def _unblock(self, block: Block | None) -> None:
-        if block is not None and block.passed_over and not self.blocked(block):
-            self._oldest -= 1
-            block.rank = self._oldest
-            block.passed_over = False
-
-    def _ref(self, block: Block) -> None:
-        block.refs += 1
-        block.passed_over = False
-
-    def _unref(self, block: Block) -> None:
-        block.refs -= 1
-        if block.refs > 0:
-            return
-        if not block.attached:
-            self._free_if_unowned(block)
-        elif block.device_valid or not block.resident:
-            self._refresh(block)
-
-    # --- eviction -----------------------------------------------------------------------------
-
-    def victim(self, tier: str) -> Block | None:
-        for block in self.idle(tier):
-            if not self.blocked(block):
-                return block
-            block.passed_over = True
-        return None
-
-    def evict(self, tier: str) -> bool:
-        block = self.victim(tier)
-        if block is None:
-            return False
-        if tier == "host" or not block.host_valid:
-            self.drop(block)
-            return True
-        assert block.device is not None
-        self._free_device(block.device)
-        block.device, block.device_valid = None, False
-        self._refresh(block)
-        self._unblock(block.parent)
-        return True
-
-    def _make_room(self, blocks: int) -> bool:
-        while len(self.device_free) < blocks:
-            if not self.evict("device"):
-                return False
-        return True
-
-    def drop(self, block: Block) -> None:
-        """The block and all below it can be found no more; ids go with their last owner."""
-        context, prefix = block.key
-        for key in [k for k in self.blocks if k[0] == context and k[1][: len(prefix)] == prefix]:
-            self._detach(self.blocks.pop(key))
-        self._unblock(block.parent)
-
-    def _detach(self, block: Block) -> None:
-        block.attached = block.wants_backup = False
-        self._free_if_unowned(block)
-
-    def _free_if_unowned(self, block: Block) -> None:
-        if block.refs or block.pins:
-            return
-        if block.device is not None:
-            self._free_device(block.device)
-        if block.host is not None:
-            self._free_host(block.host)
 
     # --- leases -------------------------------------------------------------------------------
 
-    def walk(self, lease: Lease) -> list[Block]:
-        limit = max(0, len(lease.tokens) - self.leave_tokens) // self.block_tokens
-        path = []
-        for index in range(1, limit + 1):
-            key = (lease.context, tuple(lease.tokens[: index * self.block_tokens]))
-            if key not in self.blocks:
-                break
-            path.append(self.blocks[key])
-        return path
+    def key(self, lease: Lease, blocks: int) -> Key:
+        """Of the block that ends behind ``blocks`` of them."""
+        end = blocks * self.block_tokens
+        items = tuple(item for item in lease.items if item[1] < end)
+        return lease.context, tuple(lease.tokens[:end]), items
 
-    def match(self, tokens: list[int], context: str) -> tuple[Lease, int, int]:
-        lease = Lease(context, list(tokens))
+    def walk(self, lease: Lease) -> list[Block]:
+        path = []
+        for index in range(1, self._most_blocks(lease) + 1):
+            if self.key(lease, index) not in self.blocks:
+                break
+            path.append(self.blocks[self.key(lease, index)])
+        return path[: self._before_cut_item(lease, len(path))]
+
+    def _most_blocks(self, lease: Lease) -> int:
+        """That a match may find: some tokens are always computed, for the logits."""
+        if not lease.reads:
+            return 0
+        return max(0, len(lease.tokens) - self.leave_tokens) // self.block_tokens
+
+    def _before_cut_item(self, lease: Lease, blocks: int) -> int:
+        """The most blocks, up to ``blocks``, that do not end inside an item."""
+
+        def cuts(end: int) -> bool:
+            return any(offset < end < offset + length for _, offset, length in lease.items)
+
+        return max(n for n in range(blocks + 1) if not cuts(n * self.block_tokens))
+
+    def match(
+        self,
+        tokens: list[int],
+        context: str,
+        items: tuple[Item, ...] = (),
+        reads: bool = True,
+        writes: bool = True,
+    ) -> tuple[Lease, int, int]:
+        lease = Lease(context, list(tokens), items, reads, writes)
         self.leases.append(lease)
         path = self.walk(lease)
         self._touch(path)
@@ -234,16 +88,38 @@ class PrefixCacheModel:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_tokens)
 
-    def allocate(self, lease: Lease, num_tokens: int) -> bool:
-        """True: granted, and ``adopt`` comes next with the real table."""
-        path = self.walk(lease)[: num_tokens // self.block_tokens]
+    def needs(self, lease: Lease, num_tokens: int) -> int:
+        """Device blocks that a grant takes besides those it shares."""
+        path = self.granted_path(lease, num_tokens)
+        return self.blocks_for(num_tokens) - sum(b.resident for b in path)
+
+    def granted_path(self, lease: Lease, num_tokens: int) -> list[Block]:
+        """What a grant would share: without host blocks that are not worth their transfer."""
+        path = self.walk(lease)
+        if sum(not b.device_valid for b in path) < self.min_onload_blocks:
+            path = [b for b in path if b.resident]
+        usable = min(len(path), num_tokens // self.block_tokens)
+        return path[: self._before_cut_item(lease, usable)]
+
+    def allocate(self, lease: Lease, num_tokens: int, evicted: int) -> bool:
+        """True: granted, and ``adopt`` comes next with the real table.
+
+        Args:
+            lease: not granted.
+            num_tokens: positions.
+            evicted: how many device blocks the implementation evicted for it.
+        """
+        path = self.granted_path(lease, num_tokens)
         resident = sum(b.resident for b in path)
         assert [b.resident for b in path] == [True] * resident + [False] * (len(path) - resident)
         needed = self.blocks_for(num_tokens) - resident
         for block in path:
             self._ref(block)
         room = len(self.device_free) + len(self.idle("device"))
-        if needed + self.reserve_blocks > room or not self._make_room(needed):
+        short = max(0, needed - len(self.device_free))
+        if needed + self.reserve_blocks > room:
+            short = -1  # not even tried
+        if not self.evict_as_seen(evicted, max(short, 0)) or short < 0:
             for block in reversed(path):
                 self._unref(block)
             return False
@@ -271,6 +147,7 @@ class PrefixCacheModel:
         assert len(new) == bool(missing), "one onload for what is on the host only"
         for transfer_id in new:
             self._start_onload(transfer_id, lease, missing, table[len(shared) :])
+        self._promise(lease)
 
     def _start_onload(
         self, transfer_id: int, lease: Lease, path: list[Block], ids: list[int]
@@ -283,19 +160,15 @@ class PrefixCacheModel:
         self.transfers[transfer_id] = Transfer("onload", list(path), after, [lease])
         lease.onloads.add(transfer_id)
 
-    def _use_once_more(self, block: Block) -> None:
-        if self.write_through and block.host is None and not block.wants_backup:
-            block.wants_backup = True
-            self.backups.append(block)
-
     def is_private(self, lease: Lease, index: int) -> bool:
         return index >= len(lease.path) or lease.path[index].device != lease.table[index]
 
-    def extend(self, leases: list[Lease], more: int) -> bool:
+    def extend(self, leases: list[Lease], more: int, evicted: int) -> bool:
         needed = sum(self.blocks_for(x.num_tokens + more) - len(x.table) for x in leases)
         if needed > len(self.device_free) + len(self.idle("device")):
+            self.evict_as_seen(evicted, 0)
             return False
-        if not self._make_room(needed):
+        if not self.evict_as_seen(evicted, max(0, needed - len(self.device_free))):
             return False
         for lease in leases:
             lease.num_tokens += more
@@ -338,7 +211,7 @@ class PrefixCacheModel:
             self._unref(block)
         lease.path, lease.table, lease.onloads = [], [], set()
         lease.num_tokens = lease.computed = lease.cached_blocks = 0
-        lease.granted = lease.failed = False
+        lease.granted = lease.failed = lease.promises = False
         return abandoned
 
     def release(self, lease: Lease, step: int) -> set[int]:
@@ -356,7 +229,7 @@ class PrefixCacheModel:
 
     def publish(self, lease: Lease) -> int:
         """Computed, named, full blocks become findable, once all that they rest on is proven."""
-        if lease.epoch != self.epoch or lease.failed or lease.onloads:
+        if not lease.writes or lease.epoch != self.epoch or lease.failed or lease.onloads:
             return 0
         target = min(lease.computed, len(lease.tokens)) // self.block_tokens
         detached = bool(lease.path) and not lease.path[-1].attached
@@ -366,7 +239,7 @@ class PrefixCacheModel:
             return 0
         published = 0
         for index in range(len(lease.path), target):
-            key = (lease.context, tuple(lease.tokens[: (index + 1) * self.block_tokens]))
+            key = self.key(lease, index + 1)
             parent = lease.path[-1] if lease.path else None
             block = self.blocks.setdefault(key, Block(key, parent))
             self._ref(block)
@@ -376,6 +249,7 @@ class PrefixCacheModel:
             block.device, block.device_valid = lease.table[index], True
             published += 1
             self._use_once_more(block)
+        self._promise(lease)
         return published
 
     def _take_back_detached(self, lease: Lease) -> bool:
@@ -396,31 +270,37 @@ class PrefixCacheModel:
         lease.failed = False
         return lease.cached_blocks * self.block_tokens
 
+    # --- promises -----------------------------------------------------------------------------
+
+    def _promise(self, lease: Lease) -> None:
+        """Its prompt goes on behind what is indexed: it will compute that, and publish it."""
+        more = len(lease.path) < len(lease.tokens) // self.block_tokens
+        lease.promises = more and lease.writes and not lease.failed and lease.epoch == self.epoch
+
+    def pending(self, lease: Lease) -> tuple[int, list[Lease]]:
+        """The most blocks behind its match that somebody will compute, and who will."""
+        if lease.granted:
+            return 0, []
+        path = self.walk(lease)
+        promised = {
+            owner: self._promised(owner, lease, len(path))
+            for owner in self.leases
+            if owner.promises and owner.context == lease.context and owner.path[-1:] == path[-1:]
+        }
+        most = max(promised.values(), default=0)
+        return most, [owner for owner, blocks in promised.items() if most and blocks == most]
+
+    def _promised(self, owner: Lease, lease: Lease, first: int) -> int:
+        last = min(len(owner.tokens) // self.block_tokens, self._most_blocks(lease))
+        blocks = 0
+        while first + blocks < last:
+            end = first + blocks + 1
+            if self.key(owner, end) != self.key(lease, end):
+                break
+            blocks += 1
+        return blocks
+
     # --- transfers ----------------------------------------------------------------------------
-
-    def backup(self) -> tuple[list[Block], int]:
-        """Candidates of the next offload, and how many of them find room on the host."""
-        found = [b for b in self.backups if b.wants_backup and b.device_valid and b.host is None]
-        for block in self.backups:
-            block.wants_backup = False
-        self.backups = []
-        while len(self.host_free) < len(found) and self.evict("host"):
-            pass
-        return found, min(len(found), len(self.host_free))
-
-    def adopt_backup(
-        self, transfer_id: int, candidates: list[Block], device_ids: list[int], host_ids: list[int]
-    ) -> None:
-        by_id = {block.device: block for block in candidates}
-        blocks = [by_id[device_id] for device_id in device_ids]
-        assert len(set(host_ids)) == len(host_ids)
-        assert self.host_free.issuperset(host_ids)
-        self.host_free -= set(host_ids)
-        for block, host_id in zip(blocks, host_ids, strict=True):
-            block.host = host_id
-            block.pins += 1
-        after = max(self.after_step(b.device) for b in blocks if b.device is not None)
-        self.transfers[transfer_id] = Transfer("offload", blocks, after)
 
     def complete(self, transfer_id: int, outcome: str, first_bad: int) -> None:
         transfer = self.transfers.pop(transfer_id)
@@ -436,20 +316,6 @@ class PrefixCacheModel:
         else:
             self._end_onload(transfer_id, transfer, good)
 
-    def _end_offload(self, transfer: Transfer, good: int) -> None:
-        for index in reversed(range(len(transfer.blocks))):
-            block = transfer.blocks[index]
-            assert block.host is not None
-            if index < good:
-                block.host_valid = True
-            else:
-                self._free_host(block.host)
-                block.host = None
-            if block.attached:
-                self._unblock(block)
-            else:
-                self._free_if_unowned(block)
-
     def _end_onload(self, transfer_id: int, transfer: Transfer, good: int) -> None:
         for block in transfer.blocks[:good]:
             block.device_valid = True
@@ -457,7 +323,7 @@ class PrefixCacheModel:
             bad = transfer.blocks[good]
             for lease in transfer.leases:
                 if bad in lease.path:
-                    lease.failed = True
+                    lease.failed, lease.promises = True, False
                     lease.cached_blocks = min(lease.cached_blocks, lease.path.index(bad))
                     lease.computed = min(lease.computed, lease.cached_blocks * self.block_tokens)
         for block in transfer.blocks:
@@ -489,15 +355,36 @@ class PrefixCacheModel:
 
     # --- the rest -----------------------------------------------------------------------------
 
-    def finish_step(self, step: int) -> None:
-        self.finished_step = max(self.finished_step, step)
-
     def reset(self) -> None:
         self.epoch += 1
         self.backups = []
+        for lease in self.leases:
+            lease.promises = False
         for block in list(self.blocks.values()):
             del self.blocks[block.key]
             self._detach(block)
+
+    def leaving(self, capacity: int) -> list[Block]:
+        """What a shrunk pool has no room for, and what lies on the device behind it.
+
+        In order of eviction, children before parents; those not in line last, by id.
+        """
+        gone = [b for b in self.blocks.values() if b.device is not None and b.device >= capacity]
+        line = self.in_line("device")
+        gone.sort(key=lambda b: (0, line.index(b)) if b in line else (1, b.device))
+        order: list[Block] = []
+        for top in gone:
+            below = self._resident_below(top)
+            order += [b for b in reversed(below) if b not in order]
+        return order
+
+    def _resident_below(self, top: Block) -> list[Block]:
+        found = [top]
+        for block in found:
+            found += sorted(
+                (c for c in self.children(block) if c.resident), key=lambda c: c.device or 0
+            )
+        return found
 
     def can_resize(self, capacity: int) -> bool:
         beyond = set(range(capacity, self.capacity))
@@ -507,15 +394,15 @@ class PrefixCacheModel:
             return False
         if any(self.after_step(i) for i in beyond):
             return False
+        if any(b.refs or b.pins or self.after_step(b.device or 0) for b in self.leaving(capacity)):
+            return False
         held = {i for lease in self.leases for i in lease.table}
-        held |= {b.device for b in self.blocks.values() if b.refs or b.pins}
         held |= {b.device for t in self.transfers.values() for b in t.blocks}
         return beyond.isdisjoint(held)
 
     def resize(self, capacity: int) -> None:
-        for block in list(self.blocks.values()):
-            if block.attached and block.device is not None and block.device >= capacity:
-                self.drop(block)
+        for block in self.leaving(capacity):
+            self.leave_device(block)
         self.device_free |= set(range(self.capacity, capacity))
         self.device_free = {i for i in self.device_free if i < capacity}
         self.capacity = capacity

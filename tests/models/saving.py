@@ -1,0 +1,170 @@
+"""The write policies: when blocks get their host copy, and which host copies make room for others.
+
+How many blocks are evicted before others are saved, and whose host copies are given up for them, is
+left to the implementation within bounds: these are checked when its choice is adopted.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tests.models.cached_blocks import Block, CachedBlocks, Transfer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tests.models.cached_blocks import Policy
+
+
+class Saving(CachedBlocks):
+    def __init__(
+        self,
+        *,
+        block_tokens: int,
+        device_blocks: int,
+        host_blocks: int,
+        policy: Policy,
+        threshold: int,
+        low_watermark: int,
+    ) -> None:
+        super().__init__(
+            block_tokens=block_tokens,
+            device_blocks=device_blocks,
+            host_blocks=host_blocks,
+            policy=policy,
+        )
+        self.threshold = threshold
+        self.low_watermark = low_watermark
+        self.transfers: dict[int, Transfer] = {}
+        self.backups: list[Block] = []
+
+    # --- at use -------------------------------------------------------------------------------
+
+    def _use_once_more(self, block: Block) -> None:
+        """Computing it is its first use."""
+        block.uses += 1
+        block.given_up = False
+        due = self.policy == "write_through" or (
+            self.policy == "write_through_selective" and block.uses >= self.threshold
+        )
+        if due and block.host is None and not block.wants_backup:
+            block.wants_backup = True
+            self.backups.append(block)
+
+    def backup(self) -> tuple[list[Block], int]:
+        """Candidates of the next offload, and how many of them find room on the host."""
+        found = [b for b in self.backups if b.wants_backup and b.device_valid and b.host is None]
+        for block in self.backups:
+            block.wants_backup = False
+        self.backups = []
+        while len(self.host_free) < len(found) and self.evict_host():
+            pass
+        return found, min(len(found), len(self.host_free))
+
+    # --- ahead of eviction --------------------------------------------------------------------
+
+    def twins(self) -> list[Block]:
+        """Blocks on the device whose host copy could be given up."""
+        return [b for b in self.blocks.values() if b.device_valid and b.host_valid and not b.pins]
+
+    def has_to_be_saved(self, block: Block) -> bool:
+        """Evicting it would lose what the host could keep."""
+        if self.policy != "write_back" or not block.unsaved:
+            return False
+        host = [b for b in self.idle("host") if not self.blocked(b)]
+        return bool(self.host_free or host or self.twins())
+
+    def evict_as_seen(self, count: int, wanted: int) -> bool:
+        """The implementation evicted ``count`` device blocks of ``wanted``; whether that is all."""
+        for _ in range(count):
+            victim = self.victim("device")
+            assert victim is not None, "something was evicted that could not be"
+            assert not self.has_to_be_saved(victim), f"{victim} was not saved"
+            self.leave_device(victim)
+        if count < wanted:
+            victim = self.victim("device")
+            assert victim is None or (self.policy == "write_back" and victim.unsaved)
+        return count == wanted
+
+    def ready_ahead(self) -> int:
+        """Blocks that are free or would be evicted next without a save that is yet to begin."""
+        ready = len(self.device_free)
+        for block in self.in_line("device"):
+            if block.unsaved:
+                break
+            ready += 1
+        return ready
+
+    def near_eviction(self, wanted: int) -> list[Block]:
+        """Those that make ``wanted`` blocks free, or as many as the watermark says."""
+        target = max(wanted, self.low_watermark) - len(self.device_free)
+        return self.in_line("device")[: max(0, target)]
+
+    def adopt_save_ahead(
+        self, wanted: int, reclaimed: Sequence[Block], evicted: int, saved: Sequence[int]
+    ) -> list[Block]:
+        """What was done to save the blocks that make ``wanted`` others free.
+
+        Args:
+            wanted: 0 when nobody waits.
+            reclaimed: blocks whose host copy was given up for others.
+            evicted: host blocks that were evicted for others.
+            saved: device ids of what is saved now.
+
+        Returns:
+            The blocks behind those ids.
+        """
+        if self.policy == "none":
+            assert not (reclaimed or evicted or saved)
+            return []
+        near = self.near_eviction(wanted)
+        unsaved = [block for block in near if block.unsaved]
+        reclaimable = [block for block in self.twins() if block not in near]
+        assert set(reclaimed) <= set(reclaimable)
+        assert not evicted or len(reclaimed) == len(reclaimable), "twins first: they lose nothing"
+        needed = max(0, len(unsaved) - len(self.host_free))
+        assert len(reclaimed) + evicted <= needed, "more room was made than was needed"
+        for block in reclaimed:
+            assert block.host is not None
+            self._free_host(block.host)
+            block.host, block.host_valid = None, False
+        for _ in range(evicted):
+            assert self.evict_host()
+        if len(reclaimed) + evicted < needed:
+            assert self.victim("host") is None
+            assert len(reclaimed) == len(reclaimable)
+        room = min(len(unsaved), len(self.host_free))
+        lost, kept = unsaved[: len(unsaved) - room], unsaved[len(unsaved) - room :]
+        for block in lost if wanted else ():
+            block.given_up = True
+        assert [block.device for block in kept] == list(saved), "the oldest give way"
+        return kept
+
+    # --- transfers ----------------------------------------------------------------------------
+
+    def start_offload(
+        self, transfer_id: int, blocks: Sequence[Block], host_ids: Sequence[int]
+    ) -> None:
+        assert len(set(host_ids)) == len(host_ids)
+        assert self.host_free.issuperset(host_ids)
+        self.host_free -= set(host_ids)
+        for block, host_id in zip(blocks, host_ids, strict=True):
+            block.host = host_id
+            block.pins += 1
+        after = max(self.after_step(b.device) for b in blocks if b.device is not None)
+        self.transfers[transfer_id] = Transfer("offload", list(blocks), after)
+
+    def _end_offload(self, transfer: Transfer, good: int) -> None:
+        for index in reversed(range(len(transfer.blocks))):
+            block = transfer.blocks[index]
+            assert block.host is not None
+            if index < good:
+                block.host_valid = True
+            else:
+                self._free_host(block.host)
+                block.host = None
+                block.given_up = True
+            if block.attached:
+                self._unblock(block)
+            else:
+                self._free_if_unowned(block)

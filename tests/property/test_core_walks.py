@@ -1,0 +1,109 @@
+"""Random walks of the cache machine: Hypothesis shrinks, these dig.
+
+The same rules, drawn with weights that fill the cache.
+"""
+
+from __future__ import annotations
+
+import os
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.property.cache_simulation import POLICIES
+from tests.property.test_core_state_machine import CacheMachine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+STEPS = 250
+
+
+def begun(random: Random) -> CacheMachine:
+    machine = CacheMachine()
+    machine.begin(
+        block_tokens=random.randint(1, 3),
+        device_blocks=random.randint(3, 9),
+        host_blocks=random.choice([0, 4, 12]),
+        leave_tokens=random.randint(1, 2),
+        reserve_blocks=random.randint(0, 2),
+        min_onload_blocks=random.choice([0, 0, 0, 2]),
+        policy=random.choice(POLICIES[1:]),
+        threshold=random.randint(1, 3),
+        low_watermark=random.choice([0, 0, 3, 6]),
+        alphabet=random.randint(1, 3),
+        with_items=random.random() < 0.3,
+    )
+    return machine
+
+
+def walk(seed: int, steps: int = STEPS) -> CacheMachine:
+    random = Random(seed)
+    m = begun(random)
+
+    def number(limit: int = 7) -> int:
+        return random.randint(0, limit)
+
+    def prompt() -> list[int]:
+        return [number(2) for _ in range(random.randint(1, 6))]
+
+    def flag(share: float = 0.5) -> bool:
+        return random.random() < share
+
+    def match() -> None:
+        shapes = [(number(1), number(3), 1 + number(3)) for _ in range(number(2))]
+        m.match(prompt(), number(9), number(5) == 0, flag(0.9), flag(0.9), shapes)
+
+    rules: list[tuple[int, Callable[[], Any], Callable[[], Any]]] = [
+        (6, lambda: True, lambda: m.serve(prompt(), number(9), flag(), flag())),
+        (6, lambda: True, match),
+        (9, m.waiting, lambda: m.allocate(number(), random.randint(-3, 3))),
+        (2, m.waiting, lambda: m.allocate_insisting(number())),
+        (1, lambda: True, lambda: m.pin(prompt(), number(9), number(5) == 0)),
+        (4, m.granted, lambda: m.compute_and_commit(number(), random.choice([1, 2, 99]), flag())),
+        (3, lambda: m.callers, lambda: m.give_back(number(), "release", flag())),
+        (1, lambda: m.callers, lambda: m.give_back(number(), "retract", flag())),
+        (2, m.granted, lambda: m.append(number(), prompt()[:3])),
+        (1, m.granted, lambda: m.truncate(number(), number(4))),
+        (2, m.granted, lambda: m.extend(number(), random.choice([None, number()]), number(4))),
+        (1, lambda: m.callers, lambda: m.bad_numbers(number(), random.choice([-1, 1 << 40]))),
+        (2, lambda: True, m.flush_backups),
+        (2, lambda: True, lambda: m.save_ahead(number(6))),
+        (9, lambda: set(m.plans) - set(m.submitted), lambda: m.submit(number())),
+        (9, lambda: m.submitted, lambda: m.complete(number(), flag(0.3), number())),
+        (1, lambda: set(m.plans) - set(m.submitted), lambda: m.cancel(number())),
+        (1, lambda: True, m.take_abandoned),
+        (3, lambda: True, lambda: m.evict(number(9), random.choice(["device", "device", "host"]))),
+        (1, lambda: True, lambda: m.reset(number(9))),
+        (1, lambda: True, lambda: m.resize(random.randint(-3, 3))),
+        (1, lambda: True, lambda: m.finish_step(number(1))),
+    ]
+    weights = [weight for weight, _, _ in rules]
+    for _ in range(steps):
+        _, possible, act = random.choices(rules, weights)[0]
+        if possible():
+            act()
+            m.invariants_hold()
+            m.model_agrees()
+            m.saving_runs_ahead()
+            m.promises_are_known()
+            m.no_wrong_kv_can_be_served()
+    return m
+
+
+@pytest.mark.parametrize("seed", range(400 if os.environ.get("AIOKV_DEEP") else 40))
+def test_random_walk(seed: int) -> None:
+    machine = walk(seed)
+    machine.teardown()
+
+
+def test_walks_reach_what_matters() -> None:
+    """The walks above are worth something only if they onload, fail, save and evict."""
+    statistics = [walk(seed).core.statistics() for seed in range(12)]
+    for name in (
+        "hit_device_tokens", "hit_host_tokens", "onloaded_blocks", "offloaded_blocks",
+        "evicted_device_blocks", "evicted_host_blocks", "failed_blocks", "skipped_backups",
+        "reclaimed_twins",
+    ):  # fmt: skip
+        assert sum(getattr(s, name) for s in statistics) > 0, name
