@@ -115,7 +115,7 @@ class Saving(CachedBlocks):
             The blocks behind those ids.
         """
         if self.policy == "none":
-            assert not (reclaimed or evicted or saved)
+            assert not any((reclaimed, evicted, saved))
             return []
         near = self.near_eviction(wanted)
         unsaved = [block for block in near if block.unsaved]

@@ -8,7 +8,7 @@ import pytest
 
 from aiokv._native import Core
 from aiokv.errors import AiokvError
-from tests.property import test_core_state_machine as machine
+from tests.property.test_core_walks import walk
 
 
 class Recorder:
@@ -60,7 +60,7 @@ def test_replayed_calls_give_equal_answers(seed: int, monkeypatch: pytest.Monkey
         return recorders[-1]
 
     monkeypatch.setattr("aiokv.scheduler.manager.Core", record)
-    machine.walk(seed, 120).teardown()
+    walk(seed, 120).teardown()
     (recorder,) = recorders
     assert {"match", "allocate", "take_backups"} <= {name for name, _, _ in recorder.calls}
     replayed = Core(**arguments[0])
