@@ -1,8 +1,8 @@
 """The exceptions of aiokv, sorted by whose turn it is to act.
 
 ``UsageError``: the caller's, state unchanged. ``CapacityError``: wait, preempt or give up.
-``TransferError``: recompute. ``DeviceError`` and ``BrokenEngineError``: restart.
-``InternalError``: ours.
+``ControlTimeout``: end the leases it names. ``TransferError``: recompute. ``DeviceError`` and
+``BrokenEngineError``: restart. ``InternalError``: ours.
 """
 
 from __future__ import annotations
@@ -54,6 +54,18 @@ class AllocateTimeout(CapacityError, TimeoutError):
 
 class RequestTooLarge(CapacityError):
     """The request needs more blocks than the pool has; it can never be granted."""
+
+
+class ControlTimeout(AiokvError, TimeoutError):
+    """A control request did not get the stillness that it needs in time; nothing changed.
+
+    Attributes:
+        owners: of the leases that were out.
+    """
+
+    def __init__(self, message: str, *, owners: tuple[str, ...] = (), hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.owners = owners
 
 
 class TransferError(AiokvError):

@@ -2,8 +2,9 @@
 
 Rounds go through all write policies, devices and loops. In each, clients match, allocate, onload,
 compute, commit, extend, pin and prefetch over a cache that is too small, while copies fail at
-random, clients are cancelled at random, and an operator evicts, resets, resizes, pauses and updates
-weights. A round ends with every pool full and nothing left. See ``soak_load`` for the load.
+random, clients are cancelled at random, and an operator evicts, resets, resizes, pauses, updates
+weights and sleeps. A round ends with every pool full and nothing left. See ``soak_load`` for the
+load.
 """
 
 from __future__ import annotations

@@ -44,6 +44,10 @@ class Memory:
         self.block_tokens = block_tokens
         self.weights = 0  # changes with every weight update
         self.checked_blocks = 0
+        self.take(device_blocks)
+
+    def take(self, device_blocks: int) -> None:
+        """New tensors; what the old ones held is gone."""
         self.tensors = [np.zeros((device_blocks, WORDS), np.uint64) for _ in range(2 * LAYERS)]
         self.regions = Regions(num_layers=LAYERS)
         self.regions.add("k", layers=self.tensors[0::2])
@@ -188,9 +192,9 @@ class Load:
     # --- the operator ---------------------------------------------------------------------------
 
     async def operate(self) -> None:
-        """Evicts, resets, resizes, pauses and updates weights, now and then."""
+        """Evicts, resets, resizes, pauses, updates weights and sleeps, now and then."""
         acts = (self.evict, self.evict, self.evict, self.reset, self.resize, self.quiesce,
-                self.hold, self.update_weights)  # fmt: skip
+                self.hold, self.update_weights, self.sleep)  # fmt: skip
         while not self.stopping:
             for _ in range(self.rng.randint(20, 300)):
                 await asyncio.sleep(0)
@@ -248,6 +252,20 @@ class Load:
                 self.memory.weights += 1
         except TimeoutError:
             self.note("operator", "update timed out")
+
+    async def sleep(self) -> None:
+        tags = self.rng.choice((("device",), ("host",), ("device", "host")))
+        self.note("operator", "sleep", *tags)
+        try:
+            await self.engine.sleep(tags, timeout=0.05)
+        except TimeoutError:
+            self.note("operator", "sleep timed out")
+            return
+        await self.pause()
+        if "device" in tags:
+            self.memory.take(len(self.memory.tensors[0]))
+        await self.engine.wake_up(tags, regions=self.memory.regions)
+        self.note("operator", "woke up")
 
 
 class Request:

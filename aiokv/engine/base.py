@@ -34,6 +34,7 @@ from aiokv.worker.poller import EventPoller
 from aiokv.worker.regions import Regions
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
 
     import numpy as np
@@ -167,8 +168,9 @@ class EngineBase:
         if not await self._leases_changed.wait_for(lambda: not self._owners, timeout):
             log.warning("engine.leases_out", owners=self._owner_names(), waited_seconds=timeout)
 
-    def _owner_names(self) -> list[str]:
-        return sorted(owner or "unnamed" for owner in self._owners.values())
+    def _owner_names(self, which: Callable[[int], bool] = lambda lease_id: True) -> list[str]:
+        named = (owner for lease_id, owner in self._owners.items() if which(lease_id))
+        return sorted(owner or "unnamed" for owner in named)
 
     def _check_open(self) -> None:
         self._check_loop()
@@ -231,6 +233,8 @@ class EngineBase:
 
     def _timed_out(self, lease: Lease, num_tokens: int, timeout: float | None) -> AllocateTimeout:
         what = f"no room for {num_tokens} positions within {timeout} s"
+        if self._admissions.paused:
+            return AllocateTimeout(f"{what}: admission is paused")
         held = self._quota.held(lease.salt)
         if not self._quota.fits(lease.salt, self._blocks_for(num_tokens)):
             return AllocateTimeout(

@@ -7,12 +7,10 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from aiokv.engine.residency import Residency
-from aiokv.errors import (
-    UsageError,
-)
+from aiokv.errors import ControlTimeout, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
 
 class Control(Residency):
@@ -36,28 +34,51 @@ class Control(Residency):
         """Pause, then wait until no lease is out and nothing is in flight; ``resume`` ends it.
 
         Raises:
-            TimeoutError: names the owners of the leases still out; not paused any more.
+            ControlTimeout: names the owners of the leases still out; not paused any more.
+
+        Cancellation: not paused any more.
+        """
+        async with self._deadline("quiet", timeout):
+            await self._stand_still(lambda: not self._holders())
+
+    async def _stand_still(self, at_rest: Callable[[], bool]) -> None:
+        """Pause; then wait until ``at_rest()`` and nothing is in flight.
 
         Cancellation: not paused any more.
         """
         self.pause()
         try:
-            async with asyncio.timeout(timeout):
-                await self._leases_changed.wait_for(self._only_idle_leases, None)
-                await self.drain()
-        except BaseException as error:
+            await self._leases_changed.wait_for(at_rest, None)
+            await self.drain()
+        except BaseException:
             self._admissions.resume()
-            if isinstance(error, TimeoutError):
-                raise TimeoutError(f"not quiet within {timeout} s; {self._what_is_out()}") from None
             raise
 
-    def _what_is_out(self) -> str:
-        unclosed = self._open_step.explain()
-        return f"leases out: {self._owner_names()}" + (f"; {unclosed}" if unclosed else "")
+    @asynccontextmanager
+    async def _deadline(self, state: str, timeout: float | None) -> AsyncIterator[None]:
+        """Raises:
+        ControlTimeout: the cache has not become ``state`` in time.
+        """
+        try:
+            async with asyncio.timeout(timeout):
+                yield
+        except TimeoutError as error:
+            if isinstance(error, ControlTimeout):
+                raise
+            raise self._timeout(f"not {state} within {timeout} s") from None
 
-    def _only_idle_leases(self) -> bool:
-        """Those in line hold nothing."""
-        return not any(self._core.is_granted(lease_id) for lease_id in self._owners)
+    def _timeout(self, what: str) -> ControlTimeout:
+        """It names what was out, and an open step that holds transfers up."""
+        owners = self._holders()
+        unclosed = self._open_step.explain()
+        return ControlTimeout(
+            f"{what}; leases out: {owners}" + (f"; {unclosed}" if unclosed else ""),
+            owners=tuple(owners),
+        )
+
+    def _holders(self) -> list[str]:
+        """Owners of leases that hold device blocks; those in line hold nothing."""
+        return self._owner_names(self._core.is_granted)
 
     @asynccontextmanager
     async def updating_weights(self, timeout: float | None = None) -> AsyncIterator[None]:
@@ -66,17 +87,12 @@ class Control(Residency):
         Live leases may go on with what they hold; they publish no more.
 
         Raises:
-            TimeoutError: transfers did not end in time; nothing changed.
+            ControlTimeout: transfers did not end in time; nothing changed.
         """
         self.pause()
         try:
-            try:
-                async with asyncio.timeout(timeout):
-                    await self._controller.settle()
-            except TimeoutError:
-                raise TimeoutError(
-                    f"transfers did not end within {timeout} s; {self._what_is_out()}"
-                ) from None
+            async with self._deadline("without transfers", timeout):
+                await self._controller.settle()
             try:
                 yield
             finally:
@@ -94,7 +110,7 @@ class Control(Residency):
 
         Raises:
             UsageError: larger than the regions, or not above ``reserve_blocks``.
-            TimeoutError: leases kept blocks beyond the new size; nothing changed.
+            ControlTimeout: leases kept blocks beyond the new size; nothing changed.
         """
         self._check_open()
         blocks = self.regions.num_blocks
@@ -106,10 +122,7 @@ class Control(Residency):
                 f"{self.config.reserve_blocks}"
             )
         if not await self._leases_changed.wait_for(lambda: self._resized(device_blocks), timeout):
-            raise TimeoutError(
-                f"blocks beyond {device_blocks} are still in use after {timeout} s; "
-                f"{self._what_is_out()}"
-            )
+            raise self._timeout(f"blocks beyond {device_blocks} are still in use after {timeout} s")
         self._waiting.pump()
 
     def _resized(self, device_blocks: int) -> bool:

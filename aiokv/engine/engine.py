@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from aiokv.engine.control import Control
+from aiokv.engine.sleeping import Sleeping
 from aiokv.types import Statistics
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from aiokv.worker.poller import PollerStatistics
 
 
-class CacheEngine(Control):
+class CacheEngine(Sleeping):
     """Prefix cache over device and host memory, for one event loop.
 
     Args:
@@ -72,6 +72,7 @@ class CacheEngine(Control):
             "pins": len(self._pins),
             "paused": self._admissions.paused,
             "open_step": self._steps.open,
+            "asleep": sorted(self.asleep),
             "statistics": msgspec.to_builtins(self.statistics()),
             "worker": msgspec.to_builtins(self._controller.statistics()),
         }

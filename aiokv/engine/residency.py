@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from aiokv.engine.leasing import Leasing
@@ -140,10 +141,13 @@ class Residency(Leasing):
             raise
         return self._pins.add(lease, lease.cached_tokens, until_used=until_used)
 
-    async def reset(self) -> None:
+    async def reset(self, timeout: float | None = None) -> None:
         """Forget everything that is cached; live leases keep their blocks but publish no more.
 
         Returns when no transfer that was under way is left.
+
+        Raises:
+            TimeoutError: some is, after ``timeout`` seconds; the cache is empty all the same.
 
         Cancellation: the cache is empty all the same; transfers end in the background.
         """
@@ -151,7 +155,8 @@ class Residency(Leasing):
         self._core.reset()
         self._pending.wake_all()
         self._waiting.pump()
-        await self._controller.settle()
+        async with asyncio.timeout(timeout):
+            await self._controller.settle()
 
     async def drain(self) -> None:
         """Wait until nothing is in flight, backups of what was committed included."""

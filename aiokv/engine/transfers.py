@@ -46,7 +46,7 @@ class Transfers:
         self._on_end: dict[int, Callable[[], None]] = {}
         self._has_host = manager.config.host_blocks > 0
         self._backup_scheduled = False
-        self.stopped = False  # no new backups: the engine closes
+        self.stopped = False  # no new backups: the engine closes, or sleeps
 
     # --- onload ---------------------------------------------------------------------------------
 

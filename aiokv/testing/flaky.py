@@ -73,6 +73,10 @@ class FlakyDevice(CpuDevice):
         super().attach(regions, arena)
         self._memory_of = (regions, arena)
 
+    def detach(self, *, keep_host: bool) -> None:
+        super().detach(keep_host=keep_host)
+        del self._memory_of
+
     def _copy(  # type: ignore[override]
         self,
         stream: Any,

@@ -207,6 +207,14 @@ class ManualDevice:
     def attach(self, regions: Regions, arena: HostArena) -> None:
         self._memory = (regions, arena, block_map(regions, arena))
 
+    def detach(self, *, keep_host: bool) -> None:
+        """Raises:
+        UsageError: a copy is in flight.
+        """
+        if self.copies:
+            raise UsageError(f"{len(self.copies)} copies are in flight")
+        self._memory = None
+
     def onload(
         self, host_ids: NDArray[np.int32], device_ids: NDArray[np.int32], after: Event | None
     ) -> ManualCopy:

@@ -13,9 +13,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiokv.plan import TransferPlan
+    from aiokv.types import Tier
     from aiokv.worker.controller import WorkerStatistics
     from aiokv.worker.device.base import Event
     from aiokv.worker.layers import LayerDoneCounter
+    from aiokv.worker.regions import Regions
 
 
 class Worker(Protocol):
@@ -69,6 +71,26 @@ class Worker(Protocol):
 
     async def settle(self) -> None:
         """As drain(), but only for the plans submitted so far."""
+
+    async def sleep(self, tiers: frozenset[Tier]) -> None:
+        """Free the memory of these tiers; nothing is under way. Idempotent.
+
+        Cancellation: call it again, or ``wake_up``.
+        """
+
+    async def wake_up(self, tiers: frozenset[Tier], regions: Regions | None = None) -> None:
+        """Take memory for these tiers again; those that are awake stay as they are.
+
+        Args:
+            tiers: to be woken.
+            regions: the device tier's new tensors, where they live in this process.
+
+        Raises:
+            LayoutError: the tensors do not hold what the old ones held. Still asleep.
+            ConfigError: no memory for the host tier. Still asleep.
+
+        Cancellation: call it again, or ``sleep``.
+        """
 
     async def aclose(self) -> None:
         """Cancel what waits, wait for what moves, free the memory. Idempotent."""

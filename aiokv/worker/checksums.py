@@ -26,6 +26,11 @@ class Checksums:
         self._device: dict[int, int] = {}  # device id -> CRC-32 when it was recorded
         self._host: dict[int, int] = {}
 
+    def bind(self, regions: Regions) -> None:
+        """The device tier has new tensors, or none; nothing in it is known."""
+        self._regions = regions
+        self._device.clear()
+
     def record(self, device_ids: NDArray[np.int32]) -> None:
         """The blocks hold what they are meant to hold."""
         sums = checksum_blocks(self._regions, device_ids)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from aiokv import _native
-from aiokv.errors import ClosedError, UsageError
+from aiokv.errors import ClosedError, LayoutError, UsageError
 from aiokv.plan import TransferReport
 from aiokv.worker.arena import HostArena
 from aiokv.worker.blocks import clone_blocks
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiokv.plan import Direction, Outcome, TransferPlan
+    from aiokv.types import Tier
     from aiokv.worker.checksums import Checksums
     from aiokv.worker.device.base import Device, Event
     from aiokv.worker.poller import EventPoller
@@ -149,8 +150,10 @@ class CacheController:
         self._on_report = on_report
         self._on_step = on_step
         self._block_bytes = regions.block_bytes
-        self.arena = HostArena(num_blocks=host_blocks, block_bytes=regions.host_block_bytes)
-        self._ids = _native.BlockMap(0, [], 0, 0, host_blocks, device_blocks(regions))
+        self._host_blocks = host_blocks
+        self.asleep: frozenset[Tier] = frozenset()
+        self.arena = self._new_arena()
+        self._ids = self._new_ids()
         self._gate = StepGate()
         self._lanes = {"onload": _Lane("onload"), "offload": _Lane("offload")}
         self._transfers: dict[int, Transfer] = {}
@@ -159,6 +162,12 @@ class CacheController:
         self._closing = False
         self._closed = False
         device.attach(regions, self.arena)
+
+    def _new_arena(self) -> HostArena:
+        return HostArena(num_blocks=self._host_blocks, block_bytes=self._regions.host_block_bytes)
+
+    def _new_ids(self) -> _native.BlockMap:
+        return _native.BlockMap(0, [], 0, 0, self._host_blocks, device_blocks(self._regions))
 
     @property
     def num_layers(self) -> int:
@@ -186,6 +195,8 @@ class CacheController:
         """
         if self._closing:
             raise ClosedError("the cache controller is closing")
+        if self.asleep:
+            raise UsageError(f"the tiers {sorted(self.asleep)} are asleep")
         if plan.transfer_id in self._transfers:
             raise UsageError(f"transfer {plan.transfer_id} is under way already")
         self._ids.check_ids(plan.host_ids, plan.device_ids, onload=plan.direction == "onload")
@@ -250,6 +261,68 @@ class CacheController:
     ) -> None:
         """Copy blocks within the device; see :func:`clone_blocks`."""
         clone_blocks(self._regions, sources, targets, stream)
+
+    # --- sleep ------------------------------------------------------------------------------
+
+    async def sleep(self, tiers: frozenset[Tier]) -> None:
+        """Free the memory of these tiers, the host arena or the views of the device tensors.
+
+        Nothing can be submitted until all tiers are awake. Idempotent; does not suspend.
+
+        Raises:
+            UsageError: a transfer is under way. Nothing changed.
+        """
+        if self._transfers:
+            raise UsageError(f"{len(self._transfers)} transfers are under way")
+        falling = tiers - self.asleep
+        if not falling:
+            return
+        self.asleep |= falling
+        self._device.detach(keep_host="host" not in self.asleep)
+        if "device" in falling:
+            self._bind(self._regions.without_tensors())
+        if "host" in falling:
+            self.arena.close()
+
+    async def wake_up(self, tiers: frozenset[Tier], regions: Regions | None = None) -> None:
+        """Take memory again: a new arena, and ``regions`` for the device tier.
+
+        A cuda device pins the arena in the background, and may be used meanwhile. Tiers that are
+        awake stay as they are. Does not suspend.
+
+        Raises:
+            LayoutError: the tensors do not hold what the old ones held. Still asleep.
+            ConfigError: no memory for the arena. Still asleep.
+        """
+        waking = tiers & self.asleep
+        if not waking:
+            return
+        previous, arena = self._regions, self.arena
+        if "device" in waking:
+            regions = previous if regions is None and not previous.num_layers else regions
+            if regions is None:
+                raise LayoutError("the device tier needs its tensors", hint="pass regions=")
+            previous.check_layout(regions)
+            self._bind(regions)
+        try:
+            if "host" in waking:
+                arena = self._new_arena()
+            if waking == self.asleep:
+                self._device.attach(self._regions, arena)
+        except BaseException:
+            self._device.detach(keep_host="host" not in self.asleep)
+            self._bind(previous)
+            if arena is not self.arena:
+                arena.close()
+            raise
+        self.arena = arena
+        self.asleep -= waking
+
+    def _bind(self, regions: Regions) -> None:
+        self._regions = regions
+        self._ids = self._new_ids()
+        if self._checksums is not None:
+            self._checksums.bind(regions)
 
     # --- end --------------------------------------------------------------------------------
 

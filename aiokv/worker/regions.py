@@ -158,6 +158,41 @@ class Regions:
                 )
         return num_blocks
 
+    def without_tensors(self) -> Regions:
+        """The same layout over no memory: the tensors are not kept alive."""
+        bare = Regions(num_layers=self.num_layers)
+        bare._names, bare._num_blocks = list(self._names), self._num_blocks
+        bare._pieces = [
+            [replace(piece, pointer=0, owner=None) for piece in pieces] for pieces in self._pieces
+        ]
+        return bare
+
+    def check_layout(self, other: Regions) -> None:
+        """Blocks of ``other`` mean the same, wherever its tensors are.
+
+        Raises:
+            LayoutError: other layers, regions or bytes a block; the first difference, with numbers.
+        """
+        if other.num_layers != self.num_layers:
+            raise LayoutError(f"{other.num_layers} layers, not {self.num_layers} as before")
+        for layer in range(self.num_layers):
+            before = {piece.region: piece for piece in self._pieces[layer]}
+            now = {piece.region: piece for piece in other._pieces[layer]}
+            if list(before) != list(now):
+                raise LayoutError(
+                    f"layer {layer} has the regions {list(now)}, not {list(before)} as before"
+                )
+            for name, piece in now.items():
+                if (piece.block_bytes, piece.device) != (
+                    before[name].block_bytes,
+                    before[name].device,
+                ):
+                    raise LayoutError(
+                        f"region {name!r}, layer {layer}: blocks of {piece.block_bytes} bytes on "
+                        f"{piece.device}, not of {before[name].block_bytes} bytes on "
+                        f"{before[name].device} as before"
+                    )
+
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._names)

@@ -24,6 +24,7 @@ def test_hint_is_printed_with_the_message():
         (aiokv.ClosedError, (aiokv.UsageError,)),
         (aiokv.WouldBlock, (aiokv.CapacityError,)),
         (aiokv.AllocateTimeout, (aiokv.CapacityError, TimeoutError)),
+        (aiokv.ControlTimeout, (TimeoutError,)),
         (aiokv.RequestTooLarge, (aiokv.CapacityError,)),
         (aiokv.UnreleasedLeaseWarning, (ResourceWarning,)),
     ],

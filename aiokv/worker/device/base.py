@@ -85,7 +85,7 @@ class Device(Protocol):
     computes_in_stream: bool
 
     def attach(self, regions: Regions, arena: HostArena) -> None:
-        """Bind the memory of both tiers; called once, before the first copy.
+        """Bind the memory of both tiers, before the first copy and after ``detach``.
 
         Raises:
             LayoutError: the device cannot reach a region's memory.
@@ -110,6 +110,14 @@ class Device(Protocol):
         self, host_ids: NDArray[np.int32], device_ids: NDArray[np.int32], after: Event | None
     ) -> Copy:
         """As onload(), the other way; all layers may share one event."""
+
+    def detach(self, *, keep_host: bool) -> None:
+        """Let go of the memory; no copy is in flight, and none comes before ``attach``. Idempotent.
+
+        Args:
+            keep_host: the arena stays, and comes again with ``attach``: so does what was done to
+                it, such as pinning.
+        """
 
     def close(self) -> None:
         """Finish what is submitted, join native threads, let go of the memory. Idempotent."""

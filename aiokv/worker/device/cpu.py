@@ -59,8 +59,8 @@ class CpuDevice:
     computes_in_stream = False
 
     def __init__(self) -> None:
-        self._onloads = CpuStream("aiokv-onload")
-        self._offloads = CpuStream("aiokv-offload")
+        self._onloads: CpuStream | None = None
+        self._offloads: CpuStream | None = None
         self._map: _native.BlockMap | None = None
         self._memory: tuple[Regions, HostArena] | None = None
         self._num_layers = 0
@@ -69,6 +69,8 @@ class CpuDevice:
         if elsewhere := regions.devices - {"cpu"}:
             raise LayoutError(f"the cpu device cannot copy tensors on {', '.join(elsewhere)}")
         self._map = block_map(regions, arena)
+        self._onloads = CpuStream("aiokv-onload")
+        self._offloads = CpuStream("aiokv-offload")
         self._memory = (regions, arena)
         self._num_layers = regions.num_layers
 
@@ -82,23 +84,29 @@ class CpuDevice:
     ) -> CpuCopy:
         return self._copy(self._offloads, host_ids, device_ids, after, onload=False)
 
+    def detach(self, *, keep_host: bool) -> None:
+        """The streams go, too: they keep alive what they have copied to and from."""
+        self.close()
+
     def close(self) -> None:
         """Finish what is submitted, join the threads, let go of the memory. Idempotent."""
-        self._onloads.close()
-        self._offloads.close()
+        for stream in (self._onloads, self._offloads):
+            if stream is not None:
+                stream.close()
+        self._onloads = self._offloads = None
         self._map = None
         self._memory = None
 
     def _copy(
         self,
-        stream: CpuStream,
+        stream: CpuStream | None,
         host_ids: NDArray[np.int32],
         device_ids: NDArray[np.int32],
         after: Event | None,
         *,
         onload: bool,
     ) -> CpuCopy:
-        if self._map is None:
+        if self._map is None or stream is None:
             raise UsageError("the cpu device has no memory: attach() it first")
         if after is not None and not isinstance(after, CpuEvent):
             raise UsageError(

@@ -174,7 +174,8 @@ class CudaDevice:
                 self._cupy.cuda.Stream(non_blocking=True, priority=HIGHEST_PRIORITY)
                 for _ in range(4)
             )
-        self._host = self._register(arena)
+        if self._host is None:
+            self._host = self._register(arena)
         self._memory = (regions, arena)
         self._engine = self._make_engine(regions, arena)
         self._groups = {
@@ -182,17 +183,21 @@ class CudaDevice:
             "offload": self._engine.groups(_cuda.Direction.OFFLOAD),
         }
 
-    def close(self) -> None:
-        """Finish what is submitted, join the threads, unpin the arena. Idempotent."""
+    def detach(self, *, keep_host: bool) -> None:
+        """The staging rings go, too; an arena that stays stays pinned."""
         if self._engine is not None:
             self._engine.close()
             self._engine = None
-        if self._host is not None:
+        if self._host is not None and not keep_host:
             self._host.close()
             self._host = None
         self._starting.clear()
         self._streams = ()
         self._memory = None
+
+    def close(self) -> None:
+        """Finish what is submitted, join the threads, unpin the arena. Idempotent."""
+        self.detach(keep_host=False)
 
     @property
     def pinned_bytes(self) -> int:

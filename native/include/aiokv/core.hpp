@@ -181,6 +181,8 @@ class Core {
     std::uint32_t evict_device(std::uint32_t blocks);
     std::uint32_t evict_host(std::uint32_t blocks);
     void resize_device(std::int64_t blocks);
+    void forget_device();
+    void forget_host();
     void reset();
     std::uint32_t device_blocks() const { return device_.capacity(); }
 
@@ -257,6 +259,7 @@ class Core {
 
     // capacity
     bool make_room(std::uint32_t blocks);
+    void require_rest(const char* tier, bool swapped_too) const;
     bool evict_one_device();
     bool evict_one_host();
     void release_device_copy(NodeId node);

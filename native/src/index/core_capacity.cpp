@@ -169,6 +169,45 @@ std::uint32_t Core::evict_host(std::uint32_t blocks) {
     return evicted;
 }
 
+void Core::require_rest(const char* tier, bool swapped_too) const {
+    const auto in_use = std::find_if(leases_.begin(), leases_.end(), [&](const Lease& lease) {
+        return lease.live && (lease.granted || (swapped_too && lease.swapped));
+    });
+    if (in_use == leases_.end() && transfers_.empty()) return;
+    throw UsageError("cannot forget the " + std::string(tier) + " tier: " +
+                     std::to_string(transfers_.size()) + " transfers are in flight, " +
+                     (in_use == leases_.end() ? "no lease" : "a lease") + " holds blocks");
+}
+
+// The device tier is empty; what has a host copy stays on the host. Throws UsageError, changing
+// nothing, while a lease or a transfer needs blocks.
+void Core::forget_device() {
+    require_rest("device", false);
+    for (const NodeId node : beyond_device(0)) release_device_copy(node);
+}
+
+// The host tier is empty; what is on the device stays there. Throws UsageError, changing nothing,
+// while a lease, a swapped one too, or a transfer needs blocks.
+void Core::forget_host() {
+    require_rest("host", true);
+    for (NodeId node = 0; node < tree_.slots(); ++node) {
+        const Node& n = tree_[node];
+        if (!tree_.is_live(node) || n.has(kRoot | kDetached | kDeviceResident)) continue;
+        ++counters_.evicted_host_blocks;
+        drop(node);
+    }
+    for (NodeId node = 0; node < tree_.slots(); ++node) {
+        Node& n = tree_[node];
+        if (!tree_.is_live(node) || !n.has(kHostValid)) continue;
+        host_.give_back(n.host);
+        n.host = kNoBlock;
+        n.clear(kHostValid | kTwinListed);
+    }
+    twins_.clear();
+    clean_ahead_ = 0;
+    ++version_;
+}
+
 // Everything becomes unmatchable. Leases keep their blocks; what they commit is not indexed.
 void Core::reset() {
     ++epoch_;

@@ -248,6 +248,8 @@ void bind_core(nb::module_& m) {
         .def("evict_host", &Core::evict_host, "blocks"_a)
         .def("resize_device", &Core::resize_device, "blocks"_a)
         .def_prop_ro("device_blocks", &Core::device_blocks)
+        .def("forget_device", &Core::forget_device)
+        .def("forget_host", &Core::forget_host)
         .def("reset", &Core::reset)
         .def("statistics", &Core::statistics)
         .def("violations", &Core::violations)
