@@ -18,7 +18,16 @@ from bench import harness
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-BENCHES = ("index", "policy", "wakeup", "transfer", "serving", "cancel_storm", "shutdown")
+BENCHES = (
+    "index",
+    "policy",
+    "wakeup",
+    "transfer",
+    "serving",
+    "admission",
+    "cancel_storm",
+    "shutdown",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,8 +3,8 @@
 Rounds go through all write policies, devices and loops. In each, clients match, allocate, onload,
 compute, commit, extend, pin and prefetch over a cache that is too small, while copies fail at
 random, clients are cancelled at random, and an operator evicts, resets, resizes, pauses, updates
-weights and sleeps. A round ends with every pool full and nothing left. See ``soak_load`` for the
-load.
+weights and sleeps; in some, salts have a quota, or checksums find the host blocks that the operator
+spoils. A round ends with every pool full and nothing left. See ``soak_load`` for the load.
 """
 
 from __future__ import annotations
@@ -12,13 +12,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import os
 import random
 import sys
-import threading
 import time
 import traceback
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -27,6 +24,7 @@ import uvloop
 from aiokv import CacheConfig, CacheEngine
 from aiokv.cli.progress import show_progress
 from aiokv.testing.flaky import ChaosDevice, FlakyDevice
+from aiokv.testing.leftovers import open_descriptors, running_threads
 from bench.soak_load import Load, Memory, Violation
 
 if TYPE_CHECKING:
@@ -34,6 +32,7 @@ if TYPE_CHECKING:
 
 POLICIES = ("none", "write_through", "write_through_selective", "write_back")
 DEVICES = ("chaos", "flaky")
+VERIFY = ("off", "off", "checksum")
 LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "uvloop": uvloop.new_event_loop,
     "asyncio": asyncio.new_event_loop,
@@ -56,6 +55,8 @@ class Totals(msgspec.Struct, kw_only=True):
     cancelled: int = 0
     faults: int = 0
     failed_onloads: int = 0
+    spoilt_blocks: int = 0
+    spoilt_found: int = 0
     onloaded_blocks: int = 0
     offloaded_blocks: int = 0
     evicted_blocks: int = 0
@@ -82,6 +83,9 @@ class Round:
             min_onload_tokens=rng.choice((0, 0, 8)),
             leave_tokens=rng.choice((1, 1, 2)),
             reserve_blocks=rng.choice((0, 4)),
+            eviction_policy=rng.choice(("lru", "lru", "s3fifo")),
+            salt_quota_blocks=rng.choice((None, None, device_blocks // 2)),
+            verify=rng.choice(VERIFY),
         )
         self.memory = Memory(device_blocks, self.config.block_tokens)
         self.device = (ChaosDevice if device == "chaos" else FlakyDevice)(rng)
@@ -171,6 +175,8 @@ class Round:
             violations.append("the host pool is not full")
         if statistics.leases or statistics.waiting:
             violations.append("leases are out")
+        if quota := engine.dump()["quota"]:
+            violations.append(f"blocks are counted to salts: {quota}")
         if violations:
             raise Violation(f"{'; '.join(violations[:5])}: {statistics}")
 
@@ -181,8 +187,10 @@ class Round:
         totals.hit_tokens += load.hit_tokens
         totals.cancelled += load.cancelled
         totals.failed_onloads += load.failed_onloads
+        totals.spoilt_blocks += load.spoilt_blocks
+        totals.spoilt_found += load.spoilt_found
         totals.checked_blocks += self.memory.checked_blocks
-        totals.faults += self.device.faults
+        totals.faults += self.device.faults.count
         totals.onloaded_blocks += statistics.onloaded_blocks
         totals.offloaded_blocks += statistics.offloaded_blocks
         totals.evicted_blocks += statistics.evicted_device_blocks
@@ -216,7 +224,7 @@ def soak(seconds: float, seed: int, progress: Callable[[int], None] = lambda cou
     kinds = [(p, d, name) for name in LOOPS for d in DEVICES for p in POLICIES]
     round_seconds = min(MAX_ROUND_SECONDS, seconds / len(kinds))
     begin, shown, number = time.monotonic(), 0, 0
-    before = _resources()
+    before = _open()
     while (elapsed := time.monotonic() - begin) < seconds:
         policy, device, loop = kinds[number % len(kinds)]
         round_seed = seed * 1_000_003 + number
@@ -229,11 +237,11 @@ def soak(seconds: float, seed: int, progress: Callable[[int], None] = lambda cou
                 gc.collect()  # "exception was never retrieved" comes with the last reference
             if loop_errors:
                 raise Violation(f"the loop's exception handler got: {loop_errors[:3]}")
-            if number and (left := _resources() - before):
+            if number and (left := _open() - before):
                 raise Violation(f"threads or descriptors are left: {left}")
         except Violation as error:
             raise SoakFailure(seed, number, f"{policy}, {device}, {loop}", one) from error
-        before = before if number else _resources()  # the first loop opens libuv's own pipes
+        before = before if number else _open()  # the first loop opens libuv's own pipes
         number += 1
         whole = min(int(time.monotonic() - begin), int(seconds))
         progress(whole - shown)
@@ -251,22 +259,8 @@ class SoakFailure(Exception):
         super().__init__(f"seed {seed}, round {number} ({kind}), {one.config}")
 
 
-def _resources() -> set[str]:
-    """Threads of this process, aiokv's native ones among them, and open descriptors."""
-    found = {f"thread {thread.name}" for thread in threading.enumerate()}
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            name = (task / "comm").read_text().strip()
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it ended while we looked
-        if name.startswith("aiokv"):
-            found.add(f"thread {name} {task.name}")
-    for descriptor in os.listdir("/proc/self/fd"):
-        try:
-            found.add(f"{descriptor} {os.readlink(f'/proc/self/fd/{descriptor}')}")
-        except FileNotFoundError:
-            continue  # the one that listed the directory
-    return found
+def _open() -> set[str]:
+    return running_threads() | open_descriptors()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -24,6 +24,7 @@ from aiokv.errors import (
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Awaitable, Callable
 
     from aiokv import CacheEngine, Lease
 
@@ -91,12 +92,18 @@ class Load:
         self.hit_tokens = 0
         self.cancelled = 0
         self.failed_onloads = 0
+        self.spoilt_blocks = 0
+        self.spoilt_found = 0
         self.stopping = False
         self.log: deque[tuple[object, ...]] = deque(maxlen=60)
 
     def note(self, *what: object) -> None:
         self.operations += 1
         self.log.append((self.operations, *what))
+
+    def note_failure(self, error: TransferError) -> None:
+        self.failed_onloads += 1
+        self.spoilt_found += "checksum of host block" in str(error)
 
     # --- clients --------------------------------------------------------------------------------
 
@@ -138,11 +145,12 @@ class Load:
         if rng.random() < 0.2:
             n += rng.randint(0, 2 * self.memory.block_tokens)
         self.note(name, "allocate", n)
-        if rng.random() < 0.2:
-            return lease.try_allocate(n)
+        at_once = rng.random() < 0.2
         timeout = rng.choice((None, None, None, 0.0, 0.002))
         wait_pending = rng.choice((0.0, 0.0, 0.01, 10.0))
         try:
+            if at_once:
+                return lease.try_allocate(n)
             await lease.allocate(
                 n, priority=rng.randint(0, 2), timeout=timeout, wait_pending=wait_pending
             )
@@ -155,8 +163,8 @@ class Load:
         self.note(name, "prefetch", ttl)
         try:
             await self.engine.prefetch(self.prompt(), salt=self.rng.choice(SALTS), ttl_seconds=ttl)
-        except TransferError:
-            self.failed_onloads += 1
+        except TransferError as error:
+            self.note_failure(error)
 
     async def pin(self, name: str) -> None:
         self.note(name, "pin")
@@ -167,8 +175,8 @@ class Load:
             )
         except WouldBlock:
             return
-        except TransferError:
-            self.failed_onloads += 1
+        except TransferError as error:
+            self.note_failure(error)
             return
         try:
             await self.pause()
@@ -192,19 +200,24 @@ class Load:
     # --- the operator ---------------------------------------------------------------------------
 
     async def operate(self) -> None:
-        """Evicts, resets, resizes, pauses, updates weights and sleeps, now and then."""
-        acts = (self.evict, self.evict, self.evict, self.reset, self.resize, self.quiesce,
-                self.hold, self.update_weights, self.sleep)  # fmt: skip
+        """Does one of its acts now and then."""
         while not self.stopping:
-            for _ in range(self.rng.randint(20, 300)):
+            for _ in range(self.rng.randint(5, 100)):
                 await asyncio.sleep(0)
                 if self.stopping:
                     break
-            await self.rng.choice(acts)()
+            await self.rng.choice(self.acts())()
+
+    def acts(self) -> list[Callable[[], Awaitable[None]]]:
+        acts = [self.evict] * 3
+        acts += [self.reset, self.resize, self.quiesce, self.hold, self.update_weights, self.sleep]
+        if self.engine.config.verify == "checksum":
+            acts += [self.spoil] * 4
+        return acts
 
     async def evict(self) -> None:
         tier = self.rng.choice(("device", "device", "host"))
-        blocks = self.rng.randint(0, 12)
+        blocks = self.rng.choice((0, 4, 12, 60))
         self.note("operator", "evict", tier, blocks)
         await self.engine.evict(blocks, tier)
 
@@ -220,6 +233,37 @@ class Load:
             await self.engine.resize(blocks, timeout=0.02)
         except TimeoutError:
             self.note("operator", "resize timed out")
+
+    async def spoil(self) -> None:
+        """Change a host block behind the engine's back: nobody may get it any more."""
+        await self.engine.evict(4)  # so that some are on the host alone
+        blocks = [
+            (context, np.frombuffer(prefix, np.int32), host)
+            for context, prefix, device, host, _, _, pins in self.engine._core.blocks()
+            if device < 0 <= host and not pins
+        ]
+        if not blocks:
+            return
+        context, prefix, host = self.rng.choice(blocks)
+        self.note("operator", "spoil host block", host)
+        self.engine._controller.arena.blocks[host] ^= 0xFF
+        self.spoilt_blocks += 1
+        await self.read_spoilt(np.append(prefix, np.int32(0)), context.partition(":")[2])
+
+    async def read_spoilt(self, tokens: np.ndarray, salt: str) -> None:
+        """Ask for it, before all who stand in line."""
+        async with self.engine.match(tokens, salt=salt, owner="operator") as lease:
+            try:
+                await lease.allocate(len(tokens), priority=-1, timeout=0.05)
+                await lease.layers.wait_all()
+            except TransferError as error:
+                self.note_failure(error)
+                return
+            except (AllocateTimeout, RequestTooLarge):
+                return
+            blocks = lease.cached_tokens // self.memory.block_tokens
+            words = self.memory.words(tokens, salt, self.memory.weights)
+            self.memory.check(lease.block_table[:blocks], words[:blocks], "operator")
 
     async def hold(self) -> None:
         self.note("operator", "pause")
@@ -348,8 +392,8 @@ class Request:
         lease = self.lease
         try:
             await lease.layers.wait_all()
-        except TransferError:
-            self.load.failed_onloads += 1
+        except TransferError as error:
+            self.load.note_failure(error)
             while True:
                 try:
                     position = lease.recompute_from()

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
-import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import uvloop
 
 from aiokv.testing import clocked_loop
+from aiokv.testing.leftovers import open_descriptors, running_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
@@ -69,34 +67,11 @@ def loop_errors() -> list[dict[str, Any]]:
 @pytest.fixture(autouse=True)
 def no_leaks() -> Iterator[None]:
     """Threads and descriptors that a test opens, it closes."""
-    before = _threads(), _descriptors()
+    before = running_threads(), open_descriptors()
     yield
     _loops.clear()
     gc.collect()
-    threads = _threads() - before[0]
+    threads = running_threads() - before[0]
     assert not threads, f"threads left: {threads}"
-    descriptors = _descriptors() - before[1]
+    descriptors = open_descriptors() - before[1]
     assert not descriptors, f"descriptors left: {descriptors}"
-
-
-def _threads() -> set[str]:
-    """Python's threads and aiokv's native ones, which are named after their stream."""
-    found = {f"{thread.name} {thread.ident}" for thread in threading.enumerate()}
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            name = (task / "comm").read_text().strip()
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it ended while we looked
-        if name.startswith("aiokv"):
-            found.add(f"{name} {task.name}")
-    return found
-
-
-def _descriptors() -> set[str]:
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            found.add(f"{name} {os.readlink(f'/proc/self/fd/{name}')}")
-        except FileNotFoundError:
-            continue  # the one that listed the directory
-    return found

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from aiokv.cli.arguments import SAVING_POLICIES, at_least
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -55,7 +57,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_count(work, "--answer-tokens", 16, "tokens generated in a turn")
     work.add_argument(
         "--images",
-        type=_seed,
+        type=at_least(0),
         default=0,
         metavar="N",
         help="different images, one at the beginning of each conversation (default: none)",
@@ -66,7 +68,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_count(work, "--requests", 96, "requests of the trace")
     _add_count(work, "--context-tokens", 512, "longest request of the trace, after scaling")
     work.add_argument(
-        "--seed", type=_seed, default=0, metavar="N", help="of the workload (default: 0)"
+        "--seed", type=at_least(0), default=0, metavar="N", help="of the workload (default: 0)"
     )
     cache = parser.add_argument_group("cache")
     _add_count(cache, "--block-tokens", 16, "tokens of a block")
@@ -75,8 +77,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_count(cache, "--host-blocks", 1024, "host blocks of that run")
     cache.add_argument(
         "--write-policy",
-        choices=("write_through", "write_through_selective", "write_back"),
-        default="write_through",
+        choices=SAVING_POLICIES,
+        default=SAVING_POLICIES[0],
         help="when blocks of that run get their host copy (default: %(default)s)",
     )
     serving = parser.add_argument_group("serving")
@@ -239,23 +241,5 @@ def _config(args: argparse.Namespace) -> DemoConfig:
 
 def _add_count(group: argparse._ArgumentGroup, flag: str, default: int, text: str) -> None:
     group.add_argument(
-        flag, type=_count, default=default, metavar="N", help=f"{text} (default: %(default)s)"
+        flag, type=at_least(1), default=default, metavar="N", help=f"{text} (default: %(default)s)"
     )
-
-
-def _count(text: str) -> int:
-    """A whole number of at least 1, or argparse's error."""
-    number = _seed(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
-    return number
-
-
-def _seed(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{text} is negative")
-    return number

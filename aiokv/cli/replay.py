@@ -7,22 +7,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from aiokv.cli.arguments import SAVING_POLICIES, at_least, positive_float
 from aiokv.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from aiokv.cli.progress import Stages
-    from aiokv.config import WritePolicy
     from aiokv.trace.replay import ReplayOptions
     from aiokv.trace.report import ReplayReport
 
-WRITE_POLICIES: tuple[WritePolicy, ...] = (
-    "write_through",
-    "write_through_selective",
-    "write_back",
-    "none",
-)
 DEFAULT_CAPACITIES = "8000,16000,32000,64000,128000,256000,512000,1024000"
 
 
@@ -35,24 +27,24 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     add = parser.add_argument
     add("trace", metavar="TRACE.jsonl")
-    add("--limit", type=_at_least(1), metavar="N", help="replay only the first N requests")
-    add("--block-tokens", type=_at_least(1), default=16, metavar="N", help="tokens of a block")
-    add("--device-blocks", type=_at_least(1), default=32_000, metavar="N", help="device capacity")
-    add("--host-blocks", type=_at_least(0), default=0, metavar="N", help="host capacity")
+    add("--limit", type=at_least(1), metavar="N", help="replay only the first N requests")
+    add("--block-tokens", type=at_least(1), default=16, metavar="N", help="tokens of a block")
+    add("--device-blocks", type=at_least(1), default=32_000, metavar="N", help="device capacity")
+    add("--host-blocks", type=at_least(0), default=0, metavar="N", help="host capacity")
     add(
         "--write-policy",
-        choices=(*WRITE_POLICIES, "all"),
-        default=WRITE_POLICIES[0],
+        choices=(*SAVING_POLICIES, "none", "all"),
+        default=SAVING_POLICIES[0],
         help="when blocks get their host copy; all: compare the three that make any",
     )
     add(
         "--block-kib",
-        type=_at_least(1),
+        type=at_least(1),
         default=2048,
         metavar="KIB",
         help="nominal size of a block, for the bytes moved",
     )
-    add("--concurrency", type=_at_least(1), default=1, metavar="N", help="leases live at once")
+    add("--concurrency", type=at_least(1), default=1, metavar="N", help="leases live at once")
     add(
         "--speed",
         type=_speed,
@@ -62,7 +54,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     add(
         "--token-ms",
-        type=_positive_float,
+        type=positive_float,
         default=20.0,
         metavar="MS",
         help="with --speed X: how long a request holds its blocks, for each output token",
@@ -70,7 +62,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--execute", action="store_true", help="move real bytes on the cpu device, and check them")
     add(
         "--execute-mib",
-        type=_at_least(1),
+        type=at_least(1),
         default=256,
         metavar="MIB",
         help="with --execute: memory of both tiers together",
@@ -130,7 +122,7 @@ def _make_options(args: argparse.Namespace) -> ReplayOptions:
         block_tokens=args.block_tokens,
         device_blocks=args.device_blocks,
         host_blocks=args.host_blocks,
-        write_policy=WRITE_POLICIES[0] if args.write_policy == "all" else args.write_policy,
+        write_policy=SAVING_POLICIES[0] if args.write_policy == "all" else args.write_policy,
         block_bytes=args.block_kib << 10,
         concurrency=args.concurrency,
         speed=args.speed,
@@ -256,28 +248,9 @@ def _memory_rows(report: ReplayReport) -> list[tuple[str, str]]:
     return rows
 
 
-def _at_least(minimum: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if not text.strip().isdecimal() or int(text) < minimum:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {minimum} or more")
-        return int(text)
-
-    return parse
-
-
-def _positive_float(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return value
-
-
 def _speed(text: str) -> float | None:
-    return None if text == "max" else _positive_float(text)
+    return None if text == "max" else positive_float(text)
 
 
 def _capacities(text: str) -> list[int]:
-    return [_at_least(1)(part) for part in text.split(",")]
+    return [at_least(1)(part) for part in text.split(",")]

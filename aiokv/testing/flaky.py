@@ -49,14 +49,39 @@ class FlakyCopy:
         return self._error
 
 
-class FlakyDevice(CpuDevice):
-    """The cpu device, real threads and all, some of whose copies fail.
+class Faults:
+    """Draws and counts them.
 
     Args:
         rng: decides; the caller's, so that a seed repeats a run.
         refuse_share: of the copies that are not even accepted.
-        fail_share: of the copies that lose their blocks from a random one on.
+        fail_share: of what may fail (copies, or their layers): it loses its blocks from a random
+            one on.
     """
+
+    def __init__(self, rng: random.Random, *, refuse_share: float, fail_share: float) -> None:
+        self._rng = rng
+        self._refuse_share = refuse_share
+        self._fail_share = fail_share
+        self.count = 0
+
+    def refusal(self) -> DeviceError | None:
+        """Of the next copy."""
+        if self._rng.random() >= self._refuse_share:
+            return None
+        self.count += 1
+        return DeviceError("refused at random")
+
+    def first_bad(self, num_blocks: int, *, at_least: int = 0) -> int | None:
+        """The first block that does not arrive; None when all do."""
+        if num_blocks <= at_least or self._rng.random() >= self._fail_share:
+            return None
+        self.count += 1
+        return self._rng.randrange(at_least, num_blocks)
+
+
+class FlakyDevice(CpuDevice):
+    """The cpu device, real threads and all, some of whose copies fail."""
 
     name = "flaky"
 
@@ -64,10 +89,7 @@ class FlakyDevice(CpuDevice):
         self, rng: random.Random, *, refuse_share: float = 0.02, fail_share: float = 0.05
     ) -> None:
         super().__init__()
-        self._rng = rng
-        self.refuse_share = refuse_share
-        self.fail_share = fail_share
-        self.faults = 0
+        self.faults = Faults(rng, refuse_share=refuse_share, fail_share=fail_share)
 
     def attach(self, regions: Regions, arena: HostArena) -> None:
         super().attach(regions, arena)
@@ -86,26 +108,18 @@ class FlakyDevice(CpuDevice):
         *,
         onload: bool,
     ) -> CpuCopy | FlakyCopy:
-        if self._rng.random() < self.refuse_share:
-            self.faults += 1
-            raise DeviceError("refused at random")
-        if len(host_ids) < 2 or self._rng.random() >= self.fail_share:
+        if (refusal := self.faults.refusal()) is not None:
+            raise refusal
+        good = self.faults.first_bad(len(host_ids), at_least=1)
+        if good is None:
             return super()._copy(stream, host_ids, device_ids, after, onload=onload)
-        self.faults += 1
-        good = self._rng.randrange(1, len(host_ids))
         spoil(*self._memory_of, host_ids[good:], device_ids[good:], onload=onload)
         copy = super()._copy(stream, host_ids[:good], device_ids[:good], after, onload=onload)
         return FlakyCopy(copy, CopyError(good, "failed at random"))
 
 
 class ChaosDevice(ManualDevice):
-    """The manual device, driven at random: layers end in any order, some of them badly.
-
-    Args:
-        rng: decides; the caller's, so that a seed repeats a run.
-        refuse_share: of the copies that are not even accepted.
-        fail_share: of the layers that lose their blocks from a random one on.
-    """
+    """The manual device, driven at random: layers end in any order, some of them badly."""
 
     name = "chaos"
 
@@ -114,9 +128,7 @@ class ChaosDevice(ManualDevice):
     ) -> None:
         super().__init__()
         self._rng = rng
-        self.refuse_share = refuse_share
-        self.fail_share = fail_share
-        self.faults = 0
+        self.faults = Faults(rng, refuse_share=refuse_share, fail_share=fail_share)
 
     def move(self, layers: int) -> None:
         """End up to ``layers`` layers of copies in flight, whichever."""
@@ -126,11 +138,10 @@ class ChaosDevice(ManualDevice):
                 return
             copy = self._rng.choice(copies)
             layer = self._rng.choice(copy.pending_layers)
-            if self._rng.random() >= self.fail_share:
+            good = self.faults.first_bad(len(copy.host_ids))
+            if good is None:
                 copy.complete(layer)
                 continue
-            self.faults += 1
-            good = self._rng.randrange(len(copy.host_ids))
             spoil(
                 self.regions,
                 self.arena,
@@ -142,17 +153,12 @@ class ChaosDevice(ManualDevice):
             copy.fail(layer, block=good, reason="failed at random")
 
     def onload(self, *args: Any) -> Any:
-        self._refuse_at_random()
+        self.refuse = self.faults.refusal()
         return super().onload(*args)
 
     def offload(self, *args: Any) -> Any:
-        self._refuse_at_random()
+        self.refuse = self.faults.refusal()
         return super().offload(*args)
-
-    def _refuse_at_random(self) -> None:
-        if self._rng.random() < self.refuse_share:
-            self.faults += 1
-            self.refuse = DeviceError("refused at random")
 
 
 def spoil(

@@ -98,8 +98,7 @@ async def test_an_owner_that_ends_early_sends_its_waiters_to_compute(end: str):
             with pytest.warns(ResourceWarning, match="never released"):
                 del owner
         elif end == "is preempted":
-            await owner.preempt(swap=False)
-            owner.release()
+            await owner.preempt(swap=False)  # and would stand in line for its blocks
         elif end == "is cancelled":
             request = asyncio.create_task(_hold(owner))
             await spin()
@@ -108,6 +107,8 @@ async def test_an_owner_that_ends_early_sends_its_waiters_to_compute(end: str):
         else:
             owner.release()
         assert sorted(await asyncio.gather(*tasks)) == [0, 16, 16]
+        if end == "is preempted":
+            owner.release()
 
 
 async def _hold(lease):

@@ -131,6 +131,16 @@ async def test_reset_while_transfers_fly_and_requests_wait():
         assert cache.hit(A) == (0, 0)
 
 
+async def test_a_reset_that_times_out_has_forgotten_all_the_same():
+    async with Cache(device_blocks=6) as cache:
+        await cache.fill(A)
+        with pytest.raises(TimeoutError):
+            await cache.engine.reset(0.001)
+        assert cache.hit(A) == (0, 0)
+        cache.device.complete_all()
+        await cache.engine.reset(LONG)
+
+
 async def test_reset_does_not_wait_for_what_begins_later():
     """Under load something is always in flight; only what was, counts."""
     async with Cache(device_blocks=16) as cache:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from aiokv.testing.flaky import ChaosDevice
+from aiokv.worker.checksums import Checksums
 from bench import soak
+from bench.soak_load import Load
 
 
 def test_three_seconds_of_soak():
@@ -26,6 +28,24 @@ def test_a_copy_that_lies_is_found(monkeypatch, capsys):
     assert "VIOLATION" in told
     assert "seed 3, round" in told
     assert " match " in told, "the last operations"
+
+
+def test_a_checksum_that_nobody_compares_is_found(monkeypatch, capsys):
+    """Negative control: spoilt host blocks are taken for good."""
+    monkeypatch.setattr(Checksums, "prove", lambda self, plan, failure: failure)
+    monkeypatch.setattr(soak, "POLICIES", ("write_through",))
+    monkeypatch.setattr(soak, "VERIFY", ("checksum",))
+    monkeypatch.setattr(Load, "acts", lambda load: [load.spoil])
+    assert soak.main(["--seconds", "10", "--seed", "3"]) == 1
+    assert "VIOLATION" in capsys.readouterr().err
+
+
+def test_spoilt_blocks_are_found_and_named(monkeypatch):
+    monkeypatch.setattr(soak, "POLICIES", ("write_through",))
+    monkeypatch.setattr(soak, "VERIFY", ("checksum",))
+    monkeypatch.setattr(Load, "acts", lambda load: [load.spoil])
+    totals = soak.soak(3.0, seed=2)
+    assert totals.spoilt_found > 0
 
 
 def _forget_the_failure(self, copy):

@@ -1,6 +1,7 @@
 """Random walks of the cache machine: Hypothesis shrinks, these dig.
 
-The same rules, drawn with weights that fill the cache.
+The same rules, drawn with weights that fill the cache, and that differ from walk to walk: some do
+little but resize, others let most copies fail.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def begun(random: Random) -> CacheMachine:
         threshold=random.randint(1, 3),
         low_watermark=random.choice([0, 0, 3, 6]),
         alphabet=random.randint(1, 3),
-        with_items=random.random() < 0.3,
+        with_items=random.random() < 0.4,
     )
     return machine
 
@@ -41,6 +42,7 @@ def begun(random: Random) -> CacheMachine:
 def walk(seed: int, steps: int = STEPS) -> CacheMachine:
     random = Random(seed)
     m = begun(random)
+    failing = random.choice((0.1, 0.3, 0.8))
 
     def number(limit: int = 7) -> int:
         return random.randint(0, limit)
@@ -71,15 +73,15 @@ def walk(seed: int, steps: int = STEPS) -> CacheMachine:
         (2, lambda: True, m.flush_backups),
         (2, lambda: True, lambda: m.save_ahead(number(6))),
         (9, lambda: set(m.plans) - set(m.submitted), lambda: m.submit(number())),
-        (9, lambda: m.submitted, lambda: m.complete(number(), flag(0.3), number())),
+        (9, lambda: m.submitted, lambda: m.complete(number(), flag(failing), number())),
         (1, lambda: set(m.plans) - set(m.submitted), lambda: m.cancel(number())),
         (1, lambda: True, m.take_abandoned),
         (3, lambda: True, lambda: m.evict(number(9), random.choice(["device", "device", "host"]))),
         (1, lambda: True, lambda: m.reset(number(9))),
-        (1, lambda: True, lambda: m.resize(random.randint(-3, 3))),
+        (2, lambda: True, lambda: m.resize(random.randint(-4, 2))),
         (1, lambda: True, lambda: m.finish_step(number(1))),
     ]
-    weights = [weight for weight, _, _ in rules]
+    weights = [weight * random.choice((0.2, 1, 1, 4)) for weight, _, _ in rules]
     for _ in range(steps):
         _, possible, act = random.choices(rules, weights)[0]
         if possible():

@@ -1,0 +1,40 @@
+"""Types of command-line arguments, which say what they want."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aiokv.config import WritePolicy
+
+# Those that make host copies, in the order in which they are compared.
+SAVING_POLICIES: Final[tuple[WritePolicy, ...]] = (
+    "write_through",
+    "write_through_selective",
+    "write_back",
+)
+
+
+def at_least(minimum: int) -> Callable[[str], int]:
+    """A parser of whole numbers that are not less."""
+
+    def parse(text: str) -> int:
+        if not text.strip().isdecimal() or int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {minimum} or more")
+        return int(text)
+
+    return parse
+
+
+def positive_float(text: str) -> float:
+    """A finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return value
