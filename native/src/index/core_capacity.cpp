@@ -174,8 +174,8 @@ void Core::require_rest(const char* tier, bool swapped_too) const {
         return lease.live && (lease.granted || (swapped_too && lease.swapped));
     });
     if (in_use == leases_.end() && transfers_.empty()) return;
-    throw UsageError("cannot forget the " + std::string(tier) + " tier: " +
-                     std::to_string(transfers_.size()) + " transfers are in flight, " +
+    throw UsageError("cannot forget the " + std::string(tier) +
+                     " tier: " + std::to_string(transfers_.size()) + " transfers are in flight, " +
                      (in_use == leases_.end() ? "no lease" : "a lease") + " holds blocks");
 }
 
