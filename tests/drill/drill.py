@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from aiokv import CacheConfig, CacheEngine, Regions
 from aiokv.testing import ScriptedDevice, run_until_idle, spin
 from tests.integration.kv_cache import BLOCK_TOKENS, Cache, prompt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import numpy as np
-
     from aiokv import Lease
+    from aiokv.worker.device.base import Device
 
-__all__ = ["BLOCK_TOKENS", "Drill", "prompt"]
+__all__ = ["BLOCK_TOKENS", "Drill", "Shaped", "prompt", "regions_of"]
 
 
 class Drill(Cache):
@@ -42,9 +42,6 @@ class Drill(Cache):
         """Wait until the device has that many copies which have not ended."""
         await run_until_idle(lambda: len(self.device.running(direction)) == copies)  # type: ignore[arg-type]
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        await run_until_idle(condition)
-
     def check_all(self, lease: Lease, tokens: np.ndarray) -> None:
         """The full blocks of the lease hold the bytes of its prompt, whoever wrote them."""
         words = self.memory.words(tokens, "", self.memory.weights)
@@ -60,3 +57,50 @@ class Drill(Cache):
         assert self.statistics.device_free == self.statistics.device_blocks
         assert self.statistics.host_free == self.statistics.host_blocks
         assert self.engine.check_invariants() == []
+
+
+class Shaped:
+    """An engine over tensors of any shape, filled with random bytes; eight blocks of one token."""
+
+    BLOCKS = 8
+
+    def __init__(self, regions: Regions, device: Device | None = None, **config: Any) -> None:
+        self.regions = regions
+        random = np.random.default_rng(1)
+        for piece in regions.pieces():
+            piece.view()[:] = random.integers(0, 256, piece.view().shape, np.uint8)
+        self.engine = CacheEngine(
+            CacheConfig(
+                block_tokens=1, device_blocks=self.BLOCKS, host_blocks=self.BLOCKS, **config
+            ),
+            regions,
+            device,
+        )
+
+    def layer_bytes(self, table: np.ndarray) -> list[list[bytes]]:
+        """By layer: what its pieces hold in the blocks of ``table``."""
+        return [
+            [piece.view()[table].tobytes() for piece in self.regions.layer_pieces(layer)]
+            for layer in range(self.regions.num_layers)
+        ]
+
+    async def to_host(self, tokens: np.ndarray) -> list[list[bytes]]:
+        """Commit what the blocks hold, keep it on the host only, and return it."""
+        async with self.engine.match(tokens) as lease:
+            await lease.allocate(len(tokens))
+            held = self.layer_bytes(lease.block_table[: len(tokens)])
+            lease.commit(len(tokens))
+        await self.engine.drain()
+        await self.engine.evict(self.BLOCKS)
+        for piece in self.regions.pieces():
+            piece.view()[:] = 0x5A
+        return held
+
+
+def regions_of(num_layers: int, **shapes: tuple[tuple[int, ...], str, tuple[int, ...]]) -> Regions:
+    """Regions of ``name=(shape of a block, dtype, layers that have it)``."""
+    regions = Regions(num_layers=num_layers)
+    for name, (shape, dtype, layers) in shapes.items():
+        tensors = [np.zeros((Shaped.BLOCKS, *shape), dtype) for _ in layers]
+        regions.add(name, layers=tensors, layer_indices=layers)
+    return regions

@@ -1,0 +1,91 @@
+"""Defects of prefetching and of what is taken from another tier, as far as they can occur here.
+
+The tiers below the host, and what goes wrong with them, are not here: tests/PARITY.md.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+
+import pytest
+
+from aiokv import TransferError
+from tests.drill.drill import BLOCK_TOKENS, Drill, prompt
+
+A, B = (prompt(seed, 2) for seed in range(1, 3))
+LONG = prompt(4, 6)
+
+pytestmark = pytest.mark.asyncio
+
+
+async def test_not_c4_1_prefetched_blocks_hang_where_they_belong():
+    """They are inserted below the root: nobody finds them, or somebody does who must not."""
+    async with Drill(device_blocks=16, host_blocks=16) as drill:
+        await drill.to_host(LONG)
+        await drill.fill(prompt(4, 3))
+        assert (await drill.engine.prefetch(LONG)).device_tokens == 6 * BLOCK_TOKENS
+        assert drill.hit(LONG) == (6, 0)
+        assert drill.hit(LONG[3 * BLOCK_TOKENS :]) == (0, 0)
+        (await drill.serve(LONG)).release()
+
+
+async def test_not_c4_2_a_prefetch_leaves_no_reference():
+    """The references of a prefetch are never dropped: its blocks are never evicted."""
+    async with Drill(device_blocks=16) as drill:
+        await drill.to_host(LONG)
+        await drill.engine.prefetch(LONG)
+        assert drill.statistics.leases == 0
+        assert await drill.engine.evict(16) == 6
+        await drill.nothing_lost()
+
+
+async def test_not_c4_3_a_prefetch_that_fails_gives_back_its_own_blocks_only():
+    """The abort flips and releases blocks of others which have the same number in another tier."""
+    async with Drill(device_blocks=16, host_blocks=16) as drill:
+        await drill.to_host(A, B)
+        (await drill.serve(B)).release()
+        drill.device.fail("onload", 1, block=1)
+        with pytest.raises(TransferError):
+            await drill.engine.prefetch(A)
+        assert (drill.hit(A), drill.hit(B)) == ((1, 0), (2, 0))
+        for tokens in (A, B):
+            (await drill.serve(tokens)).release()
+        await drill.nothing_lost()
+
+
+async def test_not_c4_4_a_prefetch_makes_room():
+    """It asks for free blocks only: in a warm cache it never happens."""
+    async with Drill(device_blocks=4, host_blocks=16) as drill:
+        await drill.to_host(A)
+        await drill.fill(prompt(5, 3))
+        assert drill.statistics.device_free == 1
+        await drill.engine.drain()
+        assert (await drill.engine.prefetch(A)).device_tokens == 8
+
+
+async def test_not_c4_6_torn_bytes_are_noticed():
+    """No checksum, no length: what is half written is taken for whole."""
+    async with Drill(verify="checksum") as drill:
+        await drill.to_host(A)
+        drill.engine._controller.arena.blocks[:, 5] ^= 0xFF
+        with pytest.raises(TransferError, match="checksum"):
+            await drill.serve(A)
+        assert drill.hit(A) == (0, 0)
+
+
+async def test_not_c4_11_nothing_of_the_cache_is_open_to_others():
+    """Shared memory that everybody may write, under a path made of an address."""
+
+    def open_things() -> set[str]:
+        names = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
+        for number in os.listdir("/proc/self/fd"):
+            with suppress(FileNotFoundError):  # the one that lists the directory
+                names.add(os.readlink(f"/proc/self/fd/{number}"))
+        return {name for name in names if name.startswith(("/dev/shm/", "socket:"))}
+
+    before = open_things()
+    async with Drill() as drill:
+        await drill.fill(A)
+        await drill.engine.drain()
+        assert open_things() <= before
