@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 POLICIES = ("none", "write_through", "write_through_selective", "write_back")
 DEVICES = ("chaos", "flaky")
-VERIFY = ("off", "off", "checksum")
+VERIFY = ("off", "checksum", "off")  # in turn: other ones whenever policy and device come round
 LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "uvloop": uvloop.new_event_loop,
     "asyncio": asyncio.new_event_loop,
@@ -70,7 +70,7 @@ class Totals(msgspec.Struct, kw_only=True):
 class Round:
     """One engine and its life."""
 
-    def __init__(self, seed: int, policy: str, device: str, totals: Totals) -> None:
+    def __init__(self, seed: int, policy: str, device: str, verify: str, totals: Totals) -> None:
         self.rng = rng = random.Random(seed)
         device_blocks = rng.randint(40, 160)
         self.config = CacheConfig(
@@ -85,7 +85,7 @@ class Round:
             reserve_blocks=rng.choice((0, 4)),
             eviction_policy=rng.choice(("lru", "lru", "s3fifo")),
             salt_quota_blocks=rng.choice((None, None, device_blocks // 2)),
-            verify=rng.choice(VERIFY),
+            verify=verify,
         )
         self.memory = Memory(device_blocks, self.config.block_tokens)
         self.device = (ChaosDevice if device == "chaos" else FlakyDevice)(rng)
@@ -228,7 +228,8 @@ def soak(seconds: float, seed: int, progress: Callable[[int], None] = lambda cou
     while (elapsed := time.monotonic() - begin) < seconds:
         policy, device, loop = kinds[number % len(kinds)]
         round_seed = seed * 1_000_003 + number
-        one = Round(round_seed, policy, device, totals)
+        verify = VERIFY[number % len(VERIFY)]
+        one = Round(round_seed, policy, device, verify, totals)
         loop_errors: list[dict[str, object]] = []
         try:
             with asyncio.Runner(loop_factory=LOOPS[loop]) as runner:
@@ -240,7 +241,7 @@ def soak(seconds: float, seed: int, progress: Callable[[int], None] = lambda cou
             if number and (left := _open() - before):
                 raise Violation(f"threads or descriptors are left: {left}")
         except Violation as error:
-            raise SoakFailure(seed, number, f"{policy}, {device}, {loop}", one) from error
+            raise SoakFailure(seed, number, f"{policy}, {device}, {verify}, {loop}", one) from error
         before = before if number else _open()  # the first loop opens libuv's own pipes
         number += 1
         whole = min(int(time.monotonic() - begin), int(seconds))

@@ -1,0 +1,49 @@
+"""What is counted as ready to be evicted really is (``Core.wants_write_backs``)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from aiokv._native import Core, Outcome, WritePolicy
+
+
+def serve(core: Core, *tokens: int) -> None:
+    lease = core.match(np.array(tokens, np.int32))[0]
+    assert core.allocate(lease, len(tokens)) == 1
+    core.commit(lease, len(tokens))
+    core.release(lease)
+
+
+def save(core: Core, wanted: int) -> None:
+    transfer = core.take_write_backs(wanted)
+    assert transfer
+    core.complete(transfer, Outcome.DONE)
+
+
+def test_an_unsaved_block_that_comes_back_to_the_front_is_ahead_of_saved_ones():
+    """It was out of line because its child was being loaded for nobody any more."""
+    core = Core(
+        block_tokens=1,
+        device_blocks=4,
+        host_blocks=8,
+        write_policy=WritePolicy.WRITE_BACK,
+        low_watermark_blocks=3,
+    )
+    serve(core, 1, 2)
+    save(core, 3)  # the second block
+    assert core.evict_device(1) == 1
+    lease = core.match(np.array([1, 2, 3], np.int32))[0]
+    assert core.allocate(lease, 3) == 2
+    (onload,) = core.onloads(lease)
+    core.release(lease)
+    assert core.evict_device(1) == 0, "its child holds the first block up"
+    serve(core, 4)
+    save(core, 3)
+    core.complete(onload, Outcome.DONE)
+    serve(core, 5)
+    save(core, 4)
+    assert not core.wants_write_backs()
+    assert core.evict_device(2) == 2  # 4, and the second block; now the first one is in front
+    assert core.statistics().device_free == 2
+    assert core.wants_write_backs(), "block 5 is saved, but block 1 goes first and is not"
+    assert core.violations() == []
