@@ -35,11 +35,12 @@ def missing(cell: str) -> list[str]:
     lost: list[str] = []
     path: Path | None = None
     for quoted in QUOTED.findall(cell):
+        if " " in quoted:
+            continue  # a command
         if "/" in quoted or quoted.endswith(".py"):
-            path = (ROOT if quoted.startswith("native/") else TESTS) / quoted
-            if not path.is_file():
+            path = next((at / quoted for at in (TESTS, ROOT) if (at / quoted).is_file()), None)
+            if path is None:
                 lost.append(quoted)
-                path = None
         elif path is not None and not any(fnmatchcase(name, quoted) for name in names_in(path)):
             lost.append(f"{path.name}: {quoted}")
     return lost
