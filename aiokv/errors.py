@@ -74,14 +74,22 @@ class TransferError(AiokvError):
     Attributes:
         direction: ``"onload"`` or ``"offload"``.
         first_bad_token: first position of the lease whose KV must be recomputed.
+        rank: which of several ranks failed; None without ranks.
     """
 
     def __init__(
-        self, message: str, *, direction: str = "onload", first_bad_token: int = 0, hint: str = ""
+        self,
+        message: str,
+        *,
+        direction: str = "onload",
+        first_bad_token: int = 0,
+        rank: int | None = None,
+        hint: str = "",
     ) -> None:
         super().__init__(message, hint=hint)
         self.direction = direction
         self.first_bad_token = first_bad_token
+        self.rank = rank
 
 
 class DeviceError(AiokvError):
@@ -90,6 +98,18 @@ class DeviceError(AiokvError):
     def __init__(self, message: str, *, cuda_code: int = 0, hint: str = "") -> None:
         super().__init__(message, hint=hint)
         self.cuda_code = cuda_code
+
+
+class RankLost(DeviceError):
+    """A rank died, went silent, or broke: what was cached is gone on all ranks.
+
+    Attributes:
+        rank: which one; the first, when several did.
+    """
+
+    def __init__(self, message: str, *, rank: int, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.rank = rank
 
 
 class BrokenEngineError(AiokvError):

@@ -292,8 +292,11 @@ class Lease:
             ``commit`` indexes nothing.
 
         Raises:
-            LeaseError: another transfer still writes blocks of the lease.
+            LeaseError: another transfer still writes blocks of the lease. Where that is a rank that
+                lags, ``preempt`` or release rather than wait.
         """
+        if not self.layers.at_rest and self.layers.is_done:
+            raise LeaseError(f"a rank that lags may still write blocks of {self!r}")
         position = self._core.recompute_from(self._live_id())
         return None if position < 0 else position
 

@@ -20,6 +20,7 @@ from aiokv.errors import (
     AllocateTimeout,
     BrokenEngineError,
     ClosedError,
+    ConfigError,
     LeaseError,
     UsageError,
 )
@@ -41,8 +42,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiokv.config import CacheConfig
+    from aiokv.errors import RankLost
     from aiokv.lease import Lease
     from aiokv.plan import TransferReport
+    from aiokv.ranks.group import RankGroup
     from aiokv.worker.base import Worker
     from aiokv.worker.device.base import Device
 
@@ -59,8 +62,11 @@ class EngineBase:
         config: CacheConfig,
         regions: Regions | None = None,
         device: Device | None = None,
+        *,
+        ranks: RankGroup | None = None,
     ) -> None:
         self.config = config
+        self._ranks = ranks
         self.regions = Regions(num_layers=0) if regions is None else regions
         self._check_regions()
         self._device = device or CpuDevice()
@@ -83,6 +89,8 @@ class EngineBase:
 
     def _check_regions(self) -> None:
         blocks = self.regions.num_blocks
+        if self._ranks is not None and (blocks is not None or self.config.verify != "off"):
+            raise ConfigError("with ranks, tensors and their verification are the ranks'")
         if blocks is not None and blocks < self.config.device_blocks:
             raise UsageError(
                 f"the regions hold {blocks} blocks, fewer than the {self.config.device_blocks} of "
@@ -97,7 +105,11 @@ class EngineBase:
             raise UsageError("a CacheEngine is entered once")
         self._loop = asyncio.get_running_loop()
         self._poller = EventPoller(self._loop)
-        self._controller = self._open_worker()
+        try:
+            self._controller = await self._open_worker()
+        except BaseException:
+            self._poller.close()
+            raise
         self._done = done_view(self._controller.num_layers)
         self._transfers = Transfers(
             self._loop,
@@ -117,7 +129,16 @@ class EngineBase:
         self._thread = threading.get_ident()
         return self
 
-    def _open_worker(self) -> Worker:
+    async def _open_worker(self) -> Worker:
+        if self._ranks is not None:
+            await self._ranks.open(
+                device_blocks=self.config.device_blocks,
+                host_blocks=self.config.host_blocks,
+                on_report=lambda report: self._transfers.on_report(report),
+                on_step=lambda step, error: self._steps.on_step(step, error),
+                on_lost=self._on_rank_lost,
+            )
+            return self._ranks
         return CacheController(
             regions=self.regions,
             host_blocks=self.config.host_blocks,
@@ -177,7 +198,9 @@ class EngineBase:
         if self._closing:
             raise ClosedError(f"the engine {self._closing}")
         if self._broken is not None:
-            raise BrokenEngineError("an earlier failure broke the engine") from self._broken
+            raise BrokenEngineError(
+                f"an earlier failure broke the engine: {self._broken}"
+            ) from self._broken
 
     def _check_loop(self) -> None:
         """What live leases may do until the engine is closed."""
@@ -191,10 +214,27 @@ class EngineBase:
     def _break(self, error: BaseException) -> None:
         """The device cannot go on: refuse everything, wake everybody."""
         self._broken = error
-        failure = BrokenEngineError(f"the device failed: {error}")
+        failure = BrokenEngineError(f"the worker failed: {error}")
         failure.__cause__ = error
         self._fail_waiting(failure)
         log.error("engine.broken", reason=str(error))
+
+    def _on_rank_lost(self, lost: RankLost) -> None:
+        """The bytes of all blocks are incomplete: forget them, and take them from the leases."""
+        self._break(lost)
+        self._core.reset()
+        self._take_back()
+        self._pending.wake_all()
+        self._on_blocks_free()
+
+    def _take_back(self) -> None:
+        """All leases hold nothing, as after ``preempt``; but for tables that move just now."""
+        for lease_id in self._owners:
+            holds = self._core.is_granted(lease_id) or self._core.is_swapped(lease_id)
+            if holds and not self._core.swap_transfer(lease_id):
+                self._core.retract(lease_id, self._steps.open)
+                self._quota.give_back(lease_id)
+        self._transfers.cancel_abandoned()
 
     def _fail_waiting(self, error: AiokvError) -> None:
         self._waiting.fail_all(error)

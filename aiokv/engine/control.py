@@ -113,8 +113,8 @@ class Control(Residency):
             ControlTimeout: leases kept blocks beyond the new size; nothing changed.
         """
         self._check_open()
-        blocks = self.regions.num_blocks
-        if blocks is not None and device_blocks > blocks:
+        blocks = self._controller.device_blocks
+        if device_blocks > blocks:
             raise UsageError(f"cannot resize to {device_blocks} blocks: the regions hold {blocks}")
         if device_blocks <= self.config.reserve_blocks:
             raise UsageError(

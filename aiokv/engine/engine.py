@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from aiokv.engine.sleeping import Sleeping
+from aiokv.engine.recovery import Recovery
 from aiokv.types import Statistics
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from aiokv.worker.poller import PollerStatistics
 
 
-class CacheEngine(Sleeping):
+class CacheEngine(Recovery):
     """Prefix cache over device and host memory, for one event loop.
 
     Args:
@@ -29,6 +29,7 @@ class CacheEngine(Sleeping):
         regions: the device tensors. Without any, the cache keeps books only: transfers move
             nothing and are done in the next pass of the loop.
         device: where the regions live; the cpu device by default.
+        ranks: instead of both: the tensors are those of several processes.
 
     ``async with`` binds it to the running loop; every method is to be called on that loop.
     """

@@ -21,6 +21,9 @@ class Steps:
             computed, and ``open`` is 0.
         on_finished: called after a step's ids may be used again.
         on_broken: called with the error of a step's event.
+
+    Attributes:
+        next: the number that the step gets which is closed next.
     """
 
     def __init__(
@@ -37,18 +40,18 @@ class Steps:
         self._on_finished = on_finished
         self._on_broken = on_broken
         self._tracked = tracked
-        self._next = 1
+        self.next = 1
         self._unfinished: deque[int] = deque()  # closed, oldest first
 
     @property
     def open(self) -> int:
         """What commit and release note for the blocks they touch."""
-        return self._next if self._tracked else 0
+        return self.next if self._tracked else 0
 
     def close(self, event: Event | None) -> int:
         """Close the open step; events of later steps lie behind those of earlier ones."""
-        step = self._next
-        self._next += 1
+        step = self.next
+        self.next += 1
         self._unfinished.append(step)
         self._controller.close_step(step, event)
         return step

@@ -32,6 +32,10 @@ class Worker(Protocol):
         """Of the model."""
 
     @property
+    def device_blocks(self) -> int:
+        """What the tensors hold; very many when there are none."""
+
+    @property
     def computes_in_stream(self) -> bool:
         """What is committed may still have to be computed: transfers wait for its step."""
 

@@ -174,6 +174,10 @@ class CacheController:
         return self._regions.num_layers
 
     @property
+    def device_blocks(self) -> int:
+        return device_blocks(self._regions)
+
+    @property
     def computes_in_stream(self) -> bool:
         return self._device.computes_in_stream
 
@@ -353,15 +357,22 @@ class CacheController:
         finally:
             self._settling.remove(entry)
 
+    async def abandon(self) -> None:
+        """Cancel what waits, wait for what moves.
+
+        Cancellation: what waited is cancelled; the rest goes on.
+        """
+        for transfer_id in list(self._transfers):
+            self.cancel(transfer_id)
+        await self.drain()
+
     async def aclose(self) -> None:
         """Cancel what waits, drain what moves, join the device's threads, free the arena.
 
         Memory is never freed under a copy. Idempotent; after a cancellation call it again.
         """
         self._closing = True
-        for transfer_id in list(self._transfers):
-            self.cancel(transfer_id)
-        await self.drain()
+        await self.abandon()
         if not self._closed:
             self._closed = True
             self._device.close()

@@ -30,6 +30,10 @@ class LayerDoneCounter:
     ``gpu_wait``, ``gpu_wait_all`` and ``is_done`` may be called from any thread, all else only on
     the loop. The copy and its events live as long as the counter.
 
+    Attributes:
+        at_rest: no byte moves any more. Waiters are released at that time, except when one of
+            several ranks lags: they are released before, with a failure.
+
     Args:
         num_layers: 0 is done at once.
         transfer_id: the plan's.
@@ -56,6 +60,7 @@ class LayerDoneCounter:
         self._times: list[float | None] = [None] * num_layers
         self._remaining = num_layers
         self._ended = num_layers == 0
+        self.at_rest = num_layers == 0
         self._ended_seconds: float | None = self._created if self._ended else None
         self._failure: CopyError | None = None
         self._copy: Copy | None = None
@@ -97,6 +102,7 @@ class LayerDoneCounter:
                 f"{self.direction} {self.transfer_id} failed at block {failure.first_bad_block}: "
                 f"{failure.reason}",
                 direction=self.direction,
+                rank=failure.rank,
             )
 
     def layer_done_seconds(self, layer: int) -> float | None:
@@ -135,7 +141,7 @@ class LayerDoneCounter:
 
         Raises:
             TransferError: the transfer failed or was cancelled. Raised only after its last byte
-                has come to rest, so that the blocks can be written again.
+                has come to rest, so that the blocks can be written again; see ``at_rest``.
             TimeoutError: names the layer.
 
         Cancellation: detaches this waiter; the transfer goes on.
@@ -255,6 +261,17 @@ class LayerDoneCounter:
         """Nothing moves any more: releases every waiter. Idempotent; the first failure stays."""
         if self._failure is None:
             self._failure = failure or (self._copy.error() if self._copy is not None else None)
+        self.at_rest = True
+        self._release_all()
+
+    def give_up(self, failure: CopyError) -> None:
+        """Nobody shall wait any longer, though bytes may still move until ``finish``."""
+        if self._ended:
+            return
+        self._failure = self._failure or failure
+        self._release_all()
+
+    def _release_all(self) -> None:
         if not self._ended:
             self._ended, self._ended_seconds = True, time.monotonic()
         self._accepted.set()
@@ -319,6 +336,16 @@ class LayerView:
         return all(counter.is_done for counter in self.counters)
 
     @property
+    def at_rest(self) -> bool:
+        """No byte of these transfers moves any more."""
+        return all(counter.at_rest for counter in self.counters)
+
+    @property
+    def transfer_ids(self) -> tuple[int, ...]:
+        """What a rank's runner needs to wait for the same transfers; see ``Rank.layers``."""
+        return tuple(counter.transfer_id for counter in self.counters)
+
+    @property
     def pending_layers(self) -> list[int]:
         """Layers that at least one transfer still owes, ascending."""
         return sorted({layer for counter in self.counters for layer in counter.pending_layers})
@@ -344,6 +371,7 @@ class LayerView:
                 f"{failure.first_bad_block}: {failure.reason}",
                 direction=counter.direction,
                 first_bad_token=token,
+                rank=failure.rank,
             )
 
     def _first_bad_token(self, counter: LayerDoneCounter, failure: CopyError) -> int | None:

@@ -20,10 +20,14 @@ if TYPE_CHECKING:
 
 
 class CopyError(NamedTuple):
-    """Why a copy failed; blocks before ``first_bad_block`` (index into the plan) are proven."""
+    """Why a copy failed; blocks before ``first_bad_block`` (index into the plan) are proven.
+
+    ``rank`` is where, when there are several.
+    """
 
     first_bad_block: int
     reason: str
+    rank: int | None = None
 
 
 @runtime_checkable

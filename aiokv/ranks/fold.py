@@ -1,0 +1,126 @@
+"""One plan on all ranks, and what becomes of it: the minimum over the ranks. No loop, no clock."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aiokv.plan import TransferReport
+from aiokv.worker.device.base import CopyError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from aiokv.plan import TransferPlan
+    from aiokv.worker.layers import LayerDoneCounter
+
+CANCELLED = CopyError(0, "cancelled before it was submitted")
+
+
+class RankTransfer:
+    """A transfer that every rank executes.
+
+    Done when all ranks are; otherwise its blocks are good up to the first that is bad on any rank.
+
+    Attributes:
+        counter: announces a layer when all ranks have it.
+        num_bytes: on one rank.
+        since: when the clock of its deadline began.
+        owing: ranks that have not reported its end. Its blocks are the transfer's until this is
+            empty (I3).
+        given_up: why nobody waits any more; it has failed then, whatever is still reported.
+    """
+
+    __slots__ = (
+        "_arrived",
+        "_bad",
+        "_cancelled",
+        "_done",
+        "_everybody",
+        "counter",
+        "given_up",
+        "num_bytes",
+        "owing",
+        "plan",
+        "since",
+    )
+
+    def __init__(
+        self,
+        plan: TransferPlan,
+        counter: LayerDoneCounter,
+        *,
+        num_ranks: int,
+        num_bytes: int,
+        since: float,
+    ) -> None:
+        self.plan = plan
+        self.counter = counter
+        self.num_bytes = num_bytes
+        self.since = since
+        self.owing = set(range(num_ranks))
+        self.given_up: CopyError | None = None
+        self._everybody = (1 << num_ranks) - 1  # a bit a rank, here and in the next two
+        self._arrived = [0] * counter.num_layers
+        self._done = 0
+        self._bad: dict[int, tuple[int, str]] = {}  # rank -> first bad block, reason
+        self._cancelled = False
+
+    def arrive(self, rank: int, layers: Sequence[int]) -> None:
+        """A rank has these layers."""
+        for layer in layers:
+            self._arrived[layer] |= 1 << rank
+        self._announce(layers)
+
+    def _announce(self, layers: Sequence[int]) -> None:
+        """Of these layers, those that all ranks have. The last is left to the end (I4)."""
+        for layer in layers:
+            everywhere = self._arrived[layer] | self._done == self._everybody
+            if everywhere and len(self.counter.pending_layers) > 1 and self.given_up is None:
+                self.counter.mark_layer_done(layer)
+
+    def end(self, rank: int, report: TransferReport) -> bool:
+        """A rank has reported the end. True when it was the last."""
+        if report.outcome == "failed":
+            self.fail(rank, report.first_bad_block, report.reason)
+        elif report.outcome == "cancelled":
+            self._cancelled = True
+        else:
+            self._done |= 1 << rank
+            self._announce(self.counter.pending_layers)
+        self.owing.discard(rank)
+        return not self.owing
+
+    def fail(self, rank: int, first_bad_block: int, reason: str) -> None:
+        """Blocks from ``first_bad_block`` on did not arrive on the rank."""
+        self._bad[rank] = (first_bad_block, reason)
+
+    def give_up(self, failure: CopyError) -> None:
+        """Wake who waits; the bytes may still move. The first reason stays."""
+        if self.given_up is None:
+            self.given_up = failure
+            self.counter.give_up(failure)
+
+    def report(self) -> TransferReport:
+        """What the scheduler is told, and the waiters: the same, in whatever order ranks came."""
+        failure = self._failure()
+        if failure is None:
+            for layer in self.counter.pending_layers:
+                self.counter.mark_layer_done(layer)
+        self.counter.finish(failure)
+        if failure is None:
+            return TransferReport(transfer_id=self.plan.transfer_id, outcome="done")
+        return TransferReport(
+            transfer_id=self.plan.transfer_id,
+            outcome="cancelled" if failure is CANCELLED else "failed",
+            first_bad_block=failure.first_bad_block,
+            reason=failure.reason,
+        )
+
+    def _failure(self) -> CopyError | None:
+        if self.given_up is not None:
+            return self.given_up
+        if self._bad:
+            block, rank = min((block, rank) for rank, (block, _) in self._bad.items())
+            reason = f"rank {rank}: {self._bad[rank][1]}"
+            return CopyError(0 if self._cancelled else block, reason, rank)
+        return CANCELLED if self._cancelled else None

@@ -1,0 +1,532 @@
+"""RankGroup: the worker of an engine whose blocks live on several ranks.
+
+    submit, cancel ─► one TransferBatch a pass of the loop, the same bytes to every rank
+    on_report      ◄─ one report a plan: the minimum over the ranks
+
+One scheduler decides for all ranks (I9): a block has the same ids everywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from aiokv import _native
+from aiokv.errors import ClosedError, ConfigError, UsageError
+from aiokv.observe.logs import Log
+from aiokv.plan import TransferReport
+from aiokv.ranks.channel import MAX_FRAME_BYTES, frame_of
+from aiokv.ranks.fold import RankTransfer
+from aiokv.ranks.lanes import RankLane
+from aiokv.ranks.messages import Sleep, TransferBatch, WakeUp, encode
+from aiokv.ranks.processes import RankProcesses
+from aiokv.ranks.roster import RankTimeouts, Roster
+from aiokv.worker.controller import WorkerStatistics
+from aiokv.worker.device.base import CopyError
+from aiokv.worker.layers import LayerDoneCounter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from aiokv.errors import RankLost
+    from aiokv.plan import TransferPlan
+    from aiokv.ranks.messages import Layout, Reports
+    from aiokv.ranks.roster import Seat
+    from aiokv.types import Tier
+    from aiokv.worker.device.base import Event
+    from aiokv.worker.regions import Regions
+
+log = Log(__name__)
+
+BATCH_BYTES: Final = MAX_FRAME_BYTES // 4  # of block ids; more leave in a second batch
+
+
+class GroupStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """What passed between manager and ranks.
+
+    Attributes:
+        generation: 1 more than there were restarts.
+        batches: submissions; each went to every rank.
+        plans: in those batches.
+        batch_bytes: of one rank's copy.
+        given_up: transfers that failed because a rank lagged or was lost.
+        stale_reports: messages of ranks that came after their generation, ignored.
+    """
+
+    num_ranks: int
+    generation: int
+    batches: int
+    plans: int
+    batch_bytes: int
+    given_up: int
+    stale_reports: int
+
+
+class RankGroup:
+    """N ranks, each in a process of its own, behind one engine: ``CacheEngine(config, ranks=...)``.
+
+    Args:
+        num_ranks: all hold the same blocks, each its own part of their bytes.
+        path: of the Unix socket where the ranks connect, in a directory that only this user may
+            write to. Without one a private directory is made.
+        entry: ``"module:function"``, to start the ranks as processes: an ``async def
+            function(path, rank)`` that enters :class:`Rank`. Without it they come by themselves.
+        timeouts: see :class:`RankTimeouts`.
+        clock: seconds; tests bring their own, and call ``tick`` themselves.
+
+    Raises:
+        ConfigError: no rank, or neither ``path`` nor ``entry``.
+    """
+
+    computes_in_stream: Final = True  # each rank finishes a step in its own time
+
+    def __init__(
+        self,
+        num_ranks: int,
+        *,
+        path: Path | str | None = None,
+        entry: str | None = None,
+        timeouts: RankTimeouts | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if num_ranks < 1:
+            raise ConfigError(f"num_ranks is {num_ranks}, below 1")
+        if path is None and entry is None:
+            raise ConfigError("ranks that come by themselves need a path to come to")
+        self.num_ranks = num_ranks
+        self.path = None if path is None else Path(path)
+        self.timeouts = timeouts or RankTimeouts()
+        self._entry = entry
+        self._clock = clock
+        self._own_directory: tempfile.TemporaryDirectory[str] | None = None
+        self._failure: RankLost | None = None
+        self._transfers: dict[int, RankTransfer] = {}
+        self._plans: list[TransferPlan] = []
+        self._cancels: list[int] = []
+        self._id_bytes = 0
+        self._flush_scheduled = False
+        self._waiting: list[tuple[set[int], asyncio.Future[None]]] = []
+        self._lanes = {"onload": RankLane(), "offload": RankLane()}
+        self._closed_step = 0
+        self._reported_step = 0
+        self._batches = self._sequence = self._sent_plans = self._batch_bytes = self._given_up = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._roster: Roster | None = None
+        self._closing = False
+        self._restarting = False
+        self._asleep: frozenset[Tier] = frozenset()
+        self._questions = 0
+
+    # --- opening and closing --------------------------------------------------------------------
+
+    async def open(
+        self,
+        *,
+        device_blocks: int,
+        host_blocks: int,
+        on_report: Callable[[TransferReport], None],
+        on_step: Callable[[int, BaseException | None], None],
+        on_lost: Callable[[RankLost], None],
+    ) -> None:
+        """Listen, start the ranks where that is ours to do, and wait until all are ready.
+
+        Args:
+            device_blocks: every rank has at least so many.
+            host_blocks: every rank gets host memory for so many.
+            on_report: as a controller's.
+            on_step: called when a step is over on all ranks.
+            on_lost: called when a rank is gone; no transfer can succeed until ``restart``.
+
+        Raises:
+            RankLost: a rank did not come, or not in time; nothing is left behind.
+            ConfigError: the socket cannot be made.
+
+        Cancellation: nothing is left behind.
+        """
+        if self._roster is not None:
+            raise UsageError("a RankGroup serves one engine")
+        self._loop = asyncio.get_running_loop()
+        self._on_report, self._on_step, self._on_lost = on_report, on_step, on_lost
+        self._host_blocks = host_blocks
+        if self.path is None:
+            self._own_directory = tempfile.TemporaryDirectory(prefix="aiokv-")
+            self.path = Path(self._own_directory.name) / "ranks"
+        processes = None
+        if self._entry is not None:
+            processes = RankProcesses(self._entry, self.path, lambda: roster.notify())
+        roster = self._roster = Roster(
+            self.num_ranks,
+            self.path,
+            self.timeouts,
+            processes,
+            clock=self._clock,
+            device_blocks=device_blocks,
+            on_reports=self._on_reports,
+            on_lost=self._lose,
+        )
+        try:
+            await roster.open()
+            await roster.begin(host_blocks, self._closed_step, [])
+        except BaseException:
+            await self.aclose()
+            raise
+        roster.device_blocks = self.device_blocks
+        self._ids = _native.BlockMap(0, [], 0, 0, host_blocks, self.device_blocks)
+        self._schedule_tick()
+
+    async def restart(self) -> None:
+        """Bring a lost rank back, and begin anew on all: nothing that was cached is there any more.
+
+        A rank that comes by itself has to come. The others cancel what waits and finish what moves,
+        their closed steps included; no step may be open on them.
+
+        Raises:
+            UsageError: no rank is lost.
+            RankLost: not all came back; still lost.
+
+        Cancellation: still lost; call it again.
+        """
+        if self._failure is None or self._roster is None or self._restarting:
+            raise UsageError("no rank is lost, or a restart is under way")
+        self._flush()
+        self._restarting = True
+        try:
+            await self._roster.begin(self._host_blocks, self._closed_step, sorted(self._asleep))
+        finally:
+            self._restarting = False
+        self._sequence = 0
+        for transfer in list(self._transfers.values()):
+            self._end(transfer)
+        self._failure = None
+        self._fold_steps()
+
+    async def aclose(self) -> None:
+        """Let all ranks finish what moves and go; what waits is cancelled. Idempotent.
+
+        Cancellation: call it again.
+        """
+        self._closing = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._roster is not None and not self._roster.closed:
+            self._flush()
+            await self._roster.aclose()
+        for transfer in list(self._transfers.values()):
+            transfer.give_up(CopyError(0, "the group closed"))
+            self._end(transfer)
+        if self._own_directory is not None:
+            self._own_directory.cleanup()
+
+    # --- what the engine asks of a worker -------------------------------------------------------
+
+    @property
+    def num_layers(self) -> int:
+        return self.layout.num_layers
+
+    @property
+    def layout(self) -> Layout:
+        """Of every rank."""
+        if self._roster is None or self._roster.layout is None:
+            raise UsageError("the group is not open")
+        return self._roster.layout
+
+    @property
+    def device_blocks(self) -> int:
+        """What the rank with the fewest has."""
+        seats = self._roster.seats if self._roster is not None else []
+        return min(seat.layout.num_blocks for seat in seats if seat.layout is not None)
+
+    @property
+    def failure(self) -> RankLost | None:
+        """The first rank that was lost, until a restart."""
+        return self._failure
+
+    def submit(self, plan: TransferPlan) -> LayerDoneCounter:
+        """Take a plan; it leaves for all ranks with the others of this pass.
+
+        Raises:
+            UsageError: as a controller's. Nothing changed.
+            ClosedError: the group is closing.
+        """
+        if self._closing:
+            raise ClosedError("the group of ranks is closing")
+        if plan.transfer_id in self._transfers:
+            raise UsageError(f"transfer {plan.transfer_id} is under way already")
+        self._ids.check_ids(plan.host_ids, plan.device_ids, onload=plan.direction == "onload")
+        id_bytes = len(plan.device_blocks) + len(plan.host_blocks)
+        if id_bytes > MAX_FRAME_BYTES // 2:
+            raise UsageError(f"{plan.num_blocks} blocks in one plan are too many for a message")
+        counter = LayerDoneCounter(
+            self.num_layers, transfer_id=plan.transfer_id, direction=plan.direction
+        )
+        transfer = RankTransfer(
+            plan,
+            counter,
+            num_ranks=self.num_ranks,
+            num_bytes=self.layout.block_bytes * plan.num_blocks,
+            since=self._clock(),
+        )
+        self._transfers[plan.transfer_id] = transfer
+        self._lanes[plan.direction].begin(transfer.since)
+        if self._failure is not None:  # nobody was told of it
+            transfer.give_up(CopyError(0, str(self._failure), self._failure.rank))
+            self._loop.call_soon(self._end, transfer)
+            return counter
+        self._plans.append(plan)
+        self._id_bytes += id_bytes
+        self._schedule_flush()
+        if self._id_bytes > BATCH_BYTES:
+            self._flush()
+        return counter
+
+    def cancel(self, transfer_id: int) -> None:
+        """Take back a plan; where no rank's device has it yet it is reported ``"cancelled"``."""
+        if transfer_id in self._transfers:
+            self._cancels.append(transfer_id)
+            self._schedule_flush()
+
+    def close_step(self, step: int, event: Event | None) -> None:
+        """The engine has closed a step; it is over when every rank says so.
+
+        Raises:
+            UsageError: an event, which belongs to one rank; or the step was closed before.
+        """
+        if event is not None:
+            raise UsageError("ranks close steps with their own events", hint="call Rank.step there")
+        if step <= self._closed_step:
+            raise UsageError(f"step {step} is closed already, up to {self._closed_step}")
+        self._closed_step = step
+        self._fold_steps()
+
+    def clone(
+        self, sources: NDArray[np.int32], targets: NDArray[np.int32], stream: Any = None
+    ) -> None:
+        """Copies within the ranks' devices are the runner's.
+
+        Raises:
+            UsageError: there is something to copy.
+        """
+        if len(sources):
+            raise UsageError(
+                "ranks do not copy blocks within their devices",
+                hint="fork at a block's border, or copy the partial block in the model's runner",
+            )
+
+    async def drain(self) -> None:
+        """Wait until every plan submitted so far, and since, has been reported.
+
+        Plans wait on each rank for its runner to close their step.
+
+        Cancellation: stops waiting; the transfers go on.
+        """
+        while self._transfers:
+            await self.settle()
+
+    async def settle(self) -> None:
+        """As drain(), but only for the plans submitted so far."""
+        if not self._transfers:
+            return
+        entry = (set(self._transfers), self._loop.create_future())
+        self._waiting.append(entry)
+        try:
+            await entry[1]
+        finally:
+            self._waiting.remove(entry)
+
+    async def sleep(self, tiers: frozenset[Tier]) -> None:
+        """Every rank frees the memory of these tiers; nothing is under way. Idempotent.
+
+        Raises:
+            RankLost: one is gone; the others sleep.
+
+        Cancellation: call it again, or ``wake_up``.
+        """
+        self._asleep |= tiers
+        await self._ask(Sleep(number=self._next_question(), tiers=sorted(tiers)))
+
+    async def wake_up(self, tiers: frozenset[Tier], regions: Regions | None = None) -> None:
+        """Every rank takes memory again: with the tensors that it was given as ``Rank.regions``.
+
+        Raises:
+            UsageError: ``regions``, which are the ranks' own; or a rank has no tensors, or others
+                than before, or no memory. Still asleep.
+            RankLost: one is gone. Still asleep.
+
+        Cancellation: call it again, or ``sleep``.
+        """
+        if regions is not None:
+            raise UsageError("with ranks, set Rank.regions on each, before they wake up")
+        await self._ask(WakeUp(number=self._next_question(), tiers=sorted(tiers)))
+        self._asleep -= tiers
+
+    def _next_question(self) -> int:
+        self._questions += 1
+        return self._questions
+
+    async def _ask(self, question: Sleep | WakeUp) -> None:
+        if self._roster is None:
+            raise UsageError("the group is not open")
+        if self._failure is not None:
+            raise self._failure
+        error = await self._roster.ask(question)
+        if error:
+            raise UsageError(error)
+
+    def statistics(self) -> WorkerStatistics:
+        """Counts of the group: a transfer is one, whatever the number of ranks."""
+        steps = [seat.finished_step for seat in self._roster.seats] if self._roster else [0]
+        held = [t for t in self._transfers.values() if t.plan.after_step > min(steps)]
+        onload, offload = self._lanes["onload"], self._lanes["offload"]
+        return WorkerStatistics(
+            held=len(held), onload=onload.statistics(), offload=offload.statistics()
+        )
+
+    def group_statistics(self) -> GroupStatistics:
+        return GroupStatistics(
+            num_ranks=self.num_ranks,
+            generation=self._roster.generation if self._roster else 0,
+            batches=self._batches,
+            plans=self._sent_plans,
+            batch_bytes=self._batch_bytes,
+            given_up=self._given_up,
+            stale_reports=self._roster.stale_reports if self._roster else 0,
+        )
+
+    # --- to the ranks ---------------------------------------------------------------------------
+
+    def _schedule_flush(self) -> None:
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        """What this pass has brought, encoded once, to every rank."""
+        self._flush_scheduled = False
+        if self._roster is None or not (self._plans or self._cancels):
+            return
+        self._sequence += 1
+        batch = TransferBatch(
+            generation=self._roster.generation,
+            sequence=self._sequence,
+            plans=self._plans,
+            cancels=self._cancels,
+        )
+        frame = frame_of(encode(batch))
+        self._batches += 1
+        self._sent_plans += len(self._plans)
+        self._batch_bytes += len(frame)
+        self._plans, self._cancels, self._id_bytes = [], [], 0
+        self._roster.send(frame)
+
+    # --- from the ranks -------------------------------------------------------------------------
+
+    def _on_reports(self, seat: Seat, reports: Reports) -> None:
+        for transfer_id, layers in reports.arrived:
+            transfer = self._transfers.get(transfer_id)
+            if transfer is not None:
+                transfer.arrive(seat.rank, layers)
+        for report in reports.ended:
+            transfer = self._transfers.get(report.transfer_id)
+            if transfer is not None and transfer.end(seat.rank, report):
+                self._end(transfer)
+        self._fold_steps()
+
+    def _fold_steps(self) -> None:
+        if self._roster is None or self._failure is not None:
+            return
+        over = min(self._closed_step, *(seat.finished_step for seat in self._roster.seats))
+        if over > self._reported_step:
+            self._reported_step = over
+            self._on_step(over, None)
+
+    def _lose(self, lost: RankLost) -> None:
+        """Nothing can succeed any more; what the others still move, they report."""
+        if self._failure is None:
+            self._failure = lost
+            for transfer in self._transfers.values():
+                self._give_up(transfer, CopyError(0, str(lost), lost.rank))
+            self._on_lost(lost)
+        for transfer in list(self._transfers.values()):
+            gone = TransferReport(
+                transfer_id=transfer.plan.transfer_id, outcome="failed", reason=str(lost)
+            )
+            if transfer.end(lost.rank, gone):
+                self._end(transfer)
+
+    def _give_up(self, transfer: RankTransfer, failure: CopyError) -> None:
+        if transfer.given_up is None:
+            self._given_up += 1
+            transfer.give_up(failure)
+
+    def _end(self, transfer: RankTransfer) -> None:
+        """No rank moves its bytes any more."""
+        transfer_id = transfer.plan.transfer_id
+        if self._transfers.pop(transfer_id, None) is None:
+            return
+        report = transfer.report()
+        moved_bytes = transfer.num_bytes * self.num_ranks
+        self._lanes[transfer.plan.direction].end(report.outcome, moved_bytes, self._clock())
+        try:
+            self._on_report(report)
+        except Exception as error:
+            self._loop.call_exception_handler(
+                {"message": f"aiokv: the report of {transfer_id} raised", "exception": error}
+            )
+        for waited_for, settled in self._waiting:
+            waited_for.discard(transfer_id)
+            if not waited_for and not settled.done():
+                settled.set_result(None)
+
+    # --- deadlines ------------------------------------------------------------------------------
+
+    def _schedule_tick(self) -> None:
+        self._timer = self._loop.call_later(self.timeouts.heartbeat, self._on_timer)
+
+    def _on_timer(self) -> None:
+        if not self._closing:
+            self._schedule_tick()
+            self.tick()
+
+    def tick(self) -> None:
+        """Find who is silent and who lags; happens by itself at every heartbeat."""
+        if self._roster is None or self._closing:
+            return
+        self._roster.tick()
+        if self._failure is None:
+            self._find_laggards(self._roster)
+
+    def _find_laggards(self, roster: Roster) -> None:
+        """A rank may take so long for a transfer, from its last report of anything on."""
+        now = self._clock()
+        for transfer in list(self._transfers.values()):
+            allowed = self.timeouts.allowed_seconds(transfer.num_bytes)
+            for rank in sorted(transfer.owing):
+                seat = roster.seats[rank]
+                if seat.finished_step < transfer.plan.after_step:
+                    continue  # its runner has not closed the step yet
+                if now - max(transfer.since, seat.progress_at) <= allowed:
+                    continue
+                what = f"rank {rank} has not finished it, nor anything else, for {allowed:.3g} s"
+                if transfer.given_up is not None:
+                    roster.lose(seat, f"transfer {transfer.plan.transfer_id}: {what} more")
+                    return
+                log.warning("rank.lags", rank=rank, transfer_id=transfer.plan.transfer_id)
+                self._give_up(transfer, CopyError(0, what, rank))
+                transfer.since = now  # as long again, then the rank is lost
+                break
+
+    def __repr__(self) -> str:
+        state = "not open" if self._roster is None else f"generation {self._roster.generation}"
+        if self._failure is not None:
+            state = str(self._failure)
+        where = os.fspath(self.path) if self.path is not None else "a private directory"
+        return f"<RankGroup of {self.num_ranks} at {where}, {state}>"

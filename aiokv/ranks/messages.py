@@ -1,0 +1,183 @@
+"""What manager and ranks say to each other: msgspec structs as MessagePack, never pickle.
+
+::
+
+    rank                             manager
+    Hello(layout, version) ────────►
+          ◄───────────────────────── Begin(generation, host blocks)      or Refuse(why)
+    Ready(generation) ─────────────►                     all are ready: plans may come
+          ◄───────────────────────── TransferBatch, the same bytes to all ranks
+    Reports ───────────────────────►
+          ◄───────────────────────── Sleep, WakeUp
+    Answer ────────────────────────►
+          ◄───────────────────────── Ping                     and Pong, while nothing else is said
+          ◄───────────────────────── Close
+
+A *generation* is the time between two restarts. Ready(g) also says that nothing of an earlier
+generation moves any more; Reports of one are ignored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from aiokv.plan import TransferPlan, TransferReport  # noqa: TC001  (msgspec needs them)
+from aiokv.types import Tier  # noqa: TC001
+from aiokv.worker.device.cpu import device_blocks
+
+if TYPE_CHECKING:
+    from aiokv.worker.regions import Regions
+
+PROTOCOL_VERSION: Final = 1
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Positional on the wire, after a tag that says which message it is."""
+
+
+# --- from a rank ----------------------------------------------------------------------------------
+
+
+class Layout(_Message, frozen=True):
+    """What the blocks of a rank are made of; equal on all ranks of a group.
+
+    Attributes:
+        num_blocks: device blocks; may be larger on one rank than on another.
+        fingerprint: over number, name and bytes of all regions of all layers.
+    """
+
+    num_layers: int
+    num_blocks: int
+    block_bytes: int
+    fingerprint: bytes
+
+
+class Hello(_Message, frozen=True, tag="hello"):
+    """The first message on a connection."""
+
+    protocol: int
+    rank: int
+    layout: Layout
+
+
+class Ready(_Message, frozen=True, tag="ready"):
+    """Host memory is there, and nothing of an earlier generation moves."""
+
+    generation: int
+
+
+class Reports(_Message, frozen=True, tag="reports"):
+    """What has happened in one pass of the rank's loop.
+
+    Attributes:
+        arrived: (transfer id, layers that have arrived since) of transfers that go on.
+        ended: one a plan, in the order of their end.
+        finished_step: this step and all before it are over on the rank.
+    """
+
+    generation: int
+    arrived: list[tuple[int, list[int]]]
+    ended: list[TransferReport]
+    finished_step: int
+
+
+class Answer(_Message, frozen=True, tag="answer"):
+    """To ``Sleep`` and ``WakeUp``: done, or why not."""
+
+    number: int
+    error: str
+
+
+class Pong(_Message, frozen=True, tag="pong"):
+    """The rank's loop runs."""
+
+
+class Broken(_Message, frozen=True, tag="broken"):
+    """The rank's device cannot go on."""
+
+    reason: str
+
+
+# --- from the manager -----------------------------------------------------------------------------
+
+
+class Begin(_Message, frozen=True, tag="begin"):
+    """Start a generation: forget what is queued, wait for what moves, then say Ready.
+
+    Attributes:
+        closed_step: all steps up to this one are over.
+        asleep: tiers without memory.
+    """
+
+    generation: int
+    host_blocks: int
+    closed_step: int
+    asleep: list[Tier]
+
+
+class Refuse(_Message, frozen=True, tag="refuse"):
+    """The connection ends; the same Hello would be refused again."""
+
+    reason: str
+
+
+class TransferBatch(_Message, frozen=True, tag="batch"):
+    """All plans of one pass of the manager's loop.
+
+    Attributes:
+        sequence: 1, 2, 3, ... within a generation.
+        plans: of however many requests, in the order of submission.
+        cancels: transfer ids; to be taken account of after the plans.
+    """
+
+    generation: int
+    sequence: int
+    plans: list[TransferPlan]
+    cancels: list[int]
+
+
+class Sleep(_Message, frozen=True, tag="sleep"):
+    """Free the memory of these tiers; nothing is under way."""
+
+    number: int
+    tiers: list[Tier]
+
+
+class WakeUp(_Message, frozen=True, tag="wake_up"):
+    """Take memory for these tiers again."""
+
+    number: int
+    tiers: list[Tier]
+
+
+class Ping(_Message, frozen=True, tag="ping"):
+    """Say something."""
+
+
+class Close(_Message, frozen=True, tag="close"):
+    """Finish what moves, free the memory, and end the connection."""
+
+
+FromRank = Hello | Ready | Reports | Answer | Pong | Broken
+FromManager = Begin | Refuse | TransferBatch | Sleep | WakeUp | Ping | Close
+
+encode: Final = msgspec.msgpack.Encoder().encode
+decode_from_rank: Final = msgspec.msgpack.Decoder(FromRank).decode
+decode_from_manager: Final = msgspec.msgpack.Decoder(FromManager).decode
+
+
+def layout_of(regions: Regions) -> Layout:
+    """A rank's regions, as its Hello tells them."""
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(f"aiokv layout {regions.num_layers}".encode())
+    for piece in regions.pieces():
+        digest.update(f"\n{piece.layer} {piece.block_bytes} {piece.region}".encode())
+    return Layout(
+        num_layers=regions.num_layers,
+        num_blocks=device_blocks(regions),
+        block_bytes=regions.block_bytes,
+        fingerprint=digest.digest(),
+    )

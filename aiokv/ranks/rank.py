@@ -1,0 +1,420 @@
+"""Rank: one rank's worker, in the process that owns its tensors.
+
+    manager ─► TransferBatch ─► CacheController ─► device
+            ◄─ Reports, one message a pass ◄─ what arrived, what ended, which step is over
+
+The model runner of the process waits for transfers with ``layers()``, and closes each step with its
+own event: what a step has computed on this rank moves when that event is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING, Final, Self
+
+from aiokv.errors import AiokvError, ClosedError, RankLost, UsageError
+from aiokv.observe.logs import Log
+from aiokv.plan import TransferReport
+from aiokv.ranks.channel import Channel, frame_of
+from aiokv.ranks.messages import (
+    PROTOCOL_VERSION,
+    Answer,
+    Begin,
+    Broken,
+    Hello,
+    Ping,
+    Pong,
+    Ready,
+    Refuse,
+    Reports,
+    Sleep,
+    TransferBatch,
+    WakeUp,
+    decode_from_manager,
+    encode,
+    layout_of,
+)
+from aiokv.worker.controller import CacheController
+from aiokv.worker.device.cpu import CpuDevice
+from aiokv.worker.layers import LayerView, done_view
+from aiokv.worker.poller import EventPoller
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+    from types import TracebackType
+
+    from aiokv.plan import TransferPlan
+    from aiokv.worker.controller import WorkerStatistics
+    from aiokv.worker.device.base import Device, Event
+    from aiokv.worker.layers import LayerDoneCounter
+    from aiokv.worker.regions import Regions
+
+log = Log(__name__)
+
+KEPT_COUNTERS: Final = 4096  # ended transfers that the runner may still ask for
+RETRY_SECONDS: Final = 0.05
+HANG_UP_SECONDS: Final = 5.0  # for the last reports to leave
+
+
+class Rank:
+    """One rank of a group; ``async with`` connects, and returns when the group has begun.
+
+    Args:
+        path: the socket of the :class:`RankGroup`.
+        rank: 0 <= rank < num_ranks.
+        regions: this rank's tensors; layers, regions and bytes a block as on every rank.
+        device: where they live; the cpu device by default.
+        connect_timeout: seconds to wait for the group to listen.
+
+    Its loop must not be blocked: run the model in a thread.
+
+    Attributes:
+        regions: the tensors. None are kept while the device tier sleeps; set this to the new ones,
+            of the layout before, ahead of ``engine.wake_up``.
+        connected: it has found the group; also when that is gone meanwhile.
+    """
+
+    def __init__(
+        self,
+        path: Path | str,
+        rank: int,
+        regions: Regions,
+        device: Device | None = None,
+        *,
+        connect_timeout: float = 60.0,
+    ) -> None:
+        self.rank = rank
+        self._path = str(path)
+        self.regions = regions
+        self._bare: Regions | None = None  # what stands for tensors that sleep
+        self._device = device or CpuDevice()
+        self._connect_timeout = connect_timeout
+        self._controller: CacheController | None = None
+        self._generation = 0
+        self._closed_step = 0
+        self._finished_step = 0
+        self._step_waiter: asyncio.Future[None] | None = None
+        self._counters: dict[int, LayerDoneCounter] = {}
+        self._ended_ids: deque[int] = deque()
+        self._newest_id = 0
+        self._expected: dict[int, list[asyncio.Future[None]]] = {}
+        self._arrived: dict[int, list[int]] = {}
+        self._ended: list[TransferReport] = []
+        self._flush_scheduled = False
+        self.connected = False
+        self._task: asyncio.Task[None] | None = None
+
+    # --- life -----------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        """Connect, and wait until all ranks are there.
+
+        Raises:
+            RankLost: the group refused this rank, or is gone.
+            TimeoutError: nobody listened in time.
+
+        Cancellation: the connection is closed.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._poller = EventPoller(self._loop)
+        self._gone: asyncio.Future[str] = self._loop.create_future()
+        self._begun: asyncio.Future[None] = self._loop.create_future()
+        self._hung_up: asyncio.Future[None] = self._loop.create_future()
+        self._channel = Channel(self._on_frame, self._on_closed)
+        try:
+            await self._connect()
+            layout = layout_of(self.regions)
+            self._say(Hello(protocol=PROTOCOL_VERSION, rank=self.rank, layout=layout))
+            await asyncio.wait((self._begun, self._gone), return_when=asyncio.FIRST_COMPLETED)
+            if not self._begun.done():
+                raise RankLost(f"rank {self.rank}: {self._gone.result()}", rank=self.rank)
+        except BaseException:
+            await self.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    async def closed(self) -> str:
+        """Wait until the group closes or is gone; returns which. Leave ``async with`` then.
+
+        Cancellation: nothing changed.
+        """
+        return await asyncio.shield(self._gone)
+
+    async def aclose(self) -> None:
+        """Finish what moves, report it, hang up, free the memory. Idempotent.
+
+        Cancellation: call it again.
+        """
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait((self._task,))
+        if self._controller is not None:
+            await self._controller.aclose()
+            self._flush()
+        self._fail_expected()
+        self._poller.close()
+        self._channel.close()
+        if self.connected and not self._hung_up.done():
+            await asyncio.wait((self._hung_up,), timeout=HANG_UP_SECONDS)
+            self._channel.cut("the manager does not read")
+
+    async def _connect(self) -> None:
+        async with asyncio.timeout(self._connect_timeout):
+            while True:
+                try:
+                    await self._loop.create_unix_connection(lambda: self._channel, self._path)
+                except (FileNotFoundError, ConnectionRefusedError):
+                    await asyncio.sleep(RETRY_SECONDS)
+                else:
+                    self.connected = True
+                    return
+
+    # --- for the model runner -------------------------------------------------------------------
+
+    async def layers(self, transfer_ids: Iterable[int], timeout: float | None = None) -> LayerView:
+        """What this rank's runner waits for: the transfers of ``lease.layers.transfer_ids``.
+
+        Waits until their plans have come, not for their bytes: that is what the view is for, with
+        ``await view.wait(layer)`` here or ``view.gpu_wait(layer, stream)`` in any thread.
+
+        Raises:
+            UsageError: a transfer that ended so long ago that it is forgotten.
+            ClosedError: the group is gone, or starts again: the plans will not come.
+            TimeoutError: they have not come in time.
+
+        Cancellation: nothing changed.
+        """
+        ids = list(transfer_ids)
+        async with asyncio.timeout(timeout):
+            for transfer_id in ids:
+                await self._expect(transfer_id)
+        if not ids:
+            return done_view(self.regions.num_layers)
+        return LayerView([self._counters[transfer_id] for transfer_id in ids])
+
+    async def _expect(self, transfer_id: int) -> None:
+        if transfer_id in self._counters:
+            return
+        if self._gone.done():
+            raise ClosedError(f"the group is gone: {self._gone.result()}")
+        if transfer_id <= self._newest_id:
+            raise UsageError(f"transfer {transfer_id} ended long ago, or before a restart")
+        arrival: asyncio.Future[None] = self._loop.create_future()
+        self._expected.setdefault(transfer_id, []).append(arrival)
+        try:
+            await arrival
+        finally:
+            waiting = self._expected.get(transfer_id, [])
+            if arrival in waiting:
+                waiting.remove(arrival)
+
+    def step(self, step: int, event: Event | None = None) -> None:
+        """This rank has submitted all work of steps up to ``step`` of the engine.
+
+        Args:
+            step: the engine's ``open_step`` while the work was handed out; may leave some out.
+            event: recorded behind the work; None when it has finished.
+
+        Raises:
+            UsageError: the step was closed before.
+        """
+        if self._controller is None:
+            raise UsageError("the rank is used before `async with`")
+        self._controller.close_step(step, event)
+        self._closed_step = step
+
+    def statistics(self) -> WorkerStatistics:
+        if self._controller is None:
+            raise UsageError("the rank is used before `async with`")
+        return self._controller.statistics()
+
+    # --- from the manager -----------------------------------------------------------------------
+
+    def _on_frame(self, frame: bytes) -> None:
+        message = decode_from_manager(frame)
+        if isinstance(message, TransferBatch):
+            self._on_batch(message)
+        elif isinstance(message, Ping):
+            self._say(Pong())
+        elif isinstance(message, Begin):
+            previous = self._task
+            self._task = self._loop.create_task(self._begin(message, previous))
+        elif isinstance(message, Sleep | WakeUp):
+            previous = self._task
+            self._task = self._loop.create_task(self._change_tiers(message, previous))
+        elif isinstance(message, Refuse):
+            self._go(f"refused: {message.reason}")
+        else:
+            self._go("the group closes")
+
+    def _on_closed(self, reason: str) -> None:
+        self._hung_up.set_result(None)
+        self._go(reason)
+
+    def _go(self, reason: str) -> None:
+        if not self._gone.done():
+            self._gone.set_result(reason)
+        self._fail_expected()
+
+    async def _begin(self, begin: Begin, previous: asyncio.Task[None] | None) -> None:
+        """Nothing of before moves when Ready is said."""
+        if previous is not None:
+            previous.cancel()
+            await asyncio.wait((previous,))
+        self._generation = 0  # reports until Ready are nobody's
+        self._fail_expected()
+        try:
+            controller = self._controller
+            if controller is None:
+                controller = self._controller = self._open(begin.host_blocks)
+            await controller.abandon()
+            await self._steps_over()
+            await controller.sleep(frozenset(begin.asleep))
+        except AiokvError as error:
+            self._say(Broken(reason=str(error)))
+            return
+        if begin.closed_step > self._closed_step:
+            self.step(begin.closed_step)
+        self._counters.clear()
+        self._ended_ids.clear()
+        self._arrived.clear()
+        self._ended.clear()
+        self._generation = begin.generation
+        self._say(Ready(generation=begin.generation))
+        if not self._begun.done():
+            self._begun.set_result(None)
+
+    async def _change_tiers(
+        self, question: Sleep | WakeUp, previous: asyncio.Task[None] | None
+    ) -> None:
+        if previous is not None:
+            await asyncio.wait((previous,))
+        error = "it has not begun"
+        if self._controller is not None:
+            try:
+                await self._sleep_or_wake(self._controller, question)
+                error = ""
+            except AiokvError as refusal:
+                error = str(refusal)
+        self._say(Answer(number=question.number, error=error))
+
+    async def _sleep_or_wake(self, controller: CacheController, question: Sleep | WakeUp) -> None:
+        tiers = frozenset(question.tiers)
+        if isinstance(question, Sleep):
+            falling = tiers - controller.asleep
+            await controller.sleep(tiers)
+            if "device" in falling:
+                self._bare = self.regions = self.regions.without_tensors()
+        else:
+            regions = None if self.regions is self._bare else self.regions
+            await controller.wake_up(tiers, regions)
+
+    def _open(self, host_blocks: int) -> CacheController:
+        return CacheController(
+            regions=self.regions,
+            host_blocks=host_blocks,
+            device=self._device,
+            poller=self._poller,
+            on_report=self._on_report,
+            on_step=self._on_step,
+        )
+
+    def _on_batch(self, batch: TransferBatch) -> None:
+        if batch.generation != self._generation or self._controller is None:
+            return
+        for plan in batch.plans:
+            self._submit(self._controller, plan)
+        for transfer_id in batch.cancels:
+            self._controller.cancel(transfer_id)
+
+    def _submit(self, controller: CacheController, plan: TransferPlan) -> None:
+        transfer_id = plan.transfer_id
+        try:
+            counter = controller.submit(plan)
+        except AiokvError as error:  # told by the report, like any other failure
+            self._on_report(
+                TransferReport(transfer_id=transfer_id, outcome="failed", reason=str(error))
+            )
+            return
+        counter.add_callback(lambda layer: self._on_layer(transfer_id, layer))
+        self._counters[transfer_id] = counter
+        self._newest_id = max(self._newest_id, transfer_id)
+        for arrival in self._expected.pop(transfer_id, ()):
+            if not arrival.done():
+                arrival.set_result(None)
+
+    def _fail_expected(self) -> None:
+        for arrivals in self._expected.values():
+            for arrival in arrivals:
+                if not arrival.done():
+                    arrival.set_exception(ClosedError("the group is gone, or starts again"))
+        self._expected.clear()
+
+    # --- to the manager -------------------------------------------------------------------------
+
+    def _on_layer(self, transfer_id: int, layer: int) -> None:
+        self._arrived.setdefault(transfer_id, []).append(layer)
+        self._schedule_flush()
+
+    def _on_report(self, report: TransferReport) -> None:
+        self._arrived.pop(report.transfer_id, None)  # its end says more
+        self._ended.append(report)
+        self._ended_ids.append(report.transfer_id)
+        while len(self._ended_ids) > KEPT_COUNTERS:
+            self._counters.pop(self._ended_ids.popleft(), None)
+        self._schedule_flush()
+        failure = None if self._controller is None else self._controller.failure
+        if report.outcome == "failed" and failure is not None:
+            self._flush()
+            self._say(Broken(reason=str(failure)))
+
+    def _on_step(self, step: int, error: BaseException | None) -> None:
+        if error is not None:
+            self._say(Broken(reason=f"step {step}: {error}"))
+            return
+        self._finished_step = max(self._finished_step, step)
+        if self._step_waiter is not None and not self._step_waiter.done():
+            self._step_waiter.set_result(None)
+        self._schedule_flush()
+
+    async def _steps_over(self) -> None:
+        """Wait for the events of all steps that were closed."""
+        while self._finished_step < self._closed_step:
+            self._step_waiter = self._loop.create_future()
+            await self._step_waiter
+
+    def _schedule_flush(self) -> None:
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        """What happened in this pass, in one message."""
+        self._flush_scheduled = False
+        if not self._generation:
+            return
+        self._say(
+            Reports(
+                generation=self._generation,
+                arrived=list(self._arrived.items()),
+                ended=self._ended,
+                finished_step=self._finished_step,
+            )
+        )
+        self._arrived, self._ended = {}, []
+
+    def _say(self, message: Hello | Ready | Reports | Answer | Pong | Broken) -> None:
+        self._channel.send(frame_of(encode(message)))
+
+    def __repr__(self) -> str:
+        return f"<Rank {self.rank} at {self._path}, generation {self._generation}>"

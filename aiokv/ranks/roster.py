@@ -1,0 +1,437 @@
+"""Who of the ranks is there: they come, start a generation together, live, and get lost."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from aiokv.errors import ClosedError, ConfigError, RankLost
+from aiokv.observe.logs import Log
+from aiokv.ranks.channel import Channel, ChannelError, frame_of, listen
+from aiokv.ranks.messages import (
+    PROTOCOL_VERSION,
+    Answer,
+    Begin,
+    Broken,
+    Close,
+    Hello,
+    Ping,
+    Pong,
+    Ready,
+    Refuse,
+    Reports,
+    decode_from_rank,
+    encode,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from aiokv.ranks.messages import Layout, Sleep, WakeUp
+    from aiokv.ranks.processes import RankProcesses
+    from aiokv.types import Tier
+
+log = Log(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTimeouts:
+    """How long the manager waits, in seconds.
+
+    Attributes:
+        start: for all ranks to come and to have their host memory.
+        heartbeat: between two looks at who lives and who lags.
+        silence: a rank that says nothing for so long is lost. Its loop must not be blocked as
+            long: run the model in a thread.
+        transfer: a rank may take so long for a transfer, and as long as ``min_bytes_per_second``
+            allows for its bytes, from the last thing it has finished on.
+        close: for ranks to finish what moves when the group closes.
+    """
+
+    start: float = 60.0
+    heartbeat: float = 1.0
+    silence: float = 30.0
+    transfer: float = 30.0
+    min_bytes_per_second: float = 100e6
+    close: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"RankTimeouts.{name} is {getattr(self, name)}; not above 0")
+
+    def allowed_seconds(self, num_bytes: int) -> float:
+        """For a transfer of so many bytes."""
+        return self.transfer + num_bytes / self.min_bytes_per_second
+
+
+class Seat:
+    """One rank's place.
+
+    Attributes:
+        channel: None while the rank is away.
+        ready: it takes part in the current generation.
+        heard_at: time of its last message.
+        progress_at: time of its last report.
+        finished_step: this step and all before it are over on the rank.
+    """
+
+    __slots__ = (
+        "channel",
+        "finished_step",
+        "heard_at",
+        "layout",
+        "progress_at",
+        "rank",
+        "ready",
+        "why_away",
+    )
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.channel: Channel | None = None
+        self.layout: Layout | None = None
+        self.ready = False
+        self.why_away = "it has not come"
+        self.heard_at = 0.0
+        self.progress_at = 0.0
+        self.finished_step = 0
+
+
+class Roster:
+    """The ranks of a group, as the manager sees them.
+
+    Args:
+        processes: starts the ranks; None when they come by themselves.
+        on_reports: gets the reports of the current generation.
+        on_lost: called when a rank that took part is gone.
+
+    Attributes:
+        device_blocks: at least so many every rank must have.
+        layout: of every rank, from the first Hello on.
+        stale_reports: frames of an earlier generation, ignored.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        path: Path,
+        timeouts: RankTimeouts,
+        processes: RankProcesses | None,
+        *,
+        clock: Callable[[], float],
+        device_blocks: int,
+        on_reports: Callable[[Seat, Reports], None],
+        on_lost: Callable[[RankLost], None],
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._path = path
+        self._timeouts = timeouts
+        self._processes = processes
+        self.device_blocks = device_blocks
+        self._on_reports = on_reports
+        self._on_lost = on_lost
+        self._strangers: set[Channel] = set()  # they have not said Hello
+        self._question = 0  # number of the newest Sleep or WakeUp
+        self._answers: dict[int, str] = {}  # by rank
+        self._news: list[asyncio.Future[None]] = []  # of those who wait for any
+        self._clock = clock
+        self._ticked_at = clock()
+        self.seats = [Seat(rank) for rank in range(num_ranks)]
+        self.generation = 0
+        self.layout: Layout | None = None
+        self.stale_reports = 0
+        self.closing = False
+        self.closed = False
+        self._server: asyncio.Server | None = None
+        self._running = False  # a generation
+
+    # --- opening and closing --------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Listen for ranks.
+
+        Raises:
+            ConfigError: as :func:`listen`.
+        """
+        listening = listen(self._path)
+        self._server = await self._loop.create_unix_server(self._new_channel, sock=listening)
+
+    async def begin(self, host_blocks: int, closed_step: int, asleep: list[Tier]) -> None:
+        """Start the ranks that are away, and a generation on all of them.
+
+        When it returns, nothing of an earlier generation moves anywhere.
+
+        Raises:
+            RankLost: one died on the way, was refused, or was not ready in time.
+
+        Cancellation: no generation is running; call it again.
+        """
+        self._running = False
+        for seat in self.seats:
+            seat.ready = False
+        self.generation += 1
+        try:
+            async with asyncio.timeout(self._timeouts.start):
+                if self._processes is not None:
+                    away = [seat.rank for seat in self.seats if seat.channel is None]
+                    await self._processes.start(away)
+                await self._until(lambda seat: seat.channel is not None)
+                message = Begin(
+                    generation=self.generation,
+                    host_blocks=host_blocks,
+                    closed_step=closed_step,
+                    asleep=asleep,
+                )
+                for seat in self.seats:
+                    seat.finished_step = closed_step
+                self.send(frame_of(encode(message)))
+                await self._until(lambda seat: seat.ready)
+                self._running = True
+        except TimeoutError:
+            late = min(self.seats, key=lambda seat: (seat.channel is not None, seat.ready))
+            why = "it is not ready" if late.channel is not None else self._why(late)
+            raise RankLost(
+                f"rank {late.rank}: {why}, after {self._timeouts.start} s", rank=late.rank
+            ) from None
+
+    async def _until(self, condition: Callable[[Seat], bool]) -> None:
+        """Wait until the condition holds for all seats."""
+        waits_for_hello = {seat.rank for seat in self.seats if seat.channel is None}
+        while not all(condition(seat) for seat in self.seats):
+            await self._next_news()
+            if self.closing:
+                raise ClosedError("the group of ranks closes")
+            waits_for_hello -= {seat.rank for seat in self.seats if seat.channel is not None}
+            for seat in self.seats:
+                died = self._processes is not None and not self._processes.is_alive(seat.rank)
+                if seat.channel is None and (seat.rank not in waits_for_hello or died):
+                    raise RankLost(f"rank {seat.rank}: {self._why(seat)}", rank=seat.rank)
+
+    async def _next_news(self) -> None:
+        news: asyncio.Future[None] = self._loop.create_future()
+        self._news.append(news)
+        try:
+            await news
+        finally:
+            self._news.remove(news)
+
+    def _why(self, seat: Seat) -> str:
+        """What is known of a rank that is away."""
+        if self._processes is None or self._processes.is_alive(seat.rank):
+            return seat.why_away
+        return f"{seat.why_away}; {self._processes.describe(seat.rank)}"
+
+    async def ask(self, message: Sleep | WakeUp) -> str:
+        """Tell all ranks, and wait for their answers; one question at a time.
+
+        Returns:
+            What a rank had against it, with its number; empty when all have done it.
+
+        Raises:
+            RankLost: one is gone, or did not answer in the time of a start.
+
+        Cancellation: the ranks do it all the same.
+        """
+        self._answers = {}
+        self._question = message.number
+        self.send(frame_of(encode(message)))
+        try:
+            async with asyncio.timeout(self._timeouts.start):
+                while len(self._answers) < len(self.seats):
+                    away = next((seat for seat in self.seats if not seat.ready), None)
+                    if away is not None:
+                        raise RankLost(f"rank {away.rank}: {away.why_away}", rank=away.rank)
+                    await self._next_news()
+        except TimeoutError:
+            for seat in self.seats:
+                if seat.rank not in self._answers:
+                    self.lose(seat, f"it did not answer for {self._timeouts.start} s")
+            silent = next(seat for seat in self.seats if not seat.ready)
+            raise RankLost(f"rank {silent.rank}: {silent.why_away}", rank=silent.rank) from None
+        errors = [f"rank {rank}: {self._answers[rank]}" for rank in sorted(self._answers)]
+        return "; ".join(error for error in errors if not error.endswith(": "))
+
+    async def aclose(self) -> None:
+        """Let ranks finish what moves, and go; cut off those that take too long. Idempotent.
+
+        Cancellation: call it again.
+        """
+        self.closing = True
+        self.notify()
+        close = frame_of(encode(Close()))
+        for seat in self.seats:
+            if seat.channel is not None:
+                seat.channel.send(close)
+        for stranger in list(self._strangers):
+            stranger.cut("the group closes")
+        try:
+            async with asyncio.timeout(self._timeouts.close):
+                while any(seat.channel is not None for seat in self.seats):
+                    await self._next_news()
+                if self._processes is not None:
+                    await self._processes.wait()
+        except TimeoutError:
+            names = [seat.rank for seat in self.seats if seat.channel is not None]
+            log.warning("ranks.cut_off", ranks=names, waited_seconds=self._timeouts.close)
+            for seat in self.seats:
+                if seat.channel is not None:
+                    seat.channel.cut("it took too long to close")
+        if self._processes is not None:
+            await self._processes.kill_all()
+        if self._server is not None:
+            self._server.close()
+            self._path.unlink(missing_ok=True)
+        self.closed = True
+        while self._strangers or any(seat.channel is not None for seat in self.seats):
+            await self._next_news()  # of channels that were cut
+
+    def send(self, frame: bytes) -> None:
+        """The same bytes to every rank that is there."""
+        for seat in self.seats:
+            if seat.channel is not None:
+                seat.channel.send(frame)
+
+    def notify(self) -> None:
+        """Whoever waits for ranks looks again."""
+        for news in self._news:
+            if not news.done():
+                news.set_result(None)
+
+    # --- life -----------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Ask who is silent, and give up those who have been so for too long."""
+        now = self._clock()
+        blocked = now - self._ticked_at > 2 * self._timeouts.heartbeat
+        self._ticked_at = now
+        for seat in self.seats:
+            if blocked:  # this loop did not read: what ranks have said lies in the sockets
+                seat.heard_at = seat.progress_at = now
+            if not seat.ready or seat.channel is None:
+                continue
+            if now - seat.heard_at > self._timeouts.silence:
+                self.lose(seat, f"it said nothing for {self._timeouts.silence} s")
+            else:
+                seat.channel.send(_PING)
+
+    def lose(self, seat: Seat, reason: str) -> None:
+        """Cut a rank off, and kill its process where that is ours."""
+        if seat.channel is not None:
+            seat.channel.cut(reason)
+        if self._processes is not None:
+            self._processes.kill(seat.rank)
+        self._away(seat, reason)
+
+    def _away(self, seat: Seat, reason: str) -> None:
+        took_part, seat.ready = self._running and seat.ready, False
+        seat.channel, seat.why_away = None, reason
+        if took_part and not self.closing:
+            log.error("rank.lost", rank=seat.rank, reason=reason)
+            self._on_lost(RankLost(f"rank {seat.rank} is lost: {reason}", rank=seat.rank))
+        self.notify()
+
+    # --- connections ----------------------------------------------------------------------------
+
+    def _new_channel(self) -> Channel:
+        connection = _Connection(self)
+        self._strangers.add(connection.channel)
+        return connection.channel
+
+    def _admit(self, channel: Channel, hello: Hello) -> Seat:
+        """Give a rank its seat.
+
+        Raises:
+            ChannelError: it does not belong here.
+        """
+        if hello.protocol != PROTOCOL_VERSION:
+            raise ChannelError(f"protocol {hello.protocol}, not {PROTOCOL_VERSION}")
+        if self.closing or not 0 <= hello.rank < len(self.seats):
+            raise ChannelError(f"there is no rank {hello.rank} in a group of {len(self.seats)}")
+        seat = self.seats[hello.rank]
+        if seat.channel is not None:
+            raise ChannelError(f"rank {hello.rank} is here already")
+        if hello.layout.num_blocks < self.device_blocks:
+            raise ChannelError(
+                f"rank {hello.rank} has {hello.layout.num_blocks} device blocks, fewer than "
+                f"{self.device_blocks}"
+            )
+        if self.layout is None:
+            self.layout = hello.layout
+        elif hello.layout.fingerprint != self.layout.fingerprint:
+            raise ChannelError(f"the layout of rank {hello.rank} is not that of the others")
+        seat.channel, seat.layout = channel, hello.layout
+        self._strangers.discard(channel)
+        self._hear(seat)
+        self.notify()
+        return seat
+
+    def _on_refused(self, rank: int, reason: str) -> None:
+        if 0 <= rank < len(self.seats) and self.seats[rank].channel is None:
+            self.seats[rank].why_away = reason
+
+    def _hear(self, seat: Seat) -> None:
+        seat.heard_at = self._clock()
+
+    def _on_message(self, seat: Seat, message: Ready | Reports | Answer | Pong | Broken) -> None:
+        self._hear(seat)
+        if isinstance(message, Broken):
+            self.lose(seat, message.reason)
+        elif isinstance(message, Reports):
+            if message.generation != self.generation or not seat.ready:
+                self.stale_reports += 1
+                return
+            seat.progress_at = seat.heard_at
+            seat.finished_step = max(seat.finished_step, message.finished_step)
+            self._on_reports(seat, message)
+        elif isinstance(message, Answer):
+            if message.number == self._question:
+                self._answers[seat.rank] = message.error
+                self.notify()
+        elif isinstance(message, Ready) and message.generation == self.generation:
+            seat.progress_at = seat.heard_at
+            seat.ready = True
+            self.notify()
+
+    def _on_closed(self, channel: Channel, seat: Seat | None, reason: str) -> None:
+        self._strangers.discard(channel)
+        if seat is not None and seat.channel is channel:
+            self._away(seat, reason)
+        self.notify()
+
+
+class _Connection:
+    """What a channel says before and after its Hello."""
+
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+        self._seat: Seat | None = None
+        self.channel = Channel(self._on_frame, self._on_closed)
+
+    def _on_frame(self, frame: bytes) -> None:
+        message = decode_from_rank(frame)
+        if isinstance(message, Hello):
+            self._on_hello(message)
+        elif self._seat is None:
+            raise ChannelError("the first message is not Hello")
+        else:
+            self._roster._on_message(self._seat, message)
+
+    def _on_hello(self, hello: Hello) -> None:
+        if self._seat is not None:
+            raise ChannelError("a second Hello")
+        try:
+            self._seat = self._roster._admit(self.channel, hello)
+        except ChannelError as error:
+            log.warning("rank.refused", rank=hello.rank, reason=str(error))
+            self._roster._on_refused(hello.rank, str(error))
+            self.channel.send(frame_of(encode(Refuse(reason=str(error)))))
+            self.channel.close()
+
+    def _on_closed(self, reason: str) -> None:
+        self._roster._on_closed(self.channel, self._seat, reason)
+
+
+_PING = frame_of(encode(Ping()))

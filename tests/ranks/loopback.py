@@ -1,0 +1,207 @@
+"""An engine and its ranks on one loop, over real sockets; every rank has KV of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from aiokv import CacheConfig, CacheEngine, Regions
+from aiokv.ranks import Rank, RankGroup, RankTimeouts
+from aiokv.testing import ManualDevice, run_until_idle, spin
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from aiokv import Lease
+
+LAYERS = 2
+PATIENT = RankTimeouts(heartbeat=1000.0, silence=500.0)  # only `pass_time` finds who lags
+BLOCK_TOKENS = 2
+
+
+class Shard:
+    """One rank: its tensors, its device, and whatever connection it has."""
+
+    def __init__(self, path: Path, rank: int, device_blocks: int, *, manual: bool) -> None:
+        self.number = rank
+        self.path = path
+        self.manual = manual
+        self.device_blocks = device_blocks
+        self.fresh()
+
+    def fresh(self) -> None:
+        """As in a new process: no bytes of before."""
+        self.kv = [np.full((self.device_blocks, 8), 99, np.int8) for _ in range(LAYERS)]
+        self.regions = Regions(num_layers=LAYERS)
+        self.regions.add("kv", layers=self.kv)
+        self.device = ManualDevice() if self.manual else None
+        self.worker = Rank(self.path, self.number, self.regions, self.device)
+
+    async def leave(self) -> None:
+        """The process ends: copies come to rest, and the connection with them."""
+        closing = asyncio.create_task(self.worker.aclose())
+        while not closing.done():
+            self.complete_all()
+            await asyncio.sleep(0)
+        await closing
+
+    def complete_all(self) -> None:
+        if self.device is not None:
+            self.device.complete_all()
+
+
+class Ranked:
+    """Blocks of 2 tokens, 2 layers, 8 bytes a block and rank."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        num_ranks: int = 2,
+        device_blocks: int = 8,
+        host_blocks: int = 16,
+        manual: bool = True,
+        timeouts: RankTimeouts | None = None,
+        **config: Any,
+    ) -> None:
+        self.now = 0.0
+        self.group = RankGroup(
+            num_ranks, path=path / "ranks", timeouts=timeouts or PATIENT, clock=lambda: self.now
+        )
+        self.shards = [
+            Shard(path / "ranks", rank, device_blocks, manual=manual) for rank in range(num_ranks)
+        ]
+        self.engine = CacheEngine(
+            CacheConfig(
+                block_tokens=BLOCK_TOKENS,
+                device_blocks=device_blocks,
+                host_blocks=host_blocks,
+                **config,
+            ),
+            ranks=self.group,
+        )
+
+    async def __aenter__(self) -> Self:
+        await asyncio.gather(
+            self.engine.__aenter__(), *(shard.worker.__aenter__() for shard in self.shards)
+        )
+        return self
+
+    async def __aexit__(self, exc_type: object, *exc: object) -> None:
+        await spin(2)  # leases of tests that only look are collected
+        if exc_type is None:
+            assert self.engine.check_invariants() == []
+            assert self.engine.statistics().leases == 0
+        closing = asyncio.create_task(self.engine.aclose(0.0 if exc_type else None))
+        leaving = [asyncio.create_task(self._leave(shard)) for shard in self.shards]
+        await asyncio.gather(closing, *leaving)
+        await spin(2)
+
+    async def _leave(self, shard: Shard) -> None:
+        if shard.worker.connected:
+            await shard.worker.closed()
+            await shard.leave()
+
+    # --- a model -------------------------------------------------------------------------------
+
+    @staticmethod
+    def content(tokens: Sequence[int], block: int, layer: int, rank: int) -> np.ndarray:
+        """The KV of a block depends on all tokens up to its end, and is another on each rank."""
+        prefix = list(tokens[: (block + 1) * BLOCK_TOKENS])
+        seed = [rank, layer, *prefix, len(prefix)]
+        return np.random.default_rng(seed).integers(-128, 127, 8).astype(np.int8)
+
+    def compute(self, lease: Lease, tokens: Sequence[int], first: int = 0) -> None:
+        table = lease.block_table
+        for block in range(first // BLOCK_TOKENS, len(tokens) // BLOCK_TOKENS):
+            for shard in self.shards:
+                for layer in range(LAYERS):
+                    shard.kv[layer][table[block]] = self.content(tokens, block, layer, shard.number)
+
+    def check(self, lease: Lease, tokens: Sequence[int]) -> None:
+        """What the lease takes for cached is there on every rank."""
+        table = lease.block_table
+        for block in range(lease.cached_tokens // BLOCK_TOKENS):
+            for shard in self.shards:
+                for layer in range(LAYERS):
+                    expected = self.content(tokens, block, layer, shard.number)
+                    actual = shard.kv[layer][table[block]]
+                    assert np.array_equal(actual, expected), (block, shard.number, layer)
+
+    def step(self) -> None:
+        """Every rank has finished its work."""
+        for shard in self.shards:
+            shard.worker.step(self.engine.open_step)
+        self.engine.step()
+
+    async def serve(self, tokens: Sequence[int]) -> int:
+        """A whole request; returns what was cached."""
+        async with self.engine.match(tokens) as lease:
+            await lease.allocate(len(tokens))
+            await lease.layers.wait_all()
+            cached = lease.cached_tokens
+            self.check(lease, tokens)
+            self.compute(lease, tokens, cached)
+            lease.commit(len(tokens))
+        self.step()
+        return cached
+
+    async def to_host(self, tokens: Sequence[int]) -> None:
+        """The full blocks of ``tokens`` are on the host only."""
+        await self.serve(tokens)
+        await self.finish()
+        await self.engine.evict(self.engine.config.device_blocks)
+        for shard in self.shards:
+            for array in shard.kv:
+                array[:] = 77
+
+    async def finish(self) -> None:
+        """Everything that is under way ends, on all ranks."""
+        draining = asyncio.create_task(self.engine.drain())
+        while not draining.done():
+            for shard in self.shards:
+                shard.complete_all()
+            await asyncio.sleep(0)
+        await draining
+
+    def pass_time(self, seconds: float) -> None:
+        """So much later, who is silent and who lags?"""
+        self.now += seconds
+        self.group.tick()
+
+    async def heard(self) -> None:
+        """All ranks have reported something now."""
+        seats = self.group._roster.seats  # type: ignore[union-attr]
+        await run_until_idle(lambda: all(seat.progress_at == self.now for seat in seats))
+
+    async def lose(self, rank: int) -> None:
+        """A rank dies; another is there in its place, which has not connected yet."""
+        shard = self.shards[rank]
+        shard.worker._channel.cut("killed")
+        await run_until_idle(lambda: self.group.failure is not None)
+        await shard.leave()
+        shard.fresh()
+
+    async def restart(self, *ranks: int) -> None:
+        """Bring the lost ranks back."""
+        restarting = asyncio.create_task(self.engine.restart_ranks())
+        entering = [asyncio.create_task(self.shards[r].worker.__aenter__()) for r in ranks]
+        everything = asyncio.gather(restarting, *entering)
+        while not everything.done():
+            for shard in self.shards:
+                shard.complete_all()
+            await asyncio.sleep(0)
+        await everything
+
+    async def copies(self, *, onload: bool = True) -> list[Any]:
+        """The one copy that each rank has in its device, once it has come."""
+
+        def current() -> list[list[Any]]:
+            devices = [shard.device for shard in self.shards if shard.device is not None]
+            return [device.onloads if onload else device.offloads for device in devices]
+
+        await run_until_idle(lambda: all(current()))
+        return [copies[0] for copies in current()]

@@ -1,0 +1,302 @@
+"""Ranks that fail, lag, fall silent, or die: named, never trusted, never waited for for ever."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from aiokv import BrokenEngineError, Hit, LeaseError, RankLost, TransferError, UsageError
+from aiokv.errors import DeviceError
+from aiokv.ranks import RankTimeouts
+from aiokv.testing import ManualEvent, run_until_idle, spin
+from tests.ranks.loopback import PATIENT, Ranked
+
+pytestmark = pytest.mark.asyncio
+
+A = [1, 2, 3, 4, 5, 6, 7]
+LATE = PATIENT.transfer + 1  # later than any transfer here may be
+
+
+async def test_a_rank_that_lags_is_named_and_never_believed(tmp_path):
+    async with Ranked(tmp_path) as ranked:
+        await ranked.to_host(A)
+        lease = ranked.engine.match(A)
+        await lease.allocate(7)
+        waiting = asyncio.create_task(lease.layers.wait_all())
+        first, second = await ranked.copies()
+        first.complete_all()
+        await spin(50)
+        ranked.pass_time(LATE)
+        with pytest.raises(TransferError, match="rank 1 has not finished it") as caught:
+            await waiting
+        assert caught.value.rank == 1
+        with pytest.raises(LeaseError, match="may still write"):
+            lease.recompute_from()
+        lease.release()
+        in_flight = ranked.engine.statistics().device_in_flight
+        assert in_flight == 3  # nobody gets the ids that the second rank writes
+        second.complete_all()  # too late
+        await run_until_idle(lambda: ranked.engine.statistics().device_in_flight == 0)
+        assert ranked.engine.match(A).hit == Hit(0, 0)
+        assert ranked.group.failure is None
+        assert ranked.group.group_statistics().given_up == 1
+        assert ranked.engine.check_invariants() == []
+        ranked.step()
+        assert await ranked.serve(A) == 0
+        await ranked.finish()
+
+
+async def test_progress_on_anything_moves_the_deadline(tmp_path):
+    async with Ranked(tmp_path, device_blocks=16) as ranked:
+        for tokens in (A, [8, 8, 8]):
+            await ranked.to_host(tokens)
+        leases = [ranked.engine.match(tokens) for tokens in (A, [8, 8, 8])]
+        for lease in leases:
+            await lease.allocate(3)
+        await ranked.copies()
+        for _ in range(3):
+            ranked.pass_time(LATE / 2)
+            for shard in ranked.shards:
+                shard.device.onloads[-1].complete(shard.device.onloads[-1].pending_layers[0])
+            await ranked.heard()
+        assert ranked.group.group_statistics().given_up == 0
+        for lease in leases:
+            lease.release()
+        await ranked.finish()
+        ranked.step()
+
+
+async def test_a_transfer_whose_step_is_open_does_not_lag(tmp_path):
+    async with Ranked(tmp_path) as ranked:
+        async with ranked.engine.match(A) as lease:
+            await lease.allocate(7)
+            ranked.compute(lease, A)
+            lease.commit(7)
+            ranked.engine.step()
+            await spin(20)
+            ranked.pass_time(LATE)
+            assert ranked.group.group_statistics().given_up == 0
+            for shard in ranked.shards:
+                shard.worker.step(1)
+        await ranked.finish()
+
+
+async def test_a_rank_that_never_ends_a_transfer_is_lost(tmp_path):
+    async with Ranked(tmp_path) as ranked:
+        await ranked.to_host(A)
+        lease = ranked.engine.match(A)
+        await lease.allocate(7)
+        first, _ = await ranked.copies()
+        first.complete_all()
+        await spin(50)
+        ranked.pass_time(LATE)
+        ranked.pass_time(LATE)
+        assert ranked.group.failure is not None
+        assert ranked.group.failure.rank == 1
+        lease.release()
+        await ranked.shards[1].leave()
+        ranked.shards[1].fresh()
+        await ranked.restart(1)
+        assert await ranked.serve(A) == 0
+        await ranked.finish()
+
+
+async def test_a_rank_that_dies_takes_all_that_was_cached_with_it(tmp_path):
+    B = [11, 12, 13, 14, 15]
+    async with Ranked(tmp_path) as ranked:
+        await ranked.to_host(A)
+        reader, writer, waiter = (ranked.engine.match(t, owner="x") for t in (A, B, [5] * 9))
+        await writer.allocate(5)
+        ranked.compute(writer, B)
+        writer.commit(5)
+        await reader.allocate(7)
+        onload = asyncio.create_task(reader.layers.wait(1))
+        in_line = asyncio.create_task(waiter.allocate(9))
+        first, _ = await ranked.copies()
+        await ranked.lose(1)
+        with pytest.raises(TransferError, match="rank 1 is lost: it hung up"):
+            await onload
+        with pytest.raises(BrokenEngineError, match="rank 1 is lost"):
+            await in_line
+        with pytest.raises(BrokenEngineError):
+            ranked.engine.match(A)
+        with pytest.raises(LeaseError):
+            writer.commit(5)
+        assert len(writer.block_table) == 0
+        assert first.pending_layers == [0, 1]  # the other rank still writes: I3
+        assert ranked.engine.statistics().device_in_flight == 3
+        await ranked.restart(1)
+        assert ranked.engine.statistics().device_in_flight == 0
+        assert ranked.engine.check_invariants() == []
+        assert ranked.engine.match(A).hit == Hit(0, 0)
+        await writer.resume(5)
+        assert writer.cached_tokens == 0
+        ranked.compute(writer, B)
+        writer.commit(5)
+        ranked.step()
+        for lease in (reader, writer, waiter):
+            lease.release()
+        assert await ranked.serve(B) == 4
+        assert await ranked.serve(A) == 0
+        await ranked.finish()
+        assert await ranked.serve(A) == 6
+        await ranked.to_host(A)
+        assert await asyncio.gather(ranked.serve(A), ranked.finish()) == [6, None]
+        assert ranked.group.group_statistics().generation == 2
+
+
+async def test_an_idle_rank_that_dies_is_noticed(tmp_path):
+    async with Ranked(tmp_path) as ranked:
+        await ranked.serve(A)
+        await ranked.finish()
+        await ranked.lose(0)
+        with pytest.raises(BrokenEngineError, match="rank 0"):
+            ranked.engine.match(A)
+        await ranked.restart(0)
+        assert ranked.engine.match(A).hit == Hit(0, 0)
+
+
+async def test_all_ranks_may_die(tmp_path):
+    async with Ranked(tmp_path, num_ranks=3) as ranked:
+        await ranked.to_host(A)
+        lease = ranked.engine.match(A)
+        await lease.allocate(7)
+        await ranked.copies()
+        for rank in (2, 0, 1):
+            await ranked.lose(rank)
+        assert ranked.group.failure.rank == 2
+        await ranked.restart(0, 1, 2)
+        assert ranked.engine.statistics().device_in_flight == 0
+        await lease.resume(7)
+        assert lease.cached_tokens == 0
+        lease.release()
+        ranked.step()
+
+
+async def test_a_swap_that_a_loss_interrupts(tmp_path):
+    async with Ranked(tmp_path) as ranked:
+        lease = ranked.engine.match(A)
+        await lease.allocate(7)
+        ranked.compute(lease, A)
+        lease.commit(7)
+        swap = asyncio.create_task(lease.preempt(swap=True))
+        await spin(2)
+        ranked.step()
+        await ranked.copies(onload=False)
+        await ranked.lose(0)
+        await ranked.restart(0)
+        await swap  # it holds nothing, as it was to be
+        assert len(lease.block_table) == 0
+        await lease.resume(7)
+        assert lease.cached_tokens == 0
+        lease.release()
+        ranked.step()
+
+
+async def test_silence_is_death(tmp_path):
+    async with Ranked(tmp_path) as ranked:
+        ranked.pass_time(PATIENT.silence - 1)
+        await run_until_idle(lambda: all(s.heard_at for s in ranked.group._roster.seats))  # Pong
+        ranked.pass_time(PATIENT.silence - 1)
+        assert ranked.group.failure is None
+        ranked.shards[1].worker._channel._transport.pause_reading()
+        for _ in range(2):
+            await spin(20)
+            ranked.pass_time(PATIENT.silence - 1)
+        assert ranked.group.failure.rank == 1
+        assert "said nothing" in str(ranked.group.failure)
+        await ranked.shards[1].leave()
+        ranked.shards[1].fresh()
+        await ranked.restart(1)
+
+
+async def test_a_manager_that_was_blocked_blames_nobody(tmp_path):
+    async with Ranked(tmp_path) as ranked:
+        ranked.pass_time(3 * PATIENT.heartbeat)
+        assert ranked.group.failure is None
+        await spin(2)
+
+
+async def test_a_rank_whose_device_breaks_is_lost(tmp_path):
+    async with Ranked(tmp_path) as ranked:
+        await ranked.to_host(A)
+        bad = ranked.shards[1].device
+        bad.refuse = bad.failure = DeviceError("an illegal address")
+        lease = ranked.engine.match(A)
+        await lease.allocate(7)
+        with pytest.raises(TransferError, match=r"rank 1: an illegal address|rank 1 is lost"):
+            await asyncio.gather(lease.layers.wait_all(), _complete(ranked))
+        await run_until_idle(lambda: ranked.group.failure is not None)
+        assert "illegal address" in str(ranked.group.failure)
+        lease.release()
+        await ranked.shards[1].leave()
+        ranked.shards[1].fresh()
+        await ranked.restart(1)
+
+
+async def _complete(ranked):
+    await run_until_idle(lambda: ranked.shards[0].device.onloads != [])
+    ranked.shards[0].complete_all()
+
+
+async def test_a_step_that_still_runs_on_the_rank_that_is_left_is_waited_for(tmp_path):
+    async with Ranked(tmp_path) as ranked:
+        event = ManualEvent()
+        ranked.shards[0].worker.step(ranked.engine.open_step, event)
+        ranked.engine.step()
+        await ranked.lose(1)
+        restarting = asyncio.create_task(ranked.restart(1))
+        await run_until_idle(lambda: ranked.group._roster.seats[1].ready)
+        await spin(50)
+        assert not restarting.done()
+        event.complete()
+        await restarting
+        assert await ranked.serve(A) == 0
+        await ranked.finish()
+
+
+async def test_a_restart_that_fails_can_be_tried_again(tmp_path):
+    timeouts = RankTimeouts(start=0.2, heartbeat=1000.0)
+    async with Ranked(tmp_path, timeouts=timeouts) as ranked:
+        with pytest.raises(UsageError, match="no rank is lost"):
+            await ranked.engine.restart_ranks()
+        await ranked.serve(A)
+        await ranked.lose(1)
+        with pytest.raises(RankLost, match=r"rank 1: .* after 0.2 s"):
+            await ranked.engine.restart_ranks()
+        with pytest.raises(BrokenEngineError):
+            ranked.engine.match(A)
+        cancelled = asyncio.create_task(ranked.engine.restart_ranks())
+        await spin(5)
+        with pytest.raises(UsageError, match="under way"):
+            await ranked.engine.restart_ranks()
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        await ranked.restart(1)
+        assert await ranked.serve(A) == 0
+        await ranked.finish()
+
+
+async def test_closing_while_a_rank_is_lost(tmp_path):
+    async with Ranked(tmp_path) as ranked:
+        await ranked.to_host(A)
+        lease = ranked.engine.match(A)
+        await lease.allocate(7)
+        await ranked.copies()
+        await ranked.lose(0)
+        ranked.shards[0].worker = ranked.shards[1].worker
+        lease.release()
+
+
+async def test_a_rank_that_does_not_leave_is_cut_off(tmp_path, caplog):
+    timeouts = RankTimeouts(close=0.05, heartbeat=1000.0)
+    ranked = Ranked(tmp_path, timeouts=timeouts)
+    await ranked.__aenter__()
+    await ranked.shards[1].worker.aclose()
+    await ranked.engine.aclose(0)
+    assert "ranks.cut_off" in caplog.text
+    assert await ranked.shards[0].worker.closed() == "the group closes"
+    await ranked.shards[0].leave()
+    assert not (tmp_path / "ranks").exists()

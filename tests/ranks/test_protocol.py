@@ -1,0 +1,318 @@
+"""The wire: who may speak, what is refused, what is said; the same bytes for the same decisions."""
+
+from __future__ import annotations
+
+import asyncio
+import stat
+import struct
+
+import msgspec
+import numpy as np
+import pytest
+
+from aiokv import CacheConfig, CacheEngine, ConfigError, RankLost, Regions
+from aiokv.plan import TransferPlan, TransferReport
+from aiokv.ranks import Rank, RankGroup, RankTimeouts
+from aiokv.ranks import channel as channels
+from aiokv.ranks.channel import MAX_FRAME_BYTES, Channel, ChannelError, frame_of
+from aiokv.ranks.messages import (
+    PROTOCOL_VERSION,
+    Begin,
+    Hello,
+    Ready,
+    Reports,
+    TransferBatch,
+    decode_from_manager,
+    decode_from_rank,
+    encode,
+    layout_of,
+)
+from aiokv.testing import run_until_idle, spin
+from tests.ranks.loopback import Ranked
+
+A = [1, 2, 3, 4, 5, 6, 7]
+BEGIN = Begin(generation=1, host_blocks=1, closed_step=0, asleep=[])
+PLAN = TransferPlan(
+    transfer_id=3, direction="onload", device_blocks=bytes(8), host_blocks=bytes(8), after_step=2
+)
+
+
+def regions_of(*widths: int, blocks: int = 8) -> Regions:
+    regions = Regions(num_layers=len(widths))
+    regions.add("kv", layers=[np.zeros((blocks, width), np.int8) for width in widths])
+    return regions
+
+
+# --- messages -------------------------------------------------------------------------------------
+
+
+def test_messages_survive_the_border():
+    batch = TransferBatch(generation=1, sequence=2, plans=[PLAN], cancels=[1, 2])
+    assert decode_from_manager(encode(batch)) == batch
+    reports = Reports(
+        generation=4,
+        arrived=[(3, [0, 1])],
+        ended=[TransferReport(transfer_id=9, outcome="failed", first_bad_block=1, reason="x")],
+        finished_step=7,
+    )
+    assert decode_from_rank(encode(reports)) == reports
+    hello = Hello(protocol=PROTOCOL_VERSION, rank=1, layout=layout_of(regions_of(8, 8)))
+    assert decode_from_rank(encode(hello)) == hello
+    with pytest.raises(msgspec.ValidationError):
+        decode_from_rank(encode(batch))
+    with pytest.raises(msgspec.ValidationError):
+        decode_from_manager(encode(Ready(generation=1)))
+
+
+def test_a_layout_is_told_by_regions_names_and_bytes_and_not_by_blocks():
+    same = layout_of(regions_of(8, 8)).fingerprint
+    assert layout_of(regions_of(8, 8, blocks=9)).fingerprint == same
+    assert layout_of(regions_of(8, 9)).fingerprint != same
+    assert layout_of(regions_of(8, 8, 8)).fingerprint != same
+    other = Regions(num_layers=2)
+    other.add("k", layers=[np.zeros((8, 8), np.int8)] * 2)
+    assert layout_of(other).fingerprint != same
+
+
+def test_a_message_that_nobody_would_accept_is_not_sent():
+    with pytest.raises(ChannelError, match="the limit is"):
+        frame_of(bytes(MAX_FRAME_BYTES + 1))
+
+
+# --- the socket -----------------------------------------------------------------------------------
+
+
+def test_only_the_user_may_open_the_socket(tmp_path):
+    with channels.listen(tmp_path / "s"):
+        assert stat.S_IMODE((tmp_path / "s").stat().st_mode) == 0o600
+        with pytest.raises(ConfigError, match="listens at"):
+            channels.listen(tmp_path / "s")
+    with channels.listen(tmp_path / "s"):  # what the one before has left behind
+        (tmp_path / "file").write_text("")
+        with pytest.raises(ConfigError, match="not a socket"):
+            channels.listen(tmp_path / "file")
+        with pytest.raises(ConfigError, match="too long"):
+            channels.listen(tmp_path / ("s" * 120))
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(ConfigError, match="others may write"):
+        channels.listen(tmp_path / "open" / "s")
+
+
+class Stranger:
+    """A raw connection to a group."""
+
+    def __init__(self) -> None:
+        self.heard: list[bytes] = []
+        self.closed: list[str] = []
+        self.channel = Channel(self.heard.append, self.closed.append)
+
+    async def connect(self, ranked: Ranked) -> Stranger:
+        loop = asyncio.get_running_loop()
+        await loop.create_unix_connection(lambda: self.channel, str(ranked.group.path))
+        return self
+
+    async def ended(self) -> None:
+        await run_until_idle(lambda: self.closed != [])
+
+
+GARBAGE = {
+    "no message": frame_of(b"\xc1garbage"),
+    "a message of the manager": frame_of(
+        encode(Begin(generation=1, host_blocks=1, closed_step=0, asleep=[]))
+    ),
+    "another first message": frame_of(encode(Ready(generation=1))),
+    "oversized": struct.pack("<I", MAX_FRAME_BYTES + 1) + b"x",
+}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE)
+async def test_garbage_cuts_its_own_connection_only(tmp_path, garbage):
+    async with Ranked(tmp_path, manual=False) as ranked:
+        stranger = await Stranger().connect(ranked)
+        stranger.channel.send(garbage)
+        await stranger.ended()
+        assert stranger.heard == []
+        assert await ranked.serve(A) == 0
+        assert await ranked.serve(A) == 6
+
+
+@pytest.mark.asyncio
+async def test_a_rank_that_talks_garbage_is_lost(tmp_path):
+    async with Ranked(tmp_path) as ranked:
+        ranked.shards[1].worker._channel.send(GARBAGE["no message"])
+        await run_until_idle(lambda: ranked.group.failure is not None)
+        assert "rank 1 is lost: protocol" in str(ranked.group.failure)
+        await ranked.shards[1].leave()
+        ranked.shards[1].fresh()
+        await ranked.restart(1)
+
+
+@pytest.mark.asyncio
+async def test_frames_may_come_in_pieces(tmp_path):
+    async with Ranked(tmp_path) as ranked:
+        stranger = await Stranger().connect(ranked)
+        hello = frame_of(encode(Hello(protocol=0, rank=0, layout=layout_of(regions_of(8, 8)))))
+        for byte in hello:
+            stranger.channel.send(bytes([byte]))
+            await spin()
+        await stranger.ended()
+        assert b"protocol 0, not 1" in stranger.heard[0]
+
+
+@pytest.mark.asyncio
+async def test_another_user_is_not_listened_to(tmp_path, monkeypatch):
+    async with Ranked(tmp_path) as ranked:
+        mine = channels.peer_uid
+        monkeypatch.setattr(channels, "peer_uid", lambda transport: mine(transport) + 1)
+        worker = Rank(ranked.group.path, 0, regions_of(8, 8))
+        with pytest.raises(RankLost, match="runs as user"):
+            await worker.__aenter__()
+        assert ranked.group.failure is None
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("rank", "regions", "why"),
+    [
+        (2, regions_of(8, 8), "no rank 2 in a group of 2"),
+        (-1, regions_of(8, 8), "no rank -1"),
+        (1, regions_of(8, 8), "rank 1 is here already"),
+    ],
+)
+async def test_a_rank_that_has_no_place_is_refused(tmp_path, rank, regions, why):
+    async with Ranked(tmp_path) as ranked:
+        with pytest.raises(RankLost, match=f"refused: .*{why}"):
+            await Rank(ranked.group.path, rank, regions).__aenter__()
+        assert ranked.group.failure is None
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("regions", "why"),
+    [
+        (regions_of(8, 9), "layout of rank 1 is not that of the others"),
+        (regions_of(8, 8, blocks=7), "rank 1 has 7 device blocks, fewer than 8"),
+    ],
+)
+async def test_a_rank_of_another_layout_is_refused(tmp_path, regions, why):
+    ranked = Ranked(tmp_path, timeouts=RankTimeouts(start=0.3))
+    ranked.shards[1].worker = Rank(tmp_path / "ranks", 1, regions)
+    results = await asyncio.gather(
+        ranked.engine.__aenter__(),
+        ranked.shards[0].worker.__aenter__(),
+        _enter_after(ranked, 1),
+        return_exceptions=True,
+    )
+    assert all(why in str(results[i]) for i in (0, 2)), results
+    assert not (tmp_path / "ranks").exists()
+
+
+async def _enter_after(ranked: Ranked, rank: int) -> None:
+    """When the others are there."""
+    group = ranked.group
+    await run_until_idle(lambda: group._roster is not None and group._roster.layout is not None)
+    await ranked.shards[rank].worker.__aenter__()
+
+
+# --- opening --------------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_ranks_that_do_not_come_are_named_and_nothing_is_left(tmp_path):
+    group = RankGroup(2, path=tmp_path / "s", timeouts=RankTimeouts(start=0.05))
+    with pytest.raises(RankLost, match=r"rank 0: it has not come, after 0.05 s"):
+        await CacheEngine(CacheConfig(device_blocks=4), ranks=group).__aenter__()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.asyncio
+async def test_opening_may_be_cancelled(tmp_path):
+    engine = CacheEngine(CacheConfig(device_blocks=4), ranks=RankGroup(1, path=tmp_path / "s"))
+    opening = asyncio.create_task(engine.__aenter__())
+    await spin(5)
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.asyncio
+async def test_a_rank_that_finds_nobody_gives_up(tmp_path):
+    with pytest.raises(TimeoutError):
+        await Rank(tmp_path / "s", 0, regions_of(8), connect_timeout=0.02).__aenter__()
+
+
+def test_ranks_exclude_tensors_here():
+    group = RankGroup(1, path="s")
+    for config, regions in (
+        (CacheConfig(device_blocks=4), regions_of(8)),
+        (CacheConfig(device_blocks=4, verify="checksum"), None),
+    ):
+        with pytest.raises(ConfigError):
+            CacheEngine(config, regions, ranks=group)
+    for bad in ({"num_ranks": 0, "path": "s"}, {"num_ranks": 1}):
+        with pytest.raises(ConfigError):
+            RankGroup(**bad)
+    with pytest.raises(ConfigError):
+        RankTimeouts(heartbeat=0)
+
+
+# --- merging and determinism ----------------------------------------------------------------------
+
+
+async def _decisions(tmp_path, name: str) -> list[bytes]:
+    """What the ranks are told while requests come, in two passes of the loop."""
+    sent: list[bytes] = []
+    (tmp_path / name).mkdir(mode=0o700)
+    async with Ranked(tmp_path / name, device_blocks=32, host_blocks=32) as ranked:
+        prompts = [[seed] * 5 for seed in range(1, 6)]
+        for tokens in prompts:
+            await ranked.to_host(tokens)
+        send = ranked.group._roster.send
+        ranked.group._roster.send = lambda frame: (sent.append(frame), send(frame))[1]
+        leases = [ranked.engine.match(tokens) for tokens in prompts]
+        for lease in leases:
+            await lease.allocate(5)
+        await spin(2)
+        for lease in leases:
+            lease.release()
+        await ranked.finish()
+        ranked.step()
+    return sent
+
+
+@pytest.mark.asyncio
+async def test_the_plans_of_a_pass_leave_together_in_order(tmp_path):
+    sent = await _decisions(tmp_path, "a")
+    batch = decode_from_manager(sent[0][4:])
+    assert [plan.direction for plan in batch.plans] == ["onload"] * 5
+    ids = [plan.transfer_id for plan in batch.plans]
+    assert ids == sorted(ids)
+    assert batch.cancels == []
+    assert decode_from_manager(sent[1][4:]).cancels == ids
+
+
+@pytest.mark.asyncio
+async def test_equal_requests_give_equal_bytes(tmp_path):
+    assert await _decisions(tmp_path, "a") == await _decisions(tmp_path, "b")
+
+
+@pytest.mark.asyncio
+async def test_reports_of_an_earlier_generation_are_ignored(tmp_path):
+    async with Ranked(tmp_path) as ranked:
+        await ranked.to_host(A)
+        lease = ranked.engine.match(A)
+        await lease.allocate(7)
+        (transfer_id,) = lease.layers.transfer_ids
+        await ranked.copies()
+        for shard in ranked.shards:
+            done = TransferReport(transfer_id=transfer_id, outcome="done")
+            shard.worker._say(Reports(generation=0, arrived=[], ended=[done], finished_step=99))
+        stale = ranked.group.group_statistics
+        await run_until_idle(lambda: stale().stale_reports == 2)
+        assert not lease.layers.is_done
+        lease.release()
+        await ranked.finish()
+        ranked.step()

@@ -1,0 +1,60 @@
+"""Tiers of all ranks sleep and wake up together."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from aiokv import RankLost, Regions, UsageError
+from aiokv.testing import run_until_idle
+from tests.ranks.loopback import LAYERS, Ranked
+
+pytestmark = pytest.mark.asyncio
+
+A = [1, 2, 3, 4, 5, 6, 7]
+
+
+async def test_all_ranks_sleep_and_wake_up_with_their_own_tensors(tmp_path):
+    async with Ranked(tmp_path, manual=False) as ranked:
+        await ranked.to_host(A)
+        await ranked.engine.sleep(["device"])
+        assert all(p.owner is None for s in ranked.shards for p in s.worker.regions.pieces())
+        with pytest.raises(UsageError, match=r"rank 0: .*tensors.*rank 1: "):
+            await ranked.engine.wake_up()
+        for shard in ranked.shards:
+            shard.kv = [np.zeros_like(array) for array in shard.kv]
+            shard.worker.regions = Regions(num_layers=LAYERS)
+            shard.worker.regions.add("kv", layers=shard.kv)
+        await ranked.engine.wake_up()
+        assert await ranked.serve(A) == 6
+        await ranked.engine.sleep(["host"])
+        await ranked.engine.wake_up()
+        assert await ranked.serve(A) == 6
+
+
+async def test_a_rank_that_is_lost_asleep_comes_back_asleep(tmp_path):
+    async with Ranked(tmp_path, manual=False) as ranked:
+        await ranked.engine.sleep(["host"])
+        await ranked.lose(1)
+        with pytest.raises(RankLost):
+            await ranked.group.sleep(frozenset({"host"}))
+        await ranked.restart(1)
+        assert ranked.shards[1].worker._controller.asleep == {"host"}
+        await ranked.engine.wake_up()
+        assert await ranked.serve(A) == 0
+
+
+async def test_a_rank_that_dies_on_the_question_is_named(tmp_path):
+    async with Ranked(tmp_path, manual=False) as ranked:
+        shard = ranked.shards[0]
+        shard.worker._channel._transport.pause_reading()
+        asking = asyncio.create_task(ranked.engine.sleep(["host"]))
+        await run_until_idle(lambda: ranked.group._questions == 1)
+        await ranked.lose(0)
+        with pytest.raises(RankLost, match="rank 0"):
+            await asking
+        await ranked.restart(0)
+        await ranked.engine.wake_up()
+        assert await ranked.serve(A) == 0
