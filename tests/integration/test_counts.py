@@ -1,0 +1,344 @@
+"""What pools and tree count, in the small numbers that others' tests use (B1, B3, B4, B5)."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from aiokv import CacheConfig, CacheEngine, Hit, RequestTooLarge, UsageError, WouldBlock
+from aiokv.testing import spin
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from aiokv import Lease
+
+pytestmark = pytest.mark.asyncio
+
+
+class Books(CacheEngine):
+    """Blocks of one token, no bytes: ``hold([1, 2])`` is a path of two blocks."""
+
+    def __init__(self, device_blocks: int = 100, host_blocks: int = 0, **config: Any) -> None:
+        super().__init__(
+            CacheConfig(
+                block_tokens=1, device_blocks=device_blocks, host_blocks=host_blocks, **config
+            )
+        )
+
+    def hold(self, path: Sequence[int]) -> Lease:
+        """A lease that has computed the whole path."""
+        lease = self.match(path)
+        assert lease.try_allocate(len(path))
+        lease.commit(len(path))
+        return lease
+
+    def insert(self, *paths: Sequence[int]) -> None:
+        for path in paths:
+            self.hold(path).release()
+
+    def found(self, path: Sequence[int]) -> int:
+        """Blocks of the path that a match finds, its last one too."""
+        lease = self.match([*path, -1])
+        total = lease.hit.total
+        lease.release()
+        return total
+
+    @property
+    def evictable(self) -> int:
+        return self.statistics().evictable_blocks
+
+    @property
+    def cached(self) -> int:
+        return self.statistics().device_cached
+
+
+async def test_a_new_cache_is_empty():
+    """B1.1, B3.1, B4.4."""
+    async with Books(host_blocks=50) as engine:
+        s = engine.statistics()
+        assert (s.device_free, s.host_free, s.device_cached, s.leases) == (100, 50, 0, 0)
+        assert engine.found([1]) == 0
+        with pytest.raises(UsageError):
+            engine.match([])
+
+
+async def test_all_blocks_can_be_had_once_and_none_twice():
+    """B1.3-B1.5, B4.1, B4.3, B4.6: exactly all, never more, and all come back."""
+    async with Books() as engine:
+        five = engine.match(range(5))
+        assert five.try_allocate(5)
+        assert engine.statistics().device_free == 95
+        rest = engine.match([900])
+        assert not rest.try_allocate(96)
+        assert engine.statistics().device_free == 95, "no part of it was taken"
+        assert rest.try_allocate(95)
+        assert sorted([*five.block_table, *rest.block_table]) == list(range(100))
+        more = engine.match([901])
+        with pytest.raises(RequestTooLarge, match="101"):
+            more.try_allocate(101)
+        for lease in (five, rest, more):
+            lease.release()
+        assert engine.statistics().device_free == 100
+
+
+@pytest.mark.parametrize("nothing", [0, -1])
+async def test_nothing_cannot_be_allocated(nothing):
+    """B1.2: and changes nothing."""
+    async with Books() as engine:
+        lease = engine.match([1])
+        with pytest.raises(UsageError):
+            await lease.allocate(nothing)
+        assert engine.statistics().device_free == 100
+        lease.release()
+
+
+async def test_paths_share_what_they_have_in_common():
+    """B3.2-B3.5."""
+    async with Books() as engine:
+        engine.insert([1, 2])
+        engine.insert([1, 3])
+        assert engine.cached == 3
+        engine.insert([1, 2])
+        assert engine.cached == 3
+        engine.insert([1, 2, 3])
+        assert [engine.found(path) for path in ([1, 2, 3], [1, 2, 9], [9], [1, 2, 3, 4, 5])] == [
+            3,
+            2,
+            0,
+            3,
+        ]
+
+
+async def test_the_second_copy_of_a_block_goes_back():
+    """B3.4: ids (0, 1) stay; those of the lease that computed the same are wasted, and freed."""
+    async with Books() as engine:
+        first, second = engine.match([1, 2]), engine.match([1, 2])
+        assert first.try_allocate(2)
+        assert second.try_allocate(2)
+        first.commit(2)
+        second.commit(2)
+        assert (first.block_table.tolist(), second.block_table.tolist()) == ([0, 1], [2, 3])
+        first.release()
+        second.release()
+        assert (engine.cached, engine.statistics().device_free) == (2, 98)
+        third = engine.hold([1, 2, 3])
+        assert third.block_table.tolist()[:2] == [0, 1]
+        third.release()
+
+
+async def test_blocks_are_evictable_when_their_last_lease_is_gone():
+    """B3.6, B3.7, B3.21, B4.9."""
+    async with Books() as engine:
+        a, b = engine.hold([1, 2]), engine.hold([1, 3])
+        assert engine.evictable == 0
+        a.release()
+        assert engine.evictable == 1
+        b.release()
+        assert engine.evictable == 3
+        again = [engine.hold([1, 2]) for _ in range(5)]
+        assert engine.evictable == 1
+        for lease in again:
+            lease.release()
+            lease.release()
+        assert engine.evictable == 3
+        assert engine.check_invariants() == []
+
+
+async def test_a_deep_chain_and_many_branches():
+    """B3.20."""
+    async with Books(device_blocks=300) as engine:
+        chain = list(range(1000, 1020))
+        engine.insert(chain)
+        assert engine.found(chain) == 20
+        branches = [engine.hold([7, branch]) for branch in range(100)]
+        assert (engine.cached, engine.evictable) == (121, 20)
+        for lease in branches[:50]:
+            lease.release()
+        assert engine.evictable == 70, "their common block is held by the other 50"
+        for lease in branches[50:]:
+            lease.release()
+        assert engine.evictable == 121
+
+
+async def test_eviction_takes_what_it_can_and_no_more():
+    """B3.11, B3.16, B3.17: never a block of a lease; nothing for nothing."""
+    async with Books(host_blocks=8) as engine:
+        engine.insert([1, 2, 3])
+        lease = engine.hold([4, 5])
+        await engine.drain()
+        assert await engine.evict(0) == 0
+        assert await engine.evict(1) == 1
+        assert (engine.cached, engine.statistics().host_cached) == (4, 5)
+        assert await engine.evict(50) == 2
+        assert await engine.evict(50) == 0
+        assert await engine.evict(50, "host") == 3, "the other two are on the device as well"
+        assert engine.found([1, 2, 3]) == 0
+        with pytest.raises(UsageError):
+            await engine.evict(-1)
+        lease.release()
+
+
+async def test_without_a_host_tier_eviction_drops():
+    """B4.12, B3.17."""
+    async with Books() as engine:
+        engine.insert([1, 2, 3])
+        assert await engine.evict(2) == 2
+        assert (engine.found([1, 2, 3]), engine.cached) == (1, 1)
+        assert engine.statistics().dropped_blocks == 2
+
+
+async def test_to_the_host_and_back_many_times():
+    """B3.9, B3.12-B3.15: found with its tier each time; nothing gets lost."""
+    async with Books(device_blocks=8, host_blocks=8) as engine:
+        engine.insert([1, 2, 3])
+        await engine.drain()
+        for _ in range(4):
+            assert await engine.evict(3) == 3
+            lease = engine.match([1, 2, 3, 4])
+            assert lease.hit == Hit(0, 3)
+            await lease.allocate(4)
+            await lease.layers.wait_all()
+            lease.release()
+            await engine.drain()
+            assert engine.match([1, 2, 3, 4]).hit == Hit(3, 0)
+            assert (engine.evictable, engine.statistics().host_cached) == (3, 3)
+        await spin(2)
+
+
+async def test_the_oldest_path_goes_first():
+    """B3.18: and a match makes a path young."""
+    async with Books() as engine:
+        engine.insert([1], [2], [3])
+        assert engine.found([1]) == 1
+        assert await engine.evict(2) == 2
+        assert [engine.found([path]) for path in (1, 2, 3)] == [1, 0, 0]
+
+
+async def test_reset_forgets_everything():
+    """B3.22, B4.4, B1.11."""
+    async with Books(host_blocks=8) as engine:
+        nodes = engine.statistics().nodes
+        engine.insert([1, 2], [1, 3])
+        await engine.drain()
+        assert engine.statistics().nodes == nodes + 3
+        await engine.reset()
+        s = engine.statistics()
+        assert (s.device_free, s.host_free, s.nodes) == (100, 8, nodes)
+        assert engine.found([1, 2]) == 0
+
+
+async def test_the_life_of_requests_in_numbers():
+    """B4.7, B4.8."""
+    async with Books() as engine:
+        engine.insert([1, 2, 3])
+        s = engine.statistics()
+        assert (s.device_free, s.device_cached, s.evictable_blocks) == (97, 3, 3)
+        second = engine.match([1, 2, 9])
+        assert second.hit.device_tokens == 2
+        assert second.try_allocate(3)
+        assert engine.statistics().device_free == 96, "two are shared, one is new"
+        second.commit(3)
+        second.release()
+        assert engine.cached == 4
+
+
+async def test_a_full_device_makes_room_by_eviction():
+    """B4.10, B4.6: ten requests of ten blocks, and one more."""
+    async with Books() as engine:
+        engine.insert(*(range(100 * i, 100 * i + 10) for i in range(10)))
+        s = engine.statistics()
+        assert (s.device_free, s.evictable_blocks) == (0, 100)
+        engine.insert([5000, 5001, 5002])
+        assert engine.found([5000, 5001, 5002]) == 3
+        assert engine.cached == 100
+
+
+async def test_without_caching_all_comes_back():
+    """B4.11: neither read nor written."""
+    async with Books() as engine:
+        for _ in range(2):
+            lease = engine.match([1, 2, 3], read=False, write=False)
+            assert lease.hit.total == 0
+            assert lease.try_allocate(3)
+            assert lease.commit(3) == 0
+            lease.release()
+        assert engine.statistics().device_free == 100
+
+
+async def test_host_blocks_run_out_without_loss():
+    """B4.2, B4.17: a table that has no room in host memory stays where it is."""
+    async with Books(host_blocks=3, write_policy="none") as engine:
+        lease = engine.hold([1, 2, 3, 4])
+        with pytest.raises(WouldBlock):
+            await lease.preempt(swap=True)
+        assert lease.block_table.tolist() == [0, 1, 2, 3]
+        assert engine.statistics().host_free == 3
+        lease.release()
+        small = engine.hold([7, 8])
+        await small.preempt(swap=True)
+        assert engine.statistics().host_free == 1
+        await small.resume(3)
+        await small.layers.wait_all()
+        small.release()
+        await engine.drain()
+
+
+async def test_backups_are_taken_once():
+    """B4.18, B3.24, B3.25: what was issued is not issued again, and nothing of nothing."""
+    async with Books(host_blocks=50) as engine:
+        await engine.drain()
+        assert engine.worker_statistics().offload.done == 0
+        engine.insert([1, 2], [1, 3])
+        await engine.drain()
+        first = engine.statistics().offloaded_blocks
+        engine.insert([1, 2], [1, 3])
+        await engine.drain()
+        assert (first, engine.statistics().offloaded_blocks) == (3, 3)
+    async with Books(host_blocks=0) as engine:
+        engine.insert([1, 2])
+        await engine.drain()
+        assert engine.worker_statistics().offload.done == 0
+
+
+async def test_generated_tokens_complete_blocks_one_by_one():
+    """B5.3, B12.1, B12.16: only full blocks count, earlier ones stay as they are."""
+    engine = CacheEngine(CacheConfig(block_tokens=4, device_blocks=20))
+    async with engine:
+        lease = engine.match([1, 2, 3, 4, 5, 6, 7])
+        await lease.allocate(7)
+        assert lease.commit(7) == 1
+        for token, published in ((8, 1), (9, 0), (10, 0), (11, 0), (12, 1)):
+            engine.extend([lease], 1)
+            lease.append([token])
+            assert lease.commit(lease.num_tokens) == published
+        lease.release()
+        assert engine.match(range(1, 14)).hit.device_tokens == 12
+        for num_tokens, blocks in ((1, 1), (7, 2), (8, 2), (9, 3)):
+            other = engine.match([99])
+            assert other.try_allocate(num_tokens)
+            assert len(other.block_table) == blocks
+            other.release()
+        await spin(2)
+
+
+async def test_tasks_never_share_an_id():
+    """B1.13, B3.23: many tasks take and give back; every id has one holder, and all come back."""
+    async with Books(device_blocks=12) as engine:
+        held: set[int] = set()
+
+        async def client(seed: int) -> None:
+            for turn in range(20):
+                lease = engine.match([seed, turn], write=False)
+                await lease.allocate(1 + (seed + turn) % 4)
+                mine = set(lease.block_table.tolist())
+                assert not mine & held
+                held.update(mine)
+                await asyncio.sleep(0)
+                held.difference_update(mine)
+                lease.release()
+
+        await asyncio.gather(*(client(seed) for seed in range(16)))
+        assert engine.statistics().device_free == 12
