@@ -25,7 +25,7 @@ from aiokv.ranks.channel import MAX_FRAME_BYTES, frame_of
 from aiokv.ranks.fold import RankTransfer
 from aiokv.ranks.lanes import RankLane
 from aiokv.ranks.messages import Sleep, TransferBatch, WakeUp, encode
-from aiokv.ranks.processes import RankProcesses
+from aiokv.ranks.processes import RankProcesses, check_entry
 from aiokv.ranks.roster import RankTimeouts, Roster
 from aiokv.worker.controller import WorkerStatistics
 from aiokv.worker.device.base import CopyError
@@ -84,7 +84,7 @@ class RankGroup:
         clock: seconds; tests bring their own, and call ``tick`` themselves.
 
     Raises:
-        ConfigError: no rank, or neither ``path`` nor ``entry``.
+        ConfigError: no rank, neither ``path`` nor ``entry``, or an entry that names no function.
     """
 
     computes_in_stream: Final = True  # each rank finishes a step in its own time
@@ -102,6 +102,8 @@ class RankGroup:
             raise ConfigError(f"num_ranks is {num_ranks}, below 1")
         if path is None and entry is None:
             raise ConfigError("ranks that come by themselves need a path to come to")
+        if entry is not None:
+            check_entry(entry)
         self.num_ranks = num_ranks
         self.path = None if path is None else Path(path)
         self.timeouts = timeouts or RankTimeouts()
@@ -121,6 +123,7 @@ class RankGroup:
         self._batches = self._sequence = self._sent_plans = self._batch_bytes = self._given_up = 0
         self._timer: asyncio.TimerHandle | None = None
         self._roster: Roster | None = None
+        self._processes: RankProcesses | None = None
         self._closing = False
         self._restarting = False
         self._asleep: frozenset[Tier] = frozenset()
@@ -160,14 +163,13 @@ class RankGroup:
         if self.path is None:
             self._own_directory = tempfile.TemporaryDirectory(prefix="aiokv-")
             self.path = Path(self._own_directory.name) / "ranks"
-        processes = None
         if self._entry is not None:
-            processes = RankProcesses(self._entry, self.path, lambda: roster.notify())
+            self._processes = RankProcesses(self._entry, self.path, lambda: roster.notify())
         roster = self._roster = Roster(
             self.num_ranks,
             self.path,
             self.timeouts,
-            processes,
+            self._processes,
             clock=self._clock,
             device_blocks=device_blocks,
             on_reports=self._on_reports,
@@ -389,6 +391,10 @@ class RankGroup:
         return WorkerStatistics(
             held=len(held), onload=onload.statistics(), offload=offload.statistics()
         )
+
+    def pids(self) -> list[int]:
+        """Of the ranks that were started here and run."""
+        return [] if self._processes is None else self._processes.pids()
 
     def group_statistics(self) -> GroupStatistics:
         return GroupStatistics(

@@ -14,19 +14,25 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+def check_entry(entry: str) -> None:
+    """Raises:
+    ConfigError: it names no function.
+    """
+    module, _, function = entry.partition(":")
+    if not module or not function.isidentifier():
+        raise ConfigError(f"entry is {entry!r}; it must be 'module:function'")
+
+
 class RankProcesses:
     """``python -m aiokv.ranks`` a rank.
 
     Args:
-        entry: ``"module:function"``; an ``async def function(path, rank)`` that enters ``Rank``.
+        entry: checked; an ``async def function(path, rank)`` that enters ``Rank``.
         path: of the manager's socket.
         on_exit: called when one has ended.
     """
 
     def __init__(self, entry: str, path: Path, on_exit: Callable[[], None]) -> None:
-        module, _, function = entry.partition(":")
-        if not module or not function.isidentifier():
-            raise ConfigError(f"entry is {entry!r}; it must be 'module:function'")
         self._entry = entry
         self._path = path
         self._on_exit = on_exit
@@ -51,6 +57,10 @@ class RankProcesses:
             watch = asyncio.create_task(process.wait(), name=f"aiokv rank {rank}")
             watch.add_done_callback(lambda _: self._on_exit())
             self._running[rank] = (process, watch)
+
+    def pids(self) -> list[int]:
+        """Of those that run, in the order of the ranks."""
+        return [self._running[r][0].pid for r in sorted(self._running) if self.is_alive(r)]
 
     def is_alive(self, rank: int) -> bool:
         return rank in self._running and self._running[rank][0].returncode is None

@@ -265,6 +265,8 @@ class Roster:
         for seat in self.seats:
             if seat.channel is not None:
                 seat.channel.send(close)
+            elif self._processes is not None:
+                self._processes.kill(seat.rank)  # nobody there to be told
         for stranger in list(self._strangers):
             stranger.cut("the group closes")
         try:

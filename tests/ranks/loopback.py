@@ -53,59 +53,15 @@ class Shard:
             self.device.complete_all()
 
 
-class Ranked:
-    """Blocks of 2 tokens, 2 layers, 8 bytes a block and rank."""
+class Model:
+    """An engine of 2-token blocks and 2 layers, and a model that writes 8 bytes a block and rank.
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        num_ranks: int = 2,
-        device_blocks: int = 8,
-        host_blocks: int = 16,
-        manual: bool = True,
-        timeouts: RankTimeouts | None = None,
-        **config: Any,
-    ) -> None:
-        self.now = 0.0
-        self.group = RankGroup(
-            num_ranks, path=path / "ranks", timeouts=timeouts or PATIENT, clock=lambda: self.now
-        )
-        self.shards = [
-            Shard(path / "ranks", rank, device_blocks, manual=manual) for rank in range(num_ranks)
-        ]
-        self.engine = CacheEngine(
-            CacheConfig(
-                block_tokens=BLOCK_TOKENS,
-                device_blocks=device_blocks,
-                host_blocks=host_blocks,
-                **config,
-            ),
-            ranks=self.group,
-        )
+    Attributes:
+        shards: one a rank, whose tensors ``kv`` can be looked at from here.
+    """
 
-    async def __aenter__(self) -> Self:
-        await asyncio.gather(
-            self.engine.__aenter__(), *(shard.worker.__aenter__() for shard in self.shards)
-        )
-        return self
-
-    async def __aexit__(self, exc_type: object, *exc: object) -> None:
-        await spin(2)  # leases of tests that only look are collected
-        if exc_type is None:
-            assert self.engine.check_invariants() == []
-            assert self.engine.statistics().leases == 0
-        closing = asyncio.create_task(self.engine.aclose(0.0 if exc_type else None))
-        leaving = [asyncio.create_task(self._leave(shard)) for shard in self.shards]
-        await asyncio.gather(closing, *leaving)
-        await spin(2)
-
-    async def _leave(self, shard: Shard) -> None:
-        if shard.worker.connected:
-            await shard.worker.closed()
-            await shard.leave()
-
-    # --- a model -------------------------------------------------------------------------------
+    engine: CacheEngine
+    shards: list[Any]
 
     @staticmethod
     def content(tokens: Sequence[int], block: int, layer: int, rank: int) -> np.ndarray:
@@ -166,6 +122,59 @@ class Ranked:
                 shard.complete_all()
             await asyncio.sleep(0)
         await draining
+
+
+class Ranked(Model):
+    """Ranks on the loop of the engine."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        num_ranks: int = 2,
+        device_blocks: int = 8,
+        host_blocks: int = 16,
+        manual: bool = True,
+        timeouts: RankTimeouts | None = None,
+        **config: Any,
+    ) -> None:
+        self.now = 0.0
+        self.group = RankGroup(
+            num_ranks, path=path / "ranks", timeouts=timeouts or PATIENT, clock=lambda: self.now
+        )
+        self.shards = [
+            Shard(path / "ranks", rank, device_blocks, manual=manual) for rank in range(num_ranks)
+        ]
+        self.engine = CacheEngine(
+            CacheConfig(
+                block_tokens=BLOCK_TOKENS,
+                device_blocks=device_blocks,
+                host_blocks=host_blocks,
+                **config,
+            ),
+            ranks=self.group,
+        )
+
+    async def __aenter__(self) -> Self:
+        await asyncio.gather(
+            self.engine.__aenter__(), *(shard.worker.__aenter__() for shard in self.shards)
+        )
+        return self
+
+    async def __aexit__(self, exc_type: object, *exc: object) -> None:
+        await spin(2)  # leases of tests that only look are collected
+        if exc_type is None:
+            assert self.engine.check_invariants() == []
+            assert self.engine.statistics().leases == 0
+        closing = asyncio.create_task(self.engine.aclose(0.0 if exc_type else None))
+        leaving = [asyncio.create_task(self._leave(shard)) for shard in self.shards]
+        await asyncio.gather(closing, *leaving)
+        await spin(2)
+
+    async def _leave(self, shard: Shard) -> None:
+        if shard.worker.connected:
+            await shard.worker.closed()
+            await shard.leave()
 
     def pass_time(self, seconds: float) -> None:
         """So much later, who is silent and who lags?"""

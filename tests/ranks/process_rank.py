@@ -1,0 +1,49 @@
+"""A rank in a process of its own, driven by the test: what a model runner would be.
+
+Its tensors are files that the test maps, too; it does what the lines of a socket say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from aiokv import Regions
+from aiokv.ranks import Rank
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+BLOCKS, LAYERS = 8, 2
+
+
+def tensors(directory: Path, rank: int, mode: str) -> list[np.ndarray]:
+    """``[BLOCKS, 8]`` int8 a layer; mode ``"w+"`` makes them anew."""
+    files = [directory / f"rank{rank}-layer{layer}" for layer in range(LAYERS)]
+    return [np.memmap(file, np.int8, mode, shape=(BLOCKS, 8)) for file in files]
+
+
+async def main(path: Path, rank: int) -> None:
+    kv = tensors(path.parent, rank, "w+")
+    for array in kv:
+        array[:] = 99  # nothing of a process before
+    regions = Regions(num_layers=LAYERS)
+    regions.add("kv", layers=kv)
+    async with Rank(path, rank, regions) as worker:
+        reader, writer = await asyncio.open_unix_connection(str(path.parent / "runner"))
+        writer.write(f"{rank}\n".encode())
+        while line := await reader.readline():
+            worker.step(int(line))
+        await worker.closed()
+        writer.close()
+
+
+async def fails(path: Path, rank: int) -> None:
+    raise SystemExit(3 if rank else await _forever())
+
+
+async def _forever() -> int:
+    await asyncio.Event().wait()
+    return 0
