@@ -57,15 +57,24 @@ class RequestTooLarge(CapacityError):
 
 
 class ControlTimeout(AiokvError, TimeoutError):
-    """A control request did not get the stillness that it needs in time; nothing changed.
+    """A control request did not get the stillness or the answers that it needs in time.
 
     Attributes:
         owners: of the leases that were out.
+        ranks: that had not answered.
     """
 
-    def __init__(self, message: str, *, owners: tuple[str, ...] = (), hint: str = "") -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        owners: tuple[str, ...] = (),
+        ranks: tuple[int, ...] = (),
+        hint: str = "",
+    ) -> None:
         super().__init__(message, hint=hint)
         self.owners = owners
+        self.ranks = ranks
 
 
 class TransferError(AiokvError):

@@ -55,9 +55,14 @@ class Control(Residency):
             raise
 
     @asynccontextmanager
-    async def _deadline(self, state: str, timeout: float | None) -> AsyncIterator[None]:
+    async def _deadline(
+        self,
+        state: str,
+        timeout: float | None,
+        keepers: Callable[[], list[str]] | None = None,
+    ) -> AsyncIterator[None]:
         """Raises:
-        ControlTimeout: the cache has not become ``state`` in time.
+        ControlTimeout: the cache has not become ``state`` in time; it names ``keepers()``.
         """
         try:
             async with asyncio.timeout(timeout):
@@ -65,15 +70,17 @@ class Control(Residency):
         except TimeoutError as error:
             if isinstance(error, ControlTimeout):
                 raise
-            raise self._timeout(f"not {state} within {timeout} s") from None
+            owners = (keepers or self._holders)()
+            raise self._timeout(f"not {state} within {timeout} s", owners) from None
 
-    def _timeout(self, what: str) -> ControlTimeout:
-        """It names what was out, and an open step that holds transfers up."""
-        owners = self._holders()
-        unclosed = self._open_step.explain()
+    def _timeout(self, what: str, owners: list[str]) -> ControlTimeout:
+        """It names what was out, who was silent, and an open step that holds transfers up."""
+        ranks = self._controller.silent_ranks
+        causes = [what, f"leases out: {owners}", self._open_step.explain()]
+        if ranks:
+            causes.append(f"ranks that did not answer: {ranks}")
         return ControlTimeout(
-            f"{what}; leases out: {owners}" + (f"; {unclosed}" if unclosed else ""),
-            owners=tuple(owners),
+            "; ".join(cause for cause in causes if cause), owners=tuple(owners), ranks=tuple(ranks)
         )
 
     def _holders(self) -> list[str]:
@@ -122,7 +129,9 @@ class Control(Residency):
                 f"{self.config.reserve_blocks}"
             )
         if not await self._leases_changed.wait_for(lambda: self._resized(device_blocks), timeout):
-            raise self._timeout(f"blocks beyond {device_blocks} are still in use after {timeout} s")
+            raise self._timeout(
+                f"blocks beyond {device_blocks} are still in use after {timeout} s", self._holders()
+            )
         self._waiting.pump()
 
     def _resized(self, device_blocks: int) -> bool:

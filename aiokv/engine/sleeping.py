@@ -43,7 +43,8 @@ class Sleeping(Control):
             timeout: seconds to wait for leases and transfers; 0.0 refuses at once when any is out.
 
         Raises:
-            ControlTimeout: names the owners of the leases that were out. All is as before.
+            ControlTimeout: names the owners of the leases that were out, and all is as before; or
+                the ranks that did not answer, and the tiers are asleep as ``asleep`` says.
             UsageError: no such tier.
 
         Cancellation: all is as before, or the tiers are asleep as ``asleep`` says; either way both
@@ -51,7 +52,7 @@ class Sleeping(Control):
         """
         tiers = _checked(frozenset(tags))
         self._check_open()
-        async with self._deadline("asleep", timeout), self._turn:
+        async with self._deadline("asleep", timeout, lambda: self._keepers(tiers)), self._turn:
             falling = tiers - self._asleep
             if falling:
                 await self._fall_asleep(falling)
@@ -105,7 +106,8 @@ class Sleeping(Control):
         Raises:
             LayoutError: the tensors differ from those before, or are missing. Still asleep.
             ConfigError: no memory for the host tier. Still asleep.
-            ControlTimeout: the other call did not end in time. Still asleep.
+            ControlTimeout: the other call did not end in time, or ranks, which it names, did not
+                answer. Still asleep.
 
         Cancellation: still asleep.
         """

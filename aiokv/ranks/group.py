@@ -252,6 +252,11 @@ class RankGroup:
         """The first rank that was lost, until a restart."""
         return self._failure
 
+    @property
+    def silent_ranks(self) -> list[int]:
+        """Those that have not answered the newest ``sleep`` or ``wake_up``."""
+        return [] if self._roster is None else self._roster.silent_ranks
+
     def submit(self, plan: TransferPlan) -> LayerDoneCounter:
         """Take a plan; it leaves for all ranks with the others of this pass.
 

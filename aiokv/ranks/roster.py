@@ -224,6 +224,11 @@ class Roster:
             return seat.why_away
         return f"{seat.why_away}; {self._processes.describe(seat.rank)}"
 
+    @property
+    def silent_ranks(self) -> list[int]:
+        """Those that have not answered the newest question."""
+        return [s.rank for s in self.seats if self._question and s.rank not in self._answers]
+
     async def ask(self, message: Sleep | WakeUp) -> str:
         """Tell all ranks, and wait for their answers; one question at a time.
 

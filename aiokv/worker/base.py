@@ -43,6 +43,10 @@ class Worker(Protocol):
     def failure(self) -> BaseException | None:
         """The error after which no transfer can succeed."""
 
+    @property
+    def silent_ranks(self) -> list[int]:
+        """Those that have not answered the newest ``sleep`` or ``wake_up``."""
+
     def submit(self, plan: TransferPlan) -> LayerDoneCounter:
         """Take a plan; its blocks are the transfer's until its report.
 

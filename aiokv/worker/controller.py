@@ -187,6 +187,11 @@ class CacheController:
         failure: BaseException | None = getattr(self._device, "failure", None)
         return failure
 
+    @property
+    def silent_ranks(self) -> list[int]:
+        """None: there is nobody to ask."""
+        return []
+
     # --- plans ------------------------------------------------------------------------------
 
     def submit(self, plan: TransferPlan) -> LayerDoneCounter:

@@ -128,8 +128,9 @@ async def test_a_swapped_table_keeps_the_host_awake_only():
         while not swapping.done():
             cache.device.complete_all()
             await spin()
-        with pytest.raises(ControlTimeout, match="within"):
+        with pytest.raises(ControlTimeout, match="swapped") as caught:
             await cache.engine.sleep(("host",), timeout=0.001)
+        assert caught.value.owners == ("swapped",)
         await cache.engine.sleep(("device",), timeout=LONG)
         await cache.engine.wake_up(regions=new_memory(cache))
         resuming = asyncio.create_task(lease.resume(len(A)))

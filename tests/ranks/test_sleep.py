@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from aiokv import RankLost, Regions, UsageError
+from aiokv import ControlTimeout, RankLost, Regions, UsageError
 from aiokv.testing import run_until_idle
 from tests.ranks.loopback import LAYERS, Ranked
 
@@ -58,3 +58,38 @@ async def test_a_rank_that_dies_on_the_question_is_named(tmp_path):
         await ranked.restart(0)
         await ranked.engine.wake_up()
         assert await ranked.serve(A) == 0
+
+
+async def test_a_rank_that_does_not_answer_in_time_is_named(tmp_path):
+    async with Ranked(tmp_path, manual=False) as ranked:
+        transport = ranked.shards[1].worker._channel._transport
+        transport.pause_reading()
+        with pytest.raises(ControlTimeout, match=r"did not answer: \[1\]") as caught:
+            await ranked.engine.sleep(timeout=0.05)
+        assert caught.value.ranks == (1,)
+        assert ranked.engine.asleep == {"device", "host"}, "the others may have freed theirs"
+        transport.resume_reading()
+        await ranked.engine.sleep(timeout=10.0)
+        for shard in ranked.shards:
+            shard.kv = [np.zeros_like(array) for array in shard.kv]
+            shard.worker.regions = Regions(num_layers=LAYERS)
+            shard.worker.regions.add("kv", layers=shard.kv)
+        transport.pause_reading()
+        with pytest.raises(ControlTimeout, match=r"did not answer: \[1\]"):
+            await ranked.engine.wake_up(timeout=0.05)
+        assert ranked.engine.asleep == {"device", "host"}
+        transport.resume_reading()
+        await ranked.engine.wake_up(timeout=10.0)
+        assert await ranked.serve(A) == 0
+        assert await ranked.serve(A) == 6
+
+
+async def test_new_weights_and_resets_reach_all_ranks(tmp_path):
+    async with Ranked(tmp_path, manual=False) as ranked:
+        await ranked.serve(A)
+        async with ranked.engine.updating_weights(10.0):
+            ranked.engine.match(A).release()
+        assert await ranked.serve(A) == 0, "nothing of before is served"
+        await ranked.engine.reset(10.0)
+        assert await ranked.serve(A) == 0
+        assert await ranked.serve(A) == 6
