@@ -112,6 +112,11 @@ def copy_blocks(stream: Stream, block_map: BlockMap, host_ids: Annotated[NDArray
     Queue a copy and return at once. Raises as check_ids() does, before the first byte.
     """
 
+def move_slots(stream: Stream, pieces: Sequence[tuple[int, int, int]], num_slots: int, sources: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], targets: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], *, after: Event | None, owner: object) -> CopyJob:
+    """
+    Queue copies (source -1: zeros) of state slots; pieces are (pointer, stride, bytes).
+    """
+
 class CoreStatistics:
     @property
     def device_free(self) -> int: ...
@@ -186,6 +191,18 @@ class CoreStatistics:
     def reclaimed_twins(self) -> int: ...
 
     @property
+    def state_free(self) -> int: ...
+
+    @property
+    def state_snapshots(self) -> int: ...
+
+    @property
+    def restored_states(self) -> int: ...
+
+    @property
+    def evicted_snapshots(self) -> int: ...
+
+    @property
     def index_bytes(self) -> int: ...
 
     @property
@@ -215,7 +232,7 @@ class EvictionKind(enum.Enum):
 class Core:
     """Prefix index, block pools, leases and eviction; not thread-safe."""
 
-    def __init__(self, *, block_tokens: int, device_blocks: int, host_blocks: int = 0, leave_tokens: int = 1, reserve_blocks: int = 0, write_policy: WritePolicy = WritePolicy.NONE, write_through_threshold: int = 2, low_watermark_blocks: int = 0, min_onload_blocks: int = 0, eviction: EvictionKind = EvictionKind.LRU) -> None: ...
+    def __init__(self, *, block_tokens: int, device_blocks: int, host_blocks: int = 0, leave_tokens: int = 1, reserve_blocks: int = 0, write_policy: WritePolicy = WritePolicy.NONE, write_through_threshold: int = 2, low_watermark_blocks: int = 0, min_onload_blocks: int = 0, eviction: EvictionKind = EvictionKind.LRU, state_slots: int = 0) -> None: ...
 
     def match(self, tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], context: str = '', reads: bool = True, writes: bool = True) -> tuple[int, int, int]:
         """
@@ -302,6 +319,27 @@ class Core:
         """
         (lease, source_blocks, target_blocks): blocks to copy on the device; lease 0: no room.
         """
+
+    def hold_only(self, lease: int) -> None:
+        """The lease will compute nothing: it gets no state slot."""
+
+    def snapshot(self, lease: int, num_tokens: int, step: int = 0) -> tuple[int, int]:
+        """
+        (source, target): the state slot to copy on the device now; target -1: none.
+        """
+
+    def discard_snapshot(self, lease: int, slot: int) -> None:
+        """The copy that snapshot() asked for was not made."""
+
+    def snapshot_points(self, lease: int) -> list[int]: ...
+
+    def state_slot(self, lease: int) -> int:
+        """The lease's own, or -1."""
+
+    def is_state_move(self, transfer: int) -> bool: ...
+
+    def state_move(self, transfer: int) -> tuple[int, int, int]:
+        """(source, target, after_step) of slots; source -1: zeros."""
 
     def take_backups(self) -> int: ...
 

@@ -39,6 +39,8 @@ class CacheConfig:
         drain_timeout_seconds: how long closing waits for leases that are still out.
         verify: ``"checksum"`` compares each onloaded block with what was committed, at the price
             of reading every byte; for finding bugs.
+        state_slots: rows of the recurrent state's tensors (:meth:`Regions.add_state`), for leases
+            and snapshots; 0 for models without such state.
         salt_quota_blocks: device blocks that the leases of one salt may hold at a time, shared
             ones counted for each; None for no limit. ``extend`` may go beyond, and counts.
 
@@ -58,12 +60,14 @@ class CacheConfig:
     reserve_blocks: int = 0
     drain_timeout_seconds: float = 30.0
     verify: Verify = "off"
+    state_slots: int = 0
     salt_quota_blocks: int | None = None
 
     def __post_init__(self) -> None:
         self._require_int("device_blocks", self.device_blocks, 1)
         self._require_int("block_tokens", self.block_tokens, 1)
         self._require_int("host_blocks", self.host_blocks, 0)
+        self._require_int("state_slots", self.state_slots, 0)
         self._require_int("leave_tokens", self.leave_tokens, 1)
         self._require_int("reserve_blocks", self.reserve_blocks, 0)
         self._require_int("write_through_threshold", self.write_through_threshold, 1)

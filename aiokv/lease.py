@@ -247,6 +247,24 @@ class Lease:
         """
         return self._core.block_table(self._live_id())
 
+    @property
+    def state_slot(self) -> int:
+        """Row of the recurrent state's tensors that is the lease's own while it is granted.
+
+        It holds the state after ``cached_tokens`` positions once ``layers`` have arrived: zeros,
+        or a copy of a snapshot. -1 without a grant, and of models without such state.
+        """
+        return self._core.state_slot(self._live_id())
+
+    @property
+    def snapshot_points(self) -> tuple[int, ...]:
+        """Positions behind the hit at which a snapshot of the state would be worth most.
+
+        Where this prompt leaves what is cached, as others may part there too; and the last
+        block border that an equal prompt can hit. Ascending; let chunks of the prompt end there.
+        """
+        return tuple(self._core.snapshot_points(self._live_id()))
+
     # --- what was computed ----------------------------------------------------------------------
 
     def commit(self, num_tokens: int, ready: Event | None = None) -> int:
@@ -267,6 +285,26 @@ class Lease:
             LeaseError: more positions than the lease has; nothing changed.
         """
         return self._engine._commit(self, num_tokens, ready)
+
+    def snapshot(self, num_tokens: int, stream: object = None) -> bool:
+        """Save the recurrent state after ``num_tokens`` positions, so that prompts can hit there.
+
+        To be called when those are committed, a multiple of ``block_tokens``, and the state in
+        ``state_slot`` is that after exactly them: before the next step changes it.
+
+        Args:
+            num_tokens: absolute; what ``commit`` was last told.
+            stream: the compute stream, on a GPU, in whose order the state is copied.
+
+        Returns:
+            False when nothing was saved: there is a snapshot already, the positions cannot be
+            indexed, or every slot is in use.
+
+        Raises:
+            LeaseError: not granted, not what is committed, or no block border; nothing changed.
+            UsageError: the model has no recurrent state.
+        """
+        return self._engine._snapshot(self, num_tokens, stream)
 
     def append(self, tokens: TokenIds) -> None:
         """Name the next positions, so that they can be indexed.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 ID_DTYPE = np.dtype("<i4")
 
-Direction = Literal["onload", "offload"]
+Direction = Literal["onload", "offload", "state"]
 Outcome = Literal["done", "failed", "cancelled"]
 
 
@@ -35,7 +35,8 @@ class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         transfer_id: chosen by the scheduler, unique for the life of the engine.
-        direction: ``"onload"`` writes the device blocks, ``"offload"`` the host blocks.
+        direction: ``"onload"`` writes the device blocks, ``"offload"`` the host blocks;
+            ``"state"`` is that of a :class:`StatePlan`.
         device_blocks: int32 ids as bytes, in path order.
         host_blocks: int32 ids as bytes, as many.
         priority: see :class:`Priority`.
@@ -51,6 +52,10 @@ class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
     after_step: int = 0
 
     @property
+    def is_onload(self) -> bool:
+        return self.direction == "onload"
+
+    @property
     def num_blocks(self) -> int:
         return len(self.device_blocks) // ID_DTYPE.itemsize
 
@@ -61,6 +66,39 @@ class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def host_ids(self) -> NDArray[np.int32]:
         return np.frombuffer(self.host_blocks, dtype=ID_DTYPE)
+
+
+class StatePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Make slots of recurrent state ready, on the device, in all layers that have any.
+
+    Attributes:
+        transfer_id: of the same sequence as those of :class:`TransferPlan`.
+        source_slots: int32 ids as bytes; -1 for zeros.
+        target_slots: int32 ids as bytes, as many; none is a source.
+        priority: see :class:`Priority`.
+        after_step: as of :class:`TransferPlan`.
+    """
+
+    transfer_id: int
+    source_slots: bytes
+    target_slots: bytes
+    priority: int = Priority.DEMAND
+    after_step: int = 0
+
+    @property
+    def direction(self) -> Direction:
+        return "state"
+
+    @property
+    def source_ids(self) -> NDArray[np.int32]:
+        return np.frombuffer(self.source_slots, dtype=ID_DTYPE)
+
+    @property
+    def target_ids(self) -> NDArray[np.int32]:
+        return np.frombuffer(self.target_slots, dtype=ID_DTYPE)
+
+
+Plan = TransferPlan | StatePlan
 
 
 class TransferReport(msgspec.Struct, frozen=True, kw_only=True):

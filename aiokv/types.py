@@ -55,7 +55,7 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
 
     Per pool, ``free + cached + leased + in_flight`` is the capacity: *leased* blocks belong to
     one lease alone, *cached* ones to the index (with or without leases on them), *in flight* ones
-    are the destination of a transfer.
+    are the destination of a transfer. State slots are free, a snapshot, or a lease's.
     """
 
     device_blocks: int
@@ -83,6 +83,11 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     failed_blocks: int
     skipped_backups: int
     reclaimed_twins: int
+    state_slots: int
+    state_free: int
+    state_snapshots: int
+    restored_states: int
+    evicted_snapshots: int
     nodes: int
     index_bytes: int
     token_bytes: int

@@ -91,11 +91,22 @@ class EngineBase:
         blocks = self.regions.num_blocks
         if self._ranks is not None and (blocks is not None or self.config.verify != "off"):
             raise ConfigError("with ranks, tensors and their verification are the ranks'")
+        if self._ranks is not None and self.config.state_slots:
+            raise ConfigError("ranks have no recurrent state: state_slots must be 0")
         if blocks is not None and blocks < self.config.device_blocks:
             raise UsageError(
                 f"the regions hold {blocks} blocks, fewer than the {self.config.device_blocks} of "
                 "device_blocks",
                 hint="make the tensors larger, or lower CacheConfig.device_blocks",
+            )
+        slots = self.regions.num_state_slots
+        if slots is None and (not self.config.state_slots or blocks is None):
+            return
+        if not 0 < self.config.state_slots <= (slots or 0):
+            raise UsageError(
+                f"the regions hold {slots or 0} slots of recurrent state; state_slots is "
+                f"{self.config.state_slots}",
+                hint="register the state with Regions.add_state, and set CacheConfig.state_slots",
             )
 
     # --- opening and closing --------------------------------------------------------------------
@@ -284,6 +295,11 @@ class EngineBase:
         if unclosed := self._open_step.explain():
             return AllocateTimeout(f"{what}: {unclosed}", hint=self._open_step.advice())
         statistics = self._core.statistics()
+        if self.config.state_slots and not statistics.state_free + statistics.state_snapshots:
+            return AllocateTimeout(
+                f"{what}: leases hold all {self.config.state_slots} state slots",
+                hint="raise CacheConfig.state_slots, or preempt a lease",
+            )
         return AllocateTimeout(
             f"{what}: {statistics.device_free} device blocks are free and at most "
             f"{statistics.evictable_blocks} evictable",

@@ -40,6 +40,7 @@ class CacheEngine(Recovery):
         return Statistics(
             device_blocks=self._core.device_blocks,
             host_blocks=self.config.host_blocks,
+            state_slots=self.config.state_slots,
             waiting=len(self._waiting),
             **fields,
         )
@@ -95,5 +96,5 @@ class CacheEngine(Recovery):
 _CORE_FIELDS = tuple(
     name
     for name in Statistics.__struct_fields__
-    if name not in ("device_blocks", "host_blocks", "waiting")
+    if name not in ("device_blocks", "host_blocks", "state_slots", "waiting")
 )

@@ -208,6 +208,10 @@ class Leasing(EngineBase):
         child = Lease(self, lease_id, owner or lease.owner, lease.salt, self._done)
         try:
             self._controller.clone(sources, targets, stream)
+            if self.config.state_slots:
+                self._copy_state(
+                    self._core.state_slot(parent_id), self._core.state_slot(lease_id), stream
+                )
         except BaseException:
             child.release()
             raise
@@ -216,6 +220,23 @@ class Leasing(EngineBase):
             if not self._steps.open:
                 self._flush_checksums()
         return child
+
+    def _snapshot(self, lease: Lease, num_tokens: int, stream: object) -> bool:
+        self._check_loop()
+        source, target = self._core.snapshot(lease._live_id(), num_tokens, self._steps.open)
+        if target < 0:
+            return False
+        try:
+            self._copy_state(source, target, stream)
+        except BaseException:
+            self._core.discard_snapshot(lease._live_id(), target)
+            raise
+        return True
+
+    def _copy_state(self, source: int, target: int, stream: object) -> None:
+        self._controller.clone_slots(
+            np.array([source], np.int32), np.array([target], np.int32), stream
+        )
 
     def _release(self, lease: Lease, after: Event | None) -> None:
         if not self._thread:

@@ -127,6 +127,7 @@ class Residency(Leasing):
     async def _bring(self, lease: Lease, *, until_used: bool) -> Pin | None:
         """Pin the whole hit; None, with the lease released, when that is nothing or has no room."""
         hit = lease.hit
+        self._core.hold_only(lease._live_id())
         try:
             if not hit.total or not self._try_allocate(lease, hit.total, Priority.PREFETCH):
                 lease.release()

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from aiokv.observe.logs import Log
+from aiokv.plan import TransferPlan
 from aiokv.worker.layers import LayerView
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
-    from aiokv.plan import Priority, TransferPlan, TransferReport
+    from aiokv.plan import Plan, Priority, TransferReport
     from aiokv.scheduler.manager import CacheManager
     from aiokv.worker.base import Worker
     from aiokv.worker.layers import LayerDoneCounter
@@ -41,7 +42,7 @@ class Transfers:
         self._controller = controller
         self._after_report = on_report
         self._on_submit = on_submit
-        self._onloads: dict[int, tuple[TransferPlan, LayerDoneCounter]] = {}
+        self._onloads: dict[int, tuple[Plan, LayerDoneCounter]] = {}
         self._ends: dict[int, list[asyncio.Future[None]]] = {}  # who waits for a report
         self._on_end: dict[int, Callable[[], None]] = {}
         self._has_host = manager.config.host_blocks > 0
@@ -62,11 +63,18 @@ class Transfers:
         return LayerView(
             [counter for _, counter in joined],
             owner=owner,
-            locate=_position_finder(
-                {plan.transfer_id: plan for plan, _ in joined},
-                core.block_table(lease_id).tolist(),
-                self._manager.config.block_tokens,
-            ),
+            locate=self._position_finder(lease_id, [plan for plan, _ in joined]),
+        )
+
+    def _position_finder(
+        self, lease_id: int, plans: list[Plan]
+    ) -> Callable[[int, int], int | None] | None:
+        if self._manager.config.state_slots:
+            return None  # any failure costs the state, and that is needed from position 0 on
+        return _position_finder(
+            {plan.transfer_id: plan for plan in plans if isinstance(plan, TransferPlan)},
+            self._manager.core.block_table(lease_id).tolist(),
+            self._manager.config.block_tokens,
         )
 
     def cancel_abandoned(self) -> None:
@@ -124,7 +132,7 @@ class Transfers:
         self._ends.setdefault(transfer_id, []).append(ended)
         await ended
 
-    def _submit(self, plan: TransferPlan) -> LayerDoneCounter:
+    def _submit(self, plan: Plan) -> LayerDoneCounter:
         counter = self._controller.submit(plan)
         self._on_submit(plan.after_step)
         return counter

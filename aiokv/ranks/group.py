@@ -20,7 +20,7 @@ import msgspec
 from aiokv import _native
 from aiokv.errors import ClosedError, ConfigError, UsageError
 from aiokv.observe.logs import Log
-from aiokv.plan import TransferReport
+from aiokv.plan import StatePlan, TransferReport
 from aiokv.ranks.channel import MAX_FRAME_BYTES, frame_of
 from aiokv.ranks.fold import RankTransfer
 from aiokv.ranks.lanes import RankLane
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiokv.errors import RankLost
-    from aiokv.plan import TransferPlan
+    from aiokv.plan import Plan, TransferPlan
     from aiokv.ranks.messages import Layout, Reports
     from aiokv.ranks.roster import Seat
     from aiokv.types import Tier
@@ -117,7 +117,7 @@ class RankGroup:
         self._id_bytes = 0
         self._flush_scheduled = False
         self._waiting: list[tuple[set[int], asyncio.Future[None]]] = []
-        self._lanes = {"onload": RankLane(), "offload": RankLane()}
+        self._lanes = {name: RankLane() for name in ("onload", "offload", "state")}
         self._closed_step = 0
         self._reported_step = 0
         self._batches = self._sequence = self._sent_plans = self._batch_bytes = self._given_up = 0
@@ -257,7 +257,7 @@ class RankGroup:
         """Those that have not answered the newest ``sleep`` or ``wake_up``."""
         return [] if self._roster is None else self._roster.silent_ranks
 
-    def submit(self, plan: TransferPlan) -> LayerDoneCounter:
+    def submit(self, plan: Plan) -> LayerDoneCounter:
         """Take a plan; it leaves for all ranks with the others of this pass.
 
         Raises:
@@ -266,6 +266,8 @@ class RankGroup:
         """
         if self._closing:
             raise ClosedError("the group of ranks is closing")
+        if isinstance(plan, StatePlan):
+            raise UsageError("ranks have no recurrent state")  # the engine's config is refused
         if plan.transfer_id in self._transfers:
             raise UsageError(f"transfer {plan.transfer_id} is under way already")
         self._ids.check_ids(plan.host_ids, plan.device_ids, onload=plan.direction == "onload")
@@ -327,6 +329,14 @@ class RankGroup:
                 "ranks do not copy blocks within their devices",
                 hint="fork at a block's border, or copy the partial block in the model's runner",
             )
+
+    def clone_slots(
+        self, sources: NDArray[np.int32], targets: NDArray[np.int32], stream: Any = None
+    ) -> None:
+        """Raises:
+        UsageError: ranks have no recurrent state.
+        """
+        raise UsageError("ranks have no recurrent state")
 
     async def drain(self) -> None:
         """Wait until every plan submitted so far, and since, has been reported.
@@ -394,7 +404,10 @@ class RankGroup:
         held = [t for t in self._transfers.values() if t.plan.after_step > min(steps)]
         onload, offload = self._lanes["onload"], self._lanes["offload"]
         return WorkerStatistics(
-            held=len(held), onload=onload.statistics(), offload=offload.statistics()
+            held=len(held),
+            onload=onload.statistics(),
+            offload=offload.statistics(),
+            state=self._lanes["state"].statistics(),
         )
 
     def pids(self) -> list[int]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from aiokv._native import Core, EvictionKind, Outcome
 from aiokv._native import WritePolicy as NativePolicy
-from aiokv.plan import Priority, TransferPlan
+from aiokv.plan import Plan, Priority, StatePlan, TransferPlan
 
 if TYPE_CHECKING:
     from aiokv.config import CacheConfig
@@ -50,10 +50,13 @@ class CacheManager:
             low_watermark_blocks=config.watermark_blocks,
             min_onload_blocks=config.min_onload_blocks,
             eviction=_EVICTION[config.eviction_policy],
+            state_slots=config.state_slots,
         )
 
-    def onload_plan(self, transfer_id: int, priority: Priority) -> TransferPlan:
-        """The plan of an onload that a grant has started."""
+    def onload_plan(self, transfer_id: int, priority: Priority) -> Plan:
+        """The plan of an onload, or of a state slot, that a grant has started."""
+        if self.core.is_state_move(transfer_id):
+            return self._state_plan(transfer_id, priority)
         return self._plan(transfer_id, "onload", priority)
 
     def backup_plans(self) -> list[TransferPlan]:
@@ -85,6 +88,7 @@ class CacheManager:
             "hit_blocks": {"device": device_blocks, "host": host_blocks},
             "block_table": core.block_table(lease_id).tolist(),
             "onloads": core.onloads(lease_id),
+            "state_slot": core.state_slot(lease_id),
         }
 
     def complete(self, report: TransferReport) -> None:
@@ -93,6 +97,16 @@ class CacheManager:
 
     def _backup(self, transfer_id: int) -> TransferPlan:
         return self._plan(transfer_id, "offload", Priority.BACKUP)
+
+    def _state_plan(self, transfer_id: int, priority: Priority) -> StatePlan:
+        source, target, after_step = self.core.state_move(transfer_id)
+        return StatePlan(
+            transfer_id=transfer_id,
+            source_slots=_id_bytes(source),
+            target_slots=_id_bytes(target),
+            priority=priority,
+            after_step=after_step,
+        )
 
     def _plan(self, transfer_id: int, direction: Direction, priority: Priority) -> TransferPlan:
         device_blocks, host_blocks, after_step = self.core.transfer(transfer_id)
@@ -104,3 +118,8 @@ class CacheManager:
             priority=priority,
             after_step=after_step,
         )
+
+
+def _id_bytes(slot: int) -> bytes:
+    """One id as plans have them."""
+    return slot.to_bytes(4, "little", signed=True)

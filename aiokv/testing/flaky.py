@@ -142,6 +142,9 @@ class ChaosDevice(ManualDevice):
             if good is None:
                 copy.complete(layer)
                 continue
+            if copy.direction == "state":
+                copy.fail(layer, reason="failed at random")  # a failed slot is never used
+                continue
             spoil(
                 self.regions,
                 self.arena,

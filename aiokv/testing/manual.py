@@ -133,10 +133,7 @@ class ManualCopy:
         return [i for i, event in enumerate(self._events) if event.finished_seconds is None]
 
     def _move(self, layer: int, num_blocks: int) -> None:
-        if self.after is not None and not self.after.done:
-            raise UsageError("the step that this copy comes after is not done")
-        if layer not in self.pending_layers:
-            raise UsageError(f"layer {layer} has ended already")
+        self._check_turn(layer)
         host_ids, device_ids = self.host_ids[:num_blocks], self.device_ids[:num_blocks]
         for piece in self._device.regions.layer_pieces(layer):
             begin = piece.host_offset_bytes
@@ -145,6 +142,12 @@ class ManualCopy:
                 piece.view()[device_ids] = host[host_ids]
             else:
                 host[host_ids] = piece.view()[device_ids]
+
+    def _check_turn(self, layer: int) -> None:
+        if self.after is not None and not self.after.done:
+            raise UsageError("the step that this copy comes after is not done")
+        if layer not in self.pending_layers:
+            raise UsageError(f"layer {layer} has ended already")
 
     def _end(self, layer: int) -> None:
         self._submitted[layer].set()
@@ -169,12 +172,28 @@ class ManualCopy:
         return self._error
 
 
+class ManualStateCopy(ManualCopy):
+    """Slots of recurrent state: ``host_ids`` are the sources, -1 for zeros."""
+
+    def _move(self, layer: int, num_blocks: int) -> None:
+        self._check_turn(layer)
+        for piece in self._device.regions.state_pieces:
+            if piece.layer != layer:
+                continue
+            view = piece.view()
+            for source, target in zip(
+                self.host_ids[:num_blocks], self.device_ids[:num_blocks], strict=True
+            ):
+                view[target] = 0 if source < 0 else view[source]
+
+
 class ManualDevice:
     """A cpu device whose copies wait for the test.
 
     Attributes:
         onloads: copies that have not ended, in the order of submission.
         offloads: likewise.
+        state_moves: likewise.
         delayed_layers: layers that new copies submit only on ``copy.submit(layer)``.
         refuse: raised by the next submission, then forgotten.
     """
@@ -186,6 +205,7 @@ class ManualDevice:
     def __init__(self) -> None:
         self.onloads: list[ManualCopy] = []
         self.offloads: list[ManualCopy] = []
+        self.state_moves: list[ManualCopy] = []
         self.delayed_layers: frozenset[int] = frozenset()
         self.refuse: DeviceError | None = None
         self.closed = False
@@ -202,7 +222,7 @@ class ManualDevice:
     @property
     def copies(self) -> list[ManualCopy]:
         """All copies that have not ended, onloads first."""
-        return [*self.onloads, *self.offloads]
+        return [*self.onloads, *self.offloads, *self.state_moves]
 
     def attach(self, regions: Regions, arena: HostArena) -> None:
         self._memory = (regions, arena, block_map(regions, arena))
@@ -218,12 +238,19 @@ class ManualDevice:
     def onload(
         self, host_ids: NDArray[np.int32], device_ids: NDArray[np.int32], after: Event | None
     ) -> ManualCopy:
-        return self._start(self.onloads, "onload", host_ids, device_ids, after)
+        self._attached[2].check_ids(host_ids, device_ids, onload=True)
+        return self._start(ManualCopy(self, "onload", host_ids, device_ids, after))
 
     def offload(
         self, host_ids: NDArray[np.int32], device_ids: NDArray[np.int32], after: Event | None
     ) -> ManualCopy:
-        return self._start(self.offloads, "offload", host_ids, device_ids, after)
+        self._attached[2].check_ids(host_ids, device_ids, onload=False)
+        return self._start(ManualCopy(self, "offload", host_ids, device_ids, after))
+
+    def move_state(
+        self, source_slots: NDArray[np.int32], target_slots: NDArray[np.int32], after: Event | None
+    ) -> ManualCopy:
+        return self._start(ManualStateCopy(self, "state", source_slots, target_slots, after))
 
     def complete_all(self) -> None:
         """Complete everything that is in the device now, in the order of submission."""
@@ -241,7 +268,11 @@ class ManualDevice:
     def ended(self, copy: ManualCopy) -> None:
         """A layer of the copy ended; forget the copy after its last one."""
         if not copy.pending_layers:
-            (self.onloads if copy.direction == "onload" else self.offloads).remove(copy)
+            self._copies_of(copy.direction).remove(copy)
+
+    def _copies_of(self, direction: Direction) -> list[ManualCopy]:
+        lists = {"onload": self.onloads, "offload": self.offloads, "state": self.state_moves}
+        return lists[direction]
 
     @property
     def _attached(self) -> tuple[Regions, HostArena, _native.BlockMap]:
@@ -249,19 +280,10 @@ class ManualDevice:
             raise UsageError("the manual device has no memory: attach() it first")
         return self._memory
 
-    def _start(
-        self,
-        copies: list[ManualCopy],
-        direction: Direction,
-        host_ids: NDArray[np.int32],
-        device_ids: NDArray[np.int32],
-        after: Event | None,
-    ) -> ManualCopy:
+    def _start(self, copy: ManualCopy) -> ManualCopy:
         if self.refuse is not None:
             error, self.refuse = self.refuse, None
             raise error
-        self._attached[2].check_ids(host_ids, device_ids, onload=direction == "onload")
-        copy = ManualCopy(self, direction, host_ids, device_ids, after)
         if copy.layer_events:
-            copies.append(copy)
+            self._copies_of(copy.direction).append(copy)
         return copy

@@ -125,7 +125,7 @@ class ScriptedDevice(ManualDevice):
         super().__init__()
         self.ends: list[End] = []
         self._rules: list[_Rule] = []
-        self._started: dict[Direction, int] = {"onload": 0, "offload": 0}
+        self._started: dict[Direction, int] = {"onload": 0, "offload": 0, "state": 0}
         self._running: list[_Running] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._move_soon = False
@@ -196,6 +196,10 @@ class ScriptedDevice(ManualDevice):
         self._reject_by_script("offload")
         return self._play("offload", super().offload(*args))
 
+    def move_state(self, *args: Any) -> ManualCopy:
+        self._reject_by_script("state")
+        return self._play("state", super().move_state(*args))
+
     def ended(self, copy: ManualCopy) -> None:
         super().ended(copy)
         if not copy.pending_layers:
@@ -238,14 +242,15 @@ class ScriptedDevice(ManualDevice):
             copy.complete(layer)
             return
         first = min(failures, key=lambda rule: rule.block)
-        spoil(
-            self.regions,
-            self.arena,
-            copy.host_ids[first.block :],
-            copy.device_ids[first.block :],
-            onload=direction == "onload",
-            layer=layer,
-        )
+        if direction != "state":
+            spoil(
+                self.regions,
+                self.arena,
+                copy.host_ids[first.block :],
+                copy.device_ids[first.block :],
+                onload=direction == "onload",
+                layer=layer,
+            )
         copy.fail(layer, block=first.block, reason=first.reason)
 
     def _may_end(self, running: _Running, layer: int) -> bool:

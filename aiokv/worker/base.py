@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from aiokv.plan import TransferPlan
+    from aiokv.plan import Plan
     from aiokv.types import Tier
     from aiokv.worker.controller import WorkerStatistics
     from aiokv.worker.device.base import Event
@@ -47,7 +47,7 @@ class Worker(Protocol):
     def silent_ranks(self) -> list[int]:
         """Those that have not answered the newest ``sleep`` or ``wake_up``."""
 
-    def submit(self, plan: TransferPlan) -> LayerDoneCounter:
+    def submit(self, plan: Plan) -> LayerDoneCounter:
         """Take a plan; its blocks are the transfer's until its report.
 
         Raises:
@@ -70,6 +70,11 @@ class Worker(Protocol):
         self, sources: NDArray[np.int32], targets: NDArray[np.int32], stream: Any = None
     ) -> None:
         """Copy blocks within the device; as ``clone_blocks``."""
+
+    def clone_slots(
+        self, sources: NDArray[np.int32], targets: NDArray[np.int32], stream: Any = None
+    ) -> None:
+        """Copy slots of recurrent state within the device; as ``clone_slots``."""
 
     async def drain(self) -> None:
         """Wait until every plan submitted so far, and since, has been reported.

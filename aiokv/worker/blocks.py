@@ -30,10 +30,23 @@ def clone_blocks(
     Raises:
         UsageError: tensors on a GPU, and no stream.
     """
-    if not len(sources):
+    _clone_rows(list(regions.pieces()), sources, targets, stream)
+
+
+def clone_slots(
+    regions: Regions, sources: NDArray[np.int32], targets: NDArray[np.int32], stream: Any = None
+) -> None:
+    """As :func:`clone_blocks`, of slots of recurrent state."""
+    _clone_rows(list(regions.state_pieces), sources, targets, stream)
+
+
+def _clone_rows(
+    pieces: list[Piece], sources: NDArray[np.int32], targets: NDArray[np.int32], stream: Any
+) -> None:
+    if not len(sources) or not pieces:
         return
-    if regions.devices <= {"cpu"}:
-        for piece in regions.pieces():
+    if all(piece.device == "cpu" for piece in pieces):
+        for piece in pieces:
             view = piece.view()
             view[targets] = view[sources]
         return
@@ -41,7 +54,7 @@ def clone_blocks(
         raise UsageError("blocks on a GPU are copied on the compute stream: name it")
     import cupy
 
-    views = [_gpu_view(piece) for piece in regions.pieces()]
+    views = [_gpu_view(piece) for piece in pieces]
     with views[0].device, _cupy_stream(stream):
         to, source = cupy.asarray(targets), cupy.asarray(sources)
         for view in views:

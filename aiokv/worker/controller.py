@@ -16,9 +16,9 @@ import msgspec
 
 from aiokv import _native
 from aiokv.errors import ClosedError, LayoutError, UsageError
-from aiokv.plan import TransferReport
+from aiokv.plan import StatePlan, TransferReport
 from aiokv.worker.arena import HostArena
-from aiokv.worker.blocks import clone_blocks
+from aiokv.worker.blocks import clone_blocks, clone_slots
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.device.cpu import device_blocks
 from aiokv.worker.layers import LayerDoneCounter
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from aiokv.plan import Direction, Outcome, TransferPlan
+    from aiokv.plan import Direction, Outcome, Plan
     from aiokv.types import Tier
     from aiokv.worker.checksums import Checksums
-    from aiokv.worker.device.base import Device, Event
+    from aiokv.worker.device.base import Copy, Device, Event
     from aiokv.worker.poller import EventPoller
     from aiokv.worker.regions import Regions
 
@@ -66,6 +66,7 @@ class WorkerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     held: int
     onload: LaneStatistics
     offload: LaneStatistics
+    state: LaneStatistics
 
 
 class _Lane:
@@ -155,7 +156,8 @@ class CacheController:
         self.arena = self._new_arena()
         self._ids = self._new_ids()
         self._gate = StepGate()
-        self._lanes = {"onload": _Lane("onload"), "offload": _Lane("offload")}
+        directions: tuple[Direction, ...] = ("onload", "offload", "state")
+        self._lanes = {direction: _Lane(direction) for direction in directions}
         self._transfers: dict[int, Transfer] = {}
         self._idle_waiters: list[asyncio.Future[None]] = []
         self._settling: list[tuple[set[int], asyncio.Future[None]]] = []
@@ -194,8 +196,8 @@ class CacheController:
 
     # --- plans ------------------------------------------------------------------------------
 
-    def submit(self, plan: TransferPlan) -> LayerDoneCounter:
-        """Take a plan; its blocks are the transfer's until its report.
+    def submit(self, plan: Plan) -> LayerDoneCounter:
+        """Take a plan; its blocks or slots are the transfer's until its report.
 
         Raises:
             UsageError: no blocks, unequal lists, ids out of range, a destination named twice, or
@@ -208,14 +210,14 @@ class CacheController:
             raise UsageError(f"the tiers {sorted(self.asleep)} are asleep")
         if plan.transfer_id in self._transfers:
             raise UsageError(f"transfer {plan.transfer_id} is under way already")
-        self._ids.check_ids(plan.host_ids, plan.device_ids, onload=plan.direction == "onload")
+        num_bytes = self._checked_bytes(plan)
         counter = LayerDoneCounter(
             self._regions.num_layers,
             transfer_id=plan.transfer_id,
             direction=plan.direction,
             expedite=lambda: self._expedite(plan.transfer_id),
         )
-        transfer = Transfer(plan, counter, self._block_bytes * plan.num_blocks)
+        transfer = Transfer(plan, counter, num_bytes)
         self._transfers[plan.transfer_id] = transfer
         if self._gate.is_open(plan.after_step):
             self._gate.hold(transfer)
@@ -224,6 +226,12 @@ class CacheController:
             lane.queue.push(transfer)
             self._pump(lane)
         return counter
+
+    def _checked_bytes(self, plan: Plan) -> int:
+        if isinstance(plan, StatePlan):  # the device checks its ids
+            return self._regions.state_slot_bytes * len(plan.target_ids)
+        self._ids.check_ids(plan.host_ids, plan.device_ids, onload=plan.is_onload)
+        return self._block_bytes * plan.num_blocks
 
     def cancel(self, transfer_id: int) -> None:
         """Take back a plan that the device does not have yet; it is reported ``"cancelled"``.
@@ -270,6 +278,12 @@ class CacheController:
     ) -> None:
         """Copy blocks within the device; see :func:`clone_blocks`."""
         clone_blocks(self._regions, sources, targets, stream)
+
+    def clone_slots(
+        self, sources: NDArray[np.int32], targets: NDArray[np.int32], stream: Any = None
+    ) -> None:
+        """Copy slots of recurrent state within the device; see :func:`clone_slots`."""
+        clone_slots(self._regions, sources, targets, stream)
 
     # --- sleep ------------------------------------------------------------------------------
 
@@ -388,6 +402,7 @@ class CacheController:
             held=len(self._gate),
             onload=self._lanes["onload"].statistics(),
             offload=self._lanes["offload"].statistics(),
+            state=self._lanes["state"].statistics(),
         )
 
     # --- the life of a transfer -------------------------------------------------------------
@@ -412,12 +427,8 @@ class CacheController:
         transfer.state = "submitted"
         transfer.started_at = time.monotonic()
         lane.submitted += 1
-        if self._checksums is not None:
-            self._checksums.begin(plan)
-        move = self._device.onload if lane.direction == "onload" else self._device.offload
         try:
-            after = self._gate.event_for(plan.after_step)
-            copy = move(plan.host_ids, plan.device_ids, after)
+            copy = self._move(plan, self._gate.event_for(plan.after_step))
         except Exception as error:  # told by the report, like any other failure of the copy
             self._loop.call_soon(self._end_submitted, transfer, CopyError(0, str(error)))
             transfer.counter.refuse(CopyError(0, str(error)))
@@ -427,6 +438,14 @@ class CacheController:
             self._loop.call_soon(self._end_submitted, transfer, None)
             return
         self._watch(lane, transfer, copy.layer_events)
+
+    def _move(self, plan: Plan, after: Event | None) -> Copy:
+        if isinstance(plan, StatePlan):
+            return self._device.move_state(plan.source_ids, plan.target_ids, after)
+        if self._checksums is not None:
+            self._checksums.begin(plan)
+        move = self._device.onload if plan.is_onload else self._device.offload
+        return move(plan.host_ids, plan.device_ids, after)
 
     def _watch(self, lane: _Lane, transfer: Transfer, events: Sequence[Event]) -> None:
         """Watch each distinct event; layers that share one arrive together."""
@@ -451,12 +470,13 @@ class CacheController:
     def _layers_done(self, transfer: Transfer, layers: range, event: Event) -> None:
         finished_seconds: float | None = getattr(event, "finished_seconds", None)
         arrived = [(layer, finished_seconds) for layer in layers]
-        if self._checksums is not None and transfer.plan.direction == "onload":
+        plan = transfer.plan
+        if self._checksums is not None and not isinstance(plan, StatePlan) and plan.is_onload:
             transfer.unproven += arrived
             if len(transfer.unproven) < transfer.counter.num_layers:
                 return
             arrived = transfer.unproven
-            failure = self._checksums.prove(transfer.plan, transfer.counter.failure)
+            failure = self._checksums.prove(plan, transfer.counter.failure)
             if failure is not None:
                 self._end_submitted(transfer, failure, finished_seconds)
                 return

@@ -85,6 +85,8 @@ class Regions:
         self._pieces: list[list[Piece]] = [[] for _ in range(num_layers)]
         self._names: list[str] = []
         self._num_blocks: int | None = None
+        self._state_pieces: list[Piece] = []
+        self._num_state_slots: int | None = None
 
     def add(
         self,
@@ -123,6 +125,36 @@ class Regions:
         self._num_blocks = num_blocks
         self._names.append(name)
         self._place()
+
+    def add_state(
+        self, name: str, *, layers: Sequence[Any], layer_indices: Sequence[int] | None = None
+    ) -> None:
+        """Register recurrent state: one row a sequence or snapshot, rather than one a block.
+
+        Args:
+            name: unique in this registry.
+            layers: one tensor ``[state_slots, ...]`` a layer, as for :meth:`add`.
+            layer_indices: the layers that have it; by default all of them.
+
+        Raises:
+            LayoutError: as :meth:`add`; the registry is unchanged.
+        """
+        indices = self._check_layers(name, len(layers), layer_indices)
+        pieces = []
+        num_slots = self._num_state_slots
+        for layer, tensor in zip(indices, layers, strict=True):
+            array = describe(tensor, f"region {name!r}, layer {layer}")
+            if num_slots is not None and array.num_blocks != num_slots:
+                raise LayoutError(
+                    f"region {name!r}, layer {layer}: {array.num_blocks} slots, the others have "
+                    f"{num_slots}",
+                    hint="the first axis of every state tensor is the slot",
+                )
+            num_slots = array.num_blocks
+            pieces.append(array.piece(layer, name))
+        self._state_pieces += pieces
+        self._num_state_slots = num_slots
+        self._names.append(name)
 
     def _check_layers(
         self, name: str, num_tensors: int, layer_indices: Sequence[int] | None
@@ -165,6 +197,8 @@ class Regions:
         bare._pieces = [
             [replace(piece, pointer=0, owner=None) for piece in pieces] for pieces in self._pieces
         ]
+        bare._num_state_slots = self._num_state_slots
+        bare._state_pieces = [replace(piece, pointer=0, owner=None) for piece in self._state_pieces]
         return bare
 
     def check_layout(self, other: Regions) -> None:
@@ -175,9 +209,13 @@ class Regions:
         """
         if other.num_layers != self.num_layers:
             raise LayoutError(f"{other.num_layers} layers, not {self.num_layers} as before")
+        if other.num_state_slots != self.num_state_slots:
+            raise LayoutError(
+                f"{other.num_state_slots} state slots, not {self.num_state_slots} as before"
+            )
         for layer in range(self.num_layers):
-            before = {piece.region: piece for piece in self._pieces[layer]}
-            now = {piece.region: piece for piece in other._pieces[layer]}
+            before = {piece.region: piece for piece in self._all_pieces(layer)}
+            now = {piece.region: piece for piece in other._all_pieces(layer)}
             if list(before) != list(now):
                 raise LayoutError(
                     f"layer {layer} has the regions {list(now)}, not {list(before)} as before"
@@ -193,6 +231,9 @@ class Regions:
                         f"{before[name].device} as before"
                     )
 
+    def _all_pieces(self, layer: int) -> list[Piece]:
+        return self._pieces[layer] + [p for p in self._state_pieces if p.layer == layer]
+
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._names)
@@ -203,9 +244,24 @@ class Regions:
         return self._num_blocks
 
     @property
+    def num_state_slots(self) -> int | None:
+        """Slots that every state tensor has; None while there is no such tensor."""
+        return self._num_state_slots
+
+    @property
+    def state_pieces(self) -> tuple[Piece, ...]:
+        """Of all state tensors; ``num_blocks`` is of slots, and they have no place on the host."""
+        return tuple(self._state_pieces)
+
+    @property
+    def state_slot_bytes(self) -> int:
+        """Bytes of one slot: all layers, all state tensors."""
+        return sum(piece.block_bytes for piece in self._state_pieces)
+
+    @property
     def devices(self) -> frozenset[str]:
         """Where the tensors are: ``"cpu"``, ``"cuda"``."""
-        return frozenset(piece.device for piece in self.pieces())
+        return frozenset(piece.device for piece in (*self.pieces(), *self._state_pieces))
 
     @property
     def block_bytes(self) -> int:

@@ -12,7 +12,7 @@ from aiokv.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from aiokv.plan import TransferPlan
+    from aiokv.plan import Plan
     from aiokv.worker.device.base import Event
     from aiokv.worker.layers import LayerDoneCounter
 
@@ -27,7 +27,7 @@ class Transfer:
 
     __slots__ = ("counter", "num_bytes", "plan", "started_at", "state", "unproven")
 
-    def __init__(self, plan: TransferPlan, counter: LayerDoneCounter, num_bytes: int) -> None:
+    def __init__(self, plan: Plan, counter: LayerDoneCounter, num_bytes: int) -> None:
         self.plan = plan
         self.counter = counter
         self.num_bytes = num_bytes

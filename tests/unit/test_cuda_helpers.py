@@ -5,11 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 from aiokv.errors import UsageError
 from aiokv.worker.device.cuda_handles import event_handle, stream_handle
 from aiokv.worker.device.cuda_numa import Placement, placement
+from aiokv.worker.device.cuda_state import Rows, merge_rows
+from aiokv.worker.regions import Regions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,3 +77,19 @@ def test_a_machine_with_one_node_or_an_unknown_gpu_is_left_alone(tmp_path):
     root = sysfs(tmp_path / "two", nodes=2, gpu_node=-1)
     assert placement("0000:3b:00.0", 1, root) == Placement(-1, strict=False)
     assert placement("0000:99:00.0", 1, root) == Placement(-1, strict=False)
+
+
+def test_state_rows_that_lie_equally_far_apart_are_one_copy():
+    whole = np.zeros((3, 4, 2, 8), np.float32)  # [layers, slots, ...]
+    lone = np.zeros((4, 5), np.float32)
+    regions = Regions(num_layers=4)
+    regions.add_state("ssm", layers=list(whole), layer_indices=[0, 1, 3])
+    regions.add_state("conv", layers=[lone], layer_indices=[2])
+    base, apart = whole.ctypes.data, lone.ctypes.data
+    assert merge_rows(regions.state_pieces) == [
+        Rows(base, 64, 64, 3, 256),
+        Rows(apart, 20, 20, 1, 20),
+    ]
+    backwards = Regions(num_layers=2)
+    backwards.add_state("ssm", layers=[whole[1], whole[0]])
+    assert [rows.num_tensors for rows in merge_rows(backwards.state_pieces)] == [1, 1]

@@ -115,6 +115,20 @@ class Device(Protocol):
     ) -> Copy:
         """As onload(), the other way; all layers may share one event."""
 
+    def move_state(
+        self, source_slots: NDArray[np.int32], target_slots: NDArray[np.int32], after: Event | None
+    ) -> Copy:
+        """Start copying slots of recurrent state within the device, or zeroing them.
+
+        Args:
+            source_slots: [N] int32, borrowed until return; -1 for zeros.
+            target_slots: [N] int32, distinct, none of them a source.
+            after: as of onload(). All layers share one event.
+
+        Raises:
+            UsageError, DeviceError: as onload().
+        """
+
     def detach(self, *, keep_host: bool) -> None:
         """Let go of the memory; no copy is in flight, and none comes before ``attach``. Idempotent.
 

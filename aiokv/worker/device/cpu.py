@@ -61,6 +61,7 @@ class CpuDevice:
     def __init__(self) -> None:
         self._onloads: CpuStream | None = None
         self._offloads: CpuStream | None = None
+        self._states: CpuStream | None = None  # only for regions that have state
         self._map: _native.BlockMap | None = None
         self._memory: tuple[Regions, HostArena] | None = None
         self._num_layers = 0
@@ -73,6 +74,8 @@ class CpuDevice:
         self._offloads = CpuStream("aiokv-offload")
         self._memory = (regions, arena)
         self._num_layers = regions.num_layers
+        if regions.state_pieces:
+            self._states = CpuStream("aiokv-state")
 
     def onload(
         self, host_ids: NDArray[np.int32], device_ids: NDArray[np.int32], after: Event | None
@@ -84,16 +87,37 @@ class CpuDevice:
     ) -> CpuCopy:
         return self._copy(self._offloads, host_ids, device_ids, after, onload=False)
 
+    def move_state(
+        self, source_slots: NDArray[np.int32], target_slots: NDArray[np.int32], after: Event | None
+    ) -> CpuCopy:
+        stream = self._states or self._onloads  # without tensors no bytes move
+        if self._memory is None or stream is None:
+            raise UsageError("the cpu device has no memory: attach() it first")
+        regions, _ = self._memory
+        job = _native.move_slots(
+            stream,
+            [
+                (piece.pointer, piece.stride_bytes, piece.block_bytes)
+                for piece in regions.state_pieces
+            ],
+            2**31 - 1 if regions.num_state_slots is None else regions.num_state_slots,
+            source_slots,
+            target_slots,
+            after=_cpu_event(after),
+            owner=self._memory,
+        )
+        return CpuCopy(job, self._num_layers)
+
     def detach(self, *, keep_host: bool) -> None:
         """The streams go, too: they keep alive what they have copied to and from."""
         self.close()
 
     def close(self) -> None:
         """Finish what is submitted, join the threads, let go of the memory. Idempotent."""
-        for stream in (self._onloads, self._offloads):
+        for stream in (self._onloads, self._offloads, self._states):
             if stream is not None:
                 stream.close()
-        self._onloads = self._offloads = None
+        self._onloads = self._offloads = self._states = None
         self._map = None
         self._memory = None
 
@@ -108,15 +132,25 @@ class CpuDevice:
     ) -> CpuCopy:
         if self._map is None or stream is None:
             raise UsageError("the cpu device has no memory: attach() it first")
-        if after is not None and not isinstance(after, CpuEvent):
-            raise UsageError(
-                f"the cpu device cannot wait for a {type(after).__name__}",
-                hint="close steps with a CpuEvent recorded on a CpuStream, or with None",
-            )
         job = _native.copy_blocks(
-            stream, self._map, host_ids, device_ids, onload=onload, after=after, owner=self._memory
+            stream,
+            self._map,
+            host_ids,
+            device_ids,
+            onload=onload,
+            after=_cpu_event(after),
+            owner=self._memory,
         )
         return CpuCopy(job, self._num_layers)
+
+
+def _cpu_event(after: Event | None) -> CpuEvent | None:
+    if after is not None and not isinstance(after, CpuEvent):
+        raise UsageError(
+            f"the cpu device cannot wait for a {type(after).__name__}",
+            hint="close steps with a CpuEvent recorded on a CpuStream, or with None",
+        )
+    return after
 
 
 def block_map(regions: Regions, arena: HostArena) -> _native.BlockMap:

@@ -21,6 +21,7 @@ from aiokv.errors import ConfigError, DeviceError, LayoutError, UsageError
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.device.cuda_handles import event_handle, stream_handle
 from aiokv.worker.device.cuda_numa import placement
+from aiokv.worker.device.cuda_state import CudaStateCopy, CudaStateMover
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -153,6 +154,7 @@ class CudaDevice:
         self._memory: tuple[Regions, HostArena] | None = None
         self._groups: dict[Direction, list[tuple[int, int]]] = {}
         self._starting: deque[CudaCopy] = deque()
+        self._states: CudaStateMover | None = None
 
     # --- memory -----------------------------------------------------------------------------
 
@@ -167,13 +169,15 @@ class CudaDevice:
         """
         if regions.devices != {"cuda"} or regions.num_blocks is None:
             raise LayoutError(f"{self.name} needs tensors on it, got {set(regions.devices)}")
-        for piece in regions.pieces():
+        for piece in (*regions.pieces(), *regions.state_pieces):
             self._check_device(piece.pointer, f"region {piece.region!r}, layer {piece.layer}")
         with self._cupy.cuda.Device(self.ordinal):
             self._streams = tuple(
                 self._cupy.cuda.Stream(non_blocking=True, priority=HIGHEST_PRIORITY)
                 for _ in range(4)
             )
+        if regions.state_pieces:
+            self._states = CudaStateMover(self._cupy, self.ordinal, regions)
         if self._host is None:
             self._host = self._register(arena)
         self._memory = (regions, arena)
@@ -185,6 +189,9 @@ class CudaDevice:
 
     def detach(self, *, keep_host: bool) -> None:
         """The staging rings go, too; an arena that stays stays pinned."""
+        if self._states is not None:
+            self._states.close()
+            self._states = None
         if self._engine is not None:
             self._engine.close()
             self._engine = None
@@ -229,6 +236,13 @@ class CudaDevice:
         self, host_ids: NDArray[np.int32], device_ids: NDArray[np.int32], after: Event | None
     ) -> CudaCopy:
         return self._submit("offload", host_ids, device_ids, after, _cuda.Path.AUTO)
+
+    def move_state(
+        self, source_slots: NDArray[np.int32], target_slots: NDArray[np.int32], after: Event | None
+    ) -> CudaStateCopy:
+        if self._states is None:
+            raise UsageError("no region has recurrent state: see Regions.add_state")
+        return self._states.move(source_slots, target_slots, after)
 
     @property
     def failure(self) -> DeviceError | None:

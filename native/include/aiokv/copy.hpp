@@ -85,6 +85,9 @@ std::shared_ptr<CopyJob> copy_blocks(Stream& stream, std::shared_ptr<const Block
                                      std::span<const std::int32_t> device_ids,
                                      std::shared_ptr<Event> after = nullptr);
 
+// The error of that very recording of an event that a copy waited for; empty for success.
+std::string failure_of(const Event& event, std::uint64_t generation);
+
 // memcpy whose stores bypass the caches when `streaming`; needs a streaming_fence() before the
 // bytes are announced to another thread.
 void copy_bytes(void* to, const void* from, std::size_t bytes, bool streaming);

@@ -18,6 +18,7 @@
 #include "aiokv/eviction_queue.hpp"
 #include "aiokv/prefix_tree.hpp"
 #include "aiokv/reuse_model.hpp"
+#include "aiokv/side_pool.hpp"
 
 namespace aiokv {
 
@@ -43,6 +44,13 @@ struct CoreConfig {
     std::uint32_t low_watermark_blocks = 0;  // free or clean; eviction runs ahead of this
     std::uint32_t min_onload_blocks = 0;     // fewer host blocks than this are computed instead
     EvictionKind eviction = EvictionKind::kLru;
+    std::uint32_t state_slots = 0;  // of recurrent state; 0: the model has none
+};
+
+// The state after the last position of a block of a lease, saved before that block was indexed.
+struct UnattachedSnapshot {
+    std::uint32_t block;
+    BlockId slot;
 };
 
 struct Lease {
@@ -67,9 +75,16 @@ struct Lease {
     std::uint32_t cached_tokens = 0;    // of the grant; falls when an onload fails
     std::uint32_t prompt_tokens = 0;    // as matched
     std::uint32_t computed_blocks = 0;  // begun by commit, over all grants
-    NodeId frontier = kNone;            // where its next block will hang, while it is announced
-    bool reads = true;                  // may hit
-    bool writes = true;                 // may publish
+    BlockId state_slot = kNoBlock;      // the lease's own, while granted or swapped
+    BlockId held_snapshot = kNoBlock;   // of a lease that computes nothing
+    std::vector<UnattachedSnapshot> snapshots;
+    std::uint32_t known_blocks =
+        0;                     // cached blocks of the prompt, whether or not a hit may end there
+    NodeId frontier = kNone;   // where its next block will hang, while it is announced
+    bool reads = true;         // may hit
+    bool writes = true;        // may publish
+    bool computes = true;      // else it only keeps its hit where it is
+    bool state_valid = false;  // the state slot is that of computed_tokens, once its move has ended
     bool live = false;
     bool granted = false;
     bool swapped = false;  // preempted; holds its host copies
@@ -112,10 +127,24 @@ struct Transfer {
     bool orphaned = false;
 };
 
+// A copy of one state slot to another, on the device.
+struct StateCopy {
+    BlockId source = kNoBlock;
+    BlockId target = kNoBlock;  // kNoBlock: none
+};
+
+// Makes a lease's state slot ready: a copy of a snapshot, or zeros.
+struct StateMove {
+    LeaseId lease = 0;          // 0: it has gone, and the target is the move's
+    BlockId source = kNoBlock;  // held; kNoBlock: zeros
+    BlockId target = kNoBlock;
+    Step after_step = 0;
+};
+
 struct Fork {
     LeaseId lease;  // 0: no room
     std::vector<BlockId> source_blocks;
-    std::vector<BlockId> target_blocks;
+    std::vector<BlockId> target_blocks;  // and the state slot, from lease to lease
 };
 
 struct CoreStatistics {
@@ -126,6 +155,8 @@ struct CoreStatistics {
     std::uint64_t published_blocks, evicted_device_blocks, dropped_blocks, evicted_host_blocks;
     std::uint64_t onloaded_blocks, offloaded_blocks, failed_blocks, skipped_backups,
         reclaimed_twins;
+    std::uint32_t state_free, state_snapshots;
+    std::uint64_t restored_states, evicted_snapshots;
     std::size_t index_bytes, token_bytes;
 };
 
@@ -135,6 +166,8 @@ struct BlockView {
     std::vector<std::int32_t> prefix;  // its tokens and all before them
     const Node* node;
 };
+
+class Report;  // of violations
 
 class Core {
   public:
@@ -171,11 +204,23 @@ class Core {
     bool swap_out(LeaseId id, Step step);
     Fork fork(LeaseId id, Step step);
 
+    // -- recurrent state (core_state.cpp)
+    // The lease will compute nothing, so it takes no state slot.
+    void hold_only(LeaseId id);
+    StateCopy snapshot(LeaseId id, std::int64_t num_tokens, Step step);
+    void discard_snapshot(LeaseId id, BlockId slot);
+    std::vector<std::uint32_t> snapshot_points(LeaseId id) const;
+    bool is_state_move(TransferId id) const { return moves_.contains(id); }
+    const StateMove& state_move(TransferId id) const;
+
     // -- transfers (core_transfer.cpp)
     const Transfer& transfer(TransferId id) const;
     void complete(TransferId id, Outcome outcome, std::uint32_t first_bad_block);
     std::vector<TransferId> take_abandoned();
-    void finish_step(Step step) { device_.finish_step(step); }
+    void finish_step(Step step) {
+        device_.finish_step(step);
+        if (state_) state_->finish_step(step);
+    }
 
     // -- capacity (core_capacity.cpp)
     std::uint32_t evict_device(std::uint32_t blocks);
@@ -217,6 +262,7 @@ class Core {
     void start_onload(LeaseId id, Lease& lease, std::uint32_t first_host_block);
     std::uint32_t publish(Lease& lease);
     std::size_t hit_limit(const Lease& lease) const;
+    std::size_t border_before(std::size_t length) const;
     void announce(Lease& lease);
     void withdraw(Lease& lease);
     bool shed_detached(Lease& lease);
@@ -257,6 +303,20 @@ class Core {
     bool could_make_host_room(std::size_t blocks) const;
     void take_host_back(std::span<const BlockId> ids);
 
+    // recurrent state
+    std::size_t reachable(const Lease& lease, std::size_t blocks) const;
+    bool has_state_room(const Lease& lease) const;
+    void take_state(LeaseId id, Lease& lease);
+    BlockId take_slot();
+    void start_move(LeaseId id, Lease& lease, BlockId source);
+    void finish_move(TransferId id, Outcome outcome);
+    void orphan_move(StateMove& move, Step step);
+    void attach_snapshots(Lease& lease);
+    void forget_snapshots(Lease& lease, Step step);
+    void give_state_back(Lease& lease, Step step);
+
+    void check_state(Report& report) const;
+
     // capacity
     bool make_room(std::uint32_t blocks);
     void require_rest(const char* tier, bool swapped_too) const;
@@ -284,6 +344,9 @@ class Core {
     EvictionQueue device_queue_;       // ref 0 and device VALID, the next victim first
     EvictionQueue host_queue_;         // ref 0 and host VALID only
     std::uint32_t parked_device_ = 0;
+
+    std::optional<SidePool> state_;  // working slots of leases, and snapshots of nodes
+    std::unordered_map<TransferId, StateMove> moves_;
 
     std::deque<Lease> leases_;
     std::unordered_multimap<NodeId, std::uint32_t> promises_;  // frontier -> slot of the lease

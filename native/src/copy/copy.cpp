@@ -146,14 +146,13 @@ void run_job(CopyJob& job, const Mover& mover, const std::vector<std::uint64_t>&
     }
 }
 
-// The error of that very recording of the event; empty for success.
+}  // namespace
+
 std::string failure_of(const Event& event, std::uint64_t generation) {
     const auto error = event.error();
     if (error.empty() || event.generation() != generation) return {};
     return "the event that the copy waited for failed: " + error;
 }
-
-}  // namespace
 
 void BlockMap::check() const {
     for (std::size_t layer = 0; layer < layers.size(); ++layer) {

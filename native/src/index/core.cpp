@@ -17,6 +17,9 @@ const CoreConfig& checked(const CoreConfig& config) {
     if (config.device_blocks > kMaxBlocks || config.host_blocks > kMaxBlocks) {
         throw ConfigError("device_blocks and host_blocks must be at most " + str(kMaxBlocks));
     }
+    if (config.state_slots > kMaxBlocks) {
+        throw ConfigError("state_slots must be at most " + str(kMaxBlocks));
+    }
     if (config.reserve_blocks >= config.device_blocks) {
         throw ConfigError("reserve_blocks (" + str(config.reserve_blocks) +
                           ") must be below device_blocks (" + str(config.device_blocks) + ")");
@@ -47,6 +50,7 @@ Core::Core(const CoreConfig& config)
       reuse_(model_of(config)),
       device_queue_(tree_, config.device_blocks, reuse_ ? &*reuse_ : nullptr),
       host_queue_(tree_, config.host_blocks, reuse_ ? &*reuse_ : nullptr) {
+    if (config.state_slots > 0) state_.emplace(config.state_slots, 1);
     open_context("");
     contexts_[0].leases = 1;  // the empty context is never closed
 }
@@ -109,7 +113,8 @@ LeaseId Core::open_lease(Tokens tokens, std::uint32_t context, bool reads, bool 
     ++lease.generation;
     lease.classes.clear();
     lease.prompt_tokens = static_cast<std::uint32_t>(tokens.size());
-    lease.computed_blocks = lease.device_hit = lease.host_hit = 0;
+    lease.computed_blocks = lease.device_hit = lease.host_hit = lease.known_blocks = 0;
+    lease.computes = true;
     ++contexts_[context].leases;
     return (std::uint64_t{lease.generation} << 32) | slot;
 }
@@ -134,6 +139,11 @@ void Core::truncate(LeaseId id, std::int64_t num_tokens, Step step) {
     const std::int64_t indexed =
         static_cast<std::int64_t>(lease.path.size()) * config_.block_tokens;
     if (lease.swap_out != 0) throw LeaseError("cannot truncate a lease that is being swapped");
+    if (state_ && num_tokens < lease.computed_tokens) {
+        throw LeaseError("cannot truncate to " + std::to_string(num_tokens) +
+                         " positions: the recurrent state has gone on to " +
+                         str(lease.computed_tokens));
+    }
     if (num_tokens < indexed || num_tokens > lease.num_tokens) {
         throw LeaseError("cannot truncate to " + std::to_string(num_tokens) +
                          " positions: the lease has " + str(lease.num_tokens) + ", of which " +
@@ -167,6 +177,7 @@ void Core::give_back(LeaseId id, Lease& lease, Step step) {
         leave_onloads(id, lease, step);
         free_table(lease, step);
     }
+    give_state_back(lease, step);
     lease.granted = lease.failed = false;
     lease.num_tokens = lease.computed_tokens = lease.cached_tokens = 0;
     lease.version = 0;

@@ -74,6 +74,7 @@ void Core::detach(NodeId node) {
     n.parent = kNone;
     n.set(kDetached);
     n.clear(kBackupQueued);
+    if (n.has(kHasSides) && state_) state_->forget(node);
     tree_.forget_children(node);
     ++counters_.dropped_blocks;
     free_if_unowned(node);
@@ -173,16 +174,18 @@ void Core::require_rest(const char* tier, bool swapped_too) const {
     const auto in_use = std::find_if(leases_.begin(), leases_.end(), [&](const Lease& lease) {
         return lease.live && (lease.granted || (swapped_too && lease.swapped));
     });
-    if (in_use == leases_.end() && transfers_.empty()) return;
+    if (in_use == leases_.end() && transfers_.empty() && moves_.empty()) return;
     throw UsageError("cannot forget the " + std::string(tier) +
-                     " tier: " + std::to_string(transfers_.size()) + " transfers are in flight, " +
+                     " tier: " + std::to_string(transfers_.size() + moves_.size()) +
+                     " transfers are in flight, " +
                      (in_use == leases_.end() ? "no lease" : "a lease") + " holds blocks");
 }
 
 // The device tier is empty; what has a host copy stays on the host. Throws UsageError, changing
 // nothing, while a lease or a transfer needs blocks.
 void Core::forget_device() {
-    require_rest("device", false);
+    require_rest("device", state_.has_value());  // a swapped lease has its state there
+    if (state_) state_->forget_all();
     for (const NodeId node : beyond_device(0)) release_device_copy(node);
 }
 

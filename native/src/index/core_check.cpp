@@ -5,7 +5,6 @@
 #include "aiokv/core.hpp"
 
 namespace aiokv {
-namespace {
 
 // Collects sentences; a check that holds costs no string.
 class Report {
@@ -22,6 +21,8 @@ class Report {
   private:
     std::vector<std::string> lines_;
 };
+
+namespace {
 
 // Counts the owners of each id of one pool (I1).
 class Ownership {
@@ -49,6 +50,44 @@ class Ownership {
 };
 
 }  // namespace
+
+void Core::check_state(Report& report) const {
+    if (!state_) return;
+    Ownership slots(report, "state", state_->capacity());
+    std::unordered_map<BlockId, std::uint32_t> holds;
+    for (const Lease& lease : leases_) {
+        if (lease.state_slot != kNoBlock) slots.own(lease.state_slot, "a lease");
+        if (lease.held_snapshot != kNoBlock) ++holds[lease.held_snapshot];
+        for (const UnattachedSnapshot& one : lease.snapshots) slots.own(one.slot, "a lease");
+        report.require(lease.live || lease.state_slot == kNoBlock, "I5: a dead lease has a slot");
+        const bool has_slot = lease.live && lease.computes && (lease.granted || lease.swapped);
+        report.require(has_slot == (lease.state_slot != kNoBlock), "I1: a lease has ",
+                       has_slot ? "no" : "a", " state slot");
+    }
+    for (const auto& [id, move] : moves_) {
+        if (move.source != kNoBlock) ++holds[move.source];
+        if (move.lease == 0) slots.own(move.target, "a move");
+        report.require(move.lease == 0 || lease(move.lease).state_slot == move.target,
+                       "I3: the target of state move ", id, " changed under way");
+    }
+    std::uint32_t attached = 0;
+    for (BlockId id = 0; static_cast<std::uint32_t>(id) < state_->capacity(); ++id) {
+        const bool is_attached = state_->is_attached(id);
+        const std::uint32_t held = holds.contains(id) ? holds.at(id) : 0;
+        attached += is_attached;
+        if (is_attached || held > 0) slots.own(id, "a snapshot");
+        report.require(state_->holds(id) == held, "I5: state slot ", id, " counts ",
+                       state_->holds(id), " holds of ", held);
+        if (!is_attached) continue;
+        const NodeId node = state_->node_of(id);
+        const bool live = tree_.is_live(node) && !tree_[node].has(kDetached | kRoot);
+        report.require(live && tree_[node].has(kHasSides) && state_->find(node) == id,
+                       "I2: the node of snapshot ", id, " does not know it");
+    }
+    report.require(attached == state_->attached(), "I1: ", state_->attached(), " of ", attached,
+                   " snapshots are listed");
+    slots.check([this](BlockId id) { return state_->is_free(id); });
+}
 
 std::vector<std::string> Core::violations() const {
     Report report;
@@ -140,6 +179,7 @@ std::vector<std::string> Core::violations() const {
                    " nodes have items, ", tree_.item_keys().nodes(), " are listed");
     report.require(item_refs == tree_.item_keys().total_refs(), "I5: the keys of items count ",
                    tree_.item_keys().total_refs(), " refs of ", item_refs);
+    check_state(report);
     device.check([this](BlockId id) { return device_.is_free(id); });
     host.check([this](BlockId id) { return host_.is_free(id); });
     return report.take();
@@ -188,6 +228,8 @@ CoreStatistics Core::statistics() const {
     }
     s.device_cached = device_.capacity() - s.device_free - s.device_leased - s.device_in_flight;
     s.host_cached = host_.capacity() - s.host_free - s.host_in_flight;
+    s.state_free = state_ ? state_->free_ids() : 0;
+    s.state_snapshots = state_ ? state_->attached() : 0;
     s.nodes = tree_.live_nodes();
     s.index_bytes = tree_.node_bytes() + tree_.fork_bytes() + device_.bytes() + host_.bytes() +
                     (reuse_ ? reuse_->bytes() : 0);

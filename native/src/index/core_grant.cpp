@@ -21,7 +21,7 @@ void Core::drop_small_onload(Lease& lease) {
 void Core::choose_path(Lease& lease, std::size_t usable) {
     if (lease.version != version_) walk(lease);
     if (lease.host_hit < config_.min_onload_blocks) drop_small_onload(lease);
-    usable = before_cut_item(lease, std::min(usable, lease.path.size()));
+    usable = reachable(lease, std::min(usable, lease.path.size()));
     if (lease.path.size() <= usable) return;
     lease.path.resize(usable);
     lease.version = 0;  // a later try may want the rest
@@ -65,7 +65,8 @@ Grant Core::allocate(LeaseId id, std::int64_t num_tokens) {
         if (n.refs++ == 0) dequeue(node);
     }
     const std::uint32_t needed = total - resident;
-    if (needed + config_.reserve_blocks > device_.free_blocks() + evictable() ||
+    if (!has_state_room(lease) ||
+        needed + config_.reserve_blocks > device_.free_blocks() + evictable() ||
         !make_room(needed)) {
         for (std::size_t i = lease.path.size(); i-- > 0;) unref(lease.path[i]);
         return Grant::kNone;
@@ -119,6 +120,7 @@ void Core::take_blocks(LeaseId id, Lease& lease, std::uint32_t total_blocks) {
     counters_.prompt_tokens += lease.tokens.size();
     ++counters_.grants;
     if (resident < hits || !lease.tail_host.empty()) start_onload(id, lease, resident);
+    take_state(id, lease);
     if (lease.swapped) {
         lease.swapped = false;
         for (const NodeId node : lease.path) unhold(node);

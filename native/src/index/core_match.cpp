@@ -19,12 +19,17 @@ Hit Core::match(Tokens tokens, std::string_view context, bool reads, bool writes
     if (!items.empty()) set_items(lease, items);
     walk(lease);
     touch(lease.path);
+    if (state_ && !lease.path.empty()) state_->touch(state_->find(lease.path.back()));
     return {id, lease.device_hit, lease.host_hit};
 }
 
 std::size_t Core::hit_limit(const Lease& lease) const {
-    const std::size_t length = lease.tokens.size();
-    if (!lease.reads || length < config_.leave_tokens) return 0;
+    return lease.reads ? border_before(lease.tokens.size()) : 0;
+}
+
+// The last block border at which a prompt of `length` tokens may be hit.
+std::size_t Core::border_before(std::size_t length) const {
+    if (length < config_.leave_tokens) return 0;
     return (length - config_.leave_tokens) / config_.block_tokens;
 }
 
@@ -69,7 +74,8 @@ void Core::walk(Lease& lease) {
         lease.path.push_back(node);
         lease.device_hit += tree_[node].has(kDeviceValid);
     }
-    const std::size_t whole = before_cut_item(lease, lease.path.size());
+    lease.known_blocks = static_cast<std::uint32_t>(lease.path.size());
+    const std::size_t whole = reachable(lease, lease.path.size());
     while (lease.path.size() > whole) {
         lease.device_hit -= tree_[lease.path.back()].has(kDeviceValid);
         lease.path.pop_back();

@@ -54,6 +54,7 @@ std::uint32_t Core::publish(Lease& lease) {
         node = publish_block(lease, node, i);
         lease.path.push_back(node);
     }
+    if (!lease.snapshots.empty()) attach_snapshots(lease);
     announce(lease);
     ++version_;
     return static_cast<std::uint32_t>(counters_.published_blocks - before);
@@ -105,6 +106,11 @@ std::int64_t Core::recompute_from(LeaseId id) {
     if (!lease.failed) return -1;
     if (!lease.onloads.empty()) {
         throw LeaseError("transfers still write blocks of this lease; await layers.wait_all()");
+    }
+    if (state_) {
+        throw LeaseError(
+            "the recurrent state went with the transfer that failed: preempt the "
+            "lease, then resume it");
     }
     lease.failed = false;
     return lease.cached_tokens;

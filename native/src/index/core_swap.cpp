@@ -125,6 +125,8 @@ void Core::trim_swapped(Lease& lease) {
         if (n.has(kDetached) || !n.has(kDeviceResident | kHostValid)) break;
     }
     if (lease.epoch == epoch_ && intact == lease.path.size()) return;
+    intact = reachable(lease, intact);
+    lease.state_valid = false;
     for (std::size_t i = lease.path.size(); i-- > intact;) unhold(lease.path[i]);
     lease.path.resize(intact);
     take_host_back(lease.tail_host);
@@ -179,6 +181,7 @@ Fork Core::fork(LeaseId id, Step step) {
     }
     std::uint32_t needed = 0;
     for (std::size_t i = 0; i < parent.table.size(); ++i) needed += !is_indexed(parent, i);
+    if (state_ && (!parent.computes || state_->room() == 0)) return {};
     if (needed > device_.free_blocks() + evictable() || !make_room(needed)) return {};
 
     const LeaseId child_id = open_lease(parent.tokens, parent.context, parent.reads, parent.writes);
@@ -211,6 +214,12 @@ Fork Core::fork(LeaseId id, Step step) {
     child.device_hit = blocks_for(source.computed_tokens);
     child.epoch = source.epoch;
     child.granted = true;
+    if (state_) {
+        child.state_slot = take_slot();
+        child.state_valid = true;
+        state_->use_in(source.state_slot, step);
+        state_->use_in(child.state_slot, step);
+    }
     return fork;
 }
 

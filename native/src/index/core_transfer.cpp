@@ -47,6 +47,7 @@ void Core::start_onload(LeaseId id, Lease& lease, std::uint32_t first_host_block
 
 // Blocks before `first_bad_block` are proven when the transfer failed.
 void Core::complete(TransferId id, Outcome outcome, std::uint32_t first_bad_block) {
+    if (is_state_move(id)) return finish_move(id, outcome);
     const auto found = transfers_.find(id);
     if (found == transfers_.end()) {
         throw InternalError("transfer " + std::to_string(id) + " ended twice, or never began");
@@ -160,6 +161,10 @@ void Core::fail_leases(const Transfer& transfer, NodeId first_bad) {
 }
 
 void Core::fail_lease(Lease& lease, std::uint32_t good_blocks) {
+    if (state_) {  // it has gone on, or never came: nothing of the lease can be gone on from
+        good_blocks = 0;
+        forget_snapshots(lease, 0);
+    }
     lease.cached_tokens = std::min(lease.cached_tokens, good_blocks * config_.block_tokens);
     lease.computed_tokens = std::min(lease.computed_tokens, lease.cached_tokens);
     lease.failed = true;
@@ -176,6 +181,11 @@ void Core::settle_leases(TransferId id, const Transfer& transfer) {
 
 void Core::leave_onloads(LeaseId id, Lease& lease, Step step) {
     for (const TransferId transfer_id : lease.onloads) {
+        if (is_state_move(transfer_id)) {
+            orphan_move(moves_.at(transfer_id), step);
+            abandoned_.push_back(transfer_id);
+            continue;
+        }
         Transfer& transfer = transfers_.at(transfer_id);
         if (transfer.tail_owner == id) orphan_tail(transfer, step);
         std::erase(transfer.leases, id);
@@ -189,6 +199,7 @@ std::vector<TransferId> Core::take_abandoned() {
     std::vector<TransferId> ids;
     ids.swap(abandoned_);
     std::erase_if(ids, [this](TransferId id) {
+        if (is_state_move(id)) return false;
         const auto found = transfers_.find(id);
         return found == transfers_.end() || !found->second.leases.empty();
     });

@@ -9,6 +9,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "aiokv/slots.hpp"
 #include "aiokv/timer.hpp"
 #include "bindings.hpp"
 
@@ -129,6 +130,19 @@ std::shared_ptr<CopyJob> copy(Stream& stream, std::shared_ptr<BlockMap> map, con
                        std::move(after));
 }
 
+using SlotPieceTuple = std::tuple<std::uintptr_t, std::size_t, std::size_t>;
+
+std::shared_ptr<CopyJob> slots(Stream& stream, const std::vector<SlotPieceTuple>& tuples,
+                               std::int64_t num_slots, const IdArray& sources,
+                               const IdArray& targets, std::shared_ptr<Event> after,
+                               const nb::object& /*owner*/) {
+    std::vector<SlotPiece> pieces;
+    for (const auto& [base, stride, bytes] : tuples) pieces.push_back({base, stride, bytes});
+    nb::gil_scoped_release released;
+    return move_slots(stream, std::move(pieces), num_slots, ids(sources), ids(targets),
+                      std::move(after));
+}
+
 void bind_timer(nb::module_& m) {
     nb::class_<TimerFd>(m, "TimerFd", "A one-shot monotonic timer as a file descriptor.")
         .def(nb::init<>())
@@ -154,6 +168,9 @@ void bind_copy(nb::module_& m) {
     m.def("copy_blocks", &copy, "stream"_a, "block_map"_a, "host_ids"_a, "device_ids"_a,
           nb::kw_only(), "onload"_a, "after"_a.none(), "owner"_a, nb::keep_alive<1, 7>(),
           "Queue a copy and return at once. Raises as check_ids() does, before the first byte.");
+    m.def("move_slots", &slots, "stream"_a, "pieces"_a, "num_slots"_a, "sources"_a, "targets"_a,
+          nb::kw_only(), "after"_a.none(), "owner"_a, nb::keep_alive<1, 7>(),
+          "Queue copies (source -1: zeros) of state slots; pieces are (pointer, stride, bytes).");
 }
 
 }  // namespace aiokv

@@ -38,6 +38,8 @@ using HitTuple = nb::typed<nb::tuple, std::uint32_t, std::uint32_t>;
 using PendingTuple = nb::typed<nb::tuple, LeaseId, std::uint32_t>;
 using UsageTuple = nb::typed<nb::tuple, std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t>;
 using ForkTuple = nb::typed<nb::tuple, LeaseId, IdArray, IdArray>;
+using StateCopyTuple = nb::typed<nb::tuple, BlockId, BlockId>;
+using StateMoveTuple = nb::typed<nb::tuple, BlockId, BlockId, Step>;
 using TransferTuple = nb::typed<nb::tuple, nb::bytes, nb::bytes, Step>;
 
 MatchTuple match(Core& core, TokenArray tokens, std::string_view context, bool reads, bool writes) {
@@ -107,6 +109,10 @@ void bind_statistics(nb::module_& m) {
         .def_ro("failed_blocks", &S::failed_blocks)
         .def_ro("skipped_backups", &S::skipped_backups)
         .def_ro("reclaimed_twins", &S::reclaimed_twins)
+        .def_ro("state_free", &S::state_free)
+        .def_ro("state_snapshots", &S::state_snapshots)
+        .def_ro("restored_states", &S::restored_states)
+        .def_ro("evicted_snapshots", &S::evicted_snapshots)
         .def_ro("index_bytes", &S::index_bytes)
         .def_ro("token_bytes", &S::token_bytes);
 }
@@ -134,15 +140,16 @@ void bind_core(nb::module_& m) {
                std::uint32_t host_blocks, std::uint32_t leave_tokens, std::uint32_t reserve_blocks,
                WritePolicy write_policy, std::uint32_t write_through_threshold,
                std::uint32_t low_watermark_blocks, std::uint32_t min_onload_blocks,
-               EvictionKind eviction) {
+               EvictionKind eviction, std::uint32_t state_slots) {
                 new (self) Core(CoreConfig{block_tokens, device_blocks, host_blocks, leave_tokens,
                                            reserve_blocks, write_policy, write_through_threshold,
-                                           low_watermark_blocks, min_onload_blocks, eviction});
+                                           low_watermark_blocks, min_onload_blocks, eviction,
+                                           state_slots});
             },
             nb::kw_only(), "block_tokens"_a, "device_blocks"_a, "host_blocks"_a = 0,
             "leave_tokens"_a = 1, "reserve_blocks"_a = 0, "write_policy"_a = WritePolicy::kNone,
             "write_through_threshold"_a = 2, "low_watermark_blocks"_a = 0,
-            "min_onload_blocks"_a = 0, "eviction"_a = EvictionKind::kLru)
+            "min_onload_blocks"_a = 0, "eviction"_a = EvictionKind::kLru, "state_slots"_a = 0)
         .def("match", &match, "tokens"_a, "context"_a = "", "reads"_a = true, "writes"_a = true,
              "Open a lease: (lease, device_blocks, host_blocks) of the longest cached prefix.")
         .def("match_items", &match_items, "tokens"_a, "items"_a, "context"_a = "", "reads"_a = true,
@@ -236,6 +243,30 @@ void bind_core(nb::module_& m) {
             "lease"_a, "step"_a = 0,
             "(lease, source_blocks, target_blocks): blocks to copy on the device; lease 0: no "
             "room.")
+        .def("hold_only", &Core::hold_only, "lease"_a,
+             "The lease will compute nothing: it gets no state slot.")
+        .def(
+            "snapshot",
+            [](Core& core, LeaseId id, std::int64_t num_tokens, Step step) -> StateCopyTuple {
+                const StateCopy copy = core.snapshot(id, num_tokens, step);
+                return nb::make_tuple(copy.source, copy.target);
+            },
+            "lease"_a, "num_tokens"_a, "step"_a = 0,
+            "(source, target): the state slot to copy on the device now; target -1: none.")
+        .def("discard_snapshot", &Core::discard_snapshot, "lease"_a, "slot"_a,
+             "The copy that snapshot() asked for was not made.")
+        .def("snapshot_points", &Core::snapshot_points, "lease"_a)
+        .def(
+            "state_slot", [](const Core& core, LeaseId id) { return core.lease(id).state_slot; },
+            "lease"_a, "The lease's own, or -1.")
+        .def("is_state_move", &Core::is_state_move, "transfer"_a)
+        .def(
+            "state_move",
+            [](const Core& core, TransferId id) -> StateMoveTuple {
+                const StateMove& move = core.state_move(id);
+                return nb::make_tuple(move.source, move.target, move.after_step);
+            },
+            "transfer"_a, "(source, target, after_step) of slots; source -1: zeros.")
         .def("take_backups", &Core::take_backups)
         .def("take_write_backs", &Core::take_write_backs, "wanted_blocks"_a = 0)
         .def("wants_write_backs", &Core::wants_write_backs)

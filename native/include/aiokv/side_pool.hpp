@@ -1,0 +1,84 @@
+// What a model keeps beside the blocks of full attention: ids of one group, attached to nodes.
+//
+// A hit may end only where the group can go on: the last `tail_blocks` blocks of the hit must have
+// an id each (all of them, of a shorter hit). Recurrent state needs the snapshot of one block; a
+// sliding window, the blocks inside it.
+//
+//   free -> leased (the caller's) -> attached to a node -> idle, the next to be evicted -> free
+//                                        held: readers         least recently used first
+//
+// An id whose node is gone while it is held is freed by the last reader.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <unordered_map>
+#include <vector>
+
+#include "aiokv/device_pool.hpp"
+#include "aiokv/node.hpp"
+
+namespace aiokv {
+
+class SidePool {
+  public:
+    SidePool(std::uint32_t capacity, std::uint32_t tail_blocks);
+
+    std::uint32_t capacity() const { return ids_.capacity(); }
+    std::uint32_t tail_blocks() const { return tail_blocks_; }
+    std::uint32_t free_ids() const { return ids_.free_blocks(); }
+    std::uint32_t attached() const { return static_cast<std::uint32_t>(ids_of_.size()); }
+    // What take() can give: free ids, and those that nobody holds.
+    std::uint32_t room() const { return ids_.free_blocks() + idle_; }
+
+    // Evicts idle ids where none is free. Requires room() > 0. Returns whether one was evicted.
+    bool take(BlockId& id);
+    // Of an id that is the caller's; `step` may still use it.
+    void give_back(BlockId id, Step step);
+
+    void attach(NodeId node, BlockId id);  // the caller's id; the node has none
+    BlockId find(NodeId node) const;
+    bool is_idle(BlockId id) const { return entries_[at(id)].holds == 0; }
+    // The node has gone, or its id has; returns whether it had one.
+    bool forget(NodeId node);
+    void forget_all();  // of nodes; requires that nobody holds one
+    // Makes an idle attached id the caller's.
+    void detach(BlockId id);
+
+    void hold(BlockId id);
+    void unhold(BlockId id);
+    void touch(BlockId id);  // used now
+
+    void use_in(BlockId id, Step step) { ids_.use_in(id, step); }
+    Step after_step(BlockId id) const { return ids_.after_step(id); }
+    void finish_step(Step step) { ids_.finish_step(step); }
+
+    // -- for checks
+    bool is_free(BlockId id) const { return ids_.is_free(id); }
+    bool is_attached(BlockId id) const { return entries_[at(id)].node != kNone; }
+    std::uint32_t holds(BlockId id) const { return entries_[at(id)].holds; }
+    std::uint32_t idle() const { return idle_; }
+    NodeId node_of(BlockId id) const { return entries_[at(id)].node; }
+
+  private:
+    struct Entry {
+        NodeId node = kNone;
+        std::uint32_t holds = 0;
+        BlockId prev = kNoBlock;  // of the idle ones, oldest first
+        BlockId next = kNoBlock;
+    };
+
+    static std::size_t at(BlockId id) { return static_cast<std::size_t>(id); }
+    void link(BlockId id);
+    void unlink(BlockId id);
+
+    DevicePool ids_;
+    std::uint32_t tail_blocks_;
+    std::vector<Entry> entries_;  // by id
+    std::unordered_map<NodeId, BlockId> ids_of_;
+    BlockId oldest_ = kNoBlock;
+    BlockId newest_ = kNoBlock;
+    std::uint32_t idle_ = 0;
+};
+
+}  // namespace aiokv

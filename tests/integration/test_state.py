@@ -1,0 +1,454 @@
+"""Models with recurrent state (A17): slots, snapshots at block borders, and hits that end there."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import numpy as np
+import pytest
+from toy_recurrence import Hybrid
+
+from aiokv import CacheConfig, CacheEngine, LayoutError, LeaseError, Regions, UsageError
+from aiokv.errors import AllocateTimeout, TransferError, WouldBlock
+from aiokv.testing import ManualDevice, run_until_idle, spin
+
+PROMPT = [5, 6, 7, 8, 9, 10, 11]  # 3 full blocks and a partial one
+
+pytestmark = pytest.mark.asyncio
+
+
+async def settle(hybrid: Hybrid) -> None:
+    """All that is under way ends, backups included."""
+    draining = asyncio.ensure_future(hybrid.engine.drain())
+    while not draining.done():
+        hybrid.device.complete_all()
+        await asyncio.sleep(0)
+    await draining
+
+
+async def granted(hybrid: Hybrid, tokens=PROMPT, extra: int = 0):
+    lease = hybrid.engine.match(tokens, owner=str(tokens))
+    await lease.allocate(len(tokens) + extra)
+    await lease.layers.wait_all()
+    return lease
+
+
+async def test_a_prefix_is_hit_where_a_snapshot_was_saved_and_nowhere_else():
+    async with Hybrid() as hybrid:
+        assert await hybrid.serve(PROMPT, save=False) == 0
+        assert await hybrid.serve(PROMPT) == 0, "all of its KV is cached, and no state"
+        assert await hybrid.serve(PROMPT) == 6
+        assert await hybrid.serve(PROMPT[:5]) == 0, "no snapshot in front of that"
+        assert await hybrid.serve(PROMPT[:5]) == 4
+        assert await hybrid.serve([*PROMPT, 1, 2, 3]) == 6
+
+
+async def test_points_worth_a_snapshot_are_where_prompts_part_and_where_an_equal_one_can_hit():
+    async with Hybrid() as hybrid:
+        lease = await granted(hybrid)
+        assert lease.snapshot_points == (6,)
+        hybrid.prefill(lease, PROMPT)
+        lease.release()
+        other = [*PROMPT[:4], 1, 1, 1, 1, 1]
+        lease = await granted(hybrid, other)
+        assert (lease.cached_tokens, lease.snapshot_points) == (0, (4, 8))
+        hybrid.prefill(lease, other)
+        lease.release()
+        assert await hybrid.serve([*PROMPT[:4], 2, 2]) == 4, "what the two have in common"
+        async with hybrid.engine.match(PROMPT) as lease:
+            assert (lease.hit.total, lease.snapshot_points) == (6, ())
+
+
+async def test_a_lease_has_a_slot_of_its_own_while_it_is_granted():
+    async with Hybrid(state_slots=3) as hybrid:
+        first = hybrid.engine.match(PROMPT)
+        assert first.state_slot == -1
+        await first.allocate(7)
+        second = await granted(hybrid)
+        assert {first.state_slot, second.state_slot} == {0, 1}
+        await first.preempt()
+        assert first.state_slot == -1
+        statistics = hybrid.engine.statistics()
+        assert (statistics.state_free, statistics.state_snapshots) == (2, 0)
+        first.release()
+        second.release()
+        assert hybrid.engine.statistics().state_free == 3
+
+
+async def test_slots_are_zeroed_before_use_and_snapshots_outlive_who_saved_them():
+    async with Hybrid(state_slots=2) as hybrid:
+        for round_ in range(3):
+            tokens = [round_, *PROMPT]
+            lease = await granted(hybrid, tokens)
+            assert not any(state[lease.state_slot].any() for state in hybrid.state)
+            hybrid.prefill(lease, tokens)
+            lease.release()
+            assert await hybrid.serve(tokens) == 6
+        assert hybrid.engine.statistics().evicted_snapshots >= 2
+
+
+async def test_to_lose_a_snapshot_costs_no_block_and_the_oldest_goes_first():
+    async with Hybrid(state_slots=3) as hybrid:
+        prompts = [[first, *PROMPT] for first in range(3)]
+        await hybrid.serve(prompts[0])
+        await hybrid.serve(prompts[1])
+        assert await hybrid.serve(prompts[0]) == 6, "used now"
+        cached = hybrid.engine.statistics().device_cached
+        await hybrid.serve(prompts[2])
+        assert hybrid.engine.statistics().device_cached == cached + 4
+        assert hybrid.engine.match(prompts[1]).hit.total == 0
+        assert hybrid.engine.match(prompts[0]).hit.total == 6
+
+
+async def test_the_only_slot_is_taken_over_from_the_snapshot():
+    async with Hybrid(state_slots=1) as hybrid:
+        lease = await granted(hybrid)
+        hybrid.step(lease, PROMPT, 0, 6)
+        lease.commit(6)
+        assert not lease.snapshot(6), "no slot to save it in"
+        lease.release()
+        assert await hybrid.serve(PROMPT, save=False) == 0
+    async with Hybrid(state_slots=2) as hybrid:
+        await hybrid.serve(PROMPT)
+        other = await granted(hybrid, [1, 1])
+        lease = hybrid.engine.match(PROMPT)
+        await lease.allocate(7)
+        assert lease.layers.is_done, "there was nothing to copy"
+        assert lease.cached_tokens == 6
+        hybrid.check(lease, PROMPT, 6)
+        assert hybrid.engine.statistics().state_snapshots == 0
+        other.release()
+        lease.release()
+
+
+async def test_who_finds_no_slot_waits_for_one():
+    async with Hybrid(state_slots=1) as hybrid:
+        holder = await granted(hybrid)
+        lease = hybrid.engine.match(PROMPT)
+        assert not lease.try_allocate(7)
+        with pytest.raises(AllocateTimeout, match="state"):
+            await lease.allocate(7, timeout=0.001)
+        waiting = asyncio.ensure_future(lease.allocate(7))
+        await spin(3)
+        assert not waiting.done()
+        assert hybrid.engine.statistics().device_leased == 4, "a waiting lease holds nothing"
+        holder.release()
+        await waiting
+        lease.release()
+
+
+async def test_a_source_and_a_target_in_flight_are_nobody_elses():
+    device = ManualDevice()
+    async with Hybrid(state_slots=3, device=device) as hybrid:
+        lease = hybrid.engine.match(PROMPT)
+        await lease.allocate(7)
+        await settle(hybrid)
+        hybrid.prefill(lease, PROMPT)
+        lease.release()
+        leases = [hybrid.engine.match(PROMPT) for _ in range(2)]
+        for lease in leases:
+            await lease.allocate(7)
+        assert len(device.state_moves) == 2, "two copies of one snapshot at once"
+        leases[0].release()
+        assert hybrid.engine.check_invariants() == []
+        assert hybrid.engine.statistics().state_free == 0
+        late = hybrid.engine.match([1, 2, 3])
+        assert not late.try_allocate(3), "a slot that is being written, or read, is in use"
+        await settle(hybrid)
+        hybrid.check(leases[1], PROMPT, 6)
+        assert late.try_allocate(3)
+        await settle(hybrid)
+        late.release()
+        leases[1].release()
+
+
+async def test_nothing_is_published_before_the_state_is_proven_not_even_snapshots():
+    device = ManualDevice()
+    async with Hybrid(device=device) as hybrid:
+        lease = hybrid.engine.match(PROMPT)
+        await lease.allocate(7)
+        for layer in range(3):
+            device.state_moves[0].complete(layer)  # the bytes are there, the report is not
+        hybrid.step(lease, PROMPT, 0, 6)
+        assert lease.commit(6) == 0
+        assert lease.snapshot(6)
+        assert not lease.snapshot(6), "once is enough"
+        assert hybrid.engine.match(PROMPT).hit.total == 0
+        assert hybrid.engine.check_invariants() == []
+        await spin(4)
+        assert hybrid.engine.match(PROMPT).hit.total == 6
+        lease.release()
+
+
+@pytest.mark.parametrize("refused", [False, True])
+async def test_a_failed_restore_is_a_lease_that_starts_again(refused: bool):
+    device = ManualDevice()
+    async with Hybrid(device=device) as hybrid:
+        lease = hybrid.engine.match(PROMPT)
+        await lease.allocate(7)
+        await settle(hybrid)
+        hybrid.prefill(lease, PROMPT)
+        lease.release()
+        lease = hybrid.engine.match(PROMPT)
+        if refused:
+            device.refuse = RuntimeError("no")
+        await lease.allocate(7)
+        if not refused:
+            device.state_moves[0].fail_all()
+        with pytest.raises(TransferError) as caught:
+            await lease.layers.wait_all()
+        assert caught.value.first_bad_token == 0
+        await spin(3)
+        assert lease.cached_tokens == lease.usage.cached_tokens == 0
+        assert lease.commit(6) == 0
+        with pytest.raises(LeaseError, match="preempt"):
+            lease.recompute_from()
+        await lease.preempt()
+        await lease.resume(7)
+        await settle(hybrid)
+        assert lease.cached_tokens == 6, "the snapshot was right all the time"
+        hybrid.check(lease, PROMPT, 6)
+        lease.release()
+
+
+async def test_a_failed_onload_of_kv_costs_the_state_too():
+    device = ManualDevice()
+    async with Hybrid(device=device, host_blocks=16) as hybrid:
+        lease = hybrid.engine.match(PROMPT)
+        await lease.allocate(7)
+        await settle(hybrid)
+        hybrid.prefill(lease, PROMPT)
+        lease.release()
+        await settle(hybrid)
+        await hybrid.engine.evict(4)
+        lease = hybrid.engine.match(PROMPT)
+        assert lease.hit.host_tokens == 6, "the snapshot stays while its block is on the host"
+        await lease.allocate(7)
+        device.onloads[0].fail_all(block=2)
+        await settle(hybrid)
+        assert lease.cached_tokens == 0
+        await lease.preempt()
+        await lease.resume(7)
+        await settle(hybrid)
+        assert lease.cached_tokens == 0, "the block of the snapshot was lost"
+        lease.release()
+
+
+async def test_a_swapped_lease_keeps_its_state():
+    async with Hybrid(host_blocks=32, device_blocks=8, state_slots=2) as hybrid:
+        lease = await granted(hybrid)
+        hybrid.prefill(lease, PROMPT, save=False)
+        await lease.preempt(swap=True)
+        assert lease.state_slot >= 0
+        await hybrid.serve([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13])
+        await lease.resume(8)
+        await lease.layers.wait_all()
+        assert lease.cached_tokens == 7
+        hybrid.check(lease, PROMPT, 7)
+        lease.release()
+
+
+async def test_a_fork_has_a_state_of_its_own():
+    async with Hybrid(state_slots=2) as hybrid:
+        parent = await granted(hybrid, extra=2)
+        hybrid.prefill(parent, PROMPT, save=False)
+        child = parent.fork()
+        assert child.state_slot != parent.state_slot
+        for lease, token in ((parent, 1), (child, 2)):
+            lease.append([token, token])
+            tokens = [*PROMPT, token, token]
+            hybrid.step(lease, tokens, 7, 9)
+            lease.commit(9)
+        for lease, token in ((parent, 1), (child, 2)):
+            hybrid.check(lease, [*PROMPT, token, token], 9)
+        with pytest.raises(WouldBlock):
+            parent.fork()
+        parent.release()
+        child.release()
+
+
+async def test_a_pin_keeps_the_snapshot_and_takes_no_slot():
+    async with Hybrid(state_slots=2, host_blocks=16) as hybrid:
+        await hybrid.serve(PROMPT)
+        pin = await hybrid.engine.pin(PROMPT)
+        assert pin.tokens == 6
+        assert hybrid.engine.statistics().state_free == 1
+        for first in range(3):
+            await hybrid.serve([first, *PROMPT])
+        assert await hybrid.serve(PROMPT) == 6
+        pin.release()
+        hit = await hybrid.engine.prefetch(PROMPT)
+        assert hit.device_tokens == 6
+
+
+async def test_state_is_saved_at_borders_that_are_committed_and_cannot_go_back():
+    async with Hybrid() as hybrid:
+        lease = await granted(hybrid)
+        hybrid.step(lease, PROMPT, 0, 5)
+        lease.commit(5)
+        for num_tokens in (0, 4, 5, 6):
+            with pytest.raises(LeaseError):
+                lease.snapshot(num_tokens)
+        with pytest.raises(LeaseError, match="state"):
+            lease.truncate(4)
+        lease.truncate(6)
+        lease.release()
+        blind = hybrid.engine.match(PROMPT, write=False)
+        await blind.allocate(7)
+        await blind.layers.wait_all()
+        hybrid.prefill(blind, PROMPT)
+        assert blind.snapshot_points == ()
+        assert hybrid.engine.statistics().state_snapshots == 0
+        blind.release()
+
+
+async def test_a_copy_that_raises_saves_nothing(monkeypatch: pytest.MonkeyPatch):
+    async with Hybrid() as hybrid:
+        lease = await granted(hybrid)
+        hybrid.step(lease, PROMPT, 0, 6)
+        lease.commit(6)
+
+        def fail(*_: object) -> None:
+            raise UsageError("name the stream")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(hybrid.engine._controller, "clone_slots", fail)
+            with pytest.raises(UsageError):
+                lease.snapshot(6)
+        assert hybrid.engine.statistics().state_snapshots == 0
+        assert hybrid.engine.check_invariants() == []
+        assert lease.snapshot(6)
+        lease.release()
+
+
+async def test_a_reset_forgets_the_snapshots():
+    async with Hybrid() as hybrid:
+        await hybrid.serve(PROMPT)
+        lease = await granted(hybrid)
+        await hybrid.engine.reset()
+        assert hybrid.engine.statistics().state_snapshots == 0
+        hybrid.step(lease, PROMPT, 6, 7)
+        hybrid.check(lease, PROMPT, 7)
+        lease.release()
+        assert await hybrid.serve(PROMPT) == 0
+
+
+async def test_tensors_and_config_have_to_agree():
+    kv, state = [np.zeros((4, 8))], [np.zeros((3, 5))]
+    regions = Regions(num_layers=1)
+    regions.add("kv", layers=kv)
+    with pytest.raises(UsageError, match="state_slots"):
+        CacheEngine(CacheConfig(device_blocks=4, state_slots=2), regions)
+    regions.add_state("s", layers=state)
+    for slots in (0, 4):
+        with pytest.raises(UsageError, match="state_slots"):
+            CacheEngine(CacheConfig(device_blocks=4, state_slots=slots), regions)
+    with pytest.raises(LayoutError, match="3"):
+        regions.add_state("t", layers=[np.zeros((2, 5))])
+    assert regions.block_bytes == 64, "state is no part of a block"
+    async with CacheEngine(CacheConfig(device_blocks=4), Regions(num_layers=0)) as engine:
+        lease = engine.match([1, 2])
+        await lease.allocate(2)
+        with pytest.raises(UsageError, match="state_slots"):
+            lease.snapshot(2)
+        lease.release()
+
+
+async def test_books_alone_are_kept_without_tensors():
+    async with CacheEngine(CacheConfig(device_blocks=8, block_tokens=2, state_slots=2)) as engine:
+        for expected in (0, 2):
+            async with engine.match([1, 2, 3]) as lease:
+                await lease.allocate(3)
+                await lease.layers.wait_all()
+                await spin(2)
+                assert lease.cached_tokens == expected
+                lease.commit(2)
+                lease.snapshot(2)
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_conversations_under_pressure_equal_recomputation_bit_for_bit(seed: int):
+    """Few slots, few blocks, a host tier: evictions, preemptions, swaps, forks, cancellations."""
+    rng = random.Random(seed)
+    async with Hybrid(
+        device_blocks=24,
+        state_slots=5,
+        host_blocks=40,
+        write_policy=rng.choice(["write_through", "write_back"]),
+    ) as hybrid:
+        clients = [
+            asyncio.create_task(_converse(hybrid, random.Random(rng.random()), name))
+            for name in range(4)
+        ]
+        await run_until_idle(lambda: all(client.done() for client in clients))
+        found = [client.result() for client in clients]
+        assert sum(found) > 0
+        statistics = hybrid.engine.statistics()
+        assert statistics.restored_states > 0
+        assert statistics.evicted_snapshots > 0
+
+
+async def _converse(hybrid: Hybrid, rng: random.Random, name: int) -> int:
+    """Turns of one conversation; returns the tokens that were found."""
+    tokens = [1, 2, 3, 4, name % 2]
+    found = 0
+    for _ in range(12):
+        tokens += [rng.randrange(3) for _ in range(rng.randrange(1, 5))]
+        if len(tokens) > 24:
+            tokens = tokens[:5]
+        lease = hybrid.engine.match(tokens)
+        try:
+            await asyncio.wait_for(_turn(hybrid, lease, tokens, rng), rng.choice([0.0005, 10, 10]))
+            found += lease.cached_tokens
+        except TimeoutError:
+            await hybrid.engine.evict(rng.randrange(4))
+        finally:
+            lease.release()
+        assert hybrid.engine.check_invariants() == []
+    return found
+
+
+async def _turn(hybrid: Hybrid, lease, tokens: list[int], rng: random.Random) -> None:
+    await lease.allocate(len(tokens))
+    await lease.layers.wait_all()
+    hybrid.check(lease, tokens, lease.cached_tokens)
+    if rng.random() < 0.4:
+        half = max(len(tokens) // 2, lease.cached_tokens)
+        hybrid.step(lease, tokens, lease.cached_tokens, half)
+        lease.commit(half)
+        try:
+            await lease.preempt(swap=rng.random() < 0.5)
+        except WouldBlock:
+            await lease.preempt()
+        await asyncio.sleep(0)
+        await lease.resume(len(tokens))
+        await lease.layers.wait_all()
+        hybrid.check(lease, tokens, lease.cached_tokens)
+    hybrid.prefill(lease, tokens)
+    hybrid.check(lease, tokens, len(tokens))
+    if rng.random() < 0.2 and hybrid.engine.statistics().state_free:
+        try:
+            child = lease.fork()
+        except WouldBlock:
+            return
+        hybrid.check(child, tokens, len(tokens))
+        child.release()
+
+
+async def test_sleep_forgets_the_state_and_waits_for_swapped_leases():
+    async with Hybrid(host_blocks=16) as hybrid:
+        await hybrid.serve(PROMPT)
+        lease = await granted(hybrid, [9, *PROMPT])
+        hybrid.prefill(lease, [9, *PROMPT], save=False)
+        await lease.preempt(swap=True)
+        with pytest.raises(TimeoutError):
+            await hybrid.engine.sleep(["device"], timeout=0.001)
+        lease.release()
+        await hybrid.engine.sleep(["device"])
+        assert hybrid.engine.statistics().state_snapshots == 0
+        for tensor in (*hybrid.kv, *hybrid.state):
+            tensor[:] = 77
+        await hybrid.engine.wake_up(regions=hybrid.new_regions())
+        assert await hybrid.serve(PROMPT) == 0
+        assert await hybrid.serve(PROMPT) == 6
