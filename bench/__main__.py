@@ -27,6 +27,7 @@ BENCHES = (
     "admission",
     "cancel_storm",
     "shutdown",
+    "ranks",
 )
 
 

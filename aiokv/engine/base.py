@@ -233,6 +233,7 @@ class EngineBase:
     def _on_rank_lost(self, lost: RankLost) -> None:
         """The bytes of all blocks are incomplete: forget them, and take them from the leases."""
         self._break(lost)
+        self._pins.release_all()
         self._core.reset()
         self._take_back()
         self._pending.wake_all()

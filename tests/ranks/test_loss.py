@@ -150,7 +150,10 @@ async def test_an_idle_rank_that_dies_is_noticed(tmp_path):
     async with Ranked(tmp_path) as ranked:
         await ranked.serve(A)
         await ranked.finish()
+        pin = await ranked.engine.pin(A)
+        assert pin.tokens == 6
         await ranked.lose(0)
+        assert pin.released
         with pytest.raises(BrokenEngineError, match="rank 0"):
             ranked.engine.match(A)
         await ranked.restart(0)
