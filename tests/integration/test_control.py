@@ -155,6 +155,18 @@ async def test_reset_does_not_wait_for_what_begins_later():
         await cache.finish()
 
 
+async def test_a_reset_frees_host_memory_under_live_leases():
+    """They use the device copies alone; the host copies were held until they ended."""
+    async with Cache() as cache:
+        lease = await cache.serve(A)
+        await cache.finish()
+        assert cache.statistics.host_cached == 2
+        await cache.engine.reset()
+        assert cache.statistics.host_free == 8
+        cache.check(lease, A)
+        lease.release()
+
+
 async def test_what_a_lease_from_before_the_reset_commits_is_not_cached():
     async with Cache() as cache:
         lease = cache.engine.match(A)

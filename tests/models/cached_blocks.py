@@ -213,9 +213,10 @@ class CachedBlocks:
         self._free_if_unowned(block)
 
     def _free_if_unowned(self, block: Block) -> None:
-        if block.refs or block.pins:
+        if block.pins:
             return
-        if block.device is not None:
-            self._free_device(block.device)
-        if block.host is not None:
+        if block.host is not None:  # the leases that are left use its device copy
             self._free_host(block.host)
+            block.host, block.host_valid = None, False
+        if block.device is not None and not block.refs:
+            self._free_device(block.device)

@@ -58,12 +58,16 @@ void Core::unref(NodeId node) {
     }
 }
 
+// Of a detached node: its leases use the device copy alone, and no swapped one can come back to it.
 void Core::free_if_unowned(NodeId node) {
     Node& n = tree_[node];
-    if (n.refs > 0 || n.pins > 0) return;
-    if (n.device != kNoBlock) device_.give_back(n.device);
+    if (n.pins > 0) return;
     if (n.host != kNoBlock) host_.give_back(n.host);
-    n.device = n.host = kNoBlock;  // a swapped lease may hold the node, but cannot use it any more
+    n.host = kNoBlock;
+    n.clear(kHostValid);
+    if (n.refs > 0) return;
+    if (n.device != kNoBlock) device_.give_back(n.device);
+    n.device = kNoBlock;
     if (n.holds == 0) tree_.free(node);
 }
 
