@@ -46,17 +46,17 @@ class Residency(Leasing):
             evicted = self._core.evict_host(num_blocks)
         else:
             evicted = self._core.evict_device(num_blocks)
-            while evicted < num_blocks and self._save_oldest(num_blocks - evicted):
-                await self._controller.settle()
+            while evicted < num_blocks and (saving := self._save_oldest(num_blocks - evicted)):
+                await self._transfers.ended(saving)
                 evicted += self._core.evict_device(num_blocks - evicted)
         self._waiting.pump()
         return evicted
 
-    def _save_oldest(self, num_blocks: int) -> bool:
-        """Begin to save what ``num_blocks`` evictions would lose."""
-        return self._saves_first and self._transfers.make_clean(
-            self._core.statistics().device_free + num_blocks
-        )
+    def _save_oldest(self, num_blocks: int) -> int:
+        """Begin to save what ``num_blocks`` evictions would lose; 0 if they would lose nothing."""
+        if not self._saves_first:
+            return 0
+        return self._transfers.make_clean(self._core.statistics().device_free + num_blocks)
 
     async def prefetch(
         self,

@@ -101,14 +101,19 @@ class Transfers:
             self._submit(plan)
         return bool(plans)
 
-    def make_clean(self, num_blocks: int) -> bool:
-        """Save what stands in the way of evicting ``num_blocks``. False when nothing does."""
+    def make_clean(self, num_blocks: int) -> int:
+        """Save what stands in the way of evicting ``num_blocks``.
+
+        Returns:
+            The transfer that does; 0 when nothing stands there, or all is being saved already.
+        """
         if not self._has_host or self.stopped:
-            return False
+            return 0
         plan = self._manager.make_clean(num_blocks)
-        if plan is not None:
-            self._submit(plan)
-        return plan is not None
+        if plan is None:
+            return 0
+        self._submit(plan)
+        return plan.transfer_id
 
     async def run(self, plan: TransferPlan, on_end: Callable[[], None]) -> None:
         """Submit a plan and wait until its report was taken account of, however it ended.

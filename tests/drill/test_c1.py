@@ -346,6 +346,17 @@ async def test_not_c1_17_nobody_waits_for_somebody_elses_copy():
         assert drill.hit(B) == (2, 0)
         lease.release()
         stuck.release()
+    async with Drill(device_blocks=16, write_policy="write_back") as drill:
+        await drill.fill(A)
+        await drill.engine.evict(2)
+        assert drill.hit(A) == (0, 2)
+        drill.device.hold("onload", None)
+        stuck = drill.engine.match(A)
+        await stuck.allocate(len(A))
+        await drill.fill(B)
+        assert await drill.engine.evict(2) == 2, "the save of B is over, whatever A waits for"
+        assert drill.device.running("onload") == [0]
+        stuck.release()
 
 
 async def test_not_c1_18_a_forgotten_lease_frees_itself():

@@ -364,6 +364,24 @@ class PrefixCacheModel(Saving):
             del self.blocks[block.key]
             self._detach(block)
 
+    @property
+    def at_rest(self) -> bool:
+        """No lease and no transfer needs a block."""
+        return not self.transfers and not any(lease.granted for lease in self.leases)
+
+    def forget_device(self) -> None:
+        for block in self.leaving(0):
+            self.leave_device(block)
+
+    def forget_host(self) -> None:
+        for block in list(self.blocks.values()):
+            if block.attached and not block.resident:
+                self.drop(block)
+        for block in self.blocks.values():
+            if block.host is not None:
+                self.host_free.add(block.host)
+                block.host, block.host_valid = None, False
+
     def leaving(self, capacity: int) -> list[Block]:
         """What a shrunk pool has no room for, and what lies on the device behind it.
 

@@ -233,6 +233,19 @@ class CacheSimulation(RuleBasedStateMachine):
         self.core.reset()
         self.model.reset()
 
+    @rule(tier=st.sampled_from(["device", "host"]))
+    def forget(self, tier: str) -> None:
+        """What ``sleep`` does to the index; only at rest, and only after much else."""
+        forget = self.core.forget_device if tier == "device" else self.core.forget_host
+        if not self.model.at_rest:
+            self.refused(UsageError, forget)
+            return
+        forget()
+        if tier == "device":
+            self.model.forget_device()
+        else:
+            self.model.forget_host()
+
     @rule(by=st.integers(-3, 3))
     def resize(self, by: int) -> None:
         capacity = min(self.model.capacity + by, 12)

@@ -57,7 +57,18 @@ def walk(seed: int, steps: int = STEPS) -> CacheMachine:
         shapes = [(number(1), number(3), 1 + number(3)) for _ in range(number(2))]
         m.match(prompt(), number(9), number(5) == 0, flag(0.9), flag(0.9), shapes)
 
-    rules: list[tuple[int, Callable[[], Any], Callable[[], Any]]] = [
+    def rest_and_forget() -> None:
+        """As ``sleep``: all leases go, all transfers end, then a tier is emptied."""
+        while m.callers:
+            m.give_back(0, "release", False)
+        while m.plans:
+            if set(m.plans) - set(m.submitted):
+                m.submit(number())
+            else:
+                m.complete(number(), flag(failing), number())
+        m.forget(random.choice(["device", "host"]))
+
+    rules: list[tuple[float, Callable[[], Any], Callable[[], Any]]] = [
         (6, lambda: True, lambda: m.serve(prompt(), number(9), flag(), flag())),
         (6, lambda: True, match),
         (9, m.waiting, lambda: m.allocate(number(), random.randint(-3, 3))),
@@ -79,6 +90,8 @@ def walk(seed: int, steps: int = STEPS) -> CacheMachine:
         (3, lambda: True, lambda: m.evict(number(9), random.choice(["device", "device", "host"]))),
         (1, lambda: True, lambda: m.reset(number(9))),
         (2, lambda: True, lambda: m.resize(random.randint(-4, 2))),
+        (1, lambda: True, lambda: m.forget(random.choice(["device", "host"]))),
+        (0.3, lambda: True, rest_and_forget),
         (1, lambda: True, lambda: m.finish_step(number(1))),
     ]
     weights = [weight * random.choice((0.2, 1, 1, 4)) for weight, _, _ in rules]
