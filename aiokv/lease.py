@@ -211,7 +211,7 @@ class Lease:
     @property
     def cached_tokens(self) -> int:
         """Positions that need no computing, once granted; falls when an onload fails."""
-        return self._core.cached_tokens(self._live_id())
+        return self._core.cached_tokens(self._held_id())
 
     @property
     def usage(self) -> Usage:
@@ -237,7 +237,7 @@ class Lease:
     @property
     def num_tokens(self) -> int:
         """Positions that the block table holds."""
-        return self._core.num_tokens(self._live_id())
+        return self._core.num_tokens(self._held_id())
 
     @property
     def block_table(self) -> NDArray[np.int32]:
@@ -245,7 +245,7 @@ class Lease:
 
         Granted ids never change; ``extend`` only adds some. Any thread.
         """
-        return self._core.block_table(self._live_id())
+        return self._core.block_table(self._held_id())
 
     @property
     def state_slot(self) -> int:
@@ -335,10 +335,20 @@ class Lease:
         """
         if not self.layers.at_rest and self.layers.is_done:
             raise LeaseError(f"a rank that lags may still write blocks of {self!r}")
-        position = self._core.recompute_from(self._live_id())
+        position = self._core.recompute_from(self._held_id())
         return None if position < 0 else position
 
     # --- inside ---------------------------------------------------------------------------------
+
+    def _held_id(self) -> int:
+        """For verbs that mean nothing when the blocks were taken back."""
+        lost = self._engine._taken_back
+        if lost and self._id in lost:
+            raise LeaseError(
+                f"{self!r} has lost its blocks: {lost[self._id]}",
+                hint="resume() allocates anew, when engine.restart_ranks() has returned",
+            )
+        return self._live_id()
 
     async def _wait_pending(self, pending_tokens: int, timeout: float) -> None:
         began = time.monotonic()

@@ -82,6 +82,7 @@ class EngineBase:
         self._saves_first = config.host_blocks > 0 and config.write_policy == "write_back"
         self._owners: dict[int, str] = {}  # live leases
         self._allocating: set[int] = set()  # those in line
+        self._taken_back: dict[int, BaseException | None] = {}  # leases that lost their blocks
         self._thread = 0  # of the loop; 0 before and after
         self._closing: str | None = None
         self._leases_changed = LeasesChanged()
@@ -246,6 +247,7 @@ class EngineBase:
             if holds and not self._core.swap_transfer(lease_id):
                 self._core.retract(lease_id, self._steps.open)
                 self._quota.give_back(lease_id)
+                self._taken_back[lease_id] = self._broken
         self._transfers.cancel_abandoned()
 
     def _fail_waiting(self, error: AiokvError) -> None:
@@ -343,6 +345,8 @@ class EngineBase:
             granted = self._core.allocate(lease_id, num_tokens)
         if granted == _NO_ROOM:
             return False
+        if self._taken_back:
+            self._taken_back.pop(lease_id, None)
         if granted == _LOADING:
             lease.layers = self._transfers.start_onloads(lease_id, onload_priority, lease.owner)
         if self._pins:

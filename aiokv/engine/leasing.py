@@ -248,6 +248,7 @@ class Leasing(EngineBase):
 
     def _forget(self, lease_id: int, step: int) -> None:
         del self._owners[lease_id]
+        self._taken_back.pop(lease_id, None)
         self._core.release(lease_id, step)
         self._quota.give_back(lease_id)
         self._transfers.cancel_abandoned()

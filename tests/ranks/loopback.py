@@ -12,7 +12,7 @@ from aiokv.ranks import Rank, RankGroup, RankTimeouts
 from aiokv.testing import ManualDevice, run_until_idle, spin
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from aiokv import Lease
@@ -25,10 +25,12 @@ BLOCK_TOKENS = 2
 class Shard:
     """One rank: its tensors, its device, and whatever connection it has."""
 
-    def __init__(self, path: Path, rank: int, device_blocks: int, *, manual: bool) -> None:
+    def __init__(
+        self, path: Path, rank: int, device_blocks: int, new_device: Callable[[], Any] | None
+    ) -> None:
         self.number = rank
         self.path = path
-        self.manual = manual
+        self.new_device = new_device
         self.device_blocks = device_blocks
         self.fresh()
 
@@ -37,7 +39,7 @@ class Shard:
         self.kv = [np.full((self.device_blocks, 8), 99, np.int8) for _ in range(LAYERS)]
         self.regions = Regions(num_layers=LAYERS)
         self.regions.add("kv", layers=self.kv)
-        self.device = ManualDevice() if self.manual else None
+        self.device = self.new_device() if self.new_device is not None else None
         self.worker = Rank(self.path, self.number, self.regions, self.device)
 
     async def leave(self) -> None:
@@ -134,7 +136,7 @@ class Ranked(Model):
         num_ranks: int = 2,
         device_blocks: int = 8,
         host_blocks: int = 16,
-        manual: bool = True,
+        new_device: Callable[[], Any] | None = ManualDevice,
         timeouts: RankTimeouts | None = None,
         **config: Any,
     ) -> None:
@@ -143,7 +145,7 @@ class Ranked(Model):
             num_ranks, path=path / "ranks", timeouts=timeouts or PATIENT, clock=lambda: self.now
         )
         self.shards = [
-            Shard(path / "ranks", rank, device_blocks, manual=manual) for rank in range(num_ranks)
+            Shard(path / "ranks", rank, device_blocks, new_device) for rank in range(num_ranks)
         ]
         self.engine = CacheEngine(
             CacheConfig(

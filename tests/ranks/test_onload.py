@@ -18,7 +18,7 @@ A = [1, 2, 3, 4, 5, 6, 7]
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 async def test_bytes_come_back_on_every_rank(tmp_path, num_ranks):
-    async with Ranked(tmp_path, num_ranks=num_ranks, manual=False) as ranked:
+    async with Ranked(tmp_path, num_ranks=num_ranks, new_device=None) as ranked:
         await ranked.to_host(A)
         assert ranked.engine.match(A).hit == Hit(0, 6)
         assert await ranked.serve(A) == 6

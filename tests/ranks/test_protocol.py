@@ -129,7 +129,7 @@ GARBAGE = {
 @pytest.mark.asyncio
 @pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE)
 async def test_garbage_cuts_its_own_connection_only(tmp_path, garbage):
-    async with Ranked(tmp_path, manual=False) as ranked:
+    async with Ranked(tmp_path, new_device=None) as ranked:
         stranger = await Stranger().connect(ranked)
         stranger.channel.send(garbage)
         await stranger.ended()

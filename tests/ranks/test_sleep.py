@@ -17,7 +17,7 @@ A = [1, 2, 3, 4, 5, 6, 7]
 
 
 async def test_all_ranks_sleep_and_wake_up_with_their_own_tensors(tmp_path):
-    async with Ranked(tmp_path, manual=False) as ranked:
+    async with Ranked(tmp_path, new_device=None) as ranked:
         await ranked.to_host(A)
         await ranked.engine.sleep(["device"])
         assert all(p.owner is None for s in ranked.shards for p in s.worker.regions.pieces())
@@ -35,7 +35,7 @@ async def test_all_ranks_sleep_and_wake_up_with_their_own_tensors(tmp_path):
 
 
 async def test_a_rank_that_is_lost_asleep_comes_back_asleep(tmp_path):
-    async with Ranked(tmp_path, manual=False) as ranked:
+    async with Ranked(tmp_path, new_device=None) as ranked:
         await ranked.engine.sleep(["host"])
         await ranked.lose(1)
         with pytest.raises(RankLost):
@@ -47,7 +47,7 @@ async def test_a_rank_that_is_lost_asleep_comes_back_asleep(tmp_path):
 
 
 async def test_a_rank_that_dies_on_the_question_is_named(tmp_path):
-    async with Ranked(tmp_path, manual=False) as ranked:
+    async with Ranked(tmp_path, new_device=None) as ranked:
         shard = ranked.shards[0]
         shard.worker._channel._transport.pause_reading()
         asking = asyncio.create_task(ranked.engine.sleep(["host"]))
@@ -61,7 +61,7 @@ async def test_a_rank_that_dies_on_the_question_is_named(tmp_path):
 
 
 async def test_a_rank_that_does_not_answer_in_time_is_named(tmp_path):
-    async with Ranked(tmp_path, manual=False) as ranked:
+    async with Ranked(tmp_path, new_device=None) as ranked:
         transport = ranked.shards[1].worker._channel._transport
         transport.pause_reading()
         with pytest.raises(ControlTimeout, match=r"did not answer: \[1\]") as caught:
@@ -85,7 +85,7 @@ async def test_a_rank_that_does_not_answer_in_time_is_named(tmp_path):
 
 
 async def test_new_weights_and_resets_reach_all_ranks(tmp_path):
-    async with Ranked(tmp_path, manual=False) as ranked:
+    async with Ranked(tmp_path, new_device=None) as ranked:
         await ranked.serve(A)
         async with ranked.engine.updating_weights(10.0):
             ranked.engine.match(A).release()

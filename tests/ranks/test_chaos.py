@@ -1,0 +1,110 @@
+"""Random requests on ranks that fail, lag and die: what is served is right, and nothing hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from aiokv import BrokenEngineError, LeaseError, TransferError
+from aiokv.testing import spin
+from aiokv.testing.flaky import ChaosDevice
+from tests.ranks.loopback import PATIENT, Ranked
+
+pytestmark = pytest.mark.asyncio
+
+PASSES = 300
+PROMPTS = [[1, 2, 3, 4, *range(10 * i, 10 * i + 4), 9] for i in range(1, 7)]
+
+
+class Chaos:
+    """Requests come, and ranks go, as a seed says."""
+
+    def __init__(self, ranked: Ranked, rng: random.Random) -> None:
+        self.ranked = ranked
+        self.rng = rng
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.served = self.hits = self.failed = self.restarts = 0
+
+    async def request(self, tokens: list[int]) -> None:
+        """Everything that the lease takes for cached is compared, on every rank."""
+        ranked = self.ranked
+        try:
+            async with ranked.engine.match(tokens) as lease:
+                await lease.allocate(len(tokens))
+                try:
+                    await lease.layers.wait_all()
+                except TransferError:
+                    lease.recompute_from()
+                ranked.check(lease, tokens)
+                self.hits += lease.cached_tokens
+                ranked.compute(lease, tokens, lease.cached_tokens)
+                await spin(self.rng.randrange(3))
+                lease.commit(len(tokens))
+                self.served += 1
+        except (TransferError, BrokenEngineError, LeaseError):
+            self.failed += 1
+
+    async def once(self) -> None:
+        """Some of what may happen in a pass of the loop."""
+        rng, ranked = self.rng, self.ranked
+        if len(self.tasks) < 5 and rng.random() < 0.5:
+            task = asyncio.create_task(self.request(rng.choice(PROMPTS)))
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
+        if self.tasks and rng.random() < 0.05:
+            rng.choice(list(self.tasks)).cancel()
+        if rng.random() < 0.2:
+            await ranked.engine.evict(16)
+        if rng.random() < 0.3:
+            ranked.step()
+        for shard in ranked.shards:
+            shard.device.move(rng.randrange(4))
+        await spin(rng.randrange(1, 6))
+        if rng.random() < 0.04:
+            ranked.pass_time(PATIENT.transfer + 1)
+        if rng.random() < 0.03:
+            rng.choice(ranked.shards).worker._channel.cut("killed")
+            await spin(4)
+        if ranked.group.failure is not None:
+            await self.restart()
+        assert ranked.engine.check_invariants() == []
+
+    async def restart(self) -> None:
+        """Whoever is away comes back with other bytes."""
+        lost = [s.rank for s in self.ranked.group._roster.seats if s.channel is None]
+        for rank in lost:
+            await self.ranked.shards[rank].leave()
+            self.ranked.shards[rank].fresh()
+        await self.ranked.restart(*lost)
+        self.restarts += 1
+
+    async def finish(self) -> None:
+        while self.tasks:
+            for shard in self.ranked.shards:
+                shard.device.move(4)
+            self.ranked.step()
+            await spin()
+        self.ranked.step()
+        await self.ranked.finish()
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_nothing_wrong_is_ever_served(tmp_path, seed):
+    rng = random.Random(seed)
+    async with Ranked(
+        tmp_path,
+        num_ranks=3,
+        device_blocks=16,
+        host_blocks=16,
+        new_device=lambda: ChaosDevice(rng, refuse_share=0.01, fail_share=0.01),
+    ) as ranked:
+        chaos = Chaos(ranked, rng)
+        for _ in range(PASSES):
+            await chaos.once()
+        await chaos.finish()
+    assert chaos.served > 50
+    assert chaos.hits > 50
+    assert chaos.failed > 0
+    assert chaos.restarts > 0
