@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Control(Residency):
-    """Pause, quiesce, new weights, resize."""
+    """Reset, drain, pause, quiesce, new weights, resize."""
 
     def pause(self) -> None:
         """Grant nothing until ``resume``; requests wait in line. Counts: pair the calls."""
@@ -29,6 +29,37 @@ class Control(Residency):
         """
         self._check_open()
         self._admissions.resume()
+
+    async def reset(self, timeout: float | None = None) -> None:
+        """Forget everything that is cached; live leases keep their blocks but publish no more.
+
+        Returns when no transfer that was under way is left.
+
+        Raises:
+            ControlTimeout: some is; the cache is empty all the same.
+
+        Cancellation: the cache is empty all the same; transfers end in the background.
+        """
+        self._check_open()
+        self._core.reset()
+        self._pending.wake_all()
+        self._waiting.pump()
+        async with self._deadline("rid of the transfers of before", timeout):
+            await self._controller.settle()
+
+    async def drain(self, timeout: float | None = None) -> None:
+        """Wait until nothing is in flight, backups of what was committed included.
+
+        Raises:
+            ControlTimeout: something is; nothing changed.
+
+        Cancellation: nothing changed.
+        """
+        self._check_open()
+        async with self._deadline("drained", timeout):
+            while self._transfers.send_backups():  # again: ended onloads publish, too
+                await self._controller.drain()
+            await self._controller.drain()
 
     async def quiesce(self, timeout: float | None = None) -> None:
         """Pause, then wait until no lease is out and nothing is in flight; ``resume`` ends it.

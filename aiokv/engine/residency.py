@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING
 
 from aiokv.engine.leasing import Leasing
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Residency(Leasing):
-    """Evict, prefetch, pin and reset."""
+    """Evict, prefetch and pin."""
 
     async def evict(self, num_blocks: int, tier: Tier = "device") -> int:
         """Evict up to ``num_blocks`` cached blocks of a tier, least recently used first.
@@ -141,27 +140,3 @@ class Residency(Leasing):
             lease.release()
             raise
         return self._pins.add(lease, lease.cached_tokens, until_used=until_used)
-
-    async def reset(self, timeout: float | None = None) -> None:
-        """Forget everything that is cached; live leases keep their blocks but publish no more.
-
-        Returns when no transfer that was under way is left.
-
-        Raises:
-            TimeoutError: some is, after ``timeout`` seconds; the cache is empty all the same.
-
-        Cancellation: the cache is empty all the same; transfers end in the background.
-        """
-        self._check_open()
-        self._core.reset()
-        self._pending.wake_all()
-        self._waiting.pump()
-        async with asyncio.timeout(timeout):
-            await self._controller.settle()
-
-    async def drain(self) -> None:
-        """Wait until nothing is in flight, backups of what was committed included."""
-        self._check_open()
-        while self._transfers.send_backups():  # again: ended onloads publish, too
-            await self._controller.drain()
-        await self._controller.drain()

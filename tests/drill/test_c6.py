@@ -80,13 +80,20 @@ async def test_not_c6_3_every_wait_has_its_deadline():
             "layers": stuck.layers.wait_all(timeout=30.0),
             "capacity": waiter.allocate(24, timeout=30.0),
             "reset": engine.reset(timeout=30.0),
+            "drain": engine.drain(timeout=30.0),
         }
         tasks = {name: asyncio.create_task(wait) for name, wait in waits.items()}
         await clock.advance(29.0)
         assert [name for name, task in tasks.items() if task.done()] == []
         await clock.advance(2.0)
         kinds = {name: type(task.exception()) for name, task in tasks.items()}
-        assert kinds == {**dict.fromkeys(waits, TimeoutError), "capacity": AllocateTimeout}
+        assert kinds == {
+            "layer": TimeoutError,
+            "layers": TimeoutError,
+            "capacity": AllocateTimeout,
+            "reset": ControlTimeout,
+            "drain": ControlTimeout,
+        }
         for verb in (engine.quiesce, engine.sleep):
             trying = asyncio.create_task(verb(timeout=30.0))
             await clock.advance(31.0)
