@@ -43,9 +43,8 @@ class SwapMachine(RuleBasedStateMachine):
         block_tokens=st.integers(1, 3),
         device_blocks=st.integers(4, 10),
         host_blocks=st.integers(0, 10),
-        policy=st.sampled_from(
-            [WritePolicy.NONE, WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK]
-        ),
+        policy=st.sampled_from(list(WritePolicy)),
+        low_watermark_blocks=st.sampled_from([0, 3]),
     )
     def begin(self, **sizes: Any) -> None:
         self.bt: int = sizes["block_tokens"]
