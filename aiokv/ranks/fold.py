@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from aiokv.plan import TransferReport
+from aiokv.ranks.channel import ChannelError
 from aiokv.worker.device.base import CopyError
 
 if TYPE_CHECKING:
@@ -66,8 +67,14 @@ class RankTransfer:
         self._cancelled = False
 
     def arrive(self, rank: int, layers: Sequence[int]) -> None:
-        """A rank has these layers."""
+        """A rank has these layers.
+
+        Raises:
+            ChannelError: there is no such layer.
+        """
         for layer in layers:
+            if not 0 <= layer < len(self._arrived):
+                raise ChannelError(f"rank {rank} has a layer {layer}, of {len(self._arrived)}")
             self._arrived[layer] |= 1 << rank
         self._announce(layers)
 
@@ -92,6 +99,8 @@ class RankTransfer:
 
     def fail(self, rank: int, first_bad_block: int, reason: str) -> None:
         """Blocks from ``first_bad_block`` on did not arrive on the rank."""
+        if not 0 <= first_bad_block < self.plan.num_blocks:
+            first_bad_block = 0  # it does not say where
         self._bad[rank] = (first_bad_block, reason)
 
     def give_up(self, failure: CopyError) -> None:

@@ -21,15 +21,13 @@ from aiokv import _native
 from aiokv.errors import ClosedError, ConfigError, UsageError
 from aiokv.observe.logs import Log
 from aiokv.plan import StatePlan, TransferReport
-from aiokv.ranks.channel import MAX_FRAME_BYTES, frame_of
-from aiokv.ranks.fold import RankTransfer
-from aiokv.ranks.lanes import RankLane
-from aiokv.ranks.messages import Sleep, TransferBatch, WakeUp, encode
+from aiokv.ranks.exchange import Exchange
+from aiokv.ranks.messages import Sleep, WakeUp
 from aiokv.ranks.processes import RankProcesses, check_entry
-from aiokv.ranks.roster import RankTimeouts, Roster
+from aiokv.ranks.roster import Roster
+from aiokv.ranks.seats import RankTimeouts
 from aiokv.worker.controller import WorkerStatistics
 from aiokv.worker.device.base import CopyError
-from aiokv.worker.layers import LayerDoneCounter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,16 +36,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiokv.errors import RankLost
-    from aiokv.plan import Plan, TransferPlan
+    from aiokv.plan import Plan
     from aiokv.ranks.messages import Layout, Reports
-    from aiokv.ranks.roster import Seat
+    from aiokv.ranks.seats import Seat
     from aiokv.types import Tier
     from aiokv.worker.device.base import Event
+    from aiokv.worker.layers import LayerDoneCounter
     from aiokv.worker.regions import Regions
 
 log = Log(__name__)
-
-BATCH_BYTES: Final = MAX_FRAME_BYTES // 4  # of block ids; more leave in a second batch
 
 
 class GroupStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,18 +108,11 @@ class RankGroup:
         self._clock = clock
         self._own_directory: tempfile.TemporaryDirectory[str] | None = None
         self._failure: RankLost | None = None
-        self._transfers: dict[int, RankTransfer] = {}
-        self._plans: list[TransferPlan] = []
-        self._cancels: list[int] = []
-        self._id_bytes = 0
-        self._flush_scheduled = False
-        self._waiting: list[tuple[set[int], asyncio.Future[None]]] = []
-        self._lanes = {name: RankLane() for name in ("onload", "offload", "state")}
         self._closed_step = 0
         self._reported_step = 0
-        self._batches = self._sequence = self._sent_plans = self._batch_bytes = self._given_up = 0
         self._timer: asyncio.TimerHandle | None = None
         self._roster: Roster | None = None
+        self._exchange: Exchange | None = None
         self._processes: RankProcesses | None = None
         self._closing = False
         self._restarting = False
@@ -158,7 +148,7 @@ class RankGroup:
         if self._roster is not None:
             raise UsageError("a RankGroup serves one engine")
         self._loop = asyncio.get_running_loop()
-        self._on_report, self._on_step, self._on_lost = on_report, on_step, on_lost
+        self._on_step, self._on_lost = on_step, on_lost
         self._host_blocks = host_blocks
         if self.path is None:
             self._own_directory = tempfile.TemporaryDirectory(prefix="aiokv-")
@@ -173,8 +163,9 @@ class RankGroup:
             clock=self._clock,
             device_blocks=device_blocks,
             on_reports=self._on_reports,
-            on_lost=self._lose,
+            on_lost=self._on_rank_lost,
         )
+        self._exchange = Exchange(roster, self.timeouts, self._clock, on_report)
         try:
             await roster.open()
             await roster.begin(host_blocks, self._closed_step, [])
@@ -199,15 +190,13 @@ class RankGroup:
         """
         if self._failure is None or self._roster is None or self._restarting:
             raise UsageError("no rank is lost, or a restart is under way")
-        self._flush()
+        self.exchange.flush()
         self._restarting = True
         try:
             await self._roster.begin(self._host_blocks, self._closed_step, sorted(self._asleep))
         finally:
             self._restarting = False
-        self._sequence = 0
-        for transfer in list(self._transfers.values()):
-            self._end(transfer)
+        self.exchange.end_all()
         self._failure = None
         self._fold_steps()
 
@@ -220,11 +209,10 @@ class RankGroup:
         if self._timer is not None:
             self._timer.cancel()
         if self._roster is not None and not self._roster.closed:
-            self._flush()
+            self.exchange.flush()
             await self._roster.aclose()
-        for transfer in list(self._transfers.values()):
-            transfer.give_up(CopyError(0, "the group closed"))
-            self._end(transfer)
+            self.exchange.give_up_all(CopyError(0, "the group closed"))
+            self.exchange.end_all()
         if self._own_directory is not None:
             self._own_directory.cleanup()
 
@@ -240,6 +228,17 @@ class RankGroup:
         if self._roster is None or self._roster.layout is None:
             raise UsageError("the group is not open")
         return self._roster.layout
+
+    @property
+    def exchange(self) -> Exchange:
+        """The transfers.
+
+        Raises:
+            UsageError: the group is not open.
+        """
+        if self._exchange is None:
+            raise UsageError("the group is not open")
+        return self._exchange
 
     @property
     def device_blocks(self) -> int:
@@ -268,40 +267,12 @@ class RankGroup:
             raise ClosedError("the group of ranks is closing")
         if isinstance(plan, StatePlan):
             raise UsageError("ranks have no recurrent state")  # the engine's config is refused
-        if plan.transfer_id in self._transfers:
-            raise UsageError(f"transfer {plan.transfer_id} is under way already")
         self._ids.check_ids(plan.host_ids, plan.device_ids, onload=plan.direction == "onload")
-        id_bytes = len(plan.device_blocks) + len(plan.host_blocks)
-        if id_bytes > MAX_FRAME_BYTES // 2:
-            raise UsageError(f"{plan.num_blocks} blocks in one plan are too many for a message")
-        counter = LayerDoneCounter(
-            self.num_layers, transfer_id=plan.transfer_id, direction=plan.direction
-        )
-        transfer = RankTransfer(
-            plan,
-            counter,
-            num_ranks=self.num_ranks,
-            num_bytes=self.layout.block_bytes * plan.num_blocks,
-            since=self._clock(),
-        )
-        self._transfers[plan.transfer_id] = transfer
-        self._lanes[plan.direction].begin(transfer.since)
-        if self._failure is not None:  # nobody was told of it
-            transfer.give_up(CopyError(0, str(self._failure), self._failure.rank))
-            self._loop.call_soon(self._end, transfer)
-            return counter
-        self._plans.append(plan)
-        self._id_bytes += id_bytes
-        self._schedule_flush()
-        if self._id_bytes > BATCH_BYTES:
-            self._flush()
-        return counter
+        return self.exchange.submit(plan, self.layout, self._failure)
 
     def cancel(self, transfer_id: int) -> None:
         """Take back a plan; where no rank's device has it yet it is reported ``"cancelled"``."""
-        if transfer_id in self._transfers:
-            self._cancels.append(transfer_id)
-            self._schedule_flush()
+        self.exchange.cancel(transfer_id)
 
     def close_step(self, step: int, event: Event | None) -> None:
         """The engine has closed a step; it is over when every rank says so.
@@ -345,19 +316,12 @@ class RankGroup:
 
         Cancellation: stops waiting; the transfers go on.
         """
-        while self._transfers:
-            await self.settle()
+        while self.exchange:
+            await self.exchange.settle()
 
     async def settle(self) -> None:
         """As drain(), but only for the plans submitted so far."""
-        if not self._transfers:
-            return
-        entry = (set(self._transfers), self._loop.create_future())
-        self._waiting.append(entry)
-        try:
-            await entry[1]
-        finally:
-            self._waiting.remove(entry)
+        await self.exchange.settle()
 
     async def sleep(self, tiers: frozenset[Tier]) -> None:
         """Every rank frees the memory of these tiers; nothing is under way. Idempotent.
@@ -400,14 +364,12 @@ class RankGroup:
 
     def statistics(self) -> WorkerStatistics:
         """Counts of the group: a transfer is one, whatever the number of ranks."""
-        steps = [seat.finished_step for seat in self._roster.seats] if self._roster else [0]
-        held = [t for t in self._transfers.values() if t.plan.after_step > min(steps)]
-        onload, offload = self._lanes["onload"], self._lanes["offload"]
+        exchange = self.exchange
         return WorkerStatistics(
-            held=len(held),
-            onload=onload.statistics(),
-            offload=offload.statistics(),
-            state=self._lanes["state"].statistics(),
+            held=exchange.num_held(),
+            onload=exchange.lane("onload").statistics(),
+            offload=exchange.lane("offload").statistics(),
+            state=exchange.lane("state").statistics(),
         )
 
     def pids(self) -> list[int]:
@@ -415,56 +377,25 @@ class RankGroup:
         return [] if self._processes is None else self._processes.pids()
 
     def group_statistics(self) -> GroupStatistics:
+        exchange, roster = self.exchange, self._roster
         return GroupStatistics(
             num_ranks=self.num_ranks,
-            generation=self._roster.generation if self._roster else 0,
-            batches=self._batches,
-            plans=self._sent_plans,
-            batch_bytes=self._batch_bytes,
-            given_up=self._given_up,
-            stale_reports=self._roster.stale_reports if self._roster else 0,
+            generation=roster.generation if roster else 0,
+            batches=exchange.batches,
+            plans=exchange.plans,
+            batch_bytes=exchange.batch_bytes,
+            given_up=exchange.given_up,
+            stale_reports=roster.stale_reports if roster else 0,
         )
-
-    # --- to the ranks ---------------------------------------------------------------------------
-
-    def _schedule_flush(self) -> None:
-        if not self._flush_scheduled:
-            self._flush_scheduled = True
-            self._loop.call_soon(self._flush)
-
-    def _flush(self) -> None:
-        """What this pass has brought, encoded once, to every rank."""
-        self._flush_scheduled = False
-        if self._roster is None or not (self._plans or self._cancels):
-            return
-        self._sequence += 1
-        batch = TransferBatch(
-            generation=self._roster.generation,
-            sequence=self._sequence,
-            plans=self._plans,
-            cancels=self._cancels,
-        )
-        frame = frame_of(encode(batch))
-        self._batches += 1
-        self._sent_plans += len(self._plans)
-        self._batch_bytes += len(frame)
-        self._plans, self._cancels, self._id_bytes = [], [], 0
-        self._roster.send(frame)
 
     # --- from the ranks -------------------------------------------------------------------------
 
     def _on_reports(self, seat: Seat, reports: Reports) -> None:
-        for transfer_id, layers in reports.arrived:
-            transfer = self._transfers.get(transfer_id)
-            if transfer is not None:
-                transfer.arrive(seat.rank, layers)
-        for report in reports.ended:
-            transfer = self._transfers.get(report.transfer_id)
-            if transfer is not None and transfer.end(seat.rank, report):
-                self._end(transfer)
+        self.exchange.on_reports(seat, reports)
         self._fold_steps()
 
     def _fold_steps(self) -> None:
+        """A step is over when it is over on every rank."""
         if self._roster is None or self._failure is not None:
             return
         over = min(self._closed_step, *(seat.finished_step for seat in self._roster.seats))
@@ -472,43 +403,13 @@ class RankGroup:
             self._reported_step = over
             self._on_step(over, None)
 
-    def _lose(self, lost: RankLost) -> None:
+    def _on_rank_lost(self, lost: RankLost) -> None:
         """Nothing can succeed any more; what the others still move, they report."""
         if self._failure is None:
             self._failure = lost
-            for transfer in self._transfers.values():
-                self._give_up(transfer, CopyError(0, str(lost), lost.rank))
+            self.exchange.give_up_all(CopyError(0, str(lost), lost.rank))
             self._on_lost(lost)
-        for transfer in list(self._transfers.values()):
-            gone = TransferReport(
-                transfer_id=transfer.plan.transfer_id, outcome="failed", reason=str(lost)
-            )
-            if transfer.end(lost.rank, gone):
-                self._end(transfer)
-
-    def _give_up(self, transfer: RankTransfer, failure: CopyError) -> None:
-        if transfer.given_up is None:
-            self._given_up += 1
-            transfer.give_up(failure)
-
-    def _end(self, transfer: RankTransfer) -> None:
-        """No rank moves its bytes any more."""
-        transfer_id = transfer.plan.transfer_id
-        if self._transfers.pop(transfer_id, None) is None:
-            return
-        report = transfer.report()
-        moved_bytes = transfer.num_bytes * self.num_ranks
-        self._lanes[transfer.plan.direction].end(report.outcome, moved_bytes, self._clock())
-        try:
-            self._on_report(report)
-        except Exception as error:
-            self._loop.call_exception_handler(
-                {"message": f"aiokv: the report of {transfer_id} raised", "exception": error}
-            )
-        for waited_for, settled in self._waiting:
-            waited_for.discard(transfer_id)
-            if not waited_for and not settled.done():
-                settled.set_result(None)
+        self.exchange.rank_is_gone(lost)
 
     # --- deadlines ------------------------------------------------------------------------------
 
@@ -526,27 +427,7 @@ class RankGroup:
             return
         self._roster.tick()
         if self._failure is None:
-            self._find_laggards(self._roster)
-
-    def _find_laggards(self, roster: Roster) -> None:
-        """A rank may take so long for a transfer, from its last report of anything on."""
-        now = self._clock()
-        for transfer in list(self._transfers.values()):
-            allowed = self.timeouts.allowed_seconds(transfer.num_bytes)
-            for rank in sorted(transfer.owing):
-                seat = roster.seats[rank]
-                if seat.finished_step < transfer.plan.after_step:
-                    continue  # its runner has not closed the step yet
-                if now - max(transfer.since, seat.progress_at) <= allowed:
-                    continue
-                what = f"rank {rank} has not finished it, nor anything else, for {allowed:.3g} s"
-                if transfer.given_up is not None:
-                    roster.lose(seat, f"transfer {transfer.plan.transfer_id}: {what} more")
-                    return
-                log.warning("rank.lags", rank=rank, transfer_id=transfer.plan.transfer_id)
-                self._give_up(transfer, CopyError(0, what, rank))
-                transfer.since = now  # as long again, then the rank is lost
-                break
+            self.exchange.find_laggards()
 
     def __repr__(self) -> str:
         state = "not open" if self._roster is None else f"generation {self._roster.generation}"

@@ -10,13 +10,13 @@ own event: what a step has computed on this rank moves when that event is done.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from typing import TYPE_CHECKING, Final, Self
 
 from aiokv.errors import AiokvError, ClosedError, RankLost, UsageError
 from aiokv.observe.logs import Log
 from aiokv.plan import TransferReport
 from aiokv.ranks.channel import Channel, frame_of
+from aiokv.ranks.counters import Counters
 from aiokv.ranks.messages import (
     PROTOCOL_VERSION,
     Answer,
@@ -35,9 +35,11 @@ from aiokv.ranks.messages import (
     encode,
     layout_of,
 )
+from aiokv.ranks.outbox import Outbox
 from aiokv.worker.controller import CacheController
+from aiokv.worker.device.base import CopyError
 from aiokv.worker.device.cpu import CpuDevice
-from aiokv.worker.layers import LayerView, done_view
+from aiokv.worker.layers import LayerDoneCounter, LayerView, done_view
 from aiokv.worker.poller import EventPoller
 
 if TYPE_CHECKING:
@@ -48,12 +50,10 @@ if TYPE_CHECKING:
     from aiokv.plan import TransferPlan
     from aiokv.worker.controller import WorkerStatistics
     from aiokv.worker.device.base import Device, Event
-    from aiokv.worker.layers import LayerDoneCounter
     from aiokv.worker.regions import Regions
 
 log = Log(__name__)
 
-KEPT_COUNTERS: Final = 4096  # ended transfers that the runner may still ask for
 RETRY_SECONDS: Final = 0.05
 HANG_UP_SECONDS: Final = 5.0  # for the last reports to leave
 
@@ -92,17 +92,8 @@ class Rank:
         self._device = device or CpuDevice()
         self._connect_timeout = connect_timeout
         self._controller: CacheController | None = None
-        self._generation = 0
         self._closed_step = 0
-        self._finished_step = 0
         self._step_waiter: asyncio.Future[None] | None = None
-        self._counters: dict[int, LayerDoneCounter] = {}
-        self._ended_ids: deque[int] = deque()
-        self._newest_id = 0
-        self._expected: dict[int, list[asyncio.Future[None]]] = {}
-        self._arrived: dict[int, list[int]] = {}
-        self._ended: list[TransferReport] = []
-        self._flush_scheduled = False
         self.connected = False
         self._task: asyncio.Task[None] | None = None
 
@@ -119,6 +110,8 @@ class Rank:
         """
         self._loop = asyncio.get_running_loop()
         self._poller = EventPoller(self._loop)
+        self._outbox = Outbox(self._say)
+        self._counters = Counters()
         self._gone: asyncio.Future[str] = self._loop.create_future()
         self._begun: asyncio.Future[None] = self._loop.create_future()
         self._hung_up: asyncio.Future[None] = self._loop.create_future()
@@ -160,8 +153,8 @@ class Rank:
             await asyncio.wait((self._task,))
         if self._controller is not None:
             await self._controller.aclose()
-            self._flush()
-        self._fail_expected()
+            self._outbox.flush()
+        self._counters.clear("the rank is closed")
         self._poller.close()
         self._channel.close()
         if self.connected and not self._hung_up.done():
@@ -194,29 +187,11 @@ class Rank:
 
         Cancellation: nothing changed.
         """
-        ids = list(transfer_ids)
-        async with asyncio.timeout(timeout):
-            for transfer_id in ids:
-                await self._expect(transfer_id)
-        if not ids:
-            return done_view(self.regions.num_layers)
-        return LayerView([self._counters[transfer_id] for transfer_id in ids])
-
-    async def _expect(self, transfer_id: int) -> None:
-        if transfer_id in self._counters:
-            return
         if self._gone.done():
             raise ClosedError(f"the group is gone: {self._gone.result()}")
-        if transfer_id <= self._newest_id:
-            raise UsageError(f"transfer {transfer_id} ended long ago, or before a restart")
-        arrival: asyncio.Future[None] = self._loop.create_future()
-        self._expected.setdefault(transfer_id, []).append(arrival)
-        try:
-            await arrival
-        finally:
-            waiting = self._expected.get(transfer_id, [])
-            if arrival in waiting:
-                waiting.remove(arrival)
+        async with asyncio.timeout(timeout):
+            counters = [await self._counters.get(transfer_id) for transfer_id in transfer_ids]
+        return LayerView(counters) if counters else done_view(self.regions.num_layers)
 
     def step(self, step: int, event: Event | None = None) -> None:
         """This rank has submitted all work of steps up to ``step`` of the engine.
@@ -264,15 +239,15 @@ class Rank:
     def _go(self, reason: str) -> None:
         if not self._gone.done():
             self._gone.set_result(reason)
-        self._fail_expected()
+        self._counters.clear(f"the group is gone: {reason}")
 
     async def _begin(self, begin: Begin, previous: asyncio.Task[None] | None) -> None:
         """Nothing of before moves when Ready is said."""
         if previous is not None:
             previous.cancel()
             await asyncio.wait((previous,))
-        self._generation = 0  # reports until Ready are nobody's
-        self._fail_expected()
+        self._outbox.begin(0)
+        self._counters.clear("the group begins anew")
         try:
             controller = self._controller
             if controller is None:
@@ -285,11 +260,7 @@ class Rank:
             return
         if begin.closed_step > self._closed_step:
             self.step(begin.closed_step)
-        self._counters.clear()
-        self._ended_ids.clear()
-        self._arrived.clear()
-        self._ended.clear()
-        self._generation = begin.generation
+        self._outbox.begin(begin.generation)
         self._say(Ready(generation=begin.generation))
         if not self._begun.done():
             self._begun.set_result(None)
@@ -330,7 +301,7 @@ class Rank:
         )
 
     def _on_batch(self, batch: TransferBatch) -> None:
-        if batch.generation != self._generation or self._controller is None:
+        if batch.generation != self._outbox.generation or self._controller is None:
             return
         for plan in batch.plans:
             self._submit(self._controller, plan)
@@ -342,79 +313,47 @@ class Rank:
         try:
             counter = controller.submit(plan)
         except AiokvError as error:  # told by the report, like any other failure
+            refused = LayerDoneCounter(
+                self.regions.num_layers, transfer_id=transfer_id, direction=plan.direction
+            )
+            refused.finish(CopyError(0, str(error)))
+            self._counters.add(transfer_id, refused)
             self._on_report(
                 TransferReport(transfer_id=transfer_id, outcome="failed", reason=str(error))
             )
             return
-        counter.add_callback(lambda layer: self._on_layer(transfer_id, layer))
-        self._counters[transfer_id] = counter
-        self._newest_id = max(self._newest_id, transfer_id)
-        for arrival in self._expected.pop(transfer_id, ()):
-            if not arrival.done():
-                arrival.set_result(None)
-
-    def _fail_expected(self) -> None:
-        for arrivals in self._expected.values():
-            for arrival in arrivals:
-                if not arrival.done():
-                    arrival.set_exception(ClosedError("the group is gone, or starts again"))
-        self._expected.clear()
+        counter.add_callback(lambda layer: self._outbox.note_layer(transfer_id, layer))
+        self._counters.add(transfer_id, counter)
 
     # --- to the manager -------------------------------------------------------------------------
 
-    def _on_layer(self, transfer_id: int, layer: int) -> None:
-        self._arrived.setdefault(transfer_id, []).append(layer)
-        self._schedule_flush()
-
     def _on_report(self, report: TransferReport) -> None:
-        self._arrived.pop(report.transfer_id, None)  # its end says more
-        self._ended.append(report)
-        self._ended_ids.append(report.transfer_id)
-        while len(self._ended_ids) > KEPT_COUNTERS:
-            self._counters.pop(self._ended_ids.popleft(), None)
-        self._schedule_flush()
+        self._outbox.note_end(report)
+        self._counters.note_end(report.transfer_id)
         failure = None if self._controller is None else self._controller.failure
         if report.outcome == "failed" and failure is not None:
-            self._flush()
+            self._outbox.flush()
             self._say(Broken(reason=str(failure)))
 
     def _on_step(self, step: int, error: BaseException | None) -> None:
         if error is not None:
             self._say(Broken(reason=f"step {step}: {error}"))
             return
-        self._finished_step = max(self._finished_step, step)
+        self._outbox.note_step(step)
         if self._step_waiter is not None and not self._step_waiter.done():
             self._step_waiter.set_result(None)
-        self._schedule_flush()
 
     async def _steps_over(self) -> None:
         """Wait for the events of all steps that were closed."""
-        while self._finished_step < self._closed_step:
+        while self._outbox.finished_step < self._closed_step:
             self._step_waiter = self._loop.create_future()
             await self._step_waiter
-
-    def _schedule_flush(self) -> None:
-        if not self._flush_scheduled:
-            self._flush_scheduled = True
-            self._loop.call_soon(self._flush)
-
-    def _flush(self) -> None:
-        """What happened in this pass, in one message."""
-        self._flush_scheduled = False
-        if not self._generation:
-            return
-        self._say(
-            Reports(
-                generation=self._generation,
-                arrived=list(self._arrived.items()),
-                ended=self._ended,
-                finished_step=self._finished_step,
-            )
-        )
-        self._arrived, self._ended = {}, []
 
     def _say(self, message: Hello | Ready | Reports | Answer | Pong | Broken) -> None:
         self._channel.send(frame_of(encode(message)))
 
     def __repr__(self) -> str:
-        return f"<Rank {self.rank} at {self._path}, generation {self._generation}>"
+        return f"<Rank {self.rank} at {self._path}, {self._state()}>"
+
+    def _state(self) -> str:
+        return f"generation {self._outbox.generation}" if self.connected else "not connected"

@@ -3,101 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from aiokv.errors import ClosedError, ConfigError, RankLost
+from aiokv.errors import ClosedError, RankLost
 from aiokv.observe.logs import Log
-from aiokv.ranks.channel import Channel, ChannelError, frame_of, listen
+from aiokv.ranks.channel import ChannelError, frame_of, listen
+from aiokv.ranks.connection import Connection
 from aiokv.ranks.messages import (
     PROTOCOL_VERSION,
     Answer,
     Begin,
     Broken,
     Close,
-    Hello,
     Ping,
     Pong,
     Ready,
-    Refuse,
     Reports,
-    decode_from_rank,
     encode,
 )
+from aiokv.ranks.seats import Seat
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from aiokv.ranks.messages import Layout, Sleep, WakeUp
+    from aiokv.ranks.channel import Channel
+    from aiokv.ranks.messages import Hello, Layout, Sleep, WakeUp
     from aiokv.ranks.processes import RankProcesses
+    from aiokv.ranks.seats import RankTimeouts
     from aiokv.types import Tier
 
 log = Log(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankTimeouts:
-    """How long the manager waits, in seconds.
-
-    Attributes:
-        start: for all ranks to come and to have their host memory.
-        heartbeat: between two looks at who lives and who lags.
-        silence: a rank that says nothing for so long is lost. Its loop must not be blocked as
-            long: run the model in a thread.
-        transfer: a rank may take so long for a transfer, and as long as ``min_bytes_per_second``
-            allows for its bytes, from the last thing it has finished on.
-        close: for ranks to finish what moves when the group closes.
-    """
-
-    start: float = 60.0
-    heartbeat: float = 1.0
-    silence: float = 30.0
-    transfer: float = 30.0
-    min_bytes_per_second: float = 100e6
-    close: float = 30.0
-
-    def __post_init__(self) -> None:
-        for name in self.__slots__:
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"RankTimeouts.{name} is {getattr(self, name)}; not above 0")
-
-    def allowed_seconds(self, num_bytes: int) -> float:
-        """For a transfer of so many bytes."""
-        return self.transfer + num_bytes / self.min_bytes_per_second
-
-
-class Seat:
-    """One rank's place.
-
-    Attributes:
-        channel: None while the rank is away.
-        ready: it takes part in the current generation.
-        heard_at: time of its last message.
-        progress_at: time of its last report.
-        finished_step: this step and all before it are over on the rank.
-    """
-
-    __slots__ = (
-        "channel",
-        "finished_step",
-        "heard_at",
-        "layout",
-        "progress_at",
-        "rank",
-        "ready",
-        "why_away",
-    )
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.channel: Channel | None = None
-        self.layout: Layout | None = None
-        self.ready = False
-        self.why_away = "it has not come"
-        self.heard_at = 0.0
-        self.progress_at = 0.0
-        self.finished_step = 0
 
 
 class Roster:
@@ -343,11 +279,11 @@ class Roster:
     # --- connections ----------------------------------------------------------------------------
 
     def _new_channel(self) -> Channel:
-        connection = _Connection(self)
+        connection = Connection(self)
         self._strangers.add(connection.channel)
         return connection.channel
 
-    def _admit(self, channel: Channel, hello: Hello) -> Seat:
+    def admit(self, channel: Channel, hello: Hello) -> Seat:
         """Give a rank its seat.
 
         Raises:
@@ -375,14 +311,14 @@ class Roster:
         self.notify()
         return seat
 
-    def _on_refused(self, rank: int, reason: str) -> None:
+    def on_refused(self, rank: int, reason: str) -> None:
         if 0 <= rank < len(self.seats) and self.seats[rank].channel is None:
             self.seats[rank].why_away = reason
 
     def _hear(self, seat: Seat) -> None:
         seat.heard_at = self._clock()
 
-    def _on_message(self, seat: Seat, message: Ready | Reports | Answer | Pong | Broken) -> None:
+    def on_message(self, seat: Seat, message: Ready | Reports | Answer | Pong | Broken) -> None:
         self._hear(seat)
         if isinstance(message, Broken):
             self.lose(seat, message.reason)
@@ -402,43 +338,11 @@ class Roster:
             seat.ready = True
             self.notify()
 
-    def _on_closed(self, channel: Channel, seat: Seat | None, reason: str) -> None:
+    def on_closed(self, channel: Channel, seat: Seat | None, reason: str) -> None:
         self._strangers.discard(channel)
         if seat is not None and seat.channel is channel:
             self._away(seat, reason)
         self.notify()
-
-
-class _Connection:
-    """What a channel says before and after its Hello."""
-
-    def __init__(self, roster: Roster) -> None:
-        self._roster = roster
-        self._seat: Seat | None = None
-        self.channel = Channel(self._on_frame, self._on_closed)
-
-    def _on_frame(self, frame: bytes) -> None:
-        message = decode_from_rank(frame)
-        if isinstance(message, Hello):
-            self._on_hello(message)
-        elif self._seat is None:
-            raise ChannelError("the first message is not Hello")
-        else:
-            self._roster._on_message(self._seat, message)
-
-    def _on_hello(self, hello: Hello) -> None:
-        if self._seat is not None:
-            raise ChannelError("a second Hello")
-        try:
-            self._seat = self._roster._admit(self.channel, hello)
-        except ChannelError as error:
-            log.warning("rank.refused", rank=hello.rank, reason=str(error))
-            self._roster._on_refused(hello.rank, str(error))
-            self.channel.send(frame_of(encode(Refuse(reason=str(error)))))
-            self.channel.close()
-
-    def _on_closed(self, reason: str) -> None:
-        self._roster._on_closed(self.channel, self._seat, reason)
 
 
 _PING = frame_of(encode(Ping()))

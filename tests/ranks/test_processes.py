@@ -113,8 +113,10 @@ async def test_a_process_that_is_killed_in_an_onload_comes_back(tmp_path, monkey
         waiting = asyncio.create_task(lease.layers.wait_all())
         await run_until_idle(
             lambda: (
-                ranked.group._transfers != {}
-                and all(transfer.owing == {1} for transfer in ranked.group._transfers.values())
+                ranked.group.exchange._transfers != {}
+                and all(
+                    transfer.owing == {1} for transfer in ranked.group.exchange._transfers.values()
+                )
             )
         )
         os.kill(pids[1], signal.SIGKILL)

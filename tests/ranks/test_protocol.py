@@ -5,12 +5,22 @@ from __future__ import annotations
 import asyncio
 import stat
 import struct
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 import pytest
 
-from aiokv import CacheConfig, CacheEngine, ConfigError, RankLost, Regions
+from aiokv import (
+    CacheConfig,
+    CacheEngine,
+    ConfigError,
+    RankLost,
+    Regions,
+    TransferError,
+    UsageError,
+)
 from aiokv.plan import TransferPlan, TransferReport
 from aiokv.ranks import Rank, RankGroup, RankTimeouts
 from aiokv.ranks import channel as channels
@@ -29,6 +39,9 @@ from aiokv.ranks.messages import (
 )
 from aiokv.testing import run_until_idle, spin
 from tests.ranks.loopback import Ranked
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 A = [1, 2, 3, 4, 5, 6, 7]
 BEGIN = Begin(generation=1, host_blocks=1, closed_step=0, asleep=[])
@@ -316,3 +329,33 @@ async def test_reports_of_an_earlier_generation_are_ignored(tmp_path):
         lease.release()
         await ranked.finish()
         ranked.step()
+
+
+@pytest.mark.asyncio
+async def test_a_plan_that_a_rank_cannot_take_fails_there_and_is_named(tmp_path):
+    async with Ranked(tmp_path, new_device=None) as ranked:
+        await ranked.to_host(A)
+        lease = ranked.engine.match(A)
+        with refused_plans(ranked.shards[1].worker):
+            await lease.allocate(7)
+            (transfer_id,) = lease.layers.transfer_ids
+            with pytest.raises(TransferError, match="rank 1: no such id") as caught:
+                await lease.layers.wait_all()
+        assert caught.value.rank == 1
+        view = await ranked.shards[1].worker.layers([transfer_id])
+        with pytest.raises(TransferError, match="no such id"):
+            await view.wait_all()
+        lease.release()
+        ranked.step()
+
+
+@contextmanager
+def refused_plans(worker: Rank) -> Iterator[None]:
+    """Its controller takes none."""
+
+    def refuse(plan: object) -> None:
+        raise UsageError("no such id")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker._controller, "submit", refuse)
+        yield
