@@ -77,6 +77,7 @@ class CacheEngine(Recovery):
             "asleep": sorted(self.asleep),
             "statistics": msgspec.to_builtins(self.statistics()),
             "worker": msgspec.to_builtins(self._controller.statistics()),
+            "ranks": [] if self._ranks is None else self._ranks.describe(),
         }
 
     def check_invariants(self) -> list[str]:

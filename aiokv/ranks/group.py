@@ -372,6 +372,19 @@ class RankGroup:
             state=exchange.lane("state").statistics(),
         )
 
+    def describe(self) -> list[dict[str, object]]:
+        """How each rank fares, for a person to read; plain values."""
+        seats = [] if self._roster is None else self._roster.seats
+        return [
+            {
+                "rank": seat.rank,
+                "state": "ready" if seat.ready else seat.why_away,
+                "silent_seconds": self._clock() - seat.heard_at,
+                "finished_step": seat.finished_step,
+            }
+            for seat in seats
+        ]
+
     def pids(self) -> list[int]:
         """Of the ranks that were started here and run."""
         return [] if self._processes is None else self._processes.pids()

@@ -14,7 +14,7 @@ from tests.ranks.loopback import PATIENT, Ranked
 
 pytestmark = pytest.mark.asyncio
 
-PASSES = 300
+PASSES = 250
 PROMPTS = [[1, 2, 3, 4, *range(10 * i, 10 * i + 4), 9] for i in range(1, 7)]
 
 
@@ -90,7 +90,7 @@ class Chaos:
         await self.ranked.finish()
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1])
 async def test_nothing_wrong_is_ever_served(tmp_path, seed):
     rng = random.Random(seed)
     async with Ranked(

@@ -155,6 +155,8 @@ async def test_an_idle_rank_that_dies_is_noticed(tmp_path):
         assert pin.tokens == 6
         await ranked.lose(0)
         assert pin.released
+        away, there = ranked.engine.dump()["ranks"]
+        assert (away["state"][:10], there["state"]) == ("it hung up", "ready")
         with pytest.raises(BrokenEngineError, match="rank 0"):
             ranked.engine.match(A)
         await ranked.restart(0)

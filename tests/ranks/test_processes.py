@@ -61,6 +61,7 @@ class Processes(Model):
         )
         self.engine = CacheEngine(config, ranks=self.group)
         self._by_rank: dict[int, Any] = {}
+        self._came = asyncio.Event()
 
     @property
     def shards(self) -> list[Any]:  # type: ignore[override]
@@ -69,6 +70,7 @@ class Processes(Model):
     async def _on_runner(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         rank = int(await reader.readline())
         self._by_rank[rank] = _Process(self.directory, rank, writer)
+        self._came.set()
 
     async def __aenter__(self) -> Self:
         self._server = await asyncio.start_unix_server(
@@ -79,7 +81,10 @@ class Processes(Model):
         return self
 
     async def runners(self, count: int) -> None:
-        await run_until_idle(lambda: len(self._by_rank) == count)
+        """Wait until so many are there."""
+        while len(self._by_rank) < count:
+            self._came.clear()
+            await self._came.wait()
 
     async def __aexit__(self, *exc: object) -> None:
         for shard in self.shards:
@@ -111,14 +116,8 @@ async def test_a_process_that_is_killed_in_an_onload_comes_back(tmp_path, monkey
         lease = ranked.engine.match(A)
         await lease.allocate(7)
         waiting = asyncio.create_task(lease.layers.wait_all())
-        await run_until_idle(
-            lambda: (
-                ranked.group.exchange._transfers != {}
-                and all(
-                    transfer.owing == {1} for transfer in ranked.group.exchange._transfers.values()
-                )
-            )
-        )
+        transfers = ranked.group.exchange._transfers
+        await run_until_idle(lambda: [t.owing for t in transfers.values()] == [{1}], 10_000_000)
         os.kill(pids[1], signal.SIGKILL)
         with pytest.raises(TransferError, match="rank 1 is lost: it hung up") as caught:
             await waiting
