@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from aiokv.plan import TransferReport
 from aiokv.ranks.channel import ChannelError
@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from aiokv.plan import TransferPlan
     from aiokv.worker.layers import LayerDoneCounter
 
-CANCELLED = CopyError(0, "cancelled before it was submitted")
+CANCELLED: Final = CopyError(0, "cancelled before it was submitted")
+
+_ANNOUNCED: Final = -1  # in place of the ranks that have a layer
 
 
 class RankTransfer:
@@ -37,6 +39,7 @@ class RankTransfer:
         "_cancelled",
         "_done",
         "_everybody",
+        "_left",
         "counter",
         "given_up",
         "num_bytes",
@@ -63,6 +66,7 @@ class RankTransfer:
         self._everybody = (1 << num_ranks) - 1  # a bit a rank, here and in the next two
         self._arrived = [0] * counter.num_layers
         self._done = 0
+        self._left = counter.num_layers  # not announced
         self._bad: dict[int, tuple[int, str]] = {}  # rank -> first bad block, reason
         self._cancelled = False
 
@@ -75,14 +79,18 @@ class RankTransfer:
         for layer in layers:
             if not 0 <= layer < len(self._arrived):
                 raise ChannelError(f"rank {rank} has a layer {layer}, of {len(self._arrived)}")
-            self._arrived[layer] |= 1 << rank
+            if self._arrived[layer] != _ANNOUNCED:
+                self._arrived[layer] |= 1 << rank
         self._announce(layers)
 
     def _announce(self, layers: Sequence[int]) -> None:
         """Of these layers, those that all ranks have. The last is left to the end (I4)."""
+        if self.given_up is not None:
+            return
         for layer in layers:
-            everywhere = self._arrived[layer] | self._done == self._everybody
-            if everywhere and len(self.counter.pending_layers) > 1 and self.given_up is None:
+            if self._arrived[layer] | self._done == self._everybody and self._left > 1:
+                self._arrived[layer] = _ANNOUNCED
+                self._left -= 1
                 self.counter.mark_layer_done(layer)
 
     def end(self, rank: int, report: TransferReport) -> bool:
@@ -93,8 +101,9 @@ class RankTransfer:
             self._cancelled = True
         else:
             self._done |= 1 << rank
-            self._announce(self.counter.pending_layers)
         self.owing.discard(rank)
+        if self.owing:
+            self._announce(range(len(self._arrived)))
         return not self.owing
 
     def fail(self, rank: int, first_bad_block: int, reason: str) -> None:
