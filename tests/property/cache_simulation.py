@@ -20,6 +20,7 @@ from aiokv.scheduler.manager import CacheManager
 from tests.models.prefix_cache import PrefixCacheModel
 
 if TYPE_CHECKING:
+    from aiokv.plan import Direction
     from tests.models.cached_blocks import Block, Lease, Policy
 
 GARBAGE = ("garbage",)
@@ -177,8 +178,8 @@ class CacheSimulation(RuleBasedStateMachine):
         self.write(plan, contents[:good] + [GARBAGE] * (plan.num_blocks - good))
         self.end(plan, "failed" if good < plan.num_blocks else "done", good)
 
-    def complete_all_offloads(self) -> None:
-        for plan in [p for p in self.plans.values() if p.direction == "offload"]:
+    def complete_all(self, *directions: Direction) -> None:
+        for plan in [p for p in self.plans.values() if p.direction in directions]:
             if plan.transfer_id not in self.submitted:
                 self.begin_copy(plan)
             self.finish_copy(plan.transfer_id, plan.num_blocks)

@@ -128,7 +128,7 @@ class CacheMachine(CacheSimulation):
             if granted:
                 return
             self.save_ahead(blocks)
-            self.complete_all_offloads()
+            self.complete_all("offload")
             granted = self.try_allocate(caller, num_tokens)
         shared = self.model.granted_path(caller.model, num_tokens)
         evictable = [block for block in self.model.idle("device") if block not in shared]
@@ -156,7 +156,7 @@ class CacheMachine(CacheSimulation):
             self.compute_and_commit(len(self.granted()) - 1, 99, False)
         if back_up:
             self.flush_backups()
-            self.complete_all_offloads()
+            self.complete_all("offload")
         if not keep:
             self.give_back(len(self.callers) - 1, "release", False)
 
@@ -173,6 +173,17 @@ class CacheMachine(CacheSimulation):
         else:
             self.core.retract(caller.id, step)
             self.abandoned |= self.model.give_back(caller.model, step)
+
+    @rule(fewer=st.integers(1, 6), really=st.integers(0, 2))
+    def shrink_at_rest(self, fewer: int, really: int) -> None:
+        """Nobody holds anything: what is cached beyond the end leaves the device."""
+        if really:
+            return
+        while self.callers:
+            self.give_back(0, "release", True)
+        self.complete_all("onload", "offload")
+        self.finish_step(0)
+        self.resize(-fewer)
 
     @precondition(lambda self: self.granted())
     @rule(which=pick, tokens=st.lists(st.integers(0, 2), max_size=3))

@@ -71,7 +71,7 @@ def walk(seed: int, steps: int = STEPS) -> CacheMachine:
     rules: list[tuple[float, Callable[[], Any], Callable[[], Any]]] = [
         (6, lambda: True, lambda: m.serve(prompt(), number(9), flag(), flag())),
         (6, lambda: True, match),
-        (9, m.waiting, lambda: m.allocate(number(), random.randint(-3, 3))),
+        (9, m.waiting, lambda: m.allocate(number(), random.randint(-9, 3) if flag(0.3) else 0)),
         (2, m.waiting, lambda: m.allocate_insisting(number())),
         (1, lambda: True, lambda: m.pin(prompt(), number(9), number(5) == 0)),
         (4, m.granted, lambda: m.compute_and_commit(number(), random.choice([1, 2, 99]), flag())),
@@ -89,7 +89,8 @@ def walk(seed: int, steps: int = STEPS) -> CacheMachine:
         (1, lambda: True, m.take_abandoned),
         (3, lambda: True, lambda: m.evict(number(9), random.choice(["device", "device", "host"]))),
         (1, lambda: True, lambda: m.reset(number(9))),
-        (2, lambda: True, lambda: m.resize(random.randint(-4, 2))),
+        (2, lambda: True, lambda: m.resize(random.randint(-2, 4))),
+        (1, lambda: True, lambda: m.shrink_at_rest(1 + number(5), number(1))),
         (1, lambda: True, lambda: m.forget(random.choice(["device", "host"]))),
         (0.3, lambda: True, rest_and_forget),
         (1, lambda: True, lambda: m.finish_step(number(1))),
