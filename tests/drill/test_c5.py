@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import numpy as np
 import pytest
 
@@ -126,4 +124,3 @@ async def test_not_c5_1_submitting_a_transfer_is_one_call_whatever_its_length():
         assert (worker.offload.submitted, worker.offload.queued) == (1, 0)
         held.open()
         await run_until_idle(lambda: drill.statistics.host_cached == 100)
-    await asyncio.sleep(0)

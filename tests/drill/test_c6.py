@@ -98,10 +98,9 @@ async def test_not_c6_3_every_wait_has_its_deadline():
             trying = asyncio.create_task(verb(timeout=30.0))
             await clock.advance(31.0)
             assert isinstance(trying.exception(), ControlTimeout), verb
-        async with asyncio.timeout(None):
-            updating = asyncio.create_task(engine.updating_weights(30.0).__aenter__())
-            await clock.advance(31.0)
-            assert isinstance(updating.exception(), ControlTimeout)
+        updating = asyncio.create_task(engine.updating_weights(30.0).__aenter__())
+        await clock.advance(31.0)
+        assert isinstance(updating.exception(), ControlTimeout)
         trying = asyncio.create_task(engine.resize(1, timeout=30.0))
         await clock.advance(31.0)
         assert isinstance(trying.exception(), ControlTimeout)
