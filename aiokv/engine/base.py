@@ -368,6 +368,8 @@ class EngineBase:
         failure = self._controller.failure if report.outcome == "failed" else None
         if failure is not None and self._broken is None:
             self._break(failure)  # not this transfer's alone
+        if self._ranks is not None and self._ranks.failure is not None:
+            self._take_back()  # a table that moved when the rank was lost
         if report.outcome != "done":
             self._pending.wake_all()  # whoever failed will not publish what was promised
         self._on_blocks_free()

@@ -168,6 +168,11 @@ class Exchange:
         for transfer in self._transfers.values():
             self._give_up(transfer, failure)
 
+    def cancel_all(self) -> None:
+        """Nobody needs them: what waits on a rank, for a step perhaps, need not."""
+        for transfer_id in self._transfers:
+            self.cancel(transfer_id)
+
     def rank_is_gone(self, lost: RankLost) -> None:
         """It moves nothing any more, of what it was asked for."""
         for transfer in list(self._transfers.values()):

@@ -421,6 +421,7 @@ class RankGroup:
         if self._failure is None:
             self._failure = lost
             self.exchange.give_up_all(CopyError(0, str(lost), lost.rank))
+            self.exchange.cancel_all()
             self._on_lost(lost)
         self.exchange.rank_is_gone(lost)
 

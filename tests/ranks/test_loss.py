@@ -201,6 +201,25 @@ async def test_a_swap_that_a_loss_interrupts(tmp_path):
         ranked.step()
 
 
+async def test_nobody_waits_for_a_step_that_a_loss_leaves_open(tmp_path):
+    async with Ranked(tmp_path) as ranked:
+        lease = ranked.engine.match(A)
+        await lease.allocate(7)
+        ranked.compute(lease, A)
+        lease.commit(7)
+        swap = asyncio.create_task(lease.preempt(swap=True))
+        await spin(5)
+        await ranked.lose(1)
+        await swap  # without a restart
+        with pytest.raises(LeaseError, match="rank 1 is lost"):
+            lease.block_table  # noqa: B018
+        assert ranked.engine.check_invariants() == []
+        lease.release()
+        await ranked.restart(1)
+        assert await ranked.serve(A) == 0
+        await ranked.finish()
+
+
 async def test_silence_is_death(tmp_path):
     async with Ranked(tmp_path) as ranked:
         ranked.pass_time(PATIENT.silence - 1)
