@@ -80,7 +80,6 @@ class _Lane:
         self.moved_bytes = 0
         self.busy_seconds = 0.0
         self.bytes_per_second = 0.0
-        self.busy_until = 0.0  # expected end of all that is submitted
         self.last_end = 0.0
 
     def note_end(self, transfer: Transfer, finished_seconds: float) -> None:
@@ -449,21 +448,20 @@ class CacheController:
 
     def _watch(self, lane: _Lane, transfer: Transfer, events: Sequence[Event]) -> None:
         """Watch each distinct event; layers that share one arrive together."""
-        now = time.monotonic()
-        begin = max(lane.busy_until, now)
         seconds = lane.expected_seconds(transfer)
-        lane.busy_until = begin + (seconds or 0.0)
+        in_order = self._device.in_order
         first = 0
         for layer, event in enumerate(events):
             if layer + 1 < len(events) and events[layer + 1] is event:
                 continue
-            key: Hashable = lane.direction if self._device.in_order else (lane.direction, id(event))
-            share = (layer + 1) / len(events)
+            key: Hashable = lane.direction if in_order else (lane.direction, id(event))
+            layers = range(first, layer + 1)
+            share = (len(layers) if in_order else layer + 1) / len(events)
             self._poller.watch(
                 event,
                 key,
-                _Marker(self, transfer, range(first, layer + 1), event),
-                None if seconds is None else begin + seconds * share - now,
+                _Marker(self, transfer, layers, event),
+                None if seconds is None else seconds * share,
             )
             first = layer + 1
 
@@ -504,8 +502,6 @@ class CacheController:
             lane.note_end(
                 transfer, time.monotonic() if finished_seconds is None else finished_seconds
             )
-        if not lane.submitted:
-            lane.busy_until = 0.0
         self._pump(lane)
         self._end(transfer, "done" if failure is None else "failed", failure)
 

@@ -5,6 +5,10 @@ One a loop. Events of one stream finish in order, so only the oldest of each str
     watch ......... timerfd ......... |-- every loop pass --|... every 1/8 of the time overdue ...
                     expected end - lead                     budget used up
 
+The end of an event that was seen to come is where the work of the next one began, so a stream's
+expectations do not drift. An event that had ended before it was first asked about was slept over:
+the lead grows a little, and shrinks again with every end that was seen.
+
 Nothing is scheduled while nothing is pending. The timer is a timerfd on ``add_reader``: asyncio
 rounds its own timers up to 1 ms, and uvloop makes a busy loop of anything under 0.5 ms.
 """
@@ -28,7 +32,13 @@ if TYPE_CHECKING:
 
     Callback = Callable[[BaseException | None], None]
 
-LEAD_SECONDS: Final = 40e-6  # begin before the expected end: a timerfd wake-up costs 10 to 40 us
+FIRST_LEAD_SECONDS: Final = 40e-6  # a timerfd wake-up costs 10 to 40 us
+MIN_LEAD_SECONDS: Final = 15e-6
+MAX_LEAD_SECONDS: Final = 100e-6
+LEAD_GROWTH_SECONDS: Final = 10e-6  # for an end slept over; with the next, one end in 25 is
+LEAD_SHRINKAGE_SECONDS: Final = 0.4e-6  # for an end seen
+BURST_SECONDS: Final = 20e-6  # asked without a break, while the loop has nothing else to do:
+IDLE_PASS_SECONDS: Final = 20e-6  # its pass from poll to poll takes no longer than this
 POLL_BUDGET_SECONDS: Final = 200e-6  # then polling every pass stops paying for its CPU time
 MIN_BACKOFF_SECONDS: Final = 50e-6
 MAX_BACKOFF_SECONDS: Final = 1e-3
@@ -67,23 +77,56 @@ class PollerStatistics(msgspec.Struct, frozen=True, kw_only=True):
 class Watch:
     """A watched event; ``cancel()`` detaches the callback and does nothing to the event."""
 
-    __slots__ = ("_poller", "asked_at", "callback", "due", "event", "key", "next_query")
+    __slots__ = ("_poller", "callback", "event", "key", "work_seconds")
 
     def __init__(
-        self, poller: EventPoller, event: Event, key: Hashable, callback: Callback, due: float
+        self,
+        poller: EventPoller,
+        event: Event,
+        key: Hashable,
+        callback: Callback,
+        work_seconds: float | None,
     ) -> None:
         self._poller = poller
         self.event = event
         self.key = key
         self.callback: Callback | None = callback
-        self.due = due
-        self.next_query = 0.0  # set when it gets to the head of its stream
-        self.asked_at = 0.0
+        self.work_seconds = work_seconds
 
     def cancel(self) -> None:
         if self.callback is not None:
             self.callback = None
             self._poller._discard(self)
+
+
+class _Stream:
+    """Events that finish in order, and when to ask the oldest."""
+
+    __slots__ = ("asked_at", "due", "ends_at", "next_query", "queue", "slept")
+
+    def __init__(self, watch: Watch) -> None:
+        self.queue = deque((watch,))
+        self.ends_at = 0.0  # of the oldest, as expected
+        self.due = 0.0  # ends_at less the lead: from here on it is asked in every pass
+        self.next_query = 0.0
+        self.asked_at = 0.0  # the last time that the oldest was not done; 0.0: not asked yet
+        self.slept = False  # the timer was to wake the loop for it
+
+    def expect(self, began_at: float, now: float, lead_seconds: float) -> None:
+        """The work of the oldest event began then."""
+        work_seconds = self.queue[0].work_seconds
+        self.ends_at = now if work_seconds is None else began_at + work_seconds
+        self.due = max(self.ends_at - lead_seconds, now)
+        self.slept = self.due > now
+        self.next_query = _next_query(self.due, now)
+        self.asked_at = 0.0
+
+    def drop_cancelled(self) -> float:
+        """Let the next event that somebody waits for be the oldest; work of the others before."""
+        skipped_seconds = 0.0
+        while self.queue and self.queue[0].callback is None:
+            skipped_seconds += self.queue.popleft().work_seconds or 0.0
+        return skipped_seconds
 
 
 class EventPoller:
@@ -95,11 +138,13 @@ class EventPoller:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._streams: dict[Hashable, deque[Watch]] = {}
+        self.lead_seconds = FIRST_LEAD_SECONDS  # how long before an expected end polling begins
+        self._streams: dict[Hashable, _Stream] = {}
         self._timer: _native.TimerFd | None = None
         self._timer_at = 0.0  # 0: not armed
         self._next_pass: asyncio.Handle | None = None
         self._in_pass = False
+        self._passed_at = 0.0  # the end of the last pass
         self._closed = False
         self._events = 0
         self._queries = 0
@@ -113,7 +158,7 @@ class EventPoller:
         event: Event,
         stream_key: Hashable,
         callback: Callback,
-        expected_seconds: float | None = None,
+        work_seconds: float | None = None,
     ) -> Watch:
         """Call ``callback(None)`` on the loop once the event is done; never from inside watch().
 
@@ -122,30 +167,29 @@ class EventPoller:
             stream_key: events with one key finish in the order in which they are watched.
             callback: gets the exception instead when asking the event raised, or
                 :class:`ClosedError` when the poller was closed first.
-            expected_seconds: from now to the event's end; it saves CPU time, and errors in it
-                only cost latency.
+            work_seconds: from the end of the event before it in its stream, or from now if there
+                is none, to its own; it saves CPU time, and errors in it only cost latency.
 
         Raises:
             ClosedError: the poller is closed.
         """
         if self._closed:
             raise ClosedError("the event poller is closed")
+        watch = Watch(self, event, stream_key, callback, work_seconds)
+        stream = self._streams.get(stream_key)
+        if stream is not None:
+            stream.queue.append(watch)
+            return watch
         now = time.monotonic()
-        due = now if expected_seconds is None else now + expected_seconds - LEAD_SECONDS
-        watch = Watch(self, event, stream_key, callback, max(due, now))
         if not self._streams:
             self._pending_since = now
-        queue = self._streams.get(stream_key)
-        if queue is not None:
-            queue.append(watch)
-            return watch
-        self._streams[stream_key] = deque((watch,))
-        watch.next_query = _next_query(watch.due, now)
+        stream = self._streams[stream_key] = _Stream(watch)
+        stream.expect(now, now, self.lead_seconds)
         if not self._in_pass:
             self._schedule(now)
         return watch
 
-    async def wait(self, event: Event, expected_seconds: float | None = None) -> None:
+    async def wait(self, event: Event, work_seconds: float | None = None) -> None:
         """Wait for one event on a stream of its own.
 
         Raises:
@@ -165,7 +209,7 @@ class EventPoller:
             else:
                 future.set_exception(error)
 
-        watch = self.watch(event, future, announce, expected_seconds)
+        watch = self.watch(event, future, announce, work_seconds)
         try:
             await future
         finally:
@@ -179,7 +223,7 @@ class EventPoller:
         return PollerStatistics(
             events=self._events,
             queries=self._queries,
-            pending=sum(map(len, self._streams.values())),
+            pending=sum(len(stream.queue) for stream in self._streams.values()),
             latency_p50_seconds=_quantile(ordered, 0.5),
             latency_p99_seconds=_quantile(ordered, 0.99),
             busy_seconds=self._busy_seconds,
@@ -196,7 +240,7 @@ class EventPoller:
         if self._closed:
             return
         self._closed = True
-        watches = [watch for queue in self._streams.values() for watch in queue]
+        watches = [watch for stream in self._streams.values() for watch in stream.queue]
         self._streams.clear()
         self._sleep_until(0.0)
         for watch in watches:
@@ -209,20 +253,23 @@ class EventPoller:
             self._timer = None
 
     def _discard(self, watch: Watch) -> None:
-        queue = self._streams.get(watch.key)
-        if queue is None or queue[0] is not watch:
-            return  # it goes when it gets to the head
-        self._drop_cancelled(watch.key, queue)
+        stream = self._streams.get(watch.key)
+        if stream is None or stream.queue[0] is not watch:
+            return  # it goes when it is the oldest
+        now = time.monotonic()
+        skipped_seconds = stream.drop_cancelled() - (watch.work_seconds or 0.0)
+        self._next_of(watch.key, stream, stream.ends_at + skipped_seconds, now)
         if not self._in_pass:
-            self._schedule(time.monotonic())
+            self._schedule(now)
 
-    def _drop_cancelled(self, key: Hashable, queue: deque[Watch]) -> None:
-        while queue and queue[0].callback is None:
-            queue.popleft()
-        if not queue:
-            del self._streams[key]
-            if not self._streams:
-                self._pending_seconds += time.monotonic() - self._pending_since
+    def _next_of(self, key: Hashable, stream: _Stream, began_at: float, now: float) -> None:
+        """The oldest event has gone; the work of the one behind it began then."""
+        if stream.queue:
+            stream.expect(began_at, now, self.lead_seconds)
+            return
+        del self._streams[key]
+        if not self._streams:
+            self._pending_seconds += now - self._pending_since
 
     def _on_timer(self) -> None:
         if self._timer is None:
@@ -240,12 +287,12 @@ class EventPoller:
         started = time.monotonic()
         callbacks_seconds = 0.0
         finished: list[tuple[Watch, BaseException | None]] = []
+        due = [item for item in self._streams.items() if item[1].next_query <= started]
+        idle = len(due) == 1 and started - self._passed_at <= IDLE_PASS_SECONDS
         self._in_pass = True
         try:
-            for key, queue in list(self._streams.items()):
-                if queue[0].next_query > started:
-                    continue
-                self._ask(key, queue, finished)
+            for key, stream in due:
+                self._ask(key, stream, started + BURST_SECONDS if idle else 0.0, finished)
             if finished:
                 announced_at = time.monotonic()
                 for watch, error in finished:
@@ -253,41 +300,54 @@ class EventPoller:
                 callbacks_seconds = time.monotonic() - announced_at
         finally:
             self._in_pass = False
-        now = time.monotonic()
+        self._passed_at = now = time.monotonic()
         self._schedule(now)
         self._busy_seconds += now - started - callbacks_seconds
 
     def _ask(
         self,
         key: Hashable,
-        queue: deque[Watch],
+        stream: _Stream,
+        until: float,
         finished: list[tuple[Watch, BaseException | None]],
     ) -> None:
-        while queue:
-            watch = queue[0]
-            if watch.callback is not None:
-                self._queries += 1
-                error: BaseException | None = None
-                try:
-                    done = watch.event.done
-                except Exception as raised:  # handed to whoever waits
-                    done, error = True, raised
-                now = time.monotonic()
-                if not done:
-                    watch.asked_at = now
-                    watch.next_query = _next_query(watch.due, now)
-                    return
-                self._note_latency(watch, now)
+        """Ask a stream's oldest events: each once, and one that is not done again ``until``."""
+        while True:
+            watch = stream.queue[0]
+            self._queries += 1
+            error: BaseException | None = None
+            try:
+                done = watch.event.done
+            except Exception as raised:  # handed to whoever waits
+                done, error = True, raised
+            now = time.monotonic()
+            if done:
                 finished.append((watch, error))
-            queue.popleft()
-        self._drop_cancelled(key, queue)
+                ended_at = self._note_end(stream, watch, now)
+                stream.queue.popleft()
+                self._next_of(key, stream, ended_at + stream.drop_cancelled(), now)
+                if not stream.queue:
+                    return
+                continue
+            stream.asked_at = now
+            stream.next_query = _next_query(stream.due, now)
+            if now >= until or stream.next_query > now:
+                return
 
-    def _note_latency(self, watch: Watch, now: float) -> None:
+    def _note_end(self, stream: _Stream, watch: Watch, now: float) -> float:
+        """Account for an event found done; when it ended, as far as can be known."""
         self._events += 1
         finished_at: float | None = getattr(watch.event, "finished_seconds", None)
-        if finished_at is None:
-            finished_at = watch.asked_at or now
-        self._latencies.append(max(now - finished_at, 0.0))
+        self._latencies.append(max(now - (finished_at or stream.asked_at or now), 0.0))
+        seen = stream.asked_at >= stream.due
+        if stream.slept:
+            change = -LEAD_SHRINKAGE_SECONDS if seen else LEAD_GROWTH_SECONDS
+            lead_seconds = self.lead_seconds + change
+            self.lead_seconds = min(max(lead_seconds, MIN_LEAD_SECONDS), MAX_LEAD_SECONDS)
+        if finished_at is not None:
+            return finished_at
+        # Slept over, it ended some time ago: soon enough a guess is early, and an end is seen.
+        return now if seen else min(now, stream.ends_at) - self.lead_seconds
 
     def _announce(self, watch: Watch, error: BaseException | None) -> None:
         callback, watch.callback = watch.callback, None
@@ -308,7 +368,7 @@ class EventPoller:
         if not self._streams:
             self._sleep_until(0.0)
             return
-        wake_at = min(queue[0].next_query for queue in self._streams.values())
+        wake_at = min(stream.next_query for stream in self._streams.values())
         if wake_at > now:
             self._sleep_until(wake_at)
             return

@@ -89,8 +89,8 @@ class Worker:
     async def settle(self, passes: int = 10) -> None:
         """Let everything that is done be noticed, without waiting for the poller's timer."""
         for _ in range(passes):
-            for queue in self.poller._streams.values():
-                queue[0].next_query = 0.0
+            for stream in self.poller._streams.values():
+                stream.next_query = 0.0
             self.poller._pass()
             await asyncio.sleep(0)
 

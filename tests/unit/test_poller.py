@@ -138,8 +138,8 @@ async def test_no_query_long_before_the_expected_end() -> None:
     poller = EventPoller(asyncio.get_running_loop())
     event = Countdown(3)  # wait() itself asks once
     started = time.monotonic()
-    await poller.wait(event, expected_seconds=0.0015)
-    assert event.asked_at[1] - started >= 0.0015 - poller_module.LEAD_SECONDS
+    await poller.wait(event, work_seconds=0.0015)
+    assert event.asked_at[1] - started >= 0.0015 - poller_module.FIRST_LEAD_SECONDS
     await closed(poller)
 
 
@@ -147,20 +147,71 @@ async def test_a_wrong_expectation_costs_latency_only() -> None:
     poller = EventPoller(asyncio.get_running_loop())
     event = Countdown(4)
     started = time.monotonic()
-    await poller.wait(event, expected_seconds=3600.0)
+    await poller.wait(event, work_seconds=3600.0)
     assert event.asked_at[-1] - started >= 3 * poller_module.MAX_SLEEP_SECONDS
+    await closed(poller)
+
+
+async def test_the_next_expectation_starts_where_an_end_was_seen() -> None:
+    poller = EventPoller(asyncio.get_running_loop())
+    first, second, seen = ManualEvent(), ManualEvent(), []
+    poller.watch(first, "s", into(seen, "first"), work_seconds=60.0)
+    poller.watch(second, "s", into(seen, "second"), work_seconds=60.0)
+    stream = poller._streams["s"]
+    stream.due = stream.next_query = 0.0  # it is polled already, a minute early
+    poller._pass()
+    before = time.monotonic()
+    first.complete()
+    stream.next_query = 0.0
+    poller._pass()
+    assert seen == ["first"]
+    assert before + 60.0 <= stream.ends_at <= time.monotonic() + 60.0
+    await closed(poller)
+
+
+async def test_an_end_slept_over_is_taken_for_earlier_and_the_lead_grows() -> None:
+    poller = EventPoller(asyncio.get_running_loop())
+    first, second, seen = ManualEvent(), ManualEvent(), []
+    poller.watch(first, "s", into(seen, "first"), work_seconds=60.0)
+    poller.watch(second, "s", into(seen, "second"), work_seconds=60.0)
+    first.complete()
+    stream = poller._streams["s"]
+    stream.next_query = 0.0
+    poller._pass()
+    assert seen == ["first"]
+    assert poller.lead_seconds > poller_module.FIRST_LEAD_SECONDS
+    grown = poller.lead_seconds
+    stream.due = stream.next_query = 0.0
+    poller._pass()
+    second.complete()
+    stream.next_query = 0.0
+    poller._pass()
+    assert poller.lead_seconds < grown
+    await closed(poller)
+
+
+async def test_work_that_nobody_waits_for_any_more_still_takes_its_time() -> None:
+    poller = EventPoller(asyncio.get_running_loop())
+    seen: list[Any] = []
+    watches = [poller.watch(ManualEvent(), "s", into(seen), work_seconds=60.0) for _ in range(3)]
+    begin = poller._streams["s"].ends_at - 60.0
+    watches[1].cancel()
+    watches[0].cancel()
+    assert poller._streams["s"].ends_at == pytest.approx(begin + 180.0)
+    watches[2].cancel()
+    assert poller.idle
     await closed(poller)
 
 
 async def test_a_nearer_expectation_rearms_the_timer() -> None:
     poller = EventPoller(asyncio.get_running_loop())
     seen: list[str] = []
-    poller.watch(ManualEvent(), "far", into(seen, "far"), expected_seconds=60.0)
+    poller.watch(ManualEvent(), "far", into(seen, "far"), work_seconds=60.0)
     await spin()
     armed_for = poller._timer_at
-    poller.watch(Countdown(1), "near", into(seen, "near"), expected_seconds=0.0005)
+    poller.watch(Countdown(1), "near", into(seen, "near"), work_seconds=0.0005)
     assert poller._timer_at < armed_for
-    await poller.wait(Countdown(2), expected_seconds=0.001)
+    await poller.wait(Countdown(2), work_seconds=0.001)
     assert seen == ["near"]
     await closed(poller)
     assert seen == ["near", "far"]  # by the ClosedError
