@@ -102,10 +102,11 @@ class Watch:
 class _Stream:
     """Events that finish in order, and when to ask the oldest."""
 
-    __slots__ = ("asked_at", "due", "ends_at", "next_query", "queue", "slept")
+    __slots__ = ("asked_at", "due", "ends_at", "key", "next_query", "queue", "slept")
 
-    def __init__(self, watch: Watch) -> None:
-        self.queue = deque((watch,))
+    def __init__(self, key: Hashable) -> None:
+        self.key = key
+        self.queue: deque[Watch] = deque()
         self.ends_at = 0.0  # of the oldest, as expected
         self.due = 0.0  # ends_at less the lead: from here on it is asked in every pass
         self.next_query = 0.0
@@ -140,6 +141,8 @@ class EventPoller:
         self._loop = loop
         self.lead_seconds = FIRST_LEAD_SECONDS  # how long before an expected end polling begins
         self._streams: dict[Hashable, _Stream] = {}
+        self._pending = 0  # watches to be announced
+        self._ended: list[tuple[_Stream, Watch, float]] = []  # announced, and when seen; see _pass
         self._timer: _native.TimerFd | None = None
         self._timer_at = 0.0  # 0: not armed
         self._next_pass: asyncio.Handle | None = None
@@ -150,6 +153,7 @@ class EventPoller:
         self._queries = 0
         self._latencies: deque[float] = deque(maxlen=LATENCY_SAMPLES)
         self._busy_seconds = 0.0
+        self._callback_seconds = 0.0
         self._pending_seconds = 0.0
         self._pending_since = 0.0
 
@@ -176,6 +180,7 @@ class EventPoller:
         if self._closed:
             raise ClosedError("the event poller is closed")
         watch = Watch(self, event, stream_key, callback, work_seconds)
+        self._pending += 1
         stream = self._streams.get(stream_key)
         if stream is not None:
             stream.queue.append(watch)
@@ -183,9 +188,10 @@ class EventPoller:
         now = time.monotonic()
         if not self._streams:
             self._pending_since = now
-        stream = self._streams[stream_key] = _Stream(watch)
+        stream = self._streams[stream_key] = _Stream(stream_key)
+        stream.queue.append(watch)
         stream.expect(now, now, self.lead_seconds)
-        if not self._in_pass:
+        if not self._in_pass and not self._ended:
             self._schedule(now)
         return watch
 
@@ -216,6 +222,7 @@ class EventPoller:
             watch.cancel()
 
     def statistics(self) -> PollerStatistics:
+        self._account()
         pending_seconds = self._pending_seconds
         if self._streams:
             pending_seconds += time.monotonic() - self._pending_since
@@ -223,7 +230,7 @@ class EventPoller:
         return PollerStatistics(
             events=self._events,
             queries=self._queries,
-            pending=sum(len(stream.queue) for stream in self._streams.values()),
+            pending=self._pending,
             latency_p50_seconds=_quantile(ordered, 0.5),
             latency_p99_seconds=_quantile(ordered, 0.99),
             busy_seconds=self._busy_seconds,
@@ -233,7 +240,7 @@ class EventPoller:
     @property
     def idle(self) -> bool:
         """Nothing is watched, and so nothing is scheduled."""
-        return not self._streams
+        return not self._pending
 
     def close(self) -> None:
         """Announce ClosedError to whoever waits, take the timer off the loop. Idempotent."""
@@ -242,6 +249,7 @@ class EventPoller:
         self._closed = True
         watches = [watch for stream in self._streams.values() for watch in stream.queue]
         self._streams.clear()
+        self._ended.clear()
         self._sleep_until(0.0)
         for watch in watches:
             self._announce(watch, ClosedError("the event poller was closed"))
@@ -253,21 +261,23 @@ class EventPoller:
             self._timer = None
 
     def _discard(self, watch: Watch) -> None:
+        self._pending -= 1
+        self._account()
         stream = self._streams.get(watch.key)
         if stream is None or stream.queue[0] is not watch:
             return  # it goes when it is the oldest
         now = time.monotonic()
         skipped_seconds = stream.drop_cancelled() - (watch.work_seconds or 0.0)
-        self._next_of(watch.key, stream, stream.ends_at + skipped_seconds, now)
+        self._next_of(stream, stream.ends_at + skipped_seconds, now)
         if not self._in_pass:
             self._schedule(now)
 
-    def _next_of(self, key: Hashable, stream: _Stream, began_at: float, now: float) -> None:
+    def _next_of(self, stream: _Stream, began_at: float, now: float) -> None:
         """The oldest event has gone; the work of the one behind it began then."""
         if stream.queue:
             stream.expect(began_at, now, self.lead_seconds)
             return
-        del self._streams[key]
+        del self._streams[stream.key]
         if not self._streams:
             self._pending_seconds += now - self._pending_since
 
@@ -283,37 +293,33 @@ class EventPoller:
         self._pass()
 
     def _pass(self) -> None:
-        """Ask the oldest event of each stream that is due, announce, plan the next pass."""
+        """Ask the oldest event of each stream that is due, and announce what is done.
+
+        What the end of an event changes is seen to in the next pass, behind those whom it woke.
+        """
         started = time.monotonic()
-        callbacks_seconds = 0.0
-        finished: list[tuple[Watch, BaseException | None]] = []
-        due = [item for item in self._streams.items() if item[1].next_query <= started]
-        idle = len(due) == 1 and started - self._passed_at <= IDLE_PASS_SECONDS
+        self._callback_seconds = 0.0
         self._in_pass = True
         try:
-            for key, stream in due:
-                self._ask(key, stream, started + BURST_SECONDS if idle else 0.0, finished)
-            if finished:
-                announced_at = time.monotonic()
-                for watch, error in finished:
-                    self._announce(watch, error)
-                callbacks_seconds = time.monotonic() - announced_at
+            self._account()
+            due = [stream for stream in self._streams.values() if stream.next_query <= started]
+            idle = len(due) == 1 and started - self._passed_at <= IDLE_PASS_SECONDS
+            for stream in due:
+                if stream.queue:  # a callback may have cancelled the rest
+                    self._ask(stream, started + BURST_SECONDS if idle else 0.0)
         finally:
             self._in_pass = False
+        if not self._ended:
+            self._schedule(time.monotonic())
+        elif self._next_pass is None:
+            self._next_pass = self._loop.call_soon(self._on_next_pass)
         self._passed_at = now = time.monotonic()
-        self._schedule(now)
-        self._busy_seconds += now - started - callbacks_seconds
+        self._busy_seconds += now - started - self._callback_seconds
 
-    def _ask(
-        self,
-        key: Hashable,
-        stream: _Stream,
-        until: float,
-        finished: list[tuple[Watch, BaseException | None]],
-    ) -> None:
-        """Ask a stream's oldest events: each once, and one that is not done again ``until``."""
+    def _ask(self, stream: _Stream, until: float) -> None:
+        """Ask a stream's oldest event, and again ``until`` then."""
+        watch = stream.queue[0]
         while True:
-            watch = stream.queue[0]
             self._queries += 1
             error: BaseException | None = None
             try:
@@ -322,17 +328,24 @@ class EventPoller:
                 done, error = True, raised
             now = time.monotonic()
             if done:
-                finished.append((watch, error))
-                ended_at = self._note_end(stream, watch, now)
                 stream.queue.popleft()
-                self._next_of(key, stream, ended_at + stream.drop_cancelled(), now)
-                if not stream.queue:
-                    return
-                continue
+                self._ended.append((stream, watch, now))
+                self._announce(watch, error)
+                self._callback_seconds += time.monotonic() - now
+                return
             stream.asked_at = now
             stream.next_query = _next_query(stream.due, now)
             if now >= until or stream.next_query > now:
                 return
+
+    def _account(self) -> None:
+        """Bring the streams up to date with the events that have been announced."""
+        if not self._ended:
+            return
+        ended, self._ended = self._ended, []
+        for stream, watch, seen_at in ended:
+            began_at = self._note_end(stream, watch, seen_at) + stream.drop_cancelled()
+            self._next_of(stream, began_at, time.monotonic())
 
     def _note_end(self, stream: _Stream, watch: Watch, now: float) -> float:
         """Account for an event found done; when it ended, as far as can be known."""
@@ -353,6 +366,7 @@ class EventPoller:
         callback, watch.callback = watch.callback, None
         if callback is None:
             return
+        self._pending -= 1
         if error is not None and not isinstance(error, (ClosedError, DeviceError)):
             cause = error
             error = DeviceError(f"the device cannot tell whether an event is done: {cause}")

@@ -37,7 +37,7 @@ _cuda: Any = getattr(_native, "cuda", None)  # absent when aiokv was built witho
 
 HIGHEST_PRIORITY: Final = -5  # clamped by CUDA: a short scatter goes before the model's next CTAs
 
-Path = Literal["auto", "staged", "direct"]
+Path = Literal["auto", "staged", "mixed", "direct"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,9 @@ class CudaOptions:
     Attributes:
         path: ``"auto"`` lets the planner choose by run length and piece size; the others force.
         slot_bytes: a staging slot, and the most that moves as one piece.
-        num_slots: pieces that a direction has in the driver's queue.
+        num_slots: staging slots of a direction.
+        queued_pieces: what a direction has in the driver's queue at most; its thread fills the
+            queue, sleeps until half of it has moved, and so spends little CPU time.
         max_group_layers: layers of the largest group of an onload; they become usable together.
         staged_ctas: thread blocks of the kernels inside device memory; 8 move 350 GB/s.
         direct_ctas: thread blocks of the kernel across the link.
@@ -59,6 +61,7 @@ class CudaOptions:
     path: Path = "auto"
     slot_bytes: int = 32 << 20
     num_slots: int = 2
+    queued_pieces: int = 8
     max_group_layers: int = 8
     staged_ctas: int = 8
     direct_ctas: int = 3
@@ -324,6 +327,7 @@ class CudaDevice:
             timing=self.options.timing,
             slot_bytes=self.options.slot_bytes,
             num_slots=self.options.num_slots,
+            queued_pieces=self.options.queued_pieces,
             max_group_layers=self.options.max_group_layers,
             staged_blocks=self.options.staged_ctas,
             direct_blocks=self.options.direct_ctas,

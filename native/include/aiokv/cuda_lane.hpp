@@ -23,9 +23,10 @@ struct EngineOptions {
     int device = 0;
     bool timing = false;
     std::size_t slot_bytes = std::size_t{32} << 20;
-    std::uint32_t num_slots = 2;  // pieces in the driver's queue; a later demand waits for these
-    int staged_blocks = 8;        // CTAs of scatter and gather: 350 GB/s, six times the link
-    int direct_blocks = 3;        // CTAs across the link: two saturate it but for small slices
+    std::uint32_t num_slots = 2;      // of the staging ring
+    std::uint32_t queued_pieces = 8;  // in the driver's queue; the thread sleeps while half move
+    int staged_blocks = 8;            // CTAs of scatter and gather: 350 GB/s, six times the link
+    int direct_blocks = 3;            // CTAs across the link: two saturate it but for small slices
     double link_bytes_per_second = 50e9;  // only to guess when a slot frees
     PlannerOptions planner;
 };
@@ -106,9 +107,12 @@ class Lane {
     void execute(Transfer& transfer);
     void submit_groups(Job& job);
     void submit_group(Job& job, const Group& group);
-    void submit_piece(Job& job, const Group& group, std::size_t first_row, std::size_t num_rows);
+    void submit_piece(Job& job, const Group& group, Path path, std::size_t first_row,
+                      std::size_t num_rows);
     void gate(const Group& group);
     Piece& piece(std::size_t number) { return pieces_[number % pieces_.size()]; }
+    std::uint8_t* take_slot(cudaStream_t first_stream);
+    void pace();
     void wait_for(std::size_t number);
     void note_submitted(std::size_t bytes);
     void copy_rows(const Job& job, Window window, std::size_t first_row, std::size_t num_rows,
@@ -124,11 +128,14 @@ class Lane {
     const Direction direction_;
     const LaneContext context_;
     const LaneStreams streams_;
-    std::vector<Piece> pieces_;  // the latest, one a slot
+    std::vector<Piece> pieces_;  // the latest, as many as may be queued
     std::vector<std::unique_ptr<IdBuffer>> id_buffers_;
     std::uint8_t* staging_ = nullptr;
+    std::vector<std::size_t> slot_users_;  // the next piece after the latest of each slot
+    std::size_t next_slot_ = 0;
     std::size_t slot_bytes_ = 0;
     std::size_t next_piece_ = 0;
+    std::size_t moved_pieces_ = 0;  // of which this thread knows that they are done
     std::size_t next_ids_ = 0;
     double expected_end_ = 0.0;
     double link_rate_;              // bytes a second

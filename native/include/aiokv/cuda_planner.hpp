@@ -15,6 +15,7 @@ enum class Path : std::uint8_t {
     kAuto,    // the planner's choice
     kStaged,  // copy engine, staging ring, scatter or gather
     kDirect,  // a kernel reads the host blocks; onload only
+    kMixed,   // direct, but for every n-th piece, which is staged beside the others; onload only
 };
 
 struct Group {
@@ -28,6 +29,10 @@ struct PlannerOptions {
     std::size_t min_strided_copy_bytes = std::size_t{4} << 20;
     // A copy in a batch costs 0.3 us of the engine and 1 us of the submitting thread.
     std::size_t min_batched_copy_bytes = std::size_t{256} << 10;
+    // Between these and the former, a part of the bytes goes by copy engine: its requests for
+    // smaller pieces are slow, but leave the link to offloads, which those of a kernel do not.
+    std::size_t min_mixed_copy_bytes = std::size_t{32} << 10;
+    std::uint32_t mixed_pieces = 3;  // one of so many is staged
     // Shorter runs go into a batch, longer ones are one strided copy.
     std::size_t min_strided_rows = 8;
     // Layers of the largest group: larger ones cost fewer calls, and later layers come later.

@@ -48,8 +48,10 @@ SwapEngine::SwapEngine(Layout layout, EngineOptions options, LaneStreams onload,
                           " bytes, the host pool needs " +
                           std::to_string(layout_.host_block_bytes * layout_.host_blocks));
     }
-    if (options_.num_slots == 0 || options_.staged_blocks <= 0 || options_.direct_blocks <= 0) {
-        throw ConfigError("num_slots, staged_blocks and direct_blocks must be positive");
+    if (options_.num_slots == 0 || options_.queued_pieces == 0 || options_.staged_blocks <= 0 ||
+        options_.direct_blocks <= 0) {
+        throw ConfigError(
+            "num_slots, queued_pieces, staged_blocks and direct_blocks must be positive");
     }
     const DeviceScope scope(options_.device);
     device_slices_ = upload_slices(layout_, onload.kernel);
@@ -82,7 +84,7 @@ std::shared_ptr<Transfer> SwapEngine::submit(Direction direction,
         ids_.check_onload(host_ids, device_ids);
     } else {
         ids_.check_offload(host_ids, device_ids);
-        if (path == Path::kDirect) {
+        if (path == Path::kDirect || path == Path::kMixed) {
             throw UsageError("the direct path only onloads: stores across the link stall the GPU");
         }
     }

@@ -42,7 +42,8 @@ Lane::Lane(Direction direction, LaneContext context, LaneStreams streams)
     try {
         check(cudaMalloc(reinterpret_cast<void**>(&staging_), slot_bytes_ * options.num_slots),
               "cudaMalloc for the staging ring");
-        for (std::uint32_t i = 0; i < options.num_slots; ++i) {
+        slot_users_.resize(options.num_slots);
+        for (std::uint32_t i = 0; i < options.queued_pieces; ++i) {
             pieces_.push_back({context_.events->take(), context_.events->take()});
         }
         const std::size_t most =
@@ -201,38 +202,42 @@ void Lane::submit_group(Job& job, const Group& group) {
         return;
     }
     const std::size_t most = slot_bytes_ / row_bytes;
-    for (std::size_t row = 0; row < job.host_ids.size();) {
+    const std::size_t mixed = context_.options.planner.mixed_pieces;
+    for (std::size_t row = 0, number = 1; row < job.host_ids.size(); ++number) {
         const std::size_t rows = std::min(most, job.host_ids.size() - row);
-        submit_piece(job, group, row, rows);
+        const Path path = group.path != Path::kMixed ? group.path
+                          : number % mixed == 0      ? Path::kStaged
+                                                     : Path::kDirect;
+        gate(group);
+        submit_piece(job, group, path, row, rows);
         row += rows;
         rows_submitted_ = row;
     }
     rows_submitted_ = last_group_ ? rows_submitted_ : 0;
 }
 
-void Lane::submit_piece(Job& job, const Group& group, std::size_t first_row, std::size_t num_rows) {
-    gate(group);
-    const std::size_t num_slots = context_.options.num_slots;
-    if (next_piece_ >= num_slots) {
-        wait_for(next_piece_ - num_slots);
-    }
+void Lane::submit_piece(Job& job, const Group& group, Path path, std::size_t first_row,
+                        std::size_t num_rows) {
+    pace();
     Piece& current = piece(next_piece_);
-    std::uint8_t* staging = staging_ + next_piece_ % num_slots * slot_bytes_;
     const Window window = context_.layout.window(group.first_layer, group.end_layer);
     const EngineOptions& options = context_.options;
-    const Rows staged{staging, nullptr, window.bytes, window.offset};
     if (direction_ == Direction::kOffload) {
+        std::uint8_t* staging = take_slot(streams_.kernel);
+        const Rows staged{staging, nullptr, window.bytes, window.offset};
         launch_gather(kernel_copy(job, group, first_row, num_rows, staged), options.staged_blocks,
                       streams_.kernel);
         check(cudaEventRecord(current.crossed, streams_.kernel), "cudaEventRecord");
         check(cudaStreamWaitEvent(streams_.copy, current.crossed, 0), "cudaStreamWaitEvent");
         copy_rows(job, window, first_row, num_rows, staging);
-    } else if (group.path == Path::kDirect) {
+    } else if (path == Path::kDirect) {
         const Rows host{reinterpret_cast<std::uint8_t*>(context_.layout.host_base),
                         job.ids->host_ids() + first_row, context_.layout.host_block_bytes, 0};
         launch_direct(kernel_copy(job, group, first_row, num_rows, host), options.direct_blocks,
                       streams_.kernel);
     } else {
+        std::uint8_t* staging = take_slot(streams_.copy);
+        const Rows staged{staging, nullptr, window.bytes, window.offset};
         copy_rows(job, window, first_row, num_rows, staging);
         check(cudaEventRecord(current.crossed, streams_.copy), "cudaEventRecord");
         check(cudaStreamWaitEvent(streams_.kernel, current.crossed, 0), "cudaStreamWaitEvent");
@@ -253,6 +258,27 @@ void Lane::gate(const Group& group) {
     }
 }
 
+// The first command of the next piece waits, on the device, for the last of the slot's former one.
+std::uint8_t* Lane::take_slot(cudaStream_t first_stream) {
+    const std::size_t slot = next_slot_++ % slot_users_.size();
+    const std::size_t user_end = std::exchange(slot_users_[slot], next_piece_ + 1);
+    if (user_end > moved_pieces_) {
+        check(cudaStreamWaitEvent(first_stream, piece(user_end - 1).done, 0),
+              "cudaStreamWaitEvent");
+    }
+    return staging_ + slot * slot_bytes_;
+}
+
+// Commands in a row cost half of what commands with a sleep between them do.
+void Lane::pace() {
+    if (next_piece_ - moved_pieces_ < pieces_.size()) {
+        return;
+    }
+    const std::size_t moved = next_piece_ - pieces_.size() / 2;
+    wait_for(moved - 1);
+    moved_pieces_ = moved;
+}
+
 // Sleeping until the expected end and then asking once is the cheapest wait there is; blocking in
 // the driver costs twice as much CPU time, and is what is left when the guess was early. Each look
 // moves the guess a little, so that looks come just around the end: the pause that a late look
@@ -265,10 +291,10 @@ void Lane::wait_for(std::size_t number) {
     const cudaError_t code = cudaEventQuery(waited.done);
     if (code == cudaErrorNotReady) {
         cudaGetLastError();
-        check(cudaEventSynchronize(waited.done), "waiting for a staging slot");
+        check(cudaEventSynchronize(waited.done), "waiting for a piece");
         link_rate_ /= kRateStep;
     } else {
-        check(code, "waiting for a staging slot");
+        check(code, "waiting for a piece");
         link_rate_ *= kRateStep;
     }
     // What was submitted behind this piece began when it ended.

@@ -10,7 +10,9 @@ namespace {
 Path choose(std::size_t row_bytes, Shape shape, const PlannerOptions& options) {
     const std::size_t rows = shape.num_blocks / std::max<std::size_t>(shape.num_runs, 1);
     if (rows < options.min_strided_rows) {
-        return row_bytes >= options.min_batched_copy_bytes ? Path::kStaged : Path::kDirect;
+        return row_bytes >= options.min_batched_copy_bytes ? Path::kStaged
+               : row_bytes >= options.min_mixed_copy_bytes ? Path::kMixed
+                                                           : Path::kDirect;
     }
     return rows * row_bytes >= options.min_strided_copy_bytes ? Path::kStaged : Path::kDirect;
 }

@@ -134,19 +134,24 @@ void init_engine(cuda::SwapEngine* self, cuda::HostRegistration& host, std::uint
                  const std::vector<std::uint32_t>& layer_begin,
                  std::tuple<std::uintptr_t, std::uintptr_t> onload_streams,
                  std::tuple<std::uintptr_t, std::uintptr_t> offload_streams, int device,
-                 bool timing, std::size_t slot_bytes, std::uint32_t num_slots, int staged_blocks,
-                 int direct_blocks, std::uint32_t max_group_layers,
-                 std::size_t min_strided_copy_bytes, std::size_t min_batched_copy_bytes) {
+                 bool timing, std::size_t slot_bytes, std::uint32_t num_slots,
+                 std::uint32_t queued_pieces, int staged_blocks, int direct_blocks,
+                 std::uint32_t max_group_layers, std::size_t min_strided_copy_bytes,
+                 std::size_t min_batched_copy_bytes, std::size_t min_mixed_copy_bytes,
+                 std::uint32_t mixed_pieces) {
     cuda::EngineOptions options;
     options.device = device;
     options.timing = timing;
     options.slot_bytes = slot_bytes;
     options.num_slots = num_slots;
+    options.queued_pieces = queued_pieces;
     options.staged_blocks = staged_blocks;
     options.direct_blocks = direct_blocks;
     options.planner.max_group_layers = max_group_layers;
     options.planner.min_strided_copy_bytes = min_strided_copy_bytes;
     options.planner.min_batched_copy_bytes = min_batched_copy_bytes;
+    options.planner.min_mixed_copy_bytes = min_mixed_copy_bytes;
+    options.planner.mixed_pieces = mixed_pieces;
     auto streams = [](std::tuple<std::uintptr_t, std::uintptr_t> pair) {
         return cuda::LaneStreams{handle<cudaStream_t>(std::get<0>(pair)),
                                  handle<cudaStream_t>(std::get<1>(pair))};
@@ -164,11 +169,13 @@ void bind_engine(nb::module_& m) {
              "device_blocks"_a, "host_blocks"_a, "host_base"_a, "host_block_bytes"_a, "slices"_a,
              "layer_begin"_a, "onload_streams"_a, "offload_streams"_a, "device"_a,
              "timing"_a = false, "slot_bytes"_a = defaults.slot_bytes,
-             "num_slots"_a = defaults.num_slots, "staged_blocks"_a = defaults.staged_blocks,
-             "direct_blocks"_a = defaults.direct_blocks,
+             "num_slots"_a = defaults.num_slots, "queued_pieces"_a = defaults.queued_pieces,
+             "staged_blocks"_a = defaults.staged_blocks, "direct_blocks"_a = defaults.direct_blocks,
              "max_group_layers"_a = defaults.planner.max_group_layers,
              "min_strided_copy_bytes"_a = defaults.planner.min_strided_copy_bytes,
-             "min_batched_copy_bytes"_a = defaults.planner.min_batched_copy_bytes, ReleaseGil())
+             "min_batched_copy_bytes"_a = defaults.planner.min_batched_copy_bytes,
+             "min_mixed_copy_bytes"_a = defaults.planner.min_mixed_copy_bytes,
+             "mixed_pieces"_a = defaults.planner.mixed_pieces, ReleaseGil())
         .def("submit", &submit, "direction"_a, "host_ids"_a, "device_ids"_a, "after"_a = 0,
              "path"_a = Path::kAuto)
         .def("close", &SwapEngine::close, ReleaseGil())
@@ -210,7 +217,8 @@ void bind_cuda(nb::module_& module) {
     nb::enum_<Path>(m, "Path")
         .value("AUTO", Path::kAuto)
         .value("STAGED", Path::kStaged)
-        .value("DIRECT", Path::kDirect);
+        .value("DIRECT", Path::kDirect)
+        .value("MIXED", Path::kMixed);
     m.def("runtime_version", [] {
         int version = 0;
         cuda::check(cudaRuntimeGetVersion(&version), "cudaRuntimeGetVersion");
