@@ -104,7 +104,8 @@ class _Corruptor:
         self.done = ""
 
     def __call__(self, lease: aiokv.Lease) -> None:
-        if self.done or not lease.hit.device_tokens:
+        # What is still arriving would be written over the spoilt bytes.
+        if self.done or not lease.hit.device_tokens or not lease.layers.is_done:
             return
         place = lease.hit.device_tokens // self._block_tokens - 1
         block = int(lease.block_table[place])

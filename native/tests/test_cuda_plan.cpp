@@ -122,10 +122,23 @@ TEST(groups_ramp_and_cover_all_layers) {
 }
 
 TEST(lone_small_blocks_go_by_kernel) {
-    const Layout layout = make_layout(32, 4096);
+    const Layout layout = make_layout(32, 1024);  // 64 KiB a block: less than a copy is worth
     for (const Group& group :
-         plan_onload(layout, {512, 512}, std::size_t{32} << 20, PlannerOptions{}, Path::kAuto)) {
+         plan_onload(layout, {512, 512}, std::size_t{64} << 20, PlannerOptions{}, Path::kAuto)) {
         CHECK(group.path == Path::kDirect);
+    }
+}
+
+TEST(batches_have_no_more_copies_than_the_thread_can_afford) {
+    const Layout layout = make_layout(32, 4096);  // 256 KiB a block: two copies of each
+    const auto groups =
+        plan_onload(layout, {512, 512}, std::size_t{64} << 20, PlannerOptions{}, Path::kAuto);
+    std::vector<bool> staged;
+    for (const Group& group : groups) staged.push_back(group.path == Path::kStaged);
+    CHECK(staged == (std::vector<bool>{false, false, false, false, false, true, true}));
+    for (const Group& group :
+         plan_onload(layout, {512, 512}, std::size_t{64} << 20, PlannerOptions{}, Path::kStaged)) {
+        CHECK(group.path == Path::kStaged);
     }
 }
 

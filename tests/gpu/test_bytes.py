@@ -24,7 +24,7 @@ def ids_of(kind: str, pools: Pools) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("path", ["auto", "staged", "mixed", "direct"])
+@pytest.mark.parametrize("path", ["auto", "staged", "direct"])
 def test_bytes_of_every_path_and_id_list(sizes, path):
     with Pools(sizes=sizes, path=path, seed=hash(sizes) % 1000) as pools:
         for kind in KINDS:
@@ -37,7 +37,7 @@ def test_bytes_of_every_path_and_id_list(sizes, path):
 
 
 @pytest.mark.parametrize("gap", [8, 7])
-@pytest.mark.parametrize("path", ["staged", "mixed", "direct"])
+@pytest.mark.parametrize("path", ["staged", "direct"])
 def test_blocks_that_lie_apart_or_unaligned(gap, path):
     with Pools(sizes=(1000, 4096), gap=gap, path=path) as pools:
         host_ids, device_ids = ids_of("random", pools)

@@ -73,7 +73,7 @@ def test_an_offload_waits_for_the_step_that_writes(spin, waits):
             np.testing.assert_array_equal(pools.arena.blocks[:8, pools.window(0, 0)], before[0])
 
 
-@pytest.mark.parametrize("path", ["staged", "mixed", "direct"])
+@pytest.mark.parametrize("path", ["staged", "direct"])
 @pytest.mark.parametrize("waits", [True, False])
 def test_an_onload_waits_for_the_step_that_reads(spin, waits, path):
     with Pools(sizes=(4096,), layers=2, path=path) as pools:

@@ -37,7 +37,7 @@ _cuda: Any = getattr(_native, "cuda", None)  # absent when aiokv was built witho
 
 HIGHEST_PRIORITY: Final = -5  # clamped by CUDA: a short scatter goes before the model's next CTAs
 
-Path = Literal["auto", "staged", "mixed", "direct"]
+Path = Literal["auto", "staged", "direct"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class CudaOptions:
     """
 
     path: Path = "auto"
-    slot_bytes: int = 32 << 20
+    slot_bytes: int = 64 << 20
     num_slots: int = 2
     queued_pieces: int = 8
     max_group_layers: int = 8

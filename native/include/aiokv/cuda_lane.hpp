@@ -22,7 +22,7 @@ namespace aiokv::cuda {
 struct EngineOptions {
     int device = 0;
     bool timing = false;
-    std::size_t slot_bytes = std::size_t{32} << 20;
+    std::size_t slot_bytes = std::size_t{64} << 20;
     std::uint32_t num_slots = 2;      // of the staging ring
     std::uint32_t queued_pieces = 8;  // in the driver's queue; the thread sleeps while half move
     int staged_blocks = 8;            // CTAs of scatter and gather: 350 GB/s, six times the link
@@ -107,8 +107,7 @@ class Lane {
     void execute(Transfer& transfer);
     void submit_groups(Job& job);
     void submit_group(Job& job, const Group& group);
-    void submit_piece(Job& job, const Group& group, Path path, std::size_t first_row,
-                      std::size_t num_rows);
+    void submit_piece(Job& job, const Group& group, std::size_t first_row, std::size_t num_rows);
     void gate(const Group& group);
     Piece& piece(std::size_t number) { return pieces_[number % pieces_.size()]; }
     std::uint8_t* take_slot(cudaStream_t first_stream);

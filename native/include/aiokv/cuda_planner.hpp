@@ -15,7 +15,6 @@ enum class Path : std::uint8_t {
     kAuto,    // the planner's choice
     kStaged,  // copy engine, staging ring, scatter or gather
     kDirect,  // a kernel reads the host blocks; onload only
-    kMixed,   // direct, but for every n-th piece, which is staged beside the others; onload only
 };
 
 struct Group {
@@ -25,14 +24,14 @@ struct Group {
 };
 
 struct PlannerOptions {
-    // A strided copy costs 3.5 us beyond its bytes: under 4 MiB the kernel (0.92 of the link) wins.
-    std::size_t min_strided_copy_bytes = std::size_t{4} << 20;
-    // A copy in a batch costs 0.3 us of the engine and 1 us of the submitting thread.
-    std::size_t min_batched_copy_bytes = std::size_t{256} << 10;
-    // Between these and the former, a part of the bytes goes by copy engine: its requests for
-    // smaller pieces are slow, but leave the link to offloads, which those of a kernel do not.
-    std::size_t min_mixed_copy_bytes = std::size_t{32} << 10;
-    std::uint32_t mixed_pieces = 3;  // one of so many is staged
+    // A strided copy costs 3.5 us beyond its bytes. The kernel reaches 0.92 of the link, but with
+    // offloads beside it only 0.76, where copy engines reach 0.95: so they go from 2 MiB on.
+    std::size_t min_strided_copy_bytes = std::size_t{2} << 20;
+    // In a batch, copies of 64 KiB already move faster than the kernel; it is the first to arrive.
+    std::size_t min_batched_copy_bytes = std::size_t{64} << 10;
+    std::size_t min_lone_layer_copy_bytes = std::size_t{256} << 10;
+    // A copy in a batch costs 0.5 us of the submitting thread: 10 ms for 2 GiB in such copies.
+    std::size_t bytes_per_batched_copy = std::size_t{112} << 10;
     // Shorter runs go into a batch, longer ones are one strided copy.
     std::size_t min_strided_rows = 8;
     // Layers of the largest group: larger ones cost fewer calls, and later layers come later.

@@ -84,7 +84,7 @@ std::shared_ptr<Transfer> SwapEngine::submit(Direction direction,
         ids_.check_onload(host_ids, device_ids);
     } else {
         ids_.check_offload(host_ids, device_ids);
-        if (path == Path::kDirect || path == Path::kMixed) {
+        if (path == Path::kDirect) {
             throw UsageError("the direct path only onloads: stores across the link stall the GPU");
         }
     }

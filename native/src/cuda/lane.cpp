@@ -202,22 +202,17 @@ void Lane::submit_group(Job& job, const Group& group) {
         return;
     }
     const std::size_t most = slot_bytes_ / row_bytes;
-    const std::size_t mixed = context_.options.planner.mixed_pieces;
-    for (std::size_t row = 0, number = 1; row < job.host_ids.size(); ++number) {
+    for (std::size_t row = 0; row < job.host_ids.size();) {
         const std::size_t rows = std::min(most, job.host_ids.size() - row);
-        const Path path = group.path != Path::kMixed ? group.path
-                          : number % mixed == 0      ? Path::kStaged
-                                                     : Path::kDirect;
         gate(group);
-        submit_piece(job, group, path, row, rows);
+        submit_piece(job, group, row, rows);
         row += rows;
         rows_submitted_ = row;
     }
     rows_submitted_ = last_group_ ? rows_submitted_ : 0;
 }
 
-void Lane::submit_piece(Job& job, const Group& group, Path path, std::size_t first_row,
-                        std::size_t num_rows) {
+void Lane::submit_piece(Job& job, const Group& group, std::size_t first_row, std::size_t num_rows) {
     pace();
     Piece& current = piece(next_piece_);
     const Window window = context_.layout.window(group.first_layer, group.end_layer);
@@ -230,7 +225,7 @@ void Lane::submit_piece(Job& job, const Group& group, Path path, std::size_t fir
         check(cudaEventRecord(current.crossed, streams_.kernel), "cudaEventRecord");
         check(cudaStreamWaitEvent(streams_.copy, current.crossed, 0), "cudaStreamWaitEvent");
         copy_rows(job, window, first_row, num_rows, staging);
-    } else if (path == Path::kDirect) {
+    } else if (group.path == Path::kDirect) {
         const Rows host{reinterpret_cast<std::uint8_t*>(context_.layout.host_base),
                         job.ids->host_ids() + first_row, context_.layout.host_block_bytes, 0};
         launch_direct(kernel_copy(job, group, first_row, num_rows, host), options.direct_blocks,

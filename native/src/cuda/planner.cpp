@@ -7,13 +7,18 @@
 namespace aiokv::cuda {
 namespace {
 
-Path choose(std::size_t row_bytes, Shape shape, const PlannerOptions& options) {
-    const std::size_t rows = shape.num_blocks / std::max<std::size_t>(shape.num_runs, 1);
-    if (rows < options.min_strided_rows) {
-        return row_bytes >= options.min_batched_copy_bytes ? Path::kStaged
-               : row_bytes >= options.min_mixed_copy_bytes ? Path::kMixed
-                                                           : Path::kDirect;
+bool is_scattered(Shape shape, const PlannerOptions& options) {
+    return shape.num_blocks < options.min_strided_rows * std::max<std::size_t>(shape.num_runs, 1);
+}
+
+Path choose(std::size_t row_bytes, std::uint32_t num_layers, Shape shape,
+            const PlannerOptions& options) {
+    if (is_scattered(shape, options)) {
+        const std::size_t least =
+            num_layers == 1 ? options.min_lone_layer_copy_bytes : options.min_batched_copy_bytes;
+        return row_bytes >= least ? Path::kStaged : Path::kDirect;
     }
+    const std::size_t rows = shape.num_blocks / std::max<std::size_t>(shape.num_runs, 1);
     return rows * row_bytes >= options.min_strided_copy_bytes ? Path::kStaged : Path::kDirect;
 }
 
@@ -24,6 +29,21 @@ std::uint32_t fitting(const Layout& layout, std::uint32_t first, std::uint32_t w
         --end;
     }
     return end;
+}
+
+// Of a block's bytes that move in batches, as few copies as the thread can afford: the last groups
+// have the longest, so the first ones go by kernel.
+void limit_batches(std::vector<Group>& groups, const Layout& layout,
+                   const PlannerOptions& options) {
+    std::size_t left = layout.host_block_bytes / options.bytes_per_batched_copy;
+    for (auto group = groups.rbegin(); group != groups.rend(); ++group) {
+        if (group->path != Path::kStaged) continue;
+        if (left == 0) {
+            group->path = Path::kDirect;
+        } else {
+            --left;
+        }
+    }
 }
 
 }  // namespace
@@ -69,11 +89,15 @@ std::vector<Group> plan_onload(const Layout& layout, Shape shape, std::size_t sl
         const std::uint32_t end = fitting(layout, first, want, slot_bytes);
         const std::size_t row_bytes = layout.window(first, end).bytes;
         groups.push_back(
-            {first, end, forced == Path::kAuto ? choose(row_bytes, shape, options) : forced});
+            {first, end,
+             forced == Path::kAuto ? choose(row_bytes, end - first, shape, options) : forced});
         if (groups.size() > 1) {
             want = std::min(want * 2, options.max_group_layers);
         }
         first = end;
+    }
+    if (forced == Path::kAuto && is_scattered(shape, options)) {
+        limit_batches(groups, layout, options);
     }
     return groups;
 }

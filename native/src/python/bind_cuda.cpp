@@ -137,8 +137,7 @@ void init_engine(cuda::SwapEngine* self, cuda::HostRegistration& host, std::uint
                  bool timing, std::size_t slot_bytes, std::uint32_t num_slots,
                  std::uint32_t queued_pieces, int staged_blocks, int direct_blocks,
                  std::uint32_t max_group_layers, std::size_t min_strided_copy_bytes,
-                 std::size_t min_batched_copy_bytes, std::size_t min_mixed_copy_bytes,
-                 std::uint32_t mixed_pieces) {
+                 std::size_t min_batched_copy_bytes, std::size_t bytes_per_batched_copy) {
     cuda::EngineOptions options;
     options.device = device;
     options.timing = timing;
@@ -150,8 +149,7 @@ void init_engine(cuda::SwapEngine* self, cuda::HostRegistration& host, std::uint
     options.planner.max_group_layers = max_group_layers;
     options.planner.min_strided_copy_bytes = min_strided_copy_bytes;
     options.planner.min_batched_copy_bytes = min_batched_copy_bytes;
-    options.planner.min_mixed_copy_bytes = min_mixed_copy_bytes;
-    options.planner.mixed_pieces = mixed_pieces;
+    options.planner.bytes_per_batched_copy = bytes_per_batched_copy;
     auto streams = [](std::tuple<std::uintptr_t, std::uintptr_t> pair) {
         return cuda::LaneStreams{handle<cudaStream_t>(std::get<0>(pair)),
                                  handle<cudaStream_t>(std::get<1>(pair))};
@@ -174,8 +172,7 @@ void bind_engine(nb::module_& m) {
              "max_group_layers"_a = defaults.planner.max_group_layers,
              "min_strided_copy_bytes"_a = defaults.planner.min_strided_copy_bytes,
              "min_batched_copy_bytes"_a = defaults.planner.min_batched_copy_bytes,
-             "min_mixed_copy_bytes"_a = defaults.planner.min_mixed_copy_bytes,
-             "mixed_pieces"_a = defaults.planner.mixed_pieces, ReleaseGil())
+             "bytes_per_batched_copy"_a = defaults.planner.bytes_per_batched_copy, ReleaseGil())
         .def("submit", &submit, "direction"_a, "host_ids"_a, "device_ids"_a, "after"_a = 0,
              "path"_a = Path::kAuto)
         .def("close", &SwapEngine::close, ReleaseGil())
@@ -217,8 +214,7 @@ void bind_cuda(nb::module_& module) {
     nb::enum_<Path>(m, "Path")
         .value("AUTO", Path::kAuto)
         .value("STAGED", Path::kStaged)
-        .value("DIRECT", Path::kDirect)
-        .value("MIXED", Path::kMixed);
+        .value("DIRECT", Path::kDirect);
     m.def("runtime_version", [] {
         int version = 0;
         cuda::check(cudaRuntimeGetVersion(&version), "cudaRuntimeGetVersion");
