@@ -96,7 +96,7 @@ def _plan_runs(config: DemoConfig) -> list[_Run]:
 
 
 class _Corruptor:
-    """Spoils the last cached block of the first lease that found one, once."""
+    """Spoils the last block on the device of the first lease that reads one, once."""
 
     def __init__(self, cache: PagedCache, block_tokens: int) -> None:
         self._cache = cache

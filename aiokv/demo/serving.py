@@ -55,7 +55,8 @@ class Server:
     """Serves one workload with one engine.
 
     Args:
-        on_hit: called with the lease of every admission that found something cached.
+        on_hit: called with the lease of every admission that found something cached, before the
+            first step that reads it.
         on_done: called after every request.
     """
 
@@ -129,8 +130,6 @@ class Server:
             tokens, salt=salt, items=request.items, owner=request.name
         ) as lease:
             await lease.allocate(len(tokens))
-            if self._on_hit is not None and lease.cached_tokens:
-                self._on_hit(lease)
             sequence = Sequence(request, lease)
             self._running.append(sequence)
             self._admitted.set()
@@ -171,7 +170,12 @@ class Server:
         return chosen
 
     async def _step(self, chosen: list[tuple[Sequence, int]]) -> None:
-        views = (sequence.lease.layers for sequence, _ in chosen if sequence.arriving)
+        fresh = [sequence.lease for sequence, _ in chosen if sequence.arriving]
+        if self._on_hit is not None:
+            for lease in fresh:
+                if lease.cached_tokens:
+                    self._on_hit(lease)
+        views = (lease.layers for lease in fresh)
         arriving = [view for view in views if view.counters]
         batch = _make_batch(chosen)
         try:
