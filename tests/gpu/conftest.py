@@ -20,10 +20,10 @@ def _missing() -> str:
         return "aiokv was built without CUDA"
     try:
         import cupy
-
-        count = cupy.cuda.runtime.getDeviceCount()
-    except ImportError as error:
+    except Exception as error:  # a broken installation raises anything
         return f"CuPy: {error}"
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
         return f"no CUDA device: {error}"
     return "" if count else "no CUDA device"
