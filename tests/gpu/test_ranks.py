@@ -76,6 +76,8 @@ async def test_both_ranks_get_their_own_bytes_back(tmp_path: Path) -> None:
                     [10 + 60 * rank + 16 * layer + block for block in computed]
                     for layer in range(LAYERS)
                 ]
-        engine.step()
+        step = engine.step()
+        for rank in range(2):
+            await runners.ask(rank, step=step)
         runners.close()
     server.close()
