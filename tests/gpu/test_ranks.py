@@ -58,7 +58,7 @@ async def test_both_ranks_get_their_own_bytes_back(tmp_path: Path) -> None:
             await lease.allocate(len(PROMPT))
             computed = [int(block) for block in lease.block_table[:4]]
             lease.commit(len(PROMPT))
-            step = engine.step()
+        step = engine.step()
         for rank in range(2):  # the step's event comes behind what it computes
             await runners.ask(rank, fill=10 + 60 * rank, blocks=computed, step=step)
         await engine.drain()
