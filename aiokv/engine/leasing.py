@@ -278,7 +278,8 @@ class Leasing(EngineBase):
 
         Args:
             event: recorded on the compute stream behind the step's work, the events of later
-                steps behind it; None when the work has finished.
+                steps behind it; None when the work has finished. With ranks always None: the step
+                is over when the runner of every rank has closed it with ``Rank.step``, and it is.
 
         Returns:
             The number of the step that was closed.
