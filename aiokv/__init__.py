@@ -3,7 +3,7 @@
 ``CacheEngine`` is what a serving loop awaits; ``aiokv/README.md`` is the map of the rest.
 """
 
-from aiokv.config import CacheConfig
+from aiokv.config import CacheConfig, WindowGroup
 from aiokv.engine import CacheEngine
 from aiokv.errors import (
     AiokvError,
@@ -56,6 +56,7 @@ __all__ = [
     "UnreleasedLeaseWarning",
     "Usage",
     "UsageError",
+    "WindowGroup",
     "WouldBlock",
     "num_blocks_for",
 ]

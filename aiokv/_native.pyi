@@ -232,7 +232,7 @@ class EvictionKind(enum.Enum):
 class Core:
     """Prefix index, block pools, leases and eviction; not thread-safe."""
 
-    def __init__(self, *, block_tokens: int, device_blocks: int, host_blocks: int = 0, leave_tokens: int = 1, reserve_blocks: int = 0, write_policy: WritePolicy = WritePolicy.NONE, write_through_threshold: int = 2, low_watermark_blocks: int = 0, min_onload_blocks: int = 0, eviction: EvictionKind = EvictionKind.LRU, state_slots: int = 0) -> None: ...
+    def __init__(self, *, block_tokens: int, device_blocks: int, host_blocks: int = 0, leave_tokens: int = 1, reserve_blocks: int = 0, write_policy: WritePolicy = WritePolicy.NONE, write_through_threshold: int = 2, low_watermark_blocks: int = 0, min_onload_blocks: int = 0, eviction: EvictionKind = EvictionKind.LRU, state_slots: int = 0, windows: Sequence[tuple[int, int, int]] = []) -> None: ...
 
     def match(self, tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], context: str = '', reads: bool = True, writes: bool = True) -> tuple[int, int, int]:
         """
@@ -277,9 +277,16 @@ class Core:
 
     def recompute_from(self, lease: int) -> int: ...
 
-    def block_table(self, lease: int) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)]: ...
+    def block_table(self, lease: int, group: int = -1) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)]:
+        """Of all layers but those of window groups, or of one group."""
 
-    def block_tables(self, leases: Sequence[int], out: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order='C', device='cpu')], fill: int) -> None:
+    def reach_tokens(self, lease: int) -> int:
+        """Positions that have blocks in every window group."""
+
+    def window_statistics(self, group: int) -> tuple[int, int, int]:
+        """(free, cached, set aside) blocks."""
+
+    def block_tables(self, leases: Sequence[int], out: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order='C', device='cpu')], fill: int, group: int = -1) -> None:
         """
         Write the block tables into rows of `out`, the rest of each row `fill`.
         """

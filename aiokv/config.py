@@ -2,17 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from aiokv.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from aiokv.worker.regions import Regions
 
 Verify = Literal["off", "checksum"]
 WritePolicy = Literal["none", "write_through", "write_through_selective", "write_back"]
 EvictionPolicy = Literal["lru", "s3fifo"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowGroup:
+    """Layers whose attention sees the last positions only; they have block ids of their own.
+
+    Attributes:
+        window_tokens: positions that one position sees, itself included.
+        device_blocks: of this group's tensors. A lease has at most a window and a step at a time,
+            however long it is; the rest keeps windows for later hits.
+        step_tokens: the most that one step computes of a lease, such as a chunk of the prompt; None
+            to give a lease the blocks of all its positions at once, as far as there are any.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    window_tokens: int
+    device_blocks: int
+    step_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        _require_int("window_tokens", self.window_tokens, 1)
+        _require_int("device_blocks", self.device_blocks, 1)
+        if self.step_tokens is not None:
+            _require_int("step_tokens", self.step_tokens, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +69,7 @@ class CacheConfig:
             of reading every byte; for finding bugs.
         state_slots: rows of the recurrent state's tensors (:meth:`Regions.add_state`), for leases
             and snapshots; 0 for models without such state.
+        windows: groups of sliding-window layers, by name; see ``lease.window_table``.
         salt_quota_blocks: device blocks that the leases of one salt may hold at a time, shared
             ones counted for each; None for no limit. ``extend`` may go beyond, and counts.
 
@@ -61,19 +90,20 @@ class CacheConfig:
     drain_timeout_seconds: float = 30.0
     verify: Verify = "off"
     state_slots: int = 0
+    windows: Mapping[str, WindowGroup] = field(default_factory=dict, hash=False)
     salt_quota_blocks: int | None = None
 
     def __post_init__(self) -> None:
-        self._require_int("device_blocks", self.device_blocks, 1)
-        self._require_int("block_tokens", self.block_tokens, 1)
-        self._require_int("host_blocks", self.host_blocks, 0)
-        self._require_int("state_slots", self.state_slots, 0)
-        self._require_int("leave_tokens", self.leave_tokens, 1)
-        self._require_int("reserve_blocks", self.reserve_blocks, 0)
-        self._require_int("write_through_threshold", self.write_through_threshold, 1)
-        self._require_int("min_onload_tokens", self.min_onload_tokens, 0)
+        _require_int("device_blocks", self.device_blocks, 1)
+        _require_int("block_tokens", self.block_tokens, 1)
+        _require_int("host_blocks", self.host_blocks, 0)
+        _require_int("state_slots", self.state_slots, 0)
+        _require_int("leave_tokens", self.leave_tokens, 1)
+        _require_int("reserve_blocks", self.reserve_blocks, 0)
+        _require_int("write_through_threshold", self.write_through_threshold, 1)
+        _require_int("min_onload_tokens", self.min_onload_tokens, 0)
         if self.low_watermark_blocks is not None:
-            self._require_int("low_watermark_blocks", self.low_watermark_blocks, 0)
+            _require_int("low_watermark_blocks", self.low_watermark_blocks, 0)
         if self.reserve_blocks >= self.device_blocks:
             raise ConfigError(
                 f"reserve_blocks ({self.reserve_blocks}) must be below "
@@ -86,7 +116,7 @@ class CacheConfig:
         if self.verify not in get_args(Verify):
             raise ConfigError(f"verify {self.verify!r} is not one of {get_args(Verify)}")
         if self.salt_quota_blocks is not None:
-            self._require_int("salt_quota_blocks", self.salt_quota_blocks, 1)
+            _require_int("salt_quota_blocks", self.salt_quota_blocks, 1)
         if self.eviction_policy not in get_args(EvictionPolicy):
             raise ConfigError(
                 f"eviction_policy {self.eviction_policy!r} is not one of {get_args(EvictionPolicy)}"
@@ -138,11 +168,12 @@ class CacheConfig:
     def min_onload_blocks(self) -> int:
         return -(-self.min_onload_tokens // self.block_tokens)
 
-    def _require_int(self, name: str, value: object, minimum: int) -> None:
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            raise ConfigError(f"{name} is {value!r}; it must be an integer of at least {minimum}")
-        if value >= 2**30:
-            raise ConfigError(f"{name} is {value}; it must be below {2**30}")
+
+def _require_int(name: str, value: object, minimum: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise ConfigError(f"{name} is {value!r}; it must be an integer of at least {minimum}")
+    if value >= 2**30:
+        raise ConfigError(f"{name} is {value}; it must be below {2**30}")
 
 
 def _blocks_in(field: str, total_bytes: int, block_bytes: int) -> int:

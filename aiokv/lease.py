@@ -129,6 +129,10 @@ class Lease:
                 keep it there. Without it, full blocks stay as cached as any, and the rest is to be
                 computed again; what an earlier swap has kept is given up, too.
 
+        Recurrent state and sliding windows stay on the device; when somebody else needs their
+        place, the lease goes on at the deepest border that can be hit. Commit all that was computed
+        first.
+
         What was committed in the open step moves when ``engine.step`` has closed that: do not
         await the one before the other. While it moves, the lease can only be released.
 
@@ -167,7 +171,7 @@ class Lease:
         Raises:
             WouldBlock: no room for the blocks that are not shared, or the salt's quota is used up;
                 nothing changed.
-            UsageError: tensors on a GPU, and no stream; nothing changed.
+            UsageError: tensors on a GPU, and no stream; or window groups. Nothing changed.
             LeaseError: not granted, or onloads of it are still under way.
         """
         return self._engine._fork(self, owner, stream)
@@ -246,6 +250,26 @@ class Lease:
         Granted ids never change; ``extend`` only adds some. Any thread.
         """
         return self._core.block_table(self._held_id())
+
+    def window_table(self, group: str) -> NDArray[np.int32]:
+        """The block table of a group of sliding-window layers, as long as ``block_table``: a copy.
+
+        -1 stands for blocks behind the window, which ``commit`` gives back, and for those that are
+        not reached yet; other entries stay as they are meanwhile.
+
+        Raises:
+            UsageError: no such group in ``CacheConfig.windows``.
+        """
+        engine = self._engine
+        return self._core.block_table(self._live_id(), engine._manager.window_index(group))
+
+    @property
+    def reach_tokens(self) -> int:
+        """The first position that has no block in some window group: where a step has to end.
+
+        ``commit`` moves it on; ``num_tokens`` without window groups.
+        """
+        return self._core.reach_tokens(self._live_id())
 
     @property
     def state_slot(self) -> int:
@@ -331,7 +355,8 @@ class Lease:
 
         Raises:
             LeaseError: another transfer still writes blocks of the lease. Where that is a rank that
-                lags, ``preempt`` or release rather than wait.
+                lags, ``preempt`` or release rather than wait. Or the lease has recurrent state or
+                windows, which cannot go back: ``preempt`` and ``resume`` it.
         """
         if not self.layers.at_rest and self.layers.is_done:
             raise LeaseError(f"a rank that lags may still write blocks of {self!r}")

@@ -342,7 +342,11 @@ class Leasing(EngineBase):
         return LayerView(list(counters)) if counters else self._done
 
     def block_tables(
-        self, leases: Sequence[Lease], out: NDArray[np.int32] | None = None, fill: int = -1
+        self,
+        leases: Sequence[Lease],
+        out: NDArray[np.int32] | None = None,
+        fill: int = -1,
+        group: str | None = None,
     ) -> NDArray[np.int32]:
         """The block tables as rows, padded with ``fill``.
 
@@ -351,13 +355,14 @@ class Leasing(EngineBase):
             out: ``[>= B, >= M]`` C-contiguous int32 to write into, M being the longest table; all
                 of it is written. A new ``[B, M]`` array without it.
             fill: what stands behind each table, and in rows without a lease.
+            group: a window group, as of ``Lease.window_table``; None for all other layers.
 
         Raises:
-            UsageError: ``out`` is too small; nothing was written.
+            UsageError: ``out`` is too small, or no such group; nothing was written.
         """
         ids = [self._own_id(lease) for lease in leases]
         if out is None:
             width = max((self._blocks_for(self._core.num_tokens(i)) for i in ids), default=0)
             out = np.empty((len(ids), width), dtype=np.int32)
-        self._core.block_tables(ids, out, fill)
+        self._core.block_tables(ids, out, fill, self._manager.window_index(group))
         return out

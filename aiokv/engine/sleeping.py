@@ -83,7 +83,8 @@ class Sleeping(Control):
     def _keepers(self, falling: frozenset[Tier]) -> list[str]:
         """Owners of leases that hold blocks which would go."""
         keepers = self._holders()
-        if "host" in falling or self.config.state_slots:  # a swapped lease's state stays put
+        if "host" in falling or self.config.state_slots or self.config.windows:
+            # A swapped lease has its state and its windows on the device still.
             keepers += self._owner_names(self._core.is_swapped)
         return keepers
 

@@ -69,8 +69,8 @@ class Transfers:
     def _position_finder(
         self, lease_id: int, plans: list[Plan]
     ) -> Callable[[int, int], int | None] | None:
-        if self._manager.config.state_slots:
-            return None  # any failure costs the state, and that is needed from position 0 on
+        if self._manager.config.state_slots or self._manager.config.windows:
+            return None  # they cannot go on from any position: all is to be computed again
         return _position_finder(
             {plan.transfer_id: plan for plan in plans if isinstance(plan, TransferPlan)},
             self._manager.core.block_table(lease_id).tolist(),

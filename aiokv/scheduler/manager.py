@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from aiokv._native import Core, EvictionKind, Outcome
 from aiokv._native import WritePolicy as NativePolicy
+from aiokv.errors import UsageError
 from aiokv.plan import Plan, Priority, StatePlan, TransferPlan
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class CacheManager:
 
     def __init__(self, config: CacheConfig) -> None:
         self.config = config
+        self._windows = {group: index for index, group in enumerate(config.windows)}
         self.core = Core(
             block_tokens=config.block_tokens,
             device_blocks=config.device_blocks,
@@ -51,7 +53,23 @@ class CacheManager:
             min_onload_blocks=config.min_onload_blocks,
             eviction=_EVICTION[config.eviction_policy],
             state_slots=config.state_slots,
+            windows=[
+                (group.device_blocks, group.window_tokens, group.step_tokens or 0)
+                for group in config.windows.values()
+            ],
         )
+
+    def window_index(self, group: str | None) -> int:
+        """What the core calls a window group; -1 for all other layers.
+
+        Raises:
+            UsageError: there is no such group.
+        """
+        if group is None:
+            return -1
+        if group not in self._windows:
+            raise UsageError(f"no window group {group!r} among {list(self._windows)}")
+        return self._windows[group]
 
     def onload_plan(self, transfer_id: int, priority: Priority) -> Plan:
         """The plan of an onload, or of a state slot, that a grant has started."""

@@ -249,6 +249,25 @@ async def test_a_swapped_lease_keeps_its_state():
         lease.release()
 
 
+async def test_swapped_leases_do_not_hold_up_who_is_in_front_of_them():
+    async with Hybrid(host_blocks=32, state_slots=2) as hybrid:
+        leases = [await granted(hybrid, [name, *PROMPT], extra=1) for name in range(2)]
+        for name, lease in enumerate(leases):
+            hybrid.prefill(lease, [name, *PROMPT], save=False)
+            await lease.preempt(swap=True)
+        first = asyncio.ensure_future(granted(hybrid, [8, 8, 8]))
+        resumed = [asyncio.ensure_future(lease.resume(9)) for lease in leases]
+        newcomer = await asyncio.wait_for(first, 5)
+        assert hybrid.engine.check_invariants() == []
+        newcomer.release()
+        await asyncio.wait_for(asyncio.gather(*resumed), 5)
+        assert sorted(lease.cached_tokens for lease in leases) == [0, 8], "one has lost its state"
+        for name, lease in enumerate(leases):
+            await lease.layers.wait_all()
+            hybrid.check(lease, [name, *PROMPT], lease.cached_tokens)
+            lease.release()
+
+
 async def test_a_fork_has_a_state_of_its_own():
     async with Hybrid(state_slots=2) as hybrid:
         parent = await granted(hybrid, extra=2)

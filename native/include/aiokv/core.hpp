@@ -33,6 +33,13 @@ enum class WritePolicy : std::uint8_t {
     kWriteBack,              // when eviction comes near; nothing is dropped that was not saved
 };
 
+// Layers whose attention sees the last `window_tokens` positions, its own included.
+struct WindowConfig {
+    std::uint32_t device_blocks = 0;
+    std::uint32_t window_tokens = 0;
+    std::uint32_t step_tokens = 0;  // the most that a step computes of a lease; 0: anything
+};
+
 struct CoreConfig {
     std::uint32_t block_tokens = 16;
     std::uint32_t device_blocks = 0;
@@ -45,12 +52,30 @@ struct CoreConfig {
     std::uint32_t min_onload_blocks = 0;     // fewer host blocks than this are computed instead
     EvictionKind eviction = EvictionKind::kLru;
     std::uint32_t state_slots = 0;  // of recurrent state; 0: the model has none
+    std::vector<WindowConfig> windows = {};
 };
 
 // The state after the last position of a block of a lease, saved before that block was indexed.
 struct UnattachedSnapshot {
     std::uint32_t block;
     BlockId slot;
+};
+
+// The ids that a lease has in one group; see core_window.cpp.
+struct WindowTable {
+    std::vector<BlockId> table;
+    std::uint32_t first = 0;
+    std::uint32_t end = 0;
+    std::uint32_t reserved = 0;  // of the group's ids, set aside for the lease
+};
+
+struct WindowGroup {
+    WindowGroup(const WindowConfig& config, std::uint32_t block_tokens);
+
+    SidePool pool;
+    std::uint32_t window_tokens;
+    std::uint32_t reach_blocks;  // the most that a lease has at a time
+    std::uint32_t reserved = 0;  // for all leases together; at most the capacity
 };
 
 struct Lease {
@@ -78,6 +103,7 @@ struct Lease {
     BlockId state_slot = kNoBlock;      // the lease's own, while granted or swapped
     BlockId held_snapshot = kNoBlock;   // of a lease that computes nothing
     std::vector<UnattachedSnapshot> snapshots;
+    std::vector<WindowTable> windows;  // one a group, while granted or swapped
     std::uint32_t known_blocks =
         0;                     // cached blocks of the prompt, whether or not a hit may end there
     NodeId frontier = kNone;   // where its next block will hang, while it is announced
@@ -190,8 +216,10 @@ class Core {
     const Lease& lease(LeaseId id) const;
     Usage usage(LeaseId id) const;
     bool is_shared(LeaseId id) const;
+    // Of a window group, or (-1) of all other layers.
+    const std::vector<BlockId>& table_of(LeaseId id, std::int32_t group) const;
     void block_tables(std::span<const LeaseId> ids, std::span<BlockId> out, std::size_t rows,
-                      BlockId fill) const;
+                      BlockId fill, std::int32_t group = -1) const;
 
     // -- backups (core_backup.cpp); 0 when there is nothing to copy
     TransferId take_backups();
@@ -213,6 +241,10 @@ class Core {
     bool is_state_move(TransferId id) const { return moves_.contains(id); }
     const StateMove& state_move(TransferId id) const;
 
+    // -- sliding windows (core_window.cpp)
+    std::uint32_t reach_tokens(LeaseId id) const;
+    const WindowGroup& window_group(std::size_t group) const { return windows_.at(group); }
+
     // -- transfers (core_transfer.cpp)
     const Transfer& transfer(TransferId id) const;
     void complete(TransferId id, Outcome outcome, std::uint32_t first_bad_block);
@@ -220,6 +252,7 @@ class Core {
     void finish_step(Step step) {
         device_.finish_step(step);
         if (state_) state_->finish_step(step);
+        for (WindowGroup& group : windows_) group.pool.finish_step(step);
     }
 
     // -- capacity (core_capacity.cpp)
@@ -305,6 +338,8 @@ class Core {
 
     // recurrent state
     std::size_t reachable(const Lease& lease, std::size_t blocks) const;
+    bool has_own_sides(const Lease& lease) const;
+    bool make_side_room(const Lease& lease, std::uint32_t total_blocks);
     bool has_state_room(const Lease& lease) const;
     void take_state(LeaseId id, Lease& lease);
     BlockId take_slot();
@@ -316,6 +351,25 @@ class Core {
     void give_state_back(Lease& lease, Step step);
 
     void check_state(Report& report) const;
+
+    // sliding windows
+    bool has_sides() const { return state_.has_value() || !windows_.empty(); }
+    bool can_resume(const std::vector<NodeId>& path, std::size_t blocks) const;
+    bool covers(const SidePool& pool, const std::vector<NodeId>& path, std::size_t blocks) const;
+    void touch_sides(const std::vector<NodeId>& path);
+    std::uint32_t reserve_of(const WindowGroup& group, std::uint32_t total_blocks) const;
+    bool can_extend_windows(std::span<const LeaseId> ids, std::uint64_t more) const;
+    bool has_window_room(const Lease& lease, std::uint32_t total_blocks) const;
+    void take_windows(Lease& lease);
+    void fit_window(WindowGroup& group, WindowTable& window, const Lease& lease, Step step);
+    void fit_windows(Lease& lease, Step step);
+    void fill_window(WindowGroup& group, WindowTable& window);
+    void publish_windows(Lease& lease, std::size_t first);
+    void advance_windows(Lease& lease, Step step);
+    void drop_from(WindowGroup& group, WindowTable& window, std::size_t index, Step step);
+    void give_windows_back(Lease& lease, Step step);
+    void check_windows(Report& report) const;
+    void check_window(Report& report, std::size_t group) const;
 
     // capacity
     bool make_room(std::uint32_t blocks);
@@ -347,6 +401,7 @@ class Core {
 
     std::optional<SidePool> state_;  // working slots of leases, and snapshots of nodes
     std::unordered_map<TransferId, StateMove> moves_;
+    std::vector<WindowGroup> windows_;
 
     std::deque<Lease> leases_;
     std::unordered_multimap<NodeId, std::uint32_t> promises_;  // frontier -> slot of the lease

@@ -51,6 +51,9 @@ Core::Core(const CoreConfig& config)
       device_queue_(tree_, config.device_blocks, reuse_ ? &*reuse_ : nullptr),
       host_queue_(tree_, config.host_blocks, reuse_ ? &*reuse_ : nullptr) {
     if (config.state_slots > 0) state_.emplace(config.state_slots, 1);
+    for (const WindowConfig& window : config.windows) {
+        windows_.emplace_back(window, config.block_tokens);
+    }
     open_context("");
     contexts_[0].leases = 1;  // the empty context is never closed
 }
@@ -139,9 +142,9 @@ void Core::truncate(LeaseId id, std::int64_t num_tokens, Step step) {
     const std::int64_t indexed =
         static_cast<std::int64_t>(lease.path.size()) * config_.block_tokens;
     if (lease.swap_out != 0) throw LeaseError("cannot truncate a lease that is being swapped");
-    if (state_ && num_tokens < lease.computed_tokens) {
+    if (has_sides() && num_tokens < lease.computed_tokens) {
         throw LeaseError("cannot truncate to " + std::to_string(num_tokens) +
-                         " positions: the recurrent state has gone on to " +
+                         " positions: the recurrent state, or a window, has gone on to " +
                          str(lease.computed_tokens));
     }
     if (num_tokens < indexed || num_tokens > lease.num_tokens) {
@@ -158,6 +161,7 @@ void Core::truncate(LeaseId id, std::int64_t num_tokens, Step step) {
     lease.num_tokens = length;
     lease.computed_tokens = std::min(lease.computed_tokens, length);
     if (lease.tokens.size() > length) lease.tokens.resize(length);
+    fit_windows(lease, step);
 }
 
 void Core::free_table(Lease& lease, Step step) {
@@ -178,6 +182,7 @@ void Core::give_back(LeaseId id, Lease& lease, Step step) {
         free_table(lease, step);
     }
     give_state_back(lease, step);
+    give_windows_back(lease, step);
     lease.granted = lease.failed = false;
     lease.num_tokens = lease.computed_tokens = lease.cached_tokens = 0;
     lease.version = 0;
@@ -212,23 +217,33 @@ bool Core::is_shared(LeaseId id) const {
     return lease.granted && !lease.path.empty() && tree_[lease.path.back()].refs > 1;
 }
 
+const std::vector<BlockId>& Core::table_of(LeaseId id, std::int32_t group) const {
+    static const std::vector<BlockId> none;
+    const Lease& lease = this->lease(id);
+    if (group < 0) return lease.table;
+    if (static_cast<std::size_t>(group) >= windows_.size()) {
+        throw UsageError("there is no window group " + std::to_string(group));
+    }
+    return lease.windows.empty() ? none : lease.windows[static_cast<std::size_t>(group)].table;
+}
+
 void Core::block_tables(std::span<const LeaseId> ids, std::span<BlockId> out, std::size_t rows,
-                        BlockId fill) const {
+                        BlockId fill, std::int32_t group) const {
     const std::size_t width = rows == 0 ? 0 : out.size() / rows;
     if (ids.size() > rows) {
         throw UsageError("out has " + str(rows) + " rows for " + str(ids.size()) + " leases");
     }
     for (const LeaseId id : ids) {
-        if (lease(id).table.size() > width) {
+        if (table_of(id, group).size() > width) {
             throw UsageError("out has " + str(width) + " columns; a lease has " +
-                             str(lease(id).table.size()) + " blocks");
+                             str(table_of(id, group).size()) + " blocks");
         }
     }
     for (std::size_t row = 0; row < rows; ++row) {
         const std::span<BlockId> line = out.subspan(row * width, width);
         std::size_t blocks = 0;
         if (row < ids.size()) {
-            const std::vector<BlockId>& table = lease(ids[row]).table;
+            const std::vector<BlockId>& table = table_of(ids[row], group);
             std::copy(table.begin(), table.end(), line.begin());
             blocks = table.size();
         }

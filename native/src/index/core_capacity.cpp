@@ -78,7 +78,10 @@ void Core::detach(NodeId node) {
     n.parent = kNone;
     n.set(kDetached);
     n.clear(kBackupQueued);
-    if (n.has(kHasSides) && state_) state_->forget(node);
+    if (n.has(kHasSides)) {
+        if (state_) state_->forget(node);
+        for (WindowGroup& group : windows_) group.pool.forget(node);
+    }
     tree_.forget_children(node);
     ++counters_.dropped_blocks;
     free_if_unowned(node);
@@ -188,8 +191,9 @@ void Core::require_rest(const char* tier, bool swapped_too) const {
 // The device tier is empty; what has a host copy stays on the host. Throws UsageError, changing
 // nothing, while a lease or a transfer needs blocks.
 void Core::forget_device() {
-    require_rest("device", state_.has_value());  // a swapped lease has its state there
+    require_rest("device", has_sides());  // a swapped lease has its state and windows there
     if (state_) state_->forget_all();
+    for (WindowGroup& group : windows_) group.pool.forget_all();
     for (const NodeId node : beyond_device(0)) release_device_copy(node);
 }
 

@@ -60,9 +60,10 @@ void Core::check_state(Report& report) const {
         if (lease.held_snapshot != kNoBlock) ++holds[lease.held_snapshot];
         for (const UnattachedSnapshot& one : lease.snapshots) slots.own(one.slot, "a lease");
         report.require(lease.live || lease.state_slot == kNoBlock, "I5: a dead lease has a slot");
-        const bool has_slot = lease.live && lease.computes && (lease.granted || lease.swapped);
-        report.require(has_slot == (lease.state_slot != kNoBlock), "I1: a lease has ",
-                       has_slot ? "no" : "a", " state slot");
+        const bool has_slot = lease.state_slot != kNoBlock;
+        report.require(!lease.granted || has_slot == lease.computes, "I1: a granted lease has ",
+                       has_slot ? "a" : "no", " state slot");
+        report.require(!lease.state_valid || has_slot, "I1: a valid state has no slot");
     }
     for (const auto& [id, move] : moves_) {
         if (move.source != kNoBlock) ++holds[move.source];
@@ -87,6 +88,58 @@ void Core::check_state(Report& report) const {
     report.require(attached == state_->attached(), "I1: ", state_->attached(), " of ", attached,
                    " snapshots are listed");
     slots.check([this](BlockId id) { return state_->is_free(id); });
+}
+
+// One group: its ids, who holds them, and what is set aside.
+void Core::check_window(Report& report, std::size_t g) const {
+    const WindowGroup& group = windows_[g];
+    Ownership ids(report, "window", group.pool.capacity());
+    std::vector<std::uint32_t> holds(group.pool.capacity(), 0);
+    std::uint64_t reserved = 0;
+    for (const Lease& lease : leases_) {
+        if (lease.windows.empty()) continue;
+        const WindowTable& window = lease.windows[g];
+        reserved += window.reserved;
+        report.require(!lease.granted || window.table.size() == lease.table.size(),
+                       "I1: a window table has ", window.table.size(), " entries of ",
+                       lease.table.size());
+        report.require(window.end - window.first <= window.reserved, "I1: a window has ",
+                       window.end - window.first, " ids of ", window.reserved);
+        for (std::size_t i = 0; i < window.table.size(); ++i) {
+            const BlockId id = window.table[i];
+            const bool inside = i >= window.first && i < window.end;
+            report.require(inside == (id != kNoBlock), "I1: entry ", i, " of a window is ", id);
+            if (id == kNoBlock) continue;
+            if (group.pool.holds(id) > 0) {
+                ++holds[static_cast<std::size_t>(id)];
+            } else {
+                ids.own(id, "a lease");
+            }
+        }
+    }
+    for (BlockId id = 0; static_cast<std::uint32_t>(id) < group.pool.capacity(); ++id) {
+        const std::uint32_t held = holds[static_cast<std::size_t>(id)];
+        const bool attached = group.pool.is_attached(id);
+        if (attached || held > 0) ids.own(id, "a node");
+        report.require(group.pool.holds(id) == held, "I5: window block ", id, " counts ",
+                       group.pool.holds(id), " holds of ", held);
+        report.require(!attached || (tree_.is_live(group.pool.node_of(id)) &&
+                                     !tree_[group.pool.node_of(id)].has(kDetached)),
+                       "I2: the node of window block ", id, " has gone");
+    }
+    report.require(reserved == group.reserved && reserved <= group.pool.capacity(),
+                   "I1: ", group.reserved, " window blocks are set aside, leases have ", reserved);
+    ids.check([&group](BlockId id) { return group.pool.is_free(id); });
+}
+
+void Core::check_windows(Report& report) const {
+    for (const Lease& lease : leases_) {
+        const bool has_tables = lease.live && (lease.granted || lease.swapped) && !windows_.empty();
+        report.require(has_tables ? lease.windows.size() == windows_.size() || lease.swapped
+                                  : lease.windows.empty(),
+                       "I1: a lease has tables of ", lease.windows.size(), " windows");
+    }
+    for (std::size_t g = 0; g < windows_.size(); ++g) check_window(report, g);
 }
 
 std::vector<std::string> Core::violations() const {
@@ -180,6 +233,7 @@ std::vector<std::string> Core::violations() const {
     report.require(item_refs == tree_.item_keys().total_refs(), "I5: the keys of items count ",
                    tree_.item_keys().total_refs(), " refs of ", item_refs);
     check_state(report);
+    check_windows(report);
     device.check([this](BlockId id) { return device_.is_free(id); });
     host.check([this](BlockId id) { return host_.is_free(id); });
     return report.take();

@@ -65,7 +65,7 @@ Grant Core::allocate(LeaseId id, std::int64_t num_tokens) {
         if (n.refs++ == 0) dequeue(node);
     }
     const std::uint32_t needed = total - resident;
-    if (!has_state_room(lease) ||
+    if (!make_side_room(lease, total) ||
         needed + config_.reserve_blocks > device_.free_blocks() + evictable() ||
         !make_room(needed)) {
         for (std::size_t i = lease.path.size(); i-- > 0;) unref(lease.path[i]);
@@ -121,6 +121,7 @@ void Core::take_blocks(LeaseId id, Lease& lease, std::uint32_t total_blocks) {
     ++counters_.grants;
     if (resident < hits || !lease.tail_host.empty()) start_onload(id, lease, resident);
     take_state(id, lease);
+    take_windows(lease);
     if (lease.swapped) {
         lease.swapped = false;
         for (const NodeId node : lease.path) unhold(node);
@@ -148,6 +149,7 @@ bool Core::extend(std::span<const LeaseId> ids, std::int64_t num_tokens) {
     if (std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end()) {
         throw LeaseError("a lease stands twice in one extend");
     }
+    if (!can_extend_windows(ids, more)) return false;
     if (needed > device_.free_blocks() + evictable()) return false;
     if (!make_room(static_cast<std::uint32_t>(needed))) return false;
     for (const LeaseId id : ids) {
@@ -156,6 +158,7 @@ bool Core::extend(std::span<const LeaseId> ids, std::int64_t num_tokens) {
         lease.num_tokens += static_cast<std::uint32_t>(more);
         lease.table.resize(blocks_for(lease.num_tokens));
         device_.take(std::span(lease.table).subspan(old));
+        fit_windows(lease, 0);
     }
     return true;
 }

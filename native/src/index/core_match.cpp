@@ -19,7 +19,7 @@ Hit Core::match(Tokens tokens, std::string_view context, bool reads, bool writes
     if (!items.empty()) set_items(lease, items);
     walk(lease);
     touch(lease.path);
-    if (state_ && !lease.path.empty()) state_->touch(state_->find(lease.path.back()));
+    if (has_sides()) touch_sides(lease.path);
     return {id, lease.device_hit, lease.host_hit};
 }
 

@@ -26,6 +26,11 @@ std::uint32_t Core::commit(LeaseId id, std::int64_t num_tokens, Step step) {
                          " positions of a lease that has " + str(lease.num_tokens));
     }
     const auto computed = static_cast<std::uint32_t>(num_tokens);
+    if (!lease.windows.empty() && computed > reach_tokens(id)) {
+        throw LeaseError("cannot commit " + std::to_string(num_tokens) +
+                         " positions: the windows have blocks up to " + str(reach_tokens(id)) +
+                         "; a step computes at most step_tokens");
+    }
     if (lease.failed || computed <= lease.computed_tokens) return publish(lease);
     if (step > device_.finished_step()) {
         for (std::size_t i = lease.computed_tokens / config_.block_tokens; i < blocks_for(computed);
@@ -35,7 +40,9 @@ std::uint32_t Core::commit(LeaseId id, std::int64_t num_tokens, Step step) {
     }
     lease.computed_blocks += blocks_for(computed) - blocks_for(lease.computed_tokens);
     lease.computed_tokens = computed;
-    return publish(lease);
+    const std::uint32_t published = publish(lease);
+    if (!lease.windows.empty()) advance_windows(lease, step);
+    return published;
 }
 
 // Index the computed, named, full blocks that are not indexed yet. Nothing is published before
@@ -55,6 +62,7 @@ std::uint32_t Core::publish(Lease& lease) {
         lease.path.push_back(node);
     }
     if (!lease.snapshots.empty()) attach_snapshots(lease);
+    if (!lease.windows.empty()) publish_windows(lease, first);
     announce(lease);
     ++version_;
     return static_cast<std::uint32_t>(counters_.published_blocks - before);
@@ -107,10 +115,10 @@ std::int64_t Core::recompute_from(LeaseId id) {
     if (!lease.onloads.empty()) {
         throw LeaseError("transfers still write blocks of this lease; await layers.wait_all()");
     }
-    if (state_) {
+    if (has_sides()) {
         throw LeaseError(
-            "the recurrent state went with the transfer that failed: preempt the "
-            "lease, then resume it");
+            "recurrent state and windows cannot go back to what did arrive: preempt "
+            "the lease, then resume it");
     }
     lease.failed = false;
     return lease.cached_tokens;

@@ -15,14 +15,53 @@ namespace aiokv {
 
 // `blocks`, or fewer: where a hit may end, for multimodal items and for the side pools.
 std::size_t Core::reachable(const Lease& lease, std::size_t blocks) const {
-    const auto has_snapshot = [this](NodeId node) {
-        return tree_[node].has(kHasSides) && state_->find(node) != kNoBlock;
-    };
     blocks = before_cut_item(lease, blocks);
-    while (state_ && blocks > 0 && !has_snapshot(lease.path[blocks - 1])) {
+    while (blocks > 0 && !can_resume(lease.path, blocks)) {
         blocks = before_cut_item(lease, blocks - 1);
     }
     return blocks;
+}
+
+bool Core::can_resume(const std::vector<NodeId>& path, std::size_t blocks) const {
+    if (state_ && !covers(*state_, path, blocks)) return false;
+    return std::all_of(windows_.begin(), windows_.end(),
+                       [&](const WindowGroup& group) { return covers(group.pool, path, blocks); });
+}
+
+// Only what the hit needs: what lies before it in a side pool is of no use to it.
+void Core::touch_sides(const std::vector<NodeId>& path) {
+    const auto touch_tail = [&path](SidePool& pool) {
+        const std::size_t tail = std::min<std::size_t>(path.size(), pool.tail_blocks());
+        for (std::size_t i = path.size(); i-- > path.size() - tail;) pool.touch(pool.find(path[i]));
+    };
+    if (state_) touch_tail(*state_);
+    for (WindowGroup& group : windows_) touch_tail(group.pool);
+}
+
+// What a swapped lease needs to go on where it stopped is still its own.
+bool Core::has_own_sides(const Lease& lease) const {
+    return (!state_ || lease.state_valid) && lease.windows.size() == windows_.size();
+}
+
+// A swapped lease keeps its state slot and windows as long as nobody else needs them: it waits in
+// line like others, and must not hold up who is in front of it. Without them it goes on at the
+// deepest border that can be hit. While a lease is granted, its end is waited for instead.
+bool Core::make_side_room(const Lease& lease, std::uint32_t total_blocks) {
+    if (has_state_room(lease) && has_window_room(lease, total_blocks)) return true;
+    const auto is_granted = [](const Lease& other) { return other.live && other.granted; };
+    const bool waits = !moves_.empty() || std::any_of(leases_.begin(), leases_.end(), is_granted);
+    auto victim = waits ? leases_.end() : leases_.begin();
+    while (!has_state_room(lease) || !has_window_room(lease, total_blocks)) {
+        victim = std::find_if(victim, leases_.end(), [&](const Lease& other) {
+            return other.live && other.swapped && &other != &lease &&
+                   (other.state_slot != kNoBlock || !other.windows.empty());
+        });
+        if (victim == leases_.end()) return false;
+        give_state_back(*victim, 0);
+        give_windows_back(*victim, 0);
+        trim_swapped(*victim);
+    }
+    return true;
 }
 
 void Core::hold_only(LeaseId id) {

@@ -124,9 +124,10 @@ void Core::trim_swapped(Lease& lease) {
         const Node& n = tree_[lease.path[intact]];
         if (n.has(kDetached) || !n.has(kDeviceResident | kHostValid)) break;
     }
-    if (lease.epoch == epoch_ && intact == lease.path.size()) return;
+    if (lease.epoch == epoch_ && intact == lease.path.size() && has_own_sides(lease)) return;
     intact = reachable(lease, intact);
     lease.state_valid = false;
+    give_windows_back(lease, 0);
     for (std::size_t i = lease.path.size(); i-- > intact;) unhold(lease.path[i]);
     lease.path.resize(intact);
     take_host_back(lease.tail_host);
@@ -179,6 +180,7 @@ Fork Core::fork(LeaseId id, Step step) {
     if (!parent.granted || parent.failed || !parent.onloads.empty() || parent.swap_out != 0) {
         throw LeaseError("only a granted lease whose transfers have ended can be forked");
     }
+    if (!windows_.empty()) throw UsageError("a lease with sliding windows cannot be forked");
     std::uint32_t needed = 0;
     for (std::size_t i = 0; i < parent.table.size(); ++i) needed += !is_indexed(parent, i);
     if (state_ && (!parent.computes || state_->room() == 0)) return {};

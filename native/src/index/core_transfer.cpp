@@ -161,7 +161,7 @@ void Core::fail_leases(const Transfer& transfer, NodeId first_bad) {
 }
 
 void Core::fail_lease(Lease& lease, std::uint32_t good_blocks) {
-    if (state_) {  // it has gone on, or never came: nothing of the lease can be gone on from
+    if (has_sides()) {  // they have gone on, or never came: nothing can be gone on from
         good_blocks = 0;
         forget_snapshots(lease, 0);
     }

@@ -37,6 +37,9 @@ using MatchTuple = nb::typed<nb::tuple, LeaseId, std::uint32_t, std::uint32_t>;
 using HitTuple = nb::typed<nb::tuple, std::uint32_t, std::uint32_t>;
 using PendingTuple = nb::typed<nb::tuple, LeaseId, std::uint32_t>;
 using UsageTuple = nb::typed<nb::tuple, std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t>;
+// (device_blocks, window_tokens, step_tokens)
+using WindowTuple = std::tuple<std::uint32_t, std::uint32_t, std::uint32_t>;
+using WindowStatisticsTuple = nb::typed<nb::tuple, std::uint32_t, std::uint32_t, std::uint32_t>;
 using ForkTuple = nb::typed<nb::tuple, LeaseId, IdArray, IdArray>;
 using StateCopyTuple = nb::typed<nb::tuple, BlockId, BlockId>;
 using StateMoveTuple = nb::typed<nb::tuple, BlockId, BlockId, Step>;
@@ -140,16 +143,21 @@ void bind_core(nb::module_& m) {
                std::uint32_t host_blocks, std::uint32_t leave_tokens, std::uint32_t reserve_blocks,
                WritePolicy write_policy, std::uint32_t write_through_threshold,
                std::uint32_t low_watermark_blocks, std::uint32_t min_onload_blocks,
-               EvictionKind eviction, std::uint32_t state_slots) {
+               EvictionKind eviction, std::uint32_t state_slots,
+               const std::vector<WindowTuple>& windows) {
+                std::vector<WindowConfig> groups;
+                for (const auto& [blocks, window, step] : windows)
+                    groups.push_back({blocks, window, step});
                 new (self) Core(CoreConfig{block_tokens, device_blocks, host_blocks, leave_tokens,
                                            reserve_blocks, write_policy, write_through_threshold,
                                            low_watermark_blocks, min_onload_blocks, eviction,
-                                           state_slots});
+                                           state_slots, std::move(groups)});
             },
             nb::kw_only(), "block_tokens"_a, "device_blocks"_a, "host_blocks"_a = 0,
             "leave_tokens"_a = 1, "reserve_blocks"_a = 0, "write_policy"_a = WritePolicy::kNone,
             "write_through_threshold"_a = 2, "low_watermark_blocks"_a = 0,
-            "min_onload_blocks"_a = 0, "eviction"_a = EvictionKind::kLru, "state_slots"_a = 0)
+            "min_onload_blocks"_a = 0, "eviction"_a = EvictionKind::kLru, "state_slots"_a = 0,
+            "windows"_a = std::vector<WindowTuple>())
         .def("match", &match, "tokens"_a, "context"_a = "", "reads"_a = true, "writes"_a = true,
              "Open a lease: (lease, device_blocks, host_blocks) of the longest cached prefix.")
         .def("match_items", &match_items, "tokens"_a, "items"_a, "context"_a = "", "reads"_a = true,
@@ -192,14 +200,28 @@ void bind_core(nb::module_& m) {
         .def("release", &Core::release, "lease"_a, "step"_a = 0)
         .def("recompute_from", &Core::recompute_from, "lease"_a)
         .def(
-            "block_table", [](Core& core, LeaseId id) { return copy_ids(core.lease(id).table); },
-            "lease"_a)
+            "block_table",
+            [](Core& core, LeaseId id, std::int32_t group) {
+                return copy_ids(core.table_of(id, group));
+            },
+            "lease"_a, "group"_a = -1, "Of all layers but those of window groups, or of one group.")
+        .def("reach_tokens", &Core::reach_tokens, "lease"_a,
+             "Positions that have blocks in every window group.")
+        .def(
+            "window_statistics",
+            [](const Core& core, std::size_t group) -> WindowStatisticsTuple {
+                const WindowGroup& window = core.window_group(group);
+                return nb::make_tuple(window.pool.free_ids(), window.pool.attached(),
+                                      window.reserved);
+            },
+            "group"_a, "(free, cached, set aside) blocks.")
         .def(
             "block_tables",
-            [](Core& core, const std::vector<LeaseId>& ids, TableArray out, std::int32_t fill) {
-                core.block_tables(ids, {out.data(), out.size()}, out.shape(0), fill);
+            [](Core& core, const std::vector<LeaseId>& ids, TableArray out, std::int32_t fill,
+               std::int32_t group) {
+                core.block_tables(ids, {out.data(), out.size()}, out.shape(0), fill, group);
             },
-            "leases"_a, "out"_a.noconvert(), "fill"_a,
+            "leases"_a, "out"_a.noconvert(), "fill"_a, "group"_a = -1,
             "Write the block tables into rows of `out`, the rest of each row `fill`.")
         .def("is_shared", &Core::is_shared, "lease"_a,
              "Whether another lease holds all indexed blocks of this one.")
