@@ -246,7 +246,7 @@ class Load:
             return
         context, prefix, host = self.rng.choice(blocks)
         self.note("operator", "spoil host block", host)
-        self.engine._controller.arena.blocks[host] ^= 0xFF
+        self.engine._controller.memory.arena.blocks[host] ^= 0xFF
         self.spoilt_blocks += 1
         await self.read_spoilt(np.append(prefix, np.int32(0)), context.partition(":")[2])
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from aiokv.demo.ledger import Ledger
     from aiokv.demo.model import CacheT, Model, PagedCache
     from aiokv.demo.workload import Workload
-    from aiokv.worker.controller import LaneStatistics
+    from aiokv.worker.lanes import LaneStatistics
     from aiokv.worker.poller import PollerStatistics
 
 

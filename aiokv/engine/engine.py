@@ -17,7 +17,7 @@ from aiokv.engine.recovery import Recovery
 from aiokv.types import Statistics
 
 if TYPE_CHECKING:
-    from aiokv.worker.controller import WorkerStatistics
+    from aiokv.worker.lanes import WorkerStatistics
     from aiokv.worker.poller import PollerStatistics
 
 

@@ -26,8 +26,8 @@ from aiokv.ranks.messages import Sleep, WakeUp
 from aiokv.ranks.processes import RankProcesses, check_entry
 from aiokv.ranks.roster import Roster
 from aiokv.ranks.seats import RankTimeouts
-from aiokv.worker.controller import WorkerStatistics
 from aiokv.worker.device.base import CopyError
+from aiokv.worker.lanes import WorkerStatistics
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aiokv.worker.controller import LaneStatistics
+from aiokv.worker.lanes import LaneStatistics
 
 if TYPE_CHECKING:
     from aiokv.plan import Outcome

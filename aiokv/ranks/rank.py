@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from aiokv.plan import TransferPlan
-    from aiokv.worker.controller import WorkerStatistics
     from aiokv.worker.device.base import Device, Event
+    from aiokv.worker.lanes import WorkerStatistics
     from aiokv.worker.regions import Regions
 
 log = Log(__name__)
@@ -282,7 +282,7 @@ class Rank:
     async def _sleep_or_wake(self, controller: CacheController, question: Sleep | WakeUp) -> None:
         tiers = frozenset(question.tiers)
         if isinstance(question, Sleep):
-            falling = tiers - controller.asleep
+            falling = tiers - controller.memory.asleep
             await controller.sleep(tiers)
             if "device" in falling:
                 self._bare = self.regions = self.regions.without_tensors()

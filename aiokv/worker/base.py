@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from aiokv.plan import Plan
     from aiokv.types import Tier
-    from aiokv.worker.controller import WorkerStatistics
     from aiokv.worker.device.base import Event
+    from aiokv.worker.lanes import WorkerStatistics
     from aiokv.worker.layers import LayerDoneCounter
     from aiokv.worker.regions import Regions
 

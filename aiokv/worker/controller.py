@@ -12,17 +12,14 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
-
-from aiokv import _native
-from aiokv.errors import ClosedError, LayoutError, UsageError
+from aiokv.errors import ClosedError, UsageError
 from aiokv.plan import StatePlan, TransferReport
-from aiokv.worker.arena import HostArena
 from aiokv.worker.blocks import clone_blocks, clone_slots
 from aiokv.worker.device.base import CopyError
-from aiokv.worker.device.cpu import device_blocks
+from aiokv.worker.lanes import Lane, WorkerStatistics
 from aiokv.worker.layers import LayerDoneCounter
-from aiokv.worker.transfers import StepGate, Transfer, TransferQueue
+from aiokv.worker.memory import WorkerMemory
+from aiokv.worker.transfers import StepGate, Transfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -38,84 +35,6 @@ if TYPE_CHECKING:
     from aiokv.worker.regions import Regions
 
 SLOTS: Final = 2  # submitted at once per direction: one moves, one is ready behind it
-BANDWIDTH_WEIGHT: Final = 0.2  # of the newest transfer in the moving average
-LEARN_BYTES: Final = 1 << 20  # smaller transfers are mostly latency and say nothing of bandwidth
-
-
-class LaneStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """One direction.
-
-    Attributes:
-        busy_seconds: at least one transfer that moved its bytes was submitted and had not ended.
-        bytes_per_second: moving average over transfers of 1 MiB and more; 0.0 before the first.
-    """
-
-    queued: int
-    submitted: int
-    done: int
-    failed: int
-    cancelled: int
-    moved_bytes: int
-    busy_seconds: float
-    bytes_per_second: float
-
-
-class WorkerStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """``held``: transfers whose step is still open."""
-
-    held: int
-    onload: LaneStatistics
-    offload: LaneStatistics
-    state: LaneStatistics
-
-
-class _Lane:
-    """Everything of one direction."""
-
-    def __init__(self, direction: Direction) -> None:
-        self.direction: Direction = direction
-        self.queue = TransferQueue()
-        self.submitted = 0
-        self.outcomes: dict[Outcome, int] = {"done": 0, "failed": 0, "cancelled": 0}
-        self.moved_bytes = 0
-        self.busy_seconds = 0.0
-        self.bytes_per_second = 0.0
-        self.last_end = 0.0
-
-    def note_end(self, transfer: Transfer, finished_seconds: float) -> None:
-        """Learn the bandwidth from a transfer that moved all its bytes.
-
-        Args:
-            finished_seconds: by the device's clock where it has one. Time until the loop noticed
-                would make the next transfer seem slower, the poller sleep longer, and so on.
-        """
-        seconds = finished_seconds - max(transfer.started_at, self.last_end)
-        self.last_end = finished_seconds
-        self.moved_bytes += transfer.num_bytes
-        self.busy_seconds += max(seconds, 0.0)
-        if seconds <= 0 or transfer.num_bytes < LEARN_BYTES:
-            return
-        newest = transfer.num_bytes / seconds
-        weight = BANDWIDTH_WEIGHT if self.bytes_per_second else 1.0
-        self.bytes_per_second += weight * (newest - self.bytes_per_second)
-
-    def expected_seconds(self, transfer: Transfer) -> float | None:
-        """How long a transfer will move; None while nobody knows."""
-        if not self.bytes_per_second or transfer.num_bytes < LEARN_BYTES:
-            return None
-        return transfer.num_bytes / self.bytes_per_second
-
-    def statistics(self) -> LaneStatistics:
-        return LaneStatistics(
-            queued=len(self.queue),
-            submitted=self.submitted,
-            done=self.outcomes["done"],
-            failed=self.outcomes["failed"],
-            cancelled=self.outcomes["cancelled"],
-            moved_bytes=self.moved_bytes,
-            busy_seconds=self.busy_seconds,
-            bytes_per_second=self.bytes_per_second,
-        )
 
 
 class CacheController:
@@ -144,39 +63,27 @@ class CacheController:
     ) -> None:
         self._checksums = checksums
         self._loop = asyncio.get_running_loop()
-        self._regions = regions
         self._device = device
         self._poller = poller
         self._on_report = on_report
         self._on_step = on_step
-        self._block_bytes = regions.block_bytes
-        self._host_blocks = host_blocks
-        self.asleep: frozenset[Tier] = frozenset()
-        self.arena = self._new_arena()
-        self._ids = self._new_ids()
         self._gate = StepGate()
         directions: tuple[Direction, ...] = ("onload", "offload", "state")
-        self._lanes = {direction: _Lane(direction) for direction in directions}
+        self._lanes = {direction: Lane(direction) for direction in directions}
         self._transfers: dict[int, Transfer] = {}
         self._idle_waiters: list[asyncio.Future[None]] = []
         self._settling: list[tuple[set[int], asyncio.Future[None]]] = []
         self._closing = False
         self._closed = False
-        device.attach(regions, self.arena)
-
-    def _new_arena(self) -> HostArena:
-        return HostArena(num_blocks=self._host_blocks, block_bytes=self._regions.host_block_bytes)
-
-    def _new_ids(self) -> _native.BlockMap:
-        return _native.BlockMap(0, [], 0, 0, self._host_blocks, device_blocks(self._regions))
+        self.memory = WorkerMemory(regions, host_blocks, device, checksums)
 
     @property
     def num_layers(self) -> int:
-        return self._regions.num_layers
+        return self.memory.regions.num_layers
 
     @property
     def device_blocks(self) -> int:
-        return device_blocks(self._regions)
+        return self.memory.device_blocks
 
     @property
     def computes_in_stream(self) -> bool:
@@ -205,13 +112,13 @@ class CacheController:
         """
         if self._closing:
             raise ClosedError("the cache controller is closing")
-        if self.asleep:
-            raise UsageError(f"the tiers {sorted(self.asleep)} are asleep")
+        if self.memory.asleep:
+            raise UsageError(f"the tiers {sorted(self.memory.asleep)} are asleep")
         if plan.transfer_id in self._transfers:
             raise UsageError(f"transfer {plan.transfer_id} is under way already")
-        num_bytes = self._checked_bytes(plan)
+        num_bytes = self.memory.check(plan)
         counter = LayerDoneCounter(
-            self._regions.num_layers,
+            self.memory.regions.num_layers,
             transfer_id=plan.transfer_id,
             direction=plan.direction,
             expedite=lambda: self._expedite(plan.transfer_id),
@@ -225,12 +132,6 @@ class CacheController:
             lane.queue.push(transfer)
             self._pump(lane)
         return counter
-
-    def _checked_bytes(self, plan: Plan) -> int:
-        if isinstance(plan, StatePlan):  # the device checks its ids
-            return self._regions.state_slot_bytes * len(plan.target_ids)
-        self._ids.check_ids(plan.host_ids, plan.device_ids, onload=plan.is_onload)
-        return self._block_bytes * plan.num_blocks
 
     def cancel(self, transfer_id: int) -> None:
         """Take back a plan that the device does not have yet; it is reported ``"cancelled"``.
@@ -276,75 +177,31 @@ class CacheController:
         self, sources: NDArray[np.int32], targets: NDArray[np.int32], stream: Any = None
     ) -> None:
         """Copy blocks within the device; see :func:`clone_blocks`."""
-        clone_blocks(self._regions, sources, targets, stream)
+        clone_blocks(self.memory.regions, sources, targets, stream)
 
     def clone_slots(
         self, sources: NDArray[np.int32], targets: NDArray[np.int32], stream: Any = None
     ) -> None:
         """Copy slots of recurrent state within the device; see :func:`clone_slots`."""
-        clone_slots(self._regions, sources, targets, stream)
+        clone_slots(self.memory.regions, sources, targets, stream)
 
     # --- sleep ------------------------------------------------------------------------------
 
     async def sleep(self, tiers: frozenset[Tier]) -> None:
-        """Free the memory of these tiers, the host arena or the views of the device tensors.
+        """Free the memory of these tiers; see :meth:`WorkerMemory.sleep`. Does not suspend.
 
-        Nothing can be submitted until all tiers are awake. Idempotent; does not suspend.
+        Nothing can be submitted until all tiers are awake.
 
         Raises:
             UsageError: a transfer is under way. Nothing changed.
         """
         if self._transfers:
             raise UsageError(f"{len(self._transfers)} transfers are under way")
-        falling = tiers - self.asleep
-        if not falling:
-            return
-        self.asleep |= falling
-        self._device.detach(keep_host="host" not in self.asleep)
-        if "device" in falling:
-            self._bind(self._regions.without_tensors())
-        if "host" in falling:
-            self.arena.close()
+        self.memory.sleep(tiers)
 
     async def wake_up(self, tiers: frozenset[Tier], regions: Regions | None = None) -> None:
-        """Take memory again: a new arena, and ``regions`` for the device tier.
-
-        A cuda device pins the arena in the background, and may be used meanwhile. Tiers that are
-        awake stay as they are. Does not suspend.
-
-        Raises:
-            LayoutError: the tensors do not hold what the old ones held. Still asleep.
-            ConfigError: no memory for the arena. Still asleep.
-        """
-        waking = tiers & self.asleep
-        if not waking:
-            return
-        previous, arena = self._regions, self.arena
-        if "device" in waking:
-            regions = previous if regions is None and not previous.num_layers else regions
-            if regions is None:
-                raise LayoutError("the device tier needs its tensors", hint="pass regions=")
-            previous.check_layout(regions)
-            self._bind(regions)
-        try:
-            if "host" in waking:
-                arena = self._new_arena()
-            if waking == self.asleep:
-                self._device.attach(self._regions, arena)
-        except BaseException:
-            self._device.detach(keep_host="host" not in self.asleep)
-            self._bind(previous)
-            if arena is not self.arena:
-                arena.close()
-            raise
-        self.arena = arena
-        self.asleep -= waking
-
-    def _bind(self, regions: Regions) -> None:
-        self._regions = regions
-        self._ids = self._new_ids()
-        if self._checksums is not None:
-            self._checksums.bind(regions)
+        """Take memory again; see :meth:`WorkerMemory.wake_up`. Does not suspend."""
+        self.memory.wake_up(tiers, regions)
 
     # --- end --------------------------------------------------------------------------------
 
@@ -393,8 +250,7 @@ class CacheController:
         await self.abandon()
         if not self._closed:
             self._closed = True
-            self._device.close()
-            self.arena.close()
+            self.memory.close()
 
     def statistics(self) -> WorkerStatistics:
         return WorkerStatistics(
@@ -406,7 +262,7 @@ class CacheController:
 
     # --- the life of a transfer -------------------------------------------------------------
 
-    def _pump(self, lane: _Lane) -> None:
+    def _pump(self, lane: Lane) -> None:
         while lane.submitted < SLOTS:
             transfer = lane.queue.pop()
             if transfer is None:
@@ -421,7 +277,7 @@ class CacheController:
             self._start(lane, transfer)
         return transfer is None or transfer.state != "held"
 
-    def _start(self, lane: _Lane, transfer: Transfer) -> None:
+    def _start(self, lane: Lane, transfer: Transfer) -> None:
         plan = transfer.plan
         transfer.state = "submitted"
         transfer.started_at = time.monotonic()
@@ -446,7 +302,7 @@ class CacheController:
         move = self._device.onload if plan.is_onload else self._device.offload
         return move(plan.host_ids, plan.device_ids, after)
 
-    def _watch(self, lane: _Lane, transfer: Transfer, events: Sequence[Event]) -> None:
+    def _watch(self, lane: Lane, transfer: Transfer, events: Sequence[Event]) -> None:
         """Watch each distinct event; layers that share one arrive together."""
         seconds = lane.expected_seconds(transfer)
         in_order = self._device.in_order

@@ -41,7 +41,7 @@ async def test_a_rank_that_is_lost_asleep_comes_back_asleep(tmp_path):
         with pytest.raises(RankLost):
             await ranked.group.sleep(frozenset({"host"}))
         await ranked.restart(1)
-        assert ranked.shards[1].worker._controller.asleep == {"host"}
+        assert ranked.shards[1].worker._controller.memory.asleep == {"host"}
         await ranked.engine.wake_up()
         assert await ranked.serve(A) == 0
 

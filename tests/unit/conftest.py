@@ -52,7 +52,7 @@ class Worker:
             poller=self.poller,
             on_report=lambda report: self.reports.append(report),
         )
-        blocks = self.controller.arena.blocks
+        blocks = self.controller.memory.arena.blocks
         blocks[:] = random.integers(0, 256, blocks.shape, np.uint8)
         self._ids = count(1)
 
@@ -97,7 +97,7 @@ class Worker:
     def contents(self) -> dict[str, np.ndarray]:
         """Copies of all bytes: the arena's and every tensor's."""
         found = {f"{p.region}{p.layer}": p.view().copy() for p in self.regions.pieces()}
-        found["host"] = self.controller.arena.blocks.copy()
+        found["host"] = self.controller.memory.arena.blocks.copy()
         return found
 
     def after_plain_copy(

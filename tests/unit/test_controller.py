@@ -12,11 +12,11 @@ from aiokv.errors import ClosedError, DeviceError, TransferError, UsageError
 from aiokv.plan import Priority, TransferReport
 from aiokv.testing import ManualDevice, ManualEvent, spin
 from aiokv.testing.manual import ManualStream
-from aiokv.worker import controller as controller_module
+from aiokv.worker import lanes
 from aiokv.worker.controller import SLOTS
 
 if TYPE_CHECKING:
-    from aiokv.worker.controller import LaneStatistics
+    from aiokv.worker.lanes import LaneStatistics
     from tests.unit.conftest import Worker
 
 pytestmark = pytest.mark.asyncio
@@ -375,14 +375,14 @@ async def test_close_cancels_what_waits_and_frees_nothing_under_a_copy(
             worker.submit("onload", [4], [4])
         closing.cancel()
         await asyncio.gather(closing, return_exceptions=True)
-        assert worker.controller.arena.blocks.shape[0] == 16
+        assert worker.controller.memory.arena.blocks.shape[0] == 16
         closing = asyncio.create_task(worker.controller.aclose())
         device.complete_all()
         await worker.settle()
         await closing
         assert device.closed
         with pytest.raises(ClosedError):
-            _ = worker.controller.arena.blocks
+            _ = worker.controller.memory.arena.blocks
         await worker.controller.aclose()
 
 
@@ -412,7 +412,7 @@ async def test_statistics_count_bytes_and_learn_the_bandwidth(
         lane = await move()
         assert lane.moved_bytes == 2 * worker.regions.block_bytes == 2 * (3 * 55 + 5)
         assert lane.bytes_per_second == 0.0
-        monkeypatch.setattr(controller_module, "LEARN_BYTES", 1)
+        monkeypatch.setattr(lanes, "LEARN_BYTES", 1)
         lane = await move()
         assert lane.bytes_per_second > 0
         assert (lane.done, lane.submitted) == (2, 0)
@@ -422,7 +422,7 @@ async def test_bandwidth_is_measured_by_the_devices_clock(
     new_worker: type[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a late look makes transfers seem slow, and the poller sleep longer, and so on."""
-    monkeypatch.setattr(controller_module, "LEARN_BYTES", 1)
+    monkeypatch.setattr(lanes, "LEARN_BYTES", 1)
     device = ManualDevice()
     async with new_worker(device) as worker:
         worker.submit()

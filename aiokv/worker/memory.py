@@ -1,0 +1,122 @@
+"""What a worker moves bytes between: the device tensors and the host arena, awake or asleep."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aiokv import _native
+from aiokv.errors import LayoutError
+from aiokv.plan import StatePlan
+from aiokv.worker.arena import HostArena
+from aiokv.worker.device.cpu import device_blocks
+
+if TYPE_CHECKING:
+    from aiokv.plan import Plan
+    from aiokv.types import Tier
+    from aiokv.worker.checksums import Checksums
+    from aiokv.worker.device.base import Device
+    from aiokv.worker.regions import Regions
+
+
+class WorkerMemory:
+    """Both tiers, attached to a device.
+
+    Args:
+        regions: the device tensors, borrowed until ``close()``.
+        host_blocks: of the arena that is made here.
+        device: attached here, closed by ``close()``.
+        checksums: told whenever the tensors change.
+
+    Attributes:
+        asleep: tiers whose memory is free for others.
+    """
+
+    def __init__(
+        self, regions: Regions, host_blocks: int, device: Device, checksums: Checksums | None
+    ) -> None:
+        self.regions = regions
+        self._host_blocks = host_blocks
+        self._device = device
+        self._checksums = checksums
+        self._block_bytes = regions.block_bytes
+        self.asleep: frozenset[Tier] = frozenset()
+        self.arena = self._new_arena()
+        self._ids = self._new_ids()
+        device.attach(regions, self.arena)
+
+    @property
+    def device_blocks(self) -> int:
+        return device_blocks(self.regions)
+
+    def check(self, plan: Plan) -> int:
+        """The bytes that a plan moves.
+
+        Raises:
+            UsageError: no blocks, unequal lists, ids out of range, or a destination named twice.
+        """
+        if isinstance(plan, StatePlan):  # the device checks its ids
+            return self.regions.state_slot_bytes * len(plan.target_ids)
+        self._ids.check_ids(plan.host_ids, plan.device_ids, onload=plan.is_onload)
+        return self._block_bytes * plan.num_blocks
+
+    def sleep(self, tiers: frozenset[Tier]) -> None:
+        """Free the host arena, or the views of the device tensors. Idempotent."""
+        falling = tiers - self.asleep
+        if not falling:
+            return
+        self.asleep |= falling
+        self._device.detach(keep_host="host" not in self.asleep)
+        if "device" in falling:
+            self._bind(self.regions.without_tensors())
+        if "host" in falling:
+            self.arena.close()
+
+    def wake_up(self, tiers: frozenset[Tier], regions: Regions | None = None) -> None:
+        """A new arena, and ``regions`` for the device tier; tiers that are awake stay as they are.
+
+        A cuda device pins the arena in the background, and may be used meanwhile.
+
+        Raises:
+            LayoutError: the tensors do not hold what the old ones held. Still asleep.
+            ConfigError: no memory for the arena. Still asleep.
+        """
+        waking = tiers & self.asleep
+        if not waking:
+            return
+        previous, arena = self.regions, self.arena
+        if "device" in waking:
+            regions = previous if regions is None and not previous.num_layers else regions
+            if regions is None:
+                raise LayoutError("the device tier needs its tensors", hint="pass regions=")
+            previous.check_layout(regions)
+            self._bind(regions)
+        try:
+            if "host" in waking:
+                arena = self._new_arena()
+            if waking == self.asleep:
+                self._device.attach(self.regions, arena)
+        except BaseException:
+            self._device.detach(keep_host="host" not in self.asleep)
+            self._bind(previous)
+            if arena is not self.arena:
+                arena.close()
+            raise
+        self.arena = arena
+        self.asleep -= waking
+
+    def close(self) -> None:
+        """Close the device, then free the arena. Nothing moves any more."""
+        self._device.close()
+        self.arena.close()
+
+    def _bind(self, regions: Regions) -> None:
+        self.regions = regions
+        self._ids = self._new_ids()
+        if self._checksums is not None:
+            self._checksums.bind(regions)
+
+    def _new_arena(self) -> HostArena:
+        return HostArena(num_blocks=self._host_blocks, block_bytes=self.regions.host_block_bytes)
+
+    def _new_ids(self) -> _native.BlockMap:
+        return _native.BlockMap(0, [], 0, 0, self._host_blocks, self.device_blocks)
