@@ -83,7 +83,7 @@ class CacheConfig:
     write_policy: WritePolicy = "write_through"
     write_through_threshold: int = 2
     low_watermark_blocks: int | None = None
-    eviction_policy: EvictionPolicy = "lru"
+    eviction_policy: EvictionPolicy = "s3fifo"
     min_onload_tokens: int = 0
     leave_tokens: int = 1
     reserve_blocks: int = 0

@@ -16,7 +16,7 @@ struct Forest {
 
     NodeId add(std::int32_t token, std::uint32_t reuse_class = 0) {
         const NodeId node = tree.find_or_add_child(root, &token).node;
-        tree[node].reuse_class = reuse_class & 31;
+        tree[node].reuse_class = reuse_class & 127;
         return node;
     }
 };
@@ -60,7 +60,7 @@ TEST(segments_lose_no_node_while_they_age_and_merge) {
     EvictionQueue queue(f.tree, 64, &model);
     std::vector<NodeId> nodes;
     for (std::int32_t i = 0; i < 200; ++i) {
-        nodes.push_back(f.add(i, static_cast<std::uint32_t>(i) % ReuseModel::kClasses));
+        nodes.push_back(f.add(i, static_cast<std::uint32_t>(i) % ReuseFeatures::kClasses));
         queue.push_back(nodes.back());
         if (i % 3 == 0) queue.remove(nodes[static_cast<std::size_t>(i)]);
         ask(model, i % 20, 40);
@@ -89,8 +89,8 @@ TEST(a_prompt_that_returns_changes_its_class) {
     const std::vector<ReuseClass> first = ask(model, 7, 4);
     const std::vector<ReuseClass> again = ask(model, 7, 4);
     CHECK_EQ(first.size(), std::size_t{5});  // four stretches and what follows them
-    CHECK_EQ(int{first[0]}, 1);              // once, 3 to 32 stretches added
-    CHECK_EQ(int{again[0]}, 3);              // twice, nothing added
+    CHECK_EQ(first[0], (ReuseFeatures{0, 1, 0}.reuse_class()));  // once, 3 to 32 stretches added
+    CHECK_EQ(again[0], (ReuseFeatures{1, 0, 1}.reuse_class()));  // twice, nothing added, soon
 }
 
 TEST(a_loop_larger_than_the_cache_promises_more_than_lru) {

@@ -18,6 +18,8 @@
 
 namespace aiokv {
 
+enum class EvictionKind : std::uint8_t { kLru, kS3Fifo };
+
 class EvictionQueue {
   public:
     // Without a model the order is that of push_back: lru.
@@ -29,7 +31,12 @@ class EvictionQueue {
     std::uint32_t size() const { return size_; }
 
     void push_back(NodeId node) {  // used now
-        link_back(model_ == nullptr ? kFront : newest_of(node), node);
+        if (model_ == nullptr) return link_back(kFront, node);
+        const ReuseClass reuse_class = tree_[node].reuse_class;
+        if (reuse_class != receiving_class_ || receiving_since_ != model_->now()) {
+            receive(reuse_class);
+        }
+        link_back(receiving_, node);
     }
     void push_front(NodeId node) { link_front(kFront, node); }
     void remove(NodeId node);
@@ -41,6 +48,7 @@ class EvictionQueue {
   private:
     using SegmentId = std::uint32_t;
     static constexpr SegmentId kFront = 0;
+    static constexpr std::uint64_t kNever = ~std::uint64_t{0};
     static constexpr std::uint32_t kEnd = 0x80000000;  // a link with this bit names a segment
 
     struct Segment {
@@ -54,7 +62,7 @@ class EvictionQueue {
 
     void link_back(SegmentId id, NodeId node);
     void link_front(SegmentId id, NodeId node);
-    SegmentId newest_of(NodeId node);
+    void receive(ReuseClass reuse_class);
     SegmentId open_segment();
     void age(std::vector<SegmentId>& segments);
     bool merge(SegmentId younger, SegmentId older);
@@ -66,12 +74,16 @@ class EvictionQueue {
     std::uint32_t capacity_;
     std::uint32_t size_ = 0;
     std::uint64_t epoch_ = 0;
+    std::uint64_t learnt_ = 0;
     bool by_recency_ = true;
+    SegmentId receiving_ = kFront;  // the newest segment of its class
+    ReuseClass receiving_class_ = 0;
+    std::uint64_t receiving_since_ = kNever;
     std::size_t cursor_ = 0;  // no segment of order_ before it has a node
     std::vector<Segment> segments_;
     std::vector<SegmentId> free_;
-    std::vector<SegmentId> order_;                                       // the next to go first
-    std::array<std::vector<SegmentId>, ReuseModel::kClasses> by_class_;  // oldest first
+    std::vector<SegmentId> order_;                                          // the next to go first
+    std::array<std::vector<SegmentId>, ReuseFeatures::kClasses> by_class_;  // oldest first
 };
 
 }  // namespace aiokv

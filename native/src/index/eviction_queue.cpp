@@ -8,6 +8,8 @@ namespace {
 // The scores decide when they promise this much more than LRU hits, and until it is this much.
 constexpr double kEnterGain = 0.03;
 constexpr double kLeaveGain = 0.018;
+constexpr std::uint64_t kHalfEpochUnits =
+    2;                                    // a segment is judged by its age halfway to the next sort
 constexpr std::uint64_t kMergeShare = 5;  // merged segments span at most 1/5 of their age
 
 }  // namespace
@@ -79,7 +81,10 @@ NodeId EvictionQueue::first_from(std::size_t place) const {
 
 NodeId EvictionQueue::front() {
     if (segments_[kFront].head != kNone) return segments_[kFront].head;
-    while (cursor_ < order_.size() && segments_[order_[cursor_]].head == kNone) ++cursor_;
+    while (cursor_ < order_.size() && segments_[order_[cursor_]].head == kNone) {
+        ++cursor_;
+        receiving_since_ = kNever;  // what comes next may have to move the cursor back
+    }
     return cursor_ < order_.size() ? segments_[order_[cursor_]].head : kNone;
 }
 
@@ -92,12 +97,14 @@ NodeId EvictionQueue::after(NodeId node) const {
 
 // -- segments --------------------------------------------------------------------------------
 
-EvictionQueue::SegmentId EvictionQueue::newest_of(NodeId node) {
-    const SegmentId id = by_class_[tree_[node].reuse_class].back();
-    Segment& segment = segments_[id];
-    segment.newest = model_->now();
+// A lease gives back many blocks of one class at one time.
+void EvictionQueue::receive(ReuseClass reuse_class) {
+    receiving_class_ = reuse_class;
+    receiving_since_ = model_->now();
+    receiving_ = by_class_[reuse_class].back();
+    Segment& segment = segments_[receiving_];
+    segment.newest = receiving_since_;
     cursor_ = std::min<std::size_t>(cursor_, segment.place);
-    return id;
 }
 
 EvictionQueue::SegmentId EvictionQueue::open_segment() {
@@ -157,18 +164,21 @@ void EvictionQueue::refresh() {
     if (model_ == nullptr || epoch_ == model_->epoch()) return;
     epoch_ = model_->epoch();
     for (auto& segments : by_class_) age(segments);
-    const double wanted = by_recency_ ? kEnterGain : kLeaveGain;
-    by_recency_ = !model_->is_warm() || model_->predicted_gain(capacity_) < wanted;
+    if (learnt_ != model_->learnt()) {
+        learnt_ = model_->learnt();
+        const double wanted = by_recency_ ? kEnterGain : kLeaveGain;
+        by_recency_ = !model_->is_warm() || model_->predicted_gain(capacity_) < wanted;
+    }
     sort();
 }
 
 void EvictionQueue::sort() {
     const std::uint64_t now = model_->now();
     order_.clear();
-    for (std::uint32_t c = 0; c < ReuseModel::kClasses; ++c) {
+    for (std::uint32_t c = 0; c < ReuseFeatures::kClasses; ++c) {
         for (const SegmentId id : by_class_[c]) {
             Segment& s = segments_[id];
-            const std::uint64_t age = now - (s.newest + s.oldest) / 2;
+            const std::uint64_t age = now + kHalfEpochUnits - (s.newest + s.oldest) / 2;
             s.score = by_recency_ ? 0.0 : model_->score(static_cast<ReuseClass>(c), age);
             order_.push_back(id);
         }
@@ -182,6 +192,7 @@ void EvictionQueue::sort() {
         segments_[order_[i]].place = static_cast<std::uint32_t>(i);
     }
     cursor_ = 0;
+    receiving_since_ = kNever;
 }
 
 }  // namespace aiokv

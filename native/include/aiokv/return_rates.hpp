@@ -1,0 +1,81 @@
+// At what rate do prefixes come back? Learned from counts of who waited and who returned.
+//
+// Proportional hazards: the rate of a stretch is that of its age, common to all, times one factor
+// for each of its features. Three features have 16 factors to learn where a table of their 120
+// combinations would take ten times as long. Factors are multiplied and rounded to a level; the
+// score of (level, age) is the best rate of hits per block and time that keeping such a block
+// longer can bring: Gittins' index.
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+namespace aiokv {
+
+using ReuseClass = std::uint8_t;
+
+// What is known of a stretch at its last use. Each combination is a class.
+struct ReuseFeatures {
+    static constexpr std::uint32_t kUses = 8;  // 1, 2, 3, 4, 5-8, 9-16, 17-40 times asked for, more
+    static constexpr std::uint32_t kAdded = 3;  // the prompt had 0-2, 3-32 new stretches, more
+    static constexpr std::uint32_t kGaps = 5;   // none yet; since the use before: see gap_of()
+    static constexpr std::uint32_t kClasses = kUses * kAdded * kGaps;
+
+    std::uint32_t uses = 0;
+    std::uint32_t added = 0;
+    std::uint32_t gap = 0;
+
+    ReuseClass reuse_class() const {
+        return static_cast<ReuseClass>((uses * kAdded + added) * kGaps + gap);
+    }
+};
+
+class ReturnRates {
+  public:
+    // Ages count units up to `window`.
+    explicit ReturnRates(double window) : window_(window) { learn(1); }
+
+    void count_return(const ReuseFeatures& features, std::uint64_t age) {
+        returns_[features.reuse_class()][bucket_of(age)] += 1;
+    }
+    void count_waiting(const ReuseFeatures& features, std::uint64_t age, double units) {
+        waiting_[features.reuse_class()][bucket_of(age)] += units;
+    }
+    void pass_time(double units) { time_ += units; }
+    // New factors and scores. Of what was counted before, a share of `keep` counts on.
+    void learn(double keep);
+
+    // Higher: keep longer.
+    double score(ReuseClass reuse_class, std::uint64_t age) const {
+        return scores_[levels_[reuse_class]][bucket_of(age)];
+    }
+    // By how much the scores should beat LRU where `room` stretches fit, as a share of LRU's hits.
+    double predicted_gain(double room) const;
+
+  private:
+    static constexpr std::uint32_t kBuckets = 21;  // two an octave of age
+    static constexpr std::uint32_t kLevels = 32;   // three an octave of factors
+    using Ages = std::array<double, kBuckets>;
+    using Classes = std::array<double, ReuseFeatures::kClasses>;
+
+    static std::uint32_t bucket_of(std::uint64_t age);
+    double bucket_width(std::uint32_t bucket) const;
+    double factor(std::uint32_t reuse_class) const;
+    void fade(double keep);
+    void fit_base();
+    void fit_factors();
+    void center_factors();
+    void rank(std::uint32_t level);
+
+    double window_;
+    std::array<Ages, ReuseFeatures::kClasses> returns_{};  // came back at that age
+    std::array<Ages, ReuseFeatures::kClasses> waiting_{};  // waited at that age, x units
+    double time_ = 0;  // units that waiting_ covers; fades with it
+    Ages base_{};      // returns of one stretch in one unit
+    std::array<std::array<double, 8>, 3> factors_ = {
+        {{1, 1, 1, 1, 1, 1, 1, 1}, {1, 1, 1, 1, 1, 1, 1, 1}, {1, 1, 1, 1, 1, 1, 1, 1}}};
+    std::array<std::uint8_t, ReuseFeatures::kClasses> levels_{};
+    std::array<Ages, kLevels> scores_{};
+};
+
+}  // namespace aiokv

@@ -1,0 +1,215 @@
+#include "aiokv/return_rates.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <vector>
+
+namespace aiokv {
+namespace {
+
+constexpr double kBasePrior = 1;     // returns that the mean of all ages weighs against one age
+constexpr double kFactorPrior = 20;  // returns that a factor of 1 weighs
+constexpr double kLevelsPerOctave = 3;
+constexpr double kLevelOfOne = 8;
+
+// A class is the sum of value * stride; see ReuseFeatures::reuse_class().
+struct Axis {
+    std::uint32_t size;
+    std::uint32_t stride;
+    std::uint32_t value(std::uint32_t reuse_class) const { return reuse_class / stride % size; }
+};
+constexpr std::array<Axis, 3> kAxes{
+    {{ReuseFeatures::kUses, ReuseFeatures::kAdded * ReuseFeatures::kGaps},
+     {ReuseFeatures::kAdded, ReuseFeatures::kGaps},
+     {ReuseFeatures::kGaps, 1}}};
+
+double bucket_start(std::uint32_t bucket) {
+    if (bucket == 0) return 0;
+    const std::uint32_t octave = (bucket + 1) / 2;
+    const std::uint32_t half = (bucket + 1) % 2;
+    return static_cast<double>((2u + half) << (octave - 1));
+}
+
+}  // namespace
+
+std::uint32_t ReturnRates::bucket_of(std::uint64_t age) {
+    if (age < 2) return 0;
+    const auto octave = static_cast<std::uint32_t>(std::bit_width(age)) - 1;
+    const auto half = static_cast<std::uint32_t>(age >> (octave - 1)) & 1;
+    return std::min(2 * octave - 1 + half, kBuckets - 1);
+}
+
+double ReturnRates::bucket_width(std::uint32_t bucket) const {
+    return (bucket + 1 < kBuckets ? bucket_start(bucket + 1) : window_) - bucket_start(bucket);
+}
+
+double ReturnRates::factor(std::uint32_t reuse_class) const {
+    double product = 1;
+    for (std::size_t i = 0; i < kAxes.size(); ++i)
+        product *= factors_[i][kAxes[i].value(reuse_class)];
+    return product;
+}
+
+void ReturnRates::learn(double keep) {
+    fade(keep);
+    fit_base();
+    fit_factors();
+    center_factors();
+    for (std::uint32_t c = 0; c < ReuseFeatures::kClasses; ++c) {
+        const double level = std::round(std::log2(factor(c)) * kLevelsPerOctave) + kLevelOfOne;
+        levels_[c] = static_cast<std::uint8_t>(std::clamp(level, 0.0, kLevels - 1.0));
+    }
+    for (std::uint32_t level = 0; level < kLevels; ++level) rank(level);
+}
+
+void ReturnRates::fade(double keep) {
+    time_ *= keep;
+    for (std::uint32_t c = 0; c < ReuseFeatures::kClasses; ++c) {
+        for (double& returns : returns_[c]) returns *= keep;
+        for (double& waiting : waiting_[c]) waiting *= keep;
+    }
+}
+
+// The rate of each age: what returned at it, by what the factors make of who waited.
+void ReturnRates::fit_base() {
+    Ages returned{};
+    Ages waited{};
+    double all_returned = 0;
+    double all_waited = 0;
+    for (std::uint32_t c = 0; c < ReuseFeatures::kClasses; ++c) {
+        const double relative = factor(c);
+        for (std::uint32_t b = 0; b < kBuckets; ++b) {
+            returned[b] += returns_[c][b];
+            waited[b] += waiting_[c][b] * relative;
+            all_returned += returns_[c][b];
+            all_waited += waiting_[c][b];
+        }
+    }
+    base_.fill(0);
+    if (all_returned <= 0 || all_waited <= 0) return;
+    const double prior_waited = kBasePrior * 2 * all_waited / all_returned;
+    for (std::uint32_t b = 0; b < kBuckets; ++b) {
+        base_[b] = (returned[b] + kBasePrior) / (waited[b] + prior_waited);
+    }
+}
+
+// Each factor in turn, given the others: what returned, by what was to be expected without it.
+void ReturnRates::fit_factors() {
+    Classes returned{};
+    Classes expected{};  // at factor 1
+    for (std::uint32_t c = 0; c < ReuseFeatures::kClasses; ++c) {
+        for (std::uint32_t b = 0; b < kBuckets; ++b) {
+            returned[c] += returns_[c][b];
+            expected[c] += waiting_[c][b] * base_[b];
+        }
+    }
+    for (std::size_t i = 0; i < kAxes.size(); ++i) {
+        std::array<double, 8> came{};
+        std::array<double, 8> due{};
+        for (std::uint32_t c = 0; c < ReuseFeatures::kClasses; ++c) {
+            const std::uint32_t value = kAxes[i].value(c);
+            came[value] += returned[c];
+            due[value] += expected[c] * factor(c) / factors_[i][value];
+        }
+        for (std::uint32_t value = 0; value < kAxes[i].size; ++value) {
+            factors_[i][value] = (came[value] + kFactorPrior) / (due[value] + kFactorPrior);
+        }
+    }
+}
+
+// Factors and base are known up to a constant: let the mean factor of who waits be 1.
+void ReturnRates::center_factors() {
+    double waited = 0;
+    double weighted = 0;
+    for (std::uint32_t c = 0; c < ReuseFeatures::kClasses; ++c) {
+        const double relative = factor(c);
+        for (const double waiting : waiting_[c]) {
+            waited += waiting;
+            weighted += waiting * relative;
+        }
+    }
+    if (waited <= 0) return;
+    const double mean = weighted / waited;
+    for (double& value : factors_[0]) value /= mean;
+    for (double& rate : base_) rate *= mean;
+}
+
+// For each age, the best ratio of hits to time over all times to keep waiting.
+void ReturnRates::rank(std::uint32_t level) {
+    const double relative = std::exp2((level - kLevelOfOne) / kLevelsPerOctave);
+    Ages stay{};  // share of those at the start of the bucket that are still waiting at its end
+    for (std::uint32_t b = 0; b < kBuckets; ++b) {
+        const double r = base_[b] * relative * bucket_width(b);
+        stay[b] = 1 / (1 + r + r * r / 2);
+    }
+    for (std::uint32_t from = 0; from < kBuckets; ++from) {
+        double waiting = 1;
+        double came = 0;
+        double time = 0;
+        double best = 0;
+        for (std::uint32_t b = from; b < kBuckets; ++b) {
+            const double left = waiting * stay[b];
+            came += waiting - left;
+            time += bucket_width(b) * (waiting + left) / 2;
+            waiting = left;
+            best = std::max(best, came / time);
+        }
+        scores_[level][from] = best;
+    }
+}
+
+// Both orders are judged by the same counts: LRU keeps what is younger than some age, the scores
+// keep what has stayed above some threshold; either as many stretches as there is room for.
+double ReturnRates::predicted_gain(double room) const {
+    struct Group {
+        double score;
+        double waiting;
+        double returns;
+    };
+    std::vector<Group> groups;
+    std::array<Ages, kLevels> waiting{};
+    std::array<Ages, kLevels> returns{};
+    for (std::uint32_t c = 0; c < ReuseFeatures::kClasses; ++c) {
+        for (std::uint32_t b = 0; b < kBuckets; ++b) {
+            waiting[levels_[c]][b] += waiting_[c][b];
+            returns[levels_[c]][b] += returns_[c][b];
+        }
+    }
+    const auto hits = [room = room * time_](const std::vector<Group>& order) {
+        double left = room;
+        double hits = 0;
+        for (const Group& group : order) {
+            if (left <= 0) break;
+            hits += group.returns * (group.waiting > left ? left / group.waiting : 1.0);
+            left -= group.waiting;
+        }
+        return hits;
+    };
+    for (std::uint32_t b = 0; b < kBuckets; ++b) {
+        Group group{0, 0, 0};
+        for (std::uint32_t level = 0; level < kLevels; ++level) {
+            group.waiting += waiting[level][b];
+            group.returns += returns[level][b];
+        }
+        groups.push_back(group);
+    }
+    const double lru_hits = hits(groups);
+    groups.clear();
+    for (std::uint32_t level = 0; level < kLevels; ++level) {
+        double lowest = scores_[level][0];
+        for (std::uint32_t b = 0; b < kBuckets; ++b) {
+            lowest = std::min(lowest, scores_[level][b]);
+            if (waiting[level][b] > 0 || returns[level][b] > 0) {
+                groups.push_back({lowest, waiting[level][b], returns[level][b]});
+            }
+        }
+    }
+    std::stable_sort(groups.begin(), groups.end(),
+                     [](const Group& a, const Group& b) { return a.score > b.score; });
+    const double own_hits = hits(groups);
+    if (lru_hits <= 0) return own_hits > 0 ? 1.0 : 0.0;
+    return own_hits / lru_hits - 1;
+}
+
+}  // namespace aiokv
