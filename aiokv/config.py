@@ -57,9 +57,11 @@ class CacheConfig:
         write_through_threshold: the n of the selective policy; computing a block is its first use.
         low_watermark_blocks: device blocks that are kept free or saved ahead of eviction; None
             for a thirty-second of ``device_blocks``.
-        eviction_policy: which blocks go first. ``"s3fifo"``: one-time prompts before those that
-            came back, by what was learnt of when prompts return, and like ``"lru"`` where that
-            promises less than 3 % more hits; ``"lru"``: the least recently used, exactly.
+        eviction_policy: which blocks go first. ``"s3fifo"``: after S3-FIFO, with its FIFO queues
+            and ghost list, but one queue for each kind of use and age rather than a small and a
+            main one; which of them gives the next block adapts to how often such prompts were
+            seen to return. Like ``"lru"`` for the first four capacities, and where the learned
+            order promises less than 3 % more hits. ``"lru"``: the least recently used, exactly.
         min_onload_tokens: a shorter host hit is computed again rather than copied.
         leave_tokens: positions at the end of a prompt that are computed even if cached, at least
             1 for the logits; EAGLE and MTP heads want more.

@@ -64,7 +64,7 @@ def _no_stages(stage: str, total: int) -> Callable[[int], None]:
 
 
 async def _trace(workload: Workload, device_blocks: int) -> dict[str, Any]:
-    options = ReplayOptions(device_blocks=device_blocks, latencies=False)
+    options = ReplayOptions(device_blocks=device_blocks, latencies=False, eviction_policy="lru")
     report = await replay(workload, options, _no_stages)
     blocks = sum(-(-len(tokens) // BLOCK_TOKENS) for tokens in workload.prompts)
     return {
@@ -77,7 +77,9 @@ async def _trace(workload: Workload, device_blocks: int) -> dict[str, Any]:
 
 def _native_seconds(workload: Workload, device_blocks: int) -> float:
     """CPU time of the plain loop without engine and leases."""
-    config = CacheConfig(block_tokens=BLOCK_TOKENS, device_blocks=device_blocks)
+    config = CacheConfig(
+        block_tokens=BLOCK_TOKENS, device_blocks=device_blocks, eviction_policy="lru"
+    )
     core = CacheManager(config).core
     started = time.thread_time()
     for tokens in workload.prompts:
@@ -166,4 +168,6 @@ async def _cpu_ns(engine: CacheEngine, prompts: list[NDArray[np.int32]]) -> floa
 
 
 def _engine(device_blocks: int) -> CacheEngine:
-    return CacheEngine(CacheConfig(block_tokens=BLOCK_TOKENS, device_blocks=device_blocks))
+    return CacheEngine(
+        CacheConfig(block_tokens=BLOCK_TOKENS, device_blocks=device_blocks, eviction_policy="lru")
+    )

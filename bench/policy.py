@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from aiokv import CacheConfig
 from aiokv.scheduler.manager import CacheManager
 from aiokv.trace.format import HASH_BLOCK_TOKENS, TraceRequest, expand_tokens, read_trace
+from aiokv.trace.min_oracle import min_hit_tokens
 from aiokv.trace.synthetic import generate_trace
 from bench.harness import find_trace
-from bench.min_oracle import min_hit_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,7 +67,8 @@ def _ratios(requests: Sequence[TraceRequest], capacities: Sequence[int]) -> dict
     for capacity in capacities:
         best = max(1, min_hit_tokens(requests, capacity))
         results[f"{capacity}_blocks"] = {
-            f"{policy}_of_min": hit_tokens(prompts, capacity, policy) / best for policy in POLICIES
+            f"{policy}_min_ratio": hit_tokens(prompts, capacity, policy) / best
+            for policy in POLICIES
         }
     return results
 

@@ -12,9 +12,11 @@ from aiokv.errors import UsageError
 
 if TYPE_CHECKING:
     from aiokv.cli.progress import Stages
+    from aiokv.config import EvictionPolicy
     from aiokv.trace.replay import ReplayOptions
     from aiokv.trace.report import ReplayReport
 
+EVICTION_POLICIES: tuple[EvictionPolicy, ...] = ("s3fifo", "lru")
 DEFAULT_CAPACITIES = "8000,16000,32000,64000,128000,256000,512000,1024000"
 
 
@@ -36,6 +38,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         choices=(*SAVING_POLICIES, "none", "all"),
         default=SAVING_POLICIES[0],
         help="when blocks get their host copy; all: compare the three that make any",
+    )
+    add(
+        "--eviction-policy",
+        choices=(*EVICTION_POLICIES, "all"),
+        default=EVICTION_POLICIES[0],
+        help="which blocks go first; all: compare them with each other and with MIN",
     )
     add(
         "--block-kib",
@@ -100,13 +108,27 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _replay(args: argparse.Namespace, stages: Stages) -> ReplayReport:
-    from aiokv.trace.replay import compare_policies, load_workload, replay, sweep_capacities
+    from aiokv.trace.replay import (
+        compare_evictions,
+        compare_policies,
+        load_workload,
+        replay,
+        sweep_capacities,
+    )
 
+    if args.write_policy == args.eviction_policy == "all":
+        raise UsageError(
+            "only one of --write-policy and --eviction-policy can be all",
+            hint="name the other one",
+        )
     options = _make_options(args)
     workload = load_workload(args.trace, args.limit, stages)
     if args.write_policy == "all":
         report, points = await compare_policies(workload, options, stages)
         report.write_policies = points
+    elif args.eviction_policy == "all":
+        report, evictions = await compare_evictions(workload, options, stages)
+        report.eviction_policies = evictions
     else:
         report = await replay(workload, options, stages)
     capacities = args.capacities or (args.plot and _capacities(DEFAULT_CAPACITIES))
@@ -123,6 +145,9 @@ def _make_options(args: argparse.Namespace) -> ReplayOptions:
         device_blocks=args.device_blocks,
         host_blocks=args.host_blocks,
         write_policy=SAVING_POLICIES[0] if args.write_policy == "all" else args.write_policy,
+        eviction_policy=(
+            EVICTION_POLICIES[0] if args.eviction_policy == "all" else args.eviction_policy
+        ),
         block_bytes=args.block_kib << 10,
         concurrency=args.concurrency,
         speed=args.speed,
@@ -196,6 +221,12 @@ def _rows(report: ReplayReport) -> list[tuple[str, str]]:
     rows += _traffic_rows(report)
     rows += _latency_rows(report)
     rows += _memory_rows(report)
+    for eviction in report.eviction_policies or ():
+        text = (
+            f"hits {eviction.hit_tokens['total']:,} ({eviction.hit_rate:.2%}), on the device "
+            f"{eviction.device_share_of_min:.3f} of MIN's {eviction.min_hit_tokens:,}"
+        )
+        rows.append((eviction.eviction_policy, text))
     for point in report.capacities or ():
         hits = f"{point.hit_tokens['total']:,} ({point.hit_rate:.2%})"
         rows.append((f"hit tokens with {point.device_blocks:,} device blocks", hits))

@@ -8,13 +8,18 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from aiokv import CacheConfig, CacheEngine
-from aiokv.config import WritePolicy  # noqa: TC001 - msgspec reads the annotations
+from aiokv.config import (  # noqa: TC001 - msgspec reads the annotations
+    EvictionPolicy,
+    WritePolicy,
+)
 from aiokv.errors import UsageError
-from aiokv.trace.format import expand_tokens, read_trace
+from aiokv.trace.format import HASH_BLOCK_TOKENS, TraceRequest, expand_tokens, read_trace
 from aiokv.trace.loops import Replayer, Samples, plain_loop, run_in_chunks, timed_loop
+from aiokv.trace.min_oracle import min_hit_tokens
 from aiokv.trace.payload import Payload
 from aiokv.trace.report import (
     CapacityPoint,
+    EvictionPoint,
     ExecuteReport,
     MemoryReport,
     PolicyPoint,
@@ -31,7 +36,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiokv import Statistics
-    from aiokv.trace.format import TraceRequest
 
     Progress = Callable[[int], None]
     # (stage, total) -> what to call with the number of requests done since the last call
@@ -43,6 +47,7 @@ COMPARED_POLICIES: Final[tuple[WritePolicy, ...]] = (
     "write_through_selective",
     "write_back",
 )
+EVICTION_POLICIES: Final[tuple[EvictionPolicy, ...]] = ("lru", "s3fifo")
 
 
 class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +58,7 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
         device_blocks: capacity of the device tier.
         host_blocks: capacity of the host tier; 0 for none.
         write_policy: when blocks get their host copy.
+        eviction_policy: which blocks go first.
         block_bytes: size of a block in what is said of bytes moved; the real one with ``execute``.
         concurrency: leases that live at once. As fast as possible, a lease lives until
             ``concurrency`` younger ones have come; by timestamps, until its answer is decoded.
@@ -68,6 +74,7 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
     device_blocks: int = 32_000
     host_blocks: int = 0
     write_policy: WritePolicy = "write_through"
+    eviction_policy: EvictionPolicy = "s3fifo"
     block_bytes: int = 2 << 20  # 16 tokens of an 8B model: 32 layers, 8 KV heads of 128, 2 bytes
     concurrency: int = 1
     speed: float | None = None
@@ -94,6 +101,7 @@ class Workload(msgspec.Struct, kw_only=True):
     prompts: list[NDArray[np.int32]]
     arrival_seconds: list[float]
     output_tokens: list[int]
+    requests: list[TraceRequest]
 
     @property
     def prompt_tokens(self) -> int:
@@ -117,6 +125,7 @@ class Workload(msgspec.Struct, kw_only=True):
             prompts=[self.prompts[i] for i in kept],
             arrival_seconds=[self.arrival_seconds[i] for i in kept],
             output_tokens=[self.output_tokens[i] for i in kept],
+            requests=[self.requests[i] for i in kept],
         )
 
 
@@ -141,6 +150,7 @@ def workload_of(name: str, requests: Sequence[TraceRequest], stages: Stages) -> 
         prompts=prompts,
         arrival_seconds=[(r.timestamp_ms - requests[0].timestamp_ms) / 1e3 for r in requests],
         output_tokens=[r.output_tokens for r in requests],
+        requests=list(requests),
     )
 
 
@@ -273,6 +283,35 @@ async def compare_policies(
     return reports[options.write_policy], points
 
 
+async def compare_evictions(
+    workload: Workload, options: ReplayOptions, stages: Stages
+) -> tuple[ReplayReport, list[EvictionPoint]]:
+    """Replay under each of ``EVICTION_POLICIES``, all else as in ``options``; beside them MIN.
+
+    Returns:
+        The whole report under ``options.eviction_policy``, and what tells the policies apart.
+    """
+    reports = {}
+    for policy in EVICTION_POLICIES:
+        changed = msgspec.structs.replace(options, eviction_policy=policy)
+        reports[policy] = await replay(workload, changed, _named_stages(policy, stages))
+    capacity_tokens = options.device_blocks * options.block_tokens
+    fitting = workload.fitting(capacity_tokens)
+    best = min_hit_tokens(fitting.requests, capacity_tokens // HASH_BLOCK_TOKENS)
+    points = [
+        EvictionPoint(
+            eviction_policy=policy,
+            hit_tokens=report.hit_tokens,
+            hit_rate=report.hit_rate,
+            min_hit_tokens=best,
+            device_share_of_min=report.hit_tokens["device"] / max(1, best),
+            requests_per_second=report.requests_per_second,
+        )
+        for policy, report in reports.items()
+    ]
+    return reports[options.eviction_policy], points
+
+
 def _named_stages(name: str, stages: Stages) -> Stages:
     return lambda stage, total: stages(f"{name}: {stage}", total)
 
@@ -287,6 +326,7 @@ def _make_config(options: ReplayOptions) -> CacheConfig:
         device_blocks=options.device_blocks,
         host_blocks=options.host_blocks,
         write_policy=options.write_policy,
+        eviction_policy=options.eviction_policy,
     )
 
 

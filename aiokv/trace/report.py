@@ -88,6 +88,23 @@ class PolicyPoint(msgspec.Struct, frozen=True, kw_only=True):
     execute: ExecuteReport | None
 
 
+class EvictionPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One eviction policy on the same trace.
+
+    Attributes:
+        min_hit_tokens: what no policy can beat on the device tier, by MIN over the trace's own
+            blocks of 512 tokens.
+        device_share_of_min: hit tokens on the device, by ``min_hit_tokens``.
+    """
+
+    eviction_policy: str
+    hit_tokens: dict[str, int]
+    hit_rate: float
+    min_hit_tokens: int
+    device_share_of_min: float
+    requests_per_second: float
+
+
 class CapacityPoint(msgspec.Struct, frozen=True, kw_only=True):
     """Hit tokens at one number of device blocks; ``hit_rate`` is of all prompt tokens given."""
 
@@ -114,6 +131,7 @@ class ReplayReport(msgspec.Struct, kw_only=True):
         wall_seconds: wall-clock of the same loop.
         latency_us: by operation.
         write_policies: every write policy on the same trace, when they were compared.
+        eviction_policies: the same of the eviction policies.
     """
 
     trace: str
@@ -134,6 +152,7 @@ class ReplayReport(msgspec.Struct, kw_only=True):
     execute: ExecuteReport | None = None
     capacities: list[CapacityPoint] | None = None
     write_policies: list[PolicyPoint] | None = None
+    eviction_policies: list[EvictionPoint] | None = None
 
 
 def percentiles_us(samples_ns: Mapping[str, Sequence[int]]) -> dict[str, Percentiles]:

@@ -10,7 +10,9 @@ import pytest
 from bench import harness
 
 
-@pytest.mark.parametrize("name", ["index", "admission", "cancel_storm", "shutdown", "ranks"])
+@pytest.mark.parametrize(
+    "name", ["index", "policy", "admission", "cancel_storm", "shutdown", "ranks"]
+)
 def test_bench_gives_finite_numbers_that_can_be_compared(name):
     numbers = harness.flatten(importlib.import_module(f"bench.{name}").run(quick=True))
     assert all(math.isfinite(value) for value in numbers.values())

@@ -155,7 +155,7 @@ def public() -> Workload:
 )
 def test_hits_equal_vllm_on_the_public_trace(public, device_blocks, hit_tokens):
     """Exactly the hit tokens of vLLM 0.33's block pool, sequential, 16-token blocks."""
-    report = run_replay(public, device_blocks=device_blocks, latencies=False)
+    report = run_replay(public, device_blocks=device_blocks, latencies=False, eviction_policy="lru")
     assert report.hit_tokens["total"] == hit_tokens
     assert (report.requests, report.prompt_tokens) == (12_031, 144_793_823)
 
@@ -210,6 +210,22 @@ def test_the_three_write_policies_are_compared_over_real_bytes(tmp_path, capsys)
     saved = {name: point["traffic"]["offloaded_blocks"] for name, point in points.items()}
     assert saved["write_through_selective"] < saved["write_through"]
     assert result["traffic"] == points["write_through"]["traffic"]
+
+
+def test_the_eviction_policies_are_compared_with_each_other_and_with_min(tmp_path, capsys):
+    status = run_cli(
+        SMALL, "--device-blocks", 1_600, "--eviction-policy", "all", "--json", tmp_path / "r.json",
+    )  # fmt: skip
+    assert status == 0
+    assert "s3fifo: hits " in capsys.readouterr().out
+    result = json.loads((tmp_path / "r.json").read_text())
+    points = {point["eviction_policy"]: point for point in result["eviction_policies"]}
+    assert list(points) == ["lru", "s3fifo"]
+    for point in points.values():
+        assert point["hit_tokens"]["device"] > 0
+        assert 0.1 < point["device_share_of_min"] < 1.1  # MIN leaves the rest of 512 tokens out
+    assert result["hit_tokens"] == points["s3fifo"]["hit_tokens"]
+    assert run_cli(SMALL, "--eviction-policy", "all", "--write-policy", "all") != 0
 
 
 def test_bytes_moved_are_nominal_without_real_ones(small):

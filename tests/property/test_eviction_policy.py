@@ -12,8 +12,8 @@ from aiokv.config import CacheConfig
 from aiokv.errors import ConfigError
 from aiokv.plan import TransferReport
 from aiokv.scheduler.manager import CacheManager
+from aiokv.trace.min_oracle import min_hit_tokens
 from aiokv.trace.synthetic import generate_trace
-from bench.min_oracle import min_hit_tokens
 from bench.policy import hit_tokens, trace_prompts
 
 
@@ -108,6 +108,13 @@ def test_a_loop_that_does_not_fit_is_kept_in_part_by_s3fifo():
     prompts = documents * 60
     assert hit_tokens(prompts, 200, "lru") == 0
     assert hit_tokens(prompts, 200, "s3fifo") > 0.3 * 5_120 * len(prompts)
+
+
+def test_chats_with_pauses_hit_more_often_than_with_lru():
+    requests = generate_trace(1_500, live_conversations=100, turn_tokens=3_000, max_turns=12)
+    prompts = trace_prompts(requests)
+    least_recent = hit_tokens(prompts, 300, "lru", block_tokens=64)
+    assert hit_tokens(prompts, 300, "s3fifo", block_tokens=64) > 0.99 * least_recent > 0
 
 
 def test_unknown_policy_is_refused():

@@ -1,9 +1,10 @@
 // The nodes that may be evicted from one tier, in the order in which they should go.
 //
-// lru: one list. s3fifo: a list ("segment") for each reuse class and span of time; the segments
-// are sorted by the model's score of their class and age, whenever time has moved on. Nodes of one
-// segment go first in, first out. Segments are merged as they age, so there are few. What was
-// blocked when its turn came returns to the front, before all segments.
+// lru: one list. s3fifo: S3-FIFO with more queues than a small and a main one: a list ("segment")
+// for each reuse class and span of time, first in, first out. The ghost list of ReuseModel tells
+// the class; which segment goes first is learned, so the split between them adapts. Segments are
+// sorted by the score of their class and age whenever time has moved on, and merged as they age,
+// so there are few. What was blocked when its turn came returns to the front, before all segments.
 //
 // The links are in the nodes. The outer links of a segment's first and last node name the segment,
 // so that a node is taken out, and two segments are merged, in O(1).
