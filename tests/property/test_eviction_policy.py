@@ -110,7 +110,7 @@ def test_a_loop_that_does_not_fit_is_kept_in_part_by_s3fifo():
     assert hit_tokens(prompts, 200, "s3fifo") > 0.3 * 5_120 * len(prompts)
 
 
-def test_chats_with_pauses_hit_more_often_than_with_lru():
+def test_chats_with_pauses_lose_at_most_one_percent_of_lru_hits():
     requests = generate_trace(1_500, live_conversations=100, turn_tokens=3_000, max_turns=12)
     prompts = trace_prompts(requests)
     least_recent = hit_tokens(prompts, 300, "lru", block_tokens=64)
