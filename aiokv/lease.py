@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from aiokv.engine.leasing import Leasing
     from aiokv.types import TokenIds
     from aiokv.worker.device.base import Event
-    from aiokv.worker.layers import LayerView
+    from aiokv.worker.views import LayerView
 
 
 _NO_WAITS = Waits()

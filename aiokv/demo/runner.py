@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from aiokv.demo.model import Batch, Model
     from aiokv.worker.device.base import Event
-    from aiokv.worker.layers import LayerView
+    from aiokv.worker.views import LayerView
 
 
 @dataclass(frozen=True, slots=True)

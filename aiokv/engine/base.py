@@ -30,9 +30,9 @@ from aiokv.scheduler.manager import CacheManager
 from aiokv.worker.checksums import Checksums
 from aiokv.worker.controller import CacheController
 from aiokv.worker.device.cpu import CpuDevice
-from aiokv.worker.layers import done_view
 from aiokv.worker.poller import EventPoller
 from aiokv.worker.regions import Regions
+from aiokv.worker.views import done_view
 
 if TYPE_CHECKING:
     from collections.abc import Callable

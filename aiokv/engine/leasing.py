@@ -15,7 +15,7 @@ from aiokv.errors import (
 )
 from aiokv.lease import Lease
 from aiokv.types import as_tokens, check_items
-from aiokv.worker.layers import LayerView
+from aiokv.worker.views import LayerView
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

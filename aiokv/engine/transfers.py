@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from aiokv.observe.logs import Log
 from aiokv.plan import TransferPlan
-from aiokv.worker.layers import LayerView
+from aiokv.worker.views import LayerView
 
 if TYPE_CHECKING:
     import asyncio

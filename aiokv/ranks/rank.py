@@ -39,8 +39,9 @@ from aiokv.ranks.outbox import Outbox
 from aiokv.worker.controller import CacheController
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.device.cpu import CpuDevice
-from aiokv.worker.layers import LayerDoneCounter, LayerView, done_view
+from aiokv.worker.layers import LayerDoneCounter
 from aiokv.worker.poller import EventPoller
+from aiokv.worker.views import LayerView, done_view
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -12,7 +12,8 @@ from aiokv.errors import UsageError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from aiokv.worker.regions import Piece, Regions
+    from aiokv.worker.arrays import Piece
+    from aiokv.worker.regions import Regions
 
 
 def clone_blocks(

@@ -1,4 +1,4 @@
-"""LayerDoneCounter: which layers of a transfer have arrived. LayerView: of all a lease needs.
+"""LayerDoneCounter: which layers of a transfer have arrived.
 
 Two ways to wait. ``await wait(layer)`` proves that the bytes are there. ``gpu_wait(layer, stream)``
 makes a stream wait and not the host; it orders but proves nothing, so a step that used it calls
@@ -10,18 +10,18 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 from aiokv.errors import TransferError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Callable
 
     from aiokv.plan import Direction
     from aiokv.worker.device.base import Copy, CopyError
+    from aiokv.worker.views import LayerView
 
-_ALL: Final = -1  # key of those who wait for the end
+ALL: Final = -1  # key of those who wait for the end
 
 
 class LayerDoneCounter:
@@ -151,14 +151,14 @@ class LayerDoneCounter:
 
     async def wait_all(self, timeout: float | None = None) -> None:
         """wait() for all layers."""
-        await self.settled(_ALL, timeout)
+        await self.settled(ALL, timeout)
         self.raise_for_error()
 
     async def settled(self, layer: int, timeout: float | None = None) -> None:
         """As wait(), but a failure is only the end of waiting."""
-        if layer != _ALL:
+        if layer != ALL:
             self._check(layer)
-        arrived = layer != _ALL and self._times[layer] is not None
+        arrived = layer != ALL and self._times[layer] is not None
         if self._ended or (arrived and self.failure is None):
             return
         future: asyncio.Future[None] = self._loop.create_future()
@@ -168,7 +168,7 @@ class LayerDoneCounter:
             async with asyncio.timeout(timeout):
                 await future
         except TimeoutError:
-            what = "the last layer" if layer == _ALL else f"layer {layer}"
+            what = "the last layer" if layer == ALL else f"layer {layer}"
             raise TimeoutError(
                 f"{self.direction} {self.transfer_id}: {what} did not arrive within {timeout} s"
             ) from None
@@ -177,7 +177,7 @@ class LayerDoneCounter:
 
     def __aiter__(self) -> AsyncIterator[int]:
         """Layers in ascending order, each when it has arrived."""
-        return _LayerIterator(self)
+        return LayerIterator(self)
 
     # --- waiting on a stream, any thread ----------------------------------------------------
 
@@ -297,137 +297,14 @@ class LayerDoneCounter:
             raise UsageError(f"layer {layer} is not in [0, {self.num_layers})")
 
 
-class LayerView:
-    """All transfers that a lease owns or has joined, as one counter.
-
-    Args:
-        counters: of those transfers, of one number of layers.
-        num_layers: needed when there are no counters; see :func:`done_view`.
-        locate: ``(transfer_id, first_bad_block)`` to the first position of the lease to compute;
-            None when the failure is behind all that the lease needs of that transfer.
-        owner: of the lease, for messages.
-    """
-
-    def __init__(
-        self,
-        counters: Sequence[LayerDoneCounter] = (),
-        *,
-        num_layers: int | None = None,
-        locate: Callable[[int, int], int | None] | None = None,
-        owner: str = "",
-    ) -> None:
-        self._owner = f" for {owner}" if owner else ""
-        self.counters = tuple(counters)
-        self.num_layers = (
-            counters[0].num_layers if num_layers is None and counters else num_layers or 0
-        )
-        self._locate = locate
-        self._created = time.monotonic() if counters else 0.0
-
-    @property
-    def elapsed_seconds(self) -> float | None:
-        """Since the view was made, up to the end of its last transfer; None without transfers."""
-        ends = [counter.end_seconds for counter in self.counters]
-        return max(max(ends) - self._created, 0.0) if ends else None
-
-    @property
-    def is_done(self) -> bool:
-        """Nothing moves any more. Any thread."""
-        return all(counter.is_done for counter in self.counters)
-
-    @property
-    def at_rest(self) -> bool:
-        """No byte of these transfers moves any more."""
-        return all(counter.at_rest for counter in self.counters)
-
-    @property
-    def transfer_ids(self) -> tuple[int, ...]:
-        """What a rank's runner needs to wait for the same transfers; see ``Rank.layers``."""
-        return tuple(counter.transfer_id for counter in self.counters)
-
-    @property
-    def pending_layers(self) -> list[int]:
-        """Layers that at least one transfer still owes, ascending."""
-        return sorted({layer for counter in self.counters for layer in counter.pending_layers})
-
-    def raise_for_error(self) -> None:
-        """Raise the failure that reaches furthest to the front.
-
-        Blocks of a joined transfer that are not the lease's may fail without concern to it.
-
-        Raises:
-            TransferError: ``first_bad_token`` is the first position to compute again.
-        """
-        errors = [
-            (token, counter, failure)
-            for counter in self.counters
-            if (failure := counter.failure) is not None
-            and (token := self._first_bad_token(counter, failure)) is not None
-        ]
-        if errors:
-            token, counter, failure = min(errors, key=lambda error: error[0])
-            raise TransferError(
-                f"{counter.direction} {counter.transfer_id}{self._owner} failed at block "
-                f"{failure.first_bad_block}: {failure.reason}",
-                direction=counter.direction,
-                first_bad_token=token,
-                rank=failure.rank,
-            )
-
-    def _first_bad_token(self, counter: LayerDoneCounter, failure: CopyError) -> int | None:
-        if self._locate is None:
-            return 0
-        return self._locate(counter.transfer_id, failure.first_bad_block)
-
-    async def wait(self, layer: int, timeout: float | None = None) -> None:
-        """As :meth:`LayerDoneCounter.wait`, for every transfer; without any it does not suspend."""
-        now = asyncio.get_running_loop().time
-        deadline = None if timeout is None else now() + timeout
-        for counter in self.counters:
-            left = None if deadline is None else max(deadline - now(), 0.0)
-            await counter.settled(layer, left)
-        for counter in self.counters:  # one may have failed while another was waited for
-            if counter.failure is not None:
-                left = None if deadline is None else max(deadline - now(), 0.0)
-                await counter.settled(_ALL, left)
-        self.raise_for_error()
-
-    async def wait_all(self, timeout: float | None = None) -> None:
-        """wait() for all layers."""
-        await self.wait(_ALL, timeout)
-
-    def __aiter__(self) -> AsyncIterator[int]:
-        """Layers in ascending order, each when it has arrived in every transfer."""
-        return _LayerIterator(self)
-
-    def gpu_wait(self, layer: int, stream: Any) -> None:
-        """As :meth:`LayerDoneCounter.gpu_wait`, for every transfer. Any thread."""
-        for counter in self.counters:
-            counter.gpu_wait(layer, stream)
-
-    def gpu_wait_all(self, stream: Any) -> None:
-        """gpu_wait() for every layer. Any thread."""
-        for counter in self.counters:
-            counter.gpu_wait_all(stream)
-
-
-@cache
-def done_view(num_layers: int) -> LayerView:
-    """The shared view of a lease that has nothing to wait for."""
-    return LayerView(num_layers=num_layers)
-
-
-DONE: Final = done_view(0)
-
-
-class _LayerIterator:
+class LayerIterator:
     """``async for`` without an async generator, which would need closing."""
 
     def __init__(self, layers: LayerDoneCounter | LayerView) -> None:
         self._layers = layers
         self._next = 0
 
-    def __aiter__(self) -> _LayerIterator:
+    def __aiter__(self) -> LayerIterator:
         return self
 
     async def __anext__(self) -> int:

@@ -23,14 +23,14 @@ import msgspec
 
 from aiokv import _native
 from aiokv.errors import ClosedError, DeviceError
+from aiokv.worker.watches import Stream, Watch, next_query
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Hashable, Sequence
 
     from aiokv.worker.device.base import Event
-
-    Callback = Callable[[BaseException | None], None]
+    from aiokv.worker.watches import Callback
 
 FIRST_LEAD_SECONDS: Final = 40e-6  # a timerfd wake-up costs 10 to 40 us
 MIN_LEAD_SECONDS: Final = 15e-6
@@ -39,11 +39,6 @@ LEAD_GROWTH_SECONDS: Final = 10e-6  # for an end slept over; with the next, one 
 LEAD_SHRINKAGE_SECONDS: Final = 0.4e-6  # for an end seen
 BURST_SECONDS: Final = 20e-6  # asked without a break, while the loop has nothing else to do:
 IDLE_PASS_SECONDS: Final = 20e-6  # its pass from poll to poll takes no longer than this
-POLL_BUDGET_SECONDS: Final = 200e-6  # then polling every pass stops paying for its CPU time
-MIN_BACKOFF_SECONDS: Final = 50e-6
-MAX_BACKOFF_SECONDS: Final = 1e-3
-BACKOFF_SHARE: Final = 0.125  # sleep this share of the time overdue
-MAX_SLEEP_SECONDS: Final = 2e-3  # bounds what a wrong expectation can cost; 500 queries a second
 LATENCY_SAMPLES: Final = 4096
 
 
@@ -74,62 +69,6 @@ class PollerStatistics(msgspec.Struct, frozen=True, kw_only=True):
         return self.busy_seconds / self.pending_seconds if self.pending_seconds else 0.0
 
 
-class Watch:
-    """A watched event; ``cancel()`` detaches the callback and does nothing to the event."""
-
-    __slots__ = ("_poller", "callback", "event", "key", "work_seconds")
-
-    def __init__(
-        self,
-        poller: EventPoller,
-        event: Event,
-        key: Hashable,
-        callback: Callback,
-        work_seconds: float | None,
-    ) -> None:
-        self._poller = poller
-        self.event = event
-        self.key = key
-        self.callback: Callback | None = callback
-        self.work_seconds = work_seconds
-
-    def cancel(self) -> None:
-        if self.callback is not None:
-            self.callback = None
-            self._poller._discard(self)
-
-
-class _Stream:
-    """Events that finish in order, and when to ask the oldest."""
-
-    __slots__ = ("asked_at", "due", "ends_at", "key", "next_query", "queue", "slept")
-
-    def __init__(self, key: Hashable) -> None:
-        self.key = key
-        self.queue: deque[Watch] = deque()
-        self.ends_at = 0.0  # of the oldest, as expected
-        self.due = 0.0  # ends_at less the lead: from here on it is asked in every pass
-        self.next_query = 0.0
-        self.asked_at = 0.0  # the last time that the oldest was not done; 0.0: not asked yet
-        self.slept = False  # the timer was to wake the loop for it
-
-    def expect(self, began_at: float, now: float, lead_seconds: float) -> None:
-        """The work of the oldest event began then."""
-        work_seconds = self.queue[0].work_seconds
-        self.ends_at = now if work_seconds is None else began_at + work_seconds
-        self.due = max(self.ends_at - lead_seconds, now)
-        self.slept = self.due > now
-        self.next_query = _next_query(self.due, now)
-        self.asked_at = 0.0
-
-    def drop_cancelled(self) -> float:
-        """Let the next event that somebody waits for be the oldest; work of the others before."""
-        skipped_seconds = 0.0
-        while self.queue and self.queue[0].callback is None:
-            skipped_seconds += self.queue.popleft().work_seconds or 0.0
-        return skipped_seconds
-
-
 class EventPoller:
     """Asks events whether they are done, from callbacks of one loop. Not thread-safe.
 
@@ -140,9 +79,9 @@ class EventPoller:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self.lead_seconds = FIRST_LEAD_SECONDS  # how long before an expected end polling begins
-        self._streams: dict[Hashable, _Stream] = {}
+        self._streams: dict[Hashable, Stream] = {}
         self._pending = 0  # watches to be announced
-        self._ended: list[tuple[_Stream, Watch, float]] = []  # announced, and when seen; see _pass
+        self._ended: list[tuple[Stream, Watch, float]] = []  # announced, and when seen; see _pass
         self._timer: _native.TimerFd | None = None
         self._timer_at = 0.0  # 0: not armed
         self._next_pass: asyncio.Handle | None = None
@@ -188,7 +127,7 @@ class EventPoller:
         now = time.monotonic()
         if not self._streams:
             self._pending_since = now
-        stream = self._streams[stream_key] = _Stream(stream_key)
+        stream = self._streams[stream_key] = Stream(stream_key)
         stream.queue.append(watch)
         stream.expect(now, now, self.lead_seconds)
         if not self._in_pass and not self._ended:
@@ -272,7 +211,7 @@ class EventPoller:
         if not self._in_pass:
             self._schedule(now)
 
-    def _next_of(self, stream: _Stream, began_at: float, now: float) -> None:
+    def _next_of(self, stream: Stream, began_at: float, now: float) -> None:
         """The oldest event has gone; the work of the one behind it began then."""
         if stream.queue:
             stream.expect(began_at, now, self.lead_seconds)
@@ -316,7 +255,7 @@ class EventPoller:
         self._passed_at = now = time.monotonic()
         self._busy_seconds += now - started - self._callback_seconds
 
-    def _ask(self, stream: _Stream, until: float) -> None:
+    def _ask(self, stream: Stream, until: float) -> None:
         """Ask a stream's oldest event, and again ``until`` then."""
         watch = stream.queue[0]
         while True:
@@ -334,7 +273,7 @@ class EventPoller:
                 self._callback_seconds += time.monotonic() - now
                 return
             stream.asked_at = now
-            stream.next_query = _next_query(stream.due, now)
+            stream.next_query = next_query(stream.due, now)
             if now >= until or stream.next_query > now:
                 return
 
@@ -347,7 +286,7 @@ class EventPoller:
             began_at = self._note_end(stream, watch, seen_at) + stream.drop_cancelled()
             self._next_of(stream, began_at, time.monotonic())
 
-    def _note_end(self, stream: _Stream, watch: Watch, now: float) -> float:
+    def _note_end(self, stream: Stream, watch: Watch, now: float) -> float:
         """Account for an event found done; when it ended, as far as can be known."""
         self._events += 1
         finished_at: float | None = getattr(watch.event, "finished_seconds", None)
@@ -405,16 +344,6 @@ class EventPoller:
             self._timer.arm(at - time.monotonic())
         else:
             self._timer.disarm()
-
-
-def _next_query(due: float, now: float) -> float:
-    """When a stream's oldest event is asked next; ``now`` means in the next pass."""
-    if now < due:
-        return min(due, now + MAX_SLEEP_SECONDS)
-    waited = now - due
-    if waited < POLL_BUDGET_SECONDS:
-        return now
-    return now + min(max(waited * BACKOFF_SHARE, MIN_BACKOFF_SECONDS), MAX_BACKOFF_SECONDS)
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:

@@ -14,7 +14,8 @@ import pytest
 from aiokv.errors import TransferError, UsageError
 from aiokv.testing import ManualEvent, spin
 from aiokv.worker.device.base import CopyError
-from aiokv.worker.layers import DONE, LayerDoneCounter, LayerView, done_view
+from aiokv.worker.layers import LayerDoneCounter
+from aiokv.worker.views import DONE, LayerView, done_view
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

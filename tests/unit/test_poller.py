@@ -11,10 +11,11 @@ import pytest
 from aiokv.errors import ClosedError, DeviceError
 from aiokv.testing import ManualEvent, spin
 from aiokv.worker import poller as poller_module
+from aiokv.worker import watches
 from aiokv.worker.poller import EventPoller
 
 if TYPE_CHECKING:
-    from aiokv.worker.poller import Callback
+    from aiokv.worker.watches import Callback
 
 pytestmark = pytest.mark.asyncio
 
@@ -148,7 +149,7 @@ async def test_a_wrong_expectation_costs_latency_only() -> None:
     event = Countdown(4)
     started = time.monotonic()
     await poller.wait(event, work_seconds=3600.0)
-    assert event.asked_at[-1] - started >= 3 * poller_module.MAX_SLEEP_SECONDS
+    assert event.asked_at[-1] - started >= 3 * watches.MAX_SLEEP_SECONDS
     await closed(poller)
 
 
@@ -219,15 +220,13 @@ async def test_a_nearer_expectation_rearms_the_timer() -> None:
 
 
 async def test_an_overdue_event_is_asked_less_and_less_often() -> None:
-    budget, first = poller_module.POLL_BUDGET_SECONDS, poller_module.MIN_BACKOFF_SECONDS
+    budget, first = watches.POLL_BUDGET_SECONDS, watches.MIN_BACKOFF_SECONDS
     due = 100.0
-    assert poller_module._next_query(due, due - 1e-3) == due
-    assert poller_module._next_query(due, 50.0) == 50.0 + poller_module.MAX_SLEEP_SECONDS
-    assert poller_module._next_query(due, due + budget / 2) == due + budget / 2
-    assert poller_module._next_query(due, due + budget * 1.01) >= due + budget + first
-    assert poller_module._next_query(due, due + 5) == pytest.approx(
-        due + 5 + poller_module.MAX_BACKOFF_SECONDS
-    )
+    assert watches.next_query(due, due - 1e-3) == due
+    assert watches.next_query(due, 50.0) == 50.0 + watches.MAX_SLEEP_SECONDS
+    assert watches.next_query(due, due + budget / 2) == due + budget / 2
+    assert watches.next_query(due, due + budget * 1.01) >= due + budget + first
+    assert watches.next_query(due, due + 5) == pytest.approx(due + 5 + watches.MAX_BACKOFF_SECONDS)
 
 
 async def test_an_event_that_takes_longer_than_the_budget_still_arrives() -> None:

@@ -1,0 +1,168 @@
+"""Tensors of any library, seen as blocks: where they are, and how many bytes lie how far apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from aiokv.errors import LayoutError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_DLPACK_CPU = (1, 3, 11)  # plain, CUDA pinned, ROCm pinned
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One region in one layer.
+
+    Attributes:
+        pointer: address of device block 0.
+        stride_bytes: from one device block to the next.
+        block_bytes: bytes of one block that move.
+        host_offset_bytes: where they lie in a host block.
+    """
+
+    layer: int
+    region: str
+    pointer: int
+    num_blocks: int
+    stride_bytes: int
+    block_bytes: int
+    host_offset_bytes: int
+    device: str
+    owner: Any
+
+    def view(self) -> NDArray[np.uint8]:
+        """``[num_blocks, block_bytes]`` bytes of a tensor on the cpu, writable, not copied."""
+        if self.device != "cpu":
+            raise LayoutError(f"region {self.region!r} is on {self.device}, not on the cpu")
+        return np.asarray(_Bytes(self))
+
+    @property
+    def interface(self) -> dict[str, Any]:
+        """What numpy and CUDA libraries need to look at the bytes where they are."""
+        return {
+            "version": 3,
+            "data": (self.pointer, False),
+            "shape": (self.num_blocks, self.block_bytes),
+            "strides": (self.stride_bytes, 1),
+            "typestr": "|u1",
+        }
+
+
+class _Bytes:
+    """Lets numpy look at a piece through its address; keeps the owner alive."""
+
+    def __init__(self, piece: Piece) -> None:
+        self.piece = piece
+        self.__array_interface__ = piece.interface
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedArray:
+    """Address and block layout of a tensor, whoever made it."""
+
+    pointer: int
+    num_blocks: int
+    stride_bytes: int
+    block_bytes: int
+    device: str
+    owner: Any
+
+    def grouped(self, rows_per_block: int, what: str) -> DescribedArray:
+        """With blocks of several rows.
+
+        Raises:
+            LayoutError: there are gaps between rows, or a block that is not whole.
+        """
+        if rows_per_block == 1:
+            return self
+        if rows_per_block < 1 or self.num_blocks % rows_per_block:
+            raise LayoutError(
+                f"{what}: {self.num_blocks} rows are no whole blocks of {rows_per_block} rows"
+            )
+        if self.stride_bytes != self.block_bytes:
+            raise LayoutError(
+                f"{what}: rows of {self.block_bytes} bytes lie {self.stride_bytes} bytes apart; "
+                "those of a block must follow each other"
+            )
+        return replace(
+            self,
+            num_blocks=self.num_blocks // rows_per_block,
+            stride_bytes=self.stride_bytes * rows_per_block,
+            block_bytes=self.block_bytes * rows_per_block,
+        )
+
+    def piece(self, layer: int, region: str) -> Piece:
+        return Piece(
+            layer=layer,
+            region=region,
+            pointer=self.pointer,
+            num_blocks=self.num_blocks,
+            stride_bytes=self.stride_bytes,
+            block_bytes=self.block_bytes,
+            host_offset_bytes=0,
+            device=self.device,
+            owner=self.owner,
+        )
+
+
+def describe(tensor: Any, what: str) -> DescribedArray:
+    """Read a tensor's memory layout.
+
+    Raises:
+        LayoutError: it has no layout that can be read, no blocks, or gaps inside a block.
+    """
+    owner, interface, device = _interface(tensor, what)
+    shape = tuple(int(length) for length in interface["shape"])
+    item_bytes = int(interface["typestr"][2:])
+    pointer, read_only = interface["data"]
+    strides = interface.get("strides") or _dense_strides(shape, item_bytes)
+    if not shape or 0 in shape:
+        raise LayoutError(f"{what}: shape {shape} has no blocks or no bytes in a block")
+    if read_only and device == "cpu" and isinstance(tensor, np.ndarray):
+        raise LayoutError(f"{what}: the array is read-only")
+    dense = _dense_strides(shape, item_bytes)
+    for axis in range(1, len(shape)):
+        if shape[axis] > 1 and strides[axis] != dense[axis]:
+            raise LayoutError(
+                f"{what}: a block is not C-contiguous: axis {axis} of shape {shape} has a stride "
+                f"of {strides[axis]} bytes, not {dense[axis]}"
+            )
+    block_bytes = item_bytes * int(np.prod(shape[1:], dtype=np.int64))
+    stride_bytes = int(strides[0]) if shape[0] > 1 else block_bytes
+    if stride_bytes < block_bytes:
+        raise LayoutError(
+            f"{what}: blocks of {block_bytes} bytes lie {stride_bytes} bytes apart and overlap"
+        )
+    return DescribedArray(int(pointer), shape[0], stride_bytes, block_bytes, device, owner)
+
+
+def _interface(tensor: Any, what: str) -> tuple[Any, dict[str, Any], str]:
+    if hasattr(tensor, "__cuda_array_interface__"):
+        return tensor, tensor.__cuda_array_interface__, "cuda"
+    if hasattr(tensor, "__array_interface__"):
+        return tensor, tensor.__array_interface__, "cpu"
+    if not hasattr(tensor, "__dlpack__"):
+        raise LayoutError(
+            f"{what}: {type(tensor).__name__} speaks neither the array interface nor DLPack"
+        )
+    kind = int(tensor.__dlpack_device__()[0])
+    if kind in _DLPACK_CPU:
+        array = np.from_dlpack(tensor)
+        return array, array.__array_interface__, "cpu"
+    import cupy  # only a tensor on a GPU gets here
+
+    on_gpu = cupy.from_dlpack(tensor)
+    return on_gpu, on_gpu.__cuda_array_interface__, "cuda"
+
+
+def _dense_strides(shape: tuple[int, ...], item_bytes: int) -> tuple[int, ...]:
+    strides = [item_bytes]
+    for length in reversed(shape[1:]):
+        strides.append(strides[-1] * length)
+    return tuple(reversed(strides))
