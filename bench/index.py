@@ -1,8 +1,8 @@
 """How fast is the prefix index? CPU time through the public API, and memory of a block.
 
 * ``trace``: requests per CPU second of match, allocate, commit and release over a whole trace (the
-  public one when it is here, a generated one otherwise), at three capacities; beside it the same
-  calls on the native core alone.
+  public one when it is here, a generated one otherwise), at three capacities and with both
+  eviction policies; beside it the same calls on the native core alone.
 * ``deep``/``wide``: nanoseconds a block on a single long path, and on many short ones.
 * ``extend``: 64 decoding leases by one token, in one call.
 * ``memory``: bytes of the index a cached block, two tiers on, token ids left out.
@@ -29,17 +29,21 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from aiokv.config import EvictionPolicy
     from aiokv.trace.replay import Workload
 
 BLOCK_TOKENS = 16
 CAPACITIES = (32_000, 320_000, 1_600_000)
+POLICIES: tuple[EvictionPolicy, ...] = ("lru", "s3fifo")
 
 
 def run(quick: bool) -> dict[str, Any]:
     workload = _load(quick)
     return {
         "generated" if find_trace() is None else "trace": {
-            f"{blocks}_blocks": asyncio.run(_trace(workload, blocks)) for blocks in CAPACITIES
+            f"{blocks}_blocks.{policy}": asyncio.run(_trace(workload, blocks, policy))
+            for blocks in CAPACITIES
+            for policy in POLICIES
         },
         "deep": asyncio.run(_deep(2_000 if quick else 10_000)),
         "wide": asyncio.run(_wide(2_000 if quick else 20_000)),
@@ -63,22 +67,23 @@ def _no_stages(stage: str, total: int) -> Callable[[int], None]:
     return lambda count: None
 
 
-async def _trace(workload: Workload, device_blocks: int) -> dict[str, Any]:
-    options = ReplayOptions(device_blocks=device_blocks, latencies=False, eviction_policy="lru")
+async def _trace(workload: Workload, device_blocks: int, policy: EvictionPolicy) -> dict[str, Any]:
+    options = ReplayOptions(device_blocks=device_blocks, latencies=False, eviction_policy=policy)
     report = await replay(workload, options, _no_stages)
     blocks = sum(-(-len(tokens) // BLOCK_TOKENS) for tokens in workload.prompts)
     return {
         "requests_per_second": report.requests_per_second,
-        "native_requests_per_second": report.requests / _native_seconds(workload, device_blocks),
+        "native_requests_per_second": report.requests
+        / _native_seconds(workload, device_blocks, policy),
         "ns_per_block": report.index_seconds * 1e9 / blocks,
         "hit_tokens": report.hit_tokens["total"],
     }
 
 
-def _native_seconds(workload: Workload, device_blocks: int) -> float:
+def _native_seconds(workload: Workload, device_blocks: int, policy: EvictionPolicy) -> float:
     """CPU time of the plain loop without engine and leases."""
     config = CacheConfig(
-        block_tokens=BLOCK_TOKENS, device_blocks=device_blocks, eviction_policy="lru"
+        block_tokens=BLOCK_TOKENS, device_blocks=device_blocks, eviction_policy=policy
     )
     core = CacheManager(config).core
     started = time.thread_time()
