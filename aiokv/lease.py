@@ -342,7 +342,8 @@ class Lease:
         """Give back the positions from ``num_tokens`` on, such as rejected drafts.
 
         Raises:
-            LeaseError: into shared blocks, or beyond the end; nothing changed.
+            LeaseError: into shared blocks, into what ``resume`` still brings back, or beyond the
+                end; nothing changed.
         """
         self._engine._truncate(self, num_tokens)
 

@@ -330,6 +330,7 @@ class Core {
     void trim_swapped(Lease& lease);
     void finish_swap_out(Lease& lease, bool moved);
     void drop_swapped(Lease& lease);
+    std::size_t tail_under_way(LeaseId id) const;
     void orphan_tail(Transfer& transfer, Step step);
     void finish_tail(Transfer& transfer, std::uint32_t good_blocks);
     void unhold(NodeId node);
@@ -339,6 +340,7 @@ class Core {
     // recurrent state
     std::size_t reachable(const Lease& lease, std::size_t blocks) const;
     bool has_own_sides(const Lease& lease) const;
+    void use_sides(const Lease& lease, Step step);
     bool make_side_room(const Lease& lease, std::uint32_t total_blocks);
     bool has_state_room(const Lease& lease) const;
     void take_state(LeaseId id, Lease& lease);

@@ -153,6 +153,11 @@ void Core::truncate(LeaseId id, std::int64_t num_tokens, Step step) {
                          std::to_string(indexed) + " are shared");
     }
     const auto length = static_cast<std::uint32_t>(num_tokens);
+    if (blocks_for(length) < lease.path.size() + tail_under_way(id)) {
+        throw LeaseError("cannot truncate to " + std::to_string(num_tokens) +
+                         " positions: a transfer still writes blocks behind them; await "
+                         "layers.wait_all()");
+    }
     for (std::size_t i = blocks_for(length); i < lease.table.size(); ++i) {
         device_.use_in(lease.table[i], step);
         device_.give_back(lease.table[i]);

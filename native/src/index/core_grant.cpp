@@ -65,9 +65,9 @@ Grant Core::allocate(LeaseId id, std::int64_t num_tokens) {
         if (n.refs++ == 0) dequeue(node);
     }
     const std::uint32_t needed = total - resident;
-    if (!make_side_room(lease, total) ||
-        needed + config_.reserve_blocks > device_.free_blocks() + evictable() ||
-        !make_room(needed)) {
+    // An attempt in vain takes nothing from swapped leases.
+    if (needed + config_.reserve_blocks > device_.free_blocks() + evictable() ||
+        !make_side_room(lease, total) || !make_room(needed)) {
         for (std::size_t i = lease.path.size(); i-- > 0;) unref(lease.path[i]);
         return Grant::kNone;
     }

@@ -45,11 +45,14 @@ bool Core::has_own_sides(const Lease& lease) const {
 
 // A swapped lease keeps its state slot and windows as long as nobody else needs them: it waits in
 // line like others, and must not hold up who is in front of it. Without them it goes on at the
-// deepest border that can be hit. While a lease is granted, its end is waited for instead.
+// deepest border that can be hit. While a lease computes, its end is waited for instead; a pin may
+// never end.
 bool Core::make_side_room(const Lease& lease, std::uint32_t total_blocks) {
     if (has_state_room(lease) && has_window_room(lease, total_blocks)) return true;
-    const auto is_granted = [](const Lease& other) { return other.live && other.granted; };
-    const bool waits = !moves_.empty() || std::any_of(leases_.begin(), leases_.end(), is_granted);
+    const auto will_end = [](const Lease& other) {
+        return other.live && other.granted && other.computes;
+    };
+    const bool waits = !moves_.empty() || std::any_of(leases_.begin(), leases_.end(), will_end);
     auto victim = waits ? leases_.end() : leases_.begin();
     while (!has_state_room(lease) || !has_window_room(lease, total_blocks)) {
         victim = std::find_if(victim, leases_.end(), [&](const Lease& other) {
@@ -62,6 +65,17 @@ bool Core::make_side_room(const Lease& lease, std::uint32_t total_blocks) {
         trim_swapped(*victim);
     }
     return true;
+}
+
+// `step` may still read or write what the lease has in the side pools.
+void Core::use_sides(const Lease& lease, Step step) {
+    if (lease.state_slot != kNoBlock) state_->use_in(lease.state_slot, step);
+    for (std::size_t g = 0; g < lease.windows.size(); ++g) {
+        const WindowTable& window = lease.windows[g];
+        for (std::size_t i = window.first; i < window.end; ++i) {
+            windows_[g].pool.use_in(window.table[i], step);
+        }
+    }
 }
 
 void Core::hold_only(LeaseId id) {

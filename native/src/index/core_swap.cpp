@@ -89,6 +89,7 @@ bool Core::swap_out(LeaseId id, Step step) {
     }
     // The copy waits for the steps that computed the blocks; who gets their ids, for all of them.
     for (const BlockId block : lease.table) device_.use_in(block, step);
+    use_sides(lease, step);
     if (needed == 0) finish_swap_out(lease, true);
     return true;
 }
@@ -133,6 +134,16 @@ void Core::trim_swapped(Lease& lease) {
     take_host_back(lease.tail_host);
     lease.tail_host.clear();
     lease.computed_tokens = static_cast<std::uint32_t>(intact) * config_.block_tokens;
+}
+
+// Blocks behind the path that a resumed lease gets back by a transfer under way.
+std::size_t Core::tail_under_way(LeaseId id) const {
+    for (const TransferId transfer_id : lease(id).onloads) {
+        const auto found = transfers_.find(transfer_id);
+        if (found == transfers_.end() || found->second.tail_owner != id) continue;
+        return found->second.device_blocks.size() - found->second.nodes.size();
+    }
+    return 0;
 }
 
 // The lease goes while its tail is being copied: the ids are the transfer's from now on (I3).

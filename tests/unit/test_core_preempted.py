@@ -1,0 +1,116 @@
+"""Preempted leases: what they keep, who may take it, and when (I3)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from aiokv._native import Core, Outcome, WritePolicy
+from aiokv.errors import LeaseError
+
+NO_ROOM, READY, LOADING = range(3)
+DONE = Outcome.DONE
+
+
+def match(core: Core, *tokens: int) -> int:
+    return core.match(np.array(tokens, np.int32))[0]
+
+
+def arrive(core: Core, lease_id: int) -> None:
+    for transfer_id in core.onloads(lease_id):
+        core.complete(transfer_id, DONE)
+
+
+def saving_core(device_blocks: int = 16, state_slots: int = 0) -> Core:
+    return Core(
+        block_tokens=2,
+        device_blocks=device_blocks,
+        host_blocks=16,
+        write_policy=WritePolicy.WRITE_THROUGH,
+        state_slots=state_slots,
+    )
+
+
+def granted(core: Core, *tokens: int) -> int:
+    lease_id = match(core, *tokens)
+    assert core.allocate(lease_id, len(tokens)) != NO_ROOM
+    arrive(core, lease_id)
+    return lease_id
+
+
+def swapped(core: Core, *tokens: int, step: int = 0) -> int:
+    """A lease that computed all but the last token, which the next step would."""
+    lease_id = granted(core, *tokens)
+    core.commit(lease_id, len(tokens) - 1, step)
+    assert core.swap_out(lease_id, step)
+    if transfer_id := core.swap_transfer(lease_id):
+        core.complete(transfer_id, DONE)
+    assert core.is_swapped(lease_id)
+    return lease_id
+
+
+def pinned(core: Core, *tokens: int) -> int:
+    """All but the last token are cached, with their state, and held."""
+    first = granted(core, *tokens)
+    core.commit(first, len(tokens) - 1)
+    assert core.snapshot(first, len(tokens) - 1)[1] >= 0
+    core.release(first)
+    pin = match(core, *tokens)
+    core.hold_only(pin)
+    assert core.allocate(pin, len(tokens) - 1) == READY
+    return pin
+
+
+def test_the_slot_of_a_swapped_lease_is_written_only_when_its_last_step_is_over():
+    core = saving_core(state_slots=1)
+    first = granted(core, 1, 2, 3, 4, 5)
+    core.commit(first, 4)
+    core.complete(core.take_backups(), DONE)
+    core.release(first)
+    preempted = swapped(core, 1, 2, 3, 4, 5, step=7)  # at once: all blocks have host copies
+    other = match(core, 9, 9, 9)
+    assert core.allocate(other, 3) == LOADING
+    (move,) = core.onloads(other)
+    assert core.state_move(move) == (-1, 0, 7), "step 7 still writes slot 0"
+    core.finish_step(7)
+    arrive(core, other)
+    for lease_id in (preempted, other):
+        core.release(lease_id)
+    assert core.violations() == []
+
+
+def test_a_table_that_comes_back_cannot_be_cut_while_it_is_being_written():
+    core = saving_core()
+    lease_id = swapped(core, 1, 2, 3, 4)
+    assert core.allocate(lease_id, 4) == LOADING
+    with pytest.raises(LeaseError, match="transfer"):
+        core.truncate(lease_id, 2)
+    arrive(core, lease_id)
+    core.truncate(lease_id, 2)
+    core.release(lease_id)
+    assert core.violations() == []
+
+
+def test_a_pin_does_not_keep_a_preempted_lease_from_making_room():
+    core = saving_core(state_slots=2)
+    pin = pinned(core, 1, 2, 3, 4, 5)
+    preempted = swapped(core, 9, 8, 7, 6, 5)
+    other = match(core, 6, 6, 6)
+    assert core.allocate(other, 3) == LOADING, "a pin never ends by itself"
+    arrive(core, other)
+    for lease_id in (other, preempted, pin):
+        core.release(lease_id)
+    assert core.violations() == []
+
+
+def test_a_preempted_lease_keeps_its_state_where_giving_it_up_would_not_help():
+    core = saving_core(state_slots=2, device_blocks=6)
+    pin = pinned(core, 1, 2, 3, 4, 5)
+    preempted = swapped(core, 9, 8, 7, 6, 5)
+    other = match(core, *range(20, 30))
+    assert core.allocate(other, 10) == NO_ROOM, "the pin has 2 blocks of 6"
+    assert core.state_slot(preempted) >= 0
+    assert core.computed_tokens(preempted) == 4
+    for lease_id in (other, preempted, pin):
+        core.release(lease_id)
+    assert core.violations() == []
