@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import inspect
 import os
 import signal
 import sys
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 import uvloop
+
+from aiokv.errors import RankLost
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
 
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -18,10 +24,30 @@ _PR_SET_PDEATHSIG: Final = 1
 def main() -> int:
     entry, path, rank, parent = sys.argv[1:]
     die_with(int(parent))
-    module, _, function = entry.partition(":")
-    run = getattr(importlib.import_module(module), function)
-    uvloop.run(run(Path(path), int(rank)))
+    run = find(entry)
+    try:
+        uvloop.run(run(Path(path), int(rank)))
+    except RankLost as lost:  # the group's end, or its refusal: no fault in the code here
+        sys.exit(f"aiokv: {lost}")
     return 0
+
+
+def find(entry: str) -> Callable[[Path, int], Coroutine[Any, Any, None]]:
+    """What ``RankGroup(entry=...)`` names.
+
+    Raises:
+        SystemExit: there is no such function, or it is not ``async``.
+    """
+    module, _, name = entry.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # a module that the user's lacks
+        sys.exit(f"aiokv: entry {entry!r}: no module {error.name!r} in {sys.path}")
+    if not inspect.iscoroutinefunction(function):
+        sys.exit(f"aiokv: entry {entry!r}: {module} has no `async def {name}(path, rank)`")
+    return function
 
 
 def die_with(parent: int) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MAX_FRAME_BYTES: Final = 64 << 20
+MAX_PATH_BYTES: Final = 107  # of sockaddr_un, less the zero at its end
 _LENGTH: Final = struct.Struct("<I")
 _CREDENTIALS: Final = struct.Struct("iII")  # pid, uid, gid
 
@@ -57,9 +58,9 @@ class Channel(asyncio.Protocol):
             self._transport.close()
 
     def cut(self, reason: str) -> None:
-        """End it now; the first reason stays."""
+        """End it now, or as soon as it is connected; the first reason stays."""
+        self._reason = self._reason or reason
         if self._transport is not None:
-            self._reason = self._reason or reason
             self._transport.abort()
 
     # --- of asyncio.Protocol ------------------------------------------------------------------
@@ -69,6 +70,8 @@ class Channel(asyncio.Protocol):
         uid = peer_uid(transport)
         if uid != os.getuid():
             self.cut(f"the other side runs as user {uid}, not as {os.getuid()}")
+        elif self._reason:
+            self.cut(self._reason)
 
     def data_received(self, data: bytes) -> None:
         if self._reason:
@@ -122,9 +125,15 @@ def listen(path: Path) -> socket.socket:
     """A listening socket with a file of mode 0600.
 
     Raises:
-        ConfigError: others may write to the directory, somebody listens there already, or the path
-            is taken by another kind of file or too long.
+        ConfigError: there is no such directory, or others may write to it; somebody listens there
+            already, or the path is taken by another kind of file or too long.
     """
+    check_length(path)
+    if not path.parent.is_dir():
+        raise ConfigError(
+            f"cannot listen at {path}: {path.parent} does not exist",
+            hint="make the directory, with mode 0700, or change RankGroup(path=...)",
+        )
     mode = path.parent.stat().st_mode
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise ConfigError(f"others may write to {path.parent}", hint="use a directory of mode 0700")
@@ -139,6 +148,19 @@ def listen(path: Path) -> socket.socket:
         raise ConfigError(f"cannot listen at {path}: {error}") from error
     listening.setblocking(False)
     return listening
+
+
+def check_length(path: Path) -> None:
+    """Raises:
+    ConfigError: the kernel takes no such long address.
+    """
+    num_bytes = len(os.fsencode(path))
+    if num_bytes > MAX_PATH_BYTES:
+        raise ConfigError(
+            f"{path} is {num_bytes} bytes long; the path of a Unix socket has at most "
+            f"{MAX_PATH_BYTES}",
+            hint="pass a shorter path=; where none is passed, set TMPDIR to a shorter directory",
+        )
 
 
 def _remove_stale(path: Path) -> None:

@@ -62,6 +62,8 @@ class Counters:
             waiting = self._expected.get(transfer_id, [])
             if arrival in waiting:
                 waiting.remove(arrival)
+                if not waiting:
+                    del self._expected[transfer_id]
 
     def clear(self, reason: str) -> None:
         """Forget all; what has not come will not come."""

@@ -74,7 +74,9 @@ class RankProcesses:
             return f"process {process.pid} runs"
         if process.returncode < 0:
             return f"process {process.pid} was killed by signal {-process.returncode}"
-        return f"process {process.pid} ended with status {process.returncode}"
+        return (
+            f"process {process.pid} ended with status {process.returncode} (its stderr may say why)"
+        )
 
     def kill(self, rank: int) -> None:
         """SIGKILL; without effect on one that has ended."""

@@ -10,12 +10,13 @@ own event: what a step has computed on this rank moves when that event is done.
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 from aiokv.errors import AiokvError, ClosedError, RankLost, UsageError
 from aiokv.observe.logs import Log
 from aiokv.plan import TransferReport
-from aiokv.ranks.channel import Channel, frame_of
+from aiokv.ranks.channel import Channel, check_length, frame_of
 from aiokv.ranks.counters import Counters
 from aiokv.ranks.messages import (
     PROTOCOL_VERSION,
@@ -45,7 +46,6 @@ from aiokv.worker.views import LayerView, done_view
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from pathlib import Path
     from types import TracebackType
 
     from aiokv.plan import TransferPlan
@@ -105,6 +105,7 @@ class Rank:
 
         Raises:
             RankLost: the group refused this rank, or is gone.
+            ConfigError: the path is too long for a socket.
             TimeoutError: nobody listened in time.
 
         Cancellation: the connection is closed.
@@ -163,15 +164,20 @@ class Rank:
             self._channel.cut("the manager does not read")
 
     async def _connect(self) -> None:
-        async with asyncio.timeout(self._connect_timeout):
-            while True:
-                try:
-                    await self._loop.create_unix_connection(lambda: self._channel, self._path)
-                except (FileNotFoundError, ConnectionRefusedError):
-                    await asyncio.sleep(RETRY_SECONDS)
-                else:
-                    self.connected = True
-                    return
+        check_length(Path(self._path))
+        try:
+            async with asyncio.timeout(self._connect_timeout):
+                while not self.connected:
+                    try:
+                        await self._loop.create_unix_connection(lambda: self._channel, self._path)
+                        self.connected = True
+                    except (FileNotFoundError, ConnectionRefusedError):
+                        await asyncio.sleep(RETRY_SECONDS)
+        except TimeoutError:
+            raise TimeoutError(
+                f"rank {self.rank}: nobody listens at {self._path} after {self._connect_timeout} s"
+                " (connect_timeout)"
+            ) from None
 
     # --- for the model runner -------------------------------------------------------------------
 
@@ -256,8 +262,9 @@ class Rank:
             await controller.abandon()
             await self._steps_over()
             await controller.sleep(frozenset(begin.asleep))
-        except AiokvError as error:
-            self._say(Broken(reason=str(error)))
+        except Exception as error:  # whatever it is, the manager is told
+            log.error("rank.cannot_begin", rank=self.rank, exc_info=error)
+            self._say(Broken(reason=_words_of(error)))
             return
         if begin.closed_step > self._closed_step:
             self.step(begin.closed_step)
@@ -276,8 +283,8 @@ class Rank:
             try:
                 await self._sleep_or_wake(self._controller, question)
                 error = ""
-            except AiokvError as refusal:
-                error = str(refusal)
+            except Exception as refusal:  # the user's regions may be anything
+                error = _words_of(refusal)
         self._say(Answer(number=question.number, error=error))
 
     async def _sleep_or_wake(self, controller: CacheController, question: Sleep | WakeUp) -> None:
@@ -358,3 +365,8 @@ class Rank:
 
     def _state(self) -> str:
         return f"generation {self._outbox.generation}" if self.connected else "not connected"
+
+
+def _words_of(error: Exception) -> str:
+    """What the manager is told; never empty."""
+    return str(error) if isinstance(error, AiokvError) else f"{type(error).__name__}: {error}"

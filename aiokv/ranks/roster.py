@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from aiokv.errors import ClosedError, RankLost
 from aiokv.observe.logs import Log
@@ -192,8 +192,8 @@ class Roster:
                     self.lose(seat, f"it did not answer for {self._timeouts.start} s")
             silent = next(seat for seat in self.seats if not seat.ready)
             raise RankLost(f"rank {silent.rank}: {silent.why_away}", rank=silent.rank) from None
-        errors = [f"rank {rank}: {self._answers[rank]}" for rank in sorted(self._answers)]
-        return "; ".join(error for error in errors if not error.endswith(": "))
+        answers = sorted(self._answers.items())
+        return "; ".join(f"rank {rank}: {error}" for rank, error in answers if error)
 
     async def aclose(self) -> None:
         """Let ranks finish what moves, and go; cut off those that take too long. Idempotent.
@@ -209,7 +209,7 @@ class Roster:
             elif self._processes is not None:
                 self._processes.kill(seat.rank)  # nobody there to be told
         for stranger in list(self._strangers):
-            stranger.cut("the group closes")
+            stranger.cut(_CLOSING)
         try:
             async with asyncio.timeout(self._timeouts.close):
                 while any(seat.channel is not None for seat in self.seats):
@@ -227,9 +227,9 @@ class Roster:
         if self._server is not None:
             self._server.close()
             self._path.unlink(missing_ok=True)
-        self.closed = True
         while self._strangers or any(seat.channel is not None for seat in self.seats):
             await self._next_news()  # of channels that were cut
+        self.closed = True
 
     def send(self, frame: bytes) -> None:
         """The same bytes to every rank that is there."""
@@ -281,6 +281,8 @@ class Roster:
     def _new_channel(self) -> Channel:
         connection = Connection(self)
         self._strangers.add(connection.channel)
+        if self.closing:
+            connection.channel.cut(_CLOSING)
         return connection.channel
 
     def admit(self, channel: Channel, hello: Hello) -> Seat:
@@ -291,7 +293,9 @@ class Roster:
         """
         if hello.protocol != PROTOCOL_VERSION:
             raise ChannelError(f"protocol {hello.protocol}, not {PROTOCOL_VERSION}")
-        if self.closing or not 0 <= hello.rank < len(self.seats):
+        if self.closing:
+            raise ChannelError(_CLOSING)
+        if not 0 <= hello.rank < len(self.seats):
             raise ChannelError(f"there is no rank {hello.rank} in a group of {len(self.seats)}")
         seat = self.seats[hello.rank]
         if seat.channel is not None:
@@ -345,4 +349,5 @@ class Roster:
         self.notify()
 
 
-_PING = frame_of(encode(Ping()))
+_PING: Final = frame_of(encode(Ping()))
+_CLOSING: Final = "the group closes"

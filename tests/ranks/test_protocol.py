@@ -104,7 +104,7 @@ def test_only_the_user_may_open_the_socket(tmp_path):
         (tmp_path / "file").write_text("")
         with pytest.raises(ConfigError, match="not a socket"):
             channels.listen(tmp_path / "file")
-        with pytest.raises(ConfigError, match="too long"):
+        with pytest.raises(ConfigError, match="at most 107"):
             channels.listen(tmp_path / ("s" * 120))
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)

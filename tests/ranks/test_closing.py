@@ -1,0 +1,166 @@
+"""What is left of a group's life: closing among strangers and cancellations, and odd failures."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from aiokv import CacheConfig, CacheEngine, ConfigError, RankLost, TransferError, UsageError
+from aiokv.errors import DeviceError
+from aiokv.ranks import Rank, RankGroup
+from aiokv.ranks.__main__ import find
+from aiokv.ranks.channel import Channel
+from aiokv.ranks.counters import Counters
+from aiokv.testing import run_until_idle, spin
+from tests.ranks.loopback import Ranked
+from tests.ranks.test_protocol import Stranger, regions_of
+
+A = [1, 2, 3, 4, 5, 6, 7]
+
+
+# --- closing --------------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_a_stranger_that_comes_while_the_group_closes_does_not_hold_it_up(tmp_path):
+    async with Ranked(tmp_path) as ranked:
+        closing = asyncio.create_task(ranked.engine.aclose())
+        await run_until_idle(lambda: ranked.group._roster.closing)
+        stranger = await Stranger().connect(ranked)
+        for shard in ranked.shards:
+            await shard.leave()
+        async with asyncio.timeout(2.0):
+            await closing
+        await stranger.ended()
+
+
+@pytest.mark.asyncio
+async def test_closing_may_be_cancelled_at_its_last_await(tmp_path):
+    async with Ranked(tmp_path) as ranked:
+        await ranked.to_host(A)
+        lease = ranked.engine.match(A)
+        await lease.allocate(7)
+        waiting = asyncio.create_task(lease.layers.wait_all())
+        await ranked.copies()
+        roster = ranked.group._roster
+        closing = asyncio.create_task(ranked.group.aclose())
+        await run_until_idle(lambda: roster.closing)
+        stuck = Channel(lambda frame: None, lambda reason: None)
+        roster._strangers.add(stuck)
+        for shard in ranked.shards:
+            shard.worker._channel.cut("killed")
+        await run_until_idle(lambda: not ranked.group.path.exists())
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        roster._strangers.discard(stuck)
+        await ranked.group.aclose()
+        with pytest.raises(TransferError):
+            await waiting
+        assert not ranked.group.exchange
+        lease.release()
+        for shard in ranked.shards:
+            await shard.leave()
+
+
+# --- failures that nobody foresaw -----------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_an_error_whose_last_words_are_missing_is_one(tmp_path, monkeypatch):
+    async with Ranked(tmp_path) as ranked:
+        controller = ranked.shards[1].worker._controller
+
+        async def wake_up(*_: object) -> None:
+            raise DeviceError("no memory: ")
+
+        await ranked.engine.sleep(["host"])
+        with monkeypatch.context() as patch:
+            patch.setattr(controller, "wake_up", wake_up)
+            with pytest.raises(UsageError, match="rank 1: no memory"):
+                await ranked.engine.wake_up(["host"])
+        assert ranked.engine.asleep == {"host"}
+        await ranked.engine.wake_up(["host"])
+
+
+@pytest.mark.asyncio
+async def test_whatever_a_rank_raises_when_it_wakes_up_is_its_answer(tmp_path):
+    async with Ranked(tmp_path) as ranked:
+        await ranked.engine.sleep(["device"])
+        for shard in ranked.shards:
+            shard.worker.regions = shard.regions
+        ranked.shards[1].worker.regions = object()
+        async with asyncio.timeout(2.0):
+            with pytest.raises(UsageError, match=r"rank 1: AttributeError: 'object'"):
+                await ranked.engine.wake_up(["device"])
+        ranked.shards[1].worker.regions = ranked.shards[1].regions
+        await ranked.engine.wake_up(["device"])
+        assert await ranked.serve(A) == 0
+
+
+@pytest.mark.asyncio
+async def test_whatever_a_rank_raises_when_it_begins_is_told_at_once(tmp_path, monkeypatch):
+    ranked = Ranked(tmp_path)
+
+    def no_memory(host_blocks: int) -> None:
+        raise MemoryError(f"{host_blocks} blocks")
+
+    monkeypatch.setattr(ranked.shards[1].worker, "_open", no_memory)
+    opening = asyncio.create_task(ranked.engine.__aenter__())
+    async with asyncio.timeout(2.0):
+        await asyncio.gather(
+            *(shard.worker.__aenter__() for shard in ranked.shards), return_exceptions=True
+        )
+        for shard in ranked.shards:
+            await shard.leave()
+        with pytest.raises(RankLost, match="rank 1: MemoryError: 16 blocks"):
+            await opening
+
+
+@pytest.mark.asyncio
+async def test_counters_forget_who_waited_in_vain():
+    counters = Counters()
+    for transfer_id in range(100):
+        asking = asyncio.create_task(counters.get(transfer_id))
+        await spin(1)
+        asking.cancel()
+        await asyncio.wait((asking,))
+    assert not counters._expected
+
+
+# --- what is said ---------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_a_socket_that_cannot_be_made_says_what_to_change(tmp_path):
+    long = tmp_path / ("s" * 120)
+    for path, why in (
+        (tmp_path / "nowhere" / "s", "nowhere does not exist"),
+        (long, rf"{len(str(long))} bytes long; .* at most 107"),
+    ):
+        group = RankGroup(1, path=path)
+        with pytest.raises(ConfigError, match=why):
+            await CacheEngine(CacheConfig(device_blocks=4), ranks=group).__aenter__()
+    with pytest.raises(ConfigError, match="at most 107"):
+        await Rank(long, 0, regions_of(8)).__aenter__()
+
+
+@pytest.mark.asyncio
+async def test_a_rank_that_finds_nobody_says_where_it_looked(tmp_path):
+    with pytest.raises(TimeoutError, match=r"rank 3: nobody listens at .*/s after 0.02 s"):
+        await Rank(tmp_path / "s", 3, regions_of(8), connect_timeout=0.02).__aenter__()
+
+
+@pytest.mark.parametrize(
+    ("entry", "why"),
+    [
+        ("nowhere.at_all:main", "no module 'nowhere' in"),
+        ("tests.ranks.nowhere:main", "no module 'tests.ranks.nowhere' in"),
+        ("tests.ranks.process_rank:nobody", "process_rank has no `async def nobody"),
+        ("tests.ranks.process_rank:tensors", "process_rank has no `async def tensors"),
+    ],
+)
+def test_an_entry_that_names_no_coroutine_is_explained(entry, why):
+    with pytest.raises(SystemExit, match=why):
+        find(entry)
