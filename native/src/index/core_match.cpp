@@ -93,14 +93,21 @@ void Core::touch(const std::vector<NodeId>& path) {
     }
 }
 
-// The longest run of full blocks behind the match that one granted lease will compute.
+// The longest run of full blocks behind what is cached that one granted lease will compute. A hit
+// may end before that: where its owner has not saved the state yet, or inside an item.
 Pending Core::pending(LeaseId id) {
     Lease& lease = lease_at(id);
     if (lease.granted || lease.swapped || promises_.empty()) return {0, 0};
     if (lease.version != version_) walk(lease);
-    const std::size_t first = lease.path.size();
     const std::size_t limit = hit_limit(lease);
-    const NodeId end = first == 0 ? root_of(lease) : lease.path.back();
+    std::size_t first = lease.path.size();
+    NodeId end = first == 0 ? root_of(lease) : lease.path.back();
+    for (; first < limit; ++first) {
+        const NodeId child = tree_.find_child(end, &lease.tokens[first * config_.block_tokens],
+                                              key_of(lease.item_keys, first));
+        if (child == kNone) break;
+        end = child;
+    }
     Pending best{0, 0};
     const auto [begin, last] = promises_.equal_range(end);
     for (auto promise = begin; promise != last; ++promise) {
