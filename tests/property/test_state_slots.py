@@ -58,6 +58,7 @@ class StateMachine(RuleBasedStateMachine):
         self.idle: list[Prefix] = []  # least recently used first
         self.moves: dict[int, tuple[int, int, int]] = {}  # source, target, after_step
         self.callers: list[Caller] = []
+        self.pins: list[tuple[int, int]] = []  # lease, and the slot of the snapshot that it holds
         self.step = 1
         self.finished = 0
         self.epoch = 0
@@ -89,7 +90,14 @@ class StateMachine(RuleBasedStateMachine):
         owned |= set(self.snapshots.values())
         for source, target, _ in self.moves.values():
             owned |= {source, target} - {NO_SLOT}
+        owned |= {slot for _, slot in self.pins}
         return self.slots - len(owned)
+
+    def let_go(self, slot: int) -> None:
+        """Somebody holds the snapshot no more; the last one makes it the newest to be evicted."""
+        held = {source for source, _, _ in self.moves.values()} | {held for _, held in self.pins}
+        if slot not in held:
+            self.idle.extend(p for p, saved in self.snapshots.items() if saved == slot)
 
     def take_slot(self, free: int) -> None:
         """The oldest idle snapshot goes when no slot is free."""
@@ -154,6 +162,9 @@ class StateMachine(RuleBasedStateMachine):
         swapped = core.is_swapped(caller.id)
         hit = self.expected_hit(caller.tokens, len(caller.tokens))
         free, room = self.free_slots(), self.free_slots() + len(self.idle)
+        if not self.moves and not any(core.is_granted(c.id) for c in self.callers):
+            # Nobody's end can be waited for: what swapped leases have kept is to be had.
+            room += sum(core.state_slot(c.id) != NO_SLOT for c in self.callers if c is not caller)
         known = set(core.onloads(caller.id))
         try:
             granted = core.allocate(caller.id, len(caller.tokens))
@@ -306,10 +317,39 @@ class StateMachine(RuleBasedStateMachine):
         self.content[slot] = self.content[self.core.state_slot(caller.id)]
         self.callers.append(child)
 
+    # --- pins ---------------------------------------------------------------------------------
+
+    @precondition(lambda self: len(self.pins) < 2)
+    @rule(tokens=prompts)
+    def pin(self, tokens: list[int]) -> None:
+        """Holds a hit with its snapshot, and has no slot."""
+        core = self.core
+        lease_id, *_ = core.match(np.array(tokens, np.int32))
+        hit = self.expected_hit(tokens, len(tokens))
+        self.touch(hit)
+        core.hold_only(lease_id)
+        granted = hit and core.allocate(lease_id, len(hit))
+        self.forget_dropped()
+        if not granted:
+            core.release(lease_id)
+            return
+        self.pins.append((lease_id, self.snapshots[hit]))
+        if hit in self.idle:
+            self.idle.remove(hit)
+
+    @precondition(lambda self: self.pins)
+    @rule(which=pick)
+    def unpin(self, which: int) -> None:
+        lease_id, slot = self.pins.pop(which % len(self.pins))
+        self.core.release(lease_id, self.step)
+        self.core.take_abandoned()
+        self.let_go(slot)
+
     # --- everything else ------------------------------------------------------------------------
 
     def transfers(self) -> list[int]:
         ids = {t for c in self.callers for t in self.core.onloads(c.id)}
+        ids |= {t for lease_id, _ in self.pins for t in self.core.onloads(lease_id)}
         ids |= {self.core.swap_transfer(c.id) for c in self.callers} - {0}
         return sorted(ids | set(self.moves))
 
@@ -326,10 +366,7 @@ class StateMachine(RuleBasedStateMachine):
             del self.moves[transfer_id]
             if outcome == Outcome.DONE:
                 self.content[target] = () if source < 0 else self.content[source]
-            held = {move[0] for move in self.moves.values()}
-            for prefix, slot in self.snapshots.items():
-                if slot == source and slot not in held:
-                    self.idle.append(prefix)
+            self.let_go(source)
         elif self.core.transfer(transfer_id)[2] > self.finished:
             return
         self.core.complete(transfer_id, outcome)
