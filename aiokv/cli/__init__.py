@@ -9,7 +9,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from aiokv.errors import AiokvError
+from aiokv.errors import AiokvError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -40,10 +40,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("aiokv: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The interpreter flushes stdout once more at exit; give it something that takes it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return EXIT_BROKEN_PIPE
+    except OSError as error:  # a full disk, too many open files
+        _drop_output()
+        print(f"aiokv: error: {error}", file=sys.stderr)
+        return EXIT_ERROR
+    except MemoryError as error:
+        return _report(UsageError(f"out of memory: {error}", hint="lower --device-blocks"))
     return status
+
+
+def _drop_output() -> None:
+    """The interpreter flushes stdout once more at exit; give it something that takes it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _Version(argparse.Action):

@@ -141,6 +141,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.json is not None and not args.json.absolute().parent.is_dir():
         raise UsageError(f"cannot write {args.json}: its folder does not exist")
+    if args.json is not None and args.json.is_dir():
+        raise UsageError(f"cannot write {args.json}: it is a folder")
     model_config, weights = _weights(args)
     workload, config = _workload(args, model_config.vocab), _config(args)
     config.check_fits(workload)

@@ -99,11 +99,11 @@ def run(args: argparse.Namespace) -> int:
         _check_writable(path)
     with show_progress("requests") as stages:
         report = uvloop.run(_replay(args, stages))
+    _print_report(report)  # first: a file that cannot be written must not cost the work
     if args.json:
         _write_json(args.json, report)
     if args.plot:
         _write_plot(args.plot, report)
-    _print_report(report)
     return 0
 
 
@@ -161,6 +161,8 @@ def _check_writable(path: Path | None) -> None:
     """Fail before the work rather than after it."""
     if path is not None and not path.parent.is_dir():
         raise UsageError(f"cannot write {path}: {path.parent} is not a folder")
+    if path is not None and path.is_dir():
+        raise UsageError(f"cannot write {path}: it is a folder")
 
 
 def _write_json(path: Path, report: ReplayReport) -> None:

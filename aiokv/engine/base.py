@@ -69,6 +69,8 @@ class EngineBase:
         self._ranks = ranks
         self.regions = Regions(num_layers=0) if regions is None else regions
         self._check_regions()
+        if ranks is not None and device is not None:
+            raise ConfigError("both device= and ranks=", hint="pass the device to each Rank")
         self._device = device or CpuDevice()
         self._manager = CacheManager(config)
         self._core = self._manager.core
@@ -90,8 +92,13 @@ class EngineBase:
 
     def _check_regions(self) -> None:
         blocks = self.regions.num_blocks
-        if self._ranks is not None and (blocks is not None or self.config.verify != "off"):
-            raise ConfigError("with ranks, tensors and their verification are the ranks'")
+        if self._ranks is not None and blocks is not None:
+            raise ConfigError("both regions= and ranks=", hint="pass the regions to each Rank")
+        if self._ranks is not None and self.config.verify != "off":
+            raise ConfigError(
+                f"verify is {self.config.verify!r}; with ranks, which have the tensors, it must be "
+                "'off'"
+            )
         if self._ranks is not None and self.config.state_slots:
             raise ConfigError("ranks have no recurrent state: state_slots must be 0")
         if blocks is not None and blocks < self.config.device_blocks:

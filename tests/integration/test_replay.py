@@ -254,6 +254,15 @@ def test_command_refuses_a_missing_trace(tmp_path, capsys):
 def test_command_refuses_an_output_folder_that_is_not_there(tmp_path, capsys):
     assert run_cli(SMALL, "--json", tmp_path / "absent" / "r.json") == 2
     assert "is not a folder" in capsys.readouterr().err
+    assert run_cli(SMALL, "--json", tmp_path) == 2
+    assert "it is a folder" in capsys.readouterr().err
+
+
+def test_command_prints_a_result_that_cannot_be_written(capsys):
+    assert run_cli(SMALL, "--json", "/dev/full") == 2
+    said = capsys.readouterr()
+    assert "requests: " in said.out
+    assert "cannot write /dev/full: No space left" in said.err
 
 
 def test_command_hints_when_nothing_fits(capsys):

@@ -37,7 +37,7 @@ from aiokv.ranks.messages import (
     encode,
     layout_of,
 )
-from aiokv.testing import run_until_idle, spin
+from aiokv.testing import ManualDevice, run_until_idle, spin
 from tests.ranks.loopback import Ranked
 
 if TYPE_CHECKING:
@@ -259,12 +259,13 @@ async def test_a_rank_that_finds_nobody_gives_up(tmp_path):
 
 def test_ranks_exclude_tensors_here():
     group = RankGroup(1, path="s")
-    for config, regions in (
-        (CacheConfig(device_blocks=4), regions_of(8)),
-        (CacheConfig(device_blocks=4, verify="checksum"), None),
+    for config, here, why in (
+        (CacheConfig(device_blocks=4), {"regions": regions_of(8)}, "both regions= and ranks="),
+        (CacheConfig(device_blocks=4), {"device": ManualDevice()}, "both device= and ranks="),
+        (CacheConfig(device_blocks=4, verify="checksum"), {}, "verify is 'checksum'"),
     ):
-        with pytest.raises(ConfigError):
-            CacheEngine(config, regions, ranks=group)
+        with pytest.raises(ConfigError, match=why):
+            CacheEngine(config, ranks=group, **here)
     for bad in ({"num_ranks": 0, "path": "s"}, {"num_ranks": 1}):
         with pytest.raises(ConfigError):
             RankGroup(**bad)

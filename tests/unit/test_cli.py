@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -61,21 +62,41 @@ def test_interrupt_has_no_traceback(fake_command, capsys):
     assert capsys.readouterr().err == "aiokv: interrupted\n"
 
 
+PRINTS_MUCH = (
+    "import sys\n"
+    "from types import SimpleNamespace\n"
+    "from aiokv import cli\n"
+    "def run(args):\n"
+    "    for _ in range(100_000):\n"
+    "        print('x' * 80)\n"
+    "    return 0\n"
+    "module = SimpleNamespace(add_parser=lambda s: s.add_parser('fake'), run=run)\n"
+    "cli._command_modules = lambda: iter([('fake', module)])\n"
+    "sys.exit(cli.main(['fake']))\n"
+)
+
+
+def test_a_full_disk_has_no_traceback():
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-c", PRINTS_MUCH], stdout=full, stderr=subprocess.PIPE, check=False
+        )
+    assert ended.returncode == 2
+    assert ended.stderr == b"aiokv: error: [Errno 28] No space left on device\n"
+
+
+def test_no_memory_has_no_traceback(fake_command, capsys):
+    def run(args):
+        raise MemoryError("364 PiB")
+
+    fake_command.run = run
+    assert cli.main(["fake"]) == 2
+    assert capsys.readouterr().err.startswith("aiokv: error: out of memory: 364 PiB\nhint: ")
+
+
 def test_broken_pipe_is_quiet():
-    code = (
-        "import sys\n"
-        "from types import SimpleNamespace\n"
-        "from aiokv import cli\n"
-        "def run(args):\n"
-        "    for _ in range(100_000):\n"
-        "        print('x' * 80)\n"
-        "    return 0\n"
-        "module = SimpleNamespace(add_parser=lambda s: s.add_parser('fake'), run=run)\n"
-        "cli._command_modules = lambda: iter([('fake', module)])\n"
-        "sys.exit(cli.main(['fake']))\n"
-    )
     with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-c", PRINTS_MUCH], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
