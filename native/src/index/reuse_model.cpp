@@ -8,8 +8,9 @@ namespace aiokv {
 namespace {
 
 constexpr std::uint64_t kMinEpochBlocks = 1024;
-constexpr std::uint64_t kMinLearnBlocks = 4096;
-constexpr double kFade = 0.008;  // of what was learnt, a capacity asked for
+constexpr std::uint64_t kMinLearnBlocks = 16384;
+constexpr std::uint64_t kSweepCapacities = 4;  // asked for, until the whole list was looked at
+constexpr double kFade = 0.008;                // of what was learnt, a capacity asked for
 // A step up in uses is taken by one of so many.
 constexpr std::array<std::uint32_t, ReuseFeatures::kUses> kUsesPerStep{1, 1, 1, 1, 4, 8, 24, 0};
 constexpr std::array<std::uint64_t, 3> kGapUnits{96, 256, 768};  // 1.5, 4, 12 capacities
@@ -143,11 +144,11 @@ void ReuseModel::close_epoch() {
     ++epoch_;
 }
 
-// Count who waits, in a part of the list that stands for all of it: the whole once a capacity.
+// Count who waits, in a part of the list that stands for all of it: the whole in four capacities.
 void ReuseModel::sweep(std::uint64_t blocks) {
     const std::size_t size = ghosts_.size();
-    const auto part =
-        static_cast<std::size_t>(std::min<std::uint64_t>(size, size * blocks / capacity_ + 1));
+    const auto part = static_cast<std::size_t>(
+        std::min<std::uint64_t>(size, size * blocks / (kSweepCapacities * capacity_) + 1));
     const double units = static_cast<double>(blocks) / static_cast<double>(unit_);
     const double weight = units * static_cast<double>(size) / static_cast<double>(part);
     ghosts_.sweep(part, now_, [&](const GhostList::Entry& entry, std::uint64_t age) {
