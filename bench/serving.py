@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import uvloop
 
-from aiokv.demo.model import ModelConfig
+from aiokv.demo.grouped import GroupedConfig, random_weights
 from aiokv.demo.models import load_model
 from aiokv.demo.runs import DemoConfig, run_demo
-from aiokv.demo.weights import random_weights
 from aiokv.demo.workload import ChatSizes, chat_workload
 from aiokv.errors import InternalError
 
@@ -31,7 +30,7 @@ class _Silent:
 
 
 def run(quick: bool) -> dict[str, Any]:
-    config = ModelConfig()
+    config = GroupedConfig()
     sizes = ChatSizes(conversations=8, turns=3) if quick else ChatSizes()
     workload = chat_workload(sizes, vocab=config.vocab, seed=0)
     model = load_model(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aiokv.cli.arguments import SAVING_POLICIES, at_least
 
@@ -26,6 +26,7 @@ EXIT_CONTROL_FAILED = 3
 
 DEVICES = ("cpu", "cuda")
 FRAMEWORKS = ("numpy", "paddle")
+ATTENTIONS = ("gqa", "mla")
 KV_FORMATS = ("float32", "bfloat16", "int8", "fp8")
 
 NOTHING_TO_SPOIL = "nothing was reused from the device, so nothing could be spoilt"
@@ -88,7 +89,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_count(model, "--layers", 4, "transformer layers")
     _add_count(model, "--hidden", 128, "hidden size")
     _add_count(model, "--heads", 4, "attention heads")
-    _add_count(model, "--kv-heads", 2, "key and value heads")
+    _add_count(model, "--kv-heads", 2, "key and value heads of gqa")
+    model.add_argument(
+        "--attention",
+        choices=ATTENTIONS,
+        default="gqa",
+        help="grouped-query attention, or multi-head latent attention, which caches one latent a "
+        "token and needs --framework paddle (default: gqa)",
+    )
     model.add_argument(
         "--checkpoint",
         type=Path,
@@ -111,8 +119,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--kv-format",
         choices=KV_FORMATS,
         default="float32",
-        help="of the cached keys and values; int8 and fp8 add regions of scales, and all but "
-        "float32 need --framework paddle (default: float32)",
+        help="of the cached keys and values, or latents; int8 and fp8 add regions of scales, and "
+        "all but float32 need --framework paddle (default: float32)",
     )
     parser.add_argument(
         "--corrupt",
@@ -209,21 +217,25 @@ def _workload(args: argparse.Namespace, vocab: int) -> Workload:
     return chat_workload(sizes, vocab=vocab, seed=args.seed)
 
 
-def _weights(args: argparse.Namespace) -> tuple[ModelConfig, Weights]:
+def _weights(args: argparse.Namespace) -> tuple[ModelConfig, Weights[Any]]:
+    from aiokv.demo import grouped, latent
     from aiokv.demo.checkpoint import read_checkpoint
-    from aiokv.demo.model import ModelConfig
-    from aiokv.demo.weights import random_weights
+    from aiokv.errors import UsageError
 
     if args.checkpoint is not None:
+        if args.attention != "gqa":
+            raise UsageError(
+                f"checkpoints have grouped-query attention, not {args.attention}",
+                hint="leave --checkpoint or --attention away",
+            )
         return read_checkpoint(args.checkpoint)
-    config = ModelConfig(
-        layers=args.layers,
-        hidden=args.hidden,
-        heads=args.heads,
-        kv_heads=args.kv_heads,
-        ffn=args.hidden * 11 // 4,
-    )
-    return config, random_weights(config)
+    sizes = {"layers": args.layers, "hidden": args.hidden, "heads": args.heads}
+    sizes["ffn"] = args.hidden * 11 // 4
+    if args.attention == "mla":
+        latent_config = latent.LatentConfig(**sizes)
+        return latent_config, latent.random_weights(latent_config)
+    config = grouped.GroupedConfig(**sizes, kv_heads=args.kv_heads)
+    return config, grouped.random_weights(config)
 
 
 def _config(args: argparse.Namespace) -> DemoConfig:

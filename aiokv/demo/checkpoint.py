@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import numpy as np
 
-from aiokv.demo.model import ModelConfig
-from aiokv.demo.weights import LayerWeights, Weights
+from aiokv.demo.grouped import GroupedConfig, GroupedLayerWeights
+from aiokv.demo.weights import Weights
 from aiokv.errors import UsageError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ _DTYPES: Final = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 _MAX_HEADER_BYTES: Final = 100_000_000  # the format's own limit
 
 
-def read_checkpoint(folder: Path) -> tuple[ModelConfig, Weights]:
+def read_checkpoint(folder: Path) -> tuple[GroupedConfig, Weights[GroupedLayerWeights]]:
     """Sizes and weights of the model in ``folder``; every weight is made float32.
 
     Raises:
@@ -36,7 +36,7 @@ def read_checkpoint(folder: Path) -> tuple[ModelConfig, Weights]:
         raise UsageError(f"cannot read the checkpoint {folder}: {error}") from error
 
 
-def _config(sizes: Mapping[str, Any]) -> ModelConfig:
+def _config(sizes: Mapping[str, Any]) -> GroupedConfig:
     kind = sizes.get("model_type")
     if kind not in ("llama", "qwen2", "qwen3"):
         raise UsageError(f"model_type is {kind!r}; llama, qwen2 and qwen3 are known")
@@ -45,7 +45,7 @@ def _config(sizes: Mapping[str, Any]) -> ModelConfig:
         raise UsageError(f"rope_scaling {scaling} is not known")
     if kind != "qwen2" and sizes.get("attention_bias"):
         raise UsageError("attention_bias (of all four projections) is not known")
-    return ModelConfig(
+    return GroupedConfig(
         vocab=sizes["vocab_size"],
         hidden=sizes["hidden_size"],
         layers=sizes["num_hidden_layers"],
@@ -104,7 +104,9 @@ class _Tensors:
         return np.ascontiguousarray(self.read(name, outputs, inputs).T)
 
 
-def _weights(config: ModelConfig, tensors: _Tensors, *, tied: bool) -> Weights:
+def _weights(
+    config: GroupedConfig, tensors: _Tensors, *, tied: bool
+) -> Weights[GroupedLayerWeights]:
     embedding = tensors.read("model.embed_tokens.weight", config.vocab, config.hidden)
     if tied or "lm_head.weight" not in tensors:
         unembedding = np.ascontiguousarray(embedding.T)
@@ -120,7 +122,7 @@ def _weights(config: ModelConfig, tensors: _Tensors, *, tied: bool) -> Weights:
     )
 
 
-def _layer(config: ModelConfig, tensors: _Tensors, prefix: str) -> LayerWeights:
+def _layer(config: GroupedConfig, tensors: _Tensors, prefix: str) -> GroupedLayerWeights:
     hidden, head_dim = config.hidden, config.head_dim
     outputs = {"q": config.heads, "k": config.kv_heads, "v": config.kv_heads}
     projections = [
@@ -137,7 +139,7 @@ def _layer(config: ModelConfig, tensors: _Tensors, prefix: str) -> LayerWeights:
         for half in ("gate", "up")
     ]
     mixed = config.heads * head_dim
-    return LayerWeights(
+    return GroupedLayerWeights(
         attention_norm=tensors.read(f"{prefix}input_layernorm.weight", hidden),
         qkv=np.concatenate(projections, axis=1),
         out=tensors.matrix(f"{prefix}self_attn.o_proj.weight", mixed, hidden),
@@ -150,5 +152,5 @@ def _layer(config: ModelConfig, tensors: _Tensors, prefix: str) -> LayerWeights:
     )
 
 
-def _head_norm(config: ModelConfig, tensors: _Tensors, name: str) -> Array | None:
+def _head_norm(config: GroupedConfig, tensors: _Tensors, name: str) -> Array | None:
     return tensors.read(name, config.head_dim) if config.qk_norm else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -24,13 +24,10 @@ CacheT = TypeVar("CacheT", bound="PagedCache")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    """Sizes of a decoder-only transformer of the Llama and Qwen families.
+class ModelConfig(ABC):
+    """Sizes of a decoder-only transformer, whatever its attention.
 
     Attributes:
-        head_size: numbers of a head; None for ``hidden / heads``.
-        qkv_bias: the query, key and value projections add a bias (Qwen2).
-        qk_norm: queries and keys are normed head by head (Qwen3).
         seed: of random weights.
     """
 
@@ -38,56 +35,37 @@ class ModelConfig:
     hidden: int = 128
     layers: int = 4
     heads: int = 4
-    kv_heads: int = 2
     ffn: int = 352
-    head_size: int | None = None
     rope_theta: float = 10_000.0
     norm_epsilon: float = 1e-5
-    qkv_bias: bool = False
-    qk_norm: bool = False
     seed: int = 1
 
-    def __post_init__(self) -> None:
-        for name in ("vocab", "hidden", "layers", "heads", "kv_heads", "ffn"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.head_size is None and self.hidden % (2 * self.heads):
-            raise ConfigError(
-                f"hidden ({self.hidden}) must be a multiple of 2 * heads (2 * {self.heads}): "
-                "rotary embedding turns pairs of a head's numbers"
-            )
-        if self.head_size is not None and (self.head_size < 2 or self.head_size % 2):
-            raise ConfigError(f"head_size must be even and positive, got {self.head_size}")
-        if self.heads % self.kv_heads:
-            raise ConfigError(
-                f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})"
-            )
+    @property
+    @abstractmethod
+    def rotary_dim(self) -> int:
+        """Numbers of a head that rotary embedding turns, in pairs."""
 
     @property
-    def head_dim(self) -> int:
-        return self.hidden // self.heads if self.head_size is None else self.head_size
-
-    @property
-    def qkv(self) -> int:
-        """Columns of the fused query, key and value projection."""
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
-
-    @property
+    @abstractmethod
     def score_scale(self) -> float:
-        return 1.0 / math.sqrt(self.head_dim)
+        """What a query's products with its keys are multiplied by."""
 
     def rope_tables(self, positions: int) -> tuple[Array, Array]:
-        """Cosines and sines ``[positions, head_dim / 2]`` of the rotary embedding."""
-        half = self.head_dim // 2
+        """Cosines and sines ``[positions, rotary_dim / 2]`` of the rotary embedding."""
+        half = self.rotary_dim // 2
         frequencies = self.rope_theta ** (-np.arange(half, dtype=np.float64) / half)
         angles = np.outer(np.arange(positions, dtype=np.float64), frequencies)
         return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
-    def __str__(self) -> str:
-        return (
-            f"{self.layers} layers of {self.hidden}, {self.heads} heads over {self.kv_heads} "
-            "KV heads"
-        )
+    def check_positive(self, *names: str) -> None:
+        """The sizes of every transformer, and those named, are at least 1.
+
+        Raises:
+            ConfigError: one is not.
+        """
+        for name in ("vocab", "hidden", "layers", "heads", "ffn", *names):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, slots=True)

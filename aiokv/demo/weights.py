@@ -1,41 +1,40 @@
-"""Weights of the demo's transformers, as numpy arrays: whoever computes takes them from here."""
+"""Weights that the demo's transformers have in common, as numpy arrays."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Generic, TypedDict, TypeVar
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from aiokv.demo.model import Array, ModelConfig
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """Weights of one layer; matrices are ``[in, out]``.
+    """What a layer has beside its attention's projections; matrices are ``[in, out]``.
 
     Attributes:
-        qkv: query, key and value projections side by side.
-        qkv_bias: ``[out]``, of a model with ``qkv_bias``.
-        query_norm: ``[head_dim]``, of a model with ``qk_norm``; ``key_norm`` likewise.
+        out: ``[mixed, hidden]``, of what attention made of all heads.
         gate_up: gate and up projections side by side.
     """
 
     attention_norm: Array
-    qkv: Array
     out: Array
     ffn_norm: Array
     gate_up: Array
     down: Array
-    qkv_bias: Array | None = None
-    query_norm: Array | None = None
-    key_norm: Array | None = None
+
+
+LayerT = TypeVar("LayerT", bound=LayerWeights, covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class Weights(Generic[LayerT]):
     """All weights of a model.
 
     Attributes:
@@ -44,7 +43,7 @@ class Weights:
     """
 
     embedding: Array
-    layers: list[LayerWeights]
+    layers: Sequence[LayerT]
     final_norm: Array
     unembedding: Array
 
@@ -52,41 +51,58 @@ class Weights:
         """``(k, n)`` of every product ``[rows, k] @ [k, n]`` that a forward pass makes."""
         matrices = [self.unembedding]
         for layer in self.layers:
-            matrices += [layer.qkv, layer.out, layer.gate_up, layer.down]
-        return {(matrix.shape[0], matrix.shape[1]) for matrix in matrices}
+            arrays = [getattr(layer, field.name) for field in fields(layer)]
+            matrices += [array for array in arrays if array is not None and array.ndim > 1]
+        return {(matrix.shape[-2], matrix.shape[-1]) for matrix in matrices}
 
 
-def random_weights(config: ModelConfig) -> Weights:
-    """Drawn from ``config.seed``: what the model says is nonsense, what it computes is real."""
+class CommonWeights(TypedDict):
+    """The fields of :class:`LayerWeights`."""
+
+    attention_norm: Array
+    out: Array
+    ffn_norm: Array
+    gate_up: Array
+    down: Array
+
+
+def random_model(
+    config: ModelConfig, random_layer: Callable[[np.random.Generator], LayerT]
+) -> Weights[LayerT]:
+    """Weights drawn from ``config.seed``."""
     rng = np.random.default_rng(config.seed)
     return Weights(
         embedding=rng.standard_normal((config.vocab, config.hidden), dtype=np.float32),
-        layers=[_random_layer(config, rng) for _ in range(config.layers)],
+        layers=[random_layer(rng) for _ in range(config.layers)],
         final_norm=np.ones(config.hidden, dtype=np.float32),
-        unembedding=_random_matrix(rng, config.hidden, config.vocab),
+        unembedding=random_matrix(rng, config.hidden, config.vocab),
     )
 
 
-def _random_layer(config: ModelConfig, rng: np.random.Generator) -> LayerWeights:
-    mixed = config.heads * config.head_dim
-    return LayerWeights(
+def random_common_weights(
+    rng: np.random.Generator, config: ModelConfig, *, mixed: int
+) -> CommonWeights:
+    """What every layer has; ``mixed`` counts what attention makes of all heads."""
+    return CommonWeights(
         attention_norm=np.ones(config.hidden, dtype=np.float32),
-        qkv=_random_matrix(rng, config.hidden, config.qkv),
-        out=_random_matrix(rng, mixed, config.hidden),
+        out=random_matrix(rng, mixed, config.hidden),
         ffn_norm=np.ones(config.hidden, dtype=np.float32),
-        gate_up=_random_matrix(rng, config.hidden, 2 * config.ffn),
-        down=_random_matrix(rng, config.ffn, config.hidden),
-        qkv_bias=_random_vector(rng, config.qkv) if config.qkv_bias else None,
-        query_norm=_random_vector(rng, config.head_dim) if config.qk_norm else None,
-        key_norm=_random_vector(rng, config.head_dim) if config.qk_norm else None,
+        gate_up=random_matrix(rng, config.hidden, 2 * config.ffn),
+        down=random_matrix(rng, config.ffn, config.hidden),
     )
 
 
-def _random_matrix(rng: np.random.Generator, rows: int, columns: int) -> Array:
-    matrix: Array = rng.standard_normal((rows, columns), dtype=np.float32)
-    matrix *= np.float32(1.0 / math.sqrt(rows))
+def random_matrix(rng: np.random.Generator, rows: int, columns: int) -> Array:
+    matrix: Array = random_stack(rng, 1, rows, columns)[0]
     return matrix
 
 
-def _random_vector(rng: np.random.Generator, length: int) -> Array:
+def random_stack(rng: np.random.Generator, count: int, rows: int, columns: int) -> Array:
+    """``[count, rows, columns]``; a product with one keeps the variance of its input."""
+    stack: Array = rng.standard_normal((count, rows, columns), dtype=np.float32)
+    stack *= np.float32(1.0 / math.sqrt(rows))
+    return stack
+
+
+def random_vector(rng: np.random.Generator, length: int) -> Array:
     return rng.uniform(0.5, 1.5, length).astype(np.float32)

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from aiokv.cli import main
-from aiokv.demo.model import ModelConfig
+from aiokv.demo.grouped import GroupedConfig, random_weights
 from aiokv.demo.models import load_model
-from aiokv.demo.weights import random_weights
 from tests.models.transformer import naive_logits, run
 
-CONFIG = ModelConfig(vocab=64, hidden=32, layers=2, heads=4, kv_heads=2, ffn=48)
+CONFIG = GroupedConfig(vocab=64, hidden=32, layers=2, heads=4, kv_heads=2, ffn=48)
 TOLERANCE = {"float32": 4e-4, "bfloat16": 0.1, "int8": 0.2, "fp8": 0.6}
 
 WORK = ["--conversations", "6", "--turns", "3", "--system-prompts", "2"]

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from aiokv.cli import main
-from aiokv.demo.model import ModelConfig
-from aiokv.demo.weights import random_weights
+from aiokv.demo.grouped import GroupedConfig, random_weights
 from tests.models.transformer import naive_logits, run
 
-CONFIG = ModelConfig(vocab=64, hidden=32, layers=2, heads=4, kv_heads=2, ffn=48)
+CONFIG = GroupedConfig(vocab=64, hidden=32, layers=2, heads=4, kv_heads=2, ffn=48)
 
 
 def make(config=CONFIG):

@@ -4,18 +4,17 @@ import numpy as np
 import pytest
 
 import aiokv
-from aiokv.demo.model import ModelConfig
+from aiokv.demo.grouped import GroupedConfig, random_weights
 from aiokv.demo.on_numpy.transformer import NumpyTransformer
 from aiokv.demo.runner import ModelRunner
 from aiokv.demo.serving import Server, ServingConfig
-from aiokv.demo.weights import random_weights
 from aiokv.demo.workload import ChatSizes, chat_workload
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.device.cpu import CpuDevice
 
 pytestmark = pytest.mark.asyncio
 
-MODEL = ModelConfig(vocab=64, hidden=32, layers=2, heads=2, kv_heads=1, ffn=48)
+MODEL = GroupedConfig(vocab=64, hidden=32, layers=2, heads=2, kv_heads=1, ffn=48)
 SIZES = ChatSizes(
     conversations=6, turns=3, system_prompts=2, system_tokens=32, user_tokens=12, answer_tokens=6
 )

@@ -2,9 +2,9 @@
 
 import numpy as np
 
+from aiokv.demo.grouped import random_weights
 from aiokv.demo.model import Batch
 from aiokv.demo.paging import Span
-from aiokv.demo.weights import random_weights
 
 
 def naive_logits(config, tokens):

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from aiokv.demo.checkpoint import read_checkpoint
-from aiokv.demo.model import ModelConfig
-from aiokv.demo.weights import random_weights
+from aiokv.demo.grouped import GroupedConfig, random_weights
 from aiokv.errors import UsageError
 
 SIZES = {
@@ -89,7 +88,7 @@ def assert_equal(found, expected):
     [("llama", {}), ("qwen2", {"qkv_bias": True}), ("qwen3", {"qk_norm": True})],
 )
 def test_weights_are_read_back(tmp_path, kind, more):
-    expected = ModelConfig(
+    expected = GroupedConfig(
         vocab=40, hidden=16, layers=2, heads=4, kv_heads=2, ffn=24, head_size=6,
         rope_theta=5e5, norm_epsilon=1e-6, **more,
     )  # fmt: skip
@@ -105,7 +104,7 @@ def test_weights_are_read_back(tmp_path, kind, more):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_narrow_formats_are_widened_and_tied_embeddings_used_twice(tmp_path, dtype):
-    config = ModelConfig(
+    config = GroupedConfig(
         vocab=40, hidden=16, layers=2, heads=4, kv_heads=2, ffn=24, head_size=6, qk_norm=True
     )
     tensors = stored(random_weights(config), config)
@@ -130,7 +129,7 @@ def test_narrow_formats_are_widened_and_tied_embeddings_used_twice(tmp_path, dty
     ],
 )
 def test_what_is_not_known_is_refused(tmp_path, sizes, message):
-    config = ModelConfig(vocab=40, hidden=16, layers=2, heads=4, kv_heads=2, ffn=24, head_size=6)
+    config = GroupedConfig(vocab=40, hidden=16, layers=2, heads=4, kv_heads=2, ffn=24, head_size=6)
     write(tmp_path, sizes, [stored(random_weights(config), config)])
     with pytest.raises(UsageError, match=message):
         read_checkpoint(tmp_path)

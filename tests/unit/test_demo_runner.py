@@ -6,16 +6,16 @@ import threading
 import numpy as np
 import pytest
 
-from aiokv.demo.model import Batch, ModelConfig
+from aiokv.demo.grouped import GroupedConfig, random_weights
+from aiokv.demo.model import Batch
 from aiokv.demo.on_numpy.transformer import NumpyTransformer
 from aiokv.demo.paging import Span
 from aiokv.demo.runner import ModelRunner
-from aiokv.demo.weights import random_weights
 from aiokv.errors import TransferError
 
 pytestmark = pytest.mark.asyncio
 
-CONFIG = ModelConfig(vocab=32, hidden=16, layers=2, heads=2, kv_heads=1, ffn=24)
+CONFIG = GroupedConfig(vocab=32, hidden=16, layers=2, heads=2, kv_heads=1, ffn=24)
 SECONDS = 10.0  # before a test that hangs fails
 
 

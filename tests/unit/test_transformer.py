@@ -6,16 +6,16 @@ import itertools
 import numpy as np
 import pytest
 
-from aiokv.demo.model import Batch, ModelConfig
+from aiokv.demo.grouped import GroupedConfig, random_weights
+from aiokv.demo.model import Batch
 from aiokv.demo.on_numpy.transformer import NumpyTransformer
 from aiokv.demo.paging import Span
 from aiokv.demo.row_tiles import RowTiles
-from aiokv.demo.weights import random_weights
 from aiokv.errors import ConfigError
 from tests.models.transformer import naive_logits, run
 
 BLOCK_TOKENS = 16
-CONFIG = ModelConfig(vocab=64, hidden=32, layers=2, heads=4, kv_heads=2, ffn=48)
+CONFIG = GroupedConfig(vocab=64, hidden=32, layers=2, heads=4, kv_heads=2, ffn=48)
 
 
 @pytest.fixture(scope="module")
@@ -107,4 +107,4 @@ def test_tiles_compute_a_product():
 )
 def test_impossible_sizes_are_refused(sizes, message):
     with pytest.raises(ConfigError, match=message):
-        ModelConfig(**sizes)
+        GroupedConfig(**sizes)

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from aiokv.demo.model import Array, Batch, ModelConfig
+    from aiokv.demo.grouped import GroupedConfig, GroupedLayerWeights
+    from aiokv.demo.model import Array, Batch
     from aiokv.demo.paging import Span
-    from aiokv.demo.weights import LayerWeights, Weights
+    from aiokv.demo.weights import Weights
 
 
 class CupyCache:
@@ -75,7 +76,13 @@ class CupyTransformer:
             too long for these kernels.
     """
 
-    def __init__(self, config: ModelConfig, weights: Weights, *, max_context_tokens: int) -> None:
+    def __init__(
+        self,
+        config: GroupedConfig,
+        weights: Weights[GroupedLayerWeights],
+        *,
+        max_context_tokens: int,
+    ) -> None:
         if max_context_tokens > MAX_CONTEXT_TOKENS:
             raise ConfigError(
                 f"the demo's attention kernel takes {MAX_CONTEXT_TOKENS} tokens, not "
@@ -211,7 +218,7 @@ class CupyTransformer:
 class _LayerArrays:
     """One layer's weights on the GPU."""
 
-    def __init__(self, cupy: Any, weights: LayerWeights) -> None:
+    def __init__(self, cupy: Any, weights: GroupedLayerWeights) -> None:
         def optional(array: Array | None) -> Any:
             return None if array is None else cupy.asarray(array)
 

@@ -13,15 +13,22 @@ from aiokv.demo.row_tiles import RowTiles, use_one_blas_thread
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aiokv.demo.model import Array, Batch, ModelConfig
+    from aiokv.demo.grouped import GroupedConfig, GroupedLayerWeights
+    from aiokv.demo.model import Array, Batch
     from aiokv.demo.paging import Span
-    from aiokv.demo.weights import LayerWeights, Weights
+    from aiokv.demo.weights import Weights
 
 
 class NumpyTransformer(CpuModel):
     """Forward passes over a paged cache. Stateless beside the weights; one thread at a time."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, *, max_context_tokens: int) -> None:
+    def __init__(
+        self,
+        config: GroupedConfig,
+        weights: Weights[GroupedLayerWeights],
+        *,
+        max_context_tokens: int,
+    ) -> None:
         use_one_blas_thread()
         self.config = config
         self._weights = weights
@@ -68,7 +75,7 @@ class NumpyTransformer(CpuModel):
     def _attention(
         self,
         index: int,
-        layer: LayerWeights,
+        layer: GroupedLayerWeights,
         spans: list[Span],
         qkv: Array,
         cos: Array,

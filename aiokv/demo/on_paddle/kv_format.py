@@ -1,4 +1,4 @@
-"""How the demo stores keys and values: as they are, narrower, or quantised with scales."""
+"""How the demo stores what it caches: as they are, narrower, or quantised with scales."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class KVFormat:
     largest: float | None = None
 
     def encode(self, rows: Any) -> tuple[Any, Any | None]:
-        """Rows ``[rows, kv_heads, head_dim]`` as stored, and their scales ``[rows, kv_heads]``."""
+        """Rows ``[rows, heads, dim]`` as stored, and their scales ``[rows, heads]``."""
         if self.largest is None:
             return rows.cast(self.stored), None
         scales = paddle.clip(rows.abs().max(-1), min=_SMALLEST_SCALE) / self.largest

@@ -1,26 +1,28 @@
-"""The paged KV cache as Paddle tensors, and grouped-query attention over it."""
+"""The paged cache as Paddle tensors, whatever an attention keeps in it."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import aiokv
-from aiokv.demo.paging import Paging, Span
+from aiokv.demo.paging import Paging
 from aiokv.frameworks.paddle import add_region, as_integers, import_paddle
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from collections.abc import Iterator, Mapping
 
     from aiokv.demo.on_paddle.kv_format import KVFormat
+    from aiokv.demo.paging import Span
 
 paddle = import_paddle()
 
 
 class PagedTensors:
-    """Keys or values: one tensor ``[blocks, block_tokens, kv_heads, head_dim]`` a layer, and one of
-    float32 scales ``[blocks, block_tokens, kv_heads]`` where the format has them."""
+    """Keys, say: one tensor ``[blocks, block_tokens, heads, dim]`` a layer, and one of float32
+    scales ``[blocks, block_tokens, heads]`` where the format has them."""
 
     def __init__(self, layers: int, shape: tuple[int, int, int, int], kv_format: KVFormat) -> None:
         self.stored = [paddle.zeros(shape, dtype=kv_format.stored) for _ in range(layers)]
@@ -40,69 +42,58 @@ class PagedTensors:
             self.scales[layer][blocks, offsets] = scales
 
     def read(self, layer: int, block_ids: Any) -> Any:
-        """Blocks as ``[tokens, kv_heads, head_dim]`` float32."""
+        """Blocks as ``[tokens, heads, dim]`` float32."""
         scales = paddle.gather(self.scales[layer], block_ids) if self.scales else None
         rows = self._format.decode(paddle.gather(self.stored[layer], block_ids), scales)
         return rows.flatten(0, 1)
 
 
-class PaddleCache:
-    """Keys and values of all layers."""
+@dataclass(frozen=True, slots=True)
+class CachedContext:
+    """What rows ``[start, stop)`` of a batch attend to.
 
-    def __init__(
-        self, *, layers: int, shape: tuple[int, int, int, int], kv_format: KVFormat
-    ) -> None:
-        self.keys = PagedTensors(layers, shape, kv_format)
-        self.values = PagedTensors(layers, shape, kv_format)
-        self._layers = layers
-        self._paging = Paging(block_tokens=shape[1])
+    Attributes:
+        rows: by name ``[tokens, heads, dim]`` float32.
+        hidden: bool ``[stop - start, tokens]``: what lies behind a row's position.
+    """
+
+    start: int
+    stop: int
+    rows: dict[str, Any]
+    hidden: Any
+
+
+class PaddleCache:
+    """What an attention caches, by name; one block table leads to all of it."""
+
+    def __init__(self, tensors: Mapping[str, PagedTensors], block_tokens: int) -> None:
+        self._tensors = tensors
+        self._paging = Paging(block_tokens)
 
     def regions(self) -> aiokv.Regions:
-        regions = aiokv.Regions(num_layers=self._layers)
-        self.keys.add_to(regions, "k")
-        self.values.add_to(regions, "v")
+        layers = {len(tensors.stored) for tensors in self._tensors.values()}
+        regions = aiokv.Regions(num_layers=max(layers))
+        for name, tensors in self._tensors.items():
+            tensors.add_to(regions, name)
         return regions
 
     def corrupt(self, block: int) -> None:
         """Move one block's numbers to their neighbours' places, in every layer."""
-        for tensor in (*self.keys.stored, *self.values.stored):
-            numbers = np.from_dlpack(as_integers(tensor))
-            numbers[block] = np.roll(numbers[block], 1, axis=-1)
+        for tensors in self._tensors.values():
+            for tensor in tensors.stored:
+                numbers = np.from_dlpack(as_integers(tensor))
+                numbers[block] = np.roll(numbers[block], 1, axis=-1)
 
-    def write(self, layer: int, spans: list[Span], keys: Any, values: Any) -> None:
-        """Store rows ``[rows, kv_heads, head_dim]`` at the places the block tables name."""
+    def write(self, layer: int, spans: list[Span], **rows: Any) -> None:
+        """Store rows ``[rows, heads, dim]`` of each name at the places the block tables name."""
         blocks, offsets = map(paddle.to_tensor, self._paging.slots(spans))
-        self.keys.write(layer, blocks, offsets, keys)
-        self.values.write(layer, blocks, offsets, values)
+        for name, tensors in self._tensors.items():
+            tensors.write(layer, blocks, offsets, rows[name])
 
-    def attend(self, layer: int, spans: list[Span], queries: Any) -> Any:
-        """Causal attention of ``queries`` ``[rows, heads, head_dim]``, all rows of the spans."""
-        parts = []
+    def read(self, layer: int, spans: list[Span]) -> Iterator[CachedContext]:
+        """The contexts of all rows of the spans, in row order."""
         for context in self._paging.contexts(spans):
             block_ids = paddle.to_tensor(context.block_ids)
-            keys, values = self.keys.read(layer, block_ids), self.values.read(layer, block_ids)
-            hidden = context.hidden(self._paging.block_tokens)
-            parts.append(attention(queries[context.start : context.stop], keys, values, hidden))
-        return paddle.concat(parts)
-
-
-def attention(queries: Any, keys: Any, values: Any, hidden: NDArray[np.bool_]) -> Any:
-    """Grouped-query attention of consecutive positions over one context.
-
-    Args:
-        queries: ``[rows, heads, head_dim]``, scaled.
-        keys: ``[tokens, kv_heads, head_dim]``.
-        values: as keys.
-        hidden: ``[rows, tokens]``: what a row does not attend to.
-
-    Returns:
-        ``[rows, heads, head_dim]``, each row by products of its own.
-    """
-    rows, heads, head_dim = queries.shape
-    _, kv_heads, _ = keys.shape
-    grouped = queries.reshape([rows, kv_heads, heads // kv_heads, head_dim])
-    scores = paddle.matmul(grouped, keys.transpose([1, 2, 0]))  # [rows, kv_heads, group, tokens]
-    mask = paddle.to_tensor(hidden).unsqueeze([1, 2])
-    weights = paddle.nn.functional.softmax(scores.masked_fill(mask, float("-inf")), axis=-1)
-    mixed = paddle.matmul(weights, values.transpose([1, 0, 2]))
-    return mixed.reshape([rows, heads, head_dim])
+            rows = {name: each.read(layer, block_ids) for name, each in self._tensors.items()}
+            hidden = paddle.to_tensor(context.hidden(self._paging.block_tokens))
+            yield CachedContext(context.start, context.stop, rows, hidden)
