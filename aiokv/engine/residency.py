@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aiokv.engine.leasing import Leasing
+from aiokv.engine.batches import Batches
 from aiokv.engine.pins import Pin
 from aiokv.errors import (
     RequestTooLarge,
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from aiokv.types import Item, Tier, TokenIds
 
 
-class Residency(Leasing):
+class Residency(Batches):
     """Evict, prefetch and pin."""
 
     async def evict(self, num_blocks: int, tier: Tier = "device") -> int:
