@@ -24,6 +24,7 @@ from aiokv.plan import StatePlan, TransferReport
 from aiokv.ranks.exchange import Exchange
 from aiokv.ranks.messages import Sleep, WakeUp
 from aiokv.ranks.processes import RankProcesses, check_entry
+from aiokv.ranks.questions import Questions
 from aiokv.ranks.roster import Roster
 from aiokv.ranks.seats import RankTimeouts
 from aiokv.worker.device.base import CopyError
@@ -117,7 +118,7 @@ class RankGroup:
         self._closing = False
         self._restarting = False
         self._asleep: frozenset[Tier] = frozenset()
-        self._questions = 0
+        self._questions = Questions(self.timeouts)
 
     # --- opening and closing --------------------------------------------------------------------
 
@@ -163,6 +164,7 @@ class RankGroup:
             clock=self._clock,
             device_blocks=device_blocks,
             on_reports=self._on_reports,
+            on_answer=self._questions.on_answer,
             on_lost=self._on_rank_lost,
         )
         self._exchange = Exchange(roster, self.timeouts, self._clock, on_report)
@@ -254,7 +256,7 @@ class RankGroup:
     @property
     def silent_ranks(self) -> list[int]:
         """Those that have not answered the newest ``sleep`` or ``wake_up``."""
-        return [] if self._roster is None else self._roster.silent_ranks
+        return [] if self._roster is None else self._questions.silent_ranks(self._roster)
 
     def submit(self, plan: Plan) -> LayerDoneCounter:
         """Take a plan; it leaves for all ranks with the others of this pass.
@@ -331,8 +333,8 @@ class RankGroup:
 
         Cancellation: call it again, or ``wake_up``.
         """
-        self._asleep |= tiers
-        await self._ask(Sleep(number=self._next_question(), tiers=sorted(tiers)))
+        self._asleep |= tiers  # also of a rank that comes back
+        await self._questions.ask(self._asked(), Sleep, tiers)
 
     async def wake_up(self, tiers: frozenset[Tier], regions: Regions | None = None) -> None:
         """Every rank takes memory again: with the tensors that it was given as ``Rank.regions``.
@@ -346,21 +348,16 @@ class RankGroup:
         """
         if regions is not None:
             raise UsageError("with ranks, set Rank.regions on each, before they wake up")
-        await self._ask(WakeUp(number=self._next_question(), tiers=sorted(tiers)))
+        await self._questions.ask(self._asked(), WakeUp, tiers)
         self._asleep -= tiers
 
-    def _next_question(self) -> int:
-        self._questions += 1
-        return self._questions
-
-    async def _ask(self, question: Sleep | WakeUp) -> None:
+    def _asked(self) -> Roster:
+        """The ranks, all of them there."""
         if self._roster is None:
             raise UsageError("the group is not open")
         if self._failure is not None:
             raise self._failure
-        error = await self._roster.ask(question)
-        if error:
-            raise UsageError(error)
+        return self._roster
 
     def statistics(self) -> WorkerStatistics:
         """Counts of the group: a transfer is one, whatever the number of ranks."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from aiokv.ranks.channel import Channel
-    from aiokv.ranks.messages import Hello, Layout, Sleep, WakeUp
+    from aiokv.ranks.messages import Hello, Layout
     from aiokv.ranks.processes import RankProcesses
     from aiokv.ranks.seats import RankTimeouts
     from aiokv.types import Tier
@@ -42,6 +42,7 @@ class Roster:
     Args:
         processes: starts the ranks; None when they come by themselves.
         on_reports: gets the reports of the current generation.
+        on_answer: gets what ranks say to ``Sleep`` and ``WakeUp``.
         on_lost: called when a rank that took part is gone.
 
     Attributes:
@@ -60,6 +61,7 @@ class Roster:
         clock: Callable[[], float],
         device_blocks: int,
         on_reports: Callable[[Seat, Reports], None],
+        on_answer: Callable[[Seat, Answer], None],
         on_lost: Callable[[RankLost], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
@@ -68,10 +70,9 @@ class Roster:
         self._processes = processes
         self.device_blocks = device_blocks
         self._on_reports = on_reports
+        self._on_answer = on_answer
         self._on_lost = on_lost
         self._strangers: set[Channel] = set()  # they have not said Hello
-        self._question = 0  # number of the newest Sleep or WakeUp
-        self._answers: dict[int, str] = {}  # by rank
         self._news: list[asyncio.Future[None]] = []  # of those who wait for any
         self._clock = clock
         self._ticked_at = clock()
@@ -137,7 +138,7 @@ class Roster:
         """Wait until the condition holds for all seats."""
         waits_for_hello = {seat.rank for seat in self.seats if seat.channel is None}
         while not all(condition(seat) for seat in self.seats):
-            await self._next_news()
+            await self.next_news()
             if self.closing:
                 raise ClosedError("the group of ranks closes")
             waits_for_hello -= {seat.rank for seat in self.seats if seat.channel is not None}
@@ -146,7 +147,11 @@ class Roster:
                 if seat.channel is None and (seat.rank not in waits_for_hello or died):
                     raise RankLost(f"rank {seat.rank}: {self._why(seat)}", rank=seat.rank)
 
-    async def _next_news(self) -> None:
+    async def next_news(self) -> None:
+        """Wait until a rank comes, answers, is ready or goes; whoever waits looks which.
+
+        Cancellation: nothing changed.
+        """
         news: asyncio.Future[None] = self._loop.create_future()
         self._news.append(news)
         try:
@@ -159,41 +164,6 @@ class Roster:
         if self._processes is None or self._processes.is_alive(seat.rank):
             return seat.why_away
         return f"{seat.why_away}; {self._processes.describe(seat.rank)}"
-
-    @property
-    def silent_ranks(self) -> list[int]:
-        """Those that have not answered the newest question."""
-        return [s.rank for s in self.seats if self._question and s.rank not in self._answers]
-
-    async def ask(self, message: Sleep | WakeUp) -> str:
-        """Tell all ranks, and wait for their answers; one question at a time.
-
-        Returns:
-            What a rank had against it, with its number; empty when all have done it.
-
-        Raises:
-            RankLost: one is gone, or did not answer in the time of a start.
-
-        Cancellation: the ranks do it all the same.
-        """
-        self._answers = {}
-        self._question = message.number
-        self.send(frame_of(encode(message)))
-        try:
-            async with asyncio.timeout(self._timeouts.start):
-                while len(self._answers) < len(self.seats):
-                    away = next((seat for seat in self.seats if not seat.ready), None)
-                    if away is not None:
-                        raise RankLost(f"rank {away.rank}: {away.why_away}", rank=away.rank)
-                    await self._next_news()
-        except TimeoutError:
-            for seat in self.seats:
-                if seat.rank not in self._answers:
-                    self.lose(seat, f"it did not answer for {self._timeouts.start} s")
-            silent = next(seat for seat in self.seats if not seat.ready)
-            raise RankLost(f"rank {silent.rank}: {silent.why_away}", rank=silent.rank) from None
-        answers = sorted(self._answers.items())
-        return "; ".join(f"rank {rank}: {error}" for rank, error in answers if error)
 
     async def aclose(self) -> None:
         """Let ranks finish what moves, and go; cut off those that take too long. Idempotent.
@@ -213,7 +183,7 @@ class Roster:
         try:
             async with asyncio.timeout(self._timeouts.close):
                 while any(seat.channel is not None for seat in self.seats):
-                    await self._next_news()
+                    await self.next_news()
                 if self._processes is not None:
                     await self._processes.wait()
         except TimeoutError:
@@ -228,7 +198,7 @@ class Roster:
             self._server.close()
             self._path.unlink(missing_ok=True)
         while self._strangers or any(seat.channel is not None for seat in self.seats):
-            await self._next_news()  # of channels that were cut
+            await self.next_news()  # of channels that were cut
         self.closed = True
 
     def send(self, frame: bytes) -> None:
@@ -334,9 +304,8 @@ class Roster:
             seat.finished_step = max(seat.finished_step, message.finished_step)
             self._on_reports(seat, message)
         elif isinstance(message, Answer):
-            if message.number == self._question:
-                self._answers[seat.rank] = message.error
-                self.notify()
+            self._on_answer(seat, message)
+            self.notify()
         elif isinstance(message, Ready) and message.generation == self.generation:
             seat.progress_at = seat.heard_at
             seat.ready = True
