@@ -65,20 +65,23 @@ class Leasing(EngineBase):
     def _commit(self, lease: Lease, num_tokens: int, ready: Event | None) -> int:
         self._check_loop()
         lease._live_id()
-        step = self._steps.open if ready is None else self._close_step(ready)
-        if self._checksums is not None:
-            self._record_checksums(lease, num_tokens)
+        step = self._steps.open if ready is None else self._steps.next
+        first = self._core.computed_tokens(lease._live_id())
         published = self._core.commit(lease._live_id(), num_tokens, step)
+        if self._checksums is not None:
+            self._record_checksums(lease, first, num_tokens)
+        if ready is not None:
+            self._close_step(ready)
         if published and not self._steps.open:
             self._transfers.schedule_backups()
         if self._pending:
             self._pending.wake(lease._id)
         return published
 
-    def _record_checksums(self, lease: Lease, num_tokens: int) -> None:
+    def _record_checksums(self, lease: Lease, first_token: int, num_tokens: int) -> None:
         block_tokens = self.config.block_tokens
-        first = self._core.computed_tokens(lease._live_id()) // block_tokens
-        self._unrecorded.append(lease.block_table[first : num_tokens // block_tokens])
+        blocks = slice(first_token // block_tokens, num_tokens // block_tokens)
+        self._unrecorded.append(lease.block_table[blocks])
         if not self._steps.open:
             self._flush_checksums()
 

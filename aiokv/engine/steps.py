@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
+from aiokv.errors import UsageError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -49,11 +51,20 @@ class Steps:
         return self.next if self._tracked else 0
 
     def close(self, event: Event | None) -> int:
-        """Close the open step; events of later steps lie behind those of earlier ones."""
+        """Close the open step; events of later steps lie behind those of earlier ones.
+
+        Raises:
+            UsageError: the worker cannot wait for such an event. The step stays open.
+        """
         step = self.next
         self.next += 1
         self._unfinished.append(step)
-        self._controller.close_step(step, event)
+        try:
+            self._controller.close_step(step, event)
+        except UsageError:
+            self._unfinished.remove(step)
+            self.next = step
+            raise
         return step
 
     def on_step(self, step: int, error: BaseException | None) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+PATIENCE_SECONDS: Final = 30.0  # however few passes a busy machine leaves to native threads
 
 
 async def spin(passes: int = 1) -> None:
@@ -19,10 +23,13 @@ async def run_until_idle(ready: Callable[[], bool], passes: int = 100_000) -> No
     """Make loop passes until ``ready()``; for work that native threads finish.
 
     Raises:
-        TimeoutError: not within that many passes.
+        TimeoutError: not within that many passes, and ``PATIENCE_SECONDS``.
     """
-    for _ in range(passes):
+    patient_until = time.monotonic() + PATIENCE_SECONDS
+    left = passes
+    while left > 0 or time.monotonic() < patient_until:
         if ready():
             return
+        left -= 1
         await asyncio.sleep(0)
-    raise TimeoutError(f"not ready after {passes} passes of the loop")
+    raise TimeoutError(f"not ready after {passes - left} passes of the loop")

@@ -19,7 +19,7 @@ from aiokv import (
     UsageError,
     WouldBlock,
 )
-from aiokv.testing import spin
+from aiokv.testing import ManualEvent, spin
 from tests.integration.kv import Served
 
 pytestmark = pytest.mark.asyncio
@@ -41,6 +41,19 @@ async def test_many_requests_on_the_cpu_device_get_their_own_kv(manual):
         assert statistics.hit_device_tokens > 0
         assert statistics.evicted_device_blocks > 0
         assert statistics.leases == 0
+
+
+async def test_a_commit_that_is_refused_leaves_the_step_open():
+    async with Served() as served, served.engine.match(A) as lease:
+        await lease.allocate(len(A))
+        step = served.engine.open_step
+        with pytest.raises(LeaseError):
+            lease.commit(1_000, ready=ManualEvent())
+        assert served.engine.open_step == step
+        event = ManualEvent()
+        event.complete()
+        assert lease.commit(len(A), ready=event) == len(A) // 2
+        assert served.engine.open_step == step + 1
 
 
 async def test_the_life_of_a_lease():
