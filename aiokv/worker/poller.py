@@ -256,9 +256,12 @@ class EventPoller:
         self._busy_seconds += now - started - self._callback_seconds
 
     def _ask(self, stream: Stream, until: float) -> None:
-        """Ask a stream's oldest event, and again ``until`` then."""
-        watch = stream.queue[0]
+        """Ask a stream's oldest event, and again ``until`` then.
+
+        Behind one that is done comes the next, if that should have ended as well.
+        """
         while True:
+            watch = stream.queue[0]
             self._queries += 1
             error: BaseException | None = None
             try:
@@ -271,7 +274,12 @@ class EventPoller:
                 self._ended.append((stream, watch, now))
                 self._announce(watch, error)
                 self._callback_seconds += time.monotonic() - now
-                return
+                if not _next_has_ended(stream, watch, now):
+                    return
+                self._account()
+                if not stream.queue:
+                    return
+                continue
             stream.asked_at = now
             stream.next_query = next_query(stream.due, now)
             if now >= until or stream.next_query > now:
@@ -344,6 +352,14 @@ class EventPoller:
             self._timer.arm(at - time.monotonic())
         else:
             self._timer.disarm()
+
+
+def _next_has_ended(stream: Stream, watch: Watch, now: float) -> bool:
+    """As far as one can expect, from the end of ``watch``, the event before it."""
+    if not stream.queue:
+        return False
+    finished_at: float | None = getattr(watch.event, "finished_seconds", None)
+    return (finished_at or now) + (stream.queue[0].work_seconds or 0.0) <= now
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:
