@@ -119,7 +119,7 @@ async def test_waiting_in_line_is_counted_also_in_vain():
                     await lease.allocate(2)
             in_vain = lease.usage.capacity_wait_seconds
             assert in_vain is not None
-            assert in_vain >= 0.002
+            assert in_vain > 0  # uvloop ends short timeouts early
             waiting = asyncio.ensure_future(lease.allocate(2))
             await spin(2)
             holder.release()
