@@ -4,7 +4,7 @@
 """
 
 from aiokv.config import CacheConfig, WindowGroup
-from aiokv.engine import CacheEngine
+from aiokv.engine import CacheEngine, ComputeBatch
 from aiokv.errors import (
     AiokvError,
     AllocateTimeout,
@@ -39,6 +39,7 @@ __all__ = [
     "CacheEngine",
     "CapacityError",
     "ClosedError",
+    "ComputeBatch",
     "ConfigError",
     "ControlTimeout",
     "DeviceError",

@@ -149,6 +149,9 @@ class CoreStatistics:
     def leases(self) -> int: ...
 
     @property
+    def releasing_leases(self) -> int: ...
+
+    @property
     def nodes(self) -> int: ...
 
     @property
@@ -255,8 +258,10 @@ class Core:
     def check_request(self, lease: int, num_tokens: int) -> None:
         """Raise what allocate would for a request that can never be granted."""
 
-    def retract(self, lease: int, step: int = 0) -> None:
-        """Undo allocate; the lease stays matched."""
+    def retract(self, lease: int, step: int = 0) -> int:
+        """
+        Undo allocate; the lease stays matched. The lease that keeps the blocks for the batches in flight; 0: none.
+        """
 
     def hit(self, lease: int) -> tuple[int, int]:
         """(device_blocks, host_blocks) as matched, or as granted."""
@@ -269,11 +274,27 @@ class Core:
     def commit(self, lease: int, num_tokens: int, step: int = 0) -> int:
         """Index computed blocks; returns how many became shareable."""
 
-    def truncate(self, lease: int, num_tokens: int, step: int = 0) -> None: ...
+    def truncate(self, lease: int, num_tokens: int, step: int = 0) -> int:
+        """Returns as retract()."""
 
     def extend(self, leases: Sequence[int], num_tokens: int) -> bool: ...
 
-    def release(self, lease: int, step: int = 0) -> None: ...
+    def release(self, lease: int, step: int = 0) -> bool:
+        """False: batches in flight keep the blocks until end_batch()."""
+
+    def begin_batch(self, leases: Sequence[int]) -> int:
+        """Name the leases that a batch computes with; returns the batch."""
+
+    def end_batch(self, batch: int, step: int = 0) -> list[int]:
+        """
+        The work is over, or belongs to `step`: the leases that are released by this.
+        """
+
+    def batches(self, lease: int) -> list[int]:
+        """Those in flight that compute with the lease."""
+
+    def is_released(self, lease: int) -> bool:
+        """Released, while batches in flight keep its blocks."""
 
     def recompute_from(self, lease: int) -> int: ...
 
@@ -362,6 +383,11 @@ class Core:
     def complete(self, transfer: int, outcome: Outcome, first_bad_block: int = 0) -> None: ...
 
     def take_abandoned(self) -> list[int]: ...
+
+    def mark_cancelling(self, transfer: int) -> None:
+        """A worker was asked to take it back: no other lease joins it."""
+
+    def close_step(self, step: int) -> None: ...
 
     def finish_step(self, step: int) -> None: ...
 

@@ -55,7 +55,8 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
 
     Per pool, ``free + cached + leased + in_flight`` is the capacity: *leased* blocks belong to
     one lease alone, *cached* ones to the index (with or without leases on them), *in flight* ones
-    are the destination of a transfer. State slots are free, a snapshot, or a lease's.
+    are the destination of a transfer. State slots are free, a snapshot, or a lease's. *Releasing*
+    leases are released, but a batch in flight computes with their blocks.
     """
 
     device_blocks: int
@@ -69,6 +70,7 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     host_in_flight: int
     evictable_blocks: int
     leases: int
+    releasing_leases: int
     waiting: int
     prompt_tokens: int
     hit_device_tokens: int

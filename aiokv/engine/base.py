@@ -7,6 +7,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Self
 
+from aiokv.engine.computing import Computing
 from aiokv.engine.gates import Admissions, LeasesChanged
 from aiokv.engine.open_step import OpenStepWatch
 from aiokv.engine.pending import PendingBlocks
@@ -35,7 +36,7 @@ from aiokv.worker.regions import Regions
 from aiokv.worker.views import done_view
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from types import TracebackType
 
     import numpy as np
@@ -136,6 +137,7 @@ class EngineBase:
             self._controller,
             on_report=self._after_report,
             on_submit=lambda after_step: self._open_step.note(after_step),
+            check_wait=lambda after_step: self._steps.check_wait(after_step),
         )
         self._steps = Steps(
             self._core,
@@ -145,6 +147,15 @@ class EngineBase:
             on_broken=self._break,
         )
         self._open_step = OpenStepWatch(self._loop, self._steps, self._controller)
+        self._computing = Computing(
+            self._loop,
+            self._core,
+            self._steps,
+            self._controller,
+            self._poller,
+            on_freed=self._after_release,
+            lease_id=self._own_id,
+        )
         self._thread = threading.get_ident()
         return self
 
@@ -195,6 +206,7 @@ class EngineBase:
         self._pending.close()
         timeout = self.config.drain_timeout_seconds if drain_timeout is None else drain_timeout
         await self._wait_for_leases(timeout)
+        self._computing.close()
         self._transfers.stopped = True
         if self._steps.open:  # transfers must not wait for a step that nobody will close
             self._steps.close(None)
@@ -249,10 +261,12 @@ class EngineBase:
 
     def _take_back(self) -> None:
         """All leases hold nothing, as after ``preempt``; but for tables that move just now."""
-        for lease_id in self._owners:
+        for lease_id in list(self._owners):
             holds = self._core.is_granted(lease_id) or self._core.is_swapped(lease_id)
-            if holds and not self._core.swap_transfer(lease_id):
-                self._core.retract(lease_id, self._steps.open)
+            if self._core.is_released(lease_id) or self._core.swap_transfer(lease_id):
+                continue
+            if holds:
+                self._give_up_grant(lease_id)
                 self._quota.give_back(lease_id)
                 self._taken_back[lease_id] = self._broken
         self._transfers.cancel_abandoned()
@@ -362,6 +376,27 @@ class EngineBase:
             self._transfers.schedule_backups()
         return True
 
+    def _give_up_grant(self, lease_id: int) -> None:
+        """The lease holds nothing from now on; batches in flight keep the blocks under its name."""
+        keeper = self._core.retract(lease_id, self._steps.open)
+        if keeper:
+            self._owners[keeper] = self._owners[lease_id]
+            self._quota.hand_over(lease_id, keeper)
+
+    def _after_release(self, lease_ids: Sequence[int]) -> None:
+        """Leases have given everything back."""
+        for lease_id in lease_ids:
+            del self._owners[lease_id]
+            self._taken_back.pop(lease_id, None)
+            self._quota.give_back(lease_id)
+        self._transfers.cancel_abandoned()
+        if self._waiting:
+            self._waiting.pump()
+        if self._pending:
+            for lease_id in lease_ids:
+                self._pending.wake(lease_id)
+        self._leases_changed.notify()
+
     def _retract(self, lease: Lease) -> None:
         """As if the grant had not been made."""
         self._core.retract(lease._id, self._steps.open)
@@ -385,3 +420,8 @@ class EngineBase:
         """Something ended that held blocks: whoever waits for that looks again."""
         self._waiting.pump()
         self._leases_changed.notify()
+
+    def _own_id(self, lease: Lease) -> int:
+        if lease._engine is not self:
+            raise LeaseError(f"{lease!r} belongs to another engine")
+        return lease._live_id()

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from aiokv.ranks.messages import Layout, Reports
     from aiokv.ranks.seats import Seat
     from aiokv.types import Tier
+    from aiokv.worker.base import Cancelled
     from aiokv.worker.device.base import Event
     from aiokv.worker.layers import LayerDoneCounter
     from aiokv.worker.regions import Regions
@@ -272,9 +273,9 @@ class RankGroup:
         self._ids.check_ids(plan.host_ids, plan.device_ids, onload=plan.direction == "onload")
         return self.exchange.submit(plan, self.layout, self._failure)
 
-    def cancel(self, transfer_id: int) -> None:
-        """Take back a plan; where no rank's device has it yet it is reported ``"cancelled"``."""
-        self.exchange.cancel(transfer_id)
+    def cancel(self, transfer_id: int) -> Cancelled:
+        """Ask the ranks to take a plan back; it is reported ``"cancelled"`` if no rank moves it."""
+        return "asked" if self.exchange.cancel(transfer_id) else "too late"
 
     def check_event(self, event: Event | None) -> None:
         """Raise for any event: an event belongs to one rank.

@@ -315,7 +315,8 @@ class Rank:
         for plan in batch.plans:
             self._submit(self._controller, plan)
         for transfer_id in batch.cancels:
-            self._controller.cancel(transfer_id)
+            if self._controller.cancel(transfer_id) == "at once":
+                self._on_report(TransferReport(transfer_id=transfer_id, outcome="cancelled"))
 
     def _submit(self, controller: CacheController, plan: TransferPlan) -> None:
         transfer_id = plan.transfer_id

@@ -25,6 +25,7 @@ class LayerView:
         locate: ``(transfer_id, first_bad_block)`` to the first position of the lease to compute;
             None when the failure is behind all that the lease needs of that transfer.
         owner: of the lease, for messages.
+        check_wait: called before a coroutine waits; raises when the wait would never end.
     """
 
     def __init__(
@@ -34,7 +35,9 @@ class LayerView:
         num_layers: int | None = None,
         locate: Callable[[int, int], int | None] | None = None,
         owner: str = "",
+        check_wait: Callable[[], None] | None = None,
     ) -> None:
+        self._check_wait = check_wait
         self._owner = f" for {owner}" if owner else ""
         self.counters = tuple(counters)
         self.num_layers = (
@@ -99,7 +102,13 @@ class LayerView:
         return self._locate(counter.transfer_id, failure.first_bad_block)
 
     async def wait(self, layer: int, timeout: float | None = None) -> None:
-        """As :meth:`LayerDoneCounter.wait`, for every transfer; without any it does not suspend."""
+        """As :meth:`LayerDoneCounter.wait`, for every transfer; without any it does not suspend.
+
+        Raises:
+            UsageError: a transfer waits for the end of a step that the calling task has to close.
+        """
+        if self._check_wait is not None and not self.is_done:
+            self._check_wait()
         now = asyncio.get_running_loop().time
         deadline = None if timeout is None else now() + timeout
         for counter in self.counters:
