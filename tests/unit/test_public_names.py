@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import typing
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from aiokv import (
     CacheEngine,
     ConfigError,
     CpuDevice,
+    CudaDevice,
     CudaOptions,
     Hit,
     Item,
@@ -114,7 +116,7 @@ def test_the_signature_of_the_engine_is_real():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: CacheEngine({"device_blocks": 8}), r"config is \{'device_blocks': 8\}.*CacheConfig"),
+        (lambda: CacheEngine({"device_blocks": 8}), r"config is \{'device_.*': 8\}.*CacheConfig"),
         (lambda: CacheEngine(), "missing.*'config'.*config, regions, device, ranks"),
         (
             lambda: CacheEngine(CacheConfig(device_blocks=8), devise="cpu"),
@@ -165,8 +167,32 @@ def test_devices_are_made_by_name(monkeypatch):
 
 def test_the_name_of_a_gpu_without_cuda_says_what_to_do(monkeypatch):
     monkeypatch.setattr("aiokv.worker.device.cuda._cuda", None)
-    with pytest.raises(ConfigError, match="built without CUDA.*nvcc"):
+    with pytest.raises(ConfigError, match=r"built without CUDA.*nvcc"):
         CacheEngine(CacheConfig(device_blocks=8), device="cuda:0")
+
+
+@pytest.mark.parametrize(
+    ("count", "ordinal", "message"),
+    [
+        (2, 2, r"cuda:2 does not exist: this process sees 2 GPUs.*CUDA_VISIBLE_DEVICES"),
+        (RuntimeError("cudaErrorNoDevice"), None, "no GPU can be used: cudaErrorNoDevice"),
+    ],
+)
+def test_a_gpu_that_is_not_there_is_a_config_error(monkeypatch, count, ordinal, message):
+    def get_device_count() -> int:
+        if isinstance(count, Exception):
+            raise count
+        return count
+
+    runtime = SimpleNamespace(getDeviceCount=get_device_count)
+    cuda = SimpleNamespace(runtime=runtime, Device=lambda: SimpleNamespace(id=0))
+    monkeypatch.setattr("aiokv.worker.device.cuda._cuda", object())
+    monkeypatch.setattr("aiokv.worker.device.cuda._import_cupy", lambda: SimpleNamespace(cuda=cuda))
+    with pytest.raises(ConfigError, match=message):
+        CudaDevice(ordinal)
+    if ordinal is not None:
+        assert CudaDevice(ordinal - 1).name == "cuda:1"
+        assert CudaDevice().name == "cuda:0"
 
 
 def test_a_cache_too_large_for_memory_is_a_config_error(monkeypatch):

@@ -172,13 +172,7 @@ class CudaDevice(Unique):
             )
         self._cupy = _import_cupy()
         self.options = options or CudaOptions()
-        self.ordinal = self._cupy.cuda.Device().id if ordinal is None else ordinal
-        count = self._cupy.cuda.runtime.getDeviceCount()
-        if not 0 <= self.ordinal < count:
-            raise ConfigError(
-                f"cuda:{ordinal} does not exist: this process sees {count} GPUs",
-                hint="see CUDA_VISIBLE_DEVICES",
-            )
+        self.ordinal = _existing_gpu(self._cupy, ordinal)
         self.name = f"cuda:{self.ordinal}"
         self._streams: tuple[Any, ...] = ()
         self._engine: Any = None
@@ -383,6 +377,22 @@ def _layout(
     for layer in range(regions.num_layers):
         layer_begin.append(layer_begin[-1] + len(regions.layer_pieces(layer)))
     return slices, layer_begin
+
+
+def _existing_gpu(cupy: Any, ordinal: int | None) -> int:
+    try:
+        count: int = cupy.cuda.runtime.getDeviceCount()
+        found: int = cupy.cuda.Device().id if ordinal is None else ordinal
+    except Exception as error:  # CuPy's class of errors needs the driver
+        raise ConfigError(
+            f"no GPU can be used: {error}", hint="see nvidia-smi and CUDA_VISIBLE_DEVICES"
+        ) from error
+    if not 0 <= integer("ordinal", found, error=ConfigError) < count:
+        raise ConfigError(
+            f"cuda:{found} does not exist: this process sees {count} GPUs",
+            hint="see CUDA_VISIBLE_DEVICES",
+        )
+    return found
 
 
 def _import_cupy() -> Any:
