@@ -93,7 +93,7 @@ class CopyJob:
 class DlpackTensor:
     """Memory that a DLPack capsule lends; borrowed."""
 
-    def __init__(self, capsule: NDArray) -> None: ...
+    def __init__(self, capsule: object) -> None: ...
 
     @property
     def layout(self) -> tuple[int, list[int], list[int], int, int]:

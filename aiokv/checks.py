@@ -79,7 +79,7 @@ def seconds(
         try:
             value = float(value)
         except OverflowError:  # an int that no float can hold
-            value = math.inf if value > 0 else -math.inf
+            value = -math.inf if value < 0 else math.inf
     if math.isnan(value):
         raise error(f"{name} is nan; it must be a number of seconds")
     if minimum is not None and value < minimum:

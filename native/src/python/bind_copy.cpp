@@ -171,7 +171,7 @@ void bind_dlpack(nb::module_& m) {
             [](DlpackTensor* self, nb::ndarray<> array) {
                 new (self) DlpackTensor{std::move(array)};
             },
-            "capsule"_a)
+            "capsule"_a, nb::sig("def __init__(self, capsule: object) -> None"))
         .def_prop_ro("layout", &layout,
                      "(pointer, shape, strides in elements, bits of an element, DLPack device "
                      "type).");
