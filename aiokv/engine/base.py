@@ -66,7 +66,7 @@ class EngineBase:
         *,
         ranks: RankGroup | None = None,
     ) -> None:
-        _check_types(config, regions)
+        _check_types(config, regions, ranks)
         self.config = config
         self._ranks = ranks
         self.regions = Regions(num_layers=0) if regions is None else regions
@@ -421,7 +421,7 @@ def _new_manager(config: CacheConfig) -> CacheManager:
         ) from None
 
 
-def _check_types(config: object, regions: object) -> None:
+def _check_types(config: object, regions: object, ranks: object) -> None:
     if not isinstance(config, CacheConfig):
         raise ConfigError(
             f"config is {config!r}; it must be a CacheConfig",
@@ -432,3 +432,5 @@ def _check_types(config: object, regions: object) -> None:
             f"regions is {regions!r}; it must be a Regions",
             hint="register the tensors: regions = Regions(num_layers=...); regions.add(...)",
         )
+    if ranks is not None and not hasattr(ranks, "restart"):
+        raise ConfigError(f"ranks is {ranks!r}; it must be an aiokv.ranks.RankGroup")

@@ -123,6 +123,7 @@ def test_the_signature_of_the_engine_is_real():
             "unexpected keyword argument 'devise'.*config, regions, device, ranks",
         ),
         (lambda: CacheEngine(CacheConfig(device_blocks=8), [1]), r"regions is \[1\]"),
+        (lambda: CacheEngine(CacheConfig(device_blocks=8), ranks=2), "ranks is 2.*RankGroup"),
         (lambda: CacheConfig(), "missing.*'device_blocks'"),
         (lambda: CacheConfig(devise_blocks=8, device_blocks=8), "'devise_blocks'.*block_tokens"),
         (lambda: CacheConfig(8), "positional"),
