@@ -90,6 +90,17 @@ class CopyJob:
     def error(self) -> tuple[int, str] | None:
         """(first bad block, reason), or None."""
 
+class DlpackTensor:
+    """Memory that a DLPack capsule lends; borrowed."""
+
+    def __init__(self, capsule: object) -> None: ...
+
+    @property
+    def layout(self) -> tuple[int, list[int], list[int], int, int]:
+        """
+        (pointer, shape, strides in elements, bits of an element, DLPack device type).
+        """
+
 class TimerFd:
     """A one-shot monotonic timer as a file descriptor."""
 

@@ -437,7 +437,7 @@ class Request:
             batch.ends_with(runner.done)
             runner.start(passes=self.load.rng.randint(0, 12))
             self.load.late_writes += 1
-            while not runner.done.done():
+            while not runner.done.done():  # noqa: ASYNC110
                 await asyncio.sleep(0)
 
     async def commit(self, done: int) -> None:

@@ -8,8 +8,9 @@ from concurrent.futures import Future as ThreadFuture
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
-from aiokv.errors import ClosedError, LeaseError, UsageError
+from aiokv.errors import LeaseError, UsageError
 from aiokv.observe.logs import Log
+from aiokv.worker.device.base import as_event
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -57,6 +58,7 @@ class ComputeBatch:
         return self._batch_id > 0 and not self._left
 
     def __enter__(self) -> Self:
+        self._computing.check_loop()
         if self._leases is None:
             raise UsageError("a compute batch is entered once")
         self._batch_id = self._computing.begin(self, self._leases)
@@ -125,16 +127,20 @@ class ComputeBatch:
             work.add_done_callback(self._tell_loop)
             return
         _refuse_untruthful(work)
-        self._computing.worker.check_event(work)
+        event = as_event("work", work)
+        if event is None:
+            raise UsageError("work is None; it must be an event or a future", hint=_THREAD_HINT)
+        self._computing.worker.check_event(event)
         self._left += 1
         self._event = True
-        self._computing.poller.watch(work, self, lambda error: self._one_done())
+        self._computing.poller.watch(event, self, lambda error: self._one_done())
 
     def is_in_block_of(self, task: asyncio.Task[Any] | None) -> bool:
         """The block has not ended, and ``task`` has entered it."""
         return self._in_block and self._task is task
 
     def _check_in_block(self) -> None:
+        self._computing.check_loop()
         if not self._in_block:
             raise UsageError("a compute batch is used inside its `with` block only")
 
@@ -166,8 +172,6 @@ def _refuse_untruthful(work: object) -> None:
             "cancelled, though its thread goes on",
             hint=_THREAD_HINT,
         )
-    if work is None:
-        raise UsageError("a batch cannot end with None", hint=_THREAD_HINT)
 
 
 class Computing:
@@ -181,6 +185,7 @@ class Computing:
         poller: watches the events of batches.
         on_freed: called with the leases that were released meanwhile and are free now.
         lease_id: the number of a lease of this engine.
+        check_loop: raises outside the engine's loop, and when the engine is closed.
     """
 
     def __init__(
@@ -192,7 +197,9 @@ class Computing:
         poller: EventPoller,
         on_freed: Callable[[list[int]], None],
         lease_id: Callable[[Lease], int],
+        check_loop: Callable[[], None],
     ) -> None:
+        self.check_loop = check_loop
         self.loop = loop
         self.worker = worker
         self.poller = poller
@@ -214,8 +221,6 @@ class Computing:
             LeaseError: a lease is not allocated, is being swapped, or is named twice. Nothing
                 changed.
         """
-        if self._closed:
-            raise ClosedError("the engine is closed")
         batch_id = self._core.begin_batch([self._lease_id(lease) for lease in leases])
         self._batches[batch_id] = batch
         return batch_id

@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from aiokv import checks
 from aiokv.engine.base import EngineBase
 from aiokv.engine.computing import ComputeBatch
 from aiokv.errors import LeaseError, TransferError, WouldBlock
 from aiokv.lease import Lease
-from aiokv.types import as_tokens, check_items
+from aiokv.types import as_items, as_tokens
+from aiokv.worker.device.base import as_event
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -49,14 +51,18 @@ class Leasing(EngineBase):
 
         Raises:
             UsageError: no tokens, or one outside int32; or items that are not in the prompt, or
-                out of order.
+                out of order; or another argument is of the wrong type.
             ClosedError: the engine is closed or closing.
         """
         self._check_open()
+        checks.text("salt", salt)
+        checks.text("adapter", adapter)
+        checks.text("owner", owner)
+        checks.flag("read", read)
+        checks.flag("write", write)
         context = f"{len(salt)}:{salt}{adapter}" if salt or adapter else ""
         if items:
-            check_items(items)
-            found = self._core.match_items(as_tokens(tokens), items, context, read, write)
+            found = self._core.match_items(as_tokens(tokens), as_items(items), context, read, write)
         else:
             found = self._core.match(as_tokens(tokens), context, read, write)
         lease_id = found[0]
@@ -114,18 +120,19 @@ class Leasing(EngineBase):
                 changed.
         """
         self._check_loop()
-        lease_ids = [self._own_id(lease) for lease in leases]
+        lease_ids = self._own_ids(leases)
+        num_tokens = checks.integer("num_tokens", num_tokens)
         extended = self._core.extend(lease_ids, num_tokens)
         if not extended and self._saves_first:
             # What stands in the way is on its way to the host now, or may be dropped.
-            wanted = len(leases) * self._blocks_for(num_tokens)
+            wanted = len(lease_ids) * self._blocks_for(num_tokens)
             saving = self._transfers.make_clean(wanted)
             extended = not saving and self._core.extend(lease_ids, num_tokens)
         if self._core.wants_backups():
             self._transfers.schedule_backups()
         if not extended:
             raise WouldBlock(
-                f"no room to extend {len(leases)} leases by {num_tokens} positions",
+                f"no room to extend {len(lease_ids)} leases by {num_tokens} positions",
                 hint="preempt a lease, or raise CacheConfig.reserve_blocks",
             )
         self._recount(lease_ids)
@@ -282,7 +289,7 @@ class Leasing(EngineBase):
                 belongs to another engine. Nothing changed.
         """
         self._check_loop()
-        return ComputeBatch(self._computing, tuple(leases))
+        return ComputeBatch(self._computing, checks.sequence("leases", leases))
 
     def _collect(self, lease_id: int) -> bool:
         """A lease was garbage-collected; returns whether it held blocks. Any thread."""
@@ -310,9 +317,12 @@ class Leasing(EngineBase):
 
         Returns:
             The number of the step that was closed.
+
+        Raises:
+            UsageError: the worker cannot wait for such an event; the step stays open.
         """
         self._check_loop()
-        return self._close_step(event)
+        return self._close_step(as_event("event", event))
 
     def _close_step(self, event: Event | None) -> int:
         self._controller.check_event(event)

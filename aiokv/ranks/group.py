@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from aiokv import _native
+from aiokv.checks import Unique, arguments, integer
 from aiokv.errors import ClosedError, ConfigError, UsageError
 from aiokv.observe.logs import Log
 from aiokv.plan import StatePlan, TransferReport
@@ -70,7 +71,8 @@ class GroupStatistics(msgspec.Struct, frozen=True, kw_only=True):
     stale_reports: int
 
 
-class RankGroup:
+@arguments()
+class RankGroup(Unique):
     """N ranks, each in a process of its own, behind one engine: ``CacheEngine(config, ranks=...)``.
 
     Args:
@@ -97,8 +99,7 @@ class RankGroup:
         timeouts: RankTimeouts | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if num_ranks < 1:
-            raise ConfigError(f"num_ranks is {num_ranks}, below 1")
+        num_ranks = integer("num_ranks", num_ranks, minimum=1, error=ConfigError)
         if path is None and entry is None:
             raise ConfigError("ranks that come by themselves need a path to come to")
         if entry is not None:

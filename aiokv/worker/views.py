@@ -7,6 +7,8 @@ import time
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
+from aiokv.checks import integer
+from aiokv.checks import timeout as checked_timeout
 from aiokv.errors import TransferError
 from aiokv.worker.layers import ALL, LayerDoneCounter, LayerIterator
 
@@ -107,6 +109,8 @@ class LayerView:
         Raises:
             UsageError: a transfer waits for the end of a step that the calling task has to close.
         """
+        self._check(layer, first=ALL)
+        timeout = checked_timeout(timeout)
         if self._check_wait is not None and not self.is_done:
             self._check_wait()
         now = asyncio.get_running_loop().time
@@ -124,12 +128,17 @@ class LayerView:
         """wait() for all layers."""
         await self.wait(ALL, timeout)
 
+    def _check(self, layer: int, first: int = 0) -> None:
+        if self.num_layers:  # without tensors there are no layers, and nothing to wait for
+            integer("layer", layer, minimum=first, maximum=self.num_layers - 1)
+
     def __aiter__(self) -> AsyncIterator[int]:
         """Layers in ascending order, each when it has arrived in every transfer."""
         return LayerIterator(self)
 
     def gpu_wait(self, layer: int, stream: Any) -> None:
         """As :meth:`LayerDoneCounter.gpu_wait`, for every transfer. Any thread."""
+        self._check(layer)
         for counter in self.counters:
             counter.gpu_wait(layer, stream)
 

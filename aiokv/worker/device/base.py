@@ -6,13 +6,12 @@ has finished. CUDA calls an event that was never recorded done; a device must hi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from aiokv.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from typing import Any
 
     import numpy as np
     from numpy.typing import NDArray
@@ -46,6 +45,47 @@ class Event(Protocol):
 
     def synchronize(self) -> None:
         """Block the calling thread, without the GIL, until done."""
+
+
+class QueriedEvent:
+    """An event of a library that has ``query()`` instead of ``done``, such as PyTorch's.
+
+    Attributes:
+        event: the library's own, whose handle the cuda device passes to CUDA.
+    """
+
+    __slots__ = ("event",)
+
+    def __init__(self, event: Any) -> None:
+        self.event = event
+
+    @property
+    def done(self) -> bool:
+        return bool(self.event.query())
+
+    def synchronize(self) -> None:
+        self.event.synchronize()
+
+
+def as_event(name: str, value: Any) -> Event | None:
+    """An argument that is an event, or None; events with ``query()`` are wrapped.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if value is None:
+        return None
+    kind = type(value)  # asking the object itself would ask the device
+    if hasattr(kind, "synchronize"):
+        if hasattr(kind, "done"):
+            event: Event = value
+            return event
+        if hasattr(kind, "query"):
+            return QueriedEvent(value)
+    raise UsageError(
+        f"{name} is {value!r}; it must be an event or None",
+        hint="record an event behind the work: cupy.cuda.Event, torch.cuda.Event, CpuEvent",
+    )
 
 
 class Stream(Protocol):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from aiokv import _native
+from aiokv.checks import Unique
 from aiokv.errors import LayoutError, UsageError
 from aiokv.worker.device.base import CopyError
 
@@ -51,7 +52,7 @@ class CpuCopy:
         return None if error is None else CopyError(*error)
 
 
-class CpuDevice:
+class CpuDevice(Unique):
     """Copies with one native thread a direction, GIL released."""
 
     name = "cpu"
