@@ -102,6 +102,8 @@ def test_no_public_constructor_or_method_hides_its_parameters():
                 continue
             if not getattr(method, "__module__", "").startswith("aiokv."):
                 continue  # of a base class that is not aiokv's
+            if (name, method_name) == ("ComputeBatch", "run"):
+                continue  # passes them on to the caller's function
             kinds = {p.kind for p in inspect.signature(method).parameters.values()}
             assert inspect.Parameter.VAR_POSITIONAL not in kinds, f"{name}.{method_name}"
             assert inspect.Parameter.VAR_KEYWORD not in kinds, f"{name}.{method_name}"
