@@ -342,8 +342,9 @@ class Lease:
         """Give back the positions from ``num_tokens`` on, such as rejected drafts.
 
         Raises:
-            LeaseError: into shared blocks, into what ``resume`` still brings back, or beyond the
-                end; nothing changed.
+            LeaseError: into shared blocks, into what ``resume`` still brings back, beyond the end,
+                or inside a multimodal item of the prompt; nothing changed. Items behind
+                ``num_tokens`` are not the lease's any more.
         """
         self._engine._truncate(self, num_tokens)
 

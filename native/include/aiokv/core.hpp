@@ -131,6 +131,7 @@ class Core {
     void withdraw(Lease& lease);
     bool shed_detached(Lease& lease);
     NodeId publish_block(Lease& lease, NodeId parent, std::uint32_t index);
+    void cut_items(Lease& lease, std::uint32_t num_tokens);
     bool is_private(const Lease& lease, std::size_t index) const;
     bool is_indexed(const Lease& lease, std::size_t index) const;
     LeaseId open_lease(Tokens tokens, std::uint32_t context, bool reads, bool writes);

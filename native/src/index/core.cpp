@@ -159,13 +159,24 @@ void Core::truncate(LeaseId id, std::int64_t num_tokens, Step step) {
                          "layers.wait_all()");
     }
     for (std::size_t i = blocks_for(length); i < lease.table.size(); ++i) {
+    const bool cuts_prompt = lease.tokens.size() > length;
+    for (const ItemSpan& item : lease.items) {
+        if (!cuts_prompt || item.start >= length || item.stop <= length) continue;
+        throw LeaseError("cannot truncate to " + std::to_string(num_tokens) +
+                         " positions: the item at positions " + str(item.start) + " to " +
+                         str(item.stop) + " would be cut; truncate to " + str(item.start) +
+                         " or less, or to " + str(item.stop) + " or more");
+    }
         device_.use_in(lease.table[i], step);
         device_.give_back(lease.table[i]);
     }
     lease.table.resize(blocks_for(length));
     lease.num_tokens = length;
     lease.computed_tokens = std::min(lease.computed_tokens, length);
-    if (lease.tokens.size() > length) lease.tokens.resize(length);
+    if (cuts_prompt) {
+        lease.tokens.resize(length);
+        cut_items(lease, length);
+    }
     fit_windows(lease, step);
 }
 

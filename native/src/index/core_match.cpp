@@ -54,6 +54,27 @@ void Core::forget_items(Lease& lease) {
 
 // `blocks`, or fewer, so that they do not end inside an item: an encoder makes an item whole.
 std::size_t Core::before_cut_item(const Lease& lease, std::size_t blocks) const {
+// Positions from `num_tokens` on, which is inside no item, are not the lease's any more: what is
+// appended there has no items.
+void Core::cut_items(Lease& lease, std::uint32_t num_tokens) {
+    while (!lease.items.empty() && lease.items.back().start >= num_tokens) lease.items.pop_back();
+    ItemKeys& keys = tree_.item_keys();
+    const std::size_t whole = num_tokens / config_.block_tokens;
+    ItemKey last = kNoItems;  // of the block that is cut
+    if (const ItemKey old = key_of(lease.item_keys, whole); old != kNoItems) {
+        std::string bytes = item_key_before(keys.bytes(old), num_tokens % config_.block_tokens);
+        if (!bytes.empty()) last = keys.intern(std::move(bytes));
+    }
+    for (std::size_t block = whole; block < lease.item_keys.size(); ++block) {
+        if (lease.item_keys[block] != kNoItems) keys.unref(lease.item_keys[block]);
+    }
+    lease.item_keys.resize(std::min(lease.item_keys.size(), whole));
+    if (last != kNoItems) lease.item_keys.push_back(last);
+    while (!lease.item_keys.empty() && lease.item_keys.back() == kNoItems) {
+        lease.item_keys.pop_back();
+    }
+}
+
     for (auto item = lease.items.rbegin(); item != lease.items.rend(); ++item) {
         const std::uint64_t end = std::uint64_t{blocks} * config_.block_tokens;
         if (item->start < end && end < item->stop) blocks = item->start / config_.block_tokens;
