@@ -8,6 +8,11 @@ import numpy
 from numpy.typing import NDArray
 
 
+def keep_forever(object: object) -> None:
+    """
+    Never destroy the object: for a forked process, which lacks the threads that it uses.
+    """
+
 class Event:
     """A point in a stream's order. Thread-safe."""
 

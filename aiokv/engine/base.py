@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
+import weakref
 from typing import TYPE_CHECKING, Self
 
+from aiokv import _native
 from aiokv.engine.gates import Admissions, LeasesChanged
 from aiokv.engine.open_step import OpenStepWatch
 from aiokv.engine.pending import PendingBlocks
@@ -52,6 +55,18 @@ if TYPE_CHECKING:
 log = Log(__name__)
 
 _NO_ROOM, _READY, _LOADING = range(3)  # what Core.allocate returns
+
+_entered: weakref.WeakSet[EngineBase] = weakref.WeakSet()
+
+
+def _abandon_in_child() -> None:
+    """After ``os.fork``: the child has neither the threads nor the loop of its parent's engines."""
+    for engine in list(_entered):
+        engine._abandon()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_abandon_in_child)
 
 
 class EngineBase:
@@ -146,6 +161,7 @@ class EngineBase:
         )
         self._open_step = OpenStepWatch(self._loop, self._steps, self._controller)
         self._thread = threading.get_ident()
+        _entered.add(self)
         return self
 
     async def _open_worker(self) -> Worker:
@@ -184,11 +200,21 @@ class EngineBase:
             drain_timeout: seconds to wait for leases that are out, instead of the
                 configuration's; their owners are logged when it passes.
 
+        When the engine's loop is closed already, any loop will do: nothing is waited for but the
+        device.
+
+        Raises:
+            UsageError: called outside the engine's loop, which is not closed. Nothing changed.
+
         Cancellation: memory is kept until transfers have ended; call it again.
         """
         if not self._thread:
-            self._closing = "is closed"
+            self._closing = self._closing or "is closed"
             return
+        if self._loop.is_closed():
+            self._close_without_loop()
+            return
+        self._check_loop()
         self._closing = "is closing"
         self._fail_waiting(ClosedError("the engine closed while the lease waited for capacity"))
         self._pins.release_all()
@@ -204,6 +230,28 @@ class EngineBase:
         self._closing = "is closed"
         self._thread = 0
 
+        self._leases_changed.notify()
+
+    def _close_without_loop(self) -> None:
+        """The loop was closed over the engine: no callback comes any more."""
+        self._closing = "is closed"
+        self._thread = 0
+        if isinstance(self._controller, CacheController):
+            self._controller.close_without_loop()
+
+    def _abandon(self) -> None:
+        """In a forked process: touch no device, thread or loop from now on.
+
+        Leases end without effect, ``aclose`` returns at once, and all else raises ``ClosedError``.
+        """
+        if not self._thread:
+            return
+        _native.keep_forever(self)  # destructors would join threads that this process lacks
+        self._closing = "belongs to the process that has entered it"
+        self._thread = 0
+        self._owners = {}
+        self._admissions.hold()  # tasks of the parent that unwind here are granted nothing
+        self._transfers.stopped = True
     async def _wait_for_leases(self, timeout: float) -> None:
         if not await self._leases_changed.wait_for(lambda: not self._owners, timeout):
             log.warning("engine.leases_out", owners=self._owner_names(), waited_seconds=timeout)
