@@ -385,6 +385,9 @@ class Core:
 
     def reset(self) -> None: ...
 
+    def unfinished_step(self) -> int:
+        """The newest step that may still use blocks, or 0."""
+
     def statistics(self) -> CoreStatistics: ...
 
     def violations(self) -> list[str]: ...

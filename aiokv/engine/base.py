@@ -284,6 +284,7 @@ class EngineBase:
         failure = BrokenEngineError(f"the worker failed: {error}")
         failure.__cause__ = error
         self._fail_waiting(failure)
+        self._leases_changed.notify()
         log.error("engine.broken", reason=str(error))
 
     def _on_rank_lost(self, lost: RankLost) -> None:

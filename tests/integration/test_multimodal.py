@@ -189,7 +189,7 @@ async def test_truncation_inside_an_image_is_refused_and_changes_nothing() -> No
         async with engine.match(tokens, items=[image]) as lease:
             await lease.allocate(17)
             lease.commit(4)
-            with pytest.raises(LeaseError, match="item at positions 6 to 12.*truncate to 6 or"):
+            with pytest.raises(LeaseError, match=r"item at positions 6 to 12.*truncate to 6 or"):
                 lease.truncate(9)
             assert lease.num_tokens == 17
             lease.commit(17)

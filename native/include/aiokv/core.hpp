@@ -4,6 +4,7 @@
 // violations() checks the invariants I1-I6 of the design from scratch.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <deque>
 #include <optional>
@@ -85,6 +86,15 @@ class Core {
     }
 
     // -- capacity (core_capacity.cpp)
+    // The newest step that may still read or write blocks, state slots or windows; 0: none.
+    Step unfinished_step() const {
+        Step newest = device_.unfinished_step();
+        if (state_) newest = std::max(newest, state_->unfinished_step());
+        for (const WindowGroup& group : windows_) {
+            newest = std::max(newest, group.pool.unfinished_step());
+        }
+        return newest;
+    }
     std::uint32_t evict_device(std::uint32_t blocks);
     std::uint32_t evict_host(std::uint32_t blocks);
 

@@ -52,6 +52,7 @@ class DevicePool {
         if (steps_.size() < capacity()) steps_.resize(capacity(), 0);
         Step& newest = steps_[static_cast<std::size_t>(id)];
         newest = std::max(newest, step);
+        newest_ = std::max(newest_, step);
     }
 
     // The unfinished step that a transfer of this block has to wait for, or 0.
@@ -71,6 +72,8 @@ class DevicePool {
     }
 
     Step finished_step() const { return finished_; }
+    // The newest step that uses a block and has not finished; 0: none.
+    Step unfinished_step() const { return newest_ > finished_ ? newest_ : 0; }
 
     void resize(std::uint32_t capacity) { pool_.resize(capacity); }
 
@@ -84,6 +87,7 @@ class DevicePool {
     std::vector<Step> steps_;  // newest step that used each id; empty until a step is named
     std::deque<Cooling> cooling_;
     Step finished_ = 0;
+    Step newest_ = 0;  // that ever used a block
 };
 
 }  // namespace aiokv

@@ -304,6 +304,8 @@ void bind_core(nb::module_& m) {
         .def("forget_device", &Core::forget_device)
         .def("forget_host", &Core::forget_host)
         .def("reset", &Core::reset)
+        .def("unfinished_step", &Core::unfinished_step,
+             "The newest step that may still use blocks, or 0.")
         .def("statistics", &Core::statistics)
         .def("violations", &Core::violations)
         .def("blocks", &blocks,
