@@ -217,7 +217,7 @@ class EngineBase:
         self._check_loop()
         self._closing = "is closing"
         self._fail_waiting(ClosedError("the engine closed while the lease waited for capacity"))
-        self._pins.release_all()
+        self._pins.release_all("the engine closed")
         self._pending.close()
         timeout = self.config.drain_timeout_seconds if drain_timeout is None else drain_timeout
         await self._wait_for_leases(timeout)
@@ -229,7 +229,6 @@ class EngineBase:
         self._poller.close()
         self._closing = "is closed"
         self._thread = 0
-
         self._leases_changed.notify()
 
     def _close_without_loop(self) -> None:
@@ -252,6 +251,7 @@ class EngineBase:
         self._owners = {}
         self._admissions.hold()  # tasks of the parent that unwind here are granted nothing
         self._transfers.stopped = True
+
     async def _wait_for_leases(self, timeout: float) -> None:
         if not await self._leases_changed.wait_for(lambda: not self._owners, timeout):
             log.warning("engine.leases_out", owners=self._owner_names(), waited_seconds=timeout)
@@ -290,7 +290,7 @@ class EngineBase:
     def _on_rank_lost(self, lost: RankLost) -> None:
         """The bytes of all blocks are incomplete: forget them, and take them from the leases."""
         self._break(lost)
-        self._pins.release_all()
+        self._pins.release_all("a rank was lost")
         self._core.reset()
         self._take_back()
         self._pending.wake_all()
@@ -405,8 +405,8 @@ class EngineBase:
             self._taken_back.pop(lease_id, None)
         if granted == _LOADING:
             lease.layers = self._transfers.start_onloads(lease_id, onload_priority, lease.owner)
-        if self._pins:
-            self._pins.release_used()
+        if self._pins.until_used:
+            self._pins.release_used(self._core.take_used())
         if self._core.wants_backups():
             self._transfers.schedule_backups()
         return True

@@ -118,6 +118,7 @@ LeaseId Core::open_lease(Tokens tokens, std::uint32_t context, bool reads, bool 
     lease.prompt_tokens = static_cast<std::uint32_t>(tokens.size());
     lease.computed_blocks = lease.device_hit = lease.host_hit = lease.known_blocks = 0;
     lease.computes = true;
+    lease.whole = false;
     ++contexts_[context].leases;
     return (std::uint64_t{lease.generation} << 32) | slot;
 }
@@ -158,7 +159,6 @@ void Core::truncate(LeaseId id, std::int64_t num_tokens, Step step) {
                          " positions: a transfer still writes blocks behind them; await "
                          "layers.wait_all()");
     }
-    for (std::size_t i = blocks_for(length); i < lease.table.size(); ++i) {
     const bool cuts_prompt = lease.tokens.size() > length;
     for (const ItemSpan& item : lease.items) {
         if (!cuts_prompt || item.start >= length || item.stop <= length) continue;
@@ -167,6 +167,7 @@ void Core::truncate(LeaseId id, std::int64_t num_tokens, Step step) {
                          str(item.stop) + " would be cut; truncate to " + str(item.start) +
                          " or less, or to " + str(item.stop) + " or more");
     }
+    for (std::size_t i = blocks_for(length); i < lease.table.size(); ++i) {
         device_.use_in(lease.table[i], step);
         device_.give_back(lease.table[i]);
     }
@@ -191,6 +192,7 @@ void Core::free_table(Lease& lease, Step step) {
 
 void Core::give_back(LeaseId id, Lease& lease, Step step) {
     withdraw(lease);
+    forget_use(lease);
     if (lease.swapped) drop_swapped(lease);
     if (lease.swap_out != 0) orphan_tail(transfers_.at(lease.swap_out), step);
     if (lease.granted) {
@@ -228,9 +230,10 @@ Usage Core::usage(LeaseId id) const {
     return {lease.prompt_tokens, device, cached - device, lease.computed_blocks};
 }
 
-bool Core::is_shared(LeaseId id) const {
+bool Core::is_current(LeaseId id) const {
     const Lease& lease = this->lease(id);
-    return lease.granted && !lease.path.empty() && tree_[lease.path.back()].refs > 1;
+    return lease.granted && lease.epoch == epoch_ &&
+           (lease.path.empty() || !tree_[lease.path.back()].has(kDetached));
 }
 
 const std::vector<BlockId>& Core::table_of(LeaseId id, std::int32_t group) const {

@@ -142,6 +142,19 @@ void Core::check_windows(Report& report) const {
     for (std::size_t g = 0; g < windows_.size(); ++g) check_window(report, g);
 }
 
+void Core::check_uses(Report& report) const {
+    std::size_t awaiting = 0;
+    for (const Lease& lease : leases_) {
+        if (!lease.live || lease.awaited == kNone) continue;
+        ++awaiting;
+        report.require(
+            lease.granted && tree_.is_live(lease.awaited) && tree_[lease.awaited].has(kAwaitsUse),
+            "I5: node ", lease.awaited, " does not tell a lease of its use");
+    }
+    report.require(awaiting == awaited_.size(), "I5: ", awaiting, " leases await a use, ",
+                   awaited_.size(), " are listed");
+}
+
 std::vector<std::string> Core::violations() const {
     Report report;
     Ownership device(report, "device", device_.capacity());
@@ -234,6 +247,7 @@ std::vector<std::string> Core::violations() const {
                    tree_.item_keys().total_refs(), " refs of ", item_refs);
     check_state(report);
     check_windows(report);
+    check_uses(report);
     device.check([this](BlockId id) { return device_.is_free(id); });
     host.check([this](BlockId id) { return host_.is_free(id); });
     return report.take();

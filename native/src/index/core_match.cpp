@@ -24,7 +24,9 @@ Hit Core::match(Tokens tokens, std::string_view context, bool reads, bool writes
 }
 
 std::size_t Core::hit_limit(const Lease& lease) const {
-    return lease.reads ? border_before(lease.tokens.size()) : 0;
+    if (!lease.reads) return 0;
+    return lease.whole ? lease.tokens.size() / config_.block_tokens
+                       : border_before(lease.tokens.size());
 }
 
 // The last block border at which a prompt of `length` tokens may be hit.
@@ -52,8 +54,6 @@ void Core::forget_items(Lease& lease) {
     lease.items.clear();
 }
 
-// `blocks`, or fewer, so that they do not end inside an item: an encoder makes an item whole.
-std::size_t Core::before_cut_item(const Lease& lease, std::size_t blocks) const {
 // Positions from `num_tokens` on, which is inside no item, are not the lease's any more: what is
 // appended there has no items.
 void Core::cut_items(Lease& lease, std::uint32_t num_tokens) {
@@ -75,6 +75,8 @@ void Core::cut_items(Lease& lease, std::uint32_t num_tokens) {
     }
 }
 
+// `blocks`, or fewer, so that they do not end inside an item: an encoder makes an item whole.
+std::size_t Core::before_cut_item(const Lease& lease, std::size_t blocks) const {
     for (auto item = lease.items.rbegin(); item != lease.items.rend(); ++item) {
         const std::uint64_t end = std::uint64_t{blocks} * config_.block_tokens;
         if (item->start < end && end < item->stop) blocks = item->start / config_.block_tokens;
