@@ -41,15 +41,15 @@ class Residency(Batches):
             raise UsageError(f"cannot evict {num_blocks} blocks")
         if tier not in ("device", "host"):
             raise UsageError(f"no tier is called {tier!r}")
-        evicted = 0
         if tier == "host":
-            evicted = self._core.evict_host(num_blocks)
-        else:
-            evicted = self._core.evict_device(num_blocks)
+            return self._core.evict_host(num_blocks)
+        evicted = self._core.evict_device(num_blocks)
+        try:
             while evicted < num_blocks and (saving := self._save_oldest(num_blocks - evicted)):
                 await self._transfers.ended(saving)
                 evicted += self._core.evict_device(num_blocks - evicted)
-        self._waiting.pump()
+        finally:
+            self._waiting.pump()
         return evicted
 
     def _save_oldest(self, num_blocks: int) -> int:
@@ -134,7 +134,10 @@ class Residency(Batches):
         pin = await self._bring(lease, until_used=False)
         if pin is None:
             if found.total:
-                raise WouldBlock(f"no room to pin {found.total} tokens: {found}")
+                raise WouldBlock(
+                    f"no room to pin {found.total} tokens: {found}",
+                    hint="requests in line go first; raise CacheConfig.device_blocks",
+                )
             return Pin(lease, 0, release_reason="nothing was cached")
         if ttl_seconds is not None and not pin.released:
             pin.expire_after(self._loop, ttl_seconds)
