@@ -193,7 +193,15 @@ class PrefixCacheModel(Saving):
         lease.table = lease.table[:keep]
         lease.num_tokens = num_tokens
         lease.computed = min(lease.computed, num_tokens)
-        lease.tokens = lease.tokens[:num_tokens]
+        if num_tokens < len(lease.tokens):
+            lease.tokens = lease.tokens[:num_tokens]
+            lease.items = tuple(item for item in lease.items if item[1] < num_tokens)
+
+    def cuts_item(self, lease: Lease, num_tokens: int) -> bool:
+        """Whether a truncation would leave a part of an item."""
+        return num_tokens < len(lease.tokens) and any(
+            offset < num_tokens < offset + length for _, offset, length in lease.items
+        )
 
     def give_back(self, lease: Lease, step: int) -> set[int]:
         """Undo a grant; returns the onloads that nobody waits for any more."""
@@ -324,7 +332,8 @@ class PrefixCacheModel(Saving):
             for lease in transfer.leases:
                 if bad in lease.path:
                     lease.failed, lease.promises = True, False
-                    lease.cached_blocks = min(lease.cached_blocks, lease.path.index(bad))
+                    arrived = self._before_cut_item(lease, lease.path.index(bad))
+                    lease.cached_blocks = min(lease.cached_blocks, arrived)
                     lease.computed = min(lease.computed, lease.cached_blocks * self.block_tokens)
         for block in transfer.blocks:
             if not block.attached:
