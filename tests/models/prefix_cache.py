@@ -49,12 +49,17 @@ class PrefixCacheModel(Saving):
         return lease.context, tuple(lease.tokens[:end]), items
 
     def walk(self, lease: Lease) -> list[Block]:
+        path = self._known(lease)
+        return path[: self._before_cut_item(lease, len(path))]
+
+    def _known(self, lease: Lease) -> list[Block]:
+        """The cached blocks of the prompt, whether or not a hit may end there."""
         path = []
         for index in range(1, self._most_blocks(lease) + 1):
             if self.key(lease, index) not in self.blocks:
                 break
             path.append(self.blocks[self.key(lease, index)])
-        return path[: self._before_cut_item(lease, len(path))]
+        return path
 
     def _most_blocks(self, lease: Lease) -> int:
         """That a match may find: some tokens are always computed, for the logits."""
@@ -289,7 +294,7 @@ class PrefixCacheModel(Saving):
         """The most blocks behind its match that somebody will compute, and who will."""
         if lease.granted:
             return 0, []
-        path = self.walk(lease)
+        path = self._known(lease)
         promised = {
             owner: self._promised(owner, lease, len(path))
             for owner in self.leases
