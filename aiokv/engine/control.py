@@ -166,10 +166,10 @@ class Control(Residency):
         finally:
             self._admissions.let_go()
 
-    def _forget_cached(self, why: str) -> None:
+    def _forget_cached(self, reason: str) -> None:
         """Nothing that was computed before can be hit any more."""
         self._core.reset()
-        self._pins.release_all(why)
+        self._pins.release_all(reason)
         self._pending.wake_all()
 
     async def resize(self, device_blocks: int, timeout: float | None = None) -> None:

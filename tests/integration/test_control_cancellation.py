@@ -45,6 +45,7 @@ VERBS = {
     "drain": lambda cache: cache.engine.drain(),
     "quiesce": lambda cache: cache.engine.quiesce(),
     "sleep": lambda cache: cache.engine.sleep(),
+    "sleep_of_the_device": lambda cache: cache.engine.sleep(["device"]),  # saves what it can
     "wake_up": wake_up,
     "update_weights": update_weights,
     "prefetch": lambda cache: cache.engine.prefetch(A),
