@@ -82,7 +82,7 @@ class CacheEngine(Recovery):
 
     def check_invariants(self) -> list[str]:
         """What of I1-I6 does not hold, as sentences; empty when all is well. Scans everything."""
-        return self._core.violations()
+        return self._core.violations() + self._pins.violations(self._core)
 
     def __repr__(self) -> str:
         s = self._core.statistics()

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Iterable
 
+    from aiokv._native import Core
     from aiokv.lease import Lease
 
 
@@ -96,3 +97,11 @@ class Pins:
     def release_all(self, reason: str) -> None:
         for pin in list(self._pins):
             pin.end(reason)
+
+    def violations(self, core: Core) -> list[str]:
+        """Return a description of each pin that holds what cannot be hit."""
+        return [
+            f"{pin!r} holds blocks that no match can find"
+            for pin, lease_id in self._pins.items()
+            if pin.released or not core.is_current(lease_id)
+        ]

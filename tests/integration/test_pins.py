@@ -371,6 +371,18 @@ async def test_pins_end_when_what_is_cached_is_forgotten(end, reason):
         assert reason in pin.release_reason
 
 
+async def test_a_pin_of_blocks_that_were_forgotten_is_a_violation():
+    async with Cache() as cache:
+        await cache.fill(A)
+        await cache.finish()
+        pin = await cache.engine.pin(A)
+        assert cache.engine.check_invariants() == []
+        cache.engine._core.reset()
+        (violation,) = cache.engine.check_invariants()
+        assert violation == f"{pin!r} holds blocks that no match can find"
+        pin.release()
+
+
 @pytest.mark.parametrize("verb", ["pin", "prefetch"])
 async def test_a_reset_while_the_blocks_of_a_pin_load_leaves_nothing_pinned(verb):
     async with Cache() as cache:
