@@ -8,6 +8,11 @@ import numpy
 from numpy.typing import NDArray
 
 
+def keep_forever(object: object) -> None:
+    """
+    Never destroy the object: for a forked process, which lacks the threads that it uses.
+    """
+
 class Event:
     """A point in a stream's order. Thread-safe."""
 
@@ -323,8 +328,21 @@ class Core:
         Write the block tables into rows of `out`, the rest of each row `fill`.
         """
 
-    def is_shared(self, lease: int) -> bool:
-        """Whether another lease holds all indexed blocks of this one."""
+    def is_current(self, lease: int) -> bool:
+        """Whether the lease is granted and its hit can still be matched."""
+
+    def await_use(self, lease: int) -> None:
+        """
+        take_used() names the lease when another one has hit all that it holds.
+        """
+
+    def awaits_use(self, lease: int) -> bool:
+        """
+        Whether await_use() was called, and no use of the lease's hit came since.
+        """
+
+    def take_used(self) -> list[int]:
+        """Leases of await_use() whose hit was used since the last call."""
 
     def is_granted(self, lease: int) -> bool: ...
 
@@ -359,8 +377,10 @@ class Core:
         (lease, source_blocks, target_blocks): blocks to copy on the device; lease 0: no room.
         """
 
-    def hold_only(self, lease: int) -> None:
-        """The lease will compute nothing: it gets no state slot."""
+    def hold_only(self, lease: int, whole: bool = False) -> None:
+        """
+        The lease will compute nothing: it gets no state slot. With `whole` it may hit the last block of its prompt.
+        """
 
     def snapshot(self, lease: int, num_tokens: int, step: int = 0) -> tuple[int, int]:
         """
@@ -401,6 +421,9 @@ class Core:
     def close_step(self, step: int) -> None: ...
 
     def finish_step(self, step: int) -> None: ...
+
+    def unfinished_step(self) -> int:
+        """The newest step that may still use blocks, or 0."""
 
     def evict_device(self, blocks: int) -> int: ...
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 
 from aiokv import checks
 from aiokv.checks import Unique
-from aiokv.errors import LeaseError, UnreleasedLeaseWarning
+from aiokv.errors import LeaseError, TransferError, UnreleasedLeaseWarning
 from aiokv.types import Hit, as_tokens
 from aiokv.usage import Usage, Waits
 from aiokv.worker.device.base import as_event
@@ -363,8 +363,9 @@ class Lease(Unique):
         """Give back the positions from ``num_tokens`` on, such as rejected drafts.
 
         Raises:
-            LeaseError: into shared blocks, into what ``resume`` still brings back, or beyond the
-                end; nothing changed.
+            LeaseError: into shared blocks, into what ``resume`` still brings back, beyond the end,
+                or inside a multimodal item of the prompt; nothing changed. Items behind
+                ``num_tokens`` are not the lease's any more.
         """
         self._engine._truncate(self, checks.integer("num_tokens", num_tokens))
 
@@ -372,19 +373,32 @@ class Lease(Unique):
         """Take note of a failed onload.
 
         Returns:
-            The first position to compute again, or None when nothing failed. Until then
-            ``commit`` indexes nothing.
+            The first position to compute again, or None when nothing failed; never inside a
+            multimodal item, whose blocks are written again from its start. Until then ``commit``
+            indexes nothing.
 
         Raises:
-            LeaseError: another transfer still writes blocks of the lease. Where that is a rank that
-                lags, ``preempt`` or release rather than wait. Or the lease has recurrent state or
-                windows, which cannot go back: ``preempt`` and ``resume`` it.
+            LeaseError: a transfer still writes blocks of the lease, though it has failed already:
+                await ``layers.wait_all()`` first. Where that is a rank that lags, ``preempt`` or
+                release rather than wait. Or the lease has recurrent state or windows, which cannot
+                go back: ``preempt`` and ``resume`` it.
         """
         self._engine._check_loop()
         if not self.layers.at_rest and self.layers.is_done:
             raise LeaseError(f"a rank that lags may still write blocks of {self!r}")
-        position = self._core.recompute_from(self._held_id())
-        return None if position < 0 else position
+        lease_id = self._held_id()
+        position = self._core.recompute_from(lease_id)
+        if position >= 0:
+            return position
+        if self._core.onloads(lease_id):
+            try:
+                self.layers.raise_for_error()
+            except TransferError as error:
+                raise LeaseError(
+                    f"recompute_from: a transfer of {self!r} has failed but not ended",
+                    hint="await layers.wait_all(), then ask again",
+                ) from error
+        return None
 
     # --- inside ---------------------------------------------------------------------------------
 

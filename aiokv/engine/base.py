@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
+import weakref
 from typing import TYPE_CHECKING, Self
 
-from aiokv import checks
+from aiokv import _native, checks
 from aiokv.config import CacheConfig
 from aiokv.engine.computing import Computing
 from aiokv.engine.gates import Admissions, LeasesChanged
@@ -54,6 +56,18 @@ if TYPE_CHECKING:
 log = Log(__name__)
 
 _NO_ROOM, _READY, _LOADING = range(3)  # what Core.allocate returns
+
+_entered: weakref.WeakSet[EngineBase] = weakref.WeakSet()
+
+
+def _abandon_in_child() -> None:
+    """After ``os.fork``: the child has neither the threads nor the loop of its parent's engines."""
+    for engine in list(_entered):
+        engine._abandon()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_abandon_in_child)
 
 
 class EngineBase:
@@ -162,6 +176,7 @@ class EngineBase:
         )
         self._entered = True
         self._thread = threading.get_ident()
+        _entered.add(self)
         return self
 
     async def _open_worker(self) -> Worker:
@@ -201,19 +216,23 @@ class EngineBase:
                 configuration's; their owners are logged when it passes.
 
         Raises:
-            UsageError: ``drain_timeout`` is no number, or this is another thread; nothing changed.
+            UsageError: ``drain_timeout`` is no number; or called outside the engine's loop, which
+                is not closed. Nothing changed.
 
         Cancellation: memory is kept until transfers have ended; call it again.
         """
         timeout = self.config.drain_timeout_seconds if drain_timeout is None else drain_timeout
         timeout_seconds = checks.timeout(timeout, "drain_timeout")
-        self._check_thread()
         if not self._thread:
-            self._closing = "is closed"
+            self._closing = self._closing or "is closed"
             return
+        if self._loop.is_closed():
+            self._close_without_loop()
+            return
+        self._check_loop()
         self._closing = "is closing"
         self._fail_waiting(ClosedError("the engine closed while the lease waited for capacity"))
-        self._pins.release_all()
+        self._pins.release_all("the engine closed")
         self._pending.close()
         await self._wait_for_leases(timeout_seconds)
         self._computing.close()
@@ -225,6 +244,28 @@ class EngineBase:
         self._poller.close()
         self._closing = "is closed"
         self._thread = 0
+        self._leases_changed.notify()
+
+    def _close_without_loop(self) -> None:
+        """The loop was closed over the engine: no callback comes any more."""
+        self._closing = "is closed"
+        self._thread = 0
+        if isinstance(self._controller, CacheController):
+            self._controller.close_without_loop()
+
+    def _abandon(self) -> None:
+        """In a forked process: touch no device, thread or loop from now on.
+
+        Leases end without effect, ``aclose`` returns at once, and all else raises ``ClosedError``.
+        """
+        if not self._thread:
+            return
+        _native.keep_forever(self)  # destructors would join threads that this process lacks
+        self._closing = "belongs to the process that has entered it"
+        self._thread = 0
+        self._owners = {}
+        self._admissions.hold()  # tasks of the parent that unwind here are granted nothing
+        self._transfers.stopped = True
 
     async def _wait_for_leases(self, timeout: float | None) -> None:
         if not await self._leases_changed.wait_for(lambda: not self._owners, timeout):
@@ -271,12 +312,13 @@ class EngineBase:
         failure = BrokenEngineError(f"the worker failed: {error}")
         failure.__cause__ = error
         self._fail_waiting(failure)
+        self._leases_changed.notify()
         log.error("engine.broken", reason=str(error))
 
     def _on_rank_lost(self, lost: RankLost) -> None:
         """The bytes of all blocks are incomplete: forget them, and take them from the leases."""
         self._break(lost)
-        self._pins.release_all()
+        self._pins.release_all("a rank was lost")
         self._core.reset()
         self._take_back()
         self._pending.wake_all()
@@ -393,8 +435,8 @@ class EngineBase:
             self._taken_back.pop(lease_id, None)
         if granted == _LOADING:
             lease.layers = self._transfers.start_onloads(lease_id, onload_priority, lease.owner)
-        if self._pins:
-            self._pins.release_used()
+        if self._pins.until_used:
+            self._pins.release_used(self._core.take_used())
         if self._core.wants_backups():
             self._transfers.schedule_backups()
         return True

@@ -23,10 +23,13 @@ class Control(Residency):
         self._admissions.pause()
 
     def resume(self) -> None:
-        """Undo one ``pause``.
+        """End one ``pause``, or one ``quiesce`` that has returned.
+
+        Nothing is granted all the same while a tier is asleep, inside ``updating_weights``, or
+        while a ``quiesce`` waits.
 
         Raises:
-            UsageError: there was none.
+            UsageError: there was none. Nothing changed.
         """
         self._check_open()
         self._admissions.resume()
@@ -34,7 +37,7 @@ class Control(Residency):
     async def reset(self, timeout: float | None = None) -> None:
         """Forget everything that is cached; live leases keep their blocks but publish no more.
 
-        Returns when no transfer that was under way is left.
+        Pins are released. Returns when no transfer that was under way is left.
 
         Raises:
             ControlTimeout: some is; the cache is empty all the same.
@@ -43,8 +46,7 @@ class Control(Residency):
         """
         self._check_open()
         timeout = checks.timeout(timeout)
-        self._core.reset()
-        self._pending.wake_all()
+        self._forget_cached("the cache was reset")
         self._waiting.pump()
         async with self._deadline("rid of the transfers of before", timeout):
             await self._controller.settle()
@@ -64,28 +66,50 @@ class Control(Residency):
             await self._controller.drain()
 
     async def quiesce(self, timeout: float | None = None) -> None:
-        """Pause, then wait until no lease is out and nothing is in flight; ``resume`` ends it.
+        """Pause, then wait until nothing uses the blocks; ``resume`` ends it.
+
+        Waits until no lease is out, no transfer is in flight, and every step that used blocks is
+        closed and has finished on the device.
 
         Raises:
-            ControlTimeout: names the owners of the leases still out; not paused any more.
+            ControlTimeout: names the owners of the leases still out, or the step; not paused any
+                more.
 
         Cancellation: not paused any more.
         """
         async with self._deadline("quiet", timeout):
             await self._stand_still(lambda: not self._holders())
+        self._admissions.hand_over()
 
     async def _stand_still(self, at_rest: Callable[[], bool]) -> None:
-        """Pause; then wait until ``at_rest()`` and nothing is in flight.
+        """Hold admission; then wait until ``at_rest()``, and no step or transfer is under way.
 
-        Cancellation: not paused any more.
+        Cancellation: admission is not held any more.
         """
-        self.pause()
+        self._check_open()
+        self._admissions.hold()
         try:
-            await self._leases_changed.wait_for(at_rest, None)
-            await self.drain()
+            while True:
+                await self._wait_until(lambda: at_rest() and self._steps.all_finished)
+                await self.drain()
+                if at_rest() and self._steps.all_finished:
+                    return
         except BaseException:
-            self._admissions.resume()
+            self._admissions.let_go()
             raise
+
+    async def _wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait for a condition on leases and steps.
+
+        Raises:
+            ClosedError, BrokenEngineError: the engine cannot be waited for any more.
+
+        Cancellation: nothing changed.
+        """
+        await self._leases_changed.wait_for(
+            lambda: not self._thread or self._broken is not None or condition(), None
+        )
+        self._check_open()
 
     @asynccontextmanager
     async def _deadline(
@@ -109,9 +133,10 @@ class Control(Residency):
             raise self._timeout(f"not {state} within {timeout} s", owners) from None
 
     def _timeout(self, what: str, owners: list[str]) -> ControlTimeout:
-        """It names what was out, who was silent, and an open step that holds transfers up."""
+        """It names what was out, which step is not over, and who was silent."""
         ranks = self._controller.silent_ranks
-        causes = [what, f"leases out: {owners}", self._open_step.explain()]
+        step = self._open_step.explain() or self._steps.explain()
+        causes = [what, f"leases out: {owners}", step]
         if ranks:
             causes.append(f"ranks that did not answer: {ranks}")
         return ControlTimeout(
@@ -126,22 +151,30 @@ class Control(Residency):
     async def updating_weights(self, timeout: float | None = None) -> AsyncIterator[None]:
         """New weights make all KV wrong: nothing is granted inside, nothing is cached after.
 
-        Live leases may go on with what they hold; they publish no more.
+        Live leases may go on with what they hold; they publish no more. Pins are released.
 
         Raises:
             ControlTimeout: transfers did not end in time; nothing changed.
+
+        Cancellation: before the block is entered, nothing changed.
         """
-        self.pause()
+        self._check_open()
+        self._admissions.hold()
         try:
             async with self._deadline("without transfers", timeout):
                 await self._controller.settle()
             try:
                 yield
             finally:
-                self._core.reset()
-                self._pending.wake_all()
+                self._forget_cached("the weights were updated")
         finally:
-            self._admissions.resume()
+            self._admissions.let_go()
+
+    def _forget_cached(self, reason: str) -> None:
+        """Nothing that was computed before can be hit any more."""
+        self._core.reset()
+        self._pins.release_all(reason)
+        self._pending.wake_all()
 
     async def resize(self, device_blocks: int, timeout: float | None = None) -> None:
         """Change the device tier's capacity; the regions must hold as many blocks.
@@ -153,6 +186,8 @@ class Control(Residency):
         Raises:
             UsageError: larger than the regions, or not above ``reserve_blocks``.
             ControlTimeout: leases kept blocks beyond the new size; nothing changed.
+
+        Cancellation: nothing changed, or the size is the new one already.
         """
         self._check_open()
         device_blocks = checks.integer("device_blocks", device_blocks)
@@ -165,11 +200,18 @@ class Control(Residency):
                 f"cannot resize to {device_blocks} blocks: reserve_blocks is "
                 f"{self.config.reserve_blocks}"
             )
-        if not await self._leases_changed.wait_for(lambda: self._resized(device_blocks), timeout):
+        try:
+            async with asyncio.timeout(timeout):
+                # At once, when the last block becomes free: the next in line must not take it.
+                await self._wait_until(lambda: self._resized(device_blocks))
+        except TimeoutError:
+            if self._core.device_blocks == device_blocks:
+                return  # the last block became free as the time was over
             raise self._timeout(
                 f"blocks beyond {device_blocks} are still in use after {timeout} s", self._holders()
-            )
-        self._waiting.pump()
+            ) from None
+        finally:
+            self._waiting.pump()
 
     def _resized(self, device_blocks: int) -> bool:
         try:

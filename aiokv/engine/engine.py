@@ -101,7 +101,7 @@ class CacheEngine(Recovery, Unique):
     def check_invariants(self) -> list[str]:
         """What of I1-I6 does not hold, as sentences; empty when all is well. Scans everything."""
         self._check_thread()
-        return self._core.violations()
+        return self._core.violations() + self._pins.violations(self._core)
 
     def __repr__(self) -> str:
         s = self._core.statistics()

@@ -12,29 +12,56 @@ if TYPE_CHECKING:
 
 
 class Admissions:
-    """Whether leases are granted; several callers may hold them back at once."""
+    """Decides whether leases are granted. Any of the pauses and holds below stops that.
+
+    Pauses belong to the user of the engine. Holds belong to the engine itself (sleep, an update of
+    the weights, a quiesce under way), and no call of the user ends them.
+    """
 
     def __init__(self, on_open: Callable[[], None]) -> None:
         self._on_open = on_open
-        self._holders = 0
+        self._pauses = 0
+        self._holds = 0
 
     @property
     def paused(self) -> bool:
-        return self._holders > 0
+        return self._pauses + self._holds > 0
 
     def pause(self) -> None:
-        self._holders += 1
+        self._pauses += 1
 
     def resume(self) -> None:
-        """One holder fewer.
+        """End one pause.
 
         Raises:
-            UsageError: nobody has paused.
+            UsageError: there is none. Nothing changed.
         """
-        if not self._holders:
-            raise UsageError("resume() without pause()")
-        self._holders -= 1
-        if not self._holders:
+        if not self._pauses:
+            raise UsageError(
+                "resume() without pause(), or after a quiesce() that was resumed already",
+                hint="wake_up() ends sleep(); updating_weights() ends with its block"
+                if self._holds
+                else "",
+            )
+        self._pauses -= 1
+        self._open_if_free()
+
+    def hold(self) -> None:
+        """Grant nothing until ``let_go``; counts."""
+        self._holds += 1
+
+    def let_go(self) -> None:
+        """End one hold."""
+        self._holds -= 1
+        self._open_if_free()
+
+    def hand_over(self) -> None:
+        """Turn one hold into a pause, which ``resume`` ends."""
+        self._holds -= 1
+        self._pauses += 1
+
+    def _open_if_free(self) -> None:
+        if not self.paused:
             self._on_open()
 
 

@@ -35,15 +35,15 @@ class Residency(Batches):
         self._check_open()
         num_blocks = checks.integer("num_blocks", num_blocks, minimum=0, maximum=checks.MAX_INT32)
         checks.choice("tier", tier, get_args(Tier))
-        evicted = 0
         if tier == "host":
-            evicted = self._core.evict_host(num_blocks)
-        else:
-            evicted = self._core.evict_device(num_blocks)
+            return self._core.evict_host(num_blocks)
+        evicted = self._core.evict_device(num_blocks)
+        try:
             while evicted < num_blocks and (saving := self._save_oldest(num_blocks - evicted)):
                 await self._transfers.ended(saving)
                 evicted += self._core.evict_device(num_blocks - evicted)
-        self._waiting.pump()
+        finally:
+            self._waiting.pump()
         return evicted
 
     def _save_oldest(self, num_blocks: int) -> int:
@@ -65,7 +65,9 @@ class Residency(Batches):
 
         Args:
             tokens: the prompt, as for ``match``; so are ``salt``, ``adapter`` and ``items``.
-            ttl_seconds: keep it there until a lease uses it, at most so long.
+            ttl_seconds: keep what a match of the prompt would hit there for so long, or until a
+                lease has hit all of it; other prefetches and pins do not count. 0 for not at all,
+                ``math.inf`` for any time.
 
         Returns:
             What is on the device at the end, as ``device_tokens``.
@@ -78,14 +80,15 @@ class Residency(Batches):
         """
         ttl_seconds = checks.seconds("ttl_seconds", ttl_seconds, minimum=0.0)
         lease = self.match(tokens, salt=salt, adapter=adapter, items=items, owner="prefetch")
+        self._core.hold_only(lease._live_id())
         found = lease.hit
-        pin = await self._bring(lease, until_used=True)
+        pin = await self._bring(lease, until_used=ttl_seconds > 0)
         if pin is None:
             return Hit(found.device_tokens, 0)
-        if ttl_seconds > 0:
+        if ttl_seconds <= 0:
+            pin.end("the prefetch has ended")
+        elif not pin.released:
             pin.expire_after(self._loop, ttl_seconds)
-        else:
-            pin.release()
         return Hit(pin.tokens, 0)
 
     async def pin(
@@ -99,9 +102,16 @@ class Residency(Batches):
     ) -> Pin:
         """Keep what is cached of a prompt on the device; host blocks are onloaded first.
 
+        All full blocks of the prompt are kept, the last one included. ``reset`` and new weights
+        release the pin, since its blocks cannot be hit any more.
+
         Args:
             tokens: the prompt, as for ``match``; so are ``salt``, ``adapter`` and ``items``.
             ttl_seconds: release by itself after so long; None for never.
+
+        Returns:
+            The pin; one of 0 tokens, released already, when nothing is cached, or nothing any
+            more after a reset came between.
 
         Raises:
             UsageError: ``ttl_seconds`` is no number or negative; nothing changed.
@@ -113,25 +123,33 @@ class Residency(Batches):
         if ttl_seconds is not None:
             ttl_seconds = checks.seconds("ttl_seconds", ttl_seconds, minimum=0.0)
         lease = self.match(tokens, salt=salt, adapter=adapter, items=items, owner="pin")
+        self._core.hold_only(lease._live_id(), whole=True)
         found = lease.hit
         pin = await self._bring(lease, until_used=False)
         if pin is None:
             if found.total:
-                raise WouldBlock(f"no room to pin {found.total} tokens: {found}")
-            return Pin(lease, 0)
-        if ttl_seconds is not None:
+                raise WouldBlock(
+                    f"no room to pin {found.total} tokens: {found}",
+                    hint="requests in line go first; raise CacheConfig.device_blocks",
+                )
+            return Pin(lease, 0, release_reason="nothing was cached")
+        if ttl_seconds is not None and not pin.released:
             pin.expire_after(self._loop, ttl_seconds)
         return pin
 
     async def _bring(self, lease: Lease, *, until_used: bool) -> Pin | None:
         """Pin the whole hit; None, with the lease released, when that is nothing or has no room."""
         hit = lease.hit
-        self._core.hold_only(lease._live_id())
+        lease_id = lease._live_id()
         try:
             if not hit.total or not self._try_allocate(lease, hit.total, Priority.PREFETCH):
                 lease.release()
                 return None
+            if until_used:
+                self._core.await_use(lease_id)
             await lease.layers.wait_all()
+            while onloads := self._core.onloads(lease_id):  # until a match finds the blocks
+                await self._transfers.ended(onloads[0])
             self._check_open()
         except RequestTooLarge:
             lease.release()
@@ -139,4 +157,10 @@ class Residency(Batches):
         except BaseException:
             lease.release()
             raise
-        return self._pins.add(lease, lease.cached_tokens, until_used=until_used)
+        if not self._core.is_current(lease_id):
+            lease.release()
+            return Pin(lease, 0, release_reason="its blocks are not cached any more")
+        pin = self._pins.add(lease, lease.cached_tokens, until_used=until_used)
+        if until_used and not self._core.awaits_use(lease_id):
+            pin.end("a lease used it")
+        return pin

@@ -44,10 +44,11 @@ class Sleeping(Control):
     async def sleep(self, tags: Iterable[Tier] = TIERS, *, timeout: float | None = None) -> None:
         """Forget what is cached in these tiers, and free their memory. Idempotent.
 
-        Waits for leases and transfers first. ``"device"``: the engine keeps no reference to the
-        tensors in ``regions``; what has a copy on the host can be hit there after ``wake_up``, and
-        ``"write_back"`` saves what it can. ``"host"``: the arena is freed; preempted leases that
-        keep their tables there count as out. From then on requests wait in line.
+        Waits for leases, transfers and steps first, as ``quiesce`` does. ``"device"``: the engine
+        keeps no reference to the tensors in ``regions``; what has a copy on the host can be hit
+        there after ``wake_up``, and ``"write_back"`` saves what it can. ``"host"``: the arena is
+        freed; preempted leases that keep their tables there count as out. From then on requests
+        wait in line.
 
         Args:
             tags: ``"device"``, ``"host"``.
@@ -82,10 +83,10 @@ class Sleeping(Control):
             if "host" in falling:
                 self._core.forget_host()
         except BaseException:
-            self._admissions.resume()
+            self._admissions.let_go()
             raise
         if self._asleep:
-            self._admissions.resume()  # one pause is enough
+            self._admissions.let_go()  # one hold is enough
         self._transfers.stopped = True
         self._asleep |= falling
         if "device" in falling:
@@ -138,7 +139,7 @@ class Sleeping(Control):
             self._asleep -= waking
             if not self._asleep:
                 self._transfers.stopped = False
-                self._admissions.resume()
+                self._admissions.let_go()
 
     def _check_blocks(self, regions: Regions) -> None:
         if not isinstance(regions, Regions):

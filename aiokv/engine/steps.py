@@ -53,6 +53,19 @@ class Steps:
         """What commit and release note for the blocks they touch."""
         return self.next if self._tracked else 0
 
+    @property
+    def all_finished(self) -> bool:
+        """Whether every closed step has finished, and no open one uses blocks."""
+        return not self._unfinished and not self._core.unfinished_step()
+
+    def explain(self) -> str:
+        """Name the step that ``all_finished`` waits for; empty when there is none."""
+        if self._core.unfinished_step() >= self.next:
+            return f"step {self.next} is open and uses blocks; close it with engine.step(event)"
+        if self._unfinished:
+            return f"step {self._unfinished[-1]} is closed, but its event is not done"
+        return ""
+
     def close(self, event: Event | None) -> int:
         """Close the open step; events of later steps lie behind those of earlier ones.
 

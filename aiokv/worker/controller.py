@@ -273,6 +273,13 @@ class CacheController:
             self._closed = True
             self.memory.close()
 
+    def close_without_loop(self) -> None:
+        """As aclose(), when the loop is closed: finish what the device has; nothing is reported."""
+        self._closing = True
+        if not self._closed:
+            self._closed = True
+            self.memory.close()
+
     def statistics(self) -> WorkerStatistics:
         return WorkerStatistics(
             held=len(self._gate),

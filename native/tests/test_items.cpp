@@ -175,3 +175,81 @@ TEST(impossible_items_are_refused) {
     }
     CHECK_EQ(cache.core.statistics().leases, 0u);
 }
+
+TEST(a_key_without_the_items_from_a_position_on) {
+    const std::vector<Item> both{{"long hash", 0, 2}, {"b", 3, 5}};
+    const std::vector<Item> first{{"long hash", 0, 2}};
+    const std::string key = item_key_bytes(both, 4)[0];
+    CHECK(item_key_before(key, 4) == key);
+    CHECK(item_key_before(key, 3) == item_key_bytes(first, 4)[0]);
+    CHECK(item_key_before(key, 2) == item_key_bytes(first, 4)[0]);
+    CHECK(item_key_before(key, 0).empty());
+    const Item early{"c", 2, 4};  // begins in the block before
+    CHECK(!item_key_before(item_key_bytes({&early, 1}, 4)[1], 2).empty());
+}
+
+TEST(truncation_in_front_of_an_item_forgets_it) {
+    Cache cache;
+    const std::vector<Item> items{{"a", 1, 2}, {"b", 6, 2}, {"c", 12, 4}};
+    const std::vector<Item> front{{"a", 1, 2}};
+    const LeaseId id = cache.serve(items, 4);  // the first block is shared
+    cache.core.truncate(id, 5, 0);             // the second is cut in front of "b"
+    cache.check();
+    CHECK_EQ(cache.core.lease(id).items.size(), 1u);
+    cache.core.extend({&id, 1}, 16);
+    const std::vector<std::int32_t> text(16, 0);
+    cache.core.append(id, text);
+    cache.core.commit(id, 21, 0);
+    cache.core.release(id, 0);
+    CHECK_EQ(cache.hit(items), 1u);
+    CHECK_EQ(cache.hit(front), 5u);
+    CHECK_EQ(cache.core.statistics().nodes, 6u);
+}
+
+TEST(truncation_behind_an_item_in_the_same_block_keeps_it) {
+    Cache cache;
+    const std::vector<Item> items{{"a", 4, 2}, {"b", 7, 4}};
+    const std::vector<Item> kept{{"a", 4, 2}};
+    const LeaseId id = cache.serve(items, 4);
+    cache.core.truncate(id, 6, 0);
+    cache.check();
+    cache.core.extend({&id, 1}, 15);
+    cache.core.append(id, std::vector<std::int32_t>(15, 0));
+    cache.core.commit(id, 21, 0);
+    cache.core.release(id, 0);
+    CHECK_EQ(cache.hit(items), 1u);
+    CHECK_EQ(cache.hit(kept), 5u);
+}
+
+TEST(truncation_inside_an_item_is_refused) {
+    Cache cache;
+    const std::vector<Item> items{{"a", 6, 6}};
+    const LeaseId id = cache.serve(items, 4);
+    for (const std::int64_t tokens : {7, 8, 11}) {
+        CHECK_THROWS(LeaseError, (cache.core.truncate(id, tokens, 0), 0));
+        CHECK_EQ(cache.core.lease(id).num_tokens, 21u);
+        CHECK_EQ(cache.core.lease(id).tokens.size(), 21u);
+    }
+    cache.core.truncate(id, 12, 0);
+    CHECK_EQ(cache.core.lease(id).items.size(), 1u);
+    cache.core.truncate(id, 6, 0);
+    CHECK(cache.core.lease(id).items.empty());
+    CHECK(cache.core.lease(id).item_keys.empty());
+    cache.core.release(id, 0);
+}
+
+TEST(a_fork_of_a_truncated_lease_has_its_items_and_the_parents_go_on) {
+    Cache cache;
+    const std::vector<Item> items{{"a", 8, 4}};
+    const LeaseId parent = cache.serve(items, 8);
+    const LeaseId child = cache.core.fork(parent, 0).lease;
+    cache.core.truncate(parent, 8, 0);
+    cache.check();
+    CHECK(cache.core.lease(parent).item_keys.empty());
+    CHECK_EQ(cache.core.lease(child).item_keys.size(), 3u);
+    cache.core.commit(child, 21, 0);
+    cache.core.release(parent, 0);
+    cache.core.release(child, 0);
+    CHECK_EQ(cache.hit(items), 5u);
+    CHECK_EQ(cache.hit({}), 2u);
+}

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from kv_cache import Cache, prompt
 
-from aiokv.errors import ClosedError, RequestTooLarge, UsageError
+from aiokv.errors import BrokenEngineError, ClosedError, RequestTooLarge, UsageError
 from aiokv.testing import ManualEvent, run_until_idle, spin
 
 A, B, C = (prompt(seed, 2) for seed in range(1, 4))
@@ -40,6 +40,155 @@ async def test_pause_counts_and_requests_wait_in_line():
         assert [hit.total for hit in await asyncio.gather(*tasks)] == [0, 0, 8]
         with pytest.raises(UsageError, match="without pause"):
             cache.engine.resume()
+
+
+async def test_resume_without_pause_leaves_a_sleeping_engine_asleep():
+    async with Cache(host_blocks=0) as cache:
+        await cache.engine.sleep(["device"])
+        with pytest.raises(UsageError, match=r"without pause.*wake_up"):
+            cache.engine.resume()
+        lease = cache.engine.match(A)
+        assert not lease.try_allocate(9)
+        lease.release()
+        await cache.engine.wake_up(regions=cache.memory.regions)
+        await cache.engine.sleep(["device"])
+        await cache.engine.wake_up(regions=cache.memory.regions)
+        (await cache.serve(A)).release()
+
+
+async def test_resume_without_pause_does_not_end_a_weight_update():
+    async with Cache(host_blocks=0) as cache:
+        await cache.fill(A)
+        async with cache.engine.updating_weights():
+            with pytest.raises(UsageError, match="without pause"):
+                cache.engine.resume()
+            lease = cache.engine.match(A)
+            assert not lease.try_allocate(9)
+        assert lease.try_allocate(9)
+        assert lease.cached_tokens == 0
+        lease.release()
+
+
+async def test_resume_ends_a_quiesce_that_has_returned_and_none_that_waits():
+    async with Cache(host_blocks=0) as cache:
+        lease = await cache.serve(A)
+        quiet = asyncio.create_task(cache.engine.quiesce())
+        await spin(2)
+        with pytest.raises(UsageError, match="without pause"):
+            cache.engine.resume()
+        lease.release()
+        await quiet
+        waiting = cache.engine.match(B)
+        assert not waiting.try_allocate(9)
+        cache.engine.resume()
+        assert waiting.try_allocate(9)
+        waiting.release()
+        with pytest.raises(UsageError, match="quiesce"):
+            cache.engine.resume()
+
+
+async def test_a_pause_outlives_sleep_and_weight_update_and_its_resume_ends_neither():
+    async with Cache(host_blocks=0) as cache:
+        cache.engine.pause()
+        await cache.engine.sleep(["device"])
+        await cache.engine.wake_up(regions=cache.memory.regions)
+        async with cache.engine.updating_weights():
+            pass
+        lease = cache.engine.match(A)
+        assert not lease.try_allocate(9)
+        async with cache.engine.updating_weights():
+            cache.engine.resume()
+            assert not lease.try_allocate(9)
+        assert lease.try_allocate(9)
+        lease.release()
+
+
+def in_streams(**options) -> Cache:
+    """A device on which the model computes in a stream."""
+    cache = Cache(host_blocks=0, **options)
+    cache.device.computes_in_stream = True
+    return cache
+
+
+@pytest.mark.parametrize("verb", ["quiesce", "sleep"])
+async def test_stillness_waits_for_the_event_of_a_released_leases_step(verb):
+    async with in_streams() as cache:
+        still = getattr(cache.engine, verb)
+        event = ManualEvent()
+        lease = await cache.serve(A)
+        lease.release(after=event)
+        with pytest.raises(TimeoutError, match="step 1 is closed, but its event is not done"):
+            await still(timeout=0.001)
+        waiting = asyncio.create_task(still())
+        await spin(5)
+        assert not waiting.done()
+        assert not cache.engine.asleep
+        event.complete()
+        await waiting
+        if verb == "quiesce":
+            cache.engine.resume()
+        else:
+            await cache.engine.wake_up(regions=cache.memory.regions)
+
+
+async def test_quiesce_names_the_open_step_that_uses_blocks_and_waits_until_it_has_ended():
+    async with in_streams() as cache:
+        (await cache.serve(A)).release()
+        with pytest.raises(TimeoutError, match=r"step 1 is open and uses blocks.*engine\.step"):
+            await cache.engine.quiesce(0.001)
+        quiet = asyncio.create_task(cache.engine.quiesce())
+        await spin(3)
+        event = ManualEvent()
+        cache.engine.step(event)
+        await spin(3)
+        assert not quiet.done()
+        event.complete()
+        await quiet
+        cache.engine.resume()
+
+
+async def test_quiesce_waits_for_a_step_that_is_closed_while_it_drains():
+    async with Cache() as cache:
+        cache.device.computes_in_stream = True
+        (await cache.serve(A)).release()
+        cache.engine.step()
+        quiet = asyncio.create_task(cache.engine.quiesce())
+        await spin(3)
+        assert cache.device.offloads, "the backup is in flight"
+        event = ManualEvent()
+        cache.engine.step(event)
+        cache.device.complete_all()
+        await spin(5)
+        assert not quiet.done()
+        event.complete()
+        await quiet
+        cache.engine.resume()
+
+
+async def test_quiesce_ends_when_the_engine_breaks():
+    async with in_streams() as cache:
+        event = ManualEvent()
+        (await cache.serve(A)).release(after=event)
+        quiet = asyncio.create_task(cache.engine.quiesce())
+        await spin(3)
+        event.query_error = RuntimeError("the device is gone")
+        event.complete()
+        with pytest.raises(BrokenEngineError, match="the device is gone"):
+            await quiet
+
+
+@pytest.mark.parametrize("verb", ["quiesce", "resize"])
+async def test_what_waits_for_leases_ends_when_the_engine_closes_over_them(verb):
+    cache = Cache(host_blocks=0)
+    await cache.engine.__aenter__()
+    lease = await cache.serve(A)
+    args = [2] if verb == "resize" else []
+    waiting = asyncio.create_task(getattr(cache.engine, verb)(*args))
+    await spin(2)
+    await cache.engine.aclose(0.0)
+    with pytest.raises(ClosedError):
+        await waiting
+    lease.release()
 
 
 async def test_live_leases_go_on_while_paused():
@@ -334,6 +483,37 @@ async def test_a_resize_that_times_out_names_the_owners_and_changes_nothing():
         for blocks in (9, 0):
             with pytest.raises(UsageError, match="cannot resize"):
                 await cache.engine.resize(blocks)
+
+
+async def test_a_resize_that_times_out_evicts_nothing():
+    """The block in its way is in no lease and not in the index: a released lease's swap owns it."""
+    async with Cache(
+        device_blocks=16, host_blocks=32, write_policy="write_back", low_watermark_blocks=0
+    ) as cache:
+        low = cache.engine.match(prompt(7, 8))
+        await low.allocate(32)
+        cached = cache.engine.match(prompt(1, 4))
+        await cached.allocate(17)
+        cache.compute(cached, prompt(1, 4)[:16])
+        cached.truncate(16)
+        cached.release()
+        swapped = cache.engine.match(C[:3])
+        await swapped.allocate(3)
+        swapped.commit(3)
+        swapping = asyncio.create_task(swapped.preempt(swap=True))
+        await spin(3)
+        assert cache.device.offloads[0].device_ids.tolist() == [12]
+        swapped.release()
+        low.release()
+        assert cache.hit(prompt(1, 4)) == (4, 0)
+        with pytest.raises(TimeoutError):
+            await cache.engine.resize(8, 0.001)
+        assert cache.hit(prompt(1, 4)) == (4, 0)
+        assert cache.statistics.device_blocks == 16
+        cache.device.complete_all()
+        await swapping
+        await cache.engine.resize(8)
+        assert cache.statistics.device_blocks == 8
 
 
 async def test_a_waiting_request_that_does_not_fit_any_more_is_told():

@@ -7,8 +7,9 @@ import asyncio
 import pytest
 
 from aiokv import BrokenEngineError, Hit, TransferError
-from aiokv.errors import DeviceError
+from aiokv.errors import DeviceError, LeaseError
 from aiokv.testing import ManualEvent, spin
+from aiokv.testing.manual import ManualStream
 from tests.integration.kv import Served
 
 pytestmark = pytest.mark.asyncio
@@ -104,3 +105,34 @@ async def test_a_device_that_breaks_fails_everybody():
             served.engine.match([1])
         holder.release()
         waiter.release()
+
+
+@pytest.mark.parametrize("how", ["refused", "failed"])
+async def test_recompute_from_says_so_when_a_known_failure_has_not_ended(how):
+    """The runner's gpu_wait has raised, so "nothing failed" would send it on with those blocks."""
+    async with Served() as served:
+        await served.to_host(A)
+        async with served.engine.match(A) as lease:
+            if how == "refused":
+                served.device.refuse = DeviceError("not today")
+            await lease.allocate(7)
+            stream = ManualStream()
+            if how == "refused":
+                with pytest.raises(TransferError):
+                    lease.layers.gpu_wait_all(stream)
+            else:
+                lease.layers.gpu_wait_all(stream)
+                served.device.onloads[0].fail(0, block=1)
+                with pytest.raises(TransferError):
+                    lease.layers.raise_for_error()
+            with pytest.raises(LeaseError, match="await layers"):
+                lease.recompute_from()
+            assert lease.commit(7) == 0
+            served.device.complete_all()
+            with pytest.raises(TransferError):
+                await lease.layers.wait_all()
+            assert lease.recompute_from() == (0 if how == "refused" else 2)
+            assert lease.recompute_from() is None
+            served.compute(lease, A, 0)
+            assert lease.commit(7)
+        await served.complete_offloads()

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv_cache import Cache
 
-from aiokv import CacheConfig, CacheEngine, Item, UsageError
+from aiokv import CacheConfig, CacheEngine, Item, LeaseError, TransferError, UsageError
 
 BLOCK_TOKENS = 4
 PLACEHOLDER = 7
@@ -161,3 +162,57 @@ def test_hits_are_those_of_the_naive_cache(served: list[tuple[int, list[Item]]])
                 assert engine.check_invariants() == []
 
     asyncio.run(run())
+
+
+@pytest.mark.asyncio
+async def test_text_appended_where_an_image_was_truncated_is_not_served_for_the_image() -> None:
+    image = Item(b"cat", 8, 4)
+    tokens = prompt(17, [image])
+    async with CacheEngine(config()) as engine:
+        async with engine.match(tokens, items=[image]) as lease:
+            await lease.allocate(17)
+            lease.commit(8)
+            lease.truncate(8)
+            engine.extend([lease], 9)
+            lease.append(tokens[8:])
+            lease.commit(17)
+        assert hit(engine, tokens, [image]) == 8
+        assert hit(engine, tokens, []) == 16
+        assert engine.check_invariants() == []
+
+
+@pytest.mark.asyncio
+async def test_truncation_inside_an_image_is_refused_and_changes_nothing() -> None:
+    image = Item(b"cat", 6, 6)
+    tokens = prompt(17, [image])
+    async with CacheEngine(config()) as engine:
+        async with engine.match(tokens, items=[image]) as lease:
+            await lease.allocate(17)
+            lease.commit(4)
+            with pytest.raises(LeaseError, match=r"item at positions 6 to 12.*truncate to 6 or"):
+                lease.truncate(9)
+            assert lease.num_tokens == 17
+            lease.commit(17)
+        assert hit(engine, tokens, [image]) == 16
+
+
+@pytest.mark.asyncio
+async def test_an_image_whose_onload_failed_is_computed_from_its_start() -> None:
+    """Not from the block that failed, which is inside the image."""
+    image = Item(b"cat", 5, 10)
+    tokens = prompt(21, [image])
+    async with Cache(device_blocks=8, host_blocks=8) as cache:
+        await serve(cache.engine, tokens, [image])
+        await cache.finish()
+        await cache.engine.evict(8)
+        async with cache.engine.match(tokens, items=[image]) as lease:
+            await lease.allocate(21)
+            assert lease.cached_tokens == 20
+            cache.device.onloads[0].fail_all(block=2)
+            with pytest.raises(TransferError):
+                await lease.layers.wait_all()
+            assert lease.recompute_from() == 4
+            assert lease.cached_tokens == 4
+            lease.commit(21)
+        assert hit(cache.engine, tokens, [image]) == 20
+        await cache.finish()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
+import numpy as np
 import pytest
 from kv_cache import BLOCK_TOKENS, Cache, prompt
 
-from aiokv.errors import ClosedError, TransferError, WouldBlock
+from aiokv import CacheConfig, CacheEngine, Hit, Item
+from aiokv.errors import ClosedError, TransferError, UsageError, WouldBlock
 from aiokv.testing import run_until_idle, spin
 
 A, B, C = (prompt(seed, 2) for seed in range(1, 4))
@@ -177,6 +180,237 @@ async def test_closing_releases_pins_also_those_on_their_way():
         with pytest.raises(ClosedError):
             await pinning
         await closing
+
+
+async def test_a_pin_outlives_the_uses_of_its_prefix():
+    async with Cache() as cache:
+        await cache.fill(A)
+        await cache.finish()
+        pin = await cache.engine.pin(A)
+        for _ in range(2):
+            (await cache.serve(A)).release()
+            assert not pin.released
+            assert await cache.engine.evict(8) == 0
+        pin.release()
+
+
+async def test_prefetches_and_pins_are_no_use_of_a_prefetch():
+    async with Cache() as cache:
+        await cache.fill(A)
+        await cache.finish()
+        for _ in range(2):
+            await cache.engine.prefetch(A, ttl_seconds=math.inf)
+        pin = await cache.engine.pin(A)
+        (await cache.serve(B)).release()
+        assert cache.engine.dump()["pins"] == 3
+        (await cache.serve(A)).release()
+        assert cache.engine.dump()["pins"] == 1
+        assert not pin.released
+        pin.release()
+
+
+async def test_a_lease_from_before_the_prefetch_is_no_use_of_it():
+    async with Cache() as cache:
+        holder = await cache.serve(A)
+        await cache.engine.prefetch(A, ttl_seconds=math.inf)
+        (await cache.serve(B)).release()
+        holder.release()
+        assert cache.engine.dump()["pins"] == 1
+        (await cache.serve(A)).release()
+        assert cache.engine.dump()["pins"] == 0
+
+
+async def test_a_lease_that_hits_a_part_of_a_prefetch_is_no_use_of_it():
+    async with Cache() as cache:
+        await cache.fill(A)
+        await cache.engine.prefetch(A, ttl_seconds=math.inf)
+        lease = cache.engine.match(A[:6])
+        await lease.allocate(6)
+        assert lease.cached_tokens == 4
+        lease.release()
+        assert cache.engine.dump()["pins"] == 1
+        longer = np.append(A, [7, 8, 9])
+        (await cache.serve(longer)).release()
+        assert cache.engine.dump()["pins"] == 0
+
+
+async def test_a_prefetch_that_is_used_while_it_loads_keeps_nothing():
+    async with Cache() as cache:
+        await on_host(cache, A)
+        fetching = asyncio.create_task(cache.engine.prefetch(A, ttl_seconds=math.inf))
+        await spin(2)
+        using = asyncio.create_task(cache.serve(A))
+        await spin(2)
+        cache.device.complete_all()
+        assert (await fetching).device_tokens == 8
+        (await using).release()
+        assert cache.engine.dump()["pins"] == 0
+        assert cache.statistics.leases == 0
+
+
+async def test_a_grant_asks_about_no_pin_that_it_does_not_hit(monkeypatch):
+    async with Cache(device_blocks=16) as cache:
+        await cache.fill(A, B)
+        await cache.engine.prefetch(A, ttl_seconds=math.inf)
+        await cache.engine.pin(B)
+        (held,) = cache.engine._pins.until_used.values()
+        used = []
+        release_used = cache.engine._pins.release_used
+        monkeypatch.setattr(
+            cache.engine._pins,
+            "release_used",
+            lambda lease_ids: (used.append(list(lease_ids)), release_used(used[-1])),
+        )
+        for tokens in (B, C):
+            (await cache.serve(tokens)).release()
+        (await cache.serve(A)).release()
+        assert [len(lease_ids) for lease_ids in used] == [0, 0, 1]
+        assert held.released
+        cache.engine._pins.release_all("the test ends")
+
+
+@pytest.mark.parametrize("verb", ["pin", "prefetch"])
+async def test_pins_and_prefetches_are_of_the_items_of_the_prompt(verb):
+    image, other = Item(b"cat", 4, 4), Item(b"dog", 4, 4)
+    async with Cache() as cache:
+        for items in ([image], [other], []):
+            async with cache.engine.match(A, items=items) as lease:
+                await lease.allocate(9)
+                lease.commit(9)
+        await cache.finish()
+        if verb == "pin":
+            assert (await cache.engine.pin(A, items=[image])).tokens == 8
+        else:
+            await cache.engine.prefetch(A, items=[image], ttl_seconds=math.inf)
+        await cache.engine.evict(8)
+
+        def device_hit(*items: Item) -> int:
+            lease = cache.engine.match(A, items=items)
+            tokens = lease.hit.device_tokens
+            lease.release()
+            return tokens
+
+        assert (device_hit(image), device_hit(other), device_hit()) == (8, 4, 4)
+        cache.engine._pins.release_all("the test ends")
+
+
+@pytest.mark.parametrize("verb", ["pin", "prefetch"])
+@pytest.mark.parametrize("keyword", ["salt", "adapter"])
+async def test_pins_and_prefetches_are_of_the_salt_and_adapter_of_the_prompt(verb, keyword):
+    async with Cache() as cache:
+        for name in ("x", "y"):
+            async with cache.engine.match(A, **{keyword: name}) as lease:
+                await lease.allocate(9)
+                lease.commit(9)
+        await cache.finish()
+        more = {} if verb == "pin" else {"ttl_seconds": math.inf}
+        await getattr(cache.engine, verb)(A, **{keyword: "x"}, **more)
+        assert await cache.engine.evict(8) == 2
+        cache.engine._pins.release_all("the test ends")
+
+
+async def test_a_pin_of_whole_blocks_keeps_the_last_one():
+    async with Cache() as cache:
+        await cache.fill(A)
+        await cache.finish()
+        pin = await cache.engine.pin(A[:8])
+        assert pin.tokens == 8
+        await cache.engine.evict(8)
+        assert cache.hit(A) == (2, 0)
+        pin.release()
+        assert (await cache.engine.prefetch(A[:8])).device_tokens == 4, "what a match would hit"
+
+
+@pytest.mark.parametrize("seconds", ["60", float("nan"), -1, None])
+@pytest.mark.parametrize("verb", ["pin", "prefetch"])
+async def test_a_bad_ttl_takes_nothing(verb, seconds):
+    if (verb, seconds) == ("pin", None):
+        return
+    async with Cache() as cache:
+        await on_host(cache, A)
+        with pytest.raises(UsageError, match="ttl_seconds is"):
+            await getattr(cache.engine, verb)(A, ttl_seconds=seconds)
+        assert cache.statistics.leases == 0
+        assert cache.engine.dump()["pins"] == 0
+        assert cache.hit(A) == (0, 2)
+        assert not cache.device.onloads
+
+
+# ---- reset, new weights
+
+
+async def end_by_reset(cache: Cache) -> None:
+    resetting = asyncio.create_task(cache.engine.reset())
+    await spin(3)
+    cache.device.complete_all()
+    await resetting
+
+
+async def end_by_new_weights(cache: Cache) -> None:
+    async with cache.engine.updating_weights():
+        cache.memory.weights += 1
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"), [(end_by_reset, "reset"), (end_by_new_weights, "weights")]
+)
+async def test_pins_end_when_what_is_cached_is_forgotten(end, reason):
+    async with Cache() as cache:
+        await cache.fill(A, B)
+        await cache.finish()
+        pin = await cache.engine.pin(A)
+        await cache.engine.prefetch(B, ttl_seconds=math.inf)
+        assert "released" not in repr(pin)
+        await end(cache)
+        assert pin.released
+        assert reason in pin.release_reason
+        assert f"<Pin 8 tokens, released: {pin.release_reason}>" == repr(pin)
+        assert cache.engine.dump()["pins"] == 0
+        assert cache.statistics.device_free == 8
+        pin.release()
+        assert reason in pin.release_reason
+
+
+async def test_a_pin_of_blocks_that_were_forgotten_is_a_violation():
+    async with Cache() as cache:
+        await cache.fill(A)
+        await cache.finish()
+        pin = await cache.engine.pin(A)
+        assert cache.engine.check_invariants() == []
+        cache.engine._core.reset()
+        (violation,) = cache.engine.check_invariants()
+        assert violation == f"{pin!r} holds blocks that no match can find"
+        pin.release()
+
+
+@pytest.mark.parametrize("verb", ["pin", "prefetch"])
+async def test_a_reset_while_the_blocks_of_a_pin_load_leaves_nothing_pinned(verb):
+    async with Cache() as cache:
+        await on_host(cache, A)
+        more = {} if verb == "pin" else {"ttl_seconds": math.inf}
+        bringing = asyncio.create_task(getattr(cache.engine, verb)(A, **more))
+        await spin(2)
+        await end_by_reset(cache)
+        brought = await bringing
+        if verb == "pin":
+            assert (brought.tokens, brought.released) == (0, True)
+        else:
+            assert brought.total == 0
+        assert cache.statistics.leases == 0
+        assert cache.statistics.device_free == 8
+
+
+async def test_a_prefetch_without_tensors_returns_when_a_match_finds_the_blocks():
+    config = CacheConfig(block_tokens=BLOCK_TOKENS, device_blocks=8, host_blocks=8)
+    async with CacheEngine(config) as engine:
+        async with engine.match(A) as lease:
+            await lease.allocate(9)
+            lease.commit(9)
+        await engine.drain()
+        await engine.evict(8)
+        assert await engine.prefetch(A) == Hit(8, 0)
+        async with engine.match(A) as lease:
+            assert lease.hit == Hit(8, 0)
 
 
 # ---- per request

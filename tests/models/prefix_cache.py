@@ -50,12 +50,17 @@ class PrefixCacheModel(Saving):
         return lease.context, tuple(lease.tokens[:end]), items
 
     def walk(self, lease: Lease) -> list[Block]:
+        path = self._known(lease)
+        return path[: self._before_cut_item(lease, len(path))]
+
+    def _known(self, lease: Lease) -> list[Block]:
+        """The cached blocks of the prompt, whether or not a hit may end there."""
         path = []
         for index in range(1, self._most_blocks(lease) + 1):
             if self.key(lease, index) not in self.blocks:
                 break
             path.append(self.blocks[self.key(lease, index)])
-        return path[: self._before_cut_item(lease, len(path))]
+        return path
 
     def _most_blocks(self, lease: Lease) -> int:
         """That a match may find: some tokens are always computed, for the logits."""
@@ -222,7 +227,15 @@ class PrefixCacheModel(Saving):
         lease.table = lease.table[:keep]
         lease.num_tokens = num_tokens
         lease.computed = min(lease.computed, num_tokens)
-        lease.tokens = lease.tokens[:num_tokens]
+        if num_tokens < len(lease.tokens):
+            lease.tokens = lease.tokens[:num_tokens]
+            lease.items = tuple(item for item in lease.items if item[1] < num_tokens)
+
+    def cuts_item(self, lease: Lease, num_tokens: int) -> bool:
+        """Whether a truncation would leave a part of an item."""
+        return num_tokens < len(lease.tokens) and any(
+            offset < num_tokens < offset + length for _, offset, length in lease.items
+        )
 
     def give_back(self, lease: Lease, step: int) -> set[int]:
         """Undo a grant; returns the onloads that nobody waits for any more."""
@@ -370,7 +383,7 @@ class PrefixCacheModel(Saving):
         """The most blocks behind its match that somebody will compute, and who will."""
         if lease.granted:
             return 0, []
-        path = self.walk(lease)
+        path = self._known(lease)
         promised = {
             owner: self._promised(owner, lease, len(path))
             for owner in self.leases
@@ -413,7 +426,8 @@ class PrefixCacheModel(Saving):
             for lease in transfer.leases:
                 if bad in lease.path:
                     lease.failed, lease.promises = True, False
-                    lease.cached_blocks = min(lease.cached_blocks, lease.path.index(bad))
+                    arrived = self._before_cut_item(lease, lease.path.index(bad))
+                    lease.cached_blocks = min(lease.cached_blocks, arrived)
                     lease.computed = min(lease.computed, lease.cached_blocks * self.block_tokens)
         for block in transfer.blocks:
             if not block.attached:

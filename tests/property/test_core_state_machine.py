@@ -227,6 +227,8 @@ class CacheMachine(CacheSimulation):
                 self.device.get(i) == self.model.key(lease, k + 1) or bool(lease.onloads)
                 for k, i in enumerate(lease.table[:index])
             ]
+            if all(before) and self.device.get(lease.table[index]) == (context, tokens, items):
+                continue  # of an item that is computed again: the same KV
             computed = (context, tokens[:last], items)
             self.device[lease.table[index]] = computed if all(before) else GARBAGE
             for batch in self.batches.values():
@@ -239,7 +241,7 @@ class CacheMachine(CacheSimulation):
         caller = self.granted()[which % len(self.granted())]
         lease = caller.model
         num_tokens = lease.num_tokens - back
-        if num_tokens < len(lease.path) * self.bt:
+        if num_tokens < len(lease.path) * self.bt or self.model.cuts_item(lease, num_tokens):
             self.refused(LeaseError, self.core.truncate, caller.id, num_tokens)
             return
         self.core.truncate(caller.id, num_tokens, self.step)

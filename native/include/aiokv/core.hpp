@@ -4,6 +4,7 @@
 // violations() checks the invariants I1-I6 of the design from scratch.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <deque>
 #include <optional>
@@ -47,7 +48,8 @@ class Core {
     std::int64_t recompute_from(LeaseId id);
     const Lease& lease(LeaseId id) const;
     Usage usage(LeaseId id) const;
-    bool is_shared(LeaseId id) const;
+    // A granted lease whose hit can still be matched: no reset, and no failed copy, came between.
+    bool is_current(LeaseId id) const;
     // Of a window group, or (-1) of all other layers.
     const std::vector<BlockId>& table_of(LeaseId id, std::int32_t group) const;
     void block_tables(std::span<const LeaseId> ids, std::span<BlockId> out, std::size_t rows,
@@ -73,8 +75,9 @@ class Core {
     Fork fork(LeaseId id, Step step);
 
     // -- recurrent state (core_state.cpp)
-    // The lease will compute nothing, so it takes no state slot.
-    void hold_only(LeaseId id);
+    // The lease will compute nothing, so it takes no state slot; `whole`: it may hit its last
+    // block.
+    void hold_only(LeaseId id, bool whole = false);
     StateCopy snapshot(LeaseId id, std::int64_t num_tokens, Step step);
     void discard_snapshot(LeaseId id, BlockId slot);
     std::vector<std::uint32_t> snapshot_points(LeaseId id) const;
@@ -97,10 +100,24 @@ class Core {
         if (state_) state_->finish_step(step);
         for (WindowGroup& group : windows_) group.pool.finish_step(step);
     }
+    // The newest step that may still read or write blocks, state slots or windows; 0: none.
+    Step unfinished_step() const {
+        Step newest = device_.unfinished_step();
+        if (state_) newest = std::max(newest, state_->unfinished_step());
+        for (const WindowGroup& group : windows_) {
+            newest = std::max(newest, group.pool.unfinished_step());
+        }
+        return newest;
+    }
 
     // -- capacity (core_capacity.cpp)
     std::uint32_t evict_device(std::uint32_t blocks);
     std::uint32_t evict_host(std::uint32_t blocks);
+
+    // -- uses of what is held (core_uses.cpp)
+    void await_use(LeaseId id);
+    bool awaits_use(LeaseId id) const { return lease(id).awaited != kNone; }
+    std::vector<LeaseId> take_used();
 
     // -- tiers (core_tiers.cpp)
     void resize_device(std::int64_t blocks);
@@ -128,6 +145,7 @@ class Core {
     void close_context_if_unused(std::uint32_t context);
     void set_items(Lease& lease, std::span<const Item> items);
     void forget_items(Lease& lease);
+    void cut_items(Lease& lease, std::uint32_t num_tokens);
     std::size_t before_cut_item(const Lease& lease, std::size_t blocks) const;
     void walk(Lease& lease);
     void drop_small_onload(Lease& lease);
@@ -225,6 +243,11 @@ class Core {
     void check_windows(Report& report) const;
     void check_window(Report& report, std::size_t group) const;
 
+    // uses
+    void note_use(const Lease& user);
+    void forget_use(Lease& lease);
+    void check_uses(Report& report) const;
+
     // capacity
     bool make_room(std::uint32_t blocks);
     bool evict_one_device();
@@ -261,6 +284,8 @@ class Core {
 
     std::deque<Lease> leases_;
     std::unordered_multimap<NodeId, std::uint32_t> promises_;  // frontier -> slot of the lease
+    std::unordered_multimap<NodeId, LeaseId> awaited_;         // nodes with kAwaitsUse -> holders
+    std::vector<LeaseId> used_;  // holders whose use take_used() will tell
     std::vector<std::uint32_t> free_leases_;
     std::deque<Context> contexts_;
     std::vector<std::uint32_t> free_contexts_;

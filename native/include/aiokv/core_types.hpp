@@ -103,9 +103,11 @@ struct Lease {
     std::uint32_t known_blocks =
         0;                     // cached blocks of the prompt, whether or not a hit may end there
     NodeId frontier = kNone;   // where its next block will hang, while it is announced
+    NodeId awaited = kNone;    // the end of its hit, while another lease's hit of that ends it
     bool reads = true;         // may hit
     bool writes = true;        // may publish
     bool computes = true;      // else it only keeps its hit where it is
+    bool whole = false;        // it may hit all full blocks of its prompt, as nothing is computed
     bool state_valid = false;  // the state slot is that of computed_tokens, once its move has ended
     bool live = false;
     bool granted = false;

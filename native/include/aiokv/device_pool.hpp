@@ -66,6 +66,7 @@ class DevicePool {
         if (steps_.size() < capacity()) steps_.resize(capacity(), 0);
         Step& newest = steps_[static_cast<std::size_t>(id)];
         newest = std::max(newest, step);
+        newest_ = std::max(newest_, step);
     }
 
     // The unfinished step that a transfer of this block has to wait for, or 0.
@@ -89,6 +90,8 @@ class DevicePool {
     void close_step(Step step) { closed_ = std::max(closed_, step); }
 
     Step finished_step() const { return finished_; }
+    // The newest step that uses a block and has not finished; 0: none.
+    Step unfinished_step() const { return newest_ > finished_ ? newest_ : 0; }
 
     void resize(std::uint32_t capacity) { pool_.resize(capacity); }
 
@@ -99,6 +102,7 @@ class DevicePool {
     std::uint32_t cooling_blocks_ = 0;
     Step finished_ = 0;
     Step closed_ = 0;
+    Step newest_ = 0;  // that ever used a block
 };
 
 }  // namespace aiokv

@@ -36,6 +36,7 @@ class ItemKeys {
     ItemKey intern(std::string bytes);
     void ref(ItemKey key) { ++entries_[key - 1].refs; }
     void unref(ItemKey key);
+    const std::string& bytes(ItemKey key) const { return *entries_[key - 1].bytes; }
 
     ItemKey of(NodeId node) const { return of_node_.at(node); }
     void attach(NodeId node, ItemKey key);  // takes a ref of its own
@@ -62,5 +63,8 @@ void check_items(std::span<const Item> items, std::size_t num_tokens);
 
 // The key bytes of each block up to the last one that an item touches; empty where none does.
 std::vector<std::string> item_key_bytes(std::span<const Item> items, std::uint32_t block_tokens);
+
+// The key bytes of the same block without the items that begin at its position `end` or later.
+std::string item_key_before(std::string_view bytes, std::uint32_t end);
 
 }  // namespace aiokv

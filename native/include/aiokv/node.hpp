@@ -25,6 +25,7 @@ enum NodeFlag : std::uint16_t {
     kHasItems = 1 << 11,      // multimodal items touch it; ItemKeys has its key
     kAhead = 1 << 12,         // counted by Core::clean_ahead_
     kHasSides = 1 << 13,      // a side pool may have an id of it
+    kAwaitsUse = 1 << 14,     // Core::awaited_ has leases that end with its next use
 };
 
 constexpr std::uint16_t kDeviceResident = kDeviceValid | kDeviceLoading;

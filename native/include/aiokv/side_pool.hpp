@@ -52,6 +52,7 @@ class SidePool {
     void use_in(BlockId id, Step step) { ids_.use_in(id, step); }
     Step after_step(BlockId id) const { return ids_.after_step(id); }
     void finish_step(Step step) { ids_.finish_step(step); }
+    Step unfinished_step() const { return ids_.unfinished_step(); }
 
     // -- for checks
     bool is_free(BlockId id) const { return ids_.is_free(id); }

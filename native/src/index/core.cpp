@@ -119,6 +119,7 @@ LeaseId Core::open_lease(Tokens tokens, std::uint32_t context, bool reads, bool 
     lease.computed_blocks = lease.device_hit = lease.host_hit = lease.known_blocks = 0;
     lease.computes = true;
     lease.released = false;
+    lease.whole = false;
     ++contexts_[context].leases;
     return (std::uint64_t{lease.generation} << 32) | slot;
 }
@@ -165,6 +166,14 @@ LeaseId Core::truncate(LeaseId id, std::int64_t num_tokens, Step step) {
                          " positions: a transfer still writes blocks behind them; await "
                          "layers.wait_all()");
     }
+    const bool cuts_prompt = lease.tokens.size() > length;
+    for (const ItemSpan& item : lease.items) {
+        if (!cuts_prompt || item.start >= length || item.stop <= length) continue;
+        throw LeaseError("cannot truncate to " + std::to_string(num_tokens) +
+                         " positions: the item at positions " + str(item.start) + " to " +
+                         str(item.stop) + " would be cut; truncate to " + str(item.start) +
+                         " or less, or to " + str(item.stop) + " or more");
+    }
     LeaseId keeper = 0;
     if (cuts && lease.batches > 0) {
         keeper = cut_table(id, lease, blocks_for(length));
@@ -177,7 +186,10 @@ LeaseId Core::truncate(LeaseId id, std::int64_t num_tokens, Step step) {
     lease.table.resize(blocks_for(length));
     lease.num_tokens = length;
     lease.computed_tokens = std::min(lease.computed_tokens, length);
-    if (lease.tokens.size() > length) lease.tokens.resize(length);
+    if (cuts_prompt) {
+        lease.tokens.resize(length);
+        cut_items(lease, length);
+    }
     fit_windows(lease, step);
     return keeper;
 }
@@ -194,6 +206,7 @@ void Core::free_table(Lease& lease, Step step) {
 void Core::give_back(LeaseId id, Lease& lease, Step step) {
     step = last_use(lease, step);
     withdraw(lease);
+    forget_use(lease);
     if (lease.swapped) drop_swapped(lease);
     if (lease.swap_out != 0) orphan_tail(transfers_.at(lease.swap_out), step);
     if (lease.granted) {
@@ -247,9 +260,10 @@ Usage Core::usage(LeaseId id) const {
     return {lease.prompt_tokens, device, cached - device, lease.computed_blocks};
 }
 
-bool Core::is_shared(LeaseId id) const {
+bool Core::is_current(LeaseId id) const {
     const Lease& lease = this->lease(id);
-    return lease.granted && !lease.path.empty() && tree_[lease.path.back()].refs > 1;
+    return lease.granted && lease.epoch == epoch_ &&
+           (lease.path.empty() || !tree_[lease.path.back()].has(kDetached));
 }
 
 const std::vector<BlockId>& Core::table_of(LeaseId id, std::int32_t group) const {

@@ -163,6 +163,19 @@ void Core::check_batches(Report& report) const {
                    counted, " are known");
 }
 
+void Core::check_uses(Report& report) const {
+    std::size_t awaiting = 0;
+    for (const Lease& lease : leases_) {
+        if (!lease.live || lease.awaited == kNone) continue;
+        ++awaiting;
+        report.require(
+            lease.granted && tree_.is_live(lease.awaited) && tree_[lease.awaited].has(kAwaitsUse),
+            "I5: node ", lease.awaited, " does not tell a lease of its use");
+    }
+    report.require(awaiting == awaited_.size(), "I5: ", awaiting, " leases await a use, ",
+                   awaited_.size(), " are listed");
+}
+
 std::vector<std::string> Core::violations() const {
     Report report;
     Ownership device(report, "device", device_.capacity());
@@ -256,6 +269,7 @@ std::vector<std::string> Core::violations() const {
     check_state(report);
     check_windows(report);
     check_batches(report);
+    check_uses(report);
     device.check([this](BlockId id) { return device_.is_free(id); });
     host.check([this](BlockId id) { return host_.is_free(id); });
     return report.take();

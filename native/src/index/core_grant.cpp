@@ -144,6 +144,7 @@ void Core::take_blocks(LeaseId id, Lease& lease, std::uint32_t total_blocks) {
     lease.epoch = epoch_;
     lease.granted = true;
     classify(lease);
+    note_use(lease);
     counters_.hit_device_tokens += std::uint64_t{lease.device_hit} * config_.block_tokens;
     counters_.hit_host_tokens += std::uint64_t{lease.host_hit} * config_.block_tokens;
     counters_.prompt_tokens += lease.tokens.size();

@@ -24,7 +24,9 @@ Hit Core::match(Tokens tokens, std::string_view context, bool reads, bool writes
 }
 
 std::size_t Core::hit_limit(const Lease& lease) const {
-    return lease.reads ? border_before(lease.tokens.size()) : 0;
+    if (!lease.reads) return 0;
+    return lease.whole ? lease.tokens.size() / config_.block_tokens
+                       : border_before(lease.tokens.size());
 }
 
 // The last block border at which a prompt of `length` tokens may be hit.
@@ -50,6 +52,27 @@ void Core::forget_items(Lease& lease) {
     }
     lease.item_keys.clear();
     lease.items.clear();
+}
+
+// Positions from `num_tokens` on, which is inside no item, are not the lease's any more: what is
+// appended there has no items.
+void Core::cut_items(Lease& lease, std::uint32_t num_tokens) {
+    while (!lease.items.empty() && lease.items.back().start >= num_tokens) lease.items.pop_back();
+    ItemKeys& keys = tree_.item_keys();
+    const std::size_t whole = num_tokens / config_.block_tokens;
+    ItemKey last = kNoItems;  // of the block that is cut
+    if (const ItemKey old = key_of(lease.item_keys, whole); old != kNoItems) {
+        std::string bytes = item_key_before(keys.bytes(old), num_tokens % config_.block_tokens);
+        if (!bytes.empty()) last = keys.intern(std::move(bytes));
+    }
+    for (std::size_t block = whole; block < lease.item_keys.size(); ++block) {
+        if (lease.item_keys[block] != kNoItems) keys.unref(lease.item_keys[block]);
+    }
+    lease.item_keys.resize(std::min(lease.item_keys.size(), whole));
+    if (last != kNoItems) lease.item_keys.push_back(last);
+    while (!lease.item_keys.empty() && lease.item_keys.back() == kNoItems) {
+        lease.item_keys.pop_back();
+    }
 }
 
 // `blocks`, or fewer, so that they do not end inside an item: an encoder makes an item whole.

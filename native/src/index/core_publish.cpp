@@ -93,6 +93,7 @@ NodeId Core::publish_block(Lease& lease, NodeId parent, std::uint32_t index) {
 bool Core::shed_detached(Lease& lease) {
     std::size_t first = lease.path.size();
     while (first > 0 && tree_[lease.path[first - 1]].has(kDetached)) --first;
+    if (first < lease.path.size()) forget_use(lease);
     for (std::size_t i = first; i < lease.path.size(); ++i) {
         const Node& node = tree_[lease.path[i]];
         if (node.device == lease.table[i] && (node.refs > 1 || node.pins > 0)) return false;

@@ -78,10 +78,12 @@ void Core::use_sides(const Lease& lease, Step step) {
     }
 }
 
-void Core::hold_only(LeaseId id) {
+void Core::hold_only(LeaseId id, bool whole) {
     Lease& lease = lease_at(id);
     if (lease.granted || lease.swapped) throw LeaseError("the lease has its blocks already");
     lease.computes = false;
+    lease.whole = whole;
+    if (whole) walk(lease);
 }
 
 bool Core::has_state_room(const Lease& lease) const {

@@ -126,16 +126,25 @@ void Core::resize_device(std::int64_t blocks) {
         const auto held = std::find_if(lease.table.begin(), lease.table.end(), beyond);
         if (held != lease.table.end()) refuse(*held, "leased");
     }
-    const std::vector<NodeId> leaving = beyond_device(blocks);
-    for (const NodeId node : leaving) {
-        const Node& n = tree_[node];
-        if (n.refs > 0 || n.pins > 0) refuse(n.device, "leased or being copied");
-        if (device_.after_step(n.device) != 0) refuse(n.device, "used by an unfinished step");
-    }
     if (device_.cooling_blocks() > 0 && blocks < device_.capacity()) {
         throw UsageError("cannot shrink the device pool while " +
                          std::to_string(device_.cooling_blocks()) +
                          " freed blocks wait for their step");
+    }
+    const std::vector<NodeId> leaving = beyond_device(blocks);
+    std::vector<bool> leaves(device_.capacity(), false);
+    for (const NodeId node : leaving) {
+        const Node& n = tree_[node];
+        if (n.refs > 0 || n.pins > 0) refuse(n.device, "leased or being copied");
+        if (device_.after_step(n.device) != 0) refuse(n.device, "used by an unfinished step");
+        leaves[static_cast<std::size_t>(n.device)] = true;
+    }
+    // A swap owns blocks that neither a lease nor the index has, once the lease was released.
+    for (std::int64_t id = blocks; id < device_.capacity(); ++id) {
+        const auto block = static_cast<BlockId>(id);
+        if (!leaves[static_cast<std::size_t>(id)] && !device_.is_free(block)) {
+            refuse(block, "being copied");
+        }
     }
     for (const NodeId node : leaving) release_device_copy(node);
     device_.resize(static_cast<std::uint32_t>(blocks));

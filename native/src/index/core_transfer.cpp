@@ -161,6 +161,8 @@ void Core::fail_leases(const Transfer& transfer, NodeId first_bad) {
 }
 
 void Core::fail_lease(Lease& lease, std::uint32_t good_blocks) {
+    // The blocks of a cut item that did arrive are written once more: an encoder makes it whole.
+    good_blocks = static_cast<std::uint32_t>(before_cut_item(lease, good_blocks));
     if (has_sides()) {  // they have gone on, or never came: nothing can be gone on from
         good_blocks = 0;
         forget_snapshots(lease, 0);

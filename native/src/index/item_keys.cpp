@@ -11,6 +11,14 @@ void append_number(std::string& bytes, std::int64_t number) {
     }
 }
 
+std::int64_t number_at(std::string_view bytes, std::size_t place) {
+    std::uint64_t number = 0;
+    for (std::size_t i = 8; i-- > 0;) {
+        number = number << 8 | static_cast<unsigned char>(bytes[place + i]);
+    }
+    return static_cast<std::int64_t>(number);
+}
+
 }  // namespace
 
 ItemKey ItemKeys::intern(std::string bytes) {
@@ -88,6 +96,16 @@ std::vector<std::string> item_key_bytes(std::span<const Item> items, std::uint32
         }
     }
     return keys;
+}
+
+std::string item_key_before(std::string_view bytes, std::uint32_t end) {
+    std::size_t kept = 0;
+    while (kept < bytes.size()) {
+        const std::size_t offset = kept + 8 + static_cast<std::size_t>(number_at(bytes, kept));
+        if (number_at(bytes, offset) >= std::int64_t{end}) break;
+        kept = offset + 16;
+    }
+    return std::string(bytes.substr(0, kept));
 }
 
 }  // namespace aiokv

@@ -236,8 +236,14 @@ void bind_core(nb::module_& m) {
             },
             "leases"_a, "out"_a.noconvert(), "fill"_a, "group"_a = -1,
             "Write the block tables into rows of `out`, the rest of each row `fill`.")
-        .def("is_shared", &Core::is_shared, "lease"_a,
-             "Whether another lease holds all indexed blocks of this one.")
+        .def("is_current", &Core::is_current, "lease"_a,
+             "Whether the lease is granted and its hit can still be matched.")
+        .def("await_use", &Core::await_use, "lease"_a,
+             "take_used() names the lease when another one has hit all that it holds.")
+        .def("awaits_use", &Core::awaits_use, "lease"_a,
+             "Whether await_use() was called, and no use of the lease's hit came since.")
+        .def("take_used", &Core::take_used,
+             "Leases of await_use() whose hit was used since the last call.")
         .def(
             "is_granted", [](Core& core, LeaseId id) { return core.lease(id).granted; }, "lease"_a)
         .def(
@@ -278,8 +284,9 @@ void bind_core(nb::module_& m) {
             "lease"_a, "step"_a = 0,
             "(lease, source_blocks, target_blocks): blocks to copy on the device; lease 0: no "
             "room.")
-        .def("hold_only", &Core::hold_only, "lease"_a,
-             "The lease will compute nothing: it gets no state slot.")
+        .def("hold_only", &Core::hold_only, "lease"_a, "whole"_a = false,
+             "The lease will compute nothing: it gets no state slot. With `whole` it may hit the "
+             "last block of its prompt.")
         .def(
             "snapshot",
             [](Core& core, LeaseId id, std::int64_t num_tokens, Step step) -> StateCopyTuple {
@@ -313,6 +320,8 @@ void bind_core(nb::module_& m) {
              "A worker was asked to take it back: no other lease joins it.")
         .def("close_step", &Core::close_step, "step"_a)
         .def("finish_step", &Core::finish_step, "step"_a)
+        .def("unfinished_step", &Core::unfinished_step,
+             "The newest step that may still use blocks, or 0.")
         .def("evict_device", &Core::evict_device, "blocks"_a)
         .def("evict_host", &Core::evict_host, "blocks"_a)
         .def("resize_device", &Core::resize_device, "blocks"_a)

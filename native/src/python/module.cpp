@@ -1,8 +1,18 @@
 // The extension module: each bind_*.cpp registers one folder of native/src.
 #include "bindings.hpp"
 
+using namespace nanobind::literals;
+
 NB_MODULE(_native, m) {
     m.doc() = "Native core of aiokv: prefix index, block pools, block copies.";
+    m.def(
+        "keep_forever",
+        [](nanobind::object object) {
+            nanobind::set_leak_warnings(false);
+            static_cast<void>(object.release());
+        },
+        "object"_a,
+        "Never destroy the object: for a forked process, which lacks the threads that it uses.");
     aiokv::bind_errors(m);
     aiokv::bind_copy(m);
     aiokv::bind_core(m);
