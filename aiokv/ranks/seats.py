@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any, Final
 
 from aiokv.errors import ConfigError
 
 if TYPE_CHECKING:
     from aiokv.ranks.channel import Channel
     from aiokv.ranks.messages import Layout
+
+MAX_RANKS: Final = 1024  # of a group
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Raises:
+    ConfigError: it is not a finite number above 0.
+    """
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:
+        raise ConfigError(f"{name} is {value!r}; it must be a finite number above 0")
+
+
+def check_int(name: str, value: Any, minimum: int, maximum: int) -> None:
+    """Raises:
+    ConfigError: it is not an integer from ``minimum`` to ``maximum``.
+    """
+    is_int = isinstance(value, Integral) and not isinstance(value, bool)
+    if not is_int or not minimum <= value <= maximum:
+        raise ConfigError(f"{name} is {value!r}; it must be an integer from {minimum} to {maximum}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,15 +40,20 @@ class RankTimeouts:
 
     Attributes:
         start: for all ranks to come and to have their host memory.
+        hello: for a connection to say which rank it is; it is cut then.
         heartbeat: between two looks at who lives and who lags.
-        silence: a rank that says nothing for so long is lost. Its loop must not be blocked as
-            long: run the model in a thread.
+        silence: a rank that says nothing for so long, and leaves two heartbeats unanswered, is
+            lost. Its loop must not be blocked as long: run the model in a thread.
         transfer: a rank may take so long for a transfer, and as long as ``min_bytes_per_second``
             allows for its bytes, from the last thing it has finished on.
         close: for ranks to finish what moves when the group closes.
+
+    Raises:
+        ConfigError: a value is not a finite number above 0.
     """
 
     start: float = 60.0
+    hello: float = 10.0
     heartbeat: float = 1.0
     silence: float = 30.0
     transfer: float = 30.0
@@ -35,8 +62,7 @@ class RankTimeouts:
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"RankTimeouts.{name} is {getattr(self, name)}; not above 0")
+            check_positive(f"RankTimeouts.{name}", getattr(self, name))
 
     def allowed_seconds(self, num_bytes: int) -> float:
         """For a transfer of so many bytes."""
@@ -50,6 +76,7 @@ class Seat:
         channel: None while the rank is away.
         ready: it takes part in the current generation.
         heard_at: time of its last message.
+        unanswered: heartbeats that the manager has sent since.
         progress_at: time of its last report.
         finished_step: this step and all before it are over on the rank.
     """
@@ -62,6 +89,7 @@ class Seat:
         "progress_at",
         "rank",
         "ready",
+        "unanswered",
         "why_away",
     )
 
@@ -72,5 +100,6 @@ class Seat:
         self.ready = False
         self.why_away = "it has not come"
         self.heard_at = 0.0
+        self.unanswered = 0
         self.progress_at = 0.0
         self.finished_step = 0
