@@ -89,8 +89,8 @@ class Channel(asyncio.Protocol):
         uid = peer_uid(transport)
         if uid != os.getuid():
             self.cut(f"the other side runs as user {uid}, not as {os.getuid()}")
-        elif self._reason:
-            self.cut(self._reason)
+        elif not self._reads:  # closed or cut before it was connected
+            self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
         if not self._reads:

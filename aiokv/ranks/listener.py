@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from aiokv.errors import AiokvError, ConfigError
 from aiokv.ranks.channel import claimed, listen, remove_stale
+from aiokv.ranks.seats import MAX_RANKS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,7 +56,7 @@ class Listener:
             self._inode = path.stat().st_ino
             try:
                 self._server = await asyncio.get_running_loop().create_unix_server(
-                    new_protocol, sock=listening, start_serving=False
+                    new_protocol, sock=listening, backlog=MAX_RANKS, start_serving=False
                 )
             except BaseException:
                 listening.close()

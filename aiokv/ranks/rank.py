@@ -10,13 +10,16 @@ own event: what a step has computed on this rank moves when that event is done.
 from __future__ import annotations
 
 import asyncio
+import math
+import operator
+from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
-from aiokv.errors import AiokvError, ClosedError, RankLost, UsageError
+from aiokv.errors import AiokvError, ClosedError, ConfigError, RankLost, UsageError
 from aiokv.observe.logs import Log
 from aiokv.plan import TransferReport
-from aiokv.ranks.channel import Channel, check_length, frame_of
+from aiokv.ranks.channel import Channel, check_length, checked_path, frame_of
 from aiokv.ranks.counters import Counters
 from aiokv.ranks.messages import (
     PROTOCOL_VERSION,
@@ -37,26 +40,28 @@ from aiokv.ranks.messages import (
     layout_of,
 )
 from aiokv.ranks.outbox import Outbox
+from aiokv.ranks.seats import MAX_RANKS, check_int, check_positive
 from aiokv.worker.controller import CacheController
-from aiokv.worker.device.base import CopyError
+from aiokv.worker.device.base import CopyError, Event
 from aiokv.worker.device.cpu import CpuDevice
 from aiokv.worker.layers import LayerDoneCounter
 from aiokv.worker.poller import EventPoller
+from aiokv.worker.regions import Regions
 from aiokv.worker.views import LayerView, done_view
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Coroutine, Iterable
     from types import TracebackType
 
     from aiokv.plan import TransferPlan
-    from aiokv.worker.device.base import Device, Event
+    from aiokv.worker.device.base import Device
     from aiokv.worker.lanes import WorkerStatistics
-    from aiokv.worker.regions import Regions
 
 log = Log(__name__)
 
 RETRY_SECONDS: Final = 0.05
 HANG_UP_SECONDS: Final = 5.0  # for the last reports to leave
+_NOT_ENTERED: Final = "Rank must be entered with 'async with' before use"
 
 
 class Rank:
@@ -70,6 +75,9 @@ class Rank:
         connect_timeout: seconds to wait for the group to listen.
 
     Its loop must not be blocked: run the model in a thread.
+
+    Raises:
+        ConfigError: an argument is of the wrong type or out of range.
 
     Attributes:
         regions: the tensors. None are kept while the device tier sleeps; set this to the new ones,
@@ -86,17 +94,25 @@ class Rank:
         *,
         connect_timeout: float = 60.0,
     ) -> None:
-        self.rank = rank
-        self._path = str(path)
+        check_int("rank", rank, 0, MAX_RANKS - 1)
+        if not isinstance(regions, Regions):
+            raise ConfigError(f"regions is {regions!r}; it must be the Regions of this rank")
+        if device is not None and not callable(getattr(device, "onload", None)):
+            raise ConfigError(f"device is {device!r}; it must be a device, such as CudaDevice(0)")
+        check_positive("connect_timeout", connect_timeout)
+        self.rank = int(rank)
+        self._path = str(checked_path(path))
         self.regions = regions
         self._bare: Regions | None = None  # what stands for tensors that sleep
-        self._device = device or CpuDevice()
+        self._device = CpuDevice() if device is None else device
         self._connect_timeout = connect_timeout
         self._controller: CacheController | None = None
         self._closed_step = 0
         self._step_waiter: asyncio.Future[None] | None = None
         self.connected = False
-        self._task: asyncio.Task[None] | None = None
+        self._entered = False
+        self._task: asyncio.Task[None] | None = None  # the newest of these:
+        self._tasks: set[asyncio.Task[None]] = set()
 
     # --- life -----------------------------------------------------------------------------------
 
@@ -107,9 +123,13 @@ class Rank:
             RankLost: the group refused this rank, or is gone.
             ConfigError: the path is too long for a socket.
             TimeoutError: nobody listened in time.
+            UsageError: it was entered before.
 
         Cancellation: the connection is closed.
         """
+        if self._entered:
+            raise UsageError("a Rank is entered once", hint="make another Rank")
+        self._entered = True
         self._loop = asyncio.get_running_loop()
         self._poller = EventPoller(self._loop)
         self._outbox = Outbox(self._say)
@@ -126,7 +146,12 @@ class Rank:
             if not self._begun.done():
                 raise RankLost(f"rank {self.rank}: {self._gone.result()}", rank=self.rank)
         except BaseException:
-            await self.aclose()
+            try:
+                await self.aclose()
+            except BaseException:  # cancelled once more: nobody calls it again
+                self._poller.close()
+                self._channel.cut("the rank was cancelled")
+                raise
             raise
         return self
 
@@ -141,8 +166,12 @@ class Rank:
     async def closed(self) -> str:
         """Wait until the group closes or is gone; returns which. Leave ``async with`` then.
 
+        Raises:
+            UsageError: the rank was not entered.
+
         Cancellation: nothing changed.
         """
+        self._check_entered()
         return await asyncio.shield(self._gone)
 
     async def aclose(self) -> None:
@@ -150,9 +179,12 @@ class Rank:
 
         Cancellation: call it again.
         """
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait((self._task,))
+        if not self._entered:
+            return
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
         if self._controller is not None:
             await self._controller.aclose()
             self._outbox.flush()
@@ -191,13 +223,17 @@ class Rank:
             UsageError: a transfer that ended so long ago that it is forgotten.
             ClosedError: the group is gone, or starts again: the plans will not come.
             TimeoutError: they have not come in time.
+            UsageError: an argument is of the wrong type, or the rank was not entered.
 
         Cancellation: nothing changed.
         """
+        self._check_entered()
+        _check_timeout(timeout)
+        wanted = _checked_ids(transfer_ids)
         if self._gone.done():
             raise ClosedError(f"the group is gone: {self._gone.result()}")
         async with asyncio.timeout(timeout):
-            counters = [await self._counters.get(transfer_id) for transfer_id in transfer_ids]
+            counters = [await self._counters.get(transfer_id) for transfer_id in wanted]
         return LayerView(counters) if counters else done_view(self.regions.num_layers)
 
     def step(self, step: int, event: Event | None = None) -> None:
@@ -208,17 +244,33 @@ class Rank:
             event: recorded behind the work; None when it has finished.
 
         Raises:
-            UsageError: the step was closed before.
+            UsageError: the step was closed before; an argument is of the wrong type, or the rank
+                was not entered. Nothing changed.
         """
-        if self._controller is None:
-            raise UsageError("the rank is used before `async with`")
-        self._controller.close_step(step, event)
-        self._closed_step = step
+        number = _checked_step(step)
+        if event is not None and not isinstance(event, Event):
+            raise UsageError(
+                f"event is {event!r}; it must have `done` and `synchronize`, or be None"
+            )
+        self._entered_controller().close_step(number, event)
+        self._closed_step = number
 
     def statistics(self) -> WorkerStatistics:
+        """Counts of this rank's transfers.
+
+        Raises:
+            UsageError: the rank was not entered.
+        """
+        return self._entered_controller().statistics()
+
+    def _entered_controller(self) -> CacheController:
         if self._controller is None:
-            raise UsageError("the rank is used before `async with`")
-        return self._controller.statistics()
+            raise UsageError(_NOT_ENTERED)
+        return self._controller
+
+    def _check_entered(self) -> None:
+        if not self._entered:
+            raise UsageError(_NOT_ENTERED)
 
     # --- from the manager -----------------------------------------------------------------------
 
@@ -229,15 +281,18 @@ class Rank:
         elif isinstance(message, Ping):
             self._say(Pong())
         elif isinstance(message, Begin):
-            previous = self._task
-            self._task = self._loop.create_task(self._begin(message, previous))
+            self._run(self._begin(message, self._task))
         elif isinstance(message, Sleep | WakeUp):
-            previous = self._task
-            self._task = self._loop.create_task(self._change_tiers(message, previous))
+            self._run(self._change_tiers(message, self._task))
         elif isinstance(message, Refuse):
             self._go(f"refused: {message.reason}")
         else:
             self._go("the group closes")
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        self._task = self._loop.create_task(work)
+        self._tasks.add(self._task)
+        self._task.add_done_callback(self._tasks.discard)
 
     def _on_closed(self, reason: str) -> None:
         self._hung_up.set_result(None)
@@ -365,6 +420,29 @@ class Rank:
 
     def _state(self) -> str:
         return f"generation {self._outbox.generation}" if self.connected else "not connected"
+
+
+def _check_timeout(timeout: Any) -> None:
+    is_number = isinstance(timeout, Real) and not isinstance(timeout, bool)
+    if timeout is not None and not (is_number and 0 <= timeout < math.inf):
+        raise UsageError(f"timeout is {timeout!r}; it must be None, or a number of seconds from 0")
+
+
+def _checked_ids(transfer_ids: Any) -> list[int]:
+    try:
+        return [operator.index(transfer_id) for transfer_id in transfer_ids]
+    except TypeError:
+        raise UsageError(
+            f"transfer_ids is {transfer_ids!r}; it must hold integers",
+            hint="pass lease.layers.transfer_ids",
+        ) from None
+
+
+def _checked_step(step: Any) -> int:
+    is_int = isinstance(step, Integral) and not isinstance(step, bool)
+    if not is_int or step < 1:
+        raise UsageError(f"step is {step!r}; it must be an integer from 1", hint="engine.open_step")
+    return int(step)
 
 
 def _words_of(error: Exception) -> str:

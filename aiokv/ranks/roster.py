@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 log = Log(__name__)
 
-MAX_UNAUTHENTICATED: Final = 64  # connections; each holds little more than a descriptor
+SPARE_CONNECTIONS: Final = 64  # without a Hello, beside one per rank
 
 
 class Roster:
@@ -277,7 +277,7 @@ class Roster:
     # --- connections ----------------------------------------------------------------------------
 
     def _new_channel(self) -> Channel:
-        while len(self._strangers) >= MAX_UNAUTHENTICATED:
+        while len(self._strangers) >= len(self.seats) + SPARE_CONNECTIONS:
             oldest = next(iter(self._strangers))
             del self._strangers[oldest]
             oldest.cut("too many connections without a Hello")

@@ -196,8 +196,10 @@ async def test_another_user_is_not_listened_to(tmp_path, monkeypatch):
 )
 async def test_a_rank_that_has_no_place_is_refused(tmp_path, rank, regions, why):
     async with Ranked(tmp_path) as ranked:
+        worker = Rank(ranked.group.path, 0, regions)
+        worker.rank = rank
         with pytest.raises(RankLost, match=f"refused: .*{why}"):
-            await Rank(ranked.group.path, rank, regions).__aenter__()
+            await worker.__aenter__()
         assert ranked.group.failure is None
 
 
