@@ -98,7 +98,7 @@ def test_a_message_that_nobody_would_accept_is_not_sent():
 def test_only_the_user_may_open_the_socket(tmp_path):
     with channels.listen(tmp_path / "s"):
         assert stat.S_IMODE((tmp_path / "s").stat().st_mode) == 0o600
-        with pytest.raises(ConfigError, match="listens at .* already"):
+        with pytest.raises(ConfigError, match=r"listens at .* already"):
             channels.listen(tmp_path / "s")
     with channels.listen(tmp_path / "s"):  # what the one before has left behind
         (tmp_path / "file").write_text("")
