@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import struct
 import weakref
@@ -26,7 +25,7 @@ from aiokv.ranks.messages import (
     encode,
     layout_of,
 )
-from aiokv.testing import run_until_idle, running_clock, spin
+from aiokv.testing import run_until_idle, running_clock
 from tests.ranks.loopback import Ranked
 from tests.ranks.test_protocol import Stranger, regions_of
 
@@ -189,27 +188,19 @@ async def test_a_message_nested_too_deeply_loses_its_rank_only(tmp_path):
 def test_a_message_with_more_fields_than_it_has_is_refused(depth):
     """Fields that nobody knows would be skipped, however deep: so there are none."""
     more = encode(Ready(generation=1)).replace(b"\x92", b"\x93", 1) + b"\x91" * depth + b"\x00"
-    with pytest.raises(msgspec.ValidationError, match="Expected `array` of at most length 2"):
+    with pytest.raises(msgspec.ValidationError, match="Expected `array` of at most length 1"):
         decode_from_rank(more)
 
 
-@pytest.mark.asyncio
-async def test_a_decoder_that_runs_out_of_stack_cuts_the_channel():
+def test_a_decoder_that_runs_out_of_stack_cuts_the_channel():
     def too_deep(frame: bytes) -> None:
         raise RecursionError
 
     ends: list[str] = []
-    loop = asyncio.get_running_loop()
     channel = Channel(too_deep, ends.append)
-    path = "\0aiokv-test-channel"
-    server = await loop.create_unix_server(lambda: channel, path)
-    stranger = Channel(lambda frame: None, lambda reason: None)
-    await loop.create_unix_connection(lambda: stranger, path)
-    stranger.send(frame_of(b"x"))
-    await run_until_idle(lambda: ends != [])
+    channel.data_received(frame_of(b"x"))
+    channel.connection_lost(None)
     assert ends == ["protocol: a message that is nested too deeply"]
-    server.close()
-    await spin(3)
 
 
 # --- memory of closed connections -----------------------------------------------------------------
