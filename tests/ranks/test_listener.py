@@ -99,6 +99,8 @@ async def test_closing_leaves_the_socket_of_another_owner(tmp_path):
 @pytest.mark.asyncio
 async def test_a_private_socket_is_in_a_new_directory_per_opening(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / f"{PREFIX}of_a_killed_manager").mkdir(mode=0o700)
+    abandoned(tmp_path / f"{PREFIX}of_a_killed_manager" / "ranks")
     listener = Listener(None)
     paths = []
     for _ in range(2):

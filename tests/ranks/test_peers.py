@@ -152,8 +152,16 @@ async def test_a_hello_with_absurd_sizes_is_refused(tmp_path):
 
 
 @pytest.mark.asyncio
-async def test_a_refused_connection_is_not_read_any_more(tmp_path):
+async def test_a_refused_connection_is_not_read_any_more(tmp_path, monkeypatch):
+    asked = []
+    admit = roster.Roster.admit
+
+    def counted(group: roster.Roster, channel: Channel, hello: Hello) -> Any:
+        asked.append(hello)
+        return admit(group, channel, hello)
+
     async with Ranked(tmp_path) as ranked:
+        monkeypatch.setattr(roster.Roster, "admit", counted)
         ranked.shards[1].worker._channel.cut("killed")  # its seat is free
         await run_until_idle(lambda: ranked.group._roster.seats[1].channel is None)
         with connections() as accepted:
@@ -161,7 +169,7 @@ async def test_a_refused_connection_is_not_read_any_more(tmp_path):
             stranger.channel.send(hello(1, protocol=0) + hello(1) + bytes(100_000))
             await stranger.ended()
             await run_until_idle(lambda: ranked.group._roster._strangers == {})
-        assert len(stranger.heard) == 1
+        assert len(asked) == len(stranger.heard) == 1
         assert b"protocol 0" in stranger.heard[0]
         assert ranked.group._roster.seats[1].channel is None
         assert accepted[0].channel._buffer == b""

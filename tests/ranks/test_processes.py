@@ -18,12 +18,14 @@ from aiokv import (
     BrokenEngineError,
     CacheConfig,
     CacheEngine,
+    ClosedError,
     ConfigError,
     Hit,
     RankLost,
     TransferError,
 )
 from aiokv.ranks import RankGroup
+from aiokv.ranks.processes import RankProcesses
 from aiokv.testing import run_until_idle, spin
 from tests.ranks import process_rank
 from tests.ranks.cancelling import cancelled_at
@@ -295,8 +297,8 @@ def test_a_rank_imports_from_its_manager_s_path_and_not_from_the_current_folder(
     script.mkdir()
     current.mkdir()
     (script / "served_from_elsewhere.py").write_text(SERVE)
-    (current / "numpy.py").write_text("raise SystemExit('numpy.py of the current folder')")
-    (current / "served_from_elsewhere.py").write_text("raise SystemExit('the current folder')")
+    for name in ("json", "numpy", "served_from_elsewhere"):
+        (current / f"{name}.py").write_text("raise SystemExit('of the current folder')")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [sys.executable, str(script / "served_from_elsewhere.py")],
@@ -349,6 +351,20 @@ async def test_a_start_cancelled_again_and_again_leaves_no_process(tmp_path, mon
         assert group.path is not None
         assert not group.path.parent.exists()
         await spin(3)
+
+
+@pytest.mark.asyncio
+async def test_no_process_is_started_once_the_group_closes(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    processes = RankProcesses("tests.ranks.process_rank:idle", lambda: None)
+    await processes.start([0], tmp_path / "s")
+    starting = asyncio.create_task(processes.start([0], tmp_path / "s"))
+    await spin()  # it waits for the end of the process before
+    await processes.kill_all()
+    with pytest.raises(ClosedError):
+        await starting
+    assert children() == []
+    await spin(2)
 
 
 @pytest.mark.asyncio
