@@ -39,4 +39,5 @@ async def main(entry: str, how: str, directory: Path) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a child of nohup ignores it
     asyncio.run(main(sys.argv[1], sys.argv[2], Path(sys.argv[3])))
