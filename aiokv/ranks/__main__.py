@@ -1,4 +1,4 @@
-"""``python -m aiokv.ranks ENTRY SOCKET RANK PARENT``: one rank; started by ``RankProcesses``."""
+"""One rank as a process, ``ENTRY SOCKET RANK PARENT``; started by ``RankProcesses``."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ def main() -> int:
         uvloop.run(run(Path(path), int(rank)))
     except RankLost as lost:  # the group's end, or its refusal: no fault in the code here
         sys.exit(f"aiokv: {lost}")
+    except KeyboardInterrupt:  # sent to this process: the terminal's goes to the manager only
+        return 128 + signal.SIGINT
     return 0
 
 

@@ -7,19 +7,21 @@ that the other is the same user, whatever the modes of file and directory.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import socket
 import stat
 import struct
-from typing import TYPE_CHECKING, Final, cast
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
 
 from aiokv.errors import AiokvError, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+    from collections.abc import Callable, Iterator
 
 MAX_FRAME_BYTES: Final = 64 << 20
 MAX_PATH_BYTES: Final = 107  # of sockaddr_un, less the zero at its end
@@ -38,14 +40,25 @@ class Channel(asyncio.Protocol):
         on_frame: gets each frame; a ``ChannelError`` or a message that cannot be decoded cuts the
             channel.
         on_closed: called once at the end, with the reason; never from inside a call.
+        max_frame_bytes: a longer frame cuts the channel; as soon as its length has arrived.
+
+    Attributes:
+        max_frame_bytes: of the next frames; may be changed by ``on_frame``.
     """
 
-    def __init__(self, on_frame: Callable[[bytes], None], on_closed: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        on_frame: Callable[[bytes], None],
+        on_closed: Callable[[str], None],
+        max_frame_bytes: int = MAX_FRAME_BYTES,
+    ) -> None:
         self._on_frame = on_frame
         self._on_closed = on_closed
         self._buffer = bytearray()
         self._transport: asyncio.Transport | None = None
         self._reason = ""
+        self._reads = True
+        self.max_frame_bytes = max_frame_bytes
 
     def send(self, frame: bytes) -> None:
         """Queue a frame; without effect on a channel that has ended."""
@@ -53,15 +66,21 @@ class Channel(asyncio.Protocol):
             self._transport.write(frame)
 
     def close(self) -> None:
-        """End it when all that was queued has left."""
+        """Read nothing more, and end it when all that was queued has left."""
+        self._stop_reading()
         if self._transport is not None:
             self._transport.close()
 
     def cut(self, reason: str) -> None:
         """End it now, or as soon as it is connected; the first reason stays."""
         self._reason = self._reason or reason
+        self._stop_reading()
         if self._transport is not None:
             self._transport.abort()
+
+    def _stop_reading(self) -> None:
+        self._reads = False
+        self._buffer = bytearray()
 
     # --- of asyncio.Protocol ------------------------------------------------------------------
 
@@ -70,36 +89,49 @@ class Channel(asyncio.Protocol):
         uid = peer_uid(transport)
         if uid != os.getuid():
             self.cut(f"the other side runs as user {uid}, not as {os.getuid()}")
-        elif self._reason:
-            self.cut(self._reason)
+        elif not self._reads:  # closed or cut before it was connected
+            self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        if self._reason:
+        if not self._reads:
             return
         self._buffer += data
         try:
             self._take_frames()
         except (ChannelError, msgspec.MsgspecError) as error:
             self.cut(f"protocol: {error}")
+        except RecursionError:  # msgspec counts the nesting of what it decodes or skips
+            self.cut("protocol: a message that is nested too deeply")
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
+        self._stop_reading()
+        on_closed = self._on_closed
+        # Whoever made the channel may hold it: without this cycle it is freed at once, not when
+        # the garbage collector runs.
+        self._on_frame, self._on_closed = _ignore, _ignore
         hung_up = "it hung up" if error is None else f"it hung up: {error}"
-        self._on_closed(self._reason or hung_up)
+        on_closed(self._reason or hung_up)
 
     def _take_frames(self) -> None:
-        begin, end = 0, len(self._buffer)
-        while end - begin >= _LENGTH.size and not self._reason:
-            (length,) = _LENGTH.unpack_from(self._buffer, begin)
-            if length > MAX_FRAME_BYTES:
-                raise ChannelError(f"a frame of {length} bytes; the limit is {MAX_FRAME_BYTES}")
+        buffer, begin = self._buffer, 0
+        while self._reads and len(buffer) - begin >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(buffer, begin)
+            if length > self.max_frame_bytes:
+                raise ChannelError(
+                    f"a frame of {length} bytes; the limit is {self.max_frame_bytes}"
+                )
             behind = begin + _LENGTH.size + length
-            if behind > end:
+            if behind > len(buffer):
                 break
-            frame = bytes(memoryview(self._buffer)[begin + _LENGTH.size : behind])
+            frame = bytes(memoryview(buffer)[begin + _LENGTH.size : behind])
             begin = behind
             self._on_frame(frame)
-        del self._buffer[:begin]
+        del buffer[:begin]
+
+
+def _ignore(_: object) -> None:
+    """Stands for the callbacks of a channel that has ended."""
 
 
 def frame_of(payload: bytes) -> bytes:
@@ -122,11 +154,11 @@ def peer_uid(transport: asyncio.BaseTransport) -> int:
 
 
 def listen(path: Path) -> socket.socket:
-    """A listening socket with a file of mode 0600.
+    """A listening socket with a file of mode 0600; at any time one process owns the path.
 
     Raises:
-        ConfigError: there is no such directory, or others may write to it; somebody listens there
-            already, or the path is taken by another kind of file or too long.
+        ConfigError: there is no such directory, or others may write to it; another process listens
+            there, or is about to; or the path is taken by another kind of file, or too long.
     """
     check_length(path)
     if not path.parent.is_dir():
@@ -137,17 +169,71 @@ def listen(path: Path) -> socket.socket:
     mode = path.parent.stat().st_mode
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise ConfigError(f"others may write to {path.parent}", hint="use a directory of mode 0700")
-    _remove_stale(path)
+    try:
+        with claimed(path):
+            remove_stale(path)
+            return _bind(path)
+    except OSError as error:
+        raise ConfigError(f"cannot listen at {path}: {error}") from error
+
+
+def _bind(path: Path) -> socket.socket:
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listening.bind(str(path))
         path.chmod(0o600)  # nobody can connect before listen()
         listening.listen()
-    except OSError as error:
+    except BaseException:
         listening.close()
-        raise ConfigError(f"cannot listen at {path}: {error}") from error
+        raise
     listening.setblocking(False)
     return listening
+
+
+@contextmanager
+def claimed(path: Path) -> Iterator[None]:
+    """Exclude all other processes that look at the path of a socket and change it.
+
+    The lock is a file beside the socket, which exists only while it is held.
+
+    Raises:
+        ConfigError: another process holds the lock.
+    """
+    lock = path.with_name(f"{path.name}.lock")
+    descriptor = _lock(lock)
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)  # before the file is unlocked: see _lock
+        os.close(descriptor)
+
+
+def _lock(lock: Path) -> int:
+    while True:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(descriptor).st_nlink:
+                return descriptor
+        except BlockingIOError:
+            os.close(descriptor)
+            raise ConfigError(f"another process holds {lock}, to open or remove a socket") from None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # whoever held the lock has removed the file meanwhile
+
+
+def checked_path(path: Any) -> Path:
+    """The path of a socket.
+
+    Raises:
+        ConfigError: it is of the wrong type, or empty.
+    """
+    name = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(name, str) or not name or "\0" in name:
+        raise ConfigError(f"path is {path!r}; it must be the path of a Unix socket")
+    return Path(name)
 
 
 def check_length(path: Path) -> None:
@@ -163,16 +249,23 @@ def check_length(path: Path) -> None:
         )
 
 
-def _remove_stale(path: Path) -> None:
-    """Remove what a manager that was killed has left behind."""
+def remove_stale(path: Path) -> None:
+    """Remove the socket of a manager that was killed; call it in ``claimed(path)``.
+
+    Raises:
+        ConfigError: a process listens there, or it is no socket.
+    """
     if not path.exists():
         return
     if not stat.S_ISSOCK(path.lstat().st_mode):
         raise ConfigError(f"{path} is not a socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)  # a full backlog is no reason to wait
         try:
             probe.connect(str(path))
         except ConnectionRefusedError:
             path.unlink()
             return
-    raise ConfigError(f"somebody listens at {path} already")
+        except BlockingIOError:
+            pass
+    raise ConfigError(f"another process listens at {path} already")

@@ -2,43 +2,62 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from aiokv.observe.logs import Log
-from aiokv.ranks.channel import Channel, ChannelError, frame_of
-from aiokv.ranks.messages import Hello, Refuse, decode_from_rank, encode
+from aiokv.ranks.channel import MAX_FRAME_BYTES, Channel, ChannelError, frame_of
+from aiokv.ranks.messages import Hello, Refuse, decode_from_rank, decode_hello, encode
 
 if TYPE_CHECKING:
+    import asyncio
+
     from aiokv.ranks.roster import Roster
     from aiokv.ranks.seats import Seat
 
 log = Log(__name__)
 
+MAX_HELLO_BYTES: Final = 1024
+
 
 class Connection:
-    """A stranger until the roster has given it a seat; then what it says is that rank's word.
+    """A peer without a seat until the roster has given it one; then it speaks for that rank.
+
+    Before that only a short Hello is read, and it has to come in time.
+
+    Args:
+        roster: gives seats, and gets the messages of those who have one.
+        hello_seconds: for the Hello to come.
 
     Attributes:
-        channel: refused strangers are told why, and garbage cuts it.
+        channel: a refused peer is told why, and not read any more; garbage cuts the channel.
     """
 
-    def __init__(self, roster: Roster) -> None:
+    def __init__(
+        self, roster: Roster, loop: asyncio.AbstractEventLoop, hello_seconds: float
+    ) -> None:
         self._roster = roster
+        self._loop = loop
         self._seat: Seat | None = None
-        self.channel = Channel(self._on_frame, self._on_closed)
+        self.channel = Channel(self._on_frame, self._on_closed, MAX_HELLO_BYTES)
+        # In two halves: a loop that was blocked reads what lies in the socket between them.
+        self._deadline = loop.call_later(hello_seconds / 2, self._on_half_time, hello_seconds)
+
+    def _on_half_time(self, hello_seconds: float) -> None:
+        self._deadline = self._loop.call_later(hello_seconds / 2, self._on_deadline, hello_seconds)
+
+    def _on_deadline(self, hello_seconds: float) -> None:
+        self.channel.cut(f"no Hello within {hello_seconds} s")
 
     def _on_frame(self, frame: bytes) -> None:
+        if self._seat is None:
+            self._on_hello(decode_hello(frame))
+            return
         message = decode_from_rank(frame)
         if isinstance(message, Hello):
-            self._on_hello(message)
-        elif self._seat is None:
-            raise ChannelError("the first message is not Hello")
-        else:
-            self._roster.on_message(self._seat, message)
+            raise ChannelError("a second Hello")
+        self._roster.on_message(self._seat, message)
 
     def _on_hello(self, hello: Hello) -> None:
-        if self._seat is not None:
-            raise ChannelError("a second Hello")
         try:
             self._seat = self._roster.admit(self.channel, hello)
         except ChannelError as error:
@@ -46,6 +65,10 @@ class Connection:
             self._roster.on_refused(hello.rank, str(error))
             self.channel.send(frame_of(encode(Refuse(reason=str(error)))))
             self.channel.close()
+        else:
+            self._deadline.cancel()
+            self.channel.max_frame_bytes = MAX_FRAME_BYTES
 
     def _on_closed(self, reason: str) -> None:
+        self._deadline.cancel()
         self._roster.on_closed(self.channel, self._seat, reason)

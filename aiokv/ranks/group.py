@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import tempfile
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -22,17 +20,20 @@ from aiokv.checks import Unique, arguments, integer
 from aiokv.errors import ClosedError, ConfigError, UsageError
 from aiokv.observe.logs import Log
 from aiokv.plan import StatePlan, TransferReport
+from aiokv.ranks.channel import checked_path
 from aiokv.ranks.exchange import Exchange
+from aiokv.ranks.listener import Listener
 from aiokv.ranks.messages import Sleep, WakeUp
 from aiokv.ranks.processes import RankProcesses, check_entry
 from aiokv.ranks.questions import Questions
 from aiokv.ranks.roster import Roster
-from aiokv.ranks.seats import RankTimeouts
+from aiokv.ranks.seats import MAX_RANKS, RankTimeouts
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.lanes import WorkerStatistics
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     import numpy as np
     from numpy.typing import NDArray
@@ -80,12 +81,15 @@ class RankGroup(Unique):
         path: of the Unix socket where the ranks connect, in a directory that only this user may
             write to. Without one a private directory is made.
         entry: ``"module:function"``, to start the ranks as processes: an ``async def
-            function(path, rank)`` that enters :class:`Rank`. Without it they come by themselves.
+            function(path, rank)`` that enters :class:`Rank`. They import it from the ``sys.path``
+            of this process, and do not get the terminal's Ctrl-C. Without it they come by
+            themselves.
         timeouts: see :class:`RankTimeouts`.
         clock: seconds; tests bring their own, and call ``tick`` themselves.
 
     Raises:
-        ConfigError: no rank, neither ``path`` nor ``entry``, or an entry that names no function.
+        ConfigError: an argument is of the wrong type or out of range, neither ``path`` nor
+            ``entry`` is given, or the entry names no function.
     """
 
     computes_in_stream: Final = True  # each rank finishes a step in its own time
@@ -99,17 +103,20 @@ class RankGroup(Unique):
         timeouts: RankTimeouts | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        num_ranks = integer("num_ranks", num_ranks, minimum=1, error=ConfigError)
+        num_ranks = integer("num_ranks", num_ranks, minimum=1, maximum=MAX_RANKS, error=ConfigError)
         if path is None and entry is None:
-            raise ConfigError("ranks that come by themselves need a path to come to")
+            raise ConfigError("path is required when ranks are started externally (entry is None)")
         if entry is not None:
             check_entry(entry)
+        if timeouts is not None and not isinstance(timeouts, RankTimeouts):
+            raise ConfigError(f"timeouts is {timeouts!r}; it must be a RankTimeouts")
+        if not callable(clock):
+            raise ConfigError(f"clock is {clock!r}; it must be a function that returns seconds")
         self.num_ranks = num_ranks
-        self.path = None if path is None else Path(path)
         self.timeouts = timeouts or RankTimeouts()
+        self._listener = Listener(None if path is None else checked_path(path))
         self._entry = entry
         self._clock = clock
-        self._own_directory: tempfile.TemporaryDirectory[str] | None = None
         self._failure: RankLost | None = None
         self._closed_step = 0
         self._reported_step = 0
@@ -153,14 +160,11 @@ class RankGroup(Unique):
         self._loop = asyncio.get_running_loop()
         self._on_step, self._on_lost = on_step, on_lost
         self._host_blocks = host_blocks
-        if self.path is None:
-            self._own_directory = tempfile.TemporaryDirectory(prefix="aiokv-")
-            self.path = Path(self._own_directory.name) / "ranks"
         if self._entry is not None:
-            self._processes = RankProcesses(self._entry, self.path, lambda: roster.notify())
+            self._processes = RankProcesses(self._entry, lambda: roster.notify())
         roster = self._roster = Roster(
             self.num_ranks,
-            self.path,
+            self._listener,
             self.timeouts,
             self._processes,
             clock=self._clock,
@@ -174,7 +178,11 @@ class RankGroup(Unique):
             await roster.open()
             await roster.begin(host_blocks, self._closed_step, [])
         except BaseException:
-            await self.aclose()
+            try:
+                await self.aclose()
+            except BaseException:  # cancelled once more: nobody calls it again
+                roster.terminate()
+                raise
             raise
         roster.device_blocks = self.device_blocks
         self._ids = _native.BlockMap(0, [], 0, 0, host_blocks, self.device_blocks)
@@ -217,10 +225,17 @@ class RankGroup(Unique):
             await self._roster.aclose()
             self.exchange.give_up_all(CopyError(0, "the group closed"))
             self.exchange.end_all()
-        if self._own_directory is not None:
-            self._own_directory.cleanup()
 
     # --- what the engine asks of a worker -------------------------------------------------------
+
+    @property
+    def path(self) -> Path | None:
+        """The socket where ranks connect.
+
+        A private one has another path per start of ranks, and is there while they start; None
+        before the first.
+        """
+        return self._listener.path
 
     @property
     def num_layers(self) -> int:
@@ -246,9 +261,16 @@ class RankGroup(Unique):
 
     @property
     def device_blocks(self) -> int:
-        """What the rank with the fewest has."""
+        """What the rank with the fewest has.
+
+        Raises:
+            UsageError: the group is not open.
+        """
         seats = self._roster.seats if self._roster is not None else []
-        return min(seat.layout.num_blocks for seat in seats if seat.layout is not None)
+        blocks = [seat.layout.num_blocks for seat in seats if seat.layout is not None]
+        if not blocks:
+            raise UsageError("the group is not open")
+        return min(blocks)
 
     @property
     def failure(self) -> RankLost | None:
@@ -366,7 +388,7 @@ class RankGroup(Unique):
         if self._roster is None:
             raise UsageError("the group is not open")
         if self._failure is not None:
-            raise self._failure
+            raise self._failure.with_traceback(None)  # it would grow with each call
         return self._roster
 
     def statistics(self) -> WorkerStatistics:
@@ -446,8 +468,7 @@ class RankGroup(Unique):
         """Find who is silent and who lags; happens by itself at every heartbeat."""
         if self._roster is None or self._closing:
             return
-        self._roster.tick()
-        if self._failure is None:
+        if self._roster.tick() and self._failure is None:
             self.exchange.find_laggards()
 
     def __repr__(self) -> str:

@@ -20,7 +20,7 @@ generation moves any more; Reports of one are ignored.
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 
@@ -32,9 +32,12 @@ if TYPE_CHECKING:
     from aiokv.worker.regions import Regions
 
 PROTOCOL_VERSION: Final = 1
+MAX_LAYERS: Final = 1 << 16  # the manager keeps a counter per layer and transfer
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+class _Message(
+    msgspec.Struct, frozen=True, array_like=True, kw_only=True, forbid_unknown_fields=True
+):
     """Positional on the wire, after a tag that says which message it is."""
 
 
@@ -49,10 +52,10 @@ class Layout(_Message, frozen=True):
         fingerprint: over number, name and bytes of all regions of all layers.
     """
 
-    num_layers: int
+    num_layers: Annotated[int, msgspec.Meta(ge=0, le=MAX_LAYERS)]
     num_blocks: int
     block_bytes: int
-    fingerprint: bytes
+    fingerprint: Annotated[bytes, msgspec.Meta(max_length=64)]
 
 
 class Hello(_Message, frozen=True, tag="hello"):
@@ -165,6 +168,7 @@ FromRank = Hello | Ready | Reports | Answer | Pong | Broken
 FromManager = Begin | Refuse | TransferBatch | Sleep | WakeUp | Ping | Close
 
 encode: Final = msgspec.msgpack.Encoder().encode
+decode_hello: Final = msgspec.msgpack.Decoder(Hello).decode
 decode_from_rank: Final = msgspec.msgpack.Decoder(FromRank).decode
 decode_from_manager: Final = msgspec.msgpack.Decoder(FromManager).decode
 

@@ -3,97 +3,175 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from aiokv.errors import ConfigError
+from aiokv.errors import ClosedError, ConfigError, RankLost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+# `-P` keeps the current folder out of sys.path; the rank then imports what the manager imports.
+_BOOT: Final = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
+    "from aiokv.ranks.__main__ import main; sys.exit(main())"
+)
 
-def check_entry(entry: str) -> None:
+
+def check_entry(entry: object) -> None:
     """Raises:
     ConfigError: it names no function.
     """
-    module, _, function = entry.partition(":")
-    if not module or not function.isidentifier():
-        raise ConfigError(f"entry is {entry!r}; it must be 'module:function'")
+    if isinstance(entry, str):
+        module, _, function = entry.partition(":")
+        if module and function.isidentifier():
+            return
+    raise ConfigError(f"entry is {entry!r}; it must be 'module:function'")
 
 
 class RankProcesses:
-    """``python -m aiokv.ranks`` a rank.
+    """One Python process per rank, which runs ``aiokv.ranks.__main__``.
+
+    A process imports modules from the ``sys.path`` of the manager. It has a process group of its
+    own, so that Ctrl-C in the terminal reaches the manager only, which decides when ranks end.
 
     Args:
         entry: checked; an ``async def function(path, rank)`` that enters ``Rank``.
-        path: of the manager's socket.
-        on_exit: called when one has ended.
+        on_exit: called in a callback of the loop when a process has ended.
+
+    Attributes:
+        closing: no process is started any more.
     """
 
-    def __init__(self, entry: str, path: Path, on_exit: Callable[[], None]) -> None:
+    def __init__(self, entry: str, on_exit: Callable[[], None]) -> None:
         self._entry = entry
-        self._path = path
         self._on_exit = on_exit
-        self._running: dict[int, tuple[asyncio.subprocess.Process, asyncio.Task[int]]] = {}
+        self._running: dict[int, _Process] = {}
+        self.closing = False
 
-    async def start(self, ranks: Sequence[int]) -> None:
-        """Start these anew; what ran in their place is killed first.
+    async def start(self, ranks: Sequence[int], path: Path) -> None:
+        """Start the processes of these ranks; kill those that run in their place first.
 
-        Cancellation: some may have been started.
+        Args:
+            ranks: numbers.
+            path: of the manager's socket.
+
+        Raises:
+            RankLost: a process could not be started.
+            ClosedError: the group closed meanwhile.
+
+        Cancellation: some may have been started; ``pids`` has them.
         """
         for rank in ranks:
             self.kill(rank)
         for rank in ranks:
             if rank in self._running:
-                await self._running[rank][1]
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *("-m", "aiokv.ranks"),
-                *(self._entry, str(self._path), str(rank), str(os.getpid())),
-                stdin=asyncio.subprocess.DEVNULL,
+                await self._running[rank].ended.wait()
+            if self.closing:
+                raise ClosedError("the group of ranks is closing")
+            self._running[rank] = self._spawn(rank, path)
+
+    def _spawn(self, rank: int, path: Path) -> _Process:
+        arguments = (self._entry, str(path), str(rank), str(os.getpid()))
+        search_path = json.dumps([os.fsdecode(os.path.abspath(path)) for path in sys.path])
+        try:
+            return _Process(
+                [sys.executable, "-P", "-c", _BOOT, search_path, *arguments], self._on_exit
             )
-            watch = asyncio.create_task(process.wait(), name=f"aiokv rank {rank}")
-            watch.add_done_callback(lambda _: self._on_exit())
-            self._running[rank] = (process, watch)
+        except OSError as error:
+            raise RankLost(
+                f"rank {rank}: cannot start {sys.executable!r}: {error}", rank=rank
+            ) from error
 
     def pids(self) -> list[int]:
         """Of those that run, in the order of the ranks."""
-        return [self._running[r][0].pid for r in sorted(self._running) if self.is_alive(r)]
+        return [self._running[r].pid for r in sorted(self._running) if self.is_alive(r)]
 
     def is_alive(self, rank: int) -> bool:
-        return rank in self._running and self._running[rank][0].returncode is None
+        return rank in self._running and self._running[rank].status is None
 
     def describe(self, rank: int) -> str:
         """How the process of a rank fares, for messages."""
         if rank not in self._running:
             return "its process was not started"
-        process = self._running[rank][0]
-        if process.returncode is None:
+        process = self._running[rank]
+        if process.status is None:
             return f"process {process.pid} runs"
-        if process.returncode < 0:
-            return f"process {process.pid} was killed by signal {-process.returncode}"
-        return (
-            f"process {process.pid} ended with status {process.returncode} (its stderr may say why)"
-        )
+        if process.status < 0:
+            return f"process {process.pid} was killed by signal {-process.status}"
+        return f"process {process.pid} ended with status {process.status} (its stderr may say why)"
 
     def kill(self, rank: int) -> None:
         """SIGKILL; without effect on one that has ended."""
-        if self.is_alive(rank):
-            self._running[rank][0].kill()
+        if rank in self._running:
+            self._running[rank].kill()
 
     async def wait(self) -> None:
-        """Until all have ended by themselves.
+        """Wait until all have ended by themselves.
 
         Cancellation: they go on.
         """
-        for _, watch in self._running.values():
-            await asyncio.shield(watch)
+        for process in list(self._running.values()):
+            await process.ended.wait()
+
+    def terminate(self) -> None:
+        """Kill all; they are reaped in a later pass of the loop."""
+        self.closing = True
+        for process in self._running.values():
+            process.kill()
 
     async def kill_all(self) -> None:
-        """Nothing is left when this returns."""
-        for rank in self._running:
-            self.kill(rank)
+        """Kill all, and wait until they have ended.
+
+        Cancellation: call it again.
+        """
+        self.terminate()
         await self.wait()
         self._running.clear()
+
+
+class _Process:
+    """A child process, reaped by a callback of the loop: no task and no thread waits for it.
+
+    Attributes:
+        ended: set when the process has been reaped.
+    """
+
+    def __init__(self, command: Sequence[str], on_exit: Callable[[], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._on_exit = on_exit
+        self.ended = asyncio.Event()
+        self._child = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)
+        try:
+            self._pidfd = os.pidfd_open(self._child.pid)
+        except OSError:
+            self._child.kill()
+            self._child.wait()
+            raise
+        self._loop.add_reader(self._pidfd, self._reap)
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    @property
+    def status(self) -> int | None:
+        """Exit status, the negative number of a signal, or None while the process runs."""
+        return self._child.returncode
+
+    def kill(self) -> None:
+        self._child.kill()
+
+    def _reap(self) -> None:
+        if self._child.poll() is None:
+            return
+        self._loop.remove_reader(self._pidfd)
+        # uvloop takes a reader off in its next pass; until then the descriptor must not be handed
+        # out again.
+        self._loop.call_soon(os.close, self._pidfd)
+        self.ended.set()
+        self._on_exit()

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
-from aiokv.checks import Unique, arguments, integer
+from aiokv.checks import Unique, arguments, integer, sequence
 from aiokv.checks import timeout as timeout_of
-from aiokv.errors import AiokvError, ClosedError, RankLost, UsageError
+from aiokv.errors import AiokvError, ClosedError, ConfigError, RankLost, UsageError
 from aiokv.observe.logs import Log
 from aiokv.plan import TransferReport
-from aiokv.ranks.channel import Channel, check_length, frame_of
+from aiokv.ranks.channel import Channel, check_length, checked_path, frame_of
 from aiokv.ranks.counters import Counters
 from aiokv.ranks.messages import (
     PROTOCOL_VERSION,
@@ -39,26 +39,28 @@ from aiokv.ranks.messages import (
     layout_of,
 )
 from aiokv.ranks.outbox import Outbox
+from aiokv.ranks.seats import MAX_RANKS, check_positive
 from aiokv.worker.controller import CacheController
 from aiokv.worker.device.base import CopyError, as_event
 from aiokv.worker.device.names import named_device
 from aiokv.worker.layers import LayerDoneCounter
 from aiokv.worker.poller import EventPoller
+from aiokv.worker.regions import Regions
 from aiokv.worker.views import LayerView, done_view
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Coroutine, Iterable
     from types import TracebackType
 
     from aiokv.plan import TransferPlan
     from aiokv.worker.device.base import Device, Event
     from aiokv.worker.lanes import WorkerStatistics
-    from aiokv.worker.regions import Regions
 
 log = Log(__name__)
 
 RETRY_SECONDS: Final = 0.05
 HANG_UP_SECONDS: Final = 5.0  # for the last reports to leave
+_NOT_ENTERED: Final = "Rank must be entered with 'async with' before use"
 
 
 @arguments()
@@ -73,6 +75,9 @@ class Rank(Unique):
         connect_timeout: seconds to wait for the group to listen.
 
     Its loop must not be blocked: run the model in a thread.
+
+    Raises:
+        ConfigError: an argument is of the wrong type or out of range.
 
     Attributes:
         regions: the tensors. None are kept while the device tier sleeps; set this to the new ones,
@@ -89,17 +94,23 @@ class Rank(Unique):
         *,
         connect_timeout: float = 60.0,
     ) -> None:
+        rank = integer("rank", rank, minimum=0, maximum=MAX_RANKS - 1, error=ConfigError)
+        if not isinstance(regions, Regions):
+            raise ConfigError(f"regions is {regions!r}; it must be the Regions of this rank")
+        check_positive("connect_timeout", connect_timeout)
         self.rank = rank
-        self._path = str(path)
+        self._path = str(checked_path(path))
         self.regions = regions
         self._bare: Regions | None = None  # what stands for tensors that sleep
         self._device = named_device(device)
-        self._connect_timeout = timeout_of(connect_timeout, "connect_timeout")
+        self._connect_timeout = connect_timeout
         self._controller: CacheController | None = None
         self._closed_step = 0
         self._step_waiter: asyncio.Future[None] | None = None
         self.connected = False
-        self._task: asyncio.Task[None] | None = None
+        self._entered = False
+        self._task: asyncio.Task[None] | None = None  # the newest of these:
+        self._tasks: set[asyncio.Task[None]] = set()
 
     # --- life -----------------------------------------------------------------------------------
 
@@ -110,9 +121,13 @@ class Rank(Unique):
             RankLost: the group refused this rank, or is gone.
             ConfigError: the path is too long for a socket.
             TimeoutError: nobody listened in time.
+            UsageError: it was entered before.
 
         Cancellation: the connection is closed.
         """
+        if self._entered:
+            raise UsageError("a Rank is entered once", hint="make another Rank")
+        self._entered = True
         self._loop = asyncio.get_running_loop()
         self._poller = EventPoller(self._loop)
         self._outbox = Outbox(self._say)
@@ -129,7 +144,12 @@ class Rank(Unique):
             if not self._begun.done():
                 raise RankLost(f"rank {self.rank}: {self._gone.result()}", rank=self.rank)
         except BaseException:
-            await self.aclose()
+            try:
+                await self.aclose()
+            except BaseException:  # cancelled once more: nobody calls it again
+                self._poller.close()
+                self._channel.cut("the rank was cancelled")
+                raise
             raise
         return self
 
@@ -144,8 +164,12 @@ class Rank(Unique):
     async def closed(self) -> str:
         """Wait until the group closes or is gone; returns which. Leave ``async with`` then.
 
+        Raises:
+            UsageError: the rank was not entered.
+
         Cancellation: nothing changed.
         """
+        self._check_entered()
         return await asyncio.shield(self._gone)
 
     async def aclose(self) -> None:
@@ -153,9 +177,12 @@ class Rank(Unique):
 
         Cancellation: call it again.
         """
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait((self._task,))
+        if not self._entered:
+            return
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
         if self._controller is not None:
             await self._controller.aclose()
             self._outbox.flush()
@@ -194,13 +221,20 @@ class Rank(Unique):
             UsageError: a transfer that ended so long ago that it is forgotten.
             ClosedError: the group is gone, or starts again: the plans will not come.
             TimeoutError: they have not come in time.
+            UsageError: an argument is of the wrong type, or the rank was not entered.
 
         Cancellation: nothing changed.
         """
+        self._check_entered()
+        timeout = timeout_of(timeout)
+        wanted = [
+            integer("transfer_ids", transfer_id)
+            for transfer_id in sequence("transfer_ids", transfer_ids)
+        ]
         if self._gone.done():
             raise ClosedError(f"the group is gone: {self._gone.result()}")
-        async with asyncio.timeout(timeout_of(timeout)):
-            counters = [await self._counters.get(transfer_id) for transfer_id in transfer_ids]
+        async with asyncio.timeout(timeout):
+            counters = [await self._counters.get(transfer_id) for transfer_id in wanted]
         return LayerView(counters) if counters else done_view(self.regions.num_layers)
 
     def step(self, step: int, event: Event | None = None) -> None:
@@ -211,18 +245,29 @@ class Rank(Unique):
             event: recorded behind the work; None when it has finished.
 
         Raises:
-            UsageError: the step was closed before, or the device cannot wait for such an event.
-                The step stays open; nothing changed.
+            UsageError: the step was closed before; an argument is of the wrong type; the device
+                cannot wait for such an event; or the rank was not entered. Nothing changed.
         """
-        if self._controller is None:
-            raise UsageError("the rank is used before `async with`")
-        self._controller.close_step(integer("step", step), as_event("event", event))
-        self._closed_step = step
+        number = integer("step", step, minimum=1)
+        self._entered_controller().close_step(number, as_event("event", event))
+        self._closed_step = number
 
     def statistics(self) -> WorkerStatistics:
+        """Counts of this rank's transfers.
+
+        Raises:
+            UsageError: the rank was not entered.
+        """
+        return self._entered_controller().statistics()
+
+    def _entered_controller(self) -> CacheController:
         if self._controller is None:
-            raise UsageError("the rank is used before `async with`")
-        return self._controller.statistics()
+            raise UsageError(_NOT_ENTERED)
+        return self._controller
+
+    def _check_entered(self) -> None:
+        if not self._entered:
+            raise UsageError(_NOT_ENTERED)
 
     # --- from the manager -----------------------------------------------------------------------
 
@@ -233,15 +278,18 @@ class Rank(Unique):
         elif isinstance(message, Ping):
             self._say(Pong())
         elif isinstance(message, Begin):
-            previous = self._task
-            self._task = self._loop.create_task(self._begin(message, previous))
+            self._run(self._begin(message, self._task))
         elif isinstance(message, Sleep | WakeUp):
-            previous = self._task
-            self._task = self._loop.create_task(self._change_tiers(message, previous))
+            self._run(self._change_tiers(message, self._task))
         elif isinstance(message, Refuse):
             self._go(f"refused: {message.reason}")
         else:
             self._go("the group closes")
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        self._task = self._loop.create_task(work)
+        self._tasks.add(self._task)
+        self._task.add_done_callback(self._tasks.discard)
 
     def _on_closed(self, reason: str) -> None:
         self._hung_up.set_result(None)

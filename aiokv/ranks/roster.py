@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from aiokv.errors import ClosedError, RankLost
 from aiokv.observe.logs import Log
-from aiokv.ranks.channel import ChannelError, frame_of, listen
+from aiokv.ranks.channel import ChannelError, frame_of
 from aiokv.ranks.connection import Connection
 from aiokv.ranks.messages import (
     PROTOCOL_VERSION,
@@ -25,9 +25,9 @@ from aiokv.ranks.seats import Seat
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from aiokv.ranks.channel import Channel
+    from aiokv.ranks.listener import Listener
     from aiokv.ranks.messages import Hello, Layout
     from aiokv.ranks.processes import RankProcesses
     from aiokv.ranks.seats import RankTimeouts
@@ -35,11 +35,14 @@ if TYPE_CHECKING:
 
 log = Log(__name__)
 
+SPARE_CONNECTIONS: Final = 64  # without a Hello, beside one per rank
+
 
 class Roster:
     """The ranks of a group, as the manager sees them.
 
     Args:
+        listener: where ranks connect.
         processes: starts the ranks; None when they come by themselves.
         on_reports: gets the reports of the current generation.
         on_answer: gets what ranks say to ``Sleep`` and ``WakeUp``.
@@ -54,7 +57,7 @@ class Roster:
     def __init__(
         self,
         num_ranks: int,
-        path: Path,
+        listener: Listener,
         timeouts: RankTimeouts,
         processes: RankProcesses | None,
         *,
@@ -65,24 +68,24 @@ class Roster:
         on_lost: Callable[[RankLost], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._path = path
+        self._listener = listener
         self._timeouts = timeouts
         self._processes = processes
         self.device_blocks = device_blocks
         self._on_reports = on_reports
         self._on_answer = on_answer
         self._on_lost = on_lost
-        self._strangers: set[Channel] = set()  # they have not said Hello
+        self._strangers: dict[Channel, None] = {}  # they have not said Hello; in order of arrival
         self._news: list[asyncio.Future[None]] = []  # of those who wait for any
         self._clock = clock
         self._ticked_at = clock()
+        self._was_late = False
         self.seats = [Seat(rank) for rank in range(num_ranks)]
         self.generation = 0
         self.layout: Layout | None = None
         self.stale_reports = 0
         self.closing = False
         self.closed = False
-        self._server: asyncio.Server | None = None
         self._running = False  # a generation
 
     # --- opening and closing --------------------------------------------------------------------
@@ -92,9 +95,10 @@ class Roster:
 
         Raises:
             ConfigError: as :func:`listen`.
+
+        Cancellation: nothing is left behind.
         """
-        listening = listen(self._path)
-        self._server = await self._loop.create_unix_server(self._new_channel, sock=listening)
+        await self._listener.open(self._new_channel)
 
     async def begin(self, host_blocks: int, closed_step: int, asleep: list[Tier]) -> None:
         """Start the ranks that are away, and a generation on all of them.
@@ -112,9 +116,10 @@ class Roster:
         self.generation += 1
         try:
             async with asyncio.timeout(self._timeouts.start):
+                path = await self._listener.open(self._new_channel)
                 if self._processes is not None:
                     away = [seat.rank for seat in self.seats if seat.channel is None]
-                    await self._processes.start(away)
+                    await self._processes.start(away, path)
                 await self._until(lambda seat: seat.channel is not None)
                 message = Begin(
                     generation=self.generation,
@@ -133,6 +138,9 @@ class Roster:
             raise RankLost(
                 f"rank {late.rank}: {why}, after {self._timeouts.start} s", rank=late.rank
             ) from None
+        finally:
+            if self._listener.is_private:
+                self._listener.close()  # a manager that is killed later leaves no files
 
     async def _until(self, condition: Callable[[Seat], bool]) -> None:
         """Wait until the condition holds for all seats."""
@@ -171,6 +179,8 @@ class Roster:
         Cancellation: call it again.
         """
         self.closing = True
+        if self._processes is not None:
+            self._processes.closing = True
         self.notify()
         close = frame_of(encode(Close()))
         for seat in self.seats:
@@ -194,12 +204,21 @@ class Roster:
                     seat.channel.cut("it took too long to close")
         if self._processes is not None:
             await self._processes.kill_all()
-        if self._server is not None:
-            self._server.close()
-            self._path.unlink(missing_ok=True)
+        self._listener.close()
         while self._strangers or any(seat.channel is not None for seat in self.seats):
             await self.next_news()  # of channels that were cut
         self.closed = True
+
+    def terminate(self) -> None:
+        """Cut all connections, kill the processes, and stop listening, without waiting."""
+        self.closing = self.closed = True
+        for channel in [*self._strangers, *(seat.channel for seat in self.seats)]:
+            if channel is not None:
+                channel.cut(_CLOSING)
+        if self._processes is not None:
+            self._processes.terminate()
+        self._listener.close()
+        self.notify()
 
     def send(self, frame: bytes) -> None:
         """The same bytes to every rank that is there."""
@@ -215,20 +234,29 @@ class Roster:
 
     # --- life -----------------------------------------------------------------------------------
 
-    def tick(self) -> None:
-        """Ask who is silent, and give up those who have been so for too long."""
+    def tick(self) -> bool:
+        """Ask who is silent, and give up those who have been so for too long.
+
+        A rank is only lost when it left two heartbeats unanswered, however late this loop is: it
+        reads its sockets between two calls.
+
+        Returns:
+            False when this loop was blocked until now, and not at the call before: what ranks have
+            reported meanwhile may still lie in the sockets.
+        """
         now = self._clock()
-        blocked = now - self._ticked_at > 2 * self._timeouts.heartbeat
+        late = now - self._ticked_at > 2 * self._timeouts.heartbeat
+        reads_first, self._was_late = late and not self._was_late, late
         self._ticked_at = now
         for seat in self.seats:
-            if blocked:  # this loop did not read: what ranks have said lies in the sockets
-                seat.heard_at = seat.progress_at = now
             if not seat.ready or seat.channel is None:
                 continue
-            if now - seat.heard_at > self._timeouts.silence:
+            if now - seat.heard_at > self._timeouts.silence and seat.unanswered >= 2:
                 self.lose(seat, f"it said nothing for {self._timeouts.silence} s")
             else:
+                seat.unanswered += 1
                 seat.channel.send(_PING)
+        return not reads_first
 
     def lose(self, seat: Seat, reason: str) -> None:
         """Cut a rank off, and kill its process where that is ours."""
@@ -249,8 +277,12 @@ class Roster:
     # --- connections ----------------------------------------------------------------------------
 
     def _new_channel(self) -> Channel:
-        connection = Connection(self)
-        self._strangers.add(connection.channel)
+        while len(self._strangers) >= len(self.seats) + SPARE_CONNECTIONS:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.cut("too many connections without a Hello")
+        connection = Connection(self, self._loop, self._timeouts.hello)
+        self._strangers[connection.channel] = None
         if self.closing:
             connection.channel.cut(_CLOSING)
         return connection.channel
@@ -280,7 +312,7 @@ class Roster:
         elif hello.layout.fingerprint != self.layout.fingerprint:
             raise ChannelError(f"the layout of rank {hello.rank} is not that of the others")
         seat.channel, seat.layout = channel, hello.layout
-        self._strangers.discard(channel)
+        self._strangers.pop(channel, None)
         self._hear(seat)
         self.notify()
         return seat
@@ -291,6 +323,7 @@ class Roster:
 
     def _hear(self, seat: Seat) -> None:
         seat.heard_at = self._clock()
+        seat.unanswered = 0
 
     def on_message(self, seat: Seat, message: Ready | Reports | Answer | Pong | Broken) -> None:
         self._hear(seat)
@@ -312,7 +345,7 @@ class Roster:
             self.notify()
 
     def on_closed(self, channel: Channel, seat: Seat | None, reason: str) -> None:
-        self._strangers.discard(channel)
+        self._strangers.pop(channel, None)
         if seat is not None and seat.channel is channel:
             self._away(seat, reason)
         self.notify()

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from numbers import Real
+from typing import TYPE_CHECKING, Final, cast
 
-from aiokv.checks import arguments, seconds
+from aiokv.checks import arguments
 from aiokv.errors import ConfigError
 
 if TYPE_CHECKING:
     from aiokv.ranks.channel import Channel
     from aiokv.ranks.messages import Layout
+
+MAX_RANKS: Final = 1024  # of a group
+
+
+def check_positive(name: str, value: object) -> None:
+    """Raises:
+    ConfigError: it is not a finite number above 0.
+    """
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not 0 < cast("float", value) < math.inf:
+        raise ConfigError(f"{name} is {value!r}; it must be a finite number above 0")
 
 
 @arguments()
@@ -20,15 +33,20 @@ class RankTimeouts:
 
     Attributes:
         start: for all ranks to come and to have their host memory.
+        hello: for a connection to say which rank it is; it is cut then.
         heartbeat: between two looks at who lives and who lags.
-        silence: a rank that says nothing for so long is lost. Its loop must not be blocked as
-            long: run the model in a thread.
+        silence: a rank that says nothing for so long, and leaves two heartbeats unanswered, is
+            lost. Its loop must not be blocked as long: run the model in a thread.
         transfer: a rank may take so long for a transfer, and as long as ``min_bytes_per_second``
             allows for its bytes, from the last thing it has finished on.
         close: for ranks to finish what moves when the group closes.
+
+    Raises:
+        ConfigError: a value is not a finite number above 0.
     """
 
     start: float = 60.0
+    hello: float = 10.0
     heartbeat: float = 1.0
     silence: float = 30.0
     transfer: float = 30.0
@@ -37,9 +55,7 @@ class RankTimeouts:
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
-            field = f"RankTimeouts.{name}"
-            if seconds(field, getattr(self, name), error=ConfigError) <= 0:
-                raise ConfigError(f"{field} is {getattr(self, name)}; not above 0")
+            check_positive(f"RankTimeouts.{name}", getattr(self, name))
 
     def allowed_seconds(self, num_bytes: int) -> float:
         """For a transfer of so many bytes."""
@@ -53,6 +69,7 @@ class Seat:
         channel: None while the rank is away.
         ready: it takes part in the current generation.
         heard_at: time of its last message.
+        unanswered: heartbeats that the manager has sent since.
         progress_at: time of its last report.
         finished_step: this step and all before it are over on the rank.
     """
@@ -65,6 +82,7 @@ class Seat:
         "progress_at",
         "rank",
         "ready",
+        "unanswered",
         "why_away",
     )
 
@@ -75,5 +93,6 @@ class Seat:
         self.ready = False
         self.why_away = "it has not come"
         self.heard_at = 0.0
+        self.unanswered = 0
         self.progress_at = 0.0
         self.finished_step = 0

@@ -191,8 +191,9 @@ class Ranked(Model):
     async def lose(self, rank: int) -> None:
         """A rank dies; another is there in its place, which has not connected yet."""
         shard = self.shards[rank]
+        seat = self.group._roster.seats[rank]  # type: ignore[union-attr]
         shard.worker._channel.cut("killed")
-        await run_until_idle(lambda: self.group.failure is not None)
+        await run_until_idle(lambda: self.group.failure is not None and seat.channel is None)
         await shard.leave()
         shard.fresh()
 

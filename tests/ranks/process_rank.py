@@ -6,6 +6,7 @@ Its tensors are files that the test maps, too; it does what the lines of a socke
 from __future__ import annotations
 
 import asyncio
+import signal
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,6 +39,25 @@ async def main(path: Path, rank: int) -> None:
             worker.step(int(line))
         await worker.closed()
         writer.close()
+
+
+async def idle(path: Path, rank: int) -> None:
+    """Leaves when the group does."""
+    async with Rank(path, rank, _regions()) as worker:
+        await worker.closed()
+
+
+async def stuck(path: Path, rank: int) -> None:
+    """A loop that is blocked for good sees nothing of its manager's end."""
+    async with Rank(path, rank, _regions()):
+        while True:
+            signal.pause()
+
+
+def _regions() -> Regions:
+    regions = Regions(num_layers=LAYERS)
+    regions.add("kv", layers=[np.zeros((BLOCKS, 8), np.int8) for _ in range(LAYERS)])
+    return regions
 
 
 async def fails(path: Path, rank: int) -> None:

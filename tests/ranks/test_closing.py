@@ -47,14 +47,14 @@ async def test_closing_may_be_cancelled_at_its_last_await(tmp_path):
         closing = asyncio.create_task(ranked.group.aclose())
         await run_until_idle(lambda: roster.closing)
         stuck = Channel(lambda frame: None, lambda reason: None)
-        roster._strangers.add(stuck)
+        roster._strangers[stuck] = None
         for shard in ranked.shards:
             shard.worker._channel.cut("killed")
         await run_until_idle(lambda: not ranked.group.path.exists())
         closing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await closing
-        roster._strangers.discard(stuck)
+        del roster._strangers[stuck]
         await ranked.group.aclose()
         with pytest.raises(TransferError):
             await waiting

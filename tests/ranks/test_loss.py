@@ -244,6 +244,45 @@ async def test_a_manager_that_was_blocked_blames_nobody(tmp_path):
         await spin(2)
 
 
+async def test_a_manager_that_is_blocked_again_and_again_finds_a_silent_rank(tmp_path):
+    async with Ranked(tmp_path) as ranked:
+        blocked = 3 * PATIENT.heartbeat  # longer than any rank may be silent
+        seats = ranked.group._roster.seats
+        for _ in range(4):  # what ranks have said is read between two ticks
+            ranked.pass_time(blocked)
+            await run_until_idle(lambda: not any(seat.unanswered for seat in seats))
+        assert ranked.group.failure is None
+        ranked.shards[1].worker._channel._transport.pause_reading()
+        for _ in range(3):
+            assert ranked.group.failure is None
+            ranked.pass_time(blocked)
+            await run_until_idle(lambda: not seats[0].unanswered)
+        assert ranked.group.failure.rank == 1
+        assert "said nothing" in str(ranked.group.failure)
+        await ranked.shards[1].leave()
+        ranked.shards[1].fresh()
+        await ranked.restart(1)
+
+
+async def test_a_manager_that_was_blocked_reads_before_it_says_who_lags(tmp_path):
+    async with Ranked(tmp_path) as ranked:
+        await ranked.to_host(A)
+        lease = ranked.engine.match(A)
+        await lease.allocate(7)
+        await ranked.copies()
+        waiting = asyncio.create_task(lease.layers.wait_all())
+        ranked.pass_time(3 * PATIENT.heartbeat)  # reports may lie in the sockets
+        assert ranked.group.group_statistics().given_up == 0
+        await spin(20)
+        ranked.pass_time(3 * PATIENT.heartbeat)  # none did
+        assert ranked.group.group_statistics().given_up == 1
+        with pytest.raises(TransferError, match="rank 0 has not finished it"):
+            await waiting
+        lease.release()
+        await ranked.finish()
+        ranked.step()
+
+
 async def test_a_rank_whose_device_breaks_is_lost(tmp_path):
     async with Ranked(tmp_path) as ranked:
         await ranked.to_host(A)

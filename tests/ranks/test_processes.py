@@ -8,8 +8,9 @@ import select
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 
@@ -17,15 +18,21 @@ from aiokv import (
     BrokenEngineError,
     CacheConfig,
     CacheEngine,
+    ClosedError,
     ConfigError,
     Hit,
     RankLost,
     TransferError,
 )
 from aiokv.ranks import RankGroup
-from aiokv.testing import run_until_idle
+from aiokv.ranks.processes import RankProcesses
+from aiokv.testing import run_until_idle, spin
 from tests.ranks import process_rank
+from tests.ranks.cancelling import cancelled_at
 from tests.ranks.loopback import BLOCK_TOKENS, Model
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 A = [1, 2, 3, 4, 5, 6, 7]
 ROOT = Path(__file__).parents[2]
@@ -167,20 +174,202 @@ def test_an_entry_is_a_function_of_a_module():
             RankGroup(1, entry=entry)
 
 
-def test_ranks_do_not_outlive_their_manager(tmp_path):
-    manager = subprocess.run(
-        [sys.executable, "-m", "tests.ranks.orphaned_manager", str(tmp_path)],
-        capture_output=True,
+# --- the end of the manager -----------------------------------------------------------------------
+
+
+def manager(tmp_path: Path, entry: str, how: str) -> subprocess.Popen[str]:
+    """Its process group is its own, as that of a program in a terminal; so is its TMPDIR."""
+    (tmp_path / "tmp").mkdir()
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.ranks.managed", entry, how, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         cwd=ROOT,
+        env=os.environ | {"TMPDIR": str(tmp_path / "tmp")},
         text=True,
-        timeout=30,
+        process_group=0,
     )
-    pids = [int(pid) for pid in manager.stdout.split()]
-    assert (len(pids), manager.returncode) == (2, -signal.SIGKILL), manager.stderr
-    for pid in pids:
-        try:
-            descriptor = os.pidfd_open(pid)
-        except ProcessLookupError:
-            continue
-        with open(descriptor) as handle:
-            assert select.select([handle], [], [], 10)[0], f"process {pid} is left"
+
+
+@contextmanager
+def pids_of(process: subprocess.Popen[str]) -> Iterator[list[int]]:
+    """Those of its two ranks; none is left behind, however the test ends."""
+    assert process.stdout is not None
+    pids = [int(pid) for pid in process.stdout.readline().split()]
+    try:
+        assert len(pids) == 2, process.communicate()
+        yield pids
+    finally:
+        process.kill()
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.communicate()
+
+
+def wait_for_the_end_of(pid: int) -> None:
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    with open(descriptor) as handle:
+        assert select.select([handle], [], [], 10)[0], f"process {pid} is left"
+
+
+@pytest.mark.parametrize("entry", ["idle", "stuck"])
+def test_ranks_do_not_outlive_their_manager(tmp_path, entry):
+    """Neither those that see its end, nor those whose loop is blocked."""
+    process = manager(tmp_path, f"tests.ranks.process_rank:{entry}", "kills_itself")
+    with pids_of(process) as pids:
+        assert process.wait(30) == -signal.SIGKILL
+        for pid in pids:
+            wait_for_the_end_of(pid)
+
+
+def test_ctrl_c_lets_a_manager_with_a_handler_finish_its_request(tmp_path):
+    process = manager(tmp_path, "tests.ranks.process_rank:idle", "finishes")
+    with pids_of(process) as pids:
+        os.killpg(process.pid, signal.SIGINT)  # as the terminal does
+        stdout, stderr = process.communicate(timeout=30)
+        assert (process.returncode, stderr) == (0, "")
+        assert stdout == "Hit(device_tokens=6, host_tokens=0) None\n"
+        assert not any(is_alive(pid) for pid in pids)
+
+
+def test_ctrl_c_without_a_handler_shows_the_traceback_of_the_manager_only(tmp_path):
+    process = manager(tmp_path, "tests.ranks.process_rank:idle", "waits")
+    with pids_of(process) as pids:
+        os.killpg(process.pid, signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=30)
+        assert (process.returncode, stdout) == (-signal.SIGINT, "")
+        assert stderr.count("KeyboardInterrupt\n") == 1
+        assert stderr.count("Traceback") == 2  # the cancellation, and what it became
+        assert "aiokv" not in stderr.replace("aiokv.engine", "").replace(str(ROOT), "")
+        assert not any(is_alive(pid) for pid in pids)
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_an_interrupt_of_a_rank_alone_ends_it_without_a_traceback(tmp_path):
+    process = manager(tmp_path, "tests.ranks.process_rank:idle", "finishes")
+    with pids_of(process) as pids:
+        os.kill(pids[1], signal.SIGINT)
+        wait_for_the_end_of(pids[1])
+        os.kill(process.pid, signal.SIGKILL)
+        assert process.communicate(timeout=30)[1].count("Traceback") == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["term", "kill"])
+def test_a_manager_that_is_killed_leaves_no_files(tmp_path, number):
+    process = manager(tmp_path, "tests.ranks.process_rank:idle", "waits")
+    with pids_of(process) as pids:
+        assert list((tmp_path / "tmp").iterdir()) == []
+        os.kill(process.pid, number)
+        assert process.wait(30) == -number
+        for pid in pids:
+            wait_for_the_end_of(pid)
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+# --- what a rank imports --------------------------------------------------------------------------
+
+SERVE = """
+import asyncio, numpy as np, aiokv
+from aiokv.ranks import Rank, RankGroup
+
+async def rank_main(path, rank):
+    regions = aiokv.Regions(num_layers=1)
+    regions.add("k", layers=[np.zeros((8, 4), np.int8)])
+    async with Rank(path, rank, regions) as worker:
+        await worker.closed()
+
+async def main():
+    group = RankGroup(1, entry="served_from_elsewhere:rank_main")
+    async with aiokv.CacheEngine(aiokv.CacheConfig(device_blocks=8), ranks=group):
+        print("served")
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_a_rank_imports_from_its_manager_s_path_and_not_from_the_current_folder(tmp_path):
+    script, current = tmp_path / "script", tmp_path / "current"
+    script.mkdir()
+    current.mkdir()
+    (script / "served_from_elsewhere.py").write_text(SERVE)
+    for name in ("json", "numpy", "served_from_elsewhere"):
+        (current / f"{name}.py").write_text("raise SystemExit('of the current folder')")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, str(script / "served_from_elsewhere.py")],
+        cwd=current,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "served\n", "")
+
+
+# --- cancellation ---------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_restarts_cancelled_at_any_await_leave_one_process_per_rank(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    async with Processes(tmp_path) as ranked:
+        await ranked.serve(A)
+        os.kill(ranked.group.pids()[1], signal.SIGKILL)
+        await run_until_idle(lambda: ranked.group.failure is not None)
+        ranked.forget(1)
+        cancelled = 0
+        while await cancelled_at(ranked.engine.restart_ranks(), cancelled + 1):
+            cancelled += 1
+            processes = ranked.group._processes
+            assert len(processes._running) == 2
+        assert cancelled >= 2
+        await ranked.runners(2)
+        assert sorted(ranked.group.pids()) == sorted(children())
+        assert await ranked.serve(A) == 0
+    assert children() == []
+
+
+def children() -> list[int]:
+    """Processes of this one, the dead ones that were not reaped included."""
+    path = Path(f"/proc/self/task/{os.getpid()}/children")
+    return [int(pid) for pid in path.read_text().split()]
+
+
+@pytest.mark.asyncio
+async def test_a_start_cancelled_again_and_again_leaves_no_process(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for number in (1, 2):
+        group = RankGroup(2, entry="tests.ranks.process_rank:idle")
+        engine = CacheEngine(CacheConfig(device_blocks=4), ranks=group)
+        assert await cancelled_at(engine.__aenter__(), number, again=True)
+        await run_until_idle(lambda: children() == [])
+        assert group.path is not None
+        assert not group.path.parent.exists()
+        await spin(3)
+
+
+@pytest.mark.asyncio
+async def test_no_process_is_started_once_the_group_closes(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    processes = RankProcesses("tests.ranks.process_rank:idle", lambda: None)
+    await processes.start([0], tmp_path / "s")
+    starting = asyncio.create_task(processes.start([0], tmp_path / "s"))
+    await spin()  # it waits for the end of the process before
+    await processes.kill_all()
+    with pytest.raises(ClosedError):
+        await starting
+    assert children() == []
+    await spin(2)
+
+
+@pytest.mark.asyncio
+async def test_a_process_that_cannot_be_started_is_named(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    group = RankGroup(1, entry="tests.ranks.process_rank:idle")
+    with pytest.raises(RankLost, match="rank 0: cannot start '/nowhere/python'"):
+        await CacheEngine(CacheConfig(device_blocks=4), ranks=group).__aenter__()

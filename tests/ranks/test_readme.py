@@ -14,7 +14,11 @@ def test_the_program_for_several_ranks_runs(tmp_path):
     (program,) = re.findall(r"```python\n(# serve\.py\n.*?)```", README.read_text(), re.DOTALL)
     (tmp_path / "serve.py").write_text(program)
     done = subprocess.run(
-        [sys.executable, "serve.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [sys.executable, str(tmp_path / "serve.py")],
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.stderr == ""
     assert done.stdout.splitlines() == [

@@ -138,7 +138,7 @@ def test_the_signature_of_the_engine_is_real():
         (lambda: CudaOptions(timing=1), "timing is 1"),
         (lambda: RankTimeouts(start="60"), "RankTimeouts.start is '60'"),
         (lambda: RankTimeouts(start=float("nan")), "RankTimeouts.start is nan"),
-        (lambda: RankTimeouts(start=0), "RankTimeouts.start is 0; not above 0"),
+        (lambda: RankTimeouts(start=0), "RankTimeouts.start is 0; it must be"),
     ],
 )  # fmt: skip
 def test_bad_arguments_of_constructors_are_config_errors(make, message):

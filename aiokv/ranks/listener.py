@@ -1,0 +1,116 @@
+"""Listener: the manager's socket, and the private directory that it lives in."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import stat
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from aiokv.errors import AiokvError, ConfigError
+from aiokv.ranks.channel import claimed, listen, remove_stale
+from aiokv.ranks.seats import MAX_RANKS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PREFIX: Final = "aiokv-ranks-"  # of private directories
+_SOCKET: Final = "ranks"
+
+
+class Listener:
+    """A Unix socket that ranks connect to.
+
+    Args:
+        path: of the socket; None for one in a new private directory per ``open``.
+
+    Attributes:
+        path: where the ranks connect; None before a private socket is opened for the first time.
+        is_private: only ranks that the group starts know the path, so that it can be closed, and
+            nothing is left on disk, once they have come.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.is_private = path is None
+        self._directory: Path | None = None
+        self._server: asyncio.Server | None = None
+        self._inode = 0
+
+    async def open(self, new_protocol: Callable[[], asyncio.Protocol]) -> Path:
+        """Listen, unless it does already.
+
+        Raises:
+            ConfigError: the socket or its directory cannot be made. Nothing is left behind.
+
+        Cancellation: nothing is left behind.
+        """
+        if self.path is not None and self._server is not None:
+            return self.path
+        try:
+            path = self._place()
+            listening = listen(path)
+            self._inode = path.stat().st_ino
+            try:
+                self._server = await asyncio.get_running_loop().create_unix_server(
+                    new_protocol, sock=listening, backlog=MAX_RANKS, start_serving=False
+                )
+            except BaseException:
+                listening.close()
+                path.unlink(missing_ok=True)
+                raise
+            await self._server.start_serving()
+        except BaseException:
+            self.close()
+            raise
+        return path
+
+    def _place(self) -> Path:
+        if self.path is not None and not self.is_private:
+            return self.path
+        remove_abandoned()
+        try:
+            self._directory = Path(tempfile.mkdtemp(prefix=PREFIX))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot make a private directory: {error}", hint="set TMPDIR to another directory"
+            ) from error
+        self.path = self._directory / _SOCKET
+        return self.path
+
+    def close(self) -> None:
+        """Stop listening, and remove the socket and its directory. Idempotent.
+
+        Connections go on.
+        """
+        if self._server is not None and self.path is not None:
+            # While this still listens no other process takes the path: see `listen`.
+            if self.path.exists() and self.path.lstat().st_ino == self._inode:
+                self.path.unlink(missing_ok=True)
+            self._server.close()
+            self._server = None
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
+
+
+def remove_abandoned() -> None:
+    """Remove the private directories of managers that were killed while their ranks started."""
+    try:
+        entries = [e for e in os.scandir(tempfile.gettempdir()) if e.name.startswith(PREFIX)]
+    except OSError:
+        return  # making a directory there will say why
+    for entry in entries:
+        path = Path(entry.path) / _SOCKET
+        try:
+            status = entry.stat(follow_symlinks=False)
+            mine = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+            if mine and path.exists():
+                with claimed(path):
+                    remove_stale(path)
+                path.parent.rmdir()
+        except (OSError, AiokvError):
+            continue  # a manager listens there, or removes it just now

@@ -1,0 +1,70 @@
+"""What one plan comes to on several ranks, without a loop: the minimum over the ranks."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from aiokv import TransferError
+from aiokv.plan import TransferPlan, TransferReport
+from aiokv.ranks.fold import RankTransfer
+from aiokv.ranks.messages import Reports
+from aiokv.testing import run_until_idle
+from aiokv.worker.layers import LayerDoneCounter
+from tests.ranks.loopback import Ranked
+
+A = [1, 2, 3, 4, 5, 6, 7]
+BLOCKS = np.arange(4, dtype="<i4").tobytes()
+PLAN = TransferPlan(transfer_id=1, direction="onload", device_blocks=BLOCKS, host_blocks=BLOCKS)
+
+
+def failed(first_bad_block: int) -> TransferReport:
+    return TransferReport(
+        transfer_id=1, outcome="failed", first_bad_block=first_bad_block, reason="a bad page"
+    )
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("said", "believed"),
+    [(-1, 0), (-(1 << 40), 0), (4, 0), (1 << 40, 0), (0, 0), (1, 1), (3, 3)],
+)
+async def test_a_failure_at_no_block_of_the_plan_proves_no_block(said, believed):
+    counter = LayerDoneCounter(2, transfer_id=1, direction="onload")
+    transfer = RankTransfer(PLAN, counter, num_ranks=2, num_bytes=1, since=0.0)
+    assert not transfer.end(0, TransferReport(transfer_id=1, outcome="done"))
+    assert transfer.end(1, failed(said))
+    report = transfer.report()
+    assert (report.outcome, report.first_bad_block) == ("failed", believed)
+    assert report.reason == "rank 1: a bad page"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("said", "good_tokens"), [(-1, 0), (99, 0), (2, 4)])
+async def test_a_lease_keeps_no_block_of_a_rank_that_fails_without_saying_where(
+    tmp_path, said, good_tokens
+):
+    async with Ranked(tmp_path) as ranked:
+        await ranked.to_host(A)
+        lease = ranked.engine.match(A)
+        await lease.allocate(7)
+        (transfer_id,) = lease.layers.transfer_ids
+        first, second = await ranked.copies()
+        first.complete_all()
+        report = TransferReport(
+            transfer_id=transfer_id, outcome="failed", first_bad_block=said, reason="somewhere"
+        )
+        seat = ranked.group._roster.seats[1]
+        seats = Reports(generation=1, arrived=[], ended=[report], finished_step=0)
+        waiting = asyncio.create_task(lease.layers.wait_all())
+        await run_until_idle(lambda: ranked.group.exchange._transfers[transfer_id].owing == {1})
+        ranked.group._roster.on_message(seat, seats)
+        with pytest.raises(TransferError, match="rank 1: somewhere"):
+            await waiting
+        assert lease.recompute_from() == lease.cached_tokens == good_tokens
+        lease.release()
+        second.complete_all()
+        await ranked.finish()
+        ranked.step()

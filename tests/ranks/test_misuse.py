@@ -1,0 +1,134 @@
+"""Arguments of the wrong type or out of range get a typed error, and nothing has changed."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from aiokv import ConfigError, UsageError
+from aiokv.ranks import Rank, RankGroup, RankTimeouts
+from aiokv.ranks.seats import MAX_RANKS
+from tests.ranks.loopback import Ranked
+from tests.ranks.test_protocol import regions_of
+
+NO_NUMBERS = [None, "1", True, math.nan, math.inf, -math.inf, 0, -1.0, 1j, [1]]
+FIELDS = ["start", "hello", "heartbeat", "silence", "transfer", "min_bytes_per_second", "close"]
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("value", NO_NUMBERS, ids=repr)
+def test_a_timeout_that_is_no_finite_number_above_0_is_named(field, value):
+    with pytest.raises(ConfigError, match=rf"RankTimeouts\.{field} is .*finite number above 0"):
+        RankTimeouts(**{field: value})
+
+
+def test_numbers_of_other_libraries_are_numbers():
+    assert RankTimeouts(start=np.float32(2), close=3).start == 2
+    assert RankGroup(np.int64(2), path="s").num_ranks == 2
+    assert Rank(Path("s"), np.int32(1), regions_of(8), connect_timeout=1).rank == 1
+
+
+@pytest.mark.parametrize("num_ranks", [0, -1, MAX_RANKS + 1, 1.0, "2", None, True, math.nan])
+def test_a_number_of_ranks_that_is_none_is_named(num_ranks):
+    with pytest.raises(ConfigError, match=f"num_ranks is .*(an integer|between 1 and {MAX_RANKS})"):
+        RankGroup(num_ranks, path="s")
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"path": 5}, "path is 5"),
+        ({"path": b"s"}, "path is b's'"),
+        ({"path": ""}, "path is ''"),
+        ({"path": "a\0b"}, "path is 'a.x00b'"),
+        ({"path": "s", "entry": 5}, "entry is 5"),
+        ({"path": "s", "entry": b"a:b"}, "entry is b'a:b'"),
+        ({"path": "s", "timeouts": 5.0}, "timeouts is 5.0"),
+        ({"path": "s", "timeouts": {"start": 5.0}}, "timeouts is {"),
+        ({"path": "s", "clock": 5.0}, "clock is 5.0"),
+        ({}, "path is required when ranks are started externally"),
+    ],
+)
+def test_an_argument_of_a_group_that_is_wrong_is_named(options, why):
+    with pytest.raises(ConfigError, match=why):
+        RankGroup(2, **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "why"),
+    [
+        ((5, 0, regions_of(8)), {}, "path is 5"),
+        (("s", -1, regions_of(8)), {}, "rank is -1"),
+        (("s", MAX_RANKS, regions_of(8)), {}, f"rank is {MAX_RANKS}"),
+        (("s", "0", regions_of(8)), {}, "rank is '0'"),
+        (("s", 0, None), {}, "regions is None"),
+        (("s", 0, [np.zeros(3)]), {}, "regions is "),
+        (("s", 0, regions_of(8), "tpu:0"), {}, "device 'tpu:0' is unknown"),
+        (("s", 0, regions_of(8)), {"connect_timeout": math.nan}, "connect_timeout is nan"),
+        (("s", 0, regions_of(8)), {"connect_timeout": None}, "connect_timeout is None"),
+    ],
+)
+def test_an_argument_of_a_rank_that_is_wrong_is_named(arguments, options, why):
+    with pytest.raises(ConfigError, match=why):
+        Rank(*arguments, **options)
+
+
+@pytest.mark.asyncio
+async def test_a_rank_before_async_with_says_so(tmp_path):
+    worker = Rank(tmp_path / "s", 0, regions_of(8))
+    for call in (
+        lambda: worker.closed(),
+        lambda: worker.layers([1]),
+    ):
+        with pytest.raises(UsageError, match="must be entered with 'async with'"):
+            await call()
+    with pytest.raises(UsageError, match="must be entered with 'async with'"):
+        worker.step(1)
+    with pytest.raises(UsageError, match="must be entered with 'async with'"):
+        worker.statistics()
+    await worker.aclose()
+    assert "not connected" in repr(worker)
+
+
+@pytest.mark.asyncio
+async def test_a_group_before_its_engine_says_so():
+    group = RankGroup(1, path="s")
+    for attribute in ("device_blocks", "layout", "num_layers", "exchange"):
+        with pytest.raises(UsageError, match="not open"):
+            getattr(group, attribute)
+    await group.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_rank_is_entered_once(tmp_path):
+    async with Ranked(tmp_path) as ranked:
+        worker = ranked.shards[0].worker
+        with pytest.raises(UsageError, match="entered once"):
+            await worker.__aenter__()
+        assert ranked.group.failure is None
+
+
+@pytest.mark.asyncio
+async def test_wrong_arguments_of_a_rank_s_verbs_change_nothing(tmp_path):
+    async with Ranked(tmp_path) as ranked:
+        worker = ranked.shards[0].worker
+        for step in (0, -1, 1.0, "1", None, True):
+            with pytest.raises(UsageError, match=r"step is .*(an integer|at least 1)"):
+                worker.step(step)
+        with pytest.raises(UsageError, match="event is 'done'"):
+            worker.step(1, "done")
+        for ids in (None, 5, ["a"], [1.5]):
+            with pytest.raises(UsageError, match="transfer_ids is"):
+                await worker.layers(ids)
+        for timeout in (math.nan, "1", True):
+            with pytest.raises(UsageError, match="timeout is"):
+                await worker.layers([], timeout)
+        assert (await worker.layers(np.array([], np.int64))).is_done
+        for shard in ranked.shards:
+            shard.worker.step(np.int64(1))
+        ranked.engine.step()
+        assert await ranked.serve([1, 2, 3]) == 0
+        await ranked.finish()

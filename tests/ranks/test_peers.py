@@ -1,0 +1,262 @@
+"""What a peer can make the manager hold or do before, at and after its Hello is bounded."""
+
+from __future__ import annotations
+
+import gc
+import struct
+import weakref
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from aiokv import RankLost
+from aiokv.ranks import Rank, roster
+from aiokv.ranks.channel import Channel, frame_of
+from aiokv.ranks.connection import MAX_HELLO_BYTES, Connection
+from aiokv.ranks.messages import (
+    MAX_LAYERS,
+    PROTOCOL_VERSION,
+    Hello,
+    Layout,
+    Ready,
+    decode_from_rank,
+    encode,
+    layout_of,
+)
+from aiokv.testing import run_until_idle, running_clock
+from tests.ranks.loopback import Ranked
+from tests.ranks.test_protocol import Stranger, regions_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+A = [1, 2, 3, 4, 5, 6, 7]
+DEEP = b"\x91" * 60_000 + b"\x00"  # a list in a list in a list, ...
+
+
+def hello(rank: int = 0, protocol: int = PROTOCOL_VERSION) -> bytes:
+    layout = layout_of(regions_of(8, 8))
+    return frame_of(encode(Hello(protocol=protocol, rank=rank, layout=layout)))
+
+
+@contextmanager
+def connections() -> Iterator[list[Connection]]:
+    """Those that the manager accepts meanwhile."""
+    accepted: list[Connection] = []
+    init = Connection.__init__
+
+    def recorded(connection: Connection, *args: Any) -> None:
+        init(connection, *args)
+        accepted.append(connection)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Connection, "__init__", recorded)
+        yield accepted
+
+
+# --- before the Hello -----------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_a_frame_longer_than_a_hello_is_refused_by_its_length(tmp_path):
+    async with Ranked(tmp_path) as ranked:
+        with connections() as accepted:
+            stranger = await Stranger().connect(ranked)
+            stranger.channel.send(struct.pack("<I", MAX_HELLO_BYTES + 1))
+            await stranger.ended()
+        assert f"the limit is {MAX_HELLO_BYTES}" in accepted[0].channel._reason
+
+
+@pytest.mark.asyncio
+async def test_a_connection_without_hello_holds_no_more_than_a_hello(tmp_path):
+    async with Ranked(tmp_path) as ranked:
+        with connections() as accepted:
+            stranger = await Stranger().connect(ranked)
+            stranger.channel.send(struct.pack("<I", MAX_HELLO_BYTES) + bytes(MAX_HELLO_BYTES - 1))
+            await run_until_idle(lambda: accepted and accepted[0].channel._buffer != b"")
+            assert len(accepted[0].channel._buffer) <= MAX_HELLO_BYTES + 4
+            stranger.channel.cut("enough")
+            await run_until_idle(lambda: ranked.group._roster._strangers == {})
+
+
+@pytest.mark.asyncio
+async def test_no_other_message_is_decoded_before_hello(tmp_path, monkeypatch):
+    async with Ranked(tmp_path) as ranked:
+        decoded: list[bytes] = []
+        monkeypatch.setattr("aiokv.ranks.connection.decode_from_rank", decoded.append)
+        stranger = await Stranger().connect(ranked)
+        stranger.channel.send(frame_of(encode(Ready(generation=1))) * 2)
+        await stranger.ended()
+        assert decoded == []
+
+
+@pytest.mark.asyncio
+@pytest.mark.clock
+async def test_a_connection_that_says_no_hello_in_time_is_cut(tmp_path):
+    async with Ranked(tmp_path) as ranked:
+        with connections() as accepted:
+            stranger = await Stranger().connect(ranked)
+            stranger.channel.send(hello()[:-1])
+            await run_until_idle(lambda: accepted and accepted[0].channel._buffer != b"")
+            await running_clock().advance(ranked.group.timeouts.hello - 1)
+            assert stranger.closed == []
+            await running_clock().advance(1)
+            await stranger.ended()
+        assert accepted[0].channel._reason == "no Hello within 10.0 s"
+
+
+@pytest.mark.asyncio
+@pytest.mark.clock
+async def test_a_rank_that_said_hello_has_no_deadline_any_more(tmp_path):
+    async with Ranked(tmp_path, new_device=None) as ranked:
+        await running_clock().advance(2 * ranked.group.timeouts.hello)
+        assert await ranked.serve(A) == 0
+        assert ranked.group.failure is None
+
+
+@pytest.mark.asyncio
+async def test_too_many_connections_without_hello_cut_the_oldest(tmp_path, monkeypatch):
+    monkeypatch.setattr(roster, "SPARE_CONNECTIONS", 3)
+    async with Ranked(tmp_path) as ranked:
+        limit = ranked.group.num_ranks + 3
+        strangers = []
+        for _ in range(limit + 2):
+            strangers.append(await Stranger().connect(ranked))
+            await run_until_idle(lambda s=strangers: _seen(ranked, s) <= limit)
+        await strangers[0].ended()
+        await strangers[1].ended()
+        assert [bool(stranger.closed) for stranger in strangers] == [True] * 2 + [False] * limit
+        for stranger in strangers:
+            stranger.channel.cut("enough")
+        await run_until_idle(lambda: ranked.group._roster._strangers == {})
+
+
+def _seen(ranked: Ranked, strangers: list[Stranger]) -> int:
+    """How many are open on both sides."""
+    return max(
+        len(ranked.group._roster._strangers), sum(not stranger.closed for stranger in strangers)
+    )
+
+
+@pytest.mark.asyncio
+async def test_a_hello_with_absurd_sizes_is_refused(tmp_path):
+    for layers, fingerprint in ((MAX_LAYERS + 1, b""), (-1, b""), (2, bytes(65))):
+        layout = Layout(num_layers=layers, num_blocks=8, block_bytes=16, fingerprint=fingerprint)
+        with pytest.raises(msgspec.ValidationError):
+            decode_from_rank(encode(Hello(protocol=PROTOCOL_VERSION, rank=0, layout=layout)))
+
+
+# --- a refused connection -------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_a_refused_connection_is_not_read_any_more(tmp_path, monkeypatch):
+    asked = []
+    admit = roster.Roster.admit
+
+    def counted(group: roster.Roster, channel: Channel, hello: Hello) -> Any:
+        asked.append(hello)
+        return admit(group, channel, hello)
+
+    async with Ranked(tmp_path) as ranked:
+        monkeypatch.setattr(roster.Roster, "admit", counted)
+        ranked.shards[1].worker._channel.cut("killed")  # its seat is free
+        await run_until_idle(lambda: ranked.group._roster.seats[1].channel is None)
+        with connections() as accepted:
+            stranger = await Stranger().connect(ranked)
+            stranger.channel.send(hello(1, protocol=0) + hello(1) + bytes(100_000))
+            await stranger.ended()
+            await run_until_idle(lambda: ranked.group._roster._strangers == {})
+        assert len(asked) == len(stranger.heard) == 1
+        assert b"protocol 0" in stranger.heard[0]
+        assert ranked.group._roster.seats[1].channel is None
+        assert accepted[0].channel._buffer == b""
+        await ranked.shards[1].leave()
+        ranked.shards[1].fresh()
+        await ranked.restart(1)
+
+
+# --- nesting --------------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_a_message_nested_too_deeply_loses_its_rank_only(tmp_path):
+    async with Ranked(tmp_path) as ranked:
+        ranked.shards[1].worker._channel.send(frame_of(DEEP))
+        await run_until_idle(lambda: ranked.group.failure is not None)
+        assert "rank 1 is lost: protocol" in str(ranked.group.failure)
+        await ranked.shards[1].leave()
+        ranked.shards[1].fresh()
+        await ranked.restart(1)
+
+
+@pytest.mark.parametrize("depth", [3, 60_000])
+def test_a_message_with_more_fields_than_it_has_is_refused(depth):
+    """Fields that nobody knows would be skipped, however deep: so there are none."""
+    more = encode(Ready(generation=1)).replace(b"\x92", b"\x93", 1) + b"\x91" * depth + b"\x00"
+    with pytest.raises(msgspec.ValidationError, match="Expected `array` of at most length 1"):
+        decode_from_rank(more)
+
+
+def test_a_decoder_that_runs_out_of_stack_cuts_the_channel():
+    def too_deep(frame: bytes) -> None:
+        raise RecursionError
+
+    ends: list[str] = []
+    channel = Channel(too_deep, ends.append)
+    channel.data_received(frame_of(b"x"))
+    channel.connection_lost(None)
+    assert ends == ["protocol: a message that is nested too deeply"]
+
+
+# --- memory of closed connections -----------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("end", ["hangs_up", "garbage", "refused"])
+async def test_a_closed_connection_is_freed_without_the_garbage_collector(tmp_path, end):
+    async with Ranked(tmp_path) as ranked:
+        gc.collect()
+        gc.disable()
+        try:
+            with connections() as accepted:
+                stranger = await Stranger().connect(ranked)
+                await run_until_idle(lambda: accepted != [])
+                connection = weakref.ref(accepted[0])
+                channel = weakref.ref(accepted.pop().channel)
+            if end == "hangs_up":
+                stranger.channel.send(hello()[:-1])
+                stranger.channel.close()
+            else:
+                stranger.channel.send(DEEP if end == "garbage" else hello(protocol=0))
+            await stranger.ended()
+            await run_until_idle(lambda: ranked.group._roster._strangers == {})
+            await run_until_idle(lambda: connection() is None)
+            assert channel() is None or channel()._buffer == b""
+            assert not gc.isenabled()
+        finally:
+            gc.enable()
+
+
+@pytest.mark.asyncio
+async def test_a_lost_rank_s_half_received_frame_is_freed_with_its_connection(tmp_path):
+    async with Ranked(tmp_path) as ranked:
+        channel = ranked.group._roster.seats[1].channel
+        ranked.shards[1].worker._channel.send(struct.pack("<I", 1 << 20) + bytes(1 << 19))
+        await run_until_idle(lambda: len(channel._buffer) > 1 << 18)
+        await ranked.lose(1)
+        assert channel._buffer == b""
+        await ranked.restart(1)
+
+
+@pytest.mark.asyncio
+async def test_a_channel_closed_before_it_is_connected_ends_then(tmp_path):
+    async with Ranked(tmp_path) as ranked:
+        stranger = Stranger()
+        stranger.channel.close()
+        await stranger.connect(ranked)
+        await stranger.ended()
+        with pytest.raises(RankLost, match="rank 0 is here already"):
+            await Rank(ranked.group.path, 0, regions_of(8, 8)).__aenter__()
