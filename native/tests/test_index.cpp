@@ -17,12 +17,6 @@ std::vector<BlockId> lowest(BlockPool& pool, std::size_t count) {
     return ids;
 }
 
-std::vector<BlockId> runs(BlockPool& pool, std::size_t count) {
-    std::vector<BlockId> ids(count);
-    pool.take_runs(ids);
-    return ids;
-}
-
 std::vector<BlockId> range(BlockId first, BlockId last) {
     std::vector<BlockId> ids(static_cast<std::size_t>(last - first));
     std::iota(ids.begin(), ids.end(), first);
@@ -136,22 +130,6 @@ TEST(pool_resizes) {  // B1.7, B1.8, B1.9, B1.14
     CHECK_EQ(pool.free_blocks(), 0u);
     pool.resize(65);
     CHECK(lowest(pool, 65) == range(0, 65));
-}
-
-TEST(pool_prefers_long_runs) {
-    BlockPool pool(300);
-    lowest(pool, 300);
-    for (BlockId id = 10; id < 14; ++id) pool.give_back(id);
-    for (BlockId id = 60; id < 200; ++id) pool.give_back(id);
-    for (BlockId id = 250; id < 256; ++id) pool.give_back(id);
-    CHECK(runs(pool, 0).empty());
-    CHECK(runs(pool, 3) == range(10, 13));  // the smallest run that holds all
-    CHECK(runs(pool, 5) == range(250, 255));
-    CHECK(runs(pool, 140) == range(60, 200));
-    CHECK_EQ(pool.free_blocks(), 2u);
-    auto rest = runs(pool, 2);
-    std::sort(rest.begin(), rest.end());
-    CHECK(rest == (std::vector<BlockId>{13, 255}));
 }
 
 TEST(cooling_ids_are_the_last_to_go) {

@@ -17,7 +17,9 @@
 #include "aiokv/device_pool.hpp"
 #include "aiokv/eviction_queue.hpp"
 #include "aiokv/prefix_tree.hpp"
+#include "aiokv/promises.hpp"
 #include "aiokv/reuse_model.hpp"
+#include "aiokv/run_pool.hpp"
 #include "aiokv/side_pool.hpp"
 
 namespace aiokv {
@@ -228,7 +230,7 @@ class Core {
     CoreConfig config_;
     PrefixTree tree_;
     DevicePool device_;
-    BlockPool host_;
+    RunPool host_;
     std::optional<ReuseModel> reuse_;  // none: lru
     EvictionQueue device_queue_;       // ref 0 and device VALID, the next victim first
     EvictionQueue host_queue_;         // ref 0 and host VALID only
@@ -239,7 +241,7 @@ class Core {
     std::vector<WindowGroup> windows_;
 
     std::deque<Lease> leases_;
-    std::unordered_multimap<NodeId, std::uint32_t> promises_;  // frontier -> slot of the lease
+    Promises promises_{leases_, config_.block_tokens};
     std::vector<std::uint32_t> free_leases_;
     std::deque<Context> contexts_;
     std::vector<std::uint32_t> free_contexts_;

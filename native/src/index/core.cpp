@@ -158,6 +158,7 @@ void Core::truncate(LeaseId id, std::int64_t num_tokens, Step step) {
                          " positions: a transfer still writes blocks behind them; await "
                          "layers.wait_all()");
     }
+    promises_.remove(lease);  // what it reads of the lease changes
     for (std::size_t i = blocks_for(length); i < lease.table.size(); ++i) {
         device_.use_in(lease.table[i], step);
         device_.give_back(lease.table[i]);
@@ -166,6 +167,7 @@ void Core::truncate(LeaseId id, std::int64_t num_tokens, Step step) {
     lease.num_tokens = length;
     lease.computed_tokens = std::min(lease.computed_tokens, length);
     if (lease.tokens.size() > length) lease.tokens.resize(length);
+    if (lease.frontier != kNone) promises_.add(lease);
     fit_windows(lease, step);
 }
 

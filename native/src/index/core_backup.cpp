@@ -101,7 +101,7 @@ TransferId Core::start_offload(std::vector<NodeId> nodes, std::span<const BlockI
     Transfer& transfer = transfers_[transfer_id];
     transfer.direction = Direction::kOffload;
     transfer.host_blocks.resize(nodes.size());
-    host_.take_runs(transfer.host_blocks);
+    host_.take(transfer.host_blocks);
     for (std::size_t i = 0; i < nodes.size(); ++i) {
         Node& n = tree_[nodes[i]];
         n.host = transfer.host_blocks[i];

@@ -108,25 +108,7 @@ Pending Core::pending(LeaseId id) {
         if (child == kNone) break;
         end = child;
     }
-    Pending best{0, 0};
-    const auto [begin, last] = promises_.equal_range(end);
-    for (auto promise = begin; promise != last; ++promise) {
-        const Lease& owner = leases_[promise->second];
-        const std::size_t stop =
-            std::min(limit, owner.tokens.size() / config_.block_tokens) * config_.block_tokens;
-        std::size_t same = first * config_.block_tokens;
-        while (same < stop && owner.tokens[same] == lease.tokens[same]) ++same;
-        std::size_t block = first;
-        while (block < same / config_.block_tokens &&
-               key_of(owner.item_keys, block) == key_of(lease.item_keys, block)) {
-            ++block;
-        }
-        const auto blocks = static_cast<std::uint32_t>(block - first);
-        if (blocks > best.blocks) {
-            best = {(std::uint64_t{owner.generation} << 32) | owner.slot, blocks};
-        }
-    }
-    return best;
+    return promises_.find(end, lease, first, limit);
 }
 
 // Others may wait for what this lease will publish next.
@@ -135,17 +117,12 @@ void Core::announce(Lease& lease) {
     if (!lease.writes || lease.failed || lease.epoch != epoch_) return;
     if (lease.path.size() >= lease.tokens.size() / config_.block_tokens) return;
     lease.frontier = lease.path.empty() ? root_of(lease) : lease.path.back();
-    promises_.emplace(lease.frontier, lease.slot);
+    promises_.add(lease);
 }
 
 void Core::withdraw(Lease& lease) {
     if (lease.frontier == kNone) return;
-    const auto [begin, last] = promises_.equal_range(lease.frontier);
-    for (auto promise = begin; promise != last; ++promise) {
-        if (promise->second != lease.slot) continue;
-        promises_.erase(promise);
-        break;
-    }
+    promises_.remove(lease);
     lease.frontier = kNone;
 }
 

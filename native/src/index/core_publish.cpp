@@ -14,7 +14,9 @@ void Core::append(LeaseId id, Tokens tokens) {
                          str(lease.tokens.size()) + ": the lease has " + str(lease.num_tokens) +
                          " positions");
     }
+    promises_.remove(lease);  // what it reads of the lease changes
     lease.tokens.insert(lease.tokens.end(), tokens.begin(), tokens.end());
+    if (lease.frontier != kNone) promises_.add(lease);
 }
 
 std::uint32_t Core::commit(LeaseId id, std::int64_t num_tokens, Step step) {

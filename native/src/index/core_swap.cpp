@@ -83,7 +83,7 @@ bool Core::swap_out(LeaseId id, Step step) {
     withdraw(lease);
     if (needed > 0) {
         lease.tail_host.resize(tail.size());
-        host_.take_runs(lease.tail_host);
+        host_.take(lease.tail_host);
         lease.swap_out = start_offload(std::move(unsaved), tail, lease.tail_host);
         transfers_.at(lease.swap_out).tail_owner = id;
     }
