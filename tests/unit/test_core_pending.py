@@ -40,6 +40,7 @@ def test_tokens_named_after_the_grant_are_promised_too():
     assert core.pending(waiting) == (owner, 3)
     core.truncate(owner, 5)
     assert core.pending(waiting) == (owner, 2)
+    assert core.extend([owner], 4)
     core.append(owner, PROMPT[5:])
     assert core.pending(waiting) == (owner, 4)
     core.release(owner)
