@@ -379,3 +379,81 @@ TEST(contexts_share_nothing) {  // C2.2
     CHECK_EQ(cache.core.match(tokens, "b").device_blocks, 0u);
     CHECK_EQ(cache.core.match(tokens, "a").device_blocks, 1u);
 }
+
+// -- the limit of leases ---------------------------------------------------------------------
+
+TEST(a_refused_match_leaves_nothing_behind) {
+    CoreConfig config;
+    config.block_tokens = 2;
+    config.device_blocks = 8;
+    config.max_leases = 2;
+    Core core(config);
+    const std::vector<std::int32_t> tokens{1, 2, 3};
+    const LeaseId a = core.match(tokens, "a").lease;
+    core.match(tokens, "a");
+    const std::uint32_t nodes = core.statistics().nodes;
+    const Item late{"image", 2, 5};
+    CHECK_THROWS(UsageError, core.match(tokens, "b"));
+    CHECK_THROWS(UsageError, core.match({}, "c"));
+    CHECK_THROWS(UsageError, core.match(tokens, "d", true, true, {&late, 1}));
+    CHECK_EQ(core.statistics().nodes, nodes);
+    CHECK_EQ(core.statistics().leases, 2u);
+    core.release(a, 0);
+    CHECK_THROWS(UsageError, core.match(tokens, "d", true, true, {&late, 1}));
+    CHECK_EQ(core.statistics().nodes, nodes);
+    core.match(tokens, "b");
+    CHECK(core.violations().empty());
+}
+
+TEST(a_refused_fork_evicts_nothing) {
+    CoreConfig config;
+    config.block_tokens = 2;
+    config.device_blocks = 4;
+    config.max_leases = 2;
+    Core core(config);
+    const std::vector<std::int32_t> cached{7, 8, 9};
+    const std::vector<std::int32_t> tokens{1, 2, 3};
+    const LeaseId old = core.match(cached, "").lease;
+    core.allocate(old, 3);
+    core.commit(old, 3, 0);
+    core.release(old, 0);
+    const LeaseId parent = core.match(tokens, "").lease;
+    core.allocate(parent, 6);
+    core.match(cached, "");
+    CHECK_THROWS(UsageError, core.fork(parent, 0));
+    CHECK_EQ(core.statistics().evicted_device_blocks, 0u);
+    CHECK_EQ(core.statistics().leases, 2u);
+    CHECK(core.violations().empty());
+}
+
+TEST(more_than_65535_leases_share_a_block) {
+    constexpr std::uint32_t kLeases = 70'000;
+    Cache cache(kLeases + 10);
+    const LeaseId first = cache.serve({1, 2});
+    std::vector<LeaseId> ids;
+    const std::vector<std::int32_t> tokens{1, 2, 3};
+    for (std::uint32_t i = 0; i < kLeases; ++i) {
+        ids.push_back(cache.core.match(tokens, "").lease);
+        CHECK(cache.core.allocate(ids.back(), 3) == Grant::kReady);
+    }
+    cache.check();
+    CHECK_EQ(cache.core.statistics().leases, kLeases + 1);
+    cache.release(first);
+    CHECK_EQ(cache.core.evict_device(1), 0u);
+    for (const LeaseId id : ids) cache.core.release(id, 0);
+    CHECK_EQ(cache.core.evict_device(kLeases), 1u);
+    CHECK_EQ(cache.core.statistics().device_free, kLeases + 10);
+}
+
+TEST(lease_ids_are_not_reused) {
+    CoreConfig config;
+    config.device_blocks = 1;
+    Core core(config);
+    const std::vector<std::int32_t> tokens{1};
+    std::vector<LeaseId> ids;
+    for (int i = 0; i < 3000; ++i) ids.push_back(core.match(tokens, "").lease);
+    for (const LeaseId id : ids) core.release(id, 0);  // some keep their memory, the rest do not
+    std::set<LeaseId> seen(ids.begin(), ids.end());
+    for (int i = 0; i < 3000; ++i) CHECK(seen.insert(core.match(tokens, "").lease).second);
+    for (const LeaseId id : ids) CHECK_THROWS(LeaseError, core.lease(id));
+}

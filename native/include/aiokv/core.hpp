@@ -112,6 +112,7 @@ class Core {
 
     // leases
     Lease& lease_at(LeaseId id);
+    void require_lease_slot() const;
     std::uint32_t open_context(std::string_view key);
     void close_context_if_unused(std::uint32_t context);
     void set_items(Lease& lease, std::span<const Item> items);
@@ -166,6 +167,7 @@ class Core {
     std::size_t tail_under_way(LeaseId id) const;
     void orphan_tail(Transfer& transfer, Step step);
     void finish_tail(Transfer& transfer, std::uint32_t good_blocks);
+    void hold(NodeId node);
     void unhold(NodeId node);
     bool could_make_host_room(std::size_t blocks) const;
     void take_host_back(std::span<const BlockId> ids);
@@ -247,6 +249,7 @@ class Core {
     std::vector<std::uint32_t> free_contexts_;
     std::unordered_map<std::string, std::uint32_t> context_ids_;
 
+    std::unordered_map<NodeId, std::uint32_t> more_holds_;  // of nodes with kMaxHolds
     std::unordered_map<TransferId, Transfer> transfers_;
     TransferId last_transfer_ = 0;
     std::vector<TransferId> abandoned_;

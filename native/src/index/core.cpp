@@ -20,6 +20,10 @@ const CoreConfig& checked(const CoreConfig& config) {
     if (config.state_slots > kMaxBlocks) {
         throw ConfigError("state_slots must be at most " + str(kMaxBlocks));
     }
+    if (config.max_leases == 0 || config.max_leases > kMaxLeases) {
+        throw ConfigError("max_leases is " + str(config.max_leases) +
+                          "; it must be between 1 and " + str(kMaxLeases));
+    }
     if (config.reserve_blocks >= config.device_blocks) {
         throw ConfigError("reserve_blocks (" + str(config.reserve_blocks) +
                           ") must be below device_blocks (" + str(config.device_blocks) + ")");
@@ -31,6 +35,9 @@ std::optional<ReuseModel> model_of(const CoreConfig& config) {
     if (config.eviction == EvictionKind::kLru) return std::nullopt;
     return ReuseModel(config.block_tokens, std::max(config.device_blocks, config.host_blocks));
 }
+
+// Released leases that keep the memory of their prompt and table for the next ones.
+constexpr std::size_t kSpareLeases = 1024;
 
 // FNV-1a: the same in every process, unlike std::hash.
 std::uint64_t seed_of(std::string_view key) {
@@ -97,10 +104,16 @@ void Core::close_context_if_unused(std::uint32_t index) {
     free_contexts_.push_back(index);
 }
 
+// Asked before anything changes.
+void Core::require_lease_slot() const {
+    if (!free_leases_.empty() || leases_.size() < config_.max_leases) return;
+    throw UsageError(str(config_.max_leases) +
+                     " leases are open, the most that one engine has; release leases");
+}
+
 LeaseId Core::open_lease(Tokens tokens, std::uint32_t context, bool reads, bool writes) {
     auto slot = static_cast<std::uint32_t>(leases_.size());
     if (free_leases_.empty()) {
-        if (slot == kMaxLeases) throw UsageError(str(kMaxLeases) + " leases are out already");
         leases_.emplace_back();
     } else {
         slot = free_leases_.back();
@@ -206,9 +219,15 @@ void Core::release(LeaseId id, Step step) {
     give_back(id, lease, step);
     lease.live = false;
     forget_items(lease);
+    const std::uint32_t context = lease.context;
+    if (free_leases_.size() >= kSpareLeases) {
+        const std::uint32_t generation = lease.generation;
+        lease = Lease{};
+        lease.generation = generation;
+    }
     free_leases_.push_back(static_cast<std::uint32_t>(id));
-    --contexts_[lease.context].leases;
-    close_context_if_unused(lease.context);
+    --contexts_[context].leases;
+    close_context_if_unused(context);
 }
 
 Usage Core::usage(LeaseId id) const {

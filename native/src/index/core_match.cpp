@@ -14,6 +14,7 @@ Hit Core::match(Tokens tokens, std::string_view context, bool reads, bool writes
         throw UsageError("a prompt of " + str(tokens.size()) + " tokens is too long");
     }
     check_items(items, tokens.size());
+    require_lease_slot();
     const LeaseId id = open_lease(tokens, open_context(context), reads, writes);
     Lease& lease = leases_[static_cast<std::uint32_t>(id)];
     if (!items.empty()) set_items(lease, items);

@@ -16,8 +16,23 @@ void Core::take_host_back(std::span<const BlockId> ids) {
     for (const BlockId id : ids) host_.give_back(id);
 }
 
+void Core::hold(NodeId node) {
+    Node& n = tree_[node];
+    if (n.holds == kMaxHolds) {
+        ++more_holds_[node];
+    } else {
+        ++n.holds;
+    }
+}
+
 void Core::unhold(NodeId node) {
     Node& n = tree_[node];
+    if (n.holds == kMaxHolds) {
+        if (const auto more = more_holds_.find(node); more != more_holds_.end()) {
+            if (--more->second == 0) more_holds_.erase(more);
+            return;
+        }
+    }
     --n.holds;
     if (n.has(kDetached)) {
         free_if_unowned(node);
@@ -69,9 +84,8 @@ bool Core::swap_out(LeaseId id, Step step) {
     const std::span<const BlockId> tail =
         std::span(lease.table).subspan(first, std::max(computed, first) - first);
     std::vector<NodeId> unsaved;
-    if (!lease.path.empty() && tree_[lease.path.front()].holds == kMaxHolds) return false;
     for (const NodeId node : lease.path) {
-        ++tree_[node].holds;
+        hold(node);
         if (!tree_[node].has(kHostValid | kHostLoading)) unsaved.push_back(node);
     }
     const std::size_t needed = unsaved.size() + tail.size();
@@ -192,6 +206,7 @@ Fork Core::fork(LeaseId id, Step step) {
         throw LeaseError("only a granted lease whose transfers have ended can be forked");
     }
     if (!windows_.empty()) throw UsageError("a lease with sliding windows cannot be forked");
+    require_lease_slot();
     std::uint32_t needed = 0;
     for (std::size_t i = 0; i < parent.table.size(); ++i) needed += !is_indexed(parent, i);
     if (state_ && (!parent.computes || state_->room() == 0)) return {};
