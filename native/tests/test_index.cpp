@@ -152,27 +152,31 @@ TEST(cooling_ids_are_the_last_to_go) {
 
 // -- tree ------------------------------------------------------------------------------------
 
-TEST(tree_finds_children_of_forks) {  // B3.3, B3.20
+TEST(tree_finds_children_of_forks) {            // B3.3, B3.20
+    constexpr std::int32_t kChildren = 30'000;  // more than one table takes
     PrefixTree tree(2, 1, 0);
     const NodeId root = tree.add_root();
     std::vector<NodeId> children;
-    for (std::int32_t i = 0; i < 1000; ++i) {
+    for (std::int32_t i = 0; i < kChildren; ++i) {
         const std::int32_t tokens[] = {i, -i};
         CHECK_EQ(tree.find_child(root, tokens), kNone);
         children.push_back(tree.find_or_add_child(root, tokens).node);
         CHECK(!tree.find_or_add_child(root, tokens).is_new);
     }
     // every other one goes; the rest is still found, and what went is not
-    for (std::size_t i = 0; i < 1000; i += 2) {
+    for (std::size_t i = 0; i < children.size(); i += 2) {
         tree.unlink(children[i]);
         tree.free(children[i]);
     }
-    for (std::int32_t i = 0; i < 1000; ++i) {
+    for (std::int32_t i = 0; i < kChildren; ++i) {
         const std::int32_t tokens[] = {i, -i};
         const NodeId expected = i % 2 ? children[static_cast<std::size_t>(i)] : kNone;
         CHECK_EQ(tree.find_child(root, tokens), expected);
     }
-    for (std::size_t i = 1; i < 1000; i += 2) {
+    std::set<NodeId> rest;
+    tree.for_each_child(root, [&](NodeId child) { CHECK(rest.insert(child).second); });
+    CHECK_EQ(rest.size(), children.size() / 2);
+    for (std::size_t i = 1; i < children.size(); i += 2) {
         tree.unlink(children[i]);
         tree.free(children[i]);
     }

@@ -21,6 +21,7 @@
 #include "aiokv/reuse_model.hpp"
 #include "aiokv/run_pool.hpp"
 #include "aiokv/side_pool.hpp"
+#include "aiokv/twin_list.hpp"
 
 namespace aiokv {
 
@@ -147,7 +148,7 @@ class Core {
                              std::span<const BlockId> tail_host = {});
     void note_twin(NodeId node);
     void make_host_room(std::size_t blocks, std::vector<NodeId> near_eviction);
-    bool reclaim_one_twin(const std::vector<NodeId>& near_eviction, std::vector<NodeId>& spared);
+    void give_up_twin(BlockId host);
     bool must_save(NodeId node) const;
     static bool can_go(const Node& n) { return n.has(kHostValid | kHostLoading | kBackupFailed); }
 
@@ -217,12 +218,14 @@ class Core {
     void enqueue(NodeId node);
     void dequeue(NodeId node);
     void park(NodeId node);
+    void count_idle_host(const Node& n, int change);
     void unpark_if_free(NodeId node);
     void drop(NodeId node);
     void drop_subtree(NodeId top);
     void detach(NodeId node);
     void free_if_unowned(NodeId node);
     EvictionQueue& queue_of(NodeId node);
+    void set_device(Node& n, BlockId id);
     std::uint32_t evictable() const { return device_queue_.size() + parked_device_; }
 
     // tiers
@@ -233,10 +236,13 @@ class Core {
     PrefixTree tree_;
     DevicePool device_;
     RunPool host_;
+    TwinList twins_;                   // of nodes that no swapped lease holds
     std::optional<ReuseModel> reuse_;  // none: lru
     EvictionQueue device_queue_;       // ref 0 and device VALID, the next victim first
     EvictionQueue host_queue_;         // ref 0 and host VALID only
     std::uint32_t parked_device_ = 0;
+    std::uint32_t idle_host_ = 0;     // queued or parked, host VALID only, not held
+    std::uint32_t device_nodes_ = 0;  // nodes with a device id
 
     std::optional<SidePool> state_;  // working slots of leases, and snapshots of nodes
     std::unordered_map<TransferId, StateMove> moves_;
@@ -253,8 +259,7 @@ class Core {
     std::unordered_map<TransferId, Transfer> transfers_;
     TransferId last_transfer_ = 0;
     std::vector<TransferId> abandoned_;
-    std::vector<NodeId> backups_;  // nodes with kBackupQueued; stale entries lack the flag
-    std::vector<NodeId> twins_;    // nodes with kTwinListed, newest last; stale ones lack the flag
+    std::vector<NodeId> backups_;    // nodes with kBackupQueued; stale entries lack the flag
     std::uint32_t clean_ahead_ = 0;  // no more than can_go() at the front of the device queue
     std::vector<NodeId> scratch_;
 

@@ -19,8 +19,7 @@ enum NodeFlag : std::uint16_t {
     kQueued = 1 << 5,       // in the eviction queue of its fastest tier
     kParked = 1 << 6,       // left that queue because it was blocked; returns to its front
     kBackupQueued = 1 << 7,
-    kRoot = 1 << 8,  // no block; `device` holds the context's index
-    kTwinListed = 1 << 9,
+    kRoot = 1 << 8,           // no block; `device` holds the context's index
     kBackupFailed = 1 << 10,  // may be dropped without another try
     kHasItems = 1 << 11,      // multimodal items touch it; ItemKeys has its key
     kAhead = 1 << 12,         // counted by Core::clean_ahead_

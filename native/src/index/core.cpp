@@ -54,6 +54,7 @@ Core::Core(const CoreConfig& config)
             config.device_blocks),
       device_(config.device_blocks),
       host_(config.host_blocks),
+      twins_(config.host_blocks),
       reuse_(model_of(config)),
       device_queue_(tree_, config.device_blocks, reuse_ ? &*reuse_ : nullptr),
       host_queue_(tree_, config.host_blocks, reuse_ ? &*reuse_ : nullptr) {

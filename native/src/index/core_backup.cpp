@@ -120,49 +120,37 @@ TransferId Core::start_offload(std::vector<NodeId> nodes, std::span<const BlockI
 }
 
 void Core::note_twin(NodeId node) {
-    Node& n = tree_[node];
-    if (n.has(kDetached | kTwinListed)) return;
-    n.set(kTwinListed);
-    twins_.push_back(node);
-    if (twins_.size() <= 2 * std::size_t{host_.capacity()} + 64) return;
-    // Slots that were freed and used again leave stale entries behind.
-    std::sort(twins_.begin(), twins_.end());
-    twins_.erase(std::unique(twins_.begin(), twins_.end()), twins_.end());
-    std::erase_if(twins_, [this](NodeId listed) { return !tree_[listed].has(kTwinListed); });
+    const Node& n = tree_[node];
+    if (!n.has(kDetached) && n.has(kHostValid) && n.has(kDeviceValid) && n.holds == 0) {
+        twins_.add(n.host, node);
+    }
 }
 
-// Until `blocks` host ids are free, as far as that can be. The twins of `near_eviction` stay: their
-// device copies go next.
+// Until `blocks` host ids are free, as far as that can be. The newest twin goes first: its device
+// copy is the last that will be evicted. The twins of `near_eviction` stay: their device copies go
+// next.
 void Core::make_host_room(std::size_t blocks, std::vector<NodeId> near_eviction) {
+    if (host_.free_blocks() >= blocks) return;
     std::sort(near_eviction.begin(), near_eviction.end());
-    std::vector<NodeId> spared;
-    while (host_.free_blocks() < blocks &&
-           (reclaim_one_twin(near_eviction, spared) || evict_one_host())) {
+    for (BlockId host = twins_.newest(); host != kNoBlock && host_.free_blocks() < blocks;) {
+        const BlockId older = twins_.older(host);
+        if (!std::binary_search(near_eviction.begin(), near_eviction.end(), twins_.node_of(host))) {
+            give_up_twin(host);
+        }
+        host = older;
     }
-    twins_.insert(twins_.end(), spared.rbegin(), spared.rend());
+    while (host_.free_blocks() < blocks && evict_one_host()) {
+    }
 }
 
-// The newest twin first: its device copy is the last that will be evicted.
-bool Core::reclaim_one_twin(const std::vector<NodeId>& near_eviction, std::vector<NodeId>& spared) {
-    while (!twins_.empty()) {
-        const NodeId node = twins_.back();
-        twins_.pop_back();
-        Node& n = tree_[node];
-        if (!tree_.is_live(node) || !n.has(kTwinListed)) continue;
-        if (n.holds > 0 || std::binary_search(near_eviction.begin(), near_eviction.end(), node)) {
-            spared.push_back(node);
-            continue;
-        }
-        n.clear(kTwinListed);
-        if (n.pins > 0 || !n.has(kHostValid) || !n.has(kDeviceValid)) continue;
-        host_.give_back(n.host);
-        n.host = kNoBlock;
-        n.clear(kHostValid);
-        if (n.has(kAhead)) clean_ahead_ = 0;
-        ++counters_.reclaimed_twins;
-        return true;
-    }
-    return false;
+void Core::give_up_twin(BlockId host) {
+    Node& n = tree_[twins_.node_of(host)];
+    twins_.remove(host);
+    host_.give_back(host);
+    n.host = kNoBlock;
+    n.clear(kHostValid);
+    if (n.has(kAhead)) clean_ahead_ = 0;
+    ++counters_.reclaimed_twins;
 }
 
 // Evicting the node now would lose a block that the policy promised to keep.

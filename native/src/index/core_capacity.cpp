@@ -19,10 +19,24 @@ void Core::enqueue(NodeId node) {
     if (n.has(kDeviceLoading)) return;  // its transfer enqueues it
     queue_of(node).push_back(node);
     n.set(kQueued);
+    count_idle_host(n, +1);
+}
+
+// Called with each change of kQueued | kParked or of holds.
+void Core::count_idle_host(const Node& n, int change) {
+    if (n.has(kDeviceValid) || n.holds > 0) return;
+    idle_host_ += static_cast<std::uint32_t>(change);
+}
+
+void Core::set_device(Node& n, BlockId id) {
+    device_nodes_ += id != kNoBlock;
+    device_nodes_ -= n.device != kNoBlock;
+    n.device = id;
 }
 
 void Core::dequeue(NodeId node) {
     Node& n = tree_[node];
+    if (n.has(kQueued | kParked)) count_idle_host(n, -1);
     if (n.has(kQueued)) queue_of(node).remove(node);
     if (n.has(kParked)) parked_device_ -= n.has(kDeviceValid);
     if (n.has(kAhead)) clean_ahead_ -= clean_ahead_ > 0;
@@ -33,6 +47,7 @@ void Core::park(NodeId node) {
     dequeue(node);
     Node& n = tree_[node];
     n.set(kParked);
+    count_idle_host(n, +1);
     parked_device_ += n.has(kDeviceValid);
 }
 
@@ -45,6 +60,7 @@ void Core::unpark_if_free(NodeId node) {
     dequeue(node);
     queue_of(node).push_front(node);
     tree_[node].set(kQueued);
+    count_idle_host(n, +1);
     if (n.has(kDeviceValid) && !can_go(n)) clean_ahead_ = 0;  // it is in front of them now
 }
 
@@ -62,12 +78,15 @@ void Core::unref(NodeId node) {
 void Core::free_if_unowned(NodeId node) {
     Node& n = tree_[node];
     if (n.pins > 0) return;
-    if (n.host != kNoBlock) host_.give_back(n.host);
+    if (n.host != kNoBlock) {
+        twins_.remove(n.host);
+        host_.give_back(n.host);
+    }
     n.host = kNoBlock;
     n.clear(kHostValid);
     if (n.refs > 0) return;
     if (n.device != kNoBlock) device_.give_back(n.device);
-    n.device = kNoBlock;
+    set_device(n, kNoBlock);
     if (n.holds == 0) tree_.free(node);
 }
 
@@ -78,6 +97,7 @@ void Core::detach(NodeId node) {
     n.parent = kNone;
     n.set(kDetached);
     n.clear(kBackupQueued);
+    if (n.has(kHostValid)) twins_.remove(n.host);
     if (n.has(kHasSides)) {
         if (state_) state_->forget(node);
         for (WindowGroup& group : windows_) group.pool.forget(node);
@@ -118,8 +138,9 @@ void Core::release_device_copy(NodeId node) {
     Node& n = tree_[node];
     dequeue(node);
     device_.give_back(n.device);
-    n.device = kNoBlock;
+    set_device(n, kNoBlock);
     n.clear(kDeviceValid);
+    if (n.has(kHostValid)) twins_.remove(n.host);
     tree_.count_device_child(node, -1);
     ++counters_.evicted_device_blocks;
     if (!n.has(kHostValid)) return drop(node);

@@ -188,6 +188,9 @@ std::vector<std::string> Core::violations() const {
     std::uint32_t queued_device = 0;
     std::uint32_t queued_host = 0;
     std::uint32_t parked_device = 0;
+    std::uint32_t idle_host = 0;
+    std::uint32_t device_nodes = 0;
+    std::uint32_t twins = 0;
     for (NodeId node = 0; node < tree_.slots(); ++node) {
         const Node& n = tree_[node];
         if (!tree_.is_live(node) || n.has(kRoot)) continue;
@@ -202,6 +205,12 @@ std::vector<std::string> Core::violations() const {
                        holds[node]);
         report.require(n.pins == pins[node], "I3: node ", node, " counts ", n.pins + 0, " pins of ",
                        pins[node]);
+        device_nodes += n.device != kNoBlock;
+        idle_host += n.has(kQueued | kParked) && !n.has(kDeviceValid) && n.holds == 0;
+        const bool is_twin = n.has(kHostValid) && n.has(kDeviceValid) && n.holds == 0;
+        twins += is_twin && !n.has(kDetached);
+        report.require(!is_twin || n.has(kDetached) || twins_.node_of(n.host) == node,
+                       "I6: the host copy of node ", node, " is not among those that can go");
         queued_device += n.has(kQueued) && n.has(kDeviceValid);
         queued_host += n.has(kQueued) && !n.has(kDeviceValid);
         parked_device += n.has(kParked) && n.has(kDeviceValid);
@@ -230,6 +239,11 @@ std::vector<std::string> Core::violations() const {
     report.require(queued_device == device_queue_.size() && queued_host == host_queue_.size() &&
                        parked_device == parked_device_,
                    "I6: the eviction queues miscount");
+    report.require(idle_host == idle_host_ && twins == twins_.size(), "I6: ", idle_host,
+                   " host blocks and ", twins, " host copies can go, not ", idle_host_, " and ",
+                   twins_.size());
+    report.require(device_nodes == device_nodes_, "I1: ", device_nodes,
+                   " nodes have a device id, not ", device_nodes_);
     report.require(nodes_with_items == tree_.item_keys().nodes(), "I5: ", nodes_with_items,
                    " nodes have items, ", tree_.item_keys().nodes(), " are listed");
     report.require(item_refs == tree_.item_keys().total_refs(), "I5: the keys of items count ",
@@ -266,23 +280,20 @@ CoreStatistics Core::statistics() const {
     s.device_cooling = device_.cooling_blocks();
     s.host_free = host_.free_blocks();
     s.evictable_blocks = evictable();
-    s.device_leased = 0;
-    s.leases = 0;
-    for (const Lease& lease : leases_) {
-        s.leases += lease.live;
-        for (std::size_t i = 0; i < lease.table.size(); ++i) {
-            s.device_leased += is_private(lease, i);
-        }
-    }
+    s.leases = static_cast<std::uint32_t>(leases_.size() - free_leases_.size());
     s.device_in_flight = s.host_in_flight = 0;
+    std::uint32_t orphans = 0;
     for (const auto& [id, transfer] : transfers_) {
         const auto nodes = static_cast<std::uint32_t>(transfer.nodes.size());
         const auto tail = static_cast<std::uint32_t>(transfer.device_blocks.size()) - nodes;
         const bool is_onload = transfer.direction == Direction::kOnload;
-        s.device_in_flight += (is_onload ? nodes : 0) + (transfer.orphaned ? tail : 0);
+        orphans += transfer.orphaned ? tail : 0;
+        s.device_in_flight += is_onload ? nodes : 0;
         s.host_in_flight += is_onload ? tail : nodes + tail;
     }
-    s.device_cached = device_.capacity() - s.device_free - s.device_leased - s.device_in_flight;
+    s.device_cached = device_nodes_ - s.device_in_flight;
+    s.device_in_flight += orphans;
+    s.device_leased = device_.capacity() - s.device_free - s.device_cached - s.device_in_flight;
     s.host_cached = host_.capacity() - s.host_free - s.host_in_flight;
     s.state_free = state_ ? state_->free_ids() : 0;
     s.state_snapshots = state_ ? state_->attached() : 0;

@@ -80,7 +80,7 @@ NodeId Core::publish_block(Lease& lease, NodeId parent, std::uint32_t index) {
     if (n.refs++ == 0 && !is_new) dequeue(node);
     if (reuse_) n.reuse_class = reuse_->class_at(lease.classes, index);
     if (n.has(kDeviceResident)) return node;
-    n.device = lease.table[index];
+    set_device(n, lease.table[index]);
     n.set(kDeviceValid);
     tree_.count_device_child(node, +1);
     ++counters_.published_blocks;
@@ -101,7 +101,7 @@ bool Core::shed_detached(Lease& lease) {
     for (std::size_t i = lease.path.size(); i-- > first;) {
         Node& node = tree_[lease.path[i]];
         if (node.device == lease.table[i]) {
-            node.device = kNoBlock;
+            set_device(node, kNoBlock);
             node.clear(kDeviceResident);
         }
         unref(lease.path[i]);

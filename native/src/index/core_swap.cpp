@@ -18,6 +18,10 @@ void Core::take_host_back(std::span<const BlockId> ids) {
 
 void Core::hold(NodeId node) {
     Node& n = tree_[node];
+    if (n.holds == 0) {
+        if (n.has(kQueued | kParked)) count_idle_host(n, -1);
+        if (n.has(kHostValid)) twins_.remove(n.host);
+    }
     if (n.holds == kMaxHolds) {
         ++more_holds_[node];
     } else {
@@ -34,6 +38,10 @@ void Core::unhold(NodeId node) {
         }
     }
     --n.holds;
+    if (n.holds == 0) {
+        if (n.has(kQueued | kParked)) count_idle_host(n, +1);
+        note_twin(node);
+    }
     if (n.has(kDetached)) {
         free_if_unowned(node);
     } else {
@@ -59,14 +67,7 @@ TransferId Core::saving(LeaseId id) const {
 
 // Whether make_host_room would succeed; so that an attempt in vain evicts nothing.
 bool Core::could_make_host_room(std::size_t blocks) const {
-    std::size_t room = host_.free_blocks();
-    for (NodeId node = 0; room < blocks && node < tree_.slots(); ++node) {
-        const Node& n = tree_[node];
-        if (!tree_.is_live(node) || n.has(kRoot | kDetached | kDeviceLoading)) continue;
-        if (!n.has(kHostValid) || n.pins > 0 || n.holds > 0) continue;
-        room += n.has(kDeviceValid) ? n.has(kTwinListed) : n.refs == 0;
-    }
-    return room >= blocks;
+    return std::size_t{host_.free_blocks()} + twins_.size() + idle_host_ >= blocks;
 }
 
 // Begins to move the table; swap_out of the lease is 0 when nothing had to be copied. Returns
