@@ -147,7 +147,9 @@ class Core {
     TransferId start_offload(std::vector<NodeId> nodes, std::span<const BlockId> tail_device = {},
                              std::span<const BlockId> tail_host = {});
     void note_twin(NodeId node);
-    void make_host_room(std::size_t blocks, std::vector<NodeId> near_eviction);
+    void make_host_room(std::size_t blocks, std::uint32_t near_blocks);
+    void forget_ahead();
+    void leave_ahead(NodeId node);
     void give_up_twin(BlockId host);
     bool must_save(NodeId node) const;
     static bool can_go(const Node& n) { return n.has(kHostValid | kHostLoading | kBackupFailed); }
@@ -259,8 +261,11 @@ class Core {
     std::unordered_map<TransferId, Transfer> transfers_;
     TransferId last_transfer_ = 0;
     std::vector<TransferId> abandoned_;
-    std::vector<NodeId> backups_;    // nodes with kBackupQueued; stale entries lack the flag
-    std::uint32_t clean_ahead_ = 0;  // no more than can_go() at the front of the device queue
+    std::vector<NodeId> backups_;  // nodes with kBackupQueued; stale entries lack the flag
+    // The front of the device queue up to ahead_last_ was looked at: clean_ahead_ of it can go, or
+    // fewer than that are counted. kNone: nothing was.
+    NodeId ahead_last_ = kNone;
+    std::uint32_t clean_ahead_ = 0;
     std::vector<NodeId> scratch_;
 
     std::uint64_t version_ = 1;  // changes whenever a walked path may have become wrong

@@ -37,9 +37,11 @@ void Core::set_device(Node& n, BlockId id) {
 void Core::dequeue(NodeId node) {
     Node& n = tree_[node];
     if (n.has(kQueued | kParked)) count_idle_host(n, -1);
-    if (n.has(kQueued)) queue_of(node).remove(node);
+    if (n.has(kQueued)) {
+        if (n.has(kDeviceValid)) leave_ahead(node);
+        queue_of(node).remove(node);
+    }
     if (n.has(kParked)) parked_device_ -= n.has(kDeviceValid);
-    if (n.has(kAhead)) clean_ahead_ -= clean_ahead_ > 0;
     n.clear(kQueued | kParked | kAhead);
 }
 
@@ -61,7 +63,10 @@ void Core::unpark_if_free(NodeId node) {
     queue_of(node).push_front(node);
     tree_[node].set(kQueued);
     count_idle_host(n, +1);
-    if (n.has(kDeviceValid) && !can_go(n)) clean_ahead_ = 0;  // it is in front of them now
+    if (!n.has(kDeviceValid) || ahead_last_ == kNone) return;
+    if (!can_go(n)) return forget_ahead();  // it is in front of them now
+    tree_[node].set(kAhead);
+    ++clean_ahead_;
 }
 
 void Core::unref(NodeId node) {

@@ -82,7 +82,7 @@ void Core::classify(Lease& lease) {
     if (lease.classes.empty()) {
         const std::uint64_t epoch = reuse_->epoch();
         reuse_->observe(lease.tokens, contexts_[lease.context].seed, lease.classes);
-        if (reuse_->epoch() != epoch) clean_ahead_ = 0;  // others may be in front now
+        if (reuse_->epoch() != epoch) forget_ahead();  // others may be in front now
         device_queue_.refresh();
         host_queue_.refresh();
     }

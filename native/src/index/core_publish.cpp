@@ -14,9 +14,13 @@ void Core::append(LeaseId id, Tokens tokens) {
                          str(lease.tokens.size()) + ": the lease has " + str(lease.num_tokens) +
                          " positions");
     }
-    promises_.remove(lease);  // what it reads of the lease changes
+    const std::size_t block_tokens = config_.block_tokens;
+    const bool names_more_blocks =
+        lease.frontier != kNone &&
+        lease.tokens.size() % block_tokens + tokens.size() >= block_tokens;
+    if (names_more_blocks) promises_.remove(lease);
     lease.tokens.insert(lease.tokens.end(), tokens.begin(), tokens.end());
-    if (lease.frontier != kNone) promises_.add(lease);
+    if (names_more_blocks) promises_.add(lease);
 }
 
 std::uint32_t Core::commit(LeaseId id, std::int64_t num_tokens, Step step) {

@@ -90,7 +90,7 @@ bool Core::swap_out(LeaseId id, Step step) {
         if (!tree_[node].has(kHostValid | kHostLoading)) unsaved.push_back(node);
     }
     const std::size_t needed = unsaved.size() + tail.size();
-    if (could_make_host_room(needed)) make_host_room(needed, {});
+    if (could_make_host_room(needed)) make_host_room(needed, 0);
     if (host_.free_blocks() < needed) {
         for (const NodeId node : lease.path) unhold(node);
         return false;

@@ -46,7 +46,7 @@ void Core::forget_host() {
         n.host = kNoBlock;
         n.clear(kHostValid);
     }
-    clean_ahead_ = 0;
+    forget_ahead();
     ++version_;
 }
 
