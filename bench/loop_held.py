@@ -9,9 +9,9 @@ Each verb is called some hundred times; its callbacks count as calls of it.
 * ``verbs_over_1_ms``: how many have a longest call above 1 ms. ``reset``, ``resize`` and ``dump``
   visit everything by design and are not called.
 
-``fill_*`` are the calls that fill the cache: some of these enlarge a table, or sort an eviction queue
-anew. The garbage collector is off: a pass over all objects of this many requests takes longer than
-any verb, and a server calls ``gc.freeze()``.
+``fill_*`` are the calls that fill the cache: some of these enlarge a table or sort the eviction
+queue. The garbage collector is off: one pass over the objects of this many requests takes longer
+than any verb, and a server calls ``gc.freeze()``.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from aiokv import CacheConfig, CacheEngine
-from aiokv.errors import InternalError
+from aiokv.errors import AllocateTimeout, InternalError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Iterator
 
     from aiokv import Lease
+    from aiokv.types import Tier
 
 T = TypeVar("T")
 BLOCK_TOKENS = 16
@@ -213,7 +214,9 @@ class _Bench:
             self.leases[i].commit(LEASE_BLOCKS * BLOCK_TOKENS)
             if i % 2_000 == 0:
                 await engine.drain()
-        self.leases += [self._match(self._prompt(LEASE_BLOCKS)) for _ in range(sizes.leases - granted)]
+        self.leases += [
+            self._match(self._prompt(LEASE_BLOCKS)) for _ in range(sizes.leases - granted)
+        ]
         for _ in range(sizes.pins):
             tokens, salt = self.cached.pop(0)
             await engine.pin(tokens, salt=salt)
@@ -259,6 +262,12 @@ class _Bench:
             await self._backups_pass()
             watch.call("truncate", lease.truncate, tokens + 1)
             watch.call("fork", lease.fork).release()
+        for _ in range(calls):  # each evicts as many blocks as it takes, and backs up as many
+            lease = self._match(self._prompt(LEASE_BLOCKS))
+            watch.call("evict_and_allocate", lease.try_allocate, tokens)
+            watch.call("evict_and_commit", lease.commit, tokens)
+            await self._backups_pass()
+            leases.append(lease)
         watch.call("extend_256", engine.extend, leases[:256], 1)
         for lease in leases[::2]:
             await (await watch.start("preempt", lease.preempt()))
@@ -281,21 +290,21 @@ class _Bench:
         await self.engine.drain()
 
     async def _residency(self) -> None:
-        watch, engine = self.watch, self.engine
-        on_device = self._taken(2 * self.sizes.calls)
+        watch, engine, calls = self.watch, self.engine, self.sizes.calls
+        on_device, self.cached = self.cached[-2 * calls :], self.cached[: -2 * calls]
         for tokens, salt in on_device[::2]:
             pin = await (await watch.start("pin", engine.pin(tokens, salt=salt)))
             watch.call("pin_release", pin.release)
             await _passes()
         for tokens, salt in on_device[1::2]:
             await (await watch.start("prefetch", engine.prefetch(tokens, salt=salt)))
-        for tier in ("device", "host"):
-            for _ in range(self.sizes.calls):
+        on_host = self.cached[:calls]  # the holder of the quota evicted the oldest
+        for tokens, salt in on_host:
+            await (await watch.start("prefetch_from_host", engine.prefetch(tokens, salt=salt)))
+        tiers: tuple[Tier, ...] = ("device", "host")
+        for tier in tiers:
+            for _ in range(calls):
                 await (await watch.start(f"evict_64_{tier}", engine.evict(64, tier)))
-
-    def _taken(self, number: int) -> list[tuple[np.ndarray, str]]:
-        taken, self.cached = self.cached[-number:], self.cached[:-number]
-        return taken
 
     async def _lines(self, waiting: dict[str, list[asyncio.Task[Any]]]) -> None:
         watch, engine, calls = self.watch, self.engine, self.sizes.calls
@@ -327,12 +336,26 @@ class _Bench:
                 await _passes()
         watch.call("release_awaited", self.owner.release)
         await _passes()
+        for _ in range(calls):
+            task = await watch.start("timeout", _timed_out(self._match(self._prompt(1))))
+            await task
+        quiesce = await watch.start("quiesce", engine.quiesce())
+        for lease in self.leases[1 + 2 * calls : 1 + 4 * calls : 2]:
+            watch.call("release_while_quiescing", lease.release)
+            await _passes()
         watch.verb = ""
+        await _cancel_all([quiesce])
 
 
 async def _allocate(lease: Lease, num_tokens: int, **options: Any) -> None:
     async with lease:
         await lease.allocate(num_tokens, **options)
+
+
+async def _timed_out(lease: Lease) -> None:
+    """Stand in line until a deadline that is past."""
+    with contextlib.suppress(AllocateTimeout):
+        await _allocate(lease, 5, timeout=0)
 
 
 async def _passes() -> None:

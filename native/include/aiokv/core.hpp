@@ -133,6 +133,7 @@ class Core {
     std::size_t border_before(std::size_t length) const;
     void announce(Lease& lease);
     void withdraw(Lease& lease);
+    void set_granted(Lease& lease, bool granted);
     bool shed_detached(Lease& lease);
     NodeId publish_block(Lease& lease, NodeId parent, std::uint32_t index);
     bool is_private(const Lease& lease, std::size_t index) const;
@@ -227,7 +228,6 @@ class Core {
     void detach(NodeId node);
     void free_if_unowned(NodeId node);
     EvictionQueue& queue_of(NodeId node);
-    void set_device(Node& n, BlockId id);
     std::uint32_t evictable() const { return device_queue_.size() + parked_device_; }
 
     // tiers
@@ -253,6 +253,7 @@ class Core {
     std::deque<Lease> leases_;
     Promises promises_{leases_, config_.block_tokens};
     std::vector<std::uint32_t> free_leases_;
+    std::uint32_t computing_leases_ = 0;  // granted, and not only to hold
     std::deque<Context> contexts_;
     std::vector<std::uint32_t> free_contexts_;
     std::unordered_map<std::string, std::uint32_t> context_ids_;

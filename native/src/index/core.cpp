@@ -185,6 +185,11 @@ void Core::truncate(LeaseId id, std::int64_t num_tokens, Step step) {
     fit_windows(lease, step);
 }
 
+void Core::set_granted(Lease& lease, bool granted) {
+    if (lease.computes && granted != lease.granted) computing_leases_ += granted ? 1 : -1;
+    lease.granted = granted;
+}
+
 void Core::free_table(Lease& lease, Step step) {
     for (std::size_t i = lease.table.size(); i-- > 0;) {
         device_.use_in(lease.table[i], step);
@@ -204,7 +209,8 @@ void Core::give_back(LeaseId id, Lease& lease, Step step) {
     }
     give_state_back(lease, step);
     give_windows_back(lease, step);
-    lease.granted = lease.failed = false;
+    set_granted(lease, false);
+    lease.failed = false;
     lease.num_tokens = lease.computed_tokens = lease.cached_tokens = 0;
     lease.version = 0;
     lease.path.clear();

@@ -17,9 +17,13 @@ EvictionQueue& Core::queue_of(NodeId node) {
 void Core::enqueue(NodeId node) {
     Node& n = tree_[node];
     if (n.has(kDeviceLoading)) return;  // its transfer enqueues it
-    queue_of(node).push_back(node);
+    if (n.has(kDeviceValid)) {
+        device_queue_.push_back(node);
+    } else {
+        host_queue_.push_back(node);
+        count_idle_host(n, +1);
+    }
     n.set(kQueued);
-    count_idle_host(n, +1);
 }
 
 // Called with each change of kQueued | kParked or of holds.
@@ -28,20 +32,18 @@ void Core::count_idle_host(const Node& n, int change) {
     idle_host_ += static_cast<std::uint32_t>(change);
 }
 
-void Core::set_device(Node& n, BlockId id) {
-    device_nodes_ += id != kNoBlock;
-    device_nodes_ -= n.device != kNoBlock;
-    n.device = id;
-}
-
 void Core::dequeue(NodeId node) {
     Node& n = tree_[node];
-    if (n.has(kQueued | kParked)) count_idle_host(n, -1);
-    if (n.has(kQueued)) {
-        if (n.has(kDeviceValid)) leave_ahead(node);
-        queue_of(node).remove(node);
+    if (!n.has(kQueued | kParked)) return;
+    if (!n.has(kDeviceValid)) {
+        count_idle_host(n, -1);
+        if (n.has(kQueued)) host_queue_.remove(node);
+    } else if (n.has(kParked)) {
+        --parked_device_;
+    } else {
+        if (n.has(kAhead) || node == ahead_last_) leave_ahead(node);
+        device_queue_.remove(node);
     }
-    if (n.has(kParked)) parked_device_ -= n.has(kDeviceValid);
     n.clear(kQueued | kParked | kAhead);
 }
 
@@ -90,8 +92,11 @@ void Core::free_if_unowned(NodeId node) {
     n.host = kNoBlock;
     n.clear(kHostValid);
     if (n.refs > 0) return;
-    if (n.device != kNoBlock) device_.give_back(n.device);
-    set_device(n, kNoBlock);
+    if (n.device != kNoBlock) {
+        device_.give_back(n.device);
+        --device_nodes_;
+    }
+    n.device = kNoBlock;
     if (n.holds == 0) tree_.free(node);
 }
 
@@ -143,12 +148,13 @@ void Core::release_device_copy(NodeId node) {
     Node& n = tree_[node];
     dequeue(node);
     device_.give_back(n.device);
-    set_device(n, kNoBlock);
+    n.device = kNoBlock;
+    --device_nodes_;
     n.clear(kDeviceValid);
-    if (n.has(kHostValid)) twins_.remove(n.host);
     tree_.count_device_child(node, -1);
     ++counters_.evicted_device_blocks;
     if (!n.has(kHostValid)) return drop(node);
+    twins_.remove(n.host);
     ++version_;
     enqueue(node);
     unpark_if_free(n.parent);

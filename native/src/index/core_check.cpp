@@ -152,7 +152,9 @@ std::vector<std::string> Core::violations() const {
     std::vector<std::uint32_t> holds(tree_.slots(), 0);
     std::uint64_t item_refs = tree_.item_keys().nodes();
     std::size_t nodes_with_items = 0;
+    std::uint32_t computing_leases = 0;
     for (const Lease& lease : leases_) {
+        computing_leases += lease.granted && lease.computes;
         for (const ItemKey key : lease.item_keys) item_refs += key != kNoItems;
         if (!lease.live) continue;
         if (lease.swapped || lease.swap_out != 0) {
@@ -242,6 +244,8 @@ std::vector<std::string> Core::violations() const {
     report.require(idle_host == idle_host_ && twins == twins_.size(), "I6: ", idle_host,
                    " host blocks and ", twins, " host copies can go, not ", idle_host_, " and ",
                    twins_.size());
+    report.require(computing_leases == computing_leases_, "I1: ", computing_leases,
+                   " leases compute, not ", computing_leases_);
     report.require(device_nodes == device_nodes_, "I1: ", device_nodes,
                    " nodes have a device id, not ", device_nodes_);
     report.require(nodes_with_items == tree_.item_keys().nodes(), "I5: ", nodes_with_items,

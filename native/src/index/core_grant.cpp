@@ -113,7 +113,7 @@ void Core::take_blocks(LeaseId id, Lease& lease, std::uint32_t total_blocks) {
     if (!lease.swapped) lease.computed_tokens = hits * config_.block_tokens;
     lease.cached_tokens = lease.computed_tokens;
     lease.epoch = epoch_;
-    lease.granted = true;
+    set_granted(lease, true);
     classify(lease);
     counters_.hit_device_tokens += std::uint64_t{lease.device_hit} * config_.block_tokens;
     counters_.hit_host_tokens += std::uint64_t{lease.host_hit} * config_.block_tokens;

@@ -84,7 +84,8 @@ NodeId Core::publish_block(Lease& lease, NodeId parent, std::uint32_t index) {
     if (n.refs++ == 0 && !is_new) dequeue(node);
     if (reuse_) n.reuse_class = reuse_->class_at(lease.classes, index);
     if (n.has(kDeviceResident)) return node;
-    set_device(n, lease.table[index]);
+    n.device = lease.table[index];
+    ++device_nodes_;
     n.set(kDeviceValid);
     tree_.count_device_child(node, +1);
     ++counters_.published_blocks;
@@ -105,7 +106,8 @@ bool Core::shed_detached(Lease& lease) {
     for (std::size_t i = lease.path.size(); i-- > first;) {
         Node& node = tree_[lease.path[i]];
         if (node.device == lease.table[i]) {
-            set_device(node, kNoBlock);
+            node.device = kNoBlock;
+            --device_nodes_;
             node.clear(kDeviceResident);
         }
         unref(lease.path[i]);

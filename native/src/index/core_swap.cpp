@@ -120,7 +120,7 @@ void Core::finish_swap_out(Lease& lease, bool moved) {
         return;
     }
     free_table(lease, 0);
-    lease.granted = false;
+    set_granted(lease, false);
     lease.swapped = true;
     lease.num_tokens = 0;
     trim_swapped(lease);
@@ -242,7 +242,7 @@ Fork Core::fork(LeaseId id, Step step) {
     child.prompt_tokens = source.prompt_tokens;
     child.device_hit = blocks_for(source.computed_tokens);
     child.epoch = source.epoch;
-    child.granted = true;
+    set_granted(child, true);
     if (state_) {
         child.state_slot = take_slot();
         child.state_valid = true;

@@ -21,7 +21,8 @@ void Core::start_onload(LeaseId id, Lease& lease, std::uint32_t first_host_block
     for (std::size_t i = first_host_block; i < lease.path.size(); ++i) {
         const NodeId node = lease.path[i];
         Node& n = tree_[node];
-        set_device(n, lease.table[i]);
+        n.device = lease.table[i];
+        ++device_nodes_;
         n.set(kDeviceLoading);
         n.next = transfer_id;
         ++n.pins;
@@ -118,7 +119,8 @@ void Core::cancel_onload(Transfer& transfer) {
             continue;
         }
         device_.give_back(n.device);
-        set_device(n, kNoBlock);
+        n.device = kNoBlock;
+        --device_nodes_;
         n.clear(kDeviceLoading);
         tree_.count_device_child(node, -1);
         enqueue(node);
