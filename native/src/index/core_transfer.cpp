@@ -154,11 +154,15 @@ void Core::finish_offload(Transfer& transfer, std::uint32_t good) {
 
 // cached_tokens of every lease that joined falls to its first bad block.
 void Core::fail_leases(const Transfer& transfer, NodeId first_bad) {
+    std::size_t depth = 0;  // of the node, which is the same in every path
     for (const LeaseId id : transfer.leases) {
         Lease& lease = lease_at(id);
-        const auto bad = std::find(lease.path.begin(), lease.path.end(), first_bad);
-        if (bad == lease.path.end()) continue;
-        fail_lease(lease, static_cast<std::uint32_t>(bad - lease.path.begin()));
+        if (depth >= lease.path.size() || lease.path[depth] != first_bad) {
+            const auto bad = std::find(lease.path.begin(), lease.path.end(), first_bad);
+            if (bad == lease.path.end()) continue;
+            depth = static_cast<std::size_t>(bad - lease.path.begin());
+        }
+        fail_lease(lease, static_cast<std::uint32_t>(depth));
     }
 }
 
