@@ -58,7 +58,7 @@ class CacheConfig:
             near, and none is evicted unsaved while the host has room; ``"none"``: never.
         write_through_threshold: the n of the selective policy; computing a block is its first use.
         low_watermark_blocks: device blocks that are kept free or saved ahead of eviction; None
-            for a thirty-second of ``device_blocks``.
+            for a thirty-second of ``device_blocks``, at most 8,192.
         eviction_policy: which blocks go first. ``"s3fifo"``: after S3-FIFO, with its FIFO queues
             and ghost list, but one queue for each kind of use and age rather than a small and a
             main one; which of them gives the next block adapts to how often such prompts were
@@ -164,7 +164,7 @@ class CacheConfig:
         """``low_watermark_blocks``, or its default."""
         if self.low_watermark_blocks is not None:
             return min(self.low_watermark_blocks, self.device_blocks)
-        return self.device_blocks // 32
+        return min(self.device_blocks // 32, 8_192)
 
     @property
     def min_onload_blocks(self) -> int:

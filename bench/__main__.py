@@ -28,6 +28,7 @@ BENCHES = (
     "cancel_storm",
     "shutdown",
     "ranks",
+    "loop_held",
 )
 
 

@@ -17,12 +17,6 @@ std::vector<BlockId> lowest(BlockPool& pool, std::size_t count) {
     return ids;
 }
 
-std::vector<BlockId> runs(BlockPool& pool, std::size_t count) {
-    std::vector<BlockId> ids(count);
-    pool.take_runs(ids);
-    return ids;
-}
-
 std::vector<BlockId> range(BlockId first, BlockId last) {
     std::vector<BlockId> ids(static_cast<std::size_t>(last - first));
     std::iota(ids.begin(), ids.end(), first);
@@ -138,22 +132,6 @@ TEST(pool_resizes) {  // B1.7, B1.8, B1.9, B1.14
     CHECK(lowest(pool, 65) == range(0, 65));
 }
 
-TEST(pool_prefers_long_runs) {
-    BlockPool pool(300);
-    lowest(pool, 300);
-    for (BlockId id = 10; id < 14; ++id) pool.give_back(id);
-    for (BlockId id = 60; id < 200; ++id) pool.give_back(id);
-    for (BlockId id = 250; id < 256; ++id) pool.give_back(id);
-    CHECK(runs(pool, 0).empty());
-    CHECK(runs(pool, 3) == range(10, 13));  // the smallest run that holds all
-    CHECK(runs(pool, 5) == range(250, 255));
-    CHECK(runs(pool, 140) == range(60, 200));
-    CHECK_EQ(pool.free_blocks(), 2u);
-    auto rest = runs(pool, 2);
-    std::sort(rest.begin(), rest.end());
-    CHECK(rest == (std::vector<BlockId>{13, 255}));
-}
-
 TEST(cooling_ids_are_the_last_to_go) {
     DevicePool pool(4);
     std::vector<BlockId> ids(3);
@@ -174,27 +152,31 @@ TEST(cooling_ids_are_the_last_to_go) {
 
 // -- tree ------------------------------------------------------------------------------------
 
-TEST(tree_finds_children_of_forks) {  // B3.3, B3.20
+TEST(tree_finds_children_of_forks) {            // B3.3, B3.20
+    constexpr std::int32_t kChildren = 30'000;  // more than one table takes
     PrefixTree tree(2, 1, 0);
     const NodeId root = tree.add_root();
     std::vector<NodeId> children;
-    for (std::int32_t i = 0; i < 1000; ++i) {
+    for (std::int32_t i = 0; i < kChildren; ++i) {
         const std::int32_t tokens[] = {i, -i};
         CHECK_EQ(tree.find_child(root, tokens), kNone);
         children.push_back(tree.find_or_add_child(root, tokens).node);
         CHECK(!tree.find_or_add_child(root, tokens).is_new);
     }
     // every other one goes; the rest is still found, and what went is not
-    for (std::size_t i = 0; i < 1000; i += 2) {
+    for (std::size_t i = 0; i < children.size(); i += 2) {
         tree.unlink(children[i]);
         tree.free(children[i]);
     }
-    for (std::int32_t i = 0; i < 1000; ++i) {
+    for (std::int32_t i = 0; i < kChildren; ++i) {
         const std::int32_t tokens[] = {i, -i};
         const NodeId expected = i % 2 ? children[static_cast<std::size_t>(i)] : kNone;
         CHECK_EQ(tree.find_child(root, tokens), expected);
     }
-    for (std::size_t i = 1; i < 1000; i += 2) {
+    std::set<NodeId> rest;
+    tree.for_each_child(root, [&](NodeId child) { CHECK(rest.insert(child).second); });
+    CHECK_EQ(rest.size(), children.size() / 2);
+    for (std::size_t i = 1; i < children.size(); i += 2) {
         tree.unlink(children[i]);
         tree.free(children[i]);
     }
@@ -400,4 +382,82 @@ TEST(contexts_share_nothing) {  // C2.2
     cache.release(a);
     CHECK_EQ(cache.core.match(tokens, "b").device_blocks, 0u);
     CHECK_EQ(cache.core.match(tokens, "a").device_blocks, 1u);
+}
+
+// -- the limit of leases ---------------------------------------------------------------------
+
+TEST(a_refused_match_leaves_nothing_behind) {
+    CoreConfig config;
+    config.block_tokens = 2;
+    config.device_blocks = 8;
+    config.max_leases = 2;
+    Core core(config);
+    const std::vector<std::int32_t> tokens{1, 2, 3};
+    const LeaseId a = core.match(tokens, "a").lease;
+    core.match(tokens, "a");
+    const std::uint32_t nodes = core.statistics().nodes;
+    const Item late{"image", 2, 5};
+    CHECK_THROWS(UsageError, core.match(tokens, "b"));
+    CHECK_THROWS(UsageError, core.match({}, "c"));
+    CHECK_THROWS(UsageError, core.match(tokens, "d", true, true, {&late, 1}));
+    CHECK_EQ(core.statistics().nodes, nodes);
+    CHECK_EQ(core.statistics().leases, 2u);
+    core.release(a, 0);
+    CHECK_THROWS(UsageError, core.match(tokens, "d", true, true, {&late, 1}));
+    CHECK_EQ(core.statistics().nodes, nodes);
+    core.match(tokens, "b");
+    CHECK(core.violations().empty());
+}
+
+TEST(a_refused_fork_evicts_nothing) {
+    CoreConfig config;
+    config.block_tokens = 2;
+    config.device_blocks = 4;
+    config.max_leases = 2;
+    Core core(config);
+    const std::vector<std::int32_t> cached{7, 8, 9};
+    const std::vector<std::int32_t> tokens{1, 2, 3};
+    const LeaseId old = core.match(cached, "").lease;
+    core.allocate(old, 3);
+    core.commit(old, 3, 0);
+    core.release(old, 0);
+    const LeaseId parent = core.match(tokens, "").lease;
+    core.allocate(parent, 6);
+    core.match(cached, "");
+    CHECK_THROWS(UsageError, core.fork(parent, 0));
+    CHECK_EQ(core.statistics().evicted_device_blocks, 0u);
+    CHECK_EQ(core.statistics().leases, 2u);
+    CHECK(core.violations().empty());
+}
+
+TEST(more_than_65535_leases_share_a_block) {
+    constexpr std::uint32_t kLeases = 70'000;
+    Cache cache(kLeases + 10);
+    const LeaseId first = cache.serve({1, 2});
+    std::vector<LeaseId> ids;
+    const std::vector<std::int32_t> tokens{1, 2, 3};
+    for (std::uint32_t i = 0; i < kLeases; ++i) {
+        ids.push_back(cache.core.match(tokens, "").lease);
+        CHECK(cache.core.allocate(ids.back(), 3) == Grant::kReady);
+    }
+    cache.check();
+    CHECK_EQ(cache.core.statistics().leases, kLeases + 1);
+    cache.release(first);
+    CHECK_EQ(cache.core.evict_device(1), 0u);
+    for (const LeaseId id : ids) cache.core.release(id, 0);
+    CHECK_EQ(cache.core.evict_device(kLeases), 1u);
+    CHECK_EQ(cache.core.statistics().device_free, kLeases + 10);
+}
+
+TEST(lease_ids_are_not_reused) {
+    CoreConfig config;
+    config.device_blocks = 1;
+    Core core(config);
+    const std::vector<std::int32_t> tokens{1};
+    std::vector<LeaseId> ids;
+    for (int i = 0; i < 3000; ++i) ids.push_back(core.match(tokens, "").lease);
+    for (const LeaseId id : ids) core.release(id, 0);  // some keep their memory, the rest do not
+    std::set<LeaseId> seen(ids.begin(), ids.end());
+    for (int i = 0; i < 3000; ++i) CHECK(seen.insert(core.match(tokens, "").lease).second);
+    for (const LeaseId id : ids) CHECK_THROWS(LeaseError, core.lease(id));
 }

@@ -158,26 +158,6 @@ TEST(a_swap_that_a_reset_crosses_keeps_nothing) {
     cache.core.release(id, 0);
 }
 
-TEST(holds_are_counted_up_to_their_limit) {
-    Cache cache(8, 4);
-    std::vector<LeaseId> leases;
-    for (std::uint32_t i = 0; i < kMaxHolds; ++i) {
-        leases.push_back(cache.core.match(Prompt{1, 2}, "").lease);
-        CHECK(cache.core.allocate(leases.back(), 2) != Grant::kNone);
-        cache.core.commit(leases.back(), 2, 0);
-        CHECK(cache.core.swap_out(leases.back(), 0));
-        const TransferId out = cache.core.lease(leases.back()).swap_out;
-        if (out != 0) cache.core.complete(out, Outcome::kDone, 0);
-    }
-    const LeaseId last = cache.computed({1, 2});
-    CHECK(!cache.swap_out(last));
-    CHECK(cache.core.lease(last).granted);
-    cache.core.evict_host(9);
-    for (const LeaseId id : leases) cache.core.release(id, 0);
-    CHECK(cache.swap_out(last));
-    cache.core.release(last, 0);
-}
-
 TEST(a_swap_waits_for_backups_under_way) {
     CoreConfig config;
     config.block_tokens = 2;
@@ -232,4 +212,21 @@ TEST(a_fork_shares_what_is_indexed) {
     cache.core.release(id, 0);
     cache.check();
     cache.core.release(fork.lease, 0);
+}
+
+TEST(more_than_511_swapped_leases_share_a_block) {
+    constexpr std::size_t kLeases = 600;
+    Cache cache(4, 700);
+    std::vector<LeaseId> ids;
+    for (std::int32_t i = 0; i < static_cast<std::int32_t>(kLeases); ++i) {
+        ids.push_back(cache.swapped({1, 2, 100 + i}));
+    }
+    for (std::size_t i = 0; i + 1 < kLeases; ++i) cache.core.release(ids[i], 0);
+    cache.check();
+    cache.core.evict_device(4);
+    CHECK_EQ(cache.core.evict_host(1), 0u);  // one lease still needs the shared block
+    CHECK(cache.core.allocate(ids.back(), 3) == Grant::kLoading);
+    cache.complete(cache.core.lease(ids.back()).onloads[0]);
+    cache.core.release(ids.back(), 0);
+    CHECK_EQ(cache.core.statistics().host_free, 699u);
 }

@@ -11,7 +11,7 @@ from bench import harness
 
 
 @pytest.mark.parametrize(
-    "name", ["index", "policy", "admission", "cancel_storm", "shutdown", "ranks"]
+    "name", ["index", "policy", "admission", "cancel_storm", "shutdown", "ranks", "loop_held"]
 )
 def test_bench_gives_finite_numbers_that_can_be_compared(name):
     numbers = harness.flatten(importlib.import_module(f"bench.{name}").run(quick=True))

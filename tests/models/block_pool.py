@@ -16,6 +16,27 @@ class PoolModel:
         assert self.free.issuperset(ids), f"{ids} were not all free"
         self.free -= set(ids)
 
+    def take_runs(self, count: int) -> list[int]:
+        """The lowest run that holds all, else the longest (the lowest of equals), and so on."""
+        taken: list[int] = []
+        while len(taken) < count:
+            found = self._runs()
+            wanted = count - len(taken)
+            run = next((r for r in found if len(r) >= wanted), None) or max(found, key=len)
+            taken += run[:wanted]
+            self.free -= set(run[:wanted])
+        return taken
+
+    def _runs(self) -> list[list[int]]:
+        """Of free ids, the lowest first."""
+        found: list[list[int]] = []
+        for i in sorted(self.free):
+            if found and found[-1][-1] == i - 1:
+                found[-1].append(i)
+            else:
+                found.append([i])
+        return found
+
     def give_back(self, ids: list[int]) -> None:
         assert self.free.isdisjoint(ids), f"{ids} were free already"
         assert all(0 <= i < self.capacity for i in ids), f"{ids} are not of this pool"

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiokv._native import Core, WritePolicy
+from aiokv._native import Core, Outcome, WritePolicy
 from aiokv.errors import RequestTooLarge
 from tests.models.block_pool import PoolModel, runs
 
@@ -59,3 +59,39 @@ def test_host_ids_come_in_runs(sizes):
         assert runs(np.frombuffer(host_blocks, np.int32).tolist()) == [size]
         core.release(lease)
     assert core.violations() == []
+
+
+@given(
+    calls=st.lists(
+        st.tuples(st.sampled_from(["save", "touch", "evict"]), st.integers(1, 12)),
+        min_size=20,
+        max_size=60,
+    )
+)
+def test_host_ids_are_the_lowest_run_that_holds_all_or_else_the_longest(calls):
+    """Whatever holes evictions have left: equal calls give equal ids (I9)."""
+    size = 70
+    core = Core(
+        block_tokens=1, device_blocks=size, host_blocks=size, write_policy=WritePolicy.WRITE_THROUGH
+    )
+    for number, (call, blocks) in enumerate(calls):
+        if call == "evict":
+            core.evict_device(size)
+            core.evict_host(blocks)
+        elif call == "touch":  # what was saved so long ago goes later, so holes are anywhere
+            lease, _, _ = core.match(np.full(13, max(0, number - blocks), np.int32))
+            core.release(lease)
+        else:
+            lease, _, _ = core.match(np.full(blocks, number, np.int32))
+            assert core.allocate(lease, blocks) == 1
+            core.commit(lease, blocks)
+            transfer = core.take_backups()
+            taken = np.frombuffer(core.transfer(transfer)[1], np.int32).tolist()
+            core.complete(transfer, Outcome.DONE)
+            core.release(lease)
+            pool = PoolModel(size)  # as it was when the ids were chosen
+            pool.take(
+                [block[3] for block in core.blocks() if block[3] >= 0 and block[3] not in taken]
+            )
+            assert pool.take_runs(blocks) == taken
+        assert core.violations() == []

@@ -76,5 +76,6 @@ def test_is_frozen():
 def test_derived_values():
     config = CacheConfig(device_blocks=640, block_tokens=16, min_onload_tokens=33)
     assert config.watermark_blocks == 20
+    assert CacheConfig(device_blocks=1_600_000).watermark_blocks == 8_192
     assert config.min_onload_blocks == 3
     assert CacheConfig(device_blocks=8, low_watermark_blocks=100).watermark_blocks == 8

@@ -28,3 +28,38 @@ def test_an_equal_prompt_goes_on_waiting_while_the_owner_computes_in_chunks():
     for lease_id in (owner, waiting):
         core.release(lease_id)
     assert core.violations() == []
+
+
+def test_tokens_named_after_the_grant_are_promised_too():
+    core = Core(block_tokens=2, device_blocks=16)
+    owner, *_ = core.match(PROMPT[:4])
+    core.allocate(owner, len(PROMPT))
+    waiting, *_ = core.match(PROMPT)
+    assert core.pending(waiting) == (owner, 2)
+    core.append(owner, PROMPT[4:7])
+    assert core.pending(waiting) == (owner, 3)
+    core.truncate(owner, 5)
+    assert core.pending(waiting) == (owner, 2)
+    assert core.extend([owner], 4)
+    core.append(owner, PROMPT[5:])
+    assert core.pending(waiting) == (owner, 4)
+    core.release(owner)
+    assert core.pending(waiting) == (0, 0)
+
+
+def test_the_longest_of_many_promises_is_found():
+    """Equal beginnings, of which one goes on as the waiting prompt does."""
+    core = Core(block_tokens=2, device_blocks=2000)
+    owners = []
+    for number in range(200):
+        prompt = np.concatenate([PROMPT[: 2 + 2 * (number % 3)], [100 + number, 0, 0]])
+        owner, *_ = core.match(prompt.astype(np.int32))
+        assert core.allocate(owner, len(prompt)) == 1
+        owners.append(owner)
+    waiting, *_ = core.match(PROMPT)
+    for expected, number in ((3, 2), (2, 1), (1, 0)):
+        owner, blocks = core.pending(waiting)
+        assert (blocks, owner in owners[number::3]) == (expected, True)
+        for owner in owners[number::3]:
+            core.release(owner)
+    assert core.pending(waiting) == (0, 0)

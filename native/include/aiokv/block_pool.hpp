@@ -27,10 +27,6 @@ class BlockPool {
     // The lowest free ids, ascending. Requires out.size() <= free_blocks().
     void take_lowest(std::span<BlockId> out);
 
-    // Ids in as few runs of consecutive ids as a greedy choice finds: the smallest run that holds
-    // all of them, else the longest runs first. Requires out.size() <= free_blocks().
-    void take_runs(std::span<BlockId> out);
-
     // Throws InternalError, changing nothing, when the id is free already or not of this pool.
     void give_back(BlockId id) {
         if (static_cast<std::uint32_t>(id) >= capacity_ || is_free(id)) refuse(id);
@@ -41,13 +37,6 @@ class BlockPool {
     void resize(std::uint32_t capacity);
 
   private:
-    struct Run {
-        std::uint32_t start;
-        std::uint32_t length;
-    };
-
-    std::vector<Run> free_runs() const;
-    void take_range(std::uint32_t start, std::uint32_t length, BlockId* out);
     [[noreturn]] void refuse(BlockId id) const;
     void set_free(std::uint32_t id) {
         words_[id / 64] |= std::uint64_t{1} << (id % 64);

@@ -18,8 +18,11 @@
 #include "aiokv/device_pool.hpp"
 #include "aiokv/eviction_queue.hpp"
 #include "aiokv/prefix_tree.hpp"
+#include "aiokv/promises.hpp"
 #include "aiokv/reuse_model.hpp"
+#include "aiokv/run_pool.hpp"
 #include "aiokv/side_pool.hpp"
+#include "aiokv/twin_list.hpp"
 
 namespace aiokv {
 
@@ -141,6 +144,7 @@ class Core {
 
     // leases
     Lease& lease_at(LeaseId id);
+    void require_lease_slot() const;
     std::uint32_t open_context(std::string_view key);
     void close_context_if_unused(std::uint32_t context);
     void set_items(Lease& lease, std::span<const Item> items);
@@ -156,6 +160,7 @@ class Core {
     void give_back(LeaseId id, Lease& lease, Step step);
     void end_lease(LeaseId id, Lease& lease, Step step);
     static Step last_use(const Lease& lease, Step step);
+    void await_batches(Lease& keeper);
     LeaseId set_aside(LeaseId id, Lease& lease);
     LeaseId cut_table(LeaseId id, Lease& lease, std::size_t blocks);
     std::size_t joinable(const Lease& lease) const;
@@ -168,6 +173,7 @@ class Core {
     std::size_t border_before(std::size_t length) const;
     void announce(Lease& lease);
     void withdraw(Lease& lease);
+    void set_granted(Lease& lease, bool granted);
     bool shed_detached(Lease& lease);
     NodeId publish_block(Lease& lease, NodeId parent, std::uint32_t index);
     bool is_private(const Lease& lease, std::size_t index) const;
@@ -182,8 +188,10 @@ class Core {
     TransferId start_offload(std::vector<NodeId> nodes, std::span<const BlockId> tail_device = {},
                              std::span<const BlockId> tail_host = {});
     void note_twin(NodeId node);
-    void make_host_room(std::size_t blocks, std::vector<NodeId> near_eviction);
-    bool reclaim_one_twin(const std::vector<NodeId>& near_eviction, std::vector<NodeId>& spared);
+    void make_host_room(std::size_t blocks, std::uint32_t near_blocks);
+    void forget_ahead();
+    void leave_ahead(NodeId node);
+    void give_up_twin(BlockId host);
     bool must_save(NodeId node) const;
     static bool can_go(const Node& n) { return n.has(kHostValid | kHostLoading | kBackupFailed); }
 
@@ -203,6 +211,7 @@ class Core {
     std::size_t tail_under_way(LeaseId id) const;
     void orphan_tail(Transfer& transfer, Step step);
     void finish_tail(Transfer& transfer, std::uint32_t good_blocks);
+    void hold(NodeId node);
     void unhold(NodeId node);
     bool could_make_host_room(std::size_t blocks) const;
     void take_host_back(std::span<const BlockId> ids);
@@ -257,6 +266,7 @@ class Core {
     void enqueue(NodeId node);
     void dequeue(NodeId node);
     void park(NodeId node);
+    void count_idle_host(const Node& n, int change);
     void unpark_if_free(NodeId node);
     void drop(NodeId node);
     void drop_subtree(NodeId top);
@@ -272,33 +282,41 @@ class Core {
     CoreConfig config_;
     PrefixTree tree_;
     DevicePool device_;
-    BlockPool host_;
+    RunPool host_;
+    TwinList twins_;                   // of nodes that no swapped lease holds
     std::optional<ReuseModel> reuse_;  // none: lru
     EvictionQueue device_queue_;       // ref 0 and device VALID, the next victim first
     EvictionQueue host_queue_;         // ref 0 and host VALID only
     std::uint32_t parked_device_ = 0;
+    std::uint32_t idle_host_ = 0;     // queued or parked, host VALID only, not held
+    std::uint32_t device_nodes_ = 0;  // nodes with a device id
 
     std::optional<SidePool> state_;  // working slots of leases, and snapshots of nodes
     std::unordered_map<TransferId, StateMove> moves_;
     std::vector<WindowGroup> windows_;
 
     std::deque<Lease> leases_;
-    std::unordered_multimap<NodeId, std::uint32_t> promises_;  // frontier -> slot of the lease
-    std::unordered_multimap<NodeId, LeaseId> awaited_;         // nodes with kAwaitsUse -> holders
-    std::vector<LeaseId> used_;  // holders whose use take_used() will tell
+    std::unordered_multimap<NodeId, LeaseId> awaited_;  // nodes with kAwaitsUse -> holders
+    std::vector<LeaseId> used_;                         // holders whose use take_used() will tell
+    Promises promises_{leases_, config_.block_tokens};
     std::vector<std::uint32_t> free_leases_;
+    std::uint32_t releasing_leases_ = 0;  // released, while batches in flight keep their blocks
+    std::uint32_t computing_leases_ = 0;  // granted, and not only to hold
     std::deque<Context> contexts_;
     std::vector<std::uint32_t> free_contexts_;
     std::unordered_map<std::string, std::uint32_t> context_ids_;
 
+    std::unordered_map<NodeId, std::uint32_t> more_holds_;  // of nodes with kMaxHolds
     std::unordered_map<TransferId, Transfer> transfers_;
     TransferId last_transfer_ = 0;
     std::unordered_map<BatchId, std::vector<LeaseId>> batches_;
     BatchId last_batch_ = 0;
     std::vector<TransferId> abandoned_;
     std::vector<NodeId> backups_;  // nodes with kBackupQueued; stale entries lack the flag
-    std::vector<NodeId> twins_;    // nodes with kTwinListed, newest last; stale ones lack the flag
-    std::uint32_t clean_ahead_ = 0;  // no more than can_go() at the front of the device queue
+    // The front of the device queue up to ahead_last_ was looked at: clean_ahead_ of it can go, or
+    // fewer than that are counted. kNone: nothing was.
+    NodeId ahead_last_ = kNone;
+    std::uint32_t clean_ahead_ = 0;
     std::vector<NodeId> scratch_;
 
     std::uint64_t version_ = 1;  // changes whenever a walked path may have become wrong

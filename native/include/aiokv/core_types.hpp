@@ -49,6 +49,7 @@ struct CoreConfig {
     EvictionKind eviction = EvictionKind::kLru;
     std::uint32_t state_slots = 0;  // of recurrent state; 0: the model has none
     std::vector<WindowConfig> windows = {};
+    std::uint32_t max_leases = kMaxLeases;  // open at a time
 };
 
 // The state after the last position of a block of a lease, saved before that block was indexed.

@@ -29,6 +29,11 @@ class EvictionQueue {
     NodeId front();
     // The node whose turn is after `node`'s, or kNone; for looking ahead.
     NodeId after(NodeId node) const;
+    // The node whose turn is before `node`'s, in the same segment, or kNone.
+    NodeId before(NodeId node) const {
+        const NodeId prev = tree_[node].prev;
+        return (prev & kEnd) != 0 ? kNone : prev;
+    }
     std::uint32_t size() const { return size_; }
 
     void push_back(NodeId node) {  // used now

@@ -19,8 +19,7 @@ enum NodeFlag : std::uint16_t {
     kQueued = 1 << 5,       // in the eviction queue of its fastest tier
     kParked = 1 << 6,       // left that queue because it was blocked; returns to its front
     kBackupQueued = 1 << 7,
-    kRoot = 1 << 8,  // no block; `device` holds the context's index
-    kTwinListed = 1 << 9,
+    kRoot = 1 << 8,           // no block; `device` holds the context's index
     kBackupFailed = 1 << 10,  // may be dropped without another try
     kHasItems = 1 << 11,      // multimodal items touch it; ItemKeys has its key
     kAhead = 1 << 12,         // counted by Core::clean_ahead_
@@ -29,8 +28,8 @@ enum NodeFlag : std::uint16_t {
 };
 
 constexpr std::uint16_t kDeviceResident = kDeviceValid | kDeviceLoading;
-constexpr std::uint32_t kMaxLeases = (1 << 16) - 1;  // what Node::refs can count
-constexpr std::uint32_t kMaxHolds = (1 << 9) - 1;
+constexpr std::uint32_t kMaxLeases = (1 << 20) - 1;  // what Node::refs can count
+constexpr std::uint32_t kMaxHolds = (1 << 9) - 1;    // in Node::holds; Core counts the rest
 
 struct Node {
     NodeId parent = kNone;
@@ -39,12 +38,12 @@ struct Node {
     NodeId next = kNone;
     BlockId device = kNoBlock;
     BlockId host = kNoBlock;
-    std::uint32_t refs : 16 = 0;        // granted leases whose path holds the node
-    std::uint32_t reuse_class : 7 = 0;  // of the last lease: where it waits for eviction
-    std::uint32_t holds : 9 = 0;        // swapped leases that need its host copy
+    std::uint32_t refs : 20 = 0;  // granted leases whose path holds the node
+    std::uint32_t holds : 9 = 0;  // swapped leases that need its host copy; saturates
+    std::uint32_t pins : 3 = 0;   // transfers that read or write one of its copies; at most two
     std::uint16_t flags = 0;
-    std::uint8_t pins = 0;  // transfers that read or write one of its copies
-    std::uint8_t uses = 0;  // leases granted since it was inserted; saturates
+    std::uint8_t reuse_class = 0;  // of the last lease: where it waits for eviction
+    std::uint8_t uses = 0;         // leases granted since it was inserted; saturates
 
     bool has(std::uint16_t mask) const { return (flags & mask) != 0; }
     void set(std::uint16_t mask) { flags = static_cast<std::uint16_t>(flags | mask); }

@@ -8,6 +8,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <deque>
+#include <memory>
 #include <vector>
 
 #include "aiokv/item_keys.hpp"
@@ -16,7 +18,8 @@
 
 namespace aiokv {
 
-// The children of one fork: open addressing on a 32-bit tag of their token ids.
+// The children of one fork: open addressing on a 32-bit tag of their token ids. A large set is
+// divided by the highest byte of the tags, so that no insertion moves more than a part of it.
 class ChildSet {
   public:
     struct Slot {
@@ -25,28 +28,44 @@ class ChildSet {
     };
 
     std::uint32_t size() const { return size_; }
-    std::size_t bytes() const { return slots_.capacity() * sizeof(Slot); }
-    const std::vector<Slot>& slots() const { return slots_; }
+    std::size_t bytes() const;
 
     template <class Equal>
     NodeId find(std::uint32_t tag, Equal equal) const {
+        if (parts_) return parts_[tag >> kPartShift].find(tag, equal);
         for (std::size_t i = tag & mask();; i = (i + 1) & mask()) {
             const Slot& slot = slots_[i];
             if (slot.node == kNone) return kNone;
             if (slot.tag == tag && equal(slot.node)) return slot.node;
         }
     }
-    void insert(std::uint32_t tag, NodeId node);
+    // Returns by how many bytes the set has grown.
+    std::size_t insert(std::uint32_t tag, NodeId node) { return insert(tag, node, kMaxSlots); }
     void erase(std::uint32_t tag, NodeId node);
     void clear();
+
+    template <class Visit>
+    void for_each(Visit visit) const {
+        for (std::size_t i = 0; parts_ && i < kParts; ++i) parts_[i].for_each(visit);
+        for (const Slot& slot : slots_) {
+            if (slot.node != kNone) visit(slot.node);
+        }
+    }
 
     std::uint32_t device_children = 0;
 
   private:
+    static constexpr std::size_t kMaxSlots = 1 << 13;
+    static constexpr std::uint32_t kPartShift = 24;
+    static constexpr std::size_t kParts = 1 << (32 - kPartShift);
+
     std::size_t mask() const { return slots_.size() - 1; }
     void place(Slot slot);
+    std::size_t insert(std::uint32_t tag, NodeId node, std::size_t max_slots);
+    std::size_t grow(std::size_t max_slots);
 
     std::vector<Slot> slots_ = std::vector<Slot>(4);
+    std::unique_ptr<ChildSet[]> parts_;  // once divided; slots_ is empty then
     std::uint32_t size_ = 0;
 };
 
@@ -89,9 +108,7 @@ class PrefixTree {
         const std::uint32_t child = nodes_[node].child;
         if (child == kNone) return;
         if ((child & kFork) == 0) return visit(child);
-        for (const ChildSet::Slot& slot : forks_[child & ~kFork].slots()) {
-            if (slot.node != kNone) visit(slot.node);
-        }
+        forks_[child & ~kFork].for_each(visit);
     }
 
     std::uint32_t live_nodes() const { return live_; }
@@ -133,8 +150,9 @@ class PrefixTree {
     std::size_t stride_;
     Slab<Node> nodes_;
     Slab<std::int32_t> tokens_;
-    std::vector<ChildSet> forks_;
+    std::deque<ChildSet> forks_;
     std::vector<std::uint32_t> free_forks_;
+    std::size_t child_bytes_ = 0;  // of all forks
     ItemKeys item_keys_;
     NodeId free_head_ = kNone;
     std::uint32_t live_ = 0;

@@ -40,58 +40,6 @@ void BlockPool::take_lowest(std::span<BlockId> out) {
     free_ -= static_cast<std::uint32_t>(out.size());
 }
 
-std::vector<BlockPool::Run> BlockPool::free_runs() const {
-    std::vector<Run> runs;
-    std::uint32_t id = 0;
-    while (id < capacity_) {
-        const std::uint64_t word = words_[id / 64] >> (id % 64);
-        if (word == 0) {
-            id = (id / 64 + 1) * 64;
-            continue;
-        }
-        id += static_cast<std::uint32_t>(std::countr_zero(word));
-        const std::uint32_t start = id;
-        while (id < capacity_) {
-            const auto ones =
-                static_cast<std::uint32_t>(std::countr_one(words_[id / 64] >> (id % 64)));
-            id += ones;
-            if (ones == 0 || id % 64 != 0) break;
-        }
-        runs.push_back({start, id - start});
-    }
-    return runs;
-}
-
-void BlockPool::take_range(std::uint32_t start, std::uint32_t length, BlockId* out) {
-    for (std::uint32_t i = 0; i < length; ++i) {
-        set_used(start + i);
-        out[i] = static_cast<BlockId>(start + i);
-    }
-}
-
-void BlockPool::take_runs(std::span<BlockId> out) {
-    if (out.empty()) return;
-    const auto wanted = static_cast<std::uint32_t>(out.size());
-    std::vector<Run> runs = free_runs();
-    const Run* best = nullptr;
-    for (const Run& run : runs) {
-        if (run.length >= wanted && (best == nullptr || run.length < best->length)) best = &run;
-    }
-    if (best != nullptr) {
-        take_range(best->start, wanted, out.data());
-        return;
-    }
-    std::stable_sort(runs.begin(), runs.end(),
-                     [](const Run& a, const Run& b) { return a.length > b.length; });
-    std::uint32_t taken = 0;
-    for (const Run& run : runs) {
-        const std::uint32_t length = std::min(run.length, wanted - taken);
-        take_range(run.start, length, out.data() + taken);
-        taken += length;
-        if (taken == wanted) return;
-    }
-}
-
 void BlockPool::refuse(BlockId id) const {
     if (static_cast<std::uint32_t>(id) < capacity_) {
         throw InternalError("block " + std::to_string(id) + " given back twice");

@@ -20,6 +20,10 @@ const CoreConfig& checked(const CoreConfig& config) {
     if (config.state_slots > kMaxBlocks) {
         throw ConfigError("state_slots must be at most " + str(kMaxBlocks));
     }
+    if (config.max_leases == 0 || config.max_leases > kMaxLeases) {
+        throw ConfigError("max_leases is " + str(config.max_leases) +
+                          "; it must be between 1 and " + str(kMaxLeases));
+    }
     if (config.reserve_blocks >= config.device_blocks) {
         throw ConfigError("reserve_blocks (" + str(config.reserve_blocks) +
                           ") must be below device_blocks (" + str(config.device_blocks) + ")");
@@ -31,6 +35,9 @@ std::optional<ReuseModel> model_of(const CoreConfig& config) {
     if (config.eviction == EvictionKind::kLru) return std::nullopt;
     return ReuseModel(config.block_tokens, std::max(config.device_blocks, config.host_blocks));
 }
+
+// Released leases that keep the memory of their prompt and table for the next ones.
+constexpr std::size_t kSpareLeases = 1024;
 
 // FNV-1a: the same in every process, unlike std::hash.
 std::uint64_t seed_of(std::string_view key) {
@@ -47,6 +54,7 @@ Core::Core(const CoreConfig& config)
             config.device_blocks),
       device_(config.device_blocks),
       host_(config.host_blocks),
+      twins_(config.host_blocks),
       reuse_(model_of(config)),
       device_queue_(tree_, config.device_blocks, reuse_ ? &*reuse_ : nullptr),
       host_queue_(tree_, config.host_blocks, reuse_ ? &*reuse_ : nullptr) {
@@ -97,10 +105,16 @@ void Core::close_context_if_unused(std::uint32_t index) {
     free_contexts_.push_back(index);
 }
 
+// Asked before anything changes.
+void Core::require_lease_slot() const {
+    if (!free_leases_.empty() || leases_.size() < config_.max_leases) return;
+    throw UsageError(str(config_.max_leases) +
+                     " leases are open, the most that one engine has; release leases");
+}
+
 LeaseId Core::open_lease(Tokens tokens, std::uint32_t context, bool reads, bool writes) {
     auto slot = static_cast<std::uint32_t>(leases_.size());
     if (free_leases_.empty()) {
-        if (slot == kMaxLeases) throw UsageError(str(kMaxLeases) + " leases are out already");
         leases_.emplace_back();
     } else {
         slot = free_leases_.back();
@@ -183,6 +197,7 @@ LeaseId Core::truncate(LeaseId id, std::int64_t num_tokens, Step step) {
             device_.give_back(lease.table[i]);
         }
     }
+    promises_.remove(lease);  // what it reads of the lease changes
     lease.table.resize(blocks_for(length));
     lease.num_tokens = length;
     lease.computed_tokens = std::min(lease.computed_tokens, length);
@@ -190,8 +205,14 @@ LeaseId Core::truncate(LeaseId id, std::int64_t num_tokens, Step step) {
         lease.tokens.resize(length);
         cut_items(lease, length);
     }
+    if (lease.frontier != kNone) promises_.add(lease);
     fit_windows(lease, step);
     return keeper;
+}
+
+void Core::set_granted(Lease& lease, bool granted) {
+    if (lease.computes && granted != lease.granted) computing_leases_ += granted ? 1 : -1;
+    lease.granted = granted;
 }
 
 void Core::free_table(Lease& lease, Step step) {
@@ -215,7 +236,8 @@ void Core::give_back(LeaseId id, Lease& lease, Step step) {
     }
     give_state_back(lease, step);
     give_windows_back(lease, step);
-    lease.granted = lease.failed = false;
+    set_granted(lease, false);
+    lease.failed = false;
     lease.num_tokens = lease.computed_tokens = lease.cached_tokens = 0;
     lease.version = 0;
     lease.last_step = 0;
@@ -236,6 +258,7 @@ bool Core::release(LeaseId id, Step step) {
     if (lease.batches > 0) {
         withdraw(lease);
         lease.released = true;
+        ++releasing_leases_;
         return false;
     }
     end_lease(id, lease, step);
@@ -244,12 +267,19 @@ bool Core::release(LeaseId id, Step step) {
 
 void Core::end_lease(LeaseId id, Lease& lease, Step step) {
     give_back(id, lease, step);
+    releasing_leases_ -= lease.released;
     lease.released = false;
     lease.live = false;
     forget_items(lease);
+    const std::uint32_t context = lease.context;
+    if (free_leases_.size() >= kSpareLeases) {
+        const std::uint32_t generation = lease.generation;
+        lease = Lease{};
+        lease.generation = generation;
+    }
     free_leases_.push_back(static_cast<std::uint32_t>(id));
-    --contexts_[lease.context].leases;
-    close_context_if_unused(lease.context);
+    --contexts_[context].leases;
+    close_context_if_unused(context);
 }
 
 Usage Core::usage(LeaseId id) const {

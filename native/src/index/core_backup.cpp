@@ -55,37 +55,49 @@ bool Core::wants_write_backs() const {
 
 // Save the blocks that will be evicted next, oldest first, until `wanted_blocks` (or the low
 // watermark) are free, clean or being saved. They stay matchable on the device meanwhile: a match
-// rescues them at no cost.
+// rescues them at no cost. Where nobody waits, the walk goes on where the last one ended.
 TransferId Core::take_write_backs(std::uint32_t wanted_blocks) {
     if (config_.write_policy == WritePolicy::kNone || host_.capacity() == 0) return 0;
     const std::uint32_t target = std::max(wanted_blocks, config_.low_watermark_blocks);
+    if (wanted_blocks > 0) forget_ahead();
     std::vector<NodeId> dirty;
-    std::vector<NodeId> clean;
-    std::uint32_t ready = device_.free_blocks();
-    clean_ahead_ = 0;
-    for (NodeId node = device_queue_.front(); node != kNone && ready < target;
-         node = device_queue_.after(node)) {
+    const std::uint32_t free = device_.free_blocks();
+    NodeId node = ahead_last_ == kNone ? device_queue_.front() : device_queue_.after(ahead_last_);
+    for (; node != kNone && free + clean_ahead_ < target; node = device_queue_.after(node)) {
         Node& n = tree_[node];
-        if (n.has(kHostValid)) clean.push_back(node);
         if (!can_go(n)) dirty.push_back(node);
         n.set(kAhead);
         ++clean_ahead_;
-        ++ready;
+        ahead_last_ = node;
     }
-    make_host_room(dirty.size(), std::move(clean));
+    make_host_room(dirty.size(), target - std::min(target, free));
     // No host room for all: the oldest, which lie below the others, are given up. Where somebody
     // waits for device ids they may be dropped, or nobody would ever get them.
     const std::size_t room = host_.free_blocks();
     if (dirty.size() > room) {
-        if (wanted_blocks == 0) clean_ahead_ = 0;
+        if (wanted_blocks == 0) forget_ahead();
         const auto kept = dirty.end() - static_cast<std::ptrdiff_t>(room);
-        for (auto node = dirty.begin(); wanted_blocks > 0 && node != kept; ++node) {
-            tree_[*node].set(kBackupFailed);
+        for (auto lost = dirty.begin(); wanted_blocks > 0 && lost != kept; ++lost) {
+            tree_[*lost].set(kBackupFailed);
             ++counters_.skipped_backups;
         }
         dirty.erase(dirty.begin(), kept);
     }
     return start_offload(std::move(dirty));
+}
+
+// The next walk begins at the front.
+void Core::forget_ahead() {
+    ahead_last_ = kNone;
+    clean_ahead_ = 0;
+}
+
+// The node leaves the device queue.
+void Core::leave_ahead(NodeId node) {
+    if (tree_[node].has(kAhead)) clean_ahead_ -= clean_ahead_ > 0;
+    if (node != ahead_last_) return;
+    ahead_last_ = device_queue_.before(node);
+    if (ahead_last_ == kNone) clean_ahead_ = 0;
 }
 
 // Offload as many of the nodes as the host has room for, then the tail, whose host ids the caller
@@ -101,7 +113,7 @@ TransferId Core::start_offload(std::vector<NodeId> nodes, std::span<const BlockI
     Transfer& transfer = transfers_[transfer_id];
     transfer.direction = Direction::kOffload;
     transfer.host_blocks.resize(nodes.size());
-    host_.take_runs(transfer.host_blocks);
+    host_.take(transfer.host_blocks);
     for (std::size_t i = 0; i < nodes.size(); ++i) {
         Node& n = tree_[nodes[i]];
         n.host = transfer.host_blocks[i];
@@ -120,49 +132,48 @@ TransferId Core::start_offload(std::vector<NodeId> nodes, std::span<const BlockI
 }
 
 void Core::note_twin(NodeId node) {
-    Node& n = tree_[node];
-    if (n.has(kDetached | kTwinListed)) return;
-    n.set(kTwinListed);
-    twins_.push_back(node);
-    if (twins_.size() <= 2 * std::size_t{host_.capacity()} + 64) return;
-    // Slots that were freed and used again leave stale entries behind.
-    std::sort(twins_.begin(), twins_.end());
-    twins_.erase(std::unique(twins_.begin(), twins_.end()), twins_.end());
-    std::erase_if(twins_, [this](NodeId listed) { return !tree_[listed].has(kTwinListed); });
-}
-
-// Until `blocks` host ids are free, as far as that can be. The twins of `near_eviction` stay: their
-// device copies go next.
-void Core::make_host_room(std::size_t blocks, std::vector<NodeId> near_eviction) {
-    std::sort(near_eviction.begin(), near_eviction.end());
-    std::vector<NodeId> spared;
-    while (host_.free_blocks() < blocks &&
-           (reclaim_one_twin(near_eviction, spared) || evict_one_host())) {
+    const Node& n = tree_[node];
+    if (!n.has(kDetached) && n.has(kHostValid) && n.has(kDeviceValid) && n.holds == 0) {
+        twins_.add(n.host, node);
     }
-    twins_.insert(twins_.end(), spared.rbegin(), spared.rend());
 }
 
-// The newest twin first: its device copy is the last that will be evicted.
-bool Core::reclaim_one_twin(const std::vector<NodeId>& near_eviction, std::vector<NodeId>& spared) {
-    while (!twins_.empty()) {
-        const NodeId node = twins_.back();
-        twins_.pop_back();
-        Node& n = tree_[node];
-        if (!tree_.is_live(node) || !n.has(kTwinListed)) continue;
-        if (n.holds > 0 || std::binary_search(near_eviction.begin(), near_eviction.end(), node)) {
-            spared.push_back(node);
-            continue;
+// Until `blocks` host ids are free, as far as that can be. The newest twin goes first: its device
+// copy is the last that will be evicted. The twins of the next `near_blocks` of the device queue
+// stay, for their device copies go next.
+void Core::make_host_room(std::size_t blocks, std::uint32_t near_blocks) {
+    const auto give_up_twins = [&](auto stays) {
+        BlockId host = twins_.newest();
+        while (host != kNoBlock && host_.free_blocks() < blocks) {
+            const BlockId older = twins_.older(host);
+            if (!stays(twins_.node_of(host))) give_up_twin(host);
+            host = older;
         }
-        n.clear(kTwinListed);
-        if (n.pins > 0 || !n.has(kHostValid) || !n.has(kDeviceValid)) continue;
-        host_.give_back(n.host);
-        n.host = kNoBlock;
-        n.clear(kHostValid);
-        if (n.has(kAhead)) clean_ahead_ = 0;
-        ++counters_.reclaimed_twins;
-        return true;
+    };
+    // Those that were looked at are near, or were when it mattered; others certainly are not.
+    give_up_twins([&](NodeId node) { return near_blocks > 0 && tree_[node].has(kAhead); });
+    if (host_.free_blocks() < blocks && !twins_.empty()) {
+        std::vector<NodeId> near;
+        for (NodeId node = device_queue_.front(); node != kNone && near.size() < near_blocks;
+             node = device_queue_.after(node)) {
+            near.push_back(node);
+        }
+        std::sort(near.begin(), near.end());
+        give_up_twins(
+            [&](NodeId node) { return std::binary_search(near.begin(), near.end(), node); });
     }
-    return false;
+    while (host_.free_blocks() < blocks && evict_one_host()) {
+    }
+}
+
+void Core::give_up_twin(BlockId host) {
+    Node& n = tree_[twins_.node_of(host)];
+    twins_.remove(host);
+    host_.give_back(host);
+    n.host = kNoBlock;
+    n.clear(kHostValid);
+    if (n.has(kAhead)) forget_ahead();
+    ++counters_.reclaimed_twins;
 }
 
 // Evicting the node now would lose a block that the policy promised to keep.

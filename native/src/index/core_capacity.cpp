@@ -17,15 +17,33 @@ EvictionQueue& Core::queue_of(NodeId node) {
 void Core::enqueue(NodeId node) {
     Node& n = tree_[node];
     if (n.has(kDeviceLoading)) return;  // its transfer enqueues it
-    queue_of(node).push_back(node);
+    if (n.has(kDeviceValid)) {
+        device_queue_.push_back(node);
+    } else {
+        host_queue_.push_back(node);
+        count_idle_host(n, +1);
+    }
     n.set(kQueued);
+}
+
+// Called with each change of kQueued | kParked or of holds.
+void Core::count_idle_host(const Node& n, int change) {
+    if (n.has(kDeviceValid) || n.holds > 0) return;
+    idle_host_ += static_cast<std::uint32_t>(change);
 }
 
 void Core::dequeue(NodeId node) {
     Node& n = tree_[node];
-    if (n.has(kQueued)) queue_of(node).remove(node);
-    if (n.has(kParked)) parked_device_ -= n.has(kDeviceValid);
-    if (n.has(kAhead)) clean_ahead_ -= clean_ahead_ > 0;
+    if (!n.has(kQueued | kParked)) return;
+    if (!n.has(kDeviceValid)) {
+        count_idle_host(n, -1);
+        if (n.has(kQueued)) host_queue_.remove(node);
+    } else if (n.has(kParked)) {
+        --parked_device_;
+    } else {
+        if (n.has(kAhead) || node == ahead_last_) leave_ahead(node);
+        device_queue_.remove(node);
+    }
     n.clear(kQueued | kParked | kAhead);
 }
 
@@ -33,6 +51,7 @@ void Core::park(NodeId node) {
     dequeue(node);
     Node& n = tree_[node];
     n.set(kParked);
+    count_idle_host(n, +1);
     parked_device_ += n.has(kDeviceValid);
 }
 
@@ -45,7 +64,11 @@ void Core::unpark_if_free(NodeId node) {
     dequeue(node);
     queue_of(node).push_front(node);
     tree_[node].set(kQueued);
-    if (n.has(kDeviceValid) && !can_go(n)) clean_ahead_ = 0;  // it is in front of them now
+    count_idle_host(n, +1);
+    if (!n.has(kDeviceValid) || ahead_last_ == kNone) return;
+    if (!can_go(n)) return forget_ahead();  // it is in front of them now
+    tree_[node].set(kAhead);
+    ++clean_ahead_;
 }
 
 void Core::unref(NodeId node) {
@@ -62,11 +85,17 @@ void Core::unref(NodeId node) {
 void Core::free_if_unowned(NodeId node) {
     Node& n = tree_[node];
     if (n.pins > 0) return;
-    if (n.host != kNoBlock) host_.give_back(n.host);
+    if (n.host != kNoBlock) {
+        twins_.remove(n.host);
+        host_.give_back(n.host);
+    }
     n.host = kNoBlock;
     n.clear(kHostValid);
     if (n.refs > 0) return;
-    if (n.device != kNoBlock) device_.give_back(n.device);
+    if (n.device != kNoBlock) {
+        device_.give_back(n.device);
+        --device_nodes_;
+    }
     n.device = kNoBlock;
     if (n.holds == 0) tree_.free(node);
 }
@@ -78,6 +107,7 @@ void Core::detach(NodeId node) {
     n.parent = kNone;
     n.set(kDetached);
     n.clear(kBackupQueued);
+    if (n.has(kHostValid)) twins_.remove(n.host);
     if (n.has(kHasSides)) {
         if (state_) state_->forget(node);
         for (WindowGroup& group : windows_) group.pool.forget(node);
@@ -119,10 +149,12 @@ void Core::release_device_copy(NodeId node) {
     dequeue(node);
     device_.give_back(n.device);
     n.device = kNoBlock;
+    --device_nodes_;
     n.clear(kDeviceValid);
     tree_.count_device_child(node, -1);
     ++counters_.evicted_device_blocks;
     if (!n.has(kHostValid)) return drop(node);
+    twins_.remove(n.host);
     ++version_;
     enqueue(node);
     unpark_if_free(n.parent);

@@ -148,6 +148,7 @@ void Core::check_batches(Report& report) const {
         for (const LeaseId id : leases) ++counts[id];
     }
     std::size_t counted = 0;
+    std::uint32_t releasing = 0;
     for (const Lease& lease : leases_) {
         const auto found = counts.find((LeaseId{lease.generation} << 32) | lease.slot);
         const std::uint32_t batches = found == counts.end() ? 0 : found->second;
@@ -158,7 +159,10 @@ void Core::check_batches(Report& report) const {
                        "I3: a batch computes with a lease that holds no blocks");
         report.require(!lease.released || (lease.live && batches > 0),
                        "I3: a released lease waits for no batch");
+        releasing += lease.released;
     }
+    report.require(releasing == releasing_leases_, "I3: ", releasing_leases_, " of ", releasing,
+                   " leases that wait for batches are counted");
     report.require(counted == counts.size(), "I3: batches name ", counts.size(), " leases, ",
                    counted, " are known");
 }
@@ -186,7 +190,9 @@ std::vector<std::string> Core::violations() const {
     std::vector<std::uint32_t> holds(tree_.slots(), 0);
     std::uint64_t item_refs = tree_.item_keys().nodes();
     std::size_t nodes_with_items = 0;
+    std::uint32_t computing_leases = 0;
     for (const Lease& lease : leases_) {
+        computing_leases += lease.granted && lease.computes;
         for (const ItemKey key : lease.item_keys) item_refs += key != kNoItems;
         if (!lease.live) continue;
         if (lease.swapped || lease.swap_out != 0) {
@@ -222,6 +228,9 @@ std::vector<std::string> Core::violations() const {
     std::uint32_t queued_device = 0;
     std::uint32_t queued_host = 0;
     std::uint32_t parked_device = 0;
+    std::uint32_t idle_host = 0;
+    std::uint32_t device_nodes = 0;
+    std::uint32_t twins = 0;
     for (NodeId node = 0; node < tree_.slots(); ++node) {
         const Node& n = tree_[node];
         if (!tree_.is_live(node) || n.has(kRoot)) continue;
@@ -230,10 +239,18 @@ std::vector<std::string> Core::violations() const {
         if (n.host != kNoBlock) host.own(n.host, "a node");
         report.require(n.refs == refs[node], "I5: node ", node, " counts ", n.refs + 0, " refs of ",
                        refs[node]);
-        report.require(n.holds == holds[node], "I5: node ", node, " counts ", n.holds + 0,
-                       " holds of ", holds[node]);
-        report.require(n.pins == pins[node], "I3: node ", node, " counts ", int{n.pins},
-                       " pins of ", pins[node]);
+        const auto more = more_holds_.find(node);
+        const std::uint32_t held = n.holds + (more == more_holds_.end() ? 0 : more->second);
+        report.require(held == holds[node], "I5: node ", node, " counts ", held, " holds of ",
+                       holds[node]);
+        report.require(n.pins == pins[node], "I3: node ", node, " counts ", n.pins + 0, " pins of ",
+                       pins[node]);
+        device_nodes += n.device != kNoBlock;
+        idle_host += n.has(kQueued | kParked) && !n.has(kDeviceValid) && n.holds == 0;
+        const bool is_twin = n.has(kHostValid) && n.has(kDeviceValid) && n.holds == 0;
+        twins += is_twin && !n.has(kDetached);
+        report.require(!is_twin || n.has(kDetached) || twins_.node_of(n.host) == node,
+                       "I6: the host copy of node ", node, " is not among those that can go");
         queued_device += n.has(kQueued) && n.has(kDeviceValid);
         queued_host += n.has(kQueued) && !n.has(kDeviceValid);
         parked_device += n.has(kParked) && n.has(kDeviceValid);
@@ -262,6 +279,13 @@ std::vector<std::string> Core::violations() const {
     report.require(queued_device == device_queue_.size() && queued_host == host_queue_.size() &&
                        parked_device == parked_device_,
                    "I6: the eviction queues miscount");
+    report.require(idle_host == idle_host_ && twins == twins_.size(), "I6: ", idle_host,
+                   " host blocks and ", twins, " host copies can go, not ", idle_host_, " and ",
+                   twins_.size());
+    report.require(computing_leases == computing_leases_, "I1: ", computing_leases,
+                   " leases compute, not ", computing_leases_);
+    report.require(device_nodes == device_nodes_, "I1: ", device_nodes,
+                   " nodes have a device id, not ", device_nodes_);
     report.require(nodes_with_items == tree_.item_keys().nodes(), "I5: ", nodes_with_items,
                    " nodes have items, ", tree_.item_keys().nodes(), " are listed");
     report.require(item_refs == tree_.item_keys().total_refs(), "I5: the keys of items count ",
@@ -300,24 +324,21 @@ CoreStatistics Core::statistics() const {
     s.device_cooling = device_.cooling_blocks();
     s.host_free = host_.free_blocks();
     s.evictable_blocks = evictable();
-    s.device_leased = 0;
-    s.leases = s.releasing_leases = 0;
-    for (const Lease& lease : leases_) {
-        s.leases += lease.live && !lease.released;
-        s.releasing_leases += lease.live && lease.released;
-        for (std::size_t i = 0; i < lease.table.size(); ++i) {
-            s.device_leased += is_private(lease, i);
-        }
-    }
+    s.releasing_leases = releasing_leases_;
+    s.leases = static_cast<std::uint32_t>(leases_.size() - free_leases_.size()) - releasing_leases_;
     s.device_in_flight = s.host_in_flight = 0;
+    std::uint32_t orphans = 0;
     for (const auto& [id, transfer] : transfers_) {
         const auto nodes = static_cast<std::uint32_t>(transfer.nodes.size());
         const auto tail = static_cast<std::uint32_t>(transfer.device_blocks.size()) - nodes;
         const bool is_onload = transfer.direction == Direction::kOnload;
-        s.device_in_flight += (is_onload ? nodes : 0) + (transfer.orphaned ? tail : 0);
+        orphans += transfer.orphaned ? tail : 0;
+        s.device_in_flight += is_onload ? nodes : 0;
         s.host_in_flight += is_onload ? tail : nodes + tail;
     }
-    s.device_cached = device_.capacity() - s.device_free - s.device_leased - s.device_in_flight;
+    s.device_cached = device_nodes_ - s.device_in_flight;
+    s.device_in_flight += orphans;
+    s.device_leased = device_.capacity() - s.device_free - s.device_cached - s.device_in_flight;
     s.host_cached = host_.capacity() - s.host_free - s.host_in_flight;
     s.state_free = state_ ? state_->free_ids() : 0;
     s.state_snapshots = state_ ? state_->attached() : 0;

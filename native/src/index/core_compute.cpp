@@ -74,6 +74,13 @@ Step Core::last_use(const Lease& lease, Step step) {
     return lease.named ? lease.last_step : std::max(lease.last_step, step);
 }
 
+// A lease that nobody has a handle of holds blocks until its batches end.
+void Core::await_batches(Lease& keeper) {
+    set_granted(keeper, true);
+    keeper.named = keeper.released = true;
+    ++releasing_leases_;
+}
+
 // All that a granted lease holds goes to a lease that ends with the batches in flight.
 LeaseId Core::set_aside(LeaseId id, Lease& lease) {
     const LeaseId keeper_id = open_lease({}, lease.context, false, false);
@@ -93,7 +100,6 @@ LeaseId Core::set_aside(LeaseId id, Lease& lease) {
     keeper.epoch = lease.epoch;
     keeper.computes = lease.computes;
     keeper.failed = lease.failed;
-    keeper.granted = true;
     lease.path.clear();
     lease.table.clear();
     lease.onloads.clear();
@@ -112,7 +118,7 @@ LeaseId Core::set_aside(LeaseId id, Lease& lease) {
         std::replace(leases.begin(), leases.end(), id, keeper_id);
     keeper.batches = std::exchange(lease.batches, 0);
     keeper.last_step = lease.last_step;
-    keeper.named = keeper.released = true;
+    await_batches(keeper);
     return keeper_id;
 }
 
@@ -125,8 +131,8 @@ LeaseId Core::cut_table(LeaseId id, Lease& lease, std::size_t blocks) {
     keeper.num_tokens = static_cast<std::uint32_t>(keeper.table.size()) * config_.block_tokens;
     keeper.epoch = lease.epoch;
     keeper.computes = false;
-    keeper.granted = keeper.named = keeper.released = true;
     keeper.last_step = lease.last_step;
+    await_batches(keeper);
     for (auto& [batch, leases] : batches_) {
         if (std::find(leases.begin(), leases.end(), id) == leases.end()) continue;
         leases.push_back(keeper_id);

@@ -111,7 +111,7 @@ void Core::classify(Lease& lease) {
     if (lease.classes.empty()) {
         const std::uint64_t epoch = reuse_->epoch();
         reuse_->observe(lease.tokens, contexts_[lease.context].seed, lease.classes);
-        if (reuse_->epoch() != epoch) clean_ahead_ = 0;  // others may be in front now
+        if (reuse_->epoch() != epoch) forget_ahead();  // others may be in front now
         device_queue_.refresh();
         host_queue_.refresh();
     }
@@ -142,7 +142,7 @@ void Core::take_blocks(LeaseId id, Lease& lease, std::uint32_t total_blocks) {
     if (!lease.swapped) lease.computed_tokens = hits * config_.block_tokens;
     lease.cached_tokens = lease.computed_tokens;
     lease.epoch = epoch_;
-    lease.granted = true;
+    set_granted(lease, true);
     classify(lease);
     note_use(lease);
     counters_.hit_device_tokens += std::uint64_t{lease.device_hit} * config_.block_tokens;

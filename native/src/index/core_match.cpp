@@ -14,6 +14,7 @@ Hit Core::match(Tokens tokens, std::string_view context, bool reads, bool writes
         throw UsageError("a prompt of " + str(tokens.size()) + " tokens is too long");
     }
     check_items(items, tokens.size());
+    require_lease_slot();
     const LeaseId id = open_lease(tokens, open_context(context), reads, writes);
     Lease& lease = leases_[static_cast<std::uint32_t>(id)];
     if (!items.empty()) set_items(lease, items);
@@ -131,25 +132,7 @@ Pending Core::pending(LeaseId id) {
         if (child == kNone) break;
         end = child;
     }
-    Pending best{0, 0};
-    const auto [begin, last] = promises_.equal_range(end);
-    for (auto promise = begin; promise != last; ++promise) {
-        const Lease& owner = leases_[promise->second];
-        const std::size_t stop =
-            std::min(limit, owner.tokens.size() / config_.block_tokens) * config_.block_tokens;
-        std::size_t same = first * config_.block_tokens;
-        while (same < stop && owner.tokens[same] == lease.tokens[same]) ++same;
-        std::size_t block = first;
-        while (block < same / config_.block_tokens &&
-               key_of(owner.item_keys, block) == key_of(lease.item_keys, block)) {
-            ++block;
-        }
-        const auto blocks = static_cast<std::uint32_t>(block - first);
-        if (blocks > best.blocks) {
-            best = {(std::uint64_t{owner.generation} << 32) | owner.slot, blocks};
-        }
-    }
-    return best;
+    return promises_.find(end, lease, first, limit);
 }
 
 // Others may wait for what this lease will publish next.
@@ -158,17 +141,12 @@ void Core::announce(Lease& lease) {
     if (!lease.writes || lease.failed || lease.released || lease.epoch != epoch_) return;
     if (lease.path.size() >= lease.tokens.size() / config_.block_tokens) return;
     lease.frontier = lease.path.empty() ? root_of(lease) : lease.path.back();
-    promises_.emplace(lease.frontier, lease.slot);
+    promises_.add(lease);
 }
 
 void Core::withdraw(Lease& lease) {
     if (lease.frontier == kNone) return;
-    const auto [begin, last] = promises_.equal_range(lease.frontier);
-    for (auto promise = begin; promise != last; ++promise) {
-        if (promise->second != lease.slot) continue;
-        promises_.erase(promise);
-        break;
-    }
+    promises_.remove(lease);
     lease.frontier = kNone;
 }
 

@@ -14,7 +14,13 @@ void Core::append(LeaseId id, Tokens tokens) {
                          str(lease.tokens.size()) + ": the lease has " + str(lease.num_tokens) +
                          " positions");
     }
+    const std::size_t block_tokens = config_.block_tokens;
+    const bool names_more_blocks =
+        lease.frontier != kNone &&
+        lease.tokens.size() % block_tokens + tokens.size() >= block_tokens;
+    if (names_more_blocks) promises_.remove(lease);
     lease.tokens.insert(lease.tokens.end(), tokens.begin(), tokens.end());
+    if (names_more_blocks) promises_.add(lease);
 }
 
 std::uint32_t Core::commit(LeaseId id, std::int64_t num_tokens, Step step) {
@@ -80,6 +86,7 @@ NodeId Core::publish_block(Lease& lease, NodeId parent, std::uint32_t index) {
     if (reuse_) n.reuse_class = reuse_->class_at(lease.classes, index);
     if (n.has(kDeviceResident)) return node;
     n.device = lease.table[index];
+    ++device_nodes_;
     n.set(kDeviceValid);
     tree_.count_device_child(node, +1);
     ++counters_.published_blocks;
@@ -102,6 +109,7 @@ bool Core::shed_detached(Lease& lease) {
         Node& node = tree_[lease.path[i]];
         if (node.device == lease.table[i]) {
             node.device = kNoBlock;
+            --device_nodes_;
             node.clear(kDeviceResident);
         }
         unref(lease.path[i]);

@@ -49,10 +49,7 @@ bool Core::has_own_sides(const Lease& lease) const {
 // never end.
 bool Core::make_side_room(const Lease& lease, std::uint32_t total_blocks) {
     if (has_state_room(lease) && has_window_room(lease, total_blocks)) return true;
-    const auto will_end = [](const Lease& other) {
-        return other.live && other.granted && other.computes;
-    };
-    const bool waits = !moves_.empty() || std::any_of(leases_.begin(), leases_.end(), will_end);
+    const bool waits = !moves_.empty() || computing_leases_ > 0;
     auto victim = waits ? leases_.end() : leases_.begin();
     while (!has_state_room(lease) || !has_window_room(lease, total_blocks)) {
         victim = std::find_if(victim, leases_.end(), [&](const Lease& other) {

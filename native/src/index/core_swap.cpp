@@ -16,9 +16,32 @@ void Core::take_host_back(std::span<const BlockId> ids) {
     for (const BlockId id : ids) host_.give_back(id);
 }
 
+void Core::hold(NodeId node) {
+    Node& n = tree_[node];
+    if (n.holds == 0) {
+        if (n.has(kQueued | kParked)) count_idle_host(n, -1);
+        if (n.has(kHostValid)) twins_.remove(n.host);
+    }
+    if (n.holds == kMaxHolds) {
+        ++more_holds_[node];
+    } else {
+        ++n.holds;
+    }
+}
+
 void Core::unhold(NodeId node) {
     Node& n = tree_[node];
+    if (n.holds == kMaxHolds) {
+        if (const auto more = more_holds_.find(node); more != more_holds_.end()) {
+            if (--more->second == 0) more_holds_.erase(more);
+            return;
+        }
+    }
     --n.holds;
+    if (n.holds == 0) {
+        if (n.has(kQueued | kParked)) count_idle_host(n, +1);
+        note_twin(node);
+    }
     if (n.has(kDetached)) {
         free_if_unowned(node);
     } else {
@@ -44,14 +67,7 @@ TransferId Core::saving(LeaseId id) const {
 
 // Whether make_host_room would succeed; so that an attempt in vain evicts nothing.
 bool Core::could_make_host_room(std::size_t blocks) const {
-    std::size_t room = host_.free_blocks();
-    for (NodeId node = 0; room < blocks && node < tree_.slots(); ++node) {
-        const Node& n = tree_[node];
-        if (!tree_.is_live(node) || n.has(kRoot | kDetached | kDeviceLoading)) continue;
-        if (!n.has(kHostValid) || n.pins > 0 || n.holds > 0) continue;
-        room += n.has(kDeviceValid) ? n.has(kTwinListed) : n.refs == 0;
-    }
-    return room >= blocks;
+    return std::size_t{host_.free_blocks()} + twins_.size() + idle_host_ >= blocks;
 }
 
 // Begins to move the table; swap_out of the lease is 0 when nothing had to be copied. Returns
@@ -71,13 +87,12 @@ bool Core::swap_out(LeaseId id, Step step) {
     const std::span<const BlockId> tail =
         std::span(lease.table).subspan(first, std::max(computed, first) - first);
     std::vector<NodeId> unsaved;
-    if (!lease.path.empty() && tree_[lease.path.front()].holds == kMaxHolds) return false;
     for (const NodeId node : lease.path) {
-        ++tree_[node].holds;
+        hold(node);
         if (!tree_[node].has(kHostValid | kHostLoading)) unsaved.push_back(node);
     }
     const std::size_t needed = unsaved.size() + tail.size();
-    if (could_make_host_room(needed)) make_host_room(needed, {});
+    if (could_make_host_room(needed)) make_host_room(needed, 0);
     if (host_.free_blocks() < needed) {
         for (const NodeId node : lease.path) unhold(node);
         return false;
@@ -85,7 +100,7 @@ bool Core::swap_out(LeaseId id, Step step) {
     withdraw(lease);
     if (needed > 0) {
         lease.tail_host.resize(tail.size());
-        host_.take_runs(lease.tail_host);
+        host_.take(lease.tail_host);
         lease.swap_out = start_offload(std::move(unsaved), tail, lease.tail_host);
         transfers_.at(lease.swap_out).tail_owner = id;
     }
@@ -108,7 +123,7 @@ void Core::finish_swap_out(Lease& lease, bool moved) {
         return;
     }
     free_table(lease, 0);
-    lease.granted = false;
+    set_granted(lease, false);
     lease.swapped = true;
     lease.num_tokens = 0;
     trim_swapped(lease);
@@ -195,6 +210,7 @@ Fork Core::fork(LeaseId id, Step step) {
         throw LeaseError("only a granted lease whose transfers have ended can be forked");
     }
     if (!windows_.empty()) throw UsageError("a lease with sliding windows cannot be forked");
+    require_lease_slot();
     std::uint32_t needed = 0;
     for (std::size_t i = 0; i < parent.table.size(); ++i) needed += !is_indexed(parent, i);
     if (state_ && (!parent.computes || state_->room() == 0)) return {};
@@ -229,9 +245,9 @@ Fork Core::fork(LeaseId id, Step step) {
     child.prompt_tokens = source.prompt_tokens;
     child.device_hit = blocks_for(source.computed_tokens);
     child.epoch = source.epoch;
-    child.granted = true;
     source.last_step = std::max(source.last_step, step);
     child.last_step = step;
+    set_granted(child, true);
     if (state_) {
         child.state_slot = take_slot();
         child.state_valid = true;

@@ -41,12 +41,12 @@ void Core::forget_host() {
     for (NodeId node = 0; node < tree_.slots(); ++node) {
         Node& n = tree_[node];
         if (!tree_.is_live(node) || !n.has(kHostValid)) continue;
+        twins_.remove(n.host);
         host_.give_back(n.host);
         n.host = kNoBlock;
-        n.clear(kHostValid | kTwinListed);
+        n.clear(kHostValid);
     }
-    twins_.clear();
-    clean_ahead_ = 0;
+    forget_ahead();
     ++version_;
 }
 

@@ -22,6 +22,7 @@ void Core::start_onload(LeaseId id, Lease& lease, std::uint32_t first_host_block
         const NodeId node = lease.path[i];
         Node& n = tree_[node];
         n.device = lease.table[i];
+        ++device_nodes_;
         n.set(kDeviceLoading);
         n.next = transfer_id;
         ++n.pins;
@@ -119,6 +120,7 @@ void Core::cancel_onload(Transfer& transfer) {
         }
         device_.give_back(n.device);
         n.device = kNoBlock;
+        --device_nodes_;
         n.clear(kDeviceLoading);
         tree_.count_device_child(node, -1);
         enqueue(node);
@@ -152,11 +154,15 @@ void Core::finish_offload(Transfer& transfer, std::uint32_t good) {
 
 // cached_tokens of every lease that joined falls to its first bad block.
 void Core::fail_leases(const Transfer& transfer, NodeId first_bad) {
+    std::size_t depth = 0;  // of the node, which is the same in every path
     for (const LeaseId id : transfer.leases) {
         Lease& lease = lease_at(id);
-        const auto bad = std::find(lease.path.begin(), lease.path.end(), first_bad);
-        if (bad == lease.path.end()) continue;
-        fail_lease(lease, static_cast<std::uint32_t>(bad - lease.path.begin()));
+        if (depth >= lease.path.size() || lease.path[depth] != first_bad) {
+            const auto bad = std::find(lease.path.begin(), lease.path.end(), first_bad);
+            if (bad == lease.path.end()) continue;
+            depth = static_cast<std::size_t>(bad - lease.path.begin());
+        }
+        fail_lease(lease, static_cast<std::uint32_t>(depth));
     }
 }
 

@@ -12,19 +12,49 @@ void ChildSet::place(Slot slot) {
     slots_[i] = slot;
 }
 
-void ChildSet::insert(std::uint32_t tag, NodeId node) {
-    if (std::size_t{size_} * 2 >= slots_.size()) {
-        std::vector<Slot> old(slots_.size() * 2);
-        old.swap(slots_);
-        for (const Slot& slot : old) {
-            if (slot.node != kNone) place(slot);
+std::size_t ChildSet::bytes() const {
+    std::size_t bytes = slots_.capacity() * sizeof(Slot);
+    for (std::size_t i = 0; parts_ && i < kParts; ++i)
+        bytes += sizeof(ChildSet) + parts_[i].bytes();
+    return bytes;
+}
+
+// Twice as many slots; or, beyond `max_slots`, parts of few slots each.
+std::size_t ChildSet::grow(std::size_t max_slots) {
+    const std::size_t before = bytes();
+    const bool divides = slots_.size() >= max_slots;
+    std::vector<Slot> old(divides ? 0 : slots_.size() * 2);
+    old.swap(slots_);
+    if (divides) parts_ = std::make_unique<ChildSet[]>(kParts);
+    for (const Slot& slot : old) {
+        if (slot.node == kNone) continue;
+        if (divides) {
+            parts_[slot.tag >> kPartShift].insert(slot.tag, slot.node, ~std::size_t{0});
+        } else {
+            place(slot);
         }
     }
-    place({node, tag});
+    return bytes() - before;
+}
+
+std::size_t ChildSet::insert(std::uint32_t tag, NodeId node, std::size_t max_slots) {
+    std::size_t grown = 0;
+    if (!parts_ && std::size_t{size_} * 2 >= slots_.size()) grown = grow(max_slots);
+    if (parts_) {
+        grown += parts_[tag >> kPartShift].insert(tag, node, ~std::size_t{0});
+    } else {
+        place({node, tag});
+    }
     ++size_;
+    return grown;
 }
 
 void ChildSet::erase(std::uint32_t tag, NodeId node) {
+    if (parts_) {
+        parts_[tag >> kPartShift].erase(tag, node);
+        --size_;
+        return;
+    }
     std::size_t hole = tag & mask();
     while (slots_[hole].node != node) hole = (hole + 1) & mask();
     // Close the gap: an entry may move back when the gap lies between its home and its place.
@@ -42,6 +72,7 @@ void ChildSet::erase(std::uint32_t tag, NodeId node) {
 void ChildSet::clear() {
     slots_.assign(4, Slot{});
     slots_.shrink_to_fit();
+    parts_.reset();
     size_ = 0;
     device_children = 0;
 }
@@ -53,9 +84,7 @@ PrefixTree::PrefixTree(std::uint32_t block_tokens, std::size_t expected_nodes,
       tokens_(expected_nodes * block_tokens, populated_nodes * block_tokens) {}
 
 std::size_t PrefixTree::fork_bytes() const {
-    std::size_t bytes = forks_.capacity() * sizeof(ChildSet) + free_forks_.capacity() * 4;
-    for (const ChildSet& fork : forks_) bytes += fork.bytes();
-    return bytes;
+    return forks_.size() * sizeof(ChildSet) + free_forks_.capacity() * 4 + child_bytes_;
 }
 
 std::uint32_t PrefixTree::tag(const std::int32_t* tokens, ItemKey items) const {
@@ -118,7 +147,7 @@ NodeId PrefixTree::add_child(NodeId parent, const std::int32_t* tokens, ItemKey 
     if (child == kNone) {
         nodes_[parent].child = id;
     } else if ((child & kFork) != 0) {
-        forks_[child & ~kFork].insert(tag(tokens, items), id);
+        child_bytes_ += forks_[child & ~kFork].insert(tag(tokens, items), id);
     } else {
         nodes_[parent].child = new_fork(child, id);
     }
@@ -135,21 +164,24 @@ PrefixTree::Found PrefixTree::find_or_add_child(NodeId parent, const std::int32_
 std::uint32_t PrefixTree::new_fork(NodeId first, NodeId second) {
     std::uint32_t index = static_cast<std::uint32_t>(forks_.size());
     if (free_forks_.empty()) {
-        forks_.emplace_back();
+        child_bytes_ += forks_.emplace_back().bytes();
     } else {
         index = free_forks_.back();
         free_forks_.pop_back();
     }
     ChildSet& fork = forks_[index];
     for (const NodeId node : {first, second}) {
-        fork.insert(tag(node), node);
+        child_bytes_ += fork.insert(tag(node), node);
         fork.device_children += nodes_[node].has(kDeviceResident);
     }
     return index | kFork;
 }
 
 void PrefixTree::free_fork(std::uint32_t child) {
-    forks_[child & ~kFork].clear();
+    ChildSet& fork = forks_[child & ~kFork];
+    child_bytes_ -= fork.bytes();
+    fork.clear();
+    child_bytes_ += fork.bytes();
     free_forks_.push_back(child & ~kFork);
 }
 
@@ -165,9 +197,7 @@ void PrefixTree::unlink(NodeId node) {
     fork.erase(tag(node), node);
     fork.device_children -= nodes_[node].has(kDeviceResident);
     if (fork.size() > 1) return;
-    for (const ChildSet::Slot& slot : fork.slots()) {
-        if (slot.node != kNone) nodes_[parent].child = slot.node;
-    }
+    fork.for_each([&](NodeId child) { nodes_[parent].child = child; });
     free_fork(child);
 }
 

@@ -80,7 +80,8 @@ std::vector<BlockTuple> blocks(const Core& core) {
     for (const BlockView& view : core.blocks()) {
         const Node& n = *view.node;
         tuples.push_back(nb::make_tuple(view.context, id_bytes(view.prefix), n.device, n.host,
-                                        int{n.flags}, n.refs, int{n.pins}));
+                                        int{n.flags}, std::uint32_t{n.refs},
+                                        static_cast<int>(n.pins)));
     }
     return tuples;
 }
@@ -145,20 +146,20 @@ void bind_core(nb::module_& m) {
                WritePolicy write_policy, std::uint32_t write_through_threshold,
                std::uint32_t low_watermark_blocks, std::uint32_t min_onload_blocks,
                EvictionKind eviction, std::uint32_t state_slots,
-               const std::vector<WindowTuple>& windows) {
+               const std::vector<WindowTuple>& windows, std::uint32_t max_leases) {
                 std::vector<WindowConfig> groups;
                 for (const auto& [blocks, window, step] : windows)
                     groups.push_back({blocks, window, step});
                 new (self) Core(CoreConfig{block_tokens, device_blocks, host_blocks, leave_tokens,
                                            reserve_blocks, write_policy, write_through_threshold,
                                            low_watermark_blocks, min_onload_blocks, eviction,
-                                           state_slots, std::move(groups)});
+                                           state_slots, std::move(groups), max_leases});
             },
             nb::kw_only(), "block_tokens"_a, "device_blocks"_a, "host_blocks"_a = 0,
             "leave_tokens"_a = 1, "reserve_blocks"_a = 0, "write_policy"_a = WritePolicy::kNone,
             "write_through_threshold"_a = 2, "low_watermark_blocks"_a = 0,
             "min_onload_blocks"_a = 0, "eviction"_a = EvictionKind::kLru, "state_slots"_a = 0,
-            "windows"_a = std::vector<WindowTuple>())
+            "windows"_a = std::vector<WindowTuple>(), "max_leases"_a = kMaxLeases)
         .def("match", &match, "tokens"_a, "context"_a = "", "reads"_a = true, "writes"_a = true,
              "Open a lease: (lease, device_blocks, host_blocks) of the longest cached prefix.")
         .def("match_items", &match_items, "tokens"_a, "items"_a, "context"_a = "", "reads"_a = true,

@@ -1,0 +1,115 @@
+// What granted leases will compute: a radix tree of blocks behind the nodes of the prefix index.
+//
+// A lease promises the named, full blocks that follow its *frontier*, the last indexed node of its
+// path (or the root). Promises of one frontier that begin with equal blocks share the runs of those
+// blocks, so a promise is added, removed or looked up in O(its own blocks + log promises), however
+// many leases promise the same:
+//
+//   frontier --- run [2, 5) --- run [5, 9)    leases a, b end here
+//                          \--- run [5, 7)    lease c ends here
+//
+// A run keeps no tokens: it names one of the leases that promise it, whose prompt has them. All is
+// ordered by content and by time of arrival, never by address, so answers are deterministic (I9).
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <set>
+#include <vector>
+
+#include "aiokv/core_types.hpp"
+
+namespace aiokv {
+
+class Promises {
+  public:
+    // `leases` by slot; it outlives this.
+    Promises(const std::deque<Lease>& leases, std::uint32_t block_tokens)
+        : leases_(leases), stride_(block_tokens) {}
+
+    Promises(const Promises&) = delete;
+    Promises& operator=(const Promises&) = delete;
+
+    bool empty() const { return runs_in_use_ == 0; }
+    // Runs and links, for tests: at most two runs per lease.
+    std::size_t runs() const { return runs_in_use_; }
+
+    // The lease will compute its blocks from path.size() to the last named, full one, behind
+    // lease.frontier. Nothing of these may change before remove().
+    void add(const Lease& lease);
+    // Nothing happens when it has promised no block.
+    void remove(const Lease& lease);
+    void clear();
+
+    // The longest run of blocks [first, limit) of a prompt that one lease will compute behind
+    // `frontier`, and a lease that will.
+    Pending find(NodeId frontier, const Lease& prompt, std::size_t first, std::size_t limit) const;
+
+  private:
+    using RunId = std::uint32_t;
+    // What a run follows: a node of the index, or (kRunBit | id) another run.
+    using Place = std::uint64_t;
+    static constexpr Place kRunBit = Place{1} << 32;
+
+    struct Run {
+        Place above = 0;
+        std::uint32_t begin = 0;  // blocks of the prompt
+        std::uint32_t end = 0;
+        std::uint32_t text = kNone;   // slot of a lease that promises the run
+        std::uint32_t first = kNone;  // slot of the oldest lease whose promise ends here
+        std::uint32_t below = 0;      // runs that follow
+    };
+    // Of a lease whose promise ends in `run`; a ring, oldest first.
+    struct Link {
+        RunId run = kNone;
+        std::uint32_t prev = kNone;
+        std::uint32_t next = kNone;
+    };
+    // A block of a prompt, behind a place.
+    struct Block {
+        Place above;
+        const Lease* lease;
+        std::uint32_t index;
+    };
+    struct Order {
+        using is_transparent = void;
+        const Promises* promises;
+        bool operator()(RunId a, RunId b) const {
+            return promises->compare(promises->first_block(a), promises->first_block(b)) < 0;
+        }
+        bool operator()(RunId a, const Block& b) const {
+            return promises->compare(promises->first_block(a), b) < 0;
+        }
+        bool operator()(const Block& a, RunId b) const {
+            return promises->compare(a, promises->first_block(b)) < 0;
+        }
+        bool operator()(RunId a, Place b) const { return promises->runs_[a].above < b; }
+        bool operator()(Place a, RunId b) const { return a < promises->runs_[b].above; }
+    };
+
+    Block first_block(RunId run) const {
+        return {runs_[run].above, &leases_[runs_[run].text], runs_[run].begin};
+    }
+    int compare(const Block& a, const Block& b) const;
+    bool is_equal(const Lease& a, const Lease& b, std::size_t block) const;
+    // The first block from `block` on that differs, or `end`.
+    std::uint32_t common_end(const Lease& a, const Lease& b, std::uint32_t block,
+                             std::uint32_t end) const;
+    RunId child(const Block& block) const;
+    RunId new_run(const Run& run);
+    void erase_run(RunId run);
+    RunId split(RunId run, std::uint32_t at);
+    void absorb(RunId above);
+    void link(RunId run, std::uint32_t slot);
+    void unlink(std::uint32_t slot);
+
+    const std::deque<Lease>& leases_;
+    std::size_t stride_;
+    std::deque<Run> runs_;
+    std::vector<RunId> free_runs_;
+    std::size_t runs_in_use_ = 0;
+    std::set<RunId, Order> places_{Order{this}};
+    std::deque<Link> links_;  // by slot
+};
+
+}  // namespace aiokv

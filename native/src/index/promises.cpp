@@ -1,0 +1,176 @@
+#include "aiokv/promises.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "core_detail.hpp"
+
+namespace aiokv {
+
+int Promises::compare(const Block& a, const Block& b) const {
+    if (a.above != b.above) return a.above < b.above ? -1 : 1;
+    const int order =
+        std::memcmp(&a.lease->tokens[a.index * stride_], &b.lease->tokens[b.index * stride_],
+                    stride_ * sizeof(std::int32_t));
+    if (order != 0) return order;
+    const ItemKey x = key_of(a.lease->item_keys, a.index);
+    const ItemKey y = key_of(b.lease->item_keys, b.index);
+    return x == y ? 0 : x < y ? -1 : 1;
+}
+
+bool Promises::is_equal(const Lease& a, const Lease& b, std::size_t block) const {
+    return std::memcmp(&a.tokens[block * stride_], &b.tokens[block * stride_],
+                       stride_ * sizeof(std::int32_t)) == 0 &&
+           key_of(a.item_keys, block) == key_of(b.item_keys, block);
+}
+
+std::uint32_t Promises::common_end(const Lease& a, const Lease& b, std::uint32_t block,
+                                   std::uint32_t end) const {
+    while (block < end && is_equal(a, b, block)) ++block;
+    return block;
+}
+
+Promises::RunId Promises::child(const Block& block) const {
+    const auto found = places_.find(block);
+    return found == places_.end() ? kNone : *found;
+}
+
+// `above` of the run counts it already.
+Promises::RunId Promises::new_run(const Run& run) {
+    auto id = static_cast<RunId>(runs_.size());
+    if (free_runs_.empty()) {
+        runs_.push_back(run);
+    } else {
+        id = free_runs_.back();
+        free_runs_.pop_back();
+        runs_[id] = run;
+    }
+    places_.insert(id);
+    ++runs_in_use_;
+    return id;
+}
+
+void Promises::erase_run(RunId run) {
+    places_.erase(places_.find(run));
+    free_runs_.push_back(run);
+    --runs_in_use_;
+}
+
+// A new run takes the blocks of `run` before `at`, and its place; returns the new one.
+Promises::RunId Promises::split(RunId run, std::uint32_t at) {
+    places_.erase(places_.find(run));
+    const Run& old = runs_[run];
+    const RunId upper = new_run({old.above, old.begin, at, old.text, kNone, 1});
+    runs_[run].above = kRunBit | upper;
+    runs_[run].begin = at;
+    places_.insert(run);
+    return upper;
+}
+
+// A run where no promise ends, and that one run follows, becomes the beginning of that one.
+void Promises::absorb(RunId above) {
+    const RunId below = *places_.lower_bound(kRunBit | above);
+    places_.erase(places_.find(below));
+    const Run gone = runs_[above];
+    erase_run(above);
+    runs_[below].above = gone.above;
+    runs_[below].begin = gone.begin;
+    places_.insert(below);
+}
+
+void Promises::link(RunId run, std::uint32_t slot) {
+    while (links_.size() <= slot) links_.emplace_back();
+    const std::uint32_t first = runs_[run].first;
+    if (first == kNone) {
+        runs_[run].first = slot;
+        links_[slot] = {run, slot, slot};
+        return;
+    }
+    const std::uint32_t last = links_[first].prev;
+    links_[slot] = {run, last, first};
+    links_[last].next = links_[first].prev = slot;
+}
+
+void Promises::unlink(std::uint32_t slot) {
+    const Link link = links_[slot];
+    Run& run = runs_[link.run];
+    links_[link.prev].next = link.next;
+    links_[link.next].prev = link.prev;
+    if (run.first == slot) run.first = link.next == slot ? kNone : link.next;
+    links_[slot] = Link{};
+}
+
+void Promises::add(const Lease& lease) {
+    const auto end = static_cast<std::uint32_t>(lease.tokens.size() / stride_);
+    auto block = static_cast<std::uint32_t>(lease.path.size());
+    if (block >= end) return;
+    Place above = lease.frontier;
+    for (;;) {
+        RunId run = child({above, &lease, block});
+        if (run == kNone) {
+            run = new_run({above, block, end, lease.slot, kNone, 0});
+            if ((above & kRunBit) != 0) ++runs_[static_cast<RunId>(above)].below;
+            return link(run, lease.slot);
+        }
+        const std::uint32_t stop = std::min(runs_[run].end, end);
+        block = common_end(leases_[runs_[run].text], lease, block, stop);
+        if (block < runs_[run].end) run = split(run, block);
+        if (block == end) return link(run, lease.slot);
+        above = kRunBit | run;
+    }
+}
+
+void Promises::remove(const Lease& lease) {
+    const std::uint32_t slot = lease.slot;
+    if (slot >= links_.size() || links_[slot].run == kNone) return;
+    RunId run = links_[slot].run;
+    Place place = kRunBit | run;  // the last one of those that may have named the lease
+    unlink(slot);
+    if (runs_[run].first == kNone && runs_[run].below == 0) {
+        place = runs_[run].above;
+        erase_run(run);
+        if ((place & kRunBit) == 0) return;
+        run = static_cast<RunId>(place);
+        --runs_[run].below;
+    }
+    if (runs_[run].first == kNone && runs_[run].below == 1) {
+        place = runs_[run].above;
+        absorb(run);
+    }
+    // Those that name the lease are one below the other, and this is the last.
+    while ((place & kRunBit) != 0 && runs_[static_cast<RunId>(place)].text == slot) {
+        Run& stale = runs_[static_cast<RunId>(place)];
+        stale.text = stale.first != kNone ? stale.first : runs_[*places_.lower_bound(place)].text;
+        place = stale.above;
+    }
+}
+
+void Promises::clear() {
+    places_.clear();
+    runs_.clear();
+    free_runs_.clear();
+    links_.clear();
+    runs_in_use_ = 0;
+}
+
+Pending Promises::find(NodeId frontier, const Lease& prompt, std::size_t first,
+                       std::size_t limit) const {
+    const auto end = static_cast<std::uint32_t>(limit);
+    auto block = static_cast<std::uint32_t>(first);
+    Pending found{0, 0};
+    Place above = frontier;
+    while (block < end) {
+        const RunId run = child({above, &prompt, block});
+        if (run == kNone) break;
+        const Lease& owner = leases_[runs_[run].text];
+        const std::uint32_t stop = runs_[run].end;
+        block = common_end(owner, prompt, block, std::min(stop, end));
+        found = {(std::uint64_t{owner.generation} << 32) | owner.slot,
+                 block - static_cast<std::uint32_t>(first)};
+        if (block < stop) break;
+        above = kRunBit | run;
+    }
+    return found;
+}
+
+}  // namespace aiokv
