@@ -252,6 +252,14 @@ class Core:
         (lease, blocks): who will compute what follows the match; (0, 0): nobody.
         """
 
+    def can_allocate(self, lease: int, num_tokens: int, saves: bool = False) -> bool:
+        """
+        Whether allocate would grant now; `saves`: after take_write_backs had nothing to do.
+        """
+
+    def indexed_blocks(self, lease: int) -> int:
+        """Blocks of the lease that are in the index, from the first on."""
+
     def check_request(self, lease: int, num_tokens: int) -> None:
         """Raise what allocate would for a request that can never be granted."""
 
@@ -373,6 +381,17 @@ class Core:
 
     @property
     def device_blocks(self) -> int: ...
+
+    @property
+    def granted_leases(self) -> int: ...
+
+    @property
+    def swapped_leases(self) -> int: ...
+
+    def room(self) -> tuple[int, int, int]:
+        """
+        (device_free, evictable, state_slots) that no lease holds; of statistics, but O(1).
+        """
 
     def forget_device(self) -> None: ...
 

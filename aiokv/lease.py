@@ -8,7 +8,7 @@ import warnings
 from typing import TYPE_CHECKING, Self
 
 from aiokv.errors import LeaseError, UnreleasedLeaseWarning
-from aiokv.types import Hit, as_tokens
+from aiokv.types import Hit, as_priority, as_tokens
 from aiokv.usage import Usage, Waits
 
 if TYPE_CHECKING:
@@ -95,9 +95,14 @@ class Lease:
         The prefix is matched again when the turn comes; ``cached_tokens`` is final then, and
         onloads have started.
 
+        The hit is taken as far as ``num_tokens`` reaches. ``extend`` adds empty blocks only, so
+        cached blocks behind ``num_tokens`` would be computed again. For chunked prefill, make the
+        first chunk end behind the hit: ``allocate(min(lease.hit.total + chunk, len(tokens)))``, and
+        ``extend`` for each later chunk.
+
         Args:
             num_tokens: absolute number of positions, at least 1.
-            priority: lower goes first; equal ones in order of arrival.
+            priority: an integer; lower goes first, equal ones in order of arrival.
             timeout: seconds to wait for capacity.
             wait_pending: seconds to wait first for blocks that another lease is computing; after
                 that they are computed again.
@@ -105,12 +110,17 @@ class Lease:
         Raises:
             AllocateTimeout: the lease holds nothing and may try again.
             RequestTooLarge: it can never fit; at once.
-            LeaseError: released, or granted already.
+            LeaseError: released, granted already, or waiting in another task. Also when it is
+                released while it waits.
+            UsageError: ``priority`` is not an integer; nothing changed.
             ClosedError: the engine closes.
+            BrokenEngineError: the device failed, or a rank was lost.
 
         Cancellation: the lease holds nothing, as after ``match``.
         Checkpoint: only when it has to wait.
         """
+        if type(priority) is not int:
+            priority = as_priority(priority)
         if wait_pending > 0 and (pending_tokens := self.pending_tokens):
             await self._wait_pending(pending_tokens, wait_pending)
         if not self.try_allocate(num_tokens):
@@ -118,8 +128,26 @@ class Lease:
         return self
 
     def try_allocate(self, num_tokens: int) -> bool:
-        """As :meth:`allocate`, now or not at all; False also while others wait."""
+        """As :meth:`allocate`, now or not at all; False also while others wait, or it does."""
         return self._engine._try_allocate(self, num_tokens)
+
+    def can_allocate(self, num_tokens: int) -> bool:
+        """Return whether ``try_allocate(num_tokens)`` would succeed now. Takes and evicts nothing.
+
+        Exact where ``device_free + evictable_blocks`` promises too much: blocks that are being
+        copied, or that ``"write_back"`` saves first, cannot be evicted yet. What the lease hits
+        needs no room. Costs as much as an attempt.
+
+        Args:
+            num_tokens: absolute number of positions, at least 1.
+
+        Raises:
+            RequestTooLarge: it can never fit.
+            LeaseError: released, or granted already.
+            ClosedError: the engine closes.
+            BrokenEngineError: the device failed, or a rank was lost.
+        """
+        return self._engine._can_allocate(self, num_tokens)
 
     async def preempt(self, *, swap: bool = False) -> None:
         """Give the device blocks to somebody else; ``resume`` takes blocks again.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
@@ -109,6 +110,20 @@ def check_items(items: Sequence[tuple[object, object, object]]) -> None:
             raise UsageError(f"an item's content_hash must be bytes, not {content_hash!r}")
         if not isinstance(offset, int) or not isinstance(length, int):
             raise UsageError(f"an item's place must be two integers, not {offset!r}, {length!r}")
+
+
+def as_priority(priority: object) -> int:
+    """Return a priority as an int.
+
+    Raises:
+        UsageError: not an integer.
+    """
+    try:
+        return operator.index(priority)  # type: ignore[arg-type]
+    except TypeError:
+        raise UsageError(
+            f"priority is {priority!r}; it must be an integer, and lower ones go first"
+        ) from None
 
 
 def as_tokens(tokens: TokenIds) -> NDArray[np.int32]:

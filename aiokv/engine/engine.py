@@ -81,8 +81,11 @@ class CacheEngine(Recovery):
         }
 
     def check_invariants(self) -> list[str]:
-        """What of I1-I6 does not hold, as sentences; empty when all is well. Scans everything."""
-        return self._core.violations()
+        """Return a description of each violated invariant: I1-I6, and those of the waiting lines.
+
+        Scans everything.
+        """
+        return self._core.violations() + self._check_lines()
 
     def __repr__(self) -> str:
         s = self._core.statistics()

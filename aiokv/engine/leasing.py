@@ -75,7 +75,7 @@ class Leasing(EngineBase):
         if published and not self._steps.open:
             self._transfers.schedule_backups()
         if self._pending:
-            self._pending.wake(lease._id)
+            self._pending.advanced(lease._id)
         return published
 
     def _record_checksums(self, lease: Lease, first_token: int, num_tokens: int) -> None:
@@ -95,6 +95,8 @@ class Leasing(EngineBase):
         self._check_loop()
         self._core.truncate(lease._live_id(), num_tokens, self._steps.open)
         self._recount([lease._id])
+        if self._pending:
+            self._pending.wake(lease._id)  # it may have promised what it has cut off
         self._on_blocks_free()
 
     def extend(self, leases: Sequence[Lease], num_tokens: int) -> None:
@@ -242,6 +244,8 @@ class Leasing(EngineBase):
         self._forget(lease_id, self._steps.open if after is None else self._close_step(after))
 
     def _forget(self, lease_id: int, step: int) -> None:
+        if self._pending or lease_id in self._allocating:
+            self._end_waits(lease_id)
         del self._owners[lease_id]
         self._taken_back.pop(lease_id, None)
         self._core.release(lease_id, step)

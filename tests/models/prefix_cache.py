@@ -101,6 +101,14 @@ class PrefixCacheModel(Saving):
         usable = min(len(path), num_tokens // self.block_tokens)
         return path[: self._before_cut_item(lease, usable)]
 
+    def reserve_for(self, lease: Lease, num_tokens: int) -> int | None:
+        """Blocks that a grant leaves to extensions; None when it can never be granted."""
+        blocks = self.blocks_for(num_tokens)
+        if blocks + self.reserve_blocks > self.capacity and blocks > lease.grown_blocks:
+            return None
+        reserve = min(self.reserve_blocks, self.capacity - blocks)
+        return reserve if reserve >= 0 else None
+
     def allocate(self, lease: Lease, num_tokens: int, evicted: int) -> bool:
         """True: granted, and ``adopt`` comes next with the real table.
 
@@ -117,7 +125,7 @@ class PrefixCacheModel(Saving):
             self._ref(block)
         room = len(self.device_free) + len(self.idle("device"))
         short = max(0, needed - len(self.device_free))
-        if needed + self.reserve_blocks > room:
+        if needed + (self.reserve_for(lease, num_tokens) or 0) > room:
             short = -1  # not even tried
         if not self.evict_as_seen(evicted, max(short, 0)) or short < 0:
             for block in reversed(path):
@@ -180,6 +188,7 @@ class PrefixCacheModel(Saving):
         assert len(table) == self.blocks_for(lease.num_tokens)
         self._take_device(table[old:])
         lease.table = table
+        lease.grown_blocks = max(lease.grown_blocks, len(table))
 
     def _use(self, lease: Lease, first: int, last: int, step: int) -> None:
         for device_id in lease.table[first:last]:

@@ -85,11 +85,15 @@ class CacheMachine(CacheSimulation):
 
     def try_allocate(self, caller: Caller, num_tokens: int) -> bool:
         lease = caller.model
-        if self.model.blocks_for(num_tokens) + self.model.reserve_blocks > self.model.capacity:
+        if self.model.reserve_for(lease, num_tokens) is None:
             self.refused(RequestTooLarge, self.core.allocate, caller.id, num_tokens)
+            self.refused(RequestTooLarge, self.core.can_allocate, caller.id, num_tokens)
             return False
         evicted = self.core.statistics().evicted_device_blocks
+        expected = self.core.can_allocate(caller.id, num_tokens)
+        assert self.core.statistics().evicted_device_blocks == evicted
         granted = self.core.allocate(caller.id, num_tokens)
+        assert bool(granted) == expected
         evicted = self.core.statistics().evicted_device_blocks - evicted
         assert bool(granted) == self.model.allocate(lease, num_tokens, evicted)
         if not granted:
@@ -121,7 +125,8 @@ class CacheMachine(CacheSimulation):
         caller = self.waiting()[which % len(self.waiting())]
         num_tokens = max(1, len(caller.model.tokens))
         blocks = self.model.blocks_for(num_tokens)
-        if blocks + self.model.reserve_blocks > self.model.capacity:
+        reserve = self.model.reserve_for(caller.model, num_tokens)
+        if reserve is None:
             return
         granted = self.try_allocate(caller, num_tokens)
         for _ in range(3):
@@ -134,7 +139,7 @@ class CacheMachine(CacheSimulation):
         evictable = [block for block in self.model.idle("device") if block not in shared]
         room = len(self.model.device_free) + len(evictable)
         assert self.plans or self.model.needs(caller.model, num_tokens) > (
-            room - self.model.reserve_blocks
+            room - reserve
         )
 
     @rule(tokens=prompts, fork=st.integers(0, 9), context=st.sampled_from([0, 0, 0, 1]))

@@ -35,6 +35,7 @@ class Core {
     // Throws what allocate would, of a request that can never be granted.
     void check_request(LeaseId id, std::int64_t num_tokens) const;
     Grant allocate(LeaseId id, std::int64_t num_tokens);
+    bool can_allocate(LeaseId id, std::int64_t num_tokens, bool saves);  // core_forecast.cpp
     void retract(LeaseId id, Step step);
     void append(LeaseId id, Tokens tokens);
     std::uint32_t commit(LeaseId id, std::int64_t num_tokens, Step step);
@@ -94,6 +95,14 @@ class Core {
     void forget_host();
     void reset();
     std::uint32_t device_blocks() const { return device_.capacity(); }
+
+    // -- counts that cost nothing
+    std::uint32_t granted_leases() const { return granted_leases_; }
+    std::uint32_t swapped_leases() const { return swapped_leases_; }
+    Room room() const {
+        return {device_.free_blocks(), evictable(),
+                state_ ? state_->free_ids() + state_->attached() : 0};
+    }
 
     // -- checks (core_check.cpp)
     CoreStatistics statistics() const;
@@ -205,6 +214,10 @@ class Core {
     void check_window(Report& report, std::size_t group) const;
 
     // capacity
+    class Forecast;
+    std::uint32_t reserve_for(std::uint32_t total_blocks) const;
+    bool could_make_side_room(const Lease& lease, std::uint32_t total_blocks,
+                              bool& frees_host) const;
     bool make_room(std::uint32_t blocks);
     bool evict_one_device();
     bool evict_one_host();
@@ -239,6 +252,8 @@ class Core {
     std::vector<WindowGroup> windows_;
 
     std::deque<Lease> leases_;
+    std::uint32_t granted_leases_ = 0;
+    std::uint32_t swapped_leases_ = 0;
     std::unordered_multimap<NodeId, std::uint32_t> promises_;  // frontier -> slot of the lease
     std::vector<std::uint32_t> free_leases_;
     std::deque<Context> contexts_;

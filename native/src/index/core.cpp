@@ -116,6 +116,7 @@ LeaseId Core::open_lease(Tokens tokens, std::uint32_t context, bool reads, bool 
     ++lease.generation;
     lease.classes.clear();
     lease.prompt_tokens = static_cast<std::uint32_t>(tokens.size());
+    lease.grown_blocks = 0;
     lease.computed_blocks = lease.device_hit = lease.host_hit = lease.known_blocks = 0;
     lease.computes = true;
     ++contexts_[context].leases;
@@ -188,6 +189,7 @@ void Core::give_back(LeaseId id, Lease& lease, Step step) {
     }
     give_state_back(lease, step);
     give_windows_back(lease, step);
+    granted_leases_ -= lease.granted;
     lease.granted = lease.failed = false;
     lease.num_tokens = lease.computed_tokens = lease.cached_tokens = 0;
     lease.version = 0;

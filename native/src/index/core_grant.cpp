@@ -40,10 +40,17 @@ void Core::check_request(LeaseId id, std::int64_t num_tokens) const {
     }
     const std::uint32_t total = blocks_for(static_cast<std::uint64_t>(num_tokens));
     if (std::uint64_t{total} + config_.reserve_blocks <= device_.capacity()) return;
+    if (total <= std::min(lease.grown_blocks, device_.capacity())) return;
     throw RequestTooLarge(std::to_string(num_tokens) + " positions need " + str(total) +
                           " blocks of " + str(config_.block_tokens) + " tokens; device_blocks is " +
                           str(device_.capacity()) + ", of which reserve_blocks keeps " +
                           str(config_.reserve_blocks));
+}
+
+// Free or evictable blocks that a grant leaves to extend(). A lease that extend() has let grow into
+// the reserve is granted when the rest of the device is unused.
+std::uint32_t Core::reserve_for(std::uint32_t total_blocks) const {
+    return std::min(config_.reserve_blocks, device_.capacity() - total_blocks);
 }
 
 // kNone, holding nothing, when there is not enough room now.
@@ -66,7 +73,7 @@ Grant Core::allocate(LeaseId id, std::int64_t num_tokens) {
     }
     const std::uint32_t needed = total - resident;
     // An attempt in vain takes nothing from swapped leases.
-    if (needed + config_.reserve_blocks > device_.free_blocks() + evictable() ||
+    if (needed + reserve_for(total) > device_.free_blocks() + evictable() ||
         !make_side_room(lease, total) || !make_room(needed)) {
         for (std::size_t i = lease.path.size(); i-- > 0;) unref(lease.path[i]);
         return Grant::kNone;
@@ -114,6 +121,7 @@ void Core::take_blocks(LeaseId id, Lease& lease, std::uint32_t total_blocks) {
     lease.cached_tokens = lease.computed_tokens;
     lease.epoch = epoch_;
     lease.granted = true;
+    ++granted_leases_;
     classify(lease);
     counters_.hit_device_tokens += std::uint64_t{lease.device_hit} * config_.block_tokens;
     counters_.hit_host_tokens += std::uint64_t{lease.host_hit} * config_.block_tokens;
@@ -124,6 +132,7 @@ void Core::take_blocks(LeaseId id, Lease& lease, std::uint32_t total_blocks) {
     take_windows(lease);
     if (lease.swapped) {
         lease.swapped = false;
+        --swapped_leases_;
         for (const NodeId node : lease.path) unhold(node);
     }
     announce(lease);
@@ -157,6 +166,8 @@ bool Core::extend(std::span<const LeaseId> ids, std::int64_t num_tokens) {
         const std::size_t old = lease.table.size();
         lease.num_tokens += static_cast<std::uint32_t>(more);
         lease.table.resize(blocks_for(lease.num_tokens));
+        lease.grown_blocks =
+            std::max(lease.grown_blocks, static_cast<std::uint32_t>(lease.table.size()));
         device_.take(std::span(lease.table).subspan(old));
         fit_windows(lease, 0);
     }

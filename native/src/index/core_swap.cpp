@@ -107,6 +107,8 @@ void Core::finish_swap_out(Lease& lease, bool moved) {
     free_table(lease, 0);
     lease.granted = false;
     lease.swapped = true;
+    --granted_leases_;
+    ++swapped_leases_;
     lease.num_tokens = 0;
     trim_swapped(lease);
 }
@@ -116,6 +118,7 @@ void Core::drop_swapped(Lease& lease) {
     take_host_back(lease.tail_host);
     lease.tail_host.clear();
     lease.swapped = false;
+    --swapped_leases_;
 }
 
 // Behind the first block that is lost everything has to be computed again; after a reset, all.
@@ -227,6 +230,8 @@ Fork Core::fork(LeaseId id, Step step) {
     child.device_hit = blocks_for(source.computed_tokens);
     child.epoch = source.epoch;
     child.granted = true;
+    child.grown_blocks = source.grown_blocks;
+    ++granted_leases_;
     if (state_) {
         child.state_slot = take_slot();
         child.state_valid = true;
