@@ -70,7 +70,7 @@ class Control(Residency):
         Cancellation: not paused any more.
         """
         async with self._deadline("quiet", timeout):
-            await self._stand_still(lambda: not self._holders())
+            await self._stand_still(lambda: not self._core.granted_leases)
 
     async def _stand_still(self, at_rest: Callable[[], bool]) -> None:
         """Pause; then wait until ``at_rest()`` and nothing is in flight.

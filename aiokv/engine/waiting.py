@@ -63,7 +63,8 @@ class CapacityQueue:
         waiter = _Waiter(lease, num_tokens, takes_turn, self._line, priority)
         self._waiters[waiter.lease_id] = waiter
         try:
-            self.pump()
+            if waiter.is_first:
+                self.pump()
             await waiter.wait()
             while takes_turn and not self._take_turn(waiter):
                 await waiter.wait()

@@ -49,12 +49,17 @@ class PrefixCacheModel(Saving):
         return lease.context, tuple(lease.tokens[:end]), items
 
     def walk(self, lease: Lease) -> list[Block]:
+        path = self.cached(lease)
+        return path[: self._before_cut_item(lease, len(path))]
+
+    def cached(self, lease: Lease) -> list[Block]:
+        """Cached blocks of the prompt; a hit may end before the last, where that cuts an item."""
         path = []
         for index in range(1, self._most_blocks(lease) + 1):
             if self.key(lease, index) not in self.blocks:
                 break
             path.append(self.blocks[self.key(lease, index)])
-        return path[: self._before_cut_item(lease, len(path))]
+        return path
 
     def _most_blocks(self, lease: Lease) -> int:
         """That a match may find: some tokens are always computed, for the logits."""
@@ -287,10 +292,10 @@ class PrefixCacheModel(Saving):
         lease.promises = more and lease.writes and not lease.failed and lease.epoch == self.epoch
 
     def pending(self, lease: Lease) -> tuple[int, list[Lease]]:
-        """The most blocks behind its match that somebody will compute, and who will."""
+        """The most blocks behind what is cached that somebody will compute, and who will."""
         if lease.granted:
             return 0, []
-        path = self.walk(lease)
+        path = self.cached(lease)
         promised = {
             owner: self._promised(owner, lease, len(path))
             for owner in self.leases

@@ -116,6 +116,22 @@ class CacheMachine(CacheSimulation):
         return True
 
     @precondition(lambda self: self.waiting())
+    @rule(which=pick, more=st.integers(0, 9))
+    def allocate_once(self, which: int, more: int) -> None:
+        """As ``Lease.try_allocate``: a second attempt when there is nothing to save."""
+        caller = self.waiting()[which % len(self.waiting())]
+        num_tokens = max(1, len(caller.model.tokens) + more)
+        if self.model.reserve_for(caller.model, num_tokens) is None:
+            return
+        expected = self.core.can_allocate(caller.id, num_tokens, saves=True)
+        granted = self.try_allocate(caller, num_tokens)
+        if not granted:
+            plans = set(self.plans)
+            self.save_ahead(self.model.blocks_for(num_tokens))
+            granted = set(self.plans) == plans and self.try_allocate(caller, num_tokens)
+        assert granted == expected
+
+    @precondition(lambda self: self.waiting())
     @rule(which=pick)
     def allocate_insisting(self, which: int) -> None:
         """As the engine: what stands in the way is saved, or dropped where it cannot be.
