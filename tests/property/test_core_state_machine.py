@@ -154,9 +154,7 @@ class CacheMachine(CacheSimulation):
         shared = self.model.granted_path(caller.model, num_tokens)
         evictable = [block for block in self.model.idle("device") if block not in shared]
         room = len(self.model.device_free) + len(evictable)
-        assert self.plans or self.model.needs(caller.model, num_tokens) > (
-            room - reserve
-        )
+        assert self.plans or self.model.needs(caller.model, num_tokens) > (room - reserve)
 
     @rule(tokens=prompts, fork=st.integers(0, 9), context=st.sampled_from([0, 0, 0, 1]))
     def pin(self, tokens: list[int], fork: int, context: int) -> None:

@@ -20,10 +20,13 @@ class Core::Forecast {
           tree_(core.tree_),
           lease_(lease),
           free_(core.device_.free_blocks()),
-          host_freed_(host_freed),
-          host_usable_(core.host_.free_blocks() > 0 || !core.twins_.empty() ||
-                       core.host_queue_.size() > 0 || host_freed) {
+          host_freed_(host_freed) {
         path_.insert(lease.path.begin(), lease.path.end());
+        const auto on_host = std::count_if(path_.begin(), path_.end(), [this](NodeId node) {
+            return tree_[node].has(kQueued) && !tree_[node].has(kDeviceValid);
+        });
+        host_usable_ = core.host_.free_blocks() > 0 || !core.twins_.empty() || host_freed ||
+                       core.host_queue_.size() > static_cast<std::uint32_t>(on_host);
     }
 
     // Device blocks of the path that count as evictable, until the lease has its refs.
