@@ -6,6 +6,7 @@ recurrent state, windows, swapped leases, transfers that end late or fail, unfin
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from random import Random
 
@@ -141,10 +142,8 @@ class Walk:
 
     @staticmethod
     def refusable(verb, *args) -> None:
-        try:
+        with contextlib.suppress(LeaseError, UsageError):
             verb(*args)
-        except (LeaseError, UsageError):
-            pass
 
     def run(self, steps: int) -> None:
         verbs = 4 * [self.match, self.commit, self.end_transfer] + 6 * [self.allocate]
