@@ -16,6 +16,7 @@ from aiokv.errors import BrokenEngineError
 from aiokv.testing import run_until_idle, spin
 
 LONG = 1000.0  # seconds that no test waits for
+SOON = 5.0  # seconds; only a test that fails waits for them
 
 pytestmark = pytest.mark.asyncio
 
@@ -63,7 +64,7 @@ async def test_quota_turn_in_the_pass_of_a_close_or_break_fails_the_lease(end, r
         else:
             cache.engine._break(DeviceError("the device was lost"))
         with pytest.raises(ClosedError if end == "close" else BrokenEngineError):
-            await asyncio.wait_for(task, LONG)
+            await asyncio.wait_for(task, SOON)
         closing.close()
         assert waits(cache) == 0
         assert cache.engine.check_invariants() == []
@@ -89,7 +90,7 @@ async def test_lease_released_while_it_waits_fails_its_task_and_lets_others_pass
         await spin(3)
         assert next_task.done(), "the one behind it fits"
         with pytest.raises(LeaseError, match="'gone' was released while it waited"):
-            await asyncio.wait_for(task, LONG)
+            await asyncio.wait_for(task, SOON)
         assert waits(cache) == 0
         assert cache.engine.check_invariants() == []
         first.release()
@@ -255,7 +256,7 @@ async def test_truncating_owner_wakes_who_waits_for_what_it_cut_off():
         task = await begin(lease.allocate(17, wait_pending=LONG))
         owner.truncate(8)
         owner.commit(8)
-        await asyncio.wait_for(task, LONG)
+        await asyncio.wait_for(task, SOON)
         assert lease.cached_tokens in (0, 8)
         owner.release()
         lease.release()
