@@ -271,6 +271,14 @@ class Core:
         (lease, blocks): who will compute what follows the match; (0, 0): nobody.
         """
 
+    def can_allocate(self, lease: int, num_tokens: int, saves: bool = False) -> bool:
+        """
+        Whether allocate would grant now; `saves`: after take_write_backs had nothing to do.
+        """
+
+    def indexed_blocks(self, lease: int) -> int:
+        """Blocks of the lease that are in the index, from the first on."""
+
     def check_request(self, lease: int, num_tokens: int) -> None:
         """Raise what allocate would for a request that can never be granted."""
 
@@ -408,6 +416,11 @@ class Core:
 
     def wants_backups(self) -> bool: ...
 
+    def must_look_further(self) -> bool:
+        """
+        Room was not made for a block that take_write_backs(more) has to look at first.
+        """
+
     def transfer(self, transfer: int) -> tuple[bytes, bytes, int]:
         """(device_blocks, host_blocks, after_step)."""
 
@@ -433,6 +446,17 @@ class Core:
 
     @property
     def device_blocks(self) -> int: ...
+
+    @property
+    def granted_leases(self) -> int: ...
+
+    @property
+    def swapped_leases(self) -> int: ...
+
+    def room(self) -> tuple[int, int, int]:
+        """
+        (device_free, evictable, state_slots) that no lease holds; of statistics, but O(1).
+        """
 
     def forget_device(self) -> None: ...
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 from aiokv import checks
 from aiokv.checks import Unique
 from aiokv.errors import LeaseError, TransferError, UnreleasedLeaseWarning
-from aiokv.types import Hit, as_tokens
+from aiokv.types import Hit, as_priority, as_tokens
 from aiokv.usage import Usage, Waits
 from aiokv.worker.device.base import as_event
 
@@ -99,9 +99,14 @@ class Lease(Unique):
         The prefix is matched again when the turn comes; ``cached_tokens`` is final then, and
         onloads have started.
 
+        The hit is taken as far as ``num_tokens`` reaches. ``extend`` adds empty blocks only, so
+        cached blocks behind ``num_tokens`` would be computed again. For chunked prefill, make the
+        first chunk end behind the hit: ``allocate(min(lease.hit.total + chunk, len(tokens)))``, and
+        ``extend`` for each later chunk.
+
         Args:
             num_tokens: absolute number of positions, at least 1.
-            priority: lower goes first; equal ones in order of arrival.
+            priority: an integer; lower goes first, equal ones in order of arrival.
             timeout: seconds to wait for capacity; None or ``math.inf`` for no limit.
             wait_pending: seconds to wait first for blocks that another lease is computing; after
                 that they are computed again.
@@ -109,9 +114,12 @@ class Lease(Unique):
         Raises:
             AllocateTimeout: the lease holds nothing and may try again.
             RequestTooLarge: it can never fit; at once.
-            LeaseError: released, or granted already.
-            UsageError: an argument is no number; nothing changed.
+            LeaseError: released, granted already, or waiting in another task. Also when it is
+                released while it waits.
+            UsageError: ``priority`` is not an integer, or another argument is no number; nothing
+                changed.
             ClosedError: the engine closes.
+            BrokenEngineError: the device failed, or a rank was lost.
 
         Cancellation: the lease holds nothing, as after ``match``.
         Checkpoint: only when it has to wait.
@@ -119,6 +127,8 @@ class Lease(Unique):
         num_tokens = checks.integer("num_tokens", num_tokens)
         timeout = checks.timeout(timeout)
         wait_pending = checks.seconds("wait_pending", wait_pending)
+        if type(priority) is not int:
+            priority = as_priority(priority)
         if wait_pending > 0 and (pending_tokens := self.pending_tokens):
             await self._wait_pending(pending_tokens, checks.timeout(wait_pending))
         if not self.try_allocate(num_tokens):
@@ -126,8 +136,26 @@ class Lease(Unique):
         return self
 
     def try_allocate(self, num_tokens: int) -> bool:
-        """As :meth:`allocate`, now or not at all; False also while others wait."""
+        """As :meth:`allocate`, now or not at all; False also while others wait, or it does."""
         return self._engine._try_allocate(self, checks.integer("num_tokens", num_tokens))
+
+    def can_allocate(self, num_tokens: int) -> bool:
+        """Return whether ``try_allocate(num_tokens)`` would succeed now. Takes and evicts nothing.
+
+        Exact where ``device_free + evictable_blocks`` promises too much: blocks that are being
+        copied, or that ``"write_back"`` saves first, cannot be evicted yet. What the lease hits
+        needs no room. Costs as much as an attempt.
+
+        Args:
+            num_tokens: absolute number of positions, at least 1.
+
+        Raises:
+            RequestTooLarge: it can never fit.
+            LeaseError: released, or granted already.
+            ClosedError: the engine closes.
+            BrokenEngineError: the device failed, or a rank was lost.
+        """
+        return self._engine._can_allocate(self, checks.integer("num_tokens", num_tokens))
 
     async def preempt(self, *, swap: bool = False) -> None:
         """Give the device blocks to somebody else; ``resume`` takes blocks again.
@@ -384,7 +412,7 @@ class Lease(Unique):
                 go back: ``preempt`` and ``resume`` it.
         """
         self._engine._check_loop()
-        if not self.layers.at_rest and self.layers.is_done:
+        if self.layers.given_up:
             raise LeaseError(f"a rank that lags may still write blocks of {self!r}")
         lease_id = self._held_id()
         position = self._core.recompute_from(lease_id)

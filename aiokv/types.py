@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
@@ -118,6 +119,20 @@ def _as_item(item: object) -> Item:
     return Item(
         content_hash, integer("an item's offset", offset), integer("an item's length", length)
     )
+
+
+def as_priority(priority: object) -> int:
+    """Return a priority as an int.
+
+    Raises:
+        UsageError: not an integer.
+    """
+    try:
+        return operator.index(priority)  # type: ignore[arg-type]
+    except TypeError:
+        raise UsageError(
+            f"priority is {priority!r}; it must be an integer, and lower ones go first"
+        ) from None
 
 
 def as_tokens(tokens: TokenIds) -> NDArray[np.int32]:

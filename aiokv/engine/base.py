@@ -231,7 +231,9 @@ class EngineBase:
             return
         self._check_loop()
         self._closing = "is closing"
-        self._fail_waiting(ClosedError("the engine closed while the lease waited for capacity"))
+        self._fail_waiting(
+            lambda: ClosedError("the engine closed while the lease waited for capacity")
+        )
         self._pins.release_all("the engine closed")
         self._pending.close()
         await self._wait_for_leases(timeout_seconds)
@@ -309,8 +311,12 @@ class EngineBase:
     def _break(self, error: BaseException) -> None:
         """The device cannot go on: refuse everything, wake everybody."""
         self._broken = error
-        failure = BrokenEngineError(f"the worker failed: {error}")
-        failure.__cause__ = error
+
+        def failure() -> BrokenEngineError:
+            broken = BrokenEngineError(f"the worker failed: {error}")
+            broken.__cause__ = error
+            return broken
+
         self._fail_waiting(failure)
         self._leases_changed.notify()
         log.error("engine.broken", reason=str(error))
@@ -336,16 +342,25 @@ class EngineBase:
                 self._taken_back[lease_id] = self._broken
         self._transfers.cancel_abandoned()
 
-    def _fail_waiting(self, error: AiokvError) -> None:
-        self._waiting.fail_all(error)
-        self._quota.fail_all(error)
+    def _fail_waiting(self, failure: Callable[[], AiokvError]) -> None:
+        self._waiting.fail_all(failure)
+        self._quota.fail_all(failure)
+
+    def _end_waits(self, lease_id: int) -> None:
+        """The lease is being released: its tasks in the lines get an error, others move up."""
+        error = LeaseError(
+            f"lease {self._owners[lease_id] or 'unnamed'!r} was released while it waited"
+        )
+        self._pending.drop(lease_id, error)
+        self._quota.drop(lease_id, error)
+        self._waiting.drop(lease_id, error)
 
     # --- granting -------------------------------------------------------------------------------
 
     async def _allocate(
         self, lease: Lease, num_tokens: int, priority: int, timeout: float | None
     ) -> None:
-        """What is left of ``Lease.allocate`` when it has to wait."""
+        """What is left of ``Lease.allocate`` when ``_try_allocate`` has returned False."""
         lease_id = lease._live_id()
         if lease_id in self._allocating:
             raise LeaseError(f"{lease!r} waits for its blocks already, in another task")
@@ -354,6 +369,10 @@ class EngineBase:
         try:
             async with asyncio.timeout(timeout):
                 await self._quota.take(lease_id, lease.salt, self._blocks_for(num_tokens))
+                # Its turn may have come in the pass in which the engine closed or broke, or the
+                # lease was released.
+                self._check_open()
+                lease._live_id()
                 # A swapped table that was granted is in pieces: taking it back would lose it.
                 swapped = self._core.is_swapped(lease_id)
                 await self._waiting.wait(lease, num_tokens, priority, takes_turn=swapped)
@@ -383,24 +402,21 @@ class EngineBase:
             )
         if unclosed := self._open_step.explain():
             return AllocateTimeout(f"{what}: {unclosed}", hint=self._open_step.advice())
-        statistics = self._core.statistics()
-        if self.config.state_slots and not statistics.state_free + statistics.state_snapshots:
+        device_free, evictable, state_room = self._core.room()
+        if self.config.state_slots and not state_room:
             return AllocateTimeout(
                 f"{what}: leases hold all {self.config.state_slots} state slots",
                 hint="raise CacheConfig.state_slots, or preempt a lease",
             )
         return AllocateTimeout(
-            f"{what}: {statistics.device_free} device blocks are free and at most "
-            f"{statistics.evictable_blocks} evictable",
+            f"{what}: {device_free} device blocks are free and at most {evictable} evictable",
             hint="raise CacheConfig.device_blocks, or preempt a lease",
         )
 
     def _try_allocate(
         self, lease: Lease, num_tokens: int, onload_priority: Priority = Priority.DEMAND
     ) -> bool:
-        self._check_open()
-        if self._waiting or self._admissions.paused:
-            self._core.check_request(lease._live_id(), num_tokens)
+        if not self._may_grant(lease, num_tokens):
             return False
         if self._quota.limit_blocks is None:
             return self._grant(lease, num_tokens, onload_priority)
@@ -415,6 +431,32 @@ class EngineBase:
                 self._quota.give_back(lease_id)
         return granted
 
+    def _can_allocate(self, lease: Lease, num_tokens: int) -> bool:
+        return (
+            self._may_grant(lease, num_tokens)
+            and self._quota.can_take(lease.salt, self._blocks_for(num_tokens))
+            and self._core.can_allocate(
+                lease._live_id(), num_tokens, self._saves_first and not self._transfers.stopped
+            )
+        )
+
+    def _may_grant(self, lease: Lease, num_tokens: int) -> bool:
+        """Return whether the lease need not stand in line, nor wait for ``resume``.
+
+        Raises:
+            LeaseError: released or granted; or not a number of positions.
+            RequestTooLarge: it can never fit.
+        """
+        self._check_open()
+        lease_id = lease._live_id()
+        if self._quota.limit_blocks is not None:
+            self._core.check_request(lease_id, num_tokens)
+            self._quota.check_request(self._blocks_for(num_tokens))
+        if self._waiting or self._admissions.paused or lease_id in self._allocating:
+            self._core.check_request(lease_id, num_tokens)
+            return False
+        return True
+
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.config.block_tokens)
 
@@ -426,20 +468,49 @@ class EngineBase:
         lease_id = lease._live_id()
         granted = self._core.allocate(lease_id, num_tokens)
         if granted == _NO_ROOM and self._saves_first:
-            if self._transfers.make_clean(self._blocks_for(num_tokens)):
-                return False  # the end of that transfer is the next try
-            granted = self._core.allocate(lease_id, num_tokens)
+            granted = self._try_after_saving(
+                lambda: self._core.allocate(lease_id, num_tokens), self._blocks_for(num_tokens)
+            )
         if granted == _NO_ROOM:
             return False
         if self._taken_back:
             self._taken_back.pop(lease_id, None)
         if granted == _LOADING:
-            lease.layers = self._transfers.start_onloads(lease_id, onload_priority, lease.owner)
+            try:
+                lease.layers = self._transfers.start_onloads(lease_id, onload_priority, lease.owner)
+            except BaseException:
+                self._core.retract(lease_id, self._steps.open)
+                self._transfers.cancel_abandoned()
+                raise
         if self._pins.until_used:
             self._pins.release_used(self._core.take_used())
         if self._core.wants_backups():
             self._transfers.schedule_backups()
         return True
+
+    def _try_after_saving(self, attempt: Callable[[], int], num_blocks: int) -> int:
+        """Save what stands in the way of ``num_blocks``, or let it be dropped unsaved; then try.
+
+        What is evicted next need not be what the eviction queue has first: a parent waits for its
+        children, and comes to the front when they have gone. So where the host has no room, each
+        try that evicted something is followed by another, and each that did not looks further
+        along the queue.
+
+        Returns:
+            What ``attempt`` returns; 0 while blocks are saved, whose end is the next try.
+        """
+        while True:
+            if self._transfers.make_clean(num_blocks):
+                return 0
+            evicted_blocks = self._core.statistics().evicted_device_blocks
+            result = attempt()
+            if result or not self._core.must_look_further():
+                return result
+            if self._core.statistics().evicted_device_blocks > evicted_blocks:
+                continue
+            if num_blocks >= self._core.device_blocks:
+                return result
+            num_blocks = min(2 * num_blocks, self._core.device_blocks)
 
     def _give_up_grant(self, lease_id: int) -> None:
         """The lease holds nothing from now on; batches in flight keep the blocks under its name."""
@@ -479,7 +550,31 @@ class EngineBase:
             self._take_back()  # a table that moved when the rank was lost
         if report.outcome != "done":
             self._pending.wake_all()  # whoever failed will not publish what was promised
+        elif self._pending:
+            self._pending.reported(report.transfer_id)
         self._on_blocks_free()
+
+    def _check_lines(self) -> list[str]:
+        """Return a description of each violated invariant of the lines, and of who holds blocks."""
+        core, live = self._core, self._owners
+        held = {
+            lease_id: self._blocks_for(core.num_tokens(lease_id))
+            for lease_id in live
+            if core.is_granted(lease_id)
+        }
+        found = self._waiting.check(live) + self._pending.check(live)
+        found += self._quota.check(held, live)
+        found += [
+            f"capacity line: lease {lease._id:#x} waits, but it is granted"
+            for lease, _ in self._waiting.entries()
+            if lease._id in held
+        ]
+        if self._closing and (self._waiting or self._quota.entries()):
+            found.append("lines: leases wait for capacity of a closed engine")
+        statistics = core.statistics()
+        if (in_core := statistics.leases + statistics.releasing_leases) != len(live):
+            found.append(f"leases: the core has {in_core}, the engine {len(live)}")
+        return found
 
     def _on_blocks_free(self) -> None:
         """Something ended that held blocks: whoever waits for that looks again."""

@@ -78,7 +78,7 @@ class Control(Residency):
         Cancellation: not paused any more.
         """
         async with self._deadline("quiet", timeout):
-            await self._stand_still(lambda: not self._holders())
+            await self._stand_still(lambda: not self._core.granted_leases)
         self._admissions.hand_over()
 
     async def _stand_still(self, at_rest: Callable[[], bool]) -> None:

@@ -99,9 +99,13 @@ class CacheEngine(Recovery, Unique):
         }
 
     def check_invariants(self) -> list[str]:
-        """What of I1-I6 does not hold, as sentences; empty when all is well. Scans everything."""
+        """Return a description of each violated invariant: I1-I6, and those of the waiting lines.
+
+        Scans everything.
+        """
         self._check_thread()
-        return self._core.violations() + self._pins.violations(self._core)
+        violations = self._core.violations() + self._check_lines()
+        return violations + self._pins.violations(self._core)
 
     def __repr__(self) -> str:
         s = self._core.statistics()

@@ -82,7 +82,7 @@ class Leasing(EngineBase):
         if published and not self._steps.open:
             self._transfers.schedule_backups()
         if self._pending:
-            self._pending.wake(lease._id)
+            self._pending.advanced(lease._id)
         return published
 
     def _record_checksums(self, lease: Lease, first_token: int, num_tokens: int) -> None:
@@ -107,6 +107,8 @@ class Leasing(EngineBase):
             cut_blocks = num_blocks - self._blocks_for(num_tokens)
             self._quota.count(keeper, lease.salt, cut_blocks)
         self._recount([lease._id])
+        if self._pending:
+            self._pending.wake(lease._id)  # it may have promised what it has cut off
         self._on_blocks_free()
 
     def extend(self, leases: Sequence[Lease], num_tokens: int) -> None:
@@ -122,12 +124,13 @@ class Leasing(EngineBase):
         self._check_loop()
         lease_ids = self._own_ids(leases)
         num_tokens = checks.integer("num_tokens", num_tokens)
-        extended = self._core.extend(lease_ids, num_tokens)
+        extended: int = self._core.extend(lease_ids, num_tokens)
         if not extended and self._saves_first:
             # What stands in the way is on its way to the host now, or may be dropped.
             wanted = len(lease_ids) * self._blocks_for(num_tokens)
-            saving = self._transfers.make_clean(wanted)
-            extended = not saving and self._core.extend(lease_ids, num_tokens)
+            extended = self._try_after_saving(
+                lambda: self._core.extend(lease_ids, num_tokens), wanted
+            )
         if self._core.wants_backups():
             self._transfers.schedule_backups()
         if not extended:
@@ -258,6 +261,8 @@ class Leasing(EngineBase):
         self._forget(lease_id, step)
 
     def _forget(self, lease_id: int, step: int) -> None:
+        if self._pending or lease_id in self._allocating:
+            self._end_waits(lease_id)
         if self._core.release(lease_id, step):
             self._after_release((lease_id,))
         elif self._pending:  # a batch keeps the blocks, but nothing more is computed

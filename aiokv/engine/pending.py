@@ -5,60 +5,115 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from aiokv.engine.lines import Waiter, Wakeups, check_waiters
+from aiokv.errors import LeaseError
+from aiokv.scheduler.admission import Admission
+
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from aiokv._native import Core
+    from aiokv.errors import AiokvError
 
 
 class PendingBlocks:
     """Equal prompts that arrive together compute their prefix once.
 
-    Only a lease that holds nothing waits, with a deadline, so nobody waits in a circle. Any move of
-    the owner (commit, release, failure) wakes its waiters, who look again.
+    Only a lease that holds nothing waits, with a deadline, so nobody waits in a circle. There is a
+    line per owner, in order of the blocks that the owner has to index until the waiter's part is
+    there: progress of the owner wakes those only whose part is. When the owner will compute no more
+    (release, preemption, failure), all its waiters look again.
     """
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._waiters: dict[int, list[asyncio.Future[None]]] = {}  # by the owner's lease id
+        self._lines: dict[int, Admission[Waiter]] = {}  # by the owner's lease id
+        self._waiters: dict[int, Waiter] = {}  # by lease id
+        self._onloads: dict[int, set[int]] = {}  # transfer -> owners that index after its end
+        self._wakeups = Wakeups()
         self._closed = False
 
     def __len__(self) -> int:
-        return sum(map(len, self._waiters.values()))
+        return len(self._waiters)
 
     async def wait(self, lease_id: int, timeout: float | None) -> None:
         """Return when nobody computes more of the prefix, or after ``timeout`` seconds.
 
+        Raises:
+            LeaseError: the lease waits already, or is released meanwhile.
+
         Cancellation: the lease has stopped waiting, and nothing else changed.
         """
+        if lease_id in self._waiters:
+            raise LeaseError("the lease waits for pending blocks already, in another task")
         try:
             async with asyncio.timeout(timeout):
-                while not self._closed and (owner := self._core.pending(lease_id)[0]) != 0:
-                    await self._next_move(owner)
+                while not self._closed:
+                    owner, num_blocks = self._core.pending(lease_id)
+                    if not owner:
+                        return
+                    await self._indexed(lease_id, owner, num_blocks)
         except TimeoutError:
             return  # computing it again is never wrong
 
-    async def _next_move(self, owner: int) -> None:
-        move: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.setdefault(owner, []).append(move)
+    async def _indexed(self, lease_id: int, owner: int, num_blocks: int) -> None:
+        """Wait until the owner has indexed so many blocks more, or will not."""
+        for transfer_id in self._core.onloads(owner):
+            self._onloads.setdefault(transfer_id, set()).add(owner)
+        line = self._lines.setdefault(owner, Admission())
+        waiter = Waiter(lease_id, line, self._core.indexed_blocks(owner) + num_blocks)
+        self._waiters[lease_id] = waiter
         try:
-            await move
+            await waiter.wait()
         finally:
-            waiters = self._waiters.get(owner)
-            if waiters is not None and move in waiters:
-                waiters.remove(move)
-                if not waiters:
-                    del self._waiters[owner]
+            del self._waiters[lease_id]
+            waiter.leave()
+            if not line and self._lines.get(owner) is line:
+                del self._lines[owner]
+
+    def advanced(self, owner: int) -> None:
+        """The owner may have indexed more blocks."""
+        if line := self._lines.get(owner):
+            self._wakeups.end_all([line], up_to=self._core.indexed_blocks(owner))
+
+    def reported(self, transfer_id: int) -> None:
+        """A transfer has ended: what its leases have computed behind it may be indexed now."""
+        for owner in self._onloads.pop(transfer_id, ()):
+            self.advanced(owner)
 
     def wake(self, owner: int) -> None:
-        """The owner has moved."""
-        for move in self._waiters.pop(owner, ()):
-            if not move.done():
-                move.set_result(None)
+        """The owner may have withdrawn its promise."""
+        if line := self._lines.pop(owner, None):
+            self._wakeups.end_all([line])
 
     def wake_all(self) -> None:
-        for owner in list(self._waiters):
-            self.wake(owner)
+        lines, self._lines = self._lines, {}
+        self._wakeups.end_all(lines.values())
+
+    def drop(self, lease_id: int, failure: AiokvError) -> None:
+        """Fail the waiter of a lease, if it has one."""
+        if waiter := self._waiters.get(lease_id):
+            waiter.end(failure)
 
     def close(self) -> None:
         """Nobody waits any more."""
         self._closed = True
         self.wake_all()
+
+    def check(self, live: Collection[int]) -> list[str]:
+        """Return a description of each violated invariant.
+
+        Args:
+            live: ids of the leases that are not released.
+        """
+        found = check_waiters(
+            "pending blocks", self._waiters, self._lines.values(), self._wakeups.lines(), live
+        )
+        found += [
+            f"pending blocks: waiters for lease {owner:#x}, which is released"
+            for owner in self._lines
+            if owner not in live
+        ]
+        if self._closed and self._lines:
+            found.append("pending blocks: waiters are left after close")
+        return found

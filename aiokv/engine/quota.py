@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
 
-from aiokv.errors import AiokvError, RequestTooLarge
+from aiokv.engine.lines import InPasses, Waiter, Wakeups, check_waiters
+from aiokv.errors import RequestTooLarge
+from aiokv.scheduler.admission import Admission
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+
+    from aiokv.errors import AiokvError
+
+
+class _Waiter(Waiter):
+    __slots__ = ("num_blocks",)
+
+    def __init__(self, lease_id: int, num_blocks: int, line: Admission[Any]) -> None:
+        super().__init__(lease_id, line, 0)
+        self.num_blocks = num_blocks
 
 
 class SaltQuota:
@@ -19,7 +34,22 @@ class SaltQuota:
         self.limit_blocks = limit_blocks
         self._held: dict[str, int] = {}
         self._by_lease: dict[int, tuple[str, int]] = {}
-        self._waiting: dict[str, deque[tuple[int, int, asyncio.Future[None]]]] = {}
+        self._lines: dict[str, Admission[_Waiter]] = {}  # salts with waiters only
+        self._waiters: dict[int, _Waiter] = {}  # by lease id
+        self._to_serve: OrderedDict[str, None] = OrderedDict()
+        self._serving = InPasses(self._serve_one)
+        self._wakeups = Wakeups()
+
+    def check_request(self, num_blocks: int) -> None:
+        """Raise RequestTooLarge if one lease may never hold so many blocks."""
+        if self.limit_blocks is not None and num_blocks > self.limit_blocks:
+            raise RequestTooLarge(
+                f"{num_blocks} blocks for one lease; salt_quota_blocks is {self.limit_blocks}"
+            )
+
+    def can_take(self, salt: str, num_blocks: int) -> bool:
+        """Return whether the blocks fit now, and nobody of the salt waits."""
+        return not self._lines.get(salt) and self.fits(salt, num_blocks)
 
     def try_take(self, lease_id: int, salt: str, num_blocks: int) -> bool:
         """Count the blocks to the salt; False when it has too many, or others wait.
@@ -27,13 +57,8 @@ class SaltQuota:
         Raises:
             RequestTooLarge: more than the limit.
         """
-        if self.limit_blocks is None or lease_id in self._by_lease:
-            return True
-        if num_blocks > self.limit_blocks:
-            raise RequestTooLarge(
-                f"{num_blocks} blocks for one lease; salt_quota_blocks is {self.limit_blocks}"
-            )
-        if self._waiting.get(salt) or not self.fits(salt, num_blocks):
+        self.check_request(num_blocks)
+        if not self.can_take(salt, num_blocks):
             return False
         self.count(lease_id, salt, num_blocks)
         return True
@@ -45,21 +70,17 @@ class SaltQuota:
         """
         if self.try_take(lease_id, salt, num_blocks):
             return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        entry = (lease_id, num_blocks, turn)
-        self._waiting.setdefault(salt, deque()).append(entry)
+        line = self._lines.setdefault(salt, Admission())
+        waiter = self._waiters[lease_id] = _Waiter(lease_id, num_blocks, line)
         try:
-            await turn
+            await waiter.wait()
         except BaseException:
-            if turn.done() and not turn.cancelled():
-                turn.exception()  # seen, even if a cancellation came first
-                self.give_back(lease_id)
+            self.give_back(lease_id)  # its turn came first, and the cancellation then
             raise
         finally:
-            queue = self._waiting.get(salt)
-            if queue is not None and entry in queue:
-                queue.remove(entry)
-                self._serve(salt)
+            del self._waiters[lease_id]
+            waiter.leave()
+            self._serve(salt)
 
     def give_back(self, lease_id: int) -> None:
         """Idempotent."""
@@ -83,11 +104,11 @@ class SaltQuota:
         return dict(self._held)
 
     def entries(self) -> list[tuple[str, int, int]]:
-        """(salt, lease id, blocks) of everybody who waits, by salt, first in line first."""
+        """Return (salt, lease id, blocks) of all waiters, by salt, first in line first."""
         return [
-            (salt, lease_id, num_blocks)
-            for salt, queue in self._waiting.items()
-            for lease_id, num_blocks, _ in queue
+            (salt, waiter.lease_id, waiter.num_blocks)
+            for salt, line in self._lines.items()
+            for waiter in line.in_order()
         ]
 
     def fits(self, salt: str, num_blocks: int) -> bool:
@@ -110,20 +131,61 @@ class SaltQuota:
             self._held[salt] += num_blocks - counted
             self._serve(salt)
 
-    def fail_all(self, error: AiokvError) -> None:
-        """Send everybody home with ``error``."""
-        waiting, self._waiting = self._waiting, {}
-        for queue in waiting.values():
-            for _, _, turn in queue:
-                if not turn.done():
-                    turn.set_exception(error)
+    def drop(self, lease_id: int, failure: AiokvError) -> None:
+        """Fail the waiter of a lease, if it has one; its task serves who is behind it."""
+        if waiter := self._waiters.get(lease_id):
+            waiter.end(failure)
+
+    def fail_all(self, failure: Callable[[], AiokvError]) -> None:
+        """Fail all waiters, each with an error of its own."""
+        lines, self._lines = self._lines, {}
+        self._wakeups.end_all(lines.values(), failure=failure)
 
     def _serve(self, salt: str) -> None:
-        queue = self._waiting.get(salt)
-        while queue and self.fits(salt, queue[0][1]):
-            lease_id, num_blocks, turn = queue.popleft()
-            if not turn.done():
-                self.count(lease_id, salt, num_blocks)
-                turn.set_result(None)
-        if queue is not None and not queue:
-            del self._waiting[salt]
+        """Give those of a salt their turn, in order, as long as their blocks fit."""
+        if salt in self._lines:
+            self._to_serve[salt] = None
+            self._serving.start()
+
+    def _serve_one(self) -> bool:
+        if not self._to_serve:
+            return False
+        salt = next(iter(self._to_serve))
+        line = self._lines.get(salt)
+        waiter = line.first() if line else None
+        if waiter is None or not (waiter.is_cancelled or self.fits(salt, waiter.num_blocks)):
+            del self._to_serve[salt]
+            if line is not None and not line:
+                del self._lines[salt]
+            return True
+        if not waiter.is_cancelled:
+            self.count(waiter.lease_id, salt, waiter.num_blocks)
+        waiter.end()
+        return True
+
+    def check(self, holders: Mapping[int, int], live: Collection[int]) -> list[str]:
+        """Return a description of each violated invariant.
+
+        Args:
+            holders: blocks of each granted lease, by lease id.
+            live: ids of the leases that are not released.
+        """
+        found = check_waiters(
+            "quota line", self._waiters, self._lines.values(), self._wakeups.lines(), live
+        )
+        if self.limit_blocks is None:
+            return found
+        sums: dict[str, int] = {}
+        for lease_id, (salt, num_blocks) in self._by_lease.items():
+            sums[salt] = sums.get(salt, 0) + num_blocks
+            if lease_id not in live:
+                found.append(f"quota: {num_blocks} blocks of released lease {lease_id:#x} count")
+        if sums != self._held:
+            found.append(f"quota: salts count {self._held}, the sums over leases are {sums}")
+        for lease_id, num_blocks in holders.items():
+            _, counted = self._by_lease.get(lease_id, ("", 0))
+            if counted != num_blocks:
+                found.append(
+                    f"quota: lease {lease_id:#x} holds {num_blocks} blocks, {counted} count"
+                )
+        return found

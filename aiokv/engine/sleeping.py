@@ -72,7 +72,7 @@ class Sleeping(Control):
 
     async def _fall_asleep(self, falling: frozenset[Tier]) -> None:
         """Up to its last await, all can be as before; from there on there is none."""
-        await self._stand_still(lambda: not self._keepers(falling))
+        await self._stand_still(lambda: not self._num_keepers(falling))
         try:
             if "device" in falling and "host" not in falling | self._asleep and self._saves_first:
                 while self._transfers.make_clean(self._core.device_blocks):
@@ -91,6 +91,11 @@ class Sleeping(Control):
         self._asleep |= falling
         if "device" in falling:
             self.regions = self.regions.without_tensors()
+
+    def _num_keepers(self, falling: frozenset[Tier]) -> int:
+        """Leases that hold blocks which would go; counted, as each release asks."""
+        swapped_too = "host" in falling or self.config.state_slots or self.config.windows
+        return self._core.granted_leases + (self._core.swapped_leases if swapped_too else 0)
 
     def _keepers(self, falling: frozenset[Tier]) -> list[str]:
         """Owners of leases that hold blocks which would go."""

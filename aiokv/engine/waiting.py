@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from aiokv.errors import AiokvError
+from aiokv.engine.lines import InPasses, Waiter, Wakeups, check_waiters
 from aiokv.scheduler.admission import Admission
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
+    from aiokv.errors import AiokvError
     from aiokv.lease import Lease
 
 
-class _Waiter:
+class _Waiter(Waiter):
     """``takes_turn``: it is told when it is first, and takes its grant itself."""
 
-    __slots__ = ("failure", "future", "lease", "num_tokens", "takes_turn")
+    __slots__ = ("lease", "num_tokens", "takes_turn")
 
-    def __init__(self, lease: Lease, num_tokens: int, takes_turn: bool) -> None:
+    def __init__(
+        self, lease: Lease, num_tokens: int, takes_turn: bool, line: Admission[Any], rank: int
+    ) -> None:
+        super().__init__(lease._live_id(), line, rank)
         self.lease = lease
         self.num_tokens = num_tokens
         self.takes_turn = takes_turn
-        self.failure: AiokvError | None = None
-        self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def fail(self, error: AiokvError) -> None:
-        self.failure = error
-        if not self.future.done():
-            self.future.set_exception(error)
 
 
 class CapacityQueue:
@@ -41,12 +37,13 @@ class CapacityQueue:
 
     def __init__(self, grant: Callable[[Lease, int], bool]) -> None:
         self._grant = grant
-        self._admission: Admission[_Waiter] = Admission()
-        self._pumping = False
-        self._pump_again = False
+        self._line: Admission[_Waiter] = Admission()
+        self._waiters: dict[int, _Waiter] = {}  # by lease id
+        self._grants = InPasses(self._serve_first)
+        self._wakeups = Wakeups()
 
     def __len__(self) -> int:
-        return len(self._admission)
+        return len(self._line)
 
     async def wait(
         self, lease: Lease, num_tokens: int, priority: int, *, takes_turn: bool = False
@@ -54,7 +51,7 @@ class CapacityQueue:
         """Return once the lease was granted.
 
         Args:
-            lease: not granted.
+            lease: not granted, and not in this line.
             num_tokens: positions, absolute.
             priority: lower goes first.
             takes_turn: grant only in the waiter's own task, a pass of the loop later: for a grant
@@ -63,62 +60,70 @@ class CapacityQueue:
         Cancellation: the lease has left the line. A grant that crossed the cancellation stays with
         the lease, and the caller takes it back; with ``takes_turn`` none can.
         """
-        waiter = _Waiter(lease, num_tokens, takes_turn)
-        ticket = self._admission.push(waiter, priority)
+        waiter = _Waiter(lease, num_tokens, takes_turn, self._line, priority)
+        self._waiters[waiter.lease_id] = waiter
         try:
-            self.pump()
-            await waiter.future
+            if waiter.is_first:
+                self.pump()
+            await waiter.wait()
             while takes_turn and not self._take_turn(waiter):
-                await waiter.future
+                await waiter.wait()
         finally:
-            if waiter.future.done() and not waiter.future.cancelled():
-                waiter.future.exception()  # seen, even if a cancellation came first
-            self._admission.leave(ticket)
-            self.pump()  # whoever was behind may be first now
+            del self._waiters[waiter.lease_id]
+            was_first = waiter.is_first
+            waiter.leave()
+            if was_first:
+                self.pump()
 
     def _take_turn(self, waiter: _Waiter) -> bool:
-        """False: it is still first in line, and will be told again."""
-        if waiter.failure is not None:
-            raise waiter.failure
-        waiter.future = asyncio.get_running_loop().create_future()
-        return self._grant(waiter.lease, waiter.num_tokens)
+        """Return False if there is no room, or another waiter is first in line by now."""
+        return waiter is self._line.first() and self._grant(waiter.lease, waiter.num_tokens)
 
     def pump(self) -> None:
-        """Grant to whoever is first, as long as there is room."""
-        self._pump_again = True
-        if self._pumping:  # a grant has set blocks free: the call further up goes on with those
-            return
-        self._pumping = True
-        try:
-            while self._pump_again:
-                self._pump_again = False
-                self._grant_in_order()
-        finally:
-            self._pumping = False
+        """Grant to the first in line as long as there is room."""
+        if self._line:
+            self._grants.start()
 
-    def _grant_in_order(self) -> None:
-        while (waiter := self._admission.first()) is not None:
-            if waiter.takes_turn:
-                if not waiter.future.done():
-                    waiter.future.set_result(None)
-                return  # it stays first until it has taken its grant, or has left
-            if not waiter.future.done():
-                try:
-                    granted = self._grant(waiter.lease, waiter.num_tokens)
-                except AiokvError as error:
-                    waiter.fail(error)
-                else:
-                    if not granted:
-                        return
-                    waiter.future.set_result(None)
-            self._admission.drop_first()
+    def _serve_first(self) -> bool:
+        """Return whether the next one may be granted, too."""
+        waiter = self._line.first()
+        if waiter is None:
+            return False
+        if waiter.is_cancelled:
+            waiter.leave()
+            return True
+        if waiter.takes_turn:
+            waiter.wake()
+            return False  # it stays first until it has taken its grant, or has left
+        try:
+            granted = self._grant(waiter.lease, waiter.num_tokens)
+        except Exception as error:  # its own, not of whoever has made room
+            waiter.end(error)
+            return True
+        if granted:
+            waiter.end()
+        return granted
 
     def entries(self) -> list[tuple[Lease, int]]:
-        """(lease, num_tokens) of everybody, first in line first."""
-        return [(waiter.lease, waiter.num_tokens) for waiter in self._admission.in_order()]
+        """Return (lease, num_tokens) of all waiters, first in line first."""
+        return [(waiter.lease, waiter.num_tokens) for waiter in self._line.in_order()]
 
-    def fail_all(self, error: AiokvError) -> None:
-        """Send everybody home with ``error``."""
-        while (waiter := self._admission.first()) is not None:
-            waiter.fail(error)
-            self._admission.drop_first()
+    def drop(self, lease_id: int, failure: AiokvError) -> None:
+        """Fail the waiter of a lease, if it has one."""
+        if waiter := self._waiters.get(lease_id):
+            waiter.end(failure)
+            self.pump()
+
+    def fail_all(self, failure: Callable[[], AiokvError]) -> None:
+        """Fail all waiters, each with an error of its own."""
+        line, self._line = self._line, Admission()
+        self._wakeups.end_all([line], failure=failure)
+
+    def check(self, live: Collection[int]) -> list[str]:
+        """Return a description of each violated invariant.
+
+        Args:
+            live: ids of the leases that are not released.
+        """
+        lines = self._wakeups.lines()
+        return check_waiters("capacity line", self._waiters, [self._line], lines, live)

@@ -1,8 +1,7 @@
-"""Who waits for blocks, and who is next. Plain data; the engine owns the futures."""
+"""A line of waiters, and which of them is next. Plain data; the engine owns the futures."""
 
 from __future__ import annotations
 
-import heapq
 from itertools import count
 from typing import Generic, TypeVar
 
@@ -12,47 +11,85 @@ W = TypeVar("W")
 class Admission(Generic[W]):
     """Waiters in order of priority (lower number first), then of arrival.
 
-    Only the first is ever tried, so a large request is not starved by small ones behind it, and
-    the cost of a try does not depend on how many wait.
+    A binary heap that knows the place of each entry: entering and leaving cost O(log n) wherever
+    the waiter stands, and a waiter that has left is not referenced any more. Only the first is
+    tried, so small requests do not starve a large one, and a try costs the same whoever waits.
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, W]] = []
+        self._heap: list[tuple[int, int, W]] = []  # (priority, ticket, waiter)
+        self._places: dict[int, int] = {}  # ticket -> index in the heap
         self._sequence = count()
-        self._waiting: set[int] = set()  # sequence numbers; the heap may hold more
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._heap)
 
     def push(self, waiter: W, priority: int) -> int:
-        """Returns the ticket to leave with."""
+        """Add a waiter; return the ticket to leave with."""
         ticket = next(self._sequence)
-        self._waiting.add(ticket)
-        heapq.heappush(self._heap, (priority, ticket, waiter))
+        self._heap.append((priority, ticket, waiter))
+        self._rise(len(self._heap) - 1)
         return ticket
 
     def leave(self, ticket: int) -> None:
-        """Idempotent."""
-        self._waiting.discard(ticket)
-        if len(self._heap) > 2 * len(self._waiting) + 16:
-            self._heap = [entry for entry in self._heap if entry[1] in self._waiting]
-            heapq.heapify(self._heap)
+        """Remove a waiter. Idempotent."""
+        place = self._places.pop(ticket, None)
+        if place is None:
+            return
+        last = self._heap.pop()
+        if place < len(self._heap):
+            self._heap[place] = last
+            self._sink(place)
+            self._rise(self._places[last[1]])
 
     def first(self) -> W | None:
-        while self._heap and self._heap[0][1] not in self._waiting:
-            heapq.heappop(self._heap)
         return self._heap[0][2] if self._heap else None
 
-    def in_order(self) -> list[W]:
-        """Everybody, the first one first."""
-        return [
-            waiter for _, ticket, waiter in sorted(self._heap, key=_rank) if ticket in self._waiting
-        ]
-
     def drop_first(self) -> None:
-        """The first one was served. Requires that there is one."""
-        self._waiting.discard(heapq.heappop(self._heap)[1])
+        """Remove the first waiter. Requires that there is one."""
+        self.leave(self._heap[0][1])
 
+    def in_order(self) -> list[W]:
+        """Return all waiters, the first one first."""
+        return [waiter for _, _, waiter in sorted(self._heap, key=lambda entry: entry[:2])]
 
-def _rank(entry: tuple[int, int, object]) -> tuple[int, int]:
-    return entry[:2]
+    def check(self) -> list[str]:
+        """Return a description of each violated invariant of the heap."""
+        found = []
+        if self._places != {ticket: i for i, (_, ticket, _) in enumerate(self._heap)}:
+            found.append(f"line: {len(self._heap)} entries, {len(self._places)} places differ")
+        found += [
+            f"line: entry {place} is in front of its parent"
+            for place in range(1, len(self._heap))
+            if self._heap[place][:2] < self._heap[(place - 1) // 2][:2]
+        ]
+        return found
+
+    def _rise(self, place: int) -> None:
+        """Move an entry towards the front until its parent goes before it."""
+        heap, places = self._heap, self._places
+        entry = heap[place]
+        while place:
+            parent = (place - 1) // 2
+            if heap[parent][:2] < entry[:2]:
+                break
+            heap[place] = heap[parent]
+            places[heap[place][1]] = place
+            place = parent
+        heap[place] = entry
+        places[entry[1]] = place
+
+    def _sink(self, place: int) -> None:
+        """Move an entry towards the end until it goes before its children."""
+        heap, places = self._heap, self._places
+        entry = heap[place]
+        while (child := 2 * place + 1) < len(heap):
+            if child + 1 < len(heap) and heap[child + 1][:2] < heap[child][:2]:
+                child += 1
+            if entry[:2] < heap[child][:2]:
+                break
+            heap[place] = heap[child]
+            places[heap[place][1]] = place
+            place = child
+        heap[place] = entry
+        places[entry[1]] = place

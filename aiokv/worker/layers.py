@@ -80,6 +80,11 @@ class LayerDoneCounter:
         return copy is not None and all(event.done for event in copy.layer_events)
 
     @property
+    def given_up(self) -> bool:
+        """Waiters were released, though bytes may still move."""
+        return self._ended and not self.at_rest
+
+    @property
     def pending_layers(self) -> list[int]:
         """Layers not known to have arrived, ascending."""
         return [layer for layer, at in enumerate(self._times) if at is None]

@@ -65,6 +65,11 @@ class LayerView:
         return all(counter.at_rest for counter in self.counters)
 
     @property
+    def given_up(self) -> bool:
+        """A rank lags: waiters were released with a failure, though bytes may still move."""
+        return any(counter.given_up for counter in self.counters)
+
+    @property
     def transfer_ids(self) -> tuple[int, ...]:
         """What a rank's runner needs to wait for the same transfers; see ``Rank.layers``."""
         return tuple(counter.transfer_id for counter in self.counters)

@@ -19,10 +19,11 @@ pytestmark = pytest.mark.asyncio
 
 async def serve_and_release(cache: Cache, tokens, **allocate):
     lease = await cache.serve(tokens, **allocate)
-    await spin()
-    cached = lease.cached_tokens
-    lease.release()
-    return cached
+    try:
+        await spin()
+        return lease.cached_tokens
+    finally:
+        lease.release()
 
 
 async def owner_of(cache: Cache, tokens=A):

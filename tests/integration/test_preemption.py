@@ -497,14 +497,31 @@ async def test_held_host_copies_stay_under_pressure():
         assert await served.engine.evict(8, tier="host") > 0
 
 
-async def test_a_table_too_large_to_come_back():
+@pytest.mark.parametrize("swap", [True, False])
+async def test_lease_that_grew_into_the_reserve_can_be_resumed(swap):
+    """It is granted when the rest of the device is unused; it cannot grow while it waits."""
     async with Served(write_policy="none", reserve_blocks=2) as served:
         lease = await computed(served, A)
-        served.engine.extend([lease], 9)
-        await swapped_out(served, lease)
-        with pytest.raises(RequestTooLarge):
+        served.engine.extend([lease], 7)  # 7 of 8 blocks
+        if swap:
+            await swapped_out(served, lease)
+        else:
+            await lease.preempt()
+        with pytest.raises(RequestTooLarge, match="reserve_blocks keeps 2"):
             await lease.resume(16)
-        await resumed(served, lease, 12)
+        async with served.engine.match([9] * 4) as other:
+            await other.allocate(4)
+            assert not lease.try_allocate(14)
+        await resumed(served, lease, 14)
+        assert len(lease.block_table) == 7
+        lease.release()
+
+
+async def test_new_request_that_needs_the_reserve_is_refused():
+    async with Served(write_policy="none", reserve_blocks=2) as served:
+        lease = served.engine.match([1] * 14)
+        with pytest.raises(RequestTooLarge, match="reserve_blocks keeps 2"):
+            await lease.allocate(14)
         lease.release()
 
 

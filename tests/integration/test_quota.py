@@ -229,3 +229,19 @@ async def test_a_storm_leaks_nothing_and_never_exceeds():
         assert sum(result is None for result in results) > 50
         assert [served.engine._quota.held(salt) for salt in "abc"] == [0, 0, 0]
         assert served.engine.statistics().device_free == 8
+
+
+async def test_request_that_fits_does_not_overtake_one_that_waits_for_the_same_quota():
+    async with quota_engine() as served:
+        match = served.engine.match
+        first = await match(prompt(1, 3), salt="a").allocate(6)
+        second, third = match(prompt(2, 2), salt="a"), match(prompt(3, 1), salt="a")
+        task = await begin(second.allocate(4))
+        assert not third.can_allocate(2)
+        assert not third.try_allocate(2)
+        first.release()
+        await task
+        assert third.can_allocate(2)
+        assert third.try_allocate(2)
+        second.release()
+        third.release()

@@ -47,6 +47,13 @@ def hit_tokens_without_eviction(workload: Workload) -> int:
     return hits
 
 
+@pytest.mark.timeout(60)
+def test_a_host_much_smaller_than_the_device_holds_no_allocation_up(small):
+    """Unsaved parents of evicted blocks come to the front of the queue one by one."""
+    run = run_replay(small, device_blocks=1_000, host_blocks=100, write_policy="write_back")
+    assert run.requests == len(small.prompts)
+
+
 def test_an_endless_cache_hits_every_known_prefix(small):
     report = run_replay(small, device_blocks=100_000)
     assert report.hit_tokens["total"] == hit_tokens_without_eviction(small)

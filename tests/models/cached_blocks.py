@@ -55,6 +55,7 @@ class Lease:
     path: list[Block] = field(default_factory=list)
     table: list[int] = field(default_factory=list)
     num_tokens: int = 0
+    grown_blocks: int = 0  # the most that an extension gave it
     computed: int = 0
     cached_blocks: int = 0
     onloads: set[int] = field(default_factory=set)

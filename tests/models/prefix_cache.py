@@ -50,11 +50,11 @@ class PrefixCacheModel(Saving):
         return lease.context, tuple(lease.tokens[:end]), items
 
     def walk(self, lease: Lease) -> list[Block]:
-        path = self._known(lease)
+        path = self.cached(lease)
         return path[: self._before_cut_item(lease, len(path))]
 
-    def _known(self, lease: Lease) -> list[Block]:
-        """The cached blocks of the prompt, whether or not a hit may end there."""
+    def cached(self, lease: Lease) -> list[Block]:
+        """Cached blocks of the prompt; a hit may end before the last, where that cuts an item."""
         path = []
         for index in range(1, self._most_blocks(lease) + 1):
             if self.key(lease, index) not in self.blocks:
@@ -107,6 +107,14 @@ class PrefixCacheModel(Saving):
         usable = min(len(path), num_tokens // self.block_tokens)
         return path[: self._before_cut_item(lease, usable)]
 
+    def reserve_for(self, lease: Lease, num_tokens: int) -> int | None:
+        """Blocks that a grant leaves to extensions; None when it can never be granted."""
+        blocks = self.blocks_for(num_tokens)
+        if blocks + self.reserve_blocks > self.capacity and blocks > lease.grown_blocks:
+            return None
+        reserve = min(self.reserve_blocks, self.capacity - blocks)
+        return reserve if reserve >= 0 else None
+
     def allocate(self, lease: Lease, num_tokens: int, evicted: int) -> bool:
         """True: granted, and ``adopt`` comes next with the real table.
 
@@ -123,7 +131,7 @@ class PrefixCacheModel(Saving):
             self._ref(block)
         room = len(self.device_free) + len(self.idle("device"))
         short = max(0, needed - len(self.device_free))
-        if needed + self.reserve_blocks > room:
+        if needed + (self.reserve_for(lease, num_tokens) or 0) > room:
             short = -1  # not even tried
         first = min(evicted, max(short, 0))
         if not self.evict_as_seen(first, max(short, 0)) or short < 0:
@@ -206,6 +214,7 @@ class PrefixCacheModel(Saving):
         assert len(table) == self.blocks_for(lease.num_tokens)
         self._take_device(table[old:])
         lease.table = table
+        lease.grown_blocks = max(lease.grown_blocks, len(table))
 
     def _last_use(self, lease: Lease, step: int) -> int:
         """Only what batches name is known exactly."""
@@ -380,10 +389,10 @@ class PrefixCacheModel(Saving):
         lease.promises = more and lease.writes and alive and lease.epoch == self.epoch
 
     def pending(self, lease: Lease) -> tuple[int, list[Lease]]:
-        """The most blocks behind its match that somebody will compute, and who will."""
+        """The most blocks behind what is cached that somebody will compute, and who will."""
         if lease.granted:
             return 0, []
-        path = self._known(lease)
+        path = self.cached(lease)
         promised = {
             owner: self._promised(owner, lease, len(path))
             for owner in self.leases

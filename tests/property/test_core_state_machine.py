@@ -85,11 +85,15 @@ class CacheMachine(CacheSimulation):
 
     def try_allocate(self, caller: Caller, num_tokens: int) -> bool:
         lease = caller.model
-        if self.model.blocks_for(num_tokens) + self.model.reserve_blocks > self.model.capacity:
+        if self.model.reserve_for(lease, num_tokens) is None:
             self.refused(RequestTooLarge, self.core.allocate, caller.id, num_tokens)
+            self.refused(RequestTooLarge, self.core.can_allocate, caller.id, num_tokens)
             return False
         evicted = self.core.statistics().evicted_device_blocks
+        expected = self.core.can_allocate(caller.id, num_tokens)
+        assert self.core.statistics().evicted_device_blocks == evicted
         granted = self.core.allocate(caller.id, num_tokens)
+        assert bool(granted) == expected
         evicted = self.core.statistics().evicted_device_blocks - evicted
         assert bool(granted) == self.model.allocate(lease, num_tokens, evicted)
         if not granted:
@@ -112,6 +116,30 @@ class CacheMachine(CacheSimulation):
         return True
 
     @precondition(lambda self: self.waiting())
+    @rule(which=pick, more=st.integers(0, 9))
+    def allocate_once(self, which: int, more: int) -> None:
+        """As ``Lease.try_allocate``: more attempts while there is nothing to save."""
+        caller = self.waiting()[which % len(self.waiting())]
+        num_tokens = max(1, len(caller.model.tokens) + more)
+        if self.model.reserve_for(caller.model, num_tokens) is None:
+            return
+        expected = self.core.can_allocate(caller.id, num_tokens, True)
+        granted = self.try_allocate(caller, num_tokens)
+        wanted = self.model.blocks_for(num_tokens)
+        while not granted:
+            plans = set(self.plans)
+            self.save_ahead(wanted)
+            evicted = self.core.statistics().evicted_device_blocks
+            granted = set(self.plans) == plans and self.try_allocate(caller, num_tokens)
+            if granted or set(self.plans) != plans or not self.core.must_look_further():
+                break
+            if self.core.statistics().evicted_device_blocks == evicted:
+                if wanted >= self.model.capacity:
+                    break
+                wanted = min(2 * wanted, self.model.capacity)
+        assert granted == expected
+
+    @precondition(lambda self: self.waiting())
     @rule(which=pick)
     def allocate_insisting(self, which: int) -> None:
         """As the engine: what stands in the way is saved, or dropped where it cannot be.
@@ -121,7 +149,8 @@ class CacheMachine(CacheSimulation):
         caller = self.waiting()[which % len(self.waiting())]
         num_tokens = max(1, len(caller.model.tokens))
         blocks = self.model.blocks_for(num_tokens)
-        if blocks + self.model.reserve_blocks > self.model.capacity:
+        reserve = self.model.reserve_for(caller.model, num_tokens)
+        if reserve is None:
             return
         granted = self.try_allocate(caller, num_tokens)
         for _ in range(3):
@@ -133,9 +162,7 @@ class CacheMachine(CacheSimulation):
         shared = self.model.granted_path(caller.model, num_tokens)
         evictable = [block for block in self.model.idle("device") if block not in shared]
         room = len(self.model.device_free) + len(evictable)
-        assert self.plans or self.model.needs(caller.model, num_tokens) > (
-            room - self.model.reserve_blocks
-        )
+        assert self.plans or self.model.needs(caller.model, num_tokens) > (room - reserve)
 
     @rule(tokens=prompts, fork=st.integers(0, 9), context=st.sampled_from([0, 0, 0, 1]))
     def pin(self, tokens: list[int], fork: int, context: int) -> None:

@@ -73,6 +73,7 @@ def walk(seed: int, steps: int = STEPS) -> CacheMachine:
     rules: list[tuple[float, Callable[[], Any], Callable[[], Any]]] = [
         (6, lambda: True, lambda: m.serve(prompt(), number(9), flag(), flag())),
         (6, lambda: True, match),
+        (5, m.waiting, lambda: m.allocate_once(number(), number(5) if flag(0.3) else 0)),
         (9, m.waiting, lambda: m.allocate(number(), random.randint(-9, 3) if flag(0.3) else 0)),
         (2, m.waiting, lambda: m.allocate_insisting(number())),
         (1, lambda: True, lambda: m.pin(prompt(), number(9), number(5) == 0)),

@@ -167,9 +167,11 @@ class StateMachine(RuleBasedStateMachine):
             room += sum(core.state_slot(c.id) != NO_SLOT for c in self.callers if c is not caller)
         known = set(core.onloads(caller.id))
         try:
+            expected = core.can_allocate(caller.id, len(caller.tokens))
             granted = core.allocate(caller.id, len(caller.tokens))
         except RequestTooLarge:
             return
+        assert bool(granted) == expected
         self.forget_dropped()  # blocks that were evicted for it
         if not granted:
             assert core.state_slot(caller.id) == before

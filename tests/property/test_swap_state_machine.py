@@ -100,9 +100,11 @@ class SwapMachine(RuleBasedStateMachine):
         del caller.tokens[max(kept, caller.named) :]
         caller.tokens += [1] * (num_tokens - len(caller.tokens))
         try:
+            expected = self.core.can_allocate(caller.id, num_tokens)
             granted = self.core.allocate(caller.id, num_tokens)
         except RequestTooLarge:
             return
+        assert bool(granted) == expected
         if not granted:
             assert self.core.is_swapped(caller.id) == swapped
             return

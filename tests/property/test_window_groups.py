@@ -126,9 +126,11 @@ class WindowMachine(RuleBasedStateMachine):
         swapped = self.core.is_swapped(caller.id)
         kept = self.core.computed_tokens(caller.id)
         try:
+            expected = self.core.can_allocate(caller.id, len(caller.tokens))
             granted = self.core.allocate(caller.id, len(caller.tokens))
         except RequestTooLarge:
             return
+        assert bool(granted) == expected
         if not granted:
             return
         caller.failed = False

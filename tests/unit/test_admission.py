@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
+from random import Random
+
+import pytest
+
 from aiokv.scheduler.admission import Admission
 
 
@@ -34,3 +39,51 @@ def test_those_who_leave_are_skipped():
 
 def test_first_of_an_empty_line():
     assert Admission().first() is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_entries_and_departures_keep_the_order(seed: int):
+    """Against a sorted list; the line keeps no reference to a waiter that has left."""
+    random = Random(seed)
+    line: Admission[str] = Admission()
+    model: list[tuple[int, int, str]] = []
+    for step in range(400):
+        if random.random() < 0.55:
+            priority = random.randint(-3, 3)
+            ticket = line.push(f"w{step}", priority)
+            model.append((priority, ticket, f"w{step}"))
+        elif model and random.random() < 0.7:
+            gone = model.pop(random.randrange(len(model)))
+            line.leave(gone[1])
+            line.leave(gone[1])
+        elif model:
+            model.remove(min(model))
+            line.drop_first()
+        model.sort()
+        assert line.check() == []
+        assert line.in_order() == [name for *_, name in model]
+        assert line.first() == (model[0][2] if model else None)
+
+
+def test_waiter_that_left_is_not_referenced():
+    class Waiter:
+        pass
+
+    line: Admission[Waiter] = Admission()
+    waiters = [Waiter() for _ in range(20)]
+    tickets = [line.push(waiter, 0) for waiter in waiters]
+    gone = weakref.ref(waiters[7])
+    line.leave(tickets[7])
+    waiters[7] = Waiter()
+    assert gone() is None
+
+
+def test_check_sees_entries_out_of_order():
+    line: Admission[str] = Admission()
+    for priority in (1, 2, 3):
+        line.push("w", priority)
+    line._heap[0], line._heap[1] = line._heap[1], line._heap[0]
+    assert line.check() == [
+        "line: 3 entries, 3 places differ",
+        "line: entry 1 is in front of its parent",
+    ]

@@ -39,6 +39,7 @@ class Core {
     // Throws what allocate would, of a request that can never be granted.
     void check_request(LeaseId id, std::int64_t num_tokens) const;
     Grant allocate(LeaseId id, std::int64_t num_tokens);
+    bool can_allocate(LeaseId id, std::int64_t num_tokens, bool saves);  // core_forecast.cpp
     // Returns the lease that keeps the blocks for the batches in flight, or 0.
     LeaseId retract(LeaseId id, Step step);
     void append(LeaseId id, Tokens tokens);
@@ -70,6 +71,9 @@ class Core {
     TransferId take_backups();
     TransferId take_write_backs(std::uint32_t wanted_blocks);
     bool wants_write_backs() const;
+    // The last attempt to make room would have had to drop a block that take_write_backs() has not
+    // looked at, and no save is under way whose end might help.
+    bool must_look_further() const;
     bool wants_backups() const;
 
     // -- swap and fork (core_swap.cpp)
@@ -129,6 +133,14 @@ class Core {
     void reset();
     std::uint32_t device_blocks() const { return device_.capacity(); }
 
+    // -- counts that cost nothing
+    std::uint32_t granted_leases() const { return granted_leases_; }
+    std::uint32_t swapped_leases() const { return swapped_leases_; }
+    Room room() const {
+        return {device_.free_blocks(), evictable(),
+                state_ ? state_->free_ids() + state_->attached() : 0};
+    }
+
     // -- checks (core_check.cpp)
     CoreStatistics statistics() const;
     std::vector<std::string> violations() const;
@@ -165,6 +177,7 @@ class Core {
     LeaseId cut_table(LeaseId id, Lease& lease, std::size_t blocks);
     std::size_t joinable(const Lease& lease) const;
     bool fit_writable(Lease& lease, std::uint32_t total_blocks);
+    std::size_t writable_path(const Lease& lease, std::size_t resident, std::size_t writable) const;
     void check_batches(Report& report) const;
     void free_table(Lease& lease, Step step);
     void start_onload(LeaseId id, Lease& lease, std::uint32_t first_host_block);
@@ -193,6 +206,7 @@ class Core {
     void leave_ahead(NodeId node);
     void give_up_twin(BlockId host);
     bool must_save(NodeId node) const;
+    bool is_saving() const;
     static bool can_go(const Node& n) { return n.has(kHostValid | kHostLoading | kBackupFailed); }
 
     // transfers
@@ -258,6 +272,10 @@ class Core {
     void check_uses(Report& report) const;
 
     // capacity
+    class Forecast;
+    std::uint32_t reserve_for(std::uint32_t total_blocks) const;
+    bool could_make_side_room(const Lease& lease, std::uint32_t total_blocks,
+                              bool& frees_host) const;
     bool make_room(std::uint32_t blocks);
     bool evict_one_device();
     bool evict_one_host();
@@ -299,6 +317,8 @@ class Core {
     std::unordered_multimap<NodeId, LeaseId> awaited_;  // nodes with kAwaitsUse -> holders
     std::vector<LeaseId> used_;                         // holders whose use take_used() will tell
     Promises promises_{leases_, config_.block_tokens};
+    std::uint32_t granted_leases_ = 0;
+    std::uint32_t swapped_leases_ = 0;
     std::vector<std::uint32_t> free_leases_;
     std::uint32_t releasing_leases_ = 0;  // released, while batches in flight keep their blocks
     std::uint32_t computing_leases_ = 0;  // granted, and not only to hold
@@ -316,6 +336,7 @@ class Core {
     // The front of the device queue up to ahead_last_ was looked at: clean_ahead_ of it can go, or
     // fewer than that are counted. kNone: nothing was.
     NodeId ahead_last_ = kNone;
+    bool stopped_at_unsaved_ = false;  // the last make_room()
     std::uint32_t clean_ahead_ = 0;
     std::vector<NodeId> scratch_;
 

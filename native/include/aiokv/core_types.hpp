@@ -97,8 +97,9 @@ struct Lease {
     std::uint32_t cached_tokens = 0;    // of the grant; falls when an onload fails
     std::uint32_t prompt_tokens = 0;    // as matched
     std::uint32_t computed_blocks = 0;  // begun by commit, over all grants
-    BlockId state_slot = kNoBlock;      // the lease's own, while granted or swapped
-    BlockId held_snapshot = kNoBlock;   // of a lease that computes nothing
+    std::uint32_t grown_blocks = 0;    // the most that extend has given it; resume may take as many
+    BlockId state_slot = kNoBlock;     // the lease's own, while granted or swapped
+    BlockId held_snapshot = kNoBlock;  // of a lease that computes nothing
     std::vector<UnattachedSnapshot> snapshots;
     std::vector<WindowTable> windows;  // one a group, while granted or swapped
     std::uint32_t known_blocks =
@@ -134,6 +135,13 @@ struct Usage {
     std::uint32_t cached_device_tokens;  // of the prompt, at the last grant
     std::uint32_t cached_host_tokens;
     std::uint32_t computed_blocks;  // again after a preemption
+};
+
+// What could be granted: device blocks, and state slots that no lease holds.
+struct Room {
+    std::uint32_t device_free;
+    std::uint32_t evictable;
+    std::uint32_t state_slots;
 };
 
 // Blocks behind a match that a granted lease has promised to compute.

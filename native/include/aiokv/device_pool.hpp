@@ -31,6 +31,7 @@ class DevicePool {
         }
         return blocks;
     }
+    bool is_writable(BlockId id) const { return after_step(id) <= closed_; }
     bool is_free(BlockId id) const {
         return pool_.is_free(id) ||
                std::any_of(cooling_.begin(), cooling_.end(), [id](const auto& cooling) {

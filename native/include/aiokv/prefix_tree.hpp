@@ -102,6 +102,8 @@ class PrefixTree {
     // To be called after the node began or ceased to be device-resident.
     void count_device_child(NodeId node, int change);
     bool has_device_child(NodeId node) const;
+    std::uint32_t device_children(NodeId node) const;
+    std::uint32_t children(NodeId node) const;
 
     template <class Visit>
     void for_each_child(NodeId node, Visit visit) const {

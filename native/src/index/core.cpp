@@ -130,6 +130,7 @@ LeaseId Core::open_lease(Tokens tokens, std::uint32_t context, bool reads, bool 
     ++lease.generation;
     lease.classes.clear();
     lease.prompt_tokens = static_cast<std::uint32_t>(tokens.size());
+    lease.grown_blocks = 0;
     lease.computed_blocks = lease.device_hit = lease.host_hit = lease.known_blocks = 0;
     lease.computes = true;
     lease.released = false;
@@ -211,7 +212,10 @@ LeaseId Core::truncate(LeaseId id, std::int64_t num_tokens, Step step) {
 }
 
 void Core::set_granted(Lease& lease, bool granted) {
-    if (lease.computes && granted != lease.granted) computing_leases_ += granted ? 1 : -1;
+    if (granted == lease.granted) return;
+    const std::uint32_t change = granted ? 1 : -1;
+    granted_leases_ += change;
+    if (lease.computes) computing_leases_ += change;
     lease.granted = granted;
 }
 

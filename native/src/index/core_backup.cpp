@@ -86,6 +86,16 @@ TransferId Core::take_write_backs(std::uint32_t wanted_blocks) {
     return start_offload(std::move(dirty));
 }
 
+bool Core::must_look_further() const {
+    return stopped_at_unsaved_ && !is_saving();
+}
+
+bool Core::is_saving() const {
+    return std::any_of(transfers_.begin(), transfers_.end(), [](const auto& entry) {
+        return entry.second.direction == Direction::kOffload;
+    });
+}
+
 // The next walk begins at the front.
 void Core::forget_ahead() {
     ahead_last_ = kNone;

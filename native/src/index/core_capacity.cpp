@@ -164,7 +164,10 @@ bool Core::evict_one_device() {
     for (NodeId node; (node = device_queue_.front()) != kNone;) {
         const Node& n = tree_[node];
         if (n.pins == 0 && !tree_.has_device_child(node)) {
-            if (must_save(node)) return false;
+            if (must_save(node)) {
+                stopped_at_unsaved_ = true;
+                return false;
+            }
             release_device_copy(node);
             return true;
         }
@@ -190,6 +193,7 @@ bool Core::evict_one_host() {
 }
 
 bool Core::make_room(std::uint32_t blocks) {
+    stopped_at_unsaved_ = false;
     while (device_.free_blocks() < blocks) {
         if (!evict_one_device()) return false;
     }

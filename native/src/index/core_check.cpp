@@ -191,8 +191,14 @@ std::vector<std::string> Core::violations() const {
     std::uint64_t item_refs = tree_.item_keys().nodes();
     std::size_t nodes_with_items = 0;
     std::uint32_t computing_leases = 0;
+    std::uint32_t granted_leases = 0;
+    std::uint32_t swapped_leases = 0;
     for (const Lease& lease : leases_) {
         computing_leases += lease.granted && lease.computes;
+        granted_leases += lease.granted;
+        swapped_leases += lease.swapped;
+        report.require(lease.live || !(lease.granted || lease.swapped || !lease.table.empty()),
+                       "I5: a released lease holds ", lease.table.size(), " blocks");
         for (const ItemKey key : lease.item_keys) item_refs += key != kNoItems;
         if (!lease.live) continue;
         if (lease.swapped || lease.swap_out != 0) {
@@ -209,6 +215,9 @@ std::vector<std::string> Core::violations() const {
             if (is_private(lease, i)) device.own(lease.table[i], "a lease");
         }
     }
+    report.require(granted_leases == granted_leases_ && swapped_leases == swapped_leases_,
+                   "I5: ", granted_leases, " leases are granted and ", swapped_leases,
+                   " swapped, counted ", granted_leases_, " and ", swapped_leases_);
     for (const auto& [id, transfer] : transfers_) {
         for (std::size_t i = transfer.nodes.size(); i < transfer.device_blocks.size(); ++i) {
             host.own(transfer.host_blocks[i], "a swapped tail");

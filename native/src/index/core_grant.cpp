@@ -37,18 +37,24 @@ std::size_t Core::joinable(const Lease& lease) const {
                                     lease.path.begin());
 }
 
+// Blocks of the path that can be had with so many ids for onloads.
+std::size_t Core::writable_path(const Lease& lease, std::size_t resident,
+                                std::size_t writable) const {
+    if (lease.path.size() - resident <= writable) return lease.path.size();
+    const std::size_t blocks = reachable(lease, resident + writable);
+    if (blocks <= resident || blocks - resident >= config_.min_onload_blocks) return blocks;
+    return reachable(lease, resident);
+}
+
 // Onloads need ids that they may write. Those of an open step are not: its owner may wait for the
 // layers of this lease before it closes the step. What cannot be onloaded is computed, but for a
 // swapped table, whose onload waits for the step. The path has its refs already. False: not now.
 bool Core::fit_writable(Lease& lease, std::uint32_t total_blocks) {
+    if (lease.swapped) return true;
     std::size_t resident = 0;
     for (const NodeId node : lease.path) resident += tree_[node].has(kDeviceResident);
-    const std::size_t writable = device_.writable_blocks();
-    if (lease.swapped || lease.path.size() - resident <= writable) return true;
-    std::size_t blocks = reachable(lease, resident + writable);
-    if (blocks > resident && blocks - resident < config_.min_onload_blocks) {
-        blocks = reachable(lease, resident);
-    }
+    const std::size_t blocks = writable_path(lease, resident, device_.writable_blocks());
+    if (blocks == lease.path.size()) return true;
     for (std::size_t i = lease.path.size(); i-- > blocks;) unref(lease.path[i]);
     lease.path.resize(blocks);
     lease.version = 0;  // a later try may want the rest
@@ -68,10 +74,17 @@ void Core::check_request(LeaseId id, std::int64_t num_tokens) const {
     }
     const std::uint32_t total = blocks_for(static_cast<std::uint64_t>(num_tokens));
     if (std::uint64_t{total} + config_.reserve_blocks <= device_.capacity()) return;
+    if (total <= std::min(lease.grown_blocks, device_.capacity())) return;
     throw RequestTooLarge(std::to_string(num_tokens) + " positions need " + str(total) +
                           " blocks of " + str(config_.block_tokens) + " tokens; device_blocks is " +
                           str(device_.capacity()) + ", of which reserve_blocks keeps " +
                           str(config_.reserve_blocks));
+}
+
+// Free or evictable blocks that a grant leaves to extend(). A lease that extend() has let grow into
+// the reserve is granted when the rest of the device is unused.
+std::uint32_t Core::reserve_for(std::uint32_t total_blocks) const {
+    return std::min(config_.reserve_blocks, device_.capacity() - total_blocks);
 }
 
 // kNone, holding nothing, when there is not enough room now.
@@ -95,7 +108,7 @@ Grant Core::allocate(LeaseId id, std::int64_t num_tokens) {
     }
     const std::uint32_t needed = total - resident;
     // An attempt in vain takes nothing from swapped leases.
-    if (needed + config_.reserve_blocks > device_.free_blocks() + evictable() ||
+    if (needed + reserve_for(total) > device_.free_blocks() + evictable() ||
         !make_side_room(lease, total) || !make_room(needed) || !fit_writable(lease, total)) {
         for (std::size_t i = lease.path.size(); i-- > 0;) unref(lease.path[i]);
         return Grant::kNone;
@@ -154,6 +167,7 @@ void Core::take_blocks(LeaseId id, Lease& lease, std::uint32_t total_blocks) {
     take_windows(lease);
     if (lease.swapped) {
         lease.swapped = false;
+        --swapped_leases_;
         for (const NodeId node : lease.path) unhold(node);
     }
     announce(lease);
@@ -187,6 +201,8 @@ bool Core::extend(std::span<const LeaseId> ids, std::int64_t num_tokens) {
         const std::size_t old = lease.table.size();
         lease.num_tokens += static_cast<std::uint32_t>(more);
         lease.table.resize(blocks_for(lease.num_tokens));
+        lease.grown_blocks =
+            std::max(lease.grown_blocks, static_cast<std::uint32_t>(lease.table.size()));
         device_.take(std::span(lease.table).subspan(old));
         fit_windows(lease, 0);
     }

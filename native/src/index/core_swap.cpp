@@ -125,6 +125,7 @@ void Core::finish_swap_out(Lease& lease, bool moved) {
     free_table(lease, 0);
     set_granted(lease, false);
     lease.swapped = true;
+    ++swapped_leases_;
     lease.num_tokens = 0;
     trim_swapped(lease);
 }
@@ -134,6 +135,7 @@ void Core::drop_swapped(Lease& lease) {
     take_host_back(lease.tail_host);
     lease.tail_host.clear();
     lease.swapped = false;
+    --swapped_leases_;
 }
 
 // Behind the first block that is lost everything has to be computed again; after a reset, all.
@@ -247,6 +249,7 @@ Fork Core::fork(LeaseId id, Step step) {
     child.epoch = source.epoch;
     source.last_step = std::max(source.last_step, step);
     child.last_step = step;
+    child.grown_blocks = source.grown_blocks;
     set_granted(child, true);
     if (state_) {
         child.state_slot = take_slot();

@@ -221,4 +221,14 @@ bool PrefixTree::has_device_child(NodeId node) const {
     return forks_[child & ~kFork].device_children > 0;
 }
 
+std::uint32_t PrefixTree::device_children(NodeId node) const {
+    const std::uint32_t child = nodes_[node].child;
+    return is_fork(child) ? forks_[child & ~kFork].device_children : has_device_child(node);
+}
+
+std::uint32_t PrefixTree::children(NodeId node) const {
+    const std::uint32_t child = nodes_[node].child;
+    return is_fork(child) ? forks_[child & ~kFork].size() : child != kNone;
+}
+
 }  // namespace aiokv

@@ -34,6 +34,7 @@ nb::bytes id_bytes(const std::vector<BlockId>& ids) {
 }
 
 using MatchTuple = nb::typed<nb::tuple, LeaseId, std::uint32_t, std::uint32_t>;
+using RoomTuple = nb::typed<nb::tuple, std::uint32_t, std::uint32_t, std::uint32_t>;
 using HitTuple = nb::typed<nb::tuple, std::uint32_t, std::uint32_t>;
 using PendingTuple = nb::typed<nb::tuple, LeaseId, std::uint32_t>;
 using UsageTuple = nb::typed<nb::tuple, std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t>;
@@ -178,6 +179,12 @@ void bind_core(nb::module_& m) {
                 return nb::make_tuple(pending.owner, pending.blocks);
             },
             "lease"_a, "(lease, blocks): who will compute what follows the match; (0, 0): nobody.")
+        .def("can_allocate", &Core::can_allocate, "lease"_a, "num_tokens"_a, "saves"_a = false,
+             "Whether allocate would grant now; `saves`: after take_write_backs had nothing to do.")
+        .def(
+            "indexed_blocks",
+            [](const Core& core, LeaseId id) { return core.lease(id).path.size(); }, "lease"_a,
+            "Blocks of the lease that are in the index, from the first on.")
         .def("check_request", &Core::check_request, "lease"_a, "num_tokens"_a,
              "Raise what allocate would for a request that can never be granted.")
         .def("retract", &Core::retract, "lease"_a, "step"_a = 0,
@@ -314,6 +321,8 @@ void bind_core(nb::module_& m) {
         .def("take_write_backs", &Core::take_write_backs, "wanted_blocks"_a = 0)
         .def("wants_write_backs", &Core::wants_write_backs)
         .def("wants_backups", &Core::wants_backups)
+        .def("must_look_further", &Core::must_look_further,
+             "Room was not made for a block that take_write_backs(more) has to look at first.")
         .def("transfer", &transfer, "transfer"_a, "(device_blocks, host_blocks, after_step).")
         .def("complete", &Core::complete, "transfer"_a, "outcome"_a, "first_bad_block"_a = 0)
         .def("take_abandoned", &Core::take_abandoned)
@@ -327,6 +336,15 @@ void bind_core(nb::module_& m) {
         .def("evict_host", &Core::evict_host, "blocks"_a)
         .def("resize_device", &Core::resize_device, "blocks"_a)
         .def_prop_ro("device_blocks", &Core::device_blocks)
+        .def_prop_ro("granted_leases", &Core::granted_leases)
+        .def_prop_ro("swapped_leases", &Core::swapped_leases)
+        .def(
+            "room",
+            [](const Core& core) -> RoomTuple {
+                const Room room = core.room();
+                return nb::make_tuple(room.device_free, room.evictable, room.state_slots);
+            },
+            "(device_free, evictable, state_slots) that no lease holds; of statistics, but O(1).")
         .def("forget_device", &Core::forget_device)
         .def("forget_host", &Core::forget_host)
         .def("reset", &Core::reset)

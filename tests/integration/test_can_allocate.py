@@ -1,0 +1,189 @@
+"""``lease.can_allocate(n)``: True exactly when ``try_allocate(n)`` would succeed now."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from random import Random
+
+import pytest
+from kv_cache import BLOCK_TOKENS, Cache, prompt
+
+from aiokv import CapacityError, ClosedError, LeaseError, RequestTooLarge, TransferError
+from aiokv.testing import spin
+
+pytestmark = pytest.mark.asyncio
+
+VERBS = [*("attempt",) * 4, *("match",) * 2, "commit", "line", "preempt", "swap", "release"]
+VERBS += ["copy", "fail", "pause", "cancel", "pass", "evict"]
+POLICIES = ("none", "write_through", "write_through_selective", "write_back")
+
+
+async def test_blocks_that_write_back_saves_first_are_not_promised():
+    async with Cache(device_blocks=4, host_blocks=8, write_policy="write_back") as cache:
+        await cache.fill(prompt(1, 3))
+        lease = cache.engine.match(prompt(2, 3))
+        statistics = cache.statistics
+        assert statistics.device_free + statistics.evictable_blocks >= 4
+        assert not lease.can_allocate(13)
+        assert cache.device.offloads == [], "asking saves nothing"
+        assert not lease.try_allocate(13)
+        assert not lease.can_allocate(13)
+        await cache.finish()
+        evicted = cache.statistics.evicted_device_blocks
+        assert lease.can_allocate(13)
+        assert cache.statistics.evicted_device_blocks == evicted, "asking evicts nothing"
+        assert lease.try_allocate(13)
+        lease.release()
+
+
+async def test_blocks_that_are_being_copied_are_not_promised():
+    async with Cache(device_blocks=4, host_blocks=8, write_policy="write_through") as cache:
+        await cache.fill(prompt(1, 3))
+        assert len(cache.device.offloads) == 1
+        lease = cache.engine.match(prompt(2, 3))
+        assert not lease.can_allocate(13)
+        await cache.finish()
+        assert lease.can_allocate(13)
+        lease.release()
+
+
+async def test_what_the_lease_hits_needs_no_room():
+    async with Cache(device_blocks=4, host_blocks=0) as cache:
+        holder = await cache.serve(prompt(1, 3))
+        lease = cache.engine.match(prompt(1, 3)[:12])
+        assert lease.can_allocate(8) == lease.try_allocate(8) == True  # noqa: E712
+        lease.release()
+        lease = cache.engine.match(prompt(2, 1))
+        assert lease.can_allocate(4) == lease.try_allocate(4) == False  # noqa: E712
+        lease.release()
+        holder.release()
+
+
+async def test_errors_are_those_of_an_attempt():
+    cache = Cache(device_blocks=4, host_blocks=0, salt_quota_blocks=3)
+    async with cache:
+        lease = cache.engine.match(prompt(1, 3), salt="a")
+        for num_tokens, match in ((17, "device_blocks is 4"), (13, "salt_quota_blocks is 3")):
+            for call in (lease.can_allocate, lease.try_allocate):
+                with pytest.raises(RequestTooLarge, match=match):
+                    call(num_tokens)
+        assert lease.try_allocate(12)
+        with pytest.raises(LeaseError, match="already"):
+            lease.can_allocate(12)
+        lease.release()
+        with pytest.raises(LeaseError, match="released at"):
+            lease.can_allocate(12)
+        other = cache.engine.match(prompt(1, 3))
+        closing = asyncio.ensure_future(cache.engine.aclose())
+        await spin()
+        with pytest.raises(ClosedError):
+            other.can_allocate(4)
+        other.release()
+        await closing
+
+
+async def test_first_allocate_behind_the_hit_keeps_all_of_it():
+    """As the docstring of ``allocate`` tells those who prefill in chunks."""
+    async with Cache(device_blocks=16, host_blocks=0) as cache:
+        tokens = prompt(1, 6)
+        await cache.fill(tokens)
+        lease, chunk = cache.engine.match(tokens), 4
+        await lease.allocate(min(lease.hit.total + chunk, len(tokens)))
+        assert lease.cached_tokens == 24
+        lease.release()
+        lease = cache.engine.match(tokens)
+        await lease.allocate(8)
+        cache.engine.extend([lease], 17)
+        assert lease.cached_tokens == 8, "an extension brings nothing back"
+        lease.release()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("quota", [None, 6])
+async def test_answers_equal_attempts_in_random_states(policy, quota):
+    """Quotas, pauses, leases in line, swapped ones, transfers under way and failed."""
+    seen: Counter[bool] = Counter()
+    for seed in range(12):
+        await walk(Random(seed), policy, quota, seen)
+    assert min(seen[True], seen[False]) > 50, seen
+
+
+async def walk(random: Random, policy: str, quota: int | None, seen: Counter[bool]) -> None:
+    cache = Cache(
+        device_blocks=random.randint(6, 10),
+        host_blocks=random.choice((0, 2, 6, 20)),
+        write_policy=policy,
+        salt_quota_blocks=quota,
+        reserve_blocks=random.choice((0, 1)),
+        eviction_policy=random.choice(("lru", "s3fifo")),
+    )
+    async with cache:
+        engine = cache.engine
+        tokens: dict = {}  # of each lease
+        waiting: dict[asyncio.Task, object] = {}
+        paused = 0
+
+        def idle(*, granted: bool) -> list:
+            busy = set(waiting.values())
+            core = engine._core
+            still = [x for x in tokens if x not in busy and not core.swap_transfer(x._id)]
+            return [x for x in still if core.is_granted(x._id) == granted]
+
+        for _ in range(120):
+            verb = random.choice(VERBS)
+            among = idle(granted=verb in ("commit", "preempt", "swap"))
+            lease = random.choice(among) if among else None
+            if verb == "match" and len(tokens) < 8:
+                text = prompt(random.randrange(4), random.randint(1, 6))
+                tokens[engine.match(text, salt=random.choice("ab"))] = text
+            elif verb == "attempt" and lease is not None:
+                num_tokens = random.randint(1, BLOCK_TOKENS * 7)
+                try:
+                    expected: object = lease.can_allocate(num_tokens)
+                except (RequestTooLarge, LeaseError) as error:
+                    expected = type(error)
+                try:
+                    got: object = lease.try_allocate(num_tokens)
+                except (RequestTooLarge, LeaseError) as error:
+                    got = type(error)
+                assert got == expected, (policy, quota, num_tokens)
+                if isinstance(got, bool):
+                    seen[got] += 1
+            elif verb == "commit" and lease is not None and lease.layers.is_done:
+                lease.recompute_from()
+                lease.commit(min(lease.num_tokens, len(tokens[lease])))
+            elif verb == "line" and lease is not None and len(waiting) < 2:
+                blocks = min(len(tokens[lease]) // BLOCK_TOKENS + 1, 5)
+                needed = max(blocks * BLOCK_TOKENS, engine._core.computed_tokens(lease._id))
+                waiting[asyncio.ensure_future(lease.allocate(needed))] = lease
+            elif verb in ("preempt", "swap") and lease is not None:
+                waiting[asyncio.ensure_future(lease.preempt(swap=verb == "swap"))] = lease
+            elif verb == "release" and tokens:
+                gone = random.choice(list(tokens))
+                del tokens[gone]
+                gone.release()
+            elif verb in ("copy", "fail") and cache.device.copies:
+                copy = random.choice(cache.device.copies)
+                copy.fail_all() if verb == "fail" else copy.complete_all()
+            elif verb == "pause" and random.random() < 0.5:
+                engine.resume() if paused else engine.pause()
+                paused = 1 - paused
+            elif verb == "cancel" and waiting:
+                random.choice(list(waiting)).cancel()
+            elif verb == "evict":
+                evicting = asyncio.ensure_future(engine.evict(random.randint(1, 3)))
+                await spin()
+                evicting.cancel()
+            await spin(random.choice((0, 0, 1)))
+            for task in [task for task in waiting if task.done()]:
+                del waiting[task]
+                if not task.cancelled() and (error := task.exception()) is not None:
+                    assert isinstance(error, (LeaseError, CapacityError, TransferError)), error
+            assert engine.check_invariants() == []
+        if paused:
+            engine.resume()
+        for lease in tokens:
+            lease.release()
+        await cache.finish()
+        await asyncio.gather(*waiting, return_exceptions=True)

@@ -1,0 +1,180 @@
+"""``can_allocate`` is True exactly when an attempt would succeed, and changes nothing.
+
+Random walks over one core in small pools: every write policy, both eviction policies, reserves,
+recurrent state, windows, swapped leases, transfers that end late or fail, unfinished steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from random import Random
+
+import numpy as np
+import pytest
+
+from aiokv._native import Core, EvictionKind, Outcome, WritePolicy
+from aiokv.errors import LeaseError, RequestTooLarge, UsageError
+
+BT = 2
+
+
+class Walk:
+    """One core; attempts are made as the engine makes them."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = Random(seed)
+        choice = self.random.choice
+        self.policy = choice(
+            [WritePolicy.NONE, WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_THROUGH_SELECTIVE]
+            + 4 * [WritePolicy.WRITE_BACK]
+        )
+        sides = choice(["none", "none", "none", "state", "window"])
+        self.core = Core(
+            block_tokens=BT,
+            device_blocks=self.random.randint(4, 12),
+            host_blocks=choice([0, 1, 2, 3, 5, 16]),
+            reserve_blocks=choice([0, 0, 1, 2]),
+            write_policy=self.policy,
+            write_through_threshold=choice([1, 2]),
+            low_watermark_blocks=choice([0, 0, 2]),
+            min_onload_blocks=choice([0, 0, 2]),
+            eviction=choice([EvictionKind.LRU, EvictionKind.LRU, EvictionKind.S3FIFO]),
+            state_slots=2 if sides == "state" else 0,
+            windows=[(6, 4, 2)] if sides == "window" else [],
+        )
+        self.saves = self.policy == WritePolicy.WRITE_BACK
+        self.leases: list[int] = []
+        self.transfers: list[int] = []
+        self.step = 0
+        self.seen: Counter[str] = Counter()
+
+    def some_lease(self, *, granted: bool) -> int | None:
+        among = [x for x in self.leases if self.core.is_granted(x) == granted]
+        return self.random.choice(among) if among else None
+
+    def match(self) -> None:
+        if len(self.leases) >= 8:
+            return
+        tokens = np.array([self.random.randint(0, 1) for _ in range(self.random.randint(1, 14))])
+        self.leases.append(self.core.match(tokens.astype(np.int32))[0])
+
+    def attempt(self, lease_id: int, num_tokens: int) -> bool:
+        """As ``EngineBase._grant``."""
+        if self.core.allocate(lease_id, num_tokens):
+            return True
+        if not self.saves:
+            return False
+        wanted = -(-num_tokens // BT)
+        while True:
+            if transfer_id := self.core.take_write_backs(wanted):
+                self.transfers.append(transfer_id)
+                return False
+            evicted = self.core.statistics().evicted_device_blocks
+            if self.core.allocate(lease_id, num_tokens):
+                self.seen["later attempt"] += 1
+                return True
+            if not self.core.must_look_further():
+                return False
+            if self.core.statistics().evicted_device_blocks == evicted:
+                if wanted >= self.core.device_blocks:
+                    return False
+                wanted = min(2 * wanted, self.core.device_blocks)
+
+    def allocate(self) -> None:
+        lease_id = self.some_lease(granted=False)
+        if lease_id is None:
+            return
+        num_tokens = max(1, self.core.computed_tokens(lease_id)) + self.random.randint(0, 9)
+        before = self.core.blocks(), counted(self.core)
+        try:
+            expected = self.core.can_allocate(lease_id, num_tokens, self.saves)
+        except (RequestTooLarge, LeaseError) as error:
+            with pytest.raises(type(error)):
+                self.core.allocate(lease_id, num_tokens)
+            return
+        assert self.core.violations() == []
+        if not self.core.is_swapped(lease_id):
+            assert (self.core.blocks(), counted(self.core)) == before
+        free, evictable, _ = self.core.room()
+        granted = self.attempt(lease_id, num_tokens)
+        assert granted == expected
+        self.seen["granted" if granted else "refused"] += 1
+        self.seen["promised"] += not granted and free + evictable >= -(-num_tokens // BT)
+        if granted:
+            self.transfers += [t for t in self.core.onloads(lease_id) if t not in self.transfers]
+
+    def commit(self) -> None:
+        if (lease_id := self.some_lease(granted=True)) is not None:
+            limit = min(self.core.num_tokens(lease_id), self.core.reach_tokens(lease_id))
+            self.refusable(self.core.commit, lease_id, self.random.randint(0, limit), self.step)
+
+    def grow(self) -> None:
+        if (lease_id := self.some_lease(granted=True)) is not None:
+            self.refusable(self.core.extend, [lease_id], self.random.randint(1, 4))
+
+    def give_back(self) -> None:
+        if self.leases:
+            lease_id = self.leases.pop(self.random.randrange(len(self.leases)))
+            self.core.release(lease_id, self.step)
+
+    def retract(self) -> None:
+        if (lease_id := self.some_lease(granted=True)) is not None:
+            self.core.retract(lease_id, self.step)
+
+    def swap(self) -> None:
+        lease_id = self.some_lease(granted=True)
+        if lease_id is None or self.core.saving(lease_id) or self.core.swap_transfer(lease_id):
+            return
+        self.refusable(self.core.swap_out, lease_id, self.step)
+        if transfer_id := self.core.swap_transfer(lease_id):
+            self.transfers.append(transfer_id)
+
+    def save(self) -> None:
+        if transfer_id := self.core.take_backups():
+            self.transfers.append(transfer_id)
+
+    def end_transfer(self) -> None:
+        if self.transfers:
+            transfer_id = self.transfers.pop(self.random.randrange(len(self.transfers)))
+            outcome = Outcome.FAILED if self.random.random() < 0.1 else Outcome.DONE
+            self.core.complete(transfer_id, outcome, 0)
+
+    def next_step(self) -> None:
+        self.core.finish_step(self.step)
+        self.step += self.random.randint(0, 1)
+
+    def snapshot(self) -> None:
+        if (lease_id := self.some_lease(granted=True)) is not None:
+            position = self.core.computed_tokens(lease_id)
+            self.refusable(self.core.snapshot, lease_id, position, self.step)
+
+    @staticmethod
+    def refusable(verb, *args) -> None:
+        with contextlib.suppress(LeaseError, UsageError):
+            verb(*args)
+
+    def run(self, steps: int) -> None:
+        verbs = 4 * [self.match, self.commit, self.end_transfer] + 6 * [self.allocate]
+        verbs += [self.grow, self.give_back, self.give_back, self.retract, self.swap, self.swap]
+        verbs += [self.save, self.next_step, self.snapshot]
+        for _ in range(steps):
+            self.random.choice(verbs)()
+        assert self.core.violations() == []
+
+
+def counted(core: Core) -> tuple[int, ...]:
+    s = core.statistics()
+    return (s.device_free, s.device_leased, s.host_free, s.evicted_device_blocks, s.grants)
+
+
+def test_forecasts_equal_attempts():
+    seen: Counter[str] = Counter()
+    for seed in range(250):
+        walk = Walk(seed)
+        walk.run(160)
+        seen += walk.seen
+    assert seen["granted"] > 1000
+    assert seen["refused"] > 1000
+    assert seen["promised"] > 100, "free + evictable promised too much"
+    assert seen["later attempt"] > 2, "the host had no room, so blocks were dropped unsaved"
