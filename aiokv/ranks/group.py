@@ -276,14 +276,22 @@ class RankGroup:
         """Take back a plan; where no rank's device has it yet it is reported ``"cancelled"``."""
         self.exchange.cancel(transfer_id)
 
+    def check_event(self, event: Event | None) -> None:
+        """Raise for any event: an event belongs to one rank.
+
+        Raises:
+            UsageError: ``event`` is not None.
+        """
+        if event is not None:
+            raise UsageError("ranks close steps with their own events", hint="call Rank.step there")
+
     def close_step(self, step: int, event: Event | None) -> None:
         """The engine has closed a step; it is over when every rank says so.
 
         Raises:
             UsageError: an event, which belongs to one rank; or the step was closed before.
         """
-        if event is not None:
-            raise UsageError("ranks close steps with their own events", hint="call Rank.step there")
+        self.check_event(event)
         if step <= self._closed_step:
             raise UsageError(f"step {step} is closed already, up to {self._closed_step}")
         self._closed_step = step

@@ -208,7 +208,8 @@ class Rank:
             event: recorded behind the work; None when it has finished.
 
         Raises:
-            UsageError: the step was closed before.
+            UsageError: the step was closed before, or the device cannot wait for such an event.
+                The step stays open; nothing changed.
         """
         if self._controller is None:
             raise UsageError("the rank is used before `async with`")

@@ -59,11 +59,20 @@ class Worker(Protocol):
     def cancel(self, transfer_id: int) -> None:
         """Take back a plan that no device has yet; it is reported ``"cancelled"``."""
 
+    def check_event(self, event: Event | None) -> None:
+        """Raise unless ``close_step`` can take the event; None always can. Changes nothing.
+
+        Raises:
+            UsageError: ``event`` is no event, one of another device, or was never recorded; or
+                the worker takes no events.
+        """
+
     def close_step(self, step: int, event: Event | None) -> None:
         """Steps up to ``step`` are submitted; plans after them start when ``event`` is done.
 
         Raises:
-            UsageError: the step was closed before.
+            UsageError: the step was closed before, or ``check_event`` refuses the event. The step
+                stays open; nothing changed.
         """
 
     def clone(

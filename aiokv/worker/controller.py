@@ -149,6 +149,15 @@ class CacheController:
         failure = CopyError(0, "cancelled before it was submitted")
         self._loop.call_soon(self._end, transfer, "cancelled", failure)
 
+    def check_event(self, event: Event | None) -> None:
+        """Raise unless ``close_step`` can take the event. Cheap; changes nothing.
+
+        Raises:
+            UsageError: ``event`` is no event, one of another device, or was never recorded.
+        """
+        if event is not None:
+            self._device.check_event(event)
+
     def close_step(self, step: int, event: Event | None) -> None:
         """Steps up to ``step`` are submitted; plans after them start when ``event`` is done.
 
@@ -157,8 +166,10 @@ class CacheController:
             event: recorded behind the step's work; None when that has finished.
 
         Raises:
-            UsageError: the step was closed before.
+            UsageError: the step was closed before, or ``check_event`` refuses the event. The step
+                stays open; nothing changed.
         """
+        self.check_event(event)
         freed = self._gate.close(step, event)
         for transfer in freed:
             self._lanes[transfer.plan.direction].queue.push(transfer)

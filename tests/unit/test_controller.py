@@ -258,6 +258,32 @@ async def test_plans_wait_for_their_step_and_then_for_its_event(new_worker: type
             worker.controller.close_step(2, None)
 
 
+class NoSynchronize:
+    done = False
+
+
+@pytest.mark.parametrize("refused", ["text", 7, NoSynchronize(), asyncio.Future])
+async def test_a_refused_event_leaves_the_step_open(new_worker: type[Worker], refused: Any) -> None:
+    """A future counts as one: its ``done`` is a method, which is always true as an attribute."""
+    if refused is asyncio.Future:
+        refused = asyncio.get_running_loop().create_future()
+        refused.synchronize = lambda: None
+    device = ManualDevice()
+    async with new_worker(device) as worker:
+        worker.submit("offload", [1], [1], after_step=1)
+        for call in (worker.controller.check_event, lambda e: worker.controller.close_step(1, e)):
+            with pytest.raises(UsageError, match="is not an event"):
+                call(refused)
+        assert (worker.controller.statistics().held, device.copies) == (1, [])
+        worker.controller.check_event(None)
+        event = ManualEvent()
+        worker.controller.check_event(event)
+        assert event.queries == 0
+        worker.controller.close_step(1, event)
+        assert device.offloads[0].after is event
+        event.complete()
+
+
 async def test_a_plan_after_a_closed_step_waits_for_its_event_only_while_that_runs(
     new_worker: type[Worker],
 ) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
+from aiokv.errors import UsageError
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
@@ -129,6 +131,13 @@ class Device(Protocol):
             UsageError, DeviceError: as onload().
         """
 
+    def check_event(self, event: Event) -> None:
+        """Raise unless transfers can be ordered behind the event. Cheap; changes nothing.
+
+        Raises:
+            UsageError: ``event`` is no event, one of another device, or was never recorded.
+        """
+
     def detach(self, *, keep_host: bool) -> None:
         """Let go of the memory; no copy is in flight, and none comes before ``attach``. Idempotent.
 
@@ -139,3 +148,25 @@ class Device(Protocol):
 
     def close(self) -> None:
         """Finish what is submitted, join native threads, let go of the memory. Idempotent."""
+
+
+def check_event_type(event: object) -> None:
+    """Raise unless ``event`` has what :class:`Event` asks for; reads nothing of it.
+
+    A future is refused, too: its ``done`` is a method, and as an attribute always true.
+
+    Raises:
+        UsageError: names the missing attribute.
+    """
+    kind = type(event)
+    done = getattr(kind, "done", None) or getattr(event, "done", None)
+    missing = "done" if done is None or callable(done) else ""
+    if not missing and not callable(getattr(event, "synchronize", None)):
+        missing = "synchronize()"
+    if missing:
+        raise UsageError(
+            f"a {kind.__module__}.{kind.__qualname__} is not an event: it has no "
+            f"{'property' if missing == 'done' else 'method'} {missing!r}",
+            hint="pass an event that was recorded behind the step's work, or None when the work "
+            "has finished",
+        )

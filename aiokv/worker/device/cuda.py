@@ -18,7 +18,7 @@ import numpy as np
 
 from aiokv import _native
 from aiokv.errors import ConfigError, DeviceError, LayoutError, UsageError
-from aiokv.worker.device.base import CopyError
+from aiokv.worker.device.base import CopyError, check_event_type
 from aiokv.worker.device.cuda_handles import event_handle, stream_handle
 from aiokv.worker.device.cuda_numa import placement
 from aiokv.worker.device.cuda_state import CudaStateCopy, CudaStateMover
@@ -246,6 +246,11 @@ class CudaDevice:
         if self._states is None:
             raise UsageError("no region has recurrent state: see Regions.add_state")
         return self._states.move(source_slots, target_slots, after)
+
+    def check_event(self, event: Event) -> None:
+        """Raise unless the event can be asked, and has a CUDA handle: one that was recorded."""
+        check_event_type(event)
+        event_handle(event)
 
     @property
     def failure(self) -> DeviceError | None:
