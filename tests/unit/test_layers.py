@@ -124,11 +124,23 @@ async def test_timeouts_name_the_layer() -> None:
 
 
 async def test_no_layers_are_done_at_once() -> None:
-    """B6.6."""
+    """B6.6: where there is no transfer either."""
+    assert DONE.is_done
+    await DONE.wait_all()
+    assert [layer async for layer in DONE] == []
+
+
+async def test_a_transfer_without_layers_ends_with_its_report() -> None:
     counter = LayerDoneCounter(0)
-    assert counter.is_done
-    await counter.wait_all()
     assert [layer async for layer in counter] == []
+    waiting = asyncio.create_task(counter.wait_all())
+    counter.attach(Copy(0))
+    await spin(2)
+    assert not counter.is_done
+    assert not waiting.done()
+    counter.finish()
+    await waiting
+    assert counter.is_done
 
 
 async def test_wait_all_and_iteration() -> None:
