@@ -136,6 +136,7 @@ class EngineBase:
             self._controller,
             on_report=self._after_report,
             on_submit=lambda after_step: self._open_step.note(after_step),
+            soon=self._poller.soon,
         )
         self._steps = Steps(
             self._core,
@@ -352,10 +353,14 @@ class EngineBase:
             granted = self._core.allocate(lease_id, num_tokens)
         if granted == _NO_ROOM:
             return False
+        try:
+            if granted == _LOADING:
+                lease.layers = self._transfers.start_onloads(lease_id, onload_priority, lease.owner)
+        except BaseException:
+            self._retract(lease)  # its layers are not known: it must not look granted
+            raise
         if self._taken_back:
             self._taken_back.pop(lease_id, None)
-        if granted == _LOADING:
-            lease.layers = self._transfers.start_onloads(lease_id, onload_priority, lease.owner)
         if self._pins:
             self._pins.release_used()
         if self._core.wants_backups():

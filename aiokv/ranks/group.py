@@ -276,6 +276,10 @@ class RankGroup:
         """Take back a plan; where no rank's device has it yet it is reported ``"cancelled"``."""
         self.exchange.cancel(transfer_id)
 
+    def raise_priority(self, transfer_id: int, priority: int) -> None:
+        """Submit a plan that still waits on a rank as if it had been given with this priority."""
+        self.exchange.raise_priority(transfer_id, priority)
+
     def check_event(self, event: Event | None) -> None:
         """Raise for any event: an event belongs to one rank.
 

@@ -314,6 +314,8 @@ class Rank:
             return
         for plan in batch.plans:
             self._submit(self._controller, plan)
+        for transfer_id, priority in batch.priorities:
+            self._controller.raise_priority(transfer_id, priority)
         for transfer_id in batch.cancels:
             self._controller.cancel(transfer_id)
 

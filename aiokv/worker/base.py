@@ -59,6 +59,13 @@ class Worker(Protocol):
     def cancel(self, transfer_id: int) -> None:
         """Take back a plan that no device has yet; it is reported ``"cancelled"``."""
 
+    def raise_priority(self, transfer_id: int, priority: int) -> None:
+        """Submit a plan that still waits as if it had been given with this priority.
+
+        Without effect on one that a device has, on unknown ids, and when ``priority`` is not lower
+        than its own.
+        """
+
     def check_event(self, event: Event | None) -> None:
         """Raise unless ``close_step`` can take the event; None always can. Changes nothing.
 

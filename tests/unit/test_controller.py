@@ -416,9 +416,14 @@ async def test_a_cache_of_no_bytes_is_done_in_the_next_pass(new_worker: type[Wor
     """B6.6, B7.11: index only."""
     async with new_worker(ManualDevice(), layers=0) as worker:
         counter = worker.submit("onload", [10_000], [1])
+        seen: list[str] = []
+        waiting = asyncio.create_task(counter.wait_all())
+        waiting.add_done_callback(lambda _: seen.append("waiter"))
+        worker.on_report = lambda report: seen.append("report")
+        assert not counter.is_done
+        await worker.settle()
+        assert seen == ["report", "waiter"]
         assert counter.is_done
-        assert worker.reports == []
-        await worker.settle(1)
         assert outcomes(worker) == {1: "done"}
 
 
