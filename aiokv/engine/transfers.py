@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from aiokv.errors import AiokvError, UsageError
 from aiokv.observe.logs import Log
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from aiokv.worker.base import Worker
 
 log = Log(__name__)
+
+KEPT_REPORTS: Final = 256  # ids, to know a report that is sent again after an interrupt
 
 
 class Transfers:
@@ -55,7 +57,7 @@ class Transfers:
         self._has_host = manager.config.host_blocks > 0
         self._backup_scheduled = False
         self._new_backups: deque[int] = deque()  # in the core; not yet submitted
-        self._in_report: set[int] = set()  # transfers whose report on_report has begun with
+        self._reported: dict[int, None] = {}  # transfers of the newest reports, oldest first
         self.stopped = False  # no new backups: the engine closes, or sleeps
 
     # --- onload ---------------------------------------------------------------------------------
@@ -208,8 +210,10 @@ class Transfers:
     def on_report(self, report: TransferReport) -> None:
         """Take account of the end of a transfer; again, when an interrupt ended it."""
         transfer_id = report.transfer_id
-        again = transfer_id in self._in_report
-        self._in_report.add(transfer_id)
+        again = transfer_id in self._reported
+        self._reported[transfer_id] = None
+        if len(self._reported) > KEPT_REPORTS:
+            del self._reported[next(iter(self._reported))]
         self._onloads.pop(transfer_id, None)
         if not again or self._manager.is_under_way(transfer_id):
             self._manager.complete(report)
@@ -230,7 +234,6 @@ class Transfers:
             )
         self.schedule_backups()  # an onload that ended publishes what was committed behind it
         self._after_report(report)
-        self._in_report.discard(transfer_id)
 
 
 def _position_finder(
