@@ -181,3 +181,31 @@ async def test_a_plan_that_the_worker_refuses_is_reported_as_failed() -> None:
             lease.commit(7)
         await served.complete_offloads()
         assert served.engine.check_invariants() == []
+
+
+async def test_an_onload_into_blocks_that_are_being_saved_starts_after_the_save() -> None:
+    """B7.4, B7.5: each of two prompts takes the blocks of the other, and none loses its bytes."""
+    prompts = prompt(1), prompt(2)
+    async with Served(device_blocks=3, write_policy="write_back") as served:
+        device, saves = served.device, 0
+        for round_number in range(3):
+            for tokens in prompts:
+                lease = served.engine.match(tokens)
+                granting = asyncio.create_task(lease.allocate(5))
+                await spin(3)
+                while not granting.done():
+                    saves += len(device.offloads)
+                    saved = {i for copy in device.offloads for i in copy.device_ids.tolist()}
+                    written = {i for copy in device.onloads for i in copy.device_ids.tolist()}
+                    assert not saved & written
+                    device.complete_all()
+                    await spin(3)
+                await granting
+                device.complete_all()
+                await lease.layers.wait_all()
+                assert lease.cached_tokens == (4 if round_number else 0)
+                served.check(lease, tokens, lease.cached_tokens)
+                served.compute(lease, tokens, lease.cached_tokens)
+                lease.commit(5)
+                lease.release()
+        assert saves

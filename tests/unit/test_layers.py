@@ -366,3 +366,29 @@ async def test_a_view_of_nothing_is_shared_and_costs_nothing() -> None:
     view.gpu_wait(2, None)
     view.gpu_wait_all(None)
     assert [layer async for layer in view] == [0, 1, 2, 3]
+
+
+async def test_an_interrupted_layer_callback_is_not_called_again_and_the_others_are() -> None:
+    counter, seen, interrupts = LayerDoneCounter(2), list[int](), list[int]()
+
+    def interrupt(layer: int) -> None:
+        interrupts.append(layer)
+        raise KeyboardInterrupt
+
+    for callback in (seen.append, interrupt, seen.append):
+        counter.add_callback(callback)
+    for _ in range(2):  # the poller calls again
+        try:
+            counter.mark_layer_done(1)
+        except KeyboardInterrupt:
+            assert seen == [1]
+    assert (seen, interrupts) == ([1, 1], [1])
+    assert counter.pending_layers == [0]
+
+
+async def test_a_transfer_that_was_not_submitted_never_counts_as_ordered() -> None:
+    """The worker knows nothing of it any more, nor how it ended."""
+    counter = LayerDoneCounter(1, expedite=lambda: True)
+    for gpu_wait in (lambda: counter.gpu_wait(0, []), lambda: counter.gpu_wait_all([])):
+        with pytest.raises(TransferError, match="was not submitted"):
+            gpu_wait()
