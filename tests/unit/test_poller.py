@@ -349,14 +349,28 @@ async def test_a_pass_that_the_loop_forgot_is_made_up_for() -> None:
     """An interrupt inside the loop drops the callback that it was about to call."""
     poller = EventPoller(asyncio.get_running_loop())
     seen: list[str] = []
-    poller.watch(Countdown(2), "s", into(seen, "watch"))
-    poller.soon(lambda: seen.append("soon"))
-    for handle in (poller._next_pass, poller._next_soon):
-        assert handle is not None
-        handle.cancel()
-    await run_until_idle(lambda: poller.idle)
-    assert sorted(seen) == ["soon", "watch"]
-    assert poller.statistics().events == 1
+    for times in (1, 2):
+        poller.watch(Countdown(2), "s", into(seen, "watch"))
+        poller.soon(lambda: seen.append("soon"))
+        for handle in (poller._next_pass, poller._next_soon):
+            assert handle is not None
+            handle.cancel()
+        await run_until_idle(lambda: poller.idle)
+        assert sorted(seen) == ["soon"] * times + ["watch"] * times
+    assert poller.statistics().events == 2
+    await closed(poller)
+
+
+async def test_after_an_interrupt_the_rest_of_soon_comes_in_the_next_pass() -> None:
+    poller = EventPoller(asyncio.get_running_loop())
+    interrupts, seen = Interrupts(), []
+    poller.soon(interrupts)
+    poller.soon(lambda: seen.append("behind"))
+    with pytest.raises(KeyboardInterrupt):
+        poller._run_soon()
+    assert poller._next_soon is not None
+    await spin(2)
+    assert (interrupts.calls, seen) == (2, ["behind"])
     await closed(poller)
 
 
