@@ -137,6 +137,15 @@ class Exchange:
     def flush(self) -> None:
         """What this pass has brought, encoded once, to every rank."""
         self._flush_scheduled = False
+        try:
+            self._flush()
+        except Exception:
+            raise
+        except BaseException:
+            self._schedule_flush()  # an interrupt; what was handed to the roster is not sent again
+            raise
+
+    def _flush(self) -> None:
         if not (self._new_plans or self._new_cancels or self._new_priorities):
             return
         self._sequence += 1
