@@ -107,14 +107,16 @@ class DlpackTensor:
         """
 
 class TimerFd:
-    """A one-shot monotonic timer as a file descriptor."""
+    """A monotonic timer as a file descriptor."""
 
     def __init__(self) -> None: ...
 
     def fileno(self) -> int: ...
 
-    def arm(self, delay_seconds: float) -> None:
-        """Expire once, that long from now; replaces an earlier arming."""
+    def arm(self, delay_seconds: float, repeat_seconds: float = 0.0) -> None:
+        """
+        Expire that long from now, then every repeat_seconds (0: once); replaces an earlier arming.
+        """
 
     def disarm(self) -> None: ...
 

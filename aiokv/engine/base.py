@@ -155,6 +155,7 @@ class EngineBase:
             on_report=self._after_report,
             on_submit=lambda after_step: self._open_step.note(after_step),
             check_wait=lambda after_step: self._steps.check_wait(after_step),
+            soon=self._poller.soon,
         )
         self._steps = Steps(
             self._core,
@@ -473,15 +474,14 @@ class EngineBase:
             )
         if granted == _NO_ROOM:
             return False
+        try:
+            if granted == _LOADING:
+                lease.layers = self._transfers.start_onloads(lease_id, onload_priority, lease.owner)
+        except BaseException:
+            self._retract(lease)  # its layers are not known: it must not look granted
+            raise
         if self._taken_back:
             self._taken_back.pop(lease_id, None)
-        if granted == _LOADING:
-            try:
-                lease.layers = self._transfers.start_onloads(lease_id, onload_priority, lease.owner)
-            except BaseException:
-                self._core.retract(lease_id, self._steps.open)
-                self._transfers.cancel_abandoned()
-                raise
         if self._pins.until_used:
             self._pins.release_used(self._core.take_used())
         if self._core.wants_backups():

@@ -64,13 +64,13 @@ class Batches(Leasing):
     def layers(self, leases: Sequence[Lease]) -> LayerView:
         """One counter for all transfers that a batch waits for.
 
-        Its errors carry no position: ask each lease's ``recompute_from``.
+        It raises when blocks of a lease of the batch failed. Its errors carry no position: ask
+        each lease's ``recompute_from``.
         """
         self._check_loop()
         leases = checks.sequence("leases", leases)
         self._own_ids(leases)
-        counters = {counter: None for lease in leases for counter in lease.layers.counters}
-        return LayerView(list(counters)) if counters else self._done
+        return LayerView.of_batch(lease.layers for lease in leases) or self._done
 
     def block_tables(
         self,

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import deque
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
 
+from aiokv.errors import AiokvError, UsageError
 from aiokv.observe.logs import Log
-from aiokv.plan import TransferPlan, TransferReport
+from aiokv.plan import Priority, TransferPlan, TransferReport
+from aiokv.worker.device.base import CopyError
+from aiokv.worker.layers import LayerDoneCounter
 from aiokv.worker.views import LayerView
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
-    from aiokv.plan import Plan, Priority
+    from aiokv.plan import Plan
     from aiokv.scheduler.manager import CacheManager
     from aiokv.worker.base import Worker
-    from aiokv.worker.layers import LayerDoneCounter
 
 log = Log(__name__)
+
+KEPT_REPORTS: Final = 256  # ids, to know a report that is sent again after an interrupt
 
 
 class Transfers:
@@ -28,6 +34,7 @@ class Transfers:
         on_submit: called with the step that a submitted transfer waits for, or 0.
         check_wait: called with such a step before somebody waits for the layers of an onload; it
             raises when that would never end.
+        soon: calls an idempotent callback in a later pass of the loop; see ``EventPoller.soon``.
     """
 
     def __init__(
@@ -39,6 +46,7 @@ class Transfers:
         on_report: Callable[[TransferReport], None],
         on_submit: Callable[[int], None],
         check_wait: Callable[[int], None],
+        soon: Callable[[Callable[[], object]], None],
     ) -> None:
         self._loop = loop
         self._manager = manager
@@ -46,23 +54,31 @@ class Transfers:
         self._after_report = on_report
         self._on_submit = on_submit
         self._check_wait = check_wait
+        self._soon = soon
         self._onloads: dict[int, tuple[Plan, LayerDoneCounter]] = {}
         self._ends: dict[int, list[asyncio.Future[None]]] = {}  # who waits for a report
         self._on_end: dict[int, Callable[[], None]] = {}
         self._has_host = manager.config.host_blocks > 0
         self._backup_scheduled = False
+        self._new_backups: deque[int] = deque()  # in the core; not yet submitted
+        self._reported: dict[int, None] = {}  # transfers of the newest reports, oldest first
         self.stopped = False  # no new backups: the engine closes, or sleeps
 
     # --- onload ---------------------------------------------------------------------------------
 
     def start_onloads(self, lease_id: int, priority: Priority, owner: str) -> LayerView:
-        """Submit the onload that a grant has begun; the view covers those it joined as well."""
+        """Submit the onload that a grant has begun; the view covers those it joined as well.
+
+        An onload that it joined, such as a prefetch, becomes as urgent as ``priority``.
+        """
         core = self._manager.core
         joined = []
         for transfer_id in core.onloads(lease_id):
             if transfer_id not in self._onloads:
                 plan = self._manager.onload_plan(transfer_id, priority)
                 self._onloads[transfer_id] = (plan, self._submit(plan))
+            elif priority < self._onloads[transfer_id][0].priority:
+                self._controller.raise_priority(transfer_id, priority)
             joined.append(self._onloads[transfer_id])
         after_step = max(plan.after_step for plan, _ in joined)
         return LayerView(
@@ -74,14 +90,16 @@ class Transfers:
 
     def _position_finder(
         self, lease_id: int, plans: list[Plan]
-    ) -> Callable[[int, int], int | None] | None:
-        if self._manager.config.state_slots or self._manager.config.windows:
-            return None  # they cannot go on from any position: all is to be computed again
-        return _position_finder(
+    ) -> Callable[[int, int], int | None]:
+        locate = _position_finder(
             {plan.transfer_id: plan for plan in plans if isinstance(plan, TransferPlan)},
             self._manager.core.block_table(lease_id).tolist(),
             self._manager.config.block_tokens,
         )
+        if not (self._manager.config.state_slots or self._manager.config.windows):
+            return locate
+        # They cannot go on from any position: all is to be computed again.
+        return lambda transfer_id, block: None if locate(transfer_id, block) is None else 0
 
     def cancel_abandoned(self) -> None:
         """Take back onloads that nobody waits for any more and that have not begun."""
@@ -101,18 +119,26 @@ class Transfers:
     def schedule_backups(self) -> None:
         """Back up what this pass of the loop commits, together, at its end."""
         if self._has_host and not self._backup_scheduled and not self.stopped:
+            self._soon(self.send_backups)
             self._backup_scheduled = True
-            self._loop.call_soon(self.send_backups)
 
     def send_backups(self) -> bool:
         """Returns whether there were any."""
         self._backup_scheduled = False
         if not self._has_host or self.stopped:
             return False
-        plans = self._manager.backup_plans()
-        for plan in plans:
-            self._submit(plan)
-        return bool(plans)
+        self._manager.take_backups(self._new_backups)
+        sent = False
+        while self._new_backups:
+            transfer_id = self._new_backups[0]
+            if transfer_id:
+                plan = self._manager.backup_plan(transfer_id)
+                sent = True
+                self._new_backups.popleft()
+                self._submit(plan)
+            else:
+                self._new_backups.popleft()
+        return sent
 
     def make_clean(self, num_blocks: int) -> int:
         """Save what stands in the way of evicting ``num_blocks``.
@@ -144,32 +170,78 @@ class Transfers:
     async def ended(self, transfer_id: int) -> None:
         """Wait until the report of a transfer that is under way was taken account of.
 
+        A backup that still waits for the device goes before others from now on.
+
         Cancellation: the transfer goes on.
         """
+        self._controller.raise_priority(transfer_id, Priority.DEMAND)
         ended: asyncio.Future[None] = self._loop.create_future()
         self._ends.setdefault(transfer_id, []).append(ended)
         await ended
 
     def _submit(self, plan: Plan) -> LayerDoneCounter:
-        counter = self._controller.submit(plan)
+        """Give a plan to the worker. One that the worker refuses is reported as failed."""
+        try:
+            counter = self._controller.submit(plan)
+        except AiokvError as error:
+            return self._refused(plan, CopyError(0, str(error)))
+        except Exception:
+            raise
+        except BaseException:
+            self._soon(lambda: self._submit_again(plan))
+            raise
         self._on_submit(plan.after_step)
+        return counter
+
+    def _submit_again(self, plan: Plan) -> None:
+        """After an interrupt, which came before the worker had the plan, or later."""
+        if self._manager.is_under_way(plan.transfer_id):
+            with suppress(UsageError):  # it has the plan
+                self._controller.submit(plan)
+
+    def _refused(self, plan: Plan, failure: CopyError) -> LayerDoneCounter:
+        counter = LayerDoneCounter(
+            self._controller.num_layers,
+            transfer_id=plan.transfer_id,
+            direction=plan.direction,
+        )
+        counter.refuse(failure)
+
+        def end() -> None:
+            self.on_report(
+                TransferReport(
+                    transfer_id=plan.transfer_id, outcome="failed", reason=failure.reason
+                )
+            )
+            counter.finish(failure)
+
+        self._soon(end)
         return counter
 
     # --- reports --------------------------------------------------------------------------------
 
     def on_report(self, report: TransferReport) -> None:
-        self._onloads.pop(report.transfer_id, None)
-        self._manager.complete(report)
-        on_end = self._on_end.pop(report.transfer_id, None)
+        """Take account of the end of a transfer; again, when an interrupt ended it."""
+        transfer_id = report.transfer_id
+        again = transfer_id in self._reported
+        self._reported[transfer_id] = None
+        if len(self._reported) > KEPT_REPORTS:
+            del self._reported[next(iter(self._reported))]
+        self._onloads.pop(transfer_id, None)
+        if not again or self._manager.is_under_way(transfer_id):
+            self._manager.complete(report)
+        on_end = self._on_end.get(transfer_id)
         if on_end is not None:
             on_end()
-        for ended in self._ends.pop(report.transfer_id, ()):
+            del self._on_end[transfer_id]
+        for ended in self._ends.get(transfer_id, ()):
             if not ended.done():
                 ended.set_result(None)
+        self._ends.pop(transfer_id, None)
         if report.outcome == "failed":
             log.warning(
                 "transfer.failed",
-                transfer_id=report.transfer_id,
+                transfer_id=transfer_id,
                 first_bad_block=report.first_bad_block,
                 reason=report.reason,
             )
@@ -182,10 +254,13 @@ def _position_finder(
 ) -> Callable[[int, int], int | None]:
     """(transfer, index of a block in its plan) -> first position of that block in the lease.
 
-    None when the lease joined for blocks in front of that one, and does not need it.
+    None when the lease joined for blocks in front of that one, and does not need it. 0 for a
+    transfer that is not among ``plans``: it moves recurrent state.
     """
 
     def locate(transfer_id: int, block: int) -> int | None:
+        if transfer_id not in plans:
+            return 0
         device_block = int(plans[transfer_id].device_ids[block])
         if device_block not in block_table:
             return None

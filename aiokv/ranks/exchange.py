@@ -62,6 +62,7 @@ class Exchange:
         }  # fmt: skip
         self._new_plans: list[TransferPlan] = []
         self._new_cancels: list[int] = []
+        self._new_priorities: dict[int, int] = {}  # by transfer id
         self._new_id_bytes = 0
         self._flush_scheduled = False
         self._sequence = 0
@@ -124,6 +125,12 @@ class Exchange:
         self._schedule_flush()
         return True
 
+    def raise_priority(self, transfer_id: int, priority: int) -> None:
+        """Ask the ranks to submit a plan sooner; without effect on one that has ended."""
+        if transfer_id in self._transfers:
+            self._new_priorities[transfer_id] = priority
+            self._schedule_flush()
+
     def _schedule_flush(self) -> None:
         if not self._flush_scheduled:
             self._flush_scheduled = True
@@ -132,7 +139,16 @@ class Exchange:
     def flush(self) -> None:
         """What this pass has brought, encoded once, to every rank."""
         self._flush_scheduled = False
-        if not (self._new_plans or self._new_cancels):
+        try:
+            self._flush()
+        except Exception:
+            raise
+        except BaseException:
+            self._schedule_flush()  # an interrupt; what was handed to the roster is not sent again
+            raise
+
+    def _flush(self) -> None:
+        if not (self._new_plans or self._new_cancels or self._new_priorities):
             return
         self._sequence += 1
         batch = TransferBatch(
@@ -140,12 +156,14 @@ class Exchange:
             sequence=self._sequence,
             plans=self._new_plans,
             cancels=self._new_cancels,
+            priorities=list(self._new_priorities.items()),
         )
         frame = frame_of(encode(batch))
         self.batches += 1
         self.plans += len(self._new_plans)
         self.batch_bytes += len(frame)
         self._new_plans, self._new_cancels, self._new_id_bytes = [], [], 0
+        self._new_priorities = {}
         self._roster.send(frame)
 
     # --- from the ranks -------------------------------------------------------------------------

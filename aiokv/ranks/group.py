@@ -300,6 +300,10 @@ class RankGroup(Unique):
         """Ask the ranks to take a plan back; it is reported ``"cancelled"`` if no rank moves it."""
         return "asked" if self.exchange.cancel(transfer_id) else "too late"
 
+    def raise_priority(self, transfer_id: int, priority: int) -> None:
+        """Submit a plan that still waits on a rank as if it had been given with this priority."""
+        self.exchange.raise_priority(transfer_id, priority)
+
     def check_event(self, event: Event | None) -> None:
         """Raise for any event: an event belongs to one rank.
 

@@ -134,12 +134,14 @@ class TransferBatch(_Message, frozen=True, tag="batch"):
         sequence: 1, 2, 3, ... within a generation.
         plans: of however many requests, in the order of submission.
         cancels: transfer ids; to be taken account of after the plans.
+        priorities: (transfer id, priority) of plans that are more urgent now; likewise.
     """
 
     generation: int
     sequence: int
     plans: list[TransferPlan]
     cancels: list[int]
+    priorities: list[tuple[int, int]] = []
 
 
 class Sleep(_Message, frozen=True, tag="sleep"):

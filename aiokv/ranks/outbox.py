@@ -64,12 +64,18 @@ class Outbox:
         self._scheduled = False
         if not self.generation:
             return
-        self._say(
-            Reports(
-                generation=self.generation,
-                arrived=list(self._arrived.items()),
-                ended=self._ended,
-                finished_step=self.finished_step,
+        try:
+            self._say(
+                Reports(
+                    generation=self.generation,
+                    arrived=list(self._arrived.items()),
+                    ended=self._ended,
+                    finished_step=self.finished_step,
+                )
             )
-        )
-        self._arrived, self._ended = {}, []
+            self._arrived, self._ended = {}, []
+        except Exception:
+            raise
+        except BaseException:
+            self._schedule()  # an interrupt: the manager ignores what it gets twice
+            raise

@@ -365,6 +365,8 @@ class Rank(Unique):
             return
         for plan in batch.plans:
             self._submit(self._controller, plan)
+        for transfer_id, priority in batch.priorities:
+            self._controller.raise_priority(transfer_id, priority)
         for transfer_id in batch.cancels:
             if self._controller.cancel(transfer_id) == "at once":
                 self._on_report(TransferReport(transfer_id=transfer_id, outcome="cancelled"))

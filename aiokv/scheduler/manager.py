@@ -6,6 +6,8 @@ device: decisions depend on the order of calls alone (I9).
 
 from __future__ import annotations
 
+from collections import deque
+from itertools import starmap
 from typing import TYPE_CHECKING
 
 from aiokv._native import Core, EvictionKind, Outcome
@@ -77,18 +79,31 @@ class CacheManager:
             return self._state_plan(transfer_id, priority)
         return self._plan(transfer_id, "onload", priority)
 
-    def backup_plans(self) -> list[TransferPlan]:
-        """What the write policy wants saved now: at most one offload for what was queued, and one
-        that keeps eviction ahead of demand."""
-        transfer_ids = [self.core.take_backups()]
+    def take_backups(self, transfer_ids: deque[int]) -> None:
+        """Append what the write policy wants saved now: at most one offload for what was queued,
+        and one that keeps eviction ahead of demand; 0 for none.
+
+        ``extend`` calls the core without Python code in between, where the handler of a signal
+        could raise and lose the id of a transfer that has begun.
+        """
+        transfer_ids.extend(starmap(self.core.take_backups, ((),)))
         if self.core.wants_write_backs():
-            transfer_ids.append(self.core.take_write_backs())
-        return [self._backup(transfer_id) for transfer_id in transfer_ids if transfer_id]
+            transfer_ids.extend(starmap(self.core.take_write_backs, ((),)))
+
+    def backup_plans(self) -> list[TransferPlan]:
+        """The plans of what ``take_backups`` appends."""
+        transfer_ids: deque[int] = deque()
+        self.take_backups(transfer_ids)
+        return [self.backup_plan(transfer_id) for transfer_id in transfer_ids if transfer_id]
+
+    def backup_plan(self, transfer_id: int) -> TransferPlan:
+        """The plan of an offload that ``take_backups`` has begun."""
+        return self._plan(transfer_id, "offload", Priority.BACKUP)
 
     def make_clean(self, num_blocks: int) -> TransferPlan | None:
         """Save what stands in the way of evicting ``num_blocks``; None when nothing does."""
         transfer_id = self.core.take_write_backs(num_blocks)
-        return self._backup(transfer_id) if transfer_id else None
+        return self.backup_plan(transfer_id) if transfer_id else None
 
     def swap_plan(self, transfer_id: int) -> TransferPlan:
         """The offload of a preempted lease's table; somebody waits for its blocks."""
@@ -113,8 +128,16 @@ class CacheManager:
         """Commit what a transfer has proven, roll back the rest."""
         self.core.complete(report.transfer_id, _OUTCOMES[report.outcome], report.first_bad_block)
 
-    def _backup(self, transfer_id: int) -> TransferPlan:
-        return self._plan(transfer_id, "offload", Priority.BACKUP)
+    def is_under_way(self, transfer_id: int) -> bool:
+        """The transfer has begun, and no report of it has come."""
+        try:
+            if self.core.is_state_move(transfer_id):
+                self.core.state_move(transfer_id)
+            else:
+                self.core.transfer(transfer_id)
+        except UsageError:
+            return False
+        return True
 
     def _state_plan(self, transfer_id: int, priority: Priority) -> StatePlan:
         source, target, after_step = self.core.state_move(transfer_id)

@@ -67,6 +67,13 @@ class Worker(Protocol):
             ``"too late"``: the device moves it, or it has ended.
         """
 
+    def raise_priority(self, transfer_id: int, priority: int) -> None:
+        """Submit a plan that still waits as if it had been given with this priority.
+
+        Without effect on one that a device has, on unknown ids, and when ``priority`` is not lower
+        than its own.
+        """
+
     def check_event(self, event: Event | None) -> None:
         """Raise unless ``close_step`` can take the event; None always can. Changes nothing.
 

@@ -3,13 +3,17 @@
     submit ─► held (step open) ─► queue by priority ─► at most 2 in the device ─► report
 
 Blocks named by a plan belong to it until its report (I3); a report is sent when the device's events
-have proven the bytes (I4), exactly once, from a callback of the loop.
+have proven the bytes (I4), from a callback of the loop.
+
+Each change of a transfer is a method that may be called again: when an interrupt (Ctrl-C) ends it,
+the poller calls it again, and it goes on from where it was. See :class:`EventPoller`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from aiokv.errors import ClosedError, UsageError
@@ -19,7 +23,7 @@ from aiokv.worker.device.base import CopyError
 from aiokv.worker.lanes import Lane, WorkerStatistics
 from aiokv.worker.layers import LayerDoneCounter
 from aiokv.worker.memory import WorkerMemory
-from aiokv.worker.transfers import StepGate, Transfer
+from aiokv.worker.transfers import StepGate, Transfer, is_done
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -36,6 +40,7 @@ if TYPE_CHECKING:
     from aiokv.worker.regions import Regions
 
 _CANCELLED: Final = CopyError(0, "cancelled before it was submitted")
+_WAITING: Final = ("new", "held", "queued")  # states in which the device knows nothing of a plan
 SLOTS: Final = 2  # submitted at once per direction: one moves, one is ready behind it
 
 
@@ -47,8 +52,9 @@ class CacheController:
         host_blocks: capacity of the host tier; its memory is reserved here.
         device: attached here, closed by ``aclose()``.
         poller: of the same loop; stays the caller's.
-        on_report: gets exactly one report a plan, in a callback of the loop, never inside a call.
-        on_step: called when a closed step is over, or with the error of its event.
+        on_report: gets exactly one report per plan, in a callback of the loop, never inside a call.
+            Idempotent: it gets the report again when an interrupt kept it from returning.
+        on_step: called when a closed step is over, or with the error of its event. Idempotent.
         checksums: proves each onload after its last byte; layers are announced only then.
     """
 
@@ -112,7 +118,7 @@ class CacheController:
                 a transfer id that is in use. Nothing changed.
             ClosedError: the controller is closing.
         """
-        if self._closing:
+        if self._closing or self._poller.closed:
             raise ClosedError("the cache controller is closing")
         if self.memory.asleep:
             raise UsageError(f"the tiers {sorted(self.memory.asleep)} are asleep")
@@ -127,36 +133,37 @@ class CacheController:
         )
         transfer = Transfer(plan, counter, num_bytes)
         self._transfers[plan.transfer_id] = transfer
-        if self._gate.is_open(plan.after_step):
-            self._gate.hold(transfer)
-        else:
-            lane = self._lanes[plan.direction]
-            lane.queue.push(transfer)
-            self._pump(lane)
+        self._poller.surely(partial(self._place, transfer))
         return counter
 
     def cancel(self, transfer_id: int) -> Cancelled:
         """Take back a plan that the device does not have yet.
 
         Returns:
-            ``"at once"``: its waiters have their error, and no report follows. ``"too late"``: the
-            device has it, and it is reported as it ends; or the id is unknown, since the report has
-            crossed the cancellation.
+            ``"at once"``: no report follows, ``gpu_wait`` raises from now on, and coroutines that
+            wait have their error in the next pass of the loop. ``"too late"``: the device has it,
+            and it is reported as it ends; or the id is unknown, since the report has crossed the
+            cancellation.
         """
         transfer = self._transfers.get(transfer_id)
-        if transfer is None or not self._take_back(transfer):
+        if transfer is None or transfer.state not in _WAITING:
             return "too late"
-        self._finish(transfer, "cancelled", _CANCELLED)
+        transfer.reported = True  # the caller knows
+        self._poller.surely(partial(self._take_back, transfer))
         return "at once"
 
-    def _take_back(self, transfer: Transfer) -> bool:
-        if transfer.state == "held":
-            self._gate.remove(transfer)
-        elif transfer.state == "queued":
-            self._lanes[transfer.plan.direction].queue.remove(transfer)
-        else:
-            return False
-        return True
+    def raise_priority(self, transfer_id: int, priority: int) -> None:
+        """Submit a plan that still waits as if it had been given with this priority.
+
+        Without effect on one that the device has, on unknown ids, and when ``priority`` is not
+        lower than its own.
+        """
+        transfer = self._transfers.get(transfer_id)
+        if transfer is None or priority >= transfer.priority:
+            return
+        transfer.priority = priority
+        if transfer.state == "queued":
+            self._lane_of(transfer).queue.raise_priority(transfer)
 
     def check_event(self, event: Event | None) -> None:
         """Raise unless ``close_step`` can take the event. Cheap; changes nothing.
@@ -179,15 +186,21 @@ class CacheController:
                 stays open; nothing changed.
         """
         self.check_event(event)
-        freed = self._gate.close(step, event)
-        for transfer in freed:
-            self._lanes[transfer.plan.direction].queue.push(transfer)
+        if self._poller.closed:
+            raise ClosedError("the cache controller is closed")
+        self._gate.close(step, event)
+        self._poller.surely(partial(self._follow_step, step, event))
+
+    def _follow_step(self, step: int, event: Event | None) -> None:
+        for transfer in self._gate.free():
+            if transfer.state == "held":
+                self._lane_of(transfer).queue.push(transfer)
         for lane in self._lanes.values():
             self._pump(lane)
-        if event is None or event.done:
+        if is_done(event):
             self._on_step(step, None)
-        else:
-            self._poller.watch(event, "steps", lambda error: self._step_over(step, error))
+        elif event is not None:
+            self._poller.watch(event, "steps", partial(self._step_over, step))
 
     def _step_over(self, step: int, error: BaseException | None) -> None:
         if not isinstance(error, ClosedError):  # the poller's, at its end
@@ -258,8 +271,8 @@ class CacheController:
         Cancellation: what waited is cancelled; the rest goes on.
         """
         for transfer in list(self._transfers.values()):
-            if self._take_back(transfer):
-                self._loop.call_soon(self._end, transfer, "cancelled", _CANCELLED)
+            if transfer.state in _WAITING:
+                self._poller.surely(partial(self._take_back, transfer))
         await self.drain()
 
     async def aclose(self) -> None:
@@ -270,8 +283,8 @@ class CacheController:
         self._closing = True
         await self.abandon()
         if not self._closed:
-            self._closed = True
             self.memory.close()
+            self._closed = True
 
     def close_without_loop(self) -> None:
         """As aclose(), when the loop is closed: finish what the device has; nothing is reported."""
@@ -288,41 +301,72 @@ class CacheController:
             state=self._lanes["state"].statistics(),
         )
 
-    # --- the life of a transfer -------------------------------------------------------------
+    # --- the life of a transfer; every method may be called again ---------------------------
+
+    def _lane_of(self, transfer: Transfer) -> Lane:
+        return self._lanes[transfer.plan.direction]
+
+    def _place(self, transfer: Transfer) -> None:
+        """Hold or queue a new transfer."""
+        if transfer.state == "new" and self._gate.is_open(transfer.plan.after_step):
+            self._gate.hold(transfer)
+        elif transfer.state == "new":
+            self._lane_of(transfer).queue.push(transfer)
+        self._pump(self._lane_of(transfer))
+
+    def _take_back(self, transfer: Transfer) -> None:
+        transfer.state = "ended"
+        self._gate.remove(transfer)
+        self._lane_of(transfer).queue.remove(transfer)
+        transfer.counter.refuse(_CANCELLED)
+        self._end_soon(transfer, "cancelled", _CANCELLED)
 
     def _pump(self, lane: Lane) -> None:
-        while lane.submitted < SLOTS:
-            transfer = lane.queue.pop()
-            if transfer is None:
-                return
+        while len(lane.submitted) < SLOTS and (transfer := lane.queue.first()) is not None:
             self._start(lane, transfer)
 
     def _expedite(self, transfer_id: int) -> bool:
         transfer = self._transfers.get(transfer_id)
-        if transfer is not None and transfer.state == "queued":
-            lane = self._lanes[transfer.plan.direction]
-            lane.queue.remove(transfer)
-            self._start(lane, transfer)
-        return transfer is None or transfer.state != "held"
+        if transfer is None:
+            return True
+        if transfer.state == "queued":
+            self._start(self._lane_of(transfer), transfer)
+        return transfer.state != "held"
 
     def _start(self, lane: Lane, transfer: Transfer) -> None:
-        plan = transfer.plan
+        self._poller.surely(partial(self._submit, lane, transfer))
+
+    def _submit(self, lane: Lane, transfer: Transfer) -> None:
+        """Give a queued transfer to the device.
+
+        After an interrupt that has lost the device's answer, the device gets it once more. Of two
+        equal copies, the second ends last (``Device.in_order``), and only its end counts.
+        """
+        if transfer.ending is not None:
+            self._end_soon(transfer, *transfer.ending)
+            return
+        lane.submitted[transfer.plan.transfer_id] = transfer
+        lane.queue.remove(transfer)
         transfer.state = "submitted"
         transfer.started_at = time.monotonic()
-        lane.submitted += 1
         try:
-            copy = self._move(plan, self._gate.event_for(plan.after_step))
+            if transfer.copy is None:
+                transfer.copy = self._move(transfer.plan)
+            events = transfer.copy.layer_events
         except Exception as error:  # told by the report, like any other failure of the copy
-            self._loop.call_soon(self._end_submitted, transfer, CopyError(0, str(error)))
-            transfer.counter.refuse(CopyError(0, str(error)))
+            failure = CopyError(0, str(error) or type(error).__name__)
+            transfer.counter.refuse(failure)
+            self._end_soon(transfer, "failed", failure)
             return
-        transfer.counter.attach(copy)
-        if not copy.layer_events:
-            self._loop.call_soon(self._end_submitted, transfer, None)
-            return
-        self._watch(lane, transfer, copy.layer_events)
+        transfer.counter.attach(transfer.copy)
+        if not events:
+            self._end_soon(transfer, "done", None)
+        elif not transfer.watched:
+            self._watch(lane, transfer, transfer.copy, events)
+            transfer.watched = True
 
-    def _move(self, plan: Plan, after: Event | None) -> Copy:
+    def _move(self, plan: Plan) -> Copy:
+        after = self._gate.event_for(plan.after_step)
         if isinstance(plan, StatePlan):
             return self._device.move_state(plan.source_ids, plan.target_ids, after)
         if self._checksums is not None:
@@ -330,7 +374,7 @@ class CacheController:
         move = self._device.onload if plan.is_onload else self._device.offload
         return move(plan.host_ids, plan.device_ids, after)
 
-    def _watch(self, lane: Lane, transfer: Transfer, events: Sequence[Event]) -> None:
+    def _watch(self, lane: Lane, transfer: Transfer, copy: Copy, events: Sequence[Event]) -> None:
         """Watch each distinct event; layers that share one arrive together."""
         seconds = lane.expected_seconds(transfer)
         in_order = self._device.in_order
@@ -344,34 +388,28 @@ class CacheController:
             self._poller.watch(
                 event,
                 key,
-                _Marker(self, transfer, layers, event),
+                _Marker(self, transfer, copy, layers, event),
                 None if seconds is None else seconds * share,
             )
             first = layer + 1
 
     def _layers_done(self, transfer: Transfer, layers: range, event: Event) -> None:
         finished_seconds: float | None = getattr(event, "finished_seconds", None)
-        arrived = [(layer, finished_seconds) for layer in layers]
-        plan = transfer.plan
+        counter, plan = transfer.counter, transfer.plan
+        arrived = dict.fromkeys(layers, finished_seconds)
         if self._checksums is not None and not isinstance(plan, StatePlan) and plan.is_onload:
-            transfer.unproven += arrived
-            if len(transfer.unproven) < transfer.counter.num_layers:
+            transfer.unproven |= arrived
+            if len(transfer.unproven) < counter.num_layers:
                 return
             arrived = transfer.unproven
-            failure = self._checksums.prove(plan, transfer.counter.failure)
+            failure = self._checksums.prove(plan, counter.failure)
             if failure is not None:
                 self._end_submitted(transfer, failure, finished_seconds)
                 return
-        ended = False
-        for layer, at in arrived:
-            ended = transfer.counter.mark_layer_done(layer, at)
-        if ended:
-            self._end_submitted(transfer, transfer.counter.failure, finished_seconds)
-
-    def _lost(self, transfer: Transfer, error: BaseException) -> None:
-        """The device cannot tell any more: nothing of the transfer is proven."""
-        if transfer.state == "submitted":
-            self._end_submitted(transfer, CopyError(0, str(error)))
+        for layer, at in arrived.items():
+            counter.mark_layer_done(layer, at)
+        if counter.all_arrived:
+            self._end_submitted(transfer, counter.failure, finished_seconds)
 
     def _end_submitted(
         self,
@@ -379,50 +417,60 @@ class CacheController:
         failure: CopyError | None,
         finished_seconds: float | None = None,
     ) -> None:
+        """End it within this callback; the next one starts before the report is sent."""
+        transfer.ending = ("done" if failure is None else "failed", failure)
         transfer.state = "ended"
-        lane = self._lanes[transfer.plan.direction]
-        lane.submitted -= 1
-        if failure is None:
+        lane = self._lane_of(transfer)
+        if lane.submitted.pop(transfer.plan.transfer_id, None) is not None and failure is None:
             lane.note_end(
                 transfer, time.monotonic() if finished_seconds is None else finished_seconds
             )
-        self._pump(lane)
-        self._end(transfer, "done" if failure is None else "failed", failure)
+        try:
+            self._pump(lane)
+        finally:
+            self._end(transfer)
 
-    def _end(self, transfer: Transfer, outcome: Outcome, failure: CopyError | None) -> None:
-        plan = transfer.plan
+    def _end_soon(self, transfer: Transfer, outcome: Outcome, failure: CopyError | None) -> None:
+        transfer.ending = (outcome, failure)
+        transfer.state = "ended"
+        self._poller.soon(partial(self._end, transfer))
+
+    def _end(self, transfer: Transfer) -> None:
+        transfer_id, lane = transfer.plan.transfer_id, self._lane_of(transfer)
+        if transfer.ending is None or self._transfers.get(transfer_id) is not transfer:
+            return
+        outcome, failure = transfer.ending
+        transfer.counter.finish(failure)
+        lane.submitted.pop(transfer_id, None)
+        if not transfer.reported:
+            self._report(transfer_id, outcome, failure)
+            transfer.reported = True
+        self._wake(transfer_id)
+        del self._transfers[transfer_id]
+        lane.outcomes[outcome] += 1
+        self._pump(lane)
+
+    def _report(self, transfer_id: int, outcome: Outcome, failure: CopyError | None) -> None:
         report = TransferReport(
-            transfer_id=plan.transfer_id,
+            transfer_id=transfer_id,
             outcome=outcome,
             first_bad_block=failure.first_bad_block if failure is not None else 0,
             reason=failure.reason if failure is not None else "",
         )
-        self._finish(transfer, outcome, failure, report)
-
-    def _finish(
-        self,
-        transfer: Transfer,
-        outcome: Outcome,
-        failure: CopyError | None,
-        report: TransferReport | None = None,
-    ) -> None:
-        """The transfer is over; ``report`` goes to the scheduler, unless that knows already."""
-        plan = transfer.plan
-        transfer.counter.finish(failure)
-        del self._transfers[plan.transfer_id]
-        self._lanes[plan.direction].outcomes[outcome] += 1
         try:
-            if report is not None:
-                self._on_report(report)
+            self._on_report(report)
         except Exception as error:
             self._loop.call_exception_handler(
-                {"message": f"aiokv: the report of {plan.transfer_id} raised", "exception": error}
+                {"message": f"aiokv: the report of {transfer_id} raised", "exception": error}
             )
+
+    def _wake(self, transfer_id: int) -> None:
+        """Resume settle() and drain(), as far as they wait for this transfer only."""
         for waited_for, settled in self._settling:
-            waited_for.discard(plan.transfer_id)
+            waited_for.discard(transfer_id)
             if not waited_for and not settled.done():
                 settled.set_result(None)
-        if not self._transfers:
+        if len(self._transfers) == 1:
             for waiter in self._idle_waiters:
                 if not waiter.done():
                     waiter.set_result(None)
@@ -431,18 +479,30 @@ class CacheController:
 class _Marker:
     """What the poller calls when an event of a transfer is done."""
 
-    __slots__ = ("_controller", "_event", "_layers", "_transfer")
+    __slots__ = ("_controller", "_copy", "_event", "_layers", "_transfer")
 
     def __init__(
-        self, controller: CacheController, transfer: Transfer, layers: range, event: Event
+        self,
+        controller: CacheController,
+        transfer: Transfer,
+        copy: Copy,
+        layers: range,
+        event: Event,
     ) -> None:
         self._controller = controller
         self._transfer = transfer
+        self._copy = copy
         self._layers = layers
         self._event = event
 
     def __call__(self, error: BaseException | None) -> None:
-        if error is not None:
-            self._controller._lost(self._transfer, error)
+        """``error``: the device cannot tell any more, and nothing of the transfer is proven."""
+        transfer = self._transfer
+        if transfer.copy is not self._copy:
+            return
+        if transfer.state == "ended":
+            self._controller._end(transfer)
+        elif error is not None:
+            self._controller._end_submitted(transfer, CopyError(0, str(error)))
         else:
-            self._controller._layers_done(self._transfer, self._layers, self._event)
+            self._controller._layers_done(transfer, self._layers, self._event)

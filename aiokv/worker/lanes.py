@@ -62,7 +62,7 @@ class Lane:
     def __init__(self, direction: Direction) -> None:
         self.direction: Direction = direction
         self.queue = TransferQueue()
-        self.submitted = 0
+        self.submitted: dict[int, Transfer] = {}  # by transfer id
         self.outcomes: dict[Outcome, int] = {"done": 0, "failed": 0, "cancelled": 0}
         self.moved_bytes = 0
         self.busy_seconds = 0.0
@@ -95,7 +95,7 @@ class Lane:
     def statistics(self) -> LaneStatistics:
         return LaneStatistics(
             queued=len(self.queue),
-            submitted=self.submitted,
+            submitted=len(self.submitted),
             done=self.outcomes["done"],
             failed=self.outcomes["failed"],
             cancelled=self.outcomes["cancelled"],

@@ -13,13 +13,14 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from aiokv.checks import timeout as checked_timeout
-from aiokv.errors import TransferError, UsageError
+from aiokv.errors import DeviceError, TransferError, UsageError
+from aiokv.worker.device.base import CopyError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from aiokv.plan import Direction
-    from aiokv.worker.device.base import Copy, CopyError
+    from aiokv.worker.device.base import Copy
     from aiokv.worker.views import LayerView
 
 ALL: Final = -1  # key of those who wait for the end
@@ -36,7 +37,7 @@ class LayerDoneCounter:
             several ranks lags: they are released before, with a failure.
 
     Args:
-        num_layers: 0 is done at once.
+        num_layers: with 0, all that arrives is the end.
         transfer_id: the plan's.
         direction: the plan's.
         expedite: asks for submission out of turn; False when that is impossible now. Called only
@@ -59,15 +60,16 @@ class LayerDoneCounter:
         self._expedite = expedite
         self._created = time.monotonic()
         self._times: list[float | None] = [None] * num_layers
-        self._remaining = num_layers
-        self._ended = num_layers == 0
-        self.at_rest = num_layers == 0
-        self._ended_seconds: float | None = self._created if self._ended else None
+        self._owed = set(range(num_layers))
+        self._ended = False
+        self.at_rest = False
+        self._ended_seconds: float | None = None
         self._failure: CopyError | None = None
         self._copy: Copy | None = None
         self._accepted = threading.Event()  # set with the copy, or with the end
         self._waiters: dict[int, list[asyncio.Future[None]]] = {}
         self._callbacks: list[Callable[[int], None]] = []
+        self._uncalled: dict[int, int] = {}  # layer -> index of the callback that gets it next
 
     # --- what has arrived -------------------------------------------------------------------
 
@@ -77,7 +79,8 @@ class LayerDoneCounter:
         if self._ended:
             return True
         copy = self._copy
-        return copy is not None and all(event.done for event in copy.layer_events)
+        events = () if copy is None else copy.layer_events
+        return len(events) > 0 and all(event.done for event in events)
 
     @property
     def given_up(self) -> bool:
@@ -87,7 +90,12 @@ class LayerDoneCounter:
     @property
     def pending_layers(self) -> list[int]:
         """Layers not known to have arrived, ascending."""
-        return [layer for layer, at in enumerate(self._times) if at is None]
+        return sorted(self._owed)
+
+    @property
+    def all_arrived(self) -> bool:
+        """No layer is owed; with 0 layers, also before the end."""
+        return not self._owed
 
     @property
     def failure(self) -> CopyError | None:
@@ -104,12 +112,15 @@ class LayerDoneCounter:
         """
         failure = self.failure
         if failure is not None:
-            raise TransferError(
-                f"{self.direction} {self.transfer_id} failed at block {failure.first_bad_block}: "
-                f"{failure.reason}",
-                direction=self.direction,
-                rank=failure.rank,
-            )
+            raise self._error(failure)
+
+    def _error(self, failure: CopyError) -> TransferError:
+        return TransferError(
+            f"{self.direction} {self.transfer_id} failed at block {failure.first_bad_block}: "
+            f"{failure.reason}",
+            direction=self.direction,
+            rank=failure.rank,
+        )
 
     def layer_done_seconds(self, layer: int) -> float | None:
         """``time.monotonic()`` when the layer arrived; None before.
@@ -125,7 +136,7 @@ class LayerDoneCounter:
     @property
     def arrived_seconds(self) -> float | None:
         """``time.monotonic()`` when the last layer arrived; None before."""
-        return None if self._remaining else max((at or 0.0 for at in self._times), default=None)
+        return None if self._owed else max((at or 0.0 for at in self._times), default=None)
 
     @property
     def elapsed_seconds(self) -> float:
@@ -165,7 +176,7 @@ class LayerDoneCounter:
         timeout = checked_timeout(timeout)
         if layer != ALL:
             self._check(layer)
-        arrived = layer != ALL and self._times[layer] is not None
+        arrived = layer != ALL and layer not in self._owed
         if self._ended or (arrived and self.failure is None):
             return
         future: asyncio.Future[None] = self._loop.create_future()
@@ -196,23 +207,55 @@ class LayerDoneCounter:
         submitted out of turn instead.
 
         Raises:
-            TransferError: the transfer failed or was cancelled.
+            TransferError: the transfer failed or was cancelled, and its last byte has come to
+                rest; or the layer will never be submitted.
             UsageError: on the loop's thread, while the transfer waits for a step to be closed.
         """
-        self._check(layer)
-        if self._times[layer] is not None and self._failure is None:
-            return
-        copy = self._accepted_copy()
-        if copy is None or self._ended:
-            self.raise_for_error()
-            return
-        copy.wait_submitted(layer)
-        copy.stream_wait(layer, stream)
+        failure = self.order(layer, stream)
+        if failure is not None:
+            raise self._error(failure)
 
     def gpu_wait_all(self, stream: Any) -> None:
         """gpu_wait() for every layer; what a CUDA graph needs before its launch."""
+        failure = self.order_all(stream)
+        if failure is not None:
+            raise self._error(failure)
+
+    def order(self, layer: int, stream: Any) -> CopyError | None:
+        """gpu_wait(), but a failure is returned.
+
+        None: the stream waits for the layer, or the layer has arrived. A transfer that is failing
+        and still moves is waited for as any other.
+
+        Raises:
+            UsageError: as gpu_wait.
+        """
+        self._check(layer)
+        if layer not in self._owed and self.failure is None:
+            return None
+        copy = self._accepted_copy()
+        if copy is None or self._ended:
+            return self._end()
+        try:
+            copy.wait_submitted(layer)
+            copy.stream_wait(layer, stream)
+        except DeviceError as error:  # not submitted, whatever the device says of the blocks
+            return CopyError(0, str(error))
+        return None
+
+    def order_all(self, stream: Any) -> CopyError | None:
+        """order() for every layer; the first failure ends it."""
         for layer in range(self.num_layers):
-            self.gpu_wait(layer, stream)
+            failure = self.order(layer, stream)
+            if failure is not None:
+                return failure
+        return None if self.num_layers else self.failure
+
+    def _end(self) -> CopyError | None:
+        """The failure of a transfer that does not move; None when all has arrived."""
+        if self.failure is not None or self._ended:
+            return self.failure
+        return CopyError(0, "the transfer was not submitted")
 
     def _accepted_copy(self) -> Copy | None:
         if not self._accepted.is_set():
@@ -231,7 +274,9 @@ class LayerDoneCounter:
     def add_callback(self, callback: Callable[[int], None]) -> None:
         """Call ``callback(layer)`` for each layer from now on, in the order of arrival.
 
-        One that raises is reported to the loop's exception handler and does not stop the others.
+        The loop's exception handler gets what a callback raises; the others are called all the
+        same. An interrupt (KeyboardInterrupt, SystemExit) leaves the loop, and the others are
+        called later.
         """
         self._callbacks.append(callback)
 
@@ -249,20 +294,24 @@ class LayerDoneCounter:
         self._accepted.set()
 
     def mark_layer_done(self, layer: int, finished_seconds: float | None = None) -> bool:
-        """A layer's event is done. True when it was the last; marking twice counts once."""
+        """A layer's event is done. True when it was the last.
+
+        Marking twice counts once, and completes what an interrupt has left of the first time.
+        """
         self._check(layer)
-        if self._ended or self._times[layer] is not None:
-            return False
-        self._times[layer] = time.monotonic() if finished_seconds is None else finished_seconds
-        self._remaining -= 1
-        failing = self.failure is not None
-        if self._remaining == 0:
+        last = False
+        if layer in self._owed and not self._ended:
+            self._times[layer] = time.monotonic() if finished_seconds is None else finished_seconds
+            if self.failure is None:
+                self._uncalled[layer] = 0
+            self._owed.discard(layer)
+            last = not self._owed
+        if not self._owed:
             self.finish()
-        elif not failing:
+        elif layer not in self._owed and self.failure is None:
             self._release(layer)
-        if not failing:
-            self._call_back(layer)
-        return self._remaining == 0
+        self._call_back()
+        return last
 
     def finish(self, failure: CopyError | None = None) -> None:
         """Nothing moves any more: releases every waiter. Idempotent; the first failure stays."""
@@ -290,10 +339,16 @@ class LayerDoneCounter:
             if not future.done():
                 future.set_result(None)
 
-    def _call_back(self, layer: int) -> None:
-        for callback in self._callbacks:
+    def _call_back(self) -> None:
+        """Call the callbacks of the layers that have arrived; each gets a layer at most once."""
+        while self._uncalled:
+            layer, index = next(iter(self._uncalled.items()))
+            if index >= len(self._callbacks):
+                del self._uncalled[layer]
+                continue
+            self._uncalled[layer] = index + 1
             try:
-                callback(layer)
+                self._callbacks[index](layer)
             except Exception as error:
                 self._loop.call_exception_handler(
                     {"message": f"aiokv: a callback of layer {layer} raised", "exception": error}

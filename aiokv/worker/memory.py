@@ -2,30 +2,44 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+from weakref import WeakValueDictionary
 
 from aiokv import _native
-from aiokv.errors import LayoutError
+from aiokv.errors import LayoutError, UsageError
 from aiokv.plan import StatePlan
 from aiokv.worker.arena import HostArena
 from aiokv.worker.device.cpu import device_blocks
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from aiokv.plan import Plan
     from aiokv.types import Tier
+    from aiokv.worker.arrays import Piece
     from aiokv.worker.checksums import Checksums
     from aiokv.worker.device.base import Device
     from aiokv.worker.regions import Regions
 
 
+_devices: Final[WeakValueDictionary[int, WorkerMemory]] = WeakValueDictionary()  # by id()
+_tensors: Final[WeakValueDictionary[int, WorkerMemory]] = WeakValueDictionary()  # by address
+
+
 class WorkerMemory:
     """Both tiers, attached to a device.
+
+    A device, and a tensor, belong to one open worker of the process: the copies of a second one
+    would go to the memory of the first, or overwrite its blocks.
 
     Args:
         regions: the device tensors, borrowed until ``close()``.
         host_blocks: of the arena that is made here.
         device: attached here, closed by ``close()``.
         checksums: told whenever the tensors change.
+
+    Raises:
+        UsageError: another open engine has the device or a tensor. Nothing changed.
 
     Attributes:
         asleep: tiers whose memory is free for others.
@@ -39,10 +53,17 @@ class WorkerMemory:
         self._device = device
         self._checksums = checksums
         self._block_bytes = regions.block_bytes
+        self._addresses: set[int] = set()  # of the tensors that are this worker's
         self.asleep: frozenset[Tier] = frozenset()
-        self.arena = self._new_arena()
-        self._ids = self._new_ids()
-        device.attach(regions, self.arena)
+        self._claim_tensors(regions)
+        try:
+            self._claim_device()
+            self.arena = self._new_arena()
+            self._ids = self._new_ids()
+            device.attach(regions, self.arena)
+        except BaseException:
+            self._disclaim()
+            raise
 
     @property
     def device_blocks(self) -> int:
@@ -89,6 +110,7 @@ class WorkerMemory:
             if regions is None:
                 raise LayoutError("the device tier needs its tensors", hint="pass regions=")
             previous.check_layout(regions)
+            self._claim_tensors(regions)
             self._bind(regions)
         try:
             if "host" in waking:
@@ -108,9 +130,42 @@ class WorkerMemory:
         """Close the device, then free the arena. Nothing moves any more."""
         self._device.close()
         self.arena.close()
+        self._disclaim()
+
+    def _claim_device(self) -> None:
+        if _devices.setdefault(id(self._device), self) is not self:
+            raise UsageError(
+                f"the device {self._device.name!r} belongs to another engine that is open",
+                hint="make one device per engine, or close the other engine first",
+            )
+
+    def _claim_tensors(self, regions: Regions) -> None:
+        """Before they are bound; those that were bound before stay this worker's until then."""
+        pieces = [piece for piece in _all_pieces(regions) if piece.pointer]
+        for piece in pieces:
+            if _tensors.get(piece.pointer, self) is not self:
+                raise UsageError(
+                    f"the tensor of region {piece.region!r}, layer {piece.layer}, belongs to "
+                    "another engine that is open",
+                    hint="register each tensor with one engine, or close the other engine first",
+                )
+        self._addresses.update(piece.pointer for piece in pieces)
+        _tensors.update(dict.fromkeys(self._addresses, self))
+
+    def _disclaim(self) -> None:
+        """The device, and the tensors, may be given to another worker."""
+        self._keep_tensors(set())
+        if _devices.get(id(self._device)) is self:
+            del _devices[id(self._device)]
+
+    def _keep_tensors(self, addresses: set[int]) -> None:
+        for address in self._addresses - addresses:
+            _tensors.pop(address, None)
+        self._addresses &= addresses
 
     def _bind(self, regions: Regions) -> None:
         self.regions = regions
+        self._keep_tensors({piece.pointer for piece in _all_pieces(regions)})
         self._ids = self._new_ids()
         if self._checksums is not None:
             self._checksums.bind(regions)
@@ -120,3 +175,8 @@ class WorkerMemory:
 
     def _new_ids(self) -> _native.BlockMap:
         return _native.BlockMap(0, [], 0, 0, self._host_blocks, self.device_blocks)
+
+
+def _all_pieces(regions: Regions) -> Iterator[Piece]:
+    yield from regions.pieces()
+    yield from regions.state_pieces

@@ -11,6 +11,11 @@ the lead grows a little, and shrinks again with every end that was seen.
 
 Nothing is scheduled while nothing is pending. The timer is a timerfd on ``add_reader``: asyncio
 rounds its own timers up to 1 ms, and uvloop makes a busy loop of anything under 0.5 ms.
+
+Interrupts: a signal handler of Python (Ctrl-C) may raise between any two instructions of a
+callback, and in the loop itself, which then forgets the callback. So a callback counts as delivered
+only when it has returned: after an interrupt it is called again, and must be idempotent. While
+anything is pending, the timer also expires every ``REPEAT_SECONDS``: the kernel does not forget it.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ from aiokv.worker.watches import Stream, Watch, next_query
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Sequence
 
     from aiokv.worker.device.base import Event
     from aiokv.worker.watches import Callback
@@ -39,6 +44,7 @@ LEAD_GROWTH_SECONDS: Final = 10e-6  # for an end slept over; with the next, one 
 LEAD_SHRINKAGE_SECONDS: Final = 0.4e-6  # for an end seen
 BURST_SECONDS: Final = 20e-6  # asked without a break, while the loop has nothing else to do:
 IDLE_PASS_SECONDS: Final = 20e-6  # its pass from poll to poll takes no longer than this
+REPEAT_SECONDS: Final = 0.05  # the longest pause after an interrupt that hit the loop itself
 LATENCY_SAMPLES: Final = 4096
 
 
@@ -91,10 +97,12 @@ class EventPoller:
         self._loop = loop
         self.lead_seconds = FIRST_LEAD_SECONDS  # how long before an expected end polling begins
         self._streams: dict[Hashable, Stream] = {}
-        self._pending = 0  # watches to be announced
-        self._ended: list[tuple[Stream, Watch, float]] = []  # announced, and when seen; see _pass
+        self._ended: deque[tuple[Stream, Watch, float]] = deque()  # announced, when seen; see _pass
+        self._soon: deque[Callable[[], object]] = deque()
+        self._next_soon: asyncio.Handle | None = None
         self._timer: _native.TimerFd | None = None
-        self._timer_at = 0.0  # 0: not armed
+        self._timer_on = False  # it expires every REPEAT_SECONDS, at least
+        self._timer_at = 0.0  # it expires then, too; 0: at no such time
         self._next_pass: asyncio.Handle | None = None
         self._in_pass = False
         self._passed_at = 0.0  # the end of the last pass
@@ -114,13 +122,14 @@ class EventPoller:
         callback: Callback,
         work_seconds: float | None = None,
     ) -> Watch:
-        """Call ``callback(None)`` on the loop once the event is done; never from inside watch().
+        """Call ``callback(None)`` on the loop when the event is done; never from inside watch().
 
         Args:
             event: see :class:`aiokv.worker.device.base.Event`.
             stream_key: events with one key finish in the order in which they are watched.
             callback: gets the exception instead when asking the event raised, or
-                :class:`ClosedError` when the poller was closed first.
+                :class:`ClosedError` when the poller was closed first. Idempotent: called again
+                when an interrupt kept it from returning.
             work_seconds: from the end of the event before it in its stream, or from now if there
                 is none, to its own; it saves CPU time, and errors in it only cost latency.
 
@@ -130,7 +139,6 @@ class EventPoller:
         if self._closed:
             raise ClosedError("the event poller is closed")
         watch = Watch(self, event, stream_key, callback, work_seconds)
-        self._pending += 1
         stream = self._streams.get(stream_key)
         if stream is not None:
             stream.queue.append(watch)
@@ -138,12 +146,45 @@ class EventPoller:
         now = time.monotonic()
         if not self._streams:
             self._pending_since = now
-        stream = self._streams[stream_key] = Stream(stream_key)
+        stream = Stream(stream_key)
         stream.queue.append(watch)
         stream.expect(now, now, self.lead_seconds)
+        self._keep_timer_on()
+        self._streams[stream_key] = stream
         if not self._in_pass and not self._ended:
             self._schedule(now)
         return watch
+
+    def soon(self, callback: Callable[[], object]) -> None:
+        """Call ``callback()`` in a later callback of the loop, in the order of these calls.
+
+        Args:
+            callback: idempotent; called again when an interrupt kept it from returning. Other
+                exceptions go to the loop's exception handler.
+
+        Raises:
+            ClosedError: the poller is closed.
+        """
+        if self._closed:
+            raise ClosedError("the event poller is closed")
+        self._keep_timer_on()
+        self._soon.append(callback)
+        if self._next_soon is None:
+            self._next_soon = self._loop.call_soon(self._run_soon)
+
+    def surely(self, action: Callable[[], object]) -> None:
+        """Call ``action()`` now; when an interrupt ends it, raise that and call it again soon.
+
+        Args:
+            action: idempotent. Other exceptions are the caller's.
+        """
+        try:
+            action()
+        except Exception:
+            raise
+        except BaseException:
+            self.soon(action)
+            raise
 
     async def wait(self, event: Event, work_seconds: float | None = None) -> None:
         """Wait for one event on a stream of its own.
@@ -180,7 +221,7 @@ class EventPoller:
         return PollerStatistics(
             events=self._events,
             queries=self._queries,
-            pending=self._pending,
+            pending=sum(watch.callback is not None for watch in self._watches()),
             latency_p50_seconds=_quantile(ordered, 0.5),
             latency_p99_seconds=_quantile(ordered, 0.99),
             busy_seconds=self._busy_seconds,
@@ -190,19 +231,25 @@ class EventPoller:
     @property
     def idle(self) -> bool:
         """Nothing is watched, and so nothing is scheduled."""
-        return not self._pending
+        return not self._soon and all(watch.callback is None for watch in self._watches())
+
+    @property
+    def closed(self) -> bool:
+        """``close`` was called."""
+        return self._closed
 
     def close(self) -> None:
-        """Announce ClosedError to whoever waits, take the timer off the loop. Idempotent."""
-        if self._closed:
-            return
+        """Announce ClosedError to all who wait, take the timer off the loop. Idempotent."""
         self._closed = True
-        watches = [watch for stream in self._streams.values() for watch in stream.queue]
-        self._streams.clear()
+        self._run_soon()
+        while self._streams:
+            stream = next(iter(self._streams.values()))
+            while stream.queue:
+                self._announce(stream.queue[0], ClosedError("the event poller was closed"))
+                stream.queue.popleft()
+            del self._streams[stream.key]
         self._ended.clear()
-        self._sleep_until(0.0)
-        for watch in watches:
-            self._announce(watch, ClosedError("the event poller was closed"))
+        self._cancel_pass()
         if self._timer is not None:
             self._loop.remove_reader(self._timer.fileno())
             # uvloop takes a reader off in its next pass; until then the descriptor must not be
@@ -210,11 +257,14 @@ class EventPoller:
             self._loop.call_soon(self._timer.close)
             self._timer = None
 
+    def _watches(self) -> Iterator[Watch]:
+        for stream in self._streams.values():
+            yield from stream.queue
+
     def _discard(self, watch: Watch) -> None:
-        self._pending -= 1
         self._account()
         stream = self._streams.get(watch.key)
-        if stream is None or stream.queue[0] is not watch:
+        if stream is None or not stream.queue or stream.queue[0] is not watch:
             return  # it goes when it is the oldest
         now = time.monotonic()
         skipped_seconds = stream.drop_cancelled() - (watch.work_seconds or 0.0)
@@ -226,26 +276,50 @@ class EventPoller:
         """The oldest event has gone; the work of the one behind it began then."""
         if stream.queue:
             stream.expect(began_at, now, self.lead_seconds)
-            return
-        del self._streams[stream.key]
-        if not self._streams:
-            self._pending_seconds += now - self._pending_since
+        elif self._streams.get(stream.key) is stream:
+            del self._streams[stream.key]
+            if not self._streams:
+                self._pending_seconds += now - self._pending_since
 
     def _on_timer(self) -> None:
         if self._timer is None:
             return
         self._timer.drain()
         self._timer_at = 0.0
+        if not self._streams and not self._soon:
+            self._timer_on = False
+            self._timer.disarm()
+            return
+        self._cancel_pass()  # the loop may have forgotten it; this is one
+        if self._next_soon is not None and self._soon:
+            self._next_soon.cancel()
+            self._run_soon()
         self._pass()
 
     def _on_next_pass(self) -> None:
         self._next_pass = None
         self._pass()
 
+    def _run_soon(self) -> None:
+        """Call what is there now; a callback goes when it has returned."""
+        self._next_soon = None
+        try:
+            for _ in range(len(self._soon)):
+                try:
+                    self._soon[0]()
+                except Exception as raised:
+                    self._loop.call_exception_handler(
+                        {"message": "aiokv: a callback raised", "exception": raised}
+                    )
+                self._soon.popleft()
+        finally:
+            if self._soon and self._next_soon is None:
+                self._next_soon = self._loop.call_soon(self._run_soon)
+
     def _pass(self) -> None:
         """Ask the oldest event of each stream that is due, and announce what is done.
 
-        What the end of an event changes is seen to in the next pass, behind those whom it woke.
+        The poller accounts for an end in its next pass, behind the tasks that the end has woken.
         """
         started = time.monotonic()
         self._callback_seconds = 0.0
@@ -257,12 +331,14 @@ class EventPoller:
             for stream in due:
                 if stream.queue:  # a callback may have cancelled the rest
                     self._ask(stream, started + BURST_SECONDS if idle else 0.0)
+                else:
+                    self._next_of(stream, started, started)
         finally:
             self._in_pass = False
-        if not self._ended:
-            self._schedule(time.monotonic())
-        elif self._next_pass is None:
-            self._next_pass = self._loop.call_soon(self._on_next_pass)
+            if not self._ended:
+                self._schedule(time.monotonic())
+            elif self._next_pass is None:
+                self._next_pass = self._loop.call_soon(self._on_next_pass)
         self._passed_at = now = time.monotonic()
         self._busy_seconds += now - started - self._callback_seconds
 
@@ -277,13 +353,14 @@ class EventPoller:
             error: BaseException | None = None
             try:
                 done = watch.event.done
-            except Exception as raised:  # handed to whoever waits
+            except Exception as raised:  # handed to the callback
                 done, error = True, raised
             now = time.monotonic()
             if done:
-                stream.queue.popleft()
-                self._ended.append((stream, watch, now))
                 self._announce(watch, error)
+                if stream.queue and stream.queue[0] is watch:  # the callback may have cancelled it
+                    self._ended.append((stream, watch, now))
+                    stream.queue.popleft()
                 self._callback_seconds += time.monotonic() - now
                 if not _next_has_ended(stream, watch, now):
                     return
@@ -298,12 +375,11 @@ class EventPoller:
 
     def _account(self) -> None:
         """Bring the streams up to date with the events that have been announced."""
-        if not self._ended:
-            return
-        ended, self._ended = self._ended, []
-        for stream, watch, seen_at in ended:
+        while self._ended:
+            stream, watch, seen_at = self._ended[0]
             began_at = self._note_end(stream, watch, seen_at) + stream.drop_cancelled()
             self._next_of(stream, began_at, time.monotonic())
+            self._ended.popleft()
 
     def _note_end(self, stream: Stream, watch: Watch, now: float) -> float:
         """Account for an event found done; when it ended, as far as can be known."""
@@ -321,10 +397,10 @@ class EventPoller:
         return now if seen else min(now, stream.ends_at) - self.lead_seconds
 
     def _announce(self, watch: Watch, error: BaseException | None) -> None:
-        callback, watch.callback = watch.callback, None
+        """Call the callback; the watch is over when that has returned."""
+        callback = watch.callback
         if callback is None:
             return
-        self._pending -= 1
         if error is not None and not isinstance(error, (ClosedError, DeviceError)):
             cause = error
             error = DeviceError(f"the device cannot tell whether an event is done: {cause}")
@@ -335,34 +411,38 @@ class EventPoller:
             self._loop.call_exception_handler(
                 {"message": "aiokv: the callback of an event raised", "exception": raised}
             )
+        watch.callback = None
 
     def _schedule(self, now: float) -> None:
         if not self._streams:
-            self._sleep_until(0.0)
+            self._cancel_pass()
             return
         wake_at = min(stream.next_query for stream in self._streams.values())
         if wake_at > now:
-            self._sleep_until(wake_at)
-            return
-        self._sleep_until(0.0)
-        if self._next_pass is None:
+            self._cancel_pass()
+            self._wake_at(wake_at)
+        elif self._next_pass is None:
             self._next_pass = self._loop.call_soon(self._on_next_pass)
 
-    def _sleep_until(self, at: float) -> None:
-        """Arm the timer; 0 disarms it. Replaces a pass that polling has scheduled."""
+    def _cancel_pass(self) -> None:
         if self._next_pass is not None:
             self._next_pass.cancel()
             self._next_pass = None
-        if at == self._timer_at:
-            return
-        self._timer_at = at
+
+    def _keep_timer_on(self) -> None:
+        """Let the timer expire now and then, until it finds that nothing is pending."""
+        if not self._timer_on:
+            self._wake_at(time.monotonic() + REPEAT_SECONDS)
+
+    def _wake_at(self, at: float) -> None:
         if self._timer is None:
             self._timer = _native.TimerFd()
+        if not self._timer_on:
             self._loop.add_reader(self._timer.fileno(), self._on_timer)
-        if at:
-            self._timer.arm(at - time.monotonic())
-        else:
-            self._timer.disarm()
+        if at != self._timer_at or not self._timer_on:
+            self._timer.arm(at - time.monotonic(), REPEAT_SECONDS)
+            self._timer_at = at
+            self._timer_on = True
 
 
 def _next_has_ended(stream: Stream, watch: Watch, now: float) -> bool:

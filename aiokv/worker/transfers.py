@@ -12,62 +12,107 @@ from aiokv.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from aiokv.plan import Plan
-    from aiokv.worker.device.base import Event
+    from aiokv.plan import Outcome, Plan
+    from aiokv.worker.device.base import Copy, CopyError, Event
     from aiokv.worker.layers import LayerDoneCounter
 
-State = Literal["held", "queued", "submitted", "ended"]
+State = Literal["new", "held", "queued", "submitted", "ended"]
 
 
 class Transfer:
     """A plan on its way.
 
     ``held`` (its step is open) -> ``queued`` -> ``submitted`` (the device has it) -> ``ended``.
+
+    Attributes:
+        priority: the plan's, or a more urgent one that was asked for later.
+        copy: the device's; None before it has accepted one.
+        watched: every event of the copy is watched.
+        unproven: layer -> when it arrived; they wait for checksums.
+        ending: how it ends; None while it goes on.
+        reported: ``on_report`` has returned.
     """
 
-    __slots__ = ("counter", "num_bytes", "plan", "started_at", "state", "unproven")
+    __slots__ = (
+        "copy",
+        "counter",
+        "ending",
+        "num_bytes",
+        "plan",
+        "priority",
+        "reported",
+        "started_at",
+        "state",
+        "unproven",
+        "watched",
+    )
 
     def __init__(self, plan: Plan, counter: LayerDoneCounter, num_bytes: int) -> None:
         self.plan = plan
+        self.priority: int = plan.priority
         self.counter = counter
         self.num_bytes = num_bytes
-        self.state: State = "held"
+        self.state: State = "new"
         self.started_at = 0.0
-        self.unproven: list[tuple[int, float | None]] = []  # layers that wait for checksums
+        self.copy: Copy | None = None
+        self.watched = False
+        self.unproven: dict[int, float | None] = {}
+        self.ending: tuple[Outcome, CopyError | None] | None = None
+        self.reported = False
 
 
 class TransferQueue:
-    """Waiting transfers of one direction: lowest priority number first, then first come."""
+    """Waiting transfers of one direction: lowest priority number first, then first come.
+
+    All methods may be called again when an interrupt has ended them.
+    """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Transfer]] = []
-        self._sequence = count()
-        self._size = 0
+        self._heap: list[tuple[int, int, Transfer]] = []  # entries that are not _places are void
+        self._places: dict[int, tuple[int, int]] = {}  # transfer id -> (priority, order)
+        self._order = count()
 
     def __len__(self) -> int:
-        return self._size
+        return len(self._places)
 
     def push(self, transfer: Transfer) -> None:
+        """Queue a transfer that is not here, behind those of its priority."""
+        self._put(transfer, next(self._order))
         transfer.state = "queued"
-        heapq.heappush(self._heap, (transfer.plan.priority, next(self._sequence), transfer))
-        self._size += 1
 
-    def pop(self) -> Transfer | None:
-        """The next one, or None; the caller submits or ends it."""
+    def raise_priority(self, transfer: Transfer) -> None:
+        """A queued transfer has a lower ``priority`` number now; among equals it keeps its age."""
+        _, order = self._places[transfer.plan.transfer_id]
+        self._put(transfer, order)
+
+    def _put(self, transfer: Transfer, order: int) -> None:
+        place = (transfer.priority, order)
+        self._places[transfer.plan.transfer_id] = place
+        self._forget_void()
+        heapq.heappush(self._heap, (*place, transfer))
+
+    def first(self) -> Transfer | None:
+        """The next one, or None; it stays until ``remove``."""
         while self._heap:
-            _, _, transfer = heapq.heappop(self._heap)
-            if transfer.state == "queued":
-                self._size -= 1
-                return transfer
+            if self._is_valid(self._heap[0]):
+                return self._heap[0][2]
+            heapq.heappop(self._heap)
         return None
 
     def remove(self, transfer: Transfer) -> None:
-        """Take out a queued transfer; its entry in the heap is skipped later."""
-        transfer.state = "ended"
-        self._size -= 1
-        if len(self._heap) > 2 * self._size + 16:
-            self._heap = [entry for entry in self._heap if entry[2].state == "queued"]
-            heapq.heapify(self._heap)
+        """Take out a transfer, if it is here; ``first`` skips its entry."""
+        self._places.pop(transfer.plan.transfer_id, None)
+        self._forget_void()
+
+    def _forget_void(self) -> None:
+        if len(self._heap) > 2 * len(self._places) + 16:
+            valid = [entry for entry in self._heap if self._is_valid(entry)]
+            heapq.heapify(valid)
+            self._heap = valid
+
+    def _is_valid(self, entry: tuple[int, int, Transfer]) -> bool:
+        priority, order, transfer = entry
+        return self._places.get(transfer.plan.transfer_id) == (priority, order)
 
 
 class StepGate:
@@ -75,60 +120,69 @@ class StepGate:
 
     def __init__(self) -> None:
         self.closed_step = 0
-        self._held: dict[int, list[Transfer]] = {}
+        self._held: dict[int, dict[int, Transfer]] = {}  # step -> transfer id -> transfer
         self._finished_step = 0
         self._events: deque[tuple[int, Event | None]] = deque()  # later steps, ascending
 
     def __len__(self) -> int:
         return sum(map(len, self._held.values()))
 
-    def __iter__(self) -> Iterator[Transfer]:
-        """What is held, in no order."""
-        for held in self._held.values():
-            yield from held
-
     def is_open(self, step: int) -> bool:
         return step > self.closed_step
 
     def hold(self, transfer: Transfer) -> None:
+        """Idempotent."""
+        held = self._held.setdefault(transfer.plan.after_step, {})
+        held[transfer.plan.transfer_id] = transfer
         transfer.state = "held"
-        self._held.setdefault(transfer.plan.after_step, []).append(transfer)
 
     def remove(self, transfer: Transfer) -> None:
-        self._held[transfer.plan.after_step].remove(transfer)
-        transfer.state = "ended"
+        """Idempotent."""
+        held = self._held.get(transfer.plan.after_step, {})
+        held.pop(transfer.plan.transfer_id, None)
 
-    def close(self, step: int, event: Event | None) -> list[Transfer]:
-        """Close all steps up to ``step``; returns what they held back, oldest step first.
-
-        Raises:
-            UsageError: the step is closed already.
+    def check(self, step: int) -> None:
+        """Raises:
+        UsageError: the step is closed already.
         """
         if not self.is_open(step):
             raise UsageError(f"step {step} is closed already, up to {self.closed_step}")
-        self.closed_step = step
+
+    def close(self, step: int, event: Event | None) -> None:
+        """Close all steps up to ``step``; ``free`` tells what they held back.
+
+        Raises:
+            UsageError: the step is closed already. Nothing changed.
+        """
+        self.check(step)
         self._events.append((step, event))
+        self.closed_step = step
         self._forget_finished()
-        freed = []
-        for held_step in sorted(s for s in self._held if s <= step):
-            freed += self._held.pop(held_step)
-        return freed
+
+    def free(self) -> Iterator[Transfer]:
+        """What closed steps held back, oldest step first; each goes when the next is asked for."""
+        for step in sorted(s for s in self._held if s <= self.closed_step):
+            held = self._held[step]
+            for transfer in list(held.values()):
+                yield transfer
+                held.pop(transfer.plan.transfer_id, None)
+            self._held.pop(step, None)
 
     def event_for(self, step: int) -> Event | None:
         """What work after a closed step has to wait for; None when it has finished."""
         self._forget_finished()
         for event_step, event in self._events:
             if event_step >= step > self._finished_step:
-                return None if _is_done(event) else event
+                return None if is_done(event) else event
         return None
 
     def _forget_finished(self) -> None:
-        while self._events and _is_done(self._events[0][1]):
+        while self._events and is_done(self._events[0][1]):
             self._finished_step = self._events.popleft()[0]
 
 
-def _is_done(event: Event | None) -> bool:
-    """An event that cannot be asked is not done; the poller tells the engine what is wrong."""
+def is_done(event: Event | None) -> bool:
+    """False for an event that cannot be asked: the poller tells the engine what is wrong."""
     try:
         return event is None or event.done
     except Exception:

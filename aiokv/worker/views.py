@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, Final
 from aiokv.checks import integer
 from aiokv.checks import timeout as checked_timeout
 from aiokv.errors import TransferError
+from aiokv.worker.device.base import CopyError
 from aiokv.worker.layers import ALL, LayerDoneCounter, LayerIterator
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
-
-    from aiokv.worker.device.base import CopyError
+    from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 
 class LayerView:
@@ -87,11 +86,15 @@ class LayerView:
         Raises:
             TransferError: ``first_bad_token`` is the first position to compute again.
         """
+        self._raise_first((counter, counter.failure) for counter in self.counters)
+
+    def _raise_first(self, ends: Iterable[tuple[LayerDoneCounter, CopyError | None]]) -> None:
+        """Of the failures that concern the lease."""
         errors = [
             (token, counter, failure)
-            for counter in self.counters
-            if (failure := counter.failure) is not None
-            and (token := self._first_bad_token(counter, failure)) is not None
+            for counter, failure in ends
+            if failure is not None
+            and (token := self.first_bad_token(counter.transfer_id, failure)) is not None
         ]
         if errors:
             token, counter, failure = min(errors, key=lambda error: error[0])
@@ -103,10 +106,13 @@ class LayerView:
                 rank=failure.rank,
             )
 
-    def _first_bad_token(self, counter: LayerDoneCounter, failure: CopyError) -> int | None:
+    def first_bad_token(self, transfer_id: int, failure: CopyError) -> int | None:
+        """The first position to compute again because of a failure; None when it needs none."""
         if self._locate is None:
             return 0
-        return self._locate(counter.transfer_id, failure.first_bad_block)
+        token = self._locate(transfer_id, failure.first_bad_block)
+        # A lease that has joined needs at least one block of the transfer.
+        return 0 if token is None and failure.first_bad_block == 0 else token
 
     async def wait(self, layer: int, timeout: float | None = None) -> None:
         """As :meth:`LayerDoneCounter.wait`, for every transfer; without any it does not suspend.
@@ -142,15 +148,40 @@ class LayerView:
         return LayerIterator(self)
 
     def gpu_wait(self, layer: int, stream: Any) -> None:
-        """As :meth:`LayerDoneCounter.gpu_wait`, for every transfer. Any thread."""
-        self._check(layer)
-        for counter in self.counters:
-            counter.gpu_wait(layer, stream)
+        """As :meth:`LayerDoneCounter.gpu_wait`, for every transfer. Any thread.
+
+        Raises:
+            TransferError: as there, when a block of the lease failed; ``first_bad_token`` is the
+                first position to compute again.
+            UsageError: as there.
+        """
+        self._raise_first((counter, counter.order(layer, stream)) for counter in self.counters)
 
     def gpu_wait_all(self, stream: Any) -> None:
         """gpu_wait() for every layer. Any thread."""
-        for counter in self.counters:
-            counter.gpu_wait_all(stream)
+        self._raise_first((counter, counter.order_all(stream)) for counter in self.counters)
+
+    @classmethod
+    def of_batch(cls, views: Iterable[LayerView]) -> LayerView | None:
+        """One view for the transfers of several leases; None when there are none.
+
+        It raises the failures that concern at least one of them, with ``first_bad_token`` 0.
+        """
+        views = [view for view in views if view.counters]
+        counters = {counter: None for view in views for counter in view.counters}
+        if not counters:
+            return None
+
+        def locate(transfer_id: int, block: int) -> int | None:
+            failure = CopyError(block, "")
+            concerned = (
+                view.first_bad_token(transfer_id, failure) is not None
+                for view in views
+                if transfer_id in view.transfer_ids
+            )
+            return 0 if any(concerned) else None
+
+        return cls(list(counters), locate=locate)
 
 
 @cache

@@ -11,6 +11,7 @@ import pytest
 
 from aiokv import CacheConfig, CacheEngine, ConfigError, LayoutError, Regions, num_blocks_for
 from aiokv.testing import ManualDevice, spin
+from aiokv.worker.arena import HostArena
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -265,6 +266,20 @@ def test_capacity_counts_every_region_and_extra_layer() -> None:
     )
     assert (config.device_blocks, config.host_blocks) == (7, 20)
     assert blockwise_fp8().regions.block_bytes == 2 * 2 * BLOCK_TOKENS * HEADS * (HEAD_DIM + 4)
+
+
+def test_host_capacity_counts_the_padding_between_the_pieces_of_a_block() -> None:
+    """A block of 2 x 37 bytes takes 2 x 64 bytes of host memory."""
+    regions = Regions(num_layers=2)
+    regions.add("kv", layers=[np.zeros((4, 37), np.uint8) for _ in range(2)])
+    assert (regions.block_bytes, regions.host_block_bytes) == (74, 128)
+    for host_bytes, blocks in ((10 * 128, 10), (10 * 128 - 1, 9), (128, 1)):
+        assert CacheConfig.for_regions(regions, host_bytes=host_bytes).host_blocks == blocks
+    with pytest.raises(ConfigError, match="host_bytes is 127, less than one block of 128 bytes"):
+        CacheConfig.for_regions(regions, host_bytes=127)
+    arena = HostArena(num_blocks=10, block_bytes=regions.host_block_bytes)
+    assert arena.nbytes >= 10 * 128
+    arena.close()
 
 
 def test_capacity_is_never_more_than_the_tensors_hold() -> None:

@@ -136,3 +136,23 @@ async def test_recompute_from_says_so_when_a_known_failure_has_not_ended(how):
             served.compute(lease, A, 0)
             assert lease.commit(7)
         await served.complete_offloads()
+
+
+@pytest.mark.parametrize("lost", [True, False])
+async def test_a_device_that_is_lost_inside_a_transfer_breaks_the_engine(lost: bool):
+    """One that only fails the transfer goes on."""
+    async with Served() as served:
+        await served.to_host(A)
+        lease = served.engine.match(A)
+        await lease.allocate(7)
+        if lost:
+            served.device.failure = DeviceError("the GPU is gone", cuda_code=719)
+        served.device.onloads[0].fail_all(block=1)
+        with pytest.raises(TransferError):
+            await lease.layers.wait_all()
+        if lost:
+            with pytest.raises(BrokenEngineError, match="the GPU is gone"):
+                served.engine.match([1])
+        else:
+            served.engine.match([1]).release()
+        lease.release()

@@ -16,7 +16,7 @@ from aiokv.worker.poller import EventPoller
 from aiokv.worker.regions import Regions
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from aiokv.plan import Direction
     from aiokv.worker.device.base import Device
@@ -44,17 +44,24 @@ class Worker:
             self.regions.add("extra", layers=[extra], layer_indices=[1])
         self.device = device
         self.reports: list[TransferReport] = []
+        self.steps: list[tuple[int, BaseException | None]] = []
+        self.on_report: Callable[[TransferReport], object] = lambda report: None
         self.poller = EventPoller(asyncio.get_running_loop())
         self.controller = CacheController(
             regions=self.regions,
             host_blocks=host_blocks,
             device=device,
             poller=self.poller,
-            on_report=lambda report: self.reports.append(report),
+            on_report=self._take_report,
+            on_step=lambda step, error: self.steps.append((step, error)),
         )
         blocks = self.controller.memory.arena.blocks
         blocks[:] = random.integers(0, 256, blocks.shape, np.uint8)
         self._ids = count(1)
+
+    def _take_report(self, report: TransferReport) -> None:
+        self.on_report(report)
+        self.reports.append(report)
 
     async def __aenter__(self) -> Self:
         return self

@@ -232,6 +232,120 @@ async def test_cancelling_a_waiter_leaves_the_transfer_alone(new_worker: type[Wo
         assert outcomes(worker) == {1: "done"}
 
 
+@pytest.mark.parametrize("held", [False, True])
+async def test_a_raised_priority_counts_for_queued_and_held_transfers(
+    new_worker: type[Worker], held: bool
+) -> None:
+    device = ManualDevice()
+    async with new_worker(device) as worker:
+        for i in range(5):
+            priority = Priority.DEMAND if i < 2 else Priority.PREFETCH
+            worker.submit("onload", [i], [i], priority=priority, after_step=int(held))
+        worker.controller.raise_priority(5, Priority.DEMAND)
+        worker.controller.raise_priority(5, Priority.BACKUP)  # less urgent: without effect
+        worker.controller.raise_priority(1, Priority.DEMAND)  # perhaps with the device already
+        worker.controller.raise_priority(99, Priority.DEMAND)  # unknown
+        if held:
+            worker.controller.close_step(1, None)
+        assert [copy.host_ids.tolist() for copy in device.onloads] == [[0], [1]]
+        device.complete_all()
+        await worker.settle()
+        assert [copy.host_ids.tolist() for copy in device.onloads] == [[4], [2]]
+
+
+async def test_layers_are_announced_one_by_one_while_later_ones_move(
+    new_worker: type[Worker],
+) -> None:
+    """B7.6: waiters, callbacks and times of a layer do not wait for the end of the transfer."""
+    device = ManualDevice()
+    async with new_worker(device) as worker:
+        counter = worker.submit()
+        called: list[int] = []
+        counter.add_callback(called.append)
+        waiting = [asyncio.create_task(counter.wait(layer)) for layer in range(3)]
+        for layer in range(3):
+            device.onloads[0].complete(layer)
+            await worker.settle(3)
+            assert called == list(range(layer + 1))
+            assert [task.done() for task in waiting] == [i <= layer for i in range(3)]
+            assert counter.pending_layers == list(range(layer + 1, 3))
+            assert (counter.layer_done_seconds(layer) is None) is False
+            assert bool(worker.reports) is (layer == 2)
+
+
+async def test_no_report_is_sent_from_inside_a_call(new_worker: type[Worker]) -> None:
+    """Of plans that are done, refused or without bytes: each in a later callback."""
+    for layers in (0, 1):
+        device = ManualDevice()
+        async with new_worker(device, layers=layers) as worker:
+            inside = False
+            calls: list[bool] = []
+            worker.on_report = lambda report: calls.append(inside)  # noqa: B023
+            for refused in (None, DeviceError("no")):
+                inside = True
+                device.refuse = refused
+                worker.submit("offload", [1], [1])
+                held = worker.submit("onload", [1], [1], after_step=9)
+                assert worker.controller.cancel(held.transfer_id) == "at once"
+                inside = False
+                device.complete_all()
+                await worker.settle()
+                assert worker.reports
+            assert calls == [False] * 2  # who cancels a plan that waits knows
+
+
+async def test_a_failed_native_call_frees_its_place_in_the_device(
+    new_worker: type[Worker],
+) -> None:
+    """As many refusals as there are slots, and then some: the lane goes on."""
+    device = ManualDevice()
+    async with new_worker(device) as worker:
+        for i in range(SLOTS + 2):
+            device.refuse = DeviceError("no memory")
+            counter = worker.submit("onload", [i], [i])
+            with pytest.raises(TransferError, match="no memory"):
+                counter.gpu_wait(0, ManualStream())
+            await worker.settle()
+        assert set(outcomes(worker).values()) == {"failed"}
+        statistics = worker.controller.statistics().onload
+        assert (statistics.submitted, statistics.queued, statistics.failed) == (0, 0, SLOTS + 2)
+        worker.submit("onload", [1], [1])
+        assert len(device.onloads) == 1
+
+
+async def test_a_report_that_raises_does_not_stop_those_that_wait(
+    new_worker: type[Worker], loop_errors: list[dict[str, Any]]
+) -> None:
+    device = ManualDevice()
+    async with new_worker(device) as worker:
+
+        def raise_once(report: TransferReport) -> None:
+            if report.transfer_id == 1:
+                raise ValueError("report")
+
+        worker.on_report = raise_once
+        first, second = worker.submit("onload", [1], [1]), worker.submit("onload", [2], [2])
+        waiting = asyncio.create_task(worker.controller.drain())
+        await spin()
+        device.complete_all()
+        await worker.settle()
+        await asyncio.gather(first.wait_all(), second.wait_all(), waiting)
+        assert outcomes(worker) == {2: "done"}
+        assert [str(context["exception"]) for context in loop_errors] == ["report"]
+        loop_errors.clear()
+
+
+async def test_a_closed_poller_refuses_plans_and_steps(new_worker: type[Worker]) -> None:
+    device = ManualDevice()
+    async with new_worker(device) as worker:
+        worker.poller.close()
+        with pytest.raises(ClosedError):
+            worker.submit()
+        with pytest.raises(ClosedError):
+            worker.controller.close_step(1, None)
+        assert device.copies == []
+
+
 async def test_plans_wait_for_their_step_and_then_for_its_event(new_worker: type[Worker]) -> None:
     """Design section 5: what a commit publishes may still be being written."""
     device = ManualDevice()
@@ -415,9 +529,14 @@ async def test_a_cache_of_no_bytes_is_done_in_the_next_pass(new_worker: type[Wor
     """B6.6, B7.11: index only."""
     async with new_worker(ManualDevice(), layers=0) as worker:
         counter = worker.submit("onload", [10_000], [1])
+        seen: list[str] = []
+        waiting = asyncio.create_task(counter.wait_all())
+        waiting.add_done_callback(lambda _: seen.append("waiter"))
+        worker.on_report = lambda report: seen.append("report")
+        assert not counter.is_done
+        await worker.settle()
+        assert seen == ["report", "waiter"]
         assert counter.is_done
-        assert worker.reports == []
-        await worker.settle(1)
         assert outcomes(worker) == {1: "done"}
 
 

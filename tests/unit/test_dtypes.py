@@ -30,6 +30,9 @@ class _Tensor(ctypes.Structure):
     )
 
 
+_lent: list[Exported] = []
+
+
 class Exported:
     """What PyTorch's tensors are to aiokv: memory that only ``__dlpack__`` describes."""
 
@@ -43,6 +46,7 @@ class Exported:
         self._tensor = _Tensor(
             array.ctypes.data, device_type, 0, array.ndim, code, bits, 1, self._shape, self._strides
         )
+        _lent.append(self)  # there is no deleter that would say when the consumer has done
 
     def __dlpack__(self) -> object:
         new_capsule = ctypes.pythonapi.PyCapsule_New

@@ -124,11 +124,23 @@ async def test_timeouts_name_the_layer() -> None:
 
 
 async def test_no_layers_are_done_at_once() -> None:
-    """B6.6."""
+    """B6.6: where there is no transfer either."""
+    assert DONE.is_done
+    await DONE.wait_all()
+    assert [layer async for layer in DONE] == []
+
+
+async def test_a_transfer_without_layers_ends_with_its_report() -> None:
     counter = LayerDoneCounter(0)
-    assert counter.is_done
-    await counter.wait_all()
     assert [layer async for layer in counter] == []
+    waiting = asyncio.create_task(counter.wait_all())
+    counter.attach(Copy(0))
+    await spin(2)
+    assert not counter.is_done
+    assert not waiting.done()
+    counter.finish()
+    await waiting
+    assert counter.is_done
 
 
 async def test_wait_all_and_iteration() -> None:
@@ -354,3 +366,29 @@ async def test_a_view_of_nothing_is_shared_and_costs_nothing() -> None:
     view.gpu_wait(2, None)
     view.gpu_wait_all(None)
     assert [layer async for layer in view] == [0, 1, 2, 3]
+
+
+async def test_an_interrupted_layer_callback_is_not_called_again_and_the_others_are() -> None:
+    counter, seen, interrupts = LayerDoneCounter(2), list[int](), list[int]()
+
+    def interrupt(layer: int) -> None:
+        interrupts.append(layer)
+        raise KeyboardInterrupt
+
+    for callback in (seen.append, interrupt, seen.append):
+        counter.add_callback(callback)
+    for _ in range(2):  # the poller calls again
+        try:
+            counter.mark_layer_done(1)
+        except KeyboardInterrupt:
+            assert seen == [1]
+    assert (seen, interrupts) == ([1, 1], [1])
+    assert counter.pending_layers == [0]
+
+
+async def test_a_transfer_that_was_not_submitted_never_counts_as_ordered() -> None:
+    """The worker knows nothing of it any more, nor how it ended."""
+    counter = LayerDoneCounter(1, expedite=lambda: True)
+    for gpu_wait in (lambda: counter.gpu_wait(0, []), lambda: counter.gpu_wait_all([])):
+        with pytest.raises(TransferError, match="was not submitted"):
+            gpu_wait()

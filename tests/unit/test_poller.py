@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from aiokv.errors import ClosedError, DeviceError
-from aiokv.testing import ManualEvent, spin
+from aiokv.testing import ManualEvent, run_until_idle, spin
 from aiokv.worker import poller as poller_module
 from aiokv.worker import watches
 from aiokv.worker.poller import EventPoller
@@ -343,3 +343,99 @@ async def test_statistics_tell_latency_and_share() -> None:
     assert 0 < statistics.latency_p50_seconds <= statistics.latency_p99_seconds
     assert 0 < statistics.cpu_share < 1
     await closed(poller)
+
+
+async def test_a_pass_that_the_loop_forgot_is_made_up_for() -> None:
+    """An interrupt inside the loop drops the callback that it was about to call."""
+    poller = EventPoller(asyncio.get_running_loop())
+    seen: list[str] = []
+    for times in (1, 2):
+        poller.watch(Countdown(2), "s", into(seen, "watch"))
+        poller.soon(lambda: seen.append("soon"))
+        for handle in (poller._next_pass, poller._next_soon):
+            assert handle is not None
+            handle.cancel()
+        await run_until_idle(lambda: poller.idle)
+        assert sorted(seen) == ["soon"] * times + ["watch"] * times
+    assert poller.statistics().events == 2
+    await closed(poller)
+
+
+async def test_after_an_interrupt_the_rest_of_soon_comes_in_the_next_pass() -> None:
+    poller = EventPoller(asyncio.get_running_loop())
+    interrupts, seen = Interrupts(), []
+    poller.soon(interrupts)
+    poller.soon(lambda: seen.append("behind"))
+    with pytest.raises(KeyboardInterrupt):
+        poller._run_soon()
+    assert poller._next_soon is not None
+    await spin(2)
+    assert (interrupts.calls, seen) == (2, ["behind"])
+    await closed(poller)
+
+
+async def test_the_timer_stops_when_nothing_is_pending() -> None:
+    poller = EventPoller(asyncio.get_running_loop())
+    poller.soon(lambda: None)
+    assert poller._timer_on
+    await run_until_idle(lambda: not poller._timer_on)
+    assert poller.idle
+    await closed(poller)
+
+
+class Interrupts:
+    """Raises KeyboardInterrupt when it is called for the first time."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, *args: object) -> None:
+        self.calls += 1
+        if self.calls == 1:
+            raise KeyboardInterrupt
+
+
+async def test_an_interrupted_callback_is_called_again_and_the_others_once() -> None:
+    poller = EventPoller(asyncio.get_running_loop())
+    interrupts, seen = Interrupts(), []
+    poller.watch(Countdown(1), "a", interrupts)
+    poller.watch(Countdown(1), "a", into(seen, "behind"))
+    poller.watch(Countdown(1), "b", into(seen, "beside"))
+    with pytest.raises(KeyboardInterrupt):
+        poller._pass()
+    while not poller.idle:
+        await spin()
+    assert interrupts.calls == 2
+    assert sorted(seen) == ["behind", "beside"]
+    await closed(poller)
+
+
+async def test_an_interrupted_action_is_done_again_soon() -> None:
+    poller = EventPoller(asyncio.get_running_loop())
+    interrupts, fails = Interrupts(), []
+
+    def fail() -> None:
+        fails.append(None)
+        raise ValueError("action")
+
+    with pytest.raises(KeyboardInterrupt):
+        poller.surely(interrupts)
+    with pytest.raises(ValueError, match="action"):
+        poller.surely(fail)
+    await spin(2)
+    assert (interrupts.calls, len(fails)) == (2, 1)
+    await closed(poller)
+
+
+async def test_an_interrupted_close_is_completed_by_the_next() -> None:
+    poller = EventPoller(asyncio.get_running_loop())
+    interrupts, seen = Interrupts(), []
+    poller.watch(ManualEvent(), "a", interrupts)
+    poller.watch(ManualEvent(), "b", into(seen))
+    with pytest.raises(KeyboardInterrupt):
+        poller.close()
+    await closed(poller)
+    assert interrupts.calls == 2
+    assert [type(error) for error in seen] == [ClosedError]
+    with pytest.raises(ClosedError):
+        poller.soon(lambda: None)

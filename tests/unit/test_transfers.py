@@ -26,8 +26,9 @@ def transfer(number: int, priority: int = Priority.DEMAND, after_step: int = 0) 
 
 def numbers(queue: TransferQueue) -> list[int]:
     found = []
-    while (popped := queue.pop()) is not None:
-        found.append(popped.plan.transfer_id)
+    while (first := queue.first()) is not None:
+        queue.remove(first)
+        found.append(first.plan.transfer_id)
     return found
 
 
@@ -54,14 +55,38 @@ def test_removed_transfers_are_skipped_and_forgotten() -> None:
     assert numbers(queue) == [99]
 
 
+def test_a_raised_priority_goes_first_and_keeps_its_age() -> None:
+    queue = TransferQueue()
+    waiting = [transfer(number, priority=2) for number in range(4)]
+    for each in waiting:
+        queue.push(each)
+    for number in (3, 1):
+        waiting[number].priority = 0
+        queue.raise_priority(waiting[number])
+    assert len(queue) == 4
+    assert numbers(queue) == [1, 3, 0, 2]
+
+
+def test_an_interrupt_while_held_transfers_are_freed_loses_none() -> None:
+    gate = StepGate()
+    for number in range(3):
+        gate.hold(transfer(number, after_step=1))
+    gate.close(1, None)
+    for freed in gate.free():
+        assert freed.plan.transfer_id == 0
+        break  # the caller was interrupted
+    assert [freed.plan.transfer_id for freed in gate.free()] == [0, 1, 2]
+
+
 def test_an_open_step_holds_back_and_closing_frees_in_order() -> None:
     gate = StepGate()
     assert not gate.is_open(0)
     for number, step in enumerate([3, 1, 2, 1, 5]):
         gate.hold(transfer(number, after_step=step))
     assert len(gate) == 5
-    assert [freed.plan.transfer_id for freed in gate.close(3, None)] == [1, 3, 2, 0]
-    assert [held.plan.transfer_id for held in gate] == [4]
+    gate.close(3, None)
+    assert [freed.plan.transfer_id for freed in gate.free()] == [1, 3, 2, 0]
+    assert len(gate) == 1
     assert not gate.is_open(3)
 
 
@@ -78,8 +103,9 @@ def test_a_held_transfer_can_be_taken_out() -> None:
     held = transfer(1, after_step=4)
     gate.hold(held)
     gate.remove(held)
-    assert held.state == "ended"
-    assert gate.close(4, None) == []
+    gate.close(4, None)
+    assert list(gate.free()) == []
+    assert len(gate) == 0
 
 
 def test_the_event_of_a_step_is_the_first_one_not_before_it() -> None:

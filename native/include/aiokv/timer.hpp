@@ -1,4 +1,4 @@
-// TimerFd: a monotonic one-shot timer that an event loop watches as a file descriptor.
+// TimerFd: a monotonic timer that an event loop watches as a file descriptor.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,8 @@ class TimerFd {
     TimerFd& operator=(const TimerFd&) = delete;
 
     int fd() const { return fd_; }
-    void arm(std::int64_t delay_ns);  // from now; replaces an earlier one; at least 1 ns
+    // From now, at least 1 ns, and then every `repeat_ns`, 0 for once; replaces an earlier one.
+    void arm(std::int64_t delay_ns, std::int64_t repeat_ns = 0);
     void disarm();
     void drain();  // after the descriptor became readable
     void close();  // idempotent

@@ -178,15 +178,18 @@ void bind_dlpack(nb::module_& m) {
 }
 
 void bind_timer(nb::module_& m) {
-    nb::class_<TimerFd>(m, "TimerFd", "A one-shot monotonic timer as a file descriptor.")
+    nb::class_<TimerFd>(m, "TimerFd", "A monotonic timer as a file descriptor.")
         .def(nb::init<>())
         .def("fileno", &TimerFd::fd)
         .def(
             "arm",
-            [](TimerFd& timer, double delay_seconds) {
-                timer.arm(static_cast<std::int64_t>(delay_seconds * 1e9));
+            [](TimerFd& timer, double delay_seconds, double repeat_seconds) {
+                timer.arm(static_cast<std::int64_t>(delay_seconds * 1e9),
+                          static_cast<std::int64_t>(repeat_seconds * 1e9));
             },
-            "delay_seconds"_a, "Expire once, that long from now; replaces an earlier arming.")
+            "delay_seconds"_a, "repeat_seconds"_a = 0.0,
+            "Expire that long from now, then every repeat_seconds (0: once); replaces an earlier "
+            "arming.")
         .def("disarm", &TimerFd::disarm)
         .def("drain", &TimerFd::drain, "Take note of the expiry, so that select() waits again.")
         .def("close", &TimerFd::close);

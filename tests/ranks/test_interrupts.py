@@ -1,0 +1,62 @@
+"""An interrupt in a callback that sends to the other side: the rest leaves in the next pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from aiokv.plan import TransferReport
+from aiokv.ranks.outbox import Outbox
+from aiokv.testing import run_until_idle, spin
+from tests.ranks.loopback import Ranked
+
+pytestmark = pytest.mark.asyncio
+
+
+async def test_an_interrupted_outbox_says_all_in_the_next_pass() -> None:
+    said: list[Any] = []
+
+    def interrupt(message: object) -> None:
+        outbox._say = said.append
+        raise KeyboardInterrupt
+
+    outbox = Outbox(interrupt)
+    outbox.begin(1)
+    outbox.note_end(TransferReport(transfer_id=7, outcome="done"))
+    with pytest.raises(KeyboardInterrupt):
+        outbox.flush()
+    await spin(2)
+    assert [report.transfer_id for report in said[0].ended] == [7]
+
+
+async def test_plans_of_an_interrupted_flush_leave_in_the_next_pass(tmp_path: Any) -> None:
+    async with Ranked(tmp_path) as ranked:
+        exchange = ranked.engine._controller.exchange
+        flush = exchange._flush
+
+        def interrupt() -> None:
+            exchange._flush = flush
+            raise KeyboardInterrupt
+
+        exchange._flush = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            exchange.flush()
+        assert exchange._flush_scheduled
+        await spin(2)
+        assert not exchange._flush_scheduled
+
+
+async def test_a_raised_priority_reaches_the_ranks(tmp_path: Any) -> None:
+    async with Ranked(tmp_path) as ranked:
+        raised: list[tuple[int, int]] = []
+        for shard in ranked.shards:
+            controller = shard.worker._controller
+            controller.raise_priority = lambda number, priority: raised.append((number, priority))
+        exchange = ranked.engine._controller.exchange
+        exchange._transfers[77] = None  # under way, as far as this call looks
+        ranked.engine._controller.raise_priority(77, 0)
+        ranked.engine._controller.raise_priority(78, 0)  # not under way
+        del exchange._transfers[77]
+        await run_until_idle(lambda: len(raised) == len(ranked.shards))
+        assert set(raised) == {(77, 0)}
