@@ -62,6 +62,21 @@ def rms_norm(x: Any, weight: Any, epsilon: float) -> Any:
     return x / paddle.sqrt(mean_square + epsilon) * weight
 
 
+def masked_softmax(scores: Any, hidden: Any) -> Any:
+    """Softmax over the last axis in which hidden numbers have a weight of exactly 0.
+
+    Paddle's softmax on the cpu clips its input at 64 below the maximum, so that a masked score of
+    minus infinity gets the weight exp(-64) / sum. Times the value at a hidden position, which may
+    be any bytes, that is enough to break a tie when a product is rounded.
+
+    Args:
+        scores: float32, its last axis a multiple of CONTEXT_STEP_TOKENS.
+        hidden: bool, broadcast to the scores.
+    """
+    weights = paddle.nn.functional.softmax(scores.masked_fill(hidden, float("-inf")), axis=-1)
+    return weights.masked_fill(hidden, 0.0)
+
+
 def rotate(heads: Any, cos: Any, sin: Any) -> Any:
     """Rotary embedding of ``[rows, heads, rotary_dim]`` by tables ``[rows, 1, rotary_dim / 2]``."""
     first, second = paddle.chunk(heads, 2, axis=-1)
