@@ -75,6 +75,7 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     offload: Traffic
     layer_wait_ms: float
     wakeup_us: Percentiles
+    rows_not_finite: int
     corrupted: str
     compared: Comparison | None
 
@@ -88,6 +89,7 @@ class DemoResult(msgspec.Struct, frozen=True, kw_only=True):
 
     tokens_equal: bool
     logits_equal: bool
+    blocks_equal: bool
     workload: str
     model: str
     runs: list[RunResult]
@@ -98,6 +100,7 @@ class DemoResult(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             tokens_equal=all(comparison.tokens_different == 0 for comparison in compared),
             logits_equal=all(comparison.rows_different == 0 for comparison in compared),
+            blocks_equal=all(comparison.blocks_wrong == 0 for comparison in compared),
             workload=workload,
             model=model,
             runs=runs,
@@ -105,7 +108,12 @@ class DemoResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def equal(self) -> bool:
-        return self.tokens_equal and self.logits_equal
+        return self.tokens_equal and self.logits_equal and self.blocks_equal
+
+    @property
+    def rows_not_finite(self) -> int:
+        """Rows of logits of the reference that hold NaN or infinity; they compare as equal bits."""
+        return self.runs[0].rows_not_finite
 
     def write(self, path: Path) -> None:
         """Write as JSON.
@@ -138,6 +146,7 @@ ROWS: tuple[tuple[str, Cell], ...] = (
     ("run time", lambda run: f"{run.seconds:.2f} s"),
     ("tokens equal", lambda run: _tokens_verdict(run.compared)),
     ("logits equal, bit for bit", lambda run: _logits_verdict(run.compared)),
+    ("cached blocks hold what was computed", lambda run: _blocks_verdict(run.compared)),
 )
 
 
@@ -180,3 +189,11 @@ def _logits_verdict(compared: Comparison | None) -> str:
     if compared.rows_different:
         return f"NO: {compared.rows_different:,} of {compared.rows_compared:,} rows"
     return f"yes, {compared.rows_compared:,} rows"
+
+
+def _blocks_verdict(compared: Comparison | None) -> str:
+    if compared is None:
+        return "reference"
+    if compared.blocks_wrong:
+        return f"NO: {compared.blocks_wrong:,} of {compared.blocks_read:,} read"
+    return f"yes, {compared.blocks_read:,} read"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
+    from numpy.typing import NDArray
+
     from aiokv.demo.model import Batch, Model
     from aiokv.worker.device.base import Event
     from aiokv.worker.views import LayerView
@@ -29,13 +32,17 @@ class StepOutput:
 
     Attributes:
         next_tokens: for each span, the greedy token after its last row.
-        digests: one a row.
+        digests: one per row of logits.
+        rows_not_finite: rows of logits that hold NaN or infinity.
+        block_digests: for each array of blocks to read back, one per block, after the pass.
         compute_seconds: the whole pass.
         layer_wait_seconds: of it, blocked until a layer had arrived.
     """
 
     next_tokens: list[int]
     digests: list[bytes]
+    rows_not_finite: int
+    block_digests: list[list[bytes]]
     compute_seconds: float
     layer_wait_seconds: float
 
@@ -44,6 +51,7 @@ class StepOutput:
 class _Job:
     batch: Batch
     arriving: Sequence[LayerView]
+    read_back: Sequence[NDArray[np.int32]]
     loop: asyncio.AbstractEventLoop
     done: asyncio.Future[StepOutput]
 
@@ -71,8 +79,18 @@ class ModelRunner(Generic[CacheT]):
         self._jobs.put(None)
         self._thread.join()
 
-    async def run(self, batch: Batch, arriving: Sequence[LayerView] = ()) -> StepOutput:
+    async def run(
+        self,
+        batch: Batch,
+        arriving: Sequence[LayerView] = (),
+        read_back: Sequence[NDArray[np.int32]] = (),
+    ) -> StepOutput:
         """Compute one step; layer ``i`` starts when ``arriving`` views have their layer ``i``.
+
+        Args:
+            batch: the rows to compute.
+            arriving: views of layers that may still be on their way.
+            read_back: device blocks whose bytes are to be digested after the pass, int32 each.
 
         Raises:
             TransferError: a layer did not arrive; nothing the step wrote is to be used.
@@ -80,7 +98,7 @@ class ModelRunner(Generic[CacheT]):
         Cancellation: the step runs to its end unseen; leaving the runner's context waits for it.
         """
         loop = asyncio.get_running_loop()
-        job = _Job(batch, arriving, loop, loop.create_future())
+        job = _Job(batch, arriving, read_back, loop, loop.create_future())
         self._jobs.put(job)
         return await job.done
 
@@ -112,13 +130,22 @@ class ModelRunner(Generic[CacheT]):
         logits = self._model.forward(job.batch, self._cache, wait)
         for view in job.arriving:
             view.raise_for_error()
+        computed = time.perf_counter()
         last_rows = logits[[span.stop - 1 for span in job.batch.spans]]
         return StepOutput(
             next_tokens=np.argmax(last_rows, axis=1).tolist(),
             digests=digest_rows(logits),
-            compute_seconds=time.perf_counter() - start,
+            rows_not_finite=int(np.count_nonzero(~np.isfinite(logits).all(axis=1))),
+            block_digests=self._digest_blocks(job.read_back),
+            compute_seconds=computed - start,
             layer_wait_seconds=waited,
         )
+
+    def _digest_blocks(self, read_back: Sequence[NDArray[np.int32]]) -> list[list[bytes]]:
+        if not any(map(len, read_back)):
+            return [[] for _ in read_back]
+        digests = iter(digest_rows(self._cache.read_blocks(np.concatenate(read_back))))
+        return [list(itertools.islice(digests, len(blocks))) for blocks in read_back]
 
 
 def _succeed(done: asyncio.Future[StepOutput], output: StepOutput) -> None:

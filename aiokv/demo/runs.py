@@ -211,6 +211,7 @@ def _result(
         offload=_traffic(worker.offload),
         layer_wait_ms=1e3 * serving.layer_wait_seconds,
         wakeup_us=_wakeup_us(poller),
+        rows_not_finite=server.ledger.rows_not_finite,
         corrupted=corruptor.done if corruptor is not None else "",
         compared=server.ledger.compare(reference) if reference is not None else None,
     )

@@ -178,11 +178,21 @@ class Server:
         views = (lease.layers for lease in fresh)
         arriving = [view for view in views if view.counters]
         batch = _make_batch(chosen)
+        block_tokens = self._engine.config.block_tokens
+        checks = [sequence.blocks_to_check(count, block_tokens) for sequence, count in chosen]
+        read_back = [
+            span.block_table[blocks.start : blocks.stop]
+            for span, blocks in zip(batch.spans, checks, strict=True)
+        ]
         try:
-            output = await self._runner.run(batch, arriving)
+            output = await self._runner.run(batch, arriving, read_back)
         except TransferError as error:
             await self._recompute(chosen, error)
         else:
+            for (sequence, _), blocks, digests in zip(
+                chosen, checks, output.block_digests, strict=True
+            ):
+                self._record_blocks(sequence, blocks, digests)
             self._apply(chosen, batch.spans, output)
         finally:
             self._engine.step(self._runner.record())
@@ -202,6 +212,17 @@ class Server:
             raise error
         self.statistics.failed_onloads += failed
 
+    def _record_blocks(self, sequence: Sequence, blocks: range, digests: list[bytes]) -> None:
+        """Check the blocks that were complete before the step, note those that it completed."""
+        request, block_tokens = sequence.request, self._engine.config.block_tokens
+        for block, digest in zip(blocks, digests, strict=True):
+            prefix = request.prefix_key(block, block_tokens)
+            if (block + 1) * block_tokens <= sequence.computed:
+                self.ledger.check_read_block(request.name, block, prefix, digest)
+            else:
+                self.ledger.record_computed_block(prefix, digest)
+        sequence.checked = True
+
     def _apply(
         self, chosen: list[tuple[Sequence, int]], spans: list[Span], output: StepOutput
     ) -> None:
@@ -209,6 +230,7 @@ class Server:
         statistics.steps += 1
         statistics.compute_seconds += output.compute_seconds
         statistics.layer_wait_seconds += output.layer_wait_seconds
+        self.ledger.rows_not_finite += output.rows_not_finite
         for (sequence, count), span, token in zip(chosen, spans, output.next_tokens, strict=True):
             self.ledger.record_rows(
                 sequence.request.name, sequence.computed, output.digests[span.start : span.stop]

@@ -6,11 +6,15 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 import aiokv
 from aiokv.cli import main
+from aiokv.demo import grouped
+from aiokv.demo.grouped import random_weights
 from aiokv.demo.ledger import Ledger
+from aiokv.demo.row_tiles import RowTiles
 from aiokv.demo.workload import ChatSizes, chat_workload, trace_workload
 
 SMALL_MODEL = ["--layers", "2", "--hidden", "32", "--heads", "2", "--kv-heads", "1"]
@@ -71,6 +75,8 @@ def test_three_runs_compute_equal_bits(demo, capsys):
     for run in (device, both):
         assert run["compared"]["rows_compared"] >= run["generated_tokens"]
         assert run["compared"]["tokens_compared"] == 18 * 6
+        assert run["compared"]["blocks_read"] * 4 >= run["reused_tokens"]["total"]
+        assert run["compared"]["blocks_wrong"] == 0
     assert "equal in all runs" in capsys.readouterr().out
 
 
@@ -98,6 +104,37 @@ def test_images_are_told_apart(demo, monkeypatch):
     status, found = demo("--images", "2")
     assert status == 1
     assert found["logits_equal"] is False
+    assert found["blocks_equal"] is False
+
+
+def test_products_that_depend_on_the_batch_are_not_called_wrong_bytes(demo, capsys, monkeypatch):
+    exact = RowTiles.matmul
+
+    def depends_on_the_rows_beside(tiles, x, weight):
+        return exact(tiles, x, weight) * np.float32(1 + 1e-6 * len(x))
+
+    monkeypatch.setattr(RowTiles, "matmul", depends_on_the_rows_beside)
+    status, found = demo()
+    assert status == 4
+    assert found["logits_equal"] is False
+    assert found["blocks_equal"] is True
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "INCONCLUSIVE: the runs differ, but every cached block held the bytes" in printed
+    assert demo("--corrupt")[0] == 1
+
+
+def test_logits_that_are_not_a_number_are_not_called_equal(demo, capsys, monkeypatch):
+    def weights_with_nan(config):
+        weights = random_weights(config)
+        weights.final_norm[0] = np.nan
+        return weights
+
+    monkeypatch.setattr(grouped, "random_weights", weights_with_nan)
+    status, found = demo()
+    assert status == 4
+    reference = found["runs"][0]
+    assert reference["rows_not_finite"] == reference["prompt_tokens"] + 18 * 5
+    assert "hold NaN or infinity" in " ".join(capsys.readouterr().out.split())
 
 
 def test_preempted_requests_repeat_their_bits(demo):
@@ -117,6 +154,7 @@ def test_a_corrupted_block_is_noticed(demo, capsys):
     assert device["compared"]["rows_different"] == 0
     assert both["compared"]["rows_different"] > 0
     assert both["corrupted"]
+    assert both["compared"]["blocks_wrong"] > 0
     assert "control worked" in capsys.readouterr().out
 
 
@@ -246,6 +284,15 @@ def test_a_ledger_finds_every_kind_of_difference():
     assert (other_row.rows_different, other_row.first_difference) == (1, "a, position 1")
     assert ledger(b"1", [5, 7]).compare(reference).tokens_different == 1
     assert ledger(b"1", [5]).compare(reference).tokens_different == 1
+    wrong_bytes = ledger(b"1", [5, 6])
+    wrong_bytes.record_computed_block(b"prefix", b"right")
+    wrong_bytes.check_read_block("a", 0, b"prefix", b"right")
+    assert wrong_bytes.compare(reference).equal
+    wrong_bytes.check_read_block("a", 3, b"prefix", b"wrong")
+    compared = wrong_bytes.compare(reference)
+    assert not compared.equal
+    assert (compared.blocks_read, compared.blocks_wrong) == (2, 1)
+    assert compared.first_wrong_block == "a, block 3"
     twice = ledger(b"1", [5, 6])
     twice.record_rows("a", 1, [b"3"])
     assert twice.compare(reference).rows_different == 1

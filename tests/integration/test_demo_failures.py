@@ -55,6 +55,15 @@ class LosingDevice(CpuDevice):
         )
 
 
+class SilentDevice(CpuDevice):
+    """Onloads the last block of each transfer from another host block, and reports success."""
+
+    def onload(self, host_ids, device_ids, after):
+        wrong = host_ids.copy()
+        wrong[-1] = (wrong[-1] + 1) % HOST_BLOCKS
+        return super().onload(wrong, device_ids, after)
+
+
 async def serve(model, workload, *, device_blocks, host_blocks, reuse, device=None):
     cache = model.new_cache(device_blocks, BLOCK_TOKENS)
     config = aiokv.CacheConfig(
@@ -84,3 +93,22 @@ async def test_lost_onloads_are_computed_again():
     assert device.onloads >= 2
     assert server.statistics.failed_onloads > 0
     assert server.ledger.compare(reference.ledger).equal
+
+
+async def test_silently_wrong_onloads_are_reported_as_wrong_bytes():
+    workload = chat_workload(SIZES, vocab=MODEL.vocab, seed=0)
+    model = NumpyTransformer(
+        MODEL, random_weights(MODEL), max_context_tokens=workload.max_context_tokens
+    )
+    reference = await serve(model, workload, device_blocks=256, host_blocks=0, reuse=False)
+    server = await serve(
+        model,
+        workload,
+        device_blocks=60,
+        host_blocks=HOST_BLOCKS,
+        reuse=True,
+        device=SilentDevice(),
+    )
+    compared = server.ledger.compare(reference.ledger)
+    assert compared.rows_different > 0
+    assert compared.blocks_wrong > 0
