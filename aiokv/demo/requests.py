@@ -78,6 +78,7 @@ class Sequence:
 
     Attributes:
         checked: the bytes of the cached part were compared with what was computed for it.
+        abandoned: the conversation was cancelled; the lease is released.
     """
 
     def __init__(self, request: Request, lease: aiokv.Lease) -> None:
@@ -86,6 +87,7 @@ class Sequence:
         self.computed = lease.cached_tokens
         self.arriving = True
         self.checked = False
+        self.abandoned = False
         self.ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
     @property

@@ -133,7 +133,17 @@ class Server:
             sequence = Sequence(request, lease)
             self._running.append(sequence)
             self._admitted.set()
-            return await sequence.ended
+            try:
+                return await sequence.ended
+            except asyncio.CancelledError:
+                self._abandon(sequence)
+                raise
+
+    def _abandon(self, sequence: Sequence) -> None:
+        """Leave a request out of all later steps; a step that computes it drops its results."""
+        sequence.abandoned = True
+        if sequence in self._running:
+            self._running.remove(sequence)
 
     async def _step_forever(self) -> None:
         while True:
@@ -192,23 +202,26 @@ class Server:
             for (sequence, _), blocks, digests in zip(
                 chosen, checks, output.block_digests, strict=True
             ):
-                self._record_blocks(sequence, blocks, digests)
+                if not sequence.abandoned:
+                    self._record_blocks(sequence, blocks, digests)
             self._apply(chosen, batch.spans, output)
         finally:
             self._engine.step(self._runner.record())
 
     async def _recompute(self, chosen: list[tuple[Sequence, int]], error: TransferError) -> None:
         """Go on at the first block that did not arrive; the step's results are dropped."""
-        failed = 0
         for sequence, _ in chosen:
-            with contextlib.suppress(TransferError):
-                await sequence.lease.layers.wait_all()
+            if not sequence.abandoned:
+                with contextlib.suppress(TransferError):
+                    await sequence.lease.layers.wait_all()
+        failed = 0
+        for sequence in [sequence for sequence, _ in chosen if not sequence.abandoned]:
             sequence.arriving = False  # nothing writes its blocks any more
             first = sequence.lease.recompute_from()
             if first is not None:
                 failed += 1
                 sequence.computed = min(sequence.computed, first)
-        if failed == 0:
+        if failed == 0 and not any(sequence.abandoned for sequence, _ in chosen):
             raise error
         self.statistics.failed_onloads += failed
 
@@ -232,6 +245,8 @@ class Server:
         statistics.layer_wait_seconds += output.layer_wait_seconds
         self.ledger.rows_not_finite += output.rows_not_finite
         for (sequence, count), span, token in zip(chosen, spans, output.next_tokens, strict=True):
+            if sequence.abandoned:
+                continue
             self.ledger.record_rows(
                 sequence.request.name, sequence.computed, output.digests[span.start : span.stop]
             )

@@ -1,5 +1,7 @@
 """The serving loop over a device that loses blocks: recomputed, never served wrong (I4)."""
 
+import asyncio
+
 import numpy as np
 import pytest
 
@@ -112,3 +114,44 @@ async def test_silently_wrong_onloads_are_reported_as_wrong_bytes():
     compared = server.ledger.compare(reference.ledger)
     assert compared.rows_different > 0
     assert compared.blocks_wrong > 0
+
+
+class LateRunner(ModelRunner):
+    """Reports its third step only some passes of the loop after the server was cancelled."""
+
+    def __init__(self, model, cache, passes):
+        super().__init__(model, cache)
+        self.steps = 0
+        self.reached = asyncio.Event()
+        self.cancelled = asyncio.Event()
+        self._passes = passes
+
+    async def run(self, *args):
+        self.steps += 1
+        output = await super().run(*args)
+        if self.steps == 3:
+            self.reached.set()
+            await self.cancelled.wait()
+            for _ in range(self._passes):
+                await asyncio.sleep(0)
+        return output
+
+
+@pytest.mark.parametrize("passes", range(6))
+async def test_a_step_that_ends_after_the_cancellation_is_dropped(passes):
+    workload = chat_workload(SIZES, vocab=MODEL.vocab, seed=0)
+    model = NumpyTransformer(
+        MODEL, random_weights(MODEL), max_context_tokens=workload.max_context_tokens
+    )
+    cache = model.new_cache(256, BLOCK_TOKENS)
+    config = aiokv.CacheConfig(block_tokens=BLOCK_TOKENS, device_blocks=256)
+    async with aiokv.CacheEngine(config, cache.regions()) as engine:
+        with LateRunner(model, cache, passes) as runner:
+            serving = asyncio.create_task(Server(engine, runner, ServingConfig()).serve(workload))
+            await runner.reached.wait()
+            serving.cancel()
+            runner.cancelled.set()
+            with pytest.raises(asyncio.CancelledError):
+                await serving
+        assert engine.statistics().leases == 0
+        assert engine.check_invariants() == []
