@@ -139,11 +139,9 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UsageError: sizes contradict each other, or a file cannot be read or written.
     """
-    import asyncio
-
-    import uvloop
     from rich.console import Console
 
+    from aiokv.cli.running import run_async
     from aiokv.demo.models import load_model
     from aiokv.demo.progress import BarProgress, LineProgress
     from aiokv.demo.report import print_table
@@ -169,8 +167,8 @@ def run(args: argparse.Namespace) -> int:
     if not console.is_terminal:
         console.width = PLAIN_COLUMNS
     progress = BarProgress(console) if console.is_terminal else LineProgress(console)
-    with progress, asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
-        result = loop.run(run_demo(model, workload, config, progress))
+    with progress:
+        result = run_async(run_demo(model, workload, config, progress))
     print_table(console, result)
     if args.json is not None:
         result.write(args.json)

@@ -203,19 +203,72 @@ def test_flags_out_of_range_are_refused_by_the_parser(flags, capsys):
     assert f"argument {flags[0]}" in capsys.readouterr().err
 
 
-def test_an_interrupt_ends_cleanly():
-    command = "import sys; from aiokv.cli import main; sys.exit(main())"
-    with subprocess.Popen(
-        [sys.executable, "-c", command, "demo", "--conversations", "200"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+# A process that was started in the background of a shell script ignores SIGINT, and so does what it
+# starts; the command is tested as if a user had started it.
+FROM_A_TERMINAL = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+from aiokv.cli import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "message"),
+    [
+        (signal.SIGINT, 130, "aiokv: interrupted\n"),
+        (signal.SIGTERM, 143, "aiokv: terminated\n"),
+    ],
+)
+@pytest.mark.parametrize("inherited", [signal.SIG_DFL, signal.SIG_IGN])
+def test_a_signal_ends_the_demo_cleanly(number, status, message, inherited):
+    before = signal.signal(number, inherited)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-c", FROM_A_TERMINAL, "demo", "--conversations", "200"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    finally:
+        signal.signal(number, before)
+    with process:
         assert process.stdout.readline().startswith("no cache")
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, errors = process.communicate(timeout=20)
-    assert process.returncode == 130
-    assert errors == "aiokv: interrupted\n"
+    assert process.returncode == status
+    assert errors == message
+
+
+def run_with_closed(streams, *flags):
+    """The demo in a process that closed some standard streams before it started Python."""
+    closing = " ".join(f"{number}>&-" for number in streams)
+    command = f'exec {closing} "$0" -m aiokv demo "$@"'
+    return subprocess.run(
+        ["sh", "-c", command, sys.executable, *SMALL, "--conversations", "2", *flags],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize("streams", [(0,), (1,), (2,), (0, 1), (0, 1, 2)], ids=str)
+def test_the_demo_works_with_closed_standard_streams(streams, tmp_path):
+    path = tmp_path / "demo.json"
+    ended = run_with_closed(streams, "--json", str(path))
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert json.loads(path.read_text())["logits_equal"] is True
+    assert ("equal in all runs" in ended.stdout) == (1 not in streams)
+
+
+def test_an_error_with_closed_standard_streams_is_a_status(tmp_path):
+    for streams in ((1,), (2,), (0, 1, 2)):
+        ended = run_with_closed(streams, "--trace", str(tmp_path / "absent"))
+        assert ended.returncode == 2
+        assert ("No such file" in ended.stderr) == (2 not in streams)
 
 
 def test_importing_aiokv_does_not_import_the_demo():
