@@ -11,6 +11,7 @@ import rich.box
 from rich.table import Table
 
 from aiokv.errors import UsageError
+from aiokv.observe.units import format_seconds
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -137,13 +138,13 @@ ROWS: tuple[tuple[str, Cell], ...] = (
     ("  reused, host", lambda run: _share(run.reused_tokens.host, run.prompt_tokens)),
     ("computed again, preempted", lambda run: f"{run.repeated_tokens:,} ({run.preemptions:,}x)"),
     ("generated tokens", lambda run: f"{run.generated_tokens:,}"),
-    ("time to first token, p50 / p99", lambda run: _pair(run.ttft_ms, "ms")),
-    ("waited for blocks, p50 / p99", lambda run: _pair(run.capacity_wait_ms, "ms")),
+    ("time to first token, p50 / p99", lambda run: _pair(run.ttft_ms, 1e-3)),
+    ("waited for blocks, p50 / p99", lambda run: _pair(run.capacity_wait_ms, 1e-3)),
     ("onload", lambda run: _traffic(run.onload)),
     ("offload", lambda run: _traffic(run.offload)),
-    ("runner waited for layers", lambda run: f"{run.layer_wait_ms:.1f} ms"),
-    ("wake-up latency, p50 / p99", lambda run: _pair(run.wakeup_us, "us")),
-    ("run time", lambda run: f"{run.seconds:.2f} s"),
+    ("runner waited for layers", lambda run: format_seconds(run.layer_wait_ms * 1e-3)),
+    ("wake-up latency, p50 / p99", lambda run: _pair(run.wakeup_us, 1e-6)),
+    ("run time", lambda run: format_seconds(run.seconds)),
     ("tokens equal", lambda run: _tokens_verdict(run.compared)),
     ("logits equal, bit for bit", lambda run: _logits_verdict(run.compared)),
     ("cached blocks hold what was computed", lambda run: _blocks_verdict(run.compared)),
@@ -164,10 +165,11 @@ def _share(tokens: int, total: int) -> str:
     return f"{tokens:,} ({tokens / total:.0%})"
 
 
-def _pair(values: Percentiles, unit: str) -> str:
+def _pair(values: Percentiles, unit_seconds: float) -> str:
     if values.p50 is None or values.p99 is None:
         return "-"
-    return f"{values.p50:,.0f} / {values.p99:,.0f} {unit}"
+    p50, p99 = (format_seconds(value * unit_seconds) for value in (values.p50, values.p99))
+    return f"{p50} / {p99}"
 
 
 def _traffic(traffic: Traffic) -> str:

@@ -258,6 +258,15 @@ def test_command_refuses_an_output_folder_that_is_not_there(tmp_path, capsys):
     assert "it is a folder" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["r.png", "r", "r.svg.gz", "r.jpeg"])
+def test_command_refuses_a_plot_with_another_suffix_than_svg(tmp_path, capsys, name):
+    assert run_cli(SMALL, "--plot", tmp_path / name) == 2
+    output = capsys.readouterr()
+    assert "is not supported; it must be .svg" in output.err
+    assert output.out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_command_prints_a_result_that_cannot_be_written(capsys):
     assert run_cli(SMALL, "--json", "/dev/full") == 2
     said = capsys.readouterr()
