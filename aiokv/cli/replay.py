@@ -124,7 +124,9 @@ async def _replay(args: argparse.Namespace, stages: Stages) -> ReplayReport:
             hint="name the other one",
         )
     options = _make_options(args)
-    workload = load_workload(args.trace, args.limit, stages)
+    capacities = args.capacities or (_capacities(DEFAULT_CAPACITIES) if args.plot else [])
+    largest_tokens = max([args.device_blocks, *capacities]) * args.block_tokens
+    workload = load_workload(args.trace, args.limit, stages, largest_tokens=largest_tokens)
     if args.write_policy == "all":
         report, points = await compare_policies(workload, options, stages)
         report.write_policies = points
@@ -133,7 +135,6 @@ async def _replay(args: argparse.Namespace, stages: Stages) -> ReplayReport:
         report.eviction_policies = evictions
     else:
         report = await replay(workload, options, stages)
-    capacities = args.capacities or (args.plot and _capacities(DEFAULT_CAPACITIES))
     if capacities:
         report.capacities = await sweep_capacities(workload, options, capacities, stages)
     return report
