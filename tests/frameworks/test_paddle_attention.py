@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-HEADS, KV_HEADS, HEAD_DIM, TOKENS, ROWS, LATENT = 4, 2, 16, 128, 12, 24
+# odd sizes: the rows of a batch begin at different places of a cache line
+HEADS, KV_HEADS, HEAD_DIM, TOKENS, ROWS, LATENT = 6, 2, 10, 128, 12, 30
 FIRST_POSITION = 100
 
 

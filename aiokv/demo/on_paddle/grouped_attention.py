@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from aiokv.demo.on_paddle.paged_cache import PaddleCache, PagedTensors
-from aiokv.demo.on_paddle.products import masked_softmax, pad, rms_norm, rotate
+from aiokv.demo.on_paddle.products import masked_softmax, pad, product, rms_norm, rotate
 from aiokv.frameworks.paddle import import_paddle
 
 if TYPE_CHECKING:
@@ -98,9 +98,9 @@ def attend(queries: Any, keys: Any, values: Any, hidden: Any) -> Any:
     _, kv_heads, _ = keys.shape
     grouped = queries.reshape([rows, kv_heads, heads // kv_heads, head_dim])
     keys, values = keys.transpose([1, 2, 0]), values.transpose([1, 0, 2])
-    scores = paddle.stack([paddle.matmul(row, keys) for row in grouped])
+    scores = paddle.stack([product(row, keys) for row in grouped.unbind(0)])
     weights = masked_softmax(scores, hidden.unsqueeze([1, 2]))
-    mixed = paddle.stack([paddle.matmul(row, values) for row in weights])
+    mixed = paddle.stack([product(row, values) for row in weights.unbind(0)])
     return mixed.reshape([rows, heads, head_dim])
 
 

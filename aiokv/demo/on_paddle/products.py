@@ -35,16 +35,21 @@ class Products:
 
     def matmul(self, x: Any, weight: Any) -> Any:
         """``[rows, k] @ [k, n]`` as products of one shape; rows is a multiple of PADDING_ROWS."""
-        tiles = [
-            paddle.matmul(x[row : row + self.tile], weight)
-            for row in range(0, x.shape[0], self.tile)
-        ]
-        return paddle.concat(tiles)
+        starts = range(0, x.shape[0], self.tile)
+        return paddle.concat([product(x[row : row + self.tile], weight) for row in starts])
 
     def matmul_heads(self, x: Any, weights: Any) -> Any:
         """``[rows, heads, k]`` and ``[heads, k, n]`` as ``[rows, heads, n]``, head by head."""
         heads = [self.matmul(x[:, head], weights[head]) for head in range(weights.shape[0])]
         return paddle.stack(heads, axis=1)
+
+
+def product(left: Any, right: Any) -> Any:
+    """A matrix product whose left side is copied to where Paddle's allocator aligns it.
+
+    A slice begins anywhere, and a BLAS may choose its kernel by the alignment of its operands.
+    """
+    return paddle.matmul(left.clone(), right)
 
 
 def padded_rows(rows: int) -> int:
