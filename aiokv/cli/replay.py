@@ -284,7 +284,7 @@ def _memory_rows(report: ReplayReport) -> list[tuple[str, str]]:
     rows = [
         ("cached blocks", f"{memory.cached_blocks:,}"),
         ("index memory", f"{memory.index_bytes / 2**20:,.1f} MiB"),
-        ("index memory a cached block", f"{memory.index_bytes_per_block:.1f} B"),
+        ("index memory per cached block", f"{memory.index_bytes_per_block:.1f} B"),
         ("token ids", f"{memory.token_bytes / 2**20:,.1f} MiB"),
         ("resident memory grew by", f"{memory.rss_delta_bytes / 2**20:,.1f} MiB"),
     ]
