@@ -23,7 +23,7 @@ $(VENV)/.tools: pyproject.toml
 
 $(STAMP): $(VENV)/.tools $(NATIVE)
 	@echo "aiokv: building the native core (CMake) and installing the package in place"
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install --no-build-isolation -e .
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install --no-build-isolation -C cmake.define.AIOKV_WERROR=ON -e .
 	@touch $@
 
 setup: $(STAMP) ## make the virtual environment and build aiokv in it

@@ -4,7 +4,8 @@
 """
 
 from aiokv.config import CacheConfig, WindowGroup
-from aiokv.engine import CacheEngine
+from aiokv.engine import CacheEngine, ComputeBatch
+from aiokv.engine.pins import Pin
 from aiokv.errors import (
     AiokvError,
     AllocateTimeout,
@@ -27,7 +28,13 @@ from aiokv.errors import (
 from aiokv.lease import Lease
 from aiokv.types import Hit, Item, Statistics
 from aiokv.usage import Usage
+from aiokv.worker.device.base import Device, Event, Stream
+from aiokv.worker.device.cpu import CpuDevice, CpuEvent, CpuStream
+from aiokv.worker.device.cuda import CudaDevice, CudaOptions
+from aiokv.worker.lanes import LaneStatistics, WorkerStatistics
+from aiokv.worker.poller import PollerStatistics
 from aiokv.worker.regions import Regions, num_blocks_for
+from aiokv.worker.views import LayerView
 
 __version__ = "0.1.0"
 
@@ -39,24 +46,38 @@ __all__ = [
     "CacheEngine",
     "CapacityError",
     "ClosedError",
+    "ComputeBatch",
     "ConfigError",
     "ControlTimeout",
+    "CpuDevice",
+    "CpuEvent",
+    "CpuStream",
+    "CudaDevice",
+    "CudaOptions",
+    "Device",
     "DeviceError",
+    "Event",
     "Hit",
     "InternalError",
     "Item",
+    "LaneStatistics",
+    "LayerView",
     "LayoutError",
     "Lease",
     "LeaseError",
+    "Pin",
+    "PollerStatistics",
     "RankLost",
     "Regions",
     "RequestTooLarge",
     "Statistics",
+    "Stream",
     "TransferError",
     "UnreleasedLeaseWarning",
     "Usage",
     "UsageError",
     "WindowGroup",
+    "WorkerStatistics",
     "WouldBlock",
     "num_blocks_for",
 ]

@@ -90,6 +90,17 @@ class CopyJob:
     def error(self) -> tuple[int, str] | None:
         """(first bad block, reason), or None."""
 
+class DlpackTensor:
+    """Memory that a DLPack capsule lends; borrowed."""
+
+    def __init__(self, capsule: object) -> None: ...
+
+    @property
+    def layout(self) -> tuple[int, list[int], list[int], int, int]:
+        """
+        (pointer, shape, strides in elements, bits of an element, DLPack device type).
+        """
+
 class TimerFd:
     """A one-shot monotonic timer as a file descriptor."""
 
@@ -147,6 +158,9 @@ class CoreStatistics:
 
     @property
     def leases(self) -> int: ...
+
+    @property
+    def releasing_leases(self) -> int: ...
 
     @property
     def nodes(self) -> int: ...
@@ -255,8 +269,10 @@ class Core:
     def check_request(self, lease: int, num_tokens: int) -> None:
         """Raise what allocate would for a request that can never be granted."""
 
-    def retract(self, lease: int, step: int = 0) -> None:
-        """Undo allocate; the lease stays matched."""
+    def retract(self, lease: int, step: int = 0) -> int:
+        """
+        Undo allocate; the lease stays matched. The lease that keeps the blocks for the batches in flight; 0: none.
+        """
 
     def hit(self, lease: int) -> tuple[int, int]:
         """(device_blocks, host_blocks) as matched, or as granted."""
@@ -269,11 +285,27 @@ class Core:
     def commit(self, lease: int, num_tokens: int, step: int = 0) -> int:
         """Index computed blocks; returns how many became shareable."""
 
-    def truncate(self, lease: int, num_tokens: int, step: int = 0) -> None: ...
+    def truncate(self, lease: int, num_tokens: int, step: int = 0) -> int:
+        """Returns as retract()."""
 
     def extend(self, leases: Sequence[int], num_tokens: int) -> bool: ...
 
-    def release(self, lease: int, step: int = 0) -> None: ...
+    def release(self, lease: int, step: int = 0) -> bool:
+        """False: batches in flight keep the blocks until end_batch()."""
+
+    def begin_batch(self, leases: Sequence[int]) -> int:
+        """Name the leases that a batch computes with; returns the batch."""
+
+    def end_batch(self, batch: int, step: int = 0) -> list[int]:
+        """
+        The work is over, or belongs to `step`: the leases that are released by this.
+        """
+
+    def batches(self, lease: int) -> list[int]:
+        """Those in flight that compute with the lease."""
+
+    def is_released(self, lease: int) -> bool:
+        """Released, while batches in flight keep its blocks."""
 
     def recompute_from(self, lease: int) -> int: ...
 
@@ -362,6 +394,11 @@ class Core:
     def complete(self, transfer: int, outcome: Outcome, first_bad_block: int = 0) -> None: ...
 
     def take_abandoned(self) -> list[int]: ...
+
+    def mark_cancelling(self, transfer: int) -> None:
+        """A worker was asked to take it back: no other lease joins it."""
+
+    def close_step(self, step: int) -> None: ...
 
     def finish_step(self, step: int) -> None: ...
 

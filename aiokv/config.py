@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
+from aiokv import checks
 from aiokv.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from aiokv.worker.regions import Regions
 
 Verify = Literal["off", "checksum"]
@@ -17,6 +17,7 @@ WritePolicy = Literal["none", "write_through", "write_through_selective", "write
 EvictionPolicy = Literal["lru", "s3fifo"]
 
 
+@checks.arguments()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowGroup:
     """Layers whose attention sees the last positions only; they have block ids of their own.
@@ -43,6 +44,7 @@ class WindowGroup:
             _require_int("step_tokens", self.step_tokens, 1)
 
 
+@checks.arguments()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
     """Sizes and rules of one cache.
@@ -66,7 +68,8 @@ class CacheConfig:
         leave_tokens: positions at the end of a prompt that are computed even if cached, at least
             1 for the logits; EAGLE and MTP heads want more.
         reserve_blocks: device blocks that ``allocate`` leaves for ``extend``.
-        drain_timeout_seconds: how long closing waits for leases that are still out.
+        drain_timeout_seconds: how long closing waits for leases that are still out; may be
+            ``math.inf``.
         verify: ``"checksum"`` compares each onloaded block with what was committed, at the price
             of reading every byte; for finding bugs.
         state_slots: rows of the recurrent state's tensors (:meth:`Regions.add_state`), for leases
@@ -111,20 +114,17 @@ class CacheConfig:
                 f"reserve_blocks ({self.reserve_blocks}) must be below "
                 f"device_blocks ({self.device_blocks})"
             )
-        if self.write_policy not in get_args(WritePolicy):
-            raise ConfigError(
-                f"write_policy {self.write_policy!r} is not one of {get_args(WritePolicy)}"
-            )
-        if self.verify not in get_args(Verify):
-            raise ConfigError(f"verify {self.verify!r} is not one of {get_args(Verify)}")
+        checks.choice("write_policy", self.write_policy, get_args(WritePolicy), ConfigError)
+        checks.choice("verify", self.verify, get_args(Verify), ConfigError)
+        checks.choice(
+            "eviction_policy", self.eviction_policy, get_args(EvictionPolicy), ConfigError
+        )
         if self.salt_quota_blocks is not None:
             _require_int("salt_quota_blocks", self.salt_quota_blocks, 1)
-        if self.eviction_policy not in get_args(EvictionPolicy):
-            raise ConfigError(
-                f"eviction_policy {self.eviction_policy!r} is not one of {get_args(EvictionPolicy)}"
-            )
-        if self.drain_timeout_seconds < 0:
-            raise ConfigError(f"drain_timeout_seconds is {self.drain_timeout_seconds}, below 0")
+        checks.seconds(
+            "drain_timeout_seconds", self.drain_timeout_seconds, error=ConfigError, minimum=0.0
+        )
+        _check_windows(self.windows)
 
     @classmethod
     def for_regions(
@@ -172,13 +172,24 @@ class CacheConfig:
 
 
 def _require_int(name: str, value: object, minimum: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise ConfigError(f"{name} is {value!r}; it must be an integer of at least {minimum}")
-    if value >= 2**30:
-        raise ConfigError(f"{name} is {value}; it must be below {2**30}")
+    if not isinstance(value, int):
+        raise ConfigError(f"{name} is {value!r}; it must be an int")
+    checks.integer(name, value, minimum=minimum, maximum=2**30 - 1, error=ConfigError)
+
+
+def _check_windows(windows: object) -> None:
+    hint = "windows={'local': WindowGroup(window_tokens=..., device_blocks=...)}"
+    if not isinstance(windows, Mapping):
+        raise ConfigError(f"windows is {windows!r}; it must be a mapping of names", hint=hint)
+    for name, group in windows.items():
+        if not isinstance(name, str):
+            raise ConfigError(f"windows has the key {name!r}; it must be a str", hint=hint)
+        if not isinstance(group, WindowGroup):
+            raise ConfigError(f"windows[{name!r}] is {group!r}, not a WindowGroup", hint=hint)
 
 
 def _blocks_in(field: str, total_bytes: int, block_bytes: int) -> int:
+    total_bytes = checks.integer(field, total_bytes, error=ConfigError)
     if total_bytes < block_bytes:
         raise ConfigError(f"{field} is {total_bytes}, less than one block of {block_bytes} bytes")
     return total_bytes // block_bytes

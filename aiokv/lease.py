@@ -7,9 +7,12 @@ import time
 import warnings
 from typing import TYPE_CHECKING, Self
 
+from aiokv import checks
+from aiokv.checks import Unique
 from aiokv.errors import LeaseError, UnreleasedLeaseWarning
 from aiokv.types import Hit, as_tokens
 from aiokv.usage import Usage, Waits
+from aiokv.worker.device.base import as_event
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -27,12 +30,13 @@ if TYPE_CHECKING:
 _NO_WAITS = Waits()
 
 
-class Lease:
+class Lease(Unique):
     """What ``engine.match`` returns; made by the engine only.
 
     Life: *matched* (holds nothing) -> *granted* (refs on the cached blocks, own ids for the rest)
     -> *released* (dead: any further use raises ``LeaseError``). Used on the engine's loop, except
-    ``block_table``, ``layers.gpu_wait`` and ``layers.is_done``, which any thread may call.
+    ``block_table``, ``window_table``, ``layers.gpu_wait`` and ``layers.is_done``, which any thread
+    may call; all else raises ``UsageError`` there. It cannot be copied: see :meth:`fork`.
 
     Attributes:
         owner: the caller's name for it, shown in messages.
@@ -98,7 +102,7 @@ class Lease:
         Args:
             num_tokens: absolute number of positions, at least 1.
             priority: lower goes first; equal ones in order of arrival.
-            timeout: seconds to wait for capacity.
+            timeout: seconds to wait for capacity; None or ``math.inf`` for no limit.
             wait_pending: seconds to wait first for blocks that another lease is computing; after
                 that they are computed again.
 
@@ -106,20 +110,24 @@ class Lease:
             AllocateTimeout: the lease holds nothing and may try again.
             RequestTooLarge: it can never fit; at once.
             LeaseError: released, or granted already.
+            UsageError: an argument is no number; nothing changed.
             ClosedError: the engine closes.
 
         Cancellation: the lease holds nothing, as after ``match``.
         Checkpoint: only when it has to wait.
         """
+        num_tokens = checks.integer("num_tokens", num_tokens)
+        timeout = checks.timeout(timeout)
+        wait_pending = checks.seconds("wait_pending", wait_pending)
         if wait_pending > 0 and (pending_tokens := self.pending_tokens):
-            await self._wait_pending(pending_tokens, wait_pending)
+            await self._wait_pending(pending_tokens, checks.timeout(wait_pending))
         if not self.try_allocate(num_tokens):
             await self._engine._allocate(self, num_tokens, priority, timeout)
         return self
 
     def try_allocate(self, num_tokens: int) -> bool:
         """As :meth:`allocate`, now or not at all; False also while others wait."""
-        return self._engine._try_allocate(self, num_tokens)
+        return self._engine._try_allocate(self, checks.integer("num_tokens", num_tokens))
 
     async def preempt(self, *, swap: bool = False) -> None:
         """Give the device blocks to somebody else; ``resume`` takes blocks again.
@@ -174,7 +182,7 @@ class Lease:
             UsageError: tensors on a GPU, and no stream; or window groups. Nothing changed.
             LeaseError: not granted, or onloads of it are still under way.
         """
-        return self._engine._fork(self, owner, stream)
+        return self._engine._fork(self, checks.text("owner", owner), stream)
 
     def release(self, after: Event | None = None) -> None:
         """Give everything back; idempotent.
@@ -185,6 +193,7 @@ class Lease:
         """
         if not self._id:
             return
+        after = as_event("after", after)
         caller = sys._getframe(1)
         self._released_at = (caller.f_code, caller.f_lineno)
         self._engine._release(self, after)
@@ -203,6 +212,7 @@ class Lease:
     @property
     def hit(self) -> Hit:
         """The cached prefix by tier: as matched, and from ``allocate`` on as granted."""
+        self._engine._check_thread()
         device_blocks, host_blocks = self._core.hit(self._live_id())
         block_tokens = self._engine.config.block_tokens
         return Hit(device_blocks * block_tokens, host_blocks * block_tokens)
@@ -210,16 +220,19 @@ class Lease:
     @property
     def pending_tokens(self) -> int:
         """What follows the hit and is being computed by another lease; 0 once granted."""
+        self._engine._check_thread()
         return self._core.pending(self._live_id())[1] * self._engine.config.block_tokens
 
     @property
     def cached_tokens(self) -> int:
         """Positions that need no computing, once granted; falls when an onload fails."""
+        self._engine._check_thread()
         return self._core.cached_tokens(self._held_id())
 
     @property
     def usage(self) -> Usage:
         """What the request was spared and waited for so far; to be read before ``release``."""
+        self._engine._check_thread()
         prompt_tokens, cached_device, cached_host, computed_blocks = self._core.usage(
             self._live_id()
         )
@@ -241,6 +254,7 @@ class Lease:
     @property
     def num_tokens(self) -> int:
         """Positions that the block table holds."""
+        self._engine._check_thread()
         return self._core.num_tokens(self._held_id())
 
     @property
@@ -261,7 +275,8 @@ class Lease:
             UsageError: no such group in ``CacheConfig.windows``.
         """
         engine = self._engine
-        return self._core.block_table(self._live_id(), engine._manager.window_index(group))
+        index = engine._manager.window_index(checks.text("group", group))
+        return self._core.block_table(self._live_id(), index)
 
     @property
     def reach_tokens(self) -> int:
@@ -269,6 +284,7 @@ class Lease:
 
         ``commit`` moves it on; ``num_tokens`` without window groups.
         """
+        self._engine._check_thread()
         return self._core.reach_tokens(self._live_id())
 
     @property
@@ -278,6 +294,7 @@ class Lease:
         It holds the state after ``cached_tokens`` positions once ``layers`` have arrived: zeros,
         or a copy of a snapshot. -1 without a grant, and of models without such state.
         """
+        self._engine._check_thread()
         return self._core.state_slot(self._live_id())
 
     @property
@@ -287,6 +304,7 @@ class Lease:
         Where this prompt leaves what is cached, as others may part there too; and the last
         block border that an equal prompt can hit. Ascending; let chunks of the prompt end there.
         """
+        self._engine._check_thread()
         return tuple(self._core.snapshot_points(self._live_id()))
 
     # --- what was computed ----------------------------------------------------------------------
@@ -307,8 +325,10 @@ class Lease:
 
         Raises:
             LeaseError: more positions than the lease has; nothing changed.
+            UsageError: ``num_tokens`` is no integer, or ``ready`` no event; nothing changed.
         """
-        return self._engine._commit(self, num_tokens, ready)
+        num_tokens = checks.integer("num_tokens", num_tokens)
+        return self._engine._commit(self, num_tokens, as_event("ready", ready))
 
     def snapshot(self, num_tokens: int, stream: object = None) -> bool:
         """Save the recurrent state after ``num_tokens`` positions, so that prompts can hit there.
@@ -328,7 +348,7 @@ class Lease:
             LeaseError: not granted, not what is committed, or no block border; nothing changed.
             UsageError: the model has no recurrent state.
         """
-        return self._engine._snapshot(self, num_tokens, stream)
+        return self._engine._snapshot(self, checks.integer("num_tokens", num_tokens), stream)
 
     def append(self, tokens: TokenIds) -> None:
         """Name the next positions, so that they can be indexed.
@@ -336,6 +356,7 @@ class Lease:
         Raises:
             LeaseError: more than the lease has positions for; nothing changed.
         """
+        self._engine._check_loop()
         self._core.append(self._live_id(), as_tokens(tokens))
 
     def truncate(self, num_tokens: int) -> None:
@@ -345,7 +366,7 @@ class Lease:
             LeaseError: into shared blocks, into what ``resume`` still brings back, or beyond the
                 end; nothing changed.
         """
-        self._engine._truncate(self, num_tokens)
+        self._engine._truncate(self, checks.integer("num_tokens", num_tokens))
 
     def recompute_from(self) -> int | None:
         """Take note of a failed onload.
@@ -359,6 +380,7 @@ class Lease:
                 lags, ``preempt`` or release rather than wait. Or the lease has recurrent state or
                 windows, which cannot go back: ``preempt`` and ``resume`` it.
         """
+        self._engine._check_loop()
         if not self.layers.at_rest and self.layers.is_done:
             raise LeaseError(f"a rank that lags may still write blocks of {self!r}")
         position = self._core.recompute_from(self._held_id())
@@ -376,7 +398,7 @@ class Lease:
             )
         return self._live_id()
 
-    async def _wait_pending(self, pending_tokens: int, timeout: float) -> None:
+    async def _wait_pending(self, pending_tokens: int, timeout: float | None) -> None:
         began = time.monotonic()
         try:
             await self._engine._pending.wait(self._live_id(), timeout)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import msgspec
 import numpy as np
 
+from aiokv.checks import integer, sequence
 from aiokv.errors import UsageError
 
 if TYPE_CHECKING:
@@ -55,7 +56,8 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
 
     Per pool, ``free + cached + leased + in_flight`` is the capacity: *leased* blocks belong to
     one lease alone, *cached* ones to the index (with or without leases on them), *in flight* ones
-    are the destination of a transfer. State slots are free, a snapshot, or a lease's.
+    are the destination of a transfer. State slots are free, a snapshot, or a lease's. *Releasing*
+    leases are released, but a batch in flight computes with their blocks.
     """
 
     device_blocks: int
@@ -69,6 +71,7 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     host_in_flight: int
     evictable_blocks: int
     leases: int
+    releasing_leases: int
     waiting: int
     prompt_tokens: int
     hit_device_tokens: int
@@ -97,18 +100,24 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
         return self.hit_device_tokens + self.hit_host_tokens
 
 
-def check_items(items: Sequence[tuple[object, object, object]]) -> None:
-    """What the native index does not say well: items of the wrong types.
+def as_items(items: Sequence[Item]) -> list[Item]:
+    """Items, or tuples like them, with plain integers.
 
     Raises:
         UsageError: an item is not (bytes, int, int).
     """
-    for item in items:
-        content_hash, offset, length = item
-        if not isinstance(content_hash, bytes):
-            raise UsageError(f"an item's content_hash must be bytes, not {content_hash!r}")
-        if not isinstance(offset, int) or not isinstance(length, int):
-            raise UsageError(f"an item's place must be two integers, not {offset!r}, {length!r}")
+    return [_as_item(item) for item in sequence("items", items)]
+
+
+def _as_item(item: object) -> Item:
+    if not isinstance(item, tuple) or len(item) != 3:
+        raise UsageError(f"an item must be Item(content_hash, offset, length), not {item!r}")
+    content_hash, offset, length = item
+    if not isinstance(content_hash, bytes):
+        raise UsageError(f"an item's content_hash must be bytes, not {content_hash!r}")
+    return Item(
+        content_hash, integer("an item's offset", offset), integer("an item's length", length)
+    )
 
 
 def as_tokens(tokens: TokenIds) -> NDArray[np.int32]:

@@ -55,6 +55,7 @@ class Totals(msgspec.Struct, kw_only=True):
     cancelled: int = 0
     faults: int = 0
     failed_onloads: int = 0
+    late_writes: int = 0
     spoilt_blocks: int = 0
     spoilt_found: int = 0
     onloaded_blocks: int = 0
@@ -187,6 +188,7 @@ class Round:
         totals.hit_tokens += load.hit_tokens
         totals.cancelled += load.cancelled
         totals.failed_onloads += load.failed_onloads
+        totals.late_writes += load.late_writes
         totals.spoilt_blocks += load.spoilt_blocks
         totals.spoilt_found += load.spoilt_found
         totals.checked_blocks += self.memory.checked_blocks

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -92,6 +93,7 @@ class Load:
         self.hit_tokens = 0
         self.cancelled = 0
         self.failed_onloads = 0
+        self.late_writes = 0
         self.spoilt_blocks = 0
         self.spoilt_found = 0
         self.stopping = False
@@ -332,7 +334,10 @@ class Request:
             return  # lost interest while its onload runs
         cached = await self.arrive()
         self.check(cached)
-        self.compute(cached, self.lease.num_tokens)
+        if rng.random() < 0.3:
+            await self.compute_late(cached, self.lease.num_tokens)
+        else:
+            self.compute(cached, self.lease.num_tokens)
         await self.commit(cached)
         for _ in range(rng.choice((0, 0, 0, 1, 4))):
             if not await self.decode():
@@ -421,6 +426,20 @@ class Request:
         if first < last:
             self.memory.write(self.lease.block_table[first:last], self.words()[first:last])
 
+    async def compute_late(self, begin: int, end: int) -> None:
+        """As a runner in a thread: it writes at some time, even if the request has gone by then."""
+        first, last = begin // self.size, min(end, self.full_tokens) // self.size
+        runner = LateRunner(
+            self.memory, self.lease.block_table[first:last], self.words()[first:last]
+        )
+        self.load.note(self.name, "compute late", first, last)
+        with self.load.engine.computing([self.lease]) as batch:
+            batch.ends_with(runner.done)
+            runner.start(passes=self.load.rng.randint(0, 12))
+            self.load.late_writes += 1
+            while not runner.done.done():  # noqa: ASYNC110
+                await asyncio.sleep(0)
+
     async def commit(self, done: int) -> None:
         """In chunks, as a prefill would."""
         lease, rng = self.lease, self.load.rng
@@ -456,6 +475,25 @@ class Request:
         self.compute(begin, lease.num_tokens)
         await self.commit(before)
         return True
+
+
+class LateRunner:
+    """Writes blocks some passes of the loop later, whatever has become of their lease."""
+
+    def __init__(self, memory: Memory, block_table: np.ndarray, words: np.ndarray) -> None:
+        self.memory = memory
+        self.block_table = block_table
+        self.words = words
+        self.done: Future[None] = Future()
+        self.done.set_running_or_notify_cancel()
+
+    def start(self, passes: int) -> None:
+        loop = asyncio.get_running_loop()
+        if passes:
+            loop.call_soon(self.start, passes - 1)
+            return
+        self.memory.write(self.block_table, self.words)
+        self.done.set_result(None)
 
 
 def raise_first(results: list[BaseException | None]) -> None:

@@ -7,6 +7,9 @@ import threading
 import time
 from typing import TYPE_CHECKING, Self
 
+from aiokv import checks
+from aiokv.config import CacheConfig
+from aiokv.engine.computing import Computing
 from aiokv.engine.gates import Admissions, LeasesChanged
 from aiokv.engine.open_step import OpenStepWatch
 from aiokv.engine.pending import PendingBlocks
@@ -24,26 +27,25 @@ from aiokv.errors import (
     LeaseError,
     UsageError,
 )
+from aiokv.lease import Lease
 from aiokv.observe.logs import Log
 from aiokv.plan import Priority
 from aiokv.scheduler.manager import CacheManager
 from aiokv.worker.checksums import Checksums
 from aiokv.worker.controller import CacheController
-from aiokv.worker.device.cpu import CpuDevice
+from aiokv.worker.device.names import named_device
 from aiokv.worker.poller import EventPoller
 from aiokv.worker.regions import Regions
 from aiokv.worker.views import done_view
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from types import TracebackType
 
     import numpy as np
     from numpy.typing import NDArray
 
-    from aiokv.config import CacheConfig
     from aiokv.errors import RankLost
-    from aiokv.lease import Lease
     from aiokv.plan import TransferReport
     from aiokv.ranks.group import RankGroup
     from aiokv.worker.base import Worker
@@ -61,18 +63,19 @@ class EngineBase:
         self,
         config: CacheConfig,
         regions: Regions | None = None,
-        device: Device | None = None,
+        device: Device | str | None = None,
         *,
         ranks: RankGroup | None = None,
     ) -> None:
+        _check_types(config, regions, ranks)
         self.config = config
         self._ranks = ranks
         self.regions = Regions(num_layers=0) if regions is None else regions
         self._check_regions()
         if ranks is not None and device is not None:
             raise ConfigError("both device= and ranks=", hint="pass the device to each Rank")
-        self._device = device or CpuDevice()
-        self._manager = CacheManager(config)
+        self._device = named_device(device)
+        self._manager = _new_manager(config)
         self._core = self._manager.core
         self._waiting = CapacityQueue(self._grant)
         self._admissions = Admissions(on_open=self._waiting.pump)
@@ -86,6 +89,7 @@ class EngineBase:
         self._allocating: set[int] = set()  # those in line
         self._taken_back: dict[int, BaseException | None] = {}  # leases that lost their blocks
         self._thread = 0  # of the loop; 0 before and after
+        self._entered = False  # stays True after closing
         self._closing: str | None = None
         self._leases_changed = LeasesChanged()
         self._broken: BaseException | None = None
@@ -136,6 +140,7 @@ class EngineBase:
             self._controller,
             on_report=self._after_report,
             on_submit=lambda after_step: self._open_step.note(after_step),
+            check_wait=lambda after_step: self._steps.check_wait(after_step),
         )
         self._steps = Steps(
             self._core,
@@ -145,6 +150,17 @@ class EngineBase:
             on_broken=self._break,
         )
         self._open_step = OpenStepWatch(self._loop, self._steps, self._controller)
+        self._computing = Computing(
+            self._loop,
+            self._core,
+            self._steps,
+            self._controller,
+            self._poller,
+            on_freed=self._after_release,
+            lease_id=self._own_id,
+            check_loop=self._check_loop,
+        )
+        self._entered = True
         self._thread = threading.get_ident()
         return self
 
@@ -184,8 +200,14 @@ class EngineBase:
             drain_timeout: seconds to wait for leases that are out, instead of the
                 configuration's; their owners are logged when it passes.
 
+        Raises:
+            UsageError: ``drain_timeout`` is no number, or this is another thread; nothing changed.
+
         Cancellation: memory is kept until transfers have ended; call it again.
         """
+        timeout = self.config.drain_timeout_seconds if drain_timeout is None else drain_timeout
+        timeout_seconds = checks.timeout(timeout, "drain_timeout")
+        self._check_thread()
         if not self._thread:
             self._closing = "is closed"
             return
@@ -193,8 +215,8 @@ class EngineBase:
         self._fail_waiting(ClosedError("the engine closed while the lease waited for capacity"))
         self._pins.release_all()
         self._pending.close()
-        timeout = self.config.drain_timeout_seconds if drain_timeout is None else drain_timeout
-        await self._wait_for_leases(timeout)
+        await self._wait_for_leases(timeout_seconds)
+        self._computing.close()
         self._transfers.stopped = True
         if self._steps.open:  # transfers must not wait for a step that nobody will close
             self._steps.close(None)
@@ -204,7 +226,7 @@ class EngineBase:
         self._closing = "is closed"
         self._thread = 0
 
-    async def _wait_for_leases(self, timeout: float) -> None:
+    async def _wait_for_leases(self, timeout: float | None) -> None:
         if not await self._leases_changed.wait_for(lambda: not self._owners, timeout):
             log.warning("engine.leases_out", owners=self._owner_names(), waited_seconds=timeout)
 
@@ -230,6 +252,19 @@ class EngineBase:
         if asyncio._get_running_loop() is not self._loop:
             raise UsageError("the engine is used outside the loop that it was entered on")
 
+    def _check_thread(self) -> None:
+        """For what reads the loop's state, also before the engine is entered and after it closed.
+
+        Raises:
+            UsageError: this is not the thread of the loop.
+        """
+        if self._thread and threading.get_ident() != self._thread:
+            raise UsageError(
+                "the engine is used in a thread other than that of its loop",
+                hint="read it on the loop and pass the values; block_table and statistics() may "
+                "be called in any thread",
+            )
+
     def _break(self, error: BaseException) -> None:
         """The device cannot go on: refuse everything, wake everybody."""
         self._broken = error
@@ -249,10 +284,12 @@ class EngineBase:
 
     def _take_back(self) -> None:
         """All leases hold nothing, as after ``preempt``; but for tables that move just now."""
-        for lease_id in self._owners:
+        for lease_id in list(self._owners):
             holds = self._core.is_granted(lease_id) or self._core.is_swapped(lease_id)
-            if holds and not self._core.swap_transfer(lease_id):
-                self._core.retract(lease_id, self._steps.open)
+            if self._core.is_released(lease_id) or self._core.swap_transfer(lease_id):
+                continue
+            if holds:
+                self._give_up_grant(lease_id)
                 self._quota.give_back(lease_id)
                 self._taken_back[lease_id] = self._broken
         self._transfers.cancel_abandoned()
@@ -362,6 +399,27 @@ class EngineBase:
             self._transfers.schedule_backups()
         return True
 
+    def _give_up_grant(self, lease_id: int) -> None:
+        """The lease holds nothing from now on; batches in flight keep the blocks under its name."""
+        keeper = self._core.retract(lease_id, self._steps.open)
+        if keeper:
+            self._owners[keeper] = self._owners[lease_id]
+            self._quota.hand_over(lease_id, keeper)
+
+    def _after_release(self, lease_ids: Sequence[int]) -> None:
+        """Leases have given everything back."""
+        for lease_id in lease_ids:
+            del self._owners[lease_id]
+            self._taken_back.pop(lease_id, None)
+            self._quota.give_back(lease_id)
+        self._transfers.cancel_abandoned()
+        if self._waiting:
+            self._waiting.pump()
+        if self._pending:
+            for lease_id in lease_ids:
+                self._pending.wake(lease_id)
+        self._leases_changed.notify()
+
     def _retract(self, lease: Lease) -> None:
         """As if the grant had not been made."""
         self._core.retract(lease._id, self._steps.open)
@@ -385,3 +443,40 @@ class EngineBase:
         """Something ended that held blocks: whoever waits for that looks again."""
         self._waiting.pump()
         self._leases_changed.notify()
+
+    def _own_ids(self, leases: Sequence[Lease]) -> list[int]:
+        return [self._own_id(lease) for lease in checks.sequence("leases", leases)]
+
+    def _own_id(self, lease: Lease) -> int:
+        if not isinstance(lease, Lease):
+            raise UsageError(f"{lease!r} is no Lease")
+        if lease._engine is not self:
+            raise LeaseError(f"{lease!r} belongs to another engine")
+        return lease._live_id()
+
+
+def _new_manager(config: CacheConfig) -> CacheManager:
+    try:
+        return CacheManager(config)
+    except MemoryError:
+        sizes = ("device_blocks", "host_blocks", "block_tokens", "state_slots")
+        raise ConfigError(
+            "there is not enough memory for the index of a cache with "
+            + ", ".join(f"{name}={getattr(config, name)}" for name in sizes),
+            hint="lower them; CacheConfig.for_regions computes the blocks from bytes",
+        ) from None
+
+
+def _check_types(config: object, regions: object, ranks: object) -> None:
+    if not isinstance(config, CacheConfig):
+        raise ConfigError(
+            f"config is {config!r}; it must be a CacheConfig",
+            hint="CacheEngine(CacheConfig(device_blocks=...)), or CacheConfig(**mapping)",
+        )
+    if regions is not None and not isinstance(regions, Regions):
+        raise ConfigError(
+            f"regions is {regions!r}; it must be a Regions",
+            hint="register the tensors: regions = Regions(num_layers=...); regions.add(...)",
+        )
+    if ranks is not None and not hasattr(ranks, "restart"):
+        raise ConfigError(f"ranks is {ranks!r}; it must be an aiokv.ranks.RankGroup")

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from aiokv import checks
 from aiokv.engine.leasing import Leasing
 from aiokv.errors import UsageError
+from aiokv.lease import Lease
 from aiokv.worker.views import LayerView
 
 if TYPE_CHECKING:
@@ -15,7 +17,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from aiokv.lease import Lease
     from aiokv.types import TokenIds
 
 
@@ -24,6 +25,7 @@ class Batches(Leasing):
 
     def match_many(self, prompts: Iterable[TokenIds], *, salt: str = "") -> list[Lease]:
         """``match`` for each; a bad prompt raises after those before it were released."""
+        prompts = checks.sequence("prompts", prompts)
         leases: list[Lease] = []
         try:
             leases.extend(self.match(tokens, salt=salt) for tokens in prompts)
@@ -39,16 +41,23 @@ class Batches(Leasing):
             LeaseError: of the first lease that refuses; those before it are committed.
             UsageError: not one number a lease; nothing changed.
         """
-        if len(leases) != len(num_tokens):
-            raise UsageError(f"{len(num_tokens)} numbers for {len(leases)} leases")
-        for lease in leases:
-            self._own_id(lease)
-        return sum(
-            self._commit(lease, n, None) for lease, n in zip(leases, num_tokens, strict=True)
-        )
+        self._check_loop()
+        leases = checks.sequence("leases", leases)
+        self._own_ids(leases)
+        counts = [
+            checks.integer("num_tokens", n) for n in checks.sequence("num_tokens", num_tokens)
+        ]
+        if len(leases) != len(counts):
+            raise UsageError(f"{len(counts)} numbers for {len(leases)} leases")
+        return sum(self._commit(lease, n, None) for lease, n in zip(leases, counts, strict=True))
 
     def release_many(self, leases: Iterable[Lease]) -> None:
         """``release`` for each."""
+        self._check_thread()
+        leases = checks.sequence("leases", leases)
+        for lease in leases:
+            if not isinstance(lease, Lease):
+                raise UsageError(f"{lease!r} is no Lease")
         for lease in leases:
             lease.release()
 
@@ -57,6 +66,9 @@ class Batches(Leasing):
 
         Its errors carry no position: ask each lease's ``recompute_from``.
         """
+        self._check_loop()
+        leases = checks.sequence("leases", leases)
+        self._own_ids(leases)
         counters = {counter: None for lease in leases for counter in lease.layers.counters}
         return LayerView(list(counters)) if counters else self._done
 
@@ -77,11 +89,31 @@ class Batches(Leasing):
             group: a window group, as of ``Lease.window_table``; None for all other layers.
 
         Raises:
-            UsageError: ``out`` is too small, or no such group; nothing was written.
+            UsageError: ``out`` is too small or of another kind, or no such group; nothing was
+                written.
         """
-        ids = [self._own_id(lease) for lease in leases]
+        self._check_loop()
+        ids = self._own_ids(leases)
+        fill = checks.integer("fill", fill, minimum=-(2**31), maximum=checks.MAX_INT32)
+        if group is not None:
+            checks.text("group", group)
+        group_index = self._manager.window_index(group)
         if out is None:
             width = max((self._blocks_for(self._core.num_tokens(i)) for i in ids), default=0)
             out = np.empty((len(ids), width), dtype=np.int32)
-        self._core.block_tables(ids, out, fill, self._manager.window_index(group))
+        try:
+            self._core.block_tables(ids, out, fill, group_index)
+        except TypeError:
+            raise UsageError(
+                f"out is {_described(out)}; it must be a writable C-contiguous int32 array of two "
+                "dimensions on the cpu"
+            ) from None
         return out
+
+
+def _described(array: object) -> str:
+    if not isinstance(array, np.ndarray):
+        return repr(array)
+    order = "C" if array.flags.c_contiguous else "not C"
+    access = "writable" if array.flags.writeable else "read-only"
+    return f"{array.dtype} of shape {array.shape}, {order}-contiguous, {access}"

@@ -6,6 +6,7 @@ import asyncio
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+from aiokv import checks
 from aiokv.engine.residency import Residency
 from aiokv.errors import ControlTimeout, UsageError
 
@@ -41,6 +42,7 @@ class Control(Residency):
         Cancellation: the cache is empty all the same; transfers end in the background.
         """
         self._check_open()
+        timeout = checks.timeout(timeout)
         self._core.reset()
         self._pending.wake_all()
         self._waiting.pump()
@@ -94,7 +96,9 @@ class Control(Residency):
     ) -> AsyncIterator[None]:
         """Raises:
         ControlTimeout: the cache has not become ``state`` in time; it names ``keepers()``.
+        UsageError: ``timeout`` is no number.
         """
+        timeout = checks.timeout(timeout)
         try:
             async with asyncio.timeout(timeout):
                 yield
@@ -151,6 +155,8 @@ class Control(Residency):
             ControlTimeout: leases kept blocks beyond the new size; nothing changed.
         """
         self._check_open()
+        device_blocks = checks.integer("device_blocks", device_blocks)
+        timeout = checks.timeout(timeout)
         blocks = self._controller.device_blocks
         if device_blocks > blocks:
             raise UsageError(f"cannot resize to {device_blocks} blocks: the regions hold {blocks}")

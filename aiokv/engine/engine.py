@@ -13,28 +13,42 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from aiokv.checks import Unique, arguments
 from aiokv.engine.recovery import Recovery
 from aiokv.types import Statistics
+from aiokv.worker.lanes import IDLE as IDLE_WORKER
+from aiokv.worker.poller import IDLE as IDLE_POLLER
 
 if TYPE_CHECKING:
     from aiokv.worker.lanes import WorkerStatistics
     from aiokv.worker.poller import PollerStatistics
 
 
-class CacheEngine(Recovery):
+@arguments()
+class CacheEngine(Recovery, Unique):
     """Prefix cache over device and host memory, for one event loop.
 
     Args:
         config: sizes and rules.
         regions: the device tensors. Without any, the cache keeps books only: transfers move
             nothing and are done in the next pass of the loop.
-        device: where the regions live; the cpu device by default.
+        device: where the regions live: ``"cpu"``, which is the default, ``"cuda"`` for the current
+            GPU, ``"cuda:1"``, or a :class:`CpuDevice` or :class:`CudaDevice`.
         ranks: instead of both: the tensors are those of several processes.
 
-    ``async with`` binds it to the running loop; every method is to be called on that loop.
+    ``async with`` binds it to the running loop; every method is to be called on that loop. Methods
+    that only read may be called before ``async with`` and after closing, too. In other threads,
+    ``statistics()``, ``worker_statistics()``, ``asleep``, ``open_step`` and ``repr()`` may be
+    called; all else raises ``UsageError`` there.
+
+    Raises:
+        ConfigError: an argument is of the wrong type, unknown, or contradicts another; or there is
+            no memory for the index.
+        UsageError: the regions are too small for ``config``.
     """
 
     def statistics(self) -> Statistics:
+        """Return counts and the state of the pools. Any thread."""
         core = self._core.statistics()
         fields = {name: getattr(core, name) for name in _CORE_FIELDS}
         return Statistics(
@@ -46,13 +60,17 @@ class CacheEngine(Recovery):
         )
 
     def worker_statistics(self) -> WorkerStatistics:
-        return self._controller.statistics()
+        """Return what the worker has moved; zeros before ``async with``. Any thread."""
+        return self._controller.statistics() if self._entered else IDLE_WORKER
 
     def poller_statistics(self) -> PollerStatistics:
-        return self._poller.statistics()
+        """Return what waiting has cost; zeros before ``async with``."""
+        self._check_thread()
+        return self._poller.statistics() if self._entered else IDLE_POLLER
 
     def dump(self) -> dict[str, object]:
         """Who holds what, for a person to read; plain values, ready for JSON."""
+        self._check_thread()
         return {
             "leases": [
                 {"owner": owner or "unnamed", **self._manager.describe(lease_id)}
@@ -73,15 +91,16 @@ class CacheEngine(Recovery):
             "quota": self._quota.held_by_salt(),
             "pins": len(self._pins),
             "paused": self._admissions.paused,
-            "open_step": self._steps.open,
+            "open_step": self._steps.open if self._entered else 0,
             "asleep": sorted(self.asleep),
             "statistics": msgspec.to_builtins(self.statistics()),
-            "worker": msgspec.to_builtins(self._controller.statistics()),
+            "worker": msgspec.to_builtins(self.worker_statistics()),
             "ranks": [] if self._ranks is None else self._ranks.describe(),
         }
 
     def check_invariants(self) -> list[str]:
         """What of I1-I6 does not hold, as sentences; empty when all is well. Scans everything."""
+        self._check_thread()
         return self._core.violations()
 
     def __repr__(self) -> str:

@@ -6,13 +6,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from aiokv import checks
 from aiokv.engine.base import EngineBase
+from aiokv.engine.computing import ComputeBatch
 from aiokv.errors import LeaseError, TransferError, WouldBlock
 from aiokv.lease import Lease
-from aiokv.types import as_tokens, check_items
+from aiokv.types import as_items, as_tokens
+from aiokv.worker.device.base import as_event
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from aiokv.types import Item, TokenIds
     from aiokv.worker.device.base import Event
@@ -48,14 +51,18 @@ class Leasing(EngineBase):
 
         Raises:
             UsageError: no tokens, or one outside int32; or items that are not in the prompt, or
-                out of order.
+                out of order; or another argument is of the wrong type.
             ClosedError: the engine is closed or closing.
         """
         self._check_open()
+        checks.text("salt", salt)
+        checks.text("adapter", adapter)
+        checks.text("owner", owner)
+        checks.flag("read", read)
+        checks.flag("write", write)
         context = f"{len(salt)}:{salt}{adapter}" if salt or adapter else ""
         if items:
-            check_items(items)
-            found = self._core.match_items(as_tokens(tokens), items, context, read, write)
+            found = self._core.match_items(as_tokens(tokens), as_items(items), context, read, write)
         else:
             found = self._core.match(as_tokens(tokens), context, read, write)
         lease_id = found[0]
@@ -93,7 +100,12 @@ class Leasing(EngineBase):
 
     def _truncate(self, lease: Lease, num_tokens: int) -> None:
         self._check_loop()
-        self._core.truncate(lease._live_id(), num_tokens, self._steps.open)
+        num_blocks = self._blocks_for(self._core.num_tokens(lease._live_id()))
+        keeper = self._core.truncate(lease._id, num_tokens, self._steps.open)
+        if keeper:
+            self._owners[keeper] = lease.owner
+            cut_blocks = num_blocks - self._blocks_for(num_tokens)
+            self._quota.count(keeper, lease.salt, cut_blocks)
         self._recount([lease._id])
         self._on_blocks_free()
 
@@ -108,18 +120,19 @@ class Leasing(EngineBase):
                 changed.
         """
         self._check_loop()
-        lease_ids = [self._own_id(lease) for lease in leases]
+        lease_ids = self._own_ids(leases)
+        num_tokens = checks.integer("num_tokens", num_tokens)
         extended = self._core.extend(lease_ids, num_tokens)
         if not extended and self._saves_first:
             # What stands in the way is on its way to the host now, or may be dropped.
-            wanted = len(leases) * self._blocks_for(num_tokens)
+            wanted = len(lease_ids) * self._blocks_for(num_tokens)
             saving = self._transfers.make_clean(wanted)
             extended = not saving and self._core.extend(lease_ids, num_tokens)
         if self._core.wants_backups():
             self._transfers.schedule_backups()
         if not extended:
             raise WouldBlock(
-                f"no room to extend {len(leases)} leases by {num_tokens} positions",
+                f"no room to extend {len(lease_ids)} leases by {num_tokens} positions",
                 hint="preempt a lease, or raise CacheConfig.reserve_blocks",
             )
         self._recount(lease_ids)
@@ -137,16 +150,18 @@ class Leasing(EngineBase):
         if swap:
             await self._swap_out(lease)
             return
-        self._core.retract(lease_id, self._steps.open)
+        self._give_up_grant(lease_id)
         lease._leave_layers(self._done)
         self._transfers.cancel_abandoned()
         self._note_preempted(lease_id)
         self._on_blocks_free()
 
     async def _swap_out(self, lease: Lease) -> None:
+        await self._computing.wait_ended(lease)
         while saving := self._core.saving(lease._live_id()):
             await self._transfers.ended(saving)
-            self._check_open()
+            await self._computing.wait_ended(lease)
+        self._check_open()
         lease_id = lease._live_id()
         if not self._core.swap_out(lease_id, self._steps.open):
             raise WouldBlock(
@@ -238,20 +253,43 @@ class Leasing(EngineBase):
             lease._id = 0  # the engine closed without it
             return
         self._check_loop()
+        step = self._steps.open if after is None else self._close_step(after)
         lease_id, lease._id = lease._id, 0
-        self._forget(lease_id, self._steps.open if after is None else self._close_step(after))
+        self._forget(lease_id, step)
 
     def _forget(self, lease_id: int, step: int) -> None:
-        del self._owners[lease_id]
-        self._taken_back.pop(lease_id, None)
-        self._core.release(lease_id, step)
-        self._quota.give_back(lease_id)
-        self._transfers.cancel_abandoned()
-        if self._waiting:
-            self._waiting.pump()
-        if self._pending:
+        if self._core.release(lease_id, step):
+            self._after_release((lease_id,))
+        elif self._pending:  # a batch keeps the blocks, but nothing more is computed
             self._pending.wake(lease_id)
-        self._leases_changed.notify()
+
+    def computing(self, leases: Iterable[Lease]) -> ComputeBatch:
+        """Name the leases of a batch before the model computes with them.
+
+        ::
+
+            with engine.computing(leases) as batch:
+                await batch.run(model.forward, ...)
+
+        A lease that is released, cancelled, preempted, truncated or collected while the batch is
+        in flight gives its blocks back when the batch has ended. So no other request gets a block
+        that a thread or a stream may still write, whoever stopped waiting for it. The batch has
+        ended when the ``with`` block has, and what ``batch.run`` and ``batch.ends_with`` were
+        given is done. On a device that computes in a stream, and with ranks, work without an event
+        belongs to the step that is open then: ``step(event)`` covers it.
+
+        Args:
+            leases: allocated; none of them twice. A lease may be in several batches at a time.
+
+        Returns:
+            A context manager, to be entered once.
+
+        Raises:
+            LeaseError: on entering: a lease is not allocated, is being swapped, is released, or
+                belongs to another engine. Nothing changed.
+        """
+        self._check_loop()
+        return ComputeBatch(self._computing, checks.sequence("leases", leases))
 
     def _collect(self, lease_id: int) -> bool:
         """A lease was garbage-collected; returns whether it held blocks. Any thread."""
@@ -263,13 +301,14 @@ class Leasing(EngineBase):
         return self._core.is_granted(lease_id) or self._core.is_swapped(lease_id)
 
     def step(self, event: Event | None = None) -> int:
-        """Close the open step: what was committed or released in it is covered by ``event``.
+        """Close the open step: what was computed in it is covered by ``event``.
 
-        Transfers of those blocks wait for the event on the device. On a device that computes
-        before it returns (cpu), closing a step only sends the backups on their way. On others,
-        close a step also after a last release: what belongs to an open step cannot be saved, so
-        ``"write_back"`` cannot evict it, and ``allocate`` waits. Timeouts name such a step, and a
-        warning is logged.
+        That is what was committed in it, what the batches computed that ended in it (see
+        ``computing``), and, of leases that no batch has named, what was released in it. Transfers
+        of those blocks wait for the event on the device. On a device that computes before it
+        returns (cpu), closing a step only sends the backups on their way. On others, close a step
+        also after a last commit: what belongs to an open step cannot be saved, so ``"write_back"``
+        cannot evict it, and ``allocate`` waits. Timeouts name such a step, and a warning is logged.
 
         Args:
             event: recorded on the compute stream behind the step's work, the events of later
@@ -278,11 +317,15 @@ class Leasing(EngineBase):
 
         Returns:
             The number of the step that was closed.
+
+        Raises:
+            UsageError: the worker cannot wait for such an event; the step stays open.
         """
         self._check_loop()
-        return self._close_step(event)
+        return self._close_step(as_event("event", event))
 
     def _close_step(self, event: Event | None) -> int:
+        self._controller.check_event(event)
         if self._unrecorded:
             if event is not None:
                 event.synchronize()
@@ -290,8 +333,3 @@ class Leasing(EngineBase):
         step = self._steps.close(event)
         self._transfers.send_backups()
         return step
-
-    def _own_id(self, lease: Lease) -> int:
-        if lease._engine is not self:
-            raise LeaseError(f"{lease!r} belongs to another engine")
-        return lease._live_id()

@@ -24,7 +24,7 @@ class PendingBlocks:
     def __len__(self) -> int:
         return sum(map(len, self._waiters.values()))
 
-    async def wait(self, lease_id: int, timeout: float) -> None:
+    async def wait(self, lease_id: int, timeout: float | None) -> None:
         """Return when nobody computes more of the prefix, or after ``timeout`` seconds.
 
         Cancellation: the lease has stopped waiting, and nothing else changed.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
+
+from aiokv.checks import Unique
 
 if TYPE_CHECKING:
     import asyncio
@@ -11,7 +14,7 @@ if TYPE_CHECKING:
     from aiokv.lease import Lease
 
 
-class Pin:
+class Pin(Unique):
     """Keeps a prefix on the device until ``release()``, or until its time is over.
 
     Attributes:
@@ -31,7 +34,8 @@ class Pin:
         return not self._lease._id
 
     def expire_after(self, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
-        self._timer = loop.call_later(seconds, self.release)
+        if seconds < math.inf:
+            self._timer = loop.call_later(seconds, self.release)
 
     def release(self) -> None:
         """Let it be evicted again; idempotent."""

@@ -70,6 +70,11 @@ class SaltQuota:
                 del self._held[salt]
             self._serve(salt)
 
+    def hand_over(self, lease_id: int, keeper: int) -> None:
+        """Another lease holds the blocks now."""
+        if lease_id in self._by_lease:
+            self._by_lease[keeper] = self._by_lease.pop(lease_id)
+
     def held(self, salt: str) -> int:
         """Blocks that are counted to the salt."""
         return self._held.get(salt, 0)

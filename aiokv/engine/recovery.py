@@ -11,8 +11,11 @@ class Recovery(Sleeping):
 
     @property
     def open_step(self) -> int:
-        """The number that ``step()`` will return; what a rank's runner passes to ``Rank.step``."""
-        return self._steps.next
+        """The number that ``step()`` will return; what a rank's runner passes to ``Rank.step``.
+
+        Any thread.
+        """
+        return self._steps.next if self._entered else 1
 
     async def restart_ranks(self) -> None:
         """Bring lost ranks back; the cache is empty then, and the engine serves again.

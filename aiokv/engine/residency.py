@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
+from aiokv import checks
 from aiokv.engine.batches import Batches
 from aiokv.engine.pins import Pin
-from aiokv.errors import (
-    RequestTooLarge,
-    UsageError,
-    WouldBlock,
-)
+from aiokv.errors import RequestTooLarge, WouldBlock
 from aiokv.plan import Priority
-from aiokv.types import Hit
+from aiokv.types import Hit, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from aiokv.lease import Lease
-    from aiokv.types import Item, Tier, TokenIds
+    from aiokv.types import Item, TokenIds
 
 
 class Residency(Batches):
@@ -36,10 +33,8 @@ class Residency(Batches):
         Cancellation: copies that have begun end as host copies.
         """
         self._check_open()
-        if num_blocks < 0:
-            raise UsageError(f"cannot evict {num_blocks} blocks")
-        if tier not in ("device", "host"):
-            raise UsageError(f"no tier is called {tier!r}")
+        num_blocks = checks.integer("num_blocks", num_blocks, minimum=0, maximum=checks.MAX_INT32)
+        checks.choice("tier", tier, get_args(Tier))
         evicted = 0
         if tier == "host":
             evicted = self._core.evict_host(num_blocks)
@@ -76,10 +71,12 @@ class Residency(Batches):
             What is on the device at the end, as ``device_tokens``.
 
         Raises:
+            UsageError: ``ttl_seconds`` is no number or negative; nothing changed.
             TransferError: a copy failed; the blocks before it are there.
 
         Cancellation: copies that have begun end as cached blocks.
         """
+        ttl_seconds = checks.seconds("ttl_seconds", ttl_seconds, minimum=0.0)
         lease = self.match(tokens, salt=salt, adapter=adapter, items=items, owner="prefetch")
         found = lease.hit
         pin = await self._bring(lease, until_used=True)
@@ -107,11 +104,14 @@ class Residency(Batches):
             ttl_seconds: release by itself after so long; None for never.
 
         Raises:
+            UsageError: ``ttl_seconds`` is no number or negative; nothing changed.
             WouldBlock: no room for the blocks that are not on the device.
             TransferError: a copy failed; nothing is pinned.
 
         Cancellation: nothing is pinned.
         """
+        if ttl_seconds is not None:
+            ttl_seconds = checks.seconds("ttl_seconds", ttl_seconds, minimum=0.0)
         lease = self.match(tokens, salt=salt, adapter=adapter, items=items, owner="pin")
         found = lease.hit
         pin = await self._bring(lease, until_used=False)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Final, get_args
+from typing import TYPE_CHECKING, Final, get_args
 
+from aiokv import checks
 from aiokv.engine.control import Control
 from aiokv.errors import LayoutError, UsageError
 from aiokv.types import Tier
+from aiokv.worker.regions import Regions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from aiokv.worker.regions import Regions
+    from aiokv.config import CacheConfig
+    from aiokv.ranks.group import RankGroup
+    from aiokv.worker.device.base import Device
 
 TIERS: Final[tuple[Tier, ...]] = get_args(Tier)
 
@@ -20,8 +24,15 @@ TIERS: Final[tuple[Tier, ...]] = get_args(Tier)
 class Sleeping(Control):
     """Give memory away and take it again; nothing is granted while a tier is asleep."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(
+        self,
+        config: CacheConfig,
+        regions: Regions | None = None,
+        device: Device | str | None = None,
+        *,
+        ranks: RankGroup | None = None,
+    ) -> None:
+        super().__init__(config, regions, device, ranks=ranks)
         self._asleep: frozenset[Tier] = frozenset()
         self._turn = asyncio.Lock()  # one sleep or wake_up at a time
 
@@ -50,7 +61,7 @@ class Sleeping(Control):
         Cancellation: all is as before, or the tiers are asleep as ``asleep`` says; either way both
         verbs can be called again.
         """
-        tiers = _checked(frozenset(tags))
+        tiers = _checked(tags)
         self._check_open()
         async with self._deadline("asleep", timeout, lambda: self._keepers(tiers)), self._turn:
             falling = tiers - self._asleep
@@ -112,7 +123,7 @@ class Sleeping(Control):
 
         Cancellation: still asleep.
         """
-        tiers = _checked(frozenset(tags))
+        tiers = _checked(tags)
         self._check_open()
         async with self._deadline("awake", timeout), self._turn:
             waking = tiers & self._asleep
@@ -130,6 +141,8 @@ class Sleeping(Control):
                 self._admissions.resume()
 
     def _check_blocks(self, regions: Regions) -> None:
+        if not isinstance(regions, Regions):
+            raise UsageError(f"regions is {regions!r}; it must be a Regions or None")
         blocks = regions.num_blocks
         if blocks is not None and blocks < self._core.device_blocks:
             raise LayoutError(
@@ -139,7 +152,8 @@ class Sleeping(Control):
             )
 
 
-def _checked(tags: frozenset[Tier]) -> frozenset[Tier]:
-    if unknown := tags - set(TIERS):
-        raise UsageError(f"no tier is called {sorted(unknown)}; there are {TIERS}")
-    return tags
+def _checked(tags: Iterable[Tier]) -> frozenset[Tier]:
+    names = checks.sequence("tags", tags)
+    for name in names:
+        checks.choice("tier", name, TIERS)
+    return frozenset(names)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import weakref
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aiokv.errors import UsageError
 
@@ -44,6 +46,7 @@ class Steps:
         self._tracked = tracked
         self.next = 1
         self._unfinished: deque[int] = deque()  # closed, oldest first
+        self._closer: weakref.ref[asyncio.Task[Any]] | None = None
 
     @property
     def open(self) -> int:
@@ -65,7 +68,28 @@ class Steps:
             self._unfinished.remove(step)
             self.next = step
             raise
+        self._core.close_step(step)
+        task = asyncio.current_task()
+        self._closer = None if task is None else weakref.ref(task)
         return step
+
+    def check_wait(self, step: int) -> None:
+        """Raise when the calling task would wait for a step that it alone closes.
+
+        Args:
+            step: what the transfer waits for that the task is about to await.
+
+        Raises:
+            UsageError: the step is open, and the calling task has closed the one before it.
+        """
+        if step != self.open or self._closer is None:
+            return
+        if self._closer() is asyncio.current_task():
+            raise UsageError(
+                f"waiting for layers that wait for the end of step {step}, which this task itself "
+                "has to close",
+                hint="call engine.step(event) before you wait",
+            )
 
     def on_step(self, step: int, error: BaseException | None) -> None:
         """The worker says that a step is over, and all before it."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from aiokv.observe.logs import Log
-from aiokv.plan import TransferPlan
+from aiokv.plan import TransferPlan, TransferReport
 from aiokv.worker.views import LayerView
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
-    from aiokv.plan import Plan, Priority, TransferReport
+    from aiokv.plan import Plan, Priority
     from aiokv.scheduler.manager import CacheManager
     from aiokv.worker.base import Worker
     from aiokv.worker.layers import LayerDoneCounter
@@ -26,6 +26,8 @@ class Transfers:
     Args:
         on_report: called after a report was taken account of; blocks may have become free.
         on_submit: called with the step that a submitted transfer waits for, or 0.
+        check_wait: called with such a step before somebody waits for the layers of an onload; it
+            raises when that would never end.
     """
 
     def __init__(
@@ -36,12 +38,14 @@ class Transfers:
         *,
         on_report: Callable[[TransferReport], None],
         on_submit: Callable[[int], None],
+        check_wait: Callable[[int], None],
     ) -> None:
         self._loop = loop
         self._manager = manager
         self._controller = controller
         self._after_report = on_report
         self._on_submit = on_submit
+        self._check_wait = check_wait
         self._onloads: dict[int, tuple[Plan, LayerDoneCounter]] = {}
         self._ends: dict[int, list[asyncio.Future[None]]] = {}  # who waits for a report
         self._on_end: dict[int, Callable[[], None]] = {}
@@ -60,9 +64,11 @@ class Transfers:
                 plan = self._manager.onload_plan(transfer_id, priority)
                 self._onloads[transfer_id] = (plan, self._submit(plan))
             joined.append(self._onloads[transfer_id])
+        after_step = max(plan.after_step for plan, _ in joined)
         return LayerView(
             [counter for _, counter in joined],
             owner=owner,
+            check_wait=(lambda: self._check_wait(after_step)) if after_step else None,
             locate=self._position_finder(lease_id, [plan for plan, _ in joined]),
         )
 
@@ -81,7 +87,14 @@ class Transfers:
         """Take back onloads that nobody waits for any more and that have not begun."""
         if self._onloads:
             for transfer_id in self._manager.core.take_abandoned():
-                self._controller.cancel(transfer_id)
+                cancelled = self._controller.cancel(transfer_id)
+                if cancelled == "at once":  # a new match of the same prompt must not join it
+                    self._onloads.pop(transfer_id, None)
+                    self._manager.complete(
+                        TransferReport(transfer_id=transfer_id, outcome="cancelled")
+                    )
+                elif cancelled == "asked":
+                    self._manager.core.mark_cancelling(transfer_id)
 
     # --- backup ---------------------------------------------------------------------------------
 

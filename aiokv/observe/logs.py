@@ -1,35 +1,18 @@
-"""Structured logs on top of the standard library: silent until the application configures it.
+"""Structured logs: silent until the application configures logging or structlog.
 
-structlog is imported with the first message that somebody listens to: it would be two thirds of
-the time that ``import aiokv`` takes.
+An application that has called ``structlog.configure`` gets each line through that configuration.
+Otherwise lines go to the standard library's loggers ``aiokv.*``: the message has the event and its
+fields, for formatters that print only the message, and the record has them as attributes, for those
+that print JSON. aiokv itself never imports structlog here: it takes longer than the rest of aiokv.
 """
 
 from __future__ import annotations
 
 import logging
-from functools import cache
-from typing import TYPE_CHECKING, cast
-
-if TYPE_CHECKING:
-    from structlog.stdlib import BoundLogger
+import sys
+from typing import Any
 
 logging.getLogger("aiokv").addHandler(logging.NullHandler())
-
-
-@cache
-def _bound(name: str) -> BoundLogger:
-    import structlog
-
-    logger = structlog.wrap_logger(
-        logging.getLogger(name),
-        processors=[
-            structlog.stdlib.add_logger_name,
-            structlog.processors.format_exc_info,
-            structlog.stdlib.render_to_log_kwargs,
-        ],
-        wrapper_class=structlog.stdlib.BoundLogger,
-    )
-    return cast("BoundLogger", logger)
 
 
 class Log:
@@ -40,9 +23,25 @@ class Log:
         self._logger = logging.getLogger(name)
 
     def warning(self, event: str, **fields: object) -> None:
-        if self._logger.isEnabledFor(logging.WARNING):
-            _bound(self._name).warning(event, **fields)
+        self._log(logging.WARNING, event, fields)
 
     def error(self, event: str, **fields: object) -> None:
-        if self._logger.isEnabledFor(logging.ERROR):
-            _bound(self._name).error(event, **fields)
+        self._log(logging.ERROR, event, fields)
+
+    def _log(self, level: int, event: str, fields: dict[str, Any]) -> None:
+        if not self._logger.isEnabledFor(level):
+            return
+        structlog = sys.modules.get("structlog")
+        if structlog is not None and structlog.is_configured():
+            logger = structlog.get_logger(self._name)
+            getattr(logger, logging.getLevelName(level).lower())(event, **fields)
+            return
+        error = fields.pop("exc_info", None)
+        self._logger.log(
+            level,
+            " ".join([event, *(f"{name}=%r" for name in fields)]),
+            *fields.values(),
+            exc_info=error,
+            extra={"event": event, **fields},
+            stacklevel=3,  # the line that calls warning() or error()
+        )

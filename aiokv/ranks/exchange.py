@@ -116,11 +116,13 @@ class Exchange:
             self.flush()
         return transfer.counter
 
-    def cancel(self, transfer_id: int) -> None:
-        """Ask the ranks to take a plan back; without effect on one that has ended."""
-        if transfer_id in self._transfers:
-            self._new_cancels.append(transfer_id)
-            self._schedule_flush()
+    def cancel(self, transfer_id: int) -> bool:
+        """Ask the ranks to take a plan back; False when it has ended."""
+        if transfer_id not in self._transfers:
+            return False
+        self._new_cancels.append(transfer_id)
+        self._schedule_flush()
+        return True
 
     def _schedule_flush(self) -> None:
         if not self._flush_scheduled:

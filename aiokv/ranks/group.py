@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from aiokv import _native
+from aiokv.checks import Unique, arguments, integer
 from aiokv.errors import ClosedError, ConfigError, UsageError
 from aiokv.observe.logs import Log
 from aiokv.plan import StatePlan, TransferReport
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from aiokv.ranks.messages import Layout, Reports
     from aiokv.ranks.seats import Seat
     from aiokv.types import Tier
+    from aiokv.worker.base import Cancelled
     from aiokv.worker.device.base import Event
     from aiokv.worker.layers import LayerDoneCounter
     from aiokv.worker.regions import Regions
@@ -69,7 +71,8 @@ class GroupStatistics(msgspec.Struct, frozen=True, kw_only=True):
     stale_reports: int
 
 
-class RankGroup:
+@arguments()
+class RankGroup(Unique):
     """N ranks, each in a process of its own, behind one engine: ``CacheEngine(config, ranks=...)``.
 
     Args:
@@ -96,8 +99,7 @@ class RankGroup:
         timeouts: RankTimeouts | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if num_ranks < 1:
-            raise ConfigError(f"num_ranks is {num_ranks}, below 1")
+        num_ranks = integer("num_ranks", num_ranks, minimum=1, error=ConfigError)
         if path is None and entry is None:
             raise ConfigError("ranks that come by themselves need a path to come to")
         if entry is not None:
@@ -272,9 +274,18 @@ class RankGroup:
         self._ids.check_ids(plan.host_ids, plan.device_ids, onload=plan.direction == "onload")
         return self.exchange.submit(plan, self.layout, self._failure)
 
-    def cancel(self, transfer_id: int) -> None:
-        """Take back a plan; where no rank's device has it yet it is reported ``"cancelled"``."""
-        self.exchange.cancel(transfer_id)
+    def cancel(self, transfer_id: int) -> Cancelled:
+        """Ask the ranks to take a plan back; it is reported ``"cancelled"`` if no rank moves it."""
+        return "asked" if self.exchange.cancel(transfer_id) else "too late"
+
+    def check_event(self, event: Event | None) -> None:
+        """Raise for any event: an event belongs to one rank.
+
+        Raises:
+            UsageError: ``event`` is not None.
+        """
+        if event is not None:
+            raise UsageError("ranks close steps with their own events", hint="call Rank.step there")
 
     def close_step(self, step: int, event: Event | None) -> None:
         """The engine has closed a step; it is over when every rank says so.
@@ -282,8 +293,7 @@ class RankGroup:
         Raises:
             UsageError: an event, which belongs to one rank; or the step was closed before.
         """
-        if event is not None:
-            raise UsageError("ranks close steps with their own events", hint="call Rank.step there")
+        self.check_event(event)
         if step <= self._closed_step:
             raise UsageError(f"step {step} is closed already, up to {self._closed_step}")
         self._closed_step = step

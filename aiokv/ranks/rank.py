@@ -13,6 +13,8 @@ import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
+from aiokv.checks import Unique, arguments, integer
+from aiokv.checks import timeout as timeout_of
 from aiokv.errors import AiokvError, ClosedError, RankLost, UsageError
 from aiokv.observe.logs import Log
 from aiokv.plan import TransferReport
@@ -38,8 +40,8 @@ from aiokv.ranks.messages import (
 )
 from aiokv.ranks.outbox import Outbox
 from aiokv.worker.controller import CacheController
-from aiokv.worker.device.base import CopyError
-from aiokv.worker.device.cpu import CpuDevice
+from aiokv.worker.device.base import CopyError, as_event
+from aiokv.worker.device.names import named_device
 from aiokv.worker.layers import LayerDoneCounter
 from aiokv.worker.poller import EventPoller
 from aiokv.worker.views import LayerView, done_view
@@ -59,14 +61,15 @@ RETRY_SECONDS: Final = 0.05
 HANG_UP_SECONDS: Final = 5.0  # for the last reports to leave
 
 
-class Rank:
+@arguments()
+class Rank(Unique):
     """One rank of a group; ``async with`` connects, and returns when the group has begun.
 
     Args:
         path: the socket of the :class:`RankGroup`.
         rank: 0 <= rank < num_ranks.
         regions: this rank's tensors; layers, regions and bytes a block as on every rank.
-        device: where they live; the cpu device by default.
+        device: where they live: as of ``CacheEngine``, ``"cpu"`` by default.
         connect_timeout: seconds to wait for the group to listen.
 
     Its loop must not be blocked: run the model in a thread.
@@ -82,7 +85,7 @@ class Rank:
         path: Path | str,
         rank: int,
         regions: Regions,
-        device: Device | None = None,
+        device: Device | str | None = None,
         *,
         connect_timeout: float = 60.0,
     ) -> None:
@@ -90,8 +93,8 @@ class Rank:
         self._path = str(path)
         self.regions = regions
         self._bare: Regions | None = None  # what stands for tensors that sleep
-        self._device = device or CpuDevice()
-        self._connect_timeout = connect_timeout
+        self._device = named_device(device)
+        self._connect_timeout = timeout_of(connect_timeout, "connect_timeout")
         self._controller: CacheController | None = None
         self._closed_step = 0
         self._step_waiter: asyncio.Future[None] | None = None
@@ -196,7 +199,7 @@ class Rank:
         """
         if self._gone.done():
             raise ClosedError(f"the group is gone: {self._gone.result()}")
-        async with asyncio.timeout(timeout):
+        async with asyncio.timeout(timeout_of(timeout)):
             counters = [await self._counters.get(transfer_id) for transfer_id in transfer_ids]
         return LayerView(counters) if counters else done_view(self.regions.num_layers)
 
@@ -208,11 +211,12 @@ class Rank:
             event: recorded behind the work; None when it has finished.
 
         Raises:
-            UsageError: the step was closed before.
+            UsageError: the step was closed before, or the device cannot wait for such an event.
+                The step stays open; nothing changed.
         """
         if self._controller is None:
             raise UsageError("the rank is used before `async with`")
-        self._controller.close_step(step, event)
+        self._controller.close_step(integer("step", step), as_event("event", event))
         self._closed_step = step
 
     def statistics(self) -> WorkerStatistics:
@@ -314,7 +318,8 @@ class Rank:
         for plan in batch.plans:
             self._submit(self._controller, plan)
         for transfer_id in batch.cancels:
-            self._controller.cancel(transfer_id)
+            if self._controller.cancel(transfer_id) == "at once":
+                self._on_report(TransferReport(transfer_id=transfer_id, outcome="cancelled"))
 
     def _submit(self, controller: CacheController, plan: TransferPlan) -> None:
         transfer_id = plan.transfer_id

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from aiokv.checks import arguments, seconds
 from aiokv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from aiokv.ranks.messages import Layout
 
 
+@arguments()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTimeouts:
     """How long the manager waits, in seconds.
@@ -35,8 +37,9 @@ class RankTimeouts:
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"RankTimeouts.{name} is {getattr(self, name)}; not above 0")
+            field = f"RankTimeouts.{name}"
+            if seconds(field, getattr(self, name), error=ConfigError) <= 0:
+                raise ConfigError(f"{field} is {getattr(self, name)}; not above 0")
 
     def allowed_seconds(self, num_bytes: int) -> float:
         """For a transfer of so many bytes."""

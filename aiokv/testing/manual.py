@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from aiokv.errors import DeviceError, UsageError
-from aiokv.worker.device.base import CopyError
+from aiokv.worker.device.base import CopyError, check_event_type
 from aiokv.worker.device.cpu import block_map
 
 if TYPE_CHECKING:
@@ -251,6 +251,10 @@ class ManualDevice:
         self, source_slots: NDArray[np.int32], target_slots: NDArray[np.int32], after: Event | None
     ) -> ManualCopy:
         return self._start(ManualStateCopy(self, "state", source_slots, target_slots, after))
+
+    def check_event(self, event: Event) -> None:
+        """Raise unless the event has ``done`` and ``synchronize()``."""
+        check_event_type(event)
 
     def complete_all(self) -> None:
         """Complete everything that is in the device now, in the order of submission."""

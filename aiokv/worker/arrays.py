@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from aiokv import _native
 from aiokv.errors import LayoutError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_DLPACK_CPU = (1, 3, 11)  # plain, CUDA pinned, ROCm pinned
+_DLPACK_DEVICES: Final = {
+    1: "cpu",
+    2: "cuda",
+    3: "cpu",  # pinned by CUDA
+    11: "cpu",  # pinned by ROCm
+    13: "cuda",  # managed
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,22 +150,47 @@ def describe(tensor: Any, what: str) -> DescribedArray:
 
 
 def _interface(tensor: Any, what: str) -> tuple[Any, dict[str, Any], str]:
-    if hasattr(tensor, "__cuda_array_interface__"):
-        return tensor, tensor.__cuda_array_interface__, "cuda"
-    if hasattr(tensor, "__array_interface__"):
-        return tensor, tensor.__array_interface__, "cpu"
+    """The owner of the memory, its array interface, and the kind of device."""
+    for name, device in (("__cuda_array_interface__", "cuda"), ("__array_interface__", "cpu")):
+        try:
+            return tensor, getattr(tensor, name), device
+        except Exception:
+            continue  # PyTorch raises more than AttributeError, of float8 for example
     if not hasattr(tensor, "__dlpack__"):
         raise LayoutError(
-            f"{what}: {type(tensor).__name__} speaks neither the array interface nor DLPack"
+            f"{what}: {type(tensor).__name__} has neither an array interface nor DLPack"
         )
-    kind = int(tensor.__dlpack_device__()[0])
-    if kind in _DLPACK_CPU:
-        array = np.from_dlpack(tensor)
-        return array, array.__array_interface__, "cpu"
-    import cupy  # only a tensor on a GPU gets here
+    return _from_dlpack(tensor, what)
 
-    on_gpu = cupy.from_dlpack(tensor)
-    return on_gpu, on_gpu.__cuda_array_interface__, "cuda"
+
+def _from_dlpack(tensor: Any, what: str) -> tuple[Any, dict[str, Any], str]:
+    try:
+        owner = _native.DlpackTensor(tensor.__dlpack__())
+    except Exception as error:  # each library has its own classes
+        raise LayoutError(
+            f"{what}: {type(tensor).__name__} of {getattr(tensor, 'dtype', 'unknown dtype')} does "
+            f"not export its memory through DLPack: {error}",
+            hint="register a view of the same memory as integers of the same size, such as "
+            "tensor.detach().view(torch.uint8)",
+        ) from error
+    pointer, shape, strides, item_bits, kind = owner.layout
+    if kind not in _DLPACK_DEVICES:
+        raise LayoutError(
+            f"{what}: DLPack device type {kind} is neither the cpu nor a CUDA GPU",
+        )
+    if item_bits % 8:
+        raise LayoutError(
+            f"{what}: elements of {item_bits} bits are not whole bytes",
+            hint="register a view of the same memory as uint8",
+        )
+    item_bytes = item_bits // 8
+    interface = {
+        "shape": tuple(shape),
+        "typestr": f"|V{item_bytes}",
+        "data": (pointer, False),
+        "strides": tuple(stride * item_bytes for stride in strides),
+    }
+    return owner, interface, _DLPACK_DEVICES[kind]
 
 
 def _dense_strides(shape: tuple[int, ...], item_bytes: int) -> tuple[int, ...]:

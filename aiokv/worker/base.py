@@ -6,7 +6,7 @@ A :class:`~aiokv.worker.controller.CacheController` in this process, or a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from aiokv.worker.lanes import WorkerStatistics
     from aiokv.worker.layers import LayerDoneCounter
     from aiokv.worker.regions import Regions
+
+Cancelled = Literal["at once", "asked", "too late"]
 
 
 class Worker(Protocol):
@@ -56,14 +58,29 @@ class Worker(Protocol):
             ClosedError: the worker is closing.
         """
 
-    def cancel(self, transfer_id: int) -> None:
-        """Take back a plan that no device has yet; it is reported ``"cancelled"``."""
+    def cancel(self, transfer_id: int) -> Cancelled:
+        """Take back a plan that no device has yet.
+
+        Returns:
+            ``"at once"``: it is taken back, its waiters have their error, and no report follows;
+            ``"asked"``: other processes have been asked, and the report says how it ended;
+            ``"too late"``: the device moves it, or it has ended.
+        """
+
+    def check_event(self, event: Event | None) -> None:
+        """Raise unless ``close_step`` can take the event; None always can. Changes nothing.
+
+        Raises:
+            UsageError: ``event`` is no event, one of another device, or was never recorded; or
+                the worker takes no events.
+        """
 
     def close_step(self, step: int, event: Event | None) -> None:
         """Steps up to ``step`` are submitted; plans after them start when ``event`` is done.
 
         Raises:
-            UsageError: the step was closed before.
+            UsageError: the step was closed before, or ``check_event`` refuses the event. The step
+                stays open; nothing changed.
         """
 
     def clone(

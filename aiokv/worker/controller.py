@@ -29,11 +29,13 @@ if TYPE_CHECKING:
 
     from aiokv.plan import Direction, Outcome, Plan
     from aiokv.types import Tier
+    from aiokv.worker.base import Cancelled
     from aiokv.worker.checksums import Checksums
     from aiokv.worker.device.base import Copy, Device, Event
     from aiokv.worker.poller import EventPoller
     from aiokv.worker.regions import Regions
 
+_CANCELLED: Final = CopyError(0, "cancelled before it was submitted")
 SLOTS: Final = 2  # submitted at once per direction: one moves, one is ready behind it
 
 
@@ -133,21 +135,37 @@ class CacheController:
             self._pump(lane)
         return counter
 
-    def cancel(self, transfer_id: int) -> None:
-        """Take back a plan that the device does not have yet; it is reported ``"cancelled"``.
+    def cancel(self, transfer_id: int) -> Cancelled:
+        """Take back a plan that the device does not have yet.
 
-        A submitted one runs to its end and is reported as it ends. Unknown ids are ignored: the
-        report may have crossed the cancellation.
+        Returns:
+            ``"at once"``: its waiters have their error, and no report follows. ``"too late"``: the
+            device has it, and it is reported as it ends; or the id is unknown, since the report has
+            crossed the cancellation.
         """
         transfer = self._transfers.get(transfer_id)
-        if transfer is None or transfer.state not in ("held", "queued"):
-            return
+        if transfer is None or not self._take_back(transfer):
+            return "too late"
+        self._finish(transfer, "cancelled", _CANCELLED)
+        return "at once"
+
+    def _take_back(self, transfer: Transfer) -> bool:
         if transfer.state == "held":
             self._gate.remove(transfer)
-        else:
+        elif transfer.state == "queued":
             self._lanes[transfer.plan.direction].queue.remove(transfer)
-        failure = CopyError(0, "cancelled before it was submitted")
-        self._loop.call_soon(self._end, transfer, "cancelled", failure)
+        else:
+            return False
+        return True
+
+    def check_event(self, event: Event | None) -> None:
+        """Raise unless ``close_step`` can take the event. Cheap; changes nothing.
+
+        Raises:
+            UsageError: ``event`` is no event, one of another device, or was never recorded.
+        """
+        if event is not None:
+            self._device.check_event(event)
 
     def close_step(self, step: int, event: Event | None) -> None:
         """Steps up to ``step`` are submitted; plans after them start when ``event`` is done.
@@ -157,8 +175,10 @@ class CacheController:
             event: recorded behind the step's work; None when that has finished.
 
         Raises:
-            UsageError: the step was closed before.
+            UsageError: the step was closed before, or ``check_event`` refuses the event. The step
+                stays open; nothing changed.
         """
+        self.check_event(event)
         freed = self._gate.close(step, event)
         for transfer in freed:
             self._lanes[transfer.plan.direction].queue.push(transfer)
@@ -233,12 +253,13 @@ class CacheController:
             self._settling.remove(entry)
 
     async def abandon(self) -> None:
-        """Cancel what waits, wait for what moves.
+        """Cancel what waits, and report it so; wait for what moves.
 
         Cancellation: what waited is cancelled; the rest goes on.
         """
-        for transfer_id in list(self._transfers):
-            self.cancel(transfer_id)
+        for transfer in list(self._transfers.values()):
+            if self._take_back(transfer):
+                self._loop.call_soon(self._end, transfer, "cancelled", _CANCELLED)
         await self.drain()
 
     async def aclose(self) -> None:
@@ -362,18 +383,30 @@ class CacheController:
         self._end(transfer, "done" if failure is None else "failed", failure)
 
     def _end(self, transfer: Transfer, outcome: Outcome, failure: CopyError | None) -> None:
-        transfer.counter.finish(failure)
         plan = transfer.plan
-        del self._transfers[plan.transfer_id]
-        self._lanes[plan.direction].outcomes[outcome] += 1
         report = TransferReport(
             transfer_id=plan.transfer_id,
             outcome=outcome,
             first_bad_block=failure.first_bad_block if failure is not None else 0,
             reason=failure.reason if failure is not None else "",
         )
+        self._finish(transfer, outcome, failure, report)
+
+    def _finish(
+        self,
+        transfer: Transfer,
+        outcome: Outcome,
+        failure: CopyError | None,
+        report: TransferReport | None = None,
+    ) -> None:
+        """The transfer is over; ``report`` goes to the scheduler, unless that knows already."""
+        plan = transfer.plan
+        transfer.counter.finish(failure)
+        del self._transfers[plan.transfer_id]
+        self._lanes[plan.direction].outcomes[outcome] += 1
         try:
-            self._on_report(report)
+            if report is not None:
+                self._on_report(report)
         except Exception as error:
             self._loop.call_exception_handler(
                 {"message": f"aiokv: the report of {plan.transfer_id} raised", "exception": error}

@@ -43,6 +43,19 @@ class WorkerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     state: LaneStatistics
 
 
+_IDLE_LANE: Final = LaneStatistics(
+    queued=0,
+    submitted=0,
+    done=0,
+    failed=0,
+    cancelled=0,
+    moved_bytes=0,
+    busy_seconds=0.0,
+    bytes_per_second=0.0,
+)
+IDLE: Final = WorkerStatistics(held=0, onload=_IDLE_LANE, offload=_IDLE_LANE, state=_IDLE_LANE)
+
+
 class Lane:
     """Everything of one direction."""
 

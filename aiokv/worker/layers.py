@@ -12,6 +12,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Final
 
+from aiokv.checks import timeout as checked_timeout
 from aiokv.errors import TransferError, UsageError
 
 if TYPE_CHECKING:
@@ -156,6 +157,7 @@ class LayerDoneCounter:
 
     async def settled(self, layer: int, timeout: float | None = None) -> None:
         """As wait(), but a failure is only the end of waiting."""
+        timeout = checked_timeout(timeout)
         if layer != ALL:
             self._check(layer)
         arrived = layer != ALL and self._times[layer] is not None

@@ -69,6 +69,17 @@ class PollerStatistics(msgspec.Struct, frozen=True, kw_only=True):
         return self.busy_seconds / self.pending_seconds if self.pending_seconds else 0.0
 
 
+IDLE: Final = PollerStatistics(
+    events=0,
+    queries=0,
+    pending=0,
+    latency_p50_seconds=0.0,
+    latency_p99_seconds=0.0,
+    busy_seconds=0.0,
+    pending_seconds=0.0,
+)
+
+
 class EventPoller:
     """Asks events whether they are done, from callbacks of one loop. Not thread-safe.
 

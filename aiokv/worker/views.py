@@ -7,6 +7,8 @@ import time
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
+from aiokv.checks import integer
+from aiokv.checks import timeout as checked_timeout
 from aiokv.errors import TransferError
 from aiokv.worker.layers import ALL, LayerDoneCounter, LayerIterator
 
@@ -25,6 +27,7 @@ class LayerView:
         locate: ``(transfer_id, first_bad_block)`` to the first position of the lease to compute;
             None when the failure is behind all that the lease needs of that transfer.
         owner: of the lease, for messages.
+        check_wait: called before a coroutine waits; raises when the wait would never end.
     """
 
     def __init__(
@@ -34,7 +37,9 @@ class LayerView:
         num_layers: int | None = None,
         locate: Callable[[int, int], int | None] | None = None,
         owner: str = "",
+        check_wait: Callable[[], None] | None = None,
     ) -> None:
+        self._check_wait = check_wait
         self._owner = f" for {owner}" if owner else ""
         self.counters = tuple(counters)
         self.num_layers = (
@@ -99,7 +104,15 @@ class LayerView:
         return self._locate(counter.transfer_id, failure.first_bad_block)
 
     async def wait(self, layer: int, timeout: float | None = None) -> None:
-        """As :meth:`LayerDoneCounter.wait`, for every transfer; without any it does not suspend."""
+        """As :meth:`LayerDoneCounter.wait`, for every transfer; without any it does not suspend.
+
+        Raises:
+            UsageError: a transfer waits for the end of a step that the calling task has to close.
+        """
+        self._check(layer, first=ALL)
+        timeout = checked_timeout(timeout)
+        if self._check_wait is not None and not self.is_done:
+            self._check_wait()
         now = asyncio.get_running_loop().time
         deadline = None if timeout is None else now() + timeout
         for counter in self.counters:
@@ -115,12 +128,17 @@ class LayerView:
         """wait() for all layers."""
         await self.wait(ALL, timeout)
 
+    def _check(self, layer: int, first: int = 0) -> None:
+        if self.num_layers:  # without tensors there are no layers, and nothing to wait for
+            integer("layer", layer, minimum=first, maximum=self.num_layers - 1)
+
     def __aiter__(self) -> AsyncIterator[int]:
         """Layers in ascending order, each when it has arrived in every transfer."""
         return LayerIterator(self)
 
     def gpu_wait(self, layer: int, stream: Any) -> None:
         """As :meth:`LayerDoneCounter.gpu_wait`, for every transfer. Any thread."""
+        self._check(layer)
         for counter in self.counters:
             counter.gpu_wait(layer, stream)
 

@@ -128,7 +128,7 @@ async def test_a_buffer_that_is_too_small_is_not_written(shape):
         assert (out == 77).all()
         wrong = [np.zeros((4, 4), np.int64), np.zeros((4, 8), np.int32)[:, ::2], np.zeros(16, "i4")]
         for out in wrong:
-            with pytest.raises(TypeError):
+            with pytest.raises(UsageError, match="out is"):
                 served.engine.block_tables(leases, out)
         served.engine.release_many(leases)
         with pytest.raises(LeaseError):

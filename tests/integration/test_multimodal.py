@@ -95,7 +95,7 @@ async def test_generated_tokens_continue_a_prompt_with_images() -> None:
         (Item(b"cat", 3, 0), "is empty"),
         (Item(b"", 3, 1), "has no hash"),
         (Item("cat", 3, 1), "must be bytes"),  # type: ignore[arg-type]
-        (Item(b"cat", 3.0, 1), "two integers"),  # type: ignore[arg-type]
+        (Item(b"cat", 3.0, 1), "offset is 3.0"),  # type: ignore[arg-type]
     ],
 )
 async def test_impossible_items_are_refused(item: Item, message: str) -> None:

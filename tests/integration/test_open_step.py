@@ -57,7 +57,7 @@ async def test_a_step_that_stays_open_is_logged_once(caplog):
             watch.look()
             watch.note(1)
             watch.look()
-        (record,) = [r for r in caplog.records if r.getMessage() == "step.left_open"]
+        (record,) = [r for r in caplog.records if r.event == "step.left_open"]
         assert (record.step, record.waiting_transfers) == (1, 1)
         cache.engine.step()
         cache.device.complete_all()

@@ -62,6 +62,10 @@ class Lease:
     failed: bool = False
     promises: bool = False  # others may wait for what it will publish behind its path
     epoch: int = 0
+    last_step: int = 0  # newest step that computed with the blocks
+    named: bool = False  # by a batch, since it was granted
+    batches: int = 0  # in flight
+    released: bool = False  # while batches are in flight
 
 
 @dataclass(eq=False)
@@ -90,6 +94,7 @@ class CachedBlocks:
         self.blocks: dict[Key, Block] = {}
         self.step_of: dict[int, int] = {}  # device id -> newest step that used it
         self.finished_step = 0
+        self.closed_step = 0
         self._newest = 0
         self._oldest = 0
 
@@ -122,8 +127,16 @@ class CachedBlocks:
         step = self.step_of.get(device_id, 0)
         return step if step > self.finished_step else 0
 
+    def close_step(self, step: int) -> None:
+        self.closed_step = max(self.closed_step, step)
+
     def finish_step(self, step: int) -> None:
         self.finished_step = max(self.finished_step, step)
+        self.close_step(step)
+
+    def writable(self) -> int:
+        """Free ids that a transfer may write: not those of a step that is open."""
+        return sum(self.after_step(i) <= self.closed_step for i in self.device_free)
 
     def _free_device(self, device_id: int) -> None:
         assert device_id not in self.device_free, f"device id {device_id} freed twice"
@@ -139,6 +152,8 @@ class CachedBlocks:
         cool = {i for i in self.device_free if not self.after_step(i)}
         if any(i not in cool for i in ids):
             assert cool.issubset(ids), "an id of an unfinished step, though others were free"
+        steps = [self.after_step(i) for i in ids]
+        assert steps == sorted(steps), "an id of a newer step before one of an older"
         self.device_free -= set(ids)
 
     # --- recency ------------------------------------------------------------------------------

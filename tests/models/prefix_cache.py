@@ -38,6 +38,7 @@ class PrefixCacheModel(Saving):
         self.reserve_blocks = reserve_blocks
         self.min_onload_blocks = min_onload_blocks
         self.leases: list[Lease] = []
+        self.batches: list[list[Lease]] = []  # in flight
         self.epoch = 1
 
     # --- leases -------------------------------------------------------------------------------
@@ -119,12 +120,32 @@ class PrefixCacheModel(Saving):
         short = max(0, needed - len(self.device_free))
         if needed + self.reserve_blocks > room:
             short = -1  # not even tried
-        if not self.evict_as_seen(evicted, max(short, 0)) or short < 0:
+        first = min(evicted, max(short, 0))
+        if not self.evict_as_seen(first, max(short, 0)) or short < 0:
+            for block in reversed(path):
+                self._unref(block)
+            return False
+        path = self._fit_writable(lease, path)
+        short = self.blocks_for(num_tokens) - sum(b.resident for b in path) - len(self.device_free)
+        if not self.evict_as_seen(evicted - first, max(short, 0)):
             for block in reversed(path):
                 self._unref(block)
             return False
         lease.path, lease.num_tokens = path, num_tokens
         return True
+
+    def _fit_writable(self, lease: Lease, path: list[Block]) -> list[Block]:
+        """What is on the host only needs ids that may be written before the open step is closed."""
+        resident = sum(b.resident for b in path)
+        writable = self.writable()
+        if len(path) - resident <= writable:
+            return path
+        keep = self._before_cut_item(lease, resident + writable)
+        if resident < keep < resident + self.min_onload_blocks:
+            keep = self._before_cut_item(lease, resident)
+        for block in reversed(path[keep:]):
+            self._unref(block)
+        return path[:keep]
 
     def adopt(self, lease: Lease, table: list[int], onloads: list[int]) -> None:
         """Take over the ids that the implementation chose."""
@@ -181,15 +202,23 @@ class PrefixCacheModel(Saving):
         self._take_device(table[old:])
         lease.table = table
 
+    def _last_use(self, lease: Lease, step: int) -> int:
+        """Only what batches name is known exactly."""
+        return lease.last_step if lease.named else max(lease.last_step, step)
+
     def _use(self, lease: Lease, first: int, last: int, step: int) -> None:
         for device_id in lease.table[first:last]:
             self.step_of[device_id] = max(self.step_of.get(device_id, 0), step)
 
     def truncate(self, lease: Lease, num_tokens: int, step: int) -> None:
         keep = self.blocks_for(num_tokens)
-        self._use(lease, keep, len(lease.table), step)
-        for device_id in lease.table[keep:]:
-            self._free_device(device_id)
+        if lease.batches and lease.table[keep:]:
+            keeper = Lease(lease.context, [], writes=False, table=lease.table[keep:])
+            self._wait_for_batches(lease, keeper)
+        else:
+            self._use(lease, keep, len(lease.table), self._last_use(lease, step))
+            for device_id in lease.table[keep:]:
+                self._free_device(device_id)
         lease.table = lease.table[:keep]
         lease.num_tokens = num_tokens
         lease.computed = min(lease.computed, num_tokens)
@@ -197,6 +226,10 @@ class PrefixCacheModel(Saving):
 
     def give_back(self, lease: Lease, step: int) -> set[int]:
         """Undo a grant; returns the onloads that nobody waits for any more."""
+        if lease.batches:
+            self._set_aside(lease)
+            return set()
+        step = self._last_use(lease, step)
         abandoned = set()
         for transfer_id in lease.onloads:
             transfer = self.transfers[transfer_id]
@@ -211,12 +244,66 @@ class PrefixCacheModel(Saving):
             self._unref(block)
         lease.path, lease.table, lease.onloads = [], [], set()
         lease.num_tokens = lease.computed = lease.cached_blocks = 0
-        lease.granted = lease.failed = lease.promises = False
+        lease.granted = lease.failed = lease.promises = lease.named = False
+        lease.last_step = 0
         return abandoned
 
     def release(self, lease: Lease, step: int) -> set[int]:
+        if lease.batches:
+            lease.released, lease.promises = True, False
+            return set()
         self.leases.remove(lease)
         return self.give_back(lease, step) if lease.granted else set()
+
+    # --- compute in flight --------------------------------------------------------------------
+
+    def begin_batch(self, leases: list[Lease]) -> list[Lease]:
+        """The list is the batch: keepers of blocks that were given back take their place in it."""
+        for lease in leases:
+            lease.batches += 1
+            lease.named = True
+        self.batches.append(list(leases))
+        return self.batches[-1]
+
+    def end_batch(self, batch: list[Lease], step: int) -> set[int]:
+        """Give back what waited for it; returns the onloads that nobody waits for any more."""
+        self.batches = [other for other in self.batches if other is not batch]
+        abandoned = set()
+        for lease in batch:
+            lease.last_step = max(lease.last_step, step)
+            lease.batches -= 1
+            if lease.released and not lease.batches:
+                abandoned |= self.release(lease, 0)
+        return abandoned
+
+    def _set_aside(self, lease: Lease) -> None:
+        """All that it holds is kept for the batches; the lease itself is as after a match."""
+        keeper = Lease(lease.context, [], writes=False, path=lease.path, table=lease.table)
+        keeper.onloads, keeper.num_tokens = lease.onloads, lease.num_tokens
+        keeper.cached_blocks, keeper.computed = lease.cached_blocks, lease.computed
+        keeper.failed, keeper.epoch = lease.failed, lease.epoch
+        for transfer_id in keeper.onloads:
+            joined = self.transfers[transfer_id].leases
+            joined[joined.index(lease)] = keeper
+        for batch in self.batches:
+            batch[:] = [keeper if other is lease else other for other in batch]
+        self._keep(lease, keeper)
+        keeper.batches, lease.batches = lease.batches, 0
+        lease.path, lease.table, lease.onloads = [], [], set()
+        lease.num_tokens = lease.computed = lease.cached_blocks = lease.last_step = 0
+        lease.granted = lease.failed = lease.promises = lease.named = False
+
+    def _wait_for_batches(self, lease: Lease, keeper: Lease) -> None:
+        self._keep(lease, keeper)
+        for batch in self.batches:
+            if lease in batch:
+                batch.append(keeper)
+                keeper.batches += 1
+
+    def _keep(self, lease: Lease, keeper: Lease) -> None:
+        keeper.granted = keeper.named = keeper.released = True
+        keeper.last_step = lease.last_step
+        self.leases.append(keeper)
 
     # --- commit -------------------------------------------------------------------------------
 
@@ -225,6 +312,7 @@ class PrefixCacheModel(Saving):
             first = lease.computed // self.block_tokens
             self._use(lease, first, self.blocks_for(num_tokens), step)
             lease.computed = num_tokens
+            lease.last_step = max(lease.last_step, step)
         return self.publish(lease)
 
     def publish(self, lease: Lease) -> int:
@@ -275,7 +363,8 @@ class PrefixCacheModel(Saving):
     def _promise(self, lease: Lease) -> None:
         """Its prompt goes on behind what is indexed: it will compute that, and publish it."""
         more = len(lease.path) < len(lease.tokens) // self.block_tokens
-        lease.promises = more and lease.writes and not lease.failed and lease.epoch == self.epoch
+        alive = not (lease.failed or lease.released)
+        lease.promises = more and lease.writes and alive and lease.epoch == self.epoch
 
     def pending(self, lease: Lease) -> tuple[int, list[Lease]]:
         """The most blocks behind its match that somebody will compute, and who will."""

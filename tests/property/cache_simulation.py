@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from aiokv.config import CacheConfig
-from aiokv.errors import UsageError
+from aiokv.errors import LeaseError, UsageError
 from aiokv.plan import TransferPlan, TransferReport
 from aiokv.scheduler.manager import CacheManager
 from tests.models.prefix_cache import PrefixCacheModel
@@ -38,6 +38,14 @@ class Caller:
         self.id = lease_id
         self.model = model
         self.computed = 0  # positions whose KV it has, or believes to have
+
+
+class Batch:
+    """What a runner computes with; it may write its targets until it ends."""
+
+    def __init__(self, model: list[Lease], targets: set[int]) -> None:
+        self.model = model
+        self.targets = targets  # device ids that it has not written yet
 
 
 class CacheSimulation(RuleBasedStateMachine):
@@ -81,6 +89,7 @@ class CacheSimulation(RuleBasedStateMachine):
         self.device: dict[int, Any] = {}  # the bytes of a block, as the tokens they come from
         self.host: dict[int, Any] = {}
         self.step = 1
+        self.batches: dict[int, Batch] = {}
 
     def refused(self, error: type[Exception], call: Any, *args: Any) -> None:
         before = sorted(self.core.blocks())
@@ -259,8 +268,37 @@ class CacheSimulation(RuleBasedStateMachine):
     @rule(lag=st.integers(0, 1))
     def finish_step(self, lag: int) -> None:
         self.step += 1
-        self.core.finish_step(self.step - 1 - lag)
-        self.model.finish_step(self.step - 1 - lag)
+        for steps in (self.core, self.model):
+            steps.close_step(self.step - 1)
+            steps.finish_step(self.step - 1 - lag)
+
+    # --- compute in flight --------------------------------------------------------------------
+
+    @precondition(lambda self: self.granted())
+    @rule(first=pick, second=st.none() | pick)
+    def begin_batch(self, first: int, second: int | None) -> None:
+        granted = self.granted()
+        chosen = [granted[i % len(granted)] for i in (first, second) if i is not None]
+        ids = [caller.id for caller in chosen]
+        if len(set(ids)) < len(ids):
+            self.refused(LeaseError, self.core.begin_batch, ids)
+            return
+        targets = {i for c in chosen for i in c.model.table[c.computed // self.bt :]}
+        model = self.model.begin_batch([caller.model for caller in chosen])
+        self.batches[self.core.begin_batch(ids)] = Batch(model, targets)
+
+    @precondition(lambda self: self.batches)
+    @rule(which=pick, in_step=st.booleans())
+    def end_batch(self, which: int, in_step: bool) -> None:
+        """A runner that writes late: all that it was given and has not written yet."""
+        batch_id = sorted(self.batches)[which % len(self.batches)]
+        batch = self.batches.pop(batch_id)
+        self.device.update(dict.fromkeys(batch.targets, GARBAGE))
+        self.no_wrong_kv_can_be_served()
+        step = self.step if in_step else 0
+        freed = self.core.end_batch(batch_id, step)
+        assert len(freed) == sum(x.released and x.batches == 1 for x in batch.model)
+        self.abandoned |= self.model.end_batch(batch.model, step)
 
     # --- what always holds --------------------------------------------------------------------
 
@@ -281,6 +319,7 @@ class CacheSimulation(RuleBasedStateMachine):
         assert statistics.host_free == len(self.model.host_free)
         assert statistics.evictable_blocks == len(self.model.idle("device"))
         assert statistics.leases == len(self.callers)
+        assert statistics.releasing_leases == sum(lease.released for lease in self.model.leases)
         total = statistics.device_free + statistics.device_cached + statistics.device_leased
         assert total + statistics.device_in_flight == self.model.capacity
         total = statistics.host_free + statistics.host_cached + statistics.host_in_flight
@@ -320,6 +359,8 @@ class CacheSimulation(RuleBasedStateMachine):
             return
         for caller in self.callers:
             self.core.release(caller.id)
+        for batch_id in self.batches:
+            self.core.end_batch(batch_id)
         for transfer_id in list(self.plans):
             self.manager.complete(TransferReport(transfer_id=transfer_id, outcome="cancelled"))
         self.core.finish_step(self.step)

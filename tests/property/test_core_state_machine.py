@@ -168,10 +168,12 @@ class CacheMachine(CacheSimulation):
         if how == "release":
             self.callers.remove(caller)
             self.core.release(caller.id, step)
+            deferred = caller.model.batches > 0
             self.abandoned |= self.model.release(caller.model, step)
-            self.refused(LeaseError, self.core.release, caller.id)  # B4: a sixth release
+            if not deferred:
+                self.refused(LeaseError, self.core.release, caller.id)  # B4: a sixth release
         else:
-            self.core.retract(caller.id, step)
+            assert bool(self.core.retract(caller.id, step)) == (caller.model.batches > 0)
             self.abandoned |= self.model.give_back(caller.model, step)
 
     @rule(fewer=st.integers(1, 6), really=st.integers(0, 2))
@@ -181,6 +183,8 @@ class CacheMachine(CacheSimulation):
             return
         while self.callers:
             self.give_back(0, "release", True)
+        while self.batches:
+            self.end_batch(0, False)
         self.complete_all("onload", "offload")
         self.finish_step(0)
         self.resize(-fewer)
@@ -225,6 +229,8 @@ class CacheMachine(CacheSimulation):
             ]
             computed = (context, tokens[:last], items)
             self.device[lease.table[index]] = computed if all(before) else GARBAGE
+            for batch in self.batches.values():
+                batch.targets.discard(lease.table[index])
         caller.computed = max(caller.computed, last)
 
     @precondition(lambda self: self.granted())

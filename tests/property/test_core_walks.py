@@ -61,6 +61,8 @@ def walk(seed: int, steps: int = STEPS) -> CacheMachine:
         """As ``sleep``: all leases go, all transfers end, then a tier is emptied."""
         while m.callers:
             m.give_back(0, "release", False)
+        while m.batches:
+            m.end_batch(0, flag())
         while m.plans:
             if set(m.plans) - set(m.submitted):
                 m.submit(number())
@@ -94,6 +96,8 @@ def walk(seed: int, steps: int = STEPS) -> CacheMachine:
         (1, lambda: True, lambda: m.forget(random.choice(["device", "host"]))),
         (0.3, lambda: True, rest_and_forget),
         (1, lambda: True, lambda: m.finish_step(number(1))),
+        (2, m.granted, lambda: m.begin_batch(number(), random.choice([None, number()]))),
+        (2, lambda: m.batches, lambda: m.end_batch(number(), flag())),
     ]
     weights = [weight * random.choice((0.2, 1, 1, 4)) for weight, _, _ in rules]
     for _ in range(steps):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
+import numpy as np
 import pytest
 
-from aiokv import CacheConfig, ConfigError
+from aiokv import CacheConfig, ConfigError, Regions, WindowGroup
 
 
 @pytest.mark.parametrize(
@@ -27,11 +29,42 @@ from aiokv import CacheConfig, ConfigError
         ("drain_timeout_seconds", -0.5),
         ("verify", "always"),
         ("salt_quota_blocks", 0),
+        ("device_blocks", "8"),
+        ("device_blocks", None),
+        ("device_blocks", float("nan")),
+        ("block_tokens", True),
+        ("host_blocks", 4.0),
+        ("low_watermark_blocks", 1.0),
+        ("write_policy", None),
+        ("write_policy", ["none"]),
+        ("verify", 1),
+        ("eviction_policy", 0),
+        ("drain_timeout_seconds", "5"),
+        ("drain_timeout_seconds", None),
+        ("drain_timeout_seconds", True),
+        ("drain_timeout_seconds", float("nan")),
+        ("windows", None),
+        ("windows", [1]),
+        ("windows", {"local": 5}),
+        ("windows", {3: WindowGroup(window_tokens=1, device_blocks=1)}),
     ],
 )
 def test_refuses_bad_values_by_name(field, value):
     with pytest.raises(ConfigError, match=field):
         CacheConfig(**{"device_blocks": 8, field: value})
+
+
+def test_an_infinite_drain_timeout_is_accepted():
+    assert CacheConfig(device_blocks=8, drain_timeout_seconds=math.inf)
+
+
+@pytest.mark.parametrize("field", ["device_bytes", "host_bytes"])
+@pytest.mark.parametrize("value", ["1000", 1000.0, True])
+def test_for_regions_refuses_bytes_that_are_no_integers(field, value):
+    regions = Regions(num_layers=1)
+    regions.add("kv", layers=[np.zeros((4, 8), np.int8)])
+    with pytest.raises(ConfigError, match=field):
+        CacheConfig.for_regions(regions, **{field: value})
 
 
 def test_is_frozen():

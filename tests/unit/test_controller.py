@@ -199,21 +199,20 @@ async def test_cancel_takes_back_only_what_is_not_submitted(
         before = worker.contents()
         counters = [worker.submit("onload", [i], [i]) for i in range(3)]
         held = worker.submit("onload", [4], [4], after_step=1)
-        worker.controller.cancel(1)
-        worker.controller.cancel(3)
-        worker.controller.cancel(held.transfer_id)
-        worker.controller.cancel(3)
-        worker.controller.cancel(99)
-        assert worker.reports == []
+        assert worker.controller.cancel(1) == "too late"
+        assert worker.controller.cancel(3) == "at once"
+        assert worker.controller.cancel(held.transfer_id) == "at once"
+        assert worker.controller.cancel(3) == "too late"
+        assert worker.controller.cancel(99) == "too late"
         await worker.settle()
-        assert outcomes(worker) == {3: "cancelled", 4: "cancelled"}
+        assert worker.reports == []  # the caller knows
         for counter in (counters[2], held):
             with pytest.raises(TransferError, match="cancelled before it was submitted"):
                 await counter.wait(0)
         device.complete_all()
         await worker.settle()
-        assert outcomes(worker) == {1: "done", 2: "done", 3: "cancelled", 4: "cancelled"}
-        assert len(worker.reports) == 4
+        assert outcomes(worker) == {1: "done", 2: "done"}
+        assert len(worker.reports) == 2
         wanted = worker.after_plain_copy(before, "onload", [0, 1], [0, 1])
         assert same_bytes(worker.contents(), wanted)
         worker.controller.cancel(1)
@@ -256,6 +255,32 @@ async def test_plans_wait_for_their_step_and_then_for_its_event(new_worker: type
         assert device.offloads[0].after is None
         with pytest.raises(UsageError, match="step 2 is closed already"):
             worker.controller.close_step(2, None)
+
+
+class NoSynchronize:
+    done = False
+
+
+@pytest.mark.parametrize("refused", ["text", 7, NoSynchronize(), asyncio.Future])
+async def test_a_refused_event_leaves_the_step_open(new_worker: type[Worker], refused: Any) -> None:
+    """A future counts as one: its ``done`` is a method, which is always true as an attribute."""
+    if refused is asyncio.Future:
+        refused = asyncio.get_running_loop().create_future()
+        refused.synchronize = lambda: None
+    device = ManualDevice()
+    async with new_worker(device) as worker:
+        worker.submit("offload", [1], [1], after_step=1)
+        for call in (worker.controller.check_event, lambda e: worker.controller.close_step(1, e)):
+            with pytest.raises(UsageError, match="is not an event"):
+                call(refused)
+        assert (worker.controller.statistics().held, device.copies) == (1, [])
+        worker.controller.check_event(None)
+        event = ManualEvent()
+        worker.controller.check_event(event)
+        assert event.queries == 0
+        worker.controller.close_step(1, event)
+        assert device.offloads[0].after is event
+        event.complete()
 
 
 async def test_a_plan_after_a_closed_step_waits_for_its_event_only_while_that_runs(

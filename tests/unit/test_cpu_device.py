@@ -111,10 +111,18 @@ async def test_a_compute_stream_waits_for_a_layer(
 @pytest.mark.asyncio
 async def test_an_event_of_another_device_is_refused(new_worker: type[Worker]) -> None:
     async with new_worker(CpuDevice()) as worker:
-        worker.controller.close_step(1, ManualEvent())
         counter = worker.submit(after_step=1)
-        with pytest.raises(Exception, match="cannot wait for a ManualEvent"):
-            await counter.wait(0)
+        for refused in ("text", ManualEvent()):
+            with pytest.raises(UsageError, match="cannot wait for a"):
+                worker.controller.close_step(1, refused)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="never recorded"):
+            worker.controller.close_step(1, CpuEvent())
+        assert worker.controller.statistics().held == 1  # the step is still open
+        event = CpuEvent()
+        event.begin()
+        worker.controller.close_step(1, event)
+        event.finish()
+        await counter.wait_all()
 
 
 def test_host_events_begin_and_finish() -> None:

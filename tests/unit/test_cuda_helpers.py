@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from aiokv.errors import UsageError
+from aiokv.worker.device.cuda import CudaDevice
 from aiokv.worker.device.cuda_handles import event_handle, stream_handle
 from aiokv.worker.device.cuda_numa import Placement, placement
 from aiokv.worker.device.cuda_state import Rows, merge_rows
@@ -42,6 +43,27 @@ def test_events_of_every_library_have_a_handle():
     assert event_handle(SimpleNamespace(ptr=5)) == 5
     assert event_handle(SimpleNamespace(cuda_event=5)) == 5
     assert event_handle(SimpleNamespace(event_base=SimpleNamespace(cuda_event=5))) == 5
+
+
+class CupyEvent:
+    """What the device reads of ``cupy.cuda.Event``."""
+
+    done = False
+
+    def __init__(self, ptr: int) -> None:
+        self.ptr = ptr
+
+    def synchronize(self) -> None: ...
+
+
+def test_the_device_checks_that_an_event_can_be_asked_and_was_recorded():
+    device = object.__new__(CudaDevice)  # needs no GPU for that
+    device.check_event(CupyEvent(5))
+    with pytest.raises(UsageError, match="never recorded"):
+        device.check_event(CupyEvent(0))
+    for refused in ("text", 5):
+        with pytest.raises(UsageError, match="is not an event"):
+            device.check_event(refused)
 
 
 def test_an_event_that_was_never_recorded_is_refused():

@@ -73,7 +73,7 @@ def test_blocks_may_be_any_distance_apart() -> None:
         (np.lib.stride_tricks.as_strided(zeros(64), (4, 8), (4, 1)), "4 bytes apart and overlap"),
         (zeros(0, 8), "no blocks"),
         (np.zeros(()), "no blocks"),
-        ([1, 2, 3], "list speaks neither"),
+        ([1, 2, 3], "list has neither"),
     ],
 )
 def test_what_cannot_be_copied_by_block_is_refused(tensor: object, message: str) -> None:

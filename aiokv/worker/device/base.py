@@ -6,11 +6,12 @@ has finished. CUDA calls an event that was never recorded done; a device must hi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+
+from aiokv.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from typing import Any
 
     import numpy as np
     from numpy.typing import NDArray
@@ -44,6 +45,47 @@ class Event(Protocol):
 
     def synchronize(self) -> None:
         """Block the calling thread, without the GIL, until done."""
+
+
+class QueriedEvent:
+    """An event of a library that has ``query()`` instead of ``done``, such as PyTorch's.
+
+    Attributes:
+        event: the library's own, whose handle the cuda device passes to CUDA.
+    """
+
+    __slots__ = ("event",)
+
+    def __init__(self, event: Any) -> None:
+        self.event = event
+
+    @property
+    def done(self) -> bool:
+        return bool(self.event.query())
+
+    def synchronize(self) -> None:
+        self.event.synchronize()
+
+
+def as_event(name: str, value: Any) -> Event | None:
+    """An argument that is an event, or None; events with ``query()`` are wrapped.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if value is None:
+        return None
+    kind = type(value)  # asking the object itself would ask the device
+    if hasattr(kind, "synchronize"):
+        if hasattr(kind, "done"):
+            event: Event = value
+            return event
+        if hasattr(kind, "query"):
+            return QueriedEvent(value)
+    raise UsageError(
+        f"{name} is {value!r}; it must be an event or None",
+        hint="record an event behind the work: cupy.cuda.Event, torch.cuda.Event, CpuEvent",
+    )
 
 
 class Stream(Protocol):
@@ -129,6 +171,13 @@ class Device(Protocol):
             UsageError, DeviceError: as onload().
         """
 
+    def check_event(self, event: Event) -> None:
+        """Raise unless transfers can be ordered behind the event. Cheap; changes nothing.
+
+        Raises:
+            UsageError: ``event`` is no event, one of another device, or was never recorded.
+        """
+
     def detach(self, *, keep_host: bool) -> None:
         """Let go of the memory; no copy is in flight, and none comes before ``attach``. Idempotent.
 
@@ -139,3 +188,25 @@ class Device(Protocol):
 
     def close(self) -> None:
         """Finish what is submitted, join native threads, let go of the memory. Idempotent."""
+
+
+def check_event_type(event: object) -> None:
+    """Raise unless ``event`` has what :class:`Event` asks for; reads nothing of it.
+
+    A future is refused, too: its ``done`` is a method, and as an attribute always true.
+
+    Raises:
+        UsageError: names the missing attribute.
+    """
+    kind = type(event)
+    done = getattr(kind, "done", None) or getattr(event, "done", None)
+    missing = "done" if done is None or callable(done) else ""
+    if not missing and not callable(getattr(event, "synchronize", None)):
+        missing = "synchronize()"
+    if missing:
+        raise UsageError(
+            f"a {kind.__module__}.{kind.__qualname__} is not an event: it has no "
+            f"{'property' if missing == 'done' else 'method'} {missing!r}",
+            hint="pass an event that was recorded behind the step's work, or None when the work "
+            "has finished",
+        )

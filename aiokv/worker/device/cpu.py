@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from aiokv import _native
+from aiokv.checks import Unique
 from aiokv.errors import LayoutError, UsageError
 from aiokv.worker.device.base import CopyError
 
@@ -51,7 +52,7 @@ class CpuCopy:
         return None if error is None else CopyError(*error)
 
 
-class CpuDevice:
+class CpuDevice(Unique):
     """Copies with one native thread a direction, GIL released."""
 
     name = "cpu"
@@ -107,6 +108,15 @@ class CpuDevice:
             owner=self._memory,
         )
         return CpuCopy(job, self._num_layers)
+
+    def check_event(self, event: Event) -> None:
+        """Raise unless the event is a :class:`CpuEvent` that was recorded or begun."""
+        cpu_event = _cpu_event(event)
+        if cpu_event is not None and not cpu_event.recorded:
+            raise UsageError(
+                "the event was never recorded, so nothing can wait for it",
+                hint="call CpuEvent.begin() or CpuStream.record(event) before the step is closed",
+            )
 
     def detach(self, *, keep_host: bool) -> None:
         """The streams go, too: they keep alive what they have copied to and from."""

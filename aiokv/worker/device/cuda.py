@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import numpy as np
 
 from aiokv import _native
+from aiokv.checks import Unique, arguments, choice, flag, integer
 from aiokv.errors import ConfigError, DeviceError, LayoutError, UsageError
-from aiokv.worker.device.base import CopyError
+from aiokv.worker.device.base import CopyError, check_event_type
 from aiokv.worker.device.cuda_handles import event_handle, stream_handle
 from aiokv.worker.device.cuda_numa import placement
 from aiokv.worker.device.cuda_state import CudaStateCopy, CudaStateMover
@@ -40,6 +41,7 @@ HIGHEST_PRIORITY: Final = -5  # clamped by CUDA: a short scatter goes before the
 Path = Literal["auto", "staged", "direct"]
 
 
+@arguments()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaOptions:
     """How transfers move; the defaults fit PCIe 4 and 5 links.
@@ -56,6 +58,9 @@ class CudaOptions:
         timing: record times on the device, for :meth:`CudaCopy.layer_seconds`.
         touch_threads: threads that touch the host arena's pages ahead of the pinning.
         register_chunk_bytes: the arena is pinned in chunks of this size; a multiple of 4 MiB.
+
+    Raises:
+        ConfigError: a value is of the wrong type or out of range.
     """
 
     path: Path = "auto"
@@ -68,6 +73,24 @@ class CudaOptions:
     timing: bool = False
     touch_threads: int = 8
     register_chunk_bytes: int = 64 << 20
+
+    def __post_init__(self) -> None:
+        choice("path", self.path, get_args(Path), ConfigError)
+        flag("timing", self.timing, ConfigError)
+        for name in _COUNTS:
+            integer(name, getattr(self, name), minimum=1, error=ConfigError)
+
+
+_COUNTS: Final = (
+    "slot_bytes",
+    "num_slots",
+    "queued_pieces",
+    "max_group_layers",
+    "staged_ctas",
+    "direct_ctas",
+    "touch_threads",
+    "register_chunk_bytes",
+)
 
 
 class CudaCopy:
@@ -127,7 +150,7 @@ class CudaCopy:
         return [(first, end, path.name.lower()) for first, end, path in self._transfer.groups()]
 
 
-class CudaDevice:
+class CudaDevice(Unique):
     """Moves blocks between the host arena and one GPU.
 
     Args:
@@ -135,7 +158,7 @@ class CudaDevice:
         options: how to move.
 
     Raises:
-        ConfigError: aiokv was built without CUDA, or CuPy is not installed.
+        ConfigError: aiokv was built without CUDA, CuPy is not installed, or there is no such GPU.
     """
 
     in_order = True
@@ -149,7 +172,7 @@ class CudaDevice:
             )
         self._cupy = _import_cupy()
         self.options = options or CudaOptions()
-        self.ordinal = self._cupy.cuda.Device().id if ordinal is None else ordinal
+        self.ordinal = _existing_gpu(self._cupy, ordinal)
         self.name = f"cuda:{self.ordinal}"
         self._streams: tuple[Any, ...] = ()
         self._engine: Any = None
@@ -246,6 +269,11 @@ class CudaDevice:
         if self._states is None:
             raise UsageError("no region has recurrent state: see Regions.add_state")
         return self._states.move(source_slots, target_slots, after)
+
+    def check_event(self, event: Event) -> None:
+        """Raise unless the event can be asked, and has a CUDA handle: one that was recorded."""
+        check_event_type(event)
+        event_handle(event)
 
     @property
     def failure(self) -> DeviceError | None:
@@ -354,6 +382,22 @@ def _layout(
     for layer in range(regions.num_layers):
         layer_begin.append(layer_begin[-1] + len(regions.layer_pieces(layer)))
     return slices, layer_begin
+
+
+def _existing_gpu(cupy: Any, ordinal: int | None) -> int:
+    try:
+        count: int = cupy.cuda.runtime.getDeviceCount()
+        found: int = cupy.cuda.Device().id if ordinal is None else ordinal
+    except Exception as error:  # CuPy's class of errors needs the driver
+        raise ConfigError(
+            f"no GPU can be used: {error}", hint="see nvidia-smi and CUDA_VISIBLE_DEVICES"
+        ) from error
+    if not 0 <= integer("ordinal", found, error=ConfigError) < count:
+        raise ConfigError(
+            f"cuda:{found} does not exist: this process sees {count} GPUs",
+            hint="see CUDA_VISIBLE_DEVICES",
+        )
+    return found
 
 
 def _import_cupy() -> Any:

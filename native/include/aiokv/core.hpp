@@ -35,12 +35,15 @@ class Core {
     // Throws what allocate would, of a request that can never be granted.
     void check_request(LeaseId id, std::int64_t num_tokens) const;
     Grant allocate(LeaseId id, std::int64_t num_tokens);
-    void retract(LeaseId id, Step step);
+    // Returns the lease that keeps the blocks for the batches in flight, or 0.
+    LeaseId retract(LeaseId id, Step step);
     void append(LeaseId id, Tokens tokens);
     std::uint32_t commit(LeaseId id, std::int64_t num_tokens, Step step);
-    void truncate(LeaseId id, std::int64_t num_tokens, Step step);
+    // Returns the lease that keeps the blocks for the batches in flight, or 0.
+    LeaseId truncate(LeaseId id, std::int64_t num_tokens, Step step);
     bool extend(std::span<const LeaseId> ids, std::int64_t num_tokens);
-    void release(LeaseId id, Step step);
+    // False: batches in flight keep the blocks, and end_batch() will release the lease.
+    bool release(LeaseId id, Step step);
     std::int64_t recompute_from(LeaseId id);
     const Lease& lease(LeaseId id) const;
     Usage usage(LeaseId id) const;
@@ -49,6 +52,14 @@ class Core {
     const std::vector<BlockId>& table_of(LeaseId id, std::int32_t group) const;
     void block_tables(std::span<const LeaseId> ids, std::span<BlockId> out, std::size_t rows,
                       BlockId fill, std::int32_t group = -1) const;
+
+    // -- compute in flight (core_compute.cpp)
+    BatchId begin_batch(std::span<const LeaseId> ids);
+    // `step`: 0, or the step that the batch's work belongs to. Returns the leases that waited for
+    // it and are released now.
+    std::vector<LeaseId> end_batch(BatchId id, Step step);
+    std::vector<BatchId> batches(LeaseId id) const;
+    bool is_released(LeaseId id) const { return lease(id).released; }
 
     // -- backups (core_backup.cpp); 0 when there is nothing to copy
     TransferId take_backups();
@@ -78,6 +89,9 @@ class Core {
     const Transfer& transfer(TransferId id) const;
     void complete(TransferId id, Outcome outcome, std::uint32_t first_bad_block);
     std::vector<TransferId> take_abandoned();
+    void mark_cancelling(TransferId id);
+    // A step is over in the order of their numbers.
+    void close_step(Step step) { device_.close_step(step); }
     void finish_step(Step step) {
         device_.finish_step(step);
         if (state_) state_->finish_step(step);
@@ -122,6 +136,13 @@ class Core {
     void touch(const std::vector<NodeId>& path);
     void take_blocks(LeaseId id, Lease& lease, std::uint32_t total_blocks);
     void give_back(LeaseId id, Lease& lease, Step step);
+    void end_lease(LeaseId id, Lease& lease, Step step);
+    static Step last_use(const Lease& lease, Step step);
+    LeaseId set_aside(LeaseId id, Lease& lease);
+    LeaseId cut_table(LeaseId id, Lease& lease, std::size_t blocks);
+    std::size_t joinable(const Lease& lease) const;
+    bool fit_writable(Lease& lease, std::uint32_t total_blocks);
+    void check_batches(Report& report) const;
     void free_table(Lease& lease, Step step);
     void start_onload(LeaseId id, Lease& lease, std::uint32_t first_host_block);
     std::uint32_t publish(Lease& lease);
@@ -247,6 +268,8 @@ class Core {
 
     std::unordered_map<TransferId, Transfer> transfers_;
     TransferId last_transfer_ = 0;
+    std::unordered_map<BatchId, std::vector<LeaseId>> batches_;
+    BatchId last_batch_ = 0;
     std::vector<TransferId> abandoned_;
     std::vector<NodeId> backups_;  // nodes with kBackupQueued; stale entries lack the flag
     std::vector<NodeId> twins_;    // nodes with kTwinListed, newest last; stale ones lack the flag

@@ -19,6 +19,7 @@ namespace aiokv {
 
 using LeaseId = std::uint64_t;  // generation << 32 | slot; 0 is no lease
 using TransferId = std::uint32_t;
+using BatchId = std::uint32_t;
 using Tokens = std::span<const std::int32_t>;
 
 enum class WritePolicy : std::uint8_t {
@@ -110,6 +111,12 @@ struct Lease {
     bool granted = false;
     bool swapped = false;  // preempted; holds its host copies
     bool failed = false;   // an onload failed and recompute_from was not called yet
+
+    // Compute in flight; see core_compute.cpp.
+    Step last_step = 0;         // newest step that computed with the blocks of this grant
+    std::uint32_t batches = 0;  // unfinished batches that compute with its blocks
+    bool named = false;         // a batch has named this grant: last_step is exact
+    bool released = false;      // waits for those batches; nobody has the handle any more
 };
 
 struct Hit {
@@ -146,6 +153,7 @@ struct Transfer {
     // lease goes first, they are the transfer's to free.
     LeaseId tail_owner = 0;
     bool orphaned = false;
+    bool cancelling = false;  // a worker was asked to take it back: no other lease may join it
 };
 
 // A copy of one state slot to another, on the device.
@@ -171,7 +179,7 @@ struct Fork {
 struct CoreStatistics {
     std::uint32_t device_free, device_cached, device_leased, device_in_flight, device_cooling;
     std::uint32_t host_free, host_cached, host_in_flight;
-    std::uint32_t evictable_blocks, leases, nodes;
+    std::uint32_t evictable_blocks, leases, releasing_leases, nodes;
     std::uint64_t hit_device_tokens, hit_host_tokens, prompt_tokens, grants;
     std::uint64_t published_blocks, evicted_device_blocks, dropped_blocks, evicted_host_blocks;
     std::uint64_t onloaded_blocks, offloaded_blocks, failed_blocks, skipped_backups,

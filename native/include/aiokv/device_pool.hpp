@@ -1,12 +1,13 @@
 // Device ids and the steps that may still use them.
 //
 // GPU work is asynchronous: an id freed in step s may still be read or written until the event of
-// s is done. Such ids cool down apart and are given out only when no other id is left; a transfer
-// into one waits, on the device, for after_step().
+// s is done. Such ids cool down apart and are given out only when no other id is left, those of the
+// oldest step first; a transfer into one waits, on the device, for after_step(). Nothing can be
+// transferred into an id of a step that is not closed yet: it has no event to wait for.
 #pragma once
 
 #include <algorithm>
-#include <deque>
+#include <map>
 #include <vector>
 
 #include "aiokv/block_pool.hpp"
@@ -20,30 +21,43 @@ class DevicePool {
     explicit DevicePool(std::uint32_t capacity) : pool_(capacity) {}
 
     std::uint32_t capacity() const { return pool_.capacity(); }
-    std::uint32_t free_blocks() const {
-        return pool_.free_blocks() + static_cast<std::uint32_t>(cooling_.size());
+    std::uint32_t free_blocks() const { return pool_.free_blocks() + cooling_blocks_; }
+    std::uint32_t cooling_blocks() const { return cooling_blocks_; }
+    // Free ids that a transfer may write, now or behind the event of a closed step.
+    std::uint32_t writable_blocks() const {
+        std::uint32_t blocks = free_blocks();
+        for (auto open = cooling_.upper_bound(closed_); open != cooling_.end(); ++open) {
+            blocks -= static_cast<std::uint32_t>(open->second.size());
+        }
+        return blocks;
     }
-    std::uint32_t cooling_blocks() const { return static_cast<std::uint32_t>(cooling_.size()); }
     bool is_free(BlockId id) const {
-        return pool_.is_free(id) || std::any_of(cooling_.begin(), cooling_.end(),
-                                                [id](const Cooling& c) { return c.id == id; });
+        return pool_.is_free(id) ||
+               std::any_of(cooling_.begin(), cooling_.end(), [id](const auto& cooling) {
+                   return std::find(cooling.second.begin(), cooling.second.end(), id) !=
+                          cooling.second.end();
+               });
     }
     std::size_t bytes() const { return pool_.bytes() + steps_.capacity() * sizeof(Step); }
 
-    // Requires out.size() <= free_blocks().
+    // Ids of finished steps first. Requires out.size() <= free_blocks().
     void take(std::span<BlockId> out) {
         const std::size_t cool = std::min<std::size_t>(out.size(), pool_.free_blocks());
         pool_.take_lowest(out.first(cool));
         for (BlockId& id : out.subspan(cool)) {
-            id = cooling_.front().id;
-            cooling_.pop_front();
+            const auto oldest = cooling_.begin();
+            id = oldest->second.back();
+            oldest->second.pop_back();
+            --cooling_blocks_;
+            if (oldest->second.empty()) cooling_.erase(oldest);
         }
     }
 
     void give_back(BlockId id) {
         const Step step = after_step(id);
         if (step == 0) return pool_.give_back(id);
-        cooling_.push_back({step, id});
+        cooling_[step].push_back(id);
+        ++cooling_blocks_;
     }
 
     // `step` reads or writes the block.
@@ -63,27 +77,28 @@ class DevicePool {
 
     void finish_step(Step step) {
         finished_ = std::max(finished_, step);
-        std::erase_if(cooling_, [this](const Cooling& cooling) {
-            if (cooling.step > finished_) return false;
-            pool_.give_back(cooling.id);
-            return true;
-        });
+        closed_ = std::max(closed_, step);
+        while (!cooling_.empty() && cooling_.begin()->first <= finished_) {
+            for (const BlockId id : cooling_.begin()->second) pool_.give_back(id);
+            cooling_blocks_ -= static_cast<std::uint32_t>(cooling_.begin()->second.size());
+            cooling_.erase(cooling_.begin());
+        }
     }
+
+    // Steps up to this one have events that transfers can wait for.
+    void close_step(Step step) { closed_ = std::max(closed_, step); }
 
     Step finished_step() const { return finished_; }
 
     void resize(std::uint32_t capacity) { pool_.resize(capacity); }
 
   private:
-    struct Cooling {
-        Step step;
-        BlockId id;
-    };
-
     BlockPool pool_;
     std::vector<Step> steps_;  // newest step that used each id; empty until a step is named
-    std::deque<Cooling> cooling_;
+    std::map<Step, std::vector<BlockId>> cooling_;  // free ids by the step that they wait for
+    std::uint32_t cooling_blocks_ = 0;
     Step finished_ = 0;
+    Step closed_ = 0;
 };
 
 }  // namespace aiokv

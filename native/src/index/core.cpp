@@ -118,6 +118,7 @@ LeaseId Core::open_lease(Tokens tokens, std::uint32_t context, bool reads, bool 
     lease.prompt_tokens = static_cast<std::uint32_t>(tokens.size());
     lease.computed_blocks = lease.device_hit = lease.host_hit = lease.known_blocks = 0;
     lease.computes = true;
+    lease.released = false;
     ++contexts_[context].leases;
     return (std::uint64_t{lease.generation} << 32) | slot;
 }
@@ -136,7 +137,7 @@ bool Core::is_private(const Lease& lease, std::size_t index) const {
     return index >= lease.path.size() || tree_[lease.path[index]].device != lease.table[index];
 }
 
-void Core::truncate(LeaseId id, std::int64_t num_tokens, Step step) {
+LeaseId Core::truncate(LeaseId id, std::int64_t num_tokens, Step step) {
     Lease& lease = lease_at(id);
     if (!lease.granted) throw LeaseError("cannot truncate a lease before it was allocated");
     const std::int64_t indexed =
@@ -153,20 +154,32 @@ void Core::truncate(LeaseId id, std::int64_t num_tokens, Step step) {
                          std::to_string(indexed) + " are shared");
     }
     const auto length = static_cast<std::uint32_t>(num_tokens);
+    const bool cuts = blocks_for(length) < lease.table.size();
+    if (cuts && lease.batches > 0 && !lease.windows.empty()) {
+        throw LeaseError(
+            "cannot truncate a lease with sliding windows while a batch computes with "
+            "it");
+    }
     if (blocks_for(length) < lease.path.size() + tail_under_way(id)) {
         throw LeaseError("cannot truncate to " + std::to_string(num_tokens) +
                          " positions: a transfer still writes blocks behind them; await "
                          "layers.wait_all()");
     }
-    for (std::size_t i = blocks_for(length); i < lease.table.size(); ++i) {
-        device_.use_in(lease.table[i], step);
-        device_.give_back(lease.table[i]);
+    LeaseId keeper = 0;
+    if (cuts && lease.batches > 0) {
+        keeper = cut_table(id, lease, blocks_for(length));
+    } else {
+        for (std::size_t i = blocks_for(length); i < lease.table.size(); ++i) {
+            device_.use_in(lease.table[i], last_use(lease, step));
+            device_.give_back(lease.table[i]);
+        }
     }
     lease.table.resize(blocks_for(length));
     lease.num_tokens = length;
     lease.computed_tokens = std::min(lease.computed_tokens, length);
     if (lease.tokens.size() > length) lease.tokens.resize(length);
     fit_windows(lease, step);
+    return keeper;
 }
 
 void Core::free_table(Lease& lease, Step step) {
@@ -179,6 +192,7 @@ void Core::free_table(Lease& lease, Step step) {
 }
 
 void Core::give_back(LeaseId id, Lease& lease, Step step) {
+    step = last_use(lease, step);
     withdraw(lease);
     if (lease.swapped) drop_swapped(lease);
     if (lease.swap_out != 0) orphan_tail(transfers_.at(lease.swap_out), step);
@@ -191,17 +205,33 @@ void Core::give_back(LeaseId id, Lease& lease, Step step) {
     lease.granted = lease.failed = false;
     lease.num_tokens = lease.computed_tokens = lease.cached_tokens = 0;
     lease.version = 0;
+    lease.last_step = 0;
+    lease.named = false;
     lease.path.clear();
 }
 
-// Back to what match left: for a grant whose waiter was cancelled.
-void Core::retract(LeaseId id, Step step) {
-    give_back(id, lease_at(id), step);
+// Back to what match left.
+LeaseId Core::retract(LeaseId id, Step step) {
+    Lease& lease = lease_at(id);
+    const LeaseId keeper = lease.batches > 0 ? set_aside(id, lease) : 0;
+    give_back(id, lease, step);
+    return keeper;
 }
 
-void Core::release(LeaseId id, Step step) {
+bool Core::release(LeaseId id, Step step) {
     Lease& lease = lease_at(id);
+    if (lease.batches > 0) {
+        withdraw(lease);
+        lease.released = true;
+        return false;
+    }
+    end_lease(id, lease, step);
+    return true;
+}
+
+void Core::end_lease(LeaseId id, Lease& lease, Step step) {
     give_back(id, lease, step);
+    lease.released = false;
     lease.live = false;
     forget_items(lease);
     free_leases_.push_back(static_cast<std::uint32_t>(id));

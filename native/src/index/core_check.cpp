@@ -142,6 +142,27 @@ void Core::check_windows(Report& report) const {
     for (std::size_t g = 0; g < windows_.size(); ++g) check_window(report, g);
 }
 
+void Core::check_batches(Report& report) const {
+    std::unordered_map<LeaseId, std::uint32_t> counts;
+    for (const auto& [batch, leases] : batches_) {
+        for (const LeaseId id : leases) ++counts[id];
+    }
+    std::size_t counted = 0;
+    for (const Lease& lease : leases_) {
+        const auto found = counts.find((LeaseId{lease.generation} << 32) | lease.slot);
+        const std::uint32_t batches = found == counts.end() ? 0 : found->second;
+        counted += batches > 0;
+        report.require(lease.batches == batches, "I3: a lease counts ", lease.batches,
+                       " batches of ", batches);
+        report.require(batches == 0 || (lease.live && lease.granted),
+                       "I3: a batch computes with a lease that holds no blocks");
+        report.require(!lease.released || (lease.live && batches > 0),
+                       "I3: a released lease waits for no batch");
+    }
+    report.require(counted == counts.size(), "I3: batches name ", counts.size(), " leases, ",
+                   counted, " are known");
+}
+
 std::vector<std::string> Core::violations() const {
     Report report;
     Ownership device(report, "device", device_.capacity());
@@ -234,6 +255,7 @@ std::vector<std::string> Core::violations() const {
                    tree_.item_keys().total_refs(), " refs of ", item_refs);
     check_state(report);
     check_windows(report);
+    check_batches(report);
     device.check([this](BlockId id) { return device_.is_free(id); });
     host.check([this](BlockId id) { return host_.is_free(id); });
     return report.take();
@@ -265,9 +287,10 @@ CoreStatistics Core::statistics() const {
     s.host_free = host_.free_blocks();
     s.evictable_blocks = evictable();
     s.device_leased = 0;
-    s.leases = 0;
+    s.leases = s.releasing_leases = 0;
     for (const Lease& lease : leases_) {
-        s.leases += lease.live;
+        s.leases += lease.live && !lease.released;
+        s.releasing_leases += lease.live && lease.released;
         for (std::size_t i = 0; i < lease.table.size(); ++i) {
             s.device_leased += is_private(lease, i);
         }

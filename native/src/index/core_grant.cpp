@@ -21,10 +21,38 @@ void Core::drop_small_onload(Lease& lease) {
 void Core::choose_path(Lease& lease, std::size_t usable) {
     if (lease.version != version_) walk(lease);
     if (lease.host_hit < config_.min_onload_blocks) drop_small_onload(lease);
-    usable = reachable(lease, std::min(usable, lease.path.size()));
+    usable = reachable(lease, std::min({usable, lease.path.size(), joinable(lease)}));
     if (lease.path.size() <= usable) return;
     lease.path.resize(usable);
     lease.version = 0;  // a later try may want the rest
+}
+
+// Blocks of the path before the first that a transfer brings which is being taken back.
+std::size_t Core::joinable(const Lease& lease) const {
+    const auto ends = [this](NodeId node) {
+        const Node& n = tree_[node];
+        return n.has(kDeviceLoading) && transfers_.at(n.next).cancelling;
+    };
+    return static_cast<std::size_t>(std::find_if(lease.path.begin(), lease.path.end(), ends) -
+                                    lease.path.begin());
+}
+
+// Onloads need ids that they may write. Those of an open step are not: its owner may wait for the
+// layers of this lease before it closes the step. What cannot be onloaded is computed, but for a
+// swapped table, whose onload waits for the step. The path has its refs already. False: not now.
+bool Core::fit_writable(Lease& lease, std::uint32_t total_blocks) {
+    std::size_t resident = 0;
+    for (const NodeId node : lease.path) resident += tree_[node].has(kDeviceResident);
+    const std::size_t writable = device_.writable_blocks();
+    if (lease.swapped || lease.path.size() - resident <= writable) return true;
+    std::size_t blocks = reachable(lease, resident + writable);
+    if (blocks > resident && blocks - resident < config_.min_onload_blocks) {
+        blocks = reachable(lease, resident);
+    }
+    for (std::size_t i = lease.path.size(); i-- > blocks;) unref(lease.path[i]);
+    lease.path.resize(blocks);
+    lease.version = 0;  // a later try may want the rest
+    return make_room(total_blocks - static_cast<std::uint32_t>(std::min(blocks, resident)));
 }
 
 void Core::check_request(LeaseId id, std::int64_t num_tokens) const {
@@ -53,6 +81,7 @@ Grant Core::allocate(LeaseId id, std::int64_t num_tokens) {
     const std::uint32_t total = blocks_for(static_cast<std::uint64_t>(num_tokens));
     if (lease.swapped) {
         trim_swapped(lease);
+        if (joinable(lease) < lease.path.size()) return Grant::kNone;
     } else {
         choose_path(lease, static_cast<std::size_t>(num_tokens) / config_.block_tokens);
     }
@@ -67,7 +96,7 @@ Grant Core::allocate(LeaseId id, std::int64_t num_tokens) {
     const std::uint32_t needed = total - resident;
     // An attempt in vain takes nothing from swapped leases.
     if (needed + config_.reserve_blocks > device_.free_blocks() + evictable() ||
-        !make_side_room(lease, total) || !make_room(needed)) {
+        !make_side_room(lease, total) || !make_room(needed) || !fit_writable(lease, total)) {
         for (std::size_t i = lease.path.size(); i-- > 0;) unref(lease.path[i]);
         return Grant::kNone;
     }

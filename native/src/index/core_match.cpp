@@ -132,7 +132,7 @@ Pending Core::pending(LeaseId id) {
 // Others may wait for what this lease will publish next.
 void Core::announce(Lease& lease) {
     withdraw(lease);
-    if (!lease.writes || lease.failed || lease.epoch != epoch_) return;
+    if (!lease.writes || lease.failed || lease.released || lease.epoch != epoch_) return;
     if (lease.path.size() >= lease.tokens.size() / config_.block_tokens) return;
     lease.frontier = lease.path.empty() ? root_of(lease) : lease.path.back();
     promises_.emplace(lease.frontier, lease.slot);

@@ -40,6 +40,7 @@ std::uint32_t Core::commit(LeaseId id, std::int64_t num_tokens, Step step) {
     }
     lease.computed_blocks += blocks_for(computed) - blocks_for(lease.computed_tokens);
     lease.computed_tokens = computed;
+    lease.last_step = std::max(lease.last_step, step);
     const std::uint32_t published = publish(lease);
     if (!lease.windows.empty()) advance_windows(lease, step);
     return published;

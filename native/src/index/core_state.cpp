@@ -186,6 +186,7 @@ StateCopy Core::snapshot(LeaseId id, std::int64_t num_tokens, Step step) {
     const BlockId target = take_slot();
     state_->use_in(lease.state_slot, step);
     state_->use_in(target, step);
+    lease.last_step = std::max(lease.last_step, step);
     lease.snapshots.push_back({block, target});
     attach_snapshots(lease);
     return {lease.state_slot, target};

@@ -61,6 +61,8 @@ bool Core::swap_out(LeaseId id, Step step) {
     if (!lease.granted || lease.failed || !lease.onloads.empty() || lease.swap_out != 0) {
         throw LeaseError("only a granted lease whose transfers have ended can be swapped");
     }
+    if (lease.batches > 0)
+        throw LeaseError("a batch computes with the lease; it cannot be swapped");
     if (lease.epoch != epoch_ || (!lease.path.empty() && tree_[lease.path.back()].has(kDetached))) {
         return false;
     }
@@ -88,8 +90,9 @@ bool Core::swap_out(LeaseId id, Step step) {
         transfers_.at(lease.swap_out).tail_owner = id;
     }
     // The copy waits for the steps that computed the blocks; who gets their ids, for all of them.
-    for (const BlockId block : lease.table) device_.use_in(block, step);
-    use_sides(lease, step);
+    const Step last = last_use(lease, step);
+    for (const BlockId block : lease.table) device_.use_in(block, last);
+    use_sides(lease, last);
     if (needed == 0) finish_swap_out(lease, true);
     return true;
 }
@@ -198,7 +201,7 @@ Fork Core::fork(LeaseId id, Step step) {
     if (needed > device_.free_blocks() + evictable() || !make_room(needed)) return {};
 
     const LeaseId child_id = open_lease(parent.tokens, parent.context, parent.reads, parent.writes);
-    const Lease& source = lease(id);  // the deque may have grown, but elements stay in place
+    Lease& source = lease_at(id);  // the deque may have grown, but elements stay in place
     Lease& child = lease_at(child_id);
     Fork fork{child_id, {}, {}};
     child.path = source.path;
@@ -227,6 +230,8 @@ Fork Core::fork(LeaseId id, Step step) {
     child.device_hit = blocks_for(source.computed_tokens);
     child.epoch = source.epoch;
     child.granted = true;
+    source.last_step = std::max(source.last_step, step);
+    child.last_step = step;
     if (state_) {
         child.state_slot = take_slot();
         child.state_valid = true;

@@ -206,4 +206,9 @@ std::vector<TransferId> Core::take_abandoned() {
     return ids;
 }
 
+void Core::mark_cancelling(TransferId id) {
+    const auto found = transfers_.find(id);
+    if (found != transfers_.end()) found->second.cancelling = true;
+}
+
 }  // namespace aiokv

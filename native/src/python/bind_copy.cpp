@@ -143,6 +143,40 @@ std::shared_ptr<CopyJob> slots(Stream& stream, const std::vector<SlotPieceTuple>
                       std::move(after));
 }
 
+using TensorTuple = nb::typed<nb::tuple, std::uintptr_t, std::vector<std::int64_t>,
+                              std::vector<std::int64_t>, std::uint64_t, int>;
+
+// Keeps the exporter's memory alive.
+struct DlpackTensor {
+    nb::ndarray<> array;
+};
+
+// Of any type of number: bfloat16, float8 and what numpy has no name for, too.
+TensorTuple layout(const DlpackTensor& tensor) {
+    const nb::ndarray<>& array = tensor.array;
+    std::vector<std::int64_t> shape, strides;
+    for (std::size_t axis = 0; axis < array.ndim(); ++axis) {
+        shape.push_back(static_cast<std::int64_t>(array.shape(axis)));
+        strides.push_back(array.stride(axis));
+    }
+    const nb::dlpack::dtype type = array.dtype();
+    return nb::make_tuple(reinterpret_cast<std::uintptr_t>(array.data()), shape, strides,
+                          std::uint64_t{type.bits} * type.lanes, array.device_type());
+}
+
+void bind_dlpack(nb::module_& m) {
+    nb::class_<DlpackTensor>(m, "DlpackTensor", "Memory that a DLPack capsule lends; borrowed.")
+        .def(
+            "__init__",
+            [](DlpackTensor* self, nb::ndarray<> array) {
+                new (self) DlpackTensor{std::move(array)};
+            },
+            "capsule"_a, nb::sig("def __init__(self, capsule: object) -> None"))
+        .def_prop_ro("layout", &layout,
+                     "(pointer, shape, strides in elements, bits of an element, DLPack device "
+                     "type).");
+}
+
 void bind_timer(nb::module_& m) {
     nb::class_<TimerFd>(m, "TimerFd", "A one-shot monotonic timer as a file descriptor.")
         .def(nb::init<>())
@@ -164,6 +198,7 @@ void bind_copy(nb::module_& m) {
     bind_event(m);
     bind_stream(m);
     bind_job(m);
+    bind_dlpack(m);
     bind_timer(m);
     m.def("copy_blocks", &copy, "stream"_a, "block_map"_a, "host_ids"_a, "device_ids"_a,
           nb::kw_only(), "onload"_a, "after"_a.none(), "owner"_a, nb::keep_alive<1, 7>(),

@@ -98,6 +98,7 @@ void bind_statistics(nb::module_& m) {
         .def_ro("host_in_flight", &S::host_in_flight)
         .def_ro("evictable_blocks", &S::evictable_blocks)
         .def_ro("leases", &S::leases)
+        .def_ro("releasing_leases", &S::releasing_leases)
         .def_ro("nodes", &S::nodes)
         .def_ro("hit_device_tokens", &S::hit_device_tokens)
         .def_ro("hit_host_tokens", &S::hit_host_tokens)
@@ -179,7 +180,8 @@ void bind_core(nb::module_& m) {
         .def("check_request", &Core::check_request, "lease"_a, "num_tokens"_a,
              "Raise what allocate would for a request that can never be granted.")
         .def("retract", &Core::retract, "lease"_a, "step"_a = 0,
-             "Undo allocate; the lease stays matched.")
+             "Undo allocate; the lease stays matched. The lease that keeps the blocks for the "
+             "batches in flight; 0: none.")
         .def("hit", &hit, "lease"_a, "(device_blocks, host_blocks) as matched, or as granted.")
         .def(
             "onloads", [](const Core& core, LeaseId id) { return core.lease(id).onloads; },
@@ -190,14 +192,25 @@ void bind_core(nb::module_& m) {
             "lease"_a, "tokens"_a)
         .def("commit", &Core::commit, "lease"_a, "num_tokens"_a, "step"_a = 0,
              "Index computed blocks; returns how many became shareable.")
-        .def("truncate", &Core::truncate, "lease"_a, "num_tokens"_a, "step"_a = 0)
+        .def("truncate", &Core::truncate, "lease"_a, "num_tokens"_a, "step"_a = 0,
+             "Returns as retract().")
         .def(
             "extend",
             [](Core& core, const std::vector<LeaseId>& ids, std::int64_t num_tokens) {
                 return core.extend(ids, num_tokens);
             },
             "leases"_a, "num_tokens"_a)
-        .def("release", &Core::release, "lease"_a, "step"_a = 0)
+        .def("release", &Core::release, "lease"_a, "step"_a = 0,
+             "False: batches in flight keep the blocks until end_batch().")
+        .def(
+            "begin_batch",
+            [](Core& core, const std::vector<LeaseId>& ids) { return core.begin_batch(ids); },
+            "leases"_a, "Name the leases that a batch computes with; returns the batch.")
+        .def("end_batch", &Core::end_batch, "batch"_a, "step"_a = 0,
+             "The work is over, or belongs to `step`: the leases that are released by this.")
+        .def("batches", &Core::batches, "lease"_a, "Those in flight that compute with the lease.")
+        .def("is_released", &Core::is_released, "lease"_a,
+             "Released, while batches in flight keep its blocks.")
         .def("recompute_from", &Core::recompute_from, "lease"_a)
         .def(
             "block_table",
@@ -296,6 +309,9 @@ void bind_core(nb::module_& m) {
         .def("transfer", &transfer, "transfer"_a, "(device_blocks, host_blocks, after_step).")
         .def("complete", &Core::complete, "transfer"_a, "outcome"_a, "first_bad_block"_a = 0)
         .def("take_abandoned", &Core::take_abandoned)
+        .def("mark_cancelling", &Core::mark_cancelling, "transfer"_a,
+             "A worker was asked to take it back: no other lease joins it.")
+        .def("close_step", &Core::close_step, "step"_a)
         .def("finish_step", &Core::finish_step, "step"_a)
         .def("evict_device", &Core::evict_device, "blocks"_a)
         .def("evict_host", &Core::evict_host, "blocks"_a)

@@ -1,0 +1,197 @@
+"""Checks of callers' arguments: a bad one raises a typed error before anything has changed.
+
+Each function returns the value in the form that the engine uses. Limits that depend on the state of
+the cache are checked where that state is, in the native core.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import numbers
+import operator
+from typing import TYPE_CHECKING, Final, NoReturn, ParamSpec, TypeVar, cast
+
+from aiokv.errors import AiokvError, ConfigError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_T = TypeVar("_T")
+
+MAX_INT64: Final = 2**63 - 1
+MAX_INT32: Final = 2**31 - 1
+
+
+def shown(value: object) -> str:
+    """``repr`` for a message: at most 200 characters, and never an error of its own."""
+    try:
+        text = repr(value)
+    except Exception:  # an int of more digits than Python converts, an object that is half made
+        return f"a {type(value).__name__}"
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def integer(
+    name: str,
+    value: object,
+    *,
+    minimum: int = -MAX_INT64,
+    maximum: int = MAX_INT64,
+    error: type[AiokvError] = UsageError,
+) -> int:
+    """``value`` as an int; ``np.int64`` and the like are integers, bools and floats are not.
+
+    Raises:
+        AiokvError: of the class ``error``; it is no integer, or outside ``minimum`` to ``maximum``.
+    """
+    if type(value) is not int:
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise error(f"{name} is {shown(value)}; it must be an integer")
+        try:
+            value = operator.index(value)
+        except TypeError:  # an array of several numbers
+            raise error(f"{name} is {shown(value)}; it must be an integer") from None
+    if not minimum <= value <= maximum:
+        limits = f"between {minimum} and {maximum}"
+        if minimum == -MAX_INT64:
+            limits = f"at most {maximum}"
+        elif maximum == MAX_INT64:
+            limits = f"at least {minimum}"
+        raise error(f"{name} is {shown(value)}; it must be {limits}")
+    return value
+
+
+def seconds(
+    name: str, value: object, *, error: type[AiokvError] = UsageError, minimum: float | None = None
+) -> float:
+    """``value`` as a float, which may be infinite.
+
+    Raises:
+        AiokvError: of the class ``error``; it is no number, NaN, or below ``minimum``.
+    """
+    if type(value) is not float:
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise error(f"{name} is {shown(value)}; it must be a number of seconds")
+        try:
+            value = float(value)
+        except OverflowError:  # an int that no float can hold
+            value = -math.inf if value < 0 else math.inf
+    if math.isnan(value):
+        raise error(f"{name} is nan; it must be a number of seconds")
+    if minimum is not None and value < minimum:
+        raise error(f"{name} is {value}; it must be at least {minimum} seconds")
+    return value
+
+
+def timeout(value: object, name: str = "timeout") -> float | None:
+    """Seconds until a deadline; None, and infinity, for no deadline.
+
+    A time that is over already, so a negative number, is 0.0.
+
+    Raises:
+        UsageError: neither None nor a number, or NaN.
+    """
+    if value is None:
+        return None
+    limit = seconds(name, value)
+    return None if limit == math.inf else max(limit, 0.0)
+
+
+def text(name: str, value: object) -> str:
+    """``value``, a str that UTF-8 can encode.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if not isinstance(value, str):
+        raise UsageError(f"{name} is {shown(value)}; it must be a str")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(
+                f"{name} is {shown(value)}, which is not valid Unicode: {error}"
+            ) from None
+    return value
+
+
+def flag(name: str, value: object, error: type[AiokvError] = UsageError) -> bool:
+    """``value``, a bool.
+
+    Raises:
+        AiokvError: of the class ``error``; it is none.
+    """
+    if not isinstance(value, bool):
+        raise error(f"{name} is {shown(value)}; it must be True or False")
+    return value
+
+
+def choice(
+    name: str, value: object, accepted: Iterable[str], error: type[AiokvError] = UsageError
+) -> None:
+    """Raises:
+    AiokvError: of the class ``error``; ``value`` is none of the ``accepted`` names.
+    """
+    names = tuple(accepted)
+    if not isinstance(value, str) or value not in names:
+        raise error(f"{name} {shown(value)} is not one of {names}")
+
+
+def sequence(name: str, value: Iterable[_T]) -> list[_T]:
+    """The elements of ``value``.
+
+    Raises:
+        UsageError: it cannot be iterated over, or is a str.
+    """
+    if not isinstance(value, str | bytes):
+        try:
+            return list(value)
+        except TypeError:
+            pass
+    raise UsageError(f"{name} is {shown(value)}; it must be a sequence")
+
+
+def arguments(error: type[AiokvError] = ConfigError) -> Callable[[type[_T]], type[_T]]:
+    """Class decorator: arguments that do not fit the constructor raise ``error``, not TypeError.
+
+    The signature that ``inspect`` and type checkers see stays as it is.
+    """
+
+    def decorate(cls: type[_T]) -> type[_T]:
+        init = cls.__init__
+        setattr(cls, "__init__", _with_bound_arguments(init, cls.__name__, error))  # noqa: B010
+        return cls
+
+    return decorate
+
+
+def _with_bound_arguments(
+    init: Callable[_P, _R], name: str, error: type[AiokvError]
+) -> Callable[_P, _R]:
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as problem:
+            accepted = ", ".join(list(signature.parameters)[1:])
+            raise error(f"{name}: {problem}", hint=f"it takes {accepted}") from None
+        return init(*args, **kwargs)
+
+    return cast("Callable[_P, _R]", checked)
+
+
+class Unique:
+    """Refuses ``copy`` and ``pickle``: there is one object for what it owns."""
+
+    __slots__ = ()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise UsageError(
+            f"{self!r} cannot be copied or pickled: it owns resources that cannot be in two objects"
+        )

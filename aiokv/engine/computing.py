@@ -1,0 +1,265 @@
+"""Compute in flight: blocks stay with the batches that the model computes with."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from concurrent.futures import Future as ThreadFuture
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+
+from aiokv.errors import LeaseError, UsageError
+from aiokv.observe.logs import Log
+from aiokv.worker.device.base import as_event
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from concurrent.futures import Executor
+    from types import TracebackType
+
+    from aiokv._native import Core
+    from aiokv.engine.steps import Steps
+    from aiokv.lease import Lease
+    from aiokv.worker.base import Worker
+    from aiokv.worker.device.base import Event
+    from aiokv.worker.poller import EventPoller
+
+T = TypeVar("T")
+
+log = Log(__name__)
+
+_THREAD_HINT: Final = "await batch.run(function, ...), or pass the executor's own future"
+
+
+class ComputeBatch:
+    """The leases that a batch of the model computes with; see ``CacheEngine.computing``.
+
+    A batch ends when its ``with`` block has ended and everything that ``run`` and ``ends_with``
+    were given is done. A lease that is released, cancelled, preempted, truncated or collected
+    before that gives its blocks back when the batch ends, and not earlier: nobody else gets a block
+    that a thread or a stream may still write. Without ``ends_with(event)``, on a device that
+    computes in a stream, the work belongs to the step that is open when the batch ends.
+    """
+
+    __slots__ = ("_batch_id", "_computing", "_event", "_in_block", "_leases", "_left", "_task")
+
+    def __init__(self, computing: Computing, leases: Sequence[Lease]) -> None:
+        self._computing = computing
+        self._leases: Sequence[Lease] | None = leases
+        self._batch_id = 0  # until the block begins
+        self._in_block = False
+        self._event = False  # ends with an event: the open step adds nothing
+        self._left = 0  # the block, and what it was told to wait for
+        self._task: asyncio.Task[Any] | None = None
+
+    @property
+    def done(self) -> bool:
+        """The block and all that the batch waits for have ended; the blocks are given back."""
+        return self._batch_id > 0 and not self._left
+
+    def __enter__(self) -> Self:
+        self._computing.check_loop()
+        if self._leases is None:
+            raise UsageError("a compute batch is entered once")
+        self._batch_id = self._computing.begin(self, self._leases)
+        self._leases = None  # one that nobody else refers to may be collected meanwhile
+        self._task = asyncio.current_task()
+        self._in_block = True
+        self._left = 1
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._in_block = False
+        self._one_done()
+
+    async def run(
+        self, function: Callable[..., T], /, *args: Any, executor: Executor | None = None
+    ) -> T:
+        """Run ``function(*args)`` in a thread; the batch does not end before it has returned.
+
+        Args:
+            function: computes with the leases of the batch; gets the caller's context variables.
+            args: its arguments.
+            executor: a ``ThreadPoolExecutor``; the loop's default executor without one.
+
+        Returns:
+            What the function returns; what it raises is raised here.
+
+        Raises:
+            UsageError: the ``with`` block has not begun, or has ended.
+
+        Cancellation: the thread goes on, and the batch ends when it has returned. What it raises
+        then is logged.
+        """
+        self._check_in_block()
+        context = contextvars.copy_context()
+        work = self._computing.loop.run_in_executor(executor, context.run, function, *args)
+        self._left += 1
+        work.add_done_callback(lambda _: self._one_done())
+        # Nobody else has this future, and the shield keeps it from being cancelled: so it is done
+        # when the thread is.
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            work.add_done_callback(_log_failure)  # the caller has gone
+            raise
+
+    def ends_with(self, work: Event | ThreadFuture[Any]) -> None:
+        """Let the batch end no earlier than ``work``; may be called several times.
+
+        Args:
+            work: an event that was recorded on the compute stream behind the batch's work, or a
+                ``concurrent.futures.Future``, as ``executor.submit`` returns. Not a future or
+                task of asyncio: that is done as soon as it is cancelled, though its thread goes on.
+
+        Raises:
+            UsageError: the ``with`` block has not begun, or has ended; or ``work`` is neither.
+                Nothing changed.
+        """
+        self._check_in_block()
+        if isinstance(work, ThreadFuture):
+            self._left += 1
+            work.add_done_callback(self._tell_loop)
+            return
+        _refuse_untruthful(work)
+        event = as_event("work", work)
+        if event is None:
+            raise UsageError("work is None; it must be an event or a future", hint=_THREAD_HINT)
+        self._computing.worker.check_event(event)
+        self._left += 1
+        self._event = True
+        self._computing.poller.watch(event, self, lambda error: self._one_done())
+
+    def is_in_block_of(self, task: asyncio.Task[Any] | None) -> bool:
+        """The block has not ended, and ``task`` has entered it."""
+        return self._in_block and self._task is task
+
+    def _check_in_block(self) -> None:
+        self._computing.check_loop()
+        if not self._in_block:
+            raise UsageError("a compute batch is used inside its `with` block only")
+
+    def _tell_loop(self, work: ThreadFuture[Any]) -> None:
+        with suppress(RuntimeError):  # the loop is closed, and the engine with it
+            self._computing.loop.call_soon_threadsafe(self._one_done)
+
+    def _one_done(self) -> None:
+        self._left -= 1
+        if not self._left:
+            self._computing.end(self._batch_id, in_open_step=not self._event)
+
+    def __repr__(self) -> str:
+        if not self._batch_id:
+            return "<ComputeBatch, not entered>"
+        state = "done" if self.done else "in its block" if self._in_block else "computing"
+        return f"<ComputeBatch {self._batch_id}, {state}>"
+
+
+def _log_failure(work: asyncio.Future[Any]) -> None:
+    if not work.cancelled() and (error := work.exception()) is not None:
+        log.error("batch.failed", reason=repr(error))
+
+
+def _refuse_untruthful(work: object) -> None:
+    if isinstance(work, asyncio.Future):
+        raise UsageError(
+            f"a batch cannot end with a {type(work).__name__} of asyncio: it is done when it is "
+            "cancelled, though its thread goes on",
+            hint=_THREAD_HINT,
+        )
+
+
+class Computing:
+    """The batches of one engine that have not ended.
+
+    Args:
+        loop: the engine's.
+        core: knows which leases each batch keeps.
+        steps: the work of a batch without an event belongs to the open one.
+        worker: says what an event is.
+        poller: watches the events of batches.
+        on_freed: called with the leases that were released meanwhile and are free now.
+        lease_id: the number of a lease of this engine.
+        check_loop: raises outside the engine's loop, and when the engine is closed.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        core: Core,
+        steps: Steps,
+        worker: Worker,
+        poller: EventPoller,
+        on_freed: Callable[[list[int]], None],
+        lease_id: Callable[[Lease], int],
+        check_loop: Callable[[], None],
+    ) -> None:
+        self.check_loop = check_loop
+        self.loop = loop
+        self.worker = worker
+        self.poller = poller
+        self._batches: dict[int, ComputeBatch] = {}
+        self._core = core
+        self._steps = steps
+        self._on_freed = on_freed
+        self._lease_id = lease_id
+        self._waiters: list[asyncio.Future[None]] = []
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def begin(self, batch: ComputeBatch, leases: Sequence[Lease]) -> int:
+        """The number of a new batch.
+
+        Raises:
+            LeaseError: a lease is not allocated, is being swapped, or is named twice. Nothing
+                changed.
+        """
+        batch_id = self._core.begin_batch([self._lease_id(lease) for lease in leases])
+        self._batches[batch_id] = batch
+        return batch_id
+
+    def end(self, batch_id: int, *, in_open_step: bool) -> None:
+        """The host has nothing to wait for any more."""
+        del self._batches[batch_id]
+        if self._closed:
+            return
+        freed = self._core.end_batch(batch_id, self._steps.open if in_open_step else 0)
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._on_freed(freed)
+
+    async def wait_ended(self, lease: Lease) -> None:
+        """Wait until no batch computes with the lease.
+
+        Raises:
+            LeaseError: the calling task is inside the block of such a batch, which cannot end then.
+
+        Cancellation: nothing changed.
+        """
+        while batch_ids := self._core.batches(self._lease_id(lease)):
+            task = asyncio.current_task()
+            for batch_id in batch_ids:
+                if self._batches[batch_id].is_in_block_of(task):
+                    raise LeaseError(
+                        f"{lease!r} cannot be swapped inside the block of "
+                        f"{self._batches[batch_id]!r}, which computes with it",
+                        hint="let the `with` block end first",
+                    )
+            waiter: asyncio.Future[None] = self.loop.create_future()
+            self._waiters.append(waiter)
+            try:
+                await waiter
+            finally:
+                self._waiters.remove(waiter)
+
+    def close(self) -> None:
+        """Nothing is given back any more."""
+        self._closed = True

@@ -1,0 +1,495 @@
+"""Bad arguments, other threads and copies: a typed error, and nothing has changed."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import math
+import pickle
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from aiokv import (
+    AiokvError,
+    AllocateTimeout,
+    CacheConfig,
+    CacheEngine,
+    CpuEvent,
+    Item,
+    Lease,
+    LeaseError,
+    Regions,
+    UsageError,
+)
+from aiokv.ranks import Rank, RankGroup
+from aiokv.testing import ManualDevice, spin
+from aiokv.worker.device.base import as_event
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytestmark = pytest.mark.asyncio
+
+NAN = math.nan
+TOKENS = np.arange(9, dtype=np.int32)
+
+
+def new_engine(**config: Any) -> CacheEngine:
+    kv = [np.zeros((16, 8), np.int8) for _ in range(2)]
+    regions = Regions(num_layers=2)
+    regions.add("kv", layers=kv)
+    return CacheEngine(CacheConfig(device_blocks=16, block_tokens=4, **config), regions)
+
+
+async def granted(engine: CacheEngine) -> Lease:
+    """A lease of 12 positions, of which 4 are committed and 5 more have names."""
+    lease = engine.match(TOKENS)
+    await lease.allocate(12)
+    lease.commit(4)
+    return lease
+
+
+def state(engine: CacheEngine) -> dict[str, Any]:
+    """All but what a match counts and leaves: some calls match before they fail."""
+    found: dict[str, Any] = engine.dump() | {"step": engine.open_step}
+    found["statistics"] |= {"leases": 0, "prompt_tokens": 0, "hit_device_tokens": 0}
+    found["leases"] = [lease for lease in found["leases"] if lease["granted"]]
+    return found
+
+
+E, L = CacheEngine, Lease
+CALLS: dict[str, tuple[str, Callable[[E, L], Any]]] = {
+    # tokens, salt, items, flags
+    "salt int": ("salt is 5", lambda e, _: e.match(TOKENS, salt=5)),
+    "salt None": ("salt is None", lambda e, _: e.match(TOKENS, salt=None)),
+    "salt bytes": ("salt is b'x'", lambda e, _: e.match(TOKENS, salt=b"x")),
+    "salt surrogate": ("salt is .*Unicode", lambda e, _: e.match(TOKENS, salt="\ud800")),
+    "adapter int": ("adapter is 3", lambda e, _: e.match(TOKENS, adapter=3)),
+    "owner int": ("owner is 5", lambda e, _: e.match(TOKENS, owner=5)),
+    "read int": ("read is 1", lambda e, _: e.match(TOKENS, read=1)),
+    "write None": ("write is None", lambda e, _: e.match(TOKENS, write=None)),
+    "items int": ("items is 5", lambda e, _: e.match(TOKENS, items=5)),
+    "items of ints": ("Item.*not 5", lambda e, _: e.match(TOKENS, items=[5])),
+    "items pair": ("Item", lambda e, _: e.match(TOKENS, items=[(b"a", 0)])),
+    "items offset": ("offset is 0.5", lambda e, _: e.match(TOKENS, items=[(b"a", 0.5, 1)])),
+    "items length bool": ("length is True", lambda e, _: e.match(TOKENS, items=[(b"a", 0, True)])),
+    "items 2**70": ("offset is 1180", lambda e, _: e.match(TOKENS, items=[(b"a", 2**70, 1)])),
+    "prompts int": ("prompts is 5", lambda e, _: e.match_many(5)),
+    "prompts str": ("prompts is 'ab'", lambda e, _: e.match_many("ab")),
+    # numbers of positions and blocks
+    **{
+        f"{verb} {value!r}": (
+            "num_tokens is",
+            lambda e, lease, verb=verb, value=value: getattr(lease, verb)(value),
+        )
+        for verb in ("allocate", "try_allocate", "resume", "commit", "truncate", "snapshot")
+        for value in ("5", 5.0, None, True, NAN, 2**63, np.float64(5), np.arange(2))
+    },
+    **{
+        f"extend {value!r}": (
+            "num_tokens is",
+            lambda e, lease, value=value: e.extend([lease], value),
+        )
+        for value in ("5", 1.5, None, 2**64)
+    },
+    **{
+        f"evict {value!r}": ("num_blocks is", lambda e, _, value=value: e.evict(value))
+        for value in ("5", 1.5, None, -1, 2**40)
+    },
+    **{
+        f"resize {value!r}": ("device_blocks is", lambda e, _, value=value: e.resize(value))
+        for value in ("5", 1.5, None)
+    },
+    "commit_many str": ("num_tokens is '1'", lambda e, lease: e.commit_many([lease], ["1"])),
+    "commit_many second": ("num_tokens", lambda e, lease: e.commit_many([lease, lease], [8, None])),
+    # times
+    **{
+        f"{name} timeout {value!r}": (
+            "timeout is",
+            lambda e, lease, call=call, value=value: call(e, lease, value),
+        )
+        for name, call in {
+            "allocate": lambda e, lease, t: e.match(TOKENS).allocate(4, timeout=t),
+            "resume": lambda e, lease, t: lease.resume(12, timeout=t),
+            "reset": lambda e, lease, t: e.reset(t),
+            "drain": lambda e, lease, t: e.drain(t),
+            "quiesce": lambda e, lease, t: e.quiesce(t),
+            "resize": lambda e, lease, t: e.resize(8, t),
+            "sleep": lambda e, lease, t: e.sleep(timeout=t),
+            "wake_up": lambda e, lease, t: e.wake_up(timeout=t),
+            "updating_weights": lambda e, lease, t: e.updating_weights(t).__aenter__(),
+            "aclose": lambda e, lease, t: e.aclose(t),
+            "layers.wait": lambda e, lease, t: lease.layers.wait(0, t),
+            "layers.wait_all": lambda e, lease, t: lease.layers.wait_all(t),
+        }.items()
+        for value in ("5", NAN, True, b"")
+    },
+    **{
+        f"wait_pending {value!r}": (
+            "wait_pending is",
+            lambda e, _, value=value: e.match(TOKENS).allocate(4, wait_pending=value),
+        )
+        for value in ("5", NAN, None)
+    },
+    **{
+        f"{verb} ttl {value!r}": (
+            "ttl_seconds is",
+            lambda e, _, verb=verb, value=value: getattr(e, verb)(TOKENS, ttl_seconds=value),
+        )
+        for verb in ("prefetch", "pin")
+        for value in ("5", NAN, -1, -math.inf)
+    },
+    # leases, events, tables, tiers
+    "extend a lease": ("leases is <Lease", lambda e, lease: e.extend(lease, 1)),
+    "extend str": ("'x' is no Lease", lambda e, _: e.extend(["x"], 1)),
+    "layers str": ("'x' is no Lease", lambda e, _: e.layers(["x"])),
+    "block_tables None": ("None is no Lease", lambda e, _: e.block_tables([None])),
+    "release_many": ("'x' is no Lease", lambda e, lease: e.release_many([lease, "x"])),
+    "commit_many leases": ("leases is 5", lambda e, _: e.commit_many(5, [1])),
+    "commit ready str": ("ready is 'x'", lambda e, lease: lease.commit(8, "x")),
+    "commit ready object": ("ready is <object", lambda e, lease: lease.commit(8, object())),
+    "release after int": ("after is 5", lambda e, lease: lease.release(5)),
+    "step str": ("event is 'x'", lambda e, _: e.step("x")),
+    "fork owner": ("owner is 5", lambda e, lease: lease.fork(owner=5)),
+    "window_table": ("group is None", lambda e, lease: lease.window_table(None)),
+    "tables group": ("group is \\[\\]", lambda e, lease: e.block_tables([lease], group=[])),
+    "tables fill": ("fill is", lambda e, lease: e.block_tables([lease], fill=2**40)),
+    "tables out": ("out is \\[\\[0\\]\\]", lambda e, lease: e.block_tables([lease], [[0]])),
+    "tables out int64": (
+        "out is int64",
+        lambda e, lease: e.block_tables([lease], np.zeros((1, 8), np.int64)),
+    ),
+    "tier": ("tier 'disk'", lambda e, _: e.evict(1, "disk")),
+    "tier None": ("tier None", lambda e, _: e.evict(1, None)),
+    "tags": ("tier 'disk'", lambda e, _: e.sleep(["disk"])),
+    "tags str": ("tags is 'device'", lambda e, _: e.sleep("device")),
+    "tags int": ("tags is 3", lambda e, _: e.wake_up(3)),
+    "layer": ("layer is 2", lambda e, lease: lease.layers.wait(2)),
+    "layer -2": ("layer is -2", lambda e, lease: lease.layers.wait(-2)),
+    "gpu_wait": ("layer is 99", lambda e, lease: lease.layers.gpu_wait(99, None)),
+}
+
+
+async def test_bad_arguments_are_usage_errors_that_change_nothing():
+    async with new_engine() as engine:
+        lease = await granted(engine)
+        await engine.drain()
+        for name, (message, call) in CALLS.items():
+            before = state(engine)
+            with pytest.raises(UsageError, match=message), note(name):
+                await result_of(call(engine, lease))
+            assert state(engine) == before, name
+        lease.release()
+
+
+@contextmanager
+def note(name: str) -> Iterator[None]:
+    """Name the call in what pytest prints of another error, or of none."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except BaseException as error:
+        error.add_note(f"the call was: {name}")
+        raise
+    pytest.fail(f"no error: {name}")
+
+
+async def result_of(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+@pytest.mark.parametrize(
+    "items", [[Item(b"a", np.int64(0), np.int64(2))], (Item(b"a", i, 1) for i in range(2))]
+)
+async def test_items_of_numpy_integers_or_a_generator_are_accepted(items):
+    async with new_engine() as engine, engine.match(TOKENS, items=items) as lease:
+        await lease.allocate(9)
+
+
+async def test_numpy_integers_are_numbers_of_tokens():
+    async with new_engine() as engine, engine.match(TOKENS) as lease:
+        await lease.allocate(np.int64(9))
+        assert lease.commit(np.uint32(8)) == 2
+        engine.extend([lease], np.int8(3))
+        assert lease.num_tokens == 12
+
+
+@pytest.mark.parametrize(
+    "timeout", [math.inf, 10**400, 1e308, np.float32(math.inf)], ids=["inf", "int", "max", "f32"]
+)
+async def test_an_infinite_timeout_is_no_deadline(timeout):
+    async with new_engine() as engine:
+        holder, lease = engine.match(TOKENS), engine.match(TOKENS)
+        await holder.allocate(64)
+        waiting = [
+            asyncio.ensure_future(lease.allocate(4, timeout=timeout)),
+            asyncio.ensure_future(engine.quiesce(timeout)),
+            asyncio.ensure_future(engine.resize(8, timeout)),
+        ]
+        await spin(5)
+        assert not any(task.done() for task in waiting)
+        waiting[0].cancel()
+        await asyncio.wait(waiting[:1])
+        lease.release()
+        holder.release()
+        await asyncio.wait_for(asyncio.gather(*waiting[1:]), 10)
+        engine.resume()
+
+
+async def test_a_timeout_that_is_over_raises_at_once():
+    async with new_engine() as engine:
+        holder = engine.match(TOKENS)
+        await holder.allocate(64)
+        for timeout in (0, -1, -math.inf):
+            with pytest.raises(AllocateTimeout), engine_lease(engine) as lease:
+                await lease.allocate(4, timeout=timeout)
+        holder.release()
+
+
+class engine_lease:
+    def __init__(self, engine: CacheEngine) -> None:
+        self.lease = engine.match(TOKENS)
+
+    def __enter__(self) -> Lease:
+        return self.lease
+
+    def __exit__(self, *exc: object) -> None:
+        self.lease.release()
+
+
+async def test_an_infinite_time_to_live_never_ends():
+    async with new_engine() as engine:
+        async with engine.match(TOKENS) as lease:
+            await lease.allocate(9)
+            lease.commit(8)
+        pin = await engine.pin(TOKENS, ttl_seconds=math.inf)
+        assert pin._timer is None
+        assert not pin.released
+
+
+async def test_an_infinite_drain_timeout_waits_for_the_last_lease():
+    engine = new_engine(drain_timeout_seconds=math.inf)
+    await engine.__aenter__()
+    lease = engine.match(TOKENS)
+    closing = asyncio.ensure_future(engine.aclose())
+    await spin(5)
+    assert not closing.done()
+    lease.release()
+    await asyncio.wait_for(closing, 10)
+
+
+# --- before entry and after closing -----------------------------------------------------------
+
+READS: dict[str, Callable[[CacheEngine], object]] = {
+    "dump": lambda e: e.dump(),
+    "statistics": lambda e: e.statistics(),
+    "worker_statistics": lambda e: e.worker_statistics(),
+    "poller_statistics": lambda e: e.poller_statistics(),
+    "check_invariants": lambda e: e.check_invariants(),
+    "asleep": lambda e: e.asleep,
+    "open_step": lambda e: e.open_step,
+    "repr": repr,
+}
+
+
+@pytest.mark.parametrize("name", READS)
+async def test_reading_calls_work_before_entry_and_after_closing(name):
+    read = READS[name]
+    for engine in (new_engine(), CacheEngine(CacheConfig(device_blocks=4))):
+        before = read(engine)
+        async with engine:
+            assert type(read(engine)) is type(before)
+        assert type(read(engine)) is type(before)
+
+
+async def test_reading_calls_work_when_entry_failed():
+    class Unusable(ManualDevice):
+        def attach(self, *memory: object) -> None:
+            raise UsageError("no memory")
+
+    engine = CacheEngine(CacheConfig(device_blocks=4), device=Unusable())
+    with pytest.raises(UsageError, match="no memory"):
+        await engine.__aenter__()
+    for read in READS.values():
+        read(engine)
+
+
+async def test_reading_calls_work_on_an_engine_of_ranks_before_entry(tmp_path):
+    engine = CacheEngine(CacheConfig(device_blocks=4), ranks=RankGroup(1, path=tmp_path / "ranks"))
+    for read in READS.values():
+        read(engine)
+
+
+# --- other threads ----------------------------------------------------------------------------
+
+ANY_THREAD = {
+    "CacheEngine": {"statistics", "worker_statistics", "asleep", "open_step"},
+    "Lease": {"block_table", "window_table"},
+}
+ARGUMENTS: dict[str, Callable[[CacheEngine, Lease], tuple[Any, ...]]] = {
+    "match": lambda e, lease: (TOKENS,),
+    "match_many": lambda e, lease: ([TOKENS],),
+    "commit_many": lambda e, lease: ([lease], [8]),
+    "computing": lambda e, lease: ([lease],),
+    "release_many": lambda e, lease: ([lease],),
+    "extend": lambda e, lease: ([lease], 1),
+    "layers": lambda e, lease: ([lease],),
+    "block_tables": lambda e, lease: ([lease],),
+    "evict": lambda e, lease: (1,),
+    "resize": lambda e, lease: (8,),
+    "prefetch": lambda e, lease: (TOKENS,),
+    "pin": lambda e, lease: (TOKENS,),
+    "allocate": lambda e, lease: (12,),
+    "try_allocate": lambda e, lease: (12,),
+    "resume": lambda e, lease: (12,),
+    "commit": lambda e, lease: (8,),
+    "truncate": lambda e, lease: (9,),
+    "snapshot": lambda e, lease: (8,),
+    "append": lambda e, lease: ([5],),
+    "window_table": lambda e, lease: ("local",),
+}
+
+
+def public_members(cls: type) -> list[str]:
+    """Methods and properties; attributes are read as they are."""
+    return [
+        name
+        for name in dir(cls)
+        if not name.startswith("_") and not inspect.ismemberdescriptor(getattr(cls, name))
+    ]
+
+
+def use(owner: object, name: str, arguments: tuple[Any, ...]) -> object:
+    """Call a method, to its end; or read a property."""
+    value = getattr(owner, name)
+    if not inspect.ismethod(value):
+        return value
+    result = value(*arguments)
+    if hasattr(result, "__aenter__") and not isinstance(result, Lease):
+        result = result.__aenter__()
+    if inspect.iscoroutine(result):
+        return asyncio.run(result)
+    return result
+
+
+def outcome_in_thread(call: Callable[[], object]) -> object:
+    """What a call returns or raises in another thread."""
+    outcomes: list[object] = []
+
+    def run() -> None:
+        try:
+            outcomes.append(call())
+        except BaseException as error:
+            outcomes.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return outcomes[0]
+
+
+@pytest.mark.parametrize("cls", [CacheEngine, Lease])
+async def test_other_threads_are_refused_but_by_what_is_documented(cls):
+    async with new_engine() as engine:
+        lease = await granted(engine)
+        await engine.drain()
+        owner: Any = engine if cls is CacheEngine else lease
+        before = state(engine)
+        for name in public_members(cls):
+            arguments = ARGUMENTS.get(name, lambda e, lease: ())(engine, lease)
+            if owner is engine and name == "resume":
+                arguments = ()
+            outcome = outcome_in_thread(lambda name=name, a=arguments: use(owner, name, a))
+            if name in ANY_THREAD[cls.__name__]:
+                assert "loop" not in str(outcome), name
+            else:
+                assert isinstance(outcome, UsageError), (name, outcome)
+                assert "loop" in str(outcome), name
+            assert state(engine) == before, name
+        lease.release()
+
+
+async def test_context_managers_of_other_threads_are_refused():
+    engine = new_engine()
+    async with engine:
+        lease = await granted(engine)
+        for leave in (lease.__aexit__, engine.__aexit__):
+            outcome = outcome_in_thread(lambda leave=leave: asyncio.run(leave(None, None, None)))
+            assert isinstance(outcome, UsageError)
+        assert lease.num_tokens == 12
+        lease.release()
+
+
+# --- copies -----------------------------------------------------------------------------------
+
+COPIES = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": pickle.dumps}
+
+
+@pytest.mark.parametrize("way", COPIES)
+async def test_owners_of_resources_cannot_be_copied(way, tmp_path):
+    async with new_engine() as engine:
+        lease = await granted(engine)
+        pin = await engine.pin(TOKENS)
+        owners = [
+            lease,
+            pin,
+            engine,
+            engine._device,
+            RankGroup(1, path=tmp_path / "ranks"),
+            Rank(tmp_path / "ranks", 0, Regions(num_layers=0)),
+        ]
+        for owner in owners:
+            with pytest.raises(UsageError, match="cannot be copied or pickled"):
+                COPIES[way](owner)
+        assert len(lease.block_table) == 3
+        lease.release()
+        with pytest.raises(LeaseError):
+            lease.commit(4)
+
+
+# --- events -----------------------------------------------------------------------------------
+
+
+async def test_events_with_query_are_wrapped_and_keep_their_handle():
+    class LibraryEvent:
+        """As of PyTorch."""
+
+        finished = False
+        synchronized = False
+        cuda_event = 77
+
+        def query(self) -> bool:
+            return self.finished
+
+        def synchronize(self) -> None:
+            self.synchronized = True
+
+    from aiokv.worker.device.cuda_handles import event_handle
+
+    library = LibraryEvent()
+    event = as_event("ready", library)
+    assert event is not None
+    assert not event.done
+    library.finished = True
+    assert event.done
+    event.synchronize()
+    assert library.synchronized
+    assert event_handle(event) == 77
+
+
+async def test_events_are_passed_on_as_they_are():
+    event = CpuEvent()
+    assert as_event("ready", event) is event
+    assert as_event("ready", None) is None
+
+
+@pytest.mark.parametrize("event", ["x", 5, object(), CpuEvent])
+async def test_what_is_no_event_is_refused(event):
+    with pytest.raises(AiokvError, match=r"ready is .* an event or None"):
+        as_event("ready", event)

@@ -1,0 +1,212 @@
+"""What ``aiokv`` exports can be introspected, converted, and called with helpful errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import typing
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+import aiokv
+import aiokv.ranks
+from aiokv import (
+    CacheConfig,
+    CacheEngine,
+    ConfigError,
+    CpuDevice,
+    CudaDevice,
+    CudaOptions,
+    Hit,
+    Item,
+    Regions,
+    Statistics,
+    Usage,
+    UsageError,
+    WindowGroup,
+)
+from aiokv.ranks import RankGroup, RankTimeouts
+from aiokv.testing import ManualDevice
+
+PUBLIC = {name: getattr(module, name) for module in (aiokv, aiokv.ranks) for name in module.__all__}
+RECORDS = [
+    value
+    for value in PUBLIC.values()
+    if isinstance(value, type)
+    and (
+        dataclasses.is_dataclass(value)
+        or issubclass(value, msgspec.Struct)
+        or (issubclass(value, tuple) and hasattr(value, "_fields"))
+    )
+]
+SAMPLES: dict[type, dict[str, Any]] = {
+    CacheConfig: {
+        "device_blocks": 8,
+        "windows": {"local": {"window_tokens": 4, "device_blocks": 4}},
+    },
+    WindowGroup: {"window_tokens": 4, "device_blocks": 4},
+    Item: {"content_hash": "aGFzaA==", "offset": 0, "length": 2},
+}
+
+
+def test_names_are_sorted_and_exist():
+    assert aiokv.__all__ == sorted(aiokv.__all__)
+    assert {
+        "CpuDevice", "CudaDevice", "CudaOptions", "Event", "LayerView", "Pin", "PollerStatistics",
+        "Statistics", "Stream", "WorkerStatistics",
+    } <= set(aiokv.__all__)  # fmt: skip
+    assert {CacheConfig, CudaOptions, Hit, Item, RankTimeouts, Statistics, Usage} <= set(RECORDS)
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.__name__)
+def test_types_of_fields_can_be_resolved(record):
+    fields = getattr(record, "__struct_fields__", None) or getattr(record, "_fields", None)
+    names = fields or [field.name for field in dataclasses.fields(record)]
+    assert set(names) <= set(typing.get_type_hints(record))
+
+
+def sample(record: type) -> Any:
+    """Plain values that make one."""
+    if record in SAMPLES:
+        return SAMPLES[record]
+    plain: dict[str, Any] = {}
+    required = [f for f in msgspec.inspect.type_info(record).fields if f.required]  # type: ignore[attr-defined]
+    for field in required:
+        hint = typing.get_type_hints(record)[field.name]
+        plain[field.name] = sample(hint) if hint in RECORDS else 1
+    return plain
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.__name__)
+def test_records_are_made_from_plain_values_and_back(record):
+    values = sample(record)
+    made = msgspec.convert(list(values.values()) if issubclass(record, tuple) else values, record)
+    assert isinstance(made, record)
+    assert msgspec.convert(msgspec.to_builtins(made), record) == made
+
+
+def test_msgspec_reports_the_field_that_is_out_of_range():
+    with pytest.raises(msgspec.ValidationError, match="device_blocks is 0"):
+        msgspec.convert({"device_blocks": 0}, CacheConfig)
+
+
+def test_no_public_constructor_or_method_hides_its_parameters():
+    for name, value in PUBLIC.items():
+        if not isinstance(value, type) or issubclass(value, BaseException) or value in RECORDS:
+            continue
+        for method_name, method in inspect.getmembers(value, inspect.isfunction):
+            if method_name.startswith("_") and method_name != "__init__":
+                continue
+            if not getattr(method, "__module__", "").startswith("aiokv."):
+                continue  # of a base class that is not aiokv's
+            if (name, method_name) == ("ComputeBatch", "run"):
+                continue  # passes them on to the caller's function
+            kinds = {p.kind for p in inspect.signature(method).parameters.values()}
+            assert inspect.Parameter.VAR_POSITIONAL not in kinds, f"{name}.{method_name}"
+            assert inspect.Parameter.VAR_KEYWORD not in kinds, f"{name}.{method_name}"
+
+
+def test_the_signature_of_the_engine_is_real():
+    assert list(inspect.signature(CacheEngine).parameters) == [
+        "config", "regions", "device", "ranks",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: CacheEngine({"device_blocks": 8}), r"config is \{'device_.*': 8\}.*CacheConfig"),
+        (lambda: CacheEngine(), "missing.*'config'.*config, regions, device, ranks"),
+        (
+            lambda: CacheEngine(CacheConfig(device_blocks=8), devise="cpu"),
+            "unexpected keyword argument 'devise'.*config, regions, device, ranks",
+        ),
+        (lambda: CacheEngine(CacheConfig(device_blocks=8), [1]), r"regions is \[1\]"),
+        (lambda: CacheEngine(CacheConfig(device_blocks=8), ranks=2), "ranks is 2.*RankGroup"),
+        (lambda: CacheConfig(), "missing.*'device_blocks'"),
+        (lambda: CacheConfig(devise_blocks=8, device_blocks=8), "'devise_blocks'.*block_tokens"),
+        (lambda: CacheConfig(8), "positional"),
+        (lambda: WindowGroup(window_tokens=1), "'device_blocks'"),
+        (lambda: CudaOptions(slots=3), "'slots'.*num_slots"),
+        (lambda: RankTimeouts(begin=3), "'begin'.*start"),
+        (lambda: RankGroup("2", entry="a:b"), "num_ranks is '2'"),
+        (lambda: CudaOptions(path="fast"), "path 'fast' is not one of"),
+        (lambda: CudaOptions(num_slots=0), "num_slots is 0"),
+        (lambda: CudaOptions(timing=1), "timing is 1"),
+        (lambda: RankTimeouts(start="60"), "RankTimeouts.start is '60'"),
+        (lambda: RankTimeouts(start=float("nan")), "RankTimeouts.start is nan"),
+        (lambda: RankTimeouts(start=0), "RankTimeouts.start is 0; not above 0"),
+    ],
+)  # fmt: skip
+def test_bad_arguments_of_constructors_are_config_errors(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    "device", ["gpu", "cuda:", "cuda:-1", "cuda:0 ", "CPU", "", 0, CpuDevice, object()]
+)
+def test_an_unknown_device_is_refused_with_the_accepted_names(device):
+    with pytest.raises(ConfigError, match=r"'cpu', 'cuda' .*'cuda:N'.*CpuDevice or CudaDevice"):
+        CacheEngine(CacheConfig(device_blocks=8), device=device)
+
+
+def test_devices_are_made_by_name(monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        "aiokv.worker.device.cuda.CudaDevice",
+        lambda ordinal: made.append(ordinal) or ManualDevice(),
+    )
+    config = CacheConfig(device_blocks=8)
+    assert isinstance(CacheEngine(config)._device, CpuDevice)
+    assert isinstance(CacheEngine(config, device="cpu")._device, CpuDevice)
+    for name in ("cuda", "cuda:0", "cuda:12"):
+        CacheEngine(config, Regions(num_layers=1), name)
+    assert made == [None, 0, 12]
+
+
+def test_the_name_of_a_gpu_without_cuda_says_what_to_do(monkeypatch):
+    monkeypatch.setattr("aiokv.worker.device.cuda._cuda", None)
+    with pytest.raises(ConfigError, match=r"built without CUDA.*nvcc"):
+        CacheEngine(CacheConfig(device_blocks=8), device="cuda:0")
+
+
+@pytest.mark.parametrize(
+    ("count", "ordinal", "message"),
+    [
+        (2, 2, r"cuda:2 does not exist: this process sees 2 GPUs.*CUDA_VISIBLE_DEVICES"),
+        (RuntimeError("cudaErrorNoDevice"), None, "no GPU can be used: cudaErrorNoDevice"),
+    ],
+)
+def test_a_gpu_that_is_not_there_is_a_config_error(monkeypatch, count, ordinal, message):
+    def get_device_count() -> int:
+        if isinstance(count, Exception):
+            raise count
+        return count
+
+    runtime = SimpleNamespace(getDeviceCount=get_device_count)
+    cuda = SimpleNamespace(runtime=runtime, Device=lambda: SimpleNamespace(id=0))
+    monkeypatch.setattr("aiokv.worker.device.cuda._cuda", object())
+    monkeypatch.setattr("aiokv.worker.device.cuda._import_cupy", lambda: SimpleNamespace(cuda=cuda))
+    with pytest.raises(ConfigError, match=message):
+        CudaDevice(ordinal)
+    if ordinal is not None:
+        assert CudaDevice(ordinal - 1).name == "cuda:1"
+        assert CudaDevice().name == "cuda:0"
+
+
+def test_a_cache_too_large_for_memory_is_a_config_error(monkeypatch):
+    def fail(config: CacheConfig) -> None:
+        raise MemoryError("std::bad_alloc")
+
+    monkeypatch.setattr("aiokv.engine.base.CacheManager", fail)
+    with pytest.raises(ConfigError, match=r"not enough memory.*device_blocks=8.*lower them"):
+        CacheEngine(CacheConfig(device_blocks=8))
+
+
+def test_a_config_error_is_a_usage_error_and_a_value_error():
+    assert issubclass(ConfigError, UsageError)
+    assert issubclass(ConfigError, ValueError)
