@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aiokv.cli.arguments import SAVING_POLICIES, at_least
+from aiokv.cli.arguments import SAVING_POLICIES, at_least, share
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -88,6 +88,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     serving = parser.add_argument_group("serving")
     _add_count(serving, "--max-running", 8, "requests in the batch")
     _add_count(serving, "--chunk-tokens", 32, "prompt tokens of a step")
+    serving.add_argument(
+        "--disconnect",
+        type=share,
+        default=0.0,
+        metavar="SHARE",
+        help="cancel this share of the requests of the later runs at a random instant while they "
+        "are computed, and send them again (default: 0)",
+    )
     model = parser.add_argument_group("model")
     _add_count(model, "--layers", 4, "transformer layers")
     _add_count(model, "--hidden", 128, "hidden size")
@@ -204,6 +212,10 @@ def _verdict(console: Console, result: DemoResult, *, control: bool) -> int:
             "computed for it: products of this machine depend on the rows beside them"
         )
         return EXIT_INCONCLUSIVE
+    if disconnections := sum(run.disconnections for run in result.runs):
+        console.print(
+            f"{disconnections:,} requests were cancelled while they were computed, and sent again"
+        )
     console.print(
         "every row of logits and every token are equal in all runs, and every cached block held "
         "the bytes that were computed for it"
@@ -277,6 +289,8 @@ def _config(args: argparse.Namespace) -> DemoConfig:
         max_running=args.max_running,
         chunk_tokens=args.chunk_tokens,
         corrupt=args.corrupt,
+        disconnect=args.disconnect,
+        seed=args.seed,
         write_policy=args.write_policy,
     )
 

@@ -67,6 +67,7 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     repeated_tokens: int
     generated_tokens: int
     preemptions: int
+    disconnections: int
     failed_onloads: int
     steps: int
     compute_seconds: float
@@ -137,6 +138,7 @@ ROWS: tuple[tuple[str, Cell], ...] = (
     ("  reused, device", lambda run: _share(run.reused_tokens.device, run.prompt_tokens)),
     ("  reused, host", lambda run: _share(run.reused_tokens.host, run.prompt_tokens)),
     ("computed again, preempted", lambda run: f"{run.repeated_tokens:,} ({run.preemptions:,}x)"),
+    ("disconnected and sent again", lambda run: f"{run.disconnections:,}x"),
     ("generated tokens", lambda run: f"{run.generated_tokens:,}"),
     ("time to first token, p50 / p99", lambda run: _pair(run.ttft_ms, 1e-3)),
     ("waited for blocks, p50 / p99", lambda run: _pair(run.capacity_wait_ms, 1e-3)),

@@ -20,6 +20,8 @@ class Request:
     Attributes:
         reused_device_tokens: prompt tokens found on the device when it was first admitted.
         reused_host_tokens: those that were onloaded from the host tier.
+        disconnect_in_step: the step of an attempt in which its client leaves; None for never.
+        disconnected: its client left; it is sent again.
         prefix_keys: digests of the first block, the first two, and so on; see :meth:`prefix_key`.
     """
 
@@ -34,6 +36,8 @@ class Request:
     reused_host_tokens: int = 0
     capacity_wait_seconds: float = 0.0
     ttft_seconds: float | None = None
+    disconnect_in_step: int | None = None
+    disconnected: bool = False
     prefix_keys: list[bytes] = field(default_factory=list)
 
     def prefix_key(self, block: int, block_tokens: int) -> bytes:
@@ -51,6 +55,12 @@ class Request:
             ]
             self.prefix_keys.append(digest(b"".join(parts)))
         return self.prefix_keys[block]
+
+    def send_again(self) -> None:
+        """Begin anew with the prompt, as a client does that comes back."""
+        self.disconnected = False
+        del self.tokens[self.prompt_length :]
+        self.prefix_keys.clear()
 
     @property
     def generated(self) -> list[int]:
@@ -78,7 +88,8 @@ class Sequence:
 
     Attributes:
         checked: the bytes of the cached part were compared with what was computed for it.
-        abandoned: the conversation was cancelled; the lease is released.
+        abandoned: the client left or was cancelled; the lease is released.
+        steps: that were submitted with it.
     """
 
     def __init__(self, request: Request, lease: aiokv.Lease) -> None:
@@ -88,7 +99,9 @@ class Sequence:
         self.arriving = True
         self.checked = False
         self.abandoned = False
+        self.steps = 0
         self.ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._attempt = asyncio.current_task()
 
     @property
     def pending(self) -> int:
@@ -109,6 +122,12 @@ class Sequence:
     def needs_position(self) -> bool:
         """The last token has no position in the lease yet."""
         return len(self.request.tokens) > self.lease.num_tokens
+
+    def disconnect(self) -> None:
+        """Cancel the attempt, as a server does when its client leaves; not after its end."""
+        if not self.ended.done() and self._attempt is not None:
+            self.request.disconnected = True
+            self._attempt.cancel()
 
     def end(self, *, finished: bool) -> None:
         """Wake the conversation: finished (True) or preempted (False)."""
@@ -131,6 +150,7 @@ class ServingStatistics:
     reused_host_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
+    disconnections: int = 0
     failed_onloads: int = 0
     steps: int = 0
     compute_seconds: float = 0.0

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import threading
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Generic, Self
@@ -52,8 +53,7 @@ class _Job:
     batch: Batch
     arriving: Sequence[LayerView]
     read_back: Sequence[NDArray[np.int32]]
-    loop: asyncio.AbstractEventLoop
-    done: asyncio.Future[StepOutput]
+    done: Future[StepOutput]
 
 
 class ModelRunner(Generic[CacheT]):
@@ -79,28 +79,42 @@ class ModelRunner(Generic[CacheT]):
         self._jobs.put(None)
         self._thread.join()
 
+    def submit(
+        self,
+        batch: Batch,
+        arriving: Sequence[LayerView] = (),
+        read_back: Sequence[NDArray[np.int32]] = (),
+    ) -> Future[StepOutput]:
+        """Queue one step; layer ``i`` starts when ``arriving`` views have their layer ``i``.
+
+        The future cannot be cancelled: it is done when the thread has left the step, so a compute
+        batch of the engine can end with it. It raises TransferError if a layer did not arrive;
+        nothing that the step wrote is to be used then.
+
+        Args:
+            batch: the rows to compute.
+            arriving: views of layers that may still be on their way.
+            read_back: device blocks whose bytes are to be digested after the pass, int32 each.
+        """
+        done: Future[StepOutput] = Future()
+        done.set_running_or_notify_cancel()
+        self._jobs.put(_Job(batch, arriving, read_back, done))
+        return done
+
     async def run(
         self,
         batch: Batch,
         arriving: Sequence[LayerView] = (),
         read_back: Sequence[NDArray[np.int32]] = (),
     ) -> StepOutput:
-        """Compute one step; layer ``i`` starts when ``arriving`` views have their layer ``i``.
-
-        Args:
-            batch: the rows to compute.
-            arriving: views of layers that may still be on their way.
-            read_back: device blocks whose bytes are to be digested after the pass, int32 each.
+        """Compute one step and wait for it; see :meth:`submit`.
 
         Raises:
             TransferError: a layer did not arrive; nothing the step wrote is to be used.
 
         Cancellation: the step runs to its end unseen; leaving the runner's context waits for it.
         """
-        loop = asyncio.get_running_loop()
-        job = _Job(batch, arriving, read_back, loop, loop.create_future())
-        self._jobs.put(job)
-        return await job.done
+        return await asyncio.wrap_future(self.submit(batch, arriving, read_back))
 
     def record(self) -> Event | None:
         """An event behind the steps computed so far; None when they have finished."""
@@ -111,9 +125,9 @@ class ModelRunner(Generic[CacheT]):
             try:
                 output = self._compute(job)
             except Exception as error:
-                job.loop.call_soon_threadsafe(_fail, job.done, error)
+                job.done.set_exception(error)
             else:
-                job.loop.call_soon_threadsafe(_succeed, job.done, output)
+                job.done.set_result(output)
 
     def _compute(self, job: _Job) -> StepOutput:
         waited = 0.0
@@ -146,13 +160,3 @@ class ModelRunner(Generic[CacheT]):
             return [[] for _ in read_back]
         digests = iter(digest_rows(self._cache.read_blocks(np.concatenate(read_back))))
         return [list(itertools.islice(digests, len(blocks))) for blocks in read_back]
-
-
-def _succeed(done: asyncio.Future[StepOutput], output: StepOutput) -> None:
-    if not done.done():
-        done.set_result(output)
-
-
-def _fail(done: asyncio.Future[StepOutput], error: Exception) -> None:
-    if not done.done():
-        done.set_exception(error)

@@ -138,11 +138,24 @@ def test_logits_that_are_not_a_number_are_not_called_equal(demo, capsys, monkeyp
 
 
 def test_preempted_requests_repeat_their_bits(demo):
-    status, found = demo("--pressure-blocks", "36", "--answer-tokens", "12", "--turns", "2")
+    status, found = demo(
+        "--block-tokens", "8", "--pressure-blocks", "15", "--answer-tokens", "12", "--turns", "2"
+    )
     assert status == 0
     both = found["runs"][2]
     assert both["preemptions"] > 0
     assert both["repeated_tokens"] > 0
+
+
+def test_requests_that_are_cancelled_while_computed_change_no_output(demo, capsys):
+    status, found = demo("--disconnect", "0.8")
+    assert status == 0
+    assert found["runs"][0]["disconnections"] == 0
+    assert sum(run["disconnections"] for run in found["runs"]) > 0
+    for run in found["runs"]:
+        assert run["requests"] == 18
+        assert run["generated_tokens"] == 18 * 6
+    assert "requests were cancelled while they were computed" in capsys.readouterr().out
 
 
 def test_a_corrupted_block_is_noticed(demo, capsys):
@@ -196,7 +209,9 @@ def test_flags_that_contradict_each_other_are_explained(flags, message, capsys):
     assert re.search(message, capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("flags", [["--turns", "0"], ["--turns", "x"], ["--seed", "-1"]])
+@pytest.mark.parametrize(
+    "flags", [["--turns", "0"], ["--turns", "x"], ["--seed", "-1"], ["--disconnect", "1.5"]]
+)
 def test_flags_out_of_range_are_refused_by_the_parser(flags, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["demo", *flags])
