@@ -9,6 +9,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from aiokv.cli.running import Terminated, open_standard_streams, sigterm_raises
 from aiokv.errors import AiokvError, UsageError
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ COMMANDS = ("demo", "replay")
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 128 + 2
 EXIT_BROKEN_PIPE = 128 + 13
+EXIT_TERMINATED = 128 + 15
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +31,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: from argparse, for ``--help``, ``--version`` and bad flags (status 2).
     """
-    args = _make_parser().parse_args(argv)
+    open_standard_streams()
+    try:
+        with sigterm_raises():
+            return _run(argv)
+    except Terminated:
+        print("aiokv: terminated", file=sys.stderr)
+        return EXIT_TERMINATED
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    parser = _make_parser()
+    args = parser.parse_args(argv)
+    if args.run is None:
+        parser.print_help(sys.stderr)
+        return EXIT_ERROR
     try:
         _configure_logs(args.log_level)
         status: int = args.run(args)
@@ -77,7 +93,8 @@ def _make_parser() -> argparse.ArgumentParser:
         choices=("debug", "info", "warning", "error"),
         help="least severe log line to print on stderr (default: %(default)s)",
     )
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    parser.set_defaults(run=None)
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command, module in _command_modules():
         module.add_parser(subparsers)
         subparsers.choices[command].set_defaults(run=module.run)

@@ -29,6 +29,17 @@ def at_least(minimum: int) -> Callable[[str], int]:
     return parse
 
 
+def share(text: str) -> float:
+    """A number between 0 and 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number between 0 and 1")
+    return value
+
+
 def positive_float(text: str) -> float:
     """A finite number above 0."""
     try:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aiokv.cli.arguments import SAVING_POLICIES, at_least
+from aiokv.cli.arguments import SAVING_POLICIES, at_least, share
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,20 +23,23 @@ PLAIN_COLUMNS = 110
 EXIT_EQUAL = 0
 EXIT_DIFFERENT = 1
 EXIT_CONTROL_FAILED = 3
+EXIT_INCONCLUSIVE = 4
 
 DEVICES = ("cpu", "cuda")
 FRAMEWORKS = ("numpy", "paddle")
 ATTENTIONS = ("gqa", "mla")
 KV_FORMATS = ("float32", "bfloat16", "int8", "fp8")
 
-NOTHING_TO_SPOIL = "nothing was reused from the device, so nothing could be spoilt"
+NOTHING_TO_CORRUPT = "nothing was reused from the device, so nothing could be corrupted"
 
 EPILOG = """\
 The same workload runs three times: with nothing reused, with a device tier, and with a small device
-tier over a host tier. Every row of logits and every token of the later runs must equal the first's.
+tier over a host tier. Every row of logits and every token of the later runs must equal the first's,
+and every cached block that a request reads must hold the bytes that were computed for it.
 
-exit status: 0 equal, 1 different (with --corrupt: the control worked), 2 bad usage,
-3 --corrupt went unnoticed
+exit status: 0 equal, 1 the cache served wrong bytes (with --corrupt: the control worked),
+2 bad usage, 3 --corrupt was not detected, 4 inconclusive: the logits are not finite, or they differ
+although every cached block held the right bytes
 """
 
 
@@ -85,6 +88,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     serving = parser.add_argument_group("serving")
     _add_count(serving, "--max-running", 8, "requests in the batch")
     _add_count(serving, "--chunk-tokens", 32, "prompt tokens of a step")
+    serving.add_argument(
+        "--disconnect",
+        type=share,
+        default=0.0,
+        metavar="SHARE",
+        help="cancel this share of the requests of the later runs at a random instant while they "
+        "are computed, and send them again (default: 0)",
+    )
     model = parser.add_argument_group("model")
     _add_count(model, "--layers", 4, "transformer layers")
     _add_count(model, "--hidden", 128, "hidden size")
@@ -125,7 +136,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--corrupt",
         action="store_true",
-        help="spoil one cached block of the last run: the check must fail (exit status 1)",
+        help="corrupt one cached block of the last run: the check must fail (exit status 1)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
 
@@ -136,11 +147,9 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UsageError: sizes contradict each other, or a file cannot be read or written.
     """
-    import asyncio
-
-    import uvloop
     from rich.console import Console
 
+    from aiokv.cli.running import run_async
     from aiokv.demo.models import load_model
     from aiokv.demo.progress import BarProgress, LineProgress
     from aiokv.demo.report import print_table
@@ -166,8 +175,8 @@ def run(args: argparse.Namespace) -> int:
     if not console.is_terminal:
         console.width = PLAIN_COLUMNS
     progress = BarProgress(console) if console.is_terminal else LineProgress(console)
-    with progress, asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
-        result = loop.run(run_demo(model, workload, config, progress))
+    with progress:
+        result = run_async(run_demo(model, workload, config, progress))
     print_table(console, result)
     if args.json is not None:
         result.write(args.json)
@@ -175,22 +184,53 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _verdict(console: Console, result: DemoResult, *, control: bool) -> int:
-    spoilt = ", ".join(run.corrupted for run in result.runs if run.corrupted)
-    if result.equal and control:
+    """Print what the comparison means; returns the exit status."""
+    corrupted = ", ".join(run.corrupted for run in result.runs if run.corrupted)
+    _print_differences(console, result)
+    if not result.blocks_equal:
+        if corrupted:
+            console.print(
+                f"the negative control worked: the corruption of {corrupted} was detected"
+            )
+        else:
+            console.print("the runs DIFFER: the cache served wrong bytes")
+        return EXIT_DIFFERENT
+    if control:
         console.print("the negative control FAILED: ", end="")
-        console.print(f"nobody noticed that {spoilt} was spoilt" if spoilt else NOTHING_TO_SPOIL)
+        missed = f"the corruption of {corrupted} was not detected"
+        console.print(missed if corrupted else NOTHING_TO_CORRUPT)
         return EXIT_CONTROL_FAILED
-    if result.equal:
-        console.print("every row of logits and every token are equal in all runs")
-        return EXIT_EQUAL
+    if result.rows_not_finite:
+        console.print(
+            f"INCONCLUSIVE: {result.rows_not_finite:,} rows of logits of the run without a cache "
+            "hold NaN or infinity, whose bits prove nothing; check the weights"
+        )
+        return EXIT_INCONCLUSIVE
+    if not result.equal:
+        console.print(
+            "INCONCLUSIVE: the runs differ, but every cached block held the bytes that were "
+            "computed for it: products of this machine depend on the rows beside them"
+        )
+        return EXIT_INCONCLUSIVE
+    if disconnections := sum(run.disconnections for run in result.runs):
+        console.print(
+            f"{disconnections:,} requests were cancelled while they were computed, and sent again"
+        )
+    console.print(
+        "every row of logits and every token are equal in all runs, and every cached block held "
+        "the bytes that were computed for it"
+    )
+    return EXIT_EQUAL
+
+
+def _print_differences(console: Console, result: DemoResult) -> None:
     for run in result.runs:
-        if run.compared is not None and not run.compared.equal:
+        if run.compared is None or run.compared.equal:
+            continue
+        if run.compared.first_difference:
             console.print(f"{run.label}: first difference at {run.compared.first_difference}")
-    if control and spoilt:
-        console.print(f"the negative control worked: {spoilt} was spoilt and the check saw it")
-    else:
-        console.print("the runs DIFFER: the cache served wrong bytes")
-    return EXIT_DIFFERENT
+        if run.compared.first_wrong_block:
+            console.print(f"{run.label}: first wrong bytes in {run.compared.first_wrong_block}")
 
 
 def _workload(args: argparse.Namespace, vocab: int) -> Workload:
@@ -249,6 +289,8 @@ def _config(args: argparse.Namespace) -> DemoConfig:
         max_running=args.max_running,
         chunk_tokens=args.chunk_tokens,
         corrupt=args.corrupt,
+        disconnect=args.disconnect,
+        seed=args.seed,
         write_policy=args.write_policy,
     )
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from aiokv.cli.arguments import SAVING_POLICIES, at_least, positive_float
 from aiokv.errors import UsageError
+from aiokv.observe.units import format_seconds
 
 if TYPE_CHECKING:
     from aiokv.cli.progress import Stages
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from aiokv.trace.report import ReplayReport
 
 EVICTION_POLICIES: tuple[EvictionPolicy, ...] = ("s3fifo", "lru")
+PLOT_SUFFIXES = (".svg",)
 DEFAULT_CAPACITIES = "8000,16000,32000,64000,128000,256000,512000,1024000"
 
 
@@ -91,14 +93,14 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         AiokvError: see :func:`aiokv.trace.replay.replay`; or an output file cannot be written.
     """
-    import uvloop
-
     from aiokv.cli.progress import show_progress
+    from aiokv.cli.running import run_async
 
     for path in (args.json, args.plot):
         _check_writable(path)
+    _check_suffix(args.plot)
     with show_progress("requests") as stages:
-        report = uvloop.run(_replay(args, stages))
+        report = run_async(_replay(args, stages))
     _print_report(report)  # first: a file that cannot be written must not cost the work
     if args.json:
         _write_json(args.json, report)
@@ -122,7 +124,9 @@ async def _replay(args: argparse.Namespace, stages: Stages) -> ReplayReport:
             hint="name the other one",
         )
     options = _make_options(args)
-    workload = load_workload(args.trace, args.limit, stages)
+    capacities = args.capacities or (_capacities(DEFAULT_CAPACITIES) if args.plot else [])
+    largest_tokens = max([args.device_blocks, *capacities]) * args.block_tokens
+    workload = load_workload(args.trace, args.limit, stages, largest_tokens=largest_tokens)
     if args.write_policy == "all":
         report, points = await compare_policies(workload, options, stages)
         report.write_policies = points
@@ -131,7 +135,6 @@ async def _replay(args: argparse.Namespace, stages: Stages) -> ReplayReport:
         report.eviction_policies = evictions
     else:
         report = await replay(workload, options, stages)
-    capacities = args.capacities or (args.plot and _capacities(DEFAULT_CAPACITIES))
     if capacities:
         report.capacities = await sweep_capacities(workload, options, capacities, stages)
     return report
@@ -155,6 +158,15 @@ def _make_options(args: argparse.Namespace) -> ReplayOptions:
         execute=args.execute,
         execute_bytes=args.execute_mib << 20,
     )
+
+
+def _check_suffix(plot: Path | None) -> None:
+    if plot is not None and plot.suffix.lower() not in PLOT_SUFFIXES:
+        raise UsageError(
+            f"--plot {plot}: the suffix {plot.suffix!r} is not supported; it must be "
+            f"{' or '.join(PLOT_SUFFIXES)}",
+            hint=f"--plot {plot.with_suffix(PLOT_SUFFIXES[0])}",
+        )
 
 
 def _check_writable(path: Path | None) -> None:
@@ -214,9 +226,9 @@ def _rows(report: ReplayReport) -> list[tuple[str, str]]:
         rows.append((f"hit tokens, {tier}", f"{tokens:,} ({share:.2%})"))
     rows += [
         ("evicted blocks", f"{report.evicted_blocks:,}"),
-        ("index CPU time", f"{report.index_seconds:.3f} s"),
+        ("index CPU time", format_seconds(report.index_seconds)),
         ("requests per CPU second", f"{report.requests_per_second:,.0f}"),
-        ("wall-clock", f"{report.wall_seconds:.3f} s"),
+        ("wall-clock", format_seconds(report.wall_seconds)),
     ]
     if report.failed_onloads:
         rows.append(("failed onloads", f"{report.failed_onloads:,}"))
@@ -260,10 +272,11 @@ def _moved(blocks: int, num_bytes: int) -> str:
 
 
 def _latency_rows(report: ReplayReport) -> list[tuple[str, str]]:
-    return [
-        (f"{name} p50 / p99 / max", f"{times.p50:,.1f} / {times.p99:,.1f} / {times.max:,.1f} us")
-        for name, times in report.latency_us.items()
-    ]
+    rows = []
+    for name, times in report.latency_us.items():
+        values = (format_seconds(us * 1e-6) for us in (times.p50, times.p99, times.max))
+        rows.append((f"{name} p50 / p99 / max", " / ".join(values)))
+    return rows
 
 
 def _memory_rows(report: ReplayReport) -> list[tuple[str, str]]:
@@ -271,7 +284,7 @@ def _memory_rows(report: ReplayReport) -> list[tuple[str, str]]:
     rows = [
         ("cached blocks", f"{memory.cached_blocks:,}"),
         ("index memory", f"{memory.index_bytes / 2**20:,.1f} MiB"),
-        ("index memory a cached block", f"{memory.index_bytes_per_block:.1f} B"),
+        ("index memory per cached block", f"{memory.index_bytes_per_block:.1f} B"),
         ("token ids", f"{memory.token_bytes / 2**20:,.1f} MiB"),
         ("resident memory grew by", f"{memory.rss_delta_bytes / 2**20:,.1f} MiB"),
     ]

@@ -1,23 +1,31 @@
-"""What a run computed, small enough to keep: tokens, and a digest of every row of logits."""
+"""What a run computed, small enough to keep: tokens, and digests of logits and of cached blocks.
+
+Two questions are kept apart. Logits of two runs tell whether the outputs are equal. The bytes of
+cached blocks tell why they are not: a block that a request read either holds the bytes that were
+computed for its prefix, or the cache served wrong bytes.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    import numpy as np
     from numpy.typing import NDArray
 
 DIGEST_BYTES = 8
 
 
-def digest_rows(logits: NDArray[np.float32]) -> list[bytes]:
-    """One digest a row; equal digests mean equal bits (by accident once in 2**64)."""
-    return [blake2b(row.tobytes(), digest_size=DIGEST_BYTES).digest() for row in logits]
+def digest_rows(rows: NDArray[Any]) -> list[bytes]:
+    """One digest per row; equal digests mean equal bits (by accident once in 2**64)."""
+    return [digest(row.tobytes()) for row in rows]
+
+
+def digest(data: bytes) -> bytes:
+    return blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +38,9 @@ class Comparison:
         tokens_compared: generated tokens.
         tokens_different: those that differ or are missing.
         first_difference: request and position of the first difference, or ``""``.
+        blocks_read: cached blocks whose bytes were checked when a request read them.
+        blocks_wrong: those whose bytes were never computed for that prefix in this run.
+        first_wrong_block: request and block of the first of them, or ``""``.
     """
 
     rows_compared: int
@@ -37,20 +48,34 @@ class Comparison:
     tokens_compared: int
     tokens_different: int
     first_difference: str
+    blocks_read: int
+    blocks_wrong: int
+    first_wrong_block: str
 
     @property
     def equal(self) -> bool:
-        return self.rows_different == 0 and self.tokens_different == 0
+        return not (self.rows_different or self.tokens_different or self.blocks_wrong)
 
 
 @dataclass(slots=True)
 class Ledger:
-    """Digests of logits by request and position, and generated tokens by request."""
+    """Digests of logits by request and position, generated tokens by request, cached blocks.
+
+    Attributes:
+        rows_not_finite: computed rows of logits that hold NaN or infinity.
+        computed_blocks: by prefix, digests of the bytes that were computed for its last block. A
+            prefix that is computed again in another batch may get other bytes.
+        wrong_blocks: request and number of blocks that held other bytes when they were read.
+    """
 
     rows: dict[tuple[str, int], bytes] = field(default_factory=dict)
     tokens: dict[str, list[int]] = field(default_factory=dict)
     repeated_rows: int = 0
     unequal_twins: list[tuple[str, int]] = field(default_factory=list)
+    rows_not_finite: int = 0
+    computed_blocks: dict[bytes, set[bytes]] = field(default_factory=dict)
+    blocks_read: int = 0
+    wrong_blocks: list[tuple[str, int]] = field(default_factory=list)
 
     def record_rows(self, request: str, first_position: int, digests: Iterable[bytes]) -> None:
         """Note rows; one computed again (after a preemption) must repeat its first bits."""
@@ -62,6 +87,16 @@ class Ledger:
 
     def record_tokens(self, request: str, tokens: list[int]) -> None:
         self.tokens[request] = tokens
+
+    def record_computed_block(self, prefix: bytes, digest: bytes) -> None:
+        """Note the bytes of a block right after its last position was computed."""
+        self.computed_blocks.setdefault(prefix, set()).add(digest)
+
+    def check_read_block(self, request: str, block: int, prefix: bytes, digest: bytes) -> None:
+        """Compare a block that a request read with what was computed for its prefix."""
+        self.blocks_read += 1
+        if digest not in self.computed_blocks.get(prefix, ()):
+            self.wrong_blocks.append((request, block))
 
     def compare(self, reference: Ledger) -> Comparison:
         """Check this run's rows and tokens against ``reference``'s.
@@ -85,4 +120,9 @@ class Ledger:
             tokens_compared=compared,
             tokens_different=different,
             first_difference=f"{request}, position {position}" if wrong else "",
+            blocks_read=self.blocks_read,
+            blocks_wrong=len(self.wrong_blocks),
+            first_wrong_block="{}, block {}".format(*self.wrong_blocks[0])
+            if self.wrong_blocks
+            else "",
         )

@@ -96,6 +96,13 @@ class PagedCache(Protocol):
         """Spoil one block in every layer: finite, and wrong."""
         ...
 
+    def read_blocks(self, blocks: NDArray[np.int32]) -> NDArray[np.uint8]:
+        """Copy the bytes of whole blocks, ``[blocks, block_bytes]``: all layers, all regions.
+
+        Called by the thread that computes; sees what its last forward pass wrote.
+        """
+        ...
+
 
 class ComputeStream(Protocol):
     """Where a model computes; ``gpu_wait`` makes it wait for a layer."""

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from aiokv.worker.device.cpu import CpuDevice
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from aiokv import Regions
     from aiokv.worker.device.base import Event
 
 
@@ -19,6 +24,17 @@ class ThreadStream:
 
     def record(self) -> None:
         """What was computed is computed: no event has to say so."""
+
+
+class BlockBytes:
+    """The bytes of a cache's blocks, read where the regions are."""
+
+    def __init__(self, regions: Regions) -> None:
+        self._views = [piece.view() for piece in regions.pieces()]
+
+    def read(self, blocks: NDArray[np.int32]) -> NDArray[np.uint8]:
+        """Copy whole blocks, ``[blocks, block_bytes]``."""
+        return np.concatenate([view[blocks] for view in self._views], axis=1)
 
 
 class CpuModel:

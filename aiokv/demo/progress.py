@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Self
 
 import rich.progress
 
+from aiokv.observe.units import format_seconds
+
 if TYPE_CHECKING:
     from types import TracebackType
 
@@ -76,6 +78,6 @@ class LineProgress:
     def end(self, result: RunResult) -> None:
         reused = result.reused_tokens
         self._console.print(
-            f"{result.label}: {result.seconds:.1f} s, reused {reused.device:,} prompt tokens "
-            f"from the device, {reused.host:,} from the host"
+            f"{result.label}: {format_seconds(result.seconds)}, reused {reused.device:,} prompt "
+            f"tokens from the device, {reused.host:,} from the host"
         )

@@ -11,6 +11,7 @@ import rich.box
 from rich.table import Table
 
 from aiokv.errors import UsageError
+from aiokv.observe.units import format_seconds
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -66,6 +67,7 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     repeated_tokens: int
     generated_tokens: int
     preemptions: int
+    disconnections: int
     failed_onloads: int
     steps: int
     compute_seconds: float
@@ -75,6 +77,7 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     offload: Traffic
     layer_wait_ms: float
     wakeup_us: Percentiles
+    rows_not_finite: int
     corrupted: str
     compared: Comparison | None
 
@@ -88,6 +91,7 @@ class DemoResult(msgspec.Struct, frozen=True, kw_only=True):
 
     tokens_equal: bool
     logits_equal: bool
+    blocks_equal: bool
     workload: str
     model: str
     runs: list[RunResult]
@@ -98,6 +102,7 @@ class DemoResult(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             tokens_equal=all(comparison.tokens_different == 0 for comparison in compared),
             logits_equal=all(comparison.rows_different == 0 for comparison in compared),
+            blocks_equal=all(comparison.blocks_wrong == 0 for comparison in compared),
             workload=workload,
             model=model,
             runs=runs,
@@ -105,7 +110,12 @@ class DemoResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def equal(self) -> bool:
-        return self.tokens_equal and self.logits_equal
+        return self.tokens_equal and self.logits_equal and self.blocks_equal
+
+    @property
+    def rows_not_finite(self) -> int:
+        """Rows of logits of the reference that hold NaN or infinity; they compare as equal bits."""
+        return self.runs[0].rows_not_finite
 
     def write(self, path: Path) -> None:
         """Write as JSON.
@@ -128,16 +138,18 @@ ROWS: tuple[tuple[str, Cell], ...] = (
     ("  reused, device", lambda run: _share(run.reused_tokens.device, run.prompt_tokens)),
     ("  reused, host", lambda run: _share(run.reused_tokens.host, run.prompt_tokens)),
     ("computed again, preempted", lambda run: f"{run.repeated_tokens:,} ({run.preemptions:,}x)"),
+    ("disconnected and sent again", lambda run: f"{run.disconnections:,}x"),
     ("generated tokens", lambda run: f"{run.generated_tokens:,}"),
-    ("time to first token, p50 / p99", lambda run: _pair(run.ttft_ms, "ms")),
-    ("waited for blocks, p50 / p99", lambda run: _pair(run.capacity_wait_ms, "ms")),
+    ("time to first token, p50 / p99", lambda run: _pair(run.ttft_ms, 1e-3)),
+    ("waited for blocks, p50 / p99", lambda run: _pair(run.capacity_wait_ms, 1e-3)),
     ("onload", lambda run: _traffic(run.onload)),
     ("offload", lambda run: _traffic(run.offload)),
-    ("runner waited for layers", lambda run: f"{run.layer_wait_ms:.1f} ms"),
-    ("wake-up latency, p50 / p99", lambda run: _pair(run.wakeup_us, "us")),
-    ("run time", lambda run: f"{run.seconds:.2f} s"),
+    ("runner waited for layers", lambda run: format_seconds(run.layer_wait_ms * 1e-3)),
+    ("wake-up latency, p50 / p99", lambda run: _pair(run.wakeup_us, 1e-6)),
+    ("run time", lambda run: format_seconds(run.seconds)),
     ("tokens equal", lambda run: _tokens_verdict(run.compared)),
     ("logits equal, bit for bit", lambda run: _logits_verdict(run.compared)),
+    ("cached blocks hold what was computed", lambda run: _blocks_verdict(run.compared)),
 )
 
 
@@ -155,10 +167,11 @@ def _share(tokens: int, total: int) -> str:
     return f"{tokens:,} ({tokens / total:.0%})"
 
 
-def _pair(values: Percentiles, unit: str) -> str:
+def _pair(values: Percentiles, unit_seconds: float) -> str:
     if values.p50 is None or values.p99 is None:
         return "-"
-    return f"{values.p50:,.0f} / {values.p99:,.0f} {unit}"
+    p50, p99 = (format_seconds(value * unit_seconds) for value in (values.p50, values.p99))
+    return f"{p50} / {p99}"
 
 
 def _traffic(traffic: Traffic) -> str:
@@ -180,3 +193,11 @@ def _logits_verdict(compared: Comparison | None) -> str:
     if compared.rows_different:
         return f"NO: {compared.rows_different:,} of {compared.rows_compared:,} rows"
     return f"yes, {compared.rows_compared:,} rows"
+
+
+def _blocks_verdict(compared: Comparison | None) -> str:
+    if compared is None:
+        return "reference"
+    if compared.blocks_wrong:
+        return f"NO: {compared.blocks_wrong:,} of {compared.blocks_read:,} read"
+    return f"yes, {compared.blocks_read:,} read"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Generic, Self
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
+    from numpy.typing import NDArray
+
     from aiokv.demo.model import Batch, Model
     from aiokv.worker.device.base import Event
     from aiokv.worker.views import LayerView
@@ -29,13 +33,17 @@ class StepOutput:
 
     Attributes:
         next_tokens: for each span, the greedy token after its last row.
-        digests: one a row.
+        digests: one per row of logits.
+        rows_not_finite: rows of logits that hold NaN or infinity.
+        block_digests: for each array of blocks to read back, one per block, after the pass.
         compute_seconds: the whole pass.
         layer_wait_seconds: of it, blocked until a layer had arrived.
     """
 
     next_tokens: list[int]
     digests: list[bytes]
+    rows_not_finite: int
+    block_digests: list[list[bytes]]
     compute_seconds: float
     layer_wait_seconds: float
 
@@ -44,8 +52,8 @@ class StepOutput:
 class _Job:
     batch: Batch
     arriving: Sequence[LayerView]
-    loop: asyncio.AbstractEventLoop
-    done: asyncio.Future[StepOutput]
+    read_back: Sequence[NDArray[np.int32]]
+    done: Future[StepOutput]
 
 
 class ModelRunner(Generic[CacheT]):
@@ -71,18 +79,42 @@ class ModelRunner(Generic[CacheT]):
         self._jobs.put(None)
         self._thread.join()
 
-    async def run(self, batch: Batch, arriving: Sequence[LayerView] = ()) -> StepOutput:
-        """Compute one step; layer ``i`` starts when ``arriving`` views have their layer ``i``.
+    def submit(
+        self,
+        batch: Batch,
+        arriving: Sequence[LayerView] = (),
+        read_back: Sequence[NDArray[np.int32]] = (),
+    ) -> Future[StepOutput]:
+        """Queue one step; layer ``i`` starts when ``arriving`` views have their layer ``i``.
+
+        The future cannot be cancelled: it is done when the thread has left the step, so a compute
+        batch of the engine can end with it. It raises TransferError if a layer did not arrive;
+        nothing that the step wrote is to be used then.
+
+        Args:
+            batch: the rows to compute.
+            arriving: views of layers that may still be on their way.
+            read_back: device blocks whose bytes are to be digested after the pass, int32 each.
+        """
+        done: Future[StepOutput] = Future()
+        done.set_running_or_notify_cancel()
+        self._jobs.put(_Job(batch, arriving, read_back, done))
+        return done
+
+    async def run(
+        self,
+        batch: Batch,
+        arriving: Sequence[LayerView] = (),
+        read_back: Sequence[NDArray[np.int32]] = (),
+    ) -> StepOutput:
+        """Compute one step and wait for it; see :meth:`submit`.
 
         Raises:
             TransferError: a layer did not arrive; nothing the step wrote is to be used.
 
         Cancellation: the step runs to its end unseen; leaving the runner's context waits for it.
         """
-        loop = asyncio.get_running_loop()
-        job = _Job(batch, arriving, loop, loop.create_future())
-        self._jobs.put(job)
-        return await job.done
+        return await asyncio.wrap_future(self.submit(batch, arriving, read_back))
 
     def record(self) -> Event | None:
         """An event behind the steps computed so far; None when they have finished."""
@@ -93,9 +125,9 @@ class ModelRunner(Generic[CacheT]):
             try:
                 output = self._compute(job)
             except Exception as error:
-                job.loop.call_soon_threadsafe(_fail, job.done, error)
+                job.done.set_exception(error)
             else:
-                job.loop.call_soon_threadsafe(_succeed, job.done, output)
+                job.done.set_result(output)
 
     def _compute(self, job: _Job) -> StepOutput:
         waited = 0.0
@@ -112,20 +144,19 @@ class ModelRunner(Generic[CacheT]):
         logits = self._model.forward(job.batch, self._cache, wait)
         for view in job.arriving:
             view.raise_for_error()
+        computed = time.perf_counter()
         last_rows = logits[[span.stop - 1 for span in job.batch.spans]]
         return StepOutput(
             next_tokens=np.argmax(last_rows, axis=1).tolist(),
             digests=digest_rows(logits),
-            compute_seconds=time.perf_counter() - start,
+            rows_not_finite=int(np.count_nonzero(~np.isfinite(logits).all(axis=1))),
+            block_digests=self._digest_blocks(job.read_back),
+            compute_seconds=computed - start,
             layer_wait_seconds=waited,
         )
 
-
-def _succeed(done: asyncio.Future[StepOutput], output: StepOutput) -> None:
-    if not done.done():
-        done.set_result(output)
-
-
-def _fail(done: asyncio.Future[StepOutput], error: Exception) -> None:
-    if not done.done():
-        done.set_exception(error)
+    def _digest_blocks(self, read_back: Sequence[NDArray[np.int32]]) -> list[list[bytes]]:
+        if not any(map(len, read_back)):
+            return [[] for _ in read_back]
+        digests = iter(digest_rows(self._cache.read_blocks(np.concatenate(read_back))))
+        return [list(itertools.islice(digests, len(blocks))) for blocks in read_back]

@@ -30,6 +30,9 @@ class DemoConfig:
         pressure_blocks: device blocks of the run with a host tier.
         write_policy: of the run with a host tier.
         corrupt: spoil one cached block of the last run.
+        disconnect: share of the requests of the later runs that are cancelled while they are
+            computed, and sent again.
+        seed: of the instants of these.
     """
 
     block_tokens: int = 16
@@ -40,8 +43,12 @@ class DemoConfig:
     chunk_tokens: int = 32
     write_policy: WritePolicy = "write_through"
     corrupt: bool = False
+    disconnect: float = 0.0
+    seed: int = 0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.disconnect <= 1:
+            raise ConfigError(f"disconnect is {self.disconnect}; it must be between 0 and 1")
         for name in (
             "block_tokens",
             "device_blocks",
@@ -162,7 +169,11 @@ async def _run_once(
         write_policy=config.write_policy,
     )
     serving = ServingConfig(
-        max_running=config.max_running, chunk_tokens=config.chunk_tokens, reuse=run.reuse
+        max_running=config.max_running,
+        chunk_tokens=config.chunk_tokens,
+        reuse=run.reuse,
+        disconnect=config.disconnect if run.reuse else 0.0,
+        seed=config.seed,
     )
     corruptor = _Corruptor(cache, config.block_tokens) if run.corrupt else None
     async with aiokv.CacheEngine(cache_config, cache.regions(), model.new_device()) as engine:
@@ -202,6 +213,7 @@ def _result(
         repeated_tokens=server.ledger.repeated_rows,
         generated_tokens=serving.generated_tokens,
         preemptions=serving.preemptions,
+        disconnections=serving.disconnections,
         failed_onloads=serving.failed_onloads,
         steps=serving.steps,
         compute_seconds=serving.compute_seconds,
@@ -211,6 +223,7 @@ def _result(
         offload=_traffic(worker.offload),
         layer_wait_ms=1e3 * serving.layer_wait_seconds,
         wakeup_us=_wakeup_us(poller),
+        rows_not_finite=server.ledger.rows_not_finite,
         corrupted=corruptor.done if corruptor is not None else "",
         compared=server.ledger.compare(reference) if reference is not None else None,
     )

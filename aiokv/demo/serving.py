@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -44,11 +45,16 @@ class ServingConfig:
         max_running: requests in the batch at once.
         chunk_tokens: prompt tokens of a step.
         reuse: False gives every attempt a salt of its own, so that nothing is ever found.
+        disconnect: share of requests whose client leaves while they are computed, at a random
+            instant of a random step, and sends them again.
+        seed: of these.
     """
 
     max_running: int = 8
     chunk_tokens: int = 32
     reuse: bool = True
+    disconnect: float = 0.0
+    seed: int = 0
 
 
 class Server:
@@ -76,6 +82,7 @@ class Server:
         self._config = config
         self._on_hit = on_hit
         self._on_done = on_done
+        self._random = random.Random(config.seed)
         self._slots = asyncio.Semaphore(config.max_running)
         self._running: list[Sequence] = []  # in order of admission
         self._admitted = asyncio.Event()
@@ -86,7 +93,7 @@ class Server:
         Raises:
             AiokvError: the first failure; everything else is cancelled.
 
-        Cancellation: every lease is given back; a step that runs is left to the runner to end.
+        Cancellation: every lease is given back; the blocks of a step that runs when it ends.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -111,16 +118,34 @@ class Server:
 
     async def _serve_request(self, request: Request) -> None:
         async with self._slots:
+            if self._random.random() < self._config.disconnect:
+                steps = request.stop_length - request.prompt_length  # at least
+                request.disconnect_in_step = self._random.randint(1, steps)
             finished = False
             while not finished:
-                finished = await self._attempt(request)
-                self.statistics.preemptions += not finished
+                finished = await self._attempt_or_disconnect(request)
                 if not self._running:  # no step will close the one that released the blocks
                     self._engine.step(self._runner.record())
         self.statistics.add(request)
         self.ledger.record_tokens(request.name, request.generated)
         if self._on_done is not None:
             self._on_done()
+
+    async def _attempt_or_disconnect(self, request: Request) -> bool:
+        """Serve until finished (True), or until preempted or disconnected (False)."""
+        try:
+            if request.disconnect_in_step is None:
+                finished = await self._attempt(request)
+            else:  # a task that can be cancelled without the conversation
+                finished = await asyncio.create_task(self._attempt(request))
+        except asyncio.CancelledError:
+            if not request.disconnected or _is_cancelled():
+                raise
+            self.statistics.disconnections += 1
+            request.send_again()
+            return False
+        self.statistics.preemptions += not finished
+        return finished
 
     async def _attempt(self, request: Request) -> bool:
         """Serve until finished (True) or preempted (False)."""
@@ -133,7 +158,19 @@ class Server:
             sequence = Sequence(request, lease)
             self._running.append(sequence)
             self._admitted.set()
-            return await sequence.ended
+            try:
+                return await sequence.ended
+            except asyncio.CancelledError:
+                self._abandon(sequence)
+                raise
+
+    def _abandon(self, sequence: Sequence) -> None:
+        """Leave a request out of all later steps; a step that computes it drops its results."""
+        sequence.abandoned = True
+        if not sequence.ended.done():
+            sequence.request.note_usage(sequence.lease.usage)
+        if sequence in self._running:
+            self._running.remove(sequence)
 
     async def _step_forever(self) -> None:
         while True:
@@ -178,29 +215,69 @@ class Server:
         views = (lease.layers for lease in fresh)
         arriving = [view for view in views if view.counters]
         batch = _make_batch(chosen)
+        block_tokens = self._engine.config.block_tokens
+        checks = [sequence.blocks_to_check(count, block_tokens) for sequence, count in chosen]
+        read_back = [
+            span.block_table[blocks.start : blocks.stop]
+            for span, blocks in zip(batch.spans, checks, strict=True)
+        ]
         try:
-            output = await self._runner.run(batch, arriving)
+            # its blocks stay its own until the thread has left the step, whoever leaves meanwhile
+            with self._engine.computing([sequence.lease for sequence, _ in chosen]) as computing:
+                work = self._runner.submit(batch, arriving, read_back)
+                computing.ends_with(work)
+                self._disconnect(chosen)
+                output = await asyncio.wrap_future(work)
         except TransferError as error:
             await self._recompute(chosen, error)
         else:
+            for (sequence, _), blocks, digests in zip(
+                chosen, checks, output.block_digests, strict=True
+            ):
+                if not sequence.abandoned:
+                    self._record_blocks(sequence, blocks, digests)
             self._apply(chosen, batch.spans, output)
         finally:
             self._engine.step(self._runner.record())
 
+    def _disconnect(self, chosen: list[tuple[Sequence, int]]) -> None:
+        """Let clients leave that are to leave in this step, at some instant of it."""
+        statistics = self.statistics
+        step_seconds = statistics.compute_seconds / max(1, statistics.steps)
+        for sequence, _ in chosen:
+            sequence.steps += 1
+            if sequence.steps == sequence.request.disconnect_in_step:
+                sequence.request.disconnect_in_step = None
+                delay = self._random.uniform(0, step_seconds)
+                asyncio.get_running_loop().call_later(delay, sequence.disconnect)
+
     async def _recompute(self, chosen: list[tuple[Sequence, int]], error: TransferError) -> None:
         """Go on at the first block that did not arrive; the step's results are dropped."""
-        failed = 0
         for sequence, _ in chosen:
-            with contextlib.suppress(TransferError):
-                await sequence.lease.layers.wait_all()
+            if not sequence.abandoned:
+                with contextlib.suppress(TransferError):
+                    await sequence.lease.layers.wait_all()
+        failed = 0
+        for sequence in [sequence for sequence, _ in chosen if not sequence.abandoned]:
             sequence.arriving = False  # nothing writes its blocks any more
             first = sequence.lease.recompute_from()
             if first is not None:
                 failed += 1
                 sequence.computed = min(sequence.computed, first)
-        if failed == 0:
+        if failed == 0 and not any(sequence.abandoned for sequence, _ in chosen):
             raise error
         self.statistics.failed_onloads += failed
+
+    def _record_blocks(self, sequence: Sequence, blocks: range, digests: list[bytes]) -> None:
+        """Check the blocks that were complete before the step, note those that it completed."""
+        request, block_tokens = sequence.request, self._engine.config.block_tokens
+        for block, digest in zip(blocks, digests, strict=True):
+            prefix = request.prefix_key(block, block_tokens)
+            if (block + 1) * block_tokens <= sequence.computed:
+                self.ledger.check_read_block(request.name, block, prefix, digest)
+            else:
+                self.ledger.record_computed_block(prefix, digest)
+        sequence.checked = True
 
     def _apply(
         self, chosen: list[tuple[Sequence, int]], spans: list[Span], output: StepOutput
@@ -209,7 +286,10 @@ class Server:
         statistics.steps += 1
         statistics.compute_seconds += output.compute_seconds
         statistics.layer_wait_seconds += output.layer_wait_seconds
+        self.ledger.rows_not_finite += output.rows_not_finite
         for (sequence, count), span, token in zip(chosen, spans, output.next_tokens, strict=True):
+            if sequence.abandoned:
+                continue
             self.ledger.record_rows(
                 sequence.request.name, sequence.computed, output.digests[span.start : span.stop]
             )
@@ -227,6 +307,11 @@ class Server:
         if len(request.tokens) == request.stop_length:
             self._running.remove(sequence)
             sequence.end(finished=True)
+
+
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _first_error(errors: ExceptionGroup[Exception]) -> Exception:

@@ -165,10 +165,9 @@ def _scaled_turn(
 ) -> Turn:
     output_tokens = max(1, min(request.output_tokens // scale, max_context_tokens // 2))
     length = max(1, min(request.input_tokens // scale, max_context_tokens - output_tokens))
-    return Turn(
-        _expand_scaled(request.hash_ids, HASH_BLOCK_TOKENS // scale, vocab, seed)[:length],
-        output_tokens,
-    )
+    block_tokens = HASH_BLOCK_TOKENS // scale
+    hash_ids = request.hash_ids[: -(-length // block_tokens)]
+    return Turn(_expand_scaled(hash_ids, block_tokens, vocab, seed)[:length], output_tokens)
 
 
 def _expand_scaled(hash_ids: Sequence[int], tokens: int, vocab: int, seed: int) -> Tokens:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 HASH_BLOCK_TOKENS = 512
+TOKEN_BYTES = 4  # of an expanded token, an int32
 # id * 512 + offset must stay an int32, so that two ids never share a token.
 MAX_HASH_ID = 2**31 // HASH_BLOCK_TOKENS - 1
 

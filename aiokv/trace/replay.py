@@ -13,7 +13,13 @@ from aiokv.config import (  # noqa: TC001 - msgspec reads the annotations
     WritePolicy,
 )
 from aiokv.errors import UsageError
-from aiokv.trace.format import HASH_BLOCK_TOKENS, TraceRequest, expand_tokens, read_trace
+from aiokv.trace.format import (
+    HASH_BLOCK_TOKENS,
+    TOKEN_BYTES,
+    TraceRequest,
+    expand_tokens,
+    read_trace,
+)
 from aiokv.trace.loops import Replayer, Samples, plain_loop, run_in_chunks, timed_loop
 from aiokv.trace.min_oracle import min_hit_tokens
 from aiokv.trace.payload import Payload
@@ -25,6 +31,7 @@ from aiokv.trace.report import (
     PolicyPoint,
     ReplayReport,
     TrafficReport,
+    available_bytes,
     percentiles_us,
     resident_bytes,
 )
@@ -95,17 +102,30 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Workload(msgspec.Struct, kw_only=True):
-    """A trace, expanded; ``prompts[i]`` is int32 ``[tokens]``."""
+    """A trace, expanded.
+
+    Attributes:
+        prompts: int32 ``[tokens]`` for each of ``requests``.
+        left_out: requests that are too large for every device that was asked for; not expanded.
+    """
 
     trace: str
     prompts: list[NDArray[np.int32]]
     arrival_seconds: list[float]
     output_tokens: list[int]
     requests: list[TraceRequest]
+    left_out: list[TraceRequest] = []
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(map(len, self.prompts))
+        """Prompt tokens of all requests, those left out included."""
+        left_out = sum(request.input_tokens for request in self.left_out)
+        return sum(map(len, self.prompts)) + left_out
+
+    @property
+    def num_requests(self) -> int:
+        """Requests, those left out included."""
+        return len(self.requests) + len(self.left_out)
 
     def fitting(self, capacity_tokens: int) -> Workload:
         """What is left without the prompts that could never be granted.
@@ -116,7 +136,7 @@ class Workload(msgspec.Struct, kw_only=True):
         kept = [i for i, tokens in enumerate(self.prompts) if len(tokens) <= capacity_tokens]
         if not kept:
             raise UsageError(
-                f"none of the {len(self.prompts)} requests of {self.trace} fits the device's "
+                f"none of the {self.num_requests} requests of {self.trace} fits the device's "
                 f"{capacity_tokens} tokens",
                 hint="raise device_blocks",
             )
@@ -129,29 +149,75 @@ class Workload(msgspec.Struct, kw_only=True):
         )
 
 
-def load_workload(path: str, limit: int | None, stages: Stages) -> Workload:
+def load_workload(
+    path: str, limit: int | None, stages: Stages, *, largest_tokens: int | None = None
+) -> Workload:
     """Read and expand a trace, or its first ``limit`` requests.
+
+    Args:
+        path: the trace.
+        limit: requests to read; None for all.
+        stages: progress.
+        largest_tokens: longer requests are left out, not expanded; None expands all.
 
     Raises:
         TraceError: see :func:`read_trace`.
+        UsageError: the expanded prompts would take more than half of the free memory.
     """
-    return workload_of(path, read_trace(path, limit), stages)
+    requests = read_trace(path, limit)
+    return workload_of(path, requests, stages, largest_tokens=largest_tokens)
 
 
-def workload_of(name: str, requests: Sequence[TraceRequest], stages: Stages) -> Workload:
-    """Expand ``requests``, one or more; ``name`` is what reports and messages call them."""
-    progress = stages("expand", len(requests))
+def workload_of(
+    name: str,
+    requests: Sequence[TraceRequest],
+    stages: Stages,
+    *,
+    largest_tokens: int | None = None,
+    max_bytes: int | None = None,
+) -> Workload:
+    """Expand ``requests``, one or more.
+
+    Args:
+        name: how reports and messages call them.
+        requests: in order of arrival.
+        stages: progress.
+        largest_tokens: longer requests are left out, not expanded; None expands all.
+        max_bytes: of all expanded prompts; None for half of the free memory.
+
+    Raises:
+        UsageError: the expanded prompts would take more than ``max_bytes``.
+    """
+    kept = [r for r in requests if largest_tokens is None or r.input_tokens <= largest_tokens]
+    _check_memory(name, kept, max_bytes)
+    progress = stages("expand", len(kept))
     prompts = []
-    for request in requests:
+    for request in kept:
         prompts.append(expand_tokens(request))
         progress(1)
     return Workload(
         trace=name,
         prompts=prompts,
-        arrival_seconds=[(r.timestamp_ms - requests[0].timestamp_ms) / 1e3 for r in requests],
-        output_tokens=[r.output_tokens for r in requests],
-        requests=list(requests),
+        arrival_seconds=[(r.timestamp_ms - requests[0].timestamp_ms) / 1e3 for r in kept],
+        output_tokens=[r.output_tokens for r in kept],
+        requests=kept,
+        left_out=[
+            r for r in requests if largest_tokens is not None and r.input_tokens > largest_tokens
+        ],
     )
+
+
+def _check_memory(name: str, requests: Sequence[TraceRequest], max_bytes: int | None) -> None:
+    """A line of a trace grows a thousandfold when it is expanded: refuse before memory is short."""
+    tokens = sum(request.input_tokens for request in requests)
+    limit = available_bytes() // 2 if max_bytes is None else max_bytes
+    if tokens * TOKEN_BYTES > limit:
+        raise UsageError(
+            f"the prompts of {name} have {tokens:,} tokens, which take "
+            f"{tokens * TOKEN_BYTES / 2**20:,.0f} MiB of memory; at most {limit / 2**20:,.0f} MiB, "
+            "half of what is free, may be used",
+            hint="replay only the first requests with --limit",
+        )
 
 
 async def replay(workload: Workload, options: ReplayOptions, stages: Stages) -> ReplayReport:
@@ -168,7 +234,7 @@ async def replay(workload: Workload, options: ReplayOptions, stages: Stages) -> 
         run = await _replay_plain(fitting, options, stages)
     else:
         run = await _replay_general(fitting, options, stages)
-    rejected = len(workload.prompts) - len(fitting.prompts)
+    rejected = workload.num_requests - fitting.num_requests
     return _make_report(fitting, options, run, rss_before, rejected)
 
 

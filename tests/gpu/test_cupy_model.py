@@ -53,6 +53,17 @@ def test_bits_do_not_depend_on_chunks_neighbours_or_blocks(block_tokens):
         np.testing.assert_array_equal(found[stop - start :], whole[start:stop])
 
 
+def test_blocks_are_read_back_as_they_lie_in_the_regions():
+    model = make()
+    cache = model.new_cache(device_blocks=8, block_tokens=16)
+    run(model, cache, [(random_tokens(100, seed=9), 0, range(1, 8))])
+    blocks = np.array([5, 0, 3], np.int32)
+    arrays = [array.get() for array in (*cache.keys, *cache.values)]
+    expected = [array[blocks].reshape(3, -1).view(np.uint8) for array in arrays]
+    np.testing.assert_array_equal(cache.read_blocks(blocks), np.concatenate(expected, axis=1))
+    assert not cache.read_blocks(blocks)[1].any()
+
+
 def test_the_demo_is_equal_and_its_control_is_not(tmp_path):
     out = tmp_path / "demo.json"
     sizes = ["--conversations", "8", "--turns", "3", "--pressure-blocks", "48"]

@@ -6,11 +6,15 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 import aiokv
 from aiokv.cli import main
+from aiokv.demo import grouped
+from aiokv.demo.grouped import random_weights
 from aiokv.demo.ledger import Ledger
+from aiokv.demo.row_tiles import RowTiles
 from aiokv.demo.workload import ChatSizes, chat_workload, trace_workload
 
 SMALL_MODEL = ["--layers", "2", "--hidden", "32", "--heads", "2", "--kv-heads", "1"]
@@ -71,6 +75,8 @@ def test_three_runs_compute_equal_bits(demo, capsys):
     for run in (device, both):
         assert run["compared"]["rows_compared"] >= run["generated_tokens"]
         assert run["compared"]["tokens_compared"] == 18 * 6
+        assert run["compared"]["blocks_read"] * 4 >= run["reused_tokens"]["total"]
+        assert run["compared"]["blocks_wrong"] == 0
     assert "equal in all runs" in capsys.readouterr().out
 
 
@@ -98,14 +104,58 @@ def test_images_are_told_apart(demo, monkeypatch):
     status, found = demo("--images", "2")
     assert status == 1
     assert found["logits_equal"] is False
+    assert found["blocks_equal"] is False
+
+
+def test_products_that_depend_on_the_batch_are_not_called_wrong_bytes(demo, capsys, monkeypatch):
+    exact = RowTiles.matmul
+
+    def depends_on_the_rows_beside(tiles, x, weight):
+        return exact(tiles, x, weight) * np.float32(1 + 1e-6 * len(x))
+
+    monkeypatch.setattr(RowTiles, "matmul", depends_on_the_rows_beside)
+    status, found = demo()
+    assert status == 4
+    assert found["logits_equal"] is False
+    assert found["blocks_equal"] is True
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "INCONCLUSIVE: the runs differ, but every cached block held the bytes" in printed
+    assert demo("--corrupt")[0] == 1
+
+
+def test_logits_that_are_not_a_number_are_not_called_equal(demo, capsys, monkeypatch):
+    def weights_with_nan(config):
+        weights = random_weights(config)
+        weights.final_norm[0] = np.nan
+        return weights
+
+    monkeypatch.setattr(grouped, "random_weights", weights_with_nan)
+    status, found = demo()
+    assert status == 4
+    reference = found["runs"][0]
+    assert reference["rows_not_finite"] == reference["prompt_tokens"] + 18 * 5
+    assert "hold NaN or infinity" in " ".join(capsys.readouterr().out.split())
 
 
 def test_preempted_requests_repeat_their_bits(demo):
-    status, found = demo("--pressure-blocks", "36", "--answer-tokens", "12", "--turns", "2")
+    status, found = demo(
+        "--block-tokens", "8", "--pressure-blocks", "15", "--answer-tokens", "12", "--turns", "2"
+    )
     assert status == 0
     both = found["runs"][2]
     assert both["preemptions"] > 0
     assert both["repeated_tokens"] > 0
+
+
+def test_requests_that_are_cancelled_while_computed_change_no_output(demo, capsys):
+    status, found = demo("--disconnect", "0.8")
+    assert status == 0
+    assert found["runs"][0]["disconnections"] == 0
+    assert sum(run["disconnections"] for run in found["runs"]) > 0
+    for run in found["runs"]:
+        assert run["requests"] == 18
+        assert run["generated_tokens"] == 18 * 6
+    assert "requests were cancelled while they were computed" in capsys.readouterr().out
 
 
 def test_a_corrupted_block_is_noticed(demo, capsys):
@@ -117,6 +167,7 @@ def test_a_corrupted_block_is_noticed(demo, capsys):
     assert device["compared"]["rows_different"] == 0
     assert both["compared"]["rows_different"] > 0
     assert both["corrupted"]
+    assert both["compared"]["blocks_wrong"] > 0
     assert "control worked" in capsys.readouterr().out
 
 
@@ -158,26 +209,81 @@ def test_flags_that_contradict_each_other_are_explained(flags, message, capsys):
     assert re.search(message, capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("flags", [["--turns", "0"], ["--turns", "x"], ["--seed", "-1"]])
+@pytest.mark.parametrize(
+    "flags", [["--turns", "0"], ["--turns", "x"], ["--seed", "-1"], ["--disconnect", "1.5"]]
+)
 def test_flags_out_of_range_are_refused_by_the_parser(flags, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["demo", *flags])
     assert f"argument {flags[0]}" in capsys.readouterr().err
 
 
-def test_an_interrupt_ends_cleanly():
-    command = "import sys; from aiokv.cli import main; sys.exit(main())"
-    with subprocess.Popen(
-        [sys.executable, "-c", command, "demo", "--conversations", "200"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+# A process that was started in the background of a shell script ignores SIGINT, and so does what it
+# starts; the command is tested as if a user had started it.
+FROM_A_TERMINAL = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+from aiokv.cli import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "message"),
+    [
+        (signal.SIGINT, 130, "aiokv: interrupted\n"),
+        (signal.SIGTERM, 143, "aiokv: terminated\n"),
+    ],
+)
+@pytest.mark.parametrize("inherited", [signal.SIG_DFL, signal.SIG_IGN])
+def test_a_signal_ends_the_demo_cleanly(number, status, message, inherited):
+    before = signal.signal(number, inherited)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-c", FROM_A_TERMINAL, "demo", "--conversations", "200"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    finally:
+        signal.signal(number, before)
+    with process:
         assert process.stdout.readline().startswith("no cache")
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, errors = process.communicate(timeout=20)
-    assert process.returncode == 130
-    assert errors == "aiokv: interrupted\n"
+    assert process.returncode == status
+    assert errors == message
+
+
+def run_with_closed(streams, *flags):
+    """The demo in a process that closed some standard streams before it started Python."""
+    closing = " ".join(f"{number}>&-" for number in streams)
+    command = f'exec {closing} "$0" -m aiokv demo "$@"'
+    return subprocess.run(
+        ["sh", "-c", command, sys.executable, *SMALL, "--conversations", "2", *flags],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize("streams", [(0,), (1,), (2,), (0, 1), (0, 1, 2)], ids=str)
+def test_the_demo_works_with_closed_standard_streams(streams, tmp_path):
+    path = tmp_path / "demo.json"
+    ended = run_with_closed(streams, "--json", str(path))
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert json.loads(path.read_text())["logits_equal"] is True
+    assert ("equal in all runs" in ended.stdout) == (1 not in streams)
+
+
+def test_an_error_with_closed_standard_streams_is_a_status(tmp_path):
+    for streams in ((1,), (2,), (0, 1, 2)):
+        ended = run_with_closed(streams, "--trace", str(tmp_path / "absent"))
+        assert ended.returncode == 2
+        assert ("No such file" in ended.stderr) == (2 not in streams)
 
 
 def test_importing_aiokv_does_not_import_the_demo():
@@ -246,6 +352,15 @@ def test_a_ledger_finds_every_kind_of_difference():
     assert (other_row.rows_different, other_row.first_difference) == (1, "a, position 1")
     assert ledger(b"1", [5, 7]).compare(reference).tokens_different == 1
     assert ledger(b"1", [5]).compare(reference).tokens_different == 1
+    wrong_bytes = ledger(b"1", [5, 6])
+    wrong_bytes.record_computed_block(b"prefix", b"right")
+    wrong_bytes.check_read_block("a", 0, b"prefix", b"right")
+    assert wrong_bytes.compare(reference).equal
+    wrong_bytes.check_read_block("a", 3, b"prefix", b"wrong")
+    compared = wrong_bytes.compare(reference)
+    assert not compared.equal
+    assert (compared.blocks_read, compared.blocks_wrong) == (2, 1)
+    assert compared.first_wrong_block == "a, block 3"
     twice = ledger(b"1", [5, 6])
     twice.record_rows("a", 1, [b"3"])
     assert twice.compare(reference).rows_different == 1

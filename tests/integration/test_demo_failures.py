@@ -1,5 +1,8 @@
 """The serving loop over a device that loses blocks: recomputed, never served wrong (I4)."""
 
+import asyncio
+from concurrent.futures import Future
+
 import numpy as np
 import pytest
 
@@ -55,12 +58,21 @@ class LosingDevice(CpuDevice):
         )
 
 
-async def serve(model, workload, *, device_blocks, host_blocks, reuse, device=None):
+class SilentDevice(CpuDevice):
+    """Onloads the last block of each transfer from another host block, and reports success."""
+
+    def onload(self, host_ids, device_ids, after):
+        wrong = host_ids.copy()
+        wrong[-1] = (wrong[-1] + 1) % HOST_BLOCKS
+        return super().onload(wrong, device_ids, after)
+
+
+async def serve(model, workload, *, device_blocks, host_blocks, reuse, device=None, disconnect=0.0):
     cache = model.new_cache(device_blocks, BLOCK_TOKENS)
     config = aiokv.CacheConfig(
         block_tokens=BLOCK_TOKENS, device_blocks=device_blocks, host_blocks=host_blocks
     )
-    serving = ServingConfig(max_running=3, chunk_tokens=8, reuse=reuse)
+    serving = ServingConfig(max_running=3, chunk_tokens=8, reuse=reuse, disconnect=disconnect)
     async with aiokv.CacheEngine(config, cache.regions(), device) as engine:
         with ModelRunner(model, cache) as runner:
             server = Server(engine, runner, serving)
@@ -83,4 +95,109 @@ async def test_lost_onloads_are_computed_again():
     )
     assert device.onloads >= 2
     assert server.statistics.failed_onloads > 0
+    assert server.ledger.compare(reference.ledger).equal
+
+
+async def test_silently_wrong_onloads_are_reported_as_wrong_bytes():
+    workload = chat_workload(SIZES, vocab=MODEL.vocab, seed=0)
+    model = NumpyTransformer(
+        MODEL, random_weights(MODEL), max_context_tokens=workload.max_context_tokens
+    )
+    reference = await serve(model, workload, device_blocks=256, host_blocks=0, reuse=False)
+    server = await serve(
+        model,
+        workload,
+        device_blocks=60,
+        host_blocks=HOST_BLOCKS,
+        reuse=True,
+        device=SilentDevice(),
+    )
+    compared = server.ledger.compare(reference.ledger)
+    assert compared.rows_different > 0
+    assert compared.blocks_wrong > 0
+
+
+class HeldRunner(ModelRunner):
+    """Reports its third step when the test says so."""
+
+    def __init__(self, model, cache):
+        super().__init__(model, cache)
+        self.steps = 0
+        self.reached = asyncio.Event()
+        self.work = self.held = None
+
+    def submit(self, *args):
+        self.steps += 1
+        work = super().submit(*args)
+        if self.steps != 3:
+            return work
+        self.work, self.held = work, Future()
+        self.held.set_running_or_notify_cancel()
+        self.reached.set()
+        return self.held
+
+    def report(self):
+        self.held.set_result(self.work.result())
+
+
+@pytest.fixture
+def small_model():
+    return NumpyTransformer(MODEL, random_weights(MODEL), max_context_tokens=128)
+
+
+@pytest.mark.parametrize("passes", range(6))
+async def test_a_step_that_ends_after_the_cancellation_is_dropped(small_model, passes):
+    workload = chat_workload(SIZES, vocab=MODEL.vocab, seed=0)
+    cache = small_model.new_cache(256, BLOCK_TOKENS)
+    config = aiokv.CacheConfig(block_tokens=BLOCK_TOKENS, device_blocks=256)
+    async with aiokv.CacheEngine(config, cache.regions()) as engine:
+        with HeldRunner(small_model, cache) as runner:
+            serving = asyncio.create_task(Server(engine, runner, ServingConfig()).serve(workload))
+            await runner.reached.wait()
+            serving.cancel()
+            for _ in range(passes):
+                await asyncio.sleep(0)
+            runner.report()
+            with pytest.raises(asyncio.CancelledError):
+                await serving
+        assert engine.statistics().leases == 0
+        assert engine.check_invariants() == []
+
+
+async def test_blocks_of_a_cancelled_step_are_kept_until_its_thread_has_left_it(small_model):
+    workload = chat_workload(SIZES, vocab=MODEL.vocab, seed=0)
+    cache = small_model.new_cache(256, BLOCK_TOKENS)
+    config = aiokv.CacheConfig(block_tokens=BLOCK_TOKENS, device_blocks=256)
+    async with aiokv.CacheEngine(config, cache.regions()) as engine:
+        with HeldRunner(small_model, cache) as runner:
+            serving = asyncio.create_task(Server(engine, runner, ServingConfig()).serve(workload))
+            await runner.reached.wait()
+            serving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await serving
+            kept = engine.statistics()
+            assert kept.device_free + kept.evictable_blocks < 256
+            ended = asyncio.Event()
+            runner.held.add_done_callback(lambda _: engine_loop.call_soon_threadsafe(ended.set))
+            engine_loop = asyncio.get_running_loop()
+            runner.report()
+            await ended.wait()
+            freed = engine.statistics()
+            assert freed.device_free + freed.evictable_blocks == 256
+            assert engine.check_invariants() == []
+
+
+async def test_disconnected_requests_are_sent_again_and_change_no_output(small_model):
+    workload = chat_workload(SIZES, vocab=MODEL.vocab, seed=0)
+    reference = await serve(small_model, workload, device_blocks=256, host_blocks=0, reuse=False)
+    server = await serve(
+        small_model,
+        workload,
+        device_blocks=60,
+        host_blocks=HOST_BLOCKS,
+        reuse=True,
+        disconnect=1.0,
+    )
+    assert server.statistics.disconnections > 0
+    assert server.statistics.requests == workload.requests
     assert server.ledger.compare(reference.ledger).equal

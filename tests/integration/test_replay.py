@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -10,9 +11,17 @@ import pytest
 import uvloop
 
 from aiokv import cli
+from aiokv.demo.workload import trace_workload
 from aiokv.errors import InternalError, UsageError
 from aiokv.trace.payload import Payload
-from aiokv.trace.replay import ReplayOptions, Workload, load_workload, replay, sweep_capacities
+from aiokv.trace.replay import (
+    ReplayOptions,
+    Workload,
+    load_workload,
+    replay,
+    sweep_capacities,
+    workload_of,
+)
 from bench.harness import find_trace
 
 SMALL = Path(__file__).parents[1] / "data" / "small.jsonl"
@@ -124,6 +133,64 @@ def test_requests_larger_than_the_device_are_left_out(small):
     assert report.requests + report.rejected_requests == 400
     with pytest.raises(UsageError, match="none of the 400 requests"):
         run_replay(small, device_blocks=1)
+
+
+@pytest.fixture
+def long_trace(tmp_path):
+    """A request of 1.07 billion tokens, in 4 MB."""
+    path = tmp_path / "long.jsonl"
+    ids = 2**21
+    line = {"timestamp": 0, "input_length": 512 * ids, "output_length": 1, "hash_ids": [0] * ids}
+    path.write_text(json.dumps(line, separators=(",", ":")) + "\n")
+    return path
+
+
+def peak_mib(call):
+    tracemalloc.start()
+    try:
+        call()
+        return tracemalloc.get_traced_memory()[1] / 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_request_larger_than_the_device_is_refused_before_it_is_expanded(long_trace, capsys):
+    assert peak_mib(lambda: run_cli(long_trace)) < 64
+    assert "none of the 1 requests" in capsys.readouterr().err
+    small_one = {"timestamp": 1, "input_length": 600, "output_length": 1, "hash_ids": [0, 1]}
+    with long_trace.open("a") as file:
+        file.write(json.dumps(small_one) + "\n")
+    assert peak_mib(lambda: run_cli(long_trace, "--capacities", "50,60")) < 64
+    assert "requests larger than the device: 1" in capsys.readouterr().out
+
+
+def test_the_demo_expands_only_what_it_serves_of_a_request(long_trace):
+    def serve():
+        workload = trace_workload(
+            long_trace, requests=1, block_tokens=16, max_context_tokens=64, vocab=512, seed=0
+        )
+        assert workload.max_context_tokens == 64
+
+    assert peak_mib(serve) < 64
+
+
+def test_prompts_that_would_fill_the_memory_are_refused(small):
+    tokens = small.prompt_tokens
+    assert workload_of("t", small.requests, no_stages, max_bytes=4 * tokens).prompts
+    with pytest.raises(UsageError, match=rf"prompts of t have {tokens:,} tokens") as caught:
+        workload_of("t", small.requests, no_stages, max_bytes=4 * tokens - 1)
+    assert "--limit" in caught.value.hint
+
+
+def test_left_out_requests_count_in_the_rates_of_a_sweep(small):
+    longest = max(map(len, small.prompts))
+    without = workload_of("t", small.requests, no_stages, largest_tokens=longest - 1)
+    assert without.num_requests == small.num_requests
+    assert without.prompt_tokens == small.prompt_tokens
+    for workload in (small, without):
+        report = run_replay(workload, device_blocks=longest // BLOCK_TOKENS - 1, latencies=False)
+        assert report.rejected_requests >= 1
+        assert report.requests + report.rejected_requests == 400
 
 
 def test_sweep_grows_with_capacity(small):
@@ -263,6 +330,15 @@ def test_command_refuses_an_output_folder_that_is_not_there(tmp_path, capsys):
     assert "is not a folder" in capsys.readouterr().err
     assert run_cli(SMALL, "--json", tmp_path) == 2
     assert "it is a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["r.png", "r", "r.svg.gz", "r.jpeg"])
+def test_command_refuses_a_plot_with_another_suffix_than_svg(tmp_path, capsys, name):
+    assert run_cli(SMALL, "--plot", tmp_path / name) == 2
+    output = capsys.readouterr()
+    assert "is not supported; it must be .svg" in output.err
+    assert output.out == ""
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_command_prints_a_result_that_cannot_be_written(capsys):

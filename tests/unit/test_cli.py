@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from aiokv import cli
+from aiokv.cli.running import run_async
 from aiokv.errors import ConfigError
 
 
@@ -24,6 +27,14 @@ def fake_command(monkeypatch):
     return module
 
 
+@pytest.fixture
+def default_sigterm():
+    """Undo what a parent process of the tests may have done to SIGTERM."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
 def test_version(capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main(["--version"])
@@ -31,7 +42,22 @@ def test_version(capsys):
     assert capsys.readouterr().out.strip() == f"aiokv {importlib.metadata.version('aiokv')}"
 
 
-@pytest.mark.parametrize("argv", [[], ["no-such-command"], ["--no-such-flag"]])
+def test_no_command_prints_the_help(fake_command, capsys):
+    assert cli.main([]) == 2
+    shown = capsys.readouterr().err
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--help"])
+    assert shown == capsys.readouterr().out
+
+
+def test_the_package_can_be_run_as_a_module():
+    ended = subprocess.run(
+        [sys.executable, "-m", "aiokv", "--version"], capture_output=True, text=True, check=True
+    )
+    assert ended.stdout == f"aiokv {importlib.metadata.version('aiokv')}\n"
+
+
+@pytest.mark.parametrize("argv", [["no-such-command"], ["--no-such-flag"]])
 def test_bad_usage_exits_2(argv, capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main(argv)
@@ -60,6 +86,48 @@ def test_interrupt_has_no_traceback(fake_command, capsys):
     fake_command.run = run
     assert cli.main(["fake"]) == 130
     assert capsys.readouterr().err == "aiokv: interrupted\n"
+
+
+@pytest.mark.usefixtures("default_sigterm")
+def test_termination_has_no_traceback_and_restores_the_signal(fake_command, capsys):
+    def run(args):
+        signal.raise_signal(signal.SIGTERM)
+        raise AssertionError("the signal was not handled")
+
+    fake_command.run = run
+    assert cli.main(["fake"]) == 143
+    assert capsys.readouterr().err == "aiokv: terminated\n"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.usefixtures("default_sigterm")
+def test_termination_of_a_loop_cancels_what_it_runs(fake_command, capsys):
+    ended = []
+
+    async def serve():
+        try:
+            signal.raise_signal(signal.SIGTERM)
+            await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            ended.append("cancelled")
+            raise
+
+    fake_command.run = lambda args: run_async(serve())
+    assert cli.main(["fake"]) == 143
+    assert ended == ["cancelled"]
+    assert capsys.readouterr().err == "aiokv: terminated\n"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.usefixtures("default_sigterm")
+def test_termination_stays_ignored_where_the_parent_ignores_it(fake_command):
+    async def serve():
+        signal.raise_signal(signal.SIGTERM)
+        return 0
+
+    fake_command.run = lambda args: run_async(serve())
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    assert cli.main(["fake"]) == 0
 
 
 PRINTS_MUCH = (

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 
 from aiokv.demo.grouped import GroupedConfig, random_weights
+from aiokv.demo.images import image
+from aiokv.demo.ledger import digest_rows
 from aiokv.demo.model import Batch
 from aiokv.demo.on_numpy.transformer import NumpyTransformer
 from aiokv.demo.paging import Span
+from aiokv.demo.requests import Request, Sequence
 from aiokv.demo.runner import ModelRunner
 from aiokv.errors import TransferError
-
-pytestmark = pytest.mark.asyncio
 
 CONFIG = GroupedConfig(vocab=32, hidden=16, layers=2, heads=2, kv_heads=1, ffn=24)
 SECONDS = 10.0  # before a test that hangs fails
@@ -50,6 +51,7 @@ def one_block():
     return Batch(tokens, tokens, [Span(0, 4, 0, np.zeros(1, np.int32))])
 
 
+@pytest.mark.asyncio
 async def test_a_layer_is_computed_while_the_next_one_is_on_its_way(model):
     cache = model.new_cache(device_blocks=1, block_tokens=4)
     arrival = Arrival()
@@ -68,6 +70,7 @@ async def test_a_layer_is_computed_while_the_next_one_is_on_its_way(model):
     assert 0 < output.layer_wait_seconds < output.compute_seconds
 
 
+@pytest.mark.asyncio
 async def test_what_did_not_arrive_fails_the_step_and_not_the_next(model):
     cache = model.new_cache(device_blocks=1, block_tokens=4)
     arrival = Arrival()
@@ -80,6 +83,7 @@ async def test_what_did_not_arrive_fails_the_step_and_not_the_next(model):
         assert (await runner.run(one_block())).next_tokens
 
 
+@pytest.mark.asyncio
 async def test_a_cancelled_step_ends_before_the_runner_does(model):
     cache = model.new_cache(device_blocks=1, block_tokens=4)
     arrival = Arrival()
@@ -92,3 +96,49 @@ async def test_a_cancelled_step_ends_before_the_runner_does(model):
         for layer in arrival.arrived:
             layer.set()
     assert cache.keys[1].any()
+
+
+@pytest.mark.asyncio
+async def test_blocks_are_read_back_after_the_pass(model):
+    cache = model.new_cache(device_blocks=3, block_tokens=4)
+    blocks = [np.array([0, 2], np.int32), np.zeros(0, np.int32), np.array([1], np.int32)]
+    empty = digest_rows(cache.read_blocks(np.zeros(1, np.int32)))[0]
+    with ModelRunner(model, cache) as runner:
+        output = await runner.run(one_block(), (), blocks)
+        (written, other), none, (third,) = output.block_digests
+        assert none == []
+        assert written != empty
+        assert other == third == empty
+        assert digest_rows(cache.read_blocks(blocks[2])) == [third]
+
+
+class HeldLease:
+    cached_tokens = 8
+
+
+@pytest.mark.asyncio
+async def test_first_and_last_step_check_all_blocks_and_others_what_they_complete():
+    request = Request("r", list(range(14)), prompt_length=14, stop_length=18)
+    sequence = Sequence(request, HeldLease())
+    assert sequence.blocks_to_check(3, block_tokens=4) == range(2)
+    sequence.checked, sequence.computed = True, 11
+    assert sequence.blocks_to_check(3, block_tokens=4) == range(2, 3)
+    request.tokens += [14, 15, 16]
+    sequence.computed = 16
+    assert sequence.blocks_to_check(1, block_tokens=4) == range(4)
+
+
+def test_prefix_keys_name_tokens_and_images_up_to_their_block():
+    def keys(tokens, items=()):
+        request = Request("r", tokens, prompt_length=1, stop_length=99, items=items)
+        return [request.prefix_key(block, 2) for block in reversed(range(len(tokens) // 2))][::-1]
+
+    plain = keys([1, 2, 3, 4, 5, 6])
+    assert len(set(plain)) == 3
+    assert keys([1, 2, 3, 4]) == plain[:2]
+    changed = keys([1, 2, 3, 9, 5, 6])
+    assert changed[0] == plain[0]
+    assert not {*changed[1:]} & {*plain}
+    shown = keys([1, 2, 3, 4, 5, 6], (image(1, 2),))
+    assert shown[0] == plain[0]
+    assert shown[1:] != keys([1, 2, 3, 4, 5, 6], (image(2, 2),))[1:]

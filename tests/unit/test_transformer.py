@@ -8,6 +8,7 @@ import pytest
 
 from aiokv.demo.grouped import GroupedConfig, random_weights
 from aiokv.demo.model import Batch
+from aiokv.demo.on_numpy.paged_cache import attention
 from aiokv.demo.on_numpy.transformer import NumpyTransformer
 from aiokv.demo.paging import Span
 from aiokv.demo.row_tiles import RowTiles
@@ -76,6 +77,16 @@ def test_a_cached_prefix_is_read_and_a_corrupted_one_shows(model):
     cache.corrupt(1)
     wrong = run(model, cache, [(tokens[48:], 48, [0, 1, 2, 6, 7])])
     assert not (wrong == whole[48:]).all(axis=1).any(), "a row read the block and did not change"
+
+
+def test_huge_numbers_at_hidden_positions_do_not_change_attention():
+    rng = np.random.default_rng(10)
+    queries = rng.standard_normal((12, 4, 16), dtype=np.float32)
+    keys, values = rng.standard_normal((2, 128, 2, 16), dtype=np.float32)
+    hidden = np.arange(128) > np.arange(100, 112)[:, np.newaxis]
+    expected = attention(queries, keys, values, hidden)
+    keys[112:] = values[112:] = 1e30
+    np.testing.assert_array_equal(attention(queries, keys, values, hidden), expected)
 
 
 def test_layers_are_announced_in_order_before_they_are_read(model):

@@ -47,6 +47,17 @@ class CupyCache:
             for array in (*self.keys, *self.values):
                 self._cupy.negative(array[block], out=array[block])
 
+    def read_blocks(self, blocks: NDArray[np.int32]) -> NDArray[np.uint8]:
+        """See :class:`aiokv.demo.model.PagedCache`."""
+        with self._stream:
+            ids = self._cupy.asarray(blocks)
+            arrays = (*self.keys, *self.values)
+            parts = [array[ids].reshape(len(blocks), -1) for array in arrays]
+            found: NDArray[np.float32] = self._cupy.concatenate(parts, axis=1).get(
+                stream=self._stream
+            )
+        return found.view(np.uint8)
+
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import aiokv
+from aiokv.demo.on_cpu import BlockBytes
 from aiokv.demo.paging import Context, Paging, Span
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class NumpyCache:
         self.keys = [np.zeros(shape, dtype=np.float32) for _ in range(layers)]
         self.values = [np.zeros(shape, dtype=np.float32) for _ in range(layers)]
         self._paging = Paging(block_tokens)
+        self._bytes = BlockBytes(self.regions())
 
     def regions(self) -> aiokv.Regions:
         regions = aiokv.Regions(num_layers=len(self.keys))
@@ -42,6 +44,10 @@ class NumpyCache:
         """Negate one block's keys and values in every layer."""
         for array in (*self.keys, *self.values):
             np.negative(array[block], out=array[block])
+
+    def read_blocks(self, blocks: NDArray[np.int32]) -> NDArray[np.uint8]:
+        """See :class:`aiokv.demo.model.PagedCache`."""
+        return self._bytes.read(blocks)
 
     def write(self, layer: int, spans: list[Span], keys: Array, values: Array) -> None:
         """Store rows ``[rows, kv_heads, head_dim]`` at the places the block tables name."""

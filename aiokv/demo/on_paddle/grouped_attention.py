@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from aiokv.demo.on_paddle.paged_cache import PaddleCache, PagedTensors
-from aiokv.demo.on_paddle.products import pad, rms_norm, rotate
+from aiokv.demo.on_paddle.products import masked_softmax, pad, product, rms_norm, rotate
 from aiokv.frameworks.paddle import import_paddle
 
 if TYPE_CHECKING:
@@ -91,15 +91,16 @@ def attend(queries: Any, keys: Any, values: Any, hidden: Any) -> Any:
         hidden: bool ``[rows, tokens]``: what a row does not attend to.
 
     Returns:
-        ``[rows, heads, head_dim]``, each row by products of its own.
+        ``[rows, heads, head_dim]``. Each row is one product, whose shape and alignment depend on
+        the length of the context only.
     """
     rows, heads, head_dim = queries.shape
     _, kv_heads, _ = keys.shape
     grouped = queries.reshape([rows, kv_heads, heads // kv_heads, head_dim])
-    scores = paddle.matmul(grouped, keys.transpose([1, 2, 0]))  # [rows, kv_heads, group, tokens]
-    masked = scores.masked_fill(hidden.unsqueeze([1, 2]), float("-inf"))
-    weights = paddle.nn.functional.softmax(masked, axis=-1)
-    mixed = paddle.matmul(weights, values.transpose([1, 0, 2]))
+    keys, values = keys.transpose([1, 2, 0]), values.transpose([1, 0, 2])
+    scores = paddle.stack([product(row, keys) for row in grouped.unbind(0)])
+    weights = masked_softmax(scores, hidden.unsqueeze([1, 2]))
+    mixed = paddle.stack([product(row, values) for row in weights.unbind(0)])
     return mixed.reshape([rows, heads, head_dim])
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from aiokv.demo.on_paddle.paged_cache import PaddleCache, PagedTensors
-from aiokv.demo.on_paddle.products import pad, rms_norm, rotate
+from aiokv.demo.on_paddle.products import masked_softmax, pad, product, rms_norm, rotate
 from aiokv.frameworks.paddle import import_paddle
 
 if TYPE_CHECKING:
@@ -118,7 +118,6 @@ def attend(queries: Any, cached: Any, hidden: Any, *, values: int) -> Any:
         shares its right side into one product, whose shape depends on the rows.
     """
     keys, latents = cached.t().contiguous(), cached[:, :values].contiguous()
-    scores = paddle.stack([paddle.matmul(row, keys) for row in queries])
-    masked = scores.masked_fill(hidden.unsqueeze(1), float("-inf"))
-    weights = paddle.nn.functional.softmax(masked, axis=-1)
-    return paddle.stack([paddle.matmul(row, latents) for row in weights])
+    scores = paddle.stack([product(row, keys) for row in queries.unbind(0)])
+    weights = masked_softmax(scores, hidden.unsqueeze(1))
+    return paddle.stack([product(row, latents) for row in weights.unbind(0)])

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import aiokv
+from aiokv.demo.on_cpu import BlockBytes
 from aiokv.demo.paging import Paging
 from aiokv.frameworks.paddle import add_region, as_integers, import_paddle
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+    from numpy.typing import NDArray
 
     from aiokv.demo.on_paddle.kv_format import KVFormat
     from aiokv.demo.paging import Span
@@ -69,6 +72,7 @@ class PaddleCache:
     def __init__(self, tensors: Mapping[str, PagedTensors], block_tokens: int) -> None:
         self._tensors = tensors
         self._paging = Paging(block_tokens)
+        self._bytes = BlockBytes(self.regions())
 
     def regions(self) -> aiokv.Regions:
         layers = {len(tensors.stored) for tensors in self._tensors.values()}
@@ -83,6 +87,10 @@ class PaddleCache:
             for tensor in tensors.stored:
                 numbers = np.from_dlpack(as_integers(tensor))
                 numbers[block] = np.roll(numbers[block], 1, axis=-1)
+
+    def read_blocks(self, blocks: NDArray[np.int32]) -> NDArray[np.uint8]:
+        """See :class:`aiokv.demo.model.PagedCache`."""
+        return self._bytes.read(blocks)
 
     def write(self, layer: int, spans: list[Span], **rows: Any) -> None:
         """Store rows ``[rows, heads, dim]`` of each name at the places the block tables name."""

@@ -35,16 +35,21 @@ class Products:
 
     def matmul(self, x: Any, weight: Any) -> Any:
         """``[rows, k] @ [k, n]`` as products of one shape; rows is a multiple of PADDING_ROWS."""
-        tiles = [
-            paddle.matmul(x[row : row + self.tile], weight)
-            for row in range(0, x.shape[0], self.tile)
-        ]
-        return paddle.concat(tiles)
+        starts = range(0, x.shape[0], self.tile)
+        return paddle.concat([product(x[row : row + self.tile], weight) for row in starts])
 
     def matmul_heads(self, x: Any, weights: Any) -> Any:
         """``[rows, heads, k]`` and ``[heads, k, n]`` as ``[rows, heads, n]``, head by head."""
         heads = [self.matmul(x[:, head], weights[head]) for head in range(weights.shape[0])]
         return paddle.stack(heads, axis=1)
+
+
+def product(left: Any, right: Any) -> Any:
+    """A matrix product whose left side is copied to where Paddle's allocator aligns it.
+
+    A slice begins anywhere, and a BLAS may choose its kernel by the alignment of its operands.
+    """
+    return paddle.matmul(left.clone(), right)
 
 
 def padded_rows(rows: int) -> int:
@@ -60,6 +65,21 @@ def pad(x: Any) -> Any:
 def rms_norm(x: Any, weight: Any, epsilon: float) -> Any:
     mean_square = (x * x).mean(-1, keepdim=True)
     return x / paddle.sqrt(mean_square + epsilon) * weight
+
+
+def masked_softmax(scores: Any, hidden: Any) -> Any:
+    """Softmax over the last axis in which hidden numbers have a weight of exactly 0.
+
+    Paddle's softmax on the cpu clips its input at 64 below the maximum, so that a masked score of
+    minus infinity gets the weight exp(-64) / sum. Times the value at a hidden position, which may
+    be any bytes, that is enough to break a tie when a product is rounded.
+
+    Args:
+        scores: float32, its last axis a multiple of CONTEXT_STEP_TOKENS.
+        hidden: bool, broadcast to the scores.
+    """
+    weights = paddle.nn.functional.softmax(scores.masked_fill(hidden, float("-inf")), axis=-1)
+    return weights.masked_fill(hidden, 0.0)
 
 
 def rotate(heads: Any, cos: Any, sin: Any) -> Any:

@@ -1,0 +1,28 @@
+"""Durations as text."""
+
+from __future__ import annotations
+
+import pytest
+
+from aiokv.observe.units import format_seconds
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (4e-10, "0.40 ns"),
+        (85e-9, "85.0 ns"),
+        (85e-6, "85.0 µs"),
+        (9.99e-6, "9.99 µs"),
+        (4.912e-3, "4.91 ms"),
+        (0.32, "320 ms"),
+        (0.9994, "999 ms"),
+        (0.9996, "1.00 s"),
+        (1.2419, "1.24 s"),
+        (59.96, "60.0 s"),
+        (12_345.6, "12,346 s"),
+    ],
+)
+def test_durations_have_three_digits_and_a_unit(seconds, text):
+    assert format_seconds(seconds) == text
