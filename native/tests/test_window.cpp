@@ -20,7 +20,8 @@ Prompt counting(std::size_t length, std::int32_t first = 0) {
 // A core of 2-token blocks with one group.
 class Cache {
   public:
-    explicit Cache(const WindowConfig& window) : core(config(window)) {}
+    explicit Cache(const WindowConfig& window, std::uint32_t host_blocks = 0)
+        : core(config(window, host_blocks)) {}
     ~Cache() { check(); }
 
     LeaseId granted(const Prompt& tokens) {
@@ -41,6 +42,12 @@ class Cache {
         for (const BlockId block : core.table_of(id, 0)) shown += block == kNoBlock ? '.' : '#';
         return shown;
     }
+    std::uint32_t hit(const Prompt& tokens) {
+        const LeaseId id = core.match(tokens, "").lease;
+        const std::uint32_t blocks = core.lease(id).device_hit;
+        core.release(id, 0);
+        return blocks;
+    }
     void check() const {
         for (const std::string& line : core.violations()) check::fail("violations", 0, line);
     }
@@ -48,10 +55,11 @@ class Cache {
     Core core;
 
   private:
-    static CoreConfig config(const WindowConfig& window) {
+    static CoreConfig config(const WindowConfig& window, std::uint32_t host_blocks) {
         CoreConfig config;
         config.block_tokens = 2;
         config.device_blocks = 64;
+        config.host_blocks = host_blocks;
         config.windows = {window};
         return config;
     }
@@ -114,6 +122,35 @@ TEST(a_freed_sink_remembers_its_step) {
     CHECK_EQ(cache.core.window_group(0).pool.after_step(sink), 8u);
     cache.core.finish_step(8);
     CHECK_EQ(cache.core.window_group(0).pool.after_step(sink), 0u);
+}
+
+TEST(a_match_refreshes_the_sink_as_well_as_the_window) {
+    Cache cache({8, 3, 0, 2});
+    for (const std::int32_t first : {0, 100}) {
+        const LeaseId id = cache.granted(counting(7, first));
+        cache.core.commit(id, 7, 0);
+        cache.core.release(id, 0);
+    }
+    CHECK_EQ(cache.core.window_group(0).pool.idle(), 6u);
+    CHECK_EQ(cache.hit(counting(7)), 3u);
+    const LeaseId other = cache.granted(counting(11, 200));  // evicts four, all of the second
+    CHECK_EQ(cache.hit(counting(7, 100)), 0u);
+    CHECK_EQ(cache.hit(counting(7)), 3u);
+    cache.core.release(other, 0);
+}
+
+TEST(the_sink_of_a_swapped_lease_remembers_its_step) {
+    Cache cache({6, 5, 2, 1}, 16);
+    const LeaseId id = cache.granted(counting(20));
+    cache.commit(id, 2, 12, 7);
+    const std::vector<BlockId> table = cache.core.table_of(id, 0);
+    CHECK(cache.core.swap_out(id, 9));
+    cache.core.complete(cache.core.lease(id).swap_out, Outcome::kDone, 0);
+    cache.check();
+    const SidePool& pool = cache.core.window_group(0).pool;
+    for (const std::size_t index : {0, 5}) CHECK_EQ(pool.after_step(table[index]), 9u);
+    CHECK(cache.core.table_of(id, 0) == table);
+    cache.core.release(id, 0);
 }
 
 TEST(windows_that_do_not_fit_are_refused) {
