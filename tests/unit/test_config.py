@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 
-from aiokv import CacheConfig, ConfigError
+from aiokv import CacheConfig, ConfigError, WindowGroup
+from aiokv.scheduler.manager import CacheManager
 
 
 @pytest.mark.parametrize(
@@ -38,6 +40,35 @@ def test_is_frozen():
     config = CacheConfig(device_blocks=8)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.device_blocks = 9
+
+
+def test_write_policy_has_a_default_and_saves_nothing_without_a_host_tier():
+    """B7.9."""
+    config = CacheConfig(device_blocks=8)
+    assert config.write_policy == "write_through"
+    core = CacheManager(config).core
+    lease_id, *_ = core.match(np.arange(33, dtype=np.int32))
+    core.allocate(lease_id, 33)
+    assert core.commit(lease_id, 33) == 2
+    assert not core.wants_backups()
+    core.release(lease_id)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("window_tokens", 0),
+        ("device_blocks", 0),
+        ("step_tokens", 0),
+        ("sink_tokens", -1),
+        ("sink_tokens", True),
+        ("sink_tokens", 2**30),
+    ],
+)
+def test_refuses_bad_values_of_a_window_group_by_name(field: str, value: object):
+    with pytest.raises(ConfigError, match=field):
+        WindowGroup(**{"window_tokens": 8, "device_blocks": 8, field: value})
+    assert WindowGroup(window_tokens=1, device_blocks=1, step_tokens=1).sink_tokens == 0
 
 
 def test_derived_values():
