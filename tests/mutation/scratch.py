@@ -24,7 +24,19 @@ if TYPE_CHECKING:
 NATIVE_TESTS = ("index", "eviction", "items", "state", "swap", "window")
 _MEMORY_BYTES = 12 << 30  # address space of one command: a mutant may allocate without end
 _FAILURE = re.compile(r"^FAILED |^ERROR |error: |Fatal|\(Failed\)|\(Timeout\)|SEGFAULT|Error")
-_PYTEST = ("-m", "pytest", "-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider")
+# One loop of the two is enough to notice.
+_PYTEST = (
+    "-m",
+    "pytest",
+    "-x",
+    "-q",
+    "--no-header",
+    "--tb=no",
+    "-p",
+    "no:cacheprovider",
+    "-k",
+    "not uvloop",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -343,3 +343,32 @@ async def test_statistics_tell_latency_and_share() -> None:
     assert 0 < statistics.latency_p50_seconds <= statistics.latency_p99_seconds
     assert 0 < statistics.cpu_share < 1
     await closed(poller)
+
+
+class SteppedClock:
+    """In place of ``time``: stands still but where a test moves it."""
+
+    def __init__(self) -> None:
+        self.now = 1.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+async def test_busy_seconds_leave_out_what_callbacks_take(monkeypatch: Any) -> None:
+    clock = SteppedClock()
+    monkeypatch.setattr(poller_module, "time", clock)
+    poller = EventPoller(asyncio.get_running_loop())
+    event = ManualEvent()
+
+    def takes_long(error: BaseException | None) -> None:
+        clock.now += 30.0
+
+    poller.watch(event, "stream", takes_long)
+    event.complete()
+    while not poller.idle:
+        clock.now += 0.001
+        await spin(1)
+    assert clock.now > 30.0
+    assert poller.statistics().busy_seconds == 0.0
+    await closed(poller)
