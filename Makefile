@@ -81,7 +81,7 @@ soak: $(STAMP) ## random operations with faults and cancellations, all checked; 
 	$(BIN)/python -m bench.soak $(ARGS)
 
 mutate: $(STAMP) ## change one place of the code at a time and see that a test fails; ARGS=--help
-	$(BIN)/python tests/mutation $(ARGS)
+	$(BIN)/python -m tests.mutation $(ARGS)
 
 profile: $(STAMP) ## cProfile of the replay loop, written to profile.pstats
 	$(BIN)/python -m bench.profile $(ARGS)

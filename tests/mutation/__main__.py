@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import json
 import queue
 import random
@@ -25,12 +26,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import explanations
-from scratch import Scratch
-from selection import EVERYTHING, TOO_SLOW, likely_tests, native_mutants_of, python_mutants_of
+from tests.mutation import explanations
+from tests.mutation.scratch import Scratch
+from tests.mutation.selection import (
+    EVERYTHING,
+    TOO_SLOW,
+    likely_tests,
+    native_mutants_of,
+    python_mutants_of,
+)
 
 if TYPE_CHECKING:
-    from mutant import Mutant
+    from tests.mutation.mutant import Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = {"python": python_mutants_of, "native": native_mutants_of}
@@ -71,9 +78,10 @@ class Judge:
         finally:
             scratch.write(mutant, source)
             self._free.put(scratch)
-        reason = self._explained.get((mutant.path, before, after))
-        if status == "survived" and reason:
-            status, by = "explained", reason
+        if status == "survived":
+            for each in self._explained:
+                if each.explains(mutant.path, mutant.kind, before, after):
+                    status, by = "explained", each.reason
         seconds = round(time.perf_counter() - started, 1)
         line = mutant.line(source)
         return Verdict(mutant.path, line, mutant.kind, before, after, status, by, seconds)
@@ -116,7 +124,7 @@ def main() -> int:
             mutant for name, size in sizes.items() for mutant in rng.sample(found[name], size)
         ]
     native = any(mutant.path.startswith("native/") for mutant in sampled)
-    with tempfile.TemporaryDirectory(prefix="aiokv-mutate-", dir=args.scratch) as folder:
+    with _folder(args.scratch) as folder:
         scratches = [Scratch(ROOT, Path(folder) / str(job)) for job in range(args.jobs)]
         for scratch in scratches:
             scratch.prepare(native=native)
@@ -135,6 +143,12 @@ def main() -> int:
     _print_table(verdicts)
     print(f"report: {args.report}")
     return 1 if any(verdict.status == "survived" for verdict in verdicts) else 0
+
+
+def _folder(kept: Path | None) -> contextlib.AbstractContextManager[str]:
+    if kept is None:
+        return tempfile.TemporaryDirectory(prefix="aiokv-mutate-")
+    return contextlib.nullcontext(str(kept.resolve()))
 
 
 def _survivors(report: Path, found: list[Mutant]) -> list[Mutant]:
@@ -199,7 +213,12 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--unchecked", action="store_true", help="do not run all tests without a mutant first"
     )
-    parser.add_argument("--scratch", type=Path, metavar="DIR", help="where to put the copies")
+    parser.add_argument(
+        "--scratch",
+        type=Path,
+        metavar="DIR",
+        help="keep the copies there, so that the next run has less to build",
+    )
     parser.add_argument(
         "--report", type=Path, default=ROOT / "build" / "mutation.json", metavar="FILE"
     )

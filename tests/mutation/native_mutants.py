@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from mutant import Mutant
+from tests.mutation.mutant import Mutant
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,7 +10,7 @@ import ast
 import re
 from typing import TYPE_CHECKING
 
-from mutant import Mutant
+from tests.mutation.mutant import Mutant
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

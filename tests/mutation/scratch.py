@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mutant import Mutant
+    from tests.mutation.mutant import Mutant
 
 NATIVE_TESTS = ("index", "eviction", "items", "state", "swap", "window")
 _MEMORY_BYTES = 12 << 30  # address space of one command: a mutant may allocate without end

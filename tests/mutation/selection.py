@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from native_mutants import native_mutants
-from python_mutants import PythonMutants
+from tests.mutation.native_mutants import native_mutants
+from tests.mutation.python_mutants import PythonMutants
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from mutant import Mutant
+    from tests.mutation.mutant import Mutant
 
 PYTHON_FILES = (
     "aiokv/lease.py",
@@ -62,6 +62,18 @@ LIKELY: dict[str, tuple[str, ...]] = {
     "aiokv/engine/batches.py": ("integration/test_batches.py",),
     "aiokv/engine/control.py": ("integration/test_control.py", "drill/test_c6.py"),
     "aiokv/engine/open_step.py": ("integration/test_open_step.py",),
+    "aiokv/engine/recovery.py": ("ranks/test_loss.py", "ranks/test_onload.py"),
+    "aiokv/engine/base.py": (
+        "integration/test_engine.py",
+        "integration/test_control.py",
+        "integration/test_cancellation.py",
+        "integration/test_failures.py",
+        "integration/test_shutdown.py",
+        "integration/test_preemption.py",
+        "integration/test_coalescing.py",
+        "integration/test_usage.py",
+        "ranks/test_loss.py",
+    ),
     "aiokv/engine/pending.py": ("integration/test_coalescing.py", "unit/test_core_pending.py"),
     "aiokv/worker": (
         "unit/test_controller.py",
@@ -95,16 +107,20 @@ LIKELY: dict[str, tuple[str, ...]] = {
         "integration/test_multimodal.py",
         "integration/test_write_policies.py",
         "integration/test_usage.py",
+        "integration/test_batches.py",
+        "unit/test_config.py",
         "drill",
     ),
 }
-EVERYTHING = ("unit", "drill", "property", "integration")
+EVERYTHING = ("unit", "drill", "property", "integration", "ranks")
 # Of the whole command line and of benches: slow, and they notice nothing that others do not.
 TOO_SLOW = (
     "integration/test_benches.py",
     "integration/test_demo.py",
     "integration/test_demo_failures.py",
     "integration/test_soak.py",
+    "ranks/test_chaos.py",
+    "ranks/test_processes.py",
 )
 
 

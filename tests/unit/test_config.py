@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from aiokv import CacheConfig, ConfigError, WindowGroup
+from aiokv._native import Core
 from aiokv.scheduler.manager import CacheManager
 
 
@@ -69,6 +70,24 @@ def test_refuses_bad_values_of_a_window_group_by_name(field: str, value: object)
     with pytest.raises(ConfigError, match=field):
         WindowGroup(**{"window_tokens": 8, "device_blocks": 8, field: value})
     assert WindowGroup(window_tokens=1, device_blocks=1, step_tokens=1).sink_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("block_tokens", 0),
+        ("device_blocks", 0),
+        ("device_blocks", 2**30 + 1),
+        ("host_blocks", 2**30 + 1),
+        ("leave_tokens", 0),
+        ("state_slots", 2**30 + 1),
+        ("reserve_blocks", 8),
+        ("reserve_blocks", 9),
+    ],
+)
+def test_the_core_refuses_bad_values_by_name_too(field: str, value: int):
+    with pytest.raises(ConfigError, match=field):
+        Core(**{"block_tokens": 4, "device_blocks": 8, field: value})
 
 
 def test_derived_values():

@@ -372,3 +372,25 @@ async def test_busy_seconds_leave_out_what_callbacks_take(monkeypatch: Any) -> N
     assert clock.now > 30.0
     assert poller.statistics().busy_seconds == 0.0
     await closed(poller)
+
+
+async def test_a_poller_that_a_callback_closes_schedules_no_further_pass() -> None:
+    loop = CountingLoop(asyncio.get_running_loop())
+    poller = EventPoller(loop)  # type: ignore[arg-type]
+    first, second = ManualEvent(), ManualEvent()
+    calls: list[int] = []
+    errors: list[Any] = []
+
+    def close(error: BaseException | None) -> None:
+        poller.close()
+        calls.append(loop.calls)
+
+    poller.watch(first, "stream", close)
+    poller.watch(second, "stream", into(errors))
+    first.complete()
+    while not calls:
+        await spin(1)
+    await spin(5)
+    assert loop.calls == calls[0]
+    assert [type(error) for error in errors] == [ClosedError]
+    assert poller.idle
