@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from tests.mutation.mutant import Mutant
 
-NATIVE_TESTS = ("index", "eviction", "items", "state", "swap", "window")
+NATIVE_TESTS = ("index", "eviction", "items", "rates", "state", "swap", "window")
 _MEMORY_BYTES = 12 << 30  # address space of one command: a mutant may allocate without end
 _FAILURE = re.compile(r"^FAILED |^ERROR |error: |Fatal|\(Failed\)|\(Timeout\)|SEGFAULT|Error")
 # One loop of the two is enough to notice.
@@ -117,7 +117,8 @@ class Scratch:
     def _configure(self) -> Result:
         options = {
             "CMAKE_BUILD_TYPE": "Debug",
-            "CMAKE_CXX_FLAGS": "-O1 -g0 -w",  # a mutant may leave a variable unused
+            # A mutant may leave a variable unused; an index out of range must not pass.
+            "CMAKE_CXX_FLAGS": "-O1 -g0 -w -D_GLIBCXX_ASSERTIONS",
             "AIOKV_BUILD_TESTS": "ON",
             "AIOKV_CUDA": "OFF",
             "SKBUILD": "ON",
