@@ -54,6 +54,7 @@ LIKELY: dict[str, tuple[str, ...]] = {
         "integration/test_preemption.py",
         "integration/test_batches.py",
         "integration/test_open_step.py",
+        "integration/test_verify.py",
         "integration/test_write_policies.py",
     ),
     "aiokv/engine/pins.py": ("integration/test_pins.py", "integration/test_multimodal.py"),
