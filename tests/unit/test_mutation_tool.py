@@ -10,6 +10,7 @@ from tests.mutation import explanations, selection
 from tests.mutation.explanations import Explanation
 from tests.mutation.native_mutants import native_mutants
 from tests.mutation.python_mutants import PythonMutants
+from tests.mutation.scratch import NATIVE_TESTS
 from tests.unit.test_parity import ROOT, TESTS
 
 
@@ -120,6 +121,8 @@ def test_what_is_mutated_and_the_tests_that_should_notice_exist():
         assert (ROOT / prefix).exists(), prefix
         for name in names:
             assert (TESTS / name).exists(), (prefix, name)
+    for name in NATIVE_TESTS:
+        assert (ROOT / "native" / "tests" / f"test_{name}.cpp").exists(), name
     for name in (*selection.EVERYTHING, *selection.TOO_SLOW):
         assert (TESTS / name).exists(), name
     for prefix in ("aiokv/engine/pins.py", "aiokv/engine"):
