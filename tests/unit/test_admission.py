@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 from aiokv.scheduler.admission import Admission
 
 
@@ -30,6 +32,21 @@ def test_those_who_leave_are_skipped():
         line.leave(ticket)  # idempotent
     assert len(line) == 500
     assert served(line) == list(range(1, 1000, 2))
+
+
+def test_the_order_outlives_the_leaving_of_most():
+    rng = random.Random(3)
+    line: Admission[tuple[int, int]] = Admission()
+    tickets = {}
+    for number in range(400):
+        waiter = (rng.randrange(50), number)
+        tickets[line.push(waiter, waiter[0])] = waiter
+    for ticket in rng.sample(sorted(tickets), 340):
+        line.leave(ticket)
+        del tickets[ticket]
+    expected = sorted(tickets.values())
+    assert line.in_order() == expected
+    assert served(line) == expected
 
 
 def test_first_of_an_empty_line():
