@@ -8,7 +8,7 @@ CXX_FILES := $(filter %.cpp %.hpp %.cu %.cuh,$(NATIVE))
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-native test-paddle lint type fmt stubs sanitize bench soak profile test-gpu bench-gpu clean
+.PHONY: help setup demo test test-all test-native test-paddle lint type fmt stubs sanitize bench soak profile test-gpu bench-gpu mutate clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -79,6 +79,9 @@ bench-gpu: $(STAMP) ## transfers, wake-ups and pinning on a GPU, JSON in bench/r
 
 soak: $(STAMP) ## random operations with faults and cancellations, all checked; 5 minutes
 	$(BIN)/python -m bench.soak $(ARGS)
+
+mutate: $(STAMP) ## change one place of the code at a time and see that a test fails; ARGS=--help
+	$(BIN)/python -m tests.mutation $(ARGS)
 
 profile: $(STAMP) ## cProfile of the replay loop, written to profile.pstats
 	$(BIN)/python -m bench.profile $(ARGS)

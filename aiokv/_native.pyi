@@ -253,7 +253,7 @@ class EvictionKind(enum.Enum):
 class Core:
     """Prefix index, block pools, leases and eviction; not thread-safe."""
 
-    def __init__(self, *, block_tokens: int, device_blocks: int, host_blocks: int = 0, leave_tokens: int = 1, reserve_blocks: int = 0, write_policy: WritePolicy = WritePolicy.NONE, write_through_threshold: int = 2, low_watermark_blocks: int = 0, min_onload_blocks: int = 0, eviction: EvictionKind = EvictionKind.LRU, state_slots: int = 0, windows: Sequence[tuple[int, int, int]] = [], max_leases: int = 1048575) -> None: ...
+    def __init__(self, *, block_tokens: int, device_blocks: int, host_blocks: int = 0, leave_tokens: int = 1, reserve_blocks: int = 0, write_policy: WritePolicy = WritePolicy.NONE, write_through_threshold: int = 2, low_watermark_blocks: int = 0, min_onload_blocks: int = 0, eviction: EvictionKind = EvictionKind.LRU, state_slots: int = 0, windows: Sequence[tuple[int, int, int, int]] = [], max_leases: int = 1048575) -> None: ...
 
     def match(self, tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], context: str = '', reads: bool = True, writes: bool = True) -> tuple[int, int, int]:
         """

@@ -24,24 +24,30 @@ class WindowGroup:
 
     Attributes:
         window_tokens: positions that one position sees, itself included.
-        device_blocks: of this group's tensors. A lease has at most a window and a step at a time,
-            however long it is; the rest keeps windows for later hits.
+        device_blocks: of this group's tensors. A lease has at most a sink, a window and a step at a
+            time, however long it is; the rest keeps windows for later hits.
         step_tokens: the most that one step computes of a lease, such as a chunk of the prompt; None
             to give a lease the blocks of all its positions at once, as far as there are any.
+        sink_tokens: positions at the beginning of a prompt that every position sees beside its
+            window (the attention sink of StreamingLLM; 0 for none). Their blocks, rounded up to
+            whole ones, stay with the lease, and a prefix is hit only while they are cached.
 
     Raises:
-        ConfigError: a value is out of range.
+        ConfigError: a value is out of range. (That ``device_blocks`` cannot hold a sink, a window
+            and a step of one lease is found when the engine is made, which knows ``block_tokens``.)
     """
 
     window_tokens: int
     device_blocks: int
     step_tokens: int | None = None
+    sink_tokens: int = 0
 
     def __post_init__(self) -> None:
         _require_int("window_tokens", self.window_tokens, 1)
         _require_int("device_blocks", self.device_blocks, 1)
         if self.step_tokens is not None:
             _require_int("step_tokens", self.step_tokens, 1)
+        _require_int("sink_tokens", self.sink_tokens, 0)
 
 
 @checks.arguments()

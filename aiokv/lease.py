@@ -297,7 +297,8 @@ class Lease(Unique):
         """The block table of a group of sliding-window layers, as long as ``block_table``: a copy.
 
         -1 stands for blocks behind the window, which ``commit`` gives back, and for those that are
-        not reached yet; other entries stay as they are meanwhile.
+        not reached yet; other entries stay as they are meanwhile. The blocks of the first
+        ``WindowGroup.sink_tokens`` positions keep their ids as long as the lease has blocks.
 
         Raises:
             UsageError: no such group in ``CacheConfig.windows``.

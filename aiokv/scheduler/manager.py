@@ -56,7 +56,12 @@ class CacheManager:
             eviction=_EVICTION[config.eviction_policy],
             state_slots=config.state_slots,
             windows=[
-                (group.device_blocks, group.window_tokens, group.step_tokens or 0)
+                (
+                    group.device_blocks,
+                    group.window_tokens,
+                    group.step_tokens or 0,
+                    group.sink_tokens,
+                )
                 for group in config.windows.values()
             ],
         )

@@ -105,6 +105,7 @@ class EventPoller:
         self._timer_at = 0.0  # it expires then, too; 0: at no such time
         self._next_pass: asyncio.Handle | None = None
         self._in_pass = False
+        self._calling: Watch | None = None  # whose callback runs
         self._passed_at = 0.0  # the end of the last pass
         self._closed = False
         self._events = 0
@@ -245,7 +246,8 @@ class EventPoller:
         while self._streams:
             stream = next(iter(self._streams.values()))
             while stream.queue:
-                self._announce(stream.queue[0], ClosedError("the event poller was closed"))
+                if stream.queue[0] is not self._calling:  # else its callback closes the poller
+                    self._announce(stream.queue[0], ClosedError("the event poller was closed"))
                 stream.queue.popleft()
             del self._streams[stream.key]
         self._ended.clear()
@@ -337,7 +339,7 @@ class EventPoller:
             self._in_pass = False
             if not self._ended:
                 self._schedule(time.monotonic())
-            elif self._next_pass is None:
+            elif self._next_pass is None and not self._closed:
                 self._next_pass = self._loop.call_soon(self._on_next_pass)
         self._passed_at = now = time.monotonic()
         self._busy_seconds += now - started - self._callback_seconds
@@ -405,12 +407,15 @@ class EventPoller:
             cause = error
             error = DeviceError(f"the device cannot tell whether an event is done: {cause}")
             error.__cause__ = cause
+        caller, self._calling = self._calling, watch
         try:
             callback(error)
         except Exception as raised:
             self._loop.call_exception_handler(
                 {"message": "aiokv: the callback of an event raised", "exception": raised}
             )
+        finally:
+            self._calling = caller
         watch.callback = None
 
     def _schedule(self, now: float) -> None:

@@ -100,3 +100,20 @@ TEST(a_loop_larger_than_the_cache_promises_more_than_lru) {
     CHECK(model.predicted_gain(100) > 0.03);
     CHECK(model.predicted_gain(1000) < 0.03);
 }
+
+TEST(a_prompt_that_differs_in_any_one_token_is_new_to_the_model) {
+    for (const std::uint32_t block_tokens : {kBlockTokens, kBlockTokens + 1}) {
+        const std::uint32_t last = block_tokens - 1;
+        for (const std::uint32_t position : {0u, 1u, 2u, 255u, last - 1, last}) {
+            ReuseModel model(block_tokens, 64);
+            std::vector<std::int32_t> tokens(block_tokens, 7);
+            std::vector<ReuseClass> first, again, other;
+            model.observe(tokens, 1, first);
+            model.observe(tokens, 1, again);
+            tokens[position] = 8;
+            model.observe(tokens, 1, other);
+            CHECK(first != again);
+            CHECK(first == other);
+        }
+    }
+}

@@ -1,6 +1,7 @@
 // Block pool, prefix tree and core. INVENTORY B1, B3, B4; invariants I1-I6 after every step.
 #include <algorithm>
 #include <numeric>
+#include <random>
 #include <set>
 
 #include "aiokv/core.hpp"
@@ -100,6 +101,32 @@ TEST(pool_gives_each_id_once) {  // B1.1, B1.3, B1.5
     for (const BlockId id : seen) pool.give_back(id);
     CHECK_EQ(pool.free_blocks(), 5000u);
     CHECK(lowest(pool, 5000) == range(0, 5000));
+}
+
+// 9,000 ids have three words of the bitmap's summary.
+TEST(pool_of_many_words_gives_the_lowest_ids) {
+    BlockPool pool(9000);
+    std::set<BlockId> free;
+    for (BlockId id = 0; id < 9000; ++id) free.insert(id);
+    std::vector<BlockId> out;
+    std::mt19937 random(7);
+    for (int turn = 0; turn < 400; ++turn) {
+        std::vector<BlockId> ids(random() % 300);
+        if (ids.size() <= free.size()) {
+            pool.take_lowest(ids);
+            auto next = free.begin();
+            for (const BlockId id : ids) CHECK_EQ(id, *next++);
+            for (const BlockId id : ids) free.erase(id);
+            out.insert(out.end(), ids.begin(), ids.end());
+        }
+        std::shuffle(out.begin(), out.end(), random);
+        for (std::size_t back = std::min<std::size_t>(out.size(), random() % 300); back-- > 0;) {
+            pool.give_back(out.back());
+            free.insert(out.back());
+            out.pop_back();
+        }
+        CHECK_EQ(pool.free_blocks(), free.size());
+    }
 }
 
 TEST(pool_refuses_what_is_not_out) {  // B1.14

@@ -147,6 +147,17 @@ TEST(the_only_slot_changes_hands_without_a_copy) {
     for (const LeaseId lease : {other, id, late}) cache.core.release(lease, 0);
 }
 
+TEST(what_was_committed_while_the_state_moves_is_published_at_its_end) {
+    Cache cache(3);
+    const LeaseId id = cache.matched(kPrompt);
+    CHECK(cache.core.allocate(id, 7) == Grant::kLoading);
+    CHECK_EQ(cache.core.commit(id, 6, 0), 0u);
+    CHECK_EQ(cache.core.statistics().published_blocks, 0u);
+    cache.finish(id);
+    CHECK_EQ(cache.core.statistics().published_blocks, 3u);
+    cache.core.release(id, 0);
+}
+
 TEST(a_failed_move_leaves_nothing_to_go_on_from) {
     Cache cache(3);
     cache.serve(kPrompt, 6);

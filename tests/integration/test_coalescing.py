@@ -12,7 +12,7 @@ from aiokv.errors import ClosedError
 from aiokv.testing import run_until_idle, spin
 
 A, B = prompt(1, 4), prompt(2, 4)
-LONG = 5.0  # seconds that no test waits for
+LONG = 1000.0  # seconds: who is not woken exceeds the time limit of a test
 
 pytestmark = pytest.mark.asyncio
 

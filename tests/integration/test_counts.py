@@ -13,7 +13,7 @@ from aiokv.testing import spin
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from aiokv import Lease
+    from aiokv import Lease, Statistics
 
 pytestmark = pytest.mark.asyncio
 
@@ -208,6 +208,37 @@ async def test_to_the_host_and_back_many_times():
         await spin(2)
 
 
+async def test_hit_tokens_are_counted_once_and_by_tier():
+    """B2.7, B2.8: per lease and in total; a match that is not granted counts nothing."""
+    engine = CacheEngine(CacheConfig(block_tokens=4, device_blocks=20, host_blocks=20))
+    async with engine:
+        tokens = list(range(20))
+        async with engine.match(tokens) as lease:
+            await lease.allocate(20)
+            lease.commit(20)
+        await engine.drain()
+        assert await engine.evict(2) == 2
+        totals = (0, 0, 20)
+        for device, host in ((12, 4), (16, 0)):
+            async with engine.match(tokens) as lease:
+                assert lease.hit == Hit(device, host)
+                statistics = engine.statistics()
+                assert _hit_counts(statistics) == totals
+                await lease.allocate(20)
+                await lease.layers.wait_all()
+                usage = lease.usage
+                assert (usage.cached_device_tokens, usage.cached_host_tokens) == (device, host)
+            await engine.drain()
+            totals = (totals[0] + device, totals[1] + host, totals[2] + 20)
+            assert _hit_counts(engine.statistics()) == totals
+        assert totals == (28, 4, 60)
+        assert engine.statistics().hit_tokens == 32
+
+
+def _hit_counts(statistics: Statistics) -> tuple[int, int, int]:
+    return statistics.hit_device_tokens, statistics.hit_host_tokens, statistics.prompt_tokens
+
+
 async def test_the_oldest_path_goes_first():
     """B3.18: and a match makes a path young."""
     async with Books() as engine:
@@ -322,6 +353,51 @@ async def test_generated_tokens_complete_blocks_one_by_one():
             assert len(other.block_table) == blocks
             other.release()
         await spin(2)
+
+
+@pytest.mark.parametrize("block_tokens", [1, 3, 16])
+@pytest.mark.parametrize("is_fork", [False, True], ids=["one_path", "forks"])
+async def test_a_block_that_differs_in_any_one_token_is_another_block(
+    block_tokens: int, is_fork: bool
+):
+    """A3.1: every token of every block is compared, the first and the last of a block too."""
+    config = CacheConfig(block_tokens=block_tokens, device_blocks=20 * block_tokens)
+    async with CacheEngine(config) as engine:
+        tokens = list(range(100, 100 + 3 * block_tokens))
+        _compute(engine, tokens)
+        for position in range(len(tokens)):
+            for token in (tokens[position] + 1, -1, 2**31 - 1):
+                other = [*tokens[:position], token, *tokens[position + 1 :]]
+                lease = engine.match([*other, 7])
+                same_blocks = position // block_tokens
+                assert lease.hit.device_tokens == same_blocks * block_tokens, (position, token)
+                lease.release()
+                if is_fork and token == -1 and position % block_tokens == block_tokens - 1:
+                    _compute(engine, other)
+        assert engine.match([*tokens, 7]).hit.device_tokens == len(tokens)
+
+
+@pytest.mark.parametrize("leave_tokens", [1, 2, 5])
+async def test_the_last_tokens_of_a_prompt_are_computed_even_if_all_are_cached(leave_tokens: int):
+    """A5.4: (n - leave_tokens) // block_tokens blocks are hit, for each length n."""
+    config = CacheConfig(block_tokens=4, device_blocks=40, leave_tokens=leave_tokens)
+    async with CacheEngine(config) as engine:
+        tokens = list(range(24))
+        _compute(engine, tokens)
+        for length in range(1, 25):
+            expected = max(length - leave_tokens, 0) // 4 * 4
+            async with engine.match(tokens[:length]) as lease:
+                assert lease.hit.device_tokens == expected, length
+                await lease.allocate(length)
+                assert lease.cached_tokens == expected, length
+        assert engine.match([*tokens, 1]).hit.device_tokens == (25 - leave_tokens) // 4 * 4
+
+
+def _compute(engine: CacheEngine, tokens: Sequence[int]) -> None:
+    lease = engine.match(tokens)
+    assert lease.try_allocate(len(tokens))
+    lease.commit(len(tokens))
+    lease.release()
 
 
 async def test_tasks_never_share_an_id():

@@ -70,6 +70,25 @@ async def test_chunks_that_end_inside_an_image_are_not_hit_until_it_is_whole() -
 
 
 @pytest.mark.asyncio
+async def test_a_request_with_images_can_be_kept_out_of_the_cache() -> None:
+    """A3.7: for a model whose KV of images must not be shared, the caller says so per request."""
+    image = Item(b"cat", 6, 5)
+    tokens = prompt(20, [image])
+    async with CacheEngine(config()) as engine:
+        async with engine.match(tokens, items=[image], read=False, write=False) as lease:
+            await lease.allocate(len(tokens))
+            assert lease.commit(len(tokens)) == 0
+        assert engine.statistics().device_cached == 0
+        assert hit(engine, tokens, [image]) == 0
+        await serve(engine, tokens, [image])
+        assert hit(engine, tokens, [image]) == 16
+        async with engine.match(tokens, items=[image], read=False) as lease:
+            await lease.allocate(len(tokens))
+            assert (lease.hit.total, lease.cached_tokens) == (0, 0)
+        assert engine.check_invariants() == []
+
+
+@pytest.mark.asyncio
 async def test_generated_tokens_continue_a_prompt_with_images() -> None:
     image = Item(b"cat", 2, 5)
     tokens = prompt(10, [image])

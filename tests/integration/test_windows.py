@@ -1,4 +1,4 @@
-"""Sliding-window layers (A18): ids of their own that go back early, and hits that need a window."""
+"""Sliding-window layers (A18): ids that go back early, hits, and an attention sink that stays."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from aiokv.errors import ConfigError
 from aiokv.testing import run_until_idle
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from aiokv import Lease
 
@@ -33,10 +33,24 @@ def mix(token: int, seen: Sequence[int]) -> int:
     return value
 
 
+def seen_by(position: int, window: int, sink: int) -> list[int]:
+    """The positions that one position sees, itself left out."""
+    first = max(position - window + 1, 0)
+    return [*range(min(sink, first)), *range(first, position)]
+
+
 class Windowed:
     """An engine and a model: full attention, and two groups of sliding windows, all with bytes."""
 
-    def __init__(self, *, device_blocks: int = 40, window_blocks: int = 12, **config: Any) -> None:
+    def __init__(
+        self,
+        *,
+        device_blocks: int = 40,
+        window_blocks: int = 12,
+        sinks: Mapping[str, int] | None = None,
+        **config: Any,
+    ) -> None:
+        self.sinks = {group: (sinks or {}).get(group, 0) for group in WINDOWS}
         self.kv = np.zeros((device_blocks, BLOCK_TOKENS), np.uint64)
         self.near_and_far = {
             group: np.zeros((window_blocks, BLOCK_TOKENS), np.uint64) for group in WINDOWS
@@ -45,7 +59,10 @@ class Windowed:
         regions.add("kv", layers=[self.kv])
         windows = {
             group: WindowGroup(
-                window_tokens=window, device_blocks=window_blocks, step_tokens=STEP_TOKENS
+                window_tokens=window,
+                device_blocks=window_blocks,
+                step_tokens=STEP_TOKENS,
+                sink_tokens=self.sinks[group],
             )
             for group, window in WINDOWS.items()
         }
@@ -60,18 +77,19 @@ class Windowed:
         assert exc[0] is not None or self.engine.check_invariants() == []
         await self.engine.__aexit__(*exc)
 
-    def tables(self, lease: Lease) -> list[tuple[int, np.ndarray, np.ndarray]]:
-        """(window, table, memory) of every kind of layer; full attention sees everything."""
-        found = [(10**9, lease.block_table, self.kv)]
+    def tables(self, lease: Lease) -> list[tuple[int, int, np.ndarray, np.ndarray]]:
+        """(window, sink, table, memory) of every kind of layer; full attention sees everything."""
+        found = [(10**9, 0, lease.block_table, self.kv)]
         for group, window in WINDOWS.items():
-            found.append((window, lease.window_table(group), self.near_and_far[group]))
+            table = lease.window_table(group)
+            found.append((window, self.sinks[group], table, self.near_and_far[group]))
         return found
 
     def compute(self, lease: Lease, tokens: Sequence[int], first: int, end: int) -> None:
-        for window, table, memory in self.tables(lease):
+        for window, sink, table, memory in self.tables(lease):
             for position in range(first, end):
                 seen = []
-                for other in range(max(position - window + 1, 0), position):
+                for other in seen_by(position, window, sink):
                     block = table[other // BLOCK_TOKENS]
                     assert block >= 0, (window, position, other)
                     seen.append(int(memory[block, other % BLOCK_TOKENS]))
@@ -81,11 +99,12 @@ class Windowed:
 
     def check(self, lease: Lease, tokens: Sequence[int], num_tokens: int) -> None:
         """All that the next position will see is what computing from nothing gives."""
-        for window, table, memory in self.tables(lease):
+        for window, sink, table, memory in self.tables(lease):
             values: list[int] = []
             for position in range(num_tokens):
-                values.append(mix(tokens[position], values[max(position - window + 1, 0) :]))
-            for position in range(max(num_tokens - window + 1, 0), num_tokens):
+                seen = [values[other] for other in seen_by(position, window, sink)]
+                values.append(mix(tokens[position], seen))
+            for position in seen_by(num_tokens, window, sink):
                 block = table[position // BLOCK_TOKENS]
                 assert memory[block, position % BLOCK_TOKENS] == values[position], (
                     window,
@@ -156,6 +175,61 @@ async def test_decoding_gives_back_what_falls_behind():
         assert await model.serve([*tokens, 5]) == 42
 
 
+async def test_a_sink_stays_with_a_lease_that_decodes_far_beyond_its_window():
+    async with Windowed(sinks={"near": 3}) as model:
+        tokens = [1, 2, 3]
+        lease = model.engine.match(tokens)
+        await lease.allocate(3)
+        model.prefill(lease, tokens)
+        first = int(lease.window_table("near")[0])
+        for token in range(40):
+            model.engine.extend([lease], 1)
+            tokens.append(token)
+            lease.append([token])
+            model.compute(lease, tokens, len(tokens) - 1, len(tokens))
+            lease.commit(len(tokens))
+            model.check(lease, tokens, len(tokens))
+            table = lease.window_table("near")
+            assert table[0] == first
+            assert (table[:2] >= 0).all()
+            assert (table >= 0).sum() <= 2 + 4, "a sink of 2 blocks; a window and a step of 4"
+        assert lease.window_table("far")[0] == -1, "that group has no sink"
+        lease.release()
+        assert await model.serve([*tokens, 5]) == 42
+
+
+async def test_a_prefix_is_hit_with_its_sink_or_not_at_all():
+    async with Windowed(window_blocks=12, sinks={"near": 4, "far": 1}) as model:
+        tokens = list(range(24))
+        assert await model.serve(tokens) == 0
+        assert await model.serve([*tokens, 99]) == 24
+        for seed in range(100, 500, 100):
+            assert await model.serve(list(range(seed, seed + 24))) == 0
+        assert await model.serve([*tokens, 98]) == 0, "others needed the blocks of its windows"
+        assert await model.serve([*tokens, 97]) == 24
+
+
+async def test_a_swapped_lease_goes_on_with_its_sink():
+    tokens = list(range(20))
+    async with Windowed(sinks={"near": 3, "far": 2}, host_blocks=20) as model:
+        lease = model.engine.match(tokens)
+        await lease.allocate(20)
+        model.compute(lease, tokens, 0, 4)
+        lease.commit(4)
+        for end in range(8, 17, 4):
+            model.compute(lease, tokens, end - 4, end)
+            lease.commit(end)
+        before = lease.window_table("near").tolist()
+        await lease.preempt(swap=True)
+        await lease.resume(20)
+        await lease.layers.wait_all()
+        assert lease.cached_tokens == 16
+        assert lease.window_table("near").tolist() == before
+        model.check(lease, tokens, 16)
+        model.prefill(lease, tokens)
+        lease.release()
+
+
 async def test_what_can_not_be_is_said():
     async with Windowed(window_blocks=13) as model:
         lease = model.engine.match(list(range(30)))
@@ -176,17 +250,27 @@ async def test_what_can_not_be_is_said():
             one.release()
     with pytest.raises(ConfigError, match="window_tokens"):
         WindowGroup(window_tokens=0, device_blocks=3)
+    with pytest.raises(ConfigError, match=r"sink_tokens is -1; it must be between 0 and "):
+        WindowGroup(window_tokens=1, device_blocks=3, sink_tokens=-1)
+    with pytest.raises(ConfigError, match=r"sink_tokens is 1\.5"):
+        WindowGroup(window_tokens=1, device_blocks=3, sink_tokens=1.5)  # type: ignore[arg-type]
+    sunk = {"w": WindowGroup(window_tokens=16, device_blocks=3, sink_tokens=17)}
+    with pytest.raises(ConfigError, match=r"a sink of 17 tokens, a window of 16 tokens .* need 4 "):
+        CacheEngine(CacheConfig(device_blocks=9, windows=sunk))
     narrow = {"w": WindowGroup(window_tokens=60, device_blocks=3)}
     with pytest.raises(ConfigError, match="the group has 3"):
         CacheEngine(CacheConfig(device_blocks=9, windows=narrow))
 
 
+@pytest.mark.parametrize("sinks", [{}, {"near": 3, "far": 1}], ids=["windows", "sinks"])
 @pytest.mark.parametrize("seed", range(2))
-async def test_conversations_under_pressure_equal_recomputation_bit_for_bit(seed: int):
+async def test_conversations_under_pressure_equal_recomputation_bit_for_bit(
+    seed: int, sinks: Mapping[str, int]
+):
     rng = random.Random(seed)
     policy = rng.choice(["write_through", "write_back"])
     async with Windowed(
-        device_blocks=28, window_blocks=16, host_blocks=40, write_policy=policy
+        device_blocks=28, window_blocks=18, sinks=sinks, host_blocks=40, write_policy=policy
     ) as model:
         clients = [
             asyncio.create_task(_converse(model, random.Random(rng.random()), name))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 _quiet = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 settings.register_profile(
@@ -23,4 +23,10 @@ settings.register_profile(
     deadline=None,
     suppress_health_check=_quiet,
 )
-settings.load_profile("deep" if os.environ.get("AIOKV_DEEP") else "quick")
+settings.register_profile(  # of `make mutate`: that an example fails is all it asks for
+    "mutation", settings.get_profile("quick"), phases=[Phase.explicit, Phase.generate]
+)
+if os.environ.get("AIOKV_MUTATION"):
+    settings.load_profile("mutation")
+else:
+    settings.load_profile("deep" if os.environ.get("AIOKV_DEEP") else "quick")

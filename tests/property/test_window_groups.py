@@ -25,7 +25,8 @@ pick = st.integers(0, 7)
 prompts = st.one_of(
     st.integers(3, 14).map(lambda n: [0] * n), st.lists(st.integers(0, 1), min_size=1, max_size=14)
 )
-windows = st.tuples(st.integers(1, 7), st.integers(1, 5), st.integers(0, 6))
+sinks = st.sampled_from([0, 0, 1, 3, 5])
+windows = st.tuples(st.integers(1, 7), st.integers(1, 5), st.integers(0, 6), sinks)
 
 
 class Caller:
@@ -49,14 +50,18 @@ class WindowMachine(RuleBasedStateMachine):
         block_tokens: int,
         device_blocks: int,
         host_blocks: int,
-        groups: list[tuple[int, int, int]],
+        groups: list[tuple[int, int, int, int]],
         state_slots: int,
     ) -> None:
         self.bt = block_tokens
-        self.windows = [window for window, _, _ in groups]
-        self.steps = [step for _, step, _ in groups]
-        least = [-(-(w - 1 + s) // block_tokens) + 1 for w, s, _ in groups]
-        sizes = [needed + more for needed, (_, _, more) in zip(least, groups, strict=True)]
+        self.windows = [window for window, _, _, _ in groups]
+        self.steps = [step for _, step, _, _ in groups]
+        self.sinks = [sink for _, _, _, sink in groups]
+        least = [
+            -(-sink // block_tokens) + -(-(window - 1 + step) // block_tokens) + 1
+            for window, step, _, sink in groups
+        ]
+        sizes = [needed + more for needed, (_, _, more, _) in zip(least, groups, strict=True)]
         self.sizes = sizes
         self.has_state = state_slots > 0
         self.core = Core(
@@ -65,7 +70,7 @@ class WindowMachine(RuleBasedStateMachine):
             host_blocks=host_blocks,
             write_policy=WritePolicy.WRITE_THROUGH if host_blocks else WritePolicy.NONE,
             state_slots=state_slots,
-            windows=list(zip(sizes, self.windows, self.steps, strict=True)),
+            windows=list(zip(sizes, self.windows, self.steps, self.sinks, strict=True)),
         )
         self.bytes: list[dict[tuple[int, int], Any]] = [{} for _ in groups]
         self.callers: list[Caller] = []
@@ -77,7 +82,9 @@ class WindowMachine(RuleBasedStateMachine):
         """What the attention of every group does for one position."""
         for g, window in enumerate(self.windows):
             table = self.core.block_table(caller.id, g)
-            for seen in range(max(position - window + 1, 0), position):
+            first = max(position - window + 1, 0)
+            sink = range(min(self.sinks[g], first))
+            for seen in (*sink, *range(first, position)):
                 block, place = divmod(seen, self.bt)
                 held = self.bytes[g].get((int(table[block]), place))
                 assert held == tuple(caller.tokens[: seen + 1]), (g, position, seen)
@@ -279,8 +286,10 @@ TestWindows.settings = settings(max_examples=max(settings().max_examples, 150))
 class Cache:
     """One group, 2-token blocks; hits are compared with windows that are listed by hand."""
 
-    def __init__(self, *, device_blocks: int, window_tokens: int, step_tokens: int) -> None:
-        window = (device_blocks, window_tokens, step_tokens)
+    def __init__(
+        self, *, device_blocks: int, window_tokens: int, step_tokens: int, sink_tokens: int = 0
+    ) -> None:
+        window = (device_blocks, window_tokens, step_tokens, sink_tokens)
         self.core = Core(block_tokens=2, device_blocks=64, windows=[window])
 
     def granted(self, tokens: list[int]) -> int:
@@ -329,7 +338,7 @@ def test_blocks_behind_the_window_go_back_and_indices_do_not_move():
 
 def test_a_window_of_an_inventory_example_is_freed_exactly():
     """Blocks of 16, a window of 64: after 512 positions those before 448 are gone (B13.3)."""
-    core = Core(block_tokens=16, device_blocks=64, windows=[(64, 65, 512)])
+    core = Core(block_tokens=16, device_blocks=64, windows=[(64, 65, 512, 0)])
     lease_id, *_ = core.match(np.arange(512, dtype=np.int32))
     core.allocate(lease_id, 512)
     core.commit(lease_id, 511)
@@ -375,9 +384,97 @@ def test_what_is_set_aside_is_enough_for_every_lease_to_go_on():
     assert cache.core.violations() == []
 
 
+def test_the_blocks_of_the_sink_stay_while_the_window_moves_on():
+    cache = Cache(device_blocks=7, window_tokens=5, step_tokens=2, sink_tokens=3)
+    tokens = list(range(20))
+    lease_id = cache.granted(tokens)
+    sink = cache.core.block_table(lease_id, 0)[:2].tolist()
+    assert cache.core.window_statistics(0) == (1, 0, 6), "a sink of 2, a window and a step of 4"
+    for end, expected in [
+        (2, [1, 1, 1, 1, 1, 1, 0, 0, 0, 0]),
+        (8, [1, 1, 1, 1, 1, 1, 0, 0, 0, 0]),  # position 8 sees 4 to 8
+        (10, [1, 1, 0, 1, 1, 1, 1, 0, 0, 0]),
+        (12, [1, 1, 0, 0, 1, 1, 1, 1, 0, 0]),
+        (16, [1, 1, 0, 0, 0, 0, 1, 1, 1, 1]),
+        (20, [1, 1, 0, 0, 0, 0, 0, 0, 1, 1]),
+    ]:
+        cache.core.commit(lease_id, end)
+        assert cache.table(lease_id) == expected, end
+        assert cache.core.block_table(lease_id, 0)[:2].tolist() == sink
+        assert cache.core.violations() == []
+    cache.core.release(lease_id)
+    assert cache.core.violations() == []
+
+
+def test_a_sink_of_an_inventory_example_is_kept_exactly():
+    """Blocks of 16, a sink of 32, a window of 64: 26 blocks, [2, 28), go back (B13.3)."""
+    core = Core(block_tokens=16, device_blocks=64, windows=[(64, 65, 512, 32)])
+    lease_id, *_ = core.match(np.arange(512, dtype=np.int32))
+    core.allocate(lease_id, 512)
+    core.commit(lease_id, 511)
+    assert (core.block_table(lease_id, 0) >= 0).sum() == 7, "position 511 sees 447"
+    core.commit(lease_id, 512)
+    table = core.block_table(lease_id, 0)
+    assert (len(table), (table < 0).nonzero()[0].tolist()) == (32, list(range(2, 28)))
+    core.release(lease_id)
+    assert core.violations() == []
+
+
+def test_a_hit_needs_the_blocks_of_the_sink():
+    cache = Cache(device_blocks=12, window_tokens=5, step_tokens=2, sink_tokens=4)
+    tokens = list(range(17))
+    assert cache.serve(tokens) == 0
+    assert [cache.hit([*tokens[:end], 99]) for end in (2, 4, 8, 16)] == [1, 2, 4, 8]
+    assert cache.serve(tokens) == 8
+    lease_id = cache.granted(tokens)
+    held = cache.table(lease_id)
+    assert held == [1, 1, 0, 0, 0, 0, 1, 1, 1], "the sink, the window, and what is computed next"
+    other = cache.granted(list(range(100, 109)))
+    for end in range(2, 10, 2):
+        cache.core.commit(other, end)
+    cache.core.commit(lease_id, 17)
+    cache.core.release(lease_id)
+    cache.core.release(other)
+    assert cache.core.violations() == []
+    assert cache.hit([*tokens[:16], 99]) == 8, "used last, so it is whole"
+    for seed in (200, 300, 400):
+        cache.serve(list(range(seed, seed + 9)))
+    assert [cache.hit([*tokens[:end], 99]) for end in (2, 4, 16)] == [0, 0, 0], "the sink is gone"
+
+
+@pytest.mark.parametrize(("sink_tokens", "hit_blocks"), [(0, 5), (2, 0)])
+def test_a_whole_window_is_hit_without_its_sink_only_where_none_is_asked_for(
+    sink_tokens: int, hit_blocks: int
+):
+    core = Core(block_tokens=2, device_blocks=64, windows=[(9, 3, 0, sink_tokens)])
+    tokens = np.arange(11, dtype=np.int32)
+
+    def serve(length: int) -> None:
+        lease_id, *_ = core.match(tokens[:length], reads=False)
+        core.allocate(lease_id, length)
+        core.commit(lease_id, length)
+        core.release(lease_id)
+
+    serve(5)  # indexes blocks 0 and 1, and
+    serve(11)  # blocks 2 to 4, which are newer than the first block: that is not evicted last
+    assert core.window_statistics(0)[:2] == (4, 5)
+    hog, *_ = core.match(np.arange(100, 112, dtype=np.int32))
+    assert core.allocate(hog, 12) == 1
+    assert core.window_statistics(0)[:2] == (0, 3), "blocks 0 and 1 have no window ids now"
+    lease_id, hit, _ = core.match(tokens)
+    assert hit == hit_blocks
+    core.release(lease_id)
+    core.release(hog)
+    assert core.violations() == []
+
+
 def test_windows_that_cannot_work_are_refused():
     with pytest.raises(ConfigError, match="need 4 blocks"):
-        Core(block_tokens=2, device_blocks=9, windows=[(3, 4, 2)])
+        Core(block_tokens=2, device_blocks=9, windows=[(3, 4, 2, 0)])
+    with pytest.raises(ConfigError, match=r"a sink of 5 tokens, .* need 7 blocks; the group has 6"):
+        Core(block_tokens=2, device_blocks=9, windows=[(6, 4, 2, 5)])
+    with pytest.raises(ConfigError, match="need 2147483652 blocks"):
+        Core(block_tokens=2, device_blocks=9, windows=[(6, 4, 2, 2**32 - 1)])
     cache = Cache(device_blocks=8, window_tokens=4, step_tokens=2)
     lease_id = cache.granted([1, 2, 3])
     with pytest.raises(UsageError, match="fork"):

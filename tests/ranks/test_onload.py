@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from aiokv import Hit, LeaseError, TransferError, UsageError
+from aiokv import CacheConfig, CacheEngine, Hit, LeaseError, TransferError, UsageError
 from aiokv.plan import TransferReport
 from aiokv.testing import ManualEvent, run_until_idle, spin
 from tests.ranks.loopback import Ranked
@@ -25,6 +25,17 @@ async def test_bytes_come_back_on_every_rank(tmp_path, num_ranks):
         await ranked.finish()
         assert ranked.engine.worker_statistics().onload.done == 1
         assert ranked.engine.worker_statistics().onload.moved_bytes == 3 * 16 * num_ranks
+
+
+async def test_restarting_ranks_of_which_none_is_lost_is_refused(tmp_path):
+    async with Ranked(tmp_path) as ranked:
+        await ranked.to_host(A)
+        with pytest.raises(UsageError, match="no rank is lost"):
+            await ranked.engine.restart_ranks()
+        assert ranked.engine.match(A).hit == Hit(0, 6)
+    async with CacheEngine(CacheConfig(device_blocks=4)) as engine:
+        with pytest.raises(UsageError, match="no rank is lost"):
+            await engine.restart_ranks()
 
 
 async def test_a_layer_has_arrived_when_all_ranks_have_it(tmp_path):

@@ -37,6 +37,21 @@ def test_those_who_leave_are_skipped():
     assert served(line) == list(range(1, 1000, 2))
 
 
+def test_the_order_outlives_the_leaving_of_most():
+    rng = Random(3)
+    line: Admission[tuple[int, int]] = Admission()
+    tickets = {}
+    for number in range(400):
+        waiter = (rng.randrange(50), number)
+        tickets[line.push(waiter, waiter[0])] = waiter
+    for ticket in rng.sample(sorted(tickets), 340):
+        line.leave(ticket)
+        del tickets[ticket]
+    expected = sorted(tickets.values())
+    assert line.in_order() == expected
+    assert served(line) == expected
+
+
 def test_first_of_an_empty_line():
     assert Admission().first() is None
 

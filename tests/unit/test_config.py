@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from aiokv import CacheConfig, ConfigError, Regions, WindowGroup
+from aiokv._native import Core
+from aiokv.scheduler.manager import CacheManager
 
 
 @pytest.mark.parametrize(
@@ -71,6 +73,53 @@ def test_is_frozen():
     config = CacheConfig(device_blocks=8)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.device_blocks = 9
+
+
+def test_write_policy_has_a_default_and_saves_nothing_without_a_host_tier():
+    """B7.9."""
+    config = CacheConfig(device_blocks=8)
+    assert config.write_policy == "write_through"
+    core = CacheManager(config).core
+    lease_id, *_ = core.match(np.arange(33, dtype=np.int32))
+    core.allocate(lease_id, 33)
+    assert core.commit(lease_id, 33) == 2
+    assert not core.wants_backups()
+    core.release(lease_id)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("window_tokens", 0),
+        ("device_blocks", 0),
+        ("step_tokens", 0),
+        ("sink_tokens", -1),
+        ("sink_tokens", True),
+        ("sink_tokens", 2**30),
+    ],
+)
+def test_refuses_bad_values_of_a_window_group_by_name(field: str, value: object):
+    with pytest.raises(ConfigError, match=field):
+        WindowGroup(**{"window_tokens": 8, "device_blocks": 8, field: value})
+    assert WindowGroup(window_tokens=1, device_blocks=1, step_tokens=1).sink_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("block_tokens", 0),
+        ("device_blocks", 0),
+        ("device_blocks", 2**30 + 1),
+        ("host_blocks", 2**30 + 1),
+        ("leave_tokens", 0),
+        ("state_slots", 2**30 + 1),
+        ("reserve_blocks", 8),
+        ("reserve_blocks", 9),
+    ],
+)
+def test_the_core_refuses_bad_values_by_name_too(field: str, value: int):
+    with pytest.raises(ConfigError, match=field):
+        Core(**{"block_tokens": 4, "device_blocks": 8, field: value})
 
 
 def test_derived_values():

@@ -114,3 +114,38 @@ def test_a_preempted_lease_keeps_its_state_where_giving_it_up_would_not_help():
     for lease_id in (other, preempted, pin):
         core.release(lease_id)
     assert core.violations() == []
+
+
+def test_a_swap_that_the_host_cannot_take_evicts_nothing_there():
+    """Host copies that a preempted lease holds are no room, though nobody copies them now."""
+    core = Core(
+        block_tokens=1, device_blocks=16, host_blocks=6, write_policy=WritePolicy.WRITE_THROUGH
+    )
+
+    def compute(*tokens: int, writes: bool = True) -> int:
+        lease_id, *_ = core.match(np.array(tokens, np.int32), writes=writes)
+        assert core.allocate(lease_id, len(tokens)) == READY
+        core.commit(lease_id, len(tokens))
+        if transfer_id := core.take_backups():
+            core.complete(transfer_id, DONE)
+        return lease_id
+
+    core.release(compute(1, 2))
+    assert core.evict_device(2) == 2
+    held = compute(11, 12)
+    assert core.swap_out(held)
+    assert core.evict_device(2) == 2
+    five = compute(21, 22, 23, 24, 25, writes=False)
+    before = core.statistics()
+    assert (before.host_free, before.host_cached) == (2, 4)
+    assert not core.swap_out(five)
+    after = core.statistics()
+    assert (after.host_free, after.host_cached, after.evicted_host_blocks) == (2, 4, 0)
+    assert core.violations() == []
+    four = compute(31, 32, 33, 34, writes=False)
+    assert core.swap_out(four)
+    assert core.statistics().evicted_host_blocks == 2
+    core.complete(core.swap_transfer(four), DONE)
+    for lease_id in (held, five, four):
+        core.release(lease_id)
+    assert core.violations() == []

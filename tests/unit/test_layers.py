@@ -184,6 +184,15 @@ async def test_times_come_from_the_device_where_it_tells_them() -> None:
     assert counter.elapsed_seconds == counter.elapsed_seconds
 
 
+async def test_a_transfer_has_arrived_with_the_layer_that_finished_last() -> None:
+    counter = LayerDoneCounter(3)
+    for layer, finished_seconds in ((0, 4.0), (1, 5.0), (2, 3.0)):
+        assert counter.arrived_seconds is None
+        counter.mark_layer_done(layer, finished_seconds)
+    assert counter.arrived_seconds == 5.0
+    assert LayerDoneCounter(0).arrived_seconds is None
+
+
 @pytest.mark.parametrize("layer", [-1, 2])
 async def test_layers_out_of_range_change_nothing(layer: int) -> None:
     """B6.8, with an error where theirs is silent."""

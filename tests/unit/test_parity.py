@@ -70,6 +70,40 @@ def test_what_does_not_exist_is_found(cell: str, lost: list[str]):
     assert missing(cell) == lost
 
 
+# How many numbered statements each group of the inventory has; 0: the group is one statement.
+STATEMENTS = {
+    "A": (0, 7, 8, 7, 9, 5, 6, 5, 9, 9, 4, 11, 5, 7, 3, 2, 1, 2, 2, 0),
+    "B": (14, 12, 26, 19, 9, 11, 16, 9, 7, 2, 4, 16, 7, 3),
+}
+NUMBER = re.compile(r"\b([AB]\d+)(?:\.(\d+)(?:-(?:[AB]\d+\.)?(\d+))?)?")
+
+
+def numbers_named(text: str) -> set[str]:
+    """``"A3.1-A3.3, B7"`` names A3.1, A3.2, A3.3 and all of B7."""
+    named = set()
+    for group, first, last in NUMBER.findall(text):
+        if not first:
+            named.add(group)
+        else:
+            named |= {f"{group}.{n}" for n in range(int(first), int(last or first) + 1)}
+    return named
+
+
+def test_no_number_of_the_inventory_is_passed_over():
+    named = numbers_named((TESTS / "PARITY.md").read_text())
+    for part, sizes in STATEMENTS.items():
+        for index, size in enumerate(sizes, 1):
+            group = f"{part}{index}"
+            silent = [f"{group}.{n}" for n in range(1, size + 1) if f"{group}.{n}" not in named]
+            assert group in named or (silent == [] and size > 0), silent or group
+
+
+def test_ranges_of_numbers_are_understood():
+    assert numbers_named("A3.1-A3.3, B12.4-6; B7") == {
+        *("A3.1", "A3.2", "A3.3", "B12.4", "B12.5", "B12.6", "B7")
+    }
+
+
 @pytest.mark.parametrize(("group", "numbers"), [(1, 20), (2, 3), (3, 19)])
 def test_every_defect_of_the_list_has_its_drill(group: int, numbers: int):
     names = names_in(TESTS / "drill" / f"test_c{group}.py")

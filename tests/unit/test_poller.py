@@ -439,3 +439,54 @@ async def test_an_interrupted_close_is_completed_by_the_next() -> None:
     assert [type(error) for error in seen] == [ClosedError]
     with pytest.raises(ClosedError):
         poller.soon(lambda: None)
+
+
+class SteppedClock:
+    """In place of ``time``: stands still but where a test moves it."""
+
+    def __init__(self) -> None:
+        self.now = 1.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+async def test_busy_seconds_leave_out_what_callbacks_take(monkeypatch: Any) -> None:
+    clock = SteppedClock()
+    monkeypatch.setattr(poller_module, "time", clock)
+    poller = EventPoller(asyncio.get_running_loop())
+    event = ManualEvent()
+
+    def takes_long(error: BaseException | None) -> None:
+        clock.now += 30.0
+
+    poller.watch(event, "stream", takes_long)
+    event.complete()
+    while not poller.idle:
+        clock.now += 0.001
+        await spin(1)
+    assert clock.now > 30.0
+    assert poller.statistics().busy_seconds == 0.0
+    await closed(poller)
+
+
+async def test_a_poller_that_a_callback_closes_schedules_no_further_pass() -> None:
+    loop = CountingLoop(asyncio.get_running_loop())
+    poller = EventPoller(loop)  # type: ignore[arg-type]
+    first, second = ManualEvent(), ManualEvent()
+    calls: list[int] = []
+    errors: list[Any] = []
+
+    def close(error: BaseException | None) -> None:
+        poller.close()
+        calls.append(loop.calls)
+
+    poller.watch(first, "stream", close)
+    poller.watch(second, "stream", into(errors))
+    first.complete()
+    while not calls:
+        await spin(1)
+    await spin(5)
+    assert loop.calls == calls[0]
+    assert [type(error) for error in errors] == [ClosedError]
+    assert poller.idle

@@ -104,8 +104,21 @@ def test_numbers_that_contradict_each_other_are_refused() -> None:
     regions.add("k", layers=[zeros(4, 8)] * 2)
     with pytest.raises(LayoutError, match="registered already"):
         regions.add("k", layers=[zeros(4, 8)] * 2)
-    with pytest.raises(LayoutError, match="not be negative"):
+    with pytest.raises(LayoutError, match="negative"):
         Regions(num_layers=-1)
+    assert list(Regions(num_layers=0).pieces()) == []
+
+
+def test_state_tensors_of_other_numbers_of_slots_are_refused() -> None:
+    regions = Regions(num_layers=2)
+    regions.add_state("conv", layers=[zeros(4, 8)] * 2)
+    with pytest.raises(LayoutError, match="layer 1: 5 slots, the others have 4"):
+        regions.add_state("ssm", layers=[zeros(4, 8), zeros(5, 8)])
+    with pytest.raises(LayoutError, match="layer 0: 3 slots, the others have 4"):
+        regions.add_state("ssm", layers=[zeros(3, 8)] * 2)
+    assert regions.names == ("conv",)
+    regions.add_state("ssm", layers=[zeros(4, 16)], layer_indices=[1])
+    assert (regions.num_state_slots, regions.state_slot_bytes) == (4, 8 + 8 + 16)
 
 
 def test_dlpack_and_array_interface_are_looked_at_without_a_copy() -> None:

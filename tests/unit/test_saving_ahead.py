@@ -47,3 +47,21 @@ def test_an_unsaved_block_that_comes_back_to_the_front_is_ahead_of_saved_ones():
     assert core.statistics().device_free == 2
     assert core.wants_write_backs(), "block 5 is saved, but block 1 goes first and is not"
     assert core.violations() == []
+
+
+def test_a_block_is_dropped_unsaved_when_the_host_can_make_no_room():
+    """All host blocks are the table of a preempted lease, which nothing may evict."""
+    core = Core(block_tokens=1, device_blocks=8, host_blocks=2, write_policy=WritePolicy.WRITE_BACK)
+    lease = core.match(np.array([8, 9], np.int32), writes=False)[0]
+    assert core.allocate(lease, 2) == 1
+    core.commit(lease, 2)
+    assert core.swap_out(lease)
+    core.complete(core.swap_transfer(lease), Outcome.DONE)
+    assert core.statistics().host_free == 0
+    serve(core, 1)
+    assert core.evict_device(1) == 1
+    assert core.statistics().dropped_blocks == 1
+    core.release(lease)
+    serve(core, 2)
+    assert core.evict_device(1) == 0, "there is room now: it has to be saved first"
+    assert core.violations() == []

@@ -29,11 +29,13 @@ enum class WritePolicy : std::uint8_t {
     kWriteBack,              // when eviction comes near; nothing is dropped that was not saved
 };
 
-// Layers whose attention sees the last `window_tokens` positions, its own included.
+// Layers whose attention sees the first `sink_tokens` positions and the last `window_tokens`, its
+// own included.
 struct WindowConfig {
     std::uint32_t device_blocks = 0;
     std::uint32_t window_tokens = 0;
     std::uint32_t step_tokens = 0;  // the most that a step computes of a lease; 0: anything
+    std::uint32_t sink_tokens = 0;  // 0: the window only
 };
 
 struct CoreConfig {
@@ -70,8 +72,11 @@ struct WindowGroup {
     WindowGroup(const WindowConfig& config, std::uint32_t block_tokens);
 
     SidePool pool;
+    // Entry `index` is a block of the sink, which stays as long as the lease has blocks.
+    bool is_sink(std::size_t index) const { return index < pool.head_blocks(); }
+
     std::uint32_t window_tokens;
-    std::uint32_t reach_blocks;  // the most that a lease has at a time
+    std::uint32_t reach_blocks;  // the most that a lease has at a time, the sink included
     std::uint32_t reserved = 0;  // for all leases together; at most the capacity
 };
 

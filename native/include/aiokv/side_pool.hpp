@@ -1,8 +1,8 @@
 // What a model keeps beside the blocks of full attention: ids of one group, attached to nodes.
 //
-// A hit may end only where the group can go on: the last `tail_blocks` blocks of the hit must have
-// an id each (all of them, of a shorter hit). Recurrent state needs the snapshot of one block; a
-// sliding window, the blocks inside it.
+// A hit may end only where the group can go on: the first `head_blocks` and the last `tail_blocks`
+// blocks of the hit must have an id each (all of them, of a shorter hit). Recurrent state needs the
+// snapshot of one block; a sliding window, the blocks inside it and those of the attention sink.
 //
 //   free -> leased (the caller's) -> attached to a node -> idle, the next to be evicted -> free
 //                                        held: readers         least recently used first
@@ -22,10 +22,11 @@ namespace aiokv {
 
 class SidePool {
   public:
-    SidePool(std::uint32_t capacity, std::uint32_t tail_blocks);
+    SidePool(std::uint32_t capacity, std::uint32_t tail_blocks, std::uint32_t head_blocks = 0);
 
     std::uint32_t capacity() const { return ids_.capacity(); }
     std::uint32_t tail_blocks() const { return tail_blocks_; }
+    std::uint32_t head_blocks() const { return head_blocks_; }
     std::uint32_t free_ids() const { return ids_.free_blocks(); }
     std::uint32_t attached() const { return static_cast<std::uint32_t>(ids_of_.size()); }
     // What take() can give: free ids, and those that nobody holds.
@@ -75,6 +76,7 @@ class SidePool {
 
     DevicePool ids_;
     std::uint32_t tail_blocks_;
+    std::uint32_t head_blocks_;
     std::vector<Entry> entries_;  // by id
     std::unordered_map<NodeId, BlockId> ids_of_;
     BlockId oldest_ = kNoBlock;

@@ -28,14 +28,16 @@ bool Core::can_resume(const std::vector<NodeId>& path, std::size_t blocks) const
                        [&](const WindowGroup& group) { return covers(group.pool, path, blocks); });
 }
 
-// Only what the hit needs: what lies before it in a side pool is of no use to it.
+// Only what the hit needs: what lies between head and tail in a side pool is of no use to it.
 void Core::touch_sides(const std::vector<NodeId>& path) {
-    const auto touch_tail = [&path](SidePool& pool) {
+    const auto touch_needed = [&path](SidePool& pool) {
+        const std::size_t head = std::min<std::size_t>(path.size(), pool.head_blocks());
         const std::size_t tail = std::min<std::size_t>(path.size(), pool.tail_blocks());
         for (std::size_t i = path.size(); i-- > path.size() - tail;) pool.touch(pool.find(path[i]));
+        for (std::size_t i = head; i-- > 0;) pool.touch(pool.find(path[i]));
     };
-    if (state_) touch_tail(*state_);
-    for (WindowGroup& group : windows_) touch_tail(group.pool);
+    if (state_) touch_needed(*state_);
+    for (WindowGroup& group : windows_) touch_needed(group.pool);
 }
 
 // What a swapped lease needs to go on where it stopped is still its own.
@@ -69,9 +71,11 @@ void Core::use_sides(const Lease& lease, Step step) {
     if (lease.state_slot != kNoBlock) state_->use_in(lease.state_slot, step);
     for (std::size_t g = 0; g < lease.windows.size(); ++g) {
         const WindowTable& window = lease.windows[g];
-        for (std::size_t i = window.first; i < window.end; ++i) {
-            windows_[g].pool.use_in(window.table[i], step);
+        SidePool& pool = windows_[g].pool;
+        for (std::size_t i = 0; i < window.first && windows_[g].is_sink(i); ++i) {
+            pool.use_in(window.table[i], step);
         }
+        for (std::size_t i = window.first; i < window.end; ++i) pool.use_in(window.table[i], step);
     }
 }
 

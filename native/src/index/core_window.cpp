@@ -1,13 +1,14 @@
 // Sliding-window layers: groups of layers with block ids of their own, which go back early.
 //
-//   table   | -1: behind the window | [first, end): ids | -1: not reached yet |
-//                                    ^ computed is in here
+//   table   | sink: ids | -1: behind the window | [first, end): ids | -1: not reached yet |
+//                                                ^ computed is in here
 //
-// A lease has at most `reach_blocks` ids of a group at a time, and that many are set aside for it
-// when it is granted: the window, and what one step computes. So ids follow the computed positions
-// without waiting and without fail: those behind the window pay for those ahead. Indexed blocks
-// keep their ids, idle, as long as nobody needs the room; a hit may end where a whole window is
-// still there.
+// The sink is the first `head_blocks` entries (none, without sink_tokens); while `first` is inside
+// it, nothing lies behind the window. A lease has at most `reach_blocks` ids of a group at a time,
+// and that many are set aside for it when it is granted: the sink, the window, and what one step
+// computes. So ids follow the computed positions without waiting and without fail: those behind the
+// window pay for those ahead. Indexed blocks keep their ids, idle, as long as nobody needs the
+// room; a hit may end where the sink and a whole window are still there.
 #include <algorithm>
 
 #include "aiokv/core.hpp"
@@ -25,27 +26,38 @@ std::uint32_t ceil_div(std::uint64_t value, std::uint32_t by) {
 
 WindowGroup::WindowGroup(const WindowConfig& config, std::uint32_t block_tokens)
     : pool(config.device_blocks,
-           config.window_tokens == 0 ? 0 : ceil_div(config.window_tokens - 1, block_tokens)),
+           config.window_tokens == 0 ? 0 : ceil_div(config.window_tokens - 1, block_tokens),
+           ceil_div(config.sink_tokens, block_tokens)),
       window_tokens(config.window_tokens),
       reach_blocks(config.device_blocks) {
     if (config.window_tokens == 0) throw ConfigError("window_tokens must be at least 1");
     const std::uint64_t step = std::max<std::uint32_t>(config.step_tokens, 1);
-    const std::uint32_t least = ceil_div(config.window_tokens - 1 + step, block_tokens) + 1;
+    const std::uint64_t least =
+        std::uint64_t{ceil_div(config.window_tokens - 1 + step, block_tokens)} + 1 +
+        pool.head_blocks();
     if (least > config.device_blocks) {
-        throw ConfigError("a window of " + str(config.window_tokens) + " tokens and steps of " +
-                          str(step) + " need " + str(least) + " blocks; the group has " +
-                          str(config.device_blocks));
+        const std::string sink =
+            config.sink_tokens == 0 ? "" : "a sink of " + str(config.sink_tokens) + " tokens, ";
+        throw ConfigError(sink + "a window of " + str(config.window_tokens) +
+                          " tokens and steps of " + str(step) + " need " + std::to_string(least) +
+                          " blocks; the group has " + str(config.device_blocks));
     }
-    if (config.step_tokens > 0) reach_blocks = least;
+    if (config.step_tokens > 0) reach_blocks = static_cast<std::uint32_t>(least);
 }
 
-// The last `tail` blocks before `blocks`, or all when there are fewer, have an id of the group.
+// The first `head` and the last `tail` of `blocks`, or all when there are fewer, have an id of the
+// group.
 bool Core::covers(const SidePool& pool, const std::vector<NodeId>& path, std::size_t blocks) const {
-    const std::size_t tail = std::min<std::size_t>(blocks, pool.tail_blocks());
-    for (std::size_t i = blocks; i-- > blocks - tail;) {
-        if (!tree_[path[i]].has(kHasSides) || pool.find(path[i]) == kNoBlock) return false;
-    }
-    return true;
+    const auto has_id = [&](NodeId node) {
+        return tree_[node].has(kHasSides) && pool.find(node) != kNoBlock;
+    };
+    const auto begin = path.begin();
+    const auto end = begin + static_cast<std::ptrdiff_t>(blocks);
+    const auto head =
+        static_cast<std::ptrdiff_t>(std::min<std::size_t>(blocks, pool.head_blocks()));
+    const auto tail =
+        static_cast<std::ptrdiff_t>(std::min<std::size_t>(blocks, pool.tail_blocks()));
+    return std::all_of(begin, begin + head, has_id) && std::all_of(end - tail, end, has_id);
 }
 
 // Ids of a group to set aside for a lease of so many blocks.
@@ -90,11 +102,12 @@ void Core::take_windows(Lease& lease) {
         const std::size_t hits = lease.path.size();
         window.first = static_cast<std::uint32_t>(
             hits - std::min<std::size_t>(hits, group.pool.tail_blocks()));
-        window.end = window.first;
-        for (; window.end < hits; ++window.end) {
-            const BlockId id = group.pool.find(lease.path[window.end]);
+        window.end = static_cast<std::uint32_t>(hits);
+        for (std::size_t i = 0; i < hits; ++i) {
+            if (i < window.first && !group.is_sink(i)) continue;
+            const BlockId id = group.pool.find(lease.path[i]);
             group.pool.hold(id);
-            window.table[window.end] = id;
+            window.table[i] = id;
         }
         fill_window(group, window);
     }
@@ -120,7 +133,8 @@ void Core::fit_windows(Lease& lease, Step step) {
 // Ids as far as the reach goes; there always are enough, for they are set aside.
 void Core::fill_window(WindowGroup& group, WindowTable& window) {
     const auto total = static_cast<std::uint32_t>(window.table.size());
-    const std::uint32_t end = std::min(total, window.first + window.reserved);
+    const std::uint32_t behind = std::min(window.first, group.pool.head_blocks());
+    const std::uint32_t end = std::min(total, window.first + window.reserved - behind);
     for (; window.end < end; ++window.end) {
         version_ += group.pool.take(window.table[window.end]);
     }
@@ -131,8 +145,8 @@ void Core::publish_windows(Lease& lease, std::size_t first) {
     for (std::size_t g = 0; g < lease.windows.size(); ++g) {
         WindowGroup& group = windows_[g];
         WindowTable& window = lease.windows[g];
-        for (std::size_t i = std::max<std::size_t>(first, window.first);
-             i < lease.path.size() && i < window.end; ++i) {
+        for (std::size_t i = first; i < lease.path.size() && i < window.end; ++i) {
+            if (i < window.first && !group.is_sink(i)) continue;
             const NodeId node = lease.path[i];
             if (tree_[node].has(kDetached) || group.pool.find(node) != kNoBlock) continue;
             if (group.pool.holds(window.table[i]) > 0) continue;  // of a node that has gone
@@ -143,7 +157,7 @@ void Core::publish_windows(Lease& lease, std::size_t first) {
     }
 }
 
-// The next position is `computed_tokens`: what lies behind its window goes back.
+// The next position is `computed_tokens`: what lies behind its window goes back, but for the sink.
 void Core::advance_windows(Lease& lease, Step step) {
     for (std::size_t g = 0; g < lease.windows.size(); ++g) {
         WindowGroup& group = windows_[g];
@@ -151,7 +165,9 @@ void Core::advance_windows(Lease& lease, Step step) {
         const std::uint32_t seen = std::min(lease.computed_tokens, group.window_tokens - 1);
         const std::uint32_t needed = (lease.computed_tokens - seen) / config_.block_tokens;
         const std::uint32_t stop = std::min(needed, window.end);
-        for (; window.first < stop; ++window.first) drop_from(group, window, window.first, step);
+        for (; window.first < stop; ++window.first) {
+            if (!group.is_sink(window.first)) drop_from(group, window, window.first, step);
+        }
         fill_window(group, window);
     }
 }
@@ -169,9 +185,12 @@ void Core::drop_from(WindowGroup& group, WindowTable& window, std::size_t index,
 
 void Core::give_windows_back(Lease& lease, Step step) {
     for (std::size_t g = 0; g < lease.windows.size(); ++g) {
+        WindowGroup& group = windows_[g];
         WindowTable& window = lease.windows[g];
-        while (window.end > window.first) drop_from(windows_[g], window, --window.end, step);
-        windows_[g].reserved -= window.reserved;
+        while (window.end > window.first) drop_from(group, window, --window.end, step);
+        window.end = std::min(window.first, group.pool.head_blocks());
+        while (window.end > 0) drop_from(group, window, --window.end, step);
+        group.reserved -= window.reserved;
     }
     lease.windows.clear();
 }

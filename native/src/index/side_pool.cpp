@@ -2,8 +2,8 @@
 
 namespace aiokv {
 
-SidePool::SidePool(std::uint32_t capacity, std::uint32_t tail_blocks)
-    : ids_(capacity), tail_blocks_(tail_blocks), entries_(capacity) {}
+SidePool::SidePool(std::uint32_t capacity, std::uint32_t tail_blocks, std::uint32_t head_blocks)
+    : ids_(capacity), tail_blocks_(tail_blocks), head_blocks_(head_blocks), entries_(capacity) {}
 
 bool SidePool::take(BlockId& id) {
     const bool evicts = ids_.free_blocks() == 0;

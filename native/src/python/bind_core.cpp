@@ -38,8 +38,8 @@ using RoomTuple = nb::typed<nb::tuple, std::uint32_t, std::uint32_t, std::uint32
 using HitTuple = nb::typed<nb::tuple, std::uint32_t, std::uint32_t>;
 using PendingTuple = nb::typed<nb::tuple, LeaseId, std::uint32_t>;
 using UsageTuple = nb::typed<nb::tuple, std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t>;
-// (device_blocks, window_tokens, step_tokens)
-using WindowTuple = std::tuple<std::uint32_t, std::uint32_t, std::uint32_t>;
+// (device_blocks, window_tokens, step_tokens, sink_tokens)
+using WindowTuple = std::tuple<std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t>;
 using WindowStatisticsTuple = nb::typed<nb::tuple, std::uint32_t, std::uint32_t, std::uint32_t>;
 using ForkTuple = nb::typed<nb::tuple, LeaseId, IdArray, IdArray>;
 using StateCopyTuple = nb::typed<nb::tuple, BlockId, BlockId>;
@@ -149,8 +149,8 @@ void bind_core(nb::module_& m) {
                EvictionKind eviction, std::uint32_t state_slots,
                const std::vector<WindowTuple>& windows, std::uint32_t max_leases) {
                 std::vector<WindowConfig> groups;
-                for (const auto& [blocks, window, step] : windows)
-                    groups.push_back({blocks, window, step});
+                for (const auto& [blocks, window, step, sink] : windows)
+                    groups.push_back({blocks, window, step, sink});
                 new (self) Core(CoreConfig{block_tokens, device_blocks, host_blocks, leave_tokens,
                                            reserve_blocks, write_policy, write_through_threshold,
                                            low_watermark_blocks, min_onload_blocks, eviction,

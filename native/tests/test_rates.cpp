@@ -1,0 +1,136 @@
+// What ReturnRates learns from counts: order and signs, not digits.
+#include <algorithm>
+#include <vector>
+
+#include "aiokv/return_rates.hpp"
+#include "check.hpp"
+
+using namespace aiokv;
+
+namespace {
+
+constexpr std::uint64_t kAge = 4;
+
+template <typename Visit>
+void for_each_class(Visit visit) {
+    for (std::uint32_t uses = 0; uses < ReuseFeatures::kUses; ++uses)
+        for (std::uint32_t added = 0; added < ReuseFeatures::kAdded; ++added)
+            for (std::uint32_t gap = 0; gap < ReuseFeatures::kGaps; ++gap)
+                visit(ReuseFeatures{uses, added, gap});
+}
+
+// Stretches for which `comes` holds return four times as often as others.
+template <typename Comes>
+void expect_learned(Comes comes) {
+    ReturnRates rates(1024);
+    for_each_class([&](const ReuseFeatures& features) {
+        rates.count_waiting(features, kAge, 1000);
+        const int returns = comes(features) ? 200 : 50;
+        for (int i = 0; i < returns; ++i) rates.count_return(features, kAge);
+    });
+    rates.pass_time(1000);
+    rates.learn(1);
+    double least = 1e9;  // of those that come
+    double most = 0;     // of those that do not
+    double fewest = 1e9;
+    for_each_class([&](const ReuseFeatures& features) {
+        const double score = rates.score(features.reuse_class(), kAge);
+        if (comes(features)) {
+            least = std::min(least, score);
+        } else {
+            most = std::max(most, score);
+            fewest = std::min(fewest, score);
+        }
+    });
+    CHECK(least > 2 * most);
+    CHECK(least < 8 * most);
+    CHECK_EQ(fewest, most);
+}
+
+}  // namespace
+
+TEST(each_value_of_each_feature_has_a_factor_of_its_own) {
+    for (std::uint32_t value = 0; value < ReuseFeatures::kUses; ++value)
+        expect_learned([value](const ReuseFeatures& f) { return f.uses == value; });
+    for (std::uint32_t value = 0; value < ReuseFeatures::kAdded; ++value)
+        expect_learned([value](const ReuseFeatures& f) { return f.added == value; });
+    for (std::uint32_t value = 0; value < ReuseFeatures::kGaps; ++value)
+        expect_learned([value](const ReuseFeatures& f) { return f.gap == value; });
+}
+
+TEST(an_age_at_which_stretches_return_scores_highest_just_before_it) {
+    ReturnRates rates(1024);
+    const ReuseFeatures features{};
+    for (std::uint64_t age = 1; age <= 512; age *= 2) rates.count_waiting(features, age, 1000);
+    for (int i = 0; i < 500; ++i) rates.count_return(features, 64);
+    rates.pass_time(100);
+    rates.learn(1);
+    const auto score = [&](std::uint64_t age) { return rates.score(features.reuse_class(), age); };
+    CHECK(score(64) > score(32));
+    CHECK(score(32) > score(8));
+    CHECK(score(64) > 2 * score(128));
+    CHECK(score(64) > 2 * score(512));
+}
+
+TEST(two_ages_an_octave_have_rates_of_their_own) {
+    const std::vector<std::uint64_t> ages{1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192};
+    for (std::size_t i = 0; i + 1 < ages.size(); ++i) {
+        ReturnRates rates(1024);
+        const ReuseFeatures features{};
+        for (const std::uint64_t age : ages) rates.count_waiting(features, age, 1000);
+        for (int n = 0; n < 500; ++n) rates.count_return(features, ages[i]);
+        rates.pass_time(100);
+        rates.learn(1);
+        CHECK(rates.score(0, ages[i]) > 2 * rates.score(0, ages[i + 1]));
+        CHECK_EQ(rates.score(0, ages[i]), rates.score(0, ages[i + 1] - 1));
+    }
+}
+
+// To be there at age 64, a stretch has to be kept from the first age on.
+TEST(no_gain_is_promised_for_stretches_that_nobody_has_room_to_keep) {
+    ReturnRates rates(1024);
+    const ReuseFeatures features{};
+    for (std::uint64_t age = 1; age <= 64; age *= 2) rates.count_waiting(features, age, 1000);
+    for (int i = 0; i < 100; ++i) rates.count_return(features, 64);
+    rates.pass_time(100);
+    rates.learn(1);
+    CHECK_EQ(rates.predicted_gain(5), 0.0);    // half of those of the first age
+    CHECK_EQ(rates.predicted_gain(100), 0.0);  // all: LRU hits as much
+}
+
+TEST(a_gain_is_promised_where_some_return_and_others_do_not) {
+    ReturnRates rates(1024);
+    const ReuseFeatures comes{0, 0, 0}, stays_away{1, 0, 0};
+    for (std::uint64_t age = 1; age <= 64; age *= 2) {
+        for (const ReuseFeatures& each : {comes, stays_away}) rates.count_waiting(each, age, 1000);
+        for (int i = 0; i < 100; ++i) rates.count_return(comes, age);
+    }
+    rates.pass_time(100);
+    rates.learn(1);
+    const double gain = rates.predicted_gain(70);  // LRU keeps half of the ages of both
+    CHECK(gain > 0.5);
+    CHECK(gain <= 1.0);
+}
+
+TEST(what_was_counted_fades) {
+    ReturnRates rates(1024);
+    const ReuseFeatures early{0, 0, 0}, late{1, 0, 0};
+    const auto count = [&](const ReuseFeatures& comes, const ReuseFeatures& stays_away) {
+        for (const ReuseFeatures& each : {comes, stays_away}) rates.count_waiting(each, kAge, 1000);
+        for (int i = 0; i < 200; ++i) rates.count_return(comes, kAge);
+        rates.pass_time(1000);
+    };
+    const auto score = [&](const ReuseFeatures& f) { return rates.score(f.reuse_class(), kAge); };
+    count(early, late);
+    rates.learn(1);
+    CHECK(score(early) > score(late));
+    count(late, early);
+    rates.learn(0.1);
+    count(late, early);
+    rates.learn(0.1);
+    count(late, early);
+    rates.learn(1);
+    CHECK(score(late) > score(early));
+    rates.learn(0);
+    CHECK_EQ(score(late), 0.0);
+}

@@ -1,0 +1,46 @@
+"""Mutants that survive for a reason that somebody has written down."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FILE_NAME = "explained.toml"
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Of all mutants of a file, or of files, whose line matches; ``*`` stands for anything.
+
+    Attributes:
+        kinds: of mutants; empty for all.
+    """
+
+    path: str
+    before: str
+    after: str
+    reason: str
+    kinds: tuple[str, ...] = ()
+
+    def explains(self, path: str, kind: str, before: str, after: str) -> bool:
+        return (
+            fnmatchcase(path, self.path)
+            and (not self.kinds or kind in self.kinds)
+            and _matches(before, self.before)
+            and _matches(after, self.after)
+        )
+
+
+def load(folder: Path) -> list[Explanation]:
+    entries = tomllib.loads((folder / FILE_NAME).read_text()).get("mutant", [])
+    return [Explanation(**{**entry, "kinds": tuple(entry.get("kinds", ()))}) for entry in entries]
+
+
+def _matches(line: str, pattern: str) -> bool:
+    """As fnmatch, but only ``*`` is special: code is full of brackets."""
+    return fnmatchcase(line, pattern.replace("[", "[[]").replace("?", "[?]"))

@@ -1,0 +1,151 @@
+"""Which files are mutated, and the tests that are likely to notice, the likeliest first."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tests.mutation.native_mutants import native_mutants
+from tests.mutation.python_mutants import PythonMutants
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.mutation.mutant import Mutant
+
+PYTHON_FILES = (
+    "aiokv/lease.py",
+    "aiokv/scheduler/*.py",
+    "aiokv/engine/*.py",
+    "aiokv/worker/**/*.py",
+)
+NATIVE_FILES = ("native/src/index/*.cpp",)
+# The checks are the oracle of other tests, and CUDA devices have tests that need a GPU.
+LEFT_ALONE = ("core_check.cpp", "cuda.py", "cuda_handles.py", "cuda_numa.py", "cuda_state.py")
+
+# By the longest prefix of a path; what follows is tried for every mutant that is left over.
+LIKELY: dict[str, tuple[str, ...]] = {
+    "aiokv/lease.py": (
+        "integration/test_engine.py",
+        "integration/test_counts.py",
+        "integration/test_usage.py",
+        "integration/test_preemption.py",
+        "integration/test_fork.py",
+        "integration/test_state.py",
+        "integration/test_windows.py",
+        "integration/test_failures.py",
+    ),
+    "aiokv/scheduler": (
+        "unit/test_admission.py",
+        "unit/test_transfers.py",
+        "unit/test_config.py",
+        "integration/test_engine.py",
+        "integration/test_coalescing.py",
+        "integration/test_write_policies.py",
+        "integration/test_quota.py",
+    ),
+    "aiokv/engine": (
+        "integration/test_engine.py",
+        "integration/test_control.py",
+        "integration/test_cancellation.py",
+        "integration/test_coalescing.py",
+        "integration/test_pins.py",
+        "integration/test_quota.py",
+        "integration/test_sleep.py",
+        "integration/test_preemption.py",
+        "integration/test_batches.py",
+        "integration/test_open_step.py",
+        "integration/test_verify.py",
+        "integration/test_write_policies.py",
+    ),
+    "aiokv/engine/pins.py": ("integration/test_pins.py", "integration/test_multimodal.py"),
+    "aiokv/engine/quota.py": ("integration/test_quota.py",),
+    "aiokv/engine/sleeping.py": ("integration/test_sleep.py",),
+    "aiokv/engine/batches.py": ("integration/test_batches.py",),
+    "aiokv/engine/control.py": ("integration/test_control.py", "drill/test_c6.py"),
+    "aiokv/engine/open_step.py": ("integration/test_open_step.py",),
+    "aiokv/engine/recovery.py": ("ranks/test_loss.py", "ranks/test_onload.py"),
+    "aiokv/engine/base.py": (
+        "integration/test_engine.py",
+        "integration/test_control.py",
+        "integration/test_cancellation.py",
+        "integration/test_failures.py",
+        "integration/test_shutdown.py",
+        "integration/test_preemption.py",
+        "integration/test_coalescing.py",
+        "integration/test_usage.py",
+        "ranks/test_loss.py",
+    ),
+    "aiokv/engine/pending.py": ("integration/test_coalescing.py", "unit/test_core_pending.py"),
+    "aiokv/worker": (
+        "unit/test_controller.py",
+        "unit/test_transfers.py",
+        "unit/test_poller.py",
+        "unit/test_layers.py",
+        "unit/test_regions.py",
+        "unit/test_cpu_device.py",
+        "drill/test_c3.py",
+        "integration/test_engine.py",
+        "integration/test_verify.py",
+        "integration/test_state.py",
+        "integration/test_sleep.py",
+    ),
+    "aiokv/worker/layers.py": ("unit/test_layers.py", "unit/test_controller.py"),
+    "aiokv/worker/poller.py": ("unit/test_poller.py", "unit/test_controller.py"),
+    "aiokv/worker/watches.py": ("unit/test_poller.py", "unit/test_controller.py"),
+    "aiokv/worker/regions.py": ("unit/test_regions.py", "integration/test_cache_shapes.py"),
+    "aiokv/worker/checksums.py": ("integration/test_verify.py",),
+    "aiokv/worker/device/cpu.py": ("unit/test_cpu_device.py", "unit/test_controller.py"),
+    "native/src/index": (
+        "property/test_core_state_machine.py",
+        "property/test_swap_state_machine.py",
+        "property/test_state_slots.py",
+        "property/test_window_groups.py",
+        "property",
+        "unit/test_core_pending.py",
+        "unit/test_core_preempted.py",
+        "unit/test_saving_ahead.py",
+        "integration/test_counts.py",
+        "integration/test_multimodal.py",
+        "integration/test_write_policies.py",
+        "integration/test_usage.py",
+        "integration/test_batches.py",
+        "unit/test_config.py",
+        "drill",
+    ),
+}
+EVERYTHING = ("unit", "drill", "property", "integration", "ranks")
+# Of the whole command line and of benches: slow, and they notice nothing that others do not.
+TOO_SLOW = (
+    "integration/test_benches.py",
+    "integration/test_demo.py",
+    "integration/test_demo_failures.py",
+    "integration/test_soak.py",
+    "ranks/test_chaos.py",
+    "ranks/test_processes.py",
+)
+
+
+def likely_tests(path: str) -> tuple[str, ...]:
+    prefixes = [prefix for prefix in LIKELY if path.startswith(prefix)]
+    return LIKELY[max(prefixes, key=len)]
+
+
+def python_mutants_of(root: Path) -> list[Mutant]:
+    return [
+        mutant
+        for path in _files(root, PYTHON_FILES)
+        for mutant in PythonMutants(path, (root / path).read_bytes()).all()
+    ]
+
+
+def native_mutants_of(root: Path) -> list[Mutant]:
+    return [
+        mutant
+        for path in _files(root, NATIVE_FILES)
+        for mutant in native_mutants(path, (root / path).read_bytes())
+    ]
+
+
+def _files(root: Path, patterns: tuple[str, ...]) -> list[str]:
+    found = {path for pattern in patterns for path in root.glob(pattern)}
+    return sorted(str(path.relative_to(root)) for path in found if path.name not in LEFT_ALONE)

@@ -1,0 +1,67 @@
+"""Options: each is used, none comes from the environment, and none promises what is not there."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from aiokv import CacheConfig, ConfigError, WindowGroup
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "aiokv"
+CACHE = ("engine", "scheduler", "worker", "ranks")
+
+
+def attributes_read() -> set[str]:
+    """Names of attributes that the code behind the options reads."""
+    names = set()
+    for folder in CACHE:
+        for path in (PACKAGE / folder).rglob("*.py"):
+            names |= {
+                node.attr
+                for node in ast.walk(ast.parse(path.read_text()))
+                if isinstance(node, ast.Attribute)
+            }
+    return names
+
+
+@pytest.mark.parametrize("options", [CacheConfig, WindowGroup])
+def test_each_option_is_read_by_the_code_that_it_configures(options: type):
+    """A8.5: options that nothing reads look like promises."""
+    derived = {  # read through a property of CacheConfig
+        "low_watermark_blocks": "watermark_blocks",
+        "min_onload_tokens": "min_onload_blocks",
+    }
+    read = attributes_read()
+    fields = [field.name for field in dataclasses.fields(options)]
+    assert len(fields) > 3
+    assert [name for name in fields if derived.get(name, name) not in read] == []
+
+
+def test_no_option_of_the_cache_comes_from_the_environment():
+    """A20: two engines of one process may differ in all of their options."""
+    reads = ("environ", "getenv")
+    native = [*(ROOT / "native/src").rglob("*.c*"), *(ROOT / "native/include").rglob("*.hpp")]
+    python = [PACKAGE / "config.py", PACKAGE / "lease.py"]
+    for folder in CACHE:
+        python += (PACKAGE / folder).rglob("*.py")
+    assert min(len(native), len(python)) > 20
+    for path in (*native, *python):
+        text = path.read_text()
+        assert not [name for name in reads if name in text], path
+
+
+def test_what_is_not_there_has_no_stub():
+    """B7.15: no handler that carries an error in place of a transfer."""
+    for path in PACKAGE.rglob("*.py"):
+        assert "NotImplementedError" not in path.read_text(), path
+
+
+@pytest.mark.parametrize("tier", ["storage", "mooncake", "rdma"])
+def test_a_tier_that_is_not_there_cannot_be_configured(tier: str):
+    """B2.12: tiers are fields of the configuration, and there are two of them."""
+    with pytest.raises((TypeError, ConfigError), match=f"{tier}_blocks"):
+        CacheConfig(device_blocks=8, **{f"{tier}_blocks": 8})
