@@ -7,6 +7,7 @@ import gc
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import structlog
 import uvloop
 
 from aiokv.testing import clocked_loop
@@ -69,6 +70,7 @@ def no_leaks() -> Iterator[None]:
     """Threads and descriptors that a test opens, it closes."""
     before = running_threads(), open_descriptors()
     yield
+    structlog.reset_defaults()  # the command line configures it for its process
     _loops.clear()
     gc.collect()
     threads = running_threads() - before[0]

@@ -105,6 +105,7 @@ class EngineBase:
         self._thread = 0  # of the loop; 0 before and after
         self._entered = False  # stays True after closing
         self._closing: str | None = None
+        self._abandoned = False  # in a forked process
         self._leases_changed = LeasesChanged()
         self._broken: BaseException | None = None
 
@@ -263,6 +264,7 @@ class EngineBase:
         """
         if not self._thread:
             return
+        self._abandoned = True
         _native.keep_forever(self)  # destructors would join threads that this process lacks
         self._closing = "belongs to the process that has entered it"
         self._thread = 0
@@ -556,6 +558,8 @@ class EngineBase:
 
     def _check_lines(self) -> list[str]:
         """Return a description of each violated invariant of the lines, and of who holds blocks."""
+        if self._abandoned:
+            return []  # of a forked process: its tasks and leases are the parent's
         core, live = self._core, self._owners
         held = {
             lease_id: self._blocks_for(core.num_tokens(lease_id))

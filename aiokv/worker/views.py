@@ -155,6 +155,7 @@ class LayerView:
                 first position to compute again.
             UsageError: as there.
         """
+        self._check(layer)
         self._raise_first((counter, counter.order(layer, stream)) for counter in self.counters)
 
     def gpu_wait_all(self, stream: Any) -> None:

@@ -347,6 +347,7 @@ ARGUMENTS: dict[str, Callable[[CacheEngine, Lease], tuple[Any, ...]]] = {
     "pin": lambda e, lease: (TOKENS,),
     "allocate": lambda e, lease: (12,),
     "try_allocate": lambda e, lease: (12,),
+    "can_allocate": lambda e, lease: (12,),
     "resume": lambda e, lease: (12,),
     "commit": lambda e, lease: (8,),
     "truncate": lambda e, lease: (9,),

@@ -1,0 +1,69 @@
+"""The README's code blocks run as they stand."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from aiokv import CacheConfig, CacheEngine, Regions
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def code_blocks() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+
+
+def test_the_first_program_hits_all_but_the_last_block_of_the_second_request(tmp_path):
+    (tmp_path / "serve.py").write_text(code_blocks()[0])
+    done = subprocess.run(
+        [sys.executable, "serve.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == [
+        "Hit(device_tokens=0, host_tokens=0) [0 1 2 3 4 5 6]",
+        "Hit(device_tokens=96, host_tokens=0) [0 1 2 3 4 5 6]",
+    ]
+
+
+@pytest.mark.asyncio
+async def test_decoding_in_the_order_of_the_readme_indexes_generated_blocks():
+    (decoding,) = [block for block in code_blocks() if "decode_step" in block]
+    names: dict[str, object] = {}
+    exec(
+        f"async def decode(engine, lease, decode_step):\n{textwrap.indent(decoding, '    ')}", names
+    )
+    kv = np.zeros((8, 4, 2), np.float32)
+    regions = Regions(num_layers=1)
+    regions.add("kv", layers=[kv])
+    prompt = list(range(5))
+    async with CacheEngine(CacheConfig(block_tokens=4, device_blocks=8), regions) as engine:
+        async with engine.match(prompt) as lease:
+            await lease.allocate(len(prompt) + 1)
+            lease.commit(len(prompt))
+            lease.append([100])
+            for token in (101, 102, 103):
+                await names["decode"](engine, lease, lambda table, token=token: token)
+            assert lease.num_tokens == 9
+        with_generated = [*prompt, 100, 101, 102, 103]
+        assert engine.match(with_generated).hit.total == 8
+        await asyncio.sleep(0)
+
+
+def test_every_method_that_the_readme_names_exists():
+    text = README.read_text()
+    for owner, cls in (("engine", CacheEngine), ("lease", None), ("regions", Regions)):
+        names = set(re.findall(rf"`(?:await |async with )?{owner}\.(\w+)", text))
+        target = cls
+        if cls is None:
+            from aiokv import Lease as target
+        missing = {name for name in names if not hasattr(target, name)}
+        assert names
+        assert not missing, f"{owner}: {missing}"
