@@ -32,7 +32,7 @@ async def test_a_second_request_hits_what_torch_computed():
         + f"    async with aiokv.CacheEngine{opening}\n"
         + "        def run_layer(layer, table):\n"
         + "            with torch.cuda.stream(stream):\n"
-        + "                kv[layer][torch.from_numpy(table).to('cuda').long()] = layer\n"
+        + "                kv[layer][torch.tensor(table).to('cuda').long()] = layer\n"
         + "        for _ in range(2):\n"
         + textwrap.indent(request, "        ")
         + "            hits.append(lease_hit)\n"
