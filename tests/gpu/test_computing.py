@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from aiokv.testing import run_until_idle
+
 from .test_engine import BLOCK, check, make, write
 from .test_ordering import new_stream, record, spin
 
@@ -76,8 +78,7 @@ async def test_an_onload_is_not_overwritten_by_a_kernel_of_a_request_that_has_go
         check(tensors, other.block_table, 0, BLOCKS - 1)
         other.release()
         engine.step()
-        while engine.statistics().releasing_leases:
-            await asyncio.sleep(0)
+        await run_until_idle(lambda: not engine.statistics().releasing_leases)
         assert engine.check_invariants() == []
 
 
