@@ -427,7 +427,7 @@ class Request:
             self.memory.write(self.lease.block_table[first:last], self.words()[first:last])
 
     async def compute_late(self, begin: int, end: int) -> None:
-        """As a runner in a thread: it writes at some time, even if the request has gone by then."""
+        """Write as a runner in a thread does: later, even after the request has ended."""
         first, last = begin // self.size, min(end, self.full_tokens) // self.size
         runner = LateRunner(
             self.memory, self.lease.block_table[first:last], self.words()[first:last]
@@ -478,7 +478,7 @@ class Request:
 
 
 class LateRunner:
-    """Writes blocks some passes of the loop later, whatever has become of their lease."""
+    """Writes blocks some passes of the loop later, even if their lease was released."""
 
     def __init__(self, memory: Memory, block_table: np.ndarray, words: np.ndarray) -> None:
         self.memory = memory

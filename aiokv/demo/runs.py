@@ -29,10 +29,10 @@ class DemoConfig:
         device_blocks: of the runs without pressure.
         pressure_blocks: device blocks of the run with a host tier.
         write_policy: of the run with a host tier.
-        corrupt: spoil one cached block of the last run.
+        corrupt: corrupt one cached block of the last run.
         disconnect: share of the requests of the later runs that are cancelled while they are
             computed, and sent again.
-        seed: of the instants of these.
+        seed: for the random choice of these instants.
     """
 
     block_tokens: int = 16

@@ -137,14 +137,14 @@ class Exchange:
             self._loop.call_soon(self.flush)
 
     def flush(self) -> None:
-        """What this pass has brought, encoded once, to every rank."""
+        """Send the plans of this pass, encoded once, to every rank."""
         self._flush_scheduled = False
         try:
             self._flush()
         except Exception:
             raise
         except BaseException:
-            self._schedule_flush()  # an interrupt; what was handed to the roster is not sent again
+            self._schedule_flush()  # interrupted; messages that were sent are not sent again
             raise
 
     def _flush(self) -> None:

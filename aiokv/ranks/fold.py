@@ -30,7 +30,7 @@ class RankTransfer:
         since: when the clock of its deadline began.
         owing: ranks that have not reported its end. Its blocks are the transfer's until this is
             empty (I3).
-        given_up: why nobody waits any more; it has failed then, whatever is still reported.
+        given_up: why waiters were released early; the transfer has failed, whatever is reported.
     """
 
     __slots__ = (

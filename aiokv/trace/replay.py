@@ -179,7 +179,7 @@ def workload_of(
     """Expand ``requests``, one or more.
 
     Args:
-        name: how reports and messages call them.
+        name: of the trace, for reports and messages.
         requests: in order of arrival.
         stages: progress.
         largest_tokens: longer requests are left out, not expanded; None expands all.
@@ -208,7 +208,7 @@ def workload_of(
 
 
 def _check_memory(name: str, requests: Sequence[TraceRequest], max_bytes: int | None) -> None:
-    """A line of a trace grows a thousandfold when it is expanded: refuse before memory is short."""
+    """Refuse prompts that would fill the memory: a line expands to a thousand times its size."""
     tokens = sum(request.input_tokens for request in requests)
     limit = available_bytes() // 2 if max_bytes is None else max_bytes
     if tokens * TOKEN_BYTES > limit:

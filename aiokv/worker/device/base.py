@@ -68,14 +68,14 @@ class QueriedEvent:
 
 
 def as_event(name: str, value: Any) -> Event | None:
-    """An argument that is an event, or None; events with ``query()`` are wrapped.
+    """Return an event, or None; events with ``query()`` are wrapped.
 
     Raises:
         UsageError: it is neither.
     """
     if value is None:
         return None
-    kind = type(value)  # asking the object itself would ask the device
+    kind = type(value)  # reading ``done`` of the object would query the device
     if hasattr(kind, "synchronize"):
         if hasattr(kind, "done"):
             event: Event = value
