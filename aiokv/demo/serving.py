@@ -222,7 +222,7 @@ class Server:
             for span, blocks in zip(batch.spans, checks, strict=True)
         ]
         try:
-            # a request keeps its blocks until the thread has left the step, even if its client leaves
+            # requests keep their blocks until the thread has left the step, even without clients
             with self._engine.computing([sequence.lease for sequence, _ in chosen]) as computing:
                 work = self._runner.submit(batch, arriving, read_back)
                 computing.ends_with(work)

@@ -165,7 +165,7 @@ TensorTuple layout(const DlpackTensor& tensor) {
 }
 
 void bind_dlpack(nb::module_& m) {
-    nb::class_<DlpackTensor>(m, "DlpackTensor", "Memory that a DLPack capsule lends; borrowed.")
+    nb::class_<DlpackTensor>(m, "DlpackTensor", "Memory of a DLPack capsule; borrowed.")
         .def(
             "__init__",
             [](DlpackTensor* self, nb::ndarray<> array) {
@@ -188,7 +188,7 @@ void bind_timer(nb::module_& m) {
                           static_cast<std::int64_t>(repeat_seconds * 1e9));
             },
             "delay_seconds"_a, "repeat_seconds"_a = 0.0,
-            "Expire that long from now, then every repeat_seconds (0: once); replaces an earlier "
+            "Expire after delay_seconds, then every repeat_seconds (0: once); replaces an earlier "
             "arming.")
         .def("disarm", &TimerFd::disarm)
         .def("drain", &TimerFd::drain, "Take note of the expiry, so that select() waits again.")
