@@ -1,4 +1,4 @@
-"""What a cache is made of; checked once, never changed."""
+"""Configuration of a cache; checked once, never changed."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _NO_WAITS = Waits()
 
 
 class Lease(Unique):
-    """What ``engine.match`` returns; made by the engine only.
+    """A request's share of the cache, as ``engine.match`` returns it; made by the engine only.
 
     Life: *matched* (holds nothing) -> *granted* (refs on the cached blocks, own ids for the rest)
     -> *released* (dead: any further use raises ``LeaseError``). Used on the engine's loop, except
@@ -247,7 +247,7 @@ class Lease(Unique):
 
     @property
     def pending_tokens(self) -> int:
-        """What follows the hit and is being computed by another lease; 0 once granted."""
+        """Tokens behind the hit that another lease is computing; 0 once granted."""
         self._engine._check_thread()
         return self._core.pending(self._live_id())[1] * self._engine.config.block_tokens
 
@@ -259,7 +259,7 @@ class Lease(Unique):
 
     @property
     def usage(self) -> Usage:
-        """What the request was spared and waited for so far; to be read before ``release``."""
+        """Cached tokens and waiting times of the request so far; read it before ``release``."""
         self._engine._check_thread()
         prompt_tokens, cached_device, cached_host, computed_blocks = self._core.usage(
             self._live_id()

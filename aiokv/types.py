@@ -24,7 +24,7 @@ _INT32 = np.iinfo(np.int32)
 
 
 class Hit(NamedTuple):
-    """How much of a prompt is cached, in tokens; the parts follow each other in this order."""
+    """Cached tokens of a prompt by tier; the parts follow each other in this order."""
 
     device_tokens: int
     host_tokens: int

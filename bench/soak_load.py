@@ -1,4 +1,4 @@
-"""What the soak does to an engine: clients that live random lives, and checks every byte they see.
+"""Load of the soak: clients with random operations, which check every byte they read.
 
 A block's bytes are a function of all tokens up to its end, the tenant and the weights, so a block
 of another prefix, another tenant or older weights does not compare equal, nor one that a copy has
@@ -237,7 +237,7 @@ class Load:
             self.note("operator", "resize timed out")
 
     async def spoil(self) -> None:
-        """Change a host block behind the engine's back: nobody may get it any more."""
+        """Change a host block behind the engine's back: no request may get it any more."""
         await self.engine.evict(4)  # so that some are on the host alone
         blocks = [
             (context, np.frombuffer(prefix, np.int32), host)

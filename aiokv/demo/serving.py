@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingConfig:
-    """How the loop serves.
+    """Options of the serving loop.
 
     Attributes:
         max_running: requests in the batch at once.

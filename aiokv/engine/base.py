@@ -1,4 +1,4 @@
-"""What all of the engine shares: its parts, opening and closing, and who gets blocks."""
+"""Shared parts of the engine: its components, opening and closing, granting of blocks."""
 
 from __future__ import annotations
 

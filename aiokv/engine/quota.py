@@ -1,4 +1,4 @@
-"""How many device blocks the leases of one salt hold, and who waits for fewer."""
+"""Quotas: device blocks that the leases of one salt hold, and leases that wait for them."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Steps:
 
     @property
     def open(self) -> int:
-        """What commit and release note for the blocks they touch."""
+        """The step that commit and release note for their blocks; 0 when steps do not matter."""
         return self.next if self._tracked else 0
 
     @property

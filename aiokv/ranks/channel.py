@@ -135,7 +135,7 @@ def _ignore(_: object) -> None:
 
 
 def frame_of(payload: bytes) -> bytes:
-    """What ``send`` takes.
+    """Return a payload as the frame that ``send`` takes.
 
     Raises:
         ChannelError: longer than the other side would accept.

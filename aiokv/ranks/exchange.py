@@ -189,7 +189,7 @@ class Exchange:
             self._give_up(transfer, failure)
 
     def cancel_all(self) -> None:
-        """Nobody needs them: what waits on a rank, for a step perhaps, need not."""
+        """Ask the ranks to cancel all plans that still wait, e.g. for a step."""
         for transfer_id in self._transfers:
             self.cancel(transfer_id)
 

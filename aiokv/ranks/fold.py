@@ -119,7 +119,7 @@ class RankTransfer:
             self.counter.give_up(failure)
 
     def report(self) -> TransferReport:
-        """What the scheduler is told, and the waiters: the same, in whatever order ranks came."""
+        """Return the report for the scheduler; it does not depend on the order of the ranks."""
         failure = self._failure()
         if failure is None:
             for layer in self.counter.pending_layers:

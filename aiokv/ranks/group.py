@@ -409,7 +409,7 @@ class RankGroup(Unique):
         )
 
     def describe(self) -> list[dict[str, object]]:
-        """How each rank fares, for a person to read; plain values."""
+        """Return the state of each rank, as plain values."""
         seats = [] if self._roster is None else self._roster.seats
         return [
             {

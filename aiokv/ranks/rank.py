@@ -207,8 +207,8 @@ class Rank(Unique):
                         await asyncio.sleep(RETRY_SECONDS)
         except TimeoutError:
             raise TimeoutError(
-                f"rank {self.rank}: nobody listens at {self._path} after {self._connect_timeout} s"
-                " (connect_timeout)"
+                f"rank {self.rank}: no group listens at {self._path} after "
+                f"{self._connect_timeout} s (connect_timeout)"
             ) from None
 
     # --- for the model runner -------------------------------------------------------------------
@@ -425,5 +425,5 @@ class Rank(Unique):
 
 
 def _words_of(error: Exception) -> str:
-    """What the manager is told; never empty."""
+    """Return the text for the manager; never empty."""
     return str(error) if isinstance(error, AiokvError) else f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Who of the ranks is there: they come, start a generation together, live, and get lost."""
+"""Membership and liveness of ranks, per generation."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ class Roster:
             self._news.remove(news)
 
     def _why(self, seat: Seat) -> str:
-        """What is known of a rank that is away."""
+        """Return why a rank is not connected."""
         if self._processes is None or self._processes.is_alive(seat.rank):
             return seat.why_away
         return f"{seat.why_away}; {self._processes.describe(seat.rank)}"

@@ -1,4 +1,4 @@
-"""Who may sit where, and for how long they may be silent."""
+"""State of each rank of a group, and time limits."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class RankTimeouts:
 
 
 class Seat:
-    """One rank's place.
+    """The manager's state of one rank.
 
     Attributes:
         channel: None while the rank is away.

@@ -115,7 +115,7 @@ class CacheManager:
         return self._plan(transfer_id, "offload", Priority.DEMAND)
 
     def describe(self, lease_id: int) -> dict[str, object]:
-        """What one lease holds."""
+        """Return what one lease holds, as plain values."""
         core = self.core
         device_blocks, host_blocks = core.hit(lease_id)
         return {

@@ -58,7 +58,7 @@ EVICTION_POLICIES: Final[tuple[EvictionPolicy, ...]] = ("lru", "s3fifo")
 
 
 class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How to replay.
+    """Options of a replay.
 
     Attributes:
         block_tokens: tokens of a block.
@@ -92,7 +92,7 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the loop is the bare one: index only, one lease, one tier."""
+        """True when the loop is the bare one: index only, one lease, one tier."""
         return (
             self.concurrency == 1
             and self.host_blocks == 0
@@ -128,7 +128,7 @@ class Workload(msgspec.Struct, kw_only=True):
         return len(self.requests) + len(self.left_out)
 
     def fitting(self, capacity_tokens: int) -> Workload:
-        """What is left without the prompts that could never be granted.
+        """Return the workload without the prompts that can never be granted.
 
         Raises:
             UsageError: nothing is left.

@@ -477,7 +477,7 @@ class CacheController:
 
 
 class _Marker:
-    """What the poller calls when an event of a transfer is done."""
+    """Callback of the poller when an event of a transfer is done."""
 
     __slots__ = ("_controller", "_copy", "_event", "_layers", "_transfer")
 

@@ -1,4 +1,4 @@
-"""What a worker moves bytes between: the device tensors and the host arena, awake or asleep."""
+"""Memory of a worker: the device tensors and the host arena, awake or asleep."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ LATENCY_SAMPLES: Final = 4096
 
 
 class PollerStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """What waiting costs.
+    """Latency and CPU time of waiting.
 
     Attributes:
         events: finished and announced.

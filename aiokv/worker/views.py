@@ -70,7 +70,7 @@ class LayerView:
 
     @property
     def transfer_ids(self) -> tuple[int, ...]:
-        """What a rank's runner needs to wait for the same transfers; see ``Rank.layers``."""
+        """Ids that a rank's runner passes to ``Rank.layers`` to wait for the same transfers."""
         return tuple(counter.transfer_id for counter in self.counters)
 
     @property

@@ -1,4 +1,4 @@
-"""What the worker asks of a device: the interfaces that the cpu, cuda and manual devices satisfy.
+"""Interface of a device: the protocols that the cpu, cuda and manual devices satisfy.
 
 Contract of time: an event's ``done`` is False until the work it stands for was *submitted and*
 has finished. CUDA calls an event that was never recorded done; a device must hide that.

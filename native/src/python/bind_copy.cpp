@@ -50,7 +50,7 @@ Direction direction_of(bool onload) {
 }
 
 // Event and BlockMap are made by make_shared and know it: a reference that Python made would need
-// the GIL to go away on a stream's thread, whose end somebody may await with the GIL held.
+// the GIL to go away on a stream's thread, whose end another thread may await with the GIL held.
 void bind_event(nb::module_& m) {
     nb::class_<Event>(m, "Event", "A point in a stream's order. Thread-safe.")
         .def(nb::new_([] { return std::make_shared<Event>(); }))
