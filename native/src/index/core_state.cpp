@@ -45,8 +45,8 @@ bool Core::has_own_sides(const Lease& lease) const {
     return (!state_ || lease.state_valid) && lease.windows.size() == windows_.size();
 }
 
-// A swapped lease keeps its state slot and windows as long as no other lease needs them: it waits in
-// line like others, and must not delay leases in front of it. Without them it goes on at the
+// A swapped lease keeps its state slot and windows as long as no other lease needs them: it waits
+// in line like others, and must not delay leases in front of it. Without them it goes on at the
 // deepest border that can be hit. While a lease computes, its end is waited for instead; a pin may
 // never end.
 bool Core::make_side_room(const Lease& lease, std::uint32_t total_blocks) {
