@@ -214,12 +214,12 @@ class EngineBase:
         """Refuse new work, wait for leases and transfers, join threads, free memory. Idempotent.
 
         Args:
-            drain_timeout: seconds to wait for leases that are out, instead of the
+            drain_timeout: seconds to wait for leases that are still held, instead of the
                 configuration's; their owners are logged when it passes.
 
         Raises:
-            UsageError: ``drain_timeout`` is no number; or called outside the engine's loop, which
-                is not closed. Nothing changed.
+            UsageError: ``drain_timeout`` is not a number; or it is called outside the engine's loop,
+                which is not closed. Nothing changed.
 
         Cancellation: memory is kept until transfers have ended; call it again.
         """
@@ -290,7 +290,7 @@ class EngineBase:
             ) from self._broken
 
     def _check_loop(self) -> None:
-        """What live leases may do until the engine is closed."""
+        """Check the loop of a call that open leases may make until the engine is closed."""
         if not self._thread:
             if self._closing:
                 raise ClosedError(f"the engine {self._closing}")
