@@ -218,8 +218,8 @@ class EngineBase:
                 configuration's; their owners are logged when it passes.
 
         Raises:
-            UsageError: ``drain_timeout`` is not a number; or it is called outside the engine's loop,
-                which is not closed. Nothing changed.
+            UsageError: ``drain_timeout`` is not a number; or the call is made outside the engine's
+                loop, which is not closed. Nothing changed.
 
         Cancellation: memory is kept until transfers have ended; call it again.
         """
