@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 def keep_forever(object: object) -> None:
     """
-    Never destroy the object: for a forked process, which lacks the threads that it uses.
+    Never destroy an object: a forked process lacks the threads that its destructor joins.
     """
 
 class Event:
@@ -96,7 +96,7 @@ class CopyJob:
         """(first bad block, reason), or None."""
 
 class DlpackTensor:
-    """Memory that a DLPack capsule lends; borrowed."""
+    """Memory of a DLPack capsule; borrowed."""
 
     def __init__(self, capsule: object) -> None: ...
 
@@ -115,7 +115,7 @@ class TimerFd:
 
     def arm(self, delay_seconds: float, repeat_seconds: float = 0.0) -> None:
         """
-        Expire that long from now, then every repeat_seconds (0: once); replaces an earlier arming.
+        Expire after delay_seconds, then every repeat_seconds (0: once); replaces an earlier arming.
         """
 
     def disarm(self) -> None: ...
@@ -270,12 +270,12 @@ class Core:
 
     def pending(self, lease: int) -> tuple[int, int]:
         """
-        (lease, blocks): who will compute what follows the match; (0, 0): nobody.
+        (lease, blocks): the lease that will compute what follows the match; (0, 0): none.
         """
 
     def can_allocate(self, lease: int, num_tokens: int, saves: bool = False) -> bool:
         """
-        Whether allocate would grant now; `saves`: after take_write_backs had nothing to do.
+        Return whether allocate would grant now; `saves`: after take_write_backs found nothing.
         """
 
     def indexed_blocks(self, lease: int) -> int:
@@ -286,7 +286,7 @@ class Core:
 
     def retract(self, lease: int, step: int = 0) -> int:
         """
-        Undo allocate; the lease stays matched. The lease that keeps the blocks for the batches in flight; 0: none.
+        Undo allocate; the lease stays matched. Return the lease that keeps the blocks for the batches in flight, or 0.
         """
 
     def hit(self, lease: int) -> tuple[int, int]:
@@ -301,26 +301,28 @@ class Core:
         """Index computed blocks; returns how many became shareable."""
 
     def truncate(self, lease: int, num_tokens: int, step: int = 0) -> int:
-        """Returns as retract()."""
+        """Return what retract() returns."""
 
     def extend(self, leases: Sequence[int], num_tokens: int) -> bool: ...
 
     def release(self, lease: int, step: int = 0) -> bool:
-        """False: batches in flight keep the blocks until end_batch()."""
+        """Return False when batches in flight keep the blocks until end_batch()."""
 
     def begin_batch(self, leases: Sequence[int]) -> int:
-        """Name the leases that a batch computes with; returns the batch."""
+        """Begin a batch that computes with these leases; return its number."""
 
     def end_batch(self, batch: int, step: int = 0) -> list[int]:
         """
-        The work is over, or belongs to `step`: the leases that are released by this.
+        End a batch, or let its work belong to `step`; return the leases that this releases.
         """
 
     def batches(self, lease: int) -> list[int]:
-        """Those in flight that compute with the lease."""
+        """Return the batches in flight that compute with the lease."""
 
     def is_released(self, lease: int) -> bool:
-        """Released, while batches in flight keep its blocks."""
+        """
+        Return whether the lease is released while batches in flight keep its blocks.
+        """
 
     def recompute_from(self, lease: int) -> int: ...
 
@@ -339,20 +341,20 @@ class Core:
         """
 
     def is_current(self, lease: int) -> bool:
-        """Whether the lease is granted and its hit can still be matched."""
+        """Return whether the lease is granted and its hit can still be matched."""
 
     def await_use(self, lease: int) -> None:
         """
-        take_used() names the lease when another one has hit all that it holds.
+        Let take_used() return the lease once another lease has hit all that it holds.
         """
 
     def awaits_use(self, lease: int) -> bool:
         """
-        Whether await_use() was called, and no use of the lease's hit came since.
+        Return whether await_use() was called, and the hit was not used since then.
         """
 
     def take_used(self) -> list[int]:
-        """Leases of await_use() whose hit was used since the last call."""
+        """Return leases of await_use() whose hit was used since the last call."""
 
     def is_granted(self, lease: int) -> bool: ...
 
@@ -420,7 +422,7 @@ class Core:
 
     def must_look_further(self) -> bool:
         """
-        Room was not made for a block that take_write_backs(more) has to look at first.
+        Return whether eviction stopped at a block that take_write_backs(more) has not seen.
         """
 
     def transfer(self, transfer: int) -> tuple[bytes, bytes, int]:
@@ -431,14 +433,16 @@ class Core:
     def take_abandoned(self) -> list[int]: ...
 
     def mark_cancelling(self, transfer: int) -> None:
-        """A worker was asked to take it back: no other lease joins it."""
+        """
+        Note that a worker was asked to cancel a transfer: no other lease joins it.
+        """
 
     def close_step(self, step: int) -> None: ...
 
     def finish_step(self, step: int) -> None: ...
 
     def unfinished_step(self) -> int:
-        """The newest step that may still use blocks, or 0."""
+        """Return the newest step that may still use blocks, or 0."""
 
     def evict_device(self, blocks: int) -> int: ...
 
@@ -457,7 +461,7 @@ class Core:
 
     def room(self) -> tuple[int, int, int]:
         """
-        (device_free, evictable, state_slots) that no lease holds; of statistics, but O(1).
+        (device_free, evictable, state_slots) that no lease holds; statistics() in O(1).
         """
 
     def forget_device(self) -> None: ...

@@ -30,7 +30,9 @@ def shown(value: object) -> str:
     """``repr`` for a message: at most 200 characters, and never an error of its own."""
     try:
         text = repr(value)
-    except Exception:  # an int of more digits than Python converts, an object that is half made
+    except (
+        Exception
+    ):  # an int of more digits than Python converts, an object whose constructor has failed
         return f"a {type(value).__name__}"
     return text if len(text) <= 200 else f"{text[:200]}..."
 
@@ -43,10 +45,10 @@ def integer(
     maximum: int = MAX_INT64,
     error: type[AiokvError] = UsageError,
 ) -> int:
-    """``value`` as an int; ``np.int64`` and the like are integers, bools and floats are not.
+    """Return ``value`` as an int; ``np.int64`` and the like are integers, bools and floats are not.
 
     Raises:
-        AiokvError: of the class ``error``; it is no integer, or outside ``minimum`` to ``maximum``.
+        AiokvError: of the class ``error``; it is not an integer from ``minimum`` to ``maximum``.
     """
     if type(value) is not int:
         if isinstance(value, bool) or not hasattr(value, "__index__"):
@@ -68,10 +70,10 @@ def integer(
 def seconds(
     name: str, value: object, *, error: type[AiokvError] = UsageError, minimum: float | None = None
 ) -> float:
-    """``value`` as a float, which may be infinite.
+    """Return ``value`` as a float, which may be infinite.
 
     Raises:
-        AiokvError: of the class ``error``; it is no number, NaN, or below ``minimum``.
+        AiokvError: of the class ``error``; it is not a number, is NaN, or is below ``minimum``.
     """
     if type(value) is not float:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -88,9 +90,9 @@ def seconds(
 
 
 def timeout(value: object, name: str = "timeout") -> float | None:
-    """Seconds until a deadline; None, and infinity, for no deadline.
+    """Return the seconds until a deadline; None and infinity mean no deadline.
 
-    A time that is over already, so a negative number, is 0.0.
+    A negative number is 0.0: the deadline has passed.
 
     Raises:
         UsageError: neither None nor a number, or NaN.
@@ -102,10 +104,10 @@ def timeout(value: object, name: str = "timeout") -> float | None:
 
 
 def text(name: str, value: object) -> str:
-    """``value``, a str that UTF-8 can encode.
+    """Return ``value``, which must be a str that UTF-8 can encode.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is not.
     """
     if not isinstance(value, str):
         raise UsageError(f"{name} is {shown(value)}; it must be a str")
@@ -120,10 +122,10 @@ def text(name: str, value: object) -> str:
 
 
 def flag(name: str, value: object, error: type[AiokvError] = UsageError) -> bool:
-    """``value``, a bool.
+    """Return ``value``, which must be a bool.
 
     Raises:
-        AiokvError: of the class ``error``; it is none.
+        AiokvError: of the class ``error``; it is not.
     """
     if not isinstance(value, bool):
         raise error(f"{name} is {shown(value)}; it must be True or False")
@@ -142,10 +144,10 @@ def choice(
 
 
 def sequence(name: str, value: Iterable[_T]) -> list[_T]:
-    """The elements of ``value``.
+    """Return the elements of ``value``.
 
     Raises:
-        UsageError: it cannot be iterated over, or is a str.
+        UsageError: it is a str, or cannot be iterated over.
     """
     if not isinstance(value, str | bytes):
         try:
@@ -187,11 +189,11 @@ def _with_bound_arguments(
 
 
 class Unique:
-    """Refuses ``copy`` and ``pickle``: there is one object for what it owns."""
+    """Refuse ``copy`` and ``pickle``: each resource has one owner."""
 
     __slots__ = ()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise UsageError(
-            f"{self!r} cannot be copied or pickled: it owns resources that cannot be in two objects"
+            f"{self!r} cannot be copied or pickled: it owns resources, which have one owner"
         )

@@ -1,4 +1,4 @@
-"""What a cache is made of; checked once, never changed."""
+"""Configuration of a cache; checked once, never changed."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class WindowGroup:
 
     Attributes:
         window_tokens: positions that one position sees, itself included.
-        device_blocks: of this group's tensors. A lease has at most a sink, a window and a step at a
-            time, however long it is; the rest keeps windows for later hits.
+        device_blocks: blocks of this group's tensors. A lease has at most the blocks of a sink, a
+            window and a step at a time, however long it is; the rest keeps windows for later hits.
         step_tokens: the most that one step computes of a lease, such as a chunk of the prompt; None
             to give a lease the blocks of all its positions at once, as far as there are any.
         sink_tokens: positions at the beginning of a prompt that every position sees beside its
@@ -33,8 +33,8 @@ class WindowGroup:
             whole ones, stay with the lease, and a prefix is hit only while they are cached.
 
     Raises:
-        ConfigError: a value is out of range. (That ``device_blocks`` cannot hold a sink, a window
-            and a step of one lease is found when the engine is made, which knows ``block_tokens``.)
+        ConfigError: a value is out of range. The engine, which knows ``block_tokens``, raises it
+            when ``device_blocks`` cannot hold a sink, a window and a step of one lease.
     """
 
     window_tokens: int
@@ -74,7 +74,7 @@ class CacheConfig:
         leave_tokens: positions at the end of a prompt that are computed even if cached, at least
             1 for the logits; EAGLE and MTP heads want more.
         reserve_blocks: device blocks that ``allocate`` leaves for ``extend``.
-        drain_timeout_seconds: how long closing waits for leases that are still out; may be
+        drain_timeout_seconds: how long closing waits for leases that are still held; may be
             ``math.inf``.
         verify: ``"checksum"`` compares each onloaded block with what was committed, at the price
             of reading every byte; for finding bugs.

@@ -31,7 +31,7 @@ _NO_WAITS = Waits()
 
 
 class Lease(Unique):
-    """What ``engine.match`` returns; made by the engine only.
+    """A request's share of the cache, as ``engine.match`` returns it; made by the engine only.
 
     Life: *matched* (holds nothing) -> *granted* (refs on the cached blocks, own ids for the rest)
     -> *released* (dead: any further use raises ``LeaseError``). Used on the engine's loop, except
@@ -116,8 +116,8 @@ class Lease(Unique):
             RequestTooLarge: it can never fit; at once.
             LeaseError: released, granted already, or waiting in another task. Also when it is
                 released while it waits.
-            UsageError: ``priority`` is not an integer, or another argument is no number; nothing
-                changed.
+            UsageError: ``priority`` is not an integer, or another argument is not a number;
+                nothing changed.
             ClosedError: the engine closes.
             BrokenEngineError: the device failed, or a rank was lost.
 
@@ -136,7 +136,7 @@ class Lease(Unique):
         return self
 
     def try_allocate(self, num_tokens: int) -> bool:
-        """As :meth:`allocate`, now or not at all; False also while others wait, or it does."""
+        """Allocate now, or return False: no room, or this or other leases wait in line."""
         return self._engine._try_allocate(self, checks.integer("num_tokens", num_tokens))
 
     def can_allocate(self, num_tokens: int) -> bool:
@@ -158,14 +158,14 @@ class Lease(Unique):
         return self._engine._can_allocate(self, checks.integer("num_tokens", num_tokens))
 
     async def preempt(self, *, swap: bool = False) -> None:
-        """Give the device blocks to somebody else; ``resume`` takes blocks again.
+        """Give the device blocks back; ``resume`` takes blocks again.
 
         Args:
             swap: move the whole table to host memory first, the partial last block included, and
                 keep it there. Without it, full blocks stay as cached as any, and the rest is to be
                 computed again; what an earlier swap has kept is given up, too.
 
-        Recurrent state and sliding windows stay on the device; when somebody else needs their
+        Recurrent state and sliding windows stay on the device; when another lease needs their
         place, the lease goes on at the deepest border that can be hit. Commit all that was computed
         first.
 
@@ -247,7 +247,7 @@ class Lease(Unique):
 
     @property
     def pending_tokens(self) -> int:
-        """What follows the hit and is being computed by another lease; 0 once granted."""
+        """Tokens behind the hit that another lease is computing; 0 once granted."""
         self._engine._check_thread()
         return self._core.pending(self._live_id())[1] * self._engine.config.block_tokens
 
@@ -259,7 +259,7 @@ class Lease(Unique):
 
     @property
     def usage(self) -> Usage:
-        """What the request was spared and waited for so far; to be read before ``release``."""
+        """Cached tokens and waiting times of the request so far; read it before ``release``."""
         self._engine._check_thread()
         prompt_tokens, cached_device, cached_host, computed_blocks = self._core.usage(
             self._live_id()
@@ -339,7 +339,7 @@ class Lease(Unique):
     # --- what was computed ----------------------------------------------------------------------
 
     def commit(self, num_tokens: int, ready: Event | None = None) -> int:
-        """The first ``num_tokens`` positions are computed: make their full blocks shareable.
+        """Make the full blocks of the first ``num_tokens`` positions shareable: they are computed.
 
         Monotone; only named tokens are indexed. What depends on an onload is indexed when that is
         proven.
@@ -354,7 +354,7 @@ class Lease(Unique):
 
         Raises:
             LeaseError: more positions than the lease has; nothing changed.
-            UsageError: ``num_tokens`` is no integer, or ``ready`` no event; nothing changed.
+            UsageError: ``num_tokens`` is not an integer, or ``ready`` no event; nothing changed.
         """
         num_tokens = checks.integer("num_tokens", num_tokens)
         return self._engine._commit(self, num_tokens, as_event("ready", ready))
@@ -394,12 +394,12 @@ class Lease(Unique):
         Raises:
             LeaseError: into shared blocks, into what ``resume`` still brings back, beyond the end,
                 or inside a multimodal item of the prompt; nothing changed. Items behind
-                ``num_tokens`` are not the lease's any more.
+                ``num_tokens`` do not belong to the lease any more.
         """
         self._engine._truncate(self, checks.integer("num_tokens", num_tokens))
 
     def recompute_from(self) -> int | None:
-        """Take note of a failed onload.
+        """Accept a failed onload, and go on from the position before it.
 
         Returns:
             The first position to compute again, or None when nothing failed; never inside a
@@ -408,13 +408,13 @@ class Lease(Unique):
 
         Raises:
             LeaseError: a transfer still writes blocks of the lease, though it has failed already:
-                await ``layers.wait_all()`` first. Where that is a rank that lags, ``preempt`` or
-                release rather than wait. Or the lease has recurrent state or windows, which cannot
-                go back: ``preempt`` and ``resume`` it.
+                await ``layers.wait_all()`` first, or, if a rank is slow, ``preempt`` or release
+                the lease. Or the lease has recurrent state or windows, which cannot go back:
+                ``preempt`` and ``resume`` it.
         """
         self._engine._check_loop()
         if self.layers.given_up:
-            raise LeaseError(f"a rank that lags may still write blocks of {self!r}")
+            raise LeaseError(f"recompute_from: a slow rank may still write blocks of {self!r}")
         lease_id = self._held_id()
         position = self._core.recompute_from(lease_id)
         if position >= 0:

@@ -24,7 +24,7 @@ _INT32 = np.iinfo(np.int32)
 
 
 class Hit(NamedTuple):
-    """How much of a prompt is cached, in tokens; the parts follow each other in this order."""
+    """Cached tokens of a prompt by tier; the parts follow each other in this order."""
 
     device_tokens: int
     host_tokens: int
@@ -102,7 +102,7 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def as_items(items: Sequence[Item]) -> list[Item]:
-    """Items, or tuples like them, with plain integers.
+    """Return items, given as ``Item`` or tuples, with plain integers.
 
     Raises:
         UsageError: an item is not (bytes, int, int).
@@ -131,7 +131,7 @@ def as_priority(priority: object) -> int:
         return operator.index(priority)  # type: ignore[arg-type]
     except TypeError:
         raise UsageError(
-            f"priority is {priority!r}; it must be an integer, and lower ones go first"
+            f"priority is {priority!r}; it must be an integer (lower goes first)"
         ) from None
 
 

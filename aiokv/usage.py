@@ -24,7 +24,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
         capacity_wait_seconds: in line for capacity, quota included.
         pending_wait_seconds: until another lease had computed, or given up.
         onload_seconds: from each grant until the last byte from another tier had arrived, whether
-            or not somebody waited; goes on while one is under way.
+            or not a coroutine waited; increases while an onload is in flight.
     """
 
     prompt_tokens: int

@@ -56,7 +56,7 @@ async def _median_us(waiters: int, repeats: int) -> float:
         if line:
             await asyncio.wait(line)
         if statistics.waiting != waiters or statistics.evicted_device_blocks < repeats:
-            raise InternalError(f"nobody waited, or nothing was evicted: {statistics}")
+            raise InternalError(f"no lease waited, or nothing was evicted: {statistics}")
     return percentile(samples, 50)
 
 

@@ -1,4 +1,4 @@
-"""How long does one call, or one callback, hold the loop when everything is large?
+"""CPU time for which one call or one callback holds the loop in a large engine.
 
 One engine with 60,000 leases, 20,000 waiters (a quota line, a capacity line, and requests that wait
 for pending blocks), 10,000 pins, 1.6 million device blocks, and 1 million host blocks with holes.
@@ -353,13 +353,13 @@ async def _allocate(lease: Lease, num_tokens: int, **options: Any) -> None:
 
 
 async def _timed_out(lease: Lease) -> None:
-    """Stand in line until a deadline that is past."""
+    """Wait in line with a deadline that has passed."""
     with contextlib.suppress(AllocateTimeout):
         await _allocate(lease, 5, timeout=0)
 
 
 async def _passes() -> None:
-    """Three passes of the loop: what a call has scheduled has run."""
+    """Run three passes of the loop, and so the callbacks that a call has scheduled."""
     for _ in range(3):
         await asyncio.sleep(0)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _Silent:
-    """The demo's progress, told to nobody."""
+    """The demo's progress, discarded."""
 
     def begin(self, label: str, requests: int) -> None: ...
 

@@ -4,7 +4,7 @@ Rounds go through all write policies, devices and loops. In each, clients match,
 compute, commit, extend, pin and prefetch over a cache that is too small, while copies fail at
 random, clients are cancelled at random, and an operator evicts, resets, resizes, pauses, updates
 weights and sleeps; in some, salts have a quota, or checksums find the host blocks that the operator
-spoils. A round ends with every pool full and nothing left. See ``soak_load`` for the load.
+corrupts. A round ends with every pool full and nothing left. See ``soak_load`` for the load.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ CLIENTS = 24
 MAX_ROUND_SECONDS = 5.0
 CHECK_OPERATIONS = 50  # between two looks at the invariants
 CANCEL_SHARE = 0.1  # of the passes of the loop that cancel a client
-HANG_SECONDS = 20.0  # nobody may need so long to end
+HANG_SECONDS = 20.0  # no operation may take so long
 
 
 class Totals(msgspec.Struct, kw_only=True):
-    """What a soak did."""
+    """Counts of a soak."""
 
     rounds: int = 0
     operations: int = 0

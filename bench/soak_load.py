@@ -1,4 +1,4 @@
-"""What the soak does to an engine: clients that live random lives, and checks every byte they see.
+"""Load of the soak: clients with random operations, which check every byte they read.
 
 A block's bytes are a function of all tokens up to its end, the tenant and the weights, so a block
 of another prefix, another tenant or older weights does not compare equal, nor one that a copy has
@@ -237,7 +237,7 @@ class Load:
             self.note("operator", "resize timed out")
 
     async def spoil(self) -> None:
-        """Change a host block behind the engine's back: nobody may get it any more."""
+        """Change a host block behind the engine's back: no request may get it any more."""
         await self.engine.evict(4)  # so that some are on the host alone
         blocks = [
             (context, np.frombuffer(prefix, np.int32), host)
@@ -427,7 +427,7 @@ class Request:
             self.memory.write(self.lease.block_table[first:last], self.words()[first:last])
 
     async def compute_late(self, begin: int, end: int) -> None:
-        """As a runner in a thread: it writes at some time, even if the request has gone by then."""
+        """Write as a runner in a thread does: later, even after the request has ended."""
         first, last = begin // self.size, min(end, self.full_tokens) // self.size
         runner = LateRunner(
             self.memory, self.lease.block_table[first:last], self.words()[first:last]
@@ -478,7 +478,7 @@ class Request:
 
 
 class LateRunner:
-    """Writes blocks some passes of the loop later, whatever has become of their lease."""
+    """Writes blocks some passes of the loop later, even if their lease was released."""
 
     def __init__(self, memory: Memory, block_table: np.ndarray, words: np.ndarray) -> None:
         self.memory = memory

@@ -46,7 +46,7 @@ def open_standard_streams() -> None:
 
 @contextmanager
 def sigterm_raises() -> Iterator[None]:
-    """Raise :class:`Terminated` on SIGTERM, unless the parent process made it ignored."""
+    """Raise :class:`Terminated` on SIGTERM, unless the parent process has set it to be ignored."""
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -76,7 +76,7 @@ def run_async(main: Coroutine[Any, Any, T]) -> T:
 
 
 async def _cancel_on_sigterm(main: Coroutine[Any, Any, T]) -> T:
-    """Await ``main``; SIGTERM cancels it between two callbacks instead of raising inside of one."""
+    """Await ``main``; SIGTERM cancels it, and raises in no other callback."""
     if signal.getsignal(signal.SIGTERM) is not _raise_terminated:
         return await main
     task, terminated = asyncio.current_task(), False

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 _KINDS: Final = ("llama", "qwen2", "qwen3")
 _DTYPES: Final = ("F32", "F16", "BF16")
-_MAX_CONFIG_BYTES: Final = 1 << 20  # those of published models have a few KiB
+_MAX_CONFIG_BYTES: Final = 1 << 20  # published models have a few KiB
 
 _Size = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 _PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class _Kind(msgspec.Struct):
-    """The one key of ``config.json`` that says which others there are."""
+    """The key of ``config.json`` that names the kind of model."""
 
     model_type: str
 
@@ -159,7 +159,7 @@ class _Tensors:
         """Return a tensor as float32.
 
         Raises:
-            UsageError: it is missing, or has another shape or an unknown number format.
+            UsageError: the tensor is missing, or has another shape or an unknown number format.
         """
         if name not in self._files:
             raise UsageError(f"the tensor {name} is missing")
@@ -183,7 +183,7 @@ class _Tensors:
 
 
 def _check_regular(path: Path) -> None:
-    """Refuse what is missing, and what would block or has no size, such as a FIFO or a folder."""
+    """Refuse a missing file, and one that is not regular: opening a FIFO would block."""
     if not path.is_file():
         raise UsageError(f"{path.name} is missing or not a regular file")
 

@@ -1,4 +1,4 @@
-"""What a run computed, small enough to keep: tokens, and digests of logits and of cached blocks.
+"""Results of a run, small enough to keep: tokens, and digests of logits and of cached blocks.
 
 Two questions are kept apart. Logits of two runs tell whether the outputs are equal. The bytes of
 cached blocks tell why they are not: a block that a request read either holds the bytes that were
@@ -30,7 +30,7 @@ def digest(data: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How a run differs from the first one.
+    """Differences of a run from the first one.
 
     Attributes:
         rows_compared: logits rows (request and position) that both runs computed.

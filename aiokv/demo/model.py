@@ -93,7 +93,7 @@ class PagedCache(Protocol):
         ...
 
     def corrupt(self, block: int) -> None:
-        """Spoil one block in every layer: finite, and wrong."""
+        """Corrupt one block in every layer: finite, and wrong."""
         ...
 
     def read_blocks(self, blocks: NDArray[np.int32]) -> NDArray[np.uint8]:

@@ -1,4 +1,4 @@
-"""What the demo's models on the cpu have in common: they compute in the thread that calls them."""
+"""Common parts of the demo's models on the cpu, which compute in the calling thread."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ThreadStream:
         event.synchronize()
 
     def record(self) -> None:
-        """What was computed is computed: no event has to say so."""
+        """Return None: the work has finished when the call returns."""
 
 
 class BlockBytes:

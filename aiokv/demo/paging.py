@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 # Contexts are padded up to a multiple of this. The padded length depends on the position alone, so
-# a row's products and sums have the same shape whoever shares its batch.
+# a row's products and sums have the same shape in every batch.
 CONTEXT_STEP_TOKENS = 64
 
 

@@ -1,4 +1,4 @@
-"""How far the demo is: a bar on a terminal, a line for each run elsewhere."""
+"""Progress of the demo: a bar on a terminal, one line per run elsewhere."""
 
 from __future__ import annotations
 

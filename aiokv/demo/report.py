@@ -1,4 +1,4 @@
-"""What the demo prints and writes: one row a measure, one column a run."""
+"""Output of the demo: one row per measure, one column per run."""
 
 from __future__ import annotations
 

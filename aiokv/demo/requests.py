@@ -57,7 +57,7 @@ class Request:
         return self.prefix_keys[block]
 
     def send_again(self) -> None:
-        """Begin anew with the prompt, as a client does that comes back."""
+        """Start again from the prompt, as a client does that sends the request again."""
         self.disconnected = False
         del self.tokens[self.prompt_length :]
         self.prefix_keys.clear()
@@ -89,7 +89,7 @@ class Sequence:
     Attributes:
         checked: the bytes of the cached part were compared with what was computed for it.
         abandoned: the client left or was cancelled; the lease is released.
-        steps: that were submitted with it.
+        steps: number of steps that were submitted with it.
     """
 
     def __init__(self, request: Request, lease: aiokv.Lease) -> None:

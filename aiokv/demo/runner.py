@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a step computed.
+    """Results of a step.
 
     Attributes:
         next_tokens: for each span, the greedy token after its last row.

@@ -29,10 +29,10 @@ class DemoConfig:
         device_blocks: of the runs without pressure.
         pressure_blocks: device blocks of the run with a host tier.
         write_policy: of the run with a host tier.
-        corrupt: spoil one cached block of the last run.
+        corrupt: corrupt one cached block of the last run.
         disconnect: share of the requests of the later runs that are cancelled while they are
             computed, and sent again.
-        seed: of the instants of these.
+        seed: for the random choice of these instants.
     """
 
     block_tokens: int = 16
@@ -103,7 +103,7 @@ def _plan_runs(config: DemoConfig) -> list[_Run]:
 
 
 class _Corruptor:
-    """Spoils the last block on the device of the first lease that reads one, once."""
+    """Corrupts, once, the last block on the device of the first lease that reads one."""
 
     def __init__(self, cache: PagedCache, block_tokens: int) -> None:
         self._cache = cache
@@ -111,7 +111,7 @@ class _Corruptor:
         self.done = ""
 
     def __call__(self, lease: aiokv.Lease) -> None:
-        # What is still arriving would be written over the spoilt bytes.
+        # Layers that are still arriving would overwrite the corrupted bytes.
         if self.done or not lease.hit.device_tokens or not lease.layers.is_done:
             return
         place = lease.hit.device_tokens // self._block_tokens - 1

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingConfig:
-    """How the loop serves.
+    """Options of the serving loop.
 
     Attributes:
         max_running: requests in the batch at once.
@@ -47,7 +47,7 @@ class ServingConfig:
         reuse: False gives every attempt a salt of its own, so that nothing is ever found.
         disconnect: share of requests whose client leaves while they are computed, at a random
             instant of a random step, and sends them again.
-        seed: of these.
+        seed: for the random choice of these.
     """
 
     max_running: int = 8
@@ -222,7 +222,7 @@ class Server:
             for span, blocks in zip(batch.spans, checks, strict=True)
         ]
         try:
-            # its blocks stay its own until the thread has left the step, whoever leaves meanwhile
+            # requests keep their blocks until the thread has left the step, even without clients
             with self._engine.computing([sequence.lease for sequence, _ in chosen]) as computing:
                 work = self._runner.submit(batch, arriving, read_back)
                 computing.ends_with(work)
@@ -241,7 +241,7 @@ class Server:
             self._engine.step(self._runner.record())
 
     def _disconnect(self, chosen: list[tuple[Sequence, int]]) -> None:
-        """Let clients leave that are to leave in this step, at some instant of it."""
+        """Disconnect the clients that leave in this step, at a random instant of it."""
         statistics = self.statistics
         step_seconds = statistics.compute_seconds / max(1, statistics.steps)
         for sequence, _ in chosen:

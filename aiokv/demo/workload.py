@@ -1,4 +1,4 @@
-"""What the demo serves: seeded conversations, or a Mooncake trace scaled down."""
+"""Workload of the demo: seeded conversations, or a Mooncake trace scaled down."""
 
 from __future__ import annotations
 

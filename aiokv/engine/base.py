@@ -1,4 +1,4 @@
-"""What all of the engine shares: its parts, opening and closing, and who gets blocks."""
+"""Shared parts of the engine: its components, opening and closing, granting of blocks."""
 
 from __future__ import annotations
 
@@ -207,19 +207,19 @@ class EngineBase:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # After an exception nobody is left to release the leases: naming them is enough.
+        # After an exception no task may be left that releases the leases: naming them is enough.
         await self.aclose(0.0 if exc_type is not None else None)
 
     async def aclose(self, drain_timeout: float | None = None) -> None:
         """Refuse new work, wait for leases and transfers, join threads, free memory. Idempotent.
 
         Args:
-            drain_timeout: seconds to wait for leases that are out, instead of the
+            drain_timeout: seconds to wait for leases that are still held, instead of the
                 configuration's; their owners are logged when it passes.
 
         Raises:
-            UsageError: ``drain_timeout`` is no number; or called outside the engine's loop, which
-                is not closed. Nothing changed.
+            UsageError: ``drain_timeout`` is not a number; or the call is made outside the engine's
+                loop, which is not closed. Nothing changed.
 
         Cancellation: memory is kept until transfers have ended; call it again.
         """
@@ -241,7 +241,7 @@ class EngineBase:
         await self._wait_for_leases(timeout_seconds)
         self._computing.close()
         self._transfers.stopped = True
-        if self._steps.open:  # transfers must not wait for a step that nobody will close
+        if self._steps.open:  # transfers must not wait for a step that no task will close
             self._steps.close(None)
         self._open_step.stop()
         await self._controller.aclose()
@@ -251,14 +251,14 @@ class EngineBase:
         self._leases_changed.notify()
 
     def _close_without_loop(self) -> None:
-        """The loop was closed over the engine: no callback comes any more."""
+        """Close after the loop was closed: no callback will run."""
         self._closing = "is closed"
         self._thread = 0
         if isinstance(self._controller, CacheController):
             self._controller.close_without_loop()
 
     def _abandon(self) -> None:
-        """In a forked process: touch no device, thread or loop from now on.
+        """Use no device, thread or loop from now on; called in a forked process.
 
         Leases end without effect, ``aclose`` returns at once, and all else raises ``ClosedError``.
         """
@@ -290,7 +290,7 @@ class EngineBase:
             ) from self._broken
 
     def _check_loop(self) -> None:
-        """What live leases may do until the engine is closed."""
+        """Check the loop of a call that open leases may make until the engine is closed."""
         if not self._thread:
             if self._closing:
                 raise ClosedError(f"the engine {self._closing}")
@@ -299,7 +299,7 @@ class EngineBase:
             raise UsageError("the engine is used outside the loop that it was entered on")
 
     def _check_thread(self) -> None:
-        """For what reads the loop's state, also before the engine is entered and after it closed.
+        """Check the thread of a call that reads the loop's state; the engine need not be open.
 
         Raises:
             UsageError: this is not the thread of the loop.
@@ -312,7 +312,7 @@ class EngineBase:
             )
 
     def _break(self, error: BaseException) -> None:
-        """The device cannot go on: refuse everything, wake everybody."""
+        """Refuse all calls and fail all waiters: the device or a rank has failed."""
         self._broken = error
 
         def failure() -> BrokenEngineError:
@@ -350,7 +350,7 @@ class EngineBase:
         self._quota.fail_all(failure)
 
     def _end_waits(self, lease_id: int) -> None:
-        """The lease is being released: its tasks in the lines get an error, others move up."""
+        """Fail the tasks that wait for a lease which is being released."""
         error = LeaseError(
             f"lease {self._owners[lease_id] or 'unnamed'!r} was released while it waited"
         )
@@ -363,7 +363,7 @@ class EngineBase:
     async def _allocate(
         self, lease: Lease, num_tokens: int, priority: int, timeout: float | None
     ) -> None:
-        """What is left of ``Lease.allocate`` when ``_try_allocate`` has returned False."""
+        """Do the waiting part of ``Lease.allocate``, after ``_try_allocate`` returned False."""
         lease_id = lease._live_id()
         if lease_id in self._allocating:
             raise LeaseError(f"{lease!r} waits for its blocks already, in another task")
@@ -444,7 +444,7 @@ class EngineBase:
         )
 
     def _may_grant(self, lease: Lease, num_tokens: int) -> bool:
-        """Return whether the lease need not stand in line, nor wait for ``resume``.
+        """Return False when the lease has to wait in line or for ``resume``.
 
         Raises:
             LeaseError: released or granted; or not a number of positions.
@@ -480,7 +480,7 @@ class EngineBase:
             if granted == _LOADING:
                 lease.layers = self._transfers.start_onloads(lease_id, onload_priority, lease.owner)
         except BaseException:
-            self._retract(lease)  # its layers are not known: it must not look granted
+            self._retract(lease)  # its layers are not known: it must not count as granted
             raise
         if self._taken_back:
             self._taken_back.pop(lease_id, None)
@@ -491,15 +491,15 @@ class EngineBase:
         return True
 
     def _try_after_saving(self, attempt: Callable[[], int], num_blocks: int) -> int:
-        """Save what stands in the way of ``num_blocks``, or let it be dropped unsaved; then try.
+        """Save, or drop unsaved, the blocks that keep ``num_blocks`` from being free; then try.
 
-        What is evicted next need not be what the eviction queue has first: a parent waits for its
-        children, and comes to the front when they have gone. So where the host has no room, each
-        try that evicted something is followed by another, and each that did not looks further
-        along the queue.
+        The front of the eviction queue is not always evicted first: a parent waits for its
+        children, and comes to the front when they have been evicted. So where the host has no room,
+        another try follows each try that evicted a block, and a try that evicted none is repeated
+        further along the queue.
 
         Returns:
-            What ``attempt`` returns; 0 while blocks are saved, whose end is the next try.
+            What ``attempt`` returns; 0 while blocks are being saved: try again when they are saved.
         """
         while True:
             if self._transfers.make_clean(num_blocks):
@@ -515,14 +515,14 @@ class EngineBase:
             num_blocks = min(2 * num_blocks, self._core.device_blocks)
 
     def _give_up_grant(self, lease_id: int) -> None:
-        """The lease holds nothing from now on; batches in flight keep the blocks under its name."""
+        """Take a grant back; a lease without a handle keeps blocks for the batches in flight."""
         keeper = self._core.retract(lease_id, self._steps.open)
         if keeper:
             self._owners[keeper] = self._owners[lease_id]
             self._quota.hand_over(lease_id, keeper)
 
     def _after_release(self, lease_ids: Sequence[int]) -> None:
-        """Leases have given everything back."""
+        """Account for leases that have given back all they held, and wake waiters."""
         for lease_id in lease_ids:
             del self._owners[lease_id]
             self._taken_back.pop(lease_id, None)
@@ -536,7 +536,7 @@ class EngineBase:
         self._leases_changed.notify()
 
     def _retract(self, lease: Lease) -> None:
-        """As if the grant had not been made."""
+        """Undo a grant whose onload could not be submitted."""
         self._core.retract(lease._id, self._steps.open)
         lease._leave_layers(self._done)
         self._transfers.cancel_abandoned()
@@ -551,13 +551,13 @@ class EngineBase:
         if self._ranks is not None and self._ranks.failure is not None:
             self._take_back()  # a table that moved when the rank was lost
         if report.outcome != "done":
-            self._pending.wake_all()  # whoever failed will not publish what was promised
+            self._pending.wake_all()  # leases of the transfer will not publish what they promised
         elif self._pending:
             self._pending.reported(report.transfer_id)
         self._on_blocks_free()
 
     def _check_lines(self) -> list[str]:
-        """Return a description of each violated invariant of the lines, and of who holds blocks."""
+        """Return a description of each violated invariant of the lines and of the leases."""
         if self._abandoned:
             return []  # of a forked process: its tasks and leases are the parent's
         core, live = self._core, self._owners
@@ -581,7 +581,7 @@ class EngineBase:
         return found
 
     def _on_blocks_free(self) -> None:
-        """Something ended that held blocks: whoever waits for that looks again."""
+        """Let waiters try again: blocks may have become free."""
         self._waiting.pump()
         self._leases_changed.notify()
 
@@ -590,7 +590,7 @@ class EngineBase:
 
     def _own_id(self, lease: Lease) -> int:
         if not isinstance(lease, Lease):
-            raise UsageError(f"{lease!r} is no Lease")
+            raise UsageError(f"lease is {lease!r}; it must be a Lease")
         if lease._engine is not self:
             raise LeaseError(f"{lease!r} belongs to another engine")
         return lease._live_id()

@@ -39,7 +39,7 @@ class Batches(Leasing):
 
         Raises:
             LeaseError: of the first lease that refuses; those before it are committed.
-            UsageError: not one number a lease; nothing changed.
+            UsageError: not one number per lease; nothing changed.
         """
         self._check_loop()
         leases = checks.sequence("leases", leases)
@@ -48,7 +48,9 @@ class Batches(Leasing):
             checks.integer("num_tokens", n) for n in checks.sequence("num_tokens", num_tokens)
         ]
         if len(leases) != len(counts):
-            raise UsageError(f"{len(counts)} numbers for {len(leases)} leases")
+            raise UsageError(
+                f"num_tokens has {len(counts)} numbers for {len(leases)} leases; pass one per lease"
+            )
         return sum(self._commit(lease, n, None) for lease, n in zip(leases, counts, strict=True))
 
     def release_many(self, leases: Iterable[Lease]) -> None:
@@ -57,15 +59,15 @@ class Batches(Leasing):
         leases = checks.sequence("leases", leases)
         for lease in leases:
             if not isinstance(lease, Lease):
-                raise UsageError(f"{lease!r} is no Lease")
+                raise UsageError(f"lease is {lease!r}; it must be a Lease")
         for lease in leases:
             lease.release()
 
     def layers(self, leases: Sequence[Lease]) -> LayerView:
         """One counter for all transfers that a batch waits for.
 
-        It raises when blocks of a lease of the batch failed. Its errors carry no position: ask
-        each lease's ``recompute_from``.
+        It raises when blocks of a lease of the batch failed. Its errors have no position: call
+        ``recompute_from`` of each lease.
         """
         self._check_loop()
         leases = checks.sequence("leases", leases)
@@ -83,9 +85,9 @@ class Batches(Leasing):
 
         Args:
             leases: B leases.
-            out: ``[>= B, >= M]`` C-contiguous int32 to write into, M being the longest table; all
-                of it is written. A new ``[B, M]`` array without it.
-            fill: what stands behind each table, and in rows without a lease.
+            out: ``[>= B, >= M]`` C-contiguous int32 array, M being the longest table; all of it is
+                written. None for a new ``[B, M]`` array.
+            fill: the value behind each table, and in rows without a lease.
             group: a window group, as of ``Lease.window_table``; None for all other layers.
 
         Raises:

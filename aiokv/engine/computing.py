@@ -36,8 +36,8 @@ class ComputeBatch:
 
     A batch ends when its ``with`` block has ended and everything that ``run`` and ``ends_with``
     were given is done. A lease that is released, cancelled, preempted, truncated or collected
-    before that gives its blocks back when the batch ends, and not earlier: nobody else gets a block
-    that a thread or a stream may still write. Without ``ends_with(event)``, on a device that
+    before that gives its blocks back when the batch ends, and not earlier: no other request gets a
+    block that a thread or a stream may still write. Without ``ends_with(event)``, on a device that
     computes in a stream, the work belongs to the step that is open when the batch ends.
     """
 
@@ -48,21 +48,21 @@ class ComputeBatch:
         self._leases: Sequence[Lease] | None = leases
         self._batch_id = 0  # until the block begins
         self._in_block = False
-        self._event = False  # ends with an event: the open step adds nothing
-        self._left = 0  # the block, and what it was told to wait for
+        self._event = False  # ends with an event: it does not belong to the open step
+        self._left = 0  # number of things to wait for: the `with` block, work and events
         self._task: asyncio.Task[Any] | None = None
 
     @property
     def done(self) -> bool:
-        """The block and all that the batch waits for have ended; the blocks are given back."""
+        """True when the ``with`` block, all work and all events have ended."""
         return self._batch_id > 0 and not self._left
 
     def __enter__(self) -> Self:
         self._computing.check_loop()
         if self._leases is None:
-            raise UsageError("a compute batch is entered once")
+            raise UsageError("the compute batch was entered already; it can be entered once")
         self._batch_id = self._computing.begin(self, self._leases)
-        self._leases = None  # one that nobody else refers to may be collected meanwhile
+        self._leases = None  # a lease without another reference may be collected meanwhile
         self._task = asyncio.current_task()
         self._in_block = True
         self._left = 1
@@ -101,8 +101,8 @@ class ComputeBatch:
         work = self._computing.loop.run_in_executor(executor, context.run, function, *args)
         self._left += 1
         work.add_done_callback(lambda _: self._one_done())
-        # Nobody else has this future, and the shield keeps it from being cancelled: so it is done
-        # when the thread is.
+        # No other code has this future, and the shield keeps it from being cancelled: so it is done
+        # when the thread has returned.
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
@@ -136,13 +136,13 @@ class ComputeBatch:
         self._computing.poller.watch(event, self, lambda error: self._one_done())
 
     def is_in_block_of(self, task: asyncio.Task[Any] | None) -> bool:
-        """The block has not ended, and ``task`` has entered it."""
+        """Return whether ``task`` has entered the ``with`` block, which has not ended."""
         return self._in_block and self._task is task
 
     def _check_in_block(self) -> None:
         self._computing.check_loop()
         if not self._in_block:
-            raise UsageError("a compute batch is used inside its `with` block only")
+            raise UsageError("the compute batch is not inside its `with` block")
 
     def _tell_loop(self, work: ThreadFuture[Any]) -> None:
         with suppress(RuntimeError):  # the loop is closed, and the engine with it
@@ -180,11 +180,11 @@ class Computing:
     Args:
         loop: the engine's.
         core: knows which leases each batch keeps.
-        steps: the work of a batch without an event belongs to the open one.
-        worker: says what an event is.
+        steps: the work of a batch without an event belongs to the open step.
+        worker: checks events.
         poller: watches the events of batches.
         on_freed: called with the leases that were released meanwhile and are free now.
-        lease_id: the number of a lease of this engine.
+        lease_id: returns the number of a lease of this engine.
         check_loop: raises outside the engine's loop, and when the engine is closed.
     """
 
@@ -215,7 +215,7 @@ class Computing:
         return len(self._batches)
 
     def begin(self, batch: ComputeBatch, leases: Sequence[Lease]) -> int:
-        """The number of a new batch.
+        """Begin a batch and return its number.
 
         Raises:
             LeaseError: a lease is not allocated, is being swapped, or is named twice. Nothing
@@ -226,7 +226,7 @@ class Computing:
         return batch_id
 
     def end(self, batch_id: int, *, in_open_step: bool) -> None:
-        """The host has nothing to wait for any more."""
+        """End a batch: its ``with`` block, work and events have ended."""
         del self._batches[batch_id]
         if self._closed:
             return
@@ -261,5 +261,5 @@ class Computing:
                 self._waiters.remove(waiter)
 
     def close(self) -> None:
-        """Nothing is given back any more."""
+        """Stop giving blocks back: the engine is closed."""
         self._closed = True

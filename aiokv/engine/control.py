@@ -25,11 +25,11 @@ class Control(Residency):
     def resume(self) -> None:
         """End one ``pause``, or one ``quiesce`` that has returned.
 
-        Nothing is granted all the same while a tier is asleep, inside ``updating_weights``, or
+        Nothing is granted while a tier is asleep, inside ``updating_weights``, or
         while a ``quiesce`` waits.
 
         Raises:
-            UsageError: there was none. Nothing changed.
+            UsageError: there is none. Nothing changed.
         """
         self._check_open()
         self._admissions.resume()
@@ -37,18 +37,18 @@ class Control(Residency):
     async def reset(self, timeout: float | None = None) -> None:
         """Forget everything that is cached; live leases keep their blocks but publish no more.
 
-        Pins are released. Returns when no transfer that was under way is left.
+        Pins are released. Returns when all transfers that were in flight have ended.
 
         Raises:
-            ControlTimeout: some is; the cache is empty all the same.
+            ControlTimeout: some have not ended in time; the cache is empty nevertheless.
 
-        Cancellation: the cache is empty all the same; transfers end in the background.
+        Cancellation: the cache is empty nevertheless; transfers end in the background.
         """
         self._check_open()
         timeout = checks.timeout(timeout)
         self._forget_cached("the cache was reset")
         self._waiting.pump()
-        async with self._deadline("rid of the transfers of before", timeout):
+        async with self._deadline("reset", timeout):
             await self._controller.settle()
 
     async def drain(self, timeout: float | None = None) -> None:
@@ -60,7 +60,7 @@ class Control(Residency):
         Cancellation: nothing changed.
         """
         self._check_open()
-        async with self._deadline("drained", timeout):
+        async with self._deadline("drain", timeout):
             while self._transfers.send_backups():  # again: ended onloads publish, too
                 await self._controller.drain()
             await self._controller.drain()
@@ -68,21 +68,21 @@ class Control(Residency):
     async def quiesce(self, timeout: float | None = None) -> None:
         """Pause, then wait until nothing uses the blocks; ``resume`` ends it.
 
-        Waits until no lease is out, no transfer is in flight, and every step that used blocks is
+        Waits until no lease is held, no transfer is in flight, and every step that used blocks is
         closed and has finished on the device.
 
         Raises:
-            ControlTimeout: names the owners of the leases still out, or the step; not paused any
-                more.
+            ControlTimeout: names the owners of the leases still held, or the step; the engine is
+                not paused any more.
 
-        Cancellation: not paused any more.
+        Cancellation: the engine is not paused any more.
         """
-        async with self._deadline("quiet", timeout):
+        async with self._deadline("quiesce", timeout):
             await self._stand_still(lambda: not self._core.granted_leases)
         self._admissions.hand_over()
 
     async def _stand_still(self, at_rest: Callable[[], bool]) -> None:
-        """Hold admission; then wait until ``at_rest()``, and no step or transfer is under way.
+        """Hold admission; then wait until ``at_rest()``, and no step or transfer is in flight.
 
         Cancellation: admission is not held any more.
         """
@@ -102,7 +102,7 @@ class Control(Residency):
         """Wait for a condition on leases and steps.
 
         Raises:
-            ClosedError, BrokenEngineError: the engine cannot be waited for any more.
+            ClosedError, BrokenEngineError: the engine was closed or broke.
 
         Cancellation: nothing changed.
         """
@@ -114,13 +114,13 @@ class Control(Residency):
     @asynccontextmanager
     async def _deadline(
         self,
-        state: str,
+        verb: str,
         timeout: float | None,
         keepers: Callable[[], list[str]] | None = None,
     ) -> AsyncIterator[None]:
         """Raises:
-        ControlTimeout: the cache has not become ``state`` in time; it names ``keepers()``.
-        UsageError: ``timeout`` is no number.
+        ControlTimeout: the block of ``verb`` took too long; the error names ``keepers()``.
+        UsageError: ``timeout`` is not a number.
         """
         timeout = checks.timeout(timeout)
         try:
@@ -130,13 +130,16 @@ class Control(Residency):
             if isinstance(error, ControlTimeout):
                 raise
             owners = (keepers or self._holders)()
-            raise self._timeout(f"not {state} within {timeout} s", owners) from None
+            raise self._timeout(f"{verb} timed out after {timeout} s", owners) from None
 
     def _timeout(self, what: str, owners: list[str]) -> ControlTimeout:
-        """It names what was out, which step is not over, and who was silent."""
+        """Return an error that names the held leases, the unfinished step and silent ranks."""
         ranks = self._controller.silent_ranks
         step = self._open_step.explain() or self._steps.explain()
-        causes = [what, f"leases out: {owners}", step]
+        leases = "no leases are held"
+        if owners:
+            leases = f"leases still held by: {', '.join(owners)}"
+        causes = [what, leases, step]
         if ranks:
             causes.append(f"ranks that did not answer: {ranks}")
         return ControlTimeout(
@@ -144,14 +147,15 @@ class Control(Residency):
         )
 
     def _holders(self) -> list[str]:
-        """Owners of leases that hold device blocks; those in line hold nothing."""
+        """Return owners of leases that hold device blocks; waiting leases hold none."""
         return self._owner_names(self._core.is_granted)
 
     @asynccontextmanager
     async def updating_weights(self, timeout: float | None = None) -> AsyncIterator[None]:
-        """New weights make all KV wrong: nothing is granted inside, nothing is cached after.
+        """Grant nothing inside the block, and forget at its end all that is cached.
 
-        Live leases may go on with what they hold; they publish no more. Pins are released.
+        New weights make all KV wrong. Open leases keep what they hold, and publish no more. Pins
+        are released.
 
         Raises:
             ControlTimeout: transfers did not end in time; nothing changed.
@@ -161,7 +165,7 @@ class Control(Residency):
         self._check_open()
         self._admissions.hold()
         try:
-            async with self._deadline("without transfers", timeout):
+            async with self._deadline("updating_weights", timeout):
                 await self._controller.settle()
             try:
                 yield
@@ -171,7 +175,7 @@ class Control(Residency):
             self._admissions.let_go()
 
     def _forget_cached(self, reason: str) -> None:
-        """Nothing that was computed before can be hit any more."""
+        """Make sure that nothing that was computed before can be hit."""
         self._core.reset()
         self._pins.release_all(reason)
         self._pending.wake_all()
@@ -187,7 +191,7 @@ class Control(Residency):
             UsageError: larger than the regions, or not above ``reserve_blocks``.
             ControlTimeout: leases kept blocks beyond the new size; nothing changed.
 
-        Cancellation: nothing changed, or the size is the new one already.
+        Cancellation: the size is the old one, or the new one.
         """
         self._check_open()
         device_blocks = checks.integer("device_blocks", device_blocks)
@@ -202,13 +206,14 @@ class Control(Residency):
             )
         try:
             async with asyncio.timeout(timeout):
-                # At once, when the last block becomes free: the next in line must not take it.
+                # Resize as soon as the last block becomes free, before a waiting lease can take it.
                 await self._wait_until(lambda: self._resized(device_blocks))
         except TimeoutError:
             if self._core.device_blocks == device_blocks:
-                return  # the last block became free as the time was over
+                return  # the last block became free just before the timeout
             raise self._timeout(
-                f"blocks beyond {device_blocks} are still in use after {timeout} s", self._holders()
+                f"resize timed out after {timeout} s; blocks from {device_blocks} on are in use",
+                self._holders(),
             ) from None
         finally:
             self._waiting.pump()

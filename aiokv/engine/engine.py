@@ -69,7 +69,7 @@ class CacheEngine(Recovery, Unique):
         return self._poller.statistics() if self._entered else IDLE_POLLER
 
     def dump(self) -> dict[str, object]:
-        """Who holds what, for a person to read; plain values, ready for JSON."""
+        """Return which lease holds which blocks, as plain values that JSON can represent."""
         self._check_thread()
         return {
             "leases": [

@@ -38,7 +38,7 @@ class Admissions:
         """
         if not self._pauses:
             raise UsageError(
-                "resume() without pause(), or after a quiesce() that was resumed already",
+                "resume: called without pause() or a quiesce() that has returned",
                 hint="wake_up() ends sleep(); updating_weights() ends with its block"
                 if self._holds
                 else "",
@@ -47,7 +47,7 @@ class Admissions:
         self._open_if_free()
 
     def hold(self) -> None:
-        """Grant nothing until ``let_go``; counts."""
+        """Grant nothing until ``let_go`` was called once per ``hold``."""
         self._holds += 1
 
     def let_go(self) -> None:

@@ -108,7 +108,7 @@ class Leasing(EngineBase):
             self._quota.count(keeper, lease.salt, cut_blocks)
         self._recount([lease._id])
         if self._pending:
-            self._pending.wake(lease._id)  # it may have promised what it has cut off
+            self._pending.wake(lease._id)  # the cut blocks may have been promised to waiters
         self._on_blocks_free()
 
     def extend(self, leases: Sequence[Lease], num_tokens: int) -> None:
@@ -265,7 +265,7 @@ class Leasing(EngineBase):
             self._end_waits(lease_id)
         if self._core.release(lease_id, step):
             self._after_release((lease_id,))
-        elif self._pending:  # a batch keeps the blocks, but nothing more is computed
+        elif self._pending:  # a batch keeps the blocks, but no further block will be indexed
             self._pending.wake(lease_id)
 
     def computing(self, leases: Iterable[Lease]) -> ComputeBatch:
@@ -278,13 +278,13 @@ class Leasing(EngineBase):
 
         A lease that is released, cancelled, preempted, truncated or collected while the batch is
         in flight gives its blocks back when the batch has ended. So no other request gets a block
-        that a thread or a stream may still write, whoever stopped waiting for it. The batch has
-        ended when the ``with`` block has, and what ``batch.run`` and ``batch.ends_with`` were
-        given is done. On a device that computes in a stream, and with ranks, work without an event
-        belongs to the step that is open then: ``step(event)`` covers it.
+        that a thread or a stream may still write. The batch has ended when the ``with`` block has
+        ended and everything that ``batch.run`` and ``batch.ends_with`` were given is done. On a
+        device that computes in a stream, and with ranks, work without an event belongs to the step
+        that is open at the end of the batch: ``step(event)`` covers it.
 
         Args:
-            leases: allocated; none of them twice. A lease may be in several batches at a time.
+            leases: allocated leases, each once. A lease may be in several batches at a time.
 
         Returns:
             A context manager, to be entered once.
@@ -308,9 +308,9 @@ class Leasing(EngineBase):
     def step(self, event: Event | None = None) -> int:
         """Close the open step: what was computed in it is covered by ``event``.
 
-        That is what was committed in it, what the batches computed that ended in it (see
-        ``computing``), and, of leases that no batch has named, what was released in it. Transfers
-        of those blocks wait for the event on the device. On a device that computes before it
+        The step covers what was committed in it, what was computed by batches that ended in it (see
+        ``computing``), and what was released in it by leases that no batch has named. Transfers of
+        those blocks wait for the event on the device. On a device that computes before it
         returns (cpu), closing a step only sends the backups on their way. On others, close a step
         also after a last commit: what belongs to an open step cannot be saved, so ``"write_back"``
         cannot evict it, and ``allocate`` waits. Timeouts name such a step, and a warning is logged.

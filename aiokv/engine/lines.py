@@ -1,4 +1,4 @@
-"""What all waiting lines share: waiters, and how many of them one pass of the loop serves.
+"""Parts of all waiting lines: waiters, and the number that one pass of the loop serves.
 
 A lease can stand in three lines, one after the other: for blocks that another lease computes
 (pending.py), for its salt's quota (quota.py), for capacity (waiting.py).
@@ -71,7 +71,7 @@ class Waiter:
 
     @property
     def is_woken(self) -> bool:
-        """The coroutine runs in the next pass, or was cancelled."""
+        """True when the coroutine runs in the next pass, or was cancelled."""
         return self._future.done()
 
     @property
@@ -83,7 +83,7 @@ class Waiter:
         return self._line.first() is self
 
     async def wait(self) -> None:
-        """Return, or raise ``failure``, when somebody has called ``wake`` or ``end``.
+        """Return, or raise ``failure``, once ``wake`` or ``end`` was called.
 
         Cancellation: the waiter is still in the line; the caller calls ``leave``.
         """
@@ -124,10 +124,10 @@ class Wakeups:
         up_to: int = sys.maxsize,
         failure: Callable[[], AiokvError] | None = None,
     ) -> None:
-        """End the wait of everybody in these lines.
+        """End the wait of all waiters in these lines.
 
         Args:
-            lines: nobody may enter them any more, unless ``up_to`` is given.
+            lines: without ``up_to``, no waiter may enter them any more.
             up_to: only waiters of this rank or a lower one.
             failure: makes the error of each waiter; None where the wait has succeeded.
         """
@@ -148,7 +148,7 @@ class Wakeups:
         return True
 
     def lines(self) -> list[Admission[Any]]:
-        """Lines whose waiters are being ended."""
+        """Return the lines whose waiters are being ended."""
         return [line for lines, _, _ in self._due for line in lines]
 
 

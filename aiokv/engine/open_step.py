@@ -1,4 +1,4 @@
-"""Says so when transfers wait for a step that nobody closes."""
+"""Warnings about transfers that wait for a step that stays open."""
 
 from __future__ import annotations
 

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 class PendingBlocks:
     """Equal prompts that arrive together compute their prefix once.
 
-    Only a lease that holds nothing waits, with a deadline, so nobody waits in a circle. There is a
-    line per owner, in order of the blocks that the owner has to index until the waiter's part is
-    there: progress of the owner wakes those only whose part is. When the owner will compute no more
-    (release, preemption, failure), all its waiters look again.
+    Only a lease that holds nothing waits, with a deadline, so there is no circular wait. There is
+    one line per owner, ordered by the number of blocks that the owner has to index before a waiter
+    can go on: progress of the owner wakes only the waiters whose blocks are indexed. When the owner
+    stops computing (release, preemption, failure), all its waiters match again.
     """
 
     def __init__(self, core: Core) -> None:
@@ -37,10 +37,10 @@ class PendingBlocks:
         return len(self._waiters)
 
     async def wait(self, lease_id: int, timeout: float | None) -> None:
-        """Return when nobody computes more of the prefix, or after ``timeout`` seconds.
+        """Return when no lease computes more of the prefix, or after ``timeout`` seconds.
 
         Raises:
-            LeaseError: the lease waits already, or is released meanwhile.
+            LeaseError: the lease waits already, or was released while it waited.
 
         Cancellation: the lease has stopped waiting, and nothing else changed.
         """
@@ -57,7 +57,7 @@ class PendingBlocks:
             return  # computing it again is never wrong
 
     async def _indexed(self, lease_id: int, owner: int, num_blocks: int) -> None:
-        """Wait until the owner has indexed so many blocks more, or will not."""
+        """Wait until the owner has indexed ``num_blocks`` more blocks, or will not."""
         for transfer_id in self._core.onloads(owner):
             self._onloads.setdefault(transfer_id, set()).add(owner)
         line = self._lines.setdefault(owner, Admission())
@@ -72,17 +72,17 @@ class PendingBlocks:
                 del self._lines[owner]
 
     def advanced(self, owner: int) -> None:
-        """The owner may have indexed more blocks."""
+        """Wake waiters whose blocks the owner has indexed."""
         if line := self._lines.get(owner):
             self._wakeups.end_all([line], up_to=self._core.indexed_blocks(owner))
 
     def reported(self, transfer_id: int) -> None:
-        """A transfer has ended: what its leases have computed behind it may be indexed now."""
+        """Wake waiters for blocks that were indexed with the end of a transfer."""
         for owner in self._onloads.pop(transfer_id, ()):
             self.advanced(owner)
 
     def wake(self, owner: int) -> None:
-        """The owner may have withdrawn its promise."""
+        """Wake all waiters for an owner, which may have withdrawn its promise."""
         if line := self._lines.pop(owner, None):
             self._wakeups.end_all([line])
 
@@ -96,7 +96,7 @@ class PendingBlocks:
             waiter.end(failure)
 
     def close(self) -> None:
-        """Nobody waits any more."""
+        """End all waits; later ones return at once."""
         self._closed = True
         self.wake_all()
 

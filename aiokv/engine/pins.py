@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class Pin(Unique):
-    """Keeps a prefix on the device until ``release()``, or until its time is over.
+    """Keeps a prefix on the device until ``release()``, or until ``ttl_seconds`` have passed.
 
-    A reset, new weights, the loss of a rank and the end of the engine release it, too.
+    A reset, new weights, the loss of a rank and closing the engine release it, too.
 
     Attributes:
-        tokens: how much of the prompt is pinned: what was cached, in full blocks.
+        tokens: number of pinned tokens: what was cached of the prompt, in full blocks.
         release_reason: why the pin was released; empty while it holds the prefix.
     """
 
@@ -41,7 +41,7 @@ class Pin(Unique):
 
     @property
     def released(self) -> bool:
-        """Whether the prefix may be evicted again."""
+        """True when the pin does not keep the prefix any more."""
         return not self._lease._id
 
     def expire_after(self, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
@@ -53,7 +53,7 @@ class Pin(Unique):
         self.end("release() was called")
 
     def end(self, reason: str) -> None:
-        """Release it, and keep the reason."""
+        """Release the pin, and keep the reason."""
         if not self.released:
             self._lease.release()
             self.release_reason = reason
@@ -71,7 +71,7 @@ class Pins:
     """The pins of one engine.
 
     Attributes:
-        until_used: by lease id, those that end when another lease hits all that they hold.
+        until_used: by lease id, the pins that end when another lease hits all that they hold.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class Pins:
         self.until_used.pop(self._pins.pop(pin), None)
 
     def release_used(self, lease_ids: Iterable[int]) -> None:
-        """Release the pins of these leases, as far as they end with their use."""
+        """Release those pins of these leases that end with their use."""
         for lease_id in lease_ids:
             if (pin := self.until_used.get(lease_id)) is not None:
                 pin.end("a lease used it")
@@ -103,7 +103,7 @@ class Pins:
             pin.end(reason)
 
     def violations(self, core: Core) -> list[str]:
-        """Return a description of each pin that holds what cannot be hit."""
+        """Return a description of each pin whose blocks cannot be hit."""
         return [
             f"{pin!r} holds blocks that no match can find"
             for pin, lease_id in self._pins.items()

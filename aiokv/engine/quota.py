@@ -1,4 +1,4 @@
-"""How many device blocks the leases of one salt hold, and who waits for fewer."""
+"""Quotas: device blocks that the leases of one salt hold, and leases that wait for them."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class SaltQuota:
         """Raise RequestTooLarge if one lease may never hold so many blocks."""
         if self.limit_blocks is not None and num_blocks > self.limit_blocks:
             raise RequestTooLarge(
-                f"{num_blocks} blocks for one lease; salt_quota_blocks is {self.limit_blocks}"
+                f"the lease needs {num_blocks} blocks, but salt_quota_blocks is {self.limit_blocks}"
             )
 
     def can_take(self, salt: str, num_blocks: int) -> bool:
-        """Return whether the blocks fit now, and nobody of the salt waits."""
+        """Return whether the blocks fit now, and no lease of the salt waits."""
         return not self._lines.get(salt) and self.fits(salt, num_blocks)
 
     def try_take(self, lease_id: int, salt: str, num_blocks: int) -> bool:
@@ -75,7 +75,7 @@ class SaltQuota:
         try:
             await waiter.wait()
         except BaseException:
-            self.give_back(lease_id)  # its turn came first, and the cancellation then
+            self.give_back(lease_id)  # the grant came before the cancellation
             raise
         finally:
             del self._waiters[lease_id]
@@ -92,7 +92,7 @@ class SaltQuota:
             self._serve(salt)
 
     def hand_over(self, lease_id: int, keeper: int) -> None:
-        """Another lease holds the blocks now."""
+        """Count the blocks of a lease for another one, which holds them now."""
         if lease_id in self._by_lease:
             self._by_lease[keeper] = self._by_lease.pop(lease_id)
 
@@ -132,7 +132,7 @@ class SaltQuota:
             self._serve(salt)
 
     def drop(self, lease_id: int, failure: AiokvError) -> None:
-        """Fail the waiter of a lease, if it has one; its task serves who is behind it."""
+        """Fail the waiter of a lease, if it has one; its task serves the next waiter."""
         if waiter := self._waiters.get(lease_id):
             waiter.end(failure)
 
@@ -142,7 +142,7 @@ class SaltQuota:
         self._wakeups.end_all(lines.values(), failure=failure)
 
     def _serve(self, salt: str) -> None:
-        """Give those of a salt their turn, in order, as long as their blocks fit."""
+        """Grant to the waiters of a salt, in order, as long as their blocks fit."""
         if salt in self._lines:
             self._to_serve[salt] = None
             self._serving.start()

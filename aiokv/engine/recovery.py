@@ -1,4 +1,4 @@
-"""What the engine does about its ranks."""
+"""Verbs of the engine for its ranks."""
 
 from __future__ import annotations
 

@@ -65,16 +65,16 @@ class Residency(Batches):
 
         Args:
             tokens: the prompt, as for ``match``; so are ``salt``, ``adapter`` and ``items``.
-            ttl_seconds: keep what a match of the prompt would hit there for so long, or until a
-                lease has hit all of it; other prefetches and pins do not count. 0 for not at all,
-                ``math.inf`` for any time.
+            ttl_seconds: how long to keep there what a match of the prompt would hit, at most until
+                a lease has hit all of it; other prefetches and pins do not count. 0 keeps nothing,
+                ``math.inf`` sets no time limit.
 
         Returns:
             What is on the device at the end, as ``device_tokens``.
 
         Raises:
-            UsageError: ``ttl_seconds`` is no number or negative; nothing changed.
-            TransferError: a copy failed; the blocks before it are there.
+            UsageError: ``ttl_seconds`` is negative or not a number; nothing changed.
+            TransferError: a copy failed; the blocks before it are on the device.
 
         Cancellation: copies that have begun end as cached blocks.
         """
@@ -107,14 +107,14 @@ class Residency(Batches):
 
         Args:
             tokens: the prompt, as for ``match``; so are ``salt``, ``adapter`` and ``items``.
-            ttl_seconds: release by itself after so long; None for never.
+            ttl_seconds: the pin is released after this time; None for no limit.
 
         Returns:
-            The pin; one of 0 tokens, released already, when nothing is cached, or nothing any
-            more after a reset came between.
+            The pin. When nothing is cached, or a reset came between, it has 0 tokens and is
+            released already.
 
         Raises:
-            UsageError: ``ttl_seconds`` is no number or negative; nothing changed.
+            UsageError: ``ttl_seconds`` is negative or not a number; nothing changed.
             WouldBlock: no room for the blocks that are not on the device.
             TransferError: a copy failed; nothing is pinned.
 

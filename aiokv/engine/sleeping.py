@@ -1,4 +1,4 @@
-"""Sleep: a tier's memory goes to somebody else, such as a trainer, and comes back later."""
+"""Sleep: release the memory of a tier, e.g. to a trainer, and reallocate it later."""
 
 from __future__ import annotations
 
@@ -47,31 +47,30 @@ class Sleeping(Control):
         Waits for leases, transfers and steps first, as ``quiesce`` does. ``"device"``: the engine
         keeps no reference to the tensors in ``regions``; what has a copy on the host can be hit
         there after ``wake_up``, and ``"write_back"`` saves what it can. ``"host"``: the arena is
-        freed; preempted leases that keep their tables there count as out. From then on requests
-        wait in line.
+        freed; preempted leases that keep their tables there are waited for, too. From then on
+        requests wait in line.
 
         Args:
             tags: ``"device"``, ``"host"``.
-            timeout: seconds to wait for leases and transfers; 0.0 refuses at once when any is out.
+            timeout: seconds to wait for leases and transfers; 0.0 raises at once if there are any.
 
         Raises:
-            ControlTimeout: names the owners of the leases that were out, and all is as before; or
-                the ranks that did not answer, and the tiers are asleep as ``asleep`` says.
+            ControlTimeout: names the owners of the leases still held, and nothing changed; or names
+                the ranks that did not answer, and ``asleep`` says which tiers are asleep.
             UsageError: no such tier.
 
-        Cancellation: all is as before, or the tiers are asleep as ``asleep`` says; either way both
-        verbs can be called again.
+        Cancellation: ``asleep`` says which tiers are asleep; both verbs can be called again.
         """
         tiers = _checked(tags)
         self._check_open()
-        async with self._deadline("asleep", timeout, lambda: self._keepers(tiers)), self._turn:
+        async with self._deadline("sleep", timeout, lambda: self._keepers(tiers)), self._turn:
             falling = tiers - self._asleep
             if falling:
                 await self._fall_asleep(falling)
             await self._controller.sleep(self._asleep)
 
     async def _fall_asleep(self, falling: frozenset[Tier]) -> None:
-        """Up to its last await, all can be as before; from there on there is none."""
+        """Can be rolled back until the last await; does not suspend after it."""
         await self._stand_still(lambda: not self._num_keepers(falling))
         try:
             if "device" in falling and "host" not in falling | self._asleep and self._saves_first:
@@ -93,12 +92,12 @@ class Sleeping(Control):
             self.regions = self.regions.without_tensors()
 
     def _num_keepers(self, falling: frozenset[Tier]) -> int:
-        """Leases that hold blocks which would go; counted, as each release asks."""
+        """Return how many leases ``_keepers`` names, in constant time."""
         swapped_too = "host" in falling or self.config.state_slots or self.config.windows
         return self._core.granted_leases + (self._core.swapped_leases if swapped_too else 0)
 
     def _keepers(self, falling: frozenset[Tier]) -> list[str]:
-        """Owners of leases that hold blocks which would go."""
+        """Return owners of leases that hold blocks of the tiers: sleep waits for them."""
         keepers = self._holders()
         if "host" in falling or self.config.state_slots or self.config.windows:
             # A swapped lease has its state and its windows on the device still.
@@ -131,7 +130,7 @@ class Sleeping(Control):
         """
         tiers = _checked(tags)
         self._check_open()
-        async with self._deadline("awake", timeout), self._turn:
+        async with self._deadline("wake_up", timeout), self._turn:
             waking = tiers & self._asleep
             if not waking:
                 return

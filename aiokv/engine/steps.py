@@ -50,12 +50,12 @@ class Steps:
 
     @property
     def open(self) -> int:
-        """What commit and release note for the blocks they touch."""
+        """The step that commit and release note for their blocks; 0 when steps do not matter."""
         return self.next if self._tracked else 0
 
     @property
     def all_finished(self) -> bool:
-        """Whether every closed step has finished, and no open one uses blocks."""
+        """True when every closed step has finished, and the open one uses no blocks."""
         return not self._unfinished and not self._core.unfinished_step()
 
     def explain(self) -> str:
@@ -87,10 +87,10 @@ class Steps:
         return step
 
     def check_wait(self, step: int) -> None:
-        """Raise when the calling task would wait for a step that it alone closes.
+        """Raise when the calling task would wait for a step that only this task closes.
 
         Args:
-            step: what the transfer waits for that the task is about to await.
+            step: the step that the awaited transfer waits for.
 
         Raises:
             UsageError: the step is open, and the calling task has closed the one before it.

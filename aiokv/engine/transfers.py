@@ -30,10 +30,10 @@ class Transfers:
     """Onloads of granted leases and backups of committed blocks.
 
     Args:
-        on_report: called after a report was taken account of; blocks may have become free.
+        on_report: called after a report was processed; blocks may have become free.
         on_submit: called with the step that a submitted transfer waits for, or 0.
-        check_wait: called with such a step before somebody waits for the layers of an onload; it
-            raises when that would never end.
+        check_wait: called with such a step before a coroutine waits for the layers of an onload;
+            raises when that wait would never end.
         soon: calls an idempotent callback in a later pass of the loop; see ``EventPoller.soon``.
     """
 
@@ -98,11 +98,11 @@ class Transfers:
         )
         if not (self._manager.config.state_slots or self._manager.config.windows):
             return locate
-        # They cannot go on from any position: all is to be computed again.
+        # State and windows cannot go back to a position: all positions are to be computed again.
         return lambda transfer_id, block: None if locate(transfer_id, block) is None else 0
 
     def cancel_abandoned(self) -> None:
-        """Take back onloads that nobody waits for any more and that have not begun."""
+        """Cancel onloads that no lease needs any more and that have not begun."""
         if self._onloads:
             for transfer_id in self._manager.core.take_abandoned():
                 cancelled = self._controller.cancel(transfer_id)
@@ -159,7 +159,7 @@ class Transfers:
 
         Args:
             plan: a new one.
-            on_end: called then, even if nobody waits any more.
+            on_end: called then, even if no coroutine waits any more.
 
         Cancellation: the transfer goes on.
         """
@@ -168,9 +168,9 @@ class Transfers:
         await self.ended(plan.transfer_id)
 
     async def ended(self, transfer_id: int) -> None:
-        """Wait until the report of a transfer that is under way was taken account of.
+        """Wait until the report of a transfer in flight was processed.
 
-        A backup that still waits for the device goes before others from now on.
+        A backup that still waits for the device is submitted before others from now on.
 
         Cancellation: the transfer goes on.
         """
@@ -194,7 +194,7 @@ class Transfers:
         return counter
 
     def _submit_again(self, plan: Plan) -> None:
-        """After an interrupt, which came before the worker had the plan, or later."""
+        """Submit a plan again after an interrupt; the worker may have it already."""
         if self._manager.is_under_way(plan.transfer_id):
             with suppress(UsageError):  # it has the plan
                 self._controller.submit(plan)
@@ -221,7 +221,7 @@ class Transfers:
     # --- reports --------------------------------------------------------------------------------
 
     def on_report(self, report: TransferReport) -> None:
-        """Take account of the end of a transfer; again, when an interrupt ended it."""
+        """Process the end of a transfer; called again after an interrupt."""
         transfer_id = report.transfer_id
         again = transfer_id in self._reported
         self._reported[transfer_id] = None

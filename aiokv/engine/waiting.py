@@ -85,7 +85,7 @@ class CapacityQueue:
             self._grants.start()
 
     def _serve_first(self) -> bool:
-        """Return whether the next one may be granted, too."""
+        """Serve the first waiter; return whether the next one may be granted, too."""
         waiter = self._line.first()
         if waiter is None:
             return False
@@ -97,7 +97,7 @@ class CapacityQueue:
             return False  # it stays first until it has taken its grant, or has left
         try:
             granted = self._grant(waiter.lease, waiter.num_tokens)
-        except Exception as error:  # its own, not of whoever has made room
+        except Exception as error:  # the waiter's own error, not of the task that made room
             waiter.end(error)
             return True
         if granted:

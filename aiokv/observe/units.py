@@ -1,4 +1,4 @@
-"""Text for people: durations in the unit that suits them."""
+"""Durations as text, in a unit that suits their size."""
 
 from __future__ import annotations
 

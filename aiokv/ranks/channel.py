@@ -40,7 +40,7 @@ class Channel(asyncio.Protocol):
         on_frame: gets each frame; a ``ChannelError`` or a message that cannot be decoded cuts the
             channel.
         on_closed: called once at the end, with the reason; never from inside a call.
-        max_frame_bytes: a longer frame cuts the channel; as soon as its length has arrived.
+        max_frame_bytes: a longer frame cuts the channel as soon as its length has arrived.
 
     Attributes:
         max_frame_bytes: of the next frames; may be changed by ``on_frame``.
@@ -101,14 +101,14 @@ class Channel(asyncio.Protocol):
         except (ChannelError, msgspec.MsgspecError) as error:
             self.cut(f"protocol: {error}")
         except RecursionError:  # msgspec counts the nesting of what it decodes or skips
-            self.cut("protocol: a message that is nested too deeply")
+            self.cut("protocol: the message is nested too deeply")
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
         self._stop_reading()
         on_closed = self._on_closed
-        # Whoever made the channel may hold it: without this cycle it is freed at once, not when
-        # the garbage collector runs.
+        # The callbacks may refer to the owner of the channel: without this cycle the channel is
+        # freed at once, not when the garbage collector runs.
         self._on_frame, self._on_closed = _ignore, _ignore
         hung_up = "it hung up" if error is None else f"it hung up: {error}"
         on_closed(self._reason or hung_up)
@@ -119,7 +119,7 @@ class Channel(asyncio.Protocol):
             (length,) = _LENGTH.unpack_from(buffer, begin)
             if length > self.max_frame_bytes:
                 raise ChannelError(
-                    f"a frame of {length} bytes; the limit is {self.max_frame_bytes}"
+                    f"a frame has {length} bytes; the limit is {self.max_frame_bytes}"
                 )
             behind = begin + _LENGTH.size + length
             if behind > len(buffer):
@@ -131,11 +131,11 @@ class Channel(asyncio.Protocol):
 
 
 def _ignore(_: object) -> None:
-    """Stands for the callbacks of a channel that has ended."""
+    """Ignore a callback of a channel that has ended."""
 
 
 def frame_of(payload: bytes) -> bytes:
-    """What ``send`` takes.
+    """Return a payload as the frame that ``send`` takes.
 
     Raises:
         ChannelError: longer than the other side would accept.
@@ -154,11 +154,11 @@ def peer_uid(transport: asyncio.BaseTransport) -> int:
 
 
 def listen(path: Path) -> socket.socket:
-    """A listening socket with a file of mode 0600; at any time one process owns the path.
+    """Return a listening socket with a file of mode 0600; one process at a time owns the path.
 
     Raises:
         ConfigError: there is no such directory, or others may write to it; another process listens
-            there, or is about to; or the path is taken by another kind of file, or too long.
+            there, or is about to; or the path is too long, or names another kind of file.
     """
     check_length(path)
     if not path.parent.is_dir():
@@ -181,7 +181,7 @@ def _bind(path: Path) -> socket.socket:
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listening.bind(str(path))
-        path.chmod(0o600)  # nobody can connect before listen()
+        path.chmod(0o600)  # no process can connect before listen()
         listening.listen()
     except BaseException:
         listening.close()
@@ -192,7 +192,7 @@ def _bind(path: Path) -> socket.socket:
 
 @contextmanager
 def claimed(path: Path) -> Iterator[None]:
-    """Exclude all other processes that look at the path of a socket and change it.
+    """Hold the lock that a process needs to check or change the path of a socket.
 
     The lock is a file beside the socket, which exists only while it is held.
 
@@ -217,15 +217,17 @@ def _lock(lock: Path) -> int:
                 return descriptor
         except BlockingIOError:
             os.close(descriptor)
-            raise ConfigError(f"another process holds {lock}, to open or remove a socket") from None
+            raise ConfigError(
+                f"another process holds the lock {lock} to open or remove a socket"
+            ) from None
         except BaseException:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # whoever held the lock has removed the file meanwhile
+        os.close(descriptor)  # the process that held the lock has removed the file
 
 
 def checked_path(path: Any) -> Path:
-    """The path of a socket.
+    """Return ``path`` as the path of a socket.
 
     Raises:
         ConfigError: it is of the wrong type, or empty.
@@ -238,7 +240,7 @@ def checked_path(path: Any) -> Path:
 
 def check_length(path: Path) -> None:
     """Raises:
-    ConfigError: the kernel takes no such long address.
+    ConfigError: the path is longer than the kernel accepts.
     """
     num_bytes = len(os.fsencode(path))
     if num_bytes > MAX_PATH_BYTES:
@@ -260,7 +262,7 @@ def remove_stale(path: Path) -> None:
     if not stat.S_ISSOCK(path.lstat().st_mode):
         raise ConfigError(f"{path} is not a socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)  # a full backlog is no reason to wait
+        probe.setblocking(False)  # do not wait while the backlog is full
         try:
             probe.connect(str(path))
         except ConnectionRefusedError:
@@ -268,4 +270,4 @@ def remove_stale(path: Path) -> None:
             return
         except BlockingIOError:
             pass
-    raise ConfigError(f"another process listens at {path} already")
+    raise ConfigError(f"another process listens at {path} already; choose another path")

@@ -20,16 +20,17 @@ MAX_HELLO_BYTES: Final = 1024
 
 
 class Connection:
-    """A peer without a seat until the roster has given it one; then it speaks for that rank.
+    """A peer: unauthenticated until the roster has assigned it to a rank.
 
-    Before that only a short Hello is read, and it has to come in time.
+    Before that only a short Hello is read, which has to arrive within ``hello_seconds``.
 
     Args:
-        roster: gives seats, and gets the messages of those who have one.
-        hello_seconds: for the Hello to come.
+        roster: assigns ranks, and gets the messages of peers that have one.
+        hello_seconds: time limit for the Hello.
 
     Attributes:
-        channel: a refused peer is told why, and not read any more; garbage cuts the channel.
+        channel: a refused peer gets the reason and is not read any more; malformed data cuts the
+            channel.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class Connection:
         self._loop = loop
         self._seat: Seat | None = None
         self.channel = Channel(self._on_frame, self._on_closed, MAX_HELLO_BYTES)
-        # In two halves: a loop that was blocked reads what lies in the socket between them.
+        # In two halves: between them, a loop that was blocked reads the socket.
         self._deadline = loop.call_later(hello_seconds / 2, self._on_half_time, hello_seconds)
 
     def _on_half_time(self, hello_seconds: float) -> None:

@@ -137,14 +137,14 @@ class Exchange:
             self._loop.call_soon(self.flush)
 
     def flush(self) -> None:
-        """What this pass has brought, encoded once, to every rank."""
+        """Send the plans of this pass, encoded once, to every rank."""
         self._flush_scheduled = False
         try:
             self._flush()
         except Exception:
             raise
         except BaseException:
-            self._schedule_flush()  # an interrupt; what was handed to the roster is not sent again
+            self._schedule_flush()  # interrupted; messages that were sent are not sent again
             raise
 
     def _flush(self) -> None:
@@ -189,7 +189,7 @@ class Exchange:
             self._give_up(transfer, failure)
 
     def cancel_all(self) -> None:
-        """Nobody needs them: what waits on a rank, for a step perhaps, need not."""
+        """Ask the ranks to cancel all plans that still wait, e.g. for a step."""
         for transfer_id in self._transfers:
             self.cancel(transfer_id)
 

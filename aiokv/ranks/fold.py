@@ -30,7 +30,7 @@ class RankTransfer:
         since: when the clock of its deadline began.
         owing: ranks that have not reported its end. Its blocks are the transfer's until this is
             empty (I3).
-        given_up: why nobody waits any more; it has failed then, whatever is still reported.
+        given_up: why waiters were released early; the transfer has failed, whatever is reported.
     """
 
     __slots__ = (
@@ -119,7 +119,7 @@ class RankTransfer:
             self.counter.give_up(failure)
 
     def report(self) -> TransferReport:
-        """What the scheduler is told, and the waiters: the same, in whatever order ranks came."""
+        """Return the report for the scheduler; it does not depend on the order of the ranks."""
         failure = self._failure()
         if failure is None:
             for layer in self.counter.pending_layers:

@@ -82,8 +82,8 @@ class RankGroup(Unique):
             write to. Without one a private directory is made.
         entry: ``"module:function"``, to start the ranks as processes: an ``async def
             function(path, rank)`` that enters :class:`Rank`. They import it from the ``sys.path``
-            of this process, and do not get the terminal's Ctrl-C. Without it they come by
-            themselves.
+            of this process, and do not get the terminal's Ctrl-C. Without it the ranks are started
+            externally.
         timeouts: see :class:`RankTimeouts`.
         clock: seconds; tests bring their own, and call ``tick`` themselves.
 
@@ -180,7 +180,7 @@ class RankGroup(Unique):
         except BaseException:
             try:
                 await self.aclose()
-            except BaseException:  # cancelled once more: nobody calls it again
+            except BaseException:  # cancelled once more: aclose() is not called again
                 roster.terminate()
                 raise
             raise
@@ -232,8 +232,8 @@ class RankGroup(Unique):
     def path(self) -> Path | None:
         """The socket where ranks connect.
 
-        A private one has another path per start of ranks, and is there while they start; None
-        before the first.
+        A private socket has a new path per start of ranks, and exists only while they start. None
+        before the first start.
         """
         return self._listener.path
 
@@ -261,7 +261,7 @@ class RankGroup(Unique):
 
     @property
     def device_blocks(self) -> int:
-        """What the rank with the fewest has.
+        """Blocks of the rank that has the fewest.
 
         Raises:
             UsageError: the group is not open.
@@ -297,7 +297,7 @@ class RankGroup(Unique):
         return self.exchange.submit(plan, self.layout, self._failure)
 
     def cancel(self, transfer_id: int) -> Cancelled:
-        """Ask the ranks to take a plan back; it is reported ``"cancelled"`` if no rank moves it."""
+        """Ask the ranks to cancel a plan; it is reported ``"cancelled"`` if no rank moves it."""
         return "asked" if self.exchange.cancel(transfer_id) else "too late"
 
     def raise_priority(self, transfer_id: int, priority: int) -> None:
@@ -311,7 +311,10 @@ class RankGroup(Unique):
             UsageError: ``event`` is not None.
         """
         if event is not None:
-            raise UsageError("ranks close steps with their own events", hint="call Rank.step there")
+            raise UsageError(
+                "event must be None: each rank closes steps with its own events",
+                hint="call Rank.step(number, event) in the rank's process",
+            )
 
     def close_step(self, step: int, event: Event | None) -> None:
         """The engine has closed a step; it is over when every rank says so.
@@ -406,7 +409,7 @@ class RankGroup(Unique):
         )
 
     def describe(self) -> list[dict[str, object]]:
-        """How each rank fares, for a person to read; plain values."""
+        """Return the state of each rank, as plain values."""
         seats = [] if self._roster is None else self._roster.seats
         return [
             {

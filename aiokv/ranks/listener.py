@@ -1,4 +1,4 @@
-"""Listener: the manager's socket, and the private directory that it lives in."""
+"""Listener: the manager's socket and its private directory."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Listener:
 
     Attributes:
         path: where the ranks connect; None before a private socket is opened for the first time.
-        is_private: only ranks that the group starts know the path, so that it can be closed, and
-            nothing is left on disk, once they have come.
+        is_private: only ranks that the group starts know the path, so it can be closed once they
+            have connected, and no file is left.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -102,7 +102,7 @@ def remove_abandoned() -> None:
     try:
         entries = [e for e in os.scandir(tempfile.gettempdir()) if e.name.startswith(PREFIX)]
     except OSError:
-        return  # making a directory there will say why
+        return  # making a directory there will raise the same error
     for entry in entries:
         path = Path(entry.path) / _SOCKET
         try:

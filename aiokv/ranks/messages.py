@@ -1,4 +1,4 @@
-"""What manager and ranks say to each other: msgspec structs as MessagePack, never pickle.
+"""Messages between manager and ranks: msgspec structs as MessagePack, never pickle.
 
 ::
 

@@ -20,7 +20,7 @@ class Outbox:
         say: sends a message.
 
     Attributes:
-        generation: 0 while none runs: what happens then is nobody's business.
+        generation: 0 while none runs: nothing is reported then.
         finished_step: this step and all before it are over.
     """
 

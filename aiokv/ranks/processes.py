@@ -57,7 +57,7 @@ class RankProcesses:
         """Start the processes of these ranks; kill those that run in their place first.
 
         Args:
-            ranks: numbers.
+            ranks: their numbers.
             path: of the manager's socket.
 
         Raises:
@@ -88,14 +88,14 @@ class RankProcesses:
             ) from error
 
     def pids(self) -> list[int]:
-        """Of those that run, in the order of the ranks."""
+        """Return the ids of the running processes, in the order of the ranks."""
         return [self._running[r].pid for r in sorted(self._running) if self.is_alive(r)]
 
     def is_alive(self, rank: int) -> bool:
         return rank in self._running and self._running[rank].status is None
 
     def describe(self, rank: int) -> str:
-        """How the process of a rank fares, for messages."""
+        """Return the state of the process of a rank, for messages."""
         if rank not in self._running:
             return "its process was not started"
         process = self._running[rank]

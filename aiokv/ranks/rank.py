@@ -70,8 +70,8 @@ class Rank(Unique):
     Args:
         path: the socket of the :class:`RankGroup`.
         rank: 0 <= rank < num_ranks.
-        regions: this rank's tensors; layers, regions and bytes a block as on every rank.
-        device: where they live: as of ``CacheEngine``, ``"cpu"`` by default.
+        regions: this rank's tensors; layers, regions and bytes per block as on every rank.
+        device: where the tensors are, as for ``CacheEngine``; ``"cpu"`` by default.
         connect_timeout: seconds to wait for the group to listen.
 
     Its loop must not be blocked: run the model in a thread.
@@ -82,7 +82,7 @@ class Rank(Unique):
     Attributes:
         regions: the tensors. None are kept while the device tier sleeps; set this to the new ones,
             of the layout before, ahead of ``engine.wake_up``.
-        connected: it has found the group; also when that is gone meanwhile.
+        connected: it has connected to the group at some time.
     """
 
     def __init__(
@@ -120,13 +120,15 @@ class Rank(Unique):
         Raises:
             RankLost: the group refused this rank, or is gone.
             ConfigError: the path is too long for a socket.
-            TimeoutError: nobody listened in time.
+            TimeoutError: no group listened within ``connect_timeout``.
             UsageError: it was entered before.
 
         Cancellation: the connection is closed.
         """
         if self._entered:
-            raise UsageError("a Rank is entered once", hint="make another Rank")
+            raise UsageError(
+                "the Rank was entered already; it can be entered once", hint="make another Rank"
+            )
         self._entered = True
         self._loop = asyncio.get_running_loop()
         self._poller = EventPoller(self._loop)
@@ -146,7 +148,7 @@ class Rank(Unique):
         except BaseException:
             try:
                 await self.aclose()
-            except BaseException:  # cancelled once more: nobody calls it again
+            except BaseException:  # cancelled once more: aclose() is not called again
                 self._poller.close()
                 self._channel.cut("the rank was cancelled")
                 raise
@@ -205,22 +207,22 @@ class Rank(Unique):
                         await asyncio.sleep(RETRY_SECONDS)
         except TimeoutError:
             raise TimeoutError(
-                f"rank {self.rank}: nobody listens at {self._path} after {self._connect_timeout} s"
-                " (connect_timeout)"
+                f"rank {self.rank}: no group listens at {self._path} after "
+                f"{self._connect_timeout} s (connect_timeout)"
             ) from None
 
     # --- for the model runner -------------------------------------------------------------------
 
     async def layers(self, transfer_ids: Iterable[int], timeout: float | None = None) -> LayerView:
-        """What this rank's runner waits for: the transfers of ``lease.layers.transfer_ids``.
+        """Return a view of the transfers of ``lease.layers.transfer_ids`` on this rank.
 
-        Waits until their plans have come, not for their bytes: that is what the view is for, with
-        ``await view.wait(layer)`` here or ``view.gpu_wait(layer, stream)`` in any thread.
+        Waits until their plans have arrived, not for their bytes: await those with
+        ``view.wait(layer)`` here or ``view.gpu_wait(layer, stream)`` in any thread.
 
         Raises:
-            UsageError: a transfer that ended so long ago that it is forgotten.
-            ClosedError: the group is gone, or starts again: the plans will not come.
-            TimeoutError: they have not come in time.
+            UsageError: a transfer ended so long ago that the rank has forgotten it.
+            ClosedError: the group is gone, or starts again: the plans will not arrive.
+            TimeoutError: the plans have not arrived within ``timeout``.
             UsageError: an argument is of the wrong type, or the rank was not entered.
 
         Cancellation: nothing changed.
@@ -238,10 +240,10 @@ class Rank(Unique):
         return LayerView(counters) if counters else done_view(self.regions.num_layers)
 
     def step(self, step: int, event: Event | None = None) -> None:
-        """This rank has submitted all work of steps up to ``step`` of the engine.
+        """Close the steps up to ``step`` on this rank: it has submitted all their work.
 
         Args:
-            step: the engine's ``open_step`` while the work was handed out; may leave some out.
+            step: the engine's ``open_step`` at the time the work was sent; numbers may be skipped.
             event: recorded behind the work; None when it has finished.
 
         Raises:
@@ -423,5 +425,5 @@ class Rank(Unique):
 
 
 def _words_of(error: Exception) -> str:
-    """What the manager is told; never empty."""
+    """Return the text for the manager; never empty."""
     return str(error) if isinstance(error, AiokvError) else f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Who of the ranks is there: they come, start a generation together, live, and get lost."""
+"""Membership and liveness of ranks, per generation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 log = Log(__name__)
 
-SPARE_CONNECTIONS: Final = 64  # without a Hello, beside one per rank
+SPARE_CONNECTIONS: Final = 64  # connections without a Hello, in addition to one per rank
 
 
 class Roster:
@@ -43,7 +43,7 @@ class Roster:
 
     Args:
         listener: where ranks connect.
-        processes: starts the ranks; None when they come by themselves.
+        processes: starts the ranks; None when they are started externally.
         on_reports: gets the reports of the current generation.
         on_answer: gets what ranks say to ``Sleep`` and ``WakeUp``.
         on_lost: called when a rank that took part is gone.
@@ -75,8 +75,10 @@ class Roster:
         self._on_reports = on_reports
         self._on_answer = on_answer
         self._on_lost = on_lost
-        self._strangers: dict[Channel, None] = {}  # they have not said Hello; in order of arrival
-        self._news: list[asyncio.Future[None]] = []  # of those who wait for any
+        self._strangers: dict[
+            Channel, None
+        ] = {}  # unauthenticated peers, without a Hello, in order of arrival
+        self._news: list[asyncio.Future[None]] = []  # of coroutines that wait for a change
         self._clock = clock
         self._ticked_at = clock()
         self._was_late = False
@@ -156,7 +158,7 @@ class Roster:
                     raise RankLost(f"rank {seat.rank}: {self._why(seat)}", rank=seat.rank)
 
     async def next_news(self) -> None:
-        """Wait until a rank comes, answers, is ready or goes; whoever waits looks which.
+        """Wait until a rank connects, answers, is ready or leaves; the caller checks which.
 
         Cancellation: nothing changed.
         """
@@ -168,7 +170,7 @@ class Roster:
             self._news.remove(news)
 
     def _why(self, seat: Seat) -> str:
-        """What is known of a rank that is away."""
+        """Return why a rank is not connected."""
         if self._processes is None or self._processes.is_alive(seat.rank):
             return seat.why_away
         return f"{seat.why_away}; {self._processes.describe(seat.rank)}"
@@ -187,7 +189,7 @@ class Roster:
             if seat.channel is not None:
                 seat.channel.send(close)
             elif self._processes is not None:
-                self._processes.kill(seat.rank)  # nobody there to be told
+                self._processes.kill(seat.rank)  # no connection to send Close on
         for stranger in list(self._strangers):
             stranger.cut(_CLOSING)
         try:
@@ -221,13 +223,13 @@ class Roster:
         self.notify()
 
     def send(self, frame: bytes) -> None:
-        """The same bytes to every rank that is there."""
+        """Send the same bytes to every connected rank."""
         for seat in self.seats:
             if seat.channel is not None:
                 seat.channel.send(frame)
 
     def notify(self) -> None:
-        """Whoever waits for ranks looks again."""
+        """Wake coroutines that wait for a change of a rank."""
         for news in self._news:
             if not news.done():
                 news.set_result(None)
@@ -235,14 +237,14 @@ class Roster:
     # --- life -----------------------------------------------------------------------------------
 
     def tick(self) -> bool:
-        """Ask who is silent, and give up those who have been so for too long.
+        """Send a heartbeat to each rank, and cut off ranks that were silent for too long.
 
-        A rank is only lost when it left two heartbeats unanswered, however late this loop is: it
+        A rank is only lost after two unanswered heartbeats, however late this loop is: the loop
         reads its sockets between two calls.
 
         Returns:
-            False when this loop was blocked until now, and not at the call before: what ranks have
-            reported meanwhile may still lie in the sockets.
+            False when this loop was blocked before this call and not before the last one: reports
+            of ranks may still be unread in the sockets.
         """
         now = self._clock()
         late = now - self._ticked_at > 2 * self._timeouts.heartbeat
@@ -259,7 +261,7 @@ class Roster:
         return not reads_first
 
     def lose(self, seat: Seat, reason: str) -> None:
-        """Cut a rank off, and kill its process where that is ours."""
+        """Cut a rank off, and kill its process if the group has started it."""
         if seat.channel is not None:
             seat.channel.cut(reason)
         if self._processes is not None:

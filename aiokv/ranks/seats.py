@@ -1,4 +1,4 @@
-"""Who may sit where, and for how long they may be silent."""
+"""State of each rank of a group, and time limits."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class RankTimeouts:
     """How long the manager waits, in seconds.
 
     Attributes:
-        start: for all ranks to come and to have their host memory.
-        hello: for a connection to say which rank it is; it is cut then.
-        heartbeat: between two looks at who lives and who lags.
-        silence: a rank that says nothing for so long, and leaves two heartbeats unanswered, is
-            lost. Its loop must not be blocked as long: run the model in a thread.
-        transfer: a rank may take so long for a transfer, and as long as ``min_bytes_per_second``
-            allows for its bytes, from the last thing it has finished on.
+        start: for all ranks to connect and to allocate their host memory.
+        hello: for a connection to say which rank it is; it is cut after that.
+        heartbeat: between two checks for unresponsive and slow ranks.
+        silence: a rank that sends nothing for this time, and leaves two heartbeats unanswered, is
+            lost. Its loop must not be blocked for so long: run the model in a thread.
+        transfer: for a transfer on a rank, in addition to its bytes at ``min_bytes_per_second``;
+            counted from the last progress of the rank.
         close: for ranks to finish what moves when the group closes.
 
     Raises:
@@ -63,13 +63,13 @@ class RankTimeouts:
 
 
 class Seat:
-    """One rank's place.
+    """The manager's state of one rank.
 
     Attributes:
         channel: None while the rank is away.
         ready: it takes part in the current generation.
         heard_at: time of its last message.
-        unanswered: heartbeats that the manager has sent since.
+        unanswered: heartbeats that the manager has sent since then.
         progress_at: time of its last report.
         finished_step: this step and all before it are over on the rank.
     """

@@ -1,4 +1,4 @@
-"""A line of waiters, and which of them is next. Plain data; the engine owns the futures."""
+"""A line of waiters, ordered by priority. Plain data; the engine owns the futures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ class Admission(Generic[W]):
 
     A binary heap that knows the place of each entry: entering and leaving cost O(log n) wherever
     the waiter stands, and a waiter that has left is not referenced any more. Only the first is
-    tried, so small requests do not starve a large one, and a try costs the same whoever waits.
+    tried, so small requests do not starve a large one, and the cost of a try does not depend on
+    the number of waiters.
     """
 
     def __init__(self) -> None:

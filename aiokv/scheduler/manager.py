@@ -111,11 +111,11 @@ class CacheManager:
         return self.backup_plan(transfer_id) if transfer_id else None
 
     def swap_plan(self, transfer_id: int) -> TransferPlan:
-        """The offload of a preempted lease's table; somebody waits for its blocks."""
+        """The offload of a preempted lease's table; a request may wait for its blocks."""
         return self._plan(transfer_id, "offload", Priority.DEMAND)
 
     def describe(self, lease_id: int) -> dict[str, object]:
-        """What one lease holds."""
+        """Return what one lease holds, as plain values."""
         core = self.core
         device_blocks, host_blocks = core.hit(lease_id)
         return {
@@ -134,7 +134,7 @@ class CacheManager:
         self.core.complete(report.transfer_id, _OUTCOMES[report.outcome], report.first_bad_block)
 
     def is_under_way(self, transfer_id: int) -> bool:
-        """The transfer has begun, and no report of it has come."""
+        """Return whether the transfer has begun, and no report of it has come."""
         try:
             if self.core.is_state_move(transfer_id):
                 self.core.state_move(transfer_id)

@@ -42,7 +42,7 @@ class Clock:
 
     @property
     def timers(self) -> int:
-        """How many are set; 0 when nobody waits for time to pass."""
+        """How many are set; 0 when no coroutine waits for time to pass."""
         return sum(not timer.cancelled() for _, _, timer in self._timers)
 
     async def advance(self, seconds: float) -> None:
@@ -57,7 +57,7 @@ class Clock:
         if seconds < 0:
             raise ValueError(f"cannot advance the clock by {seconds} s")
         end = self.now + seconds
-        await spin(_PASSES)  # whoever is about to set a timer sets it now
+        await spin(_PASSES)  # tasks that are about to set a timer set it now
         while self._timers and self._timers[0][0] <= end:
             due, _, timer = heapq.heappop(self._timers)
             if timer.cancelled():

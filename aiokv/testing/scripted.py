@@ -14,7 +14,7 @@ assert device.ends[0] == End("onload", 0, 0, failed=False)
 Copies are numbered from 0 in the order in which the device gets them, each direction for itself;
 ``copy=None`` is every copy, ``layer=None`` every layer. The script may grow at any time, and what
 it says holds for all that has not ended yet. Bytes really move. A block that a failed layer did not
-write is filled with garbage, so that whoever trusts it is found out.
+write is filled with garbage, so that tests detect its use.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ EVICTION_POLICIES: Final[tuple[EvictionPolicy, ...]] = ("lru", "s3fifo")
 
 
 class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How to replay.
+    """Options of a replay.
 
     Attributes:
         block_tokens: tokens of a block.
@@ -92,7 +92,7 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the loop is the bare one: index only, one lease, one tier."""
+        """True when the loop is the bare one: index only, one lease, one tier."""
         return (
             self.concurrency == 1
             and self.host_blocks == 0
@@ -128,7 +128,7 @@ class Workload(msgspec.Struct, kw_only=True):
         return len(self.requests) + len(self.left_out)
 
     def fitting(self, capacity_tokens: int) -> Workload:
-        """What is left without the prompts that could never be granted.
+        """Return the workload without the prompts that can never be granted.
 
         Raises:
             UsageError: nothing is left.
@@ -179,7 +179,7 @@ def workload_of(
     """Expand ``requests``, one or more.
 
     Args:
-        name: how reports and messages call them.
+        name: of the trace, for reports and messages.
         requests: in order of arrival.
         stages: progress.
         largest_tokens: longer requests are left out, not expanded; None expands all.
@@ -208,7 +208,7 @@ def workload_of(
 
 
 def _check_memory(name: str, requests: Sequence[TraceRequest], max_bytes: int | None) -> None:
-    """A line of a trace grows a thousandfold when it is expanded: refuse before memory is short."""
+    """Refuse prompts that would fill the memory: a line expands to a thousand times its size."""
     tokens = sum(request.input_tokens for request in requests)
     limit = available_bytes() // 2 if max_bytes is None else max_bytes
     if tokens * TOKEN_BYTES > limit:

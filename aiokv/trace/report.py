@@ -1,4 +1,4 @@
-"""What a replay measured, as plain data."""
+"""Results of a replay, as plain data."""
 
 from __future__ import annotations
 

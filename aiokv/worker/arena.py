@@ -54,7 +54,7 @@ class HostArena:
         return self._blocks
 
     def close(self) -> None:
-        """Free the memory; views that somebody still holds keep it alive. Idempotent."""
+        """Free the memory; views that still exist keep it alive. Idempotent."""
         self._blocks = None
         try:
             self._map.close()

@@ -71,7 +71,7 @@ class _Bytes:
 
 @dataclass(frozen=True, slots=True)
 class DescribedArray:
-    """Address and block layout of a tensor, whoever made it."""
+    """Address and block layout of a tensor of any library."""
 
     pointer: int
     num_blocks: int
@@ -150,7 +150,7 @@ def describe(tensor: Any, what: str) -> DescribedArray:
 
 
 def _interface(tensor: Any, what: str) -> tuple[Any, dict[str, Any], str]:
-    """The owner of the memory, its array interface, and the kind of device."""
+    """Return the owner of the memory, its array interface, and the kind of device."""
     for name, device in (("__cuda_array_interface__", "cuda"), ("__array_interface__", "cpu")):
         try:
             return tensor, getattr(tensor, name), device

@@ -1,4 +1,4 @@
-"""Worker: what the engine asks of whoever moves the bytes.
+"""Worker: what the engine requires of the part that moves the bytes.
 
 A :class:`~aiokv.worker.controller.CacheController` in this process, or a
 :class:`~aiokv.ranks.group.RankGroup` of one controller a rank, each in a process of its own.
@@ -59,10 +59,10 @@ class Worker(Protocol):
         """
 
     def cancel(self, transfer_id: int) -> Cancelled:
-        """Take back a plan that no device has yet.
+        """Cancel a plan that no device has yet.
 
         Returns:
-            ``"at once"``: it is taken back, its waiters have their error, and no report follows;
+            ``"at once"``: it is cancelled, its waiters get their error, and no report follows;
             ``"asked"``: other processes have been asked, and the report says how it ended;
             ``"too late"``: the device moves it, or it has ended.
         """
@@ -70,8 +70,8 @@ class Worker(Protocol):
     def raise_priority(self, transfer_id: int, priority: int) -> None:
         """Submit a plan that still waits as if it had been given with this priority.
 
-        Without effect on one that a device has, on unknown ids, and when ``priority`` is not lower
-        than its own.
+        Without effect on a plan that a device has, on unknown ids, and when ``priority`` is not
+        lower than the plan's.
         """
 
     def check_event(self, event: Event | None) -> None:

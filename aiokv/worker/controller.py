@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from aiokv.worker.regions import Regions
 
 _CANCELLED: Final = CopyError(0, "cancelled before it was submitted")
-_WAITING: Final = ("new", "held", "queued")  # states in which the device knows nothing of a plan
+_WAITING: Final = ("new", "held", "queued")  # states of a plan that was not given to the device
 SLOTS: Final = 2  # submitted at once per direction: one moves, one is ready behind it
 
 
@@ -105,7 +105,7 @@ class CacheController:
 
     @property
     def silent_ranks(self) -> list[int]:
-        """None: there is nobody to ask."""
+        """Empty: there are no ranks."""
         return []
 
     # --- plans ------------------------------------------------------------------------------
@@ -137,26 +137,26 @@ class CacheController:
         return counter
 
     def cancel(self, transfer_id: int) -> Cancelled:
-        """Take back a plan that the device does not have yet.
+        """Cancel a plan that the device does not have yet.
 
         Returns:
             ``"at once"``: no report follows, ``gpu_wait`` raises from now on, and coroutines that
-            wait have their error in the next pass of the loop. ``"too late"``: the device has it,
-            and it is reported as it ends; or the id is unknown, since the report has crossed the
-            cancellation.
+            wait get their error in the next pass of the loop. ``"too late"``: the device has it,
+            and its end will be reported; or the id is unknown, because the report came before
+            the cancellation.
         """
         transfer = self._transfers.get(transfer_id)
         if transfer is None or transfer.state not in _WAITING:
             return "too late"
-        transfer.reported = True  # the caller knows
+        transfer.reported = True  # the caller knows that it has ended
         self._poller.surely(partial(self._take_back, transfer))
         return "at once"
 
     def raise_priority(self, transfer_id: int, priority: int) -> None:
         """Submit a plan that still waits as if it had been given with this priority.
 
-        Without effect on one that the device has, on unknown ids, and when ``priority`` is not
-        lower than its own.
+        Without effect on a plan that the device has, on unknown ids, and when ``priority`` is not
+        lower than the plan's.
         """
         transfer = self._transfers.get(transfer_id)
         if transfer is None or priority >= transfer.priority:
@@ -241,7 +241,7 @@ class CacheController:
     async def drain(self) -> None:
         """Wait until every plan submitted so far, and since, has been reported.
 
-        A plan whose step is open is waited for too: somebody else has to close the step.
+        A plan whose step is open is waited for too: another task has to close the step.
 
         Cancellation: stops waiting; the transfers go on.
         """
@@ -301,7 +301,7 @@ class CacheController:
             state=self._lanes["state"].statistics(),
         )
 
-    # --- the life of a transfer; every method may be called again ---------------------------
+    # --- states of a transfer; every method may be called again ---------------------------
 
     def _lane_of(self, transfer: Transfer) -> Lane:
         return self._lanes[transfer.plan.direction]
@@ -339,7 +339,7 @@ class CacheController:
     def _submit(self, lane: Lane, transfer: Transfer) -> None:
         """Give a queued transfer to the device.
 
-        After an interrupt that has lost the device's answer, the device gets it once more. Of two
+        When an interrupt has lost the device's answer, the transfer is submitted once more. Of two
         equal copies, the second ends last (``Device.in_order``), and only its end counts.
         """
         if transfer.ending is not None:
@@ -477,7 +477,7 @@ class CacheController:
 
 
 class _Marker:
-    """What the poller calls when an event of a transfer is done."""
+    """Callback of the poller when an event of a transfer is done."""
 
     __slots__ = ("_controller", "_copy", "_event", "_layers", "_transfer")
 
@@ -496,7 +496,7 @@ class _Marker:
         self._event = event
 
     def __call__(self, error: BaseException | None) -> None:
-        """``error``: the device cannot tell any more, and nothing of the transfer is proven."""
+        """End a transfer with an ``error`` of its device: none of its bytes are proven."""
         transfer = self._transfer
         if transfer.copy is not self._copy:
             return

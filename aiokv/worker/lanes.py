@@ -87,7 +87,7 @@ class Lane:
         self.bytes_per_second += weight * (newest - self.bytes_per_second)
 
     def expected_seconds(self, transfer: Transfer) -> float | None:
-        """How long a transfer will move; None while nobody knows."""
+        """Return how long a transfer will move, or None while that is unknown."""
         if not self.bytes_per_second or transfer.num_bytes < LEARN_BYTES:
             return None
         return transfer.num_bytes / self.bytes_per_second

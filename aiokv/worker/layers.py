@@ -37,7 +37,7 @@ class LayerDoneCounter:
             several ranks lags: they are released before, with a failure.
 
     Args:
-        num_layers: with 0, all that arrives is the end.
+        num_layers: with 0, only the end of the transfer is awaited.
         transfer_id: the plan's.
         direction: the plan's.
         expedite: asks for submission out of turn; False when that is impossible now. Called only
@@ -84,7 +84,7 @@ class LayerDoneCounter:
 
     @property
     def given_up(self) -> bool:
-        """Waiters were released, though bytes may still move."""
+        """True when waiters were released though bytes may still move."""
         return self._ended and not self.at_rest
 
     @property
@@ -94,7 +94,7 @@ class LayerDoneCounter:
 
     @property
     def all_arrived(self) -> bool:
-        """No layer is owed; with 0 layers, also before the end."""
+        """True when no layer is owed; with 0 layers, also before the end."""
         return not self._owed
 
     @property
@@ -207,8 +207,8 @@ class LayerDoneCounter:
         submitted out of turn instead.
 
         Raises:
-            TransferError: the transfer failed or was cancelled, and its last byte has come to
-                rest; or the layer will never be submitted.
+            TransferError: the transfer failed or was cancelled, and no byte of it moves any more;
+                or the layer will never be submitted.
             UsageError: on the loop's thread, while the transfer waits for a step to be closed.
         """
         failure = self.order(layer, stream)
@@ -222,10 +222,10 @@ class LayerDoneCounter:
             raise self._error(failure)
 
     def order(self, layer: int, stream: Any) -> CopyError | None:
-        """gpu_wait(), but a failure is returned.
+        """As gpu_wait(), but return a failure.
 
-        None: the stream waits for the layer, or the layer has arrived. A transfer that is failing
-        and still moves is waited for as any other.
+        None means that the stream waits for the layer, or the layer has arrived. A failing transfer
+        that still moves bytes is waited for like any other.
 
         Raises:
             UsageError: as gpu_wait.
@@ -239,7 +239,7 @@ class LayerDoneCounter:
         try:
             copy.wait_submitted(layer)
             copy.stream_wait(layer, stream)
-        except DeviceError as error:  # not submitted, whatever the device says of the blocks
+        except DeviceError as error:  # not submitted: no block is proven
             return CopyError(0, str(error))
         return None
 
@@ -252,7 +252,7 @@ class LayerDoneCounter:
         return None if self.num_layers else self.failure
 
     def _end(self) -> CopyError | None:
-        """The failure of a transfer that does not move; None when all has arrived."""
+        """Return the failure of a transfer that does not move; None when all has arrived."""
         if self.failure is not None or self._ended:
             return self.failure
         return CopyError(0, "the transfer was not submitted")
@@ -294,9 +294,9 @@ class LayerDoneCounter:
         self._accepted.set()
 
     def mark_layer_done(self, layer: int, finished_seconds: float | None = None) -> bool:
-        """A layer's event is done. True when it was the last.
+        """Note that a layer has arrived; return True when it was the last one.
 
-        Marking twice counts once, and completes what an interrupt has left of the first time.
+        Marking twice counts once; after an interrupt, the second call completes the first.
         """
         self._check(layer)
         last = False
@@ -321,7 +321,7 @@ class LayerDoneCounter:
         self._release_all()
 
     def give_up(self, failure: CopyError) -> None:
-        """Nobody shall wait any longer, though bytes may still move until ``finish``."""
+        """Release all waiters, though bytes may still move until ``finish``."""
         if self._ended:
             return
         self._failure = self._failure or failure

@@ -1,4 +1,4 @@
-"""What a worker moves bytes between: the device tensors and the host arena, awake or asleep."""
+"""Memory of a worker: the device tensors and the host arena, awake or asleep."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class WorkerMemory:
         UsageError: another open engine has the device or a tensor. Nothing changed.
 
     Attributes:
-        asleep: tiers whose memory is free for others.
+        asleep: tiers whose memory was released.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class WorkerMemory:
             )
 
     def _claim_tensors(self, regions: Regions) -> None:
-        """Before they are bound; those that were bound before stay this worker's until then."""
+        """Claim tensors before they are bound; earlier ones stay claimed until then."""
         pieces = [piece for piece in _all_pieces(regions) if piece.pointer]
         for piece in pieces:
             if _tensors.get(piece.pointer, self) is not self:
@@ -153,7 +153,7 @@ class WorkerMemory:
         _tensors.update(dict.fromkeys(self._addresses, self))
 
     def _disclaim(self) -> None:
-        """The device, and the tensors, may be given to another worker."""
+        """Let other workers claim the device and the tensors."""
         self._keep_tensors(set())
         if _devices.get(id(self._device)) is self:
             del _devices[id(self._device)]

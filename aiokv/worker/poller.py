@@ -5,7 +5,7 @@ One a loop. Events of one stream finish in order, so only the oldest of each str
     watch ......... timerfd ......... |-- every loop pass --|... every 1/8 of the time overdue ...
                     expected end - lead                     budget used up
 
-The end of an event that was seen to come is where the work of the next one began, so a stream's
+The end of an event that was observed is where the work of the next one began, so a stream's
 expectations do not drift. An event that had ended before it was first asked about was slept over:
 the lead grows a little, and shrinks again with every end that was seen.
 
@@ -49,7 +49,7 @@ LATENCY_SAMPLES: Final = 4096
 
 
 class PollerStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """What waiting costs.
+    """Latency and CPU time of waiting.
 
     Attributes:
         events: finished and announced.
@@ -101,8 +101,8 @@ class EventPoller:
         self._soon: deque[Callable[[], object]] = deque()
         self._next_soon: asyncio.Handle | None = None
         self._timer: _native.TimerFd | None = None
-        self._timer_on = False  # it expires every REPEAT_SECONDS, at least
-        self._timer_at = 0.0  # it expires then, too; 0: at no such time
+        self._timer_on = False  # it also expires every REPEAT_SECONDS
+        self._timer_at = 0.0  # time of the next single expiry; 0: none
         self._next_pass: asyncio.Handle | None = None
         self._in_pass = False
         self._calling: Watch | None = None  # whose callback runs
@@ -236,11 +236,11 @@ class EventPoller:
 
     @property
     def closed(self) -> bool:
-        """``close`` was called."""
+        """True after ``close`` was called."""
         return self._closed
 
     def close(self) -> None:
-        """Announce ClosedError to all who wait, take the timer off the loop. Idempotent."""
+        """Announce ClosedError to all waiters, remove the timer from the loop. Idempotent."""
         self._closed = True
         self._run_soon()
         while self._streams:
@@ -292,7 +292,7 @@ class EventPoller:
             self._timer_on = False
             self._timer.disarm()
             return
-        self._cancel_pass()  # the loop may have forgotten it; this is one
+        self._cancel_pass()  # the loop may have forgotten the scheduled pass; this call replaces it
         if self._next_soon is not None and self._soon:
             self._next_soon.cancel()
             self._run_soon()
@@ -303,7 +303,7 @@ class EventPoller:
         self._pass()
 
     def _run_soon(self) -> None:
-        """Call what is there now; a callback goes when it has returned."""
+        """Call the callbacks that are queued now; one is removed when it has returned."""
         self._next_soon = None
         try:
             for _ in range(len(self._soon)):
@@ -435,7 +435,7 @@ class EventPoller:
             self._next_pass = None
 
     def _keep_timer_on(self) -> None:
-        """Let the timer expire now and then, until it finds that nothing is pending."""
+        """Let the timer expire every REPEAT_SECONDS until nothing is pending."""
         if not self._timer_on:
             self._wake_at(time.monotonic() + REPEAT_SECONDS)
 

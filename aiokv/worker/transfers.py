@@ -68,7 +68,9 @@ class TransferQueue:
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Transfer]] = []  # entries that are not _places are void
+        self._heap: list[
+            tuple[int, int, Transfer]
+        ] = []  # entries without an equal place in _places are void
         self._places: dict[int, tuple[int, int]] = {}  # transfer id -> (priority, order)
         self._order = count()
 
@@ -76,12 +78,12 @@ class TransferQueue:
         return len(self._places)
 
     def push(self, transfer: Transfer) -> None:
-        """Queue a transfer that is not here, behind those of its priority."""
+        """Queue a transfer that is not queued, behind those of its priority."""
         self._put(transfer, next(self._order))
         transfer.state = "queued"
 
     def raise_priority(self, transfer: Transfer) -> None:
-        """A queued transfer has a lower ``priority`` number now; among equals it keeps its age."""
+        """Reorder a queued transfer whose ``priority`` was raised; its age among equals stays."""
         _, order = self._places[transfer.plan.transfer_id]
         self._put(transfer, order)
 
@@ -92,7 +94,7 @@ class TransferQueue:
         heapq.heappush(self._heap, (*place, transfer))
 
     def first(self) -> Transfer | None:
-        """The next one, or None; it stays until ``remove``."""
+        """Return the next transfer, or None; it stays queued until ``remove``."""
         while self._heap:
             if self._is_valid(self._heap[0]):
                 return self._heap[0][2]
@@ -100,7 +102,7 @@ class TransferQueue:
         return None
 
     def remove(self, transfer: Transfer) -> None:
-        """Take out a transfer, if it is here; ``first`` skips its entry."""
+        """Remove a transfer, if it is queued."""
         self._places.pop(transfer.plan.transfer_id, None)
         self._forget_void()
 
@@ -146,10 +148,12 @@ class StepGate:
         UsageError: the step is closed already.
         """
         if not self.is_open(step):
-            raise UsageError(f"step {step} is closed already, up to {self.closed_step}")
+            raise UsageError(
+                f"step {step} is closed already; the last closed step is {self.closed_step}"
+            )
 
     def close(self, step: int, event: Event | None) -> None:
-        """Close all steps up to ``step``; ``free`` tells what they held back.
+        """Close all steps up to ``step``; ``free`` returns the transfers that they held.
 
         Raises:
             UsageError: the step is closed already. Nothing changed.
@@ -160,7 +164,7 @@ class StepGate:
         self._forget_finished()
 
     def free(self) -> Iterator[Transfer]:
-        """What closed steps held back, oldest step first; each goes when the next is asked for."""
+        """Yield transfers that closed steps held, oldest first; each is removed after its turn."""
         for step in sorted(s for s in self._held if s <= self.closed_step):
             held = self._held[step]
             for transfer in list(held.values()):
@@ -169,7 +173,7 @@ class StepGate:
             self._held.pop(step, None)
 
     def event_for(self, step: int) -> Event | None:
-        """What work after a closed step has to wait for; None when it has finished."""
+        """Return the event that work after a closed step waits for; None when it has finished."""
         self._forget_finished()
         for event_step, event in self._events:
             if event_step >= step > self._finished_step:
@@ -182,7 +186,7 @@ class StepGate:
 
 
 def is_done(event: Event | None) -> bool:
-    """False for an event that cannot be asked: the poller tells the engine what is wrong."""
+    """Return whether an event is done; False when it raises: the poller reports the error."""
     try:
         return event is None or event.done
     except Exception:

@@ -24,7 +24,7 @@ class LayerView:
         counters: of those transfers, of one number of layers.
         num_layers: needed when there are no counters; see :func:`done_view`.
         locate: ``(transfer_id, first_bad_block)`` to the first position of the lease to compute;
-            None when the failure is behind all that the lease needs of that transfer.
+            None when the lease needs no block from there on.
         owner: of the lease, for messages.
         check_wait: called before a coroutine waits; raises when the wait would never end.
     """
@@ -60,17 +60,17 @@ class LayerView:
 
     @property
     def at_rest(self) -> bool:
-        """No byte of these transfers moves any more."""
+        """True when no byte of these transfers moves any more."""
         return all(counter.at_rest for counter in self.counters)
 
     @property
     def given_up(self) -> bool:
-        """A rank lags: waiters were released with a failure, though bytes may still move."""
+        """True when a slow rank made waiters fail though bytes may still move."""
         return any(counter.given_up for counter in self.counters)
 
     @property
     def transfer_ids(self) -> tuple[int, ...]:
-        """What a rank's runner needs to wait for the same transfers; see ``Rank.layers``."""
+        """Ids that a rank's runner passes to ``Rank.layers`` to wait for the same transfers."""
         return tuple(counter.transfer_id for counter in self.counters)
 
     @property
@@ -89,7 +89,7 @@ class LayerView:
         self._raise_first((counter, counter.failure) for counter in self.counters)
 
     def _raise_first(self, ends: Iterable[tuple[LayerDoneCounter, CopyError | None]]) -> None:
-        """Of the failures that concern the lease."""
+        """Raise the first failure that concerns the lease."""
         errors = [
             (token, counter, failure)
             for counter, failure in ends
@@ -107,7 +107,7 @@ class LayerView:
             )
 
     def first_bad_token(self, transfer_id: int, failure: CopyError) -> int | None:
-        """The first position to compute again because of a failure; None when it needs none."""
+        """Return the first position to compute again after a failure, or None."""
         if self._locate is None:
             return 0
         token = self._locate(transfer_id, failure.first_bad_block)

@@ -69,7 +69,7 @@ class Stream:
         self.asked_at = 0.0
 
     def drop_cancelled(self) -> float:
-        """Let the next event that somebody waits for be the oldest; work of the others before."""
+        """Drop cancelled watches from the front; return the sum of their ``work_seconds``."""
         skipped_seconds = 0.0
         while self.queue and self.queue[0].callback is None:
             skipped_seconds += self.queue.popleft().work_seconds or 0.0

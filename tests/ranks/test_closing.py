@@ -148,7 +148,7 @@ async def test_a_socket_that_cannot_be_made_says_what_to_change(tmp_path):
 
 @pytest.mark.asyncio
 async def test_a_rank_that_finds_nobody_says_where_it_looked(tmp_path):
-    with pytest.raises(TimeoutError, match=r"rank 3: nobody listens at .*/s after 0.02 s"):
+    with pytest.raises(TimeoutError, match=r"rank 3: no group listens at .*/s after 0.02 s"):
         await Rank(tmp_path / "s", 3, regions_of(8), connect_timeout=0.02).__aenter__()
 
 

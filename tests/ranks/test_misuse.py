@@ -66,7 +66,7 @@ def test_an_argument_of_a_group_that_is_wrong_is_named(options, why):
         (("s", "0", regions_of(8)), {}, "rank is '0'"),
         (("s", 0, None), {}, "regions is None"),
         (("s", 0, [np.zeros(3)]), {}, "regions is "),
-        (("s", 0, regions_of(8), "tpu:0"), {}, "device 'tpu:0' is unknown"),
+        (("s", 0, regions_of(8), "tpu:0"), {}, "device is 'tpu:0'; it must be 'cpu'"),
         (("s", 0, regions_of(8)), {"connect_timeout": math.nan}, "connect_timeout is nan"),
         (("s", 0, regions_of(8)), {"connect_timeout": None}, "connect_timeout is None"),
     ],

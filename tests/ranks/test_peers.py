@@ -208,7 +208,7 @@ def test_a_decoder_that_runs_out_of_stack_cuts_the_channel():
     channel = Channel(too_deep, ends.append)
     channel.data_received(frame_of(b"x"))
     channel.connection_lost(None)
-    assert ends == ["protocol: a message that is nested too deeply"]
+    assert ends == ["protocol: the message is nested too deeply"]
 
 
 # --- memory of closed connections -----------------------------------------------------------------

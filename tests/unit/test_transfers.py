@@ -94,7 +94,9 @@ def test_a_step_closes_once() -> None:
     gate = StepGate()
     gate.close(2, None)
     for step in (1, 2):
-        with pytest.raises(UsageError, match=f"step {step} is closed already, up to 2"):
+        with pytest.raises(
+            UsageError, match=f"step {step} is closed already; the last closed step is 2"
+        ):
             gate.close(step, None)
 
 

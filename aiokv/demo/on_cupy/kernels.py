@@ -2,7 +2,7 @@
 
 A library picks its kernel by the shape of a batch; here every number comes from one thread, or one
 tree of fixed shape, that looks at nothing but its own row. So a row's bits depend on its tokens up
-to its position only, whoever shares its batch, and no padding is needed.
+to its position only, not on the other rows of its batch, and no padding is needed.
 """
 
 from __future__ import annotations

@@ -245,7 +245,7 @@ class _LayerArrays:
 
 
 def _row_tables(spans: list[Span]) -> NDArray[np.int32]:
-    """Each row's block table, ``[rows, blocks]``, filled up with zeros that nobody reads."""
+    """Each row's block table, ``[rows, blocks]``, filled up with zeros that are not read."""
     blocks = max(len(span.block_table) for span in spans)
     tables = np.zeros((spans[-1].stop, blocks), np.int32)
     for span in spans:

@@ -1,4 +1,4 @@
-"""What the worker asks of a device: the interfaces that the cpu, cuda and manual devices satisfy.
+"""Interface of a device: the protocols that the cpu, cuda and manual devices satisfy.
 
 Contract of time: an event's ``done`` is False until the work it stands for was *submitted and*
 has finished. CUDA calls an event that was never recorded done; a device must hide that.
@@ -68,14 +68,14 @@ class QueriedEvent:
 
 
 def as_event(name: str, value: Any) -> Event | None:
-    """An argument that is an event, or None; events with ``query()`` are wrapped.
+    """Return an event, or None; events with ``query()`` are wrapped.
 
     Raises:
         UsageError: it is neither.
     """
     if value is None:
         return None
-    kind = type(value)  # asking the object itself would ask the device
+    kind = type(value)  # reading ``done`` of the object would query the device
     if hasattr(kind, "synchronize"):
         if hasattr(kind, "done"):
             event: Event = value

@@ -5,7 +5,7 @@
     offload  regions ─gather► staging ring ─copy engine► host blocks     whole blocks
 
 Each direction has a native thread that submits, so a call here costs microseconds. CuPy makes the
-streams; the arrays may be CuPy's, Paddle's or PyTorch's, the primary context is everybody's.
+streams; the arrays may be CuPy's, Paddle's or PyTorch's, all use the primary context.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Path = Literal["auto", "staged", "direct"]
 @arguments()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaOptions:
-    """How transfers move; the defaults fit PCIe 4 and 5 links.
+    """Options of transfers; the defaults fit PCIe 4 and 5 links.
 
     Attributes:
         path: ``"auto"`` lets the planner choose by run length and piece size; the others force.

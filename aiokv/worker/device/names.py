@@ -16,20 +16,20 @@ _METHODS: Final = ("attach", "onload", "offload", "move_state", "detach", "close
 
 
 def named_device(device: Device | str | None) -> Device:
-    """The device of that name; an object that is a device already; the cpu device for None.
+    """Return the device of that name, the given device object, or the cpu device for None.
 
     Raises:
-        ConfigError: no device has the name, or it cannot be used here; or the object is no device.
+        ConfigError: no device has the name, it cannot be used here, or the object is not a device.
     """
     if device is None or device == "cpu":
         return CpuDevice()
     if not isinstance(device, str):
         if isinstance(device, type) or not all(hasattr(device, name) for name in _METHODS):
-            raise ConfigError(f"device is {device!r}, which is no device; it must be {_ACCEPTED}")
+            raise ConfigError(f"device is {device!r}; it must be {_ACCEPTED}")
         return device
     match = re.fullmatch(r"cuda(?::(\d{1,9}))?", device, re.ASCII)
     if match is None:
-        raise ConfigError(f"device {device!r} is unknown; it must be {_ACCEPTED}")
+        raise ConfigError(f"device is {device!r}; it must be {_ACCEPTED}")
     from aiokv.worker.device.cuda import CudaDevice
 
     return CudaDevice(None if match[1] is None else int(match[1]))

@@ -52,7 +52,7 @@ class Core {
     std::int64_t recompute_from(LeaseId id);
     const Lease& lease(LeaseId id) const;
     Usage usage(LeaseId id) const;
-    // A granted lease whose hit can still be matched: no reset, and no failed copy, came between.
+    // Granted, and its hit can still be matched: no reset and no failed copy came between.
     bool is_current(LeaseId id) const;
     // Of a window group, or (-1) of all other layers.
     const std::vector<BlockId>& table_of(LeaseId id, std::int32_t group) const;
@@ -71,8 +71,8 @@ class Core {
     TransferId take_backups();
     TransferId take_write_backs(std::uint32_t wanted_blocks);
     bool wants_write_backs() const;
-    // The last attempt to make room would have had to drop a block that take_write_backs() has not
-    // looked at, and no save is under way whose end might help.
+    // The last attempt to make room stopped at a block that take_write_backs() has not looked at,
+    // and no save is in flight whose end might help.
     bool must_look_further() const;
     bool wants_backups() const;
 
@@ -100,7 +100,7 @@ class Core {
     void complete(TransferId id, Outcome outcome, std::uint32_t first_bad_block);
     std::vector<TransferId> take_abandoned();
     void mark_cancelling(TransferId id);
-    // A step is over in the order of their numbers.
+    // Steps finish in the order of their numbers.
     void close_step(Step step) { device_.close_step(step); }
     void finish_step(Step step) {
         device_.finish_step(step);

@@ -125,7 +125,7 @@ struct Lease {
     Step last_step = 0;         // newest step that computed with the blocks of this grant
     std::uint32_t batches = 0;  // unfinished batches that compute with its blocks
     bool named = false;         // a batch has named this grant: last_step is exact
-    bool released = false;      // waits for those batches; nobody has the handle any more
+    bool released = false;      // waits for those batches; there is no handle any more
 };
 
 struct Hit {
@@ -151,7 +151,7 @@ struct Room {
 
 // Blocks behind a match that a granted lease has promised to compute.
 struct Pending {
-    LeaseId owner;  // 0: nobody
+    LeaseId owner;  // 0: none
     std::uint32_t blocks;
 };
 
@@ -169,7 +169,7 @@ struct Transfer {
     // lease goes first, they are the transfer's to free.
     LeaseId tail_owner = 0;
     bool orphaned = false;
-    bool cancelling = false;  // a worker was asked to take it back: no other lease may join it
+    bool cancelling = false;  // a worker was asked to cancel it: no other lease may join it
 };
 
 // A copy of one state slot to another, on the device.

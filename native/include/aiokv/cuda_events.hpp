@@ -42,7 +42,7 @@ class EventPool {
 };
 
 // The first error that outlives its call (a fault in a kernel, say): nothing on the device can be
-// trusted after it, and everybody who waits has to hear of it.
+// trusted after it, and all waiters have to get it.
 class Health {
   public:
     bool broken() const { return code_.load(std::memory_order_acquire) != 0; }

@@ -29,7 +29,7 @@ class SidePool {
     std::uint32_t head_blocks() const { return head_blocks_; }
     std::uint32_t free_ids() const { return ids_.free_blocks(); }
     std::uint32_t attached() const { return static_cast<std::uint32_t>(ids_of_.size()); }
-    // What take() can give: free ids, and those that nobody holds.
+    // What take() can give: free ids, and ids that no lease holds.
     std::uint32_t room() const { return ids_.free_blocks() + idle_; }
 
     // Evicts idle ids where none is free. Requires room() > 0. Returns whether one was evicted.
@@ -42,7 +42,7 @@ class SidePool {
     bool is_idle(BlockId id) const { return entries_[at(id)].holds == 0; }
     // The node has gone, or its id has; returns whether it had one.
     bool forget(NodeId node);
-    void forget_all();  // of nodes; requires that nobody holds one
+    void forget_all();  // of nodes; requires that no lease holds one
     // Makes an idle attached id the caller's.
     void detach(BlockId id);
 

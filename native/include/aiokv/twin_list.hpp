@@ -1,4 +1,4 @@
-// Blocks with a copy on the device and one on the host, whose host copy can be given up: newest
+// Blocks with a copy on the device and one on the host, whose host copy can be freed: newest
 // first, linked by host id. Each operation takes O(1).
 #pragma once
 

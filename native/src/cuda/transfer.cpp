@@ -99,7 +99,7 @@ void Transfer::synchronize(std::uint32_t layer) {
     }
     if (event != nullptr && cudaEventSynchronize(event) != cudaSuccess) {
         cudaGetLastError();
-        query(event);  // the same error again, which then is everybody's
+        query(event);  // the same error again, which then breaks the device
     }
 }
 

@@ -36,7 +36,7 @@ std::optional<ReuseModel> model_of(const CoreConfig& config) {
     return ReuseModel(config.block_tokens, std::max(config.device_blocks, config.host_blocks));
 }
 
-// Released leases that keep the memory of their prompt and table for the next ones.
+// Number of released leases whose memory for prompt and table is kept for reuse.
 constexpr std::size_t kSpareLeases = 1024;
 
 // FNV-1a: the same in every process, unlike std::hash.
@@ -105,11 +105,11 @@ void Core::close_context_if_unused(std::uint32_t index) {
     free_contexts_.push_back(index);
 }
 
-// Asked before anything changes.
+// Called before anything changes.
 void Core::require_lease_slot() const {
     if (!free_leases_.empty() || leases_.size() < config_.max_leases) return;
     throw UsageError(str(config_.max_leases) +
-                     " leases are open, the most that one engine has; release leases");
+                     " leases are open, which is the limit; release leases");
 }
 
 LeaseId Core::open_lease(Tokens tokens, std::uint32_t context, bool reads, bool writes) {
@@ -173,8 +173,8 @@ LeaseId Core::truncate(LeaseId id, std::int64_t num_tokens, Step step) {
     const bool cuts = blocks_for(length) < lease.table.size();
     if (cuts && lease.batches > 0 && !lease.windows.empty()) {
         throw LeaseError(
-            "cannot truncate a lease with sliding windows while a batch computes with "
-            "it");
+            "truncate: a batch computes with the lease, which has sliding windows; let the batch "
+            "end first");
     }
     if (blocks_for(length) < lease.path.size() + tail_under_way(id)) {
         throw LeaseError("cannot truncate to " + std::to_string(num_tokens) +
@@ -198,7 +198,7 @@ LeaseId Core::truncate(LeaseId id, std::int64_t num_tokens, Step step) {
             device_.give_back(lease.table[i]);
         }
     }
-    promises_.remove(lease);  // what it reads of the lease changes
+    promises_.remove(lease);  // it reads fields of the lease that change below
     lease.table.resize(blocks_for(length));
     lease.num_tokens = length;
     lease.computed_tokens = std::min(lease.computed_tokens, length);

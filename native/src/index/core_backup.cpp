@@ -55,7 +55,7 @@ bool Core::wants_write_backs() const {
 
 // Save the blocks that will be evicted next, oldest first, until `wanted_blocks` (or the low
 // watermark) are free, clean or being saved. They stay matchable on the device meanwhile: a match
-// rescues them at no cost. Where nobody waits, the walk goes on where the last one ended.
+// rescues them at no cost. When no request waits, the walk goes on where the last one ended.
 TransferId Core::take_write_backs(std::uint32_t wanted_blocks) {
     if (config_.write_policy == WritePolicy::kNone || host_.capacity() == 0) return 0;
     const std::uint32_t target = std::max(wanted_blocks, config_.low_watermark_blocks);
@@ -71,8 +71,8 @@ TransferId Core::take_write_backs(std::uint32_t wanted_blocks) {
         ahead_last_ = node;
     }
     make_host_room(dirty.size(), target - std::min(target, free));
-    // No host room for all: the oldest, which lie below the others, are given up. Where somebody
-    // waits for device ids they may be dropped, or nobody would ever get them.
+    // No host room for all: the oldest, which lie below the others, are not saved. When a request
+    // waits for device ids, they may be dropped, or the request would wait without end.
     const std::size_t room = host_.free_blocks();
     if (dirty.size() > room) {
         if (wanted_blocks == 0) forget_ahead();
@@ -148,9 +148,9 @@ void Core::note_twin(NodeId node) {
     }
 }
 
-// Until `blocks` host ids are free, as far as that can be. The newest twin goes first: its device
-// copy is the last that will be evicted. The twins of the next `near_blocks` of the device queue
-// stay, for their device copies go next.
+// Evicts until `blocks` host ids are free, as far as possible. The newest twin goes first: its
+// device copy is the last that will be evicted. The twins of the next `near_blocks` of the device
+// queue stay, for their device copies go next.
 void Core::make_host_room(std::size_t blocks, std::uint32_t near_blocks) {
     const auto give_up_twins = [&](auto stays) {
         BlockId host = twins_.newest();
@@ -160,7 +160,7 @@ void Core::make_host_room(std::size_t blocks, std::uint32_t near_blocks) {
             host = older;
         }
     };
-    // Those that were looked at are near, or were when it mattered; others certainly are not.
+    // Nodes with kAhead are near the front, or were in the last walk; others are not.
     give_up_twins([&](NodeId node) { return near_blocks > 0 && tree_[node].has(kAhead); });
     if (host_.free_blocks() < blocks && !twins_.empty()) {
         std::vector<NodeId> near;

@@ -1,15 +1,15 @@
 // Compute in flight: blocks stay with the batches that compute with them.
 //
-// A client may leave while a thread or a stream still reads and writes its blocks. A batch names
-// the leases that it computes with; what such a lease gives back meanwhile stays out of the pools
+// A client may disconnect while a thread or a stream still reads and writes its blocks. A batch
+// names the leases that it computes with; blocks that such a lease gives back stay out of the pools
 // until the last of its batches has ended:
 //
 //   release   the lease itself waits, without a handle
-//   retract   another lease, that nobody has a handle of, takes over what it held
+//   retract   another lease without a handle, the keeper, takes over what it held
 //   truncate  likewise, for the blocks that are cut off
 //
-// A batch ends when the host knows that its work is over, or when its work belongs to a step whose
-// event says so. Batches end in any order.
+// A batch ends when the host knows that its work has finished, or when its work belongs to a step,
+// whose event covers it. Batches end in any order.
 #include <algorithm>
 #include <utility>
 
@@ -23,13 +23,16 @@ BatchId Core::begin_batch(std::span<const LeaseId> ids) {
     std::vector<LeaseId> leases(ids.begin(), ids.end());
     std::sort(leases.begin(), leases.end());
     if (std::adjacent_find(leases.begin(), leases.end()) != leases.end()) {
-        throw LeaseError("a batch names one lease twice");
+        throw LeaseError("computing: a lease is listed more than once");
     }
     leases.assign(ids.begin(), ids.end());
     for (const LeaseId id : leases) {
         const Lease& lease = this->lease(id);
-        if (!lease.granted) throw LeaseError("a batch needs leases that are allocated");
-        if (lease.swap_out != 0) throw LeaseError("a batch names a lease that is being swapped");
+        if (!lease.granted)
+            throw LeaseError("computing: a lease is not allocated; call allocate first");
+        if (lease.swap_out != 0)
+            throw LeaseError(
+                "computing: a lease is being swapped to host memory; await preempt and resume it");
     }
     for (const LeaseId id : leases) {
         Lease& lease = lease_at(id);
@@ -43,7 +46,7 @@ BatchId Core::begin_batch(std::span<const LeaseId> ids) {
 std::vector<LeaseId> Core::end_batch(BatchId id, Step step) {
     const auto found = batches_.find(id);
     if (found == batches_.end()) {
-        throw InternalError("batch " + std::to_string(id) + " ended twice, or never began");
+        throw InternalError("batch " + std::to_string(id) + " has not begun, or has ended");
     }
     std::vector<LeaseId> leases = std::move(found->second);
     batches_.erase(found);
@@ -57,7 +60,7 @@ std::vector<LeaseId> Core::end_batch(BatchId id, Step step) {
     return leases;
 }
 
-// Ascending.
+// In ascending order.
 std::vector<BatchId> Core::batches(LeaseId id) const {
     std::vector<BatchId> ids;
     if (lease(id).batches == 0) return ids;
@@ -69,19 +72,19 @@ std::vector<BatchId> Core::batches(LeaseId id) const {
 }
 
 // The newest step that may use what the lease holds. A lease that no batch has named may have been
-// computed with at any time: the open step covers that.
+// computed with at any time, so the open step may use it.
 Step Core::last_use(const Lease& lease, Step step) {
     return lease.named ? lease.last_step : std::max(lease.last_step, step);
 }
 
-// A lease that nobody has a handle of holds blocks until its batches end.
+// Makes a lease without a handle hold its blocks until its batches end.
 void Core::await_batches(Lease& keeper) {
     set_granted(keeper, true);
     keeper.named = keeper.released = true;
     ++releasing_leases_;
 }
 
-// All that a granted lease holds goes to a lease that ends with the batches in flight.
+// Moves all that a granted lease holds to a keeper, which ends with the batches in flight.
 LeaseId Core::set_aside(LeaseId id, Lease& lease) {
     const LeaseId keeper_id = open_lease({}, lease.context, false, false);
     Lease& keeper = lease_at(keeper_id);
@@ -122,7 +125,8 @@ LeaseId Core::set_aside(LeaseId id, Lease& lease) {
     return keeper_id;
 }
 
-// The blocks behind the first `blocks` of the table, likewise; the caller shortens the table.
+// Moves the blocks behind the first `blocks` of the table to a keeper; the caller shortens the
+// table.
 LeaseId Core::cut_table(LeaseId id, Lease& lease, std::size_t blocks) {
     const LeaseId keeper_id = open_lease({}, lease.context, false, false);
     Lease& keeper = lease_at(keeper_id);

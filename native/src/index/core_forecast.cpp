@@ -1,9 +1,9 @@
-// Whether allocate() would grant now, without evicting anything.
+// Forecast of allocate(): would it grant now? Evicts nothing.
 //
-// "Free and evictable" promises too much: a block that a transfer reads, or that the write policy
-// saves first, cannot go now, nor can its ancestors. So this walks the eviction queue as
-// make_room() does and keeps what would have gone in sets of its own. It costs as much as the
-// attempt.
+// The free and evictable blocks are more than a grant can get: a block that a transfer reads, or
+// that the write policy saves first, cannot be evicted now, nor can its ancestors. So this walks
+// the eviction queue as make_room() does, and notes in sets of its own which blocks would be
+// evicted. It costs as much as the attempt.
 #include <algorithm>
 #include <unordered_map>
 #include <unordered_set>
@@ -40,7 +40,7 @@ class Core::Forecast {
 
     std::uint32_t free_blocks() const { return free_; }
 
-    // make_room()
+    // What make_room() would return.
     bool can_make_room(std::uint32_t blocks) {
         NodeId node = core_.device_queue_.front();
         for (; node != kNone && free_ < blocks; node = core_.device_queue_.after(node)) {
@@ -72,7 +72,7 @@ class Core::Forecast {
              node = core_.device_queue_.after(node)) {
             if (!is_out_of_queue(node)) look_at(node);
         }
-        // The attempt in vain has put the path at the end of the queue, its last block first.
+        // The failed attempt has put the path at the end of the queue, its last block first.
         for (std::size_t i = lease_.path.size(); i-- > 0 && ready < target;) {
             const Node& n = tree_[lease_.path[i]];
             if (n.refs == 0 && n.has(kDeviceValid)) look_at(lease_.path[i]);
@@ -83,7 +83,7 @@ class Core::Forecast {
         return true;
     }
 
-    // fit_writable()'s: device ids that would be free and that a transfer may write.
+    // Device ids that would be free and that a transfer may write, as in fit_writable().
     std::uint32_t writable_blocks() const {
         const auto is_writable = [this](NodeId node) {
             return core_.device_.is_writable(tree_[node].device);
@@ -92,7 +92,7 @@ class Core::Forecast {
         return core_.device_.writable_blocks() + static_cast<std::uint32_t>(count);
     }
 
-    // The grant gives up its path from here on.
+    // The grant gives up its path from block `blocks` on.
     void shorten_path(std::size_t blocks) {
         for (std::size_t i = blocks; i < lease_.path.size(); ++i) path_.erase(lease_.path[i]);
     }
@@ -135,7 +135,7 @@ class Core::Forecast {
         }
         if (must_save(node)) return node;
         const bool dropped = !n.has(kHostValid);
-        host_freed_ |= dropped && has_child(node);  // with it go the host copies below
+        host_freed_ |= dropped && has_child(node);  // the host copies below are dropped too
         host_usable_ |= !dropped || host_freed_;
         ++free_;
         gone_.insert(node);

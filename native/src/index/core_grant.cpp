@@ -27,7 +27,7 @@ void Core::choose_path(Lease& lease, std::size_t usable) {
     lease.version = 0;  // a later try may want the rest
 }
 
-// Blocks of the path before the first that a transfer brings which is being taken back.
+// Blocks of the path before the first one whose transfer is being cancelled.
 std::size_t Core::joinable(const Lease& lease) const {
     const auto ends = [this](NodeId node) {
         const Node& n = tree_[node];
@@ -37,7 +37,7 @@ std::size_t Core::joinable(const Lease& lease) const {
                                     lease.path.begin());
 }
 
-// Blocks of the path that can be had with so many ids for onloads.
+// Blocks of the path that can be granted with `writable` ids for onloads.
 std::size_t Core::writable_path(const Lease& lease, std::size_t resident,
                                 std::size_t writable) const {
     if (lease.path.size() - resident <= writable) return lease.path.size();
@@ -46,9 +46,10 @@ std::size_t Core::writable_path(const Lease& lease, std::size_t resident,
     return reachable(lease, resident);
 }
 
-// Onloads need ids that they may write. Those of an open step are not: its owner may wait for the
-// layers of this lease before it closes the step. What cannot be onloaded is computed, but for a
-// swapped table, whose onload waits for the step. The path has its refs already. False: not now.
+// Onloads need ids that they may write now. Ids of an open step are not writable: the task that has
+// to close the step may wait for the layers of this lease first. Blocks that cannot be onloaded are
+// computed again; the onload of a swapped table waits for the step. The path has its refs already.
+// Returns false when there is not enough room now.
 bool Core::fit_writable(Lease& lease, std::uint32_t total_blocks) {
     if (lease.swapped) return true;
     std::size_t resident = 0;
@@ -65,7 +66,8 @@ void Core::check_request(LeaseId id, std::int64_t num_tokens) const {
     const Lease& lease = this->lease(id);
     if (lease.granted) throw LeaseError("the lease has its blocks already; use extend");
     if (num_tokens < 1 || num_tokens > kMaxTokens) {
-        throw LeaseError("cannot allocate " + std::to_string(num_tokens) + " positions");
+        throw LeaseError("num_tokens is " + std::to_string(num_tokens) +
+                         "; it must be between 1 and " + std::to_string(kMaxTokens));
     }
     if (lease.swapped && num_tokens < lease.computed_tokens) {
         throw LeaseError("the swapped lease has " + str(lease.computed_tokens) +

@@ -1,7 +1,7 @@
 // Recurrent state (linear attention, state-space layers): slots, and snapshots at block borders.
 //
 // State cannot be read again up to a shorter prefix, so a granted lease has a slot of its own that
-// the model overwrites, and a prefix can be hit only where somebody saved a snapshot: the state
+// the model overwrites, and a prefix can be hit only where a snapshot was saved: the state
 // after the last position of that block. A grant copies the snapshot into the lease's slot, or
 // zeroes the slot, as a transfer that the lease waits for. Snapshots have an eviction order of
 // their own; to lose one costs no block.
@@ -28,7 +28,7 @@ bool Core::can_resume(const std::vector<NodeId>& path, std::size_t blocks) const
                        [&](const WindowGroup& group) { return covers(group.pool, path, blocks); });
 }
 
-// Only what the hit needs: what lies between head and tail in a side pool is of no use to it.
+// Only what the hit needs: blocks between head and tail of a side pool are not needed.
 void Core::touch_sides(const std::vector<NodeId>& path) {
     const auto touch_needed = [&path](SidePool& pool) {
         const std::size_t head = std::min<std::size_t>(path.size(), pool.head_blocks());
@@ -45,8 +45,8 @@ bool Core::has_own_sides(const Lease& lease) const {
     return (!state_ || lease.state_valid) && lease.windows.size() == windows_.size();
 }
 
-// A swapped lease keeps its state slot and windows as long as nobody else needs them: it waits in
-// line like others, and must not hold up who is in front of it. Without them it goes on at the
+// A swapped lease keeps its state slot and windows as long as no other lease needs them: it waits
+// in line like others, and must not delay leases in front of it. Without them it goes on at the
 // deepest border that can be hit. While a lease computes, its end is waited for instead; a pin may
 // never end.
 bool Core::make_side_room(const Lease& lease, std::uint32_t total_blocks) {
@@ -195,7 +195,7 @@ StateCopy Core::snapshot(LeaseId id, std::int64_t num_tokens, Step step) {
     return {lease.state_slot, target};
 }
 
-// The copy was not made: nobody may hit there.
+// The copy was not made: no lease may hit there.
 void Core::discard_snapshot(LeaseId id, BlockId slot) {
     Lease& lease = lease_at(id);
     const auto unattached = std::erase_if(

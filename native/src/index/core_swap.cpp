@@ -78,7 +78,7 @@ bool Core::swap_out(LeaseId id, Step step) {
         throw LeaseError("only a granted lease whose transfers have ended can be swapped");
     }
     if (lease.batches > 0)
-        throw LeaseError("a batch computes with the lease; it cannot be swapped");
+        throw LeaseError("preempt: a batch computes with the lease; let it end before the swap");
     if (lease.epoch != epoch_ || (!lease.path.empty() && tree_[lease.path.back()].has(kDetached))) {
         return false;
     }

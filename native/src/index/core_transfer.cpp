@@ -101,7 +101,7 @@ void Core::finish_onload(Transfer& transfer, std::uint32_t good) {
     }
 }
 
-// Nobody waits for it any more: the blocks stay host blocks.
+// No lease waits for it any more: the blocks stay host blocks.
 void Core::cancel_onload(Transfer& transfer) {
     for (std::size_t i = transfer.nodes.size(); i-- > 0;) {
         const NodeId node = transfer.nodes[i];

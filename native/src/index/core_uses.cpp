@@ -9,7 +9,7 @@
 
 namespace aiokv {
 
-// From now on take_used() names the lease after a grant of a lease that computes has hit its path.
+// take_used() will return the lease once a lease that computes was granted a hit of its whole path.
 void Core::await_use(LeaseId id) {
     Lease& lease = lease_at(id);
     if (!lease.granted) throw LeaseError("cannot await the use of a lease that is not granted");
@@ -29,7 +29,7 @@ std::vector<LeaseId> Core::take_used() {
     return used;
 }
 
-// `user` was granted its path.
+// Called when `user` was granted its path.
 void Core::note_use(const Lease& user) {
     if (awaited_.empty() || !user.computes) return;
     for (const NodeId node : user.path) {

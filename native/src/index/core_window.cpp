@@ -7,8 +7,8 @@
 // it, nothing lies behind the window. A lease has at most `reach_blocks` ids of a group at a time,
 // and that many are set aside for it when it is granted: the sink, the window, and what one step
 // computes. So ids follow the computed positions without waiting and without fail: those behind the
-// window pay for those ahead. Indexed blocks keep their ids, idle, as long as nobody needs the
-// room; a hit may end where the sink and a whole window are still there.
+// window pay for those ahead. Indexed blocks keep their ids, idle, until their ids are needed; a
+// hit may end where the sink and a whole window are still there.
 #include <algorithm>
 
 #include "aiokv/core.hpp"

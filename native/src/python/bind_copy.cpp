@@ -50,7 +50,7 @@ Direction direction_of(bool onload) {
 }
 
 // Event and BlockMap are made by make_shared and know it: a reference that Python made would need
-// the GIL to go away on a stream's thread, whose end somebody may await with the GIL held.
+// the GIL to go away on a stream's thread, whose end another thread may await with the GIL held.
 void bind_event(nb::module_& m) {
     nb::class_<Event>(m, "Event", "A point in a stream's order. Thread-safe.")
         .def(nb::new_([] { return std::make_shared<Event>(); }))
@@ -165,7 +165,7 @@ TensorTuple layout(const DlpackTensor& tensor) {
 }
 
 void bind_dlpack(nb::module_& m) {
-    nb::class_<DlpackTensor>(m, "DlpackTensor", "Memory that a DLPack capsule lends; borrowed.")
+    nb::class_<DlpackTensor>(m, "DlpackTensor", "Memory of a DLPack capsule; borrowed.")
         .def(
             "__init__",
             [](DlpackTensor* self, nb::ndarray<> array) {
@@ -188,7 +188,7 @@ void bind_timer(nb::module_& m) {
                           static_cast<std::int64_t>(repeat_seconds * 1e9));
             },
             "delay_seconds"_a, "repeat_seconds"_a = 0.0,
-            "Expire that long from now, then every repeat_seconds (0: once); replaces an earlier "
+            "Expire after delay_seconds, then every repeat_seconds (0: once); replaces an earlier "
             "arming.")
         .def("disarm", &TimerFd::disarm)
         .def("drain", &TimerFd::drain, "Take note of the expiry, so that select() waits again.")

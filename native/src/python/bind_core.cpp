@@ -178,9 +178,11 @@ void bind_core(nb::module_& m) {
                 const Pending pending = core.pending(id);
                 return nb::make_tuple(pending.owner, pending.blocks);
             },
-            "lease"_a, "(lease, blocks): who will compute what follows the match; (0, 0): nobody.")
+            "lease"_a,
+            "(lease, blocks): the lease that will compute what follows the match; (0, 0): none.")
         .def("can_allocate", &Core::can_allocate, "lease"_a, "num_tokens"_a, "saves"_a = false,
-             "Whether allocate would grant now; `saves`: after take_write_backs had nothing to do.")
+             "Return whether allocate would grant now; `saves`: after take_write_backs found "
+             "nothing.")
         .def(
             "indexed_blocks",
             [](const Core& core, LeaseId id) { return core.lease(id).path.size(); }, "lease"_a,
@@ -188,8 +190,8 @@ void bind_core(nb::module_& m) {
         .def("check_request", &Core::check_request, "lease"_a, "num_tokens"_a,
              "Raise what allocate would for a request that can never be granted.")
         .def("retract", &Core::retract, "lease"_a, "step"_a = 0,
-             "Undo allocate; the lease stays matched. The lease that keeps the blocks for the "
-             "batches in flight; 0: none.")
+             "Undo allocate; the lease stays matched. Return the lease that keeps the blocks for "
+             "the batches in flight, or 0.")
         .def("hit", &hit, "lease"_a, "(device_blocks, host_blocks) as matched, or as granted.")
         .def(
             "onloads", [](const Core& core, LeaseId id) { return core.lease(id).onloads; },
@@ -201,7 +203,7 @@ void bind_core(nb::module_& m) {
         .def("commit", &Core::commit, "lease"_a, "num_tokens"_a, "step"_a = 0,
              "Index computed blocks; returns how many became shareable.")
         .def("truncate", &Core::truncate, "lease"_a, "num_tokens"_a, "step"_a = 0,
-             "Returns as retract().")
+             "Return what retract() returns.")
         .def(
             "extend",
             [](Core& core, const std::vector<LeaseId>& ids, std::int64_t num_tokens) {
@@ -209,16 +211,17 @@ void bind_core(nb::module_& m) {
             },
             "leases"_a, "num_tokens"_a)
         .def("release", &Core::release, "lease"_a, "step"_a = 0,
-             "False: batches in flight keep the blocks until end_batch().")
+             "Return False when batches in flight keep the blocks until end_batch().")
         .def(
             "begin_batch",
             [](Core& core, const std::vector<LeaseId>& ids) { return core.begin_batch(ids); },
-            "leases"_a, "Name the leases that a batch computes with; returns the batch.")
+            "leases"_a, "Begin a batch that computes with these leases; return its number.")
         .def("end_batch", &Core::end_batch, "batch"_a, "step"_a = 0,
-             "The work is over, or belongs to `step`: the leases that are released by this.")
-        .def("batches", &Core::batches, "lease"_a, "Those in flight that compute with the lease.")
+             "End a batch, or let its work belong to `step`; return the leases that this releases.")
+        .def("batches", &Core::batches, "lease"_a,
+             "Return the batches in flight that compute with the lease.")
         .def("is_released", &Core::is_released, "lease"_a,
-             "Released, while batches in flight keep its blocks.")
+             "Return whether the lease is released while batches in flight keep its blocks.")
         .def("recompute_from", &Core::recompute_from, "lease"_a)
         .def(
             "block_table",
@@ -245,13 +248,13 @@ void bind_core(nb::module_& m) {
             "leases"_a, "out"_a.noconvert(), "fill"_a, "group"_a = -1,
             "Write the block tables into rows of `out`, the rest of each row `fill`.")
         .def("is_current", &Core::is_current, "lease"_a,
-             "Whether the lease is granted and its hit can still be matched.")
+             "Return whether the lease is granted and its hit can still be matched.")
         .def("await_use", &Core::await_use, "lease"_a,
-             "take_used() names the lease when another one has hit all that it holds.")
+             "Let take_used() return the lease once another lease has hit all that it holds.")
         .def("awaits_use", &Core::awaits_use, "lease"_a,
-             "Whether await_use() was called, and no use of the lease's hit came since.")
+             "Return whether await_use() was called, and the hit was not used since then.")
         .def("take_used", &Core::take_used,
-             "Leases of await_use() whose hit was used since the last call.")
+             "Return leases of await_use() whose hit was used since the last call.")
         .def(
             "is_granted", [](Core& core, LeaseId id) { return core.lease(id).granted; }, "lease"_a)
         .def(
@@ -322,16 +325,16 @@ void bind_core(nb::module_& m) {
         .def("wants_write_backs", &Core::wants_write_backs)
         .def("wants_backups", &Core::wants_backups)
         .def("must_look_further", &Core::must_look_further,
-             "Room was not made for a block that take_write_backs(more) has to look at first.")
+             "Return whether eviction stopped at a block that take_write_backs(more) has not seen.")
         .def("transfer", &transfer, "transfer"_a, "(device_blocks, host_blocks, after_step).")
         .def("complete", &Core::complete, "transfer"_a, "outcome"_a, "first_bad_block"_a = 0)
         .def("take_abandoned", &Core::take_abandoned)
         .def("mark_cancelling", &Core::mark_cancelling, "transfer"_a,
-             "A worker was asked to take it back: no other lease joins it.")
+             "Note that a worker was asked to cancel a transfer: no other lease joins it.")
         .def("close_step", &Core::close_step, "step"_a)
         .def("finish_step", &Core::finish_step, "step"_a)
         .def("unfinished_step", &Core::unfinished_step,
-             "The newest step that may still use blocks, or 0.")
+             "Return the newest step that may still use blocks, or 0.")
         .def("evict_device", &Core::evict_device, "blocks"_a)
         .def("evict_host", &Core::evict_host, "blocks"_a)
         .def("resize_device", &Core::resize_device, "blocks"_a)
@@ -344,7 +347,7 @@ void bind_core(nb::module_& m) {
                 const Room room = core.room();
                 return nb::make_tuple(room.device_free, room.evictable, room.state_slots);
             },
-            "(device_free, evictable, state_slots) that no lease holds; of statistics, but O(1).")
+            "(device_free, evictable, state_slots) that no lease holds; statistics() in O(1).")
         .def("forget_device", &Core::forget_device)
         .def("forget_host", &Core::forget_host)
         .def("reset", &Core::reset)

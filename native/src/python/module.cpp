@@ -12,7 +12,7 @@ NB_MODULE(_native, m) {
             static_cast<void>(object.release());
         },
         "object"_a,
-        "Never destroy the object: for a forked process, which lacks the threads that it uses.");
+        "Never destroy an object: a forked process lacks the threads that its destructor joins.");
     aiokv::bind_errors(m);
     aiokv::bind_copy(m);
     aiokv::bind_core(m);
