@@ -254,6 +254,7 @@ class EngineBase:
         """The loop was closed over the engine: no callback comes any more."""
         self._closing = "is closed"
         self._thread = 0
+        self._computing.closed = True
         if isinstance(self._controller, CacheController):
             self._controller.close_without_loop()
 
@@ -269,6 +270,7 @@ class EngineBase:
         self._closing = "belongs to the process that has entered it"
         self._thread = 0
         self._owners = {}
+        self._computing.closed = True
         self._admissions.hold()  # tasks of the parent that unwind here are granted nothing
         self._transfers.stopped = True
 
@@ -537,7 +539,7 @@ class EngineBase:
 
     def _retract(self, lease: Lease) -> None:
         """As if the grant had not been made."""
-        self._core.retract(lease._id, self._steps.open)
+        self._give_up_grant(lease._id)
         lease._leave_layers(self._done)
         self._transfers.cancel_abandoned()
         if self._pending:
