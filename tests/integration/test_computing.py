@@ -275,24 +275,29 @@ async def test_layers_never_wait_for_a_step_that_only_the_waiter_closes(named):
             await cache.finish()
 
 
+async def resumed_behind_the_open_step(cache: Cache):
+    """A lease whose table comes back into blocks that the open step uses."""
+    lease = await granted(cache, A)
+    cache.compute(lease, A)
+    event = ManualEvent()
+    cache.engine.step(event)
+    event.complete()
+    await spin(2)
+    moving = asyncio.create_task(lease.preempt(swap=True))
+    await cache.finish()
+    await moving
+    await cache.engine.evict(8)
+    for tokens in (prompt(5, 7), prompt(6, 7)):  # all blocks are used by the open step
+        async with cache.engine.match(tokens) as other:
+            await other.allocate(len(tokens))
+            cache.compute(other, tokens)
+        await cache.engine.evict(8)
+    return await lease.resume(len(A))
+
+
 async def test_a_wait_that_only_the_waiter_can_end_names_the_step():
     async with Cache(device=in_stream(), host_blocks=8) as cache:
-        lease = await granted(cache, A)
-        cache.compute(lease, A)
-        event = ManualEvent()
-        cache.engine.step(event)
-        event.complete()
-        await spin(2)
-        moving = asyncio.create_task(lease.preempt(swap=True))
-        await cache.finish()
-        await moving
-        await cache.engine.evict(8)
-        for tokens in (prompt(5, 7), prompt(6, 7)):  # all blocks are used by the open step
-            async with cache.engine.match(tokens) as other:
-                await other.allocate(len(tokens))
-                cache.compute(other, tokens)
-            await cache.engine.evict(8)
-        await lease.resume(len(A))
+        lease = await resumed_behind_the_open_step(cache)
         step = cache.engine.open_step
         with pytest.raises(UsageError, match=f"end of step {step}"):
             await lease.layers.wait_all()
@@ -306,6 +311,36 @@ async def test_a_wait_that_only_the_waiter_can_end_names_the_step():
         lease.release()
         cache.engine.step()
         await cache.finish()
+
+
+async def test_a_task_may_wait_for_a_step_that_another_one_closes_though_it_closed_the_last():
+    async with Cache(device=in_stream(), host_blocks=8) as cache:
+        may_close = asyncio.Event()
+
+        async def close_two() -> None:
+            cache.engine.step()
+            await may_close.wait()
+            cache.engine.step()
+
+        elsewhere = asyncio.create_task(close_two())
+        await spin()
+        lease = await resumed_behind_the_open_step(cache)  # closes the last step
+        may_close.set()
+        waiting = lease.layers.wait_all()
+        asyncio.get_running_loop().call_soon(complete_soon, cache, elsewhere)
+        await waiting
+        cache.check(lease, A)
+        lease.release()
+        cache.engine.step()
+        await cache.finish()
+
+
+def complete_soon(cache: Cache, closing: asyncio.Task[None]) -> None:
+    """Complete what there is, once the task has closed its step."""
+    if closing.done():
+        cache.device.complete_all()
+    else:
+        asyncio.get_running_loop().call_soon(complete_soon, cache, closing)
 
 
 async def test_a_fork_in_a_batch_keeps_what_it_shares():
