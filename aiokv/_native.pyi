@@ -305,7 +305,7 @@ class Core:
 
     def extend(self, leases: Sequence[int], num_tokens: int) -> bool: ...
 
-    def release(self, lease: int, step: int = 0) -> bool:
+    def release(self, lease: int, step: int = 0, used_in: int = 0) -> bool:
         """Return False when batches in flight keep the blocks until end_batch()."""
 
     def begin_batch(self, leases: Sequence[int]) -> int:

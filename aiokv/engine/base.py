@@ -254,6 +254,7 @@ class EngineBase:
         """Close after the loop was closed: no callback will run."""
         self._closing = "is closed"
         self._thread = 0
+        self._computing.closed = True
         if isinstance(self._controller, CacheController):
             self._controller.close_without_loop()
 
@@ -269,6 +270,7 @@ class EngineBase:
         self._closing = "belongs to the process that has entered it"
         self._thread = 0
         self._owners = {}
+        self._computing.closed = True
         self._admissions.hold()  # tasks of the parent that unwind here are granted nothing
         self._transfers.stopped = True
 
@@ -536,8 +538,8 @@ class EngineBase:
         self._leases_changed.notify()
 
     def _retract(self, lease: Lease) -> None:
-        """Undo a grant whose onload could not be submitted."""
-        self._core.retract(lease._id, self._steps.open)
+        """Undo a grant, as for a task that was cancelled meanwhile."""
+        self._give_up_grant(lease._id)
         lease._leave_layers(self._done)
         self._transfers.cancel_abandoned()
         if self._pending:

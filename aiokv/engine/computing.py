@@ -8,7 +8,7 @@ from concurrent.futures import Future as ThreadFuture
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
-from aiokv.errors import LeaseError, UsageError
+from aiokv.errors import ClosedError, LeaseError, UsageError
 from aiokv.observe.logs import Log
 from aiokv.worker.device.base import as_event
 
@@ -28,6 +28,7 @@ T = TypeVar("T")
 
 log = Log(__name__)
 
+_BLOCK: Final = object()  # stands for the `with` block of a batch
 _THREAD_HINT: Final = "await batch.run(function, ...), or pass the executor's own future"
 
 
@@ -41,7 +42,7 @@ class ComputeBatch:
     computes in a stream, the work belongs to the step that is open when the batch ends.
     """
 
-    __slots__ = ("_batch_id", "_computing", "_event", "_in_block", "_leases", "_left", "_task")
+    __slots__ = ("_batch_id", "_computing", "_event", "_in_block", "_leases", "_task", "_unended")
 
     def __init__(self, computing: Computing, leases: Sequence[Lease]) -> None:
         self._computing = computing
@@ -49,13 +50,13 @@ class ComputeBatch:
         self._batch_id = 0  # until the block begins
         self._in_block = False
         self._event = False  # ends with an event: it does not belong to the open step
-        self._left = 0  # number of things to wait for: the `with` block, work and events
+        self._unended: set[object] = set()  # things to wait for: the `with` block, work, events
         self._task: asyncio.Task[Any] | None = None
 
     @property
     def done(self) -> bool:
         """True when the ``with`` block, all work and all events have ended."""
-        return self._batch_id > 0 and not self._left
+        return self._batch_id > 0 and not self._unended
 
     def __enter__(self) -> Self:
         self._computing.check_loop()
@@ -65,7 +66,7 @@ class ComputeBatch:
         self._leases = None  # a lease without another reference may be collected meanwhile
         self._task = asyncio.current_task()
         self._in_block = True
-        self._left = 1
+        self._unended.add(_BLOCK)
         return self
 
     def __exit__(
@@ -75,7 +76,7 @@ class ComputeBatch:
         traceback: TracebackType | None,
     ) -> None:
         self._in_block = False
-        self._one_done()
+        self._ended(_BLOCK)
 
     async def run(
         self, function: Callable[..., T], /, *args: Any, executor: Executor | None = None
@@ -99,8 +100,8 @@ class ComputeBatch:
         self._check_in_block()
         context = contextvars.copy_context()
         work = self._computing.loop.run_in_executor(executor, context.run, function, *args)
-        self._left += 1
-        work.add_done_callback(lambda _: self._one_done())
+        self._unended.add(work)
+        work.add_done_callback(self._ended)
         # No other code has this future, and the shield keeps it from being cancelled: so it is done
         # when the thread has returned.
         try:
@@ -123,7 +124,7 @@ class ComputeBatch:
         """
         self._check_in_block()
         if isinstance(work, ThreadFuture):
-            self._left += 1
+            self._unended.add(work)
             work.add_done_callback(self._tell_loop)
             return
         _refuse_untruthful(work)
@@ -131,9 +132,10 @@ class ComputeBatch:
         if event is None:
             raise UsageError("work is None; it must be an event or a future", hint=_THREAD_HINT)
         self._computing.worker.check_event(event)
-        self._left += 1
+        watched = object()  # the same event may be named twice
+        self._unended.add(watched)
         self._event = True
-        self._computing.poller.watch(event, self, lambda error: self._one_done())
+        self._computing.poller.watch(event, self, lambda error: self._ended(watched))
 
     def is_in_block_of(self, task: asyncio.Task[Any] | None) -> bool:
         """Return whether ``task`` has entered the ``with`` block, which has not ended."""
@@ -146,11 +148,14 @@ class ComputeBatch:
 
     def _tell_loop(self, work: ThreadFuture[Any]) -> None:
         with suppress(RuntimeError):  # the loop is closed, and the engine with it
-            self._computing.loop.call_soon_threadsafe(self._one_done)
+            self._computing.loop.call_soon_threadsafe(self._ended, work)
 
-    def _one_done(self) -> None:
-        self._left -= 1
-        if not self._left:
+    def _ended(self, work: object) -> None:
+        """Idempotent, as the poller demands: it repeats a callback that an interrupt has ended."""
+        if work not in self._unended:
+            return
+        self._unended.remove(work)
+        if not self._unended:
             self._computing.end(self._batch_id, in_open_step=not self._event)
 
     def __repr__(self) -> str:
@@ -209,7 +214,7 @@ class Computing:
         self._on_freed = on_freed
         self._lease_id = lease_id
         self._waiters: list[asyncio.Future[None]] = []
-        self._closed = False
+        self.closed = False  # nothing is given back any more
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -228,7 +233,7 @@ class Computing:
     def end(self, batch_id: int, *, in_open_step: bool) -> None:
         """End a batch: its ``with`` block, work and events have ended."""
         del self._batches[batch_id]
-        if self._closed:
+        if self.closed:
             return
         freed = self._core.end_batch(batch_id, self._steps.open if in_open_step else 0)
         for waiter in self._waiters:
@@ -241,6 +246,7 @@ class Computing:
 
         Raises:
             LeaseError: the calling task is inside the block of such a batch, which cannot end then.
+            ClosedError: the engine closed.
 
         Cancellation: nothing changed.
         """
@@ -261,5 +267,8 @@ class Computing:
                 self._waiters.remove(waiter)
 
     def close(self) -> None:
-        """Stop giving blocks back: the engine is closed."""
-        self._closed = True
+        """Stop giving blocks back, and fail the coroutines that wait: the engine is closed."""
+        self.closed = True
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_exception(ClosedError("the engine closed while a batch was in flight"))

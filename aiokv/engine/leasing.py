@@ -256,14 +256,14 @@ class Leasing(EngineBase):
             lease._id = 0  # the engine closed without it
             return
         self._check_loop()
-        step = self._steps.open if after is None else self._close_step(after)
+        used_in = 0 if after is None else self._close_step(after)
         lease_id, lease._id = lease._id, 0
-        self._forget(lease_id, step)
+        self._forget(lease_id, used_in or self._steps.open, used_in)
 
-    def _forget(self, lease_id: int, step: int) -> None:
+    def _forget(self, lease_id: int, step: int, used_in: int = 0) -> None:
         if self._pending or lease_id in self._allocating:
             self._end_waits(lease_id)
-        if self._core.release(lease_id, step):
+        if self._core.release(lease_id, step, used_in):
             self._after_release((lease_id,))
         elif self._pending:  # a batch keeps the blocks, but no further block will be indexed
             self._pending.wake(lease_id)

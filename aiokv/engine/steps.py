@@ -46,7 +46,8 @@ class Steps:
         self._tracked = tracked
         self.next = 1
         self._unfinished: deque[int] = deque()  # closed, oldest first
-        self._closer: weakref.ref[asyncio.Task[Any]] | None = None
+        self._closers: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()  # of any step
+        self._closed_in_callback = False
 
     @property
     def open(self) -> int:
@@ -83,7 +84,10 @@ class Steps:
             raise
         self._core.close_step(step)
         task = asyncio.current_task()
-        self._closer = None if task is None else weakref.ref(task)
+        if task is None:
+            self._closed_in_callback = True
+        else:
+            self._closers.add(task)
         return step
 
     def check_wait(self, step: int) -> None:
@@ -93,11 +97,12 @@ class Steps:
             step: the step that the awaited transfer waits for.
 
         Raises:
-            UsageError: the step is open, and the calling task has closed the one before it.
+            UsageError: the step is open, and of all that have closed a step only the calling task
+                is left.
         """
-        if step != self.open or self._closer is None:
+        if step != self.open or self._closed_in_callback:
             return
-        if self._closer() is asyncio.current_task():
+        if {task for task in self._closers if not task.done()} == {asyncio.current_task()}:
             raise UsageError(
                 f"waiting for layers that wait for the end of step {step}, which this task itself "
                 "has to close",

@@ -53,11 +53,16 @@ async def fork() -> int:
         async with engine.match(PROMPT, owner="held") as held:
             await held.allocate(17)  # its onload runs
             pin = await engine.pin(PROMPT)
+            computed = await engine.match([1]).allocate(1)
+            batch = engine.computing([computed])
+            batch.__enter__()
+            computed.release()
             waiting = asyncio.ensure_future(engine.match([1]).allocate(16))
             quiet = asyncio.ensure_future(engine.quiesce())
             await spin(2)
             child = os.fork()
             if child == 0:
+                batch.__exit__(None, None, None)
                 assert all(map(is_refused, (held.fork, engine.step, engine.pause)))
                 assert engine.check_invariants() == []
                 pin.release()
@@ -66,6 +71,7 @@ async def fork() -> int:
             # Not in a thread: the end of the child's loop takes the parent's wake-up pipe away.
             _, status = os.waitpid(child, 0)  # noqa: ASYNC222
             assert status == 0, f"the child ended with status {status}"
+            batch.__exit__(None, None, None)
             quiet.cancel()
             pin.release()
         (await waiting).release()

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from aiokv import LeaseError, UnreleasedLeaseWarning, UsageError
+from aiokv import ClosedError, LeaseError, UnreleasedLeaseWarning, UsageError
 from aiokv.testing import ManualDevice, ManualEvent, spin
 from tests.integration.kv_cache import BLOCK_TOKENS, Cache, prompt
 
@@ -275,24 +275,29 @@ async def test_layers_never_wait_for_a_step_that_only_the_waiter_closes(named):
             await cache.finish()
 
 
+async def resumed_behind_the_open_step(cache: Cache):
+    """A lease whose table comes back into blocks that the open step uses."""
+    lease = await granted(cache, A)
+    cache.compute(lease, A)
+    event = ManualEvent()
+    cache.engine.step(event)
+    event.complete()
+    await spin(2)
+    moving = asyncio.create_task(lease.preempt(swap=True))
+    await cache.finish()
+    await moving
+    await cache.engine.evict(8)
+    for tokens in (prompt(5, 7), prompt(6, 7)):  # all blocks are used by the open step
+        async with cache.engine.match(tokens) as other:
+            await other.allocate(len(tokens))
+            cache.compute(other, tokens)
+        await cache.engine.evict(8)
+    return await lease.resume(len(A))
+
+
 async def test_a_wait_that_only_the_waiter_can_end_names_the_step():
     async with Cache(device=in_stream(), host_blocks=8) as cache:
-        lease = await granted(cache, A)
-        cache.compute(lease, A)
-        event = ManualEvent()
-        cache.engine.step(event)
-        event.complete()
-        await spin(2)
-        moving = asyncio.create_task(lease.preempt(swap=True))
-        await cache.finish()
-        await moving
-        await cache.engine.evict(8)
-        for tokens in (prompt(5, 7), prompt(6, 7)):  # all blocks are used by the open step
-            async with cache.engine.match(tokens) as other:
-                await other.allocate(len(tokens))
-                cache.compute(other, tokens)
-            await cache.engine.evict(8)
-        await lease.resume(len(A))
+        lease = await resumed_behind_the_open_step(cache)
         step = cache.engine.open_step
         with pytest.raises(UsageError, match=f"end of step {step}"):
             await lease.layers.wait_all()
@@ -306,6 +311,36 @@ async def test_a_wait_that_only_the_waiter_can_end_names_the_step():
         lease.release()
         cache.engine.step()
         await cache.finish()
+
+
+async def test_a_task_may_wait_for_a_step_that_another_one_closes_though_it_closed_the_last():
+    async with Cache(device=in_stream(), host_blocks=8) as cache:
+        may_close = asyncio.Event()
+
+        async def close_two() -> None:
+            cache.engine.step()
+            await may_close.wait()
+            cache.engine.step()
+
+        elsewhere = asyncio.create_task(close_two())
+        await spin()
+        lease = await resumed_behind_the_open_step(cache)  # closes the last step
+        may_close.set()
+        waiting = lease.layers.wait_all()
+        asyncio.get_running_loop().call_soon(complete_soon, cache, elsewhere)
+        await waiting
+        cache.check(lease, A)
+        lease.release()
+        cache.engine.step()
+        await cache.finish()
+
+
+def complete_soon(cache: Cache, closing: asyncio.Task[None]) -> None:
+    """Complete what there is, once the task has closed its step."""
+    if closing.done():
+        cache.device.complete_all()
+    else:
+        asyncio.get_running_loop().call_soon(complete_soon, cache, closing)
 
 
 async def test_a_fork_in_a_batch_keeps_what_it_shares():
@@ -475,3 +510,91 @@ async def test_a_new_match_does_not_join_an_onload_that_is_taken_back():
         assert cache.statistics.failed_blocks == 0
         for lease in (*others, again):
             lease.release()
+
+
+async def test_a_preemption_that_waits_for_a_batch_ends_when_the_engine_closes():
+    cache = Cache()
+    await cache.engine.__aenter__()
+    lease = await granted(cache, A)
+    work: ThreadFuture[None] = ThreadFuture()
+    with cache.engine.computing([lease]) as batch:
+        batch.ends_with(work)
+    swapping = asyncio.create_task(lease.preempt(swap=True))
+    await spin(2)
+    await cache.engine.aclose(0.0)
+    await spin(2)
+    assert swapping.done()
+    with pytest.raises(ClosedError, match="batch was in flight"):
+        await swapping
+    lease.release()
+    work.set_result(None)
+    await spin(2)
+    assert batch.done
+
+
+async def test_a_grant_that_is_cancelled_while_a_batch_computes_with_it_keeps_its_blocks():
+    async with Cache(device_blocks=4) as cache:
+        holder = await granted(cache, B)
+        lease = cache.engine.match(A, owner="request")
+        allocating = asyncio.create_task(lease.allocate(len(A)))
+        await spin()
+        holder.release()  # grants the lease; its task has not run yet
+        work: ThreadFuture[None] = ThreadFuture()
+        with cache.engine.computing([lease]) as batch:
+            batch.ends_with(work)
+        allocating.cancel()
+        await asyncio.wait([allocating])
+        assert cache.engine.check_invariants() == []
+        assert cache.statistics.device_free == 0
+        assert cache.engine.dump()["leases"][-1]["owner"] == "request"
+        work.set_result(None)
+        await spin(2)
+        assert cache.statistics.device_free == 4
+        lease.release()
+
+
+async def test_an_event_given_to_release_covers_the_blocks_of_a_lease_that_a_batch_had_named():
+    async with Cache(device_blocks=4, device=in_stream()) as cache:
+        await cache.fill(B)
+        cache.engine.step()
+        await cache.finish()
+        await cache.engine.evict(4)
+        lease = await granted(cache, A)
+        with cache.engine.computing([lease]):
+            pass
+        cache.engine.step()
+        event = ManualEvent()  # behind more work, which no batch has named
+        lease.release(after=event)
+        other = cache.engine.match(B)
+        assert other.try_allocate(len(B))
+        assert cache.device.onloads[0].after is event
+        event.complete()
+        cache.device.complete_all()
+        await other.layers.wait_all()
+        cache.check(other, B)
+        other.release()
+        cache.engine.step()
+
+
+async def test_an_event_that_is_announced_twice_ends_its_batch_no_sooner(monkeypatch):
+    """The poller repeats a callback that an interrupt has ended."""
+    async with Cache(device=in_stream()) as cache:
+        lease = await granted(cache, A)
+        announce = []
+        monkeypatch.setattr(
+            cache.engine._poller, "watch", lambda event, key, callback: announce.append(callback)
+        )
+        work: ThreadFuture[None] = ThreadFuture()
+        with cache.engine.computing([lease]) as batch:
+            batch.ends_with(ManualEvent())
+            batch.ends_with(work)
+        monkeypatch.undo()
+        lease.release()
+        for _ in range(2):
+            announce[0](None)
+        assert not batch.done
+        assert cache.statistics.device_free == 4
+        work.set_result(None)
+        await spin(2)
+        assert batch.done
+        assert cache.statistics.device_free == 8

@@ -48,7 +48,8 @@ class Core {
     LeaseId truncate(LeaseId id, std::int64_t num_tokens, Step step);
     bool extend(std::span<const LeaseId> ids, std::int64_t num_tokens);
     // False: batches in flight keep the blocks, and end_batch() will release the lease.
-    bool release(LeaseId id, Step step);
+    // `used_in`: a step that is known to use the blocks, also when a batch has named the lease.
+    bool release(LeaseId id, Step step, Step used_in = 0);
     std::int64_t recompute_from(LeaseId id);
     const Lease& lease(LeaseId id) const;
     Usage usage(LeaseId id) const;

@@ -257,8 +257,9 @@ LeaseId Core::retract(LeaseId id, Step step) {
     return keeper;
 }
 
-bool Core::release(LeaseId id, Step step) {
+bool Core::release(LeaseId id, Step step, Step used_in) {
     Lease& lease = lease_at(id);
+    lease.last_step = std::max(lease.last_step, used_in);
     if (lease.batches > 0) {
         withdraw(lease);
         lease.released = true;

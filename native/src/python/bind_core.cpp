@@ -210,7 +210,7 @@ void bind_core(nb::module_& m) {
                 return core.extend(ids, num_tokens);
             },
             "leases"_a, "num_tokens"_a)
-        .def("release", &Core::release, "lease"_a, "step"_a = 0,
+        .def("release", &Core::release, "lease"_a, "step"_a = 0, "used_in"_a = 0,
              "Return False when batches in flight keep the blocks until end_batch().")
         .def(
             "begin_batch",
