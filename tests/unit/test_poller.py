@@ -205,14 +205,15 @@ async def test_work_that_nobody_waits_for_any_more_still_takes_its_time() -> Non
     await closed(poller)
 
 
-async def test_a_nearer_expectation_rearms_the_timer() -> None:
+async def test_a_nearer_expectation_rearms_the_timer(monkeypatch: Any) -> None:
     poller = EventPoller(asyncio.get_running_loop())
     seen: list[str] = []
-    poller.watch(ManualEvent(), "far", into(seen, "far"), work_seconds=60.0)
-    await spin()
-    armed_for = poller._timer_at
-    poller.watch(Countdown(1), "near", into(seen, "near"), work_seconds=0.0005)
-    assert poller._timer_at < armed_for
+    with monkeypatch.context() as patch:
+        patch.setattr(poller_module, "time", SteppedClock())
+        poller.watch(ManualEvent(), "far", into(seen, "far"), work_seconds=60.0)
+        armed_for = poller._timer_at
+        poller.watch(Countdown(1), "near", into(seen, "near"), work_seconds=0.0005)
+        assert poller._timer_at < armed_for
     await poller.wait(Countdown(2), work_seconds=0.001)
     assert seen == ["near"]
     await closed(poller)
