@@ -169,6 +169,7 @@ class Lease(Unique):
         place, the lease goes on at the deepest border that can be hit. Commit all that was computed
         first.
 
+        A swap waits until no batch computes with the lease; see ``CacheEngine.computing``.
         What was committed in the open step moves when ``engine.step`` has closed that: do not
         await the one before the other. While it moves, the lease can only be released.
 
@@ -177,7 +178,8 @@ class Lease(Unique):
                 blocks, and nothing was evicted.
             TransferError: the copy failed. The lease keeps its blocks.
             LeaseError: swap of a lease that is not granted or whose onloads are still under way;
-                or it stands in line.
+                or it stands in line. Or swap inside the block of a batch that computes with it.
+            ClosedError: the engine closes; also while the swap waits for a batch.
 
         Cancellation: a swap that has begun goes on by itself; it ends as one.
         """
@@ -214,6 +216,8 @@ class Lease(Unique):
 
     def release(self, after: Event | None = None) -> None:
         """Give everything back; idempotent.
+
+        Blocks that a batch in flight computes with come back when the batch has ended.
 
         Args:
             after: event behind the last work that uses the blocks and all else of the open step,

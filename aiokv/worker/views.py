@@ -38,7 +38,7 @@ class LayerView:
         owner: str = "",
         check_wait: Callable[[], None] | None = None,
     ) -> None:
-        self._check_wait = check_wait
+        self.check_wait = check_wait
         self._owner = f" for {owner}" if owner else ""
         self.counters = tuple(counters)
         self.num_layers = (
@@ -122,8 +122,8 @@ class LayerView:
         """
         self._check(layer, first=ALL)
         timeout = checked_timeout(timeout)
-        if self._check_wait is not None and not self.is_done:
-            self._check_wait()
+        if self.check_wait is not None and not self.is_done:
+            self.check_wait()
         now = asyncio.get_running_loop().time
         deadline = None if timeout is None else now() + timeout
         for counter in self.counters:
@@ -182,7 +182,12 @@ class LayerView:
             )
             return 0 if any(concerned) else None
 
-        return cls(list(counters), locate=locate)
+        def check_wait() -> None:
+            for view in views:
+                if view.check_wait is not None and not view.is_done:
+                    view.check_wait()
+
+        return cls(list(counters), locate=locate, check_wait=check_wait)
 
 
 @cache

@@ -301,6 +301,11 @@ async def test_a_wait_that_only_the_waiter_can_end_names_the_step():
         step = cache.engine.open_step
         with pytest.raises(UsageError, match=f"end of step {step}"):
             await lease.layers.wait_all()
+        with pytest.raises(UsageError, match=f"end of step {step}"):
+            await cache.engine.layers([lease]).wait_all()
+        with pytest.raises(UsageError, match=f"end of step {step}"):
+            async for _ in lease.layers:
+                pass
         elsewhere = asyncio.create_task(lease.layers.wait_all())  # another task may wait
         await spin(2)
         assert not elsewhere.done()

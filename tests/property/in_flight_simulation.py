@@ -1,0 +1,542 @@
+"""Random lives of leases while batches are in flight; every byte that a batch reads is compared.
+
+A batch reads and writes its blocks late: on a device that computes in a stream when the stream gets
+there, else when its thread does, in any order. Requests are cancelled, released, preempted, forked,
+truncated and collected meanwhile. All that is random comes from one seed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections import deque
+from concurrent.futures import Future as ThreadFuture
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from aiokv import Regions
+from aiokv.errors import (
+    AllocateTimeout,
+    ControlTimeout,
+    LeaseError,
+    RequestTooLarge,
+    TransferError,
+    WouldBlock,
+)
+from aiokv.testing import ManualEvent
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable, Sequence
+
+    from aiokv import CacheEngine, Lease
+    from aiokv.testing import ManualDevice
+
+BLOCK_TOKENS = 4
+LAYERS = 2
+SALTS = ("", "tenant-a")
+PATIENCE = 4_000  # passes of the loop in which everything ends, once nothing is held back
+
+
+class Memory:
+    """Device tensors of one rank: a word per position and layer, as a function of its prefix."""
+
+    def __init__(self, device_blocks: int, rank: int = 0) -> None:
+        self.rank = rank
+        self.take(device_blocks)
+
+    def take(self, device_blocks: int) -> None:
+        """New tensors; what the old ones held is gone."""
+        self.tensors = [np.zeros((device_blocks, BLOCK_TOKENS), np.uint64) for _ in range(LAYERS)]
+        self.regions = Regions(num_layers=LAYERS)
+        self.regions.add("kv", layers=self.tensors)
+
+    def _places(self, part: Part) -> tuple[np.ndarray, np.ndarray]:
+        positions = np.arange(part.begin, part.begin + len(part.words))
+        return part.table[positions // BLOCK_TOKENS], positions % BLOCK_TOKENS
+
+    def write(self, part: Part) -> None:
+        for layer, tensor in enumerate(self.tensors):
+            tensor[self._places(part)] = part.words + np.uint64(self.rank << 8 | layer)
+
+    def check(self, part: Part, who: str) -> None:
+        for layer, tensor in enumerate(self.tensors):
+            read = tensor[self._places(part)]
+            wrong = np.flatnonzero(read != part.words + np.uint64(self.rank << 8 | layer))
+            assert not len(wrong), f"{who}: positions {wrong}, layer {layer} of {part.table}"
+
+
+class Part:
+    """What some positions hold."""
+
+    def __init__(
+        self, table: np.ndarray, tokens: np.ndarray, begin: int, salt: str, weights: int
+    ) -> None:
+        seed = (SALTS.index(salt) << 8 | weights) + 1
+        factors = np.arange(1, len(tokens) + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        chain = np.cumsum((tokens.astype(np.uint64) + np.uint64(seed << 20)) * factors)
+        self.table = table
+        self.begin = begin
+        self.words = chain[begin:].astype(np.uint64) << np.uint64(16)
+
+
+class Work:
+    """What a batch does: it reads the blocks that are there, then writes its own."""
+
+    def __init__(self, world: World, who: str, reads: Part, writes: Part) -> None:
+        self.world = world
+        self.who = who
+        self.reads = reads
+        self.writes = writes
+        self.done: ThreadFuture[None] = ThreadFuture()
+        self.done.set_running_or_notify_cancel()
+
+    def run(self) -> None:
+        self.world.check(self.reads, self.who)
+        self.world.write(self.writes)
+        self.done.set_result(None)
+
+
+class World:
+    """An engine, its memories, and what computes.
+
+    Args:
+        engine: entered.
+        memories: one a rank.
+        devices: whose copies the simulation completes.
+        in_stream: work happens in the order of its launches, and steps have events.
+        close_step: closes the open step with an event.
+    """
+
+    def __init__(
+        self,
+        engine: CacheEngine,
+        memories: Sequence[Memory],
+        devices: Sequence[ManualDevice],
+        rng: random.Random,
+        *,
+        in_stream: bool,
+        close_step: Callable[[ManualEvent], None],
+        has_events: bool,
+    ) -> None:
+        self.engine = engine
+        self.memories = memories
+        self.devices = devices
+        self.rng = rng
+        self.in_stream = in_stream
+        self.close_step = close_step
+        self.has_events = has_events  # that verbs of the engine take
+        self.stream: deque[Work | ManualEvent] = deque()
+        self.threads: list[Work] = []
+        self.requests: dict[asyncio.Task[None], Request] = {}
+        self.operator: asyncio.Task[None] | None = None
+        self.weights = 0
+        self.number = 0
+        self.checked_positions = 0
+        self.log: deque[object] = deque(maxlen=40)
+        self.calm = False  # nothing new begins
+
+    # --- bytes ----------------------------------------------------------------------------------
+
+    def write(self, part: Part) -> None:
+        for memory in self.memories:
+            memory.write(part)
+
+    def check(self, part: Part, who: str) -> None:
+        for memory in self.memories:
+            memory.check(part, who)
+        self.checked_positions += len(part.words)
+
+    # --- the device -----------------------------------------------------------------------------
+
+    def launch(self, work: Work) -> None:
+        if self.in_stream:
+            self.stream.append(work)
+        else:
+            self.threads.append(work)
+
+    def record(self) -> ManualEvent:
+        """An event behind all that was launched."""
+        event = ManualEvent()
+        self.stream.append(event)
+        return event
+
+    def advance(self) -> None:
+        """Something on the device ends."""
+        rng = self.rng
+        if self.stream and rng.random() < 0.5:
+            for _ in range(rng.randint(1, 4)):
+                if self.stream:
+                    self._run(self.stream.popleft())
+        if self.threads and rng.random() < 0.5:
+            self._run(self.threads.pop(rng.randrange(len(self.threads))))
+        copies = [c for d in self.devices for c in d.copies if c.after is None or c.after.done]
+        if copies and rng.random() < 0.6:
+            copy = rng.choice(copies)
+            layer = rng.choice(copy.pending_layers)
+            if rng.random() < 0.05 and not self.calm and len(self.memories) == 1:
+                copy.fail(layer, block=rng.randint(0, len(copy.host_ids) - 1))
+            elif rng.random() < 0.5:
+                copy.complete(layer)
+            else:
+                copy.complete_all()
+
+    @staticmethod
+    def _run(work: Work | ManualEvent) -> None:
+        if isinstance(work, ManualEvent):
+            work.complete()
+        else:
+            work.run()
+
+    # --- what happens ---------------------------------------------------------------------------
+
+    async def run(self, passes: int) -> None:
+        for _ in range(passes):
+            self.act()
+            self.advance()
+            for _ in range(self.rng.randint(0, 3)):
+                await asyncio.sleep(0)
+            self.verify()
+        await self.come_to_rest()
+
+    def act(self) -> None:
+        rng = self.rng
+        draw = rng.random()
+        if draw < 0.25 and len(self.requests) < 6:
+            self.number += 1
+            request = Request(self, f"r{self.number}")
+            task = asyncio.create_task(request.live())
+            self.requests[task] = request
+        elif draw < 0.32 and self.requests:
+            task = rng.choice(list(self.requests))
+            self.log.append(f"cancel {self.requests[task].name}")
+            task.cancel()
+        elif draw < 0.36 and self.requests:
+            rng.choice(list(self.requests.values())).preempt_from_outside()
+        elif draw < 0.5 and self.in_stream:
+            self.log.append("step")
+            self.close_step(self.record())
+        elif draw < 0.53 and self.operator is None:
+            self.operator = asyncio.create_task(self.operate())
+        elif draw < 0.55:
+            gc.collect()
+
+    def verify(self) -> None:
+        violations = self.engine.check_invariants()
+        assert not violations, violations
+        for task in [task for task in self.requests if task.done()]:
+            del self.requests[task]
+            if not task.cancelled():
+                task.result()
+        if self.operator is not None and self.operator.done():
+            if not self.operator.cancelled():
+                self.operator.result()
+            self.operator = None
+
+    async def come_to_rest(self) -> None:
+        """Everything ends by itself; then all pools are full."""
+        self.calm = True
+        for number in range(PATIENCE):
+            if number % 100 == 0:
+                gc.collect()
+            if not self.requests and self.operator is None and not self.engine.statistics().leases:
+                break
+            if self.in_stream and not self.stream:
+                self.close_step(self.record())
+            self.advance()
+            await asyncio.sleep(0)
+            self.verify()
+        else:
+            raise AssertionError(f"hangs: {self.engine.dump()}")
+        resetting = asyncio.create_task(self.engine.reset())
+        while not resetting.done() or self.stream or self.threads:
+            if self.in_stream and not self.stream and not resetting.done():
+                self.close_step(self.record())
+            self.advance()
+            await asyncio.sleep(0)
+        await resetting
+        gc.collect()
+        while self.engine.dump()["leases"]:  # noqa: ASYNC110 - those that batches keep, too
+            await asyncio.sleep(0)
+        self.verify()
+        end = self.engine.statistics()
+        assert end.device_free == end.device_blocks, end
+        assert end.host_free == end.host_blocks, end
+
+    async def operate(self) -> None:
+        engine, rng = self.engine, self.rng
+        what = rng.choice(
+            ("evict", "evict", "reset", "resize", "quiesce", "sleep", "weights", "pin")
+        )
+        self.log.append(what)
+        timeout = rng.choice((0.0, 0.01))
+        try:
+            match what:
+                case "evict":
+                    await engine.evict(rng.randint(1, 8), rng.choice(("device", "host")))
+                case "reset":
+                    await engine.reset(timeout)
+                case "resize":
+                    await engine.resize(rng.randint(8, self.device_blocks), timeout)
+                case "quiesce":
+                    await engine.quiesce(timeout)
+                    engine.resume()
+                case "pin":
+                    tokens, salt = self.prompt()
+                    pin = await engine.pin(tokens, salt=salt)
+                    await self.pause()
+                    pin.release()
+                case "weights":
+                    async with engine.updating_weights(timeout):
+                        for _ in range(4):  # those granted before have taken note of the old ones
+                            await asyncio.sleep(0)
+                        self.weights += 1
+                case "sleep":
+                    await self.sleep(timeout)
+        except (ControlTimeout, WouldBlock, TransferError) as error:
+            self.log.append(error)
+
+    async def sleep(self, timeout: float) -> None:
+        has_ranks = len(self.memories) > 1
+        tags = ("host",) if has_ranks else self.rng.choice((("device",), ("device", "host")))
+        try:
+            await self.engine.sleep(tags, timeout=timeout)
+            await self.pause()
+        finally:
+            if "device" in self.engine.asleep:
+                self.memories[0].take(self.device_blocks)
+            if self.engine.asleep:  # with ranks also after a timeout
+                await self.engine.wake_up(regions=None if has_ranks else self.memories[0].regions)
+
+    @property
+    def device_blocks(self) -> int:
+        return len(self.memories[0].tensors[0])
+
+    async def pause(self) -> None:
+        for _ in range(self.rng.randint(0, 10)):
+            await asyncio.sleep(0)
+
+    def prompt(self) -> tuple[np.ndarray, str]:
+        """Few prompts, which share beginnings."""
+        rng = self.rng
+        blocks = [rng.choice((0, 0, 0, 1)) for _ in range(rng.randint(1, 5))]
+        tokens = np.repeat(np.array(blocks, np.int32), BLOCK_TOKENS) * 100
+        tokens += np.arange(len(tokens), dtype=np.int32)
+        return tokens[: len(tokens) - rng.randint(0, BLOCK_TOKENS - 1)], rng.choice(SALTS)
+
+
+class Request:
+    """A client."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world = world
+        self.engine = world.engine
+        self.rng = world.rng
+        self.name = name
+        self.tokens, self.salt = world.prompt()
+        self.weights = 0
+        self.lease: Lease | None = None
+        self.preempting: asyncio.Task[None] | None = None
+        self.grant = 0  # preempted so many times
+        # without names, the open step covers it
+        self.is_named = not world.in_stream or self.rng.random() < 0.7
+
+    def note(self, *what: object) -> None:
+        self.world.log.append((self.name, *what))
+
+    # --- the contents of blocks -----------------------------------------------------------------
+
+    def part(self, begin: int, end: int) -> Part:
+        assert self.lease is not None
+        table = self.lease.block_table
+        return Part(table, self.tokens[:end], begin, self.salt, self.weights)
+
+    # --- life -----------------------------------------------------------------------------------
+
+    async def live(self) -> None:
+        rng = self.rng
+        self.lease = self.engine.match(self.tokens, salt=self.salt, owner=self.name)
+        try:
+            try:
+                await self.request()
+            except (AllocateTimeout, RequestTooLarge):
+                return
+            finally:
+                if self.preempting is not None:
+                    self.preempting.cancel()
+        finally:
+            lease, self.lease = self.lease, None
+            how = rng.choice(("release", "release", "after", "collect"))
+            self.note("ends", how)
+            if how == "after" and self.world.has_events:
+                lease.release(after=self.world.record())
+            elif how != "collect":
+                lease.release()
+
+    async def request(self) -> None:
+        rng, lease = self.rng, self.lease
+        assert lease is not None
+        n = rng.randint(1, len(self.tokens))
+        self.note("allocate", n)
+        await lease.allocate(
+            n,
+            priority=rng.randint(0, 1),
+            timeout=rng.choice((None, None, 0.0, 0.01)),
+            wait_pending=rng.choice((0.0, 0.0, 0.01)),
+        )
+        done = await self.arrive()
+        for _ in range(rng.randint(1, 6)):
+            done = await self.compute(done)
+            draw = rng.random()
+            if draw < 0.5:
+                self.extend()
+            elif draw < 0.65:
+                self.truncate(done)
+            elif draw < 0.75:
+                await self.fork(done)
+            elif draw < 0.85:
+                await self.preempt()
+            if await self.settle():
+                done = await self.arrive()
+
+    async def arrive(self) -> int:
+        """Wait for what comes from the host; returns the positions that are there."""
+        lease = self.lease
+        assert lease is not None
+        self.weights = self.world.weights
+        try:
+            await lease.layers.wait_all()
+        except TransferError:
+            while True:
+                if self.preempting is not None:
+                    if await self.settle():
+                        return await self.arrive()
+                    continue
+                try:
+                    lease.recompute_from()
+                    break
+                except LeaseError:  # another transfer still writes blocks of the lease
+                    await asyncio.sleep(0)
+        if await self.settle():
+            return await self.arrive()
+        self.note("arrived", lease.cached_tokens)
+        return lease.cached_tokens
+
+    async def compute(self, done: int) -> int:
+        """A batch: from ``done`` to the end, or a chunk; returns what is computed then."""
+        rng, world, lease = self.rng, self.world, self.lease
+        assert lease is not None
+        end = min(len(self.tokens), lease.num_tokens)
+        if rng.random() < 0.3 and end > done:
+            end = rng.randint(done + 1, end)
+        end = max(end, done)
+        work = Work(world, f"{self.name} at {done}", self.part(0, done), self.part(done, end))
+        grant = self.grant
+        self.note("compute", done, end, lease.block_table.tolist())
+        if not self.is_named:
+            world.launch(work)
+        else:
+            with self.engine.computing([lease]) as batch:
+                world.launch(work)
+                if world.in_stream:
+                    if world.has_events and rng.random() < 0.4:
+                        batch.ends_with(world.record())
+                else:
+                    batch.ends_with(work.done)
+                if not world.in_stream or rng.random() < 0.3:
+                    while not work.done.done() and rng.random() < 0.98:  # noqa: ASYNC110
+                        await asyncio.sleep(0)
+        if not world.in_stream:
+            while not work.done.done():  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        if self.preempting is None and grant == self.grant:
+            ready = world.record() if world.has_events and rng.random() < 0.2 else None
+            self.note("commit", end)
+            lease.commit(end, ready)
+        return end
+
+    def extend(self) -> None:
+        lease, rng = self.lease, self.rng
+        if self.preempting is not None:
+            return
+        try:
+            self.engine.extend([lease], rng.randint(1, 2 * BLOCK_TOKENS))
+        except WouldBlock:
+            return
+        room = lease.num_tokens - len(self.tokens)
+        if room > 0 and rng.random() < 0.7:
+            named = np.array([rng.randint(0, 1) for _ in range(room)], np.int32)
+            lease.append(named)
+            self.tokens = np.concatenate([self.tokens, named])
+
+    def truncate(self, done: int) -> None:
+        """Drafts go."""
+        lease = self.lease
+        if self.preempting is not None or lease.num_tokens <= done or not done:
+            return
+        to = self.rng.randint(done, lease.num_tokens)
+        self.note("truncate", to)
+        lease.truncate(to)
+        self.tokens = self.tokens[:to]
+
+    async def fork(self, done: int) -> None:
+        """A sample that reads what is there, and goes."""
+        if self.preempting is not None or len(self.world.memories) > 1:
+            return
+        if self.world.in_stream:  # the copy belongs to the stream
+            while self.world.stream:
+                World._run(self.world.stream.popleft())
+        try:
+            child = self.lease.fork()
+        except WouldBlock:
+            return
+        parent, self.lease = self.lease, child
+        work = Work(self.world, f"fork of {self.name}", self.part(0, done), self.part(0, 0))
+        self.lease = parent
+        self.note("fork", child.block_table.tolist())
+        with self.engine.computing([child, parent]) as batch:
+            self.world.launch(work)
+            if not self.world.in_stream:
+                batch.ends_with(work.done)
+        if self.rng.random() < 0.5:
+            child.release()
+
+    async def preempt(self) -> None:
+        self.preempt_from_outside()
+
+    def preempt_from_outside(self) -> None:
+        if self.lease is None or self.preempting is not None:
+            return
+        if not len(self.lease.block_table):
+            return
+        swap = self.rng.random() < 0.6
+        self.note("preempt", swap)
+        self.preempting = asyncio.create_task(self._preempt(self.lease, swap))
+
+    async def _preempt(self, lease: Lease, swap: bool) -> None:
+        try:
+            await lease.preempt(swap=swap)
+        except (WouldBlock, TransferError):
+            pass
+        except LeaseError as error:
+            if not any(word in str(error) for word in ("transfers", "cannot be used", "waits")):
+                raise
+
+    async def settle(self) -> bool:
+        """Take blocks again after a preemption; returns whether there was one."""
+        lease = self.lease
+        if self.preempting is None:
+            return False
+        preempting = self.preempting
+        await asyncio.wait([preempting])
+        self.preempting = None
+        preempting.result()
+        if len(lease.block_table):
+            return False
+        self.grant += 1
+        await self.world.pause()
+        n = max(len(self.tokens), 1)
+        self.note("resume", n)
+        await lease.resume(n, timeout=self.rng.choice((None, 0.01)))
+        return True
