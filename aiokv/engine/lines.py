@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from aiokv.errors import AiokvError
     from aiokv.scheduler.admission import Admission
 
-PER_PASS: Final = 32  # steps of one kind in one pass of the loop: well below 1 ms
+PER_PASS: Final = 16  # steps of one kind in one pass of the loop: well below 1 ms
 
 
 class InPasses:

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 from aiokv.engine.lines import InPasses, Waiter, Wakeups, check_waiters
+from aiokv.engine.sharded import Sharded
 from aiokv.errors import RequestTooLarge
 from aiokv.scheduler.admission import Admission
 
@@ -33,7 +34,7 @@ class SaltQuota:
     def __init__(self, limit_blocks: int | None) -> None:
         self.limit_blocks = limit_blocks
         self._held: dict[str, int] = {}
-        self._by_lease: dict[int, tuple[str, int]] = {}
+        self._by_lease: Sharded[tuple[str, int]] = Sharded()
         self._lines: dict[str, Admission[_Waiter]] = {}  # salts with waiters only
         self._waiters: dict[int, _Waiter] = {}  # by lease id
         self._to_serve: OrderedDict[str, None] = OrderedDict()

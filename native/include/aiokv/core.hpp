@@ -322,6 +322,16 @@ class Core {
     std::vector<std::uint32_t> free_leases_;
     std::uint32_t releasing_leases_ = 0;  // released, while batches in flight keep their blocks
     std::uint32_t computing_leases_ = 0;  // granted, and not only to hold
+    // The last resize that was refused.
+    struct ResizeTry {
+        std::size_t slot = 0;     // of the lease that was in the way last
+        std::int64_t blocks = 0;  // 0: nothing but a lease was in the way
+        std::uint64_t ended_transfers = 0;
+        Step finished_step = 0;
+        bool operator==(const ResizeTry&) const = default;
+    };
+    ResizeTry resize_;
+    std::uint64_t ended_transfers_ = 0;
     std::deque<Context> contexts_;
     std::vector<std::uint32_t> free_contexts_;
     std::unordered_map<std::string, std::uint32_t> context_ids_;

@@ -28,7 +28,13 @@ class Slab {
         (void)madvise(data, std::min(populated, capacity_) * sizeof(T), MADV_POPULATE_WRITE);
 #endif
     }
-    ~Slab() { munmap(data_, capacity_ * sizeof(T)); }
+    ~Slab() {
+        if (data_ != nullptr) munmap(data_, capacity_ * sizeof(T));
+    }
+    Slab(Slab&& other) noexcept
+        : data_(std::exchange(other.data_, nullptr)),
+          capacity_(other.capacity_),
+          size_(other.size_) {}
     Slab(const Slab&) = delete;
     Slab& operator=(const Slab&) = delete;
 
