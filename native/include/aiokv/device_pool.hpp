@@ -23,7 +23,8 @@ using Step = std::uint32_t;  // 0: finished, or never used
 
 class DevicePool {
   public:
-    explicit DevicePool(std::uint32_t capacity) : pool_(capacity), steps_(capacity) {}
+    explicit DevicePool(std::uint32_t capacity)
+        : pool_(capacity), steps_(capacity, 0, Pages::kSmall) {}
 
     std::uint32_t capacity() const { return pool_.capacity(); }
     std::uint32_t free_blocks() const {
