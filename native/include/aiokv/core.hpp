@@ -322,15 +322,15 @@ class Core {
     std::vector<std::uint32_t> free_leases_;
     std::uint32_t releasing_leases_ = 0;  // released, while batches in flight keep their blocks
     std::uint32_t computing_leases_ = 0;  // granted, and not only to hold
-    // The last resize that was refused.
+    // A resize that was refused because of a transfer or a step.
     struct ResizeTry {
-        std::size_t slot = 0;     // of the lease that was in the way last
-        std::int64_t blocks = 0;  // 0: nothing but a lease was in the way
+        std::int64_t blocks = 0;
         std::uint64_t ended_transfers = 0;
         Step finished_step = 0;
         bool operator==(const ResizeTry&) const = default;
     };
-    ResizeTry resize_;
+    ResizeTry refused_resize_;
+    std::size_t resize_slot_ = 0;  // of the lease that was in the way of the last one
     std::uint64_t ended_transfers_ = 0;
     std::deque<Context> contexts_;
     std::vector<std::uint32_t> free_contexts_;

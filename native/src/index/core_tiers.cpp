@@ -127,22 +127,22 @@ void Core::resize_device(std::int64_t blocks) {
                          std::to_string(device_.cooling_blocks()) +
                          " freed blocks wait for their step");
     }
-    // Whoever waits for a resize tries again at each release: so begin with the lease that was in
-    // the way the last time, and scan the nodes only when what was in the way there may have ended.
-    for (std::size_t i = 0; i < leases_.size(); ++i) {
-        const std::size_t slot = (resize_.slot + i) % leases_.size();
-        const std::vector<BlockId>& table = leases_[slot].table;
-        const auto held = std::find_if(table.begin(), table.end(), beyond);
-        if (held == table.end()) continue;
-        resize_.slot = slot;
-        refuse(*held, "leased");
-    }
-    const ResizeTry attempt{resize_.slot, blocks, ended_transfers_, device_.finished_step()};
-    if (attempt == resize_) {
+    // Whoever waits for a resize tries again at each release. So scan the nodes again only when a
+    // transfer or a step has ended, and the leases from the one on that was in the way last.
+    const ResizeTry attempt{blocks, ended_transfers_, device_.finished_step()};
+    if (attempt == refused_resize_) {
         throw UsageError("cannot resize the device pool to " + std::to_string(blocks) +
                          " blocks: the transfers or steps of the last try are not over");
     }
-    resize_ = attempt;
+    for (std::size_t i = 0; i < leases_.size(); ++i) {
+        const std::size_t slot = (resize_slot_ + i) % leases_.size();
+        const std::vector<BlockId>& table = leases_[slot].table;
+        const auto held = std::find_if(table.begin(), table.end(), beyond);
+        if (held == table.end()) continue;
+        resize_slot_ = slot;
+        refuse(*held, "leased");
+    }
+    refused_resize_ = attempt;
     const std::vector<NodeId> leaving = beyond_device(blocks);
     std::vector<bool> leaves(device_.capacity(), false);
     for (const NodeId node : leaving) {
@@ -161,7 +161,7 @@ void Core::resize_device(std::int64_t blocks) {
     for (const NodeId node : leaving) release_device_copy(node);
     device_.resize(static_cast<std::uint32_t>(blocks));
     device_queue_.resize(static_cast<std::uint32_t>(blocks));
-    resize_ = {};
+    refused_resize_ = {};
 }
 
 }  // namespace aiokv
