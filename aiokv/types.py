@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 Tier = Literal["device", "host"]
 
 
-
 class Hit(NamedTuple):
     """How much of a prompt is cached, in tokens; the parts follow each other in this order."""
 

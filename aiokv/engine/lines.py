@@ -90,6 +90,9 @@ class Waiter:
         await self._future
         if self.failure is not None:
             raise self.failure
+
+    def rearm(self) -> None:
+        """Make ``wait`` wait again, after it has returned."""
         self._future = asyncio.get_running_loop().create_future()
 
     def wake(self) -> None:

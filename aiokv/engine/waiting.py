@@ -77,6 +77,7 @@ class CapacityQueue:
 
     def _take_turn(self, waiter: _Waiter) -> bool:
         """Return False if there is no room, or another waiter is first in line by now."""
+        waiter.rearm()
         return waiter is self._line.first() and self._grant(waiter.lease, waiter.num_tokens)
 
     def pump(self) -> None:

@@ -67,7 +67,9 @@ class Admission(Generic[W]):
     def in_order(self) -> list[W]:
         """Return all waiters, the first one first."""
         return [
-            waiter for priority in sorted(self._queues) for waiter in self._queues[priority].values()
+            waiter
+            for priority in sorted(self._queues)
+            for waiter in self._queues[priority].values()
         ]
 
     def check(self) -> list[str]:
