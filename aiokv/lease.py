@@ -137,7 +137,7 @@ class Lease(Unique):
             wait_pending = checks.seconds("wait_pending", wait_pending)
             if wait_pending > 0 and (pending_tokens := self.pending_tokens):
                 await self._wait_pending(pending_tokens, checks.timeout(wait_pending))
-        if not self._engine._try_allocate(self, num_tokens):
+        if not self._engine._try_allocate(self, num_tokens, line_priority=priority):
             await self._engine._allocate(self, num_tokens, priority, timeout)
         return self
 

@@ -417,9 +417,13 @@ class EngineBase:
         )
 
     def _try_allocate(
-        self, lease: Lease, num_tokens: int, onload_priority: Priority = Priority.DEMAND
+        self,
+        lease: Lease,
+        num_tokens: int,
+        onload_priority: Priority = Priority.DEMAND,
+        line_priority: int | None = None,
     ) -> bool:
-        if not self._may_grant(lease, num_tokens):
+        if not self._may_grant(lease, num_tokens, line_priority):
             return False
         if self._quota.limit_blocks is None:
             return self._grant(lease, num_tokens, onload_priority)
@@ -443,8 +447,11 @@ class EngineBase:
             )
         )
 
-    def _may_grant(self, lease: Lease, num_tokens: int) -> bool:
+    def _may_grant(self, lease: Lease, num_tokens: int, priority: int | None = None) -> bool:
         """Return whether the lease need not stand in line, nor wait for ``resume``.
+
+        Args:
+            priority: of a request that would be first in line: it need not stand there.
 
         Raises:
             LeaseError: released or granted; or not a number of positions.
@@ -455,7 +462,11 @@ class EngineBase:
         if self._quota.limit_blocks is not None:
             self._core.check_request(lease_id, num_tokens)
             self._quota.check_request(self._blocks_for(num_tokens))
-        if self._waiting or self._admissions.paused or lease._is_in_line:
+        if (
+            (self._waiting and (priority is None or not self._waiting.would_be_first(priority)))
+            or self._admissions.paused
+            or lease._is_in_line
+        ):
             self._core.check_request(lease_id, num_tokens)
             return False
         return True

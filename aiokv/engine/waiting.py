@@ -45,6 +45,10 @@ class CapacityQueue:
     def __len__(self) -> int:
         return len(self._line)
 
+    def would_be_first(self, priority: int) -> bool:
+        """Return whether a request that came now would go before all others; some wait."""
+        return priority < self._line.first_priority()
+
     async def wait(
         self, lease: Lease, num_tokens: int, priority: int, *, takes_turn: bool = False
     ) -> None:

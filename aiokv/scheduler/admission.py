@@ -60,6 +60,10 @@ class Admission(Generic[W]):
         queue = self._queues[self._heap[0]]
         return queue[next(iter(queue))]
 
+    def first_priority(self) -> int:
+        """Return the priority of the first waiter. Requires that there is one."""
+        return self._heap[0]
+
     def drop_first(self) -> None:
         """Remove the first waiter. Requires that there is one."""
         self.leave(next(iter(self._queues[self._heap[0]])))

@@ -78,7 +78,7 @@ async def test_an_onload_is_not_overwritten_by_a_kernel_of_a_request_that_has_go
         check(tensors, other.block_table, 0, BLOCKS - 1)
         other.release()
         engine.step()
-        while engine.statistics().releasing_leases:
+        while engine.statistics().releasing_leases:  # noqa: ASYNC110
             await asyncio.sleep(0)
         assert engine.check_invariants() == []
 
