@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from aiokv import checks
-from aiokv.checks import Unique
+from aiokv.checks import MAX_INT32, Unique
 from aiokv.errors import LeaseError, TransferError, UnreleasedLeaseWarning
 from aiokv.types import Hit, as_priority, as_tokens
 from aiokv.usage import Usage, Waits
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 
 _NO_WAITS = Waits()
+_NO_WAIT: Final = 0.0  # compared by identity: the default needs no check
 
 
 class Lease(Unique):
@@ -48,6 +49,7 @@ class Lease(Unique):
         "_core",
         "_engine",
         "_id",
+        "_is_in_line",
         "_released_at",
         "_waits",
         "layers",
@@ -62,6 +64,7 @@ class Lease(Unique):
         self._core = engine._core
         self._id = lease_id  # 0 once released
         self._released_at: tuple[CodeType, int] | None = None
+        self._is_in_line = False  # a task waits for its blocks
         self._waits: Waits | None = None  # of one that had to wait
         self.owner = owner
         self.salt = salt
@@ -92,7 +95,7 @@ class Lease(Unique):
         *,
         priority: int = 0,
         timeout: float | None = None,
-        wait_pending: float = 0.0,
+        wait_pending: float = _NO_WAIT,
     ) -> Self:
         """Wait for capacity, then take refs and blocks for ``num_tokens`` positions at once.
 
@@ -124,20 +127,25 @@ class Lease(Unique):
         Cancellation: the lease holds nothing, as after ``match``.
         Checkpoint: only when it has to wait.
         """
-        num_tokens = checks.integer("num_tokens", num_tokens)
-        timeout = checks.timeout(timeout)
-        wait_pending = checks.seconds("wait_pending", wait_pending)
+        if type(num_tokens) is not int or not 0 < num_tokens <= MAX_INT32:
+            num_tokens = checks.integer("num_tokens", num_tokens)
+        if timeout is not None:
+            timeout = checks.timeout(timeout)
         if type(priority) is not int:
             priority = as_priority(priority)
-        if wait_pending > 0 and (pending_tokens := self.pending_tokens):
-            await self._wait_pending(pending_tokens, checks.timeout(wait_pending))
-        if not self.try_allocate(num_tokens):
+        if wait_pending is not _NO_WAIT:
+            wait_pending = checks.seconds("wait_pending", wait_pending)
+            if wait_pending > 0 and (pending_tokens := self.pending_tokens):
+                await self._wait_pending(pending_tokens, checks.timeout(wait_pending))
+        if not self._engine._try_allocate(self, num_tokens, line_priority=priority):
             await self._engine._allocate(self, num_tokens, priority, timeout)
         return self
 
     def try_allocate(self, num_tokens: int) -> bool:
         """Allocate now, or return False: no room, or this or other leases wait in line."""
-        return self._engine._try_allocate(self, checks.integer("num_tokens", num_tokens))
+        if type(num_tokens) is not int or not 0 < num_tokens <= MAX_INT32:
+            num_tokens = checks.integer("num_tokens", num_tokens)
+        return self._engine._try_allocate(self, num_tokens)
 
     def can_allocate(self, num_tokens: int) -> bool:
         """Return whether ``try_allocate(num_tokens)`` would succeed now. Takes and evicts nothing.
@@ -225,7 +233,8 @@ class Lease(Unique):
         """
         if not self._id:
             return
-        after = as_event("after", after)
+        if after is not None:
+            after = as_event("after", after)
         caller = sys._getframe(1)
         self._released_at = (caller.f_code, caller.f_lineno)
         self._engine._release(self, after)
@@ -360,8 +369,11 @@ class Lease(Unique):
             LeaseError: more positions than the lease has; nothing changed.
             UsageError: ``num_tokens`` is not an integer, or ``ready`` no event; nothing changed.
         """
-        num_tokens = checks.integer("num_tokens", num_tokens)
-        return self._engine._commit(self, num_tokens, as_event("ready", ready))
+        if type(num_tokens) is not int or not 0 < num_tokens <= MAX_INT32:
+            num_tokens = checks.integer("num_tokens", num_tokens)
+        if ready is not None:
+            ready = as_event("ready", ready)
+        return self._engine._commit(self, num_tokens, ready)
 
     def snapshot(self, num_tokens: int, stream: object = None) -> bool:
         """Save the recurrent state after ``num_tokens`` positions, so that prompts can hit there.

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 Tier = Literal["device", "host"]
 
-_INT32 = np.iinfo(np.int32)
-
 
 class Hit(NamedTuple):
     """Cached tokens of a prompt by tier; the parts follow each other in this order."""
@@ -153,8 +151,9 @@ def as_tokens(tokens: TokenIds) -> NDArray[np.int32]:
         return np.empty(0, dtype=np.int32)
     if array.dtype.kind not in "iu":
         raise UsageError(f"token ids must be integers, not {array.dtype}")
-    outside = np.flatnonzero((array < _INT32.min) | (array > _INT32.max))
-    if outside.size:
-        position = int(outside[0])
+    converted = array.astype(np.int32)
+    same = converted == array
+    if not same.all():
+        position = int(same.argmin())
         raise UsageError(f"token id {array[position]} at position {position} is outside int32")
-    return array.astype(np.int32)
+    return converted

@@ -9,6 +9,9 @@ Each verb is called some hundred times; its callbacks count as calls of it.
 * ``verbs_over_1_ms``: how many have a longest call above 1 ms. ``reset``, ``resize`` and ``dump``
   visit everything by design and are not called.
 
+A second engine has a device that computes in a stream: there all leases are released in one step,
+whose end frees their blocks (``step``, ``step_done``).
+
 ``fill_*`` are the calls that fill the cache: some of these enlarge a table or sort the eviction
 queue. The garbage collector is off: one pass over the objects of this many requests takes longer
 than any verb, and a server calls ``gc.freeze()``.
@@ -31,6 +34,7 @@ import numpy as np
 
 from aiokv import CacheConfig, CacheEngine
 from aiokv.errors import AllocateTimeout, InternalError
+from aiokv.testing.manual import ManualDevice, ManualEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Iterator
@@ -162,7 +166,33 @@ class _Bench:
                 gc.enable()
             await _cancel_all(asyncio.all_tasks() - {asyncio.current_task()})
             self.engine.release_many(self.leases)
+        await self._run_in_stream()
         return {"set_up_seconds": set_up, **self.watch.results()}
+
+    async def _run_in_stream(self) -> None:
+        """All leases end in one step, whose blocks are free when its event is done."""
+        watch, sizes = self.watch, self.sizes
+        device = ManualDevice()
+        device.computes_in_stream = True
+        config = CacheConfig(device_blocks=sizes.device_blocks, block_tokens=BLOCK_TOKENS)
+        gc.disable()
+        async with CacheEngine(config, device=device) as engine:
+            self.engine = engine
+            try:
+                leases = [self._granted() for _ in range(sizes.leases)]
+                with watch.watching(asyncio.current_task()):
+                    for lease in leases:
+                        watch.call("release_in_step", lease.release)
+                    event = ManualEvent()
+                    watch.call("step", engine.step, event)
+                    event.complete()
+                    watch.verb = "step_done"
+                    await engine.quiesce()  # until the step is over
+                    engine.resume()
+                    for _ in range(sizes.calls):
+                        watch.call("allocate_after_step", self._granted).release()
+            finally:
+                gc.enable()
 
     # --- set-up ---------------------------------------------------------------------------------
 
@@ -209,7 +239,7 @@ class _Bench:
         self.cached = prompts[::2]
 
         granted = sizes.leases * 5 // 6
-        self.leases = [self._granted() for _ in range(granted)]
+        self.leases = [self.watch.call("fill_granted", self._granted) for _ in range(granted)]
         for i in range(0, granted, 4):
             self.leases[i].commit(LEASE_BLOCKS * BLOCK_TOKENS)
             if i % 2_000 == 0:
@@ -253,6 +283,7 @@ class _Bench:
         for _ in range(calls):
             lease = watch.call("match", self._match, self._prompt(LEASE_BLOCKS))
             watch.call("pending_tokens", getattr, lease, "pending_tokens")
+            watch.call("can_allocate", lease.can_allocate, tokens)
             watch.call("allocate", lease.try_allocate, tokens)
             leases.append(lease)
         for lease in leases:
@@ -264,11 +295,13 @@ class _Bench:
             watch.call("fork", lease.fork).release()
         for _ in range(calls):  # each evicts as many blocks as it takes, and backs up as many
             lease = self._match(self._prompt(LEASE_BLOCKS))
+            watch.call("can_evict_and_allocate", lease.can_allocate, tokens)
             watch.call("evict_and_allocate", lease.try_allocate, tokens)
             watch.call("evict_and_commit", lease.commit, tokens)
             await self._backups_pass()
             leases.append(lease)
         watch.call("extend_256", engine.extend, leases[:256], 1)
+        self._batches(leases[:256])
         for lease in leases[::2]:
             await (await watch.start("preempt", lease.preempt()))
         for lease in leases[1::2]:
@@ -282,6 +315,21 @@ class _Bench:
             await _passes()
         for _ in range(calls):
             watch.call("statistics", engine.statistics)
+
+    def _batches(self, leases: list[Lease]) -> None:
+        """Batches of 256 leases, which stay, or are released while they are computed with."""
+        watch, engine = self.watch, self.engine
+        for _ in range(self.sizes.calls // 10):
+            batch = engine.computing(leases)
+            watch.call("computing_begin_256", batch.__enter__)
+            watch.call("computing_end_256", batch.__exit__, None, None, None)
+        for _ in range(self.sizes.calls // 10):
+            leaving = [self._granted() for _ in leases]
+            batch = engine.computing(leaving)
+            batch.__enter__()
+            for lease in leaving:
+                watch.call("release_computing", lease.release)
+            watch.call("computing_end_256_released", batch.__exit__, None, None, None)
 
     async def _backups_pass(self) -> None:
         """The callback that sends what was committed to the host."""
@@ -301,6 +349,11 @@ class _Bench:
         on_host = self.cached[:calls]  # the holder of the quota evicted the oldest
         for tokens, salt in on_host:
             await (await watch.start("prefetch_from_host", engine.prefetch(tokens, salt=salt)))
+        for tokens, salt in self.cached[calls : 2 * calls]:
+            lease = self._match((tokens, salt))
+            watch.call("onload", lease.try_allocate, len(tokens))
+            watch.call("cancel_onload", lease.release)
+            await _passes()
         tiers: tuple[Tier, ...] = ("device", "host")
         for tier in tiers:
             for _ in range(calls):
@@ -345,6 +398,15 @@ class _Bench:
             await _passes()
         watch.verb = ""
         await _cancel_all([quiesce])
+        resize = asyncio.create_task(engine.resize(self.sizes.device_blocks // 2))
+        await _passes()
+        for lease in self.leases[1 + 4 * calls : 1 + 6 * calls : 2]:
+            watch.call("release_while_resizing", lease.release)
+            await _passes()
+        watch.verb = ""
+        if resize.done():
+            raise InternalError("no lease was in the way of the resize")
+        await _cancel_all([resize])
 
 
 async def _allocate(lease: Lease, num_tokens: int, **options: Any) -> None:

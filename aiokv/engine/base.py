@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 import time
 import weakref
+from threading import get_ident
 from typing import TYPE_CHECKING, Self
 
 from aiokv import _native, checks
@@ -17,6 +17,7 @@ from aiokv.engine.open_step import OpenStepWatch
 from aiokv.engine.pending import PendingBlocks
 from aiokv.engine.pins import Pins
 from aiokv.engine.quota import SaltQuota
+from aiokv.engine.sharded import SHARDS, Sharded
 from aiokv.engine.steps import Steps
 from aiokv.engine.transfers import Transfers
 from aiokv.engine.waiting import CapacityQueue
@@ -99,8 +100,7 @@ class EngineBase:
         self._checksums = Checksums(self.regions) if config.verify == "checksum" else None
         self._unrecorded: list[NDArray[np.int32]] = []  # computed in the open step
         self._saves_first = config.host_blocks > 0 and config.write_policy == "write_back"
-        self._owners: dict[int, str] = {}  # live leases
-        self._allocating: set[int] = set()  # those in line
+        self._owners: Sharded[str] = Sharded()  # live leases
         self._taken_back: dict[int, BaseException | None] = {}  # leases that lost their blocks
         self._thread = 0  # of the loop; 0 before and after
         self._entered = False  # stays True after closing
@@ -177,7 +177,7 @@ class EngineBase:
             check_loop=self._check_loop,
         )
         self._entered = True
-        self._thread = threading.get_ident()
+        self._thread = get_ident()
         _entered.add(self)
         return self
 
@@ -269,7 +269,7 @@ class EngineBase:
         _native.keep_forever(self)  # destructors would join threads that this process lacks
         self._closing = "belongs to the process that has entered it"
         self._thread = 0
-        self._owners = {}
+        self._owners = Sharded()
         self._computing.closed = True
         self._admissions.hold()  # tasks of the parent that unwind here are granted nothing
         self._transfers.stopped = True
@@ -306,7 +306,7 @@ class EngineBase:
         Raises:
             UsageError: this is not the thread of the loop.
         """
-        if self._thread and threading.get_ident() != self._thread:
+        if get_ident() != self._thread and self._thread:
             raise UsageError(
                 "the engine is used in a thread other than that of its loop",
                 hint="read it on the loop and pass the values; block_table and statistics() may "
@@ -367,9 +367,9 @@ class EngineBase:
     ) -> None:
         """Do the waiting part of ``Lease.allocate``, after ``_try_allocate`` returned False."""
         lease_id = lease._live_id()
-        if lease_id in self._allocating:
+        if lease._is_in_line:
             raise LeaseError(f"{lease!r} waits for its blocks already, in another task")
-        self._allocating.add(lease_id)
+        lease._is_in_line = True
         began = time.monotonic()
         try:
             async with asyncio.timeout(timeout):
@@ -392,7 +392,7 @@ class EngineBase:
             self._quota.give_back(lease_id)
             raise
         finally:
-            self._allocating.discard(lease_id)
+            lease._is_in_line = False
             lease._noted_waits().add_capacity(time.monotonic() - began)
 
     def _timed_out(self, lease: Lease, num_tokens: int, timeout: float | None) -> AllocateTimeout:
@@ -419,9 +419,13 @@ class EngineBase:
         )
 
     def _try_allocate(
-        self, lease: Lease, num_tokens: int, onload_priority: Priority = Priority.DEMAND
+        self,
+        lease: Lease,
+        num_tokens: int,
+        onload_priority: Priority = Priority.DEMAND,
+        line_priority: int | None = None,
     ) -> bool:
-        if not self._may_grant(lease, num_tokens):
+        if not self._may_grant(lease, num_tokens, line_priority):
             return False
         if self._quota.limit_blocks is None:
             return self._grant(lease, num_tokens, onload_priority)
@@ -445,8 +449,11 @@ class EngineBase:
             )
         )
 
-    def _may_grant(self, lease: Lease, num_tokens: int) -> bool:
+    def _may_grant(self, lease: Lease, num_tokens: int, priority: int | None = None) -> bool:
         """Return False when the lease has to wait in line or for ``resume``.
+
+        Args:
+            priority: of a request that would be first in line: it need not stand there.
 
         Raises:
             LeaseError: released or granted; or not a number of positions.
@@ -457,7 +464,11 @@ class EngineBase:
         if self._quota.limit_blocks is not None:
             self._core.check_request(lease_id, num_tokens)
             self._quota.check_request(self._blocks_for(num_tokens))
-        if self._waiting or self._admissions.paused or lease_id in self._allocating:
+        if (
+            (self._waiting and (priority is None or not self._waiting.would_be_first(priority)))
+            or self._admissions.paused
+            or lease._is_in_line
+        ):
             self._core.check_request(lease_id, num_tokens)
             return False
         return True
@@ -526,9 +537,11 @@ class EngineBase:
     def _after_release(self, lease_ids: Sequence[int]) -> None:
         """Account for leases that have given back all they held, and wake waiters."""
         for lease_id in lease_ids:
-            del self._owners[lease_id]
-            self._taken_back.pop(lease_id, None)
-            self._quota.give_back(lease_id)
+            del self._owners.shards[lease_id % SHARDS][lease_id]
+            if self._taken_back:
+                self._taken_back.pop(lease_id, None)
+            if self._quota.limit_blocks is not None:
+                self._quota.give_back(lease_id)
         self._transfers.cancel_abandoned()
         if self._waiting:
             self._waiting.pump()
@@ -588,7 +601,14 @@ class EngineBase:
         self._leases_changed.notify()
 
     def _own_ids(self, leases: Sequence[Lease]) -> list[int]:
-        return [self._own_id(lease) for lease in checks.sequence("leases", leases)]
+        if type(leases) is not list:
+            leases = checks.sequence("leases", leases)
+        return [
+            lease._id
+            if type(lease) is Lease and lease._engine is self and lease._id
+            else self._own_id(lease)  # raises, but for a subclass
+            for lease in leases
+        ]
 
     def _own_id(self, lease: Lease) -> int:
         if not isinstance(lease, Lease):

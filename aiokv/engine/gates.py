@@ -16,19 +16,20 @@ class Admissions:
 
     Pauses belong to the user of the engine. Holds belong to the engine itself (sleep, an update of
     the weights, a quiesce under way), and no call of the user ends them.
+
+    Attributes:
+        paused: nothing is granted.
     """
 
     def __init__(self, on_open: Callable[[], None]) -> None:
         self._on_open = on_open
         self._pauses = 0
         self._holds = 0
-
-    @property
-    def paused(self) -> bool:
-        return self._pauses + self._holds > 0
+        self.paused = False
 
     def pause(self) -> None:
         self._pauses += 1
+        self.paused = True
 
     def resume(self) -> None:
         """End one pause.
@@ -49,6 +50,7 @@ class Admissions:
     def hold(self) -> None:
         """Grant nothing until ``let_go`` was called once per ``hold``."""
         self._holds += 1
+        self.paused = True
 
     def let_go(self) -> None:
         """End one hold."""
@@ -61,6 +63,7 @@ class Admissions:
         self._pauses += 1
 
     def _open_if_free(self) -> None:
+        self.paused = self._pauses + self._holds > 0
         if not self.paused:
             self._on_open()
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from aiokv import checks
 from aiokv.engine.base import EngineBase
 from aiokv.engine.computing import ComputeBatch
+from aiokv.engine.sharded import SHARDS
 from aiokv.errors import LeaseError, TransferError, WouldBlock
 from aiokv.lease import Lease
 from aiokv.types import as_items, as_tokens
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from aiokv.types import Item, TokenIds
     from aiokv.worker.device.base import Event
 
+_NO_NAME: Final = ""  # compared by identity: the default needs no check
+
 
 class Leasing(EngineBase):
     """Match, commit, extend, preempt, fork, release, and the steps they belong to."""
@@ -28,10 +31,10 @@ class Leasing(EngineBase):
         self,
         tokens: TokenIds,
         *,
-        salt: str = "",
-        adapter: str = "",
+        salt: str = _NO_NAME,
+        adapter: str = _NO_NAME,
         items: Sequence[Item] = (),
-        owner: str = "",
+        owner: str = _NO_NAME,
         read: bool = True,
         write: bool = True,
     ) -> Lease:
@@ -55,18 +58,23 @@ class Leasing(EngineBase):
             ClosedError: the engine is closed or closing.
         """
         self._check_open()
-        checks.text("salt", salt)
-        checks.text("adapter", adapter)
-        checks.text("owner", owner)
-        checks.flag("read", read)
-        checks.flag("write", write)
+        if salt is not _NO_NAME:
+            checks.text("salt", salt)
+        if adapter is not _NO_NAME:
+            checks.text("adapter", adapter)
+        if owner is not _NO_NAME:
+            checks.text("owner", owner)
+        if read is not True:
+            checks.flag("read", read)
+        if write is not True:
+            checks.flag("write", write)
         context = f"{len(salt)}:{salt}{adapter}" if salt or adapter else ""
         if items:
             found = self._core.match_items(as_tokens(tokens), as_items(items), context, read, write)
         else:
             found = self._core.match(as_tokens(tokens), context, read, write)
         lease_id = found[0]
-        self._owners[lease_id] = owner
+        self._owners.shards[lease_id % SHARDS][lease_id] = owner
         return Lease(self, lease_id, owner, salt, self._done)
 
     def _commit(self, lease: Lease, num_tokens: int, ready: Event | None) -> int:
@@ -148,7 +156,7 @@ class Leasing(EngineBase):
     async def _preempt(self, lease: Lease, *, swap: bool) -> None:
         self._check_open()
         lease_id = lease._live_id()
-        if lease_id in self._allocating:
+        if lease._is_in_line:
             raise LeaseError(f"{lease!r} waits for its blocks, in another task")
         if swap:
             await self._swap_out(lease)
@@ -258,10 +266,18 @@ class Leasing(EngineBase):
         self._check_loop()
         used_in = 0 if after is None else self._close_step(after)
         lease_id, lease._id = lease._id, 0
-        self._forget(lease_id, used_in or self._steps.open, used_in)
+        self._forget(lease_id, used_in or self._steps.open, used_in, lease._is_in_line)
 
-    def _forget(self, lease_id: int, step: int, used_in: int = 0) -> None:
-        if self._pending or lease_id in self._allocating:
+    def _forget(self, lease_id: int, step: int, used_in: int = 0, is_in_line: bool = False) -> None:
+        """Release a lease that has no handle any more.
+
+        Args:
+            lease_id: the lease.
+            step: covers the blocks of a lease that no batch has named.
+            used_in: a step that used the blocks, whatever batches say; 0 for none.
+            is_in_line: a task waits for its grant.
+        """
+        if self._pending or is_in_line:
             self._end_waits(lease_id)
         if self._core.release(lease_id, step, used_in):
             self._after_release((lease_id,))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from aiokv.errors import AiokvError
     from aiokv.scheduler.admission import Admission
 
-PER_PASS: Final = 32  # steps of one kind in one pass of the loop: well below 1 ms
+PER_PASS: Final = 16  # steps of one kind in one pass of the loop: well below 1 ms
 
 
 class InPasses:
@@ -90,6 +90,9 @@ class Waiter:
         await self._future
         if self.failure is not None:
             raise self.failure
+
+    def rearm(self) -> None:
+        """Make ``wait`` wait again, after it has returned."""
         self._future = asyncio.get_running_loop().create_future()
 
     def wake(self) -> None:

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 from aiokv.engine.lines import InPasses, Waiter, Wakeups, check_waiters
+from aiokv.engine.sharded import SHARDS, Sharded
 from aiokv.errors import RequestTooLarge
 from aiokv.scheduler.admission import Admission
 
@@ -33,7 +34,7 @@ class SaltQuota:
     def __init__(self, limit_blocks: int | None) -> None:
         self.limit_blocks = limit_blocks
         self._held: dict[str, int] = {}
-        self._by_lease: dict[int, tuple[str, int]] = {}
+        self._by_lease: Sharded[tuple[str, int]] = Sharded()
         self._lines: dict[str, Admission[_Waiter]] = {}  # salts with waiters only
         self._waiters: dict[int, _Waiter] = {}  # by lease id
         self._to_serve: OrderedDict[str, None] = OrderedDict()
@@ -84,7 +85,7 @@ class SaltQuota:
 
     def give_back(self, lease_id: int) -> None:
         """Idempotent."""
-        salt, num_blocks = self._by_lease.pop(lease_id, ("", 0))
+        salt, num_blocks = self._by_lease.shards[lease_id % SHARDS].pop(lease_id, ("", 0))
         if num_blocks:
             self._held[salt] -= num_blocks
             if not self._held[salt]:

@@ -45,6 +45,10 @@ class CapacityQueue:
     def __len__(self) -> int:
         return len(self._line)
 
+    def would_be_first(self, priority: int) -> bool:
+        """Return whether a request that came now would go before all others; some wait."""
+        return priority < self._line.first_priority()
+
     async def wait(
         self, lease: Lease, num_tokens: int, priority: int, *, takes_turn: bool = False
     ) -> None:
@@ -77,6 +81,7 @@ class CapacityQueue:
 
     def _take_turn(self, waiter: _Waiter) -> bool:
         """Return False if there is no room, or another waiter is first in line by now."""
+        waiter.rearm()
         return waiter is self._line.first() and self._grant(waiter.lease, waiter.num_tokens)
 
     def pump(self) -> None:

@@ -177,6 +177,33 @@ TEST(cooling_ids_are_the_last_to_go) {
     CHECK_EQ(pool.after_step(next[1]), 0u);
 }
 
+TEST(ids_of_a_finished_step_are_free_and_none_is_given_out_twice) {
+    DevicePool pool(1'000);
+    std::vector<BlockId> ids(900);
+    pool.take(ids);
+    for (const BlockId id : ids) pool.use_in(id, id < 500 ? 7 : 8);
+    for (const BlockId id : ids) pool.give_back(id);
+    pool.finish_step(7);
+    CHECK_EQ(pool.free_blocks(), 1'000u);
+    CHECK_EQ(pool.cooling_blocks(), 400u);
+    for (const BlockId id : ids) CHECK(pool.is_free(id));
+    std::vector<bool> taken(1'000, false);
+    for (std::size_t i = 0; i < 600; ++i) {
+        std::vector<BlockId> one(1);
+        pool.take(one);
+        CHECK(!taken[static_cast<std::size_t>(one[0])]);
+        taken[static_cast<std::size_t>(one[0])] = true;
+        CHECK_EQ(pool.after_step(one[0]), 0u);  // those of step 8 are the last to go
+    }
+    CHECK_EQ(pool.free_blocks(), 400u);
+    pool.finish_step(8);
+    for (std::size_t i = 0; i < taken.size(); ++i) {
+        if (taken[i]) pool.give_back(static_cast<BlockId>(i));
+    }
+    pool.resize(10);
+    CHECK_EQ(pool.free_blocks(), 10u);
+}
+
 // -- tree ------------------------------------------------------------------------------------
 
 TEST(tree_finds_children_of_forks) {            // B3.3, B3.20
@@ -398,6 +425,37 @@ TEST(resize_refuses_blocks_in_use) {  // B4.5, C1.13
     cache.check();
     cache.core.resize_device(100);
     CHECK_EQ(cache.core.statistics().device_free, 99u);
+}
+
+TEST(resize_succeeds_when_the_last_of_leases_transfers_and_steps_has_ended) {
+    Cache cache(16, 16);
+    const LeaseId first = cache.serve({1, 2, 3, 4});
+    const LeaseId second = cache.serve({5, 6, 7, 8});
+    const TransferId backup = cache.core.take_backups();
+    const auto resizes = [&] {
+        try {
+            cache.core.resize_device(2);
+            return true;
+        } catch (const UsageError&) {
+            return false;
+        }
+    };
+    CHECK(!resizes());
+    cache.core.release(second, 5);
+    CHECK(!resizes());
+    cache.core.release(first, 0);
+    CHECK(!resizes());
+    CHECK(!resizes());
+    cache.complete(backup, Outcome::kDone);
+    CHECK(!resizes());
+    const LeaseId third = cache.serve({9, 10, 11, 12, 13});
+    cache.core.finish_step(5);
+    CHECK(!resizes());
+    cache.release(third);
+    while (const TransferId more = cache.core.take_backups()) cache.complete(more, Outcome::kDone);
+    CHECK(resizes());
+    cache.check();
+    CHECK_EQ(cache.core.device_blocks(), 2u);
 }
 
 TEST(contexts_share_nothing) {  // C2.2

@@ -536,3 +536,26 @@ async def test_cancellations_at_every_await_of_all_lines_leave_the_engine_whole(
         await cache.finish()
         assert waits(cache) == 0
         assert cache.engine._quota.held_by_salt() == {}
+
+
+async def test_a_request_before_the_first_in_line_is_granted_at_once_and_others_wait():
+    async with Cache(device_blocks=4, host_blocks=0) as cache:
+        engine = cache.engine
+        holder, large, equal, small = [await matched(cache, i, 4) for i in range(4)]
+        assert holder.try_allocate(8)
+        first = await begin(large.allocate(16, priority=1))
+        second = await begin(equal.allocate(4, priority=1))
+        assert engine.statistics().waiting == 2
+        assert not small.try_allocate(4)
+        granting = small.allocate(4, priority=0)
+        with pytest.raises(StopIteration):
+            granting.send(None)  # it does not suspend
+        assert small.num_tokens == 4
+        assert engine.statistics().waiting == 2
+        assert engine.check_invariants() == []
+        for lease in (holder, small):
+            lease.release()
+        await first
+        large.release()
+        await second
+        equal.release()

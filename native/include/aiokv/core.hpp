@@ -323,6 +323,16 @@ class Core {
     std::vector<std::uint32_t> free_leases_;
     std::uint32_t releasing_leases_ = 0;  // released, while batches in flight keep their blocks
     std::uint32_t computing_leases_ = 0;  // granted, and not only to hold
+    // A resize that was refused because of a transfer or a step.
+    struct ResizeTry {
+        std::int64_t blocks = 0;
+        std::uint64_t ended_transfers = 0;
+        Step finished_step = 0;
+        bool operator==(const ResizeTry&) const = default;
+    };
+    ResizeTry refused_resize_;
+    std::size_t resize_slot_ = 0;  // of the lease that was in the way of the last one
+    std::uint64_t ended_transfers_ = 0;
     std::deque<Context> contexts_;
     std::vector<std::uint32_t> free_contexts_;
     std::unordered_map<std::string, std::uint32_t> context_ids_;

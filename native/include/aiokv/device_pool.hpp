@@ -4,13 +4,18 @@
 // s is done. Such ids cool down apart and are given out only when no other id is left, those of the
 // oldest step first; a transfer into one waits, on the device, for after_step(). Nothing can be
 // transferred into an id of a step that is not closed yet: it has no event to wait for.
+//
+// The end of a step costs the same however many ids it frees: they go back to the bitmap as ids are
+// taken, a few more than that each time.
 #pragma once
 
 #include <algorithm>
+#include <deque>
 #include <map>
-#include <vector>
+#include <utility>
 
 #include "aiokv/block_pool.hpp"
+#include "aiokv/slab.hpp"
 
 namespace aiokv {
 
@@ -18,10 +23,13 @@ using Step = std::uint32_t;  // 0: finished, or never used
 
 class DevicePool {
   public:
-    explicit DevicePool(std::uint32_t capacity) : pool_(capacity) {}
+    explicit DevicePool(std::uint32_t capacity)
+        : pool_(capacity), steps_(capacity, 0, Pages::kSmall) {}
 
     std::uint32_t capacity() const { return pool_.capacity(); }
-    std::uint32_t free_blocks() const { return pool_.free_blocks() + cooling_blocks_; }
+    std::uint32_t free_blocks() const {
+        return pool_.free_blocks() + cool_blocks_ + cooling_blocks_;
+    }
     std::uint32_t cooling_blocks() const { return cooling_blocks_; }
     // Free ids that a transfer may write, now or behind the event of a closed step.
     std::uint32_t writable_blocks() const {
@@ -33,19 +41,21 @@ class DevicePool {
     }
     bool is_writable(BlockId id) const { return after_step(id) <= closed_; }
     bool is_free(BlockId id) const {
-        return pool_.is_free(id) ||
-               std::any_of(cooling_.begin(), cooling_.end(), [id](const auto& cooling) {
-                   return std::find(cooling.second.begin(), cooling.second.end(), id) !=
-                          cooling.second.end();
-               });
+        const auto has = [id](const std::deque<BlockId>& ids) {
+            return std::find(ids.begin(), ids.end(), id) != ids.end();
+        };
+        return pool_.is_free(id) || std::any_of(cool_.begin(), cool_.end(), has) ||
+               std::any_of(cooling_.begin(), cooling_.end(),
+                           [&](const auto& cooling) { return has(cooling.second); });
     }
-    std::size_t bytes() const { return pool_.bytes() + steps_.capacity() * sizeof(Step); }
+    std::size_t bytes() const { return pool_.bytes() + steps_.bytes(); }
 
     // Ids of finished steps first. Requires out.size() <= free_blocks().
     void take(std::span<BlockId> out) {
-        const std::size_t cool = std::min<std::size_t>(out.size(), pool_.free_blocks());
-        pool_.take_lowest(out.first(cool));
-        for (BlockId& id : out.subspan(cool)) {
+        settle(out.size() + kSettledPerTake);
+        const std::size_t rested = std::min<std::size_t>(out.size(), pool_.free_blocks());
+        pool_.take_lowest(out.first(rested));
+        for (BlockId& id : out.subspan(rested)) {
             const auto oldest = cooling_.begin();
             id = oldest->second.back();
             oldest->second.pop_back();
@@ -64,7 +74,7 @@ class DevicePool {
     // `step` reads or writes the block.
     void use_in(BlockId id, Step step) {
         if (step <= finished_) return;
-        if (steps_.size() < capacity()) steps_.resize(capacity(), 0);
+        if (steps_.size() < capacity()) steps_.grow(capacity() - steps_.size());
         Step& newest = steps_[static_cast<std::size_t>(id)];
         newest = std::max(newest, step);
         newest_ = std::max(newest_, step);
@@ -81,8 +91,11 @@ class DevicePool {
         finished_ = std::max(finished_, step);
         closed_ = std::max(closed_, step);
         while (!cooling_.empty() && cooling_.begin()->first <= finished_) {
-            for (const BlockId id : cooling_.begin()->second) pool_.give_back(id);
-            cooling_blocks_ -= static_cast<std::uint32_t>(cooling_.begin()->second.size());
+            std::deque<BlockId>& ids = cooling_.begin()->second;
+            const auto blocks = static_cast<std::uint32_t>(ids.size());
+            cooling_blocks_ -= blocks;
+            cool_blocks_ += blocks;
+            cool_.push_back(std::move(ids));
             cooling_.erase(cooling_.begin());
         }
     }
@@ -94,12 +107,33 @@ class DevicePool {
     // The newest step that uses a block and has not finished; 0: none.
     Step unfinished_step() const { return newest_ > finished_ ? newest_ : 0; }
 
-    void resize(std::uint32_t capacity) { pool_.resize(capacity); }
+    // Throws UsageError when an id >= capacity is in use.
+    void resize(std::uint32_t capacity) {
+        settle(cool_blocks_);
+        pool_.resize(capacity);
+    }
 
   private:
+    static constexpr std::size_t kSettledPerTake = 64;
+
+    // Puts so many ids of finished steps into the bitmap, or all of them.
+    void settle(std::size_t blocks) {
+        while (blocks > 0 && !cool_.empty()) {
+            std::deque<BlockId>& ids = cool_.front();
+            for (; blocks > 0 && !ids.empty(); --blocks) {
+                pool_.give_back(ids.front());
+                ids.pop_front();
+                --cool_blocks_;
+            }
+            if (ids.empty()) cool_.pop_front();
+        }
+    }
+
     BlockPool pool_;
-    std::vector<Step> steps_;  // newest step that used each id; empty until a step is named
-    std::map<Step, std::vector<BlockId>> cooling_;  // free ids by the step that they wait for
+    Slab<Step> steps_;  // newest step that used each id; empty until a step is named
+    std::map<Step, std::deque<BlockId>> cooling_;  // free ids by the step that they wait for
+    std::deque<std::deque<BlockId>> cool_;         // free ids of finished steps
+    std::uint32_t cool_blocks_ = 0;
     std::uint32_t cooling_blocks_ = 0;
     Step finished_ = 0;
     Step closed_ = 0;

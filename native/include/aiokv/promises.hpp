@@ -97,6 +97,8 @@ class Promises {
                              std::uint32_t end) const;
     RunId child(const Block& block) const;
     RunId new_run(const Run& run);
+    void place(RunId run);
+    void unplace(RunId run);
     void erase_run(RunId run);
     RunId split(RunId run, std::uint32_t at);
     void absorb(RunId above);
@@ -109,6 +111,9 @@ class Promises {
     std::vector<RunId> free_runs_;
     std::size_t runs_in_use_ = 0;
     std::set<RunId, Order> places_{Order{this}};
+    // Nodes of `places_` for the next runs: malloc collects small pieces that were freed later, and
+    // then those of thousands of runs in one call.
+    std::deque<std::set<RunId, Order>::node_type> spare_;
     std::deque<Link> links_;  // by slot
 };
 

@@ -6,11 +6,16 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <new>
 #include <type_traits>
 #include <utility>
 
 namespace aiokv {
+
+// The first use of a huge page zeroes 2 MiB, and may wait for the kernel to find one: several ms.
+// That is for arrays that are populated in time, or filled from the start.
+enum class Pages : std::uint8_t { kHuge, kSmall };
 
 template <class T>
 class Slab {
@@ -18,8 +23,8 @@ class Slab {
 
   public:
     // The first `populated` elements get their memory now rather than at their first use.
-    explicit Slab(std::size_t expected, std::size_t populated = 0)
-        : capacity_(std::max<std::size_t>(expected, 1)) {
+    explicit Slab(std::size_t expected, std::size_t populated = 0, Pages pages = Pages::kHuge)
+        : capacity_(std::max<std::size_t>(expected, 1)), pages_(pages) {
         void* data = mmap(nullptr, capacity_ * sizeof(T), PROT_READ | PROT_WRITE,
                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (data == MAP_FAILED) throw std::bad_alloc();
@@ -28,7 +33,14 @@ class Slab {
         (void)madvise(data, std::min(populated, capacity_) * sizeof(T), MADV_POPULATE_WRITE);
 #endif
     }
-    ~Slab() { munmap(data_, capacity_ * sizeof(T)); }
+    ~Slab() {
+        if (data_ != nullptr) munmap(data_, capacity_ * sizeof(T));
+    }
+    Slab(Slab&& other) noexcept
+        : data_(std::exchange(other.data_, nullptr)),
+          capacity_(other.capacity_),
+          size_(other.size_),
+          pages_(other.pages_) {}
     Slab(const Slab&) = delete;
     Slab& operator=(const Slab&) = delete;
 
@@ -52,6 +64,7 @@ class Slab {
     }
     void adopt(void* data) {
         data_ = static_cast<T*>(data);
+        if (pages_ == Pages::kSmall) return;
         // Without huge pages the array works as well, only slower.
         (void)madvise(data, capacity_ * sizeof(T), MADV_HUGEPAGE);
     }
@@ -59,6 +72,7 @@ class Slab {
     T* data_ = nullptr;
     std::size_t capacity_;
     std::size_t size_ = 0;
+    Pages pages_;
 };
 
 }  // namespace aiokv

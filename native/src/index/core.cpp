@@ -38,6 +38,12 @@ std::optional<ReuseModel> model_of(const CoreConfig& config) {
 
 // Number of released leases whose memory for prompt and table is kept for reuse.
 constexpr std::size_t kSpareLeases = 1024;
+constexpr std::size_t kSmallBytes = 256;
+
+template <class T>
+void shed(std::vector<T>& values) {
+    if (values.capacity() * sizeof(T) > kSmallBytes) std::vector<T>().swap(values);
+}
 
 // FNV-1a: the same in every process, unlike std::hash.
 std::uint64_t seed_of(std::string_view key) {
@@ -278,9 +284,18 @@ void Core::end_lease(LeaseId id, Lease& lease, Step step) {
     forget_items(lease);
     const std::uint32_t context = lease.context;
     if (free_leases_.size() >= kSpareLeases) {
-        const std::uint32_t generation = lease.generation;
-        lease = Lease{};
-        lease.generation = generation;
+        // Small pieces stay: malloc puts off collecting those, and then collects the pieces of
+        // thousands of leases in one call.
+        shed(lease.tokens);
+        shed(lease.path);
+        shed(lease.item_keys);
+        shed(lease.items);
+        shed(lease.table);
+        shed(lease.classes);
+        shed(lease.onloads);
+        shed(lease.tail_host);
+        shed(lease.snapshots);
+        shed(lease.windows);
     }
     free_leases_.push_back(static_cast<std::uint32_t>(id));
     --contexts_[context].leases;

@@ -122,15 +122,27 @@ void Core::resize_device(std::int64_t blocks) {
                          std::to_string(device_.capacity()) + " to " + std::to_string(blocks) +
                          " blocks: block " + std::to_string(id) + " is " + why);
     };
-    for (const Lease& lease : leases_) {
-        const auto held = std::find_if(lease.table.begin(), lease.table.end(), beyond);
-        if (held != lease.table.end()) refuse(*held, "leased");
-    }
     if (device_.cooling_blocks() > 0 && blocks < device_.capacity()) {
         throw UsageError("cannot shrink the device pool while " +
                          std::to_string(device_.cooling_blocks()) +
                          " freed blocks wait for their step");
     }
+    // Whoever waits for a resize tries again at each release. So scan the nodes again only when a
+    // transfer or a step has ended, and the leases from the one on that was in the way last.
+    const ResizeTry attempt{blocks, ended_transfers_, device_.finished_step()};
+    if (attempt == refused_resize_) {
+        throw UsageError("cannot resize the device pool to " + std::to_string(blocks) +
+                         " blocks: the transfers or steps of the last try are not over");
+    }
+    for (std::size_t i = 0; i < leases_.size(); ++i) {
+        const std::size_t slot = (resize_slot_ + i) % leases_.size();
+        const std::vector<BlockId>& table = leases_[slot].table;
+        const auto held = std::find_if(table.begin(), table.end(), beyond);
+        if (held == table.end()) continue;
+        resize_slot_ = slot;
+        refuse(*held, "leased");
+    }
+    refused_resize_ = attempt;
     const std::vector<NodeId> leaving = beyond_device(blocks);
     std::vector<bool> leaves(device_.capacity(), false);
     for (const NodeId node : leaving) {
@@ -149,6 +161,7 @@ void Core::resize_device(std::int64_t blocks) {
     for (const NodeId node : leaving) release_device_copy(node);
     device_.resize(static_cast<std::uint32_t>(blocks));
     device_queue_.resize(static_cast<std::uint32_t>(blocks));
+    refused_resize_ = {};
 }
 
 }  // namespace aiokv

@@ -55,6 +55,7 @@ void Core::complete(TransferId id, Outcome outcome, std::uint32_t first_bad_bloc
     }
     Transfer transfer = std::move(found->second);
     transfers_.erase(found);
+    ++ended_transfers_;
     const auto nodes = static_cast<std::uint32_t>(transfer.nodes.size());
     const auto blocks = static_cast<std::uint32_t>(transfer.device_blocks.size());
     const std::uint32_t good = outcome == Outcome::kDone     ? blocks

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "core_detail.hpp"
 
@@ -35,6 +36,21 @@ Promises::RunId Promises::child(const Block& block) const {
     return found == places_.end() ? kNone : *found;
 }
 
+void Promises::place(RunId run) {
+    if (spare_.empty()) {
+        places_.insert(run);
+        return;
+    }
+    auto node = std::move(spare_.back());
+    spare_.pop_back();
+    node.value() = run;
+    places_.insert(std::move(node));
+}
+
+void Promises::unplace(RunId run) {
+    spare_.push_back(places_.extract(places_.find(run)));
+}
+
 // `above` of the run counts it already.
 Promises::RunId Promises::new_run(const Run& run) {
     auto id = static_cast<RunId>(runs_.size());
@@ -45,37 +61,37 @@ Promises::RunId Promises::new_run(const Run& run) {
         free_runs_.pop_back();
         runs_[id] = run;
     }
-    places_.insert(id);
+    place(id);
     ++runs_in_use_;
     return id;
 }
 
 void Promises::erase_run(RunId run) {
-    places_.erase(places_.find(run));
+    unplace(run);
     free_runs_.push_back(run);
     --runs_in_use_;
 }
 
 // A new run takes the blocks of `run` before `at`, and its place; returns the new one.
 Promises::RunId Promises::split(RunId run, std::uint32_t at) {
-    places_.erase(places_.find(run));
+    unplace(run);
     const Run& old = runs_[run];
     const RunId upper = new_run({old.above, old.begin, at, old.text, kNone, 1});
     runs_[run].above = kRunBit | upper;
     runs_[run].begin = at;
-    places_.insert(run);
+    place(run);
     return upper;
 }
 
 // A run where no promise ends, and that one run follows, becomes the beginning of that one.
 void Promises::absorb(RunId above) {
     const RunId below = *places_.lower_bound(kRunBit | above);
-    places_.erase(places_.find(below));
+    unplace(below);
     const Run gone = runs_[above];
     erase_run(above);
     runs_[below].above = gone.above;
     runs_[below].begin = gone.begin;
-    places_.insert(below);
+    place(below);
 }
 
 void Promises::link(RunId run, std::uint32_t slot) {
