@@ -26,6 +26,12 @@ def pytest_configure(config: pytest.Config) -> None:
     uvloop.run(asyncio.sleep(0))  # libuv opens a pipe for the whole process with its first loop
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Each test collects garbage twice; let it not visit what imports and collection have made."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> dict[str, LoopFactory]:
