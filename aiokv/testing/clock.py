@@ -42,7 +42,7 @@ class Clock:
 
     @property
     def timers(self) -> int:
-        """How many are set; 0 when no coroutine waits for time to pass."""
+        """Return the number of timers; 0 when no coroutine waits for time to pass."""
         return sum(not timer.cancelled() for _, _, timer in self._timers)
 
     async def advance(self, seconds: float) -> None:

@@ -127,7 +127,7 @@ void Core::resize_device(std::int64_t blocks) {
                          std::to_string(device_.cooling_blocks()) +
                          " freed blocks wait for their step");
     }
-    // Whoever waits for a resize tries again at each release. So scan the nodes again only when a
+    // A pending resize is tried again at each release. So scan the nodes again only when a
     // transfer or a step has ended, and the leases from the one on that was in the way last.
     const ResizeTry attempt{blocks, ended_transfers_, device_.finished_step()};
     if (attempt == refused_resize_) {
