@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 from concurrent.futures import Future as ThreadFuture
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from aiokv.errors import ClosedError, LeaseError, UsageError
@@ -135,7 +136,7 @@ class ComputeBatch:
         watched = object()  # the same event may be named twice
         self._unended.add(watched)
         self._event = True
-        self._computing.poller.watch(event, self, lambda error: self._ended(watched))
+        self._computing.poller.watch(event, self, partial(self._event_ended, watched))
 
     def is_in_block_of(self, task: asyncio.Task[Any] | None) -> bool:
         """Return whether ``task`` has entered the ``with`` block, which has not ended."""
@@ -149,6 +150,11 @@ class ComputeBatch:
     def _tell_loop(self, work: ThreadFuture[Any]) -> None:
         with suppress(RuntimeError):  # the loop is closed, and the engine with it
             self._computing.loop.call_soon_threadsafe(self._ended, work)
+
+    def _event_ended(self, watched: object, error: BaseException | None) -> None:
+        if error is not None and not isinstance(error, ClosedError):  # the poller's, at its end
+            self._computing.fail(error)
+        self._ended(watched)
 
     def _ended(self, work: object) -> None:
         """Idempotent, as the poller demands: it repeats a callback that an interrupt has ended."""
@@ -229,6 +235,10 @@ class Computing:
         batch_id = self._core.begin_batch([self._lease_id(lease) for lease in leases])
         self._batches[batch_id] = batch
         return batch_id
+
+    def fail(self, error: BaseException) -> None:
+        """Break the engine: the device cannot tell whether the work of a batch is over."""
+        self._steps.on_step(0, error)
 
     def end(self, batch_id: int, *, in_open_step: bool) -> None:
         """End a batch: its ``with`` block, work and events have ended."""

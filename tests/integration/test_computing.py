@@ -11,7 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from aiokv import ClosedError, LeaseError, UnreleasedLeaseWarning, UsageError
+from aiokv import (
+    BrokenEngineError,
+    ClosedError,
+    DeviceError,
+    LeaseError,
+    UnreleasedLeaseWarning,
+    UsageError,
+)
 from aiokv.testing import ManualDevice, ManualEvent, spin
 from tests.integration.kv_cache import BLOCK_TOKENS, Cache, prompt
 
@@ -603,3 +610,23 @@ async def test_an_event_that_is_announced_twice_ends_its_batch_no_sooner(monkeyp
         await spin(2)
         assert batch.done
         assert cache.statistics.device_free == 8
+
+
+class LostEvent(ManualEvent):
+    """The device cannot tell whether it is done."""
+
+    @property
+    def done(self) -> bool:
+        raise DeviceError("the device is lost")
+
+
+async def test_an_event_that_the_device_lost_breaks_the_engine():
+    async with Cache(device=in_stream()) as cache:
+        lease = await granted(cache, A)
+        with cache.engine.computing([lease]) as batch:
+            batch.ends_with(LostEvent())
+        lease.release()
+        while not batch.done:
+            await spin()
+        with pytest.raises(BrokenEngineError, match="the device is lost"):
+            cache.engine.match(B)
