@@ -26,7 +26,7 @@ from aiokv.errors import (
     WouldBlock,
 )
 from aiokv.lease import Lease
-from aiokv.types import Hit, Item, Statistics
+from aiokv.types import Hit, Item, LeaseState, Statistics
 from aiokv.usage import Usage
 from aiokv.worker.device.base import Device, Event, Stream
 from aiokv.worker.device.cpu import CpuDevice, CpuEvent, CpuStream
@@ -64,6 +64,7 @@ __all__ = [
     "LayerView",
     "LayoutError",
     "Lease",
+    "LeaseState",
     "LeaseError",
     "Pin",
     "PollerStatistics",

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-import time
 import warnings
 from typing import TYPE_CHECKING, Final, Self
 
 from aiokv import checks
 from aiokv.checks import MAX_INT32, Unique
-from aiokv.errors import LeaseError, TransferError, UnreleasedLeaseWarning
-from aiokv.types import Hit, as_priority, as_tokens
+from aiokv.errors import LeaseError, UnreleasedLeaseWarning
+from aiokv.types import Hit, LeaseState, as_priority
 from aiokv.usage import Usage, Waits
 from aiokv.worker.device.base import as_event
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from aiokv.engine.leasing import Leasing
+    from aiokv.engine.leases import Leases
     from aiokv.types import TokenIds
     from aiokv.worker.device.base import Event
     from aiokv.worker.views import LayerView
@@ -46,10 +45,9 @@ class Lease(Unique):
 
     __slots__ = (
         "__weakref__",
-        "_core",
-        "_engine",
         "_id",
-        "_is_in_line",
+        "_leases",
+        "_read",
         "_released_at",
         "_waits",
         "layers",
@@ -58,13 +56,12 @@ class Lease(Unique):
     )
 
     def __init__(
-        self, engine: Leasing, lease_id: int, owner: str, salt: str, layers: LayerView
+        self, leases: Leases, lease_id: int, owner: str, salt: str, layers: LayerView
     ) -> None:
-        self._engine = engine
-        self._core = engine._core
+        self._leases = leases
+        self._read = leases.read
         self._id = lease_id  # 0 once released
         self._released_at: tuple[CodeType, int] | None = None
-        self._is_in_line = False  # a task waits for its blocks
         self._waits: Waits | None = None  # of one that had to wait
         self.owner = owner
         self.salt = salt
@@ -135,17 +132,17 @@ class Lease(Unique):
             priority = as_priority(priority)
         if wait_pending is not _NO_WAIT:
             wait_pending = checks.seconds("wait_pending", wait_pending)
-            if wait_pending > 0 and (pending_tokens := self.pending_tokens):
-                await self._wait_pending(pending_tokens, checks.timeout(wait_pending))
-        if not self._engine._try_allocate(self, num_tokens, line_priority=priority):
-            await self._engine._allocate(self, num_tokens, priority, timeout)
+            if wait_pending > 0 and self.pending_tokens:
+                await self._leases.wait_pending(self, checks.timeout(wait_pending))
+        if not self._leases.allocate(self, num_tokens, priority):
+            await self._leases.wait_granted(self, num_tokens, timeout)
         return self
 
     def try_allocate(self, num_tokens: int) -> bool:
         """Allocate now, or return False: no room, or this or other leases wait in line."""
         if type(num_tokens) is not int or not 0 < num_tokens <= MAX_INT32:
             num_tokens = checks.integer("num_tokens", num_tokens)
-        return self._engine._try_allocate(self, num_tokens)
+        return self._leases.try_allocate(self, num_tokens)
 
     def can_allocate(self, num_tokens: int) -> bool:
         """Return whether ``try_allocate(num_tokens)`` would succeed now. Takes and evicts nothing.
@@ -163,7 +160,7 @@ class Lease(Unique):
             ClosedError: the engine closes.
             BrokenEngineError: the device failed, or a rank was lost.
         """
-        return self._engine._can_allocate(self, checks.integer("num_tokens", num_tokens))
+        return self._leases.can_allocate(self, checks.integer("num_tokens", num_tokens))
 
     async def preempt(self, *, swap: bool = False) -> None:
         """Give the device blocks back; ``resume`` takes blocks again.
@@ -191,7 +188,7 @@ class Lease(Unique):
 
         Cancellation: a swap that has begun goes on by itself; it ends as one.
         """
-        await self._engine._preempt(self, swap=swap)
+        await self._leases.preempt(self, swap=swap)
 
     async def resume(
         self, num_tokens: int, *, priority: int = 0, timeout: float | None = None
@@ -220,7 +217,7 @@ class Lease(Unique):
             UsageError: tensors on a GPU, and no stream; or window groups. Nothing changed.
             LeaseError: not granted, or onloads of it are still under way.
         """
-        return self._engine._fork(self, checks.text("owner", owner), stream)
+        return self._leases.fork(self, checks.text("owner", owner), stream)
 
     def release(self, after: Event | None = None) -> None:
         """Give everything back; idempotent.
@@ -237,10 +234,10 @@ class Lease(Unique):
             after = as_event("after", after)
         caller = sys._getframe(1)
         self._released_at = (caller.f_code, caller.f_lineno)
-        self._engine._release(self, after)
+        self._leases.release(self, after)
 
     def __del__(self) -> None:
-        if self._id and self._engine._collect(self._id):
+        if self._id and self._leases.collect(self._id):
             warnings.warn(
                 f"{self!r} was never released; it has freed itself",
                 UnreleasedLeaseWarning,
@@ -251,31 +248,40 @@ class Lease(Unique):
     # --- what was found -------------------------------------------------------------------------
 
     @property
+    def id(self) -> int:
+        """Number of the lease in its engine; 0 once released."""
+        return self._id
+
+    @property
+    def state(self) -> LeaseState:
+        """Where the lease is in its life."""
+        self._leases.check_thread()
+        return self._read.state(self._id) if self._id else LeaseState.RELEASED
+
+    @property
     def hit(self) -> Hit:
         """The cached prefix by tier: as matched, and from ``allocate`` on as granted."""
-        self._engine._check_thread()
-        device_blocks, host_blocks = self._core.hit(self._live_id())
-        block_tokens = self._engine.config.block_tokens
-        return Hit(device_blocks * block_tokens, host_blocks * block_tokens)
+        self._leases.check_thread()
+        return self._read.hit(self.live_id())
 
     @property
     def pending_tokens(self) -> int:
         """Tokens behind the hit that another lease is computing; 0 once granted."""
-        self._engine._check_thread()
-        return self._core.pending(self._live_id())[1] * self._engine.config.block_tokens
+        self._leases.check_thread()
+        return self._read.pending_tokens(self.live_id())
 
     @property
     def cached_tokens(self) -> int:
         """Positions that need no computing, once granted; falls when an onload fails."""
-        self._engine._check_thread()
-        return self._core.cached_tokens(self._held_id())
+        self._leases.check_thread()
+        return self._read.cached_tokens(self.held_id())
 
     @property
     def usage(self) -> Usage:
         """Cached tokens and waiting times of the request so far; read it before ``release``."""
-        self._engine._check_thread()
-        prompt_tokens, cached_device, cached_host, computed_blocks = self._core.usage(
-            self._live_id()
+        self._leases.check_thread()
+        prompt_tokens, cached_device, cached_host, computed_blocks = self._read.usage(
+            self.live_id()
         )
         waits = self._waits or _NO_WAITS
         onload_seconds = waits.onload_seconds
@@ -295,8 +301,8 @@ class Lease(Unique):
     @property
     def num_tokens(self) -> int:
         """Positions that the block table holds."""
-        self._engine._check_thread()
-        return self._core.num_tokens(self._held_id())
+        self._leases.check_thread()
+        return self._read.num_tokens(self.held_id())
 
     @property
     def block_table(self) -> NDArray[np.int32]:
@@ -304,7 +310,7 @@ class Lease(Unique):
 
         Granted ids never change; ``extend`` only adds some. Any thread.
         """
-        return self._core.block_table(self._held_id())
+        return self._read.block_table(self.held_id())
 
     def window_table(self, group: str) -> NDArray[np.int32]:
         """The block table of a group of sliding-window layers, as long as ``block_table``: a copy.
@@ -316,9 +322,7 @@ class Lease(Unique):
         Raises:
             UsageError: no such group in ``CacheConfig.windows``.
         """
-        engine = self._engine
-        index = engine._manager.window_index(checks.text("group", group))
-        return self._core.block_table(self._live_id(), index)
+        return self._read.block_table(self.live_id(), checks.text("group", group))
 
     @property
     def reach_tokens(self) -> int:
@@ -326,8 +330,8 @@ class Lease(Unique):
 
         ``commit`` moves it on; ``num_tokens`` without window groups.
         """
-        self._engine._check_thread()
-        return self._core.reach_tokens(self._live_id())
+        self._leases.check_thread()
+        return self._read.reach_tokens(self.live_id())
 
     @property
     def state_slot(self) -> int:
@@ -336,8 +340,8 @@ class Lease(Unique):
         It holds the state after ``cached_tokens`` positions once ``layers`` have arrived: zeros,
         or a copy of a snapshot. -1 without a grant, and of models without such state.
         """
-        self._engine._check_thread()
-        return self._core.state_slot(self._live_id())
+        self._leases.check_thread()
+        return self._read.state_slot(self.live_id())
 
     @property
     def snapshot_points(self) -> tuple[int, ...]:
@@ -346,8 +350,8 @@ class Lease(Unique):
         Where this prompt leaves what is cached, as others may part there too; and the last
         block border that an equal prompt can hit. Ascending; let chunks of the prompt end there.
         """
-        self._engine._check_thread()
-        return tuple(self._core.snapshot_points(self._live_id()))
+        self._leases.check_thread()
+        return self._read.snapshot_points(self.live_id())
 
     # --- what was computed ----------------------------------------------------------------------
 
@@ -373,7 +377,7 @@ class Lease(Unique):
             num_tokens = checks.integer("num_tokens", num_tokens)
         if ready is not None:
             ready = as_event("ready", ready)
-        return self._engine._commit(self, num_tokens, ready)
+        return self._leases.commit(self, num_tokens, ready)
 
     def snapshot(self, num_tokens: int, stream: object = None) -> bool:
         """Save the recurrent state after ``num_tokens`` positions, so that prompts can hit there.
@@ -393,7 +397,7 @@ class Lease(Unique):
             LeaseError: not granted, not what is committed, or no block border; nothing changed.
             UsageError: the model has no recurrent state.
         """
-        return self._engine._snapshot(self, checks.integer("num_tokens", num_tokens), stream)
+        return self._leases.snapshot(self, checks.integer("num_tokens", num_tokens), stream)
 
     def append(self, tokens: TokenIds) -> None:
         """Name the next positions, so that they can be indexed.
@@ -401,8 +405,7 @@ class Lease(Unique):
         Raises:
             LeaseError: more than the lease has positions for; nothing changed.
         """
-        self._engine._check_loop()
-        self._core.append(self._live_id(), as_tokens(tokens))
+        self._leases.append(self, tokens)
 
     def truncate(self, num_tokens: int) -> None:
         """Give back the positions from ``num_tokens`` on, such as rejected drafts.
@@ -412,7 +415,7 @@ class Lease(Unique):
                 or inside a multimodal item of the prompt; nothing changed. Items behind
                 ``num_tokens`` do not belong to the lease any more.
         """
-        self._engine._truncate(self, checks.integer("num_tokens", num_tokens))
+        self._leases.truncate(self, checks.integer("num_tokens", num_tokens))
 
     def recompute_from(self) -> int | None:
         """Accept a failed onload, and go on from the position before it.
@@ -428,57 +431,59 @@ class Lease(Unique):
                 the lease. Or the lease has recurrent state or windows, which cannot go back:
                 ``preempt`` and ``resume`` it.
         """
-        self._engine._check_loop()
-        if self.layers.given_up:
-            raise LeaseError(f"recompute_from: a slow rank may still write blocks of {self!r}")
-        lease_id = self._held_id()
-        position = self._core.recompute_from(lease_id)
-        if position >= 0:
-            return position
-        if self._core.onloads(lease_id):
-            try:
-                self.layers.raise_for_error()
-            except TransferError as error:
-                raise LeaseError(
-                    f"recompute_from: a transfer of {self!r} has failed but not ended",
-                    hint="await layers.wait_all(), then ask again",
-                ) from error
-        return None
+        return self._leases.recompute_from(self)
 
-    # --- inside ---------------------------------------------------------------------------------
+    # --- for the engine -------------------------------------------------------------------------
 
-    def _held_id(self) -> int:
-        """For verbs that mean nothing when the blocks were taken back."""
-        lost = self._engine._taken_back
-        if lost and self._id in lost:
+    def belongs_to(self, leases: Leases) -> bool:
+        """Return whether the lease is one of these leases."""
+        return self._leases is leases
+
+    def live_id(self) -> int:
+        """Return the id.
+
+        Raises:
+            LeaseError: it is released.
+        """
+        if not self._id:
+            raise LeaseError(f"{self!r} cannot be used any more")
+        return self._id
+
+    def held_id(self) -> int:
+        """Return the id, for methods that need the blocks.
+
+        Raises:
+            LeaseError: it is released, or its blocks were lost with a rank.
+        """
+        if self._read.lost and self._id in self._read.lost:
             raise LeaseError(
-                f"{self!r} has lost its blocks: {lost[self._id]}",
+                f"{self!r} has lost its blocks: {self._leases.failure_text()}",
                 hint="resume() allocates anew, when engine.restart_ranks() has returned",
             )
-        return self._live_id()
+        return self.live_id()
 
-    async def _wait_pending(self, pending_tokens: int, timeout: float | None) -> None:
-        began = time.monotonic()
-        try:
-            await self._engine._pending.wait(self._live_id(), timeout)
-        finally:
-            self._noted_waits().add_pending(pending_tokens, time.monotonic() - began)
+    def forget(self) -> None:
+        """Note that the engine has released the lease."""
+        self._id = 0
+
+    def leave_layers(self, done: LayerView) -> None:
+        """Note that the grant has ended, and with it the wait for its layers."""
+        if (seconds := self.layers.elapsed_seconds) is not None:
+            self._noted_waits().add_onload(seconds)
+        self.layers = done
+
+    def note_capacity_wait(self, seconds: float) -> None:
+        """Add to the time in line, for ``usage``."""
+        self._noted_waits().add_capacity(seconds)
+
+    def note_pending_wait(self, tokens: int, seconds: float) -> None:
+        """Add to the time of waiting for another lease, for ``usage``."""
+        self._noted_waits().add_pending(tokens, seconds)
 
     def _noted_waits(self) -> Waits:
         if self._waits is None:
             self._waits = Waits()
         return self._waits
-
-    def _leave_layers(self, done: LayerView) -> None:
-        """The grant has ended, and with it the waiting for its layers."""
-        if (seconds := self.layers.elapsed_seconds) is not None:
-            self._noted_waits().add_onload(seconds)
-        self.layers = done
-
-    def _live_id(self) -> int:
-        if not self._id:
-            raise LeaseError(f"{self!r} cannot be used any more")
-        return self._id
 
     def __repr__(self) -> str:
         if self._id:

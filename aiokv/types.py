@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from enum import StrEnum
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
@@ -19,6 +20,18 @@ if TYPE_CHECKING:
     TokenIds = NDArray[np.integer] | Sequence[int]
 
 Tier = Literal["device", "host"]
+
+
+class LeaseState(StrEnum):
+    """Where a lease is in its life; see :class:`Lease`."""
+
+    MATCHED = "matched"  # it holds nothing; also after `preempt` without a swap
+    WAITING = "waiting"  # in line for its salt's quota or for capacity
+    GRANTED = "granted"  # it has a block table
+    SWAPPING = "swapping"  # its table is moving to host memory
+    SWAPPED = "swapped"  # its table is in host memory
+    LOST = "lost"  # its blocks went with a rank; `resume` allocates anew
+    RELEASED = "released"
 
 
 class Hit(NamedTuple):

@@ -1,4 +1,4 @@
-"""CacheEngine and its parts: each joins scheduler and worker for one kind of event."""
+"""CacheEngine and its parts, which the dispatcher joins."""
 
 from aiokv.engine.computing import ComputeBatch
 from aiokv.engine.engine import CacheEngine

@@ -1,4 +1,4 @@
-"""The verbs on leases, a batch at a time."""
+"""Batches: the methods on many leases at a time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from aiokv import checks
-from aiokv.engine.leasing import Leasing
+from aiokv.engine.computing import ComputeBatch
 from aiokv.errors import UsageError
 from aiokv.lease import Lease
 from aiokv.worker.views import LayerView
@@ -17,33 +17,38 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from aiokv.engine.computing import Computing
+    from aiokv.engine.leases import Leases
+    from aiokv.engine.lifetime import Lifetime
+    from aiokv.scheduler.reader import CacheReader
     from aiokv.types import TokenIds
 
 
-class Batches(Leasing):
-    """Match, commit and release many; their layers and block tables together."""
+class Batches:
+    """Calls of :class:`Leases` for each of many leases; see ``CacheEngine`` for the methods."""
 
-    def match_many(self, prompts: Iterable[TokenIds], *, salt: str = "") -> list[Lease]:
-        """``match`` for each; a bad prompt raises after those before it were released."""
+    def __init__(
+        self, lifetime: Lifetime, read: CacheReader, leases: Leases, computing: Computing
+    ) -> None:
+        self._lifetime = lifetime
+        self._read = read
+        self._leases = leases
+        self._computing = computing
+
+    def match(self, prompts: Iterable[TokenIds], *, salt: str) -> list[Lease]:
         prompts = checks.sequence("prompts", prompts)
         leases: list[Lease] = []
         try:
-            leases.extend(self.match(tokens, salt=salt) for tokens in prompts)
+            leases.extend(self._leases.match(tokens, salt=salt) for tokens in prompts)
         except BaseException:
-            self.release_many(leases)
+            self.release(leases)
             raise
         return leases
 
-    def commit_many(self, leases: Sequence[Lease], num_tokens: Sequence[int]) -> int:
-        """``commit`` for each; returns the blocks that became shareable.
-
-        Raises:
-            LeaseError: of the first lease that refuses; those before it are committed.
-            UsageError: not one number per lease; nothing changed.
-        """
-        self._check_loop()
+    def commit(self, leases: Sequence[Lease], num_tokens: Sequence[int]) -> int:
+        self._lifetime.check_loop()
         leases = checks.sequence("leases", leases)
-        self._own_ids(leases)
+        self._leases.lease_ids(leases)
         counts = [
             checks.integer("num_tokens", n) for n in checks.sequence("num_tokens", num_tokens)
         ]
@@ -51,11 +56,17 @@ class Batches(Leasing):
             raise UsageError(
                 f"num_tokens has {len(counts)} numbers for {len(leases)} leases; pass one per lease"
             )
-        return sum(self._commit(lease, n, None) for lease, n in zip(leases, counts, strict=True))
+        return sum(
+            self._leases.commit(lease, n, None) for lease, n in zip(leases, counts, strict=True)
+        )
 
-    def release_many(self, leases: Iterable[Lease]) -> None:
-        """``release`` for each."""
-        self._check_thread()
+    def extend(self, leases: Sequence[Lease], num_tokens: int) -> None:
+        self._lifetime.check_loop()
+        lease_ids = self._leases.lease_ids(leases)
+        self._leases.extend(lease_ids, checks.integer("num_tokens", num_tokens))
+
+    def release(self, leases: Iterable[Lease]) -> None:
+        self._lifetime.check_thread()
         leases = checks.sequence("leases", leases)
         for lease in leases:
             if not isinstance(lease, Lease):
@@ -63,48 +74,35 @@ class Batches(Leasing):
         for lease in leases:
             lease.release()
 
-    def layers(self, leases: Sequence[Lease]) -> LayerView:
-        """One counter for all transfers that a batch waits for.
+    def computing(self, leases: Iterable[Lease]) -> ComputeBatch:
+        self._lifetime.check_loop()
+        named = checks.sequence("leases", leases)
+        return ComputeBatch(self._computing, lambda: self._leases.lease_ids(named))
 
-        It raises when blocks of a lease of the batch failed. Its errors have no position: call
-        ``recompute_from`` of each lease.
-        """
-        self._check_loop()
+    def layers(self, leases: Sequence[Lease]) -> LayerView:
+        self._lifetime.check_loop()
         leases = checks.sequence("leases", leases)
-        self._own_ids(leases)
-        return LayerView.of_batch(lease.layers for lease in leases) or self._done
+        self._leases.lease_ids(leases)
+        return LayerView.of_batch(lease.layers for lease in leases) or self._leases.done
 
     def block_tables(
         self,
         leases: Sequence[Lease],
-        out: NDArray[np.int32] | None = None,
-        fill: int = -1,
-        group: str | None = None,
+        out: NDArray[np.int32] | None,
+        fill: int,
+        group: str | None,
     ) -> NDArray[np.int32]:
-        """The block tables as rows, padded with ``fill``.
-
-        Args:
-            leases: B leases.
-            out: ``[>= B, >= M]`` C-contiguous int32 array, M being the longest table; all of it is
-                written. None for a new ``[B, M]`` array.
-            fill: the value behind each table, and in rows without a lease.
-            group: a window group, as of ``Lease.window_table``; None for all other layers.
-
-        Raises:
-            UsageError: ``out`` is too small or of another kind, or no such group; nothing was
-                written.
-        """
-        self._check_loop()
-        ids = self._own_ids(leases)
+        self._lifetime.check_loop()
+        ids = self._leases.lease_ids(leases)
         fill = checks.integer("fill", fill, minimum=-(2**31), maximum=checks.MAX_INT32)
         if group is not None:
             checks.text("group", group)
-        group_index = self._manager.window_index(group)
         if out is None:
-            width = max((self._blocks_for(self._core.num_tokens(i)) for i in ids), default=0)
+            read = self._read
+            width = max((read.blocks_for(read.num_tokens(i)) for i in ids), default=0)
             out = np.empty((len(ids), width), dtype=np.int32)
         try:
-            self._core.block_tables(ids, out, fill, group_index)
+            self._read.block_tables(ids, out, fill, group)
         except TypeError:
             raise UsageError(
                 f"out is {_described(out)}; it must be a writable C-contiguous int32 array of two "

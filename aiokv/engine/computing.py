@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
     from types import TracebackType
 
-    from aiokv._native import Core
-    from aiokv.engine.steps import Steps
+    from aiokv.engine.dispatcher import Dispatcher
+    from aiokv.engine.lifetime import Lifetime
     from aiokv.lease import Lease
+    from aiokv.scheduler.scheduler import CacheScheduler
     from aiokv.worker.base import Worker
     from aiokv.worker.device.base import Event
     from aiokv.worker.poller import EventPoller
@@ -43,11 +44,11 @@ class ComputeBatch:
     computes in a stream, the work belongs to the step that is open when the batch ends.
     """
 
-    __slots__ = ("_batch_id", "_computing", "_event", "_in_block", "_leases", "_task", "_unended")
+    __slots__ = ("_batch_id", "_computing", "_event", "_ids", "_in_block", "_task", "_unended")
 
-    def __init__(self, computing: Computing, leases: Sequence[Lease]) -> None:
+    def __init__(self, computing: Computing, lease_ids: Callable[[], list[int]]) -> None:
         self._computing = computing
-        self._leases: Sequence[Lease] | None = leases
+        self._ids: Callable[[], list[int]] | None = lease_ids
         self._batch_id = 0  # until the block begins
         self._in_block = False
         self._event = False  # ends with an event: it does not belong to the open step
@@ -61,10 +62,10 @@ class ComputeBatch:
 
     def __enter__(self) -> Self:
         self._computing.check_loop()
-        if self._leases is None:
+        if self._ids is None:
             raise UsageError("the compute batch was entered already; it can be entered once")
-        self._batch_id = self._computing.begin(self, self._leases)
-        self._leases = None  # a lease without another reference may be collected meanwhile
+        self._batch_id = self._computing.begin(self, self._ids())
+        self._ids = None  # a lease without another reference may be collected meanwhile
         self._task = asyncio.current_task()
         self._in_block = True
         self._unended.add(_BLOCK)
@@ -189,67 +190,68 @@ class Computing:
     """The batches of one engine that have not ended.
 
     Args:
-        loop: the engine's.
-        core: knows which leases each batch keeps.
-        steps: the work of a batch without an event belongs to the open step.
+        on_failure: called when the device cannot tell whether the work of a batch is over.
+
+    Attributes:
         worker: checks events.
         poller: watches the events of batches.
-        on_freed: called with the leases that were released meanwhile and are free now.
-        lease_id: returns the number of a lease of this engine.
-        check_loop: raises outside the engine's loop, and when the engine is closed.
     """
 
     def __init__(
         self,
-        loop: asyncio.AbstractEventLoop,
-        core: Core,
-        steps: Steps,
+        lifetime: Lifetime,
+        scheduler: CacheScheduler,
+        dispatcher: Dispatcher,
         worker: Worker,
         poller: EventPoller,
-        on_freed: Callable[[list[int]], None],
-        lease_id: Callable[[Lease], int],
-        check_loop: Callable[[], None],
+        on_failure: Callable[[BaseException], None],
     ) -> None:
-        self.check_loop = check_loop
-        self.loop = loop
         self.worker = worker
         self.poller = poller
+        self._lifetime = lifetime
+        self._scheduler = scheduler
+        self._dispatcher = dispatcher
+        self._on_failure = on_failure
         self._batches: dict[int, ComputeBatch] = {}
-        self._core = core
-        self._steps = steps
-        self._on_freed = on_freed
-        self._lease_id = lease_id
         self._waiters: list[asyncio.Future[None]] = []
-        self.closed = False  # nothing is given back any more
+        self._closed = False  # nothing is given back any more
 
     def __len__(self) -> int:
         return len(self._batches)
 
-    def begin(self, batch: ComputeBatch, leases: Sequence[Lease]) -> int:
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The engine's loop."""
+        return self._lifetime.loop
+
+    def check_loop(self) -> None:
+        """See ``Lifetime.check_loop``."""
+        self._lifetime.check_loop()
+
+    def begin(self, batch: ComputeBatch, lease_ids: Sequence[int]) -> int:
         """Begin a batch and return its number.
 
         Raises:
-            LeaseError: a lease is not allocated, is being swapped, or is named twice. Nothing
+            LeaseError: a lease is not allocated, is being swapped, or is listed twice. Nothing
                 changed.
         """
-        batch_id = self._core.begin_batch([self._lease_id(lease) for lease in leases])
+        batch_id = self._dispatcher.apply(self._scheduler.begin_batch(lease_ids))
         self._batches[batch_id] = batch
         return batch_id
 
     def fail(self, error: BaseException) -> None:
         """Break the engine: the device cannot tell whether the work of a batch is over."""
-        self._steps.on_step(0, error)
+        self._on_failure(error)
 
     def end(self, batch_id: int, *, in_open_step: bool) -> None:
         """End a batch: its ``with`` block, work and events have ended."""
         del self._batches[batch_id]
-        if self.closed:
+        if self._closed:
             return
-        freed = self._core.end_batch(batch_id, self._steps.open if in_open_step else 0)
+        self._dispatcher.apply(self._scheduler.end_batch(batch_id, in_open_step=in_open_step))
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
-        self._on_freed(freed)
 
     async def wait_ended(self, lease: Lease) -> None:
         """Wait until no batch computes with the lease.
@@ -260,7 +262,7 @@ class Computing:
 
         Cancellation: nothing changed.
         """
-        while batch_ids := self._core.batches(self._lease_id(lease)):
+        while batch_ids := self._scheduler.read.batches(lease.live_id()):
             task = asyncio.current_task()
             for batch_id in batch_ids:
                 if self._batches[batch_id].is_in_block_of(task):
@@ -269,7 +271,7 @@ class Computing:
                         f"{self._batches[batch_id]!r}, which computes with it",
                         hint="let the `with` block end first",
                     )
-            waiter: asyncio.Future[None] = self.loop.create_future()
+            waiter: asyncio.Future[None] = self._lifetime.loop.create_future()
             self._waiters.append(waiter)
             try:
                 await waiter
@@ -278,7 +280,11 @@ class Computing:
 
     def close(self) -> None:
         """Stop giving blocks back, and fail the coroutines that wait: the engine is closed."""
-        self.closed = True
+        self.stop()
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_exception(ClosedError("the engine closed while a batch was in flight"))
+
+    def stop(self) -> None:
+        """Stop giving blocks back; no callback of the loop runs any more."""
+        self._closed = True

@@ -1,101 +1,111 @@
-"""The control plane: pausing, and changes that need the cache to stand still."""
+"""Control: pausing, evicting, and changes that need the cache to stand still."""
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from aiokv import checks
-from aiokv.engine.residency import Residency
 from aiokv.errors import ControlTimeout, UsageError
+from aiokv.types import Tier
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
+    from aiokv.config import CacheConfig
+    from aiokv.engine.dispatcher import Dispatcher
+    from aiokv.engine.lifetime import Lifetime
+    from aiokv.engine.open_step import OpenStep
+    from aiokv.engine.transfers import Transfers
+    from aiokv.scheduler.gate import GateChange
+    from aiokv.scheduler.scheduler import CacheScheduler
+    from aiokv.worker.base import Worker
 
-class Control(Residency):
-    """Reset, drain, pause, quiesce, new weights, resize."""
 
-    def pause(self) -> None:
-        """Grant nothing until ``resume``; requests wait in line. Counts: pair the calls."""
-        self._check_open()
-        self._admissions.pause()
+class Control:
+    """Reset, drain, pause, quiesce, new weights, resize; see ``CacheEngine`` for each."""
 
-    def resume(self) -> None:
-        """End one ``pause``, or one ``quiesce`` that has returned.
+    def __init__(
+        self,
+        config: CacheConfig,
+        lifetime: Lifetime,
+        scheduler: CacheScheduler,
+        dispatcher: Dispatcher,
+        worker: Worker,
+        transfers: Transfers,
+        open_step: OpenStep,
+    ) -> None:
+        self._config = config
+        self._lifetime = lifetime
+        self._scheduler = scheduler
+        self._read = scheduler.read
+        self._dispatcher = dispatcher
+        self._worker = worker
+        self._transfers = transfers
+        self._open_step = open_step
 
-        Nothing is granted while a tier is asleep, inside ``updating_weights``, or
-        while a ``quiesce`` waits.
+    def change_gate(self, change: GateChange) -> None:
+        """Begin or end a pause or a hold."""
+        self._lifetime.check_open()
+        self._change_gate(change)
 
-        Raises:
-            UsageError: there is none. Nothing changed.
-        """
-        self._check_open()
-        self._admissions.resume()
+    def _change_gate(self, change: GateChange) -> None:
+        self._dispatcher.apply(self._scheduler.change_gate(change))
 
-    async def reset(self, timeout: float | None = None) -> None:
-        """Forget everything that is cached; live leases keep their blocks but publish no more.
+    def let_go(self) -> None:
+        """End one hold; also of an engine that was closed meanwhile."""
+        self._change_gate("let_go")
 
-        Pins are released. Returns when all transfers that were in flight have ended.
+    async def evict(self, num_blocks: int, tier: Tier) -> int:
+        self._lifetime.check_open()
+        num_blocks = checks.integer("num_blocks", num_blocks, minimum=0, maximum=checks.MAX_INT32)
+        checks.choice("tier", tier, get_args(Tier))
+        evicted = 0
+        while True:
+            more, saving = self._dispatcher.apply(self._scheduler.evict(num_blocks - evicted, tier))
+            evicted += more
+            if not saving:
+                return evicted
+            await self._transfers.ended(saving)
 
-        Raises:
-            ControlTimeout: some have not ended in time; the cache is empty nevertheless.
-
-        Cancellation: the cache is empty nevertheless; transfers end in the background.
-        """
-        self._check_open()
+    async def reset(self, timeout: float | None) -> None:
+        self._lifetime.check_open()
         timeout = checks.timeout(timeout)
-        self._forget_cached("the cache was reset")
-        self._waiting.pump()
-        async with self._deadline("reset", timeout):
-            await self._controller.settle()
+        self._dispatcher.apply(self._scheduler.reset("the cache was reset"))
+        async with self.deadline("reset", timeout):
+            await self._worker.settle()
 
-    async def drain(self, timeout: float | None = None) -> None:
-        """Wait until nothing is in flight, backups of what was committed included.
+    async def drain(self, timeout: float | None) -> None:
+        self._lifetime.check_open()
+        async with self.deadline("drain", timeout):
+            await self.settle_all()
 
-        Raises:
-            ControlTimeout: something is; nothing changed.
+    async def settle_all(self) -> None:
+        """Wait until nothing is in flight, backups of what was committed included."""
+        while self._dispatcher.apply(self._scheduler.collect_backups()):
+            await self._worker.drain()  # again: ended onloads publish, too
+        await self._worker.drain()
 
-        Cancellation: nothing changed.
-        """
-        self._check_open()
-        async with self._deadline("drain", timeout):
-            while self._transfers.send_backups():  # again: ended onloads publish, too
-                await self._controller.drain()
-            await self._controller.drain()
+    async def quiesce(self, timeout: float | None) -> None:
+        async with self.deadline("quiesce", timeout):
+            await self.stand_still(lambda: not self._read.granted_leases)
+        self._change_gate("hold_to_pause")
 
-    async def quiesce(self, timeout: float | None = None) -> None:
-        """Pause, then wait until nothing uses the blocks; ``resume`` ends it.
-
-        Waits until no lease is held, no transfer is in flight, and every step that used blocks is
-        closed and has finished on the device.
-
-        Raises:
-            ControlTimeout: names the owners of the leases still held, or the step; the engine is
-                not paused any more.
-
-        Cancellation: the engine is not paused any more.
-        """
-        async with self._deadline("quiesce", timeout):
-            await self._stand_still(lambda: not self._core.granted_leases)
-        self._admissions.hand_over()
-
-    async def _stand_still(self, at_rest: Callable[[], bool]) -> None:
+    async def stand_still(self, at_rest: Callable[[], bool]) -> None:
         """Hold admission; then wait until ``at_rest()``, and no step or transfer is in flight.
 
         Cancellation: admission is not held any more.
         """
-        self._check_open()
-        self._admissions.hold()
+        self.change_gate("hold")
         try:
             while True:
-                await self._wait_until(lambda: at_rest() and self._steps.all_finished)
-                await self.drain()
-                if at_rest() and self._steps.all_finished:
+                await self._wait_until(lambda: at_rest() and self._read.steps_finished)
+                await self.drain(None)
+                if at_rest() and self._read.steps_finished:
                     return
         except BaseException:
-            self._admissions.let_go()
+            self.let_go()
             raise
 
     async def _wait_until(self, condition: Callable[[], bool]) -> None:
@@ -106,13 +116,14 @@ class Control(Residency):
 
         Cancellation: nothing changed.
         """
-        await self._leases_changed.wait_for(
-            lambda: not self._thread or self._broken is not None or condition(), None
+        lifetime = self._lifetime
+        await self._dispatcher.conditions.wait_for(
+            lambda: not lifetime.is_running or lifetime.failure is not None or condition(), None
         )
-        self._check_open()
+        lifetime.check_open()
 
     @asynccontextmanager
-    async def _deadline(
+    async def deadline(
         self,
         verb: str,
         timeout: float | None,
@@ -129,13 +140,13 @@ class Control(Residency):
         except TimeoutError as error:
             if isinstance(error, ControlTimeout):
                 raise
-            owners = (keepers or self._holders)()
+            owners = (keepers or self._read.holders)()
             raise self._timeout(f"{verb} timed out after {timeout} s", owners) from None
 
     def _timeout(self, what: str, owners: list[str]) -> ControlTimeout:
         """Return an error that names the held leases, the unfinished step and silent ranks."""
-        ranks = self._controller.silent_ranks
-        step = self._open_step.explain() or self._steps.explain()
+        ranks = self._worker.silent_ranks
+        step = self._open_step.explain() or self._read.explain_steps()
         leases = "no leases are held"
         if owners:
             leases = f"leases still held by: {', '.join(owners)}"
@@ -146,81 +157,44 @@ class Control(Residency):
             "; ".join(cause for cause in causes if cause), owners=tuple(owners), ranks=tuple(ranks)
         )
 
-    def _holders(self) -> list[str]:
-        """Return owners of leases that hold device blocks; waiting leases hold none."""
-        return self._owner_names(self._core.is_granted)
-
     @asynccontextmanager
-    async def updating_weights(self, timeout: float | None = None) -> AsyncIterator[None]:
-        """Grant nothing inside the block, and forget at its end all that is cached.
-
-        New weights make all KV wrong. Open leases keep what they hold, and publish no more. Pins
-        are released.
-
-        Raises:
-            ControlTimeout: transfers did not end in time; nothing changed.
-
-        Cancellation: before the block is entered, nothing changed.
-        """
-        self._check_open()
-        self._admissions.hold()
+    async def updating_weights(self, timeout: float | None) -> AsyncIterator[None]:
+        self.change_gate("hold")
         try:
-            async with self._deadline("updating_weights", timeout):
-                await self._controller.settle()
+            async with self.deadline("updating_weights", timeout):
+                await self._worker.settle()
             try:
                 yield
             finally:
-                self._forget_cached("the weights were updated")
+                self._dispatcher.apply(self._scheduler.reset("the weights were updated"))
         finally:
-            self._admissions.let_go()
+            self.let_go()
 
-    def _forget_cached(self, reason: str) -> None:
-        """Make sure that nothing that was computed before can be hit."""
-        self._core.reset()
-        self._pins.release_all(reason)
-        self._pending.wake_all()
-
-    async def resize(self, device_blocks: int, timeout: float | None = None) -> None:
-        """Change the device tier's capacity; the regions must hold as many blocks.
-
-        Shrinking waits for leases and copies on blocks beyond the new size. What is cached there,
-        and what is cached on the device behind it, stays in host memory if it has a copy there, and
-        is dropped otherwise.
-
-        Raises:
-            UsageError: larger than the regions, or not above ``reserve_blocks``.
-            ControlTimeout: leases kept blocks beyond the new size; nothing changed.
-
-        Cancellation: the size is the old one, or the new one.
-        """
-        self._check_open()
+    async def resize(self, device_blocks: int, timeout: float | None) -> None:
+        self._lifetime.check_open()
         device_blocks = checks.integer("device_blocks", device_blocks)
         timeout = checks.timeout(timeout)
-        blocks = self._controller.device_blocks
+        blocks = self._worker.device_blocks
         if device_blocks > blocks:
-            raise UsageError(f"cannot resize to {device_blocks} blocks: the regions hold {blocks}")
-        if device_blocks <= self.config.reserve_blocks:
             raise UsageError(
-                f"cannot resize to {device_blocks} blocks: reserve_blocks is "
-                f"{self.config.reserve_blocks}"
+                f"resize: device_blocks is {device_blocks}, but the registered tensors hold only "
+                f"{blocks} blocks"
+            )
+        if device_blocks <= self._config.reserve_blocks:
+            raise UsageError(
+                f"resize: device_blocks is {device_blocks}; it must be larger than reserve_blocks, "
+                f"which is {self._config.reserve_blocks}"
             )
         try:
             async with asyncio.timeout(timeout):
                 # Resize as soon as the last block becomes free, before a waiting lease can take it.
-                await self._wait_until(lambda: self._resized(device_blocks))
+                await self._wait_until(
+                    lambda: self._dispatcher.apply(self._scheduler.resize(device_blocks))
+                )
         except TimeoutError:
-            if self._core.device_blocks == device_blocks:
+            if self._read.device_blocks == device_blocks:
                 return  # the last block became free just before the timeout
             raise self._timeout(
                 f"resize timed out after {timeout} s; blocks from {device_blocks} on are in use",
-                self._holders(),
+                self._read.holders(),
             ) from None
-        finally:
-            self._waiting.pump()
-
-    def _resized(self, device_blocks: int) -> bool:
-        try:
-            self._core.resize_device(device_blocks)
-        except UsageError:
-            return False
-        return True

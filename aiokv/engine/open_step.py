@@ -1,68 +1,97 @@
-"""Warnings about transfers that wait for a step that stays open."""
+"""OpenStep: transfers that wait for a step which stays open, and tasks that wait for them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+import asyncio
+import weakref
+from typing import TYPE_CHECKING, Any, Final
 
+from aiokv.errors import UsageError
 from aiokv.observe.logs import Log
 
 if TYPE_CHECKING:
-    import asyncio
-
-    from aiokv.engine.steps import Steps
+    from aiokv.engine.lifetime import Lifetime
+    from aiokv.scheduler.reader import CacheReader
     from aiokv.worker.base import Worker
 
 log = Log(__name__)
 
 WARN_SECONDS: Final = 5.0
-_ADVICE: Final = "call engine.step(event) behind the last work that was submitted"
+ADVICE: Final = "call engine.step(event) behind the last work that was submitted"
 
 
-class OpenStepWatch:
+class OpenStep:
     """Blocks that an open step uses cannot be copied, and so not be saved, swapped or settled.
 
-    A loop that ends its work without closing the step waits for ever; this names the reason. There
-    is a timer only while a transfer waits.
+    A loop that ends its work without closing the step waits for ever; the warning names the reason.
+    There is a timer only while a transfer waits.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, steps: Steps, worker: Worker) -> None:
-        self._loop = loop
-        self._steps = steps
+    def __init__(self, lifetime: Lifetime, read: CacheReader, worker: Worker) -> None:
+        self._lifetime = lifetime
+        self._read = read
         self._worker = worker
+        self._closers: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()  # of any step
+        self._closed_in_callback = False
         self._timer: asyncio.TimerHandle | None = None
         self._step = 0  # open when the timer was set
         self._warned_of = 0
 
-    def note(self, after_step: int) -> None:
-        """A transfer was submitted that waits for ``after_step``; 0 for none."""
-        if after_step and after_step == self._steps.open and self._timer is None:
+    def note_closer(self) -> None:
+        """Note the task that has closed a step."""
+        task = asyncio.current_task()
+        if task is None:
+            self._closed_in_callback = True
+        else:
+            self._closers.add(task)
+
+    def check_wait(self, step: int) -> None:
+        """Raise when the calling task would wait for a step that only this task closes.
+
+        Args:
+            step: the step that the awaited transfer waits for.
+
+        Raises:
+            UsageError: the step is open, and of all that have closed a step only the calling task
+                is left.
+        """
+        if step != self._read.open_step or self._closed_in_callback:
+            return
+        if {task for task in self._closers if not task.done()} == {asyncio.current_task()}:
+            raise UsageError(
+                f"waiting for layers that wait for the end of step {step}, which this task itself "
+                "has to close",
+                hint="call engine.step(event) before you wait",
+            )
+
+    def note_transfer(self, after_step: int) -> None:
+        """Note a submitted transfer that waits for ``after_step``; 0 for none."""
+        if after_step and after_step == self._read.open_step and self._timer is None:
             self._step = after_step
-            self._timer = self._loop.call_later(WARN_SECONDS, self.look)
+            self._timer = self._lifetime.loop.call_later(WARN_SECONDS, self.look)
 
     def look(self) -> None:
-        """The time is over: warn, once a step, if it is still open."""
+        """Warn, once per step, if the step is still open after ``WARN_SECONDS``."""
         self.stop()
         held = self._worker.statistics().held
-        if held and self._steps.open != self._step:
-            self.note(self._steps.open)
+        if held and self._read.open_step != self._step:
+            self.note_transfer(self._read.open_step)
         elif held and self._step != self._warned_of:
             self._warned_of = self._step
             log.warning(
-                "step.left_open", step=self._step, waiting_transfers=held, hint=_ADVICE,
+                "step.left_open", step=self._step, waiting_transfers=held, hint=ADVICE,
                 open_seconds=WARN_SECONDS,
             )  # fmt: skip
 
     def explain(self) -> str:
-        """For messages of what has waited too long; empty when no transfer waits for a step."""
+        """Return why a wait took too long; empty when no transfer waits for a step."""
         held = self._worker.statistics().held
         if not held:
             return ""
-        return f"{held} transfers wait for the end of step {self._steps.open}, which is open"
-
-    def advice(self) -> str:
-        return _ADVICE
+        return f"{held} transfers wait for the end of step {self._read.open_step}, which is open"
 
     def stop(self) -> None:
+        """Stop the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

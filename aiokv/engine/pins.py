@@ -1,18 +1,28 @@
-"""Cached prefixes that are kept on the device on request."""
+"""Pins and prefetches: cached prefixes that are brought to the device, and kept there."""
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING
 
+from aiokv import checks
 from aiokv.checks import Unique
+from aiokv.errors import RequestTooLarge, WouldBlock
+from aiokv.plan import Priority
+from aiokv.types import Hit
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Sequence
 
-    from aiokv._native import Core
+    from aiokv.engine.dispatcher import Dispatcher
+    from aiokv.engine.leases import Leases
+    from aiokv.engine.lifetime import Lifetime
+    from aiokv.engine.transfers import Transfers
     from aiokv.lease import Lease
+    from aiokv.scheduler.scheduler import CacheScheduler
+    from aiokv.types import Item, TokenIds
 
 
 class Pin(Unique):
@@ -27,14 +37,12 @@ class Pin(Unique):
 
     def __init__(
         self,
-        lease: Lease,
         tokens: int,
-        on_release: Callable[[Pin], object] = lambda pin: None,
+        end: Callable[[str], object] = lambda reason: None,
         *,
         release_reason: str = "",
     ) -> None:
-        self._lease = lease
-        self._on_release = on_release
+        self._end = end
         self._timer: asyncio.TimerHandle | None = None
         self.tokens = tokens
         self.release_reason = release_reason
@@ -42,22 +50,21 @@ class Pin(Unique):
     @property
     def released(self) -> bool:
         """True when the pin does not keep the prefix any more."""
-        return not self._lease._id
+        return bool(self.release_reason)
 
     def expire_after(self, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
+        """Release the pin after a time, which may be infinite."""
         if seconds < math.inf:
-            self._timer = loop.call_later(seconds, self.end, "ttl_seconds passed")
+            self._timer = loop.call_later(seconds, self._end, "ttl_seconds passed")
 
     def release(self) -> None:
         """Let it be evicted again; idempotent."""
-        self.end("release() was called")
-
-    def end(self, reason: str) -> None:
-        """Release the pin, and keep the reason."""
         if not self.released:
-            self._lease.release()
-            self.release_reason = reason
-            self._on_release(self)
+            self._end("release() was called")
+
+    def ended(self, reason: str) -> None:
+        """Note that the engine has released the pin."""
+        self.release_reason = reason
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -68,44 +75,116 @@ class Pin(Unique):
 
 
 class Pins:
-    """The pins of one engine.
+    """The pins of one engine, and how prefixes come to the device for them."""
 
-    Attributes:
-        until_used: by lease id, the pins that end when another lease hits all that they hold.
-    """
+    def __init__(
+        self,
+        lifetime: Lifetime,
+        scheduler: CacheScheduler,
+        dispatcher: Dispatcher,
+        transfers: Transfers,
+        leases: Leases,
+    ) -> None:
+        self._lifetime = lifetime
+        self._scheduler = scheduler
+        self._dispatcher = dispatcher
+        self._transfers = transfers
+        self._leases = leases
+        self._pins: dict[int, tuple[Pin, Lease]] = {}  # by lease id
+        dispatcher.tell_unpinned(self._ended)
 
-    def __init__(self) -> None:
-        self._pins: dict[Pin, int] = {}  # -> lease id
-        self.until_used: dict[int, Pin] = {}
+    async def prefetch(
+        self,
+        tokens: TokenIds,
+        *,
+        salt: str,
+        adapter: str,
+        items: Sequence[Item],
+        ttl_seconds: float,
+    ) -> Hit:
+        """See ``CacheEngine.prefetch``."""
+        ttl_seconds = checks.seconds("ttl_seconds", ttl_seconds, minimum=0.0)
+        lease = self._leases.match_to_hold(
+            tokens, salt=salt, adapter=adapter, items=items, owner="prefetch", whole=False
+        )
+        found = lease.hit
+        pin = await self._bring(lease, until_used=ttl_seconds > 0)
+        if pin is None:
+            return Hit(found.device_tokens, 0)
+        if ttl_seconds <= 0:
+            pin.release()
+        elif not pin.released:
+            pin.expire_after(self._lifetime.loop, ttl_seconds)
+        return Hit(pin.tokens, 0)
 
-    def __len__(self) -> int:
-        return len(self._pins)
-
-    def add(self, lease: Lease, tokens: int, *, until_used: bool) -> Pin:
-        """Make the pin of a granted lease."""
-        pin = Pin(lease, tokens, self._forget)
-        self._pins[pin] = lease._id
-        if until_used:
-            self.until_used[lease._id] = pin
+    async def pin(
+        self,
+        tokens: TokenIds,
+        *,
+        salt: str,
+        adapter: str,
+        items: Sequence[Item],
+        ttl_seconds: float | None,
+    ) -> Pin:
+        """See ``CacheEngine.pin``."""
+        if ttl_seconds is not None:
+            ttl_seconds = checks.seconds("ttl_seconds", ttl_seconds, minimum=0.0)
+        lease = self._leases.match_to_hold(
+            tokens, salt=salt, adapter=adapter, items=items, owner="pin", whole=True
+        )
+        found = lease.hit
+        pin = await self._bring(lease, until_used=False)
+        if pin is None:
+            if found.total:
+                raise WouldBlock(
+                    f"no room to pin {found.total} tokens: {found}",
+                    hint="requests in line go first; raise CacheConfig.device_blocks",
+                )
+            return Pin(0, release_reason="nothing was cached")
+        if ttl_seconds is not None and not pin.released:
+            pin.expire_after(self._lifetime.loop, ttl_seconds)
         return pin
 
-    def _forget(self, pin: Pin) -> None:
-        self.until_used.pop(self._pins.pop(pin), None)
+    async def _bring(self, lease: Lease, *, until_used: bool) -> Pin | None:
+        """Pin the whole hit; None, with the lease released, when that is nothing or has no room."""
+        apply, scheduler = self._dispatcher.apply, self._scheduler
+        hit = lease.hit
+        lease_id = lease.live_id()
+        try:
+            if not hit.total or not self._leases.try_allocate(lease, hit.total, Priority.PREFETCH):
+                lease.release()
+                return None
+            if until_used:
+                apply(scheduler.await_use(lease_id))
+            await lease.layers.wait_all()
+            while onloads := scheduler.read.onloads(lease_id):  # until a match finds the blocks
+                await self._transfers.ended(onloads[0])
+            self._lifetime.check_open()
+        except RequestTooLarge:
+            lease.release()
+            return None
+        except BaseException:
+            lease.release()
+            raise
+        tokens, reason = apply(scheduler.pin(lease_id, until_used=until_used))
+        if reason:
+            lease.forget()
+            return Pin(tokens, release_reason=reason)
+        pin = Pin(tokens, partial(self._release, lease_id))
+        self._pins[lease_id] = (pin, lease)
+        return pin
 
-    def release_used(self, lease_ids: Iterable[int]) -> None:
-        """Release those pins of these leases that end with their use."""
-        for lease_id in lease_ids:
-            if (pin := self.until_used.get(lease_id)) is not None:
-                pin.end("a lease used it")
+    def _release(self, lease_id: int, reason: str) -> None:
+        if self._lifetime.is_running:
+            self._lifetime.check_loop()
+            self._dispatcher.apply(self._scheduler.unpin(lease_id, reason))
+        else:
+            self._ended(lease_id, reason)
 
-    def release_all(self, reason: str) -> None:
-        for pin in list(self._pins):
-            pin.end(reason)
-
-    def violations(self, core: Core) -> list[str]:
-        """Return a description of each pin whose blocks cannot be hit."""
-        return [
-            f"{pin!r} holds blocks that no match can find"
-            for pin, lease_id in self._pins.items()
-            if pin.released or not core.is_current(lease_id)
-        ]
+    def _ended(self, lease_id: int, reason: str) -> None:
+        """Note that the scheduler has released a pin. Idempotent."""
+        if lease_id in self._pins:
+            pin, lease = self._pins[lease_id]
+            lease.forget()
+            pin.ended(reason)
+            del self._pins[lease_id]

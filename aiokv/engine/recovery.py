@@ -1,45 +1,79 @@
-"""Verbs of the engine for its ranks."""
+"""Recovery: what happens when the device or a rank fails, and the new start after it."""
 
 from __future__ import annotations
 
-from aiokv.engine.sleeping import Sleeping
+from typing import TYPE_CHECKING
+
 from aiokv.errors import ClosedError, UsageError
+from aiokv.observe.logs import Log
+
+if TYPE_CHECKING:
+    from aiokv.engine.dispatcher import Dispatcher
+    from aiokv.engine.lifetime import Lifetime
+    from aiokv.engine.steps import Steps
+    from aiokv.engine.transfers import Transfers
+    from aiokv.errors import RankLost
+    from aiokv.plan import TransferReport
+    from aiokv.scheduler.scheduler import CacheScheduler
+    from aiokv.worker.base import Worker
+
+log = Log(__name__)
 
 
-class Recovery(Sleeping):
-    """Steps as the ranks' runners number them, and a new start after a rank was lost."""
+class Recovery:
+    """Receives what the worker reports, good or bad."""
 
-    @property
-    def open_step(self) -> int:
-        """The number that ``step()`` will return; what a rank's runner passes to ``Rank.step``.
+    def __init__(
+        self,
+        lifetime: Lifetime,
+        scheduler: CacheScheduler,
+        dispatcher: Dispatcher,
+        worker: Worker,
+        transfers: Transfers,
+        steps: Steps,
+    ) -> None:
+        self._lifetime = lifetime
+        self._scheduler = scheduler
+        self._dispatcher = dispatcher
+        self._worker = worker
+        self._transfers = transfers
+        self._steps = steps
 
-        Any thread.
-        """
-        return self._steps.next if self._entered else 1
+    def on_report(self, report: TransferReport) -> None:
+        """Account for the end of a transfer; called again after an interrupt."""
+        failure = self._worker.failure if report.outcome == "failed" else None
+        if failure is not None and self._lifetime.failure is None:
+            self.fail(failure)  # of the device, not only of this transfer
+        self._transfers.forget(report)
+        self._dispatcher.apply(self._scheduler.complete(report))
+        self._transfers.announce(report)
+
+    def on_step(self, step: int, error: BaseException | None) -> None:
+        """Account for the end of a step, and of all before it."""
+        if error is not None:
+            self.fail(error)
+        else:
+            self._steps.finish(step)
+
+    def on_lost(self, lost: RankLost) -> None:
+        """Take all blocks from the leases: a rank's part of them is missing."""
+        self.fail(lost)
+        self._dispatcher.apply(self._scheduler.lose_blocks())
+
+    def fail(self, error: BaseException) -> None:
+        """Refuse all calls and fail all waiters: the device or a rank has failed."""
+        self._lifetime.fail(error)
+        self._dispatcher.apply(self._scheduler.fail(str(error)))
+        log.error("engine.broken", reason=str(error))
 
     async def restart_ranks(self) -> None:
-        """Bring lost ranks back; the cache is empty then, and the engine serves again.
-
-        When a rank is lost, everything that was cached is forgotten at once, and all leases hold
-        nothing, as after ``preempt``: their next use raises ``LeaseError``, ``resume`` allocates
-        anew, and all their positions are to be computed again. Until this has returned, ``match``,
-        ``allocate`` and ``resume`` raise ``BrokenEngineError``.
-
-        Call it when no step runs any more on the ranks that are left.
-
-        Raises:
-            UsageError: no rank is lost.
-            RankLost: not all came back; nothing changed.
-
-        Cancellation: nothing changed; call it again.
-        """
-        self._check_loop()
-        if self._closing:
-            raise ClosedError(f"the engine {self._closing}")
-        if self._ranks is None or self._ranks.failure is None:
-            raise UsageError("no rank is lost")
+        """See ``CacheEngine.restart_ranks``."""
+        self._lifetime.check_loop()
+        if self._lifetime.is_closing:
+            raise ClosedError(f"the engine {self._lifetime.phase.value}")
+        if self._worker.lost is None:
+            raise UsageError("restart_ranks: no rank is lost")
         self._steps.close(None)
-        await self._ranks.restart()
-        self._take_back()
-        self._broken = None
-        self._on_blocks_free()
+        await self._worker.restart()
+        self._lifetime.repair()
+        self._dispatcher.apply(self._scheduler.restart())

@@ -6,7 +6,6 @@ import asyncio
 from typing import TYPE_CHECKING, Final, get_args
 
 from aiokv import checks
-from aiokv.engine.control import Control
 from aiokv.errors import LayoutError, UsageError
 from aiokv.types import Tier
 from aiokv.worker.regions import Regions
@@ -15,144 +14,119 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from aiokv.config import CacheConfig
-    from aiokv.ranks.group import RankGroup
-    from aiokv.worker.device.base import Device
+    from aiokv.engine.control import Control
+    from aiokv.engine.dispatcher import Dispatcher
+    from aiokv.engine.lifetime import Lifetime
+    from aiokv.scheduler.scheduler import CacheScheduler
+    from aiokv.worker.base import Worker
 
 TIERS: Final[tuple[Tier, ...]] = get_args(Tier)
 
 
-class Sleeping(Control):
-    """Give memory away and take it again; nothing is granted while a tier is asleep."""
+class Sleep:
+    """Gives memory away and takes it again; nothing is granted while a tier is asleep.
+
+    Attributes:
+        asleep: tiers without memory.
+        regions: the device tensors; without tensors while the device tier is asleep.
+    """
 
     def __init__(
         self,
         config: CacheConfig,
-        regions: Regions | None = None,
-        device: Device | str | None = None,
-        *,
-        ranks: RankGroup | None = None,
+        regions: Regions,
+        lifetime: Lifetime,
+        scheduler: CacheScheduler,
+        dispatcher: Dispatcher,
+        worker: Worker,
+        control: Control,
     ) -> None:
-        super().__init__(config, regions, device, ranks=ranks)
-        self._asleep: frozenset[Tier] = frozenset()
+        self.asleep: frozenset[Tier] = frozenset()
+        self.regions = regions
+        self._has_sides = bool(config.state_slots or config.windows)
+        self._saves_first = config.host_blocks > 0 and config.write_policy == "write_back"
+        self._lifetime = lifetime
+        self._scheduler = scheduler
+        self._read = scheduler.read
+        self._dispatcher = dispatcher
+        self._worker = worker
+        self._control = control
         self._turn = asyncio.Lock()  # one sleep or wake_up at a time
 
-    @property
-    def asleep(self) -> frozenset[Tier]:
-        """Tiers without memory."""
-        return self._asleep
-
-    async def sleep(self, tags: Iterable[Tier] = TIERS, *, timeout: float | None = None) -> None:
-        """Forget what is cached in these tiers, and free their memory. Idempotent.
-
-        Waits for leases, transfers and steps first, as ``quiesce`` does. ``"device"``: the engine
-        keeps no reference to the tensors in ``regions``; what has a copy on the host can be hit
-        there after ``wake_up``, and ``"write_back"`` saves what it can. ``"host"``: the arena is
-        freed; preempted leases that keep their tables there are waited for, too. From then on
-        requests wait in line.
-
-        Args:
-            tags: ``"device"``, ``"host"``.
-            timeout: seconds to wait for leases and transfers; 0.0 raises at once if there are any.
-
-        Raises:
-            ControlTimeout: names the owners of the leases still held, and nothing changed; or names
-                the ranks that did not answer, and ``asleep`` says which tiers are asleep.
-            UsageError: no such tier.
-
-        Cancellation: ``asleep`` says which tiers are asleep; both verbs can be called again.
-        """
+    async def sleep(self, tags: Iterable[Tier], timeout: float | None) -> None:
+        """See ``CacheEngine.sleep``."""
         tiers = _checked(tags)
-        self._check_open()
-        async with self._deadline("sleep", timeout, lambda: self._keepers(tiers)), self._turn:
-            falling = tiers - self._asleep
+        self._lifetime.check_open()
+        async with (
+            self._control.deadline("sleep", timeout, lambda: self._keepers(tiers)),
+            self._turn,
+        ):
+            falling = tiers - self.asleep
             if falling:
                 await self._fall_asleep(falling)
-            await self._controller.sleep(self._asleep)
+            await self._worker.sleep(self.asleep)
 
     async def _fall_asleep(self, falling: frozenset[Tier]) -> None:
         """Can be rolled back until the last await; does not suspend after it."""
-        await self._stand_still(lambda: not self._num_keepers(falling))
+        apply, scheduler = self._dispatcher.apply, self._scheduler
+        await self._control.stand_still(lambda: not self._num_keepers(falling))
         try:
-            if "device" in falling and "host" not in falling | self._asleep and self._saves_first:
-                while self._transfers.make_clean(self._core.device_blocks):
-                    await self.drain()
-            self._check_open()
-            if "device" in falling:
-                self._core.forget_device()
-            if "host" in falling:
-                self._core.forget_host()
+            if "device" in falling and "host" not in falling | self.asleep and self._saves_first:
+                while apply(scheduler.save(self._read.device_blocks)):
+                    await self._control.drain(None)
+            self._lifetime.check_open()
+            apply(scheduler.sleep(falling))
         except BaseException:
-            self._admissions.let_go()
+            self._control.let_go()
             raise
-        if self._asleep:
-            self._admissions.let_go()  # one hold is enough
-        self._transfers.stopped = True
-        self._asleep |= falling
+        if self.asleep:
+            self._control.let_go()  # one hold is enough
+        self.asleep |= falling
         if "device" in falling:
             self.regions = self.regions.without_tensors()
 
     def _num_keepers(self, falling: frozenset[Tier]) -> int:
         """Return how many leases ``_keepers`` names, in constant time."""
-        swapped_too = "host" in falling or self.config.state_slots or self.config.windows
-        return self._core.granted_leases + (self._core.swapped_leases if swapped_too else 0)
+        swapped_too = "host" in falling or self._has_sides
+        return self._read.granted_leases + (self._read.swapped_leases if swapped_too else 0)
 
     def _keepers(self, falling: frozenset[Tier]) -> list[str]:
         """Return owners of leases that hold blocks of the tiers: sleep waits for them."""
-        keepers = self._holders()
-        if "host" in falling or self.config.state_slots or self.config.windows:
+        keepers = self._read.holders()
+        if "host" in falling or self._has_sides:
             # A swapped lease has its state and its windows on the device still.
-            keepers += self._owner_names(self._core.is_swapped)
+            keepers += self._read.swapped()
         return keepers
 
     async def wake_up(
-        self,
-        tags: Iterable[Tier] = TIERS,
-        *,
-        regions: Regions | None = None,
-        timeout: float | None = None,
+        self, tags: Iterable[Tier], regions: Regions | None, timeout: float | None
     ) -> None:
-        """Take memory again; when no tier is asleep any more, requests are granted. Idempotent.
-
-        A cuda device pins host memory in the background; requests need not wait for that.
-
-        Args:
-            tags: tiers that are awake stay as they are.
-            regions: the tensors of the device tier; of any address, but of the layout before.
-            timeout: seconds to wait for a ``sleep`` or ``wake_up`` that is under way.
-
-        Raises:
-            LayoutError: the tensors differ from those before, or are missing. Still asleep.
-            ConfigError: no memory for the host tier. Still asleep.
-            ControlTimeout: the other call did not end in time, or ranks, which it names, did not
-                answer. Still asleep.
-
-        Cancellation: still asleep.
-        """
+        """See ``CacheEngine.wake_up``."""
         tiers = _checked(tags)
-        self._check_open()
-        async with self._deadline("wake_up", timeout), self._turn:
-            waking = tiers & self._asleep
+        self._lifetime.check_open()
+        async with self._control.deadline("wake_up", timeout), self._turn:
+            waking = tiers & self.asleep
             if not waking:
                 return
             if "device" in waking and regions is not None:
                 self._check_blocks(regions)
-            await self._controller.wake_up(waking, regions)
-            self._check_open()
+            await self._worker.wake_up(waking, regions)
+            self._lifetime.check_open()
             if "device" in waking and regions is not None:
                 self.regions = regions
-            self._asleep -= waking
-            if not self._asleep:
-                self._transfers.stopped = False
-                self._admissions.let_go()
+            self.asleep -= waking
+            if not self.asleep:
+                self._dispatcher.apply(self._scheduler.wake_up())
+                self._control.let_go()
 
     def _check_blocks(self, regions: Regions) -> None:
         if not isinstance(regions, Regions):
             raise UsageError(f"regions is {regions!r}; it must be a Regions or None")
         blocks = regions.num_blocks
-        if blocks is not None and blocks < self._core.device_blocks:
+        if blocks is not None and blocks < self._read.device_blocks:
             raise LayoutError(
-                f"the regions hold {blocks} blocks, fewer than the {self._core.device_blocks} of "
-                "before",
+                f"the tensors hold {blocks} blocks; the device tier had "
+                f"{self._read.device_blocks} before it slept",
                 hint="resize the engine before it wakes up",
             )
 

@@ -1,133 +1,215 @@
-"""A line of waiters, ordered by priority. Plain data; the engine owns the futures."""
+"""Admission: which of the waiting requests is granted next."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from itertools import count
-from typing import Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING
 
-W = TypeVar("W")
+from aiokv.errors import LeaseError
+from aiokv.scheduler.effects import Grant
+from aiokv.scheduler.line import PriorityLine
+from aiokv.scheduler.waits import PER_CALL, Endings, Entry, check_entries
 
-Ticket: TypeAlias = tuple[int, int]  # priority, number
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from aiokv._native import Core
+    from aiokv.errors import AiokvError
+    from aiokv.scheduler.effects import Outbox
+    from aiokv.scheduler.gate import Gate
+    from aiokv.scheduler.granting import Granting
+    from aiokv.scheduler.quota import SaltQuota
 
 
-class Admission(Generic[W]):
-    """Waiters in order of priority (lower number first), then of arrival.
+class Request(Entry):
+    """A lease that waits for its salt's quota, then for capacity; it holds nothing.
 
-    A queue per priority, and a binary heap of the priorities that knows the place of each: entering
-    and leaving cost O(1) among equal priorities and O(log priorities) otherwise, wherever the
-    waiter stands, and a waiter that has left is not referenced any more. Only the first is tried,
-    so small requests do not starve a large one, and the cost of a try does not depend on the number
-    of waiters.
+    Attributes:
+        takes_turn: the lease is told when it is first, and takes its blocks itself: for a grant
+            that cannot be taken back.
+        told: it was told, and has not answered.
     """
 
-    def __init__(self) -> None:
-        self._queues: dict[int, OrderedDict[Ticket, W]] = {}  # by priority; none is empty
-        self._heap: list[int] = []  # their priorities
-        self._places: dict[int, int] = {}  # priority -> index in the heap
-        self._sequence = count()
-        self._length = 0
+    __slots__ = ("num_blocks", "num_tokens", "priority", "salt", "takes_turn", "told")
+
+    def __init__(
+        self, lease_id: int, salt: str, num_tokens: int, num_blocks: int, priority: int
+    ) -> None:
+        super().__init__(lease_id)
+        self.salt = salt
+        self.num_tokens = num_tokens
+        self.num_blocks = num_blocks
+        self.priority = priority
+        self.takes_turn = False
+        self.told = False
+
+
+class Admission:
+    """Grants in order of priority, then of arrival. Only the first request in line is tried."""
+
+    def __init__(
+        self, core: Core, gate: Gate, quota: SaltQuota, granting: Granting, outbox: Outbox
+    ) -> None:
+        self._core = core
+        self._gate = gate
+        self._quota = quota
+        self._granting = granting
+        self._outbox = outbox
+        self._line: PriorityLine[Request] = PriorityLine()
+        self._requests: dict[int, Request] = {}  # of both kinds of lines, by lease id
+        self._endings: Endings[Request] = Endings()
+
+    def __bool__(self) -> bool:
+        return bool(self._requests)
 
     def __len__(self) -> int:
-        return self._length
+        """Return the number of requests that wait for capacity."""
+        return len(self._line)
 
-    def push(self, waiter: W, priority: int) -> Ticket:
-        """Add a waiter; return the ticket to leave with."""
-        ticket = (priority, next(self._sequence))
-        queue = self._queues.get(priority)
-        if queue is None:
-            queue = self._queues[priority] = OrderedDict()
-            self._heap.append(priority)
-            self._rise(len(self._heap) - 1)
-        queue[ticket] = waiter
-        self._length += 1
-        return ticket
+    def __contains__(self, lease_id: int) -> bool:
+        return lease_id in self._requests
 
-    def leave(self, ticket: Ticket) -> None:
-        """Remove a waiter. Idempotent."""
-        priority = ticket[0]
-        queue = self._queues.get(priority)
-        if queue is None or ticket not in queue:
-            return
-        del queue[ticket]
-        self._length -= 1
-        if not queue:
-            del self._queues[priority]
-            self._drop(priority)
+    def must_wait(self, lease_id: int, priority: int | None) -> bool:
+        """Return whether the lease has to wait for others, or for the gate.
 
-    def first(self) -> W | None:
-        if not self._heap:
+        Args:
+            lease_id: the lease.
+            priority: of a request that need not wait when it would be first in line; None for one
+                that never goes before a waiting request.
+        """
+        if self._gate.closed or lease_id in self._requests:
+            return True
+        return bool(self._line) and (priority is None or priority >= self._line.first_priority())
+
+    def join(self, request: Request, *, counted: bool) -> None:
+        """Let a request wait; it was tried in vain just now.
+
+        Args:
+            request: of a lease that does not wait.
+            counted: the quota has counted its blocks.
+        """
+        self._requests[request.lease_id] = request
+        if counted:
+            self._enter(request)
+        else:
+            self._quota.join(request)
+
+    def _enter(self, request: Request) -> None:
+        """Let a request wait for capacity."""
+        # A swapped table that was granted is in pieces: taking it back would lose it.
+        request.takes_turn = self._core.is_swapped(request.lease_id)
+        request.enter(self._line, request.priority)
+
+    def take_turn(self, lease_id: int) -> Grant | None:
+        """Grant to a request that was told to take its turn.
+
+        Returns:
+            The grant; None when another request is first by now, or there is no room: the lease
+            goes on waiting.
+        """
+        request = self._requests[lease_id]
+        request.told = False
+        if request is not self._line.first() or self._gate.closed:
             return None
-        queue = self._queues[self._heap[0]]
-        return queue[next(iter(queue))]
+        grant = self._granting.attempt(lease_id, request.num_tokens)
+        if grant is not None:
+            self._remove(request)
+        return grant
 
-    def first_priority(self) -> int:
-        """Return the priority of the first waiter. Requires that there is one."""
-        return self._heap[0]
+    def leave(self, lease_id: int) -> None:
+        """Stop waiting. Idempotent."""
+        if request := self._requests.get(lease_id):
+            self._remove(request)
+            self._quota.give_back(lease_id)
+            self._quota.left(request.salt)
 
-    def drop_first(self) -> None:
-        """Remove the first waiter. Requires that there is one."""
-        self.leave(next(iter(self._queues[self._heap[0]])))
+    def _remove(self, request: Request) -> None:
+        request.leave()
+        del self._requests[request.lease_id]
 
-    def in_order(self) -> list[W]:
-        """Return all waiters, the first one first."""
-        return [
-            waiter
-            for priority in sorted(self._queues)
-            for waiter in self._queues[priority].values()
-        ]
+    def refuse(self, lease_id: int, error: AiokvError) -> None:
+        """End the wait of a lease with an error, if it waits."""
+        if request := self._requests.get(lease_id):
+            self._refuse(request, error)
 
-    def check(self) -> list[str]:
-        """Return a description of each violated invariant of the queues and the heap."""
-        found = []
-        heap = self._heap
-        if self._places != {priority: place for place, priority in enumerate(heap)}:
-            found.append(f"line: {len(heap)} entries, {len(self._places)} places differ")
-        if set(heap) != set(self._queues) or not all(self._queues.values()):
-            found.append(f"line: {len(heap)} priorities, {len(self._queues)} queues differ")
-        if (waiters := sum(map(len, self._queues.values()))) != self._length:
-            found.append(f"line: {waiters} waiters, counted {self._length}")
+    def _refuse(self, request: Request, error: AiokvError) -> None:
+        self._outbox.effects.refused.append((request.lease_id, error))
+        self.leave(request.lease_id)
+
+    def refuse_all(self, error: Callable[[], AiokvError]) -> None:
+        """End all waits, each with an error of its own."""
+        lines = [self._line, *self._quota.take_lines()]
+        self._line = PriorityLine()
+        self._endings.add(lines, lambda request: self._refuse(request, error()))
+
+    def serve(self) -> bool:
+        """Serve what is due, at most ``PER_CALL`` requests of a kind; return whether some is left.
+
+        ``KeyboardInterrupt`` may end it anywhere; the next call goes on.
+        """
+        is_left = False
+        for serve_one in (self._endings.end_one, self._serve_quota, self._serve_first):
+            for _ in range(PER_CALL):
+                if not serve_one():
+                    break
+            else:
+                is_left = True
+        return is_left
+
+    def _serve_quota(self) -> bool:
+        if not self._quota.is_due:
+            return False
+        request = self._quota.next_fitting()
+        if request is not None:
+            self._enter(request)
+        return request is not None
+
+    def _serve_first(self) -> bool:
+        """Serve the first request; return whether the next one may be granted, too."""
+        request = self._line.first()
+        if request is None or self._gate.closed:
+            return False
+        if request.takes_turn:
+            if not request.told:
+                request.told = True
+                self._outbox.effects.turns.append(request.lease_id)
+            return False  # it stays first until it has taken its blocks, or has left
+        lease_id = request.lease_id
+        grant: Grant | None
+        try:
+            if self._core.is_granted(lease_id):  # an interrupt came behind the grant
+                grant = self._granting.loading(lease_id)
+            else:
+                grant = self._granting.attempt(lease_id, request.num_tokens)
+        except Exception as error:  # of the waiting lease, not of the one that made room
+            self._outbox.effects.refused.append((lease_id, error))
+            self.leave(lease_id)
+            return True
+        if grant is None:
+            return False
+        self._outbox.effects.granted.append(Grant(lease_id, grant.onloads))
+        self._remove(request)
+        return True
+
+    def entries(self) -> list[Request]:
+        """Return the requests that wait for capacity, the first in line first."""
+        return self._line.in_order()
+
+    def check(self, live: Collection[int]) -> list[str]:
+        """Return a description of each violated invariant.
+
+        Args:
+            live: ids of the leases that are not released.
+        """
+        lines = [self._line, *self._quota.lines, *self._endings.lines()]
+        found = check_entries("capacity line", self._requests, lines, live)
         found += [
-            f"line: entry {place} is in front of its parent"
-            for place in range(1, len(heap))
-            if heap[place] < heap[(place - 1) // 2]
+            f"capacity line: lease {lease_id:#x} waits, but it is granted"
+            for lease_id in self._requests
+            if lease_id in live and self._core.is_granted(lease_id)
         ]
         return found
 
-    def _drop(self, priority: int) -> None:
-        """Remove a priority, whose queue is gone."""
-        place = self._places.pop(priority)
-        last = self._heap.pop()
-        if place < len(self._heap):
-            self._heap[place] = last
-            self._sink(place)
-            self._rise(self._places[last])
 
-    def _rise(self, place: int) -> None:
-        """Move a priority towards the front until its parent goes before it."""
-        heap, places = self._heap, self._places
-        entry = heap[place]
-        while place:
-            parent = (place - 1) // 2
-            if heap[parent] < entry:
-                break
-            heap[place] = heap[parent]
-            places[heap[place]] = place
-            place = parent
-        heap[place] = entry
-        places[entry] = place
-
-    def _sink(self, place: int) -> None:
-        """Move a priority towards the end until it goes before its children."""
-        heap, places = self._heap, self._places
-        entry = heap[place]
-        while (child := 2 * place + 1) < len(heap):
-            if child + 1 < len(heap) and heap[child + 1] < heap[child]:
-                child += 1
-            if entry < heap[child]:
-                break
-            heap[place] = heap[child]
-            places[heap[place]] = place
-            place = child
-        heap[place] = entry
-        places[entry] = place
+def already_waits(owner: str) -> LeaseError:
+    """Return the error of a lease that waits for its blocks in another task."""
+    return LeaseError(f"lease {owner or 'unnamed'!r} waits for its blocks already, in another task")

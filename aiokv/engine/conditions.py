@@ -1,0 +1,51 @@
+"""Conditions: coroutines that wait until something holds for leases, blocks and steps."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Conditions:
+    """Conditions that coroutines wait for; the dispatcher has them tested after each transition."""
+
+    def __init__(self) -> None:
+        self._waiters: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+        self._testing = False
+
+    def __bool__(self) -> bool:
+        return bool(self._waiters)
+
+    def test(self) -> None:
+        """Wake the coroutines whose condition holds. A condition may make transitions itself."""
+        if self._testing:
+            return
+        self._testing = True
+        try:
+            for condition, waiter in list(self._waiters):
+                if not waiter.done() and condition():
+                    waiter.set_result(None)
+        finally:
+            self._testing = False
+
+    async def wait_for(self, condition: Callable[[], bool], timeout: float | None) -> bool:
+        """Return True when the condition holds, False when the deadline passed first.
+
+        Cancellation: nothing changed.
+        """
+        if condition():
+            return True
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        entry = (condition, waiter)
+        self._waiters.append(entry)
+        try:
+            async with asyncio.timeout(timeout):
+                await waiter
+        except TimeoutError:
+            return condition()
+        finally:
+            self._waiters.remove(entry)
+        return True

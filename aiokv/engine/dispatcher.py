@@ -1,0 +1,251 @@
+"""Dispatcher: applies the effects of the scheduler's transitions. No other code does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+from aiokv.engine.conditions import Conditions
+from aiokv.errors import BrokenEngineError
+from aiokv.plan import TransferReport
+from aiokv.scheduler.effects import NO_EFFECTS
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+
+    from aiokv.engine.lifetime import Lifetime
+    from aiokv.engine.transfers import Transfers
+    from aiokv.scheduler.effects import Effects, Grant
+    from aiokv.scheduler.scheduler import CacheScheduler
+    from aiokv.worker.base import Worker
+    from aiokv.worker.poller import EventPoller
+
+T = TypeVar("T")
+
+
+class _Wait:
+    """A task that waits for a grant. The future's result: True once granted, False for its turn."""
+
+    __slots__ = ("future", "on_grant")
+
+    def __init__(self, future: asyncio.Future[bool], on_grant: Callable[[Grant], None]) -> None:
+        self.future = future
+        self.on_grant = on_grant
+
+
+class Dispatcher:
+    """Applies effects: ``value = dispatcher.apply(scheduler.commit(lease_id, num_tokens))``.
+
+    It owns the futures of the tasks that wait for leases, keyed by lease id.
+
+    Attributes:
+        conditions: tested after each transition.
+    """
+
+    def __init__(
+        self,
+        scheduler: CacheScheduler,
+        lifetime: Lifetime,
+        worker: Worker,
+        poller: EventPoller,
+        transfers: Transfers,
+    ) -> None:
+        self._scheduler = scheduler
+        self._lifetime = lifetime
+        self._worker = worker
+        self._poller = poller
+        self._transfers = transfers
+        self._waits: dict[int, _Wait] = {}  # for capacity
+        self._errors: dict[int, BaseException] = {}  # of waits whose task has not seen them
+        self._pending_waits: dict[int, asyncio.Future[None]] = {}
+        self._on_unpinned: Callable[[int, str], None] = lambda lease_id, reason: None
+        self._applying = False
+        self._collects = False  # collect_backups was scheduled
+        self._advance: asyncio.Handle | None = None
+        self._wants_advance = False
+        self._stopped = False
+        self.conditions = Conditions()
+
+    def tell_unpinned(self, callback: Callable[[int, str], None]) -> None:
+        """Call ``callback(lease_id, reason)`` with each pin that ends."""
+        self._on_unpinned = callback
+
+    def stop(self) -> None:
+        """Apply nothing from now on: the process is a fork of the one that has the worker."""
+        self._stopped = True
+
+    # --- effects --------------------------------------------------------------------------------
+
+    def apply(self, result: tuple[T, Effects]) -> T:
+        """Apply the effects of a transition, and return its value."""
+        value, effects = result
+        if effects is not NO_EFFECTS and not self._applying and not self._stopped:
+            self._apply(effects)
+        if self.conditions:
+            self.conditions.test()
+        return value
+
+    def _apply(self, effects: Effects) -> None:
+        """Apply all entries. Each is removed when it was applied: an interrupt loses none."""
+        self._applying = True
+        follow_ups: list[Callable[[], tuple[None, Effects]]] = []
+        try:
+            while effects:
+                self._apply_once(effects)
+                follow_ups += self._cancel(effects)
+            self._scheduler.applied()
+        finally:
+            self._applying = False
+        for transition in follow_ups:
+            self.apply(transition())
+
+    def _apply_once(self, effects: Effects) -> None:
+        while effects.submit:
+            self._transfers.submit(effects.submit.popleft())
+        while effects.urge:
+            self._transfers.raise_priority(*effects.urge[0])
+            effects.urge.popleft()
+        while effects.computed:
+            step = self._scheduler.read.open_step
+            self._worker.record_checksums(effects.computed.popleft(), step)
+        while effects.granted:
+            self._end_wait(effects.granted[0])
+            effects.granted.popleft()
+        while effects.turns:
+            self._give_turn(effects.turns[0])
+            effects.turns.popleft()
+        while effects.refused:
+            self._refuse(*effects.refused[0])
+            effects.refused.popleft()
+        while effects.resumed:
+            self._resume(*effects.resumed[0])
+            effects.resumed.popleft()
+        while effects.unpinned:
+            self._on_unpinned(*effects.unpinned[0])
+            effects.unpinned.popleft()
+        if effects.collect:
+            self._schedule_collect()
+            effects.collect = False
+        if effects.advance:
+            self._schedule_advance()
+            effects.advance = False
+
+    def _cancel(self, effects: Effects) -> list[Callable[[], tuple[None, Effects]]]:
+        """Cancel transfers; return the transitions that follow from the worker's answers."""
+        scheduler = self._scheduler
+        follow_ups: list[Callable[[], tuple[None, Effects]]] = []
+        while effects.cancel:
+            transfer_id = effects.cancel[0]
+            answer = self._transfers.cancel(transfer_id)
+            if answer == "at once":  # a new match of the same prompt must not join it
+                report = TransferReport(transfer_id=transfer_id, outcome="cancelled")
+                follow_ups.append(lambda report=report: scheduler.complete(report))  # type: ignore[misc]
+            elif answer == "asked":
+                follow_ups.append(lambda tid=transfer_id: scheduler.note_cancelling(tid))  # type: ignore[misc]
+            effects.cancel.popleft()
+        return follow_ups
+
+    # --- later in this pass, and in later passes ------------------------------------------------
+
+    def _schedule_collect(self) -> None:
+        """Back up what this pass of the loop commits, together, at its end."""
+        if not self._collects and not self._poller.closed:
+            self._poller.soon(self._collect)
+            self._collects = True
+
+    def _collect(self) -> None:
+        self._collects = False
+        self.apply(self._scheduler.collect_backups())
+
+    def _schedule_advance(self) -> None:
+        self._wants_advance = True
+        if self._advance is None:
+            self._advance = self._lifetime.loop.call_soon(self._run_advance)
+
+    def _run_advance(self) -> None:
+        # Scheduled first: an interrupt must not end the work.
+        self._advance = self._lifetime.loop.call_soon(self._run_advance)
+        self._wants_advance = False
+        self.apply(self._scheduler.advance())
+        if not self._wants_advance:
+            self._advance.cancel()
+            self._advance = None
+
+    # --- waiting tasks --------------------------------------------------------------------------
+
+    async def granted(self, lease_id: int, on_grant: Callable[[Grant], None]) -> bool:
+        """Wait for the grant of a lease that waits for capacity.
+
+        Args:
+            lease_id: the lease.
+            on_grant: called with the grant, before the task runs.
+
+        Returns:
+            True when it was granted; False when it is its turn to call ``take_turn``.
+
+        Raises:
+            AiokvError: the wait has ended without a grant.
+
+        Cancellation: the caller calls ``stop_waiting``.
+        """
+        if error := self._errors.pop(lease_id, None):
+            raise error
+        wait = self._waits[lease_id] = _Wait(self._lifetime.loop.create_future(), on_grant)
+        try:
+            return await wait.future
+        finally:
+            del self._waits[lease_id]
+
+    def forget_wait(self, lease_id: int) -> None:
+        """Note that the task of a lease waits no more."""
+        self._errors.pop(lease_id, None)
+
+    def _end_wait(self, grant: Grant) -> None:
+        wait = self._waits.get(grant.lease_id)
+        if wait is None or wait.future.cancelled():
+            return  # its task calls stop_waiting, which takes the grant back
+        try:
+            wait.on_grant(grant)
+        except Exception as error:  # its layers are not known: it must not count as granted
+            self._refuse(grant.lease_id, error)
+            return
+        if not wait.future.done():
+            wait.future.set_result(True)
+
+    def _give_turn(self, lease_id: int) -> None:
+        wait = self._waits.get(lease_id)
+        if wait is not None and not wait.future.done():
+            wait.future.set_result(False)
+
+    def _refuse(self, lease_id: int, error: BaseException) -> None:
+        if isinstance(error, BrokenEngineError):
+            error.__cause__ = self._lifetime.failure
+        wait = self._waits.get(lease_id)
+        if wait is None or wait.future.done():
+            self._errors[lease_id] = error
+        else:
+            wait.future.set_exception(error)
+
+    async def resumed(self, lease_id: int) -> None:
+        """Wait until a lease that waits for pending blocks is to look again.
+
+        Raises:
+            LeaseError: it was released meanwhile.
+
+        Cancellation: the caller calls ``stop_wait_pending``.
+        """
+        future: asyncio.Future[None] = self._lifetime.loop.create_future()
+        self._pending_waits[lease_id] = future
+        try:
+            await future
+        finally:
+            del self._pending_waits[lease_id]
+
+    def _resume(self, lease_id: int, error: BaseException | None) -> None:
+        future = self._pending_waits.get(lease_id)
+        if future is None or future.done():
+            return
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)

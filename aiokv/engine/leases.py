@@ -1,0 +1,445 @@
+"""Leases: the collaborator of every :class:`Lease`, and of the methods on many of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from aiokv import checks
+from aiokv.engine.lifetime import Phase
+from aiokv.engine.open_step import ADVICE
+from aiokv.errors import AllocateTimeout, LeaseError, TransferError, UsageError, WouldBlock
+from aiokv.lease import Lease
+from aiokv.plan import CLONE, STATE, Priority, clone_plan
+from aiokv.types import LeaseState, as_items, as_tokens
+from aiokv.worker.views import done_view
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from aiokv.engine.computing import Computing
+    from aiokv.engine.dispatcher import Dispatcher
+    from aiokv.engine.lifetime import Lifetime
+    from aiokv.engine.open_step import OpenStep
+    from aiokv.engine.steps import Steps
+    from aiokv.engine.transfers import Transfers
+    from aiokv.scheduler.effects import Grant
+    from aiokv.scheduler.scheduler import CacheScheduler
+    from aiokv.types import Item, TokenIds
+    from aiokv.worker.base import Worker
+    from aiokv.worker.device.base import Event
+    from aiokv.worker.views import LayerView
+
+NO_NAME: Final = ""  # compared by identity: the default needs no check
+
+
+class Leases:
+    """Match, allocate, commit, extend, preempt, fork, release: the awaits around the transitions.
+
+    Every method on a lease raises ``LeaseError`` after the lease was released; see :class:`Lease`
+    for the other errors, and for what holds after a cancellation.
+
+    Attributes:
+        read: answers about leases.
+    """
+
+    def __init__(
+        self,
+        lifetime: Lifetime,
+        scheduler: CacheScheduler,
+        dispatcher: Dispatcher,
+        worker: Worker,
+        transfers: Transfers,
+        open_step: OpenStep,
+        steps: Steps,
+        computing: Computing,
+        *,
+        verifies: bool,
+    ) -> None:
+        self.read = scheduler.read
+        self._lifetime = lifetime
+        self._scheduler = scheduler
+        self._apply = dispatcher.apply
+        self._dispatcher = dispatcher
+        self._worker = worker
+        self._transfers = transfers
+        self._open_step = open_step
+        self._steps = steps
+        self._computing = computing
+        self._verifies = verifies
+        self._done = done_view(worker.num_layers)
+
+    def open(self) -> None:
+        """Note that the worker is open, and knows the number of layers."""
+        self._done = done_view(self._worker.num_layers)
+
+    @property
+    def done(self) -> LayerView:
+        """The layers of a lease that waits for no transfer."""
+        return self._done
+
+    # --- matching -------------------------------------------------------------------------------
+
+    def match(
+        self,
+        tokens: TokenIds,
+        *,
+        salt: str = NO_NAME,
+        adapter: str = NO_NAME,
+        items: Sequence[Item] = (),
+        owner: str = NO_NAME,
+        read: bool = True,
+        write: bool = True,
+    ) -> Lease:
+        """See ``CacheEngine.match``."""
+        self._lifetime.check_open()
+        if salt is not NO_NAME:
+            checks.text("salt", salt)
+        if adapter is not NO_NAME:
+            checks.text("adapter", adapter)
+        if owner is not NO_NAME:
+            checks.text("owner", owner)
+        if read is not True:
+            checks.flag("read", read)
+        if write is not True:
+            checks.flag("write", write)
+        lease_id = self._apply(
+            self._scheduler.match(
+                as_tokens(tokens),
+                _context(salt, adapter),
+                as_items(items) if items else (),
+                reads=read,
+                writes=write,
+                owner=owner,
+                salt=salt,
+            )
+        )
+        return Lease(self, lease_id, owner, salt, self._done)
+
+    def match_to_hold(
+        self,
+        tokens: TokenIds,
+        *,
+        salt: str,
+        adapter: str,
+        items: Sequence[Item],
+        owner: str,
+        whole: bool,
+    ) -> Lease:
+        """Match for a lease that computes nothing and keeps its hit where that is.
+
+        Args:
+            whole: it may hit the last block of the prompt, too.
+        """
+        self._lifetime.check_open()
+        lease_id = self._apply(
+            self._scheduler.match(
+                as_tokens(tokens),
+                _context(checks.text("salt", salt), checks.text("adapter", adapter)),
+                as_items(items) if items else (),
+                owner=owner,
+                salt=salt,
+                holds="whole prompt" if whole else "prompt",
+            )
+        )
+        return Lease(self, lease_id, owner, salt, self._done)
+
+    # --- capacity -------------------------------------------------------------------------------
+
+    def allocate(self, lease: Lease, num_tokens: int, priority: int) -> bool:
+        """Grant now, or return False: the lease is in line, and ``wait_granted`` is to be awaited.
+
+        Raises:
+            LeaseError, RequestTooLarge, ClosedError, BrokenEngineError: see ``Lease.allocate``.
+        """
+        self._lifetime.check_open()
+        grant = self._apply(self._scheduler.allocate(lease.live_id(), num_tokens, priority))
+        if grant is None:
+            return False
+        if grant.onloads:
+            self._show_layers(lease, grant)
+        return True
+
+    def try_allocate(
+        self, lease: Lease, num_tokens: int, onload_priority: Priority = Priority.DEMAND
+    ) -> bool:
+        """Grant now, or return False."""
+        self._lifetime.check_open()
+        grant = self._apply(
+            self._scheduler.try_allocate(
+                lease.live_id(), num_tokens, onload_priority=onload_priority
+            )
+        )
+        if grant is None:
+            return False
+        if grant.onloads:
+            self._show_layers(lease, grant)
+        return True
+
+    def can_allocate(self, lease: Lease, num_tokens: int) -> bool:
+        """See ``Lease.can_allocate``."""
+        self._lifetime.check_open()
+        return self._scheduler.can_allocate(lease.live_id(), num_tokens)
+
+    def _show_layers(self, lease: Lease, grant: Grant) -> None:
+        """Let the lease wait for the layers that its grant onloads."""
+        lease_id = lease.live_id()
+        try:
+            lease.layers = self._transfers.view(lease_id, grant.onloads, lease.owner)
+        except BaseException:  # its layers are not known: it must not count as granted
+            self._apply(self._scheduler.stop_waiting(lease_id))
+            raise
+
+    def _on_grant(self, lease: Lease, grant: Grant) -> None:
+        if grant.onloads:
+            lease.layers = self._transfers.view(lease.live_id(), grant.onloads, lease.owner)
+
+    async def wait_granted(self, lease: Lease, num_tokens: int, timeout: float | None) -> None:
+        """Wait until a lease that is in line was granted.
+
+        Raises:
+            AllocateTimeout: after ``timeout`` seconds; and the other errors of ``Lease.allocate``.
+
+        Cancellation: the lease holds nothing.
+        """
+        lease_id = lease.live_id()
+        began = time.monotonic()
+        on_grant = partial(self._on_grant, lease)
+        try:
+            async with asyncio.timeout(timeout):
+                while not await self._dispatcher.granted(lease_id, on_grant):
+                    grant = self._apply(self._scheduler.take_turn(lease_id))
+                    if grant is not None:
+                        on_grant(grant)
+                        break
+        except TimeoutError:
+            if lease.id and self.read.is_granted(lease_id):
+                return  # the grant came just before the deadline
+            error = self._timed_out(lease, num_tokens, timeout)
+            self._stop_waiting(lease, lease_id)
+            raise error from None
+        except BaseException:
+            self._stop_waiting(lease, lease_id)
+            raise
+        finally:
+            self._dispatcher.forget_wait(lease_id)
+            lease.note_capacity_wait(time.monotonic() - began)
+
+    def _stop_waiting(self, lease: Lease, lease_id: int) -> None:
+        self._apply(self._scheduler.stop_waiting(lease_id))
+        lease.leave_layers(self._done)
+
+    def _timed_out(self, lease: Lease, num_tokens: int, timeout: float | None) -> AllocateTimeout:
+        what = f"no room for {num_tokens} positions within {timeout} s"
+        reason, hint = self.read.explain_wait(lease.salt, num_tokens)
+        if hint and not reason.startswith("salt") and (unclosed := self._open_step.explain()):
+            reason, hint = unclosed, ADVICE
+        return AllocateTimeout(f"{what}: {reason}", hint=hint)
+
+    async def wait_pending(self, lease: Lease, timeout: float | None) -> None:
+        """Wait until no lease computes more of the prefix, at most ``timeout`` seconds.
+
+        Raises:
+            LeaseError: the lease waits already, or was released while it waited.
+
+        Cancellation: the lease has stopped waiting, and nothing else changed.
+        """
+        lease_id = lease.live_id()
+        pending_tokens = self.read.pending_tokens(lease_id)
+        if not self._apply(self._scheduler.wait_pending(lease_id)):
+            return
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(timeout):
+                while True:
+                    await self._dispatcher.resumed(lease_id)
+                    if not self._apply(self._scheduler.wait_pending(lease_id)):
+                        return
+        except TimeoutError:
+            return  # computing it again is never wrong
+        finally:
+            self._apply(self._scheduler.stop_wait_pending(lease_id))
+            lease.note_pending_wait(pending_tokens, time.monotonic() - began)
+
+    # --- granted leases -------------------------------------------------------------------------
+
+    def append(self, lease: Lease, tokens: TokenIds) -> None:
+        """See ``Lease.append``."""
+        self._lifetime.check_loop()
+        self._apply(self._scheduler.append(lease.live_id(), as_tokens(tokens)))
+
+    def commit(self, lease: Lease, num_tokens: int, ready: Event | None) -> int:
+        """See ``Lease.commit``."""
+        self._lifetime.check_loop()
+        if ready is None:
+            return self._apply(self._scheduler.commit(lease.live_id(), num_tokens))
+        self._worker.check_event(ready)
+        published = self._apply(
+            self._scheduler.commit(lease.live_id(), num_tokens, closes_step=True)
+        )
+        self._steps.close(ready)
+        return published
+
+    def truncate(self, lease: Lease, num_tokens: int) -> None:
+        """See ``Lease.truncate``."""
+        self._lifetime.check_loop()
+        self._apply(self._scheduler.truncate(lease.live_id(), num_tokens))
+
+    def recompute_from(self, lease: Lease) -> int | None:
+        """See ``Lease.recompute_from``."""
+        self._lifetime.check_loop()
+        if lease.layers.given_up:
+            raise LeaseError(f"recompute_from: a slow rank may still write blocks of {lease!r}")
+        lease_id = lease.held_id()
+        position = self._apply(self._scheduler.recompute_from(lease_id))
+        if position >= 0:
+            return position
+        if self.read.onloads(lease_id):
+            try:
+                lease.layers.raise_for_error()
+            except TransferError as error:
+                raise LeaseError(
+                    f"recompute_from: a transfer of {lease!r} has failed but not ended",
+                    hint="await layers.wait_all(), then ask again",
+                ) from error
+        return None
+
+    def extend(self, lease_ids: list[int], num_tokens: int) -> None:
+        """See ``CacheEngine.extend``."""
+        if not self._apply(self._scheduler.extend(lease_ids, num_tokens)):
+            raise WouldBlock(
+                f"no room to extend {len(lease_ids)} leases by {num_tokens} positions",
+                hint="preempt a lease, or raise CacheConfig.reserve_blocks",
+            )
+
+    def fork(self, lease: Lease, owner: str, stream: object) -> Lease:
+        """See ``Lease.fork``."""
+        self._lifetime.check_open()
+        owner = owner or lease.owner
+        fork = self._apply(self._scheduler.fork(lease.live_id(), owner))
+        child = Lease(self, fork.lease_id, owner, lease.salt, self._done)
+        try:
+            clone = clone_plan(CLONE, fork.source_blocks, fork.target_blocks)
+            self._worker.clone(clone, stream)
+            if fork.state_slots is not None:
+                self._copy_state(*fork.state_slots, stream)
+        except BaseException:
+            child.release()
+            raise
+        if self._verifies:
+            self._worker.record_checksums(fork.target_blocks, self.read.open_step)
+        return child
+
+    def snapshot(self, lease: Lease, num_tokens: int, stream: object) -> bool:
+        """See ``Lease.snapshot``."""
+        self._lifetime.check_loop()
+        slots = self._apply(self._scheduler.snapshot(lease.live_id(), num_tokens))
+        if slots is None:
+            return False
+        try:
+            self._copy_state(*slots, stream)
+        except BaseException:
+            self._apply(self._scheduler.discard_snapshot(lease.live_id(), slots[1]))
+            raise
+        return True
+
+    def _copy_state(self, source: int, target: int, stream: object) -> None:
+        self._worker.clone(clone_plan(STATE, [source], [target]), stream)
+
+    # --- preemption and release -----------------------------------------------------------------
+
+    async def preempt(self, lease: Lease, *, swap: bool) -> None:
+        """See ``Lease.preempt``."""
+        self._lifetime.check_open()
+        if swap:
+            await self._swap_out(lease)
+            return
+        self._apply(self._scheduler.preempt(lease.live_id()))
+        lease.leave_layers(self._done)
+
+    async def _swap_out(self, lease: Lease) -> None:
+        await self._computing.wait_ended(lease)
+        while saving := self.read.saving(lease.live_id()):
+            await self._transfers.ended(saving)
+            await self._computing.wait_ended(lease)
+        self._lifetime.check_open()
+        lease_id = lease.live_id()
+        transfer_id = self._apply(self._scheduler.swap_out(lease_id))
+        if transfer_id is None:
+            raise WouldBlock(
+                "the host tier has no room for the table, or the cache was reset under the lease",
+                hint="preempt without swap, or raise CacheConfig.host_blocks",
+            )
+        lease.leave_layers(self._done)
+        if not transfer_id:
+            return
+        await self._transfers.ended(transfer_id)
+        if lease.state is LeaseState.GRANTED:
+            raise TransferError(
+                "the table could not be moved; the lease keeps it", direction="offload"
+            )
+
+    def release(self, lease: Lease, after: Event | None) -> None:
+        """See ``Lease.release``."""
+        if not self._lifetime.is_running:
+            lease.forget()  # the engine closed without it
+            return
+        self._lifetime.check_loop()
+        used_in = 0 if after is None else self._steps.close(after)
+        lease_id = lease.id
+        lease.forget()
+        self._apply(self._scheduler.release(lease_id, used_in))
+
+    def collect(self, lease_id: int) -> bool:
+        """Release a lease that was garbage-collected; return whether it held blocks. Any thread."""
+        if self._lifetime.phase is Phase.ABANDONED:
+            return False
+        held = self.read.holds_blocks(lease_id)
+        # Not now: the collector may run in the middle of a grant.
+        if self._lifetime.is_running and not self._lifetime.loop.is_closed():
+            self._lifetime.loop.call_soon_threadsafe(self._release_collected, lease_id)
+        return held
+
+    def _release_collected(self, lease_id: int) -> None:
+        if self._lifetime.is_running:
+            self._apply(self._scheduler.release(lease_id))
+
+    # --- checks ---------------------------------------------------------------------------------
+
+    def check_loop(self) -> None:
+        """See ``Lifetime.check_loop``."""
+        self._lifetime.check_loop()
+
+    def check_thread(self) -> None:
+        """See ``Lifetime.check_thread``."""
+        self._lifetime.check_thread()
+
+    def failure_text(self) -> str:
+        """Return why leases have lost their blocks."""
+        return str(self._lifetime.failure or "a rank was lost")
+
+    def lease_id(self, lease: Lease) -> int:
+        """Return the id of a lease of this engine.
+
+        Raises:
+            UsageError: not a lease.
+            LeaseError: of another engine, or released.
+        """
+        if not isinstance(lease, Lease):
+            raise UsageError(f"lease is {lease!r}; it must be a Lease")
+        if not lease.belongs_to(self):
+            raise LeaseError(f"{lease!r} belongs to another engine")
+        return lease.live_id()
+
+    def lease_ids(self, leases: Sequence[Lease]) -> list[int]:
+        """Return the ids of leases of this engine; errors as of ``lease_id``."""
+        if type(leases) is not list:
+            leases = checks.sequence("leases", leases)
+        return [self.lease_id(lease) for lease in leases]
+
+
+def _context(salt: str, adapter: str) -> str:
+    """Return the name under which prompts share blocks."""
+    return f"{len(salt)}:{salt}{adapter}" if salt or adapter else ""

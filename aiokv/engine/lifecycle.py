@@ -1,0 +1,133 @@
+"""Lifecycle: open and close an engine, and abandon it in a forked process."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from aiokv import _native, checks
+from aiokv.engine.lifetime import Phase
+from aiokv.observe.logs import Log
+
+if TYPE_CHECKING:
+    from aiokv.config import CacheConfig
+    from aiokv.engine.computing import Computing
+    from aiokv.engine.dispatcher import Dispatcher
+    from aiokv.engine.leases import Leases
+    from aiokv.engine.lifetime import Lifetime
+    from aiokv.engine.open_step import OpenStep
+    from aiokv.engine.recovery import Recovery
+    from aiokv.engine.steps import Steps
+    from aiokv.scheduler.scheduler import CacheScheduler
+    from aiokv.worker.base import Worker
+    from aiokv.worker.poller import EventPoller
+
+log = Log(__name__)
+
+
+class Lifecycle:
+    """The order in which the parts of an engine begin and end."""
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        lifetime: Lifetime,
+        scheduler: CacheScheduler,
+        dispatcher: Dispatcher,
+        worker: Worker,
+        poller: EventPoller,
+        open_step: OpenStep,
+        steps: Steps,
+        computing: Computing,
+        leases: Leases,
+        recovery: Recovery,
+    ) -> None:
+        self._config = config
+        self._lifetime = lifetime
+        self._scheduler = scheduler
+        self._dispatcher = dispatcher
+        self._worker = worker
+        self._poller = poller
+        self._open_step = open_step
+        self._steps = steps
+        self._computing = computing
+        self._leases = leases
+        self._recovery = recovery
+
+    async def open(self) -> None:
+        """Bind the engine to the running loop, and take host memory.
+
+        Raises:
+            UsageError: it was entered before.
+
+        Cancellation: nothing is taken; the engine cannot be entered again.
+        """
+        loop = asyncio.get_running_loop()
+        self._lifetime.enter(loop)
+        self._poller.open(loop)
+        try:
+            await self._worker.open(
+                device_blocks=self._config.device_blocks,
+                host_blocks=self._config.host_blocks,
+                poller=self._poller,
+                on_report=self._recovery.on_report,
+                on_step=self._recovery.on_step,
+                on_lost=self._recovery.on_lost,
+            )
+        except BaseException:
+            self._poller.close()
+            raise
+        self._dispatcher.apply(self._scheduler.track_steps(self._worker.computes_in_stream))
+        self._leases.open()
+        self._lifetime.open()
+
+    async def aclose(self, drain_timeout: float | None) -> None:
+        """See ``CacheEngine.aclose``."""
+        lifetime = self._lifetime
+        default = self._config.drain_timeout_seconds
+        timeout = default if drain_timeout is None else drain_timeout
+        timeout_seconds = checks.timeout(timeout, "drain_timeout")
+        if not lifetime.is_running:
+            if not lifetime.is_closing:
+                lifetime.close(Phase.CLOSED)
+            return
+        if lifetime.loop.is_closed():
+            self._close_without_loop()
+            return
+        lifetime.check_loop()
+        lifetime.close(Phase.CLOSING)
+        self._dispatcher.apply(self._scheduler.close())
+        await self._wait_for_leases(timeout_seconds)
+        self._computing.close()
+        self._dispatcher.apply(self._scheduler.stop_saving())
+        if self._scheduler.read.open_step:  # transfers must not wait for a step that no task closes
+            self._steps.close(None)
+        self._open_step.stop()
+        await self._worker.aclose()
+        self._poller.close()
+        lifetime.close(Phase.CLOSED)
+        self._dispatcher.conditions.test()
+
+    async def _wait_for_leases(self, timeout: float | None) -> None:
+        read = self._scheduler.read
+        conditions = self._dispatcher.conditions
+        if not await conditions.wait_for(lambda: not read.has_leases, timeout):
+            log.warning("engine.leases_out", owners=read.owners(), waited_seconds=timeout)
+
+    def _close_without_loop(self) -> None:
+        """Close after the loop was closed: no callback will run."""
+        self._lifetime.close(Phase.CLOSED)
+        self._computing.stop()
+        self._worker.close_without_loop()
+
+    def abandon(self, engine: object) -> None:
+        """Use no device, thread or loop from now on; called in a forked process.
+
+        Leases end without effect, ``aclose`` returns at once, and all else raises ``ClosedError``.
+        """
+        if not self._lifetime.is_running:
+            return
+        _native.keep_forever(engine)  # destructors would join threads that this process lacks
+        self._lifetime.close(Phase.ABANDONED)
+        self._computing.stop()
+        self._dispatcher.stop()

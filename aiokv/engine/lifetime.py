@@ -1,0 +1,138 @@
+"""Lifetime: the loop that an engine belongs to, and whether it takes calls."""
+
+from __future__ import annotations
+
+import asyncio
+from enum import Enum
+from threading import get_ident
+
+from aiokv.errors import BrokenEngineError, ClosedError, UsageError
+
+_running_loop = asyncio._get_running_loop
+
+
+class Phase(Enum):
+    """Phases of an engine, in order; the value completes the sentence "the engine ..."."""
+
+    NEW = "is not entered"
+    OPEN = "is open"
+    CLOSING = "is closing"
+    CLOSED = "is closed"
+    ABANDONED = "belongs to the process that has entered it"
+
+
+class Lifetime:
+    """State that every method of an engine checks first.
+
+    Attributes:
+        phase: where the engine is between ``async with`` and its end.
+        failure: the error that broke the engine; None while it can serve.
+    """
+
+    __slots__ = ("_loop", "_serves", "_thread", "failure", "phase")
+
+    def __init__(self) -> None:
+        self.phase = Phase.NEW
+        self.failure: BaseException | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = 0  # of the loop, while the engine is open or closing
+        self._serves = False  # open and not broken
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The loop that the engine was entered on.
+
+        Raises:
+            UsageError: it was not entered.
+        """
+        if self._loop is None:
+            raise UsageError("CacheEngine must be entered with 'async with' before use")
+        return self._loop
+
+    @property
+    def is_running(self) -> bool:
+        """True from ``async with`` until the engine is closed."""
+        return self._thread != 0
+
+    @property
+    def is_closing(self) -> bool:
+        """True when no new work is taken, now or ever."""
+        return self.phase not in (Phase.NEW, Phase.OPEN)
+
+    def enter(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Bind the engine to its loop.
+
+        Raises:
+            UsageError: it was entered before.
+        """
+        if self.phase is not Phase.NEW:
+            raise UsageError("a CacheEngine can be entered once")
+        self._loop = loop
+
+    def open(self) -> None:
+        """Take calls from now on."""
+        self._thread = get_ident()
+        self.phase = Phase.OPEN
+        self._serves = True
+
+    def close(self, phase: Phase) -> None:
+        """Enter ``CLOSING``, where open leases may still be used, or one of the last phases."""
+        self.phase = phase
+        self._serves = False
+        if phase is not Phase.CLOSING:
+            self._thread = 0
+
+    def fail(self, error: BaseException) -> None:
+        """Refuse new work: the device or a rank has failed."""
+        self.failure = error
+        self._serves = False
+
+    def repair(self) -> None:
+        """Take calls again after ``fail``."""
+        self.failure = None
+        self._serves = self.phase is Phase.OPEN
+
+    def check_open(self) -> None:
+        """Check a call that begins something.
+
+        Raises:
+            ClosedError: the engine is closing, or closed.
+            BrokenEngineError: the device failed, or a rank was lost.
+            UsageError: not on the engine's loop.
+        """
+        if self._serves and _running_loop() is self._loop:
+            return
+        self.check_loop()
+        if self.is_closing:
+            raise ClosedError(f"the engine {self.phase.value}")
+        if self.failure is not None:
+            raise BrokenEngineError(
+                f"an earlier failure broke the engine: {self.failure}"
+            ) from self.failure
+
+    def check_loop(self) -> None:
+        """Check a call that open leases may make until the engine is closed.
+
+        Raises:
+            ClosedError: the engine is closed.
+            UsageError: not on the engine's loop.
+        """
+        if not self._thread:
+            if self.is_closing:
+                raise ClosedError(f"the engine {self.phase.value}")
+            raise UsageError("CacheEngine must be entered with 'async with' before use")
+        if _running_loop() is not self._loop:
+            raise UsageError("the engine is used outside the loop that it was entered on")
+
+    def check_thread(self) -> None:
+        """Check the thread of a call that reads the loop's state; the engine need not be open.
+
+        Raises:
+            UsageError: this is not the thread of the loop.
+        """
+        if get_ident() != self._thread and self._thread:
+            raise UsageError(
+                "the engine is used in a thread other than that of its loop",
+                hint="read it on the loop and pass the values; block_table and statistics() may "
+                "be called in any thread",
+            )

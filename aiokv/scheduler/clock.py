@@ -1,0 +1,44 @@
+"""StepClock: the numbers of the model's steps, and which of them have finished."""
+
+from __future__ import annotations
+
+from collections import deque
+
+
+class StepClock:
+    """Steps are closed in the order of their numbers, and finish in that order.
+
+    Attributes:
+        next: the number of the step that is closed next.
+        tracked: False on a device that computes before it returns: what is committed there is
+            computed, and ``open`` is 0.
+    """
+
+    __slots__ = ("_closed", "next", "tracked")
+
+    def __init__(self) -> None:
+        self.next = 1
+        self.tracked = False
+        self._closed: deque[int] = deque()  # not finished, oldest first
+
+    @property
+    def open(self) -> int:
+        """The step that blocks are noted for; 0 when steps do not matter."""
+        return self.next if self.tracked else 0
+
+    @property
+    def last_unfinished(self) -> int:
+        """The newest step that is closed and has not finished; 0 for none."""
+        return self._closed[-1] if self._closed else 0
+
+    def close(self) -> int:
+        """Close the open step and return its number."""
+        step = self.next
+        self._closed.append(step)
+        self.next = step + 1
+        return step
+
+    def finish(self, step: int) -> None:
+        """Note that ``step`` and all steps before it have finished. Idempotent."""
+        while self._closed and self._closed[0] <= step:
+            self._closed.popleft()

@@ -1,0 +1,90 @@
+"""Granting: give a lease its blocks, and begin the onloads that this takes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from aiokv.plan import Priority
+from aiokv.scheduler.effects import Grant
+
+if TYPE_CHECKING:
+    from aiokv._native import Core
+    from aiokv.scheduler.effects import Outbox
+    from aiokv.scheduler.plans import Plans
+    from aiokv.scheduler.saver import Saver
+
+_NO_ROOM, _READY, _LOADING = range(3)  # returned by Core.allocate
+
+
+class Granting:
+    """Grants, and the onloads in flight that leases wait for.
+
+    Attributes:
+        lost: leases that lost their blocks with a rank, until they are granted again.
+    """
+
+    def __init__(
+        self, core: Core, plans: Plans, saver: Saver, outbox: Outbox, block_tokens: int
+    ) -> None:
+        self._core = core
+        self._plans = plans
+        self._saver = saver
+        self._outbox = outbox
+        self._block_tokens = block_tokens
+        self._priorities: dict[int, Priority] = {}  # of the onloads in flight
+        self.lost: set[int] = set()
+
+    def attempt(
+        self, lease_id: int, num_tokens: int, onload_priority: Priority = Priority.DEMAND
+    ) -> Grant | None:
+        """Grant if there is room; None otherwise.
+
+        Raises:
+            LeaseError: granted already, or not a number of positions.
+            RequestTooLarge: it can never fit.
+        """
+        core = self._core
+        granted: int | None = core.allocate(lease_id, num_tokens)
+        if granted == _NO_ROOM and self._saver.saves_first:
+            granted = self._saver.try_after_saving(
+                lambda: core.allocate(lease_id, num_tokens), -(-num_tokens // self._block_tokens)
+            )
+        if not granted:
+            return None
+        if self.lost:
+            self.lost.discard(lease_id)
+        self._saver.want_if_any()
+        if granted == _READY:
+            return READY
+        return self.loading(lease_id, onload_priority)
+
+    def loading(self, lease_id: int, priority: Priority = Priority.DEMAND) -> Grant:
+        """Submit the onload that a grant has begun.
+
+        An onload that the grant has joined, such as a prefetch, becomes as urgent as ``priority``.
+        """
+        onloads = tuple(self._core.onloads(lease_id))
+        for transfer_id in onloads:
+            known = self._priorities.get(transfer_id)
+            if known is None:
+                self._outbox.effects.submit.append(self._plans.onload(transfer_id, priority))
+                self._priorities[transfer_id] = priority
+            elif priority < known:
+                self._outbox.effects.urge.append((transfer_id, priority))
+                self._priorities[transfer_id] = priority
+        return Grant(lease_id, onloads)
+
+    def ended(self, transfer_id: int) -> None:
+        """Note that a transfer has ended. Idempotent."""
+        self._priorities.pop(transfer_id, None)
+
+    def cancel_abandoned(self) -> None:
+        """Cancel onloads that no lease needs any more."""
+        if self._priorities:
+            abandoned = self._core.take_abandoned()
+            if abandoned:
+                self._outbox.effects.cancel.extend(abandoned)
+
+
+READY: Final = Grant(0, ())
+"""Shared by all grants whose blocks are on the device."""

@@ -1,0 +1,156 @@
+"""Quotas: device blocks that the leases of one salt hold, and requests that wait for them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from aiokv.errors import RequestTooLarge
+from aiokv.scheduler.line import PriorityLine
+from aiokv.scheduler.sharded import SHARDS, Sharded
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from aiokv.scheduler.admission import Request
+
+
+class SaltQuota:
+    """First come, first served within a salt; salts do not wait for each other.
+
+    Args:
+        limit_blocks: per salt; None for no limit, and then no method has an effect.
+    """
+
+    def __init__(self, limit_blocks: int | None) -> None:
+        self.limit_blocks = limit_blocks
+        self._held: dict[str, int] = {}
+        self._by_lease: Sharded[tuple[str, int]] = Sharded()
+        self._lines: dict[str, PriorityLine[Request]] = {}  # salts with waiting requests only
+        self._due: OrderedDict[str, None] = OrderedDict()  # salts whose requests may fit now
+
+    # --- blocks ---------------------------------------------------------------------------------
+
+    def check_request(self, num_blocks: int) -> None:
+        """Raise RequestTooLarge if one lease may never hold so many blocks."""
+        if self.limit_blocks is not None and num_blocks > self.limit_blocks:
+            raise RequestTooLarge(
+                f"the lease needs {num_blocks} blocks, but salt_quota_blocks is {self.limit_blocks}"
+            )
+
+    def fits(self, salt: str, num_blocks: int) -> bool:
+        """Return whether a lease of the salt may hold so many more blocks."""
+        return self.limit_blocks is None or self.held(salt) + num_blocks <= self.limit_blocks
+
+    def admits(self, salt: str, num_blocks: int) -> bool:
+        """Return whether the blocks fit, and no request of the salt waits."""
+        return not self._lines.get(salt) and self.fits(salt, num_blocks)
+
+    def count(self, lease_id: int, salt: str, num_blocks: int) -> None:
+        """Count the blocks to the salt, whether they fit or not."""
+        if self.limit_blocks is not None:
+            self._by_lease[lease_id] = (salt, num_blocks)
+            self._held[salt] = self.held(salt) + num_blocks
+
+    def recount(self, lease_id: int, num_blocks: int) -> None:
+        """Count a lease that has grown or shrunk. Decoding may exceed the limit; others wait."""
+        salt, counted = self._by_lease.get(lease_id, ("", 0))
+        if counted:
+            self._by_lease[lease_id] = (salt, num_blocks)
+            self._held[salt] += num_blocks - counted
+            self._may_fit(salt)
+
+    def give_back(self, lease_id: int) -> None:
+        """Count the lease no more. Idempotent."""
+        salt, num_blocks = self._by_lease.shards[lease_id % SHARDS].pop(lease_id, ("", 0))
+        if num_blocks:
+            self._held[salt] -= num_blocks
+            if not self._held[salt]:
+                del self._held[salt]
+            self._may_fit(salt)
+
+    def hand_over(self, lease_id: int, keeper: int) -> None:
+        """Count the blocks of a lease for another one, which holds them now."""
+        if lease_id in self._by_lease:
+            self._by_lease[keeper] = self._by_lease.pop(lease_id)
+
+    def held(self, salt: str) -> int:
+        """Return the number of blocks that are counted to the salt."""
+        return self._held.get(salt, 0)
+
+    def held_by_salt(self) -> dict[str, int]:
+        """Return the blocks of each salt that has any."""
+        return dict(self._held)
+
+    # --- requests -------------------------------------------------------------------------------
+
+    def join(self, request: Request) -> None:
+        """Let a request wait until its blocks fit."""
+        request.enter(self._lines.setdefault(request.salt, PriorityLine()), 0)
+
+    def left(self, salt: str) -> None:
+        """Note that a request of the salt has left its line; the next one may fit."""
+        self._may_fit(salt)
+
+    def _may_fit(self, salt: str) -> None:
+        if salt in self._lines:
+            self._due[salt] = None
+
+    @property
+    def is_due(self) -> bool:
+        """True when ``next_fitting`` has salts to look at."""
+        return bool(self._due)
+
+    def next_fitting(self) -> Request | None:
+        """Return the first request whose blocks fit now; it is counted, and has left its line."""
+        while self._due:
+            salt = next(iter(self._due))
+            line = self._lines.get(salt)
+            request = line.first() if line else None
+            if request is not None and self.fits(salt, request.num_blocks):
+                self.count(request.lease_id, salt, request.num_blocks)
+                request.leave()
+                return request
+            if line is not None and not line:
+                del self._lines[salt]
+            del self._due[salt]
+        return None
+
+    def take_lines(self) -> list[PriorityLine[Request]]:
+        """Return all lines, and start anew without any."""
+        lines, self._lines = list(self._lines.values()), {}
+        self._due.clear()
+        return lines
+
+    @property
+    def lines(self) -> Collection[PriorityLine[Request]]:
+        return self._lines.values()
+
+    def requests(self) -> list[Request]:
+        """Return all waiting requests, by salt, the first in line first."""
+        return [request for line in self._lines.values() for request in line.in_order()]
+
+    def check(self, holders: Mapping[int, int], live: Collection[int]) -> list[str]:
+        """Return a description of each violated invariant.
+
+        Args:
+            holders: blocks of each granted lease, by lease id.
+            live: ids of the leases that are not released.
+        """
+        if self.limit_blocks is None:
+            return []
+        found = []
+        sums: dict[str, int] = {}
+        for lease_id, (salt, num_blocks) in self._by_lease.items():
+            sums[salt] = sums.get(salt, 0) + num_blocks
+            if lease_id not in live:
+                found.append(f"quota: {num_blocks} blocks of released lease {lease_id:#x} count")
+        if sums != self._held:
+            found.append(f"quota: salts count {self._held}, the sums over leases are {sums}")
+        for lease_id, num_blocks in holders.items():
+            _, counted = self._by_lease.get(lease_id, ("", 0))
+            if counted != num_blocks:
+                found.append(
+                    f"quota: lease {lease_id:#x} holds {num_blocks} blocks, {counted} count"
+                )
+        return found

@@ -1,0 +1,337 @@
+"""CacheReader: questions about the state of the cache. Nothing here changes a decision."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from aiokv.errors import UsageError
+from aiokv.types import Hit, LeaseState, Statistics
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from collections.abc import Set as AbstractSet
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from aiokv._native import Core
+    from aiokv.config import CacheConfig
+    from aiokv.scheduler.admission import Admission
+    from aiokv.scheduler.clock import StepClock
+    from aiokv.scheduler.gate import Gate
+    from aiokv.scheduler.pins import PinnedLeases
+    from aiokv.scheduler.quota import SaltQuota
+    from aiokv.scheduler.sharded import Sharded
+
+
+class CacheReader:
+    """Answers about leases, pools and lines.
+
+    Args:
+        config: of the cache.
+        core: its native state.
+        owners: names of all leases that hold something or have a handle, by lease id.
+
+    Attributes:
+        lost: leases that lost their blocks with a rank, and were not granted again.
+    """
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        core: Core,
+        *,
+        owners: Sharded[str],
+        clock: StepClock,
+        gate: Gate,
+        quota: SaltQuota,
+        admission: Admission,
+        lost: AbstractSet[int],
+        pins: PinnedLeases,
+    ) -> None:
+        self._config = config
+        self._core = core
+        self._owners = owners
+        self._clock = clock
+        self._gate = gate
+        self._quota = quota
+        self._admission = admission
+        self.lost = lost
+        self._pins = pins
+        self._windows = {group: index for index, group in enumerate(config.windows)}
+
+    # --- one lease ------------------------------------------------------------------------------
+
+    def state(self, lease_id: int) -> LeaseState:
+        """Return where the lease is in its life."""
+        if lease_id not in self._owners or self._core.is_released(lease_id):
+            return LeaseState.RELEASED
+        if lease_id in self._admission:
+            return LeaseState.WAITING
+        if lease_id in self.lost:
+            return LeaseState.LOST
+        if self._core.swap_transfer(lease_id):
+            return LeaseState.SWAPPING
+        if self._core.is_granted(lease_id):
+            return LeaseState.GRANTED
+        return LeaseState.SWAPPED if self._core.is_swapped(lease_id) else LeaseState.MATCHED
+
+    def is_granted(self, lease_id: int) -> bool:
+        """Return whether a lease that exists has its blocks."""
+        return self._core.is_granted(lease_id)
+
+    def holds_blocks(self, lease_id: int) -> bool:
+        """Return whether the lease exists and holds blocks on some tier."""
+        return lease_id in self._owners and (
+            self._core.is_granted(lease_id) or self._core.is_swapped(lease_id)
+        )
+
+    def is_waiting(self, lease_id: int) -> bool:
+        """Return whether the lease waits for capacity or for its quota."""
+        return lease_id in self._admission
+
+    def hit(self, lease_id: int) -> Hit:
+        """Return the cached prefix by tier."""
+        device_blocks, host_blocks = self._core.hit(lease_id)
+        block_tokens = self._config.block_tokens
+        return Hit(device_blocks * block_tokens, host_blocks * block_tokens)
+
+    def pending_tokens(self, lease_id: int) -> int:
+        """Return the number of tokens behind the hit that another lease is computing."""
+        return self._core.pending(lease_id)[1] * self._config.block_tokens
+
+    def cached_tokens(self, lease_id: int) -> int:
+        return self._core.cached_tokens(lease_id)
+
+    def computed_tokens(self, lease_id: int) -> int:
+        return self._core.computed_tokens(lease_id)
+
+    def num_tokens(self, lease_id: int) -> int:
+        return self._core.num_tokens(lease_id)
+
+    def usage(self, lease_id: int) -> tuple[int, int, int, int]:
+        """Return (prompt_tokens, cached_device_tokens, cached_host_tokens, computed_blocks)."""
+        return self._core.usage(lease_id)
+
+    def block_table(self, lease_id: int, group: str | None = None) -> NDArray[np.int32]:
+        """Return a copy of the block table, of all layers or of one window group. Any thread.
+
+        Raises:
+            UsageError: there is no such group.
+        """
+        if group is None:
+            return self._core.block_table(lease_id)
+        return self._core.block_table(lease_id, self._window(group))
+
+    def block_tables(
+        self, lease_ids: Sequence[int], out: NDArray[np.int32], fill: int, group: str | None
+    ) -> None:
+        """Write the block tables into rows of ``out``; see ``CacheEngine.block_tables``."""
+        self._core.block_tables(lease_ids, out, fill, self._window(group))
+
+    def _window(self, group: str | None) -> int:
+        if group is None:
+            return -1
+        if group not in self._windows:
+            raise UsageError(f"no window group {group!r} among {list(self._windows)}")
+        return self._windows[group]
+
+    def reach_tokens(self, lease_id: int) -> int:
+        return self._core.reach_tokens(lease_id)
+
+    def state_slot(self, lease_id: int) -> int:
+        return self._core.state_slot(lease_id)
+
+    def snapshot_points(self, lease_id: int) -> tuple[int, ...]:
+        return tuple(self._core.snapshot_points(lease_id))
+
+    def onloads(self, lease_id: int) -> list[int]:
+        """Return the transfers in flight that write blocks of the lease."""
+        return self._core.onloads(lease_id)
+
+    def saving(self, lease_id: int) -> int:
+        """Return a backup in flight that a swap of the lease has to wait for; 0 for none."""
+        return self._core.saving(lease_id)
+
+    def batches(self, lease_id: int) -> list[int]:
+        """Return the batches in flight that compute with the lease."""
+        return self._core.batches(lease_id)
+
+    def is_current(self, lease_id: int) -> bool:
+        """Return whether the lease is granted and its hit can still be matched."""
+        return self._core.is_current(lease_id)
+
+    def owner(self, lease_id: int) -> str:
+        """Return the name of a lease for messages."""
+        return self._owners.get(lease_id) or "unnamed"
+
+    # --- all leases -----------------------------------------------------------------------------
+
+    @property
+    def num_leases(self) -> int:
+        return len(self._owners)
+
+    @property
+    def has_leases(self) -> bool:
+        return bool(self._owners)
+
+    @property
+    def granted_leases(self) -> int:
+        """Number of leases that hold device blocks."""
+        return self._core.granted_leases
+
+    @property
+    def swapped_leases(self) -> int:
+        return self._core.swapped_leases
+
+    def owners(self, which: Callable[[int], bool] = lambda lease_id: True) -> list[str]:
+        """Return the sorted names of the leases for which ``which(lease_id)`` holds."""
+        named = (owner for lease_id, owner in self._owners.items() if which(lease_id))
+        return sorted(owner or "unnamed" for owner in named)
+
+    def holders(self) -> list[str]:
+        """Return the owners of leases that hold device blocks."""
+        return self.owners(self._core.is_granted)
+
+    def swapped(self) -> list[str]:
+        """Return the owners of leases whose tables are in host memory."""
+        return self.owners(self._core.is_swapped)
+
+    # --- steps ----------------------------------------------------------------------------------
+
+    @property
+    def next_step(self) -> int:
+        """The number of the step that is closed next."""
+        return self._clock.next
+
+    @property
+    def open_step(self) -> int:
+        """The step that blocks are noted for; 0 when steps do not matter."""
+        return self._clock.open
+
+    @property
+    def steps_finished(self) -> bool:
+        """True when every closed step has finished, and the open one uses no blocks."""
+        return not self._clock.last_unfinished and not self._core.unfinished_step()
+
+    def explain_steps(self) -> str:
+        """Name the step that ``steps_finished`` waits for; empty when there is none."""
+        if self._core.unfinished_step() >= self._clock.next:
+            step = self._clock.next
+            return f"step {step} is open and uses blocks; close it with engine.step(event)"
+        if step := self._clock.last_unfinished:
+            return f"step {step} is closed, but its event is not done"
+        return ""
+
+    # --- capacity -------------------------------------------------------------------------------
+
+    @property
+    def device_blocks(self) -> int:
+        """Capacity of the device tier."""
+        return self._core.device_blocks
+
+    def room(self) -> tuple[int, int, int]:
+        """Return (free device blocks, evictable device blocks, state slots) in constant time."""
+        return self._core.room()
+
+    @property
+    def is_paused(self) -> bool:
+        """True when nothing is granted."""
+        return self._gate.closed
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Return how many blocks hold ``num_tokens`` positions."""
+        return -(-num_tokens // self._config.block_tokens)
+
+    def explain_wait(self, salt: str, num_tokens: int) -> tuple[str, str]:
+        """Return why a lease of ``salt`` waits for capacity, and what to do about it."""
+        if self._gate.closed:
+            return "admission is paused", ""
+        held = self._quota.held(salt)
+        if not self._quota.fits(salt, self.blocks_for(num_tokens)):
+            return (
+                f"salt {salt!r} holds {held} blocks of {self._quota.limit_blocks}",
+                "raise CacheConfig.salt_quota_blocks, or preempt a lease of that salt",
+            )
+        device_free, evictable, state_room = self._core.room()
+        if self._config.state_slots and not state_room:
+            return (
+                f"leases hold all {self._config.state_slots} state slots",
+                "raise CacheConfig.state_slots, or preempt a lease",
+            )
+        return (
+            f"{device_free} device blocks are free and at most {evictable} evictable",
+            "raise CacheConfig.device_blocks, or preempt a lease",
+        )
+
+    def quota_held(self, salt: str) -> int:
+        """Return the number of blocks that are counted to the salt."""
+        return self._quota.held(salt)
+
+    # --- everything -----------------------------------------------------------------------------
+
+    def statistics(self) -> Statistics:
+        """Return counts and the state of the pools. Any thread."""
+        core = self._core.statistics()
+        fields = {name: getattr(core, name) for name in _CORE_FIELDS}
+        return Statistics(
+            device_blocks=self._core.device_blocks,
+            host_blocks=self._config.host_blocks,
+            state_slots=self._config.state_slots,
+            waiting=len(self._admission),
+            **fields,
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """Return leases, lines and quotas as plain values."""
+        return {
+            "leases": [
+                {"owner": owner or "unnamed", **self._describe_lease(lease_id)}
+                for lease_id, owner in self._owners.items()
+            ],
+            "waiting": [
+                {"owner": self.owner(request.lease_id), "num_tokens": request.num_tokens}
+                for request in self._admission.entries()
+            ],
+            "waiting_for_quota": [
+                {
+                    "owner": self.owner(request.lease_id),
+                    "salt": request.salt,
+                    "num_blocks": request.num_blocks,
+                }
+                for request in self._quota.requests()
+            ],
+            "quota": self._quota.held_by_salt(),
+            "pins": len(self._pins),
+            "paused": self._gate.closed,
+        }
+
+    def _describe_lease(self, lease_id: int) -> dict[str, object]:
+        core = self._core
+        device_blocks, host_blocks = core.hit(lease_id)
+        return {
+            "state": self.state(lease_id),
+            "granted": core.is_granted(lease_id),
+            "swapped": core.is_swapped(lease_id),
+            "num_tokens": core.num_tokens(lease_id),
+            "computed_tokens": core.computed_tokens(lease_id),
+            "hit_blocks": {"device": device_blocks, "host": host_blocks},
+            "block_table": core.block_table(lease_id).tolist(),
+            "onloads": core.onloads(lease_id),
+            "state_slot": core.state_slot(lease_id),
+        }
+
+    def cached_blocks(self) -> list[Any]:
+        """Return every indexed block, for tests and tools: one tuple per block.
+
+        Each is (context, prefix token ids as int32 bytes, device id, host id, flags, references,
+        pins). Flags: 1 and 2 for a valid and a loading device copy, 4 and 8 for the host copy.
+        """
+        return self._core.blocks()
+
+
+_CORE_FIELDS = tuple(
+    name
+    for name in Statistics.__struct_fields__
+    if name not in ("device_blocks", "host_blocks", "state_slots", "waiting")
+)

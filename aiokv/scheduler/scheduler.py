@@ -1,0 +1,788 @@
+"""CacheScheduler: every decision of the cache, one synchronous call per state transition.
+
+No await, no future, no clock, no device: the decisions depend on the order of the calls alone (I9).
+The hot state is native (``Core``); the parts beside it are the lines of waiting leases, quotas,
+pins and the numbers of the steps.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+
+from aiokv.errors import BrokenEngineError, ClosedError, LeaseError, UsageError, WouldBlock
+from aiokv.plan import Priority
+from aiokv.scheduler.admission import Admission, Request, already_waits
+from aiokv.scheduler.clock import StepClock
+from aiokv.scheduler.effects import Effects, Grant, Outbox
+from aiokv.scheduler.gate import Gate
+from aiokv.scheduler.granting import Granting
+from aiokv.scheduler.pending import PendingBlocks
+from aiokv.scheduler.pins import PinnedLeases
+from aiokv.scheduler.plans import Plans, new_core
+from aiokv.scheduler.quota import SaltQuota
+from aiokv.scheduler.reader import CacheReader
+from aiokv.scheduler.saver import Saver
+from aiokv.scheduler.sharded import SHARDS, Sharded
+from aiokv.scheduler.waits import PER_CALL
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from aiokv.config import CacheConfig
+    from aiokv.plan import TransferReport
+    from aiokv.scheduler.gate import GateChange
+    from aiokv.types import Tier
+
+KEPT_REPORTS: Final = 256  # ids, to know a report that is sent again after an interrupt
+
+Done = tuple[None, Effects]
+
+
+class Fork(NamedTuple):
+    """A second lease on the positions of another one, and what to copy on the device.
+
+    Attributes:
+        lease_id: of the new lease.
+        source_blocks: int32 ids of blocks to copy.
+        target_blocks: int32 ids, as many.
+        state_slots: (source, target) of the recurrent state; None without any.
+    """
+
+    lease_id: int
+    source_blocks: NDArray[np.int32]
+    target_blocks: NDArray[np.int32]
+    state_slots: tuple[int, int] | None
+
+
+class CacheScheduler:
+    """Decides for one cache, on whatever ranks its blocks live.
+
+    Every method but ``can_allocate`` is a transition: it returns ``(value, effects)``, and the
+    dispatcher applies the effects before the next transition. A transition that raises has changed
+    nothing. Ids of leases that are released raise ``LeaseError``.
+
+    Attributes:
+        read: answers about the state, without changing it.
+    """
+
+    def __init__(self, config: CacheConfig) -> None:
+        core = new_core(config)
+        self._core = core
+        self._records_checksums = config.verify == "checksum"
+        self._block_tokens = config.block_tokens
+        self._state_slots = config.state_slots
+        self._owners: Sharded[str] = Sharded()  # of the leases that exist
+        self._salts: dict[int, str] | None = None if config.salt_quota_blocks is None else {}
+        self._outbox = Outbox()
+        self._clock = StepClock()
+        self._gate = Gate()
+        self._plans = Plans(core)
+        self._saver = Saver(config, core, self._plans, self._outbox)
+        self._granting = Granting(core, self._plans, self._saver, self._outbox, config.block_tokens)
+        self._quota = SaltQuota(config.salt_quota_blocks)
+        self._admission = Admission(core, self._gate, self._quota, self._granting, self._outbox)
+        self._pending = PendingBlocks(core, self._outbox)
+        self._pins = PinnedLeases(core)
+        self._swaps: dict[int, int] = {}  # transfer -> lease whose table it moves to the host
+        self._reported: dict[int, None] = {}  # transfers of the newest reports, oldest first
+        self._advances = False  # `advance` was asked for: it serves what is due
+        self._is_closed = False
+        self._is_lost = False  # a rank was lost, and the ranks were not restarted
+        self.read = CacheReader(
+            config,
+            core,
+            owners=self._owners,
+            clock=self._clock,
+            gate=self._gate,
+            quota=self._quota,
+            admission=self._admission,
+            lost=self._granting.lost,
+            pins=self._pins,
+        )
+
+    # --- effects --------------------------------------------------------------------------------
+
+    def applied(self) -> None:
+        """Note that the dispatcher has applied all effects that were returned."""
+        self._outbox.clear()
+
+    def _settle(self) -> Effects:
+        """End a transition that may have freed blocks: serve what waits for them."""
+        self._granting.cancel_abandoned()
+        if (self._admission or self._pending) and not self._advances:
+            self._serve()
+        return self._outbox.pending
+
+    def _serve(self) -> None:
+        # Asked for first: an interrupt while requests are served must not end the work.
+        self._advances = self._outbox.effects.advance = True
+        is_left = self._admission.serve()
+        for _ in range(PER_CALL):
+            if not self._pending.end_one():
+                break
+        else:
+            is_left = True
+        for pin_id in self._pins.take_used():
+            self._unpin(pin_id, "a lease used it")
+        self._granting.cancel_abandoned()
+        self._advances = self._outbox.effects.advance = is_left
+
+    def advance(self) -> Done:
+        """Serve more of the leases that wait; called in the pass after it was asked for."""
+        self._serve()
+        return None, self._outbox.pending
+
+    # --- life of a lease ------------------------------------------------------------------------
+
+    def match(
+        self,
+        tokens: NDArray[np.int32],
+        context: str = "",
+        items: Sequence[tuple[bytes, int, int]] = (),
+        *,
+        reads: bool = True,
+        writes: bool = True,
+        owner: str = "",
+        salt: str = "",
+        holds: Literal["", "prompt", "whole prompt"] = "",
+    ) -> tuple[int, Effects]:
+        """Open a lease on the longest cached prefix of a prompt; returns its id.
+
+        Args:
+            tokens: ``[N]`` int32, N >= 1.
+            context: prompts share blocks only within one.
+            items: (content hash, offset, length) of each multimodal item, in order.
+            reads: False to hit nothing.
+            writes: False to publish nothing.
+            owner: a name for messages.
+            salt: whose quota counts the blocks.
+            holds: not empty for a lease that computes nothing and only keeps its hit where that is;
+                a hit of the ``"whole prompt"`` includes the last block.
+        """
+        if items:
+            found = self._core.match_items(tokens, items, context, reads, writes)
+        else:
+            found = self._core.match(tokens, context, reads, writes)
+        lease_id = found[0]
+        self._owners.shards[lease_id % SHARDS][lease_id] = owner
+        if self._salts is not None:
+            self._salts[lease_id] = salt
+        if holds:
+            self._core.hold_only(lease_id, whole=holds == "whole prompt")
+        return lease_id, self._outbox.pending
+
+    def try_allocate(
+        self,
+        lease_id: int,
+        num_tokens: int,
+        *,
+        priority: int | None = None,
+        onload_priority: Priority = Priority.DEMAND,
+    ) -> tuple[Grant | None, Effects]:
+        """Grant now, or return None: no room, or the lease has to wait for others.
+
+        Args:
+            lease_id: matched or preempted.
+            num_tokens: absolute number of positions.
+            priority: as of ``allocate``; None for a request that goes before no waiting one.
+            onload_priority: of the onload that the grant begins.
+
+        Raises:
+            LeaseError: granted already, or not a number of positions.
+            RequestTooLarge: it can never fit.
+        """
+        if self._must_wait(lease_id, num_tokens, priority):
+            return None, self._outbox.pending
+        if self._salts is None:
+            grant = self._granting.attempt(lease_id, num_tokens, onload_priority)
+        else:
+            grant = self._grant_counted(lease_id, num_tokens, onload_priority)
+        if grant is not None and (used := self._pins.take_used()):
+            for pin_id in used:
+                self._unpin(pin_id, "a lease used it")
+            return grant, self._settle()
+        return grant, self._outbox.pending
+
+    def _must_wait(self, lease_id: int, num_tokens: int, priority: int | None) -> bool:
+        """Return whether a request has to wait for others.
+
+        Raises:
+            LeaseError, RequestTooLarge: it can never be granted.
+        """
+        if self._salts is not None:
+            self._core.check_request(lease_id, num_tokens)
+            self._quota.check_request(self._blocks_for(num_tokens))
+        if (self._admission or self._gate.closed) and self._admission.must_wait(lease_id, priority):
+            self._core.check_request(lease_id, num_tokens)
+            return True
+        return False
+
+    def _grant_counted(
+        self, lease_id: int, num_tokens: int, onload_priority: Priority
+    ) -> Grant | None:
+        """Grant if the salt's quota admits the lease, too."""
+        salt = self._salt(lease_id)
+        num_blocks = self._blocks_for(num_tokens)
+        if not self._quota.admits(salt, num_blocks):
+            return None
+        grant = self._granting.attempt(lease_id, num_tokens, onload_priority)
+        if grant is not None:
+            self._quota.count(lease_id, salt, num_blocks)
+        return grant
+
+    def can_allocate(self, lease_id: int, num_tokens: int) -> bool:
+        """Return whether ``try_allocate`` would grant now. No transition: nothing changes.
+
+        Raises:
+            LeaseError, RequestTooLarge: as ``try_allocate``.
+        """
+        return (
+            not self._must_wait(lease_id, num_tokens, None)
+            and self._quota.admits(self._salt(lease_id), self._blocks_for(num_tokens))
+            and self._core.can_allocate(
+                lease_id, num_tokens, self._saver.saves_first and not self._saver.stopped
+            )
+        )
+
+    def allocate(
+        self, lease_id: int, num_tokens: int, priority: int
+    ) -> tuple[Grant | None, Effects]:
+        """Grant now, or let the lease wait: first for its salt's quota, then for capacity.
+
+        Returns:
+            None when the lease waits. An effect tells when that ends.
+
+        Raises:
+            LeaseError: granted already, waiting already, or not a number of positions.
+            RequestTooLarge: it can never fit.
+        """
+        grant, effects = self.try_allocate(lease_id, num_tokens, priority=priority)
+        if grant is not None:
+            return grant, effects
+        if lease_id in self._admission:
+            raise already_waits(self._owners[lease_id])
+        salt = self._salt(lease_id)
+        num_blocks = self._blocks_for(num_tokens)
+        counted = self._quota.admits(salt, num_blocks)
+        if counted:
+            self._quota.count(lease_id, salt, num_blocks)
+        request = Request(lease_id, salt, num_tokens, num_blocks, priority)
+        self._admission.join(request, counted=counted)
+        return None, self._outbox.pending
+
+    def take_turn(self, lease_id: int) -> tuple[Grant | None, Effects]:
+        """Grant to a lease that is first in line; None when it goes on waiting."""
+        if lease_id not in self._admission:
+            raise LeaseError(f"lease {self._owners.get(lease_id) or 'unnamed'!r} does not wait")
+        grant = self._admission.take_turn(lease_id)
+        return grant, self._settle()
+
+    def stop_waiting(self, lease_id: int) -> Done:
+        """End the wait of a lease whose task has gone; a grant that came meanwhile is undone."""
+        if lease_id in self._admission:
+            self._admission.leave(lease_id)
+        elif lease_id in self._owners and self._core.is_granted(lease_id):
+            self._retract(lease_id)
+            self._quota.give_back(lease_id)
+        return None, self._settle()
+
+    def wait_pending(self, lease_id: int) -> tuple[bool, Effects]:
+        """Wait for the lease that computes what follows the match.
+
+        Returns:
+            False when no lease does. Otherwise an effect tells when to look again.
+
+        Raises:
+            LeaseError: it waits already.
+        """
+        if lease_id in self._pending:
+            raise LeaseError(
+                f"lease {self._owners[lease_id] or 'unnamed'!r} waits for pending blocks already, "
+                "in another task"
+            )
+        return self._pending.join(lease_id), self._outbox.pending
+
+    def stop_wait_pending(self, lease_id: int) -> Done:
+        """Note that the lease waits for pending blocks no more. Idempotent."""
+        self._pending.leave(lease_id)
+        return None, self._outbox.pending
+
+    def release(self, lease_id: int, used_in: int = 0) -> Done:
+        """Give everything back. Blocks of batches in flight follow when the batches have ended.
+
+        Args:
+            lease_id: has no handle any more.
+            used_in: a closed step that used the blocks, whatever batches say; 0 for none.
+        """
+        if self._admission or self._pending:
+            self._end_waits(lease_id)
+        if self._core.release(lease_id, used_in or self._clock.open, used_in):
+            self._forget(lease_id)
+        if self._pending:
+            self._pending.withdrawn(lease_id)
+        return None, self._settle()
+
+    def _end_waits(self, lease_id: int) -> None:
+        """Fail the tasks that wait for a lease which is being released."""
+        if lease_id in self._admission or lease_id in self._pending:
+            owner = self._owners[lease_id] or "unnamed"
+            error = LeaseError(f"lease {owner!r} was released while it waited")
+            self._pending.fail(lease_id, error)
+            self._admission.refuse(lease_id, error)
+
+    def _forget(self, lease_id: int) -> None:
+        """Account for a lease that has given back all that it held."""
+        del self._owners.shards[lease_id % SHARDS][lease_id]
+        if self._granting.lost:
+            self._granting.lost.discard(lease_id)
+        if self._salts is not None:
+            self._salts.pop(lease_id, None)
+            self._quota.give_back(lease_id)
+
+    # --- a granted lease ------------------------------------------------------------------------
+
+    def append(self, lease_id: int, tokens: NDArray[np.int32]) -> Done:
+        """Name the next positions, so that they can be indexed.
+
+        Raises:
+            LeaseError: more than the lease has positions for.
+        """
+        self._core.append(lease_id, tokens)
+        return None, self._outbox.pending
+
+    def commit(
+        self, lease_id: int, num_tokens: int, *, closes_step: bool = False
+    ) -> tuple[int, Effects]:
+        """Index the full blocks of the first ``num_tokens`` positions.
+
+        Args:
+            lease_id: granted.
+            num_tokens: absolute.
+            closes_step: the caller closes the step of the computation next.
+
+        Returns:
+            Blocks that became shareable.
+
+        Raises:
+            LeaseError: more positions than the lease has.
+        """
+        core = self._core
+        if self._records_checksums:
+            first = core.computed_tokens(lease_id) // self._block_tokens
+            published = core.commit(lease_id, num_tokens, self._commit_step(closes_step))
+            computed = core.block_table(lease_id)[first : num_tokens // self._block_tokens]
+            self._outbox.effects.computed.append(computed)
+        else:
+            published = core.commit(lease_id, num_tokens, self._commit_step(closes_step))
+        if published and not self._clock.tracked:
+            self._saver.want()
+        if self._pending:
+            self._pending.advanced(lease_id)
+            return published, self._settle()
+        return published, self._outbox.pending
+
+    def _commit_step(self, closes_step: bool) -> int:
+        return self._clock.next if closes_step else self._clock.open
+
+    def extend(self, lease_ids: Sequence[int], num_tokens: int) -> tuple[bool, Effects]:
+        """Give each lease ``num_tokens`` more positions: all of them, or return False.
+
+        Raises:
+            LeaseError: a lease is not granted, or is listed twice.
+        """
+        extended: bool | None = self._core.extend(lease_ids, num_tokens)
+        if not extended and self._saver.saves_first:
+            # What stands in the way is on its way to the host now, or may be dropped.
+            wanted = len(lease_ids) * self._blocks_for(num_tokens)
+            extended = self._saver.try_after_saving(
+                lambda: self._core.extend(lease_ids, num_tokens), wanted
+            )
+        self._saver.want_if_any()
+        if not extended:
+            return False, self._outbox.pending
+        if self._salts is not None:
+            self._recount(lease_ids)
+            return True, self._settle()
+        return True, self._outbox.pending
+
+    def _recount(self, lease_ids: Sequence[int]) -> None:
+        if self._salts is not None:
+            for lease_id in lease_ids:
+                self._quota.recount(lease_id, self._blocks_for(self._core.num_tokens(lease_id)))
+
+    def truncate(self, lease_id: int, num_tokens: int) -> Done:
+        """Give back the positions from ``num_tokens`` on.
+
+        Raises:
+            LeaseError: see ``Lease.truncate``.
+        """
+        num_blocks = self._blocks_for(self._core.num_tokens(lease_id))
+        keeper = self._core.truncate(lease_id, num_tokens, self._clock.open)
+        if keeper:
+            self._owners[keeper] = self._owners[lease_id]
+            cut_blocks = num_blocks - self._blocks_for(num_tokens)
+            self._quota.count(keeper, self._salt(lease_id), cut_blocks)
+        self._recount([lease_id])
+        self._pending.withdrawn(lease_id)  # the cut blocks may have been promised to waiters
+        return None, self._settle()
+
+    def recompute_from(self, lease_id: int) -> tuple[int, Effects]:
+        """Accept a failed onload; return the first position to compute again, or -1.
+
+        Raises:
+            LeaseError: a transfer still writes blocks of the lease, or it cannot go back.
+        """
+        return self._core.recompute_from(lease_id), self._outbox.pending
+
+    def fork(self, lease_id: int, owner: str) -> tuple[Fork, Effects]:
+        """Open a second lease on the same positions.
+
+        Raises:
+            WouldBlock: no room, or the salt's quota is used up.
+            LeaseError: not granted, or onloads of it are in flight.
+        """
+        salt = self._salt(lease_id)
+        num_blocks = self._blocks_for(self._core.num_tokens(lease_id))
+        if not self._quota.fits(salt, num_blocks):
+            raise WouldBlock(
+                f"salt {salt!r} holds {self._quota.held(salt)} blocks; a fork needs "
+                f"{num_blocks} more",
+                hint="raise CacheConfig.salt_quota_blocks, or preempt a lease of that salt",
+            )
+        child, sources, targets = self._core.fork(lease_id, self._clock.open)
+        if not child:
+            raise WouldBlock("no room to fork the lease", hint="preempt another one")
+        self._owners[child] = owner
+        if self._salts is not None:
+            self._salts[child] = salt
+            self._quota.count(child, salt, num_blocks)
+        slots = None
+        if self._state_slots:
+            slots = (self._core.state_slot(lease_id), self._core.state_slot(child))
+        return Fork(child, sources, targets, slots), self._outbox.pending
+
+    def snapshot(self, lease_id: int, num_tokens: int) -> tuple[tuple[int, int] | None, Effects]:
+        """Reserve a slot for a snapshot of the recurrent state after ``num_tokens`` positions.
+
+        Returns:
+            (source, target) slots to copy on the device now; None when nothing is to be saved.
+
+        Raises:
+            LeaseError: not granted, not what is committed, or no block border.
+            UsageError: the model has no recurrent state.
+        """
+        source, target = self._core.snapshot(lease_id, num_tokens, self._clock.open)
+        return None if target < 0 else (source, target), self._outbox.pending
+
+    def discard_snapshot(self, lease_id: int, slot: int) -> Done:
+        """Note that the copy which ``snapshot`` asked for was not made."""
+        self._core.discard_snapshot(lease_id, slot)
+        return None, self._outbox.pending
+
+    # --- preemption -----------------------------------------------------------------------------
+
+    def preempt(self, lease_id: int) -> Done:
+        """Take the blocks of a lease back, or what an earlier swap has kept.
+
+        Raises:
+            LeaseError: it waits for blocks, or its table is moving.
+        """
+        self._check_not_waiting(lease_id)
+        self._retract(lease_id)
+        self._note_preempted(lease_id)
+        return None, self._settle()
+
+    def _check_not_waiting(self, lease_id: int) -> None:
+        if lease_id in self._admission:
+            raise already_waits(self._owners[lease_id])
+
+    def _retract(self, lease_id: int) -> None:
+        """Undo a grant; a lease without a handle keeps blocks for the batches in flight."""
+        keeper = self._core.retract(lease_id, self._clock.open)
+        if keeper:
+            self._owners[keeper] = self._owners[lease_id]
+            self._quota.hand_over(lease_id, keeper)
+        self._pending.withdrawn(lease_id)
+
+    def _note_preempted(self, lease_id: int) -> None:
+        if lease_id not in self._owners or self._core.is_granted(lease_id):
+            return  # released meanwhile, or it keeps its blocks
+        self._quota.give_back(lease_id)
+        self._pending.withdrawn(lease_id)
+
+    def swap_out(self, lease_id: int) -> tuple[int | None, Effects]:
+        """Begin to move the table of a lease to host memory.
+
+        Returns:
+            The transfer; 0 when there is nothing to move; None without room in the host tier, or
+            when the cache was reset under the lease: the lease keeps its blocks.
+
+        Raises:
+            LeaseError: not granted, it waits for blocks, or onloads of it are in flight.
+        """
+        self._check_not_waiting(lease_id)
+        if not self._core.swap_out(lease_id, self._clock.open):
+            return None, self._outbox.pending
+        transfer_id = self._core.swap_transfer(lease_id)
+        if not transfer_id:
+            self._note_preempted(lease_id)
+            return 0, self._settle()
+        if self._records_checksums:
+            self._record_partial_block(lease_id)
+        self._swaps[transfer_id] = lease_id
+        self._outbox.effects.submit.append(self._plans.offload(transfer_id, Priority.DEMAND))
+        return transfer_id, self._settle()
+
+    def _record_partial_block(self, lease_id: int) -> None:
+        """Commit has recorded the full blocks; a swap moves this one, too."""
+        full_blocks, more_tokens = divmod(self._core.computed_tokens(lease_id), self._block_tokens)
+        if more_tokens:
+            table = self._core.block_table(lease_id)
+            self._outbox.effects.computed.append(table[full_blocks : full_blocks + 1])
+
+    # --- batches and steps ----------------------------------------------------------------------
+
+    def begin_batch(self, lease_ids: Sequence[int]) -> tuple[int, Effects]:
+        """Begin a batch that computes with these leases; return its number.
+
+        Raises:
+            LeaseError: a lease is not allocated, is being swapped, or is listed twice.
+        """
+        return self._core.begin_batch(lease_ids), self._outbox.pending
+
+    def end_batch(self, batch_id: int, *, in_open_step: bool) -> Done:
+        """End a batch: its blocks come back, or do when the open step has finished."""
+        freed = self._core.end_batch(batch_id, self._clock.open if in_open_step else 0)
+        for lease_id in freed:
+            self._forget(lease_id)
+            self._pending.withdrawn(lease_id)
+        return None, self._settle()
+
+    def track_steps(self, tracked: bool) -> Done:
+        """Say whether commits may come before the device has computed; before the first match."""
+        self._clock.tracked = tracked
+        return None, self._outbox.pending
+
+    def close_step(self) -> tuple[int, Effects]:
+        """Close the open step, and return its number. What was committed in it can be saved."""
+        step = self._clock.close()
+        self._core.close_step(step)
+        self._saver.collect()
+        return step, self._outbox.pending
+
+    def finish_step(self, step: int) -> Done:
+        """Note that the device has finished ``step`` and all steps before it. Idempotent."""
+        self._clock.finish(step)
+        self._core.finish_step(step)
+        return None, self._settle()
+
+    # --- transfers ------------------------------------------------------------------------------
+
+    def collect_backups(self) -> tuple[bool, Effects]:
+        """Begin what the write policy wants saved; return False when that is nothing."""
+        return self._saver.collect(), self._outbox.pending
+
+    def save(self, num_blocks: int) -> tuple[int, Effects]:
+        """Save what must be saved before ``num_blocks`` can be evicted.
+
+        Returns:
+            The transfer that does; 0 when there is nothing to save.
+        """
+        return self._saver.make_clean(num_blocks), self._outbox.pending
+
+    def complete(self, report: TransferReport) -> Done:
+        """Account for the end of a transfer. The poller repeats a report after an interrupt."""
+        transfer_id = report.transfer_id
+        is_known = transfer_id in self._reported
+        self._reported[transfer_id] = None
+        if len(self._reported) > KEPT_REPORTS:
+            del self._reported[next(iter(self._reported))]
+        if not is_known or self._plans.is_in_flight(transfer_id):
+            self._plans.complete(report)
+        self._granting.ended(transfer_id)
+        if transfer_id in self._swaps:
+            self._note_preempted(self._swaps[transfer_id])
+            del self._swaps[transfer_id]
+        if self._is_lost:
+            self._take_all_back()  # a table that moved when the rank was lost
+        if report.outcome != "done":
+            # Leases of the transfer will not publish what they promised.
+            self._pending.all_withdrawn()
+        elif self._pending:
+            self._pending.reported(transfer_id)
+        self._saver.want()  # an onload that ended publishes what was committed behind it
+        return None, self._settle()
+
+    def note_cancelling(self, transfer_id: int) -> Done:
+        """Note that the worker was asked to cancel a transfer: no other lease joins it."""
+        self._core.mark_cancelling(transfer_id)
+        return None, self._outbox.pending
+
+    # --- pins -----------------------------------------------------------------------------------
+
+    def await_use(self, lease_id: int) -> Done:
+        """Let the pin of this granted lease end when another lease has hit all that it holds."""
+        self._core.await_use(lease_id)
+        return None, self._outbox.pending
+
+    def pin(self, lease_id: int, *, until_used: bool) -> tuple[tuple[int, str], Effects]:
+        """Keep what a granted lease holds, once its onloads have ended.
+
+        Returns:
+            (tokens, reason): the number of tokens that are on the device; and why the pin has ended
+            already, and its lease is released. Empty while it holds the blocks.
+        """
+        if not self._core.is_current(lease_id):
+            _, effects = self.release(lease_id)
+            return (0, "its blocks are not cached any more"), effects
+        tokens = self._core.cached_tokens(lease_id)
+        if until_used and not self._core.awaits_use(lease_id):
+            _, effects = self.release(lease_id)
+            return (tokens, "a lease used it"), effects
+        self._pins.add(lease_id, until_used=until_used)
+        return (tokens, ""), self._outbox.pending
+
+    def unpin(self, lease_id: int, reason: str) -> Done:
+        """End a pin and release its lease. Idempotent."""
+        self._unpin(lease_id, reason)
+        return None, self._settle()
+
+    def _unpin(self, lease_id: int, reason: str) -> None:
+        if not self._pins.remove(lease_id):
+            return
+        self._outbox.effects.unpinned.append((lease_id, reason))
+        if self._core.release(lease_id, self._clock.open):
+            self._forget(lease_id)
+
+    def _unpin_all(self, reason: str) -> None:
+        for lease_id in self._pins.all():
+            self._unpin(lease_id, reason)
+
+    # --- control --------------------------------------------------------------------------------
+
+    def change_gate(self, change: GateChange) -> Done:
+        """Begin or end a pause or a hold; leases are granted while there is none.
+
+        Raises:
+            UsageError: ``"resume"`` without a pause.
+        """
+        self._gate.change(change)
+        return None, self._settle()
+
+    def evict(self, num_blocks: int, tier: Tier) -> tuple[tuple[int, int], Effects]:
+        """Evict up to ``num_blocks`` cached blocks of a tier, least recently used first.
+
+        Returns:
+            (evicted blocks, transfer): more blocks can be evicted when the transfer has ended; 0
+            for none.
+        """
+        if tier == "host":
+            return (self._core.evict_host(num_blocks), 0), self._settle()
+        evicted = self._core.evict_device(num_blocks)
+        saving = 0
+        if evicted < num_blocks:
+            saving = self._saver.save_oldest(num_blocks - evicted)
+        return (evicted, saving), self._settle()
+
+    def reset(self, reason: str) -> Done:
+        """Forget all that is cached. Live leases keep their blocks, and publish no more."""
+        self._core.reset()
+        self._unpin_all(reason)
+        self._pending.all_withdrawn()
+        return None, self._settle()
+
+    def resize(self, device_blocks: int) -> tuple[bool, Effects]:
+        """Change the capacity of the device tier; False while blocks beyond it are in use."""
+        try:
+            self._core.resize_device(device_blocks)
+        except UsageError:
+            return False, self._outbox.pending
+        return True, self._settle()
+
+    def sleep(self, tiers: frozenset[Tier]) -> Done:
+        """Forget what is cached in these tiers, and begin no more offloads until ``wake_up``."""
+        if "device" in tiers:
+            self._core.forget_device()
+        if "host" in tiers:
+            self._core.forget_host()
+        self._saver.stopped = True
+        return None, self._outbox.pending
+
+    def wake_up(self) -> Done:
+        """Let offloads begin again: no tier is asleep any more."""
+        self._saver.stopped = False
+        return None, self._outbox.pending
+
+    def close(self) -> Done:
+        """End all waits and pins: the engine closes."""
+        self._is_closed = True
+        self._admission.refuse_all(
+            lambda: ClosedError("the engine closed while the lease waited for capacity")
+        )
+        self._unpin_all("the engine closed")
+        self._pending.close()
+        return None, self._settle()
+
+    def stop_saving(self) -> Done:
+        """Begin no more offloads: the engine closes, and all leases were waited for."""
+        self._saver.stopped = True
+        return None, self._outbox.pending
+
+    def fail(self, reason: str) -> Done:
+        """End all waits for capacity: the device or a rank has failed."""
+        self._admission.refuse_all(lambda: BrokenEngineError(f"the worker failed: {reason}"))
+        return None, self._settle()
+
+    def lose_blocks(self) -> Done:
+        """Forget all that is cached and take it from the leases: a rank was lost."""
+        self._is_lost = True
+        self._unpin_all("a rank was lost")
+        self._core.reset()
+        self._take_all_back()
+        self._pending.all_withdrawn()
+        return None, self._settle()
+
+    def restart(self) -> Done:
+        """Serve again: all ranks are back, and hold nothing."""
+        self._take_all_back()
+        self._is_lost = False
+        return None, self._settle()
+
+    def _take_all_back(self) -> None:
+        """All leases hold nothing, as after ``preempt``; but for tables that move just now."""
+        core = self._core
+        for lease_id in list(self._owners):
+            if core.is_released(lease_id) or core.swap_transfer(lease_id):
+                continue
+            if core.is_granted(lease_id) or core.is_swapped(lease_id):
+                self._retract(lease_id)
+                self._quota.give_back(lease_id)
+                self._granting.lost.add(lease_id)
+
+    # --- checks ---------------------------------------------------------------------------------
+
+    def violations(self) -> list[str]:
+        """Return a description of each violated invariant: I1-I6, and those of the lines."""
+        core, live = self._core, self._owners
+        held = {
+            lease_id: self._blocks_for(core.num_tokens(lease_id))
+            for lease_id in live
+            if core.is_granted(lease_id)
+        }
+        found = core.violations() + self._admission.check(live) + self._pending.check(live)
+        found += self._quota.check(held, live) + self._pins.check()
+        if self._is_closed and (len(self._admission) or self._quota.requests()):
+            found.append("lines: leases wait for capacity of a closed engine")
+        statistics = core.statistics()
+        if (in_core := statistics.leases + statistics.releasing_leases) != len(live):
+            found.append(f"leases: the core has {in_core}, the scheduler {len(live)}")
+        return found
+
+    def _salt(self, lease_id: int) -> str:
+        return "" if self._salts is None else self._salts.get(lease_id, "")
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_tokens)
