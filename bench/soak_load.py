@@ -241,14 +241,14 @@ class Load:
         await self.engine.evict(4)  # so that some are on the host alone
         blocks = [
             (context, np.frombuffer(prefix, np.int32), host)
-            for context, prefix, device, host, _, _, pins in self.engine._core.blocks()
+            for context, prefix, device, host, _, _, pins in self.engine.scheduler.read.cached_blocks()
             if device < 0 <= host and not pins
         ]
         if not blocks:
             return
         context, prefix, host = self.rng.choice(blocks)
         self.note("operator", "spoil host block", host)
-        self.engine._controller.memory.arena.blocks[host] ^= 0xFF
+        self.engine.worker.memory.arena.blocks[host] ^= 0xFF
         self.spoilt_blocks += 1
         await self.read_spoilt(np.append(prefix, np.int32(0)), context.partition(":")[2])
 

@@ -9,8 +9,6 @@ There is no background task: everything happens in the caller's calls and in cal
 
 from __future__ import annotations
 
-import os
-import weakref
 from typing import TYPE_CHECKING, Self, final
 
 import msgspec
@@ -54,18 +52,6 @@ if TYPE_CHECKING:
     from aiokv.worker.lanes import WorkerStatistics
     from aiokv.worker.poller import PollerStatistics
     from aiokv.worker.views import LayerView
-
-_opened: weakref.WeakSet[CacheEngine] = weakref.WeakSet()
-
-
-def _abandon_in_child() -> None:
-    """After ``os.fork``: the child has neither the threads nor the loop of its parent's engines."""
-    for engine in list(_opened):
-        engine.abandon()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_abandon_in_child)
 
 
 @final
@@ -160,7 +146,6 @@ class CacheEngine(Unique):
 
     async def __aenter__(self) -> Self:
         await self._lifecycle.open()
-        _opened.add(self)
         return self
 
     async def __aexit__(
@@ -186,13 +171,6 @@ class CacheEngine(Unique):
         Cancellation: memory is kept until transfers have ended; call it again.
         """
         await self._lifecycle.aclose(drain_timeout)
-
-    def abandon(self) -> None:
-        """Use no device, thread or loop from now on, as in a forked process, where it is called.
-
-        Leases end without effect, ``aclose`` returns at once, and all else raises ``ClosedError``.
-        """
-        self._lifecycle.abandon(self)
 
     # --- prompts --------------------------------------------------------------------------------
 

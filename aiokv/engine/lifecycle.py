@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import weakref
 from typing import TYPE_CHECKING
 
 from aiokv import _native, checks
@@ -23,6 +25,18 @@ if TYPE_CHECKING:
     from aiokv.worker.poller import EventPoller
 
 log = Log(__name__)
+
+_opened: weakref.WeakSet[Lifecycle] = weakref.WeakSet()
+
+
+def _abandon_in_child() -> None:
+    """After ``os.fork``: the child has neither the threads nor the loop of its parent's engines."""
+    for lifecycle in list(_opened):
+        lifecycle.abandon()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_abandon_in_child)
 
 
 class Lifecycle:
@@ -80,6 +94,7 @@ class Lifecycle:
         self._dispatcher.apply(self._scheduler.track_steps(self._worker.computes_in_stream))
         self._leases.open()
         self._lifetime.open()
+        _opened.add(self)
 
     async def aclose(self, drain_timeout: float | None) -> None:
         """See ``CacheEngine.aclose``."""
@@ -120,14 +135,14 @@ class Lifecycle:
         self._computing.stop()
         self._worker.close_without_loop()
 
-    def abandon(self, engine: object) -> None:
+    def abandon(self) -> None:
         """Use no device, thread or loop from now on; called in a forked process.
 
         Leases end without effect, ``aclose`` returns at once, and all else raises ``ClosedError``.
         """
         if not self._lifetime.is_running:
             return
-        _native.keep_forever(engine)  # destructors would join threads that this process lacks
+        _native.keep_forever(self)  # destructors would join threads that this process lacks
         self._lifetime.close(Phase.ABANDONED)
         self._computing.stop()
         self._dispatcher.stop()

@@ -106,7 +106,9 @@ class Admission:
             The grant; None when another request is first by now, or there is no room: the lease
             goes on waiting.
         """
-        request = self._requests[lease_id]
+        request = self._requests.get(lease_id)
+        if request is None:
+            return None
         request.told = False
         if request is not self._line.first() or self._gate.closed:
             return None

@@ -15,6 +15,16 @@ if TYPE_CHECKING:
     from aiokv.scheduler.effects import Outbox
 
 
+class Waiter(Entry):
+    """A lease that waits for blocks of ``owner``."""
+
+    __slots__ = ("owner",)
+
+    def __init__(self, lease_id: int, owner: int) -> None:
+        super().__init__(lease_id)
+        self.owner = owner
+
+
 class PendingBlocks:
     """Equal prompts that arrive together compute their prefix once.
 
@@ -27,10 +37,10 @@ class PendingBlocks:
     def __init__(self, core: Core, outbox: Outbox) -> None:
         self._core = core
         self._outbox = outbox
-        self._lines: dict[int, PriorityLine[Entry]] = {}  # by the owner's lease id
-        self._entries: dict[int, Entry] = {}  # by lease id
+        self._lines: dict[int, PriorityLine[Waiter]] = {}  # by the owner's lease id
+        self._entries: dict[int, Waiter] = {}  # by lease id
         self._onloads: dict[int, set[int]] = {}  # transfer -> owners that index after its end
-        self._endings: Endings[Entry] = Endings()
+        self._endings: Endings[Waiter] = Endings()
         self._closed = False
 
     def __bool__(self) -> bool:
@@ -53,17 +63,21 @@ class PendingBlocks:
             return False
         for transfer_id in self._core.onloads(owner):
             self._onloads.setdefault(transfer_id, set()).add(owner)
-        entry = self._entries[lease_id] = Entry(lease_id)
+        entry = self._entries[lease_id] = Waiter(lease_id, owner)
         line = self._lines.setdefault(owner, PriorityLine())
         entry.enter(line, self._core.indexed_blocks(owner) + num_blocks)
         return True
 
     def leave(self, lease_id: int) -> None:
         """Stop waiting. Idempotent."""
-        if entry := self._entries.pop(lease_id, None):
+        if entry := self._entries.get(lease_id):
             entry.leave()
+            line = self._lines.get(entry.owner)
+            if line is not None and not line:
+                del self._lines[entry.owner]
+            del self._entries[lease_id]
 
-    def _resume(self, entry: Entry, error: AiokvError | None = None) -> None:
+    def _resume(self, entry: Waiter, error: AiokvError | None = None) -> None:
         self._outbox.effects.resumed.append((entry.lease_id, error))
         self.leave(entry.lease_id)
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from aiokv.scheduler.admission import Admission
     from aiokv.scheduler.clock import StepClock
     from aiokv.scheduler.gate import Gate
+    from aiokv.scheduler.pending import PendingBlocks
     from aiokv.scheduler.pins import PinnedLeases
     from aiokv.scheduler.quota import SaltQuota
     from aiokv.scheduler.sharded import Sharded
@@ -48,6 +49,7 @@ class CacheReader:
         admission: Admission,
         lost: AbstractSet[int],
         pins: PinnedLeases,
+        pending: PendingBlocks,
     ) -> None:
         self._config = config
         self._core = core
@@ -58,6 +60,7 @@ class CacheReader:
         self._admission = admission
         self.lost = lost
         self._pins = pins
+        self._pending = pending
         self._windows = {group: index for index, group in enumerate(config.windows)}
 
     # --- one lease ------------------------------------------------------------------------------
@@ -263,6 +266,11 @@ class CacheReader:
             f"{device_free} device blocks are free and at most {evictable} evictable",
             "raise CacheConfig.device_blocks, or preempt a lease",
         )
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of leases in line for their quota, for capacity or for pending blocks."""
+        return len(self._admission) + len(self._quota.requests()) + len(self._pending)
 
     def quota_held(self, salt: str) -> int:
         """Return the number of blocks that are counted to the salt."""

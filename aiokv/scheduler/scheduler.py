@@ -101,6 +101,7 @@ class CacheScheduler:
             admission=self._admission,
             lost=self._granting.lost,
             pins=self._pins,
+            pending=self._pending,
         )
 
     # --- effects --------------------------------------------------------------------------------
@@ -274,11 +275,13 @@ class CacheScheduler:
         return None, self._outbox.pending
 
     def take_turn(self, lease_id: int) -> tuple[Grant | None, Effects]:
-        """Grant to a lease that is first in line; None when it goes on waiting."""
-        if lease_id not in self._admission:
-            raise LeaseError(f"lease {self._owners.get(lease_id) or 'unnamed'!r} does not wait")
+        """Grant to a lease that was told that it is first in line.
+
+        Returns:
+            None when there is no room, or the wait has ended otherwise: an effect tells when.
+        """
         grant = self._admission.take_turn(lease_id)
-        return grant, self._settle()
+        return grant, self._outbox.pending if grant is None else self._settle()
 
     def stop_waiting(self, lease_id: int) -> Done:
         """End the wait of a lease whose task has gone; a grant that came meanwhile is undone."""

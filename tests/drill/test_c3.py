@@ -296,7 +296,7 @@ async def test_not_c3_14_memory_outlives_its_copies_and_devices_have_what_is_cal
     await cache.fill(A)
     backup = cache.device.hold("offload")
     await cache.fill(B)
-    arena = cache.engine._controller.memory.arena
+    arena = cache.engine.worker.memory.arena
     closing = asyncio.create_task(cache.engine.aclose(0.0))
     await spin(10)
     assert not closing.done()
@@ -396,7 +396,7 @@ async def test_not_c3_18_quantised_blocks_fit_their_host_memory():
     await travels("18_quantised_blocks_fit_their_host_memory")
     shaped = Shaped(regions_of(2, **SHAPES["18_quantised_blocks_fit_their_host_memory"]))
     async with shaped.engine as engine:
-        arena = engine._controller.memory.arena
+        arena = engine.worker.memory.arena
         pieces = list(shaped.regions.pieces())
         ends = [piece.host_offset_bytes + piece.block_bytes for piece in pieces]
         assert max(ends) <= arena.block_bytes
@@ -406,7 +406,7 @@ async def test_not_c3_18_quantised_blocks_fit_their_host_memory():
             transfer_id=9, direction="offload", device_blocks=b"\0" * 4, host_blocks=beyond
         )
         with pytest.raises(UsageError):
-            engine._controller.submit(plan)
+            engine.worker.submit(plan)
 
 
 async def test_not_c3_19_an_offload_has_its_own_proof():

@@ -68,7 +68,7 @@ async def test_not_c4_6_torn_bytes_are_noticed():
     """No checksum, no length: what is half written is taken for whole."""
     async with Drill(verify="checksum") as drill:
         await drill.to_host(A)
-        drill.engine._controller.memory.arena.blocks[:, 5] ^= 0xFF
+        drill.engine.worker.memory.arena.blocks[:, 5] ^= 0xFF
         with pytest.raises(TransferError, match="checksum"):
             await drill.serve(A)
         assert drill.hit(A) == (0, 0)

@@ -46,7 +46,7 @@ async def test_not_c7_5_closing_gives_all_memory_back():
         await engine.drain()
         await engine.evict(8)
         await engine.prefetch(A)
-        arena = engine._controller.memory.arena
+        arena = engine.worker.memory.arena
     assert arena._map.closed
     del regions, tensor, engine, lease
     await spin(3)
@@ -61,7 +61,7 @@ async def test_not_c7_8_memory_is_given_away_only_when_nothing_moves():
     async with Drill() as drill:
         backup = drill.device.hold("offload")
         await drill.fill(A)
-        arena = drill.engine._controller.memory.arena
+        arena = drill.engine.worker.memory.arena
         sleeping = asyncio.create_task(drill.engine.sleep(timeout=60.0))
         await clock.advance(59.0)
         assert not sleeping.done()

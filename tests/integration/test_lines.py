@@ -67,7 +67,7 @@ async def test_quota_turn_in_the_pass_of_a_close_or_break_fails_the_lease(end, r
         closing.close()
         assert waits(cache) == 0
         assert cache.engine.check_invariants() == []
-        assert cache.engine._quota.held("a") == 0
+        assert cache.engine.scheduler.read.quota_held("a") == 0
         for x in (other, lease, third):
             x.release()
 
@@ -222,7 +222,7 @@ async def test_commit_wakes_only_the_waiters_whose_part_is_indexed():
             owner.commit(end)
             await spin(3)
             assert [task.done() for task in tasks] == [i < done for i in range(3)]
-        assert asked == [lease._id for lease in leases], "one look each"
+        assert asked == [lease.id for lease in leases], "one look each"
         for lease in (owner, *leases):
             lease.release()
 
@@ -362,7 +362,7 @@ async def test_thousand_quota_turns_come_in_bounded_groups():
             before = sum(task.done() for task in tasks)
             await asyncio.sleep(0)
             counts.append(sum(task.done() for task in tasks) - before)
-            assert cache.engine._quota.held("a") <= 500
+            assert cache.engine.scheduler.read.quota_held("a") <= 500
         assert max(counts) <= 64
         assert not tasks[500].done()
         for lease in leases:  # also those in line
@@ -395,11 +395,11 @@ async def test_check_sees_a_waiter_whose_lease_is_released():
         first, lease = await granted(cache, 1, 4), matched(cache, 2, 4)
         task = await begin(lease.allocate(16))
         assert engine.check_invariants() == []
-        name = engine._owners.pop(lease._id)
+        name = engine._owners.pop(lease.id)
         found = engine.check_invariants()
         assert any("waits, but it is released" in text for text in found)
         assert any("the core has 2, the engine 1" in text for text in found)
-        engine._owners[lease._id] = name
+        engine._owners[lease.id] = name
         first.release()
         await task
         lease.release()
@@ -410,9 +410,9 @@ async def test_check_sees_a_line_entry_that_belongs_to_no_waiter():
         engine = cache.engine
         first, lease = await granted(cache, 1, 4), matched(cache, 2, 4)
         task = await begin(lease.allocate(16))
-        waiter = engine._waiting._waiters.pop(lease._id)
+        waiter = engine._waiting._waiters.pop(lease.id)
         assert any("belongs to no waiter" in text for text in engine.check_invariants())
-        engine._waiting._waiters[lease._id] = waiter
+        engine._waiting._waiters[lease.id] = waiter
         waiter.leave()
         assert any("nothing will wake it" in text for text in engine.check_invariants())
         task.cancel()
@@ -429,10 +429,10 @@ async def test_check_sees_quota_counts_that_differ_from_the_leases():
         engine._quota._held["a"] += 1
         assert any("the sums over leases" in text for text in engine.check_invariants())
         engine._quota._held["a"] -= 1
-        count = engine._quota._by_lease.pop(lease._id)
+        count = engine._quota._by_lease.pop(lease.id)
         found = engine.check_invariants()
         assert any("holds 4 blocks, 0 count" in text for text in found)
-        engine._quota._by_lease[lease._id] = count
+        engine._quota._by_lease[lease.id] = count
         engine._quota._by_lease[1 << 40] = ("b", 1)
         assert any("of released lease" in text for text in engine.check_invariants())
         del engine._quota._by_lease[1 << 40]
@@ -458,7 +458,7 @@ async def test_second_try_of_a_granted_lease_keeps_its_quota():
         for call in (lease.try_allocate, lease.can_allocate):
             with pytest.raises(LeaseError, match="already"):
                 call(16)
-        assert cache.engine._quota.held("a") == 4
+        assert cache.engine.scheduler.read.quota_held("a") == 4
         assert cache.engine.check_invariants() == []
         lease.release()
 
@@ -474,8 +474,8 @@ async def test_grant_whose_onload_cannot_be_submitted_takes_nothing():
         with pytest.raises(ZeroDivisionError):
             lease.try_allocate(9)
         cache.engine._transfers.start_onloads = start
-        assert cache.engine._core.granted_leases == 0
-        assert cache.engine._quota.held("") == 0
+        assert cache.engine.scheduler.read.granted_leases == 0
+        assert cache.engine.scheduler.read.quota_held("") == 0
         lease.release()
 
 

@@ -84,7 +84,7 @@ async def test_a_timeout_names_the_quota_and_counts_nothing():
         third = await served.engine.match(prompt(3, 1), salt="a").allocate(2)
         for lease in (first, second, third):
             lease.release()
-        assert served.engine._quota.held("a") == 0
+        assert served.engine.scheduler.read.quota_held("a") == 0
 
 
 @pytest.mark.parametrize("how", ["cancel", "release"])
@@ -104,7 +104,7 @@ async def test_who_gives_up_lets_the_next_one_in(how):
         await asyncio.gather(*tasks, return_exceptions=True)
         for lease in (first, large, small):
             lease.release()
-        assert served.engine._quota.held("a") == 0
+        assert served.engine.scheduler.read.quota_held("a") == 0
 
 
 async def test_a_cancellation_that_crosses_its_turn():
@@ -117,7 +117,7 @@ async def test_a_cancellation_that_crosses_its_turn():
         await tasks[1]
         leases[1].release()
         assert tasks[0].cancelled()
-        assert served.engine._quota.held("a") == 0
+        assert served.engine.scheduler.read.quota_held("a") == 0
         leases[0].release()
 
 
@@ -134,7 +134,7 @@ async def test_growth_counts_and_holds_up_others_only():
         await task
         first.release()
         second.release()
-        assert served.engine._quota.held("a") == 0
+        assert served.engine.scheduler.read.quota_held("a") == 0
 
 
 async def test_forks_count():
@@ -146,7 +146,7 @@ async def test_forks_count():
         first.release()
         child.fork().release()
         child.release()
-        assert served.engine._quota.held("a") == 0
+        assert served.engine.scheduler.read.quota_held("a") == 0
 
 
 async def test_preemption_makes_way_and_resume_stands_in_line():
@@ -166,7 +166,7 @@ async def test_preemption_makes_way_and_resume_stands_in_line():
         await resuming
         first.release()
         second.release()
-        assert served.engine._quota.held("a") == 0
+        assert served.engine.scheduler.read.quota_held("a") == 0
 
 
 async def test_closing_sends_waiters_home():
@@ -227,7 +227,7 @@ async def test_a_storm_leaks_nothing_and_never_exceeds():
         ]
         assert unexpected == []
         assert sum(result is None for result in results) > 50
-        assert [served.engine._quota.held(salt) for salt in "abc"] == [0, 0, 0]
+        assert [served.engine.scheduler.read.quota_held(salt) for salt in "abc"] == [0, 0, 0]
         assert served.engine.statistics().device_free == 8
 
 

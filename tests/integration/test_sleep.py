@@ -261,7 +261,7 @@ async def test_both_memories_are_really_freed():
         await engine.drain()
         await engine.evict(8)
         await engine.prefetch(A)  # both directions have worked
-        arena = engine._controller.memory.arena
+        arena = engine.worker.memory.arena
         await engine.sleep()
         del regions, tensors, lease
         gc.collect()
