@@ -1,28 +1,64 @@
-"""What the scheduler asks of the worker, and what the worker answers.
+"""Messages between scheduler and worker: plans of transfers, and reports of their ends.
 
-Plain data (msgspec structs, no pickle), so that a worker can live in another process. Block ids are
-little-endian int32 in ``bytes``: one object a plan, viewed as arrays without a copy on either side.
+Plain data (msgspec structs, no pickle), so that a worker can run in another process. Block ids are
+little-endian int32 in ``bytes``: one object per plan, viewed as arrays without a copy on either
+side.
 """
 
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 import numpy as np
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from numpy.typing import ArrayLike, NDArray
 
 ID_DTYPE = np.dtype("<i4")
+ZEROS: Final = -1  # source id of a target that is filled with zeros
 
-Direction = Literal["onload", "offload", "state"]
+Pool = Literal["device", "host", "state"]
+Direction = Literal["onload", "offload", "state", "clone"]
 Outcome = Literal["done", "failed", "cancelled"]
+
+_LEVELS: Final[dict[Pool, int]] = {"device": 0, "host": 1}  # distance from the GPU
+
+
+class Route(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Where the bytes of a transfer come from and go to.
+
+    A new tier is a new pool, with a level behind the host's.
+
+    Attributes:
+        source: pool of the source ids: ``"device"`` and ``"host"`` have blocks, ``"state"`` has
+            slots of recurrent state, on the device.
+        target: pool of the target ids.
+    """
+
+    source: Pool
+    target: Pool
+
+    @property
+    def direction(self) -> Direction:
+        """Name of the route in errors, reports and statistics."""
+        if self.source == self.target:
+            return "state" if self.source == "state" else "clone"
+        return "onload" if _LEVELS[self.target] < _LEVELS[self.source] else "offload"
+
+    def __str__(self) -> str:
+        return f"{self.source} -> {self.target}"
+
+
+ONLOAD: Final = Route("host", "device")
+OFFLOAD: Final = Route("device", "host")
+CLONE: Final = Route("device", "device")
+STATE: Final = Route("state", "state")
 
 
 class Priority(IntEnum):
-    """Order in which waiting transfers of one direction are submitted; lower goes first."""
+    """Order in which waiting transfers of one route are submitted; lower goes first."""
 
     DEMAND = 0
     JOINED = 1
@@ -31,83 +67,70 @@ class Priority(IntEnum):
 
 
 class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Copy ``device_blocks[i]`` from or to ``host_blocks[i]``, all layers of every region.
+    """Copy block ``source_blocks[i]`` to ``target_blocks[i]``, in all layers of all its regions.
 
     Attributes:
-        transfer_id: chosen by the scheduler, unique for the life of the engine.
-        direction: ``"onload"`` writes the device blocks, ``"offload"`` the host blocks;
-            ``"state"`` is that of a :class:`StatePlan`.
-        device_blocks: int32 ids as bytes, in path order.
-        host_blocks: int32 ids as bytes, as many.
+        transfer_id: chosen by the scheduler, unique for the lifetime of the engine; 0 for a copy
+            that the worker finishes within the call, without a report (``Worker.clone``).
+        route: the pools that the ids belong to.
+        source_blocks: int32 ids as bytes, in path order; ``ZEROS`` fills a state slot with zeros.
+        target_blocks: int32 ids as bytes, as many, distinct; within one pool none is a source.
         priority: see :class:`Priority`.
         after_step: the step whose work must be finished on the device before the first byte
             moves; 0 when there is nothing to wait for.
     """
 
     transfer_id: int
-    direction: Direction
-    device_blocks: bytes
-    host_blocks: bytes
-    priority: int = Priority.DEMAND
-    after_step: int = 0
-
-    @property
-    def is_onload(self) -> bool:
-        return self.direction == "onload"
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self.device_blocks) // ID_DTYPE.itemsize
-
-    @property
-    def device_ids(self) -> NDArray[np.int32]:
-        return np.frombuffer(self.device_blocks, dtype=ID_DTYPE)
-
-    @property
-    def host_ids(self) -> NDArray[np.int32]:
-        return np.frombuffer(self.host_blocks, dtype=ID_DTYPE)
-
-
-class StatePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Make slots of recurrent state ready, on the device, in all layers that have any.
-
-    Attributes:
-        transfer_id: of the same sequence as those of :class:`TransferPlan`.
-        source_slots: int32 ids as bytes; -1 for zeros.
-        target_slots: int32 ids as bytes, as many; none is a source.
-        priority: see :class:`Priority`.
-        after_step: as of :class:`TransferPlan`.
-    """
-
-    transfer_id: int
-    source_slots: bytes
-    target_slots: bytes
+    route: Route
+    source_blocks: bytes
+    target_blocks: bytes
     priority: int = Priority.DEMAND
     after_step: int = 0
 
     @property
     def direction(self) -> Direction:
-        return "state"
+        """Name of the route."""
+        return self.route.direction
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks (or slots) that move."""
+        return len(self.target_blocks) // ID_DTYPE.itemsize
 
     @property
     def source_ids(self) -> NDArray[np.int32]:
-        return np.frombuffer(self.source_slots, dtype=ID_DTYPE)
+        """``[N]`` int32, read-only view of ``source_blocks``."""
+        return np.frombuffer(self.source_blocks, dtype=ID_DTYPE)
 
     @property
     def target_ids(self) -> NDArray[np.int32]:
-        return np.frombuffer(self.target_slots, dtype=ID_DTYPE)
+        """``[N]`` int32, read-only view of ``target_blocks``."""
+        return np.frombuffer(self.target_blocks, dtype=ID_DTYPE)
 
 
-Plan = TransferPlan | StatePlan
+def id_bytes(ids: ArrayLike) -> bytes:
+    """Return block ids as a plan holds them."""
+    return np.asarray(ids, ID_DTYPE).tobytes()
+
+
+def clone_plan(route: Route, source_ids: ArrayLike, target_ids: ArrayLike) -> TransferPlan:
+    """Return the plan of a copy within one pool that ``Worker.clone`` takes."""
+    return TransferPlan(
+        transfer_id=0,
+        route=route,
+        source_blocks=id_bytes(source_ids),
+        target_blocks=id_bytes(target_ids),
+    )
 
 
 class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
-    """How a transfer ended. Sent exactly once for each plan, never from inside ``submit``.
+    """The end of a transfer. Sent exactly once per plan, never from inside ``submit``.
 
     Attributes:
         transfer_id: the plan's.
-        outcome: ``"done"``: every byte is proven. ``"failed"``: blocks before
-            ``first_bad_block`` are proven, the others are not. ``"cancelled"``: no block is.
+        outcome: ``"done"``: every byte has been verified. ``"failed"``: blocks before
+            ``first_bad_block`` have been verified, the others have not. ``"cancelled"``: no block
+            has been copied.
         first_bad_block: index into the plan's blocks.
         reason: text of the first failure.
     """

@@ -34,7 +34,6 @@ from aiokv.lease import Lease
 from aiokv.observe.logs import Log
 from aiokv.plan import Priority
 from aiokv.scheduler.manager import CacheManager
-from aiokv.worker.checksums import Checksums
 from aiokv.worker.controller import CacheController
 from aiokv.worker.device.names import named_device
 from aiokv.worker.poller import EventPoller
@@ -44,9 +43,6 @@ from aiokv.worker.views import done_view
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
-
-    import numpy as np
-    from numpy.typing import NDArray
 
     from aiokv.errors import RankLost
     from aiokv.plan import TransferReport
@@ -84,12 +80,17 @@ class EngineBase:
     ) -> None:
         _check_types(config, regions, ranks)
         self.config = config
-        self._ranks = ranks
         self.regions = Regions(num_layers=0) if regions is None else regions
-        self._check_regions()
         if ranks is not None and device is not None:
             raise ConfigError("both device= and ranks=", hint="pass the device to each Rank")
-        self._device = named_device(device)
+        self._verify = config.verify == "checksum"
+        self._controller: Worker = (
+            CacheController(self.regions, named_device(device), checksums=self._verify)
+            if ranks is None
+            else ranks
+        )
+        self._check_regions()
+        self._poller = EventPoller()
         self._manager = _new_manager(config)
         self._core = self._manager.core
         self._waiting = CapacityQueue(self._grant)
@@ -97,8 +98,6 @@ class EngineBase:
         self._pending = PendingBlocks(self._core)
         self._pins = Pins()
         self._quota = SaltQuota(config.salt_quota_blocks)
-        self._checksums = Checksums(self.regions) if config.verify == "checksum" else None
-        self._unrecorded: list[NDArray[np.int32]] = []  # computed in the open step
         self._saves_first = config.host_blocks > 0 and config.write_policy == "write_back"
         self._owners: Sharded[str] = Sharded()  # live leases
         self._taken_back: dict[int, BaseException | None] = {}  # leases that lost their blocks
@@ -111,14 +110,15 @@ class EngineBase:
 
     def _check_regions(self) -> None:
         blocks = self.regions.num_blocks
-        if self._ranks is not None and blocks is not None:
+        can = self._controller.capabilities
+        if not can.owns_tensors and blocks is not None:
             raise ConfigError("both regions= and ranks=", hint="pass the regions to each Rank")
-        if self._ranks is not None and self.config.verify != "off":
+        if not can.checksums and self.config.verify != "off":
             raise ConfigError(
                 f"verify is {self.config.verify!r}; with ranks, which have the tensors, it must be "
                 "'off'"
             )
-        if self._ranks is not None and self.config.state_slots:
+        if not can.recurrent_state and self.config.state_slots:
             raise ConfigError("ranks have no recurrent state: state_slots must be 0")
         if blocks is not None and blocks < self.config.device_blocks:
             raise UsageError(
@@ -142,9 +142,16 @@ class EngineBase:
         if self._thread or self._closing:
             raise UsageError("a CacheEngine is entered once")
         self._loop = asyncio.get_running_loop()
-        self._poller = EventPoller(self._loop)
+        self._poller.open(self._loop)
         try:
-            self._controller = await self._open_worker()
+            await self._controller.open(
+                device_blocks=self.config.device_blocks,
+                host_blocks=self.config.host_blocks,
+                poller=self._poller,
+                on_report=lambda report: self._transfers.on_report(report),
+                on_step=lambda step, error: self._steps.on_step(step, error),
+                on_lost=self._on_rank_lost,
+            )
         except BaseException:
             self._poller.close()
             raise
@@ -180,26 +187,6 @@ class EngineBase:
         self._thread = get_ident()
         _entered.add(self)
         return self
-
-    async def _open_worker(self) -> Worker:
-        if self._ranks is not None:
-            await self._ranks.open(
-                device_blocks=self.config.device_blocks,
-                host_blocks=self.config.host_blocks,
-                on_report=lambda report: self._transfers.on_report(report),
-                on_step=lambda step, error: self._steps.on_step(step, error),
-                on_lost=self._on_rank_lost,
-            )
-            return self._ranks
-        return CacheController(
-            regions=self.regions,
-            host_blocks=self.config.host_blocks,
-            device=self._device,
-            poller=self._poller,
-            on_report=lambda report: self._transfers.on_report(report),
-            on_step=lambda step, error: self._steps.on_step(step, error),
-            checksums=self._checksums,
-        )
 
     async def __aexit__(
         self,
@@ -255,8 +242,7 @@ class EngineBase:
         self._closing = "is closed"
         self._thread = 0
         self._computing.closed = True
-        if isinstance(self._controller, CacheController):
-            self._controller.close_without_loop()
+        self._controller.close_without_loop()
 
     def _abandon(self) -> None:
         """Use no device, thread or loop from now on; called in a forked process.
@@ -563,7 +549,7 @@ class EngineBase:
         failure = self._controller.failure if report.outcome == "failed" else None
         if failure is not None and self._broken is None:
             self._break(failure)  # not this transfer's alone
-        if self._ranks is not None and self._ranks.failure is not None:
+        if self._controller.lost is not None:
             self._take_back()  # a table that moved when the rank was lost
         if report.outcome != "done":
             self._pending.wake_all()  # leases of the transfer will not publish what they promised

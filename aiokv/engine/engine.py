@@ -16,8 +16,6 @@ import msgspec
 from aiokv.checks import Unique, arguments
 from aiokv.engine.recovery import Recovery
 from aiokv.types import Statistics
-from aiokv.worker.lanes import IDLE as IDLE_WORKER
-from aiokv.worker.poller import IDLE as IDLE_POLLER
 
 if TYPE_CHECKING:
     from aiokv.worker.lanes import WorkerStatistics
@@ -61,12 +59,12 @@ class CacheEngine(Recovery, Unique):
 
     def worker_statistics(self) -> WorkerStatistics:
         """Return what the worker has moved; zeros before ``async with``. Any thread."""
-        return self._controller.statistics() if self._entered else IDLE_WORKER
+        return self._controller.statistics()
 
     def poller_statistics(self) -> PollerStatistics:
         """Return what waiting has cost; zeros before ``async with``."""
         self._check_thread()
-        return self._poller.statistics() if self._entered else IDLE_POLLER
+        return self._poller.statistics()
 
     def dump(self) -> dict[str, object]:
         """Return which lease holds which blocks, as plain values that JSON can represent."""
@@ -95,7 +93,7 @@ class CacheEngine(Recovery, Unique):
             "asleep": sorted(self.asleep),
             "statistics": msgspec.to_builtins(self.statistics()),
             "worker": msgspec.to_builtins(self.worker_statistics()),
-            "ranks": [] if self._ranks is None else self._ranks.describe(),
+            "ranks": self._controller.describe(),
         }
 
     def check_invariants(self) -> list[str]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
 from aiokv import checks
 from aiokv.engine.base import EngineBase
 from aiokv.engine.computing import ComputeBatch
 from aiokv.engine.sharded import SHARDS
 from aiokv.errors import LeaseError, TransferError, WouldBlock
 from aiokv.lease import Lease
+from aiokv.plan import CLONE, STATE, clone_plan
 from aiokv.types import as_items, as_tokens
 from aiokv.worker.device.base import as_event
 
@@ -83,7 +82,7 @@ class Leasing(EngineBase):
         step = self._steps.open if ready is None else self._steps.next
         first = self._core.computed_tokens(lease._live_id())
         published = self._core.commit(lease._live_id(), num_tokens, step)
-        if self._checksums is not None:
+        if self._verify:
             self._record_checksums(lease, first, num_tokens)
         if ready is not None:
             self._close_step(ready)
@@ -96,15 +95,7 @@ class Leasing(EngineBase):
     def _record_checksums(self, lease: Lease, first_token: int, num_tokens: int) -> None:
         block_tokens = self.config.block_tokens
         blocks = slice(first_token // block_tokens, num_tokens // block_tokens)
-        self._unrecorded.append(lease.block_table[blocks])
-        if not self._steps.open:
-            self._flush_checksums()
-
-    def _flush_checksums(self) -> None:
-        if self._checksums is not None:
-            for block_ids in self._unrecorded:
-                self._checksums.record(block_ids)
-        self._unrecorded.clear()
+        self._controller.record_checksums(lease.block_table[blocks], self._steps.open)
 
     def _truncate(self, lease: Lease, num_tokens: int) -> None:
         self._check_loop()
@@ -185,7 +176,7 @@ class Leasing(EngineBase):
             self._note_preempted(lease_id)
             self._on_blocks_free()
             return
-        if self._checksums is not None:
+        if self._verify:
             self._record_partial_block(lease_id)
         plan = self._manager.swap_plan(transfer_id)
         await self._transfers.run(plan, lambda: self._note_preempted(lease_id))
@@ -201,9 +192,8 @@ class Leasing(EngineBase):
         )
         if more_tokens:
             table = self._core.block_table(lease_id)
-            self._unrecorded.append(table[full_blocks : full_blocks + 1])
-            if not self._steps.open:
-                self._flush_checksums()
+            block = table[full_blocks : full_blocks + 1]
+            self._controller.record_checksums(block, self._steps.open)
 
     def _note_preempted(self, lease_id: int) -> None:
         if lease_id not in self._owners or self._core.is_granted(lease_id):
@@ -228,7 +218,7 @@ class Leasing(EngineBase):
         self._quota.count(lease_id, lease.salt, num_blocks)
         child = Lease(self, lease_id, owner or lease.owner, lease.salt, self._done)
         try:
-            self._controller.clone(sources, targets, stream)
+            self._controller.clone(clone_plan(CLONE, sources, targets), stream)
             if self.config.state_slots:
                 self._copy_state(
                     self._core.state_slot(parent_id), self._core.state_slot(lease_id), stream
@@ -236,10 +226,8 @@ class Leasing(EngineBase):
         except BaseException:
             child.release()
             raise
-        if self._checksums is not None:
-            self._unrecorded.append(targets)
-            if not self._steps.open:
-                self._flush_checksums()
+        if self._verify:
+            self._controller.record_checksums(targets, self._steps.open)
         return child
 
     def _snapshot(self, lease: Lease, num_tokens: int, stream: object) -> bool:
@@ -255,9 +243,7 @@ class Leasing(EngineBase):
         return True
 
     def _copy_state(self, source: int, target: int, stream: object) -> None:
-        self._controller.clone_slots(
-            np.array([source], np.int32), np.array([target], np.int32), stream
-        )
+        self._controller.clone(clone_plan(STATE, [source], [target]), stream)
 
     def _release(self, lease: Lease, after: Event | None) -> None:
         if not self._thread:
@@ -347,10 +333,6 @@ class Leasing(EngineBase):
 
     def _close_step(self, event: Event | None) -> int:
         self._controller.check_event(event)
-        if self._unrecorded:
-            if event is not None:
-                event.synchronize()
-            self._flush_checksums()
         step = self._steps.close(event)
         self._transfers.send_backups()
         return step

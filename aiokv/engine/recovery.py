@@ -36,10 +36,10 @@ class Recovery(Sleeping):
         self._check_loop()
         if self._closing:
             raise ClosedError(f"the engine {self._closing}")
-        if self._ranks is None or self._ranks.failure is None:
+        if self._controller.lost is None:
             raise UsageError("no rank is lost")
         self._steps.close(None)
-        await self._ranks.restart()
+        await self._controller.restart()
         self._take_back()
         self._broken = None
         self._on_blocks_free()

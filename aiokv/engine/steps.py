@@ -7,7 +7,7 @@ import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from aiokv.errors import UsageError
+from aiokv.errors import DeviceError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,7 +78,7 @@ class Steps:
         self._unfinished.append(step)
         try:
             self._controller.close_step(step, event)
-        except UsageError:
+        except (UsageError, DeviceError):
             self._unfinished.remove(step)
             self.next = step
             raise

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from aiokv.errors import AiokvError, UsageError
 from aiokv.observe.logs import Log
-from aiokv.plan import Priority, TransferPlan, TransferReport
+from aiokv.plan import ONLOAD, Priority, TransferReport
 from aiokv.worker.device.base import CopyError
+from aiokv.worker.interrupts import call_surely
 from aiokv.worker.layers import LayerDoneCounter
 from aiokv.worker.views import LayerView
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
-    from aiokv.plan import Plan
+    from aiokv.plan import TransferPlan
     from aiokv.scheduler.manager import CacheManager
     from aiokv.worker.base import Worker
 
@@ -55,7 +57,7 @@ class Transfers:
         self._on_submit = on_submit
         self._check_wait = check_wait
         self._soon = soon
-        self._onloads: dict[int, tuple[Plan, LayerDoneCounter]] = {}
+        self._onloads: dict[int, tuple[TransferPlan, LayerDoneCounter]] = {}
         self._ends: dict[int, list[asyncio.Future[None]]] = {}  # who waits for a report
         self._on_end: dict[int, Callable[[], None]] = {}
         self._has_host = manager.config.host_blocks > 0
@@ -89,10 +91,10 @@ class Transfers:
         )
 
     def _position_finder(
-        self, lease_id: int, plans: list[Plan]
+        self, lease_id: int, plans: list[TransferPlan]
     ) -> Callable[[int, int], int | None]:
         locate = _position_finder(
-            {plan.transfer_id: plan for plan in plans if isinstance(plan, TransferPlan)},
+            {plan.transfer_id: plan for plan in plans if plan.route == ONLOAD},
             self._manager.core.block_table(lease_id).tolist(),
             self._manager.config.block_tokens,
         )
@@ -179,27 +181,26 @@ class Transfers:
         self._ends.setdefault(transfer_id, []).append(ended)
         await ended
 
-    def _submit(self, plan: Plan) -> LayerDoneCounter:
+    def _submit(self, plan: TransferPlan) -> LayerDoneCounter:
         """Give a plan to the worker. One that the worker refuses is reported as failed."""
         try:
-            counter = self._controller.submit(plan)
+            counter = call_surely(
+                partial(self._controller.submit, plan),
+                self._soon,
+                partial(self._submit_again, plan),
+            )
         except AiokvError as error:
             return self._refused(plan, CopyError(0, str(error)))
-        except Exception:
-            raise
-        except BaseException:
-            self._soon(lambda: self._submit_again(plan))
-            raise
         self._on_submit(plan.after_step)
         return counter
 
-    def _submit_again(self, plan: Plan) -> None:
+    def _submit_again(self, plan: TransferPlan) -> None:
         """Submit a plan again after an interrupt; the worker may have it already."""
         if self._manager.is_under_way(plan.transfer_id):
             with suppress(UsageError):  # it has the plan
                 self._controller.submit(plan)
 
-    def _refused(self, plan: Plan, failure: CopyError) -> LayerDoneCounter:
+    def _refused(self, plan: TransferPlan, failure: CopyError) -> LayerDoneCounter:
         counter = LayerDoneCounter(
             self._controller.num_layers,
             transfer_id=plan.transfer_id,
@@ -261,7 +262,7 @@ def _position_finder(
     def locate(transfer_id: int, block: int) -> int | None:
         if transfer_id not in plans:
             return 0
-        device_block = int(plans[transfer_id].device_ids[block])
+        device_block = int(plans[transfer_id].target_ids[block])
         if device_block not in block_table:
             return None
         return block_table.index(device_block) * block_tokens

@@ -5,6 +5,6 @@ The manager's side is :class:`RankGroup`, a rank's is :class:`Rank`; ``messages`
 
 from aiokv.ranks.group import GroupStatistics, RankGroup
 from aiokv.ranks.rank import Rank
-from aiokv.ranks.seats import RankTimeouts
+from aiokv.ranks.rank_state import RankTimeouts
 
 __all__ = ["GroupStatistics", "Rank", "RankGroup", "RankTimeouts"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Final
 
 from aiokv.observe.logs import Log
@@ -9,10 +10,8 @@ from aiokv.ranks.channel import MAX_FRAME_BYTES, Channel, ChannelError, frame_of
 from aiokv.ranks.messages import Hello, Refuse, decode_from_rank, decode_hello, encode
 
 if TYPE_CHECKING:
-    import asyncio
-
-    from aiokv.ranks.roster import Roster
-    from aiokv.ranks.seats import Seat
+    from aiokv.ranks.membership import Membership
+    from aiokv.ranks.rank_state import RankState
 
 log = Log(__name__)
 
@@ -20,12 +19,12 @@ MAX_HELLO_BYTES: Final = 1024
 
 
 class Connection:
-    """A peer: unauthenticated until the roster has assigned it to a rank.
+    """A peer: unauthenticated until the membership has assigned it to a rank.
 
     Before that only a short Hello is read, which has to arrive within ``hello_seconds``.
 
     Args:
-        roster: assigns ranks, and gets the messages of peers that have one.
+        membership: assigns ranks, and gets the messages of peers that have one.
         hello_seconds: time limit for the Hello.
 
     Attributes:
@@ -33,37 +32,38 @@ class Connection:
             channel.
     """
 
-    def __init__(
-        self, roster: Roster, loop: asyncio.AbstractEventLoop, hello_seconds: float
-    ) -> None:
-        self._roster = roster
-        self._loop = loop
-        self._seat: Seat | None = None
+    def __init__(self, membership: Membership, hello_seconds: float) -> None:
+        self._membership = membership
+        self._state: RankState | None = None
         self.channel = Channel(self._on_frame, self._on_closed, MAX_HELLO_BYTES)
         # In two halves: between them, a loop that was blocked reads the socket.
-        self._deadline = loop.call_later(hello_seconds / 2, self._on_half_time, hello_seconds)
+        self._deadline = asyncio.get_running_loop().call_later(
+            hello_seconds / 2, self._on_half_time, hello_seconds
+        )
 
     def _on_half_time(self, hello_seconds: float) -> None:
-        self._deadline = self._loop.call_later(hello_seconds / 2, self._on_deadline, hello_seconds)
+        self._deadline = asyncio.get_running_loop().call_later(
+            hello_seconds / 2, self._on_deadline, hello_seconds
+        )
 
     def _on_deadline(self, hello_seconds: float) -> None:
         self.channel.cut(f"no Hello within {hello_seconds} s")
 
     def _on_frame(self, frame: bytes) -> None:
-        if self._seat is None:
+        if self._state is None:
             self._on_hello(decode_hello(frame))
             return
         message = decode_from_rank(frame)
         if isinstance(message, Hello):
             raise ChannelError("a second Hello")
-        self._roster.on_message(self._seat, message)
+        self._membership.on_message(self._state, message)
 
     def _on_hello(self, hello: Hello) -> None:
         try:
-            self._seat = self._roster.admit(self.channel, hello)
+            self._state = self._membership.admit(self.channel, hello)
         except ChannelError as error:
             log.warning("rank.refused", rank=hello.rank, reason=str(error))
-            self._roster.on_refused(hello.rank, str(error))
+            self._membership.on_refused(hello.rank, str(error))
             self.channel.send(frame_of(encode(Refuse(reason=str(error)))))
             self.channel.close()
         else:
@@ -72,4 +72,4 @@ class Connection:
 
     def _on_closed(self, reason: str) -> None:
         self._deadline.cancel()
-        self._roster.on_closed(self.channel, self._seat, reason)
+        self._membership.on_closed(self.channel, self._state, reason)

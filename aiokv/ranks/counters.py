@@ -18,7 +18,6 @@ class Counters:
     """By transfer id; a runner may ask before a plan has come, and after its transfer has ended."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
         self._counters: dict[int, LayerDoneCounter] = {}
         self._ended_ids: deque[int] = deque()
         self._newest_id = 0
@@ -54,7 +53,7 @@ class Counters:
         return self._counters[transfer_id]
 
     async def _arrival(self, transfer_id: int) -> None:
-        arrival: asyncio.Future[None] = self._loop.create_future()
+        arrival: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._expected.setdefault(transfer_id, []).append(arrival)
         try:
             await arrival

@@ -19,17 +19,17 @@ from aiokv import _native
 from aiokv.checks import Unique, arguments, integer
 from aiokv.errors import ClosedError, ConfigError, UsageError
 from aiokv.observe.logs import Log
-from aiokv.plan import StatePlan, TransferReport
+from aiokv.plan import OFFLOAD, ONLOAD
+from aiokv.ranks.broadcast import ROUTES, TransferBroadcast
 from aiokv.ranks.channel import checked_path
-from aiokv.ranks.exchange import Exchange
+from aiokv.ranks.control_requests import ControlRequests
 from aiokv.ranks.listener import Listener
+from aiokv.ranks.membership import Membership
 from aiokv.ranks.messages import Sleep, WakeUp
 from aiokv.ranks.processes import RankProcesses, check_entry
-from aiokv.ranks.questions import Questions
-from aiokv.ranks.roster import Roster
-from aiokv.ranks.seats import MAX_RANKS, RankTimeouts
+from aiokv.ranks.rank_state import MAX_RANKS, RankTimeouts
+from aiokv.worker.base import UNLIMITED_BLOCKS, Capabilities
 from aiokv.worker.device.base import CopyError
-from aiokv.worker.lanes import WorkerStatistics
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,13 +39,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiokv.errors import RankLost
-    from aiokv.plan import Plan
+    from aiokv.plan import TransferPlan, TransferReport
     from aiokv.ranks.messages import Layout, Reports
-    from aiokv.ranks.seats import Seat
+    from aiokv.ranks.rank_state import RankState
     from aiokv.types import Tier
     from aiokv.worker.base import Cancelled
     from aiokv.worker.device.base import Event
+    from aiokv.worker.lanes import WorkerStatistics
     from aiokv.worker.layers import LayerDoneCounter
+    from aiokv.worker.poller import EventPoller
     from aiokv.worker.regions import Regions
 
 log = Log(__name__)
@@ -93,6 +95,14 @@ class RankGroup(Unique):
     """
 
     computes_in_stream: Final = True  # each rank finishes a step in its own time
+    capabilities: Final = Capabilities(
+        routes=ROUTES,
+        clone_routes=frozenset(),
+        checksums=False,
+        step_events=False,
+        owns_tensors=False,
+        restart=True,
+    )
 
     def __init__(
         self,
@@ -114,20 +124,35 @@ class RankGroup(Unique):
             raise ConfigError(f"clock is {clock!r}; it must be a function that returns seconds")
         self.num_ranks = num_ranks
         self.timeouts = timeouts or RankTimeouts()
-        self._listener = Listener(None if path is None else checked_path(path))
-        self._entry = entry
         self._clock = clock
+        self._host_blocks = 0
         self._failure: RankLost | None = None
         self._closed_step = 0
         self._reported_step = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._roster: Roster | None = None
-        self._exchange: Exchange | None = None
-        self._processes: RankProcesses | None = None
+        self._opened = False
         self._closing = False
         self._restarting = False
         self._asleep: frozenset[Tier] = frozenset()
-        self._questions = Questions(self.timeouts)
+        self._on_step: Callable[[int, BaseException | None], None] = lambda step, error: None
+        self._on_lost: Callable[[RankLost], None] = lambda lost: None
+        self._ids = _native.BlockMap(0, [], 0, 0, 0, 0)
+        self._control = ControlRequests(self.timeouts)
+        self._listener = Listener(None if path is None else checked_path(path))
+        self._processes = (
+            None if entry is None else RankProcesses(entry, lambda: self._membership.notify())
+        )
+        self._membership = Membership(
+            num_ranks,
+            self._listener,
+            self.timeouts,
+            self._processes,
+            clock=clock,
+            on_reports=self._on_reports,
+            on_reply=self._control.on_reply,
+            on_lost=self._on_rank_lost,
+        )
+        self._transfers = TransferBroadcast(self._membership, self.timeouts, clock)
 
     # --- opening and closing --------------------------------------------------------------------
 
@@ -136,97 +161,93 @@ class RankGroup(Unique):
         *,
         device_blocks: int,
         host_blocks: int,
+        poller: EventPoller,
         on_report: Callable[[TransferReport], None],
         on_step: Callable[[int, BaseException | None], None],
         on_lost: Callable[[RankLost], None],
     ) -> None:
-        """Listen, start the ranks where that is ours to do, and wait until all are ready.
+        """Listen, start the ranks if ``entry`` names them, and wait until all are ready.
 
         Args:
-            device_blocks: every rank has at least so many.
-            host_blocks: every rank gets host memory for so many.
-            on_report: as a controller's.
-            on_step: called when a step is over on all ranks.
-            on_lost: called when a rank is gone; no transfer can succeed until ``restart``.
+            device_blocks: the least that each rank's tensors must hold.
+            host_blocks: capacity of the host tier; each rank reserves memory for it.
+            poller: not used: each rank has its own.
+            on_report: see :meth:`Worker.open`.
+            on_step: called when a step has finished on all ranks.
+            on_lost: called when a rank is lost; no transfer can succeed until ``restart``.
 
         Raises:
-            RankLost: a rank did not come, or not in time; nothing is left behind.
+            UsageError: opened before.
+            RankLost: a rank did not connect, or not in time; nothing is left behind.
             ConfigError: the socket cannot be made.
 
         Cancellation: nothing is left behind.
         """
-        if self._roster is not None:
-            raise UsageError("a RankGroup serves one engine")
-        self._loop = asyncio.get_running_loop()
+        if self._opened or self._closing:
+            raise UsageError("the RankGroup was opened already; it serves one engine")
+        self._opened = True
         self._on_step, self._on_lost = on_step, on_lost
         self._host_blocks = host_blocks
-        if self._entry is not None:
-            self._processes = RankProcesses(self._entry, lambda: roster.notify())
-        roster = self._roster = Roster(
-            self.num_ranks,
-            self._listener,
-            self.timeouts,
-            self._processes,
-            clock=self._clock,
-            device_blocks=device_blocks,
-            on_reports=self._on_reports,
-            on_answer=self._questions.on_answer,
-            on_lost=self._on_rank_lost,
-        )
-        self._exchange = Exchange(roster, self.timeouts, self._clock, on_report)
+        self._transfers.open(on_report)
         try:
-            await roster.open()
-            await roster.begin(host_blocks, self._closed_step, [])
+            await self._membership.open(device_blocks)
+            await self._membership.begin(host_blocks, self._closed_step, [])
         except BaseException:
             try:
                 await self.aclose()
             except BaseException:  # cancelled once more: aclose() is not called again
-                roster.terminate()
+                self._membership.terminate()
                 raise
             raise
-        roster.device_blocks = self.device_blocks
+        self._membership.device_blocks = self.device_blocks
         self._ids = _native.BlockMap(0, [], 0, 0, host_blocks, self.device_blocks)
         self._schedule_tick()
 
     async def restart(self) -> None:
-        """Bring a lost rank back, and begin anew on all: nothing that was cached is there any more.
+        """Bring lost ranks back, and start a new generation on all ranks, with nothing cached.
 
-        A rank that comes by itself has to come. The others cancel what waits and finish what moves,
-        their closed steps included; no step may be open on them.
+        Ranks that are started externally have to connect again. The others cancel what waits and
+        finish what moves, their closed steps included; no step may be open on them.
 
         Raises:
-            UsageError: no rank is lost.
+            UsageError: no rank is lost, or a restart is running.
             RankLost: not all came back; still lost.
 
         Cancellation: still lost; call it again.
         """
-        if self._failure is None or self._roster is None or self._restarting:
-            raise UsageError("no rank is lost, or a restart is under way")
-        self.exchange.flush()
+        if self._failure is None or self._restarting:
+            raise UsageError("restart: no rank is lost, or a restart is running already")
+        self._transfers.flush()
         self._restarting = True
         try:
-            await self._roster.begin(self._host_blocks, self._closed_step, sorted(self._asleep))
+            await self._membership.begin(self._host_blocks, self._closed_step, sorted(self._asleep))
         finally:
             self._restarting = False
-        self.exchange.end_all()
+        self._transfers.end_all()
         self._failure = None
-        self._fold_steps()
+        self._reduce_steps()
 
     async def aclose(self) -> None:
-        """Let all ranks finish what moves and go; what waits is cancelled. Idempotent.
+        """Let all ranks finish moving transfers and close; cancel waiting ones. Idempotent.
 
         Cancellation: call it again.
         """
         self._closing = True
         if self._timer is not None:
             self._timer.cancel()
-        if self._roster is not None and not self._roster.closed:
-            self.exchange.flush()
-            await self._roster.aclose()
-            self.exchange.give_up_all(CopyError(0, "the group closed"))
-            self.exchange.end_all()
+        if self._opened and not self._membership.closed:
+            self._transfers.flush()
+            await self._membership.aclose()
+            self._transfers.give_up_all(CopyError(0, "the group closed"))
+            self._transfers.end_all()
 
-    # --- what the engine asks of a worker -------------------------------------------------------
+    def close_without_loop(self) -> None:
+        """Cut all connections and kill the started processes, after the loop was closed."""
+        self._closing = True
+        if self._opened and not self._membership.closed:
+            self._membership.terminate()
+
+    # --- state ----------------------------------------------------------------------------------
 
     @property
     def path(self) -> Path | None:
@@ -238,71 +259,64 @@ class RankGroup(Unique):
         return self._listener.path
 
     @property
+    def layout(self) -> Layout | None:
+        """Layout of the tensors, equal on all ranks; None before the first rank has connected."""
+        return self._membership.layout
+
+    @property
     def num_layers(self) -> int:
-        return self.layout.num_layers
-
-    @property
-    def layout(self) -> Layout:
-        """Of every rank."""
-        if self._roster is None or self._roster.layout is None:
-            raise UsageError("the group is not open")
-        return self._roster.layout
-
-    @property
-    def exchange(self) -> Exchange:
-        """The transfers.
-
-        Raises:
-            UsageError: the group is not open.
-        """
-        if self._exchange is None:
-            raise UsageError("the group is not open")
-        return self._exchange
+        """Layers of the model; 0 before the first rank has connected."""
+        return 0 if self.layout is None else self.layout.num_layers
 
     @property
     def device_blocks(self) -> int:
-        """Blocks of the rank that has the fewest.
-
-        Raises:
-            UsageError: the group is not open.
-        """
-        seats = self._roster.seats if self._roster is not None else []
-        blocks = [seat.layout.num_blocks for seat in seats if seat.layout is not None]
-        if not blocks:
-            raise UsageError("the group is not open")
-        return min(blocks)
+        """Blocks of the rank that has the fewest; ``UNLIMITED_BLOCKS`` before ranks connect."""
+        layouts = [state.layout for state in self._membership.ranks if state.layout is not None]
+        return min((layout.num_blocks for layout in layouts), default=UNLIMITED_BLOCKS)
 
     @property
     def failure(self) -> RankLost | None:
-        """The first rank that was lost, until a restart."""
+        """The loss of the first lost rank, until a restart."""
+        return self._failure
+
+    @property
+    def lost(self) -> RankLost | None:
+        """As ``failure``: a restart may repair the group."""
         return self._failure
 
     @property
     def silent_ranks(self) -> list[int]:
-        """Those that have not answered the newest ``sleep`` or ``wake_up``."""
-        return [] if self._roster is None else self._questions.silent_ranks(self._roster)
+        """Ranks that have not answered the newest ``sleep`` or ``wake_up``."""
+        return self._control.silent_ranks(self._membership)
 
-    def submit(self, plan: Plan) -> LayerDoneCounter:
-        """Take a plan; it leaves for all ranks with the others of this pass.
+    # --- transfers and steps --------------------------------------------------------------------
+
+    def submit(self, plan: TransferPlan) -> LayerDoneCounter:
+        """Take a plan; it is sent to all ranks with the others of this pass of the loop.
 
         Raises:
-            UsageError: as a controller's. Nothing changed.
-            ClosedError: the group is closing.
+            UsageError: see :meth:`Worker.submit`. Nothing changed.
+            ClosedError: the group is closing, or is not open.
         """
-        if self._closing:
-            raise ClosedError("the group of ranks is closing")
-        if isinstance(plan, StatePlan):
-            raise UsageError("ranks have no recurrent state")  # the engine's config is refused
-        self._ids.check_ids(plan.host_ids, plan.device_ids, onload=plan.direction == "onload")
-        return self.exchange.submit(plan, self.layout, self._failure)
+        layout = self.layout
+        if self._closing or layout is None:
+            state = "closing" if self._closing else "not open"
+            raise ClosedError(f"transfer {plan.transfer_id}: the group of ranks is {state}")
+        if plan.route == ONLOAD:
+            self._ids.check_ids(plan.source_ids, plan.target_ids, onload=True)
+        elif plan.route == OFFLOAD:
+            self._ids.check_ids(plan.target_ids, plan.source_ids, onload=False)
+        else:
+            raise UsageError(f"transfer {plan.transfer_id}: ranks have no route {plan.route}")
+        return self._transfers.submit(plan, layout, self._failure)
 
     def cancel(self, transfer_id: int) -> Cancelled:
         """Ask the ranks to cancel a plan; it is reported ``"cancelled"`` if no rank moves it."""
-        return "asked" if self.exchange.cancel(transfer_id) else "too late"
+        return "asked" if self._transfers.cancel(transfer_id) else "too late"
 
     def raise_priority(self, transfer_id: int, priority: int) -> None:
         """Submit a plan that still waits on a rank as if it had been given with this priority."""
-        self.exchange.raise_priority(transfer_id, priority)
+        self._transfers.raise_priority(transfer_id, priority)
 
     def check_event(self, event: Event | None) -> None:
         """Raise for any event: an event belongs to one rank.
@@ -317,38 +331,38 @@ class RankGroup(Unique):
             )
 
     def close_step(self, step: int, event: Event | None) -> None:
-        """The engine has closed a step; it is over when every rank says so.
+        """Close all steps up to ``step``; they finish when every rank has reported them.
 
         Raises:
             UsageError: an event, which belongs to one rank; or the step was closed before.
         """
         self.check_event(event)
         if step <= self._closed_step:
-            raise UsageError(f"step {step} is closed already, up to {self._closed_step}")
+            raise UsageError(
+                f"step {step} is closed already; the last closed step is {self._closed_step}"
+            )
         self._closed_step = step
-        self._fold_steps()
+        self._reduce_steps()
 
-    def clone(
-        self, sources: NDArray[np.int32], targets: NDArray[np.int32], stream: Any = None
-    ) -> None:
-        """Copies within the ranks' devices are the runner's.
+    def clone(self, plan: TransferPlan, stream: Any = None) -> None:
+        """Raise if there is anything to copy: the runners copy within their devices.
 
         Raises:
-            UsageError: there is something to copy.
+            UsageError: the plan has blocks.
         """
-        if len(sources):
+        if plan.num_blocks:
             raise UsageError(
-                "ranks do not copy blocks within their devices",
-                hint="fork at a block's border, or copy the partial block in the model's runner",
+                f"clone: ranks do not copy blocks within their devices ({plan.num_blocks} blocks)",
+                hint="fork at the end of a block, or copy the partial block in the model's runner",
             )
 
-    def clone_slots(
-        self, sources: NDArray[np.int32], targets: NDArray[np.int32], stream: Any = None
-    ) -> None:
-        """Raises:
-        UsageError: ranks have no recurrent state.
+    def record_checksums(self, block_ids: NDArray[np.int32], step: int) -> None:
+        """Raise: the tensors are not in this process.
+
+        Raises:
+            UsageError: always.
         """
-        raise UsageError("ranks have no recurrent state")
+        raise UsageError("record_checksums: ranks do not verify checksums")
 
     async def drain(self) -> None:
         """Wait until every plan submitted so far, and since, has been reported.
@@ -357,12 +371,12 @@ class RankGroup(Unique):
 
         Cancellation: stops waiting; the transfers go on.
         """
-        while self.exchange:
-            await self.exchange.settle()
+        while self._transfers:
+            await self._transfers.settle()
 
     async def settle(self) -> None:
         """As drain(), but only for the plans submitted so far."""
-        await self.exchange.settle()
+        await self._transfers.settle()
 
     async def sleep(self, tiers: frozenset[Tier]) -> None:
         """Every rank frees the memory of these tiers; nothing is under way. Idempotent.
@@ -372,8 +386,9 @@ class RankGroup(Unique):
 
         Cancellation: call it again, or ``wake_up``.
         """
-        self._asleep |= tiers  # also of a rank that comes back
-        await self._questions.ask(self._asked(), Sleep, tiers)
+        self._check_opened()
+        self._asleep |= tiers  # applies to a rank that comes back, too
+        await self._control.ask(self._reachable(), Sleep, tiers)
 
     async def wake_up(self, tiers: frozenset[Tier], regions: Regions | None = None) -> None:
         """Every rank takes memory again: with the tensors that it was given as ``Rank.regions``.
@@ -387,84 +402,88 @@ class RankGroup(Unique):
         """
         if regions is not None:
             raise UsageError("with ranks, set Rank.regions on each, before they wake up")
-        await self._questions.ask(self._asked(), WakeUp, tiers)
+        await self._control.ask(self._reachable(), WakeUp, tiers)
         self._asleep -= tiers
 
-    def _asked(self) -> Roster:
-        """The ranks, all of them there."""
-        if self._roster is None:
-            raise UsageError("the group is not open")
+    def _reachable(self) -> Membership:
+        """Return the ranks.
+
+        Raises:
+            UsageError: the group is not open.
+            RankLost: a rank is lost.
+        """
+        self._check_opened()
         if self._failure is not None:
             raise self._failure.with_traceback(None)  # it would grow with each call
-        return self._roster
+        return self._membership
+
+    def _check_opened(self) -> None:
+        if not self._opened:
+            raise UsageError("the group of ranks is not open")
 
     def statistics(self) -> WorkerStatistics:
-        """Counts of the group: a transfer is one, whatever the number of ranks."""
-        exchange = self.exchange
-        return WorkerStatistics(
-            held=exchange.num_held(),
-            onload=exchange.lane("onload").statistics(),
-            offload=exchange.lane("offload").statistics(),
-            state=exchange.lane("state").statistics(),
-        )
+        """Return the counts of the group; a transfer counts once, not once per rank."""
+        return self._transfers.statistics()
 
     def describe(self) -> list[dict[str, object]]:
-        """Return the state of each rank, as plain values."""
-        seats = [] if self._roster is None else self._roster.seats
+        """Return the state of each rank, as plain values; empty before ``open``."""
+        if not self._opened:
+            return []
         return [
             {
-                "rank": seat.rank,
-                "state": "ready" if seat.ready else seat.why_away,
-                "silent_seconds": self._clock() - seat.heard_at,
-                "finished_step": seat.finished_step,
+                "rank": state.rank,
+                "state": "ready" if state.ready else state.absence_reason,
+                "silent_seconds": self._clock() - state.heard_at,
+                "finished_step": state.finished_step,
             }
-            for seat in seats
+            for state in self._membership.ranks
         ]
 
     def pids(self) -> list[int]:
-        """Of the ranks that were started here and run."""
+        """Return the process ids of the ranks that were started here and run."""
         return [] if self._processes is None else self._processes.pids()
 
     def group_statistics(self) -> GroupStatistics:
-        exchange, roster = self.exchange, self._roster
+        """Return counts of the messages between manager and ranks."""
         return GroupStatistics(
             num_ranks=self.num_ranks,
-            generation=roster.generation if roster else 0,
-            batches=exchange.batches,
-            plans=exchange.plans,
-            batch_bytes=exchange.batch_bytes,
-            given_up=exchange.given_up,
-            stale_reports=roster.stale_reports if roster else 0,
+            generation=self._membership.generation,
+            batches=self._transfers.batches,
+            plans=self._transfers.plans,
+            batch_bytes=self._transfers.batch_bytes,
+            given_up=self._transfers.given_up,
+            stale_reports=self._membership.stale_reports,
         )
 
     # --- from the ranks -------------------------------------------------------------------------
 
-    def _on_reports(self, seat: Seat, reports: Reports) -> None:
-        self.exchange.on_reports(seat, reports)
-        self._fold_steps()
+    def _on_reports(self, state: RankState, reports: Reports) -> None:
+        self._transfers.on_reports(state, reports)
+        self._reduce_steps()
 
-    def _fold_steps(self) -> None:
-        """A step is over when it is over on every rank."""
-        if self._roster is None or self._failure is not None:
+    def _reduce_steps(self) -> None:
+        """Report the steps that have finished on every rank."""
+        if self._failure is not None:
             return
-        over = min(self._closed_step, *(seat.finished_step for seat in self._roster.seats))
-        if over > self._reported_step:
-            self._reported_step = over
-            self._on_step(over, None)
+        finished = min(state.finished_step for state in self._membership.ranks)
+        finished = min(finished, self._closed_step)
+        if finished > self._reported_step:
+            self._reported_step = finished
+            self._on_step(finished, None)
 
     def _on_rank_lost(self, lost: RankLost) -> None:
-        """Nothing can succeed any more; what the others still move, they report."""
+        """Fail all transfers; the other ranks still report the ones that they move."""
         if self._failure is None:
             self._failure = lost
-            self.exchange.give_up_all(CopyError(0, str(lost), lost.rank))
-            self.exchange.cancel_all()
+            self._transfers.give_up_all(CopyError(0, str(lost), lost.rank))
+            self._transfers.cancel_all()
             self._on_lost(lost)
-        self.exchange.rank_is_gone(lost)
+        self._transfers.rank_is_gone(lost)
 
     # --- deadlines ------------------------------------------------------------------------------
 
     def _schedule_tick(self) -> None:
-        self._timer = self._loop.call_later(self.timeouts.heartbeat, self._on_timer)
+        self._timer = asyncio.get_running_loop().call_later(self.timeouts.heartbeat, self._on_timer)
 
     def _on_timer(self) -> None:
         if not self._closing:
@@ -472,14 +491,14 @@ class RankGroup(Unique):
             self.tick()
 
     def tick(self) -> None:
-        """Find who is silent and who lags; happens by itself at every heartbeat."""
-        if self._roster is None or self._closing:
+        """Find unresponsive and slow ranks; called at every heartbeat."""
+        if not self._opened or self._closing:
             return
-        if self._roster.tick() and self._failure is None:
-            self.exchange.find_laggards()
+        if self._membership.tick() and self._failure is None:
+            self._transfers.find_laggards()
 
     def __repr__(self) -> str:
-        state = "not open" if self._roster is None else f"generation {self._roster.generation}"
+        state = f"generation {self._membership.generation}" if self._opened else "not open"
         if self._failure is not None:
             state = str(self._failure)
         where = os.fspath(self.path) if self.path is not None else "a private directory"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from aiokv.errors import AiokvError, ConfigError
 from aiokv.ranks.channel import claimed, listen, remove_stale
-from aiokv.ranks.seats import MAX_RANKS
+from aiokv.ranks.rank_state import MAX_RANKS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,7 +9,7 @@
           ◄───────────────────────── TransferBatch, the same bytes to all ranks
     Reports ───────────────────────►
           ◄───────────────────────── Sleep, WakeUp
-    Answer ────────────────────────►
+    ControlReply ──────────────────►
           ◄───────────────────────── Ping                     and Pong, while nothing else is said
           ◄───────────────────────── Close
 
@@ -31,7 +31,7 @@ from aiokv.worker.device.cpu import device_blocks
 if TYPE_CHECKING:
     from aiokv.worker.regions import Regions
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 MAX_LAYERS: Final = 1 << 16  # the manager keeps a counter per layer and transfer
 
 
@@ -87,7 +87,7 @@ class Reports(_Message, frozen=True, tag="reports"):
     finished_step: int
 
 
-class Answer(_Message, frozen=True, tag="answer"):
+class ControlReply(_Message, frozen=True, tag="reply"):
     """To ``Sleep`` and ``WakeUp``: done, or why not."""
 
     number: int
@@ -131,14 +131,12 @@ class TransferBatch(_Message, frozen=True, tag="batch"):
     """All plans of one pass of the manager's loop.
 
     Attributes:
-        sequence: 1, 2, 3, ... within a generation.
         plans: of however many requests, in the order of submission.
         cancels: transfer ids; to be taken account of after the plans.
         priorities: (transfer id, priority) of plans that are more urgent now; likewise.
     """
 
     generation: int
-    sequence: int
     plans: list[TransferPlan]
     cancels: list[int]
     priorities: list[tuple[int, int]] = []
@@ -166,7 +164,7 @@ class Close(_Message, frozen=True, tag="close"):
     """Finish what moves, free the memory, and end the connection."""
 
 
-FromRank = Hello | Ready | Reports | Answer | Pong | Broken
+FromRank = Hello | Ready | Reports | ControlReply | Pong | Broken
 FromManager = Begin | Refuse | TransferBatch | Sleep | WakeUp | Ping | Close
 
 encode: Final = msgspec.msgpack.Encoder().encode

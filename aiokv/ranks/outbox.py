@@ -1,4 +1,4 @@
-"""Outbox: what a rank has to tell, one message a pass of its loop."""
+"""Outbox: the events of a rank for its manager, one message per pass of its loop."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from aiokv.ranks.messages import Reports
+from aiokv.worker.interrupts import call_surely
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -14,19 +15,18 @@ if TYPE_CHECKING:
 
 
 class Outbox:
-    """Merges what happens in a pass.
+    """Collects the events of one pass of the loop.
 
     Args:
-        say: sends a message.
+        send: sends a message.
 
     Attributes:
         generation: 0 while none runs: nothing is reported then.
-        finished_step: this step and all before it are over.
+        finished_step: this step and all before it have finished.
     """
 
-    def __init__(self, say: Callable[[Reports], None]) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._say = say
+    def __init__(self, send: Callable[[Reports], None]) -> None:
+        self._send = send
         self._arrived: dict[int, list[int]] = {}
         self._ended: list[TransferReport] = []
         self._scheduled = False
@@ -34,48 +34,45 @@ class Outbox:
         self.finished_step = 0
 
     def begin(self, generation: int) -> None:
-        """Forget what belongs to an earlier generation; 0 for the time between two."""
+        """Forget the events of an earlier generation; 0 for the time between two."""
         self.generation = generation
         self._arrived, self._ended = {}, []
 
     def note_layer(self, transfer_id: int, layer: int) -> None:
-        """A layer has arrived of a transfer that goes on."""
+        """Note that a layer of a transfer that goes on has arrived."""
         self._arrived.setdefault(transfer_id, []).append(layer)
         self._schedule()
 
     def note_end(self, report: TransferReport) -> None:
-        """A transfer has ended, which says more than its layers."""
+        """Note the end of a transfer, which includes its layers."""
         self._arrived.pop(report.transfer_id, None)
         self._ended.append(report)
         self._schedule()
 
     def note_step(self, step: int) -> None:
-        """A step is over."""
+        """Note that a step, and all before it, have finished."""
         self.finished_step = max(self.finished_step, step)
         self._schedule()
 
     def _schedule(self) -> None:
         if not self._scheduled:
             self._scheduled = True
-            self._loop.call_soon(self.flush)
+            asyncio.get_running_loop().call_soon(self.flush)
 
     def flush(self) -> None:
-        """Say it now."""
+        """Send the message now."""
         self._scheduled = False
         if not self.generation:
             return
-        try:
-            self._say(
-                Reports(
-                    generation=self.generation,
-                    arrived=list(self._arrived.items()),
-                    ended=self._ended,
-                    finished_step=self.finished_step,
-                )
+        call_surely(self._flush, self._schedule)  # the manager ignores a report that it has
+
+    def _flush(self) -> None:
+        self._send(
+            Reports(
+                generation=self.generation,
+                arrived=list(self._arrived.items()),
+                ended=self._ended,
+                finished_step=self.finished_step,
             )
-            self._arrived, self._ended = {}, []
-        except Exception:
-            raise
-        except BaseException:
-            self._schedule()  # an interrupt: the manager ignores what it gets twice
-            raise
+        )
+        self._arrived, self._ended = {}, []

@@ -22,9 +22,9 @@ from aiokv.ranks.channel import Channel, check_length, checked_path, frame_of
 from aiokv.ranks.counters import Counters
 from aiokv.ranks.messages import (
     PROTOCOL_VERSION,
-    Answer,
     Begin,
     Broken,
+    ControlReply,
     Hello,
     Ping,
     Pong,
@@ -39,7 +39,7 @@ from aiokv.ranks.messages import (
     layout_of,
 )
 from aiokv.ranks.outbox import Outbox
-from aiokv.ranks.seats import MAX_RANKS, check_positive
+from aiokv.ranks.rank_state import MAX_RANKS, check_positive
 from aiokv.worker.controller import CacheController
 from aiokv.worker.device.base import CopyError, as_event
 from aiokv.worker.device.names import named_device
@@ -102,9 +102,14 @@ class Rank(Unique):
         self._path = str(checked_path(path))
         self.regions = regions
         self._bare: Regions | None = None  # what stands for tensors that sleep
-        self._device = named_device(device)
         self._connect_timeout = connect_timeout
-        self._controller: CacheController | None = None
+        self._device = named_device(device)
+        self._controller = CacheController(regions, self._device)
+        self._poller = EventPoller()
+        self._outbox = Outbox(self._send)
+        self._counters = Counters()
+        self._channel = Channel(self._on_frame, self._on_closed)
+        self._opened = False  # the controller
         self._closed_step = 0
         self._step_waiter: asyncio.Future[None] | None = None
         self.connected = False
@@ -130,21 +135,19 @@ class Rank(Unique):
                 "the Rank was entered already; it can be entered once", hint="make another Rank"
             )
         self._entered = True
-        self._loop = asyncio.get_running_loop()
-        self._poller = EventPoller(self._loop)
-        self._outbox = Outbox(self._say)
-        self._counters = Counters()
-        self._gone: asyncio.Future[str] = self._loop.create_future()
-        self._begun: asyncio.Future[None] = self._loop.create_future()
-        self._hung_up: asyncio.Future[None] = self._loop.create_future()
-        self._channel = Channel(self._on_frame, self._on_closed)
+        loop = asyncio.get_running_loop()
+        self._controller = CacheController(self.regions, self._device)  # tensors may have been set
+        self._poller.open(loop)
+        self._ended: asyncio.Future[str] = loop.create_future()  # why the group ended
+        self._begun: asyncio.Future[None] = loop.create_future()
+        self._disconnected: asyncio.Future[None] = loop.create_future()
         try:
             await self._connect()
             layout = layout_of(self.regions)
-            self._say(Hello(protocol=PROTOCOL_VERSION, rank=self.rank, layout=layout))
-            await asyncio.wait((self._begun, self._gone), return_when=asyncio.FIRST_COMPLETED)
+            self._send(Hello(protocol=PROTOCOL_VERSION, rank=self.rank, layout=layout))
+            await asyncio.wait((self._begun, self._ended), return_when=asyncio.FIRST_COMPLETED)
             if not self._begun.done():
-                raise RankLost(f"rank {self.rank}: {self._gone.result()}", rank=self.rank)
+                raise RankLost(f"rank {self.rank}: {self._ended.result()}", rank=self.rank)
         except BaseException:
             try:
                 await self.aclose()
@@ -172,7 +175,7 @@ class Rank(Unique):
         Cancellation: nothing changed.
         """
         self._check_entered()
-        return await asyncio.shield(self._gone)
+        return await asyncio.shield(self._ended)
 
     async def aclose(self) -> None:
         """Finish what moves, report it, hang up, free the memory. Idempotent.
@@ -185,14 +188,13 @@ class Rank(Unique):
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
-        if self._controller is not None:
-            await self._controller.aclose()
-            self._outbox.flush()
+        await self._controller.aclose()
+        self._outbox.flush()
         self._counters.clear("the rank is closed")
         self._poller.close()
         self._channel.close()
-        if self.connected and not self._hung_up.done():
-            await asyncio.wait((self._hung_up,), timeout=HANG_UP_SECONDS)
+        if self.connected and not self._disconnected.done():
+            await asyncio.wait((self._disconnected,), timeout=HANG_UP_SECONDS)
             self._channel.cut("the manager does not read")
 
     async def _connect(self) -> None:
@@ -201,7 +203,9 @@ class Rank(Unique):
             async with asyncio.timeout(self._connect_timeout):
                 while not self.connected:
                     try:
-                        await self._loop.create_unix_connection(lambda: self._channel, self._path)
+                        await asyncio.get_running_loop().create_unix_connection(
+                            lambda: self._channel, self._path
+                        )
                         self.connected = True
                     except (FileNotFoundError, ConnectionRefusedError):
                         await asyncio.sleep(RETRY_SECONDS)
@@ -233,8 +237,8 @@ class Rank(Unique):
             integer("transfer_ids", transfer_id)
             for transfer_id in sequence("transfer_ids", transfer_ids)
         ]
-        if self._gone.done():
-            raise ClosedError(f"the group is gone: {self._gone.result()}")
+        if self._ended.done():
+            raise ClosedError(f"the group is gone: {self._ended.result()}")
         async with asyncio.timeout(timeout):
             counters = [await self._counters.get(transfer_id) for transfer_id in wanted]
         return LayerView(counters) if counters else done_view(self.regions.num_layers)
@@ -263,7 +267,7 @@ class Rank(Unique):
         return self._entered_controller().statistics()
 
     def _entered_controller(self) -> CacheController:
-        if self._controller is None:
+        if not self._opened:
             raise UsageError(_NOT_ENTERED)
         return self._controller
 
@@ -278,28 +282,28 @@ class Rank(Unique):
         if isinstance(message, TransferBatch):
             self._on_batch(message)
         elif isinstance(message, Ping):
-            self._say(Pong())
+            self._send(Pong())
         elif isinstance(message, Begin):
             self._run(self._begin(message, self._task))
         elif isinstance(message, Sleep | WakeUp):
             self._run(self._change_tiers(message, self._task))
         elif isinstance(message, Refuse):
-            self._go(f"refused: {message.reason}")
+            self._end(f"refused: {message.reason}")
         else:
-            self._go("the group closes")
+            self._end("the group closes")
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        self._task = self._loop.create_task(work)
+        self._task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(self._task)
         self._task.add_done_callback(self._tasks.discard)
 
     def _on_closed(self, reason: str) -> None:
-        self._hung_up.set_result(None)
-        self._go(reason)
+        self._disconnected.set_result(None)
+        self._end(reason)
 
-    def _go(self, reason: str) -> None:
-        if not self._gone.done():
-            self._gone.set_result(reason)
+    def _end(self, reason: str) -> None:
+        if not self._ended.done():
+            self._ended.set_result(reason)
         self._counters.clear(f"the group is gone: {reason}")
 
     async def _begin(self, begin: Begin, previous: asyncio.Task[None] | None) -> None:
@@ -310,40 +314,39 @@ class Rank(Unique):
         self._outbox.begin(0)
         self._counters.clear("the group begins anew")
         try:
-            controller = self._controller
-            if controller is None:
-                controller = self._controller = self._open(begin.host_blocks)
-            await controller.abandon()
-            await self._steps_over()
-            await controller.sleep(frozenset(begin.asleep))
+            if not self._opened:
+                await self._open(begin.host_blocks)
+            await self._controller.abandon()
+            await self._steps_finished()
+            await self._controller.sleep(frozenset(begin.asleep))
         except Exception as error:  # whatever it is, the manager is told
             log.error("rank.cannot_begin", rank=self.rank, exc_info=error)
-            self._say(Broken(reason=_words_of(error)))
+            self._send(Broken(reason=_reason_of(error)))
             return
         if begin.closed_step > self._closed_step:
             self.step(begin.closed_step)
         self._outbox.begin(begin.generation)
-        self._say(Ready(generation=begin.generation))
+        self._send(Ready(generation=begin.generation))
         if not self._begun.done():
             self._begun.set_result(None)
 
     async def _change_tiers(
-        self, question: Sleep | WakeUp, previous: asyncio.Task[None] | None
+        self, request: Sleep | WakeUp, previous: asyncio.Task[None] | None
     ) -> None:
         if previous is not None:
             await asyncio.wait((previous,))
         error = "it has not begun"
-        if self._controller is not None:
+        if self._opened:
             try:
-                await self._sleep_or_wake(self._controller, question)
+                await self._sleep_or_wake(request)
                 error = ""
             except Exception as refusal:  # the user's regions may be anything
-                error = _words_of(refusal)
-        self._say(Answer(number=question.number, error=error))
+                error = _reason_of(refusal)
+        self._send(ControlReply(number=request.number, error=error))
 
-    async def _sleep_or_wake(self, controller: CacheController, question: Sleep | WakeUp) -> None:
-        tiers = frozenset(question.tiers)
-        if isinstance(question, Sleep):
+    async def _sleep_or_wake(self, request: Sleep | WakeUp) -> None:
+        controller, tiers = self._controller, frozenset(request.tiers)
+        if isinstance(request, Sleep):
             falling = tiers - controller.memory.asleep
             await controller.sleep(tiers)
             if "device" in falling:
@@ -352,31 +355,32 @@ class Rank(Unique):
             regions = None if self.regions is self._bare else self.regions
             await controller.wake_up(tiers, regions)
 
-    def _open(self, host_blocks: int) -> CacheController:
-        return CacheController(
-            regions=self.regions,
+    async def _open(self, host_blocks: int) -> None:
+        await self._controller.open(
+            device_blocks=0,  # the manager has checked them
             host_blocks=host_blocks,
-            device=self._device,
             poller=self._poller,
             on_report=self._on_report,
             on_step=self._on_step,
+            on_lost=lambda lost: None,
         )
+        self._opened = True
 
     def _on_batch(self, batch: TransferBatch) -> None:
-        if batch.generation != self._outbox.generation or self._controller is None:
+        if batch.generation != self._outbox.generation or not self._opened:
             return
         for plan in batch.plans:
-            self._submit(self._controller, plan)
+            self._submit(plan)
         for transfer_id, priority in batch.priorities:
             self._controller.raise_priority(transfer_id, priority)
         for transfer_id in batch.cancels:
             if self._controller.cancel(transfer_id) == "at once":
                 self._on_report(TransferReport(transfer_id=transfer_id, outcome="cancelled"))
 
-    def _submit(self, controller: CacheController, plan: TransferPlan) -> None:
+    def _submit(self, plan: TransferPlan) -> None:
         transfer_id = plan.transfer_id
         try:
-            counter = controller.submit(plan)
+            counter = self._controller.submit(plan)
         except AiokvError as error:  # told by the report, like any other failure
             refused = LayerDoneCounter(
                 self.regions.num_layers, transfer_id=transfer_id, direction=plan.direction
@@ -395,26 +399,26 @@ class Rank(Unique):
     def _on_report(self, report: TransferReport) -> None:
         self._outbox.note_end(report)
         self._counters.note_end(report.transfer_id)
-        failure = None if self._controller is None else self._controller.failure
+        failure = self._controller.failure
         if report.outcome == "failed" and failure is not None:
             self._outbox.flush()
-            self._say(Broken(reason=str(failure)))
+            self._send(Broken(reason=str(failure)))
 
     def _on_step(self, step: int, error: BaseException | None) -> None:
         if error is not None:
-            self._say(Broken(reason=f"step {step}: {error}"))
+            self._send(Broken(reason=f"step {step}: {error}"))
             return
         self._outbox.note_step(step)
         if self._step_waiter is not None and not self._step_waiter.done():
             self._step_waiter.set_result(None)
 
-    async def _steps_over(self) -> None:
+    async def _steps_finished(self) -> None:
         """Wait for the events of all steps that were closed."""
         while self._outbox.finished_step < self._closed_step:
-            self._step_waiter = self._loop.create_future()
+            self._step_waiter = asyncio.get_running_loop().create_future()
             await self._step_waiter
 
-    def _say(self, message: Hello | Ready | Reports | Answer | Pong | Broken) -> None:
+    def _send(self, message: Hello | Ready | Reports | ControlReply | Pong | Broken) -> None:
         self._channel.send(frame_of(encode(message)))
 
     def __repr__(self) -> str:
@@ -424,6 +428,6 @@ class Rank(Unique):
         return f"generation {self._outbox.generation}" if self.connected else "not connected"
 
 
-def _words_of(error: Exception) -> str:
+def _reason_of(error: Exception) -> str:
     """Return the text for the manager; never empty."""
     return str(error) if isinstance(error, AiokvError) else f"{type(error).__name__}: {error}"

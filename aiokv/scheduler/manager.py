@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 from aiokv._native import Core, EvictionKind, Outcome
 from aiokv._native import WritePolicy as NativePolicy
 from aiokv.errors import UsageError
-from aiokv.plan import Plan, Priority, StatePlan, TransferPlan
+from aiokv.plan import OFFLOAD, ONLOAD, STATE, Priority, TransferPlan
 
 if TYPE_CHECKING:
     from aiokv.config import CacheConfig
-    from aiokv.plan import Direction, TransferReport
+    from aiokv.plan import Route, TransferReport
 
 _POLICIES = {
     "none": NativePolicy.NONE,
@@ -78,11 +78,11 @@ class CacheManager:
             raise UsageError(f"no window group {group!r} among {list(self._windows)}")
         return self._windows[group]
 
-    def onload_plan(self, transfer_id: int, priority: Priority) -> Plan:
+    def onload_plan(self, transfer_id: int, priority: Priority) -> TransferPlan:
         """The plan of an onload, or of a state slot, that a grant has started."""
         if self.core.is_state_move(transfer_id):
             return self._state_plan(transfer_id, priority)
-        return self._plan(transfer_id, "onload", priority)
+        return self._plan(transfer_id, ONLOAD, priority)
 
     def take_backups(self, transfer_ids: deque[int]) -> None:
         """Append what the write policy wants saved now: at most one offload for what was queued,
@@ -103,7 +103,7 @@ class CacheManager:
 
     def backup_plan(self, transfer_id: int) -> TransferPlan:
         """The plan of an offload that ``take_backups`` has begun."""
-        return self._plan(transfer_id, "offload", Priority.BACKUP)
+        return self._plan(transfer_id, OFFLOAD, Priority.BACKUP)
 
     def make_clean(self, num_blocks: int) -> TransferPlan | None:
         """Save what stands in the way of evicting ``num_blocks``; None when nothing does."""
@@ -112,7 +112,7 @@ class CacheManager:
 
     def swap_plan(self, transfer_id: int) -> TransferPlan:
         """The offload of a preempted lease's table; a request may wait for its blocks."""
-        return self._plan(transfer_id, "offload", Priority.DEMAND)
+        return self._plan(transfer_id, OFFLOAD, Priority.DEMAND)
 
     def describe(self, lease_id: int) -> dict[str, object]:
         """Return what one lease holds, as plain values."""
@@ -144,23 +144,24 @@ class CacheManager:
             return False
         return True
 
-    def _state_plan(self, transfer_id: int, priority: Priority) -> StatePlan:
+    def _state_plan(self, transfer_id: int, priority: Priority) -> TransferPlan:
         source, target, after_step = self.core.state_move(transfer_id)
-        return StatePlan(
+        return TransferPlan(
             transfer_id=transfer_id,
-            source_slots=_id_bytes(source),
-            target_slots=_id_bytes(target),
+            route=STATE,
+            source_blocks=_id_bytes(source),
+            target_blocks=_id_bytes(target),
             priority=priority,
             after_step=after_step,
         )
 
-    def _plan(self, transfer_id: int, direction: Direction, priority: Priority) -> TransferPlan:
+    def _plan(self, transfer_id: int, route: Route, priority: Priority) -> TransferPlan:
         device_blocks, host_blocks, after_step = self.core.transfer(transfer_id)
         return TransferPlan(
             transfer_id=transfer_id,
-            direction=direction,
-            device_blocks=device_blocks,
-            host_blocks=host_blocks,
+            route=route,
+            source_blocks=host_blocks if route == ONLOAD else device_blocks,
+            target_blocks=device_blocks if route == ONLOAD else host_blocks,
             priority=priority,
             after_step=after_step,
         )

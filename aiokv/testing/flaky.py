@@ -1,15 +1,15 @@
-"""Devices that fail and dawdle at random, from a seed: what a cache must survive.
+"""Devices whose copies fail or are slow at random, from a seed.
 
-A block that a failed copy did not write is filled with ``GARBAGE``, so that code which trusts it
-anyway is found by its bytes.
+A block that a failed copy did not write is filled with ``GARBAGE``, so that tests detect its use.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from aiokv.errors import DeviceError
-from aiokv.testing.manual import ManualDevice
+from aiokv.plan import STATE
+from aiokv.testing.manual import ManualDevice, fill_with_garbage
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.device.cpu import CpuDevice
 
@@ -20,16 +20,14 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from aiokv.worker.arena import HostArena
+    from aiokv.plan import Route
+    from aiokv.testing.manual import ManualCopy
     from aiokv.worker.device.base import Event
     from aiokv.worker.device.cpu import CpuCopy
-    from aiokv.worker.regions import Regions
-
-GARBAGE: Final = 0xEE
 
 
 class FlakyCopy:
-    """A copy of which the blocks from ``error`` on did not arrive."""
+    """A copy whose blocks from ``error`` on do not arrive."""
 
     def __init__(self, copy: CpuCopy, error: CopyError) -> None:
         self._copy = copy
@@ -50,13 +48,16 @@ class FlakyCopy:
 
 
 class Faults:
-    """Draws and counts them.
+    """Random faults of a device, and their number.
 
     Args:
-        rng: decides; the caller's, so that a seed repeats a run.
-        refuse_share: of the copies that are not even accepted.
-        fail_share: of what may fail (copies, or their layers): it loses its blocks from a random
+        rng: the caller's, so that a seed repeats a run.
+        refuse_share: share of the copies that the device does not accept.
+        fail_share: share of the copies (or of their layers) that lose their blocks from a random
             one on.
+
+    Attributes:
+        count: faults so far.
     """
 
     def __init__(self, rng: random.Random, *, refuse_share: float, fail_share: float) -> None:
@@ -66,14 +67,14 @@ class Faults:
         self.count = 0
 
     def refusal(self) -> DeviceError | None:
-        """Of the next copy."""
+        """Return the error that refuses the next copy, or None."""
         if self._rng.random() >= self._refuse_share:
             return None
         self.count += 1
         return DeviceError("refused at random")
 
     def first_bad(self, num_blocks: int, *, at_least: int = 0) -> int | None:
-        """The first block that does not arrive; None when all do."""
+        """Return the first block that does not arrive; None when all do."""
         if num_blocks <= at_least or self._rng.random() >= self._fail_share:
             return None
         self.count += 1
@@ -81,7 +82,7 @@ class Faults:
 
 
 class FlakyDevice(CpuDevice):
-    """The cpu device, real threads and all, some of whose copies fail."""
+    """The cpu device, real threads and all, of which a share of the copies fails."""
 
     name = "flaky"
 
@@ -91,35 +92,28 @@ class FlakyDevice(CpuDevice):
         super().__init__()
         self.faults = Faults(rng, refuse_share=refuse_share, fail_share=fail_share)
 
-    def attach(self, regions: Regions, arena: HostArena) -> None:
-        super().attach(regions, arena)
-        self._memory_of = (regions, arena)
-
-    def detach(self, *, keep_host: bool) -> None:
-        super().detach(keep_host=keep_host)
-        del self._memory_of
-
-    def _copy(  # type: ignore[override]
+    def copy(  # type: ignore[override]
         self,
-        stream: Any,
-        host_ids: NDArray[np.int32],
-        device_ids: NDArray[np.int32],
+        route: Route,
+        source_ids: NDArray[np.int32],
+        target_ids: NDArray[np.int32],
         after: Event | None,
-        *,
-        onload: bool,
     ) -> CpuCopy | FlakyCopy:
+        """Start a copy, which may be refused, or fail from a random block on."""
+        if route == STATE:
+            return super().copy(route, source_ids, target_ids, after)
         if (refusal := self.faults.refusal()) is not None:
             raise refusal
-        good = self.faults.first_bad(len(host_ids), at_least=1)
-        if good is None:
-            return super()._copy(stream, host_ids, device_ids, after, onload=onload)
-        spoil(*self._memory_of, host_ids[good:], device_ids[good:], onload=onload)
-        copy = super()._copy(stream, host_ids[:good], device_ids[:good], after, onload=onload)
+        good = self.faults.first_bad(len(target_ids), at_least=1)
+        if good is None or self._memory is None:
+            return super().copy(route, source_ids, target_ids, after)
+        fill_with_garbage(*self._memory, route, target_ids[good:])
+        copy = super().copy(route, source_ids[:good], target_ids[:good], after)
         return FlakyCopy(copy, CopyError(good, "failed at random"))
 
 
 class ChaosDevice(ManualDevice):
-    """The manual device, driven at random: layers end in any order, some of them badly."""
+    """The manual device, driven at random: layers end in any order, and a share of them fails."""
 
     name = "chaos"
 
@@ -131,54 +125,29 @@ class ChaosDevice(ManualDevice):
         self.faults = Faults(rng, refuse_share=refuse_share, fail_share=fail_share)
 
     def move(self, layers: int) -> None:
-        """End up to ``layers`` layers of copies in flight, whichever."""
+        """End up to ``layers`` layers, of random copies in flight."""
         for _ in range(layers):
             copies = self.copies
             if not copies:
                 return
             copy = self._rng.choice(copies)
             layer = self._rng.choice(copy.pending_layers)
-            good = self.faults.first_bad(len(copy.host_ids))
+            good = self.faults.first_bad(len(copy.target_ids))
             if good is None:
                 copy.complete(layer)
-                continue
-            if copy.direction == "state":
-                copy.fail(layer, reason="failed at random")  # a failed slot is never used
-                continue
-            spoil(
-                self.regions,
-                self.arena,
-                copy.host_ids[good:],
-                copy.device_ids[good:],
-                onload=copy.direction == "onload",
-                layer=layer,
-            )
-            copy.fail(layer, block=good, reason="failed at random")
+            else:
+                copy.fail(
+                    layer, block=0 if copy.route == STATE else good, reason="failed at random"
+                )
 
-    def onload(self, *args: Any) -> Any:
-        self.refuse = self.faults.refusal()
-        return super().onload(*args)
-
-    def offload(self, *args: Any) -> Any:
-        self.refuse = self.faults.refusal()
-        return super().offload(*args)
-
-
-def spoil(
-    regions: Regions,
-    arena: HostArena,
-    host_ids: NDArray[np.int32],
-    device_ids: NDArray[np.int32],
-    *,
-    onload: bool,
-    layer: int | None = None,
-) -> None:
-    """Fill the destination blocks with garbage, of one layer or of all."""
-    for piece in regions.pieces():
-        if layer is not None and piece.layer != layer:
-            continue
-        if onload:
-            piece.view()[device_ids] = GARBAGE
-        else:
-            begin = piece.host_offset_bytes
-            arena.blocks[host_ids, begin : begin + piece.block_bytes] = GARBAGE
+    def copy(
+        self,
+        route: Route,
+        source_ids: NDArray[np.int32],
+        target_ids: NDArray[np.int32],
+        after: Event | None,
+    ) -> ManualCopy:
+        """Take a copy, or refuse it at random."""
+        if route != STATE:
+            self.refuse = self.faults.refusal()
+        return super().copy(route, source_ids, target_ids, after)

@@ -10,23 +10,28 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
 
 from aiokv.errors import DeviceError, UsageError
+from aiokv.plan import OFFLOAD, ONLOAD, STATE
 from aiokv.worker.device.base import CopyError, check_event_type
 from aiokv.worker.device.cpu import block_map
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from aiokv import _native
-    from aiokv.plan import Direction
+    from aiokv.plan import Direction, Route
     from aiokv.worker.arena import HostArena
+    from aiokv.worker.arrays import Piece
     from aiokv.worker.device.base import Event
     from aiokv.worker.regions import Regions
+
+GARBAGE: Final = 0xEE  # bytes of blocks that a failed copy has not copied
 
 
 class ManualEvent:
@@ -66,26 +71,27 @@ class ManualStream:
 
 
 class ManualCopy:
-    """A copy in the hands of the test.
+    """A copy that the test moves and ends.
 
     Attributes:
-        host_ids: copied from the plan.
-        device_ids: copied from the plan.
-        after: what the first byte has to wait for; completing a layer earlier is a mistake of the
-            test and raises.
+        route: the plan's.
+        source_ids: copied from the plan.
+        target_ids: copied from the plan.
+        after: the event that the first byte waits for; completing a layer earlier is a mistake of
+            the test and raises.
     """
 
     def __init__(
         self,
         device: ManualDevice,
-        direction: Direction,
-        host_ids: NDArray[np.int32],
-        device_ids: NDArray[np.int32],
+        route: Route,
+        source_ids: NDArray[np.int32],
+        target_ids: NDArray[np.int32],
         after: Event | None,
     ) -> None:
-        self.direction: Direction = direction
-        self.host_ids = host_ids.copy()
-        self.device_ids = device_ids.copy()
+        self.route = route
+        self.source_ids = source_ids.copy()
+        self.target_ids = target_ids.copy()
         self.after = after
         self._device = device
         self._events = [ManualEvent() for _ in range(device.regions.num_layers)]
@@ -95,6 +101,21 @@ class ManualCopy:
             if layer not in device.delayed_layers:
                 submitted.set()
 
+    @property
+    def direction(self) -> Direction:
+        """Name of the route."""
+        return self.route.direction
+
+    @property
+    def host_ids(self) -> NDArray[np.int32]:
+        """Host blocks of an onload or offload."""
+        return self.source_ids if self.route == ONLOAD else self.target_ids
+
+    @property
+    def device_ids(self) -> NDArray[np.int32]:
+        """Device blocks of an onload or offload."""
+        return self.target_ids if self.route == ONLOAD else self.source_ids
+
     # --- the test's side --------------------------------------------------------------------
 
     def complete(self, layer: int) -> None:
@@ -103,7 +124,8 @@ class ManualCopy:
         Raises:
             UsageError: ``after`` is not done yet, or the layer has ended.
         """
-        self._move(layer, len(self.host_ids))
+        self._check_turn(layer)
+        self._move(layer, len(self.target_ids))
         self._end(layer)
 
     def complete_all(self) -> None:
@@ -112,9 +134,18 @@ class ManualCopy:
             self.complete(layer)
 
     def fail(self, layer: int, *, block: int = 0, reason: str = "failed by the test") -> None:
-        """End one layer with blocks from index ``block`` on not written; the rest of the copy is
-        still to be completed or failed."""
+        """End one layer of which the blocks from index ``block`` on are not copied.
+
+        They are filled with ``GARBAGE``, so that tests detect their use; slots of recurrent state
+        are left as they are. The other layers are still to be completed or failed.
+        """
+        self._check_turn(layer)
         self._move(layer, block)
+        if self.route != STATE:
+            device = self._device
+            fill_with_garbage(
+                device.regions, device.arena, self.route, self.target_ids[block:], layer
+            )
         if self._error is None or block < self._error.first_bad_block:
             self._error = CopyError(block, reason)
         self._end(layer)
@@ -133,15 +164,19 @@ class ManualCopy:
         return [i for i, event in enumerate(self._events) if event.finished_seconds is None]
 
     def _move(self, layer: int, num_blocks: int) -> None:
-        self._check_turn(layer)
-        host_ids, device_ids = self.host_ids[:num_blocks], self.device_ids[:num_blocks]
+        sources, targets = self.source_ids[:num_blocks], self.target_ids[:num_blocks]
+        if self.route == STATE:
+            for piece in self._device.regions.state_pieces:
+                if piece.layer == layer:
+                    view = piece.view()
+                    view[targets] = np.where((sources >= 0)[:, None], view[sources], 0)
+            return
         for piece in self._device.regions.layer_pieces(layer):
-            begin = piece.host_offset_bytes
-            host = self._device.arena.blocks[:, begin : begin + piece.block_bytes]
-            if self.direction == "onload":
-                piece.view()[device_ids] = host[host_ids]
+            host, device = _host_view(piece, self._device.arena), piece.view()
+            if self.route == ONLOAD:
+                device[targets] = host[sources]
             else:
-                host[host_ids] = piece.view()[device_ids]
+                host[targets] = device[sources]
 
     def _check_turn(self, layer: int) -> None:
         if self.after is not None and not self.after.done:
@@ -172,40 +207,22 @@ class ManualCopy:
         return self._error
 
 
-class ManualStateCopy(ManualCopy):
-    """Slots of recurrent state: ``host_ids`` are the sources, -1 for zeros."""
-
-    def _move(self, layer: int, num_blocks: int) -> None:
-        self._check_turn(layer)
-        for piece in self._device.regions.state_pieces:
-            if piece.layer != layer:
-                continue
-            view = piece.view()
-            for source, target in zip(
-                self.host_ids[:num_blocks], self.device_ids[:num_blocks], strict=True
-            ):
-                view[target] = 0 if source < 0 else view[source]
-
-
 class ManualDevice:
     """A cpu device whose copies wait for the test.
 
     Attributes:
-        onloads: copies that have not ended, in the order of submission.
-        offloads: likewise.
-        state_moves: likewise.
         delayed_layers: layers that new copies submit only on ``copy.submit(layer)``.
         refuse: raised by the next submission, then forgotten.
+        closed: ``close`` was called.
     """
 
     name = "manual"
+    routes = frozenset((ONLOAD, OFFLOAD, STATE))
     in_order = False
     computes_in_stream = False
 
     def __init__(self) -> None:
-        self.onloads: list[ManualCopy] = []
-        self.offloads: list[ManualCopy] = []
-        self.state_moves: list[ManualCopy] = []
+        self._copies: dict[Route, list[ManualCopy]] = {ONLOAD: [], OFFLOAD: [], STATE: []}
         self.delayed_layers: frozenset[int] = frozenset()
         self.refuse: DeviceError | None = None
         self.closed = False
@@ -213,11 +230,28 @@ class ManualDevice:
 
     @property
     def regions(self) -> Regions:
+        """The attached tensors."""
         return self._attached[0]
 
     @property
     def arena(self) -> HostArena:
+        """The attached host memory."""
         return self._attached[1]
+
+    @property
+    def onloads(self) -> list[ManualCopy]:
+        """Onloads that have not ended, in the order of submission."""
+        return self._copies[ONLOAD]
+
+    @property
+    def offloads(self) -> list[ManualCopy]:
+        """Offloads that have not ended, in the order of submission."""
+        return self._copies[OFFLOAD]
+
+    @property
+    def state_moves(self) -> list[ManualCopy]:
+        """Copies of state slots that have not ended, in the order of submission."""
+        return self._copies[STATE]
 
     @property
     def copies(self) -> list[ManualCopy]:
@@ -225,32 +259,39 @@ class ManualDevice:
         return [*self.onloads, *self.offloads, *self.state_moves]
 
     def attach(self, regions: Regions, arena: HostArena) -> None:
+        """Bind the memory."""
         self._memory = (regions, arena, block_map(regions, arena))
 
     def detach(self, *, keep_host: bool) -> None:
         """Raises:
         UsageError: a copy is in flight.
         """
-        if self.copies:
-            raise UsageError(f"{len(self.copies)} copies are in flight")
+        self._check_idle()
         self._memory = None
 
-    def onload(
-        self, host_ids: NDArray[np.int32], device_ids: NDArray[np.int32], after: Event | None
+    def copy(
+        self,
+        route: Route,
+        source_ids: NDArray[np.int32],
+        target_ids: NDArray[np.int32],
+        after: Event | None,
     ) -> ManualCopy:
-        self._attached[2].check_ids(host_ids, device_ids, onload=True)
-        return self._start(ManualCopy(self, "onload", host_ids, device_ids, after))
+        """Take a copy, which the test completes or fails.
 
-    def offload(
-        self, host_ids: NDArray[np.int32], device_ids: NDArray[np.int32], after: Event | None
-    ) -> ManualCopy:
-        self._attached[2].check_ids(host_ids, device_ids, onload=False)
-        return self._start(ManualCopy(self, "offload", host_ids, device_ids, after))
-
-    def move_state(
-        self, source_slots: NDArray[np.int32], target_slots: NDArray[np.int32], after: Event | None
-    ) -> ManualCopy:
-        return self._start(ManualStateCopy(self, "state", source_slots, target_slots, after))
+        Raises:
+            DeviceError: ``refuse``.
+        """
+        if route == ONLOAD:
+            self._attached[2].check_ids(source_ids, target_ids, onload=True)
+        elif route == OFFLOAD:
+            self._attached[2].check_ids(target_ids, source_ids, onload=False)
+        copy = ManualCopy(self, route, source_ids, target_ids, after)
+        if self.refuse is not None:
+            error, self.refuse = self.refuse, None
+            raise error
+        if copy.layer_events:
+            self._copies[route].append(copy)
+        return copy
 
     def check_event(self, event: Event) -> None:
         """Raise unless the event has ``done`` and ``synchronize()``."""
@@ -263,20 +304,21 @@ class ManualDevice:
 
     def close(self) -> None:
         """Raises:
-        UsageError: a copy is in flight, whose memory would go away under it.
+        UsageError: a copy is in flight, and its memory would be freed.
         """
-        if self.copies:
-            raise UsageError(f"{len(self.copies)} copies are in flight")
+        self._check_idle()
         self.closed = True
 
     def ended(self, copy: ManualCopy) -> None:
-        """A layer of the copy ended; forget the copy after its last one."""
+        """Take note that a layer of the copy has ended; forget the copy after its last one."""
         if not copy.pending_layers:
-            self._copies_of(copy.direction).remove(copy)
+            self._copies[copy.route].remove(copy)
 
-    def _copies_of(self, direction: Direction) -> list[ManualCopy]:
-        lists = {"onload": self.onloads, "offload": self.offloads, "state": self.state_moves}
-        return lists[direction]
+    def _check_idle(self) -> None:
+        if self.copies:
+            raise UsageError(
+                f"{len(self.copies)} copies are in flight", hint="complete or fail them first"
+            )
 
     @property
     def _attached(self) -> tuple[Regions, HostArena, _native.BlockMap]:
@@ -284,10 +326,30 @@ class ManualDevice:
             raise UsageError("the manual device has no memory: attach() it first")
         return self._memory
 
-    def _start(self, copy: ManualCopy) -> ManualCopy:
-        if self.refuse is not None:
-            error, self.refuse = self.refuse, None
-            raise error
-        if copy.layer_events:
-            self._copies_of(copy.direction).append(copy)
-        return copy
+
+def fill_with_garbage(
+    regions: Regions,
+    arena: HostArena,
+    route: Route,
+    target_ids: NDArray[np.int32],
+    layer: int | None = None,
+) -> None:
+    """Fill the target blocks of an onload or offload with ``GARBAGE``.
+
+    Args:
+        regions: the device tensors.
+        arena: the host memory.
+        route: ``ONLOAD`` or ``OFFLOAD``.
+        target_ids: [N] int32.
+        layer: the layer to fill; None for all layers.
+    """
+    for piece in regions.pieces():
+        if layer is None or piece.layer == layer:
+            blocks = piece.view() if route == ONLOAD else _host_view(piece, arena)
+            blocks[target_ids] = GARBAGE
+
+
+def _host_view(piece: Piece, arena: HostArena) -> NDArray[np.uint8]:
+    """Return the bytes of a piece in all host blocks, ``[host_blocks, bytes]``."""
+    begin = piece.host_offset_bytes
+    return arena.blocks[:, begin : begin + piece.block_bytes]

@@ -1,4 +1,4 @@
-"""ScriptedDevice: copies end by themselves, except those that the script is about.
+"""ScriptedDevice: copies end by themselves, except those that the script names.
 
 device = ScriptedDevice()
 device.fail("onload", copy=0, layer=1, block=3)   # from its block 3 on, that layer is garbage
@@ -8,33 +8,37 @@ device.reorder("onload", copy=4, layers=[3, 0, 1, 2])
 device.behind("onload", copy=5, other=("offload", 2))
 device.reject("offload", copy=6)
 async with CacheEngine(config, regions, device) as engine:
-    ...                                           # the server that is tested
+    ...                                           # the server under test
 assert device.ends[0] == End("onload", 0, 0, failed=False)
 
-Copies are numbered from 0 in the order in which the device gets them, each direction for itself;
-``copy=None`` is every copy, ``layer=None`` every layer. The script may grow at any time, and what
-it says holds for all that has not ended yet. Bytes really move. A block that a failed layer did not
-write is filled with garbage, so that tests detect its use.
+Copies are numbered from 0 per direction, in the order in which the device gets them; ``copy=None``
+is every copy, ``layer=None`` every layer. Rules may be added at any time, and apply to all layers
+that have not ended yet. Bytes really move. A block that a failed layer did not write is filled with
+garbage, so that tests detect its use.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from aiokv.errors import DeviceError
-from aiokv.testing.flaky import spoil
 from aiokv.testing.manual import ManualCopy, ManualDevice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from aiokv.plan import Direction
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from aiokv.plan import Direction, Route
+    from aiokv.worker.device.base import Event
 
 
 class End(NamedTuple):
-    """One layer of one copy has ended."""
+    """The end of one layer of one copy."""
 
     direction: Direction
     copy: int
@@ -43,14 +47,18 @@ class End(NamedTuple):
 
 
 class Gate:
-    """What a held copy waits for."""
+    """A barrier that a held copy waits for.
+
+    Attributes:
+        opened: ``open`` was called.
+    """
 
     def __init__(self, on_open: Callable[[], None]) -> None:
         self._on_open = on_open
         self.opened = False
 
     def open(self) -> None:
-        """Let go, for good."""
+        """Let the copies that wait go on, and all later ones."""
         self.opened = True
         self._on_open()
 
@@ -113,10 +121,10 @@ class _Running:
 
 
 class ScriptedDevice(ManualDevice):
-    """A cpu device that plays a script of failures, delays and reordering.
+    """A cpu device that executes a script of failures, delays and reordering.
 
     Attributes:
-        ends: every layer that has ended, in order.
+        ends: the layers that have ended, in order.
     """
 
     name = "scripted"
@@ -125,7 +133,7 @@ class ScriptedDevice(ManualDevice):
         super().__init__()
         self.ends: list[End] = []
         self._rules: list[_Rule] = []
-        self._started: dict[Direction, int] = {"onload": 0, "offload": 0, "state": 0}
+        self._started: Counter[Direction] = Counter()
         self._running: list[_Running] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._move_soon = False
@@ -141,7 +149,7 @@ class ScriptedDevice(ManualDevice):
         block: int = 0,
         reason: str = "failed by the script",
     ) -> None:
-        """Blocks from index ``block`` of the copy on do not arrive."""
+        """Let the blocks of the copy from index ``block`` on not arrive."""
         self._rules.append(
             _Failure(direction=direction, copy=copy, layer=layer, block=block, reason=reason)
         )
@@ -149,7 +157,7 @@ class ScriptedDevice(ManualDevice):
     def reject(
         self, direction: Direction, copy: int | None = None, reason: str = "rejected by the script"
     ) -> None:
-        """The device does not take the copy, and raises a ``DeviceError``. It counts as one."""
+        """Refuse the copy with a ``DeviceError``; the next copy has the next number."""
         self._rules.append(_Rejection(direction=direction, copy=copy, reason=reason))
 
     def delay(
@@ -160,45 +168,45 @@ class ScriptedDevice(ManualDevice):
         *,
         seconds: float,
     ) -> None:
-        """Nothing arrives until that long after the copy was submitted."""
+        """Delay the copy by ``seconds`` of the loop's clock, from its submission on."""
         self._rules.append(_Delay(direction=direction, copy=copy, layer=layer, seconds=seconds))
 
     def hold(self, direction: Direction, copy: int | None = None, layer: int | None = None) -> Gate:
-        """Nothing arrives until the gate is opened."""
+        """Hold the copy until the gate is opened."""
         gate = Gate(self._wake)
         self._rules.append(_Hold(direction=direction, copy=copy, layer=layer, gate=gate))
         return gate
 
     def reorder(self, direction: Direction, copy: int | None, layers: Sequence[int]) -> None:
-        """Layers end in this order; those not named go as they please."""
+        """End the layers in this order; layers that are not named end at any time."""
         self._rules.append(_Order(direction=direction, copy=copy, layers=tuple(layers)))
 
     def behind(self, direction: Direction, copy: int, other: tuple[Direction, int]) -> None:
-        """The copy moves nothing until another one, ``(direction, number)``, has ended."""
+        """Delay the copy until another one, ``(direction, number)``, has ended."""
         self._rules.append(_Behind(direction=direction, copy=copy, other=other))
 
     def end_script(self) -> None:
-        """Forget the script: all copies end by themselves from now on, held ones too."""
+        """Remove all rules: all copies end by themselves from now on, held ones too."""
         self._rules.clear()
         self._wake()
 
     def running(self, direction: Direction) -> list[int]:
-        """Numbers of the copies that have not ended."""
+        """Return the numbers of the copies that have not ended."""
         return [r.number for r in self._running if r.direction == direction]
 
     # --- the play ---------------------------------------------------------------------------
 
-    def onload(self, *args: Any) -> ManualCopy:
-        self._reject_by_script("onload")
-        return self._play("onload", super().onload(*args))
-
-    def offload(self, *args: Any) -> ManualCopy:
-        self._reject_by_script("offload")
-        return self._play("offload", super().offload(*args))
-
-    def move_state(self, *args: Any) -> ManualCopy:
-        self._reject_by_script("state")
-        return self._play("state", super().move_state(*args))
+    def copy(
+        self,
+        route: Route,
+        source_ids: NDArray[np.int32],
+        target_ids: NDArray[np.int32],
+        after: Event | None,
+    ) -> ManualCopy:
+        """Take a copy, which ends as the script says."""
+        direction = route.direction
+        self._reject_by_script(direction)
+        return self._play(direction, super().copy(route, source_ids, target_ids, after))
 
     def ended(self, copy: ManualCopy) -> None:
         super().ended(copy)
@@ -222,7 +230,7 @@ class ScriptedDevice(ManualDevice):
         return copy
 
     def _wake(self) -> None:
-        """Look, in the next pass of the loop, at what may move."""
+        """Check in the next pass of the loop which copies may move."""
         if self._loop is not None and not self._move_soon:
             self._move_soon = True
             self._loop.call_soon(self._move_what_may)
@@ -242,21 +250,12 @@ class ScriptedDevice(ManualDevice):
             copy.complete(layer)
             return
         first = min(failures, key=lambda rule: rule.block)
-        if direction != "state":
-            spoil(
-                self.regions,
-                self.arena,
-                copy.host_ids[first.block :],
-                copy.device_ids[first.block :],
-                onload=direction == "onload",
-                layer=layer,
-            )
         copy.fail(layer, block=first.block, reason=first.reason)
 
     def _may_end(self, running: _Running, layer: int) -> bool:
         direction, number = running.direction, running.number
         if running.copy.after is not None and not running.copy.after.done:
-            self._wake()  # no callback tells of it
+            self._wake()  # no callback reports the end of the event
             return False
         if any(not r.gate.opened for r in self._matching(_Hold, direction, number, layer)):
             return False

@@ -1,61 +1,155 @@
 """Worker: what the engine requires of the part that moves the bytes.
 
 A :class:`~aiokv.worker.controller.CacheController` in this process, or a
-:class:`~aiokv.ranks.group.RankGroup` of one controller a rank, each in a process of its own.
+:class:`~aiokv.ranks.group.RankGroup` with one controller per rank, each in its own process.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+
+import msgspec
+
+from aiokv.plan import STATE, Route
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy as np
     from numpy.typing import NDArray
 
-    from aiokv.plan import Plan
+    from aiokv.errors import RankLost
+    from aiokv.plan import TransferPlan, TransferReport
     from aiokv.types import Tier
     from aiokv.worker.device.base import Event
     from aiokv.worker.lanes import WorkerStatistics
     from aiokv.worker.layers import LayerDoneCounter
+    from aiokv.worker.poller import EventPoller
     from aiokv.worker.regions import Regions
 
 Cancelled = Literal["at once", "asked", "too late"]
+
+UNLIMITED_BLOCKS: Final = 2**31 - 1  # device blocks without tensors, or before they are known
+
+
+class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of :class:`Worker` that one worker can do.
+
+    The engine compares its configuration with these when it is made, and never asks for the class
+    of a worker.
+
+    Attributes:
+        routes: of plans that ``submit`` takes.
+        clone_routes: of plans that ``clone`` takes.
+        checksums: ``record_checksums`` may be called, and onloads are verified with them.
+        step_events: ``close_step`` takes events; otherwise it takes None only.
+        owns_tensors: the device tensors are in this process, and ``wake_up`` takes new ones.
+        restart: ``restart`` repairs the worker after ``on_lost``.
+    """
+
+    routes: frozenset[Route]
+    clone_routes: frozenset[Route]
+    checksums: bool
+    step_events: bool
+    owns_tensors: bool
+    restart: bool
+
+    @property
+    def recurrent_state(self) -> bool:
+        """The worker moves slots of recurrent state."""
+        return STATE in self.routes
 
 
 class Worker(Protocol):
     """Executes plans; never decides. Used on one loop.
 
-    It reports through two callbacks of the loop: ``on_report(report)`` once a plan, never from
-    inside a call, and ``on_step(step, error)`` when a closed step, and all before it, are over.
+    Constructed without a loop and without memory; ``open`` takes both. Attributes and statistics
+    can be read at any time: before ``open`` they say that nothing has happened, after ``aclose``
+    they keep their last values.
+
+    The worker reports through callbacks of the loop, given to ``open``.
     """
 
     @property
+    def capabilities(self) -> Capabilities:
+        """What the worker can do; constant."""
+
+    @property
     def num_layers(self) -> int:
-        """Of the model."""
+        """Layers of the model; 0 before they are known."""
 
     @property
     def device_blocks(self) -> int:
-        """What the tensors hold; very many when there are none."""
+        """Blocks that the tensors hold; ``UNLIMITED_BLOCKS`` without tensors or before ``open``."""
 
     @property
     def computes_in_stream(self) -> bool:
-        """What is committed may still have to be computed: transfers wait for its step."""
+        """True when a step may still have to be computed after ``commit``: transfers wait for its
+        event."""
 
     @property
     def failure(self) -> BaseException | None:
-        """The error after which no transfer can succeed."""
+        """The error after which no transfer can succeed; ``restart`` clears it."""
+
+    @property
+    def lost(self) -> RankLost | None:
+        """``failure``, when the blocks of all leases are incomplete and ``restart`` may repair
+        the worker; None otherwise."""
 
     @property
     def silent_ranks(self) -> list[int]:
-        """Those that have not answered the newest ``sleep`` or ``wake_up``."""
+        """Ranks that have not answered the newest ``sleep`` or ``wake_up``."""
 
-    def submit(self, plan: Plan) -> LayerDoneCounter:
-        """Take a plan; its blocks are the transfer's until its report.
+    async def open(
+        self,
+        *,
+        device_blocks: int,
+        host_blocks: int,
+        poller: EventPoller,
+        on_report: Callable[[TransferReport], None],
+        on_step: Callable[[int, BaseException | None], None],
+        on_lost: Callable[[RankLost], None],
+    ) -> None:
+        """Take host memory, and bind the worker to the running loop. Called once.
+
+        Args:
+            device_blocks: blocks that the tensors must hold at least.
+            host_blocks: capacity of the host tier; its memory is reserved here.
+            poller: open, of the running loop; stays the caller's, who closes it after ``aclose``.
+            on_report: gets exactly one report per plan, in a callback of the loop, never inside a
+                call. Idempotent: it gets the report again when an interrupt kept it from returning.
+            on_step: called with the number of a closed step when that and all earlier ones have
+                finished, or with the error of its event. Idempotent.
+            on_lost: called when a part of the worker is gone; no transfer can succeed until
+                ``restart``.
 
         Raises:
-            UsageError: no blocks, unequal lists, ids out of range, a destination named twice, or
-                a transfer id that is in use. Nothing changed.
-            ClosedError: the worker is closing.
+            UsageError: opened before; or another open worker of this process has the device or a
+                tensor. Nothing changed.
+            ConfigError: the tensors hold fewer blocks, or there is no memory. Nothing changed.
+            RankLost: a rank is missing; nothing is left behind.
+
+        Cancellation: nothing is left behind.
+        """
+
+    async def restart(self) -> None:
+        """Bring lost ranks back; nothing that was cached is valid afterwards.
+
+        Raises:
+            UsageError: nothing is lost, or the worker lacks the ``restart`` capability.
+            RankLost: not all ranks came back; still lost.
+
+        Cancellation: still lost; call it again.
+        """
+
+    def submit(self, plan: TransferPlan) -> LayerDoneCounter:
+        """Take a plan; its blocks belong to the transfer until its report.
+
+        Raises:
+            UsageError: no blocks, unequal lists, ids out of range, a duplicate destination, a
+                transfer id that is in use, or a route that is not in ``capabilities.routes``.
+                Nothing changed.
+            ClosedError: the worker is closing, or is not open.
         """
 
     def cancel(self, transfer_id: int) -> Cancelled:
@@ -79,26 +173,45 @@ class Worker(Protocol):
 
         Raises:
             UsageError: ``event`` is no event, one of another device, or was never recorded; or
-                the worker takes no events.
+                the worker lacks the ``step_events`` capability.
         """
 
     def close_step(self, step: int, event: Event | None) -> None:
-        """Steps up to ``step`` are submitted; plans after them start when ``event`` is done.
+        """Close all steps up to ``step``: plans after them start when ``event`` is done.
+
+        Args:
+            step: greater than any closed before.
+            event: recorded behind the steps' work; None when that has finished.
 
         Raises:
             UsageError: the step was closed before, or ``check_event`` refuses the event. The step
                 stays open; nothing changed.
         """
 
-    def clone(
-        self, sources: NDArray[np.int32], targets: NDArray[np.int32], stream: Any = None
-    ) -> None:
-        """Copy blocks within the device; as ``clone_blocks``."""
+    def clone(self, plan: TransferPlan, stream: Any = None) -> None:
+        """Execute a plan within the device, in the order of a compute stream; no report follows.
 
-    def clone_slots(
-        self, sources: NDArray[np.int32], targets: NDArray[np.int32], stream: Any = None
-    ) -> None:
-        """Copy slots of recurrent state within the device; as ``clone_slots``."""
+        Args:
+            plan: of a route in ``capabilities.clone_routes``; nothing to do without blocks.
+            stream: the compute stream (cupy, PyTorch or Paddle). On the cpu the copy is done on
+                return.
+
+        Raises:
+            UsageError: tensors on a GPU and no stream, or a route that the worker cannot clone.
+                Nothing changed.
+        """
+
+    def record_checksums(self, block_ids: NDArray[np.int32], step: int) -> None:
+        """Record that device blocks hold what they are meant to hold when ``step`` has finished.
+
+        Args:
+            block_ids: ``[N]`` int32.
+            step: the open step that computes them; they are read when ``close_step`` closes it. 0
+                when they are computed already: they are read now.
+
+        Raises:
+            UsageError: the worker was made without checksums.
+        """
 
     async def drain(self) -> None:
         """Wait until every plan submitted so far, and since, has been reported.
@@ -110,27 +223,36 @@ class Worker(Protocol):
         """As drain(), but only for the plans submitted so far."""
 
     async def sleep(self, tiers: frozenset[Tier]) -> None:
-        """Free the memory of these tiers; nothing is under way. Idempotent.
+        """Free the memory of these tiers; no transfer is in flight. Idempotent.
 
         Cancellation: call it again, or ``wake_up``.
         """
 
     async def wake_up(self, tiers: frozenset[Tier], regions: Regions | None = None) -> None:
-        """Take memory for these tiers again; those that are awake stay as they are.
+        """Reallocate the memory of these tiers; those that are awake stay as they are.
 
         Args:
             tiers: to be woken.
-            regions: the device tier's new tensors, where they live in this process.
+            regions: the device tier's new tensors, where they are in this process.
 
         Raises:
-            LayoutError: the tensors do not hold what the old ones held. Still asleep.
+            LayoutError: the layout of the tensors differs from the old one. Still asleep.
             ConfigError: no memory for the host tier. Still asleep.
 
         Cancellation: call it again, or ``sleep``.
         """
 
     async def aclose(self) -> None:
-        """Cancel what waits, wait for what moves, free the memory. Idempotent."""
+        """Cancel waiting plans, wait for moving ones, free the memory. Idempotent.
+
+        Cancellation: call it again.
+        """
+
+    def close_without_loop(self) -> None:
+        """Close after the loop was closed: no callback runs, nothing is reported. Idempotent."""
 
     def statistics(self) -> WorkerStatistics:
-        """Counts since it was made, and what it has to do now."""
+        """Return counts since the worker was made, and the plans that it has now."""
+
+    def describe(self) -> list[dict[str, object]]:
+        """Return one row of plain values per rank; empty for a worker without ranks."""

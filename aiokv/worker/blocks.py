@@ -1,4 +1,4 @@
-"""Whole blocks of the device tier, on whatever device: copied within it, and checksummed."""
+"""Blocks of the device tier, on the cpu or a GPU: copied within the tier, and checksummed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ if TYPE_CHECKING:
     from aiokv.worker.regions import Regions
 
 
-def clone_blocks(
-    regions: Regions, sources: NDArray[np.int32], targets: NDArray[np.int32], stream: Any = None
+def clone_rows(
+    pieces: list[Piece],
+    sources: NDArray[np.int32],
+    targets: NDArray[np.int32],
+    stream: Any = None,
 ) -> None:
-    """Copy block ``sources[i]`` to ``targets[i]`` in all layers of all regions.
+    """Copy row ``sources[i]`` to row ``targets[i]`` in all tensors.
 
     Args:
-        regions: on one device.
+        pieces: on one device; a row is a block, or a slot of recurrent state.
         sources: ``[N]`` int32.
         targets: ``[N]`` int32, none of them a source.
         stream: the compute stream (cupy, PyTorch or Paddle), in whose order the copy happens. On
@@ -31,19 +34,6 @@ def clone_blocks(
     Raises:
         UsageError: tensors on a GPU, and no stream.
     """
-    _clone_rows(list(regions.pieces()), sources, targets, stream)
-
-
-def clone_slots(
-    regions: Regions, sources: NDArray[np.int32], targets: NDArray[np.int32], stream: Any = None
-) -> None:
-    """As :func:`clone_blocks`, of slots of recurrent state."""
-    _clone_rows(list(regions.state_pieces), sources, targets, stream)
-
-
-def _clone_rows(
-    pieces: list[Piece], sources: NDArray[np.int32], targets: NDArray[np.int32], stream: Any
-) -> None:
     if not len(sources) or not pieces:
         return
     if all(piece.device == "cpu" for piece in pieces):
@@ -52,7 +42,10 @@ def _clone_rows(
             view[targets] = view[sources]
         return
     if stream is None:
-        raise UsageError("blocks on a GPU are copied on the compute stream: name it")
+        raise UsageError(
+            "stream is None; blocks on a GPU are copied in the order of the compute stream",
+            hint="pass stream=, the stream that the model computes on",
+        )
     import cupy
 
     views = [_gpu_view(piece) for piece in pieces]
@@ -63,7 +56,7 @@ def _clone_rows(
 
 
 def checksum_blocks(regions: Regions, block_ids: NDArray[np.int32]) -> list[int]:
-    """CRC-32 of each block over all layers and regions. Blocks until the bytes are read."""
+    """Return the CRC-32 of each block over all layers and regions; wait for the bytes."""
     sums = [0] * len(block_ids)
     for piece in regions.pieces():
         rows = _host_rows(piece, block_ids)
@@ -90,7 +83,7 @@ def _gpu_view(piece: Piece) -> Any:
 
 
 def _cupy_stream(stream: Any) -> Any:
-    """Anybody's stream, as CuPy takes it."""
+    """Return a stream of any library as CuPy takes it."""
     import cupy
 
     from aiokv.worker.device.cuda_handles import stream_handle
@@ -105,7 +98,7 @@ def _cupy_stream(stream: Any) -> Any:
 
 
 class _StreamHandle:
-    """A handle that speaks NVIDIA's stream protocol."""
+    """A handle behind NVIDIA's stream protocol."""
 
     def __init__(self, handle: int) -> None:
         self._handle = handle
@@ -115,7 +108,7 @@ class _StreamHandle:
 
 
 class _GpuBytes:
-    """Lets cupy look at a piece through its address; keeps the owner alive."""
+    """Memory of a piece for CuPy; keeps its owner alive."""
 
     def __init__(self, piece: Piece) -> None:
         self.piece = piece

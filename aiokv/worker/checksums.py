@@ -1,10 +1,11 @@
-"""``verify="checksum"``: every block is compared with what it was when it was committed."""
+"""``verify="checksum"``: each onloaded block is compared with the block that was committed."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from aiokv.observe.logs import Log
+from aiokv.plan import OFFLOAD, ONLOAD
 from aiokv.worker.blocks import checksum_blocks
 from aiokv.worker.device.base import CopyError
 
@@ -19,7 +20,7 @@ log = Log(__name__)
 
 
 class Checksums:
-    """Follows blocks from device to host and back. For finding bugs: it reads every byte."""
+    """Checksums of blocks on the device and on the host. For finding bugs: reads every byte."""
 
     def __init__(self, regions: Regions) -> None:
         self._regions = regions
@@ -27,23 +28,24 @@ class Checksums:
         self._host: dict[int, int] = {}
 
     def bind(self, regions: Regions) -> None:
-        """The device tier has new tensors, or none; nothing in it is known."""
+        """Forget the device blocks: the tier has new tensors, or none."""
         self._regions = regions
         self._device.clear()
 
     def record(self, device_ids: NDArray[np.int32]) -> None:
-        """The blocks hold what they are meant to hold."""
+        """Record the present bytes of device blocks as the right ones."""
         sums = checksum_blocks(self._regions, device_ids)
         self._device.update(zip(device_ids.tolist(), sums, strict=True))
 
     def begin(self, plan: TransferPlan) -> None:
-        """An offload takes the sums along; an onload makes those of its targets unknown."""
-        if plan.direction == "onload":
-            for device_id in plan.device_ids.tolist():
+        """Note that a plan starts: an offload copies the checksums, an onload overwrites blocks."""
+        if plan.route == ONLOAD:
+            for device_id in plan.target_ids.tolist():
                 self._device.pop(device_id, None)
+        if plan.route != OFFLOAD:
             return
         for device_id, host_id in zip(
-            plan.device_ids.tolist(), plan.host_ids.tolist(), strict=True
+            plan.source_ids.tolist(), plan.target_ids.tolist(), strict=True
         ):
             recorded = self._device.get(device_id)
             if recorded is None:
@@ -51,15 +53,18 @@ class Checksums:
             else:
                 self._host[host_id] = recorded
 
-    def prove(self, plan: TransferPlan, failure: CopyError | None) -> CopyError | None:
-        """What an onload brought is what was committed; the first block that is not, else.
+    def verify(self, plan: TransferPlan, failure: CopyError | None) -> CopyError | None:
+        """Compare the blocks that an onload has copied with the committed ones.
 
         Args:
             plan: of the onload.
-            failure: of the copy itself; blocks before it have to be proven all the same.
+            failure: of the copy itself; blocks before it are compared all the same.
+
+        Returns:
+            The first block that differs, or else ``failure``.
         """
         good = plan.num_blocks if failure is None else failure.first_bad_block
-        device_ids, host_ids = plan.device_ids[:good], plan.host_ids[:good]
+        device_ids, host_ids = plan.target_ids[:good], plan.source_ids[:good]
         sums = checksum_blocks(self._regions, device_ids)
         pairs = zip(device_ids.tolist(), host_ids.tolist(), sums, strict=True)
         for index, (device_id, host_id, actual) in enumerate(pairs):

@@ -1,12 +1,12 @@
-"""CacheController: executes transfer plans and reports how they ended. It never decides.
+"""CacheController: executes transfer plans and reports their ends. It never decides.
 
     submit ─► held (step open) ─► queue by priority ─► at most 2 in the device ─► report
 
 Blocks named by a plan belong to it until its report (I3); a report is sent when the device's events
-have proven the bytes (I4), from a callback of the loop.
+prove that the bytes have arrived (I4), from a callback of the loop.
 
 Each change of a transfer is a method that may be called again: when an interrupt (Ctrl-C) ends it,
-the poller calls it again, and it goes on from where it was. See :class:`EventPoller`.
+the poller calls it again, and it continues from where it was. See :class:`EventPoller`.
 """
 
 from __future__ import annotations
@@ -16,114 +16,156 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from aiokv.errors import ClosedError, UsageError
-from aiokv.plan import StatePlan, TransferReport
-from aiokv.worker.blocks import clone_blocks, clone_slots
+import numpy as np
+
+from aiokv.errors import ClosedError, ConfigError, DeviceError, UsageError
+from aiokv.plan import CLONE, ONLOAD, STATE, TransferReport
+from aiokv.worker.base import Capabilities
+from aiokv.worker.blocks import clone_rows
+from aiokv.worker.checksums import Checksums
 from aiokv.worker.device.base import CopyError
-from aiokv.worker.lanes import Lane, WorkerStatistics
+from aiokv.worker.lanes import Lane, worker_statistics
 from aiokv.worker.layers import LayerDoneCounter
 from aiokv.worker.memory import WorkerMemory
-from aiokv.worker.transfers import StepGate, Transfer, is_done
+from aiokv.worker.poller import EventPoller
+from aiokv.worker.transfers import StepGate, Transfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
-    from aiokv.plan import Direction, Outcome, Plan
+    from aiokv.errors import RankLost
+    from aiokv.plan import Outcome, TransferPlan
     from aiokv.types import Tier
     from aiokv.worker.base import Cancelled
-    from aiokv.worker.checksums import Checksums
     from aiokv.worker.device.base import Copy, Device, Event
-    from aiokv.worker.poller import EventPoller
+    from aiokv.worker.lanes import WorkerStatistics
     from aiokv.worker.regions import Regions
 
 _CANCELLED: Final = CopyError(0, "cancelled before it was submitted")
 _WAITING: Final = ("new", "held", "queued")  # states of a plan that was not given to the device
-SLOTS: Final = 2  # submitted at once per direction: one moves, one is ready behind it
+MAX_SUBMITTED: Final = 2  # per route: one transfer moves, one is ready behind it
 
 
 class CacheController:
-    """Owns the host memory and the device; made and used on one loop.
+    """Worker of one process: owns the host memory and the device. Used on one loop.
 
     Args:
         regions: the device tensors, borrowed until ``aclose()`` has returned.
-        host_blocks: capacity of the host tier; its memory is reserved here.
-        device: attached here, closed by ``aclose()``.
-        poller: of the same loop; stays the caller's.
-        on_report: gets exactly one report per plan, in a callback of the loop, never inside a call.
-            Idempotent: it gets the report again when an interrupt kept it from returning.
-        on_step: called when a closed step is over, or with the error of its event. Idempotent.
-        checksums: proves each onload after its last byte; layers are announced only then.
+        device: attached by ``open()``, closed by ``aclose()``.
+        checksums: record the checksums of computed blocks, and verify each onload after its last
+            byte; its layers are announced only then.
     """
 
-    def __init__(
-        self,
-        *,
-        regions: Regions,
-        host_blocks: int,
-        device: Device,
-        poller: EventPoller,
-        on_report: Callable[[TransferReport], None],
-        on_step: Callable[[int, BaseException | None], None] = lambda step, error: None,
-        checksums: Checksums | None = None,
-    ) -> None:
-        self._checksums = checksums
-        self._loop = asyncio.get_running_loop()
+    def __init__(self, regions: Regions, device: Device, *, checksums: bool = False) -> None:
         self._device = device
-        self._poller = poller
-        self._on_report = on_report
-        self._on_step = on_step
+        self._checksums = Checksums(regions) if checksums else None
+        self._uncomputed: list[NDArray[np.int32]] = []  # recorded when the open step is closed
+        self._poller = EventPoller()  # until open() gives the loop's
+        self._opened = False
+        self._on_report: Callable[[TransferReport], None] = _ignore_report
+        self._on_step: Callable[[int, BaseException | None], None] = _ignore_step
         self._gate = StepGate()
-        directions: tuple[Direction, ...] = ("onload", "offload", "state")
-        self._lanes = {direction: Lane(direction) for direction in directions}
+        self._lanes = {route: Lane(route) for route in device.routes}
         self._transfers: dict[int, Transfer] = {}
         self._idle_waiters: list[asyncio.Future[None]] = []
         self._settling: list[tuple[set[int], asyncio.Future[None]]] = []
         self._closing = False
         self._closed = False
-        self.memory = WorkerMemory(regions, host_blocks, device, checksums)
+        self.memory = WorkerMemory(regions, device, self._checksums)
+        self.capabilities = Capabilities(
+            routes=device.routes,
+            clone_routes=frozenset((CLONE, STATE)),
+            checksums=True,
+            step_events=True,
+            owns_tensors=True,
+            restart=False,
+        )
+
+    async def open(
+        self,
+        *,
+        device_blocks: int,
+        host_blocks: int,
+        poller: EventPoller,
+        on_report: Callable[[TransferReport], None],
+        on_step: Callable[[int, BaseException | None], None],
+        on_lost: Callable[[RankLost], None],
+    ) -> None:
+        """Take host memory and the device; see :meth:`Worker.open`. Does not suspend.
+
+        ``on_lost`` is never called: a controller has no ranks.
+        """
+        if self._opened or self._closing:
+            raise UsageError("the cache controller was opened already; it can be opened once")
+        if device_blocks > self.device_blocks:
+            raise ConfigError(
+                f"device_blocks is {device_blocks}, but the registered tensors hold only "
+                f"{self.device_blocks} blocks",
+                hint="register larger tensors, or lower CacheConfig.device_blocks",
+            )
+        self.memory.open(host_blocks)
+        self._poller, self._on_report, self._on_step = poller, on_report, on_step
+        self._opened = True
 
     @property
     def num_layers(self) -> int:
+        """Layers of the model."""
         return self.memory.regions.num_layers
 
     @property
     def device_blocks(self) -> int:
+        """Blocks that the tensors hold; ``UNLIMITED_BLOCKS`` without tensors."""
         return self.memory.device_blocks
 
     @property
     def computes_in_stream(self) -> bool:
+        """True when the device computes behind the host's back: steps need events."""
         return self._device.computes_in_stream
 
     @property
     def failure(self) -> BaseException | None:
-        """The device's, after which no transfer can succeed."""
+        """The device's error, after which no transfer can succeed."""
         failure: BaseException | None = getattr(self._device, "failure", None)
         return failure
+
+    @property
+    def lost(self) -> RankLost | None:
+        """None: there are no ranks."""
+        return None
 
     @property
     def silent_ranks(self) -> list[int]:
         """Empty: there are no ranks."""
         return []
 
-    # --- plans ------------------------------------------------------------------------------
-
-    def submit(self, plan: Plan) -> LayerDoneCounter:
-        """Take a plan; its blocks or slots are the transfer's until its report.
+    async def restart(self) -> None:
+        """Raise: a controller cannot be repaired.
 
         Raises:
-            UsageError: no blocks, unequal lists, ids out of range, a destination named twice, or
-                a transfer id that is in use. Nothing changed.
-            ClosedError: the controller is closing.
+            UsageError: always.
         """
-        if self._closing or self._poller.closed:
+        raise UsageError("restart: the engine has no ranks", hint="start the process again")
+
+    def describe(self) -> list[dict[str, object]]:
+        """Return an empty list: there are no ranks."""
+        return []
+
+    # --- plans ------------------------------------------------------------------------------
+
+    def submit(self, plan: TransferPlan) -> LayerDoneCounter:
+        """Take a plan; see :meth:`Worker.submit`."""
+        if self._closing:
             raise ClosedError("the cache controller is closing")
+        self._check_open()
         if self.memory.asleep:
-            raise UsageError(f"the tiers {sorted(self.memory.asleep)} are asleep")
+            raise UsageError(
+                f"transfer {plan.transfer_id}: the tiers {sorted(self.memory.asleep)} are asleep",
+                hint="await engine.wake_up() first",
+            )
         if plan.transfer_id in self._transfers:
-            raise UsageError(f"transfer {plan.transfer_id} is under way already")
+            raise UsageError(f"transfer {plan.transfer_id} is in flight already")
         num_bytes = self.memory.check(plan)
         counter = LayerDoneCounter(
             self.memory.regions.num_layers,
@@ -140,10 +182,10 @@ class CacheController:
         """Cancel a plan that the device does not have yet.
 
         Returns:
-            ``"at once"``: no report follows, ``gpu_wait`` raises from now on, and coroutines that
-            wait get their error in the next pass of the loop. ``"too late"``: the device has it,
-            and its end will be reported; or the id is unknown, because the report came before
-            the cancellation.
+            ``"at once"``: no report follows, ``gpu_wait`` raises from now on, and waiting
+            coroutines get their error in the next pass of the loop. ``"too late"``: the device has
+            the plan, and its end will be reported; or the id is unknown, because the report came
+            before the cancellation.
         """
         transfer = self._transfers.get(transfer_id)
         if transfer is None or transfer.state not in _WAITING:
@@ -153,11 +195,7 @@ class CacheController:
         return "at once"
 
     def raise_priority(self, transfer_id: int, priority: int) -> None:
-        """Submit a plan that still waits as if it had been given with this priority.
-
-        Without effect on a plan that the device has, on unknown ids, and when ``priority`` is not
-        lower than the plan's.
-        """
+        """Reorder a plan that still waits; see :meth:`Worker.raise_priority`."""
         transfer = self._transfers.get(transfer_id)
         if transfer is None or priority >= transfer.priority:
             return
@@ -175,48 +213,66 @@ class CacheController:
             self._device.check_event(event)
 
     def close_step(self, step: int, event: Event | None) -> None:
-        """Steps up to ``step`` are submitted; plans after them start when ``event`` is done.
-
-        Args:
-            step: greater than any closed before.
-            event: recorded behind the step's work; None when that has finished.
-
-        Raises:
-            UsageError: the step was closed before, or ``check_event`` refuses the event. The step
-                stays open; nothing changed.
-        """
+        """Close all steps up to ``step``; see :meth:`Worker.close_step`."""
+        self._check_open()
         self.check_event(event)
-        if self._poller.closed:
-            raise ClosedError("the cache controller is closed")
+        self._gate.check(step)
+        self._record_computed(event)
         self._gate.close(step, event)
         self._poller.surely(partial(self._follow_step, step, event))
 
     def _follow_step(self, step: int, event: Event | None) -> None:
+        """Queue the transfers that the step held, and watch its event."""
         for transfer in self._gate.free():
             if transfer.state == "held":
                 self._lane_of(transfer).queue.push(transfer)
         for lane in self._lanes.values():
             self._pump(lane)
-        if is_done(event):
+        if event is None:
             self._on_step(step, None)
-        elif event is not None:
-            self._poller.watch(event, "steps", partial(self._step_over, step))
+        else:
+            self._poller.watch(event, "steps", partial(self._step_finished, step))
 
-    def _step_over(self, step: int, error: BaseException | None) -> None:
-        if not isinstance(error, ClosedError):  # the poller's, at its end
+    def _step_finished(self, step: int, error: BaseException | None) -> None:
+        if error is None:
+            self._gate.finish(step)
+        if not isinstance(error, ClosedError):  # the poller was closed
             self._on_step(step, error)
 
-    def clone(
-        self, sources: NDArray[np.int32], targets: NDArray[np.int32], stream: Any = None
-    ) -> None:
-        """Copy blocks within the device; see :func:`clone_blocks`."""
-        clone_blocks(self.memory.regions, sources, targets, stream)
+    def clone(self, plan: TransferPlan, stream: Any = None) -> None:
+        """Copy blocks or state slots within the device; see :meth:`Worker.clone`."""
+        regions = self.memory.regions
+        if plan.route == CLONE:
+            pieces = list(regions.pieces())
+        elif plan.route == STATE:
+            pieces = list(regions.state_pieces)
+        else:
+            raise UsageError(f"clone: the route is {plan.route}; it must be {CLONE} or {STATE}")
+        clone_rows(pieces, plan.source_ids, plan.target_ids, stream)
 
-    def clone_slots(
-        self, sources: NDArray[np.int32], targets: NDArray[np.int32], stream: Any = None
-    ) -> None:
-        """Copy slots of recurrent state within the device; see :func:`clone_slots`."""
-        clone_slots(self.memory.regions, sources, targets, stream)
+    def record_checksums(self, block_ids: NDArray[np.int32], step: int) -> None:
+        """Record the bytes of computed blocks; see :meth:`Worker.record_checksums`."""
+        if self._checksums is None:
+            raise UsageError(
+                "record_checksums: the worker was made without checksums",
+                hint="set CacheConfig.verify to 'checksum'",
+            )
+        if self._gate.is_open(step):
+            self._uncomputed.append(block_ids)
+        else:
+            self._checksums.record(block_ids)
+
+    def _record_computed(self, event: Event | None) -> None:
+        """Read the blocks of the step that is being closed, when they have been computed."""
+        if self._checksums is None or not self._uncomputed or self.failure is not None:
+            return
+        if event is not None:
+            try:
+                event.synchronize()
+            except Exception as error:  # CuPy's class of errors needs the driver
+                raise DeviceError(f"close_step: the event of the step failed: {error}") from error
+        self._checksums.record(np.concatenate(self._uncomputed))
+        self._uncomputed.clear()
 
     # --- sleep ------------------------------------------------------------------------------
 
@@ -226,14 +282,16 @@ class CacheController:
         Nothing can be submitted until all tiers are awake.
 
         Raises:
-            UsageError: a transfer is under way. Nothing changed.
+            UsageError: a transfer is in flight. Nothing changed.
         """
         if self._transfers:
-            raise UsageError(f"{len(self._transfers)} transfers are under way")
+            raise UsageError(
+                f"sleep: {len(self._transfers)} transfers are in flight", hint="drain() first"
+            )
         self.memory.sleep(tiers)
 
     async def wake_up(self, tiers: frozenset[Tier], regions: Regions | None = None) -> None:
-        """Take memory again; see :meth:`WorkerMemory.wake_up`. Does not suspend."""
+        """Reallocate the memory; see :meth:`WorkerMemory.wake_up`. Does not suspend."""
         self.memory.wake_up(tiers, regions)
 
     # --- end --------------------------------------------------------------------------------
@@ -241,12 +299,12 @@ class CacheController:
     async def drain(self) -> None:
         """Wait until every plan submitted so far, and since, has been reported.
 
-        A plan whose step is open is waited for too: another task has to close the step.
+        This includes plans whose step is open: another task has to close the step.
 
         Cancellation: stops waiting; the transfers go on.
         """
         while self._transfers:
-            idle: asyncio.Future[None] = self._loop.create_future()
+            idle: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._idle_waiters.append(idle)
             try:
                 await idle
@@ -255,10 +313,10 @@ class CacheController:
                     self._idle_waiters.remove(idle)
 
     async def settle(self) -> None:
-        """As drain(), but only for the plans submitted so far: it ends however busy it is."""
+        """As drain(), but only for the plans submitted so far."""
         if not self._transfers:
             return
-        entry = (set(self._transfers), self._loop.create_future())
+        entry = (set(self._transfers), asyncio.get_running_loop().create_future())
         self._settling.append(entry)
         try:
             await entry[1]
@@ -266,9 +324,9 @@ class CacheController:
             self._settling.remove(entry)
 
     async def abandon(self) -> None:
-        """Cancel what waits, and report it so; wait for what moves.
+        """Cancel and report waiting plans; wait for the transfers that the device has.
 
-        Cancellation: what waited is cancelled; the rest goes on.
+        Cancellation: waiting plans are cancelled; the transfers go on.
         """
         for transfer in list(self._transfers.values()):
             if transfer.state in _WAITING:
@@ -276,9 +334,11 @@ class CacheController:
         await self.drain()
 
     async def aclose(self) -> None:
-        """Cancel what waits, drain what moves, join the device's threads, free the arena.
+        """Cancel waiting plans, wait for moving ones, join the device's threads, free the arena.
 
-        Memory is never freed under a copy. Idempotent; after a cancellation call it again.
+        Memory is never freed under a copy. Idempotent.
+
+        Cancellation: memory is kept; call it again.
         """
         self._closing = True
         await self.abandon()
@@ -287,24 +347,32 @@ class CacheController:
             self._closed = True
 
     def close_without_loop(self) -> None:
-        """As aclose(), when the loop is closed: finish what the device has; nothing is reported."""
+        """As aclose(), after the loop was closed: the device finishes its transfers, and nothing
+        is reported. Idempotent."""
         self._closing = True
         if not self._closed:
             self._closed = True
             self.memory.close()
 
     def statistics(self) -> WorkerStatistics:
-        return WorkerStatistics(
-            held=len(self._gate),
-            onload=self._lanes["onload"].statistics(),
-            offload=self._lanes["offload"].statistics(),
-            state=self._lanes["state"].statistics(),
+        """Return the counts of each route. Any thread."""
+        return worker_statistics(
+            len(self._gate), {route: lane.statistics() for route, lane in self._lanes.items()}
         )
+
+    def _check_open(self) -> None:
+        """Raises:
+        ClosedError: the controller is not open, or its poller is closed.
+        """
+        if not self._opened:
+            raise ClosedError("the cache controller is not open")
+        if self._poller.closed:
+            raise ClosedError("the cache controller is closed")
 
     # --- states of a transfer; every method may be called again ---------------------------
 
     def _lane_of(self, transfer: Transfer) -> Lane:
-        return self._lanes[transfer.plan.direction]
+        return self._lanes[transfer.plan.route]
 
     def _place(self, transfer: Transfer) -> None:
         """Hold or queue a new transfer."""
@@ -322,7 +390,7 @@ class CacheController:
         self._end_soon(transfer, "cancelled", _CANCELLED)
 
     def _pump(self, lane: Lane) -> None:
-        while len(lane.submitted) < SLOTS and (transfer := lane.queue.first()) is not None:
+        while len(lane.submitted) < MAX_SUBMITTED and (transfer := lane.queue.first()) is not None:
             self._start(lane, transfer)
 
     def _expedite(self, transfer_id: int) -> bool:
@@ -340,7 +408,8 @@ class CacheController:
         """Give a queued transfer to the device.
 
         When an interrupt has lost the device's answer, the transfer is submitted once more. Of two
-        equal copies, the second ends last (``Device.in_order``), and only its end counts.
+        equal copies, the second ends last (``Device.in_order``), and only the end of the second
+        counts.
         """
         if transfer.ending is not None:
             self._end_soon(transfer, *transfer.ending)
@@ -351,9 +420,9 @@ class CacheController:
         transfer.started_at = time.monotonic()
         try:
             if transfer.copy is None:
-                transfer.copy = self._move(transfer.plan)
+                transfer.copy = self._copy(transfer.plan)
             events = transfer.copy.layer_events
-        except Exception as error:  # told by the report, like any other failure of the copy
+        except Exception as error:  # the report tells it, like any other failure of the copy
             failure = CopyError(0, str(error) or type(error).__name__)
             transfer.counter.refuse(failure)
             self._end_soon(transfer, "failed", failure)
@@ -365,44 +434,59 @@ class CacheController:
             self._watch(lane, transfer, transfer.copy, events)
             transfer.watched = True
 
-    def _move(self, plan: Plan) -> Copy:
+    def _copy(self, plan: TransferPlan) -> Copy:
         after = self._gate.event_for(plan.after_step)
-        if isinstance(plan, StatePlan):
-            return self._device.move_state(plan.source_ids, plan.target_ids, after)
         if self._checksums is not None:
             self._checksums.begin(plan)
-        move = self._device.onload if plan.is_onload else self._device.offload
-        return move(plan.host_ids, plan.device_ids, after)
+        return self._device.copy(plan.route, plan.source_ids, plan.target_ids, after)
 
     def _watch(self, lane: Lane, transfer: Transfer, copy: Copy, events: Sequence[Event]) -> None:
-        """Watch each distinct event; layers that share one arrive together."""
+        """Watch each distinct event of a copy; layers that share one arrive together."""
         seconds = lane.expected_seconds(transfer)
         in_order = self._device.in_order
         first = 0
         for layer, event in enumerate(events):
             if layer + 1 < len(events) and events[layer + 1] is event:
                 continue
-            key: Hashable = lane.direction if in_order else (lane.direction, id(event))
+            key: Hashable = lane.route if in_order else (lane.route, id(event))
             layers = range(first, layer + 1)
             share = (len(layers) if in_order else layer + 1) / len(events)
             self._poller.watch(
                 event,
                 key,
-                _Marker(self, transfer, copy, layers, event),
+                partial(self._on_event, transfer, copy, layers, event),
                 None if seconds is None else seconds * share,
             )
             first = layer + 1
+
+    def _on_event(
+        self,
+        transfer: Transfer,
+        copy: Copy,
+        layers: range,
+        event: Event,
+        error: BaseException | None,
+    ) -> None:
+        """Take note that an event of a copy is done; an ``error`` of its device fails it all."""
+        if transfer.copy is not copy:
+            return
+        if transfer.state == "ended":
+            self._end(transfer)
+        elif error is not None:
+            self._end_submitted(transfer, CopyError(0, str(error)))
+        else:
+            self._layers_done(transfer, layers, event)
 
     def _layers_done(self, transfer: Transfer, layers: range, event: Event) -> None:
         finished_seconds: float | None = getattr(event, "finished_seconds", None)
         counter, plan = transfer.counter, transfer.plan
         arrived = dict.fromkeys(layers, finished_seconds)
-        if self._checksums is not None and not isinstance(plan, StatePlan) and plan.is_onload:
+        if self._checksums is not None and plan.route == ONLOAD:
             transfer.unproven |= arrived
             if len(transfer.unproven) < counter.num_layers:
                 return
             arrived = transfer.unproven
-            failure = self._checksums.prove(plan, counter.failure)
+            failure = self._checksums.verify(plan, counter.failure)
             if failure is not None:
                 self._end_submitted(transfer, failure, finished_seconds)
                 return
@@ -417,7 +501,7 @@ class CacheController:
         failure: CopyError | None,
         finished_seconds: float | None = None,
     ) -> None:
-        """End it within this callback; the next one starts before the report is sent."""
+        """End a transfer within this callback; the next one starts before the report is sent."""
         transfer.ending = ("done" if failure is None else "failed", failure)
         transfer.state = "ended"
         lane = self._lane_of(transfer)
@@ -460,8 +544,11 @@ class CacheController:
         try:
             self._on_report(report)
         except Exception as error:
-            self._loop.call_exception_handler(
-                {"message": f"aiokv: the report of {transfer_id} raised", "exception": error}
+            asyncio.get_running_loop().call_exception_handler(
+                {
+                    "message": f"aiokv: on_report raised for transfer {transfer_id}",
+                    "exception": error,
+                }
             )
 
     def _wake(self, transfer_id: int) -> None:
@@ -476,33 +563,9 @@ class CacheController:
                     waiter.set_result(None)
 
 
-class _Marker:
-    """Callback of the poller when an event of a transfer is done."""
+def _ignore_report(report: TransferReport) -> None:
+    """Take the place of ``on_report`` before ``open``."""
 
-    __slots__ = ("_controller", "_copy", "_event", "_layers", "_transfer")
 
-    def __init__(
-        self,
-        controller: CacheController,
-        transfer: Transfer,
-        copy: Copy,
-        layers: range,
-        event: Event,
-    ) -> None:
-        self._controller = controller
-        self._transfer = transfer
-        self._copy = copy
-        self._layers = layers
-        self._event = event
-
-    def __call__(self, error: BaseException | None) -> None:
-        """End a transfer with an ``error`` of its device: none of its bytes are proven."""
-        transfer = self._transfer
-        if transfer.copy is not self._copy:
-            return
-        if transfer.state == "ended":
-            self._controller._end(transfer)
-        elif error is not None:
-            self._controller._end_submitted(transfer, CopyError(0, str(error)))
-        else:
-            self._controller._layers_done(transfer, self._layers, self._event)
+def _ignore_step(step: int, error: BaseException | None) -> None:
+    """Take the place of ``on_step`` before ``open``."""

@@ -1,4 +1,4 @@
-"""One direction of a controller: what waits, what moves, and how fast."""
+"""One route of a controller: plans that wait, plans that move, and their bandwidth."""
 
 from __future__ import annotations
 
@@ -6,21 +6,30 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from aiokv.plan import OFFLOAD, ONLOAD, STATE
 from aiokv.worker.transfers import TransferQueue
 
 if TYPE_CHECKING:
-    from aiokv.plan import Direction, Outcome
+    from collections.abc import Mapping
+
+    from aiokv.plan import Outcome, Route
     from aiokv.worker.transfers import Transfer
 
 BANDWIDTH_WEIGHT: Final = 0.2  # of the newest transfer in the moving average
-LEARN_BYTES: Final = 1 << 20  # smaller transfers are mostly latency and say nothing of bandwidth
+LEARN_BYTES: Final = 1 << 20  # smaller transfers are mostly latency: no measure of bandwidth
 
 
 class LaneStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """One direction.
+    """Counts of one route.
 
     Attributes:
-        busy_seconds: at least one transfer that moved its bytes was submitted and had not ended.
+        queued: transfers that wait for the device.
+        submitted: transfers that the device has.
+        done: transfers that have copied all their blocks.
+        failed: transfers that have not, because of an error.
+        cancelled: transfers that never reached the device.
+        moved_bytes: of the transfers that are done.
+        busy_seconds: time during which at least one transfer that moved its bytes was submitted.
         bytes_per_second: moving average over transfers of 1 MiB and more; 0.0 before the first.
     """
 
@@ -35,7 +44,14 @@ class LaneStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """``held``: transfers whose step is still open."""
+    """Counts of a worker, per route.
+
+    Attributes:
+        held: transfers whose step is still open.
+        onload: host to device.
+        offload: device to host.
+        state: slots of recurrent state.
+    """
 
     held: int
     onload: LaneStatistics
@@ -53,14 +69,26 @@ _IDLE_LANE: Final = LaneStatistics(
     busy_seconds=0.0,
     bytes_per_second=0.0,
 )
-IDLE: Final = WorkerStatistics(held=0, onload=_IDLE_LANE, offload=_IDLE_LANE, state=_IDLE_LANE)
+
+
+def worker_statistics(held: int, routes: Mapping[Route, LaneStatistics]) -> WorkerStatistics:
+    """Return the statistics of a worker; a route that it lacks has moved nothing."""
+    return WorkerStatistics(
+        held=held,
+        onload=routes.get(ONLOAD, _IDLE_LANE),
+        offload=routes.get(OFFLOAD, _IDLE_LANE),
+        state=routes.get(STATE, _IDLE_LANE),
+    )
+
+
+IDLE: Final = worker_statistics(0, {})
 
 
 class Lane:
-    """Everything of one direction."""
+    """Queue, submitted transfers and counts of one route."""
 
-    def __init__(self, direction: Direction) -> None:
-        self.direction: Direction = direction
+    def __init__(self, route: Route) -> None:
+        self.route = route
         self.queue = TransferQueue()
         self.submitted: dict[int, Transfer] = {}  # by transfer id
         self.outcomes: dict[Outcome, int] = {"done": 0, "failed": 0, "cancelled": 0}
@@ -73,8 +101,10 @@ class Lane:
         """Learn the bandwidth from a transfer that moved all its bytes.
 
         Args:
-            finished_seconds: by the device's clock where it has one. Time until the loop noticed
-                would make the next transfer seem slower, the poller sleep longer, and so on.
+            transfer: has ended.
+            finished_seconds: by the device's clock where it has one. The time until the loop
+                noticed the end would make the next transfer seem slower, and the poller sleep
+                longer, which would add to the next measurement.
         """
         seconds = finished_seconds - max(transfer.started_at, self.last_end)
         self.last_end = finished_seconds
@@ -87,7 +117,7 @@ class Lane:
         self.bytes_per_second += weight * (newest - self.bytes_per_second)
 
     def expected_seconds(self, transfer: Transfer) -> float | None:
-        """Return how long a transfer will move, or None while that is unknown."""
+        """Return the expected duration of a transfer, or None while that is unknown."""
         if not self.bytes_per_second or transfer.num_bytes < LEARN_BYTES:
             return None
         return transfer.num_bytes / self.bytes_per_second

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Final
 from weakref import WeakValueDictionary
 
 from aiokv import _native
-from aiokv.errors import LayoutError, UsageError
-from aiokv.plan import StatePlan
+from aiokv.errors import ClosedError, LayoutError, UsageError
+from aiokv.plan import ONLOAD, STATE
 from aiokv.worker.arena import HostArena
 from aiokv.worker.device.cpu import device_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from aiokv.plan import Plan
+    from aiokv.plan import TransferPlan
     from aiokv.types import Tier
     from aiokv.worker.arrays import Piece
     from aiokv.worker.checksums import Checksums
@@ -34,50 +34,80 @@ class WorkerMemory:
 
     Args:
         regions: the device tensors, borrowed until ``close()``.
-        host_blocks: of the arena that is made here.
-        device: attached here, closed by ``close()``.
+        device: attached by ``open()``, closed by ``close()``.
         checksums: told whenever the tensors change.
 
-    Raises:
-        UsageError: another open engine has the device or a tensor. Nothing changed.
-
     Attributes:
+        regions: the device tensors now; without memory while the device tier sleeps.
         asleep: tiers whose memory was released.
     """
 
-    def __init__(
-        self, regions: Regions, host_blocks: int, device: Device, checksums: Checksums | None
-    ) -> None:
+    def __init__(self, regions: Regions, device: Device, checksums: Checksums | None) -> None:
         self.regions = regions
-        self._host_blocks = host_blocks
+        self._host_blocks = 0
         self._device = device
         self._checksums = checksums
-        self._block_bytes = regions.block_bytes
+        self._block_bytes = 0
         self._addresses: set[int] = set()  # of the tensors that are this worker's
+        self._arena: HostArena | None = None
+        self._ids = self._new_ids()
         self.asleep: frozenset[Tier] = frozenset()
-        self._claim_tensors(regions)
+
+    def open(self, host_blocks: int) -> None:
+        """Reserve memory for ``host_blocks`` blocks, and attach the device. Called once.
+
+        Raises:
+            UsageError: another open engine has the device or a tensor. Nothing changed.
+            ConfigError: there is no memory for the host tier. Nothing changed.
+            LayoutError: the device cannot reach the tensors. Nothing changed.
+        """
+        self._host_blocks = host_blocks
+        self._block_bytes = self.regions.block_bytes
+        self._claim_tensors(self.regions)
         try:
             self._claim_device()
-            self.arena = self._new_arena()
-            self._ids = self._new_ids()
-            device.attach(regions, self.arena)
+            arena = self._new_arena()
+            self._device.attach(self.regions, arena)
         except BaseException:
             self._disclaim()
             raise
+        self._arena = arena
+        self._ids = self._new_ids()
+
+    @property
+    def arena(self) -> HostArena:
+        """Memory of the host tier.
+
+        Raises:
+            ClosedError: the worker was not opened.
+        """
+        if self._arena is None:
+            raise ClosedError("the host tier has no memory: the worker was not opened")
+        return self._arena
 
     @property
     def device_blocks(self) -> int:
+        """Blocks that the tensors hold; ``UNLIMITED_BLOCKS`` without tensors."""
         return device_blocks(self.regions)
 
-    def check(self, plan: Plan) -> int:
-        """The bytes that a plan moves.
+    def check(self, plan: TransferPlan) -> int:
+        """Return the bytes that a plan moves.
 
         Raises:
-            UsageError: no blocks, unequal lists, ids out of range, or a destination named twice.
+            UsageError: no blocks, unequal lists, ids out of range, a duplicate destination, or a
+                route that the device does not have.
         """
-        if isinstance(plan, StatePlan):  # the device checks its ids
-            return self.regions.state_slot_bytes * len(plan.target_ids)
-        self._ids.check_ids(plan.host_ids, plan.device_ids, onload=plan.is_onload)
+        if plan.route not in self._device.routes:
+            raise UsageError(
+                f"transfer {plan.transfer_id}: the device {self._device.name!r} has no route "
+                f"{plan.route}"
+            )
+        if plan.route == STATE:  # the device checks its ids
+            return self.regions.state_slot_bytes * plan.num_blocks
+        if plan.route == ONLOAD:
+            self._ids.check_ids(plan.source_ids, plan.target_ids, onload=True)
+        else:
+            self._ids.check_ids(plan.target_ids, plan.source_ids, onload=False)
         return self._block_bytes * plan.num_blocks
 
     def sleep(self, tiers: frozenset[Tier]) -> None:
@@ -93,7 +123,7 @@ class WorkerMemory:
             self.arena.close()
 
     def wake_up(self, tiers: frozenset[Tier], regions: Regions | None = None) -> None:
-        """A new arena, and ``regions`` for the device tier; tiers that are awake stay as they are.
+        """Allocate a new arena, and bind ``regions``; tiers that are awake stay as they are.
 
         A cuda device pins the arena in the background, and may be used meanwhile.
 
@@ -104,7 +134,8 @@ class WorkerMemory:
         waking = tiers & self.asleep
         if not waking:
             return
-        previous, arena = self.regions, self.arena
+        previous, old_arena = self.regions, self.arena
+        arena = old_arena
         if "device" in waking:
             regions = previous if regions is None and not previous.num_layers else regions
             if regions is None:
@@ -120,16 +151,18 @@ class WorkerMemory:
         except BaseException:
             self._device.detach(keep_host="host" not in self.asleep)
             self._bind(previous)
-            if arena is not self.arena:
+            if arena is not old_arena:
                 arena.close()
             raise
-        self.arena = arena
+        self._arena = arena
         self.asleep -= waking
 
     def close(self) -> None:
-        """Close the device, then free the arena. Nothing moves any more."""
+        """Close the device, then free the arena; no transfer is in flight. Called once."""
+        if self._arena is None:
+            return
         self._device.close()
-        self.arena.close()
+        self._arena.close()
         self._disclaim()
 
     def _claim_device(self) -> None:

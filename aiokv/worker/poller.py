@@ -1,21 +1,22 @@
-"""EventPoller: the only place that asks whether an event of a device is done.
+"""EventPoller: the only place that queries the events of a device.
 
-One a loop. Events of one stream finish in order, so only the oldest of each stream is asked::
+One per loop. Events of one stream finish in order, so only the oldest of each stream is queried::
 
     watch ......... timerfd ......... |-- every loop pass --|... every 1/8 of the time overdue ...
                     expected end - lead                     budget used up
 
-The end of an event that was observed is where the work of the next one began, so a stream's
-expectations do not drift. An event that had ended before it was first asked about was slept over:
-the lead grows a little, and shrinks again with every end that was seen.
+The observed end of an event is the beginning of the work of the next one, so a stream's
+expectations do not drift. When an event had ended before its first query, the poller slept too
+long: the lead grows a little, and shrinks again with every end that was observed.
 
 Nothing is scheduled while nothing is pending. The timer is a timerfd on ``add_reader``: asyncio
-rounds its own timers up to 1 ms, and uvloop makes a busy loop of anything under 0.5 ms.
+rounds its own timers up to 1 ms, and uvloop turns timers under 0.5 ms into a busy loop.
 
 Interrupts: a signal handler of Python (Ctrl-C) may raise between any two instructions of a
 callback, and in the loop itself, which then forgets the callback. So a callback counts as delivered
 only when it has returned: after an interrupt it is called again, and must be idempotent. While
-anything is pending, the timer also expires every ``REPEAT_SECONDS``: the kernel does not forget it.
+anything is pending, the timer also expires every ``REPEAT_SECONDS``, which the kernel repeats
+whatever happens in this process.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from aiokv import _native
-from aiokv.errors import ClosedError, DeviceError
+from aiokv.errors import ClosedError, DeviceError, UsageError
+from aiokv.worker.interrupts import call_surely
 from aiokv.worker.watches import Stream, Watch, next_query
 
 if TYPE_CHECKING:
@@ -40,9 +42,9 @@ if TYPE_CHECKING:
 FIRST_LEAD_SECONDS: Final = 40e-6  # a timerfd wake-up costs 10 to 40 us
 MIN_LEAD_SECONDS: Final = 15e-6
 MAX_LEAD_SECONDS: Final = 100e-6
-LEAD_GROWTH_SECONDS: Final = 10e-6  # for an end slept over; with the next, one end in 25 is
-LEAD_SHRINKAGE_SECONDS: Final = 0.4e-6  # for an end seen
-BURST_SECONDS: Final = 20e-6  # asked without a break, while the loop has nothing else to do:
+LEAD_GROWTH_SECONDS: Final = 10e-6  # for an end that was slept over; with the next, 1 in 25 is
+LEAD_SHRINKAGE_SECONDS: Final = 0.4e-6  # for an end that was observed
+BURST_SECONDS: Final = 20e-6  # queries without a break, while the loop has nothing else to do:
 IDLE_PASS_SECONDS: Final = 20e-6  # its pass from poll to poll takes no longer than this
 REPEAT_SECONDS: Final = 0.05  # the longest pause after an interrupt that hit the loop itself
 LATENCY_SAMPLES: Final = 4096
@@ -52,13 +54,14 @@ class PollerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Latency and CPU time of waiting.
 
     Attributes:
-        events: finished and announced.
-        queries: times an event was asked.
-        pending: watched now.
-        latency_p50_seconds: event done to callback running, over the latest 4096 events. By the
-            device's clock where events tell it, else the time since the query before.
-        busy_seconds: spent in the poller's callbacks, the announced callbacks not counted.
-        pending_seconds: during which at least one event was watched.
+        events: events that finished and were announced.
+        queries: queries of events.
+        pending: events that are watched now.
+        latency_p50_seconds: from the end of an event to its callback, over the latest 4096 events.
+            By the device's clock where events tell it, else since the query before.
+        latency_p99_seconds: likewise.
+        busy_seconds: time in the poller's callbacks, without the announced callbacks.
+        pending_seconds: time during which at least one event was watched.
     """
 
     events: int
@@ -87,14 +90,13 @@ IDLE: Final = PollerStatistics(
 
 
 class EventPoller:
-    """Asks events whether they are done, from callbacks of one loop. Not thread-safe.
+    """Queries events, from callbacks of one loop. Not thread-safe.
 
-    Args:
-        loop: the loop that every method is called on, and every callback.
+    ``open`` binds it to its loop, on which every method is called, and every callback.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+    def __init__(self) -> None:
+        self._bound_loop: asyncio.AbstractEventLoop | None = None
         self.lead_seconds = FIRST_LEAD_SECONDS  # how long before an expected end polling begins
         self._streams: dict[Hashable, Stream] = {}
         self._ended: deque[tuple[Stream, Watch, float]] = deque()  # announced, when seen; see _pass
@@ -116,6 +118,23 @@ class EventPoller:
         self._pending_seconds = 0.0
         self._pending_since = 0.0
 
+    def open(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Bind the poller to ``loop``; a closed poller can be opened again.
+
+        Raises:
+            UsageError: it is open.
+        """
+        if self._bound_loop is not None and not self._closed:
+            raise UsageError("the event poller is open already", hint="close() it first")
+        self._bound_loop = loop
+        self._closed = False
+
+    @property
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        if self._bound_loop is None:
+            raise UsageError("the event poller is not open")
+        return self._bound_loop
+
     def watch(
         self,
         event: Event,
@@ -128,7 +147,7 @@ class EventPoller:
         Args:
             event: see :class:`aiokv.worker.device.base.Event`.
             stream_key: events with one key finish in the order in which they are watched.
-            callback: gets the exception instead when asking the event raised, or
+            callback: gets the exception instead when the query raised, or
                 :class:`ClosedError` when the poller was closed first. Idempotent: called again
                 when an interrupt kept it from returning.
             work_seconds: from the end of the event before it in its stream, or from now if there
@@ -136,10 +155,11 @@ class EventPoller:
 
         Raises:
             ClosedError: the poller is closed.
+            UsageError: the poller is not open.
         """
         if self._closed:
             raise ClosedError("the event poller is closed")
-        watch = Watch(self, event, stream_key, callback, work_seconds)
+        watch = Watch(event, stream_key, callback, work_seconds, self._discard)
         stream = self._streams.get(stream_key)
         if stream is not None:
             stream.queue.append(watch)
@@ -179,19 +199,13 @@ class EventPoller:
         Args:
             action: idempotent. Other exceptions are the caller's.
         """
-        try:
-            action()
-        except Exception:
-            raise
-        except BaseException:
-            self.soon(action)
-            raise
+        call_surely(action, self.soon, action)
 
     async def wait(self, event: Event, work_seconds: float | None = None) -> None:
         """Wait for one event on a stream of its own.
 
         Raises:
-            DeviceError: the device cannot tell any more.
+            DeviceError: the query of the event failed.
 
         Cancellation: detaches the waiter; the event goes on.
         """
@@ -214,6 +228,7 @@ class EventPoller:
             watch.cancel()
 
     def statistics(self) -> PollerStatistics:
+        """Return what waiting has cost so far."""
         self._account()
         pending_seconds = self._pending_seconds
         if self._streams:
@@ -267,7 +282,7 @@ class EventPoller:
         self._account()
         stream = self._streams.get(watch.key)
         if stream is None or not stream.queue or stream.queue[0] is not watch:
-            return  # it goes when it is the oldest
+            return  # it is removed when it is the oldest
         now = time.monotonic()
         skipped_seconds = stream.drop_cancelled() - (watch.work_seconds or 0.0)
         self._next_of(stream, stream.ends_at + skipped_seconds, now)
@@ -275,7 +290,7 @@ class EventPoller:
             self._schedule(now)
 
     def _next_of(self, stream: Stream, began_at: float, now: float) -> None:
-        """The oldest event has gone; the work of the one behind it began then."""
+        """Expect the next event of a stream, whose work began at ``began_at``."""
         if stream.queue:
             stream.expect(began_at, now, self.lead_seconds)
         elif self._streams.get(stream.key) is stream:
@@ -319,7 +334,7 @@ class EventPoller:
                 self._next_soon = self._loop.call_soon(self._run_soon)
 
     def _pass(self) -> None:
-        """Ask the oldest event of each stream that is due, and announce what is done.
+        """Query the oldest event of each stream that is due, and announce the ones that are done.
 
         The poller accounts for an end in its next pass, behind the tasks that the end has woken.
         """
@@ -345,9 +360,9 @@ class EventPoller:
         self._busy_seconds += now - started - self._callback_seconds
 
     def _ask(self, stream: Stream, until: float) -> None:
-        """Ask a stream's oldest event, and again ``until`` then.
+        """Query a stream's oldest event, repeatedly before the time ``until``.
 
-        Behind one that is done comes the next, if that should have ended as well.
+        Behind an event that is done the next one is queried, if it should have ended as well.
         """
         while True:
             watch = stream.queue[0]
@@ -384,7 +399,7 @@ class EventPoller:
             self._ended.popleft()
 
     def _note_end(self, stream: Stream, watch: Watch, now: float) -> float:
-        """Account for an event found done; when it ended, as far as can be known."""
+        """Count an event that is done; return when it ended, as far as can be known."""
         self._events += 1
         finished_at: float | None = getattr(watch.event, "finished_seconds", None)
         self._latencies.append(max(now - (finished_at or stream.asked_at or now), 0.0))
@@ -395,7 +410,7 @@ class EventPoller:
             self.lead_seconds = min(max(lead_seconds, MIN_LEAD_SECONDS), MAX_LEAD_SECONDS)
         if finished_at is not None:
             return finished_at
-        # Slept over, it ended some time ago: soon enough a guess is early, and an end is seen.
+        # The poller slept too long: an early guess is corrected by the next observed end.
         return now if seen else min(now, stream.ends_at) - self.lead_seconds
 
     def _announce(self, watch: Watch, error: BaseException | None) -> None:
@@ -405,7 +420,7 @@ class EventPoller:
             return
         if error is not None and not isinstance(error, (ClosedError, DeviceError)):
             cause = error
-            error = DeviceError(f"the device cannot tell whether an event is done: {cause}")
+            error = DeviceError(f"the query of an event failed: {cause}")
             error.__cause__ = cause
         caller, self._calling = self._calling, watch
         try:
@@ -451,7 +466,7 @@ class EventPoller:
 
 
 def _next_has_ended(stream: Stream, watch: Watch, now: float) -> bool:
-    """As far as one can expect, from the end of ``watch``, the event before it."""
+    """Return whether the event behind ``watch``, which has ended, is expected to have ended."""
     if not stream.queue:
         return False
     finished_at: float | None = getattr(watch.event, "finished_seconds", None)

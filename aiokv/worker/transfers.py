@@ -1,4 +1,4 @@
-"""Transfers that wait for the device, and which of them goes next. Plain data, no loop."""
+"""Transfers that wait for the device, and their order. Plain data, no loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from aiokv.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from aiokv.plan import Outcome, Plan
+    from aiokv.plan import Outcome, TransferPlan
     from aiokv.worker.device.base import Copy, CopyError, Event
     from aiokv.worker.layers import LayerDoneCounter
 
@@ -20,7 +20,7 @@ State = Literal["new", "held", "queued", "submitted", "ended"]
 
 
 class Transfer:
-    """A plan on its way.
+    """A plan that a controller executes.
 
     ``held`` (its step is open) -> ``queued`` -> ``submitted`` (the device has it) -> ``ended``.
 
@@ -28,8 +28,8 @@ class Transfer:
         priority: the plan's, or a more urgent one that was asked for later.
         copy: the device's; None before it has accepted one.
         watched: every event of the copy is watched.
-        unproven: layer -> when it arrived; they wait for checksums.
-        ending: how it ends; None while it goes on.
+        unproven: layer -> time of its arrival, of layers whose checksums are not verified yet.
+        ending: outcome and failure; None while the transfer goes on.
         reported: ``on_report`` has returned.
     """
 
@@ -47,7 +47,7 @@ class Transfer:
         "watched",
     )
 
-    def __init__(self, plan: Plan, counter: LayerDoneCounter, num_bytes: int) -> None:
+    def __init__(self, plan: TransferPlan, counter: LayerDoneCounter, num_bytes: int) -> None:
         self.plan = plan
         self.priority: int = plan.priority
         self.counter = counter
@@ -62,9 +62,9 @@ class Transfer:
 
 
 class TransferQueue:
-    """Waiting transfers of one direction: lowest priority number first, then first come.
+    """Waiting transfers of one route: lowest priority number first, then first in, first out.
 
-    All methods may be called again when an interrupt has ended them.
+    A method that an interrupt has ended may be called again.
     """
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class TransferQueue:
 
 
 class StepGate:
-    """Transfers wait here while their step is open; later its event says when they may start."""
+    """Transfers whose step is open, and the events of closed steps that transfers start behind."""
 
     def __init__(self) -> None:
         self.closed_step = 0
@@ -133,13 +133,13 @@ class StepGate:
         return step > self.closed_step
 
     def hold(self, transfer: Transfer) -> None:
-        """Idempotent."""
+        """Let a transfer wait for its step, which is open. Idempotent."""
         held = self._held.setdefault(transfer.plan.after_step, {})
         held[transfer.plan.transfer_id] = transfer
         transfer.state = "held"
 
     def remove(self, transfer: Transfer) -> None:
-        """Idempotent."""
+        """Forget a transfer. Idempotent."""
         held = self._held.get(transfer.plan.after_step, {})
         held.pop(transfer.plan.transfer_id, None)
 
@@ -161,7 +161,12 @@ class StepGate:
         self.check(step)
         self._events.append((step, event))
         self.closed_step = step
-        self._forget_finished()
+        self.finish(self._finished_step)
+
+    def finish(self, step: int) -> None:
+        """Note that the events of all steps up to ``step`` are done: nothing waits for them."""
+        while self._events and (self._events[0][0] <= step or self._events[0][1] is None):
+            self._finished_step = self._events.popleft()[0]
 
     def free(self) -> Iterator[Transfer]:
         """Yield transfers that closed steps held, oldest first; each is removed after its turn."""
@@ -174,20 +179,6 @@ class StepGate:
 
     def event_for(self, step: int) -> Event | None:
         """Return the event that work after a closed step waits for; None when it has finished."""
-        self._forget_finished()
-        for event_step, event in self._events:
-            if event_step >= step > self._finished_step:
-                return None if is_done(event) else event
-        return None
-
-    def _forget_finished(self) -> None:
-        while self._events and is_done(self._events[0][1]):
-            self._finished_step = self._events.popleft()[0]
-
-
-def is_done(event: Event | None) -> bool:
-    """Return whether an event is done; False when it raises: the poller reports the error."""
-    try:
-        return event is None or event.done
-    except Exception:
-        return False
+        if step <= self._finished_step:
+            return None
+        return next((event for closed, event in self._events if closed >= step), None)

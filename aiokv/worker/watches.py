@@ -1,4 +1,4 @@
-"""What the poller watches, and when it is worth while to ask."""
+"""Watched events, and the times at which they are queried."""
 
 from __future__ import annotations
 
@@ -9,44 +9,50 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
     from aiokv.worker.device.base import Event
-    from aiokv.worker.poller import EventPoller
 
     Callback = Callable[[BaseException | None], None]
 
-POLL_BUDGET_SECONDS: Final = 200e-6  # then polling every pass stops paying for its CPU time
+POLL_BUDGET_SECONDS: Final = (
+    200e-6  # of polling in every pass, which then costs more CPU time than it saves
+)
 MIN_BACKOFF_SECONDS: Final = 50e-6
 MAX_BACKOFF_SECONDS: Final = 1e-3
 BACKOFF_SHARE: Final = 0.125  # sleep this share of the time overdue
-MAX_SLEEP_SECONDS: Final = 2e-3  # bounds what a wrong expectation can cost; 500 queries a second
+MAX_SLEEP_SECONDS: Final = 2e-3  # bounds the cost of a wrong expectation; 500 queries per second
 
 
 class Watch:
-    """A watched event; ``cancel()`` detaches the callback and does nothing to the event."""
+    """A watched event.
 
-    __slots__ = ("_poller", "callback", "event", "key", "work_seconds")
+    Attributes:
+        callback: None when it has been called, or was cancelled.
+    """
+
+    __slots__ = ("_on_cancel", "callback", "event", "key", "work_seconds")
 
     def __init__(
         self,
-        poller: EventPoller,
         event: Event,
         key: Hashable,
         callback: Callback,
         work_seconds: float | None,
+        on_cancel: Callable[[Watch], None],
     ) -> None:
-        self._poller = poller
+        self._on_cancel = on_cancel
         self.event = event
         self.key = key
         self.callback: Callback | None = callback
         self.work_seconds = work_seconds
 
     def cancel(self) -> None:
+        """Detach the callback; the event goes on. Idempotent."""
         if self.callback is not None:
             self.callback = None
-            self._poller._discard(self)
+            self._on_cancel(self)
 
 
 class Stream:
-    """Events that finish in order, and when to ask the oldest."""
+    """Events that finish in order, and the next query of the oldest."""
 
     __slots__ = ("asked_at", "due", "ends_at", "key", "next_query", "queue", "slept")
 
@@ -54,13 +60,13 @@ class Stream:
         self.key = key
         self.queue: deque[Watch] = deque()
         self.ends_at = 0.0  # of the oldest, as expected
-        self.due = 0.0  # ends_at less the lead: from here on it is asked in every pass
+        self.due = 0.0  # ends_at less the lead: from here on it is queried in every pass
         self.next_query = 0.0
         self.asked_at = 0.0  # the last time that the oldest was not done; 0.0: not asked yet
         self.slept = False  # the timer was to wake the loop for it
 
     def expect(self, began_at: float, now: float, lead_seconds: float) -> None:
-        """The work of the oldest event began then."""
+        """Expect the end of the oldest event, whose work began at ``began_at``."""
         work_seconds = self.queue[0].work_seconds
         self.ends_at = now if work_seconds is None else began_at + work_seconds
         self.due = max(self.ends_at - lead_seconds, now)
@@ -77,7 +83,7 @@ class Stream:
 
 
 def next_query(due: float, now: float) -> float:
-    """When a stream's oldest event is asked next; ``now`` means in the next pass."""
+    """Return the time of the next query of a stream's oldest event; ``now``: in the next pass."""
     if now < due:
         return min(due, now + MAX_SLEEP_SECONDS)
     waited = now - due

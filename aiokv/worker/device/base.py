@@ -1,7 +1,7 @@
 """Interface of a device: the protocols that the cpu, cuda and manual devices satisfy.
 
-Contract of time: an event's ``done`` is False until the work it stands for was *submitted and*
-has finished. CUDA calls an event that was never recorded done; a device must hide that.
+An event's ``done`` is False until its work has been submitted *and* has finished. To CUDA an event
+that was never recorded is done; a device must hide that.
 """
 
 from __future__ import annotations
@@ -16,14 +16,18 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from aiokv.plan import Route
     from aiokv.worker.arena import HostArena
     from aiokv.worker.regions import Regions
 
 
 class CopyError(NamedTuple):
-    """Why a copy failed; blocks before ``first_bad_block`` (index into the plan) are proven.
+    """Failure of a copy; the blocks before ``first_bad_block`` have arrived.
 
-    ``rank`` is where, when there are several.
+    Attributes:
+        first_bad_block: index into the plan.
+        reason: text of the failure.
+        rank: number of the failed rank; None without ranks.
     """
 
     first_bad_block: int
@@ -33,10 +37,10 @@ class CopyError(NamedTuple):
 
 @runtime_checkable
 class Event(Protocol):
-    """A point in a device's order of work; what ``cupy.cuda.Event`` satisfies.
+    """A point in a device's order of work; ``cupy.cuda.Event`` satisfies the protocol.
 
-    Optional: ``finished_seconds`` (``time.monotonic()`` at its end, None while not done), from
-    which latencies and layer times are taken; without it they are what the poller saw.
+    Optional: ``finished_seconds`` (``time.monotonic()`` at its end, None while not done), for
+    latencies and layer times; without it the poller's own observations are used.
     """
 
     @property
@@ -61,6 +65,7 @@ class QueriedEvent:
 
     @property
     def done(self) -> bool:
+        """True when finished."""
         return bool(self.event.query())
 
     def synchronize(self) -> None:
@@ -89,7 +94,7 @@ def as_event(name: str, value: Any) -> Event | None:
 
 
 class Stream(Protocol):
-    """Work in order. Devices define their own; `gpu_wait` passes it through untouched."""
+    """An ordered queue of work. Devices define their own; ``gpu_wait`` passes it on unchanged."""
 
 
 class Copy(Protocol):
@@ -97,20 +102,20 @@ class Copy(Protocol):
 
     @property
     def layer_events(self) -> Sequence[Event]:
-        """One a layer, ascending; layers may share one. Empty when there are no layers."""
+        """One event per layer, ascending; layers may share one. Empty without layers."""
 
     def wait_submitted(self, layer: int) -> None:
         """Block the calling thread, without the GIL, until the layer is on its stream.
 
         Raises:
-            DeviceError: it never will be.
+            DeviceError: the layer will never be submitted.
         """
 
     def stream_wait(self, layer: int, stream: Any) -> None:
         """Make ``stream`` wait for the layer, which has been submitted. The host does not wait."""
 
     def error(self) -> CopyError | None:
-        """None while no failure is known; final once all events are done."""
+        """Return the failure, or None while none is known; final once all events are done."""
 
 
 class Device(Protocol):
@@ -118,15 +123,17 @@ class Device(Protocol):
 
     Attributes:
         name: ``"cpu"``, ``"cuda:0"``, ...
-        in_order: copies of one direction end in the order of submission, layers ascending, so that
-            only the oldest event of a direction has to be asked.
-        computes_in_stream: the model's work is only submitted when `commit` is called, so that
-            transfers have to wait for the event of its step.
+        routes: that ``copy`` takes.
+        in_order: copies of one route end in the order of submission, layers ascending, so that
+            only the oldest event of a route has to be queried.
+        computes_in_stream: the model's work may have been submitted only when `commit` is called,
+            so that transfers have to wait for the event of its step.
 
     Optional: ``failure``, the error after which no transfer can succeed, which breaks the engine.
     """
 
     name: str
+    routes: frozenset[Route]
     in_order: bool
     computes_in_stream: bool
 
@@ -137,38 +144,26 @@ class Device(Protocol):
             LayoutError: the device cannot reach a region's memory.
         """
 
-    def onload(
-        self, host_ids: NDArray[np.int32], device_ids: NDArray[np.int32], after: Event | None
+    def copy(
+        self,
+        route: Route,
+        source_ids: NDArray[np.int32],
+        target_ids: NDArray[np.int32],
+        after: Event | None,
     ) -> Copy:
-        """Start copying host blocks to device blocks, layer by layer, in the background.
+        """Start copying blocks, layer by layer, in the background.
 
         Args:
-            host_ids: [N] int32, borrowed until return.
-            device_ids: [N] int32, distinct.
+            route: one of ``routes``. The layers of an onload arrive one by one; those of other
+                routes may share one event. ``STATE`` copies slots of recurrent state, or fills
+                them with zeros where the source is ``ZEROS``.
+            source_ids: [N] int32, borrowed until return.
+            target_ids: [N] int32, distinct; within one pool none of them is a source.
             after: recorded event that the first byte waits for, on the device.
 
         Raises:
             UsageError: ids out of range, unequal lengths, duplicate destinations; nothing moved.
             DeviceError: the device does not take the copy; nothing moved.
-        """
-
-    def offload(
-        self, host_ids: NDArray[np.int32], device_ids: NDArray[np.int32], after: Event | None
-    ) -> Copy:
-        """As onload(), the other way; all layers may share one event."""
-
-    def move_state(
-        self, source_slots: NDArray[np.int32], target_slots: NDArray[np.int32], after: Event | None
-    ) -> Copy:
-        """Start copying slots of recurrent state within the device, or zeroing them.
-
-        Args:
-            source_slots: [N] int32, borrowed until return; -1 for zeros.
-            target_slots: [N] int32, distinct, none of them a source.
-            after: as of onload(). All layers share one event.
-
-        Raises:
-            UsageError, DeviceError: as onload().
         """
 
     def check_event(self, event: Event) -> None:
@@ -179,21 +174,20 @@ class Device(Protocol):
         """
 
     def detach(self, *, keep_host: bool) -> None:
-        """Let go of the memory; no copy is in flight, and none comes before ``attach``. Idempotent.
+        """Release the memory; no copy is in flight, and none follows before ``attach``. Idempotent.
 
         Args:
-            keep_host: the arena stays, and comes again with ``attach``: so does what was done to
-                it, such as pinning.
+            keep_host: the next ``attach`` gets the same arena, so the device may keep it pinned.
         """
 
     def close(self) -> None:
-        """Finish what is submitted, join native threads, let go of the memory. Idempotent."""
+        """Finish submitted copies, join native threads, release the memory. Idempotent."""
 
 
 def check_event_type(event: object) -> None:
-    """Raise unless ``event`` has what :class:`Event` asks for; reads nothing of it.
+    """Raise unless ``event`` has the members of :class:`Event`; reads none of them.
 
-    A future is refused, too: its ``done`` is a method, and as an attribute always true.
+    A future is refused, too: its ``done`` is a method, which as an attribute is always true.
 
     Raises:
         UsageError: names the missing attribute.

@@ -1,16 +1,18 @@
 """The cpu device: "device" memory is plain memory, streams are native threads that really copy.
 
-Not a mock: events are real, both directions run at once, and a copy is under way when the call
-that started it has returned.
+Not a mock: events are real, the routes run at once, and a copy is in flight when the call that
+started it has returned.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from aiokv import _native
 from aiokv.checks import Unique
 from aiokv.errors import LayoutError, UsageError
+from aiokv.plan import OFFLOAD, ONLOAD, STATE
+from aiokv.worker.base import UNLIMITED_BLOCKS
 from aiokv.worker.device.base import CopyError
 
 if TYPE_CHECKING:
@@ -19,12 +21,15 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from aiokv.plan import Route
     from aiokv.worker.arena import HostArena
     from aiokv.worker.device.base import Event
     from aiokv.worker.regions import Regions
 
 CpuEvent = _native.Event
 CpuStream = _native.Stream
+
+_NOT_ATTACHED: Final = "the cpu device has no memory: attach() it first"
 
 
 class CpuCopy:
@@ -53,61 +58,96 @@ class CpuCopy:
 
 
 class CpuDevice(Unique):
-    """Copies with one native thread a direction, GIL released."""
+    """Copies with one native thread per route, GIL released."""
 
     name = "cpu"
+    routes = frozenset((ONLOAD, OFFLOAD, STATE))
     in_order = True
     computes_in_stream = False
 
     def __init__(self) -> None:
-        self._onloads: CpuStream | None = None
-        self._offloads: CpuStream | None = None
-        self._states: CpuStream | None = None  # only for regions that have state
+        self._streams: dict[Route, CpuStream] = {}
         self._map: _native.BlockMap | None = None
         self._memory: tuple[Regions, HostArena] | None = None
         self._num_layers = 0
 
     def attach(self, regions: Regions, arena: HostArena) -> None:
+        """Bind the memory and start the threads.
+
+        Raises:
+            LayoutError: a tensor is not in plain memory.
+        """
         if elsewhere := regions.devices - {"cpu"}:
-            raise LayoutError(f"the cpu device cannot copy tensors on {', '.join(elsewhere)}")
+            raise LayoutError(
+                f"the tensors are on {', '.join(elsewhere)}; the cpu device copies plain memory",
+                hint="pass device='cuda' to the engine",
+            )
         self._map = block_map(regions, arena)
-        self._onloads = CpuStream("aiokv-onload")
-        self._offloads = CpuStream("aiokv-offload")
         self._memory = (regions, arena)
         self._num_layers = regions.num_layers
+        self._streams = {
+            ONLOAD: CpuStream("aiokv-onload"),
+            OFFLOAD: CpuStream("aiokv-offload"),
+        }
         if regions.state_pieces:
-            self._states = CpuStream("aiokv-state")
+            self._streams[STATE] = CpuStream("aiokv-state")
 
-    def onload(
-        self, host_ids: NDArray[np.int32], device_ids: NDArray[np.int32], after: Event | None
+    def copy(
+        self,
+        route: Route,
+        source_ids: NDArray[np.int32],
+        target_ids: NDArray[np.int32],
+        after: Event | None,
     ) -> CpuCopy:
-        return self._copy(self._onloads, host_ids, device_ids, after, onload=True)
+        """Queue a copy on the thread of its route; see :meth:`Device.copy`."""
+        if route == STATE:
+            job = self._copy_slots(source_ids, target_ids, after)
+        elif route == ONLOAD:
+            job = self._copy_blocks(route, source_ids, target_ids, after)
+        else:
+            job = self._copy_blocks(route, target_ids, source_ids, after)
+        return CpuCopy(job, self._num_layers)
 
-    def offload(
-        self, host_ids: NDArray[np.int32], device_ids: NDArray[np.int32], after: Event | None
-    ) -> CpuCopy:
-        return self._copy(self._offloads, host_ids, device_ids, after, onload=False)
+    def _copy_blocks(
+        self,
+        route: Route,
+        host_ids: NDArray[np.int32],
+        device_ids: NDArray[np.int32],
+        after: Event | None,
+    ) -> _native.CopyJob:
+        if self._map is None:
+            raise UsageError(_NOT_ATTACHED)
+        return _native.copy_blocks(
+            self._streams[route],
+            self._map,
+            host_ids,
+            device_ids,
+            onload=route == ONLOAD,
+            after=_cpu_event(after),
+            owner=self._memory,
+        )
 
-    def move_state(
-        self, source_slots: NDArray[np.int32], target_slots: NDArray[np.int32], after: Event | None
-    ) -> CpuCopy:
-        stream = self._states or self._onloads  # without tensors no bytes move
-        if self._memory is None or stream is None:
-            raise UsageError("the cpu device has no memory: attach() it first")
+    def _copy_slots(
+        self,
+        source_slots: NDArray[np.int32],
+        target_slots: NDArray[np.int32],
+        after: Event | None,
+    ) -> _native.CopyJob:
+        if self._memory is None:
+            raise UsageError(_NOT_ATTACHED)
         regions, _ = self._memory
-        job = _native.move_slots(
-            stream,
+        return _native.move_slots(
+            self._streams.get(STATE, self._streams[ONLOAD]),  # without tensors no bytes move
             [
                 (piece.pointer, piece.stride_bytes, piece.block_bytes)
                 for piece in regions.state_pieces
             ],
-            2**31 - 1 if regions.num_state_slots is None else regions.num_state_slots,
+            UNLIMITED_BLOCKS if regions.num_state_slots is None else regions.num_state_slots,
             source_slots,
             target_slots,
             after=_cpu_event(after),
             owner=self._memory,
         )
-        return CpuCopy(job, self._num_layers)
 
     def check_event(self, event: Event) -> None:
         """Raise unless the event is a :class:`CpuEvent` that was recorded or begun."""
@@ -119,39 +159,16 @@ class CpuDevice(Unique):
             )
 
     def detach(self, *, keep_host: bool) -> None:
-        """The streams go, too: they keep alive what they have copied to and from."""
+        """Close the streams, too: they keep alive the memory that they have copied."""
         self.close()
 
     def close(self) -> None:
-        """Finish what is submitted, join the threads, let go of the memory. Idempotent."""
-        for stream in (self._onloads, self._offloads, self._states):
-            if stream is not None:
-                stream.close()
-        self._onloads = self._offloads = self._states = None
+        """Finish submitted copies, join the threads, release the memory. Idempotent."""
+        for stream in self._streams.values():
+            stream.close()
+        self._streams = {}
         self._map = None
         self._memory = None
-
-    def _copy(
-        self,
-        stream: CpuStream | None,
-        host_ids: NDArray[np.int32],
-        device_ids: NDArray[np.int32],
-        after: Event | None,
-        *,
-        onload: bool,
-    ) -> CpuCopy:
-        if self._map is None or stream is None:
-            raise UsageError("the cpu device has no memory: attach() it first")
-        job = _native.copy_blocks(
-            stream,
-            self._map,
-            host_ids,
-            device_ids,
-            onload=onload,
-            after=_cpu_event(after),
-            owner=self._memory,
-        )
-        return CpuCopy(job, self._num_layers)
 
 
 def _cpu_event(after: Event | None) -> CpuEvent | None:
@@ -164,7 +181,7 @@ def _cpu_event(after: Event | None) -> CpuEvent | None:
 
 
 def block_map(regions: Regions, arena: HostArena) -> _native.BlockMap:
-    """The native view of both tiers' memory, which it borrows."""
+    """Return the native view of both tiers' memory, which it borrows."""
     pieces = [
         (
             piece.layer,
@@ -186,5 +203,5 @@ def block_map(regions: Regions, arena: HostArena) -> _native.BlockMap:
 
 
 def device_blocks(regions: Regions) -> int:
-    """Blocks of the device tier; without tensors any id will do."""
-    return 2**31 - 1 if regions.num_blocks is None else regions.num_blocks
+    """Return the blocks of the device tier; ``UNLIMITED_BLOCKS`` without tensors."""
+    return UNLIMITED_BLOCKS if regions.num_blocks is None else regions.num_blocks

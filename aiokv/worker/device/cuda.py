@@ -19,6 +19,7 @@ import numpy as np
 from aiokv import _native
 from aiokv.checks import Unique, arguments, choice, flag, integer
 from aiokv.errors import ConfigError, DeviceError, LayoutError, UsageError
+from aiokv.plan import OFFLOAD, ONLOAD, STATE
 from aiokv.worker.device.base import CopyError, check_event_type
 from aiokv.worker.device.cuda_handles import event_handle, stream_handle
 from aiokv.worker.device.cuda_numa import placement
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from aiokv.plan import Direction
+    from aiokv.plan import Route
     from aiokv.worker.arena import HostArena
     from aiokv.worker.device.base import Event
     from aiokv.worker.regions import Regions
@@ -161,6 +162,7 @@ class CudaDevice(Unique):
         ConfigError: aiokv was built without CUDA, CuPy is not installed, or there is no such GPU.
     """
 
+    routes = frozenset((ONLOAD, OFFLOAD, STATE))
     in_order = True
     computes_in_stream = True
 
@@ -178,7 +180,7 @@ class CudaDevice(Unique):
         self._engine: Any = None
         self._host: Any = None
         self._memory: tuple[Regions, HostArena] | None = None
-        self._groups: dict[Direction, list[tuple[int, int]]] = {}
+        self._layer_groups: dict[Route, list[tuple[int, int]]] = {}
         self._starting: deque[CudaCopy] = deque()
         self._states: CudaStateMover | None = None
 
@@ -208,9 +210,9 @@ class CudaDevice(Unique):
             self._host = self._register(arena)
         self._memory = (regions, arena)
         self._engine = self._make_engine(regions, arena)
-        self._groups = {
-            "onload": self._engine.groups(_cuda.Direction.ONLOAD),
-            "offload": self._engine.groups(_cuda.Direction.OFFLOAD),
+        self._layer_groups = {
+            ONLOAD: self._engine.groups(_cuda.Direction.ONLOAD),
+            OFFLOAD: self._engine.groups(_cuda.Direction.OFFLOAD),
         }
 
     def detach(self, *, keep_host: bool) -> None:
@@ -252,23 +254,24 @@ class CudaDevice(Unique):
 
     # --- transfers --------------------------------------------------------------------------
 
-    def onload(
-        self, host_ids: NDArray[np.int32], device_ids: NDArray[np.int32], after: Event | None
-    ) -> CudaCopy:
-        path = _cuda.Path[self.options.path.upper()]
-        return self._submit("onload", host_ids, device_ids, after, path)
-
-    def offload(
-        self, host_ids: NDArray[np.int32], device_ids: NDArray[np.int32], after: Event | None
-    ) -> CudaCopy:
-        return self._submit("offload", host_ids, device_ids, after, _cuda.Path.AUTO)
-
-    def move_state(
-        self, source_slots: NDArray[np.int32], target_slots: NDArray[np.int32], after: Event | None
-    ) -> CudaStateCopy:
-        if self._states is None:
-            raise UsageError("no region has recurrent state: see Regions.add_state")
-        return self._states.move(source_slots, target_slots, after)
+    def copy(
+        self,
+        route: Route,
+        source_ids: NDArray[np.int32],
+        target_ids: NDArray[np.int32],
+        after: Event | None,
+    ) -> CudaCopy | CudaStateCopy:
+        """Give a copy to the native lane of its route; see :meth:`Device.copy`."""
+        if route == STATE:
+            if self._states is None:
+                raise UsageError(
+                    "no region has recurrent state", hint="register it with Regions.add_state"
+                )
+            return self._states.move(source_ids, target_ids, after)
+        if route == ONLOAD:
+            path = _cuda.Path[self.options.path.upper()]
+            return self._submit(route, source_ids, target_ids, after, path)
+        return self._submit(route, target_ids, source_ids, after, _cuda.Path.AUTO)
 
     def check_event(self, event: Event) -> None:
         """Raise unless the event can be asked, and has a CUDA handle: one that was recorded."""
@@ -293,7 +296,7 @@ class CudaDevice(Unique):
 
     def _submit(
         self,
-        direction: Direction,
+        route: Route,
         host_ids: NDArray[np.int32],
         device_ids: NDArray[np.int32],
         after: Event | None,
@@ -302,13 +305,13 @@ class CudaDevice(Unique):
         if self._engine is None:
             raise UsageError(f"{self.name} has no memory: attach() it first")
         transfer = self._engine.submit(
-            _cuda.Direction[direction.upper()],
+            _cuda.Direction.ONLOAD if route == ONLOAD else _cuda.Direction.OFFLOAD,
             np.ascontiguousarray(host_ids, dtype=np.int32),
             np.ascontiguousarray(device_ids, dtype=np.int32),
             0 if after is None else event_handle(after),
             path,
         )
-        copy = CudaCopy(transfer, self._groups[direction], after)
+        copy = CudaCopy(transfer, self._layer_groups[route], after)
         while self._starting and self._starting[0].started:
             self._starting.popleft()
         if after is not None:

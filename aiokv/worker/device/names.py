@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from aiokv.worker.device.base import Device
 
 _ACCEPTED: Final = "'cpu', 'cuda' (the current GPU), 'cuda:N', or a CpuDevice or CudaDevice"
-_METHODS: Final = ("attach", "onload", "offload", "move_state", "detach", "close")
+_MEMBERS: Final = ("attach", "copy", "routes", "detach", "close")
 
 
 def named_device(device: Device | str | None) -> Device:
@@ -24,7 +24,7 @@ def named_device(device: Device | str | None) -> Device:
     if device is None or device == "cpu":
         return CpuDevice()
     if not isinstance(device, str):
-        if isinstance(device, type) or not all(hasattr(device, name) for name in _METHODS):
+        if isinstance(device, type) or not all(hasattr(device, name) for name in _MEMBERS):
             raise ConfigError(f"device is {device!r}; it must be {_ACCEPTED}")
         return device
     match = re.fullmatch(r"cuda(?::(\d{1,9}))?", device, re.ASCII)

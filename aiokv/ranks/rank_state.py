@@ -62,7 +62,7 @@ class RankTimeouts:
         return self.transfer + num_bytes / self.min_bytes_per_second
 
 
-class Seat:
+class RankState:
     """The manager's state of one rank.
 
     Attributes:
@@ -75,6 +75,7 @@ class Seat:
     """
 
     __slots__ = (
+        "absence_reason",
         "channel",
         "finished_step",
         "heard_at",
@@ -83,7 +84,6 @@ class Seat:
         "rank",
         "ready",
         "unanswered",
-        "why_away",
     )
 
     def __init__(self, rank: int) -> None:
@@ -91,7 +91,7 @@ class Seat:
         self.channel: Channel | None = None
         self.layout: Layout | None = None
         self.ready = False
-        self.why_away = "it has not come"
+        self.absence_reason = "it has not come"
         self.heard_at = 0.0
         self.unanswered = 0
         self.progress_at = 0.0

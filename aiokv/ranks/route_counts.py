@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from aiokv.plan import Outcome
 
 
-class RankLane:
+class RouteCounts:
     """A transfer is under way from its submission to the end on the last rank."""
 
     def __init__(self) -> None:

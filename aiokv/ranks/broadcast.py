@@ -1,4 +1,4 @@
-"""Exchange: plans out to all ranks, their reports in, one report of all to the engine."""
+"""TransferBroadcast: plans out to all ranks, their reports in, one report of all to the engine."""
 
 from __future__ import annotations
 
@@ -7,34 +7,40 @@ from typing import TYPE_CHECKING, Final
 
 from aiokv.errors import UsageError
 from aiokv.observe.logs import Log
-from aiokv.plan import TransferReport
+from aiokv.plan import OFFLOAD, ONLOAD, TransferReport
 from aiokv.ranks.channel import MAX_FRAME_BYTES, frame_of
-from aiokv.ranks.fold import RankTransfer
-from aiokv.ranks.lanes import RankLane
 from aiokv.ranks.messages import TransferBatch, encode
+from aiokv.ranks.reduce import GroupTransfer
+from aiokv.ranks.route_counts import RouteCounts
 from aiokv.worker.device.base import CopyError
+from aiokv.worker.interrupts import call_surely
+from aiokv.worker.lanes import worker_statistics
 from aiokv.worker.layers import LayerDoneCounter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aiokv.errors import RankLost
-    from aiokv.plan import Direction, TransferPlan
+    from aiokv.plan import TransferPlan
+    from aiokv.ranks.membership import Membership
     from aiokv.ranks.messages import Layout, Reports
-    from aiokv.ranks.roster import Roster
-    from aiokv.ranks.seats import RankTimeouts, Seat
+    from aiokv.ranks.rank_state import RankState, RankTimeouts
+    from aiokv.worker.lanes import WorkerStatistics
 
 log = Log(__name__)
+
+ROUTES: Final = frozenset((ONLOAD, OFFLOAD))
 
 BATCH_BYTES: Final = MAX_FRAME_BYTES // 4  # of block ids; more leave in a second batch
 
 
-class Exchange:
+class TransferBroadcast:
     """The transfers of a group, from submission to the last rank's report.
 
     Args:
-        roster: the ranks.
-        on_report: gets one report a plan, in a callback of the loop.
+        membership: the ranks.
+        timeouts: time limits.
+        clock: seconds.
 
     Attributes:
         batches: submissions so far; each went to every rank.
@@ -45,35 +51,40 @@ class Exchange:
 
     def __init__(
         self,
-        roster: Roster,
+        membership: Membership,
         timeouts: RankTimeouts,
         clock: Callable[[], float],
-        on_report: Callable[[TransferReport], None],
     ) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._roster = roster
+        self._membership = membership
         self._timeouts = timeouts
         self._clock = clock
-        self._on_report = on_report
-        self._transfers: dict[int, RankTransfer] = {}
+        self._on_report: Callable[[TransferReport], None] = _ignore_report
+        self._transfers: dict[int, GroupTransfer] = {}
         self._waiting: list[tuple[set[int], asyncio.Future[None]]] = []
-        self._lanes: dict[Direction, RankLane] = {
-            "onload": RankLane(), "offload": RankLane(), "state": RankLane()
-        }  # fmt: skip
+        self._counts = {route: RouteCounts() for route in ROUTES}
         self._new_plans: list[TransferPlan] = []
         self._new_cancels: list[int] = []
         self._new_priorities: dict[int, int] = {}  # by transfer id
         self._new_id_bytes = 0
         self._flush_scheduled = False
-        self._sequence = 0
         self.batches = self.plans = self.batch_bytes = self.given_up = 0
 
     def __len__(self) -> int:
         return len(self._transfers)
 
-    def lane(self, direction: Direction) -> RankLane:
-        """Counts of one direction."""
-        return self._lanes[direction]
+    def open(self, on_report: Callable[[TransferReport], None]) -> None:
+        """Take plans from now on.
+
+        Args:
+            on_report: gets one report per plan, in a callback of the loop.
+        """
+        self._on_report = on_report
+
+    def statistics(self) -> WorkerStatistics:
+        """Return the counts of each route; a transfer counts once, not once per rank."""
+        return worker_statistics(
+            self._num_held(), {route: counts.statistics() for route, counts in self._counts.items()}
+        )
 
     # --- to the ranks ---------------------------------------------------------------------------
 
@@ -91,24 +102,27 @@ class Exchange:
             UsageError: the transfer is under way, or too large for a message. Nothing changed.
         """
         if plan.transfer_id in self._transfers:
-            raise UsageError(f"transfer {plan.transfer_id} is under way already")
-        id_bytes = len(plan.device_blocks) + len(plan.host_blocks)
+            raise UsageError(f"transfer {plan.transfer_id} is in flight already")
+        id_bytes = len(plan.source_blocks) + len(plan.target_blocks)
         if id_bytes > MAX_FRAME_BYTES // 2:
-            raise UsageError(f"{plan.num_blocks} blocks in one plan are too many for a message")
-        transfer = RankTransfer(
+            raise UsageError(
+                f"transfer {plan.transfer_id} has {plan.num_blocks} blocks; a message holds the "
+                f"ids of at most {MAX_FRAME_BYTES // 16}"
+            )
+        transfer = GroupTransfer(
             plan,
             LayerDoneCounter(
                 layout.num_layers, transfer_id=plan.transfer_id, direction=plan.direction
             ),
-            num_ranks=len(self._roster.seats),
+            num_ranks=len(self._membership.ranks),
             num_bytes=layout.block_bytes * plan.num_blocks,
             since=self._clock(),
         )
         self._transfers[plan.transfer_id] = transfer
-        self._lanes[plan.direction].begin(transfer.since)
+        self._counts[plan.route].begin(transfer.since)
         if failure is not None:
             transfer.give_up(CopyError(0, str(failure), failure.rank))
-            self._loop.call_soon(self._end, transfer)
+            asyncio.get_running_loop().call_soon(self._end, transfer)
             return transfer.counter
         self._new_plans.append(plan)
         self._new_id_bytes += id_bytes
@@ -134,26 +148,18 @@ class Exchange:
     def _schedule_flush(self) -> None:
         if not self._flush_scheduled:
             self._flush_scheduled = True
-            self._loop.call_soon(self.flush)
+            asyncio.get_running_loop().call_soon(self.flush)
 
     def flush(self) -> None:
         """Send the plans of this pass, encoded once, to every rank."""
         self._flush_scheduled = False
-        try:
-            self._flush()
-        except Exception:
-            raise
-        except BaseException:
-            self._schedule_flush()  # interrupted; messages that were sent are not sent again
-            raise
+        call_surely(self._flush, self._schedule_flush)  # a message that was sent is not sent again
 
     def _flush(self) -> None:
         if not (self._new_plans or self._new_cancels or self._new_priorities):
             return
-        self._sequence += 1
         batch = TransferBatch(
-            generation=self._roster.generation,
-            sequence=self._sequence,
+            generation=self._membership.generation,
             plans=self._new_plans,
             cancels=self._new_cancels,
             priorities=list(self._new_priorities.items()),
@@ -164,11 +170,11 @@ class Exchange:
         self.batch_bytes += len(frame)
         self._new_plans, self._new_cancels, self._new_id_bytes = [], [], 0
         self._new_priorities = {}
-        self._roster.send(frame)
+        self._membership.send(frame)
 
     # --- from the ranks -------------------------------------------------------------------------
 
-    def on_reports(self, seat: Seat, reports: Reports) -> None:
+    def on_reports(self, state: RankState, reports: Reports) -> None:
         """Of a rank in the current generation.
 
         Raises:
@@ -177,10 +183,10 @@ class Exchange:
         for transfer_id, layers in reports.arrived:
             transfer = self._transfers.get(transfer_id)
             if transfer is not None:
-                transfer.arrive(seat.rank, layers)
+                transfer.arrive(state.rank, layers)
         for report in reports.ended:
             transfer = self._transfers.get(report.transfer_id)
-            if transfer is not None and transfer.end(seat.rank, report):
+            if transfer is not None and transfer.end(state.rank, report):
                 self._end(transfer)
 
     def give_up_all(self, failure: CopyError) -> None:
@@ -204,28 +210,30 @@ class Exchange:
 
     def end_all(self) -> None:
         """No rank moves anything of what was submitted so far: report it."""
-        self._sequence = 0
         for transfer in list(self._transfers.values()):
             self._end(transfer)
 
-    def _give_up(self, transfer: RankTransfer, failure: CopyError) -> None:
+    def _give_up(self, transfer: GroupTransfer, failure: CopyError) -> None:
         if transfer.given_up is None:
             self.given_up += 1
             transfer.give_up(failure)
 
-    def _end(self, transfer: RankTransfer) -> None:
+    def _end(self, transfer: GroupTransfer) -> None:
         """No rank moves its bytes any more."""
         transfer_id = transfer.plan.transfer_id
         if self._transfers.pop(transfer_id, None) is None:
             return
         report = transfer.report()
-        moved_bytes = transfer.num_bytes * len(self._roster.seats)
-        self._lanes[transfer.plan.direction].end(report.outcome, moved_bytes, self._clock())
+        moved_bytes = transfer.num_bytes * len(self._membership.ranks)
+        self._counts[transfer.plan.route].end(report.outcome, moved_bytes, self._clock())
         try:
             self._on_report(report)
         except Exception as error:
-            self._loop.call_exception_handler(
-                {"message": f"aiokv: the report of {transfer_id} raised", "exception": error}
+            asyncio.get_running_loop().call_exception_handler(
+                {
+                    "message": f"aiokv: on_report raised for transfer {transfer_id}",
+                    "exception": error,
+                }
             )
         for waited_for, settled in self._waiting:
             waited_for.discard(transfer_id)
@@ -241,16 +249,16 @@ class Exchange:
         """
         if not self._transfers:
             return
-        entry = (set(self._transfers), self._loop.create_future())
+        entry = (set(self._transfers), asyncio.get_running_loop().create_future())
         self._waiting.append(entry)
         try:
             await entry[1]
         finally:
             self._waiting.remove(entry)
 
-    def num_held(self) -> int:
-        """Transfers that wait on a rank for its runner to close their step."""
-        closed = min(seat.finished_step for seat in self._roster.seats)
+    def _num_held(self) -> int:
+        """Return the number of transfers that wait on a rank for its runner to close their step."""
+        closed = min(state.finished_step for state in self._membership.ranks)
         return sum(transfer.plan.after_step > closed for transfer in self._transfers.values())
 
     def find_laggards(self) -> None:
@@ -258,24 +266,29 @@ class Exchange:
         now = self._clock()
         for transfer in list(self._transfers.values()):
             late = next(
-                (seat for seat in self._owing(transfer) if self._is_late(transfer, seat, now)), None
+                (state for state in self._owing(transfer) if self._is_late(transfer, state, now)),
+                None,
             )
             if late is None:
                 continue
             allowed = self._timeouts.allowed_seconds(transfer.num_bytes)
             what = f"rank {late.rank} has not finished it, nor anything else, for {allowed:.3g} s"
             if transfer.given_up is not None:
-                self._roster.lose(late, f"transfer {transfer.plan.transfer_id}: {what} more")
+                self._membership.lose(late, f"transfer {transfer.plan.transfer_id}: {what} more")
                 return
             log.warning("rank.lags", rank=late.rank, transfer_id=transfer.plan.transfer_id)
             self._give_up(transfer, CopyError(0, what, late.rank))
             transfer.since = now  # as long again, then the rank is lost
 
-    def _owing(self, transfer: RankTransfer) -> list[Seat]:
-        return [self._roster.seats[rank] for rank in sorted(transfer.owing)]
+    def _owing(self, transfer: GroupTransfer) -> list[RankState]:
+        return [self._membership.ranks[rank] for rank in sorted(transfer.owing)]
 
-    def _is_late(self, transfer: RankTransfer, seat: Seat, now: float) -> bool:
-        if seat.finished_step < transfer.plan.after_step:
+    def _is_late(self, transfer: GroupTransfer, state: RankState, now: float) -> bool:
+        if state.finished_step < transfer.plan.after_step:
             return False  # its runner has not closed the step yet
-        waited = now - max(transfer.since, seat.progress_at)
+        waited = now - max(transfer.since, state.progress_at)
         return waited > self._timeouts.allowed_seconds(transfer.num_bytes)
+
+
+def _ignore_report(report: TransferReport) -> None:
+    """Take the place of ``on_report`` before ``open``."""

@@ -19,7 +19,7 @@ CANCELLED: Final = CopyError(0, "cancelled before it was submitted")
 _ANNOUNCED: Final = -1  # in place of the ranks that have a layer
 
 
-class RankTransfer:
+class GroupTransfer:
     """A transfer that every rank executes.
 
     Done when all ranks are; otherwise its blocks are good up to the first that is bad on any rank.

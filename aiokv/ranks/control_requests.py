@@ -1,0 +1,69 @@
+"""ControlRequests: sleep and wake_up on all ranks; each does it, or says what it has against it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from aiokv.errors import RankLost, UsageError
+from aiokv.ranks.channel import frame_of
+from aiokv.ranks.messages import encode
+
+if TYPE_CHECKING:
+    from aiokv.ranks.membership import Membership
+    from aiokv.ranks.messages import ControlReply, Sleep, WakeUp
+    from aiokv.ranks.rank_state import RankState, RankTimeouts
+    from aiokv.types import Tier
+
+
+class ControlRequests:
+    """Asked one at a time; who is gone meanwhile, or silent for too long, is named."""
+
+    def __init__(self, timeouts: RankTimeouts) -> None:
+        self._timeouts = timeouts
+        self._number = 0  # of the newest
+        self._replies: dict[int, str] = {}  # to the newest, by rank
+
+    def silent_ranks(self, membership: Membership) -> list[int]:
+        """Those that have not answered the newest question."""
+        return [s.rank for s in membership.ranks if self._number and s.rank not in self._replies]
+
+    def on_reply(self, state: RankState, answer: ControlReply) -> None:
+        """Those to an earlier question say nothing."""
+        if answer.number == self._number:
+            self._replies[state.rank] = answer.error
+
+    async def ask(
+        self, membership: Membership, verb: type[Sleep | WakeUp], tiers: frozenset[Tier]
+    ) -> None:
+        """Tell all ranks, and wait for their answers.
+
+        Raises:
+            UsageError: what ranks have against it, with their numbers.
+            RankLost: one is gone, or did not answer in the time of a start.
+
+        Cancellation: the ranks do it all the same.
+        """
+        self._replies = {}
+        self._number += 1
+        membership.send(frame_of(encode(verb(number=self._number, tiers=sorted(tiers)))))
+        try:
+            async with asyncio.timeout(self._timeouts.start):
+                while len(self._replies) < len(membership.ranks):
+                    away = next((state for state in membership.ranks if not state.ready), None)
+                    if away is not None:
+                        raise RankLost(f"rank {away.rank}: {away.absence_reason}", rank=away.rank)
+                    await membership.next_change()
+        except TimeoutError:
+            raise self._lose_silent(membership) from None
+        answers = sorted(self._replies.items())
+        if refusals := [f"rank {rank}: {error}" for rank, error in answers if error]:
+            raise UsageError("; ".join(refusals))
+
+    def _lose_silent(self, membership: Membership) -> RankLost:
+        for rank in self.silent_ranks(membership):
+            membership.lose(
+                membership.ranks[rank], f"it did not answer for {self._timeouts.start} s"
+            )
+        silent = next(state for state in membership.ranks if not state.ready)
+        return RankLost(f"rank {silent.rank}: {silent.absence_reason}", rank=silent.rank)

@@ -1,0 +1,371 @@
+"""Membership and liveness of ranks, per generation."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
+
+from aiokv.errors import ClosedError, RankLost
+from aiokv.observe.logs import Log
+from aiokv.ranks.channel import ChannelError, frame_of
+from aiokv.ranks.connection import Connection
+from aiokv.ranks.messages import (
+    PROTOCOL_VERSION,
+    Begin,
+    Broken,
+    Close,
+    ControlReply,
+    Ping,
+    Pong,
+    Ready,
+    Reports,
+    encode,
+)
+from aiokv.ranks.rank_state import RankState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aiokv.ranks.channel import Channel
+    from aiokv.ranks.listener import Listener
+    from aiokv.ranks.messages import Hello, Layout
+    from aiokv.ranks.processes import RankProcesses
+    from aiokv.ranks.rank_state import RankTimeouts
+    from aiokv.types import Tier
+
+log = Log(__name__)
+
+SPARE_CONNECTIONS: Final = 64  # connections without a Hello, in addition to one per rank
+
+
+class Membership:
+    """The ranks of a group, from the manager's side. Used on one loop, from ``open`` on.
+
+    Args:
+        num_ranks: number of ranks.
+        listener: the socket that ranks connect to.
+        timeouts: time limits.
+        processes: starts the ranks; None when they are started externally.
+        clock: seconds.
+        on_reports: gets the reports of the current generation.
+        on_reply: gets the replies to ``Sleep`` and ``WakeUp``.
+        on_lost: called when a rank that took part is lost.
+
+    Attributes:
+        ranks: state of each rank.
+        generation: number of the current or newest generation; 0 before the first.
+        device_blocks: the least that a rank must have.
+        layout: of every rank, from the first Hello on.
+        stale_reports: messages of an earlier generation, ignored.
+        closing: ``aclose`` or ``terminate`` was called.
+        closed: all connections and processes have ended.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        listener: Listener,
+        timeouts: RankTimeouts,
+        processes: RankProcesses | None,
+        *,
+        clock: Callable[[], float],
+        on_reports: Callable[[RankState, Reports], None],
+        on_reply: Callable[[RankState, ControlReply], None],
+        on_lost: Callable[[RankLost], None],
+    ) -> None:
+        self._listener = listener
+        self._timeouts = timeouts
+        self._processes = processes
+        self.device_blocks = 0
+        self._on_reports = on_reports
+        self._on_reply = on_reply
+        self._on_lost = on_lost
+        self._unauthenticated: dict[Channel, None] = {}  # peers without a Hello, oldest first
+        self._change_waiters: list[asyncio.Future[None]] = []
+        self._clock = clock
+        self._ticked_at = 0.0
+        self._was_late = False
+        self.ranks = [RankState(rank) for rank in range(num_ranks)]
+        self.generation = 0
+        self.layout: Layout | None = None
+        self.stale_reports = 0
+        self.closing = False
+        self.closed = False
+        self._running = False  # a generation
+
+    # --- opening and closing --------------------------------------------------------------------
+
+    async def open(self, device_blocks: int) -> None:
+        """Listen for ranks, which must have ``device_blocks`` blocks at least.
+
+        Raises:
+            ConfigError: the socket cannot be made; see :func:`listen`.
+
+        Cancellation: nothing is left behind.
+        """
+        self.device_blocks = device_blocks
+        self._ticked_at = self._clock()
+        await self._listener.open(self._new_channel)
+
+    async def begin(self, host_blocks: int, closed_step: int, asleep: list[Tier]) -> None:
+        """Start the ranks that are away, and a generation on all of them.
+
+        When it returns, nothing of an earlier generation moves anywhere.
+
+        Raises:
+            RankLost: one died on the way, was refused, or was not ready in time.
+
+        Cancellation: no generation is running; call it again.
+        """
+        self._running = False
+        for state in self.ranks:
+            state.ready = False
+        self.generation += 1
+        try:
+            async with asyncio.timeout(self._timeouts.start):
+                path = await self._listener.open(self._new_channel)
+                if self._processes is not None:
+                    away = [state.rank for state in self.ranks if state.channel is None]
+                    await self._processes.start(away, path)
+                await self._until(lambda state: state.channel is not None)
+                message = Begin(
+                    generation=self.generation,
+                    host_blocks=host_blocks,
+                    closed_step=closed_step,
+                    asleep=asleep,
+                )
+                for state in self.ranks:
+                    state.finished_step = closed_step
+                self.send(frame_of(encode(message)))
+                await self._until(lambda state: state.ready)
+                self._running = True
+        except TimeoutError:
+            late = min(self.ranks, key=lambda state: (state.channel is not None, state.ready))
+            why = "it is not ready" if late.channel is not None else self._why(late)
+            raise RankLost(
+                f"rank {late.rank}: {why}, after {self._timeouts.start} s", rank=late.rank
+            ) from None
+        finally:
+            if self._listener.is_private:
+                self._listener.close()  # a manager that is killed later leaves no files
+
+    async def _until(self, condition: Callable[[RankState], bool]) -> None:
+        """Wait until the condition holds for all ranks."""
+        waits_for_hello = {state.rank for state in self.ranks if state.channel is None}
+        while not all(condition(state) for state in self.ranks):
+            await self.next_change()
+            if self.closing:
+                raise ClosedError("the group of ranks closes")
+            waits_for_hello -= {state.rank for state in self.ranks if state.channel is not None}
+            for state in self.ranks:
+                died = self._processes is not None and not self._processes.is_alive(state.rank)
+                if state.channel is None and (state.rank not in waits_for_hello or died):
+                    raise RankLost(f"rank {state.rank}: {self._why(state)}", rank=state.rank)
+
+    async def next_change(self) -> None:
+        """Wait until a rank connects, answers, is ready or leaves; the caller checks which.
+
+        Cancellation: nothing changed.
+        """
+        change: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._change_waiters.append(change)
+        try:
+            await change
+        finally:
+            self._change_waiters.remove(change)
+
+    def _why(self, state: RankState) -> str:
+        """Return why a rank is not connected."""
+        if self._processes is None or self._processes.is_alive(state.rank):
+            return state.absence_reason
+        return f"{state.absence_reason}; {self._processes.describe(state.rank)}"
+
+    async def aclose(self) -> None:
+        """Let ranks finish what moves, and go; cut off those that take too long. Idempotent.
+
+        Cancellation: call it again.
+        """
+        self.closing = True
+        if self._processes is not None:
+            self._processes.closing = True
+        self.notify()
+        close = frame_of(encode(Close()))
+        for state in self.ranks:
+            if state.channel is not None:
+                state.channel.send(close)
+            elif self._processes is not None:
+                self._processes.kill(state.rank)  # no connection to send Close on
+        for peer in list(self._unauthenticated):
+            peer.cut(_CLOSING)
+        try:
+            async with asyncio.timeout(self._timeouts.close):
+                while any(state.channel is not None for state in self.ranks):
+                    await self.next_change()
+                if self._processes is not None:
+                    await self._processes.wait()
+        except TimeoutError:
+            names = [state.rank for state in self.ranks if state.channel is not None]
+            log.warning("ranks.cut_off", ranks=names, waited_seconds=self._timeouts.close)
+            for state in self.ranks:
+                if state.channel is not None:
+                    state.channel.cut("it took too long to close")
+        if self._processes is not None:
+            await self._processes.kill_all()
+        self._listener.close()
+        while self._unauthenticated or any(state.channel is not None for state in self.ranks):
+            await self.next_change()  # of channels that were cut
+        self.closed = True
+
+    def terminate(self) -> None:
+        """Cut all connections, kill the processes, and stop listening, without waiting.
+
+        May be called after the loop was closed.
+        """
+        self.closing = self.closed = True
+        if self._processes is not None:
+            self._processes.terminate()
+        for channel in [*self._unauthenticated, *(state.channel for state in self.ranks)]:
+            if channel is not None:
+                with suppress(RuntimeError):  # the loop is closed; the socket is closed with it
+                    channel.cut(_CLOSING)
+        with suppress(RuntimeError):
+            self._listener.close()
+        with suppress(RuntimeError):
+            self.notify()
+
+    def send(self, frame: bytes) -> None:
+        """Send the same bytes to every connected rank."""
+        for state in self.ranks:
+            if state.channel is not None:
+                state.channel.send(frame)
+
+    def notify(self) -> None:
+        """Wake coroutines that wait for a change of a rank."""
+        for change in self._change_waiters:
+            if not change.done():
+                change.set_result(None)
+
+    # --- life -----------------------------------------------------------------------------------
+
+    def tick(self) -> bool:
+        """Send a heartbeat to each rank, and cut off ranks that were silent for too long.
+
+        A rank is only lost after two unanswered heartbeats, however late this loop is: the loop
+        reads its sockets between two calls.
+
+        Returns:
+            False when this loop was blocked before this call and not before the last one: reports
+            of ranks may still be unread in the sockets.
+        """
+        now = self._clock()
+        late = now - self._ticked_at > 2 * self._timeouts.heartbeat
+        reads_first, self._was_late = late and not self._was_late, late
+        self._ticked_at = now
+        for state in self.ranks:
+            if not state.ready or state.channel is None:
+                continue
+            if now - state.heard_at > self._timeouts.silence and state.unanswered >= 2:
+                self.lose(state, f"it said nothing for {self._timeouts.silence} s")
+            else:
+                state.unanswered += 1
+                state.channel.send(_PING)
+        return not reads_first
+
+    def lose(self, state: RankState, reason: str) -> None:
+        """Cut a rank off, and kill its process if the group has started it."""
+        if state.channel is not None:
+            state.channel.cut(reason)
+        if self._processes is not None:
+            self._processes.kill(state.rank)
+        self._away(state, reason)
+
+    def _away(self, state: RankState, reason: str) -> None:
+        took_part, state.ready = self._running and state.ready, False
+        state.channel, state.absence_reason = None, reason
+        if took_part and not self.closing:
+            log.error("rank.lost", rank=state.rank, reason=reason)
+            self._on_lost(RankLost(f"rank {state.rank} is lost: {reason}", rank=state.rank))
+        self.notify()
+
+    # --- connections ----------------------------------------------------------------------------
+
+    def _new_channel(self) -> Channel:
+        while len(self._unauthenticated) >= len(self.ranks) + SPARE_CONNECTIONS:
+            oldest = next(iter(self._unauthenticated))
+            del self._unauthenticated[oldest]
+            oldest.cut("too many connections without a Hello")
+        connection = Connection(self, self._timeouts.hello)
+        self._unauthenticated[connection.channel] = None
+        if self.closing:
+            connection.channel.cut(_CLOSING)
+        return connection.channel
+
+    def admit(self, channel: Channel, hello: Hello) -> RankState:
+        """Assign a connection to its rank.
+
+        Raises:
+            ChannelError: the rank is refused.
+        """
+        if hello.protocol != PROTOCOL_VERSION:
+            raise ChannelError(f"protocol {hello.protocol}, not {PROTOCOL_VERSION}")
+        if self.closing:
+            raise ChannelError(_CLOSING)
+        if not 0 <= hello.rank < len(self.ranks):
+            raise ChannelError(f"there is no rank {hello.rank} in a group of {len(self.ranks)}")
+        state = self.ranks[hello.rank]
+        if state.channel is not None:
+            raise ChannelError(f"rank {hello.rank} is here already")
+        if hello.layout.num_blocks < self.device_blocks:
+            raise ChannelError(
+                f"rank {hello.rank} has {hello.layout.num_blocks} device blocks, fewer than "
+                f"{self.device_blocks}"
+            )
+        if self.layout is None:
+            self.layout = hello.layout
+        elif hello.layout.fingerprint != self.layout.fingerprint:
+            raise ChannelError(f"the layout of rank {hello.rank} is not that of the others")
+        state.channel, state.layout = channel, hello.layout
+        self._unauthenticated.pop(channel, None)
+        self._hear(state)
+        self.notify()
+        return state
+
+    def on_refused(self, rank: int, reason: str) -> None:
+        if 0 <= rank < len(self.ranks) and self.ranks[rank].channel is None:
+            self.ranks[rank].absence_reason = reason
+
+    def _hear(self, state: RankState) -> None:
+        state.heard_at = self._clock()
+        state.unanswered = 0
+
+    def on_message(
+        self, state: RankState, message: Ready | Reports | ControlReply | Pong | Broken
+    ) -> None:
+        self._hear(state)
+        if isinstance(message, Broken):
+            self.lose(state, message.reason)
+        elif isinstance(message, Reports):
+            if message.generation != self.generation or not state.ready:
+                self.stale_reports += 1
+                return
+            state.progress_at = state.heard_at
+            state.finished_step = max(state.finished_step, message.finished_step)
+            self._on_reports(state, message)
+        elif isinstance(message, ControlReply):
+            self._on_reply(state, message)
+            self.notify()
+        elif isinstance(message, Ready) and message.generation == self.generation:
+            state.progress_at = state.heard_at
+            state.ready = True
+            self.notify()
+
+    def on_closed(self, channel: Channel, state: RankState | None, reason: str) -> None:
+        self._unauthenticated.pop(channel, None)
+        if state is not None and state.channel is channel:
+            self._away(state, reason)
+        self.notify()
+
+
+_PING: Final = frame_of(encode(Ping()))
+_CLOSING: Final = "the group closes"
