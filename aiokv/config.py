@@ -158,11 +158,11 @@ class CacheConfig:
             raise ConfigError("regions without tensors say nothing of the bytes of a block")
         device_blocks = regions.num_blocks
         if device_bytes is not None:
-            fitting = _blocks_in("device_bytes", device_bytes, regions.block_bytes)
+            fitting = _fitting_blocks("device_bytes", device_bytes, regions.block_bytes)
             device_blocks = min(device_blocks, fitting)
         host_blocks = 0
         if host_bytes:
-            host_blocks = _blocks_in("host_bytes", host_bytes, regions.host_block_bytes)
+            host_blocks = _fitting_blocks("host_bytes", host_bytes, regions.host_block_bytes)
         return cls(device_blocks=device_blocks, host_blocks=host_blocks, **options)
 
     @property
@@ -194,8 +194,11 @@ def _check_windows(windows: object) -> None:
             raise ConfigError(f"windows[{name!r}] is {group!r}, not a WindowGroup", hint=hint)
 
 
-def _blocks_in(field: str, total_bytes: int, block_bytes: int) -> int:
+def _fitting_blocks(field: str, total_bytes: int, block_bytes: int) -> int:
+    from aiokv.worker.regions import num_blocks_for
+
     total_bytes = checks.integer(field, total_bytes, error=ConfigError)
-    if total_bytes < block_bytes:
+    num_blocks = num_blocks_for(total_bytes, block_bytes)
+    if num_blocks == 0:
         raise ConfigError(f"{field} is {total_bytes}, less than one block of {block_bytes} bytes")
-    return total_bytes // block_bytes
+    return num_blocks

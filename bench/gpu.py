@@ -20,6 +20,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from aiokv.plan import OFFLOAD, ONLOAD
 from bench import gpu_wakeup, harness
 from bench.gpu_native import checked, library
 from bench.gpu_pools import GIB, HISTOGRAM, LAYERS, GpuPools
@@ -114,15 +115,15 @@ def measure_row(pools: GpuPools, layout: str) -> dict[str, Any]:
     both = min(len(other_host), len(unused_device), count)
 
     def onload() -> list[CudaCopy]:
-        return [pools.device.onload(host_ids, device_ids, None)]
+        return [pools.device.copy(ONLOAD, host_ids, device_ids, None)]
 
     def offload() -> list[CudaCopy]:
-        return [pools.device.offload(host_ids, device_ids, None)]
+        return [pools.device.copy(OFFLOAD, device_ids, host_ids, None)]
 
     def duplex() -> list[CudaCopy]:
         return [
-            pools.device.onload(host_ids[:both], device_ids[:both], None),
-            pools.device.offload(other_host[:both], unused_device[:both], None),
+            pools.device.copy(ONLOAD, host_ids[:both], device_ids[:both], None),
+            pools.device.copy(OFFLOAD, unused_device[:both], other_host[:both], None),
         ]
 
     contiguous = Contiguous(pools)

@@ -75,7 +75,8 @@ async def _measure(case: Case) -> dict[str, float]:
     stream = cupy.cuda.Stream(non_blocking=True)
     pool = [cupy.cuda.Event(disable_timing=True) for _ in range(case.depth + 2)]
     loop = asyncio.get_running_loop()
-    poller = EventPoller(loop)
+    poller = EventPoller()
+    poller.open(loop)
     native = library()
     seconds = _transfer_seconds(runtime, target, source, case.num_bytes, stream)
     spinner = native.spinner_start(flags.ctypes.data, stamps.ctypes.data, case.samples)
@@ -167,7 +168,8 @@ def _idle() -> float:
     """CPU share of a loop whose poller has nothing to wait for."""
 
     async def idle() -> float:
-        poller = EventPoller(asyncio.get_running_loop())
+        poller = EventPoller()
+        poller.open(asyncio.get_running_loop())
         begin_cpu, begin = time.thread_time(), time.perf_counter()
         await asyncio.sleep(0.5)
         share = (time.thread_time() - begin_cpu) / (time.perf_counter() - begin)

@@ -38,7 +38,7 @@ def main() -> int:
 
     def watched(controller: CacheController, plan: TransferPlan) -> LayerDoneCounter:
         if plan.direction == "onload" and progress["requests"] >= WARM:
-            counts.update(run_lengths(np.sort(plan.host_ids)))
+            counts.update(run_lengths(np.sort(plan.source_ids)))
         return submit(controller, plan)
 
     def stages(stage: str, total: int) -> Callable[[int], None]:

@@ -15,7 +15,7 @@ import numpy as np
 import uvloop
 
 from aiokv import Regions
-from aiokv.plan import TransferPlan
+from aiokv.plan import ONLOAD, TransferPlan
 from aiokv.ranks import Rank, RankGroup
 from aiokv.worker.controller import CacheController
 from aiokv.worker.device.cpu import CpuDevice
@@ -55,44 +55,40 @@ def _regions() -> Regions:
     return regions
 
 
-def _ignore_report(report: TransferReport) -> None:
+def _check_report(report: TransferReport) -> None:
     if report.outcome != "done":
         raise RuntimeError(report.reason)
 
 
 async def _in_process(steps: int) -> dict[str, float]:
-    poller = EventPoller(asyncio.get_running_loop())
-    controller = CacheController(
-        regions=_regions(),
-        host_blocks=BLOCKS,
-        device=CpuDevice(),
-        poller=poller,
-        on_report=_ignore_report,
-    )
-    try:
-        return await _measure(controller, steps)
-    finally:
-        await controller.aclose()
-        poller.close()
+    return await _opened(CacheController(_regions(), CpuDevice()), steps)
 
 
 async def _in_ranks(num_ranks: int, steps: int) -> dict[str, float]:
     group = RankGroup(num_ranks, entry="bench.ranks:rank")
-    await group.open(
-        device_blocks=BLOCKS,
-        host_blocks=BLOCKS,
-        on_report=_ignore_report,
-        on_step=lambda step, error: None,
-        on_lost=lambda lost: None,
-    )
-    try:
-        results = await _measure(group, steps)
-    finally:
-        await group.aclose()
+    results = await _opened(group, steps)
     statistics = group.group_statistics()
     results["plans_per_batch"] = statistics.plans / statistics.batches
     results["batch_bytes"] = statistics.batch_bytes / statistics.batches
     return results
+
+
+async def _opened(worker: Worker, steps: int) -> dict[str, float]:
+    poller = EventPoller()
+    poller.open(asyncio.get_running_loop())
+    await worker.open(
+        device_blocks=BLOCKS,
+        host_blocks=BLOCKS,
+        poller=poller,
+        on_report=_check_report,
+        on_step=lambda step, error: None,
+        on_lost=lambda lost: None,
+    )
+    try:
+        return await _measure(worker, steps)
+    finally:
+        await worker.aclose()
+        poller.close()
 
 
 async def _measure(worker: Worker, steps: int) -> dict[str, float]:
@@ -116,9 +112,9 @@ async def _step(worker: Worker, step: int) -> tuple[float, float]:
     plans = [
         TransferPlan(
             transfer_id=1 + step * PLANS + i,
-            direction="onload",
-            device_blocks=ids[i].tobytes(),
-            host_blocks=ids[i].tobytes(),
+            route=ONLOAD,
+            source_blocks=ids[i].tobytes(),
+            target_blocks=ids[i].tobytes(),
         )
         for i in range(PLANS)
     ]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from aiokv.plan import OFFLOAD, ONLOAD
 from aiokv.worker.arena import HostArena
 from aiokv.worker.device.cpu import CpuDevice
 from aiokv.worker.regions import Regions
@@ -86,13 +87,13 @@ def _measure(
     for _ in range(rounds + 1):  # the first round warms up
         for name, function in (
             ("memcpy", lambda: _memcpy(target.ctypes.data, source.ctypes.data, num_bytes)),
-            ("onload", lambda: _finish(device.onload(host_ids, device_ids, None))),
-            ("offload", lambda: _finish(device.offload(host_ids, device_ids, None))),
+            ("onload", lambda: _finish(device.copy(ONLOAD, host_ids, device_ids, None))),
+            ("offload", lambda: _finish(device.copy(OFFLOAD, device_ids, host_ids, None))),
             (
                 "both",
                 lambda: _finish(
-                    device.onload(host_ids, device_ids, None),
-                    device.offload(host_ids, device_ids, None),
+                    device.copy(ONLOAD, host_ids, device_ids, None),
+                    device.copy(OFFLOAD, device_ids, host_ids, None),
                 ),
             ),
         ):

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import uvloop
 
+from aiokv.plan import ONLOAD
 from aiokv.worker.arena import HostArena
 from aiokv.worker.device.cpu import CpuDevice
 from aiokv.worker.poller import EventPoller
@@ -49,7 +50,8 @@ async def _measure(way: str, rounds: int) -> dict[str, float]:
     arena.blocks[:] = 1
     device = CpuDevice()
     device.attach(regions, arena)
-    poller = EventPoller(asyncio.get_running_loop())
+    poller = EventPoller()
+    poller.open(asyncio.get_running_loop())
     pool = ThreadPoolExecutor(1)
     pool_seconds = _PoolSeconds()
     waits: dict[str, Callable[[Event, float], Awaitable[Any]]] = {
@@ -81,7 +83,7 @@ async def _rounds(
     started, loop_started = time.monotonic(), time.thread_time()
     for _ in range(rounds):
         submitted = time.monotonic()
-        event = device.onload(ids, ids, None).layer_events[0]
+        event = device.copy(ONLOAD, ids, ids, None).layer_events[0]
         await wait(event, statistics.median(durations[-16:]))
         now = time.monotonic()
         finished = event.finished_seconds

@@ -1,4 +1,4 @@
-"""Tensors of any library, seen as blocks: where they are, and how many bytes lie how far apart."""
+"""Address and block layout of tensors of any library."""
 
 from __future__ import annotations
 
@@ -27,10 +27,15 @@ class Piece:
     """One region in one layer.
 
     Attributes:
+        layer: index of the layer.
+        region: name of the region.
         pointer: address of device block 0.
+        num_blocks: blocks of the tensor.
         stride_bytes: from one device block to the next.
         block_bytes: bytes of one block that move.
-        host_offset_bytes: where they lie in a host block.
+        host_offset_bytes: offset of these bytes in a host block.
+        device: ``"cpu"`` or ``"cuda"``.
+        owner: keeps the memory alive.
     """
 
     layer: int
@@ -51,7 +56,7 @@ class Piece:
 
     @property
     def interface(self) -> dict[str, Any]:
-        """What numpy and CUDA libraries need to look at the bytes where they are."""
+        """Array interface of the bytes, for numpy and CUDA libraries."""
         return {
             "version": 3,
             "data": (self.pointer, False),
@@ -62,7 +67,7 @@ class Piece:
 
 
 class _Bytes:
-    """Lets numpy look at a piece through its address; keeps the owner alive."""
+    """Memory of a piece for numpy; keeps its owner alive."""
 
     def __init__(self, piece: Piece) -> None:
         self.piece = piece
@@ -81,21 +86,22 @@ class DescribedArray:
     owner: Any
 
     def grouped(self, rows_per_block: int, what: str) -> DescribedArray:
-        """With blocks of several rows.
+        """Return the layout with ``rows_per_block`` rows per block.
 
         Raises:
-            LayoutError: there are gaps between rows, or a block that is not whole.
+            LayoutError: there are gaps between rows, or the rows do not form whole blocks.
         """
         if rows_per_block == 1:
             return self
         if rows_per_block < 1 or self.num_blocks % rows_per_block:
             raise LayoutError(
-                f"{what}: {self.num_blocks} rows are no whole blocks of {rows_per_block} rows"
+                f"{what}: {self.num_blocks} rows are not a multiple of rows_per_block "
+                f"({rows_per_block})"
             )
         if self.stride_bytes != self.block_bytes:
             raise LayoutError(
-                f"{what}: rows of {self.block_bytes} bytes lie {self.stride_bytes} bytes apart; "
-                "those of a block must follow each other"
+                f"{what}: rows of {self.block_bytes} bytes are {self.stride_bytes} bytes apart; "
+                "with rows_per_block they must be contiguous"
             )
         return replace(
             self,
@@ -105,6 +111,7 @@ class DescribedArray:
         )
 
     def piece(self, layer: int, region: str) -> Piece:
+        """Return the array as a piece without a place on the host."""
         return Piece(
             layer=layer,
             region=region,
@@ -122,7 +129,7 @@ def describe(tensor: Any, what: str) -> DescribedArray:
     """Read a tensor's memory layout.
 
     Raises:
-        LayoutError: it has no layout that can be read, no blocks, or gaps inside a block.
+        LayoutError: it exports no layout, has no blocks, or has gaps inside a block.
     """
     owner, interface, device = _interface(tensor, what)
     shape = tuple(int(length) for length in interface["shape"])
@@ -130,7 +137,7 @@ def describe(tensor: Any, what: str) -> DescribedArray:
     pointer, read_only = interface["data"]
     strides = interface.get("strides") or _dense_strides(shape, item_bytes)
     if not shape or 0 in shape:
-        raise LayoutError(f"{what}: shape {shape} has no blocks or no bytes in a block")
+        raise LayoutError(f"{what}: shape {shape} has no blocks, or blocks of 0 bytes")
     if read_only and device == "cpu" and isinstance(tensor, np.ndarray):
         raise LayoutError(f"{what}: the array is read-only")
     dense = _dense_strides(shape, item_bytes)
@@ -144,7 +151,7 @@ def describe(tensor: Any, what: str) -> DescribedArray:
     stride_bytes = int(strides[0]) if shape[0] > 1 else block_bytes
     if stride_bytes < block_bytes:
         raise LayoutError(
-            f"{what}: blocks of {block_bytes} bytes lie {stride_bytes} bytes apart and overlap"
+            f"{what}: blocks of {block_bytes} bytes are {stride_bytes} bytes apart and overlap"
         )
     return DescribedArray(int(pointer), shape[0], stride_bytes, block_bytes, device, owner)
 
@@ -176,7 +183,7 @@ def _from_dlpack(tensor: Any, what: str) -> tuple[Any, dict[str, Any], str]:
     pointer, shape, strides, item_bits, kind = owner.layout
     if kind not in _DLPACK_DEVICES:
         raise LayoutError(
-            f"{what}: DLPack device type {kind} is neither the cpu nor a CUDA GPU",
+            f"{what}: DLPack device type {kind} is neither a CPU nor a CUDA GPU",
         )
     if item_bits % 8:
         raise LayoutError(

@@ -12,11 +12,8 @@ from aiokv.worker.arena import HostArena
 from aiokv.worker.device.cpu import device_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from aiokv.plan import TransferPlan
     from aiokv.types import Tier
-    from aiokv.worker.arrays import Piece
     from aiokv.worker.checksums import Checksums
     from aiokv.worker.device.base import Device
     from aiokv.worker.regions import Regions
@@ -174,7 +171,7 @@ class WorkerMemory:
 
     def _claim_tensors(self, regions: Regions) -> None:
         """Claim tensors before they are bound; earlier ones stay claimed until then."""
-        pieces = [piece for piece in _all_pieces(regions) if piece.pointer]
+        pieces = [piece for piece in regions.all_pieces() if piece.pointer]
         for piece in pieces:
             if _tensors.get(piece.pointer, self) is not self:
                 raise UsageError(
@@ -198,7 +195,7 @@ class WorkerMemory:
 
     def _bind(self, regions: Regions) -> None:
         self.regions = regions
-        self._keep_tensors({piece.pointer for piece in _all_pieces(regions)})
+        self._keep_tensors({piece.pointer for piece in regions.all_pieces()})
         self._ids = self._new_ids()
         if self._checksums is not None:
             self._checksums.bind(regions)
@@ -208,8 +205,3 @@ class WorkerMemory:
 
     def _new_ids(self) -> _native.BlockMap:
         return _native.BlockMap(0, [], 0, 0, self._host_blocks, self.device_blocks)
-
-
-def _all_pieces(regions: Regions) -> Iterator[Piece]:
-    yield from regions.pieces()
-    yield from regions.state_pieces

@@ -1,6 +1,6 @@
-"""Regions: the per-layer tensors whose bytes belong to a block, and where those lie on the host.
+"""Regions: the per-layer tensors whose bytes belong to a block, and their places on the host.
 
-No code knows "K and V": a cache is a registry of named tensors, each with its own bytes a block.
+No code knows "K and V": a cache is a registry of named tensors, each with its own bytes per block.
 The host pool is block-first, so a block is one contiguous object for disk and network::
 
     host block  | layer 0: k, v | layer 1: k, v, scale | ...     each piece aligned to 64 bytes
@@ -15,10 +15,7 @@ from aiokv.errors import LayoutError
 from aiokv.worker.arrays import Piece, describe
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from aiokv.worker.arrays import DescribedArray
-
+    from collections.abc import Iterable, Iterator, Sequence
 
 HOST_ALIGNMENT_BYTES: Final = 64  # a cache line: streaming stores, and no false sharing
 
@@ -32,7 +29,7 @@ class Regions:
 
     def __init__(self, *, num_layers: int) -> None:
         if num_layers < 0:
-            raise LayoutError(f"num_layers is {num_layers}, must not be negative")
+            raise LayoutError(f"num_layers is {num_layers}; it must be at least 0")
         self.num_layers = num_layers
         self._pieces: list[list[Piece]] = [[] for _ in range(num_layers)]
         self._names: list[str] = []
@@ -53,27 +50,31 @@ class Regions:
 
         Args:
             name: unique in this registry.
-            layers: one tensor ``[device_blocks, ...]`` a layer: numpy, DLPack, or anything with
+            layers: one tensor ``[device_blocks, ...]`` per layer: numpy, DLPack, or anything with
                 ``__array_interface__`` or ``__cuda_array_interface__``. Within a block it is
                 C-contiguous; blocks may be any distance apart. Borrowed, never copied.
             layer_indices: the layers that have this region; by default all of them.
-            rows_per_block: rows of the first axis that make a block, for a region of smaller
-                blocks (such as one head a row); they follow each other without gaps.
-            more_blocks: the tensors may have more blocks than the other regions; those are the
-                caller's, and never moved.
+            rows_per_block: rows of the first axis that form a block, for a region of smaller
+                blocks (such as one head per row); they follow each other without gaps.
+            more_blocks: the tensors may have more blocks than the other regions; the additional
+                blocks belong to the caller and are never moved.
 
         Raises:
             LayoutError: shapes, strides, device or the number of layers do not fit; the registry
                 is unchanged.
         """
         indices = self._check_layers(name, len(layers), layer_indices)
-        arrays = []
+        pieces = []
         for layer, tensor in zip(indices, layers, strict=True):
             what = f"region {name!r}, layer {layer}"
-            arrays.append((layer, describe(tensor, what).grouped(rows_per_block, what)))
-        num_blocks = self._common_blocks(name, arrays, more_blocks=more_blocks)
-        for layer, array in arrays:
-            self._pieces[layer].append(array.piece(layer, name))
+            pieces.append(describe(tensor, what).grouped(rows_per_block, what).piece(layer, name))
+        num_blocks = self._common_blocks(name, pieces, more_blocks=more_blocks)
+        self.add_pieces(name, pieces, num_blocks)
+
+    def add_pieces(self, name: str, pieces: Iterable[Piece], num_blocks: int | None) -> None:
+        """Register a region whose pieces have been checked; all regions have ``num_blocks``."""
+        for piece in pieces:
+            self._pieces[piece.layer].append(piece)
         self._num_blocks = num_blocks
         self._names.append(name)
         self._place()
@@ -81,11 +82,11 @@ class Regions:
     def add_state(
         self, name: str, *, layers: Sequence[Any], layer_indices: Sequence[int] | None = None
     ) -> None:
-        """Register recurrent state: one row a sequence or snapshot, rather than one a block.
+        """Register recurrent state: one row per sequence or snapshot, rather than one per block.
 
         Args:
             name: unique in this registry.
-            layers: one tensor ``[state_slots, ...]`` a layer, as for :meth:`add`.
+            layers: one tensor ``[state_slots, ...]`` per layer, as for :meth:`add`.
             layer_indices: the layers that have it; by default all of them.
 
         Raises:
@@ -98,12 +99,16 @@ class Regions:
             array = describe(tensor, f"region {name!r}, layer {layer}")
             if num_slots is not None and array.num_blocks != num_slots:
                 raise LayoutError(
-                    f"region {name!r}, layer {layer}: {array.num_blocks} slots, the others have "
-                    f"{num_slots}",
+                    f"region {name!r}, layer {layer} has {array.num_blocks} state slots; the other "
+                    f"state tensors have {num_slots}",
                     hint="the first axis of every state tensor is the slot",
                 )
             num_slots = array.num_blocks
             pieces.append(array.piece(layer, name))
+        self.add_state_pieces(name, pieces, num_slots)
+
+    def add_state_pieces(self, name: str, pieces: Iterable[Piece], num_slots: int | None) -> None:
+        """Register recurrent state whose pieces have been checked."""
         self._state_pieces += pieces
         self._num_state_slots = num_slots
         self._names.append(name)
@@ -112,62 +117,71 @@ class Regions:
         self, name: str, num_tensors: int, layer_indices: Sequence[int] | None
     ) -> Sequence[int]:
         if name in self._names:
-            raise LayoutError(f"region {name!r} is registered already")
+            raise LayoutError(f"region {name!r} is registered already; names must be unique")
         indices = range(self.num_layers) if layer_indices is None else list(layer_indices)
         if num_tensors != len(indices):
-            raise LayoutError(f"region {name!r}: {num_tensors} tensors for {len(indices)} layers")
+            raise LayoutError(
+                f"region {name!r} has {num_tensors} tensors for {len(indices)} layers; pass one "
+                "tensor per layer"
+            )
         if len(set(indices)) != len(indices) or not all(
             0 <= layer < self.num_layers for layer in indices
         ):
             raise LayoutError(
-                f"region {name!r}: layers {list(indices)} are not distinct layers of "
-                f"{self.num_layers}"
+                f"region {name!r}: layer_indices {list(indices)} must be distinct and in "
+                f"[0, {self.num_layers})"
             )
         return indices
 
-    def _common_blocks(
-        self, name: str, arrays: list[tuple[int, DescribedArray]], *, more_blocks: bool
-    ) -> int | None:
-        """Blocks that all tensors have, with these."""
+    def _common_blocks(self, name: str, pieces: list[Piece], *, more_blocks: bool) -> int | None:
+        """Return the number of blocks that all tensors have, these included."""
         num_blocks = self._num_blocks
-        for layer, array in arrays:
-            if num_blocks is None or array.num_blocks == num_blocks:
-                num_blocks = array.num_blocks
-            elif not more_blocks or array.num_blocks < num_blocks:
+        for piece in pieces:
+            if num_blocks is None or piece.num_blocks == num_blocks:
+                num_blocks = piece.num_blocks
+            elif not more_blocks or piece.num_blocks < num_blocks:
                 raise LayoutError(
-                    f"region {name!r}, layer {layer}: {array.num_blocks} blocks, the others "
-                    f"have {num_blocks}",
+                    f"region {name!r}, layer {piece.layer} has {piece.num_blocks} blocks; the "
+                    f"other tensors have {num_blocks}",
                     hint="the first axis of every tensor is the block; see rows_per_block and "
                     "more_blocks",
                 )
         return num_blocks
 
     def without_tensors(self) -> Regions:
-        """The same layout over no memory: the tensors are not kept alive."""
+        """Return the same layout without memory, which keeps no tensor alive."""
         bare = Regions(num_layers=self.num_layers)
-        bare._names, bare._num_blocks = list(self._names), self._num_blocks
-        bare._pieces = [
-            [replace(piece, pointer=0, owner=None) for piece in pieces] for pieces in self._pieces
-        ]
-        bare._num_state_slots = self._num_state_slots
-        bare._state_pieces = [replace(piece, pointer=0, owner=None) for piece in self._state_pieces]
+        state_names = {piece.region for piece in self._state_pieces}
+        for name in self._names:
+            pieces = [
+                replace(piece, pointer=0, owner=None)
+                for piece in self.all_pieces()
+                if piece.region == name
+            ]
+            if name in state_names:
+                bare.add_state_pieces(name, pieces, self._num_state_slots)
+            else:
+                bare.add_pieces(name, pieces, self._num_blocks)
         return bare
 
     def check_layout(self, other: Regions) -> None:
-        """Blocks of ``other`` mean the same, wherever its tensors are.
+        """Raise unless blocks of ``other`` have the same layout, at whatever addresses.
 
         Raises:
-            LayoutError: other layers, regions or bytes a block; the first difference, with numbers.
+            LayoutError: names the first difference in layers, regions or bytes per block.
         """
         if other.num_layers != self.num_layers:
-            raise LayoutError(f"{other.num_layers} layers, not {self.num_layers} as before")
+            raise LayoutError(
+                f"the new tensors have {other.num_layers} layers, not {self.num_layers} as before"
+            )
         if other.num_state_slots != self.num_state_slots:
             raise LayoutError(
-                f"{other.num_state_slots} state slots, not {self.num_state_slots} as before"
+                f"the new tensors have {other.num_state_slots} state slots, not "
+                f"{self.num_state_slots} as before"
             )
         for layer in range(self.num_layers):
-            before = {piece.region: piece for piece in self._all_pieces(layer)}
-            now = {piece.region: piece for piece in other._all_pieces(layer)}
+            before = {piece.region: piece for piece in self.all_pieces() if piece.layer == layer}
+            now = {piece.region: piece for piece in other.all_pieces() if piece.layer == layer}
             if list(before) != list(now):
                 raise LayoutError(
                     f"layer {layer} has the regions {list(now)}, not {list(before)} as before"
@@ -183,11 +197,9 @@ class Regions:
                         f"{before[name].device} as before"
                     )
 
-    def _all_pieces(self, layer: int) -> list[Piece]:
-        return self._pieces[layer] + [p for p in self._state_pieces if p.layer == layer]
-
     @property
     def names(self) -> tuple[str, ...]:
+        """Names of the regions, in the order of their registration."""
         return tuple(self._names)
 
     @property
@@ -202,18 +214,18 @@ class Regions:
 
     @property
     def state_pieces(self) -> tuple[Piece, ...]:
-        """Of all state tensors; ``num_blocks`` is of slots, and they have no place on the host."""
+        """Pieces of all state tensors; their blocks are slots, and have no place on the host."""
         return tuple(self._state_pieces)
 
     @property
     def state_slot_bytes(self) -> int:
-        """Bytes of one slot: all layers, all state tensors."""
+        """Bytes of one state slot: all layers, all state tensors."""
         return sum(piece.block_bytes for piece in self._state_pieces)
 
     @property
     def devices(self) -> frozenset[str]:
-        """Where the tensors are: ``"cpu"``, ``"cuda"``."""
-        return frozenset(piece.device for piece in (*self.pieces(), *self._state_pieces))
+        """Kinds of device that hold the tensors: ``"cpu"``, ``"cuda"``."""
+        return frozenset(piece.device for piece in self.all_pieces())
 
     @property
     def block_bytes(self) -> int:
@@ -230,10 +242,11 @@ class Regions:
         return sum(piece.block_bytes for piece in self._pieces[layer])
 
     def layer_pieces(self, layer: int) -> tuple[Piece, ...]:
+        """Pieces of one layer, in host order."""
         return tuple(self._pieces[layer])
 
     def host_offset(self, layer: int, region: str) -> int:
-        """Where a region's bytes of a layer begin in a host block.
+        """Return the offset of a region's bytes of a layer in a host block.
 
         Raises:
             LayoutError: the region does not exist in that layer.
@@ -244,9 +257,14 @@ class Regions:
         raise LayoutError(f"layer {layer} has no region {region!r}")
 
     def pieces(self) -> Iterator[Piece]:
-        """All pieces, in host order."""
+        """Pieces of all blocks, in host order."""
         for pieces in self._pieces:
             yield from pieces
+
+    def all_pieces(self) -> Iterator[Piece]:
+        """Pieces of all blocks, then pieces of all state tensors."""
+        yield from self.pieces()
+        yield from self._state_pieces
 
     def _place(self) -> None:
         offset = 0
@@ -257,14 +275,20 @@ class Regions:
 
 
 def num_blocks_for(total_bytes: int, block: Regions | int) -> int:
-    """How many blocks fit in ``total_bytes``; ``block`` is a registry or bytes of one block.
+    """Return the number of blocks that fit in ``total_bytes``.
+
+    Args:
+        total_bytes: of memory.
+        block: bytes of one block; or a registry, for its host blocks.
 
     Raises:
         LayoutError: a block has no bytes.
     """
     block_bytes = block if isinstance(block, int) else block.host_block_bytes
     if block_bytes <= 0:
-        raise LayoutError(f"a block of {block_bytes} bytes")
+        raise LayoutError(
+            f"block is {block_bytes} bytes; it must be at least 1", hint="register tensors first"
+        )
     return max(total_bytes, 0) // block_bytes
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from aiokv import LayoutError, TransferError, UsageError
-from aiokv.plan import TransferPlan
+from aiokv.plan import OFFLOAD, ONLOAD, TransferPlan
 from aiokv.testing import ManualDevice, ScriptedDevice, run_until_idle, running_clock, spin
 from aiokv.testing.flaky import ChaosDevice, FlakyDevice
 from aiokv.worker.device.base import Device
@@ -366,11 +366,11 @@ async def test_not_c3_16_the_callers_thread_is_left_alone(monkeypatch):
 async def test_not_c3_17_requests_share_no_lists():
     """A batch merges into the first request's lists, and changes them for everybody."""
     plan = TransferPlan(
-        transfer_id=1, direction="onload", device_blocks=b"\1\0\0\0", host_blocks=b"\2\0\0\0"
+        transfer_id=1, route=ONLOAD, source_blocks=b"\2\0\0\0", target_blocks=b"\1\0\0\0"
     )
     with pytest.raises(AttributeError):
-        plan.device_blocks = b""  # type: ignore[misc]
-    assert not plan.device_ids.flags.writeable
+        plan.target_blocks = b""  # type: ignore[misc]
+    assert not plan.target_ids.flags.writeable
     async with Drill(device_blocks=16) as drill:
         await drill.to_host(A, B)
         onloads = drill.device.hold("onload")
@@ -403,7 +403,7 @@ async def test_not_c3_18_quantised_blocks_fit_their_host_memory():
         assert arena.nbytes == Shaped.BLOCKS * arena.block_bytes
         beyond = np.array([Shaped.BLOCKS], np.int32).tobytes()
         plan = TransferPlan(
-            transfer_id=9, direction="offload", device_blocks=b"\0" * 4, host_blocks=beyond
+            transfer_id=9, route=OFFLOAD, source_blocks=b"\0" * 4, target_blocks=beyond
         )
         with pytest.raises(UsageError):
             engine.worker.submit(plan)
@@ -426,7 +426,7 @@ async def test_not_c3_19_an_offload_has_its_own_proof():
     device, regions = CpuDevice(), regions_of(3, k=((8,), "u1", (0, 1, 2)))
     shaped = Shaped(regions, device)
     async with shaped.engine:
-        copy = device.offload(np.array([0], np.int32), np.array([0], np.int32), None)
+        copy = device.copy(OFFLOAD, np.array([0], np.int32), np.array([0], np.int32), None)
         assert len(copy.layer_events) == 3
         copy.layer_events[2].synchronize()
         assert copy.error() is None

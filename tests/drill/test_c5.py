@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from aiokv import UsageError
+from aiokv.plan import OFFLOAD, ONLOAD
 from aiokv.testing import run_until_idle
 from aiokv.worker.arena import HostArena
 from aiokv.worker.device.cpu import CpuDevice, CpuEvent
@@ -57,9 +58,9 @@ def test_not_c5_2_every_byte_moves_and_every_id_is_checked(attached):
         (ids(1, 2), ids(3, 3)),
     ):
         with pytest.raises(UsageError):
-            attached.device.onload(host_ids, device_ids, None)
+            attached.device.copy(ONLOAD, host_ids, device_ids, None)
     assert attached.bytes() == before
-    attached.device.onload(ids(1, 5), ids(2, 0), None).layer_events[-1].synchronize()
+    attached.device.copy(ONLOAD, ids(1, 5), ids(2, 0), None).layer_events[-1].synchronize()
     for piece in attached.regions.pieces():
         begin = piece.host_offset_bytes
         for host, device in ((1, 2), (5, 0)):
@@ -72,7 +73,7 @@ def test_not_c5_3_a_copy_that_could_not_run_says_so(attached):
     step = CpuEvent()
     step.begin()
     before = attached.bytes()
-    copy = attached.device.offload(ids(1), ids(1), step)
+    copy = attached.device.copy(OFFLOAD, ids(1), ids(1), step)
     step.finish("out of memory")
     copy.layer_events[0].synchronize()
     assert "out of memory" in copy.error().reason
@@ -103,10 +104,10 @@ async def test_not_c5_5_host_blocks_come_in_runs():
 def test_not_c5_6_each_direction_writes_one_side_only(attached):
     """The ids of source and destination change places."""
     host = attached.arena.blocks.tobytes()
-    attached.device.onload(ids(1, 2), ids(6, 7), None).layer_events[-1].synchronize()
+    attached.device.copy(ONLOAD, ids(1, 2), ids(6, 7), None).layer_events[-1].synchronize()
     assert attached.arena.blocks.tobytes() == host
     device = [piece.view().tobytes() for piece in attached.regions.pieces()]
-    attached.device.offload(ids(3, 4), ids(0, 1), None).layer_events[-1].synchronize()
+    attached.device.copy(OFFLOAD, ids(0, 1), ids(3, 4), None).layer_events[-1].synchronize()
     assert [piece.view().tobytes() for piece in attached.regions.pieces()] == device
     assert attached.arena.blocks.tobytes() != host
 

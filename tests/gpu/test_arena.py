@@ -7,6 +7,7 @@ import pytest
 
 from aiokv import _native
 from aiokv.errors import DeviceError, UsageError
+from aiokv.plan import ONLOAD
 from aiokv.worker.arena import HostArena
 
 from .pools import Pools, finish
@@ -20,12 +21,12 @@ def test_a_transfer_of_low_blocks_does_not_wait_for_the_whole_arena():
         sizes=(65536,), layers=4, device_blocks=4, host_blocks=blocks, touch_threads=1
     ) as pools:
         ids = np.arange(4, dtype=np.int32)
-        finish(pools.device.onload(ids, ids, None))
+        finish(pools.device.copy(ONLOAD, ids, ids, None))
         assert pools.device.pinned_bytes > 0
         assert pools.device.wait_pinned() > 0
         assert pools.device.pinned_bytes == pools.arena.nbytes
         last = np.arange(blocks - 4, blocks, dtype=np.int32)
-        finish(pools.device.onload(last, ids, None))
+        finish(pools.device.copy(ONLOAD, last, ids, None))
         pools.expect("onload", last, ids)
         pools.check()
 

@@ -8,6 +8,7 @@ import sys
 SCRIPT = r"""
 import threading
 import cupy, numpy as np
+from aiokv.plan import ONLOAD
 from aiokv import _native
 from aiokv.errors import DeviceError
 from aiokv.worker.arena import HostArena
@@ -23,7 +24,7 @@ device.wait_pinned()
 ids = np.arange(8, dtype=np.int32)
 onload = _native.cuda.Direction.ONLOAD
 device._engine.hold(onload, True)
-copies = [device.onload(ids, ids, None) for _ in range(3)]
+copies = [device.copy(ONLOAD, ids, ids, None) for _ in range(3)]
 woken = []
 def wait(copy):
     try:
@@ -47,7 +48,7 @@ failure = device.failure
 assert failure is not None and failure.cuda_code == 700, failure
 assert "cudaErrorIllegalAddress" in str(failure)
 try:
-    device.onload(ids, ids, None)
+    device.copy(ONLOAD, ids, ids, None)
 except DeviceError as error:
     assert error.cuda_code == 700
 else:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from aiokv.errors import LayoutError, UsageError
+from aiokv.plan import OFFLOAD, ONLOAD
 from aiokv.worker.arena import HostArena
 from aiokv.worker.device.cuda import CudaDevice
 from aiokv.worker.regions import Regions
@@ -23,6 +24,12 @@ def ids_of(kind: str, pools: Pools) -> tuple[np.ndarray, np.ndarray]:
     return host_ids, device_ids
 
 
+def copy(device, direction, host_ids, device_ids):
+    if direction == "onload":
+        return device.copy(ONLOAD, host_ids, device_ids, None)
+    return device.copy(OFFLOAD, device_ids, host_ids, None)
+
+
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("path", ["auto", "staged", "direct"])
 def test_bytes_of_every_path_and_id_list(sizes, path):
@@ -30,8 +37,7 @@ def test_bytes_of_every_path_and_id_list(sizes, path):
         for kind in KINDS:
             for direction in ("onload", "offload"):
                 host_ids, device_ids = ids_of(kind, pools)
-                move = getattr(pools.device, direction)
-                finish(move(host_ids, device_ids, None))
+                finish(copy(pools.device, direction, host_ids, device_ids))
                 pools.expect(direction, host_ids, device_ids)
         pools.check()
 
@@ -41,9 +47,9 @@ def test_bytes_of_every_path_and_id_list(sizes, path):
 def test_blocks_that_lie_apart_or_unaligned(gap, path):
     with Pools(sizes=(1000, 4096), gap=gap, path=path) as pools:
         host_ids, device_ids = ids_of("random", pools)
-        finish(pools.device.onload(host_ids, device_ids, None))
+        finish(pools.device.copy(ONLOAD, host_ids, device_ids, None))
         pools.expect("onload", host_ids, device_ids)
-        finish(pools.device.offload(host_ids[::-1], device_ids, None))
+        finish(pools.device.copy(OFFLOAD, device_ids, host_ids[::-1], None))
         pools.expect("offload", host_ids[::-1], device_ids)
         pools.check()
 
@@ -53,8 +59,8 @@ def test_both_directions_at_once():
         halves = np.arange(64, dtype=np.int32).reshape(2, 32)
         for _ in range(5):
             copies = (
-                pools.device.onload(halves[0], halves[0][::-1], None),
-                pools.device.offload(halves[1], halves[1][::-1], None),
+                pools.device.copy(ONLOAD, halves[0], halves[0][::-1], None),
+                pools.device.copy(OFFLOAD, halves[1][::-1], halves[1], None),
             )
             finish(*copies)
         pools.expect("onload", halves[0], halves[0][::-1])
@@ -65,9 +71,9 @@ def test_both_directions_at_once():
 def test_a_layer_larger_than_a_slot():
     with Pools(sizes=(3 << 20,), layers=2, device_blocks=4, host_blocks=6) as pools:
         host_ids, device_ids = np.array([5, 0, 3], np.int32), np.array([1, 2, 0], np.int32)
-        finish(pools.device.onload(host_ids, device_ids, None))
+        finish(pools.device.copy(ONLOAD, host_ids, device_ids, None))
         pools.expect("onload", host_ids, device_ids)
-        finish(pools.device.offload(host_ids, device_ids[::-1], None))
+        finish(pools.device.copy(OFFLOAD, device_ids[::-1], host_ids, None))
         pools.expect("offload", host_ids, device_ids[::-1])
         pools.check()
 
@@ -75,9 +81,9 @@ def test_a_layer_larger_than_a_slot():
 def test_one_source_to_many_destinations():
     with Pools(sizes=(4096,)) as pools:
         same, distinct = np.full(8, 5, np.int32), np.arange(8, dtype=np.int32)
-        finish(pools.device.onload(same, distinct, None))
+        finish(pools.device.copy(ONLOAD, same, distinct, None))
         pools.expect("onload", same, distinct)
-        finish(pools.device.offload(distinct, same, None))
+        finish(pools.device.copy(OFFLOAD, same, distinct, None))
         pools.expect("offload", distinct, same)
         pools.check()
 
@@ -94,16 +100,23 @@ def test_one_source_to_many_destinations():
 )
 def test_wrong_ids_are_refused_before_the_first_byte(direction, host_ids, device_ids, message):
     with Pools(sizes=(4096,)) as pools:
-        move = getattr(pools.device, direction)
         with pytest.raises(UsageError, match=message):
-            move(np.array(host_ids, np.int32), np.array(device_ids, np.int32), None)
+            copy(
+                pools.device,
+                direction,
+                np.array(host_ids, np.int32),
+                np.array(device_ids, np.int32),
+            )
         pools.check()
 
 
 def test_an_empty_transfer_ends():
     with Pools(sizes=(4096,)) as pools:
         none = np.zeros(0, np.int32)
-        finish(pools.device.onload(none, none, None), pools.device.offload(none, none, None))
+        finish(
+            pools.device.copy(ONLOAD, none, none, None),
+            pools.device.copy(OFFLOAD, none, none, None),
+        )
         pools.check()
 
 
@@ -118,7 +131,7 @@ def test_layers_without_a_region():
     device = CudaDevice()
     device.attach(regions, arena)
     ids = np.arange(4, dtype=np.int32)
-    finish(device.onload(ids, ids, None))
+    finish(device.copy(ONLOAD, ids, ids, None))
     assert all(int(tensor.min()) == 7 for tensor in tensors)
     device.close()
     arena.close()
@@ -144,7 +157,7 @@ def test_tensors_of_other_libraries(library):
     device = CudaDevice()
     device.attach(regions, arena)
     ids = np.arange(6, dtype=np.int32)
-    finish(device.onload(ids, ids[::-1], None))
+    finish(device.copy(ONLOAD, ids, ids[::-1], None))
     raw = tensors[0].view(torch.uint8).cpu().numpy() if torch else tensors[0].view(cupy.uint8).get()
     np.testing.assert_array_equal(raw.reshape(6, -1)[::-1], arena.blocks[:, : raw[0].size])
     device.close()
@@ -187,7 +200,7 @@ def test_two_devices():
     device = CudaDevice(1)
     device.attach(regions, arena)
     ids = np.arange(4, dtype=np.int32)
-    finish(device.onload(ids, ids, None))
+    finish(device.copy(ONLOAD, ids, ids, None))
     assert cupy.cuda.Device().id == 0
     with cupy.cuda.Device(1):  # where its kernels have to run
         assert int(tensor.min()) == 9

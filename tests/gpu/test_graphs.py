@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from aiokv.errors import UsageError
+from aiokv.plan import OFFLOAD, ONLOAD
 
 from .pools import Pools, finish
 
@@ -33,8 +34,8 @@ def test_a_captured_step_replays_beside_transfers():
         ids = np.arange(0, 48, dtype=np.int32)
         for step in range(30):
             moves = (
-                pools.device.onload(ids[:24], ids[:24], None),
-                pools.device.offload(ids[24:], ids[24:], None),
+                pools.device.copy(ONLOAD, ids[:24], ids[:24], None),
+                pools.device.copy(OFFLOAD, ids[24:], ids[24:], None),
             )
             for layer in range(4):
                 moves[0].stream_wait(layer, stream)  # gpu_wait_all, before the launch
@@ -52,7 +53,7 @@ def test_gpu_wait_during_capture_is_refused():
 
     with Pools(sizes=(4096,)) as pools:
         ids = np.arange(4, dtype=np.int32)
-        copy = pools.device.onload(ids, ids, None)
+        copy = pools.device.copy(ONLOAD, ids, ids, None)
         finish(copy)
         stream = cupy.cuda.Stream(non_blocking=True)
         with stream:

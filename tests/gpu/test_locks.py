@@ -9,6 +9,8 @@ import time
 import numpy as np
 import pytest
 
+from aiokv.plan import OFFLOAD, ONLOAD
+
 from .pools import Pools, finish
 
 SECONDS = float(os.environ.get("AIOKV_GPU_LOCK_SECONDS", "60"))
@@ -23,7 +25,7 @@ def test_no_deadlock_between_the_gil_and_the_driver():
     ends_at = time.monotonic() + SECONDS
     with Pools(sizes=(16384, 16384), layers=4) as pools:
         ids = np.arange(32, dtype=np.int32)
-        current = [pools.device.onload(ids, ids, None)]
+        current = [pools.device.copy(ONLOAD, ids, ids, None)]
 
         def repeat(name, work):
             try:
@@ -36,7 +38,10 @@ def test_no_deadlock_between_the_gil_and_the_driver():
                 errors.append(error)
 
         def copy(stream):
-            moves = (pools.device.onload(ids, ids, None), pools.device.offload(ids, ids, None))
+            moves = (
+                pools.device.copy(ONLOAD, ids, ids, None),
+                pools.device.copy(OFFLOAD, ids, ids, None),
+            )
             current[0] = moves[0]
             finish(*moves)
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from aiokv.errors import DeviceError
+from aiokv.plan import OFFLOAD, ONLOAD
 
 from .pools import Pools, finish
 
@@ -63,7 +64,7 @@ def test_an_offload_waits_for_the_step_that_writes(spin, waits):
             for tensor in pools.tensors[0]:
                 tensor[:8] = 77
         event = record(stream)
-        finish(pools.device.offload(IDS, IDS, event if waits else None))
+        finish(pools.device.copy(OFFLOAD, IDS, IDS, event if waits else None))
         saw_new = all(
             (pools.arena.blocks[:8, pools.window(0, layer)] == 77).all() for layer in range(2)
         )
@@ -84,7 +85,7 @@ def test_an_onload_waits_for_the_step_that_reads(spin, waits, path):
         with stream:
             out = pools.tensors[0][0][:8].copy()
         event = record(stream)
-        finish(pools.device.onload(IDS, IDS, event if waits else None))
+        finish(pools.device.copy(ONLOAD, IDS, IDS, event if waits else None))
         stream.synchronize()
         assert np.array_equal(out.get(), old) == waits
 
@@ -95,7 +96,7 @@ def test_gpu_wait_orders_and_does_not_block(spin):
         pools.device.wait_pinned()
         late, stream = new_stream(), new_stream()
         spin(late)
-        copy = pools.device.onload(IDS, IDS, record(late))
+        copy = pools.device.copy(ONLOAD, IDS, IDS, record(late))
         copy.stream_wait(0, stream)
         assert not copy.layer_events[0].done
         with stream:
@@ -113,7 +114,7 @@ def test_gpu_wait_blocks_until_the_layer_is_submitted():
     with Pools(sizes=(4096,), layers=2) as pools:
         engine = pools.device._engine
         engine.hold(onload, True)
-        copy = pools.device.onload(IDS, IDS, None)
+        copy = pools.device.copy(ONLOAD, IDS, IDS, None)
         stream, out, entered = new_stream(), [], threading.Event()
 
         def runner():
@@ -138,7 +139,7 @@ def test_gpu_wait_blocks_until_the_layer_is_submitted():
 def test_layers_arrive_in_order_and_tell_their_times():
     with Pools(sizes=(65536,), layers=8, device_blocks=128, host_blocks=128, timing=True) as pools:
         ids = np.arange(128, dtype=np.int32)
-        copy = pools.device.onload(ids, ids, None)
+        copy = pools.device.copy(ONLOAD, ids, ids, None)
         assert len(copy.layer_events) == 8
         finish(copy)
         times = copy.layer_seconds()
@@ -158,7 +159,7 @@ def test_a_failure_at_the_last_layer():
         ids = np.arange(40, dtype=np.int32)
         engine = pools.device._engine
         engine.fail_at(onload, 1, 1)
-        copy = pools.device.onload(ids, ids[::-1], None)
+        copy = pools.device.copy(ONLOAD, ids, ids[::-1], None)
         copy.layer_events[-1].synchronize()
         assert all(event.done for event in copy.layer_events)
         error = copy.error()
@@ -169,6 +170,6 @@ def test_a_failure_at_the_last_layer():
             copy.wait_submitted(1)
         assert caught.value.cuda_code == 1
         assert pools.device.failure is None  # the context is well
-        finish(pools.device.onload(ids, ids, None))
+        finish(pools.device.copy(ONLOAD, ids, ids, None))
         pools.expect("onload", ids, ids)
         pools.check()

@@ -301,9 +301,9 @@ def test_less_than_one_block_is_refused(field: str) -> None:
 def test_other_block_counts_must_be_meant() -> None:
     regions = Regions(num_layers=2)
     regions.add("k", layers=[np.zeros((4, 8))], layer_indices=[0])
-    with pytest.raises(LayoutError, match="6 blocks, the others have 4"):
+    with pytest.raises(LayoutError, match="6 blocks; the other tensors have 4"):
         regions.add("mtp", layers=[np.zeros((6, 8))], layer_indices=[1])
-    with pytest.raises(LayoutError, match="3 blocks, the others have 4"):
+    with pytest.raises(LayoutError, match="3 blocks; the other tensors have 4"):
         regions.add("mtp", layers=[np.zeros((3, 8))], layer_indices=[1], more_blocks=True)
     with pytest.raises(LayoutError, match="9 rows are no whole blocks of 2"):
         regions.add("mtp", layers=[np.zeros((9, 8))], layer_indices=[1], rows_per_block=2)

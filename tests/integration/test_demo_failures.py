@@ -12,6 +12,7 @@ from aiokv.demo.on_numpy.transformer import NumpyTransformer
 from aiokv.demo.runner import ModelRunner
 from aiokv.demo.serving import Server, ServingConfig
 from aiokv.demo.workload import ChatSizes, chat_workload
+from aiokv.plan import ONLOAD
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.device.cpu import CpuDevice
 
@@ -45,26 +46,27 @@ class LosingDevice(CpuDevice):
         super().__init__()
         self.onloads = 0
 
-    def onload(self, host_ids, device_ids, after):
-        self.onloads += 1
-        if self.onloads % 2:
-            return super().onload(host_ids, device_ids, after)
-        first_bad_block = len(host_ids) // 2
+    def copy(self, route, source_ids, target_ids, after):
+        self.onloads += route == ONLOAD
+        if route != ONLOAD or self.onloads % 2:
+            return super().copy(route, source_ids, target_ids, after)
+        first_bad_block = len(source_ids) // 2
         wrong = np.where(
-            np.arange(len(host_ids)) < first_bad_block, host_ids, (host_ids + 1) % HOST_BLOCKS
+            np.arange(len(source_ids)) < first_bad_block, source_ids, (source_ids + 1) % HOST_BLOCKS
         )
         return LosingCopy(
-            super().onload(wrong.astype(np.int32), device_ids, after), first_bad_block
+            super().copy(route, wrong.astype(np.int32), target_ids, after), first_bad_block
         )
 
 
 class SilentDevice(CpuDevice):
     """Onloads the last block of each transfer from another host block, and reports success."""
 
-    def onload(self, host_ids, device_ids, after):
-        wrong = host_ids.copy()
-        wrong[-1] = (wrong[-1] + 1) % HOST_BLOCKS
-        return super().onload(wrong, device_ids, after)
+    def copy(self, route, source_ids, target_ids, after):
+        source_ids = source_ids.copy()
+        if route == ONLOAD:
+            source_ids[-1] = (source_ids[-1] + 1) % HOST_BLOCKS
+        return super().copy(route, source_ids, target_ids, after)
 
 
 async def serve(model, workload, *, device_blocks, host_blocks, reuse, device=None, disconnect=0.0):

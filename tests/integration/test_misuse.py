@@ -29,6 +29,7 @@ from aiokv import (
 from aiokv.ranks import Rank, RankGroup
 from aiokv.testing import ManualDevice, spin
 from aiokv.worker.device.base import as_event
+from aiokv.worker.device.cpu import CpuDevice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -441,7 +442,7 @@ async def test_owners_of_resources_cannot_be_copied(way, tmp_path):
             lease,
             pin,
             engine,
-            engine._device,
+            CpuDevice(),
             RankGroup(1, path=tmp_path / "ranks"),
             Rank(tmp_path / "ranks", 0, Regions(num_layers=0)),
         ]

@@ -32,7 +32,7 @@ def test_a_copy_that_lies_is_found(monkeypatch, capsys):
 
 def test_a_checksum_that_nobody_compares_is_found(monkeypatch, capsys):
     """Negative control: spoilt host blocks are taken for good."""
-    monkeypatch.setattr(Checksums, "prove", lambda self, plan, failure: failure)
+    monkeypatch.setattr(Checksums, "verify", lambda self, plan, failure: failure)
     monkeypatch.setattr(soak, "POLICIES", ("write_through",))
     monkeypatch.setattr(soak, "VERIFY", ("checksum",))
     monkeypatch.setattr(Load, "acts", lambda load: [load.spoil])

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from aiokv.config import CacheConfig
 from aiokv.errors import LeaseError, UsageError
-from aiokv.plan import TransferPlan, TransferReport
+from aiokv.plan import ONLOAD, TransferPlan, TransferReport
 from aiokv.scheduler.manager import CacheManager
 from tests.models.prefix_cache import PrefixCacheModel
 
@@ -108,8 +108,10 @@ class CacheSimulation(RuleBasedStateMachine):
     def new_plan(self, plan: TransferPlan) -> None:
         transfer = self.model.transfers[plan.transfer_id]
         assert plan.transfer_id not in self.plans
-        assert plan.device_ids.tolist() == [b.device for b in transfer.blocks]
-        assert plan.host_ids.tolist() == [b.host for b in transfer.blocks]
+        sides = (plan.source_ids.tolist(), plan.target_ids.tolist())
+        host_ids, device_ids = sides if plan.route == ONLOAD else sides[::-1]
+        assert device_ids == [b.device for b in transfer.blocks]
+        assert host_ids == [b.host for b in transfer.blocks]
         assert plan.after_step == transfer.after_step
         self.plans[plan.transfer_id] = plan
 
@@ -123,9 +125,9 @@ class CacheSimulation(RuleBasedStateMachine):
         if count:
             plan = plans.pop(0)
             by_id = {block.device: block for block in candidates}
-            blocks = [by_id[device_id] for device_id in plan.device_ids.tolist()]
+            blocks = [by_id[device_id] for device_id in plan.source_ids.tolist()]
             assert len(blocks) == count
-            self.model.start_offload(plan.transfer_id, blocks, plan.host_ids.tolist())
+            self.model.start_offload(plan.transfer_id, blocks, plan.target_ids.tolist())
             self.new_plan(plan)
         evicted += known - len(self.model.idle("host"))  # by the model
         assert len(plans) <= 1
@@ -139,10 +141,10 @@ class CacheSimulation(RuleBasedStateMachine):
         self.saved_ahead(wanted, plan, self.core.statistics().evicted_host_blocks - evicted)
 
     def saved_ahead(self, wanted: int, plan: TransferPlan | None, evicted: int) -> None:
-        device_ids = [] if plan is None else plan.device_ids.tolist()
+        device_ids = [] if plan is None else plan.source_ids.tolist()
         blocks = self.model.adopt_save_ahead(wanted, self.reclaimed(), evicted, device_ids)
         if plan is not None:
-            self.model.start_offload(plan.transfer_id, blocks, plan.host_ids.tolist())
+            self.model.start_offload(plan.transfer_id, blocks, plan.target_ids.tolist())
             self.new_plan(plan)
 
     def reclaimed(self) -> list[Block]:
@@ -154,14 +156,14 @@ class CacheSimulation(RuleBasedStateMachine):
 
     def sources(self, plan: TransferPlan) -> list[Any]:
         if plan.direction == "onload":
-            return [self.host[i] for i in plan.host_ids.tolist()]
-        return [self.device[i] for i in plan.device_ids.tolist()]
+            return [self.host[i] for i in plan.source_ids.tolist()]
+        return [self.device[i] for i in plan.source_ids.tolist()]
 
     def write(self, plan: TransferPlan, contents: list[Any]) -> None:
         if plan.direction == "onload":
-            self.device.update(zip(plan.device_ids.tolist(), contents, strict=True))
+            self.device.update(zip(plan.target_ids.tolist(), contents, strict=True))
         else:
-            self.host.update(zip(plan.host_ids.tolist(), contents, strict=True))
+            self.host.update(zip(plan.target_ids.tolist(), contents, strict=True))
 
     @precondition(lambda self: set(self.plans) - set(self.submitted))
     @rule(which=pick)

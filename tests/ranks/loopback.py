@@ -185,15 +185,15 @@ class Ranked(Model):
 
     async def heard(self) -> None:
         """All ranks have reported something now."""
-        seats = self.group._roster.seats  # type: ignore[union-attr]
-        await run_until_idle(lambda: all(seat.progress_at == self.now for seat in seats))
+        ranks = self.group._membership.ranks  # type: ignore[union-attr]
+        await run_until_idle(lambda: all(state.progress_at == self.now for state in ranks))
 
     async def lose(self, rank: int) -> None:
         """A rank dies; another is there in its place, which has not connected yet."""
         shard = self.shards[rank]
-        seat = self.group._roster.seats[rank]  # type: ignore[union-attr]
+        state = self.group._membership.ranks[rank]  # type: ignore[union-attr]
         shard.worker._channel.cut("killed")
-        await run_until_idle(lambda: self.group.failure is not None and seat.channel is None)
+        await run_until_idle(lambda: self.group.failure is not None and state.channel is None)
         await shard.leave()
         shard.fresh()
 

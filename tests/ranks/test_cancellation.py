@@ -103,7 +103,7 @@ async def test_closing_cancelled_at_any_await_can_be_called_again(tmp_path):
             await ranked.engine.aclose()
             await asyncio.gather(*leaving)
             assert not ranked.group.path.exists()
-            assert not ranked.group.exchange
+            assert not ranked.group._transfers
         if not was_cancelled:
             break
         cancelled += 1
@@ -240,8 +240,10 @@ async def test_a_rank_cancelled_at_any_await_of_its_entry_leaves_nothing(tmp_pat
             if was_cancelled:
                 restarting.cancel()
                 await asyncio.wait((restarting,))
-                roster = ranked.group._roster
-                await run_until_idle(lambda r=roster: not r._strangers and not r.seats[1].channel)
+                membership = ranked.group._membership
+                await run_until_idle(
+                    lambda r=membership: not r._unauthenticated and not r.ranks[1].channel
+                )
                 ranked.shards[1].fresh()
                 await ranked.restart(1)
             else:

@@ -73,7 +73,7 @@ class Chaos:
 
     async def restart(self) -> None:
         """Whoever is away comes back with other bytes."""
-        lost = [s.rank for s in self.ranked.group._roster.seats if s.channel is None]
+        lost = [s.rank for s in self.ranked.group._membership.ranks if s.channel is None]
         for rank in lost:
             await self.ranked.shards[rank].leave()
             self.ranked.shards[rank].fresh()

@@ -1,4 +1,4 @@
-"""What is left of a group's life: closing among strangers and cancellations, and odd failures."""
+"""What is left of a group's life: closing among peers and cancellations, and odd failures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from aiokv.ranks.channel import Channel
 from aiokv.ranks.counters import Counters
 from aiokv.testing import run_until_idle, spin
 from tests.ranks.loopback import Ranked
-from tests.ranks.test_protocol import Stranger, regions_of
+from tests.ranks.test_protocol import Peer, regions_of
 
 A = [1, 2, 3, 4, 5, 6, 7]
 
@@ -26,13 +26,13 @@ A = [1, 2, 3, 4, 5, 6, 7]
 async def test_a_stranger_that_comes_while_the_group_closes_does_not_hold_it_up(tmp_path):
     async with Ranked(tmp_path) as ranked:
         closing = asyncio.create_task(ranked.engine.aclose())
-        await run_until_idle(lambda: ranked.group._roster.closing)
-        stranger = await Stranger().connect(ranked)
+        await run_until_idle(lambda: ranked.group._membership.closing)
+        peer = await Peer().connect(ranked)
         for shard in ranked.shards:
             await shard.leave()
         async with asyncio.timeout(2.0):
             await closing
-        await stranger.ended()
+        await peer.ended()
 
 
 @pytest.mark.asyncio
@@ -43,22 +43,22 @@ async def test_closing_may_be_cancelled_at_its_last_await(tmp_path):
         await lease.allocate(7)
         waiting = asyncio.create_task(lease.layers.wait_all())
         await ranked.copies()
-        roster = ranked.group._roster
+        membership = ranked.group._membership
         closing = asyncio.create_task(ranked.group.aclose())
-        await run_until_idle(lambda: roster.closing)
+        await run_until_idle(lambda: membership.closing)
         stuck = Channel(lambda frame: None, lambda reason: None)
-        roster._strangers[stuck] = None
+        membership._unauthenticated[stuck] = None
         for shard in ranked.shards:
             shard.worker._channel.cut("killed")
         await run_until_idle(lambda: not ranked.group.path.exists())
         closing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await closing
-        del roster._strangers[stuck]
+        del membership._unauthenticated[stuck]
         await ranked.group.aclose()
         with pytest.raises(TransferError):
             await waiting
-        assert not ranked.group.exchange
+        assert not ranked.group._transfers
         lease.release()
         for shard in ranked.shards:
             await shard.leave()

@@ -18,7 +18,7 @@ async def test_an_interrupted_outbox_says_all_in_the_next_pass() -> None:
     said: list[Any] = []
 
     def interrupt(message: object) -> None:
-        outbox._say = said.append
+        outbox._send = said.append
         raise KeyboardInterrupt
 
     outbox = Outbox(interrupt)
@@ -32,19 +32,19 @@ async def test_an_interrupted_outbox_says_all_in_the_next_pass() -> None:
 
 async def test_plans_of_an_interrupted_flush_leave_in_the_next_pass(tmp_path: Any) -> None:
     async with Ranked(tmp_path) as ranked:
-        exchange = ranked.engine.worker.exchange
-        flush = exchange._flush
+        broadcast = ranked.engine.worker._transfers
+        flush = broadcast._flush
 
         def interrupt() -> None:
-            exchange._flush = flush
+            broadcast._flush = flush
             raise KeyboardInterrupt
 
-        exchange._flush = interrupt
+        broadcast._flush = interrupt
         with pytest.raises(KeyboardInterrupt):
-            exchange.flush()
-        assert exchange._flush_scheduled
+            broadcast.flush()
+        assert broadcast._flush_scheduled
         await spin(2)
-        assert not exchange._flush_scheduled
+        assert not broadcast._flush_scheduled
 
 
 async def test_a_raised_priority_reaches_the_ranks(tmp_path: Any) -> None:
@@ -53,10 +53,10 @@ async def test_a_raised_priority_reaches_the_ranks(tmp_path: Any) -> None:
         for shard in ranked.shards:
             controller = shard.worker._controller
             controller.raise_priority = lambda number, priority: raised.append((number, priority))
-        exchange = ranked.engine.worker.exchange
-        exchange._transfers[77] = None  # under way, as far as this call looks
+        broadcast = ranked.engine.worker._transfers
+        broadcast._transfers[77] = None  # under way, as far as this call looks
         ranked.engine.worker.raise_priority(77, 0)
         ranked.engine.worker.raise_priority(78, 0)  # not under way
-        del exchange._transfers[77]
+        del broadcast._transfers[77]
         await run_until_idle(lambda: len(raised) == len(ranked.shards))
         assert set(raised) == {(77, 0)}

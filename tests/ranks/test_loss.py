@@ -223,7 +223,9 @@ async def test_nobody_waits_for_a_step_that_a_loss_leaves_open(tmp_path):
 async def test_silence_is_death(tmp_path):
     async with Ranked(tmp_path) as ranked:
         ranked.pass_time(PATIENT.silence - 1)
-        await run_until_idle(lambda: all(s.heard_at for s in ranked.group._roster.seats))  # Pong
+        await run_until_idle(
+            lambda: all(s.heard_at for s in ranked.group._membership.ranks)
+        )  # Pong
         ranked.pass_time(PATIENT.silence - 1)
         assert ranked.group.failure is None
         ranked.shards[1].worker._channel._transport.pause_reading()
@@ -247,16 +249,16 @@ async def test_a_manager_that_was_blocked_blames_nobody(tmp_path):
 async def test_a_manager_that_is_blocked_again_and_again_finds_a_silent_rank(tmp_path):
     async with Ranked(tmp_path) as ranked:
         blocked = 3 * PATIENT.heartbeat  # longer than any rank may be silent
-        seats = ranked.group._roster.seats
+        ranks = ranked.group._membership.ranks
         for _ in range(4):  # what ranks have said is read between two ticks
             ranked.pass_time(blocked)
-            await run_until_idle(lambda: not any(seat.unanswered for seat in seats))
+            await run_until_idle(lambda: not any(state.unanswered for state in ranks))
         assert ranked.group.failure is None
         ranked.shards[1].worker._channel._transport.pause_reading()
         for _ in range(3):
             assert ranked.group.failure is None
             ranked.pass_time(blocked)
-            await run_until_idle(lambda: not seats[0].unanswered)
+            await run_until_idle(lambda: not ranks[0].unanswered)
         assert ranked.group.failure.rank == 1
         assert "said nothing" in str(ranked.group.failure)
         await ranked.shards[1].leave()
@@ -312,7 +314,7 @@ async def test_a_step_that_still_runs_on_the_rank_that_is_left_is_waited_for(tmp
         ranked.engine.step()
         await ranked.lose(1)
         restarting = asyncio.create_task(ranked.restart(1))
-        await run_until_idle(lambda: ranked.group._roster.seats[1].ready)
+        await run_until_idle(lambda: ranked.group._membership.ranks[1].ready)
         await spin(50)
         assert not restarting.done()
         event.complete()
@@ -334,7 +336,7 @@ async def test_a_restart_that_fails_can_be_tried_again(tmp_path):
             ranked.engine.match(A)
         cancelled = asyncio.create_task(ranked.engine.restart_ranks())
         await spin(5)
-        with pytest.raises(UsageError, match="under way"):
+        with pytest.raises(UsageError, match="a restart is running already"):
             await ranked.engine.restart_ranks()
         cancelled.cancel()
         with pytest.raises(asyncio.CancelledError):

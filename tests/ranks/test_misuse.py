@@ -8,9 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aiokv import ConfigError, UsageError
+from aiokv import ClosedError, ConfigError, UsageError
+from aiokv.plan import ONLOAD, TransferPlan
 from aiokv.ranks import Rank, RankGroup, RankTimeouts
-from aiokv.ranks.seats import MAX_RANKS
+from aiokv.ranks.rank_state import MAX_RANKS
+from aiokv.worker.base import UNLIMITED_BLOCKS
+from aiokv.worker.lanes import IDLE
 from tests.ranks.loopback import Ranked
 from tests.ranks.test_protocol import regions_of
 
@@ -94,12 +97,21 @@ async def test_a_rank_before_async_with_says_so(tmp_path):
 
 
 @pytest.mark.asyncio
-async def test_a_group_before_its_engine_says_so():
+async def test_a_group_that_was_never_opened_has_initial_values_and_takes_no_plans():
     group = RankGroup(1, path="s")
-    for attribute in ("device_blocks", "layout", "num_layers", "exchange"):
-        with pytest.raises(UsageError, match="not open"):
-            getattr(group, attribute)
+    assert (group.layout, group.num_layers, group.device_blocks) == (None, 0, UNLIMITED_BLOCKS)
+    assert (group.failure, group.lost, group.silent_ranks, group.describe()) == (None, None, [], [])
+    assert group.statistics() == IDLE
+    assert group.group_statistics().generation == 0
+    plan = TransferPlan(transfer_id=1, route=ONLOAD, source_blocks=bytes(4), target_blocks=bytes(4))
+    with pytest.raises(ClosedError, match="transfer 1: the group of ranks is not open"):
+        group.submit(plan)
+    for verb in (group.sleep, group.wake_up):
+        with pytest.raises(UsageError, match="the group of ranks is not open"):
+            await verb(frozenset({"host"}))
     await group.aclose()
+    with pytest.raises(ClosedError, match="transfer 1: the group of ranks is closing"):
+        group.submit(plan)
 
 
 @pytest.mark.asyncio

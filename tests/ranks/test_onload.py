@@ -131,7 +131,7 @@ async def test_a_plan_that_one_rank_took_back_and_another_did_not_is_not_valid(t
         (transfer_id,) = lease.layers.transfer_ids
         first, second = await ranked.copies()
         # As if the cancellation had found the plan still queued on the first rank.
-        report = ranked.group.exchange._transfers[transfer_id]
+        report = ranked.group._transfers._transfers[transfer_id]
         report.end(0, TransferReport(transfer_id=transfer_id, outcome="cancelled"))
         lease.release()
         first.complete_all()

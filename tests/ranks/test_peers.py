@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from aiokv import RankLost
-from aiokv.ranks import Rank, roster
+from aiokv.ranks import Rank, membership
 from aiokv.ranks.channel import Channel, frame_of
 from aiokv.ranks.connection import MAX_HELLO_BYTES, Connection
 from aiokv.ranks.messages import (
@@ -27,7 +27,7 @@ from aiokv.ranks.messages import (
 )
 from aiokv.testing import run_until_idle, running_clock
 from tests.ranks.loopback import Ranked
-from tests.ranks.test_protocol import Stranger, regions_of
+from tests.ranks.test_protocol import Peer, regions_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,9 +63,9 @@ def connections() -> Iterator[list[Connection]]:
 async def test_a_frame_longer_than_a_hello_is_refused_by_its_length(tmp_path):
     async with Ranked(tmp_path) as ranked:
         with connections() as accepted:
-            stranger = await Stranger().connect(ranked)
-            stranger.channel.send(struct.pack("<I", MAX_HELLO_BYTES + 1))
-            await stranger.ended()
+            peer = await Peer().connect(ranked)
+            peer.channel.send(struct.pack("<I", MAX_HELLO_BYTES + 1))
+            await peer.ended()
         assert f"the limit is {MAX_HELLO_BYTES}" in accepted[0].channel._reason
 
 
@@ -73,12 +73,12 @@ async def test_a_frame_longer_than_a_hello_is_refused_by_its_length(tmp_path):
 async def test_a_connection_without_hello_holds_no_more_than_a_hello(tmp_path):
     async with Ranked(tmp_path) as ranked:
         with connections() as accepted:
-            stranger = await Stranger().connect(ranked)
-            stranger.channel.send(struct.pack("<I", MAX_HELLO_BYTES) + bytes(MAX_HELLO_BYTES - 1))
+            peer = await Peer().connect(ranked)
+            peer.channel.send(struct.pack("<I", MAX_HELLO_BYTES) + bytes(MAX_HELLO_BYTES - 1))
             await run_until_idle(lambda: accepted and accepted[0].channel._buffer != b"")
             assert len(accepted[0].channel._buffer) <= MAX_HELLO_BYTES + 4
-            stranger.channel.cut("enough")
-            await run_until_idle(lambda: ranked.group._roster._strangers == {})
+            peer.channel.cut("enough")
+            await run_until_idle(lambda: ranked.group._membership._unauthenticated == {})
 
 
 @pytest.mark.asyncio
@@ -86,9 +86,9 @@ async def test_no_other_message_is_decoded_before_hello(tmp_path, monkeypatch):
     async with Ranked(tmp_path) as ranked:
         decoded: list[bytes] = []
         monkeypatch.setattr("aiokv.ranks.connection.decode_from_rank", decoded.append)
-        stranger = await Stranger().connect(ranked)
-        stranger.channel.send(frame_of(encode(Ready(generation=1))) * 2)
-        await stranger.ended()
+        peer = await Peer().connect(ranked)
+        peer.channel.send(frame_of(encode(Ready(generation=1))) * 2)
+        await peer.ended()
         assert decoded == []
 
 
@@ -97,13 +97,13 @@ async def test_no_other_message_is_decoded_before_hello(tmp_path, monkeypatch):
 async def test_a_connection_that_says_no_hello_in_time_is_cut(tmp_path):
     async with Ranked(tmp_path) as ranked:
         with connections() as accepted:
-            stranger = await Stranger().connect(ranked)
-            stranger.channel.send(hello()[:-1])
+            peer = await Peer().connect(ranked)
+            peer.channel.send(hello()[:-1])
             await run_until_idle(lambda: accepted and accepted[0].channel._buffer != b"")
             await running_clock().advance(ranked.group.timeouts.hello - 1)
-            assert stranger.closed == []
+            assert peer.closed == []
             await running_clock().advance(1)
-            await stranger.ended()
+            await peer.ended()
         assert accepted[0].channel._reason == "no Hello within 10.0 s"
 
 
@@ -118,25 +118,25 @@ async def test_a_rank_that_said_hello_has_no_deadline_any_more(tmp_path):
 
 @pytest.mark.asyncio
 async def test_too_many_connections_without_hello_cut_the_oldest(tmp_path, monkeypatch):
-    monkeypatch.setattr(roster, "SPARE_CONNECTIONS", 3)
+    monkeypatch.setattr(membership, "SPARE_CONNECTIONS", 3)
     async with Ranked(tmp_path) as ranked:
         limit = ranked.group.num_ranks + 3
-        strangers = []
+        peers = []
         for _ in range(limit + 2):
-            strangers.append(await Stranger().connect(ranked))
-            await run_until_idle(lambda s=strangers: _seen(ranked, s) <= limit)
-        await strangers[0].ended()
-        await strangers[1].ended()
-        assert [bool(stranger.closed) for stranger in strangers] == [True] * 2 + [False] * limit
-        for stranger in strangers:
-            stranger.channel.cut("enough")
-        await run_until_idle(lambda: ranked.group._roster._strangers == {})
+            peers.append(await Peer().connect(ranked))
+            await run_until_idle(lambda s=peers: _seen(ranked, s) <= limit)
+        await peers[0].ended()
+        await peers[1].ended()
+        assert [bool(peer.closed) for peer in peers] == [True] * 2 + [False] * limit
+        for peer in peers:
+            peer.channel.cut("enough")
+        await run_until_idle(lambda: ranked.group._membership._unauthenticated == {})
 
 
-def _seen(ranked: Ranked, strangers: list[Stranger]) -> int:
+def _seen(ranked: Ranked, peers: list[Peer]) -> int:
     """How many are open on both sides."""
     return max(
-        len(ranked.group._roster._strangers), sum(not stranger.closed for stranger in strangers)
+        len(ranked.group._membership._unauthenticated), sum(not peer.closed for peer in peers)
     )
 
 
@@ -154,24 +154,24 @@ async def test_a_hello_with_absurd_sizes_is_refused(tmp_path):
 @pytest.mark.asyncio
 async def test_a_refused_connection_is_not_read_any_more(tmp_path, monkeypatch):
     asked = []
-    admit = roster.Roster.admit
+    admit = membership.Membership.admit
 
-    def counted(group: roster.Roster, channel: Channel, hello: Hello) -> Any:
+    def counted(group: membership.Membership, channel: Channel, hello: Hello) -> Any:
         asked.append(hello)
         return admit(group, channel, hello)
 
     async with Ranked(tmp_path) as ranked:
-        monkeypatch.setattr(roster.Roster, "admit", counted)
-        ranked.shards[1].worker._channel.cut("killed")  # its seat is free
-        await run_until_idle(lambda: ranked.group._roster.seats[1].channel is None)
+        monkeypatch.setattr(membership.Membership, "admit", counted)
+        ranked.shards[1].worker._channel.cut("killed")  # its rank is free
+        await run_until_idle(lambda: ranked.group._membership.ranks[1].channel is None)
         with connections() as accepted:
-            stranger = await Stranger().connect(ranked)
-            stranger.channel.send(hello(1, protocol=0) + hello(1) + bytes(100_000))
-            await stranger.ended()
-            await run_until_idle(lambda: ranked.group._roster._strangers == {})
-        assert len(asked) == len(stranger.heard) == 1
-        assert b"protocol 0" in stranger.heard[0]
-        assert ranked.group._roster.seats[1].channel is None
+            peer = await Peer().connect(ranked)
+            peer.channel.send(hello(1, protocol=0) + hello(1) + bytes(100_000))
+            await peer.ended()
+            await run_until_idle(lambda: ranked.group._membership._unauthenticated == {})
+        assert len(asked) == len(peer.heard) == 1
+        assert b"protocol 0" in peer.heard[0]
+        assert ranked.group._membership.ranks[1].channel is None
         assert accepted[0].channel._buffer == b""
         await ranked.shards[1].leave()
         ranked.shards[1].fresh()
@@ -222,17 +222,17 @@ async def test_a_closed_connection_is_freed_without_the_garbage_collector(tmp_pa
         gc.disable()
         try:
             with connections() as accepted:
-                stranger = await Stranger().connect(ranked)
+                peer = await Peer().connect(ranked)
                 await run_until_idle(lambda: accepted != [])
                 connection = weakref.ref(accepted[0])
                 channel = weakref.ref(accepted.pop().channel)
             if end == "hangs_up":
-                stranger.channel.send(hello()[:-1])
-                stranger.channel.close()
+                peer.channel.send(hello()[:-1])
+                peer.channel.close()
             else:
-                stranger.channel.send(DEEP if end == "garbage" else hello(protocol=0))
-            await stranger.ended()
-            await run_until_idle(lambda: ranked.group._roster._strangers == {})
+                peer.channel.send(DEEP if end == "garbage" else hello(protocol=0))
+            await peer.ended()
+            await run_until_idle(lambda: ranked.group._membership._unauthenticated == {})
             await run_until_idle(lambda: connection() is None)
             assert channel() is None or channel()._buffer == b""
             assert not gc.isenabled()
@@ -243,7 +243,7 @@ async def test_a_closed_connection_is_freed_without_the_garbage_collector(tmp_pa
 @pytest.mark.asyncio
 async def test_a_lost_rank_s_half_received_frame_is_freed_with_its_connection(tmp_path):
     async with Ranked(tmp_path) as ranked:
-        channel = ranked.group._roster.seats[1].channel
+        channel = ranked.group._membership.ranks[1].channel
         ranked.shards[1].worker._channel.send(struct.pack("<I", 1 << 20) + bytes(1 << 19))
         await run_until_idle(lambda: len(channel._buffer) > 1 << 18)
         await ranked.lose(1)
@@ -254,9 +254,9 @@ async def test_a_lost_rank_s_half_received_frame_is_freed_with_its_connection(tm
 @pytest.mark.asyncio
 async def test_a_channel_closed_before_it_is_connected_ends_then(tmp_path):
     async with Ranked(tmp_path) as ranked:
-        stranger = Stranger()
-        stranger.channel.close()
-        await stranger.connect(ranked)
-        await stranger.ended()
+        peer = Peer()
+        peer.channel.close()
+        await peer.connect(ranked)
+        await peer.ended()
         with pytest.raises(RankLost, match="rank 0 is here already"):
             await Rank(ranked.group.path, 0, regions_of(8, 8)).__aenter__()

@@ -123,7 +123,7 @@ async def test_a_process_that_is_killed_in_an_onload_comes_back(tmp_path, monkey
         lease = ranked.engine.match(A)
         await lease.allocate(7)
         waiting = asyncio.create_task(lease.layers.wait_all())
-        transfers = ranked.group.exchange._transfers
+        transfers = ranked.group._transfers._transfers
         await run_until_idle(lambda: [t.owing for t in transfers.values()] == [{1}], 10_000_000)
         os.kill(pids[1], signal.SIGKILL)
         with pytest.raises(TransferError, match="rank 1 is lost: it hung up") as caught:

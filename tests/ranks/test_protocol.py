@@ -21,7 +21,7 @@ from aiokv import (
     TransferError,
     UsageError,
 )
-from aiokv.plan import TransferPlan, TransferReport
+from aiokv.plan import ONLOAD, TransferPlan, TransferReport
 from aiokv.ranks import Rank, RankGroup, RankTimeouts
 from aiokv.ranks import channel as channels
 from aiokv.ranks.channel import MAX_FRAME_BYTES, Channel, ChannelError, frame_of
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 A = [1, 2, 3, 4, 5, 6, 7]
 BEGIN = Begin(generation=1, host_blocks=1, closed_step=0, asleep=[])
 PLAN = TransferPlan(
-    transfer_id=3, direction="onload", device_blocks=bytes(8), host_blocks=bytes(8), after_step=2
+    transfer_id=3, route=ONLOAD, source_blocks=bytes(8), target_blocks=bytes(8), after_step=2
 )
 
 
@@ -60,7 +60,7 @@ def regions_of(*widths: int, blocks: int = 8) -> Regions:
 
 
 def test_messages_survive_the_border():
-    batch = TransferBatch(generation=1, sequence=2, plans=[PLAN], cancels=[1, 2])
+    batch = TransferBatch(generation=1, plans=[PLAN], cancels=[1, 2])
     assert decode_from_manager(encode(batch)) == batch
     reports = Reports(
         generation=4,
@@ -112,7 +112,7 @@ def test_only_the_user_may_open_the_socket(tmp_path):
         channels.listen(tmp_path / "open" / "s")
 
 
-class Stranger:
+class Peer:
     """A raw connection to a group."""
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class Stranger:
         self.closed: list[str] = []
         self.channel = Channel(self.heard.append, self.closed.append)
 
-    async def connect(self, ranked: Ranked) -> Stranger:
+    async def connect(self, ranked: Ranked) -> Peer:
         loop = asyncio.get_running_loop()
         await loop.create_unix_connection(lambda: self.channel, str(ranked.group.path))
         return self
@@ -143,10 +143,10 @@ GARBAGE = {
 @pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE)
 async def test_garbage_cuts_its_own_connection_only(tmp_path, garbage):
     async with Ranked(tmp_path, new_device=None) as ranked:
-        stranger = await Stranger().connect(ranked)
-        stranger.channel.send(garbage)
-        await stranger.ended()
-        assert stranger.heard == []
+        peer = await Peer().connect(ranked)
+        peer.channel.send(garbage)
+        await peer.ended()
+        assert peer.heard == []
         assert await ranked.serve(A) == 0
         assert await ranked.serve(A) == 6
 
@@ -165,13 +165,13 @@ async def test_a_rank_that_talks_garbage_is_lost(tmp_path):
 @pytest.mark.asyncio
 async def test_frames_may_come_in_pieces(tmp_path):
     async with Ranked(tmp_path) as ranked:
-        stranger = await Stranger().connect(ranked)
+        peer = await Peer().connect(ranked)
         hello = frame_of(encode(Hello(protocol=0, rank=0, layout=layout_of(regions_of(8, 8)))))
         for byte in hello:
-            stranger.channel.send(bytes([byte]))
+            peer.channel.send(bytes([byte]))
             await spin()
-        await stranger.ended()
-        assert b"protocol 0, not 1" in stranger.heard[0]
+        await peer.ended()
+        assert b"protocol 0, not 2" in peer.heard[0]
 
 
 @pytest.mark.asyncio
@@ -227,7 +227,9 @@ async def test_a_rank_of_another_layout_is_refused(tmp_path, regions, why):
 async def _enter_after(ranked: Ranked, rank: int) -> None:
     """When the others are there."""
     group = ranked.group
-    await run_until_idle(lambda: group._roster is not None and group._roster.layout is not None)
+    await run_until_idle(
+        lambda: group._membership is not None and group._membership.layout is not None
+    )
     await ranked.shards[rank].worker.__aenter__()
 
 
@@ -286,8 +288,8 @@ async def _decisions(tmp_path, name: str) -> list[bytes]:
         prompts = [[seed] * 5 for seed in range(1, 6)]
         for tokens in prompts:
             await ranked.to_host(tokens)
-        send = ranked.group._roster.send
-        ranked.group._roster.send = lambda frame: (sent.append(frame), send(frame))[1]
+        send = ranked.group._membership.send
+        ranked.group._membership.send = lambda frame: (sent.append(frame), send(frame))[1]
         leases = [ranked.engine.match(tokens) for tokens in prompts]
         for lease in leases:
             await lease.allocate(5)
@@ -325,7 +327,7 @@ async def test_reports_of_an_earlier_generation_are_ignored(tmp_path):
         await ranked.copies()
         for shard in ranked.shards:
             done = TransferReport(transfer_id=transfer_id, outcome="done")
-            shard.worker._say(Reports(generation=0, arrived=[], ended=[done], finished_step=99))
+            shard.worker._send(Reports(generation=0, arrived=[], ended=[done], finished_step=99))
         stale = ranked.group.group_statistics
         await run_until_idle(lambda: stale().stale_reports == 2)
         assert not lease.layers.is_done

@@ -51,7 +51,7 @@ async def test_a_rank_that_dies_on_the_question_is_named(tmp_path):
         shard = ranked.shards[0]
         shard.worker._channel._transport.pause_reading()
         asking = asyncio.create_task(ranked.engine.sleep(["host"]))
-        await run_until_idle(lambda: ranked.group._questions._number == 1)
+        await run_until_idle(lambda: ranked.group._control._number == 1)
         await ranked.lose(0)
         with pytest.raises(RankLost, match="rank 0"):
             await asking

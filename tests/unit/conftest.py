@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import pytest
 
-from aiokv.plan import Priority, TransferPlan, TransferReport
+from aiokv.plan import OFFLOAD, ONLOAD, Priority, TransferPlan, TransferReport, id_bytes
 from aiokv.testing import ManualDevice, spin
 from aiokv.worker.controller import CacheController
 from aiokv.worker.poller import EventPoller
@@ -46,17 +46,11 @@ class Worker:
         self.reports: list[TransferReport] = []
         self.steps: list[tuple[int, BaseException | None]] = []
         self.on_report: Callable[[TransferReport], object] = lambda report: None
-        self.poller = EventPoller(asyncio.get_running_loop())
-        self.controller = CacheController(
-            regions=self.regions,
-            host_blocks=host_blocks,
-            device=device,
-            poller=self.poller,
-            on_report=self._take_report,
-            on_step=lambda step, error: self.steps.append((step, error)),
-        )
-        blocks = self.controller.memory.arena.blocks
-        blocks[:] = random.integers(0, 256, blocks.shape, np.uint8)
+        self.poller = EventPoller()
+        self.controller = CacheController(self.regions, device)
+        self._device_blocks = device_blocks
+        self._host_blocks = host_blocks
+        self._random = random
         self._ids = count(1)
 
     def _take_report(self, report: TransferReport) -> None:
@@ -64,6 +58,17 @@ class Worker:
         self.reports.append(report)
 
     async def __aenter__(self) -> Self:
+        self.poller.open(asyncio.get_running_loop())
+        await self.controller.open(
+            device_blocks=self._device_blocks,
+            host_blocks=self._host_blocks,
+            poller=self.poller,
+            on_report=self._take_report,
+            on_step=lambda step, error: self.steps.append((step, error)),
+            on_lost=lambda lost: None,
+        )
+        blocks = self.controller.memory.arena.blocks
+        blocks[:] = self._random.integers(0, 256, blocks.shape, np.uint8)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -85,9 +90,9 @@ class Worker:
     ) -> LayerDoneCounter:
         plan = TransferPlan(
             transfer_id=next(self._ids) if transfer_id is None else transfer_id,
-            direction=direction,
-            device_blocks=np.asarray(device_ids, np.int32).tobytes(),
-            host_blocks=np.asarray(host_ids, np.int32).tobytes(),
+            route=ONLOAD if direction == "onload" else OFFLOAD,
+            source_blocks=id_bytes(host_ids if direction == "onload" else device_ids),
+            target_blocks=id_bytes(device_ids if direction == "onload" else host_ids),
             priority=priority,
             after_step=after_step,
         )

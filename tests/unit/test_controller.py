@@ -13,7 +13,7 @@ from aiokv.plan import Priority, TransferReport
 from aiokv.testing import ManualDevice, ManualEvent, spin
 from aiokv.testing.manual import ManualStream
 from aiokv.worker import lanes
-from aiokv.worker.controller import SLOTS
+from aiokv.worker.controller import MAX_SUBMITTED
 
 if TYPE_CHECKING:
     from aiokv.worker.lanes import LaneStatistics
@@ -91,7 +91,7 @@ async def test_bad_plans_are_refused_and_change_nothing(
         assert (worker.reports, device.copies) == ([], [])
         assert same_bytes(worker.contents(), before)
         worker.submit("onload", [1], [1], transfer_id=1)
-        with pytest.raises(UsageError, match="transfer 1 is under way already"):
+        with pytest.raises(UsageError, match="transfer 1 is in flight already"):
             worker.submit("onload", [2], [2], transfer_id=1)
 
 
@@ -103,7 +103,7 @@ async def test_two_slots_a_direction_and_the_next_by_priority(new_worker: type[W
             worker.submit("onload", [i], [i], priority=Priority.BACKUP)
         worker.submit("onload", [5], [5], priority=Priority.DEMAND)
         worker.submit("offload", [6], [6])
-        assert len(device.onloads) == SLOTS == 2
+        assert len(device.onloads) == MAX_SUBMITTED == 2
         assert len(device.offloads) == 1
         statistics = worker.controller.statistics()
         assert (statistics.onload.queued, statistics.onload.submitted) == (3, 2)
@@ -300,7 +300,7 @@ async def test_a_failed_native_call_frees_its_place_in_the_device(
     """As many refusals as there are slots, and then some: the lane goes on."""
     device = ManualDevice()
     async with new_worker(device) as worker:
-        for i in range(SLOTS + 2):
+        for i in range(MAX_SUBMITTED + 2):
             device.refuse = DeviceError("no memory")
             counter = worker.submit("onload", [i], [i])
             with pytest.raises(TransferError, match="no memory"):
@@ -308,7 +308,11 @@ async def test_a_failed_native_call_frees_its_place_in_the_device(
             await worker.settle()
         assert set(outcomes(worker).values()) == {"failed"}
         statistics = worker.controller.statistics().onload
-        assert (statistics.submitted, statistics.queued, statistics.failed) == (0, 0, SLOTS + 2)
+        assert (statistics.submitted, statistics.queued, statistics.failed) == (
+            0,
+            0,
+            MAX_SUBMITTED + 2,
+        )
         worker.submit("onload", [1], [1])
         assert len(device.onloads) == 1
 
@@ -406,6 +410,7 @@ async def test_a_plan_after_a_closed_step_waits_for_its_event_only_while_that_ru
         worker.controller.close_step(3, event)
         worker.submit("onload", [1], [1], after_step=2)
         event.complete()
+        await worker.settle()
         worker.submit("onload", [2], [2], after_step=3)
         assert [copy.after for copy in device.onloads] == [event, None]
 

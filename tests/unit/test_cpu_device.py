@@ -12,6 +12,7 @@ import pytest
 
 from aiokv import _native
 from aiokv.errors import LayoutError, UsageError
+from aiokv.plan import OFFLOAD, ONLOAD
 from aiokv.testing import ManualEvent, run_until_idle
 from aiokv.worker.arena import HostArena
 from aiokv.worker.device.cpu import CpuDevice, CpuEvent, CpuStream
@@ -201,7 +202,10 @@ def test_one_event_a_layer_one_for_an_offload(
 ) -> None:
     """B8.8: streams of the two directions are different ones."""
     device, _, _ = attached
-    onload, offload = device.onload(ids(1), ids(2), None), device.offload(ids(3), ids(4), None)
+    onload, offload = (
+        device.copy(ONLOAD, ids(1), ids(2), None),
+        device.copy(OFFLOAD, ids(4), ids(3), None),
+    )
     assert len(set(map(id, onload.layer_events))) == 2
     assert len(set(map(id, offload.layer_events))) == 1
     assert len(offload.layer_events) == 2
@@ -218,7 +222,7 @@ def test_a_failed_step_fails_the_copy_behind_it(
     device, _, arena = attached
     step = CpuEvent()
     step.begin()
-    copy = device.offload(ids(1), ids(2), step)
+    copy = device.copy(OFFLOAD, ids(2), ids(1), step)
     step.finish("the model raised")
     copy.layer_events[0].synchronize()
     error = copy.error()
@@ -237,7 +241,7 @@ def test_memory_outlives_a_device_that_is_dropped_while_it_copies() -> None:
     device.attach(regions, arena)
     gate = CpuEvent()
     gate.begin()
-    copy = device.onload(ids(0, 1, 2, 3), ids(3, 2, 1, 0), gate)
+    copy = device.copy(ONLOAD, ids(0, 1, 2, 3), ids(3, 2, 1, 0), gate)
     del device, regions, arena
     assert copy.layer_events[0].done  # the streams were aborted and joined
     assert copy.error() is not None
@@ -247,11 +251,11 @@ def test_memory_outlives_a_device_that_is_dropped_while_it_copies() -> None:
 def test_attach_first_and_only_plain_memory() -> None:
     device = CpuDevice()
     with pytest.raises(UsageError, match="attach"):
-        device.onload(ids(1), ids(1), None)
+        device.copy(ONLOAD, ids(1), ids(1), None)
     interface = {"shape": (4, 8), "typestr": "|u1", "data": (4096, False), "version": 3}
     regions = Regions(num_layers=1)
     regions.add("k", layers=[SimpleNamespace(__cuda_array_interface__=interface)])
-    with pytest.raises(LayoutError, match="cannot copy tensors on cuda"):
+    with pytest.raises(LayoutError, match="the tensors are on cuda; the cpu device"):
         device.attach(regions, HostArena(num_blocks=1, block_bytes=64))
     device.close()
 

@@ -103,7 +103,7 @@ async def test_a_group_of_ranks_serves_one_engine(tmp_path: Path) -> None:
     serving = asyncio.create_task(serve())
     config = CacheConfig(device_blocks=4, host_blocks=4, block_tokens=2)
     async with CacheEngine(config, ranks=group) as engine:
-        with pytest.raises(UsageError, match="a RankGroup serves one engine"):
+        with pytest.raises(UsageError, match="opened already; it serves one engine"):
             await CacheEngine(config, ranks=group).__aenter__()
         (await engine.match([1, 2, 3]).allocate(3)).release()
     await serving

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.asyncio
 
 
+def opened_poller(loop: asyncio.AbstractEventLoop) -> EventPoller:
+    poller = EventPoller()
+    poller.open(loop)
+    return poller
+
+
 class Countdown:
     """Done at the n-th query, as a device that works while it is asked."""
 
@@ -63,7 +69,7 @@ async def closed(poller: EventPoller) -> None:
 
 async def test_nothing_is_scheduled_while_nothing_is_pending() -> None:
     loop = CountingLoop(asyncio.get_running_loop())
-    poller = EventPoller(loop)  # type: ignore[arg-type]
+    poller = opened_poller(loop)  # type: ignore[arg-type]
     assert poller.idle
     await spin(3)
     assert loop.calls == 0
@@ -79,7 +85,7 @@ async def test_nothing_is_scheduled_while_nothing_is_pending() -> None:
 
 async def test_a_done_event_is_not_even_watched() -> None:
     loop = CountingLoop(asyncio.get_running_loop())
-    poller = EventPoller(loop)  # type: ignore[arg-type]
+    poller = opened_poller(loop)  # type: ignore[arg-type]
     await poller.wait(Countdown(1))
     assert loop.calls == 0
     assert poller.statistics().queries == 0
@@ -87,7 +93,7 @@ async def test_a_done_event_is_not_even_watched() -> None:
 
 
 async def test_only_the_head_of_each_stream_is_asked() -> None:
-    poller = EventPoller(asyncio.get_running_loop())
+    poller = opened_poller(asyncio.get_running_loop())
     heads, tails, seen = [ManualEvent(), ManualEvent()], [ManualEvent(), ManualEvent()], []
     for key in (0, 1):
         poller.watch(heads[key], key, into(seen, f"head{key}"))
@@ -110,7 +116,7 @@ async def test_only_the_head_of_each_stream_is_asked() -> None:
 
 
 async def test_callbacks_never_run_inside_watch() -> None:
-    poller = EventPoller(asyncio.get_running_loop())
+    poller = opened_poller(asyncio.get_running_loop())
     seen: list[Any] = []
     poller.watch(Countdown(1), "s", into(seen))
     assert seen == []
@@ -120,7 +126,7 @@ async def test_callbacks_never_run_inside_watch() -> None:
 
 
 async def test_a_callback_may_watch_the_next_event() -> None:
-    poller = EventPoller(asyncio.get_running_loop())
+    poller = opened_poller(asyncio.get_running_loop())
     seen: list[int] = []
 
     def again(error: BaseException | None) -> None:
@@ -136,7 +142,7 @@ async def test_a_callback_may_watch_the_next_event() -> None:
 
 
 async def test_no_query_long_before_the_expected_end() -> None:
-    poller = EventPoller(asyncio.get_running_loop())
+    poller = opened_poller(asyncio.get_running_loop())
     event = Countdown(3)  # wait() itself asks once
     started = time.monotonic()
     await poller.wait(event, work_seconds=0.0015)
@@ -145,7 +151,7 @@ async def test_no_query_long_before_the_expected_end() -> None:
 
 
 async def test_a_wrong_expectation_costs_latency_only() -> None:
-    poller = EventPoller(asyncio.get_running_loop())
+    poller = opened_poller(asyncio.get_running_loop())
     event = Countdown(4)
     started = time.monotonic()
     await poller.wait(event, work_seconds=3600.0)
@@ -162,7 +168,7 @@ def poll_now(poller: EventPoller, key: str) -> None:
 
 
 async def test_the_next_expectation_starts_where_an_end_was_seen() -> None:
-    poller = EventPoller(asyncio.get_running_loop())
+    poller = opened_poller(asyncio.get_running_loop())
     first, second, seen = ManualEvent(), ManualEvent(), []
     poller.watch(first, "s", into(seen, "first"), work_seconds=60.0)
     poller.watch(second, "s", into(seen, "second"), work_seconds=60.0)
@@ -176,7 +182,7 @@ async def test_the_next_expectation_starts_where_an_end_was_seen() -> None:
 
 
 async def test_the_lead_grows_by_an_end_slept_over_and_shrinks_by_one_seen() -> None:
-    poller = EventPoller(asyncio.get_running_loop())
+    poller = opened_poller(asyncio.get_running_loop())
     first, second, seen = Countdown(1), Countdown(2), []
     poller.watch(first, "s", into(seen, "first"), work_seconds=60.0)
     poller.watch(second, "s", into(seen, "second"), work_seconds=60.0)
@@ -193,7 +199,7 @@ async def test_the_lead_grows_by_an_end_slept_over_and_shrinks_by_one_seen() -> 
 
 
 async def test_work_that_nobody_waits_for_any_more_still_takes_its_time() -> None:
-    poller = EventPoller(asyncio.get_running_loop())
+    poller = opened_poller(asyncio.get_running_loop())
     seen: list[Any] = []
     watches = [poller.watch(ManualEvent(), "s", into(seen), work_seconds=60.0) for _ in range(3)]
     begin = poller._streams["s"].ends_at - 60.0
@@ -206,7 +212,7 @@ async def test_work_that_nobody_waits_for_any_more_still_takes_its_time() -> Non
 
 
 async def test_a_nearer_expectation_rearms_the_timer(monkeypatch: Any) -> None:
-    poller = EventPoller(asyncio.get_running_loop())
+    poller = opened_poller(asyncio.get_running_loop())
     seen: list[str] = []
     with monkeypatch.context() as patch:
         patch.setattr(poller_module, "time", SteppedClock())
@@ -231,7 +237,7 @@ async def test_an_overdue_event_is_asked_less_and_less_often() -> None:
 
 
 async def test_an_event_that_takes_longer_than_the_budget_still_arrives() -> None:
-    poller = EventPoller(asyncio.get_running_loop())
+    poller = opened_poller(asyncio.get_running_loop())
     event = ManualEvent()
     asyncio.get_running_loop().call_later(0.01, event.complete)
     await poller.wait(event)
@@ -242,7 +248,7 @@ async def test_an_event_that_takes_longer_than_the_budget_still_arrives() -> Non
 
 
 async def test_cancelling_a_waiter_detaches_it_and_stops_the_polling() -> None:
-    poller = EventPoller(asyncio.get_running_loop())
+    poller = opened_poller(asyncio.get_running_loop())
     event = ManualEvent()
     task = asyncio.create_task(poller.wait(event))
     await spin(3)
@@ -257,7 +263,7 @@ async def test_cancelling_a_waiter_detaches_it_and_stops_the_polling() -> None:
 
 
 async def test_a_cancelled_watch_in_the_middle_does_not_hold_up_the_stream() -> None:
-    poller = EventPoller(asyncio.get_running_loop())
+    poller = opened_poller(asyncio.get_running_loop())
     events, seen = [ManualEvent() for _ in range(3)], []
     watches = [poller.watch(event, "s", into(seen, i)) for i, event in enumerate(events)]
     watches[1].cancel()
@@ -273,7 +279,7 @@ async def test_a_cancelled_watch_in_the_middle_does_not_hold_up_the_stream() -> 
 
 async def test_waiter_cancelled_in_the_pass_that_finishes_the_event() -> None:
     """I7: the hand-off and the cancellation meet in one loop pass."""
-    poller = EventPoller(asyncio.get_running_loop())
+    poller = opened_poller(asyncio.get_running_loop())
     event = ManualEvent()
     task = asyncio.create_task(poller.wait(event))
     await spin(2)
@@ -288,7 +294,7 @@ async def test_waiter_cancelled_in_the_pass_that_finishes_the_event() -> None:
 async def test_a_raising_callback_is_reported_and_the_others_run(
     loop_errors: list[dict[str, Any]],
 ) -> None:
-    poller = EventPoller(asyncio.get_running_loop())
+    poller = opened_poller(asyncio.get_running_loop())
     seen: list[str] = []
 
     def broken(error: BaseException | None) -> None:
@@ -307,7 +313,7 @@ async def test_a_raising_callback_is_reported_and_the_others_run(
 
 async def test_a_query_that_raises_ends_the_wait_with_a_device_error() -> None:
     """B7.7, C3.13: a broken device is told to whoever waits."""
-    poller = EventPoller(asyncio.get_running_loop())
+    poller = opened_poller(asyncio.get_running_loop())
     event = ManualEvent()
     task = asyncio.create_task(poller.wait(event))
     await spin(2)
@@ -318,7 +324,7 @@ async def test_a_query_that_raises_ends_the_wait_with_a_device_error() -> None:
 
 
 async def test_close_tells_the_waiters_and_refuses_new_ones() -> None:
-    poller = EventPoller(asyncio.get_running_loop())
+    poller = opened_poller(asyncio.get_running_loop())
     seen: list[Any] = []
     poller.watch(ManualEvent(), "s", into(seen))
     task = asyncio.create_task(poller.wait(ManualEvent()))
@@ -334,7 +340,7 @@ async def test_close_tells_the_waiters_and_refuses_new_ones() -> None:
 
 
 async def test_statistics_tell_latency_and_share() -> None:
-    poller = EventPoller(asyncio.get_running_loop())
+    poller = opened_poller(asyncio.get_running_loop())
     assert poller.statistics().cpu_share == 0.0
     for _ in range(10):
         await poller.wait(Countdown(4))
@@ -348,7 +354,7 @@ async def test_statistics_tell_latency_and_share() -> None:
 
 async def test_a_pass_that_the_loop_forgot_is_made_up_for() -> None:
     """An interrupt inside the loop drops the callback that it was about to call."""
-    poller = EventPoller(asyncio.get_running_loop())
+    poller = opened_poller(asyncio.get_running_loop())
     seen: list[str] = []
     for times in (1, 2):
         poller.watch(Countdown(2), "s", into(seen, "watch"))
@@ -363,7 +369,7 @@ async def test_a_pass_that_the_loop_forgot_is_made_up_for() -> None:
 
 
 async def test_after_an_interrupt_the_rest_of_soon_comes_in_the_next_pass() -> None:
-    poller = EventPoller(asyncio.get_running_loop())
+    poller = opened_poller(asyncio.get_running_loop())
     interrupts, seen = Interrupts(), []
     poller.soon(interrupts)
     poller.soon(lambda: seen.append("behind"))
@@ -376,7 +382,7 @@ async def test_after_an_interrupt_the_rest_of_soon_comes_in_the_next_pass() -> N
 
 
 async def test_the_timer_stops_when_nothing_is_pending() -> None:
-    poller = EventPoller(asyncio.get_running_loop())
+    poller = opened_poller(asyncio.get_running_loop())
     poller.soon(lambda: None)
     assert poller._timer_on
     await run_until_idle(lambda: not poller._timer_on)
@@ -397,7 +403,7 @@ class Interrupts:
 
 
 async def test_an_interrupted_callback_is_called_again_and_the_others_once() -> None:
-    poller = EventPoller(asyncio.get_running_loop())
+    poller = opened_poller(asyncio.get_running_loop())
     interrupts, seen = Interrupts(), []
     poller.watch(Countdown(1), "a", interrupts)
     poller.watch(Countdown(1), "a", into(seen, "behind"))
@@ -412,7 +418,7 @@ async def test_an_interrupted_callback_is_called_again_and_the_others_once() -> 
 
 
 async def test_an_interrupted_action_is_done_again_soon() -> None:
-    poller = EventPoller(asyncio.get_running_loop())
+    poller = opened_poller(asyncio.get_running_loop())
     interrupts, fails = Interrupts(), []
 
     def fail() -> None:
@@ -429,7 +435,7 @@ async def test_an_interrupted_action_is_done_again_soon() -> None:
 
 
 async def test_an_interrupted_close_is_completed_by_the_next() -> None:
-    poller = EventPoller(asyncio.get_running_loop())
+    poller = opened_poller(asyncio.get_running_loop())
     interrupts, seen = Interrupts(), []
     poller.watch(ManualEvent(), "a", interrupts)
     poller.watch(ManualEvent(), "b", into(seen))
@@ -455,7 +461,7 @@ class SteppedClock:
 async def test_busy_seconds_leave_out_what_callbacks_take(monkeypatch: Any) -> None:
     clock = SteppedClock()
     monkeypatch.setattr(poller_module, "time", clock)
-    poller = EventPoller(asyncio.get_running_loop())
+    poller = opened_poller(asyncio.get_running_loop())
     event = ManualEvent()
 
     def takes_long(error: BaseException | None) -> None:
@@ -473,7 +479,7 @@ async def test_busy_seconds_leave_out_what_callbacks_take(monkeypatch: Any) -> N
 
 async def test_a_poller_that_a_callback_closes_schedules_no_further_pass() -> None:
     loop = CountingLoop(asyncio.get_running_loop())
-    poller = EventPoller(loop)  # type: ignore[arg-type]
+    poller = opened_poller(loop)  # type: ignore[arg-type]
     first, second = ManualEvent(), ManualEvent()
     calls: list[int] = []
     errors: list[Any] = []

@@ -30,6 +30,7 @@ from aiokv import (
 )
 from aiokv.ranks import RankGroup, RankTimeouts
 from aiokv.testing import ManualDevice
+from aiokv.worker.device.names import named_device
 
 PUBLIC = {name: getattr(module, name) for module in (aiokv, aiokv.ranks) for name in module.__all__}
 RECORDS = [
@@ -161,8 +162,8 @@ def test_devices_are_made_by_name(monkeypatch):
         lambda ordinal: made.append(ordinal) or ManualDevice(),
     )
     config = CacheConfig(device_blocks=8)
-    assert isinstance(CacheEngine(config)._device, CpuDevice)
-    assert isinstance(CacheEngine(config, device="cpu")._device, CpuDevice)
+    assert isinstance(named_device(None), CpuDevice)
+    assert isinstance(named_device("cpu"), CpuDevice)
     for name in ("cuda", "cuda:0", "cuda:12"):
         CacheEngine(config, Regions(num_layers=1), name)
     assert made == [None, 0, 12]

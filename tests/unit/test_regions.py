@@ -69,7 +69,7 @@ def test_blocks_may_be_any_distance_apart() -> None:
     [
         (zeros(4, 8, 6).transpose(0, 2, 1), r"axis 1 of shape \(4, 6, 8\) has a stride of 1"),
         (zeros(4, 8)[:, ::2], "axis 1"),
-        (zeros(4, 8)[::-1], "8 bytes lie -8 bytes apart"),
+        (zeros(4, 8)[::-1], "8 bytes are -8 bytes apart"),
         (np.lib.stride_tricks.as_strided(zeros(64), (4, 8), (4, 1)), "4 bytes apart and overlap"),
         (zeros(0, 8), "no blocks"),
         (np.zeros(()), "no blocks"),
@@ -96,9 +96,9 @@ def test_numbers_that_contradict_each_other_are_refused() -> None:
     regions = Regions(num_layers=2)
     with pytest.raises(LayoutError, match="1 tensors for 2 layers"):
         regions.add("k", layers=[zeros(4, 8)])
-    with pytest.raises(LayoutError, match="5 blocks, the others have 4"):
+    with pytest.raises(LayoutError, match="5 blocks; the other tensors have 4"):
         regions.add("k", layers=[zeros(4, 8), zeros(5, 8)])
-    with pytest.raises(LayoutError, match="not distinct layers of 2"):
+    with pytest.raises(LayoutError, match="must be distinct and in"):
         regions.add("k", layers=[zeros(4, 8)] * 2, layer_indices=[0, 2])
     assert regions.block_bytes == 0
     regions.add("k", layers=[zeros(4, 8)] * 2)
@@ -112,9 +112,11 @@ def test_numbers_that_contradict_each_other_are_refused() -> None:
 def test_state_tensors_of_other_numbers_of_slots_are_refused() -> None:
     regions = Regions(num_layers=2)
     regions.add_state("conv", layers=[zeros(4, 8)] * 2)
-    with pytest.raises(LayoutError, match="layer 1: 5 slots, the others have 4"):
+    with pytest.raises(
+        LayoutError, match="layer 1 has 5 state slots; the other state tensors have 4"
+    ):
         regions.add_state("ssm", layers=[zeros(4, 8), zeros(5, 8)])
-    with pytest.raises(LayoutError, match="layer 0: 3 slots, the others have 4"):
+    with pytest.raises(LayoutError, match="layer 0 has 3 state slots; the other state tensors have 4"):
         regions.add_state("ssm", layers=[zeros(3, 8)] * 2)
     assert regions.names == ("conv",)
     regions.add_state("ssm", layers=[zeros(4, 16)], layer_indices=[1])

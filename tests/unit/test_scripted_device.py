@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from aiokv.testing import End, ScriptedDevice, run_until_idle, running_clock, spin
-from aiokv.testing.flaky import GARBAGE
+from aiokv.testing.manual import GARBAGE
 
 if TYPE_CHECKING:
     from tests.unit.conftest import Worker

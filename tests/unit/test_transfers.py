@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from aiokv.errors import UsageError
-from aiokv.plan import Priority, TransferPlan
+from aiokv.plan import ONLOAD, Priority, TransferPlan
 from aiokv.testing import ManualEvent
 from aiokv.worker.transfers import StepGate, Transfer, TransferQueue
 
@@ -15,9 +15,9 @@ from aiokv.worker.transfers import StepGate, Transfer, TransferQueue
 def transfer(number: int, priority: int = Priority.DEMAND, after_step: int = 0) -> Transfer:
     plan = TransferPlan(
         transfer_id=number,
-        direction="onload",
-        device_blocks=b"",
-        host_blocks=b"",
+        route=ONLOAD,
+        target_blocks=b"",
+        source_blocks=b"",
         priority=priority,
         after_step=after_step,
     )
@@ -120,9 +120,11 @@ def test_the_event_of_a_step_is_the_first_one_not_before_it() -> None:
     assert gate.event_for(2) is two
     assert gate.event_for(3) is None
     assert gate.event_for(4) is four
-    two.complete()
+    gate.finish(2)
     assert gate.event_for(2) is None
-    four.complete()
+    assert gate.event_for(3) is None
+    assert gate.event_for(4) is four
+    gate.finish(4)
     gate.close(5, None)
     assert len(gate._events) == 0
     assert gate.event_for(5) is None

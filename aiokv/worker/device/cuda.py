@@ -197,7 +197,7 @@ class CudaDevice(Unique):
         """
         if regions.devices != {"cuda"} or regions.num_blocks is None:
             raise LayoutError(f"{self.name} needs tensors on it, got {set(regions.devices)}")
-        for piece in (*regions.pieces(), *regions.state_pieces):
+        for piece in regions.all_pieces():
             self._check_device(piece.pointer, f"region {piece.region!r}, layer {piece.layer}")
         with self._cupy.cuda.Device(self.ordinal):
             self._streams = tuple(

@@ -10,7 +10,6 @@ _STREAM_ATTRIBUTES: Final = ("ptr", "cuda_stream", "handle")  # CuPy; PyTorch an
 _STREAM_WRAPPERS: Final = ("stream_base", "stream")  # paddle.device.Stream
 _EVENT_ATTRIBUTES: Final = ("ptr", "cuda_event", "handle")
 _EVENT_WRAPPERS: Final = ("event_base", "event")  # paddle.device.Event
-_DEFAULT_STREAMS: Final = (0, 1, 2)  # null, legacy, per thread
 
 
 def stream_handle(stream: Any) -> int:
@@ -40,10 +39,6 @@ def event_handle(event: Any) -> int:
             hint="record it on the compute stream before the step is closed",
         )
     return handle
-
-
-def is_default_stream(handle: int) -> bool:
-    return handle in _DEFAULT_STREAMS
 
 
 def _handle(thing: Any, attributes: tuple[str, ...], wrappers: tuple[str, ...], what: str) -> int:

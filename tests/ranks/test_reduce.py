@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from aiokv import TransferError
-from aiokv.plan import TransferPlan, TransferReport
-from aiokv.ranks.fold import RankTransfer
+from aiokv.plan import ONLOAD, TransferPlan, TransferReport
 from aiokv.ranks.messages import Reports
+from aiokv.ranks.reduce import GroupTransfer
 from aiokv.testing import run_until_idle
 from aiokv.worker.layers import LayerDoneCounter
 from tests.ranks.loopback import Ranked
 
 A = [1, 2, 3, 4, 5, 6, 7]
 BLOCKS = np.arange(4, dtype="<i4").tobytes()
-PLAN = TransferPlan(transfer_id=1, direction="onload", device_blocks=BLOCKS, host_blocks=BLOCKS)
+PLAN = TransferPlan(transfer_id=1, route=ONLOAD, source_blocks=BLOCKS, target_blocks=BLOCKS)
 
 
 def failed(first_bad_block: int) -> TransferReport:
@@ -33,7 +33,7 @@ def failed(first_bad_block: int) -> TransferReport:
 )
 async def test_a_failure_at_no_block_of_the_plan_proves_no_block(said, believed):
     counter = LayerDoneCounter(2, transfer_id=1, direction="onload")
-    transfer = RankTransfer(PLAN, counter, num_ranks=2, num_bytes=1, since=0.0)
+    transfer = GroupTransfer(PLAN, counter, num_ranks=2, num_bytes=1, since=0.0)
     assert not transfer.end(0, TransferReport(transfer_id=1, outcome="done"))
     assert transfer.end(1, failed(said))
     report = transfer.report()
@@ -56,11 +56,11 @@ async def test_a_lease_keeps_no_block_of_a_rank_that_fails_without_saying_where(
         report = TransferReport(
             transfer_id=transfer_id, outcome="failed", first_bad_block=said, reason="somewhere"
         )
-        seat = ranked.group._roster.seats[1]
-        seats = Reports(generation=1, arrived=[], ended=[report], finished_step=0)
+        state = ranked.group._membership.ranks[1]
+        ranks = Reports(generation=1, arrived=[], ended=[report], finished_step=0)
         waiting = asyncio.create_task(lease.layers.wait_all())
-        await run_until_idle(lambda: ranked.group.exchange._transfers[transfer_id].owing == {1})
-        ranked.group._roster.on_message(seat, seats)
+        await run_until_idle(lambda: ranked.group._transfers._transfers[transfer_id].owing == {1})
+        ranked.group._membership.on_message(state, ranks)
         with pytest.raises(TransferError, match="rank 1: somewhere"):
             await waiting
         assert lease.recompute_from() == lease.cached_tokens == good_tokens
