@@ -457,7 +457,7 @@ class Lease(Unique):
         """
         if self._read.lost and self._id in self._read.lost:
             raise LeaseError(
-                f"{self!r} has lost its blocks: {self._leases.failure_text()}",
+                f"{self!r} has lost its blocks: {self._read.lost[self._id]}",
                 hint="resume() allocates anew, when engine.restart_ranks() has returned",
             )
         return self.live_id()

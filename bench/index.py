@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aiokv import CacheConfig, CacheEngine
-from aiokv.scheduler.manager import CacheManager
+from aiokv.scheduler.plans import new_core
 from aiokv.trace.loops import plain_loop
 from aiokv.trace.replay import ReplayOptions, load_workload, replay, workload_of
 from aiokv.trace.synthetic import generate_trace
@@ -85,7 +85,7 @@ def _native_seconds(workload: Workload, device_blocks: int, policy: EvictionPoli
     config = CacheConfig(
         block_tokens=BLOCK_TOKENS, device_blocks=device_blocks, eviction_policy=policy
     )
-    core = CacheManager(config).core
+    core = new_core(config)
     started = time.thread_time()
     for tokens in workload.prompts:
         n = len(tokens)

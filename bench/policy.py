@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from aiokv import CacheConfig
-from aiokv.scheduler.manager import CacheManager
+from aiokv.scheduler.plans import new_core
 from aiokv.trace.format import HASH_BLOCK_TOKENS, TraceRequest, expand_tokens, read_trace
 from aiokv.trace.min_oracle import min_hit_tokens
 from aiokv.trace.synthetic import generate_trace
@@ -84,13 +84,13 @@ def hit_tokens(
     block_tokens: int = BLOCK_TOKENS,
 ) -> int:
     """Of one prompt after the other, in a cache of ``capacity_blocks`` blocks of 512 tokens."""
-    core = CacheManager(
+    core = new_core(
         CacheConfig(
             block_tokens=block_tokens,
             device_blocks=capacity_blocks * (HASH_BLOCK_TOKENS // block_tokens),
             eviction_policy=policy,
         )
-    ).core
+    )
     for tokens in prompts:
         lease = core.match(tokens, "")[0]
         core.allocate(lease, len(tokens))

@@ -416,10 +416,6 @@ class Leases:
         """See ``Lifetime.check_thread``."""
         self._lifetime.check_thread()
 
-    def failure_text(self) -> str:
-        """Return why leases have lost their blocks."""
-        return str(self._lifetime.failure or "a rank was lost")
-
     def lease_id(self, lease: Lease) -> int:
         """Return the id of a lease of this engine.
 

@@ -58,7 +58,7 @@ class Recovery:
     def on_lost(self, lost: RankLost) -> None:
         """Take all blocks from the leases: a rank's part of them is missing."""
         self.fail(lost)
-        self._dispatcher.apply(self._scheduler.lose_blocks())
+        self._dispatcher.apply(self._scheduler.lose_blocks(str(lost)))
 
     def fail(self, error: BaseException) -> None:
         """Refuse all calls and fail all waiters: the device or a rank has failed."""

@@ -20,7 +20,7 @@ class Granting:
     """Grants, and the onloads in flight that leases wait for.
 
     Attributes:
-        lost: leases that lost their blocks with a rank, until they are granted again.
+        lost: leases that lost their blocks with a rank, and the reason, until they are granted again.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Granting:
         self._outbox = outbox
         self._block_tokens = block_tokens
         self._priorities: dict[int, Priority] = {}  # of the onloads in flight
-        self.lost: set[int] = set()
+        self.lost: dict[int, str] = {}
 
     def attempt(
         self, lease_id: int, num_tokens: int, onload_priority: Priority = Priority.DEMAND
@@ -52,7 +52,7 @@ class Granting:
         if not granted:
             return None
         if self.lost:
-            self.lost.discard(lease_id)
+            self.lost.pop(lease_id, None)
         self._saver.want_if_any()
         if granted == _READY:
             return READY

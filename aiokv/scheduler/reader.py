@@ -8,8 +8,7 @@ from aiokv.errors import UsageError
 from aiokv.types import Hit, LeaseState, Statistics
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from collections.abc import Set as AbstractSet
+    from collections.abc import Callable, Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -34,7 +33,7 @@ class CacheReader:
         owners: names of all leases that hold something or have a handle, by lease id.
 
     Attributes:
-        lost: leases that lost their blocks with a rank, and were not granted again.
+        lost: leases that lost their blocks with a rank, and why; until they are granted again.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class CacheReader:
         gate: Gate,
         quota: SaltQuota,
         admission: Admission,
-        lost: AbstractSet[int],
+        lost: Mapping[int, str],
         pins: PinnedLeases,
         pending: PendingBlocks,
     ) -> None:

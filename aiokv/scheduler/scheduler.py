@@ -90,7 +90,7 @@ class CacheScheduler:
         self._reported: dict[int, None] = {}  # transfers of the newest reports, oldest first
         self._advances = False  # `advance` was asked for: it serves what is due
         self._is_closed = False
-        self._is_lost = False  # a rank was lost, and the ranks were not restarted
+        self._lost = ""  # the rank that was lost, until the ranks are restarted
         self.read = CacheReader(
             config,
             core,
@@ -340,7 +340,7 @@ class CacheScheduler:
         """Account for a lease that has given back all that it held."""
         del self._owners.shards[lease_id % SHARDS][lease_id]
         if self._granting.lost:
-            self._granting.lost.discard(lease_id)
+            self._granting.lost.pop(lease_id, None)
         if self._salts is not None:
             self._salts.pop(lease_id, None)
             self._quota.give_back(lease_id)
@@ -609,7 +609,7 @@ class CacheScheduler:
         if transfer_id in self._swaps:
             self._note_preempted(self._swaps[transfer_id])
             del self._swaps[transfer_id]
-        if self._is_lost:
+        if self._lost:
             self._take_all_back()  # a table that moved when the rank was lost
         if report.outcome != "done":
             # Leases of the transfer will not publish what they promised.
@@ -739,9 +739,9 @@ class CacheScheduler:
         self._admission.refuse_all(lambda: BrokenEngineError(f"the worker failed: {reason}"))
         return None, self._settle()
 
-    def lose_blocks(self) -> Done:
+    def lose_blocks(self, reason: str) -> Done:
         """Forget all that is cached and take it from the leases: a rank was lost."""
-        self._is_lost = True
+        self._lost = reason
         self._unpin_all("a rank was lost")
         self._core.reset()
         self._take_all_back()
@@ -751,7 +751,7 @@ class CacheScheduler:
     def restart(self) -> Done:
         """Serve again: all ranks are back, and hold nothing."""
         self._take_all_back()
-        self._is_lost = False
+        self._lost = ""
         return None, self._settle()
 
     def _take_all_back(self) -> None:
@@ -763,7 +763,7 @@ class CacheScheduler:
             if core.is_granted(lease_id) or core.is_swapped(lease_id):
                 self._retract(lease_id)
                 self._quota.give_back(lease_id)
-                self._granting.lost.add(lease_id)
+                self._granting.lost[lease_id] = self._lost
 
     # --- checks ---------------------------------------------------------------------------------
 

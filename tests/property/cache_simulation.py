@@ -1,4 +1,4 @@
-"""CacheManager beside the naive model, with simulated bytes: transfers, capacity and invariants.
+"""The core beside the naive model, with simulated bytes: transfers, capacity and invariants.
 
 After every rule: ``violations()`` is empty (I1-I6), every block is where the model says, with the
 same copies, refs and pins, and every VALID copy holds the KV of exactly its tokens (I4).
@@ -16,8 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from aiokv.config import CacheConfig
 from aiokv.errors import LeaseError, UsageError
 from aiokv.plan import ONLOAD, TransferPlan, TransferReport
-from aiokv.scheduler.manager import CacheManager
 from tests.models.prefix_cache import PrefixCacheModel
+from tests.property.planned_core import PlannedCore
 
 if TYPE_CHECKING:
     from aiokv.plan import Direction
@@ -66,7 +66,7 @@ class CacheSimulation(RuleBasedStateMachine):
         self.alphabet = alphabet
         self.with_items = with_items
         self.bt: int = sizes["block_tokens"]
-        self.manager = CacheManager(
+        self.manager = PlannedCore(
             CacheConfig(
                 block_tokens=self.bt,
                 device_blocks=sizes["device_blocks"],

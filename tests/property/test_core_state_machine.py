@@ -1,4 +1,4 @@
-"""CacheManager against the naive model, with bytes: no KV is ever served for the wrong tokens.
+"""The core against the naive model, with bytes: no KV is ever served for the wrong tokens.
 
 Here are the rules of leases; ``cache_simulation`` has those of transfers and capacity, and what is
 checked after each. Swap and fork have a machine of their own.
@@ -108,7 +108,7 @@ class CacheMachine(CacheSimulation):
         cached_blocks = self.core.cached_tokens(caller.id) // self.bt
         assert device_hit + host_hit == cached_blocks == len(lease.path)
         for transfer_id in new:
-            self.new_plan(self.manager.onload_plan(transfer_id, Priority.DEMAND))
+            self.new_plan(self.manager.onload_plan(transfer_id))
         for index in range(len(table)):
             if self.model.is_private(lease, index):
                 self.device[table[index]] = GARBAGE

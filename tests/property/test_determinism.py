@@ -59,7 +59,7 @@ def test_replayed_calls_give_equal_answers(seed: int, monkeypatch: pytest.Monkey
         recorders.append(Recorder(Core(**sizes)))
         return recorders[-1]
 
-    monkeypatch.setattr("aiokv.scheduler.manager.Core", record)
+    monkeypatch.setattr("aiokv.scheduler.plans.Core", record)
     walk(seed, 120).teardown()
     (recorder,) = recorders
     assert {"match", "allocate", "take_backups"} <= {name for name, _, _ in recorder.calls}

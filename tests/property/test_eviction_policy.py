@@ -11,10 +11,10 @@ import pytest
 from aiokv.config import CacheConfig
 from aiokv.errors import ConfigError
 from aiokv.plan import TransferReport
-from aiokv.scheduler.manager import CacheManager
 from aiokv.trace.min_oracle import min_hit_tokens
 from aiokv.trace.synthetic import generate_trace
 from bench.policy import hit_tokens, trace_prompts
+from tests.property.planned_core import PlannedCore
 
 
 def random_path(rng: Random) -> np.ndarray:
@@ -26,7 +26,7 @@ def random_path(rng: Random) -> np.ndarray:
 @pytest.mark.parametrize("write_policy", ["none", "write_through", "write_back"])
 def test_random_calls_keep_the_invariants(policy, write_policy):
     rng = Random(f"{policy} {write_policy}")
-    manager = CacheManager(
+    manager = PlannedCore(
         CacheConfig(
             block_tokens=2,
             device_blocks=48,
@@ -65,7 +65,7 @@ def test_random_calls_keep_the_invariants(policy, write_policy):
     assert core.violations() == []
 
 
-def finish(manager: CacheManager, transfer_id: int, rng: Random) -> None:
+def finish(manager: PlannedCore, transfer_id: int, rng: Random) -> None:
     outcome = rng.choice(("done", "done", "done", "failed"))
     manager.complete(
         TransferReport(transfer_id=transfer_id, outcome=outcome, first_bad_block=rng.randint(0, 3))

@@ -10,7 +10,7 @@ import pytest
 
 from aiokv import CacheConfig, ConfigError, Regions, WindowGroup
 from aiokv._native import Core
-from aiokv.scheduler.manager import CacheManager
+from aiokv.scheduler.plans import new_core
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_write_policy_has_a_default_and_saves_nothing_without_a_host_tier():
     """B7.9."""
     config = CacheConfig(device_blocks=8)
     assert config.write_policy == "write_through"
-    core = CacheManager(config).core
+    core = new_core(config)
     lease_id, *_ = core.match(np.arange(33, dtype=np.int32))
     core.allocate(lease_id, 33)
     assert core.commit(lease_id, 33) == 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from aiokv.engine.sharded import SHARDS, Sharded
+from aiokv.scheduler.sharded import SHARDS, Sharded
 
 
 def test_a_sharded_dict_behaves_as_a_dict():

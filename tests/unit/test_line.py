@@ -1,4 +1,4 @@
-"""Priority first, then arrival; leaving costs nobody their place."""
+"""PriorityLine: priority first, then arrival; a waiter that leaves changes no other place."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from random import Random
 
 import pytest
 
-from aiokv.scheduler.admission import Admission
+from aiokv.scheduler.line import PriorityLine
 
 
-def served(line: Admission[str]) -> list[str]:
+def served(line: PriorityLine[str]) -> list[str]:
     order = []
     while (waiter := line.first()) is not None:
         order.append(waiter)
@@ -19,7 +19,7 @@ def served(line: Admission[str]) -> list[str]:
 
 
 def test_lower_priority_number_first_then_arrival():
-    line: Admission[str] = Admission()
+    line: PriorityLine[str] = PriorityLine()
     for name, priority in [("a", 1), ("b", 0), ("c", 1), ("d", 0), ("e", -1)]:
         line.push(name, priority)
     assert line.in_order() == ["e", "b", "d", "a", "c"]
@@ -27,8 +27,8 @@ def test_lower_priority_number_first_then_arrival():
     assert len(line) == 0
 
 
-def test_those_who_leave_are_skipped():
-    line: Admission[int] = Admission()
+def test_waiters_that_have_left_are_skipped():
+    line: PriorityLine[int] = PriorityLine()
     tickets = [line.push(number, 0) for number in range(1000)]
     for ticket in tickets[::2]:
         line.leave(ticket)
@@ -37,9 +37,9 @@ def test_those_who_leave_are_skipped():
     assert served(line) == list(range(1, 1000, 2))
 
 
-def test_the_order_outlives_the_leaving_of_most():
+def test_order_holds_when_most_waiters_have_left():
     rng = Random(3)
-    line: Admission[tuple[int, int]] = Admission()
+    line: PriorityLine[tuple[int, int]] = PriorityLine()
     tickets = {}
     for number in range(400):
         waiter = (rng.randrange(50), number)
@@ -53,14 +53,14 @@ def test_the_order_outlives_the_leaving_of_most():
 
 
 def test_first_of_an_empty_line():
-    assert Admission().first() is None
+    assert PriorityLine().first() is None
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_entries_and_departures_keep_the_order(seed: int):
     """Against a sorted list; the line keeps no reference to a waiter that has left."""
     random = Random(seed)
-    line: Admission[str] = Admission()
+    line: PriorityLine[str] = PriorityLine()
     model: list[tuple[int, int, str]] = []
     for step in range(400):
         if random.random() < 0.55:
@@ -84,7 +84,7 @@ def test_waiter_that_left_is_not_referenced():
     class Waiter:
         pass
 
-    line: Admission[Waiter] = Admission()
+    line: PriorityLine[Waiter] = PriorityLine()
     waiters = [Waiter() for _ in range(20)]
     tickets = [line.push(waiter, 0) for waiter in waiters]
     gone = weakref.ref(waiters[7])
@@ -94,7 +94,7 @@ def test_waiter_that_left_is_not_referenced():
 
 
 def test_check_sees_entries_out_of_order():
-    line: Admission[str] = Admission()
+    line: PriorityLine[str] = PriorityLine()
     for priority in (1, 2, 3):
         line.push("w", priority)
     line._heap[0], line._heap[1] = line._heap[1], line._heap[0]
