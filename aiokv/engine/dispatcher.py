@@ -100,14 +100,14 @@ class Dispatcher:
             self.apply(transition())
 
     def _apply_once(self, effects: Effects) -> None:
+        while effects.computed:
+            step = self._scheduler.read.open_step
+            self._worker.record_checksums(effects.computed.popleft(), step)
         while effects.submit:
             self._transfers.submit(effects.submit.popleft())
         while effects.urge:
             self._transfers.raise_priority(*effects.urge[0])
             effects.urge.popleft()
-        while effects.computed:
-            step = self._scheduler.read.open_step
-            self._worker.record_checksums(effects.computed.popleft(), step)
         while effects.granted:
             self._end_wait(effects.granted[0])
             effects.granted.popleft()

@@ -31,6 +31,7 @@ class Effects:
     ``KeyboardInterrupt`` between two entries loses none: the next transition returns the rest.
 
     Attributes:
+        computed: blocks whose checksums are to be recorded when the open step has finished.
         submit: plans for the worker.
         urge: transfers in flight that become more urgent, with their new priority.
         granted: leases that waited for capacity and have it now.
@@ -38,7 +39,6 @@ class Effects:
         refused: leases whose wait for capacity has ended, and the error of each.
         resumed: leases that waited for pending blocks and look again; the error, or None.
         unpinned: pins that ended, and why.
-        computed: blocks whose checksums are to be recorded when the open step has finished.
         cancel: transfers that no lease needs; the worker cancels them if they have not begun.
         collect: ``collect_backups`` is to be called at the end of this pass of the loop.
         advance: ``advance`` is to be called in a later pass of the loop.

@@ -20,7 +20,7 @@ class Granting:
     """Grants, and the onloads in flight that leases wait for.
 
     Attributes:
-        lost: leases that lost their blocks with a rank, and the reason, until they are granted again.
+        lost: leases that lost their blocks with a rank, and why; until they are granted again.
     """
 
     def __init__(
