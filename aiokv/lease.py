@@ -39,18 +39,20 @@ class Lease(Unique):
     may call; all else raises ``UsageError`` there. It cannot be copied: see :meth:`fork`.
 
     Attributes:
+        id: number of the lease in its engine; 0 once released. Set by the engine only.
         owner: the caller's name for it, shown in messages.
+        leases: the engine's side of all its leases.
         layers: waits for the blocks that come from other tiers; done when there are none.
     """
 
     __slots__ = (
         "__weakref__",
-        "_id",
-        "_leases",
         "_read",
         "_released_at",
         "_waits",
+        "id",
         "layers",
+        "leases",
         "owner",
         "salt",
     )
@@ -58,9 +60,9 @@ class Lease(Unique):
     def __init__(
         self, leases: Leases, lease_id: int, owner: str, salt: str, layers: LayerView
     ) -> None:
-        self._leases = leases
+        self.leases = leases
         self._read = leases.read
-        self._id = lease_id  # 0 once released
+        self.id = lease_id
         self._released_at: tuple[CodeType, int] | None = None
         self._waits: Waits | None = None  # of one that had to wait
         self.owner = owner
@@ -83,7 +85,7 @@ class Lease(Unique):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._id:
+        if self.id:
             self.release()
 
     async def allocate(
@@ -133,16 +135,16 @@ class Lease(Unique):
         if wait_pending is not _NO_WAIT:
             wait_pending = checks.seconds("wait_pending", wait_pending)
             if wait_pending > 0 and self.pending_tokens:
-                await self._leases.wait_pending(self, checks.timeout(wait_pending))
-        if not self._leases.allocate(self, num_tokens, priority):
-            await self._leases.wait_granted(self, num_tokens, timeout)
+                await self.leases.wait_pending(self, checks.timeout(wait_pending))
+        if not self.leases.allocate(self, num_tokens, priority):
+            await self.leases.wait_granted(self, num_tokens, timeout)
         return self
 
     def try_allocate(self, num_tokens: int) -> bool:
         """Allocate now, or return False: no room, or this or other leases wait in line."""
         if type(num_tokens) is not int or not 0 < num_tokens <= MAX_INT32:
             num_tokens = checks.integer("num_tokens", num_tokens)
-        return self._leases.try_allocate(self, num_tokens)
+        return self.leases.try_allocate(self, num_tokens)
 
     def can_allocate(self, num_tokens: int) -> bool:
         """Return whether ``try_allocate(num_tokens)`` would succeed now. Takes and evicts nothing.
@@ -160,7 +162,7 @@ class Lease(Unique):
             ClosedError: the engine closes.
             BrokenEngineError: the device failed, or a rank was lost.
         """
-        return self._leases.can_allocate(self, checks.integer("num_tokens", num_tokens))
+        return self.leases.can_allocate(self, checks.integer("num_tokens", num_tokens))
 
     async def preempt(self, *, swap: bool = False) -> None:
         """Give the device blocks back; ``resume`` takes blocks again.
@@ -188,7 +190,7 @@ class Lease(Unique):
 
         Cancellation: a swap that has begun goes on by itself; it ends as one.
         """
-        await self._leases.preempt(self, swap=swap)
+        await self.leases.preempt(self, swap=swap)
 
     async def resume(
         self, num_tokens: int, *, priority: int = 0, timeout: float | None = None
@@ -217,7 +219,7 @@ class Lease(Unique):
             UsageError: tensors on a GPU, and no stream; or window groups. Nothing changed.
             LeaseError: not granted, or onloads of it are still under way.
         """
-        return self._leases.fork(self, checks.text("owner", owner), stream)
+        return self.leases.fork(self, checks.text("owner", owner), stream)
 
     def release(self, after: Event | None = None) -> None:
         """Give everything back; idempotent.
@@ -228,16 +230,16 @@ class Lease(Unique):
             after: event behind the last work that uses the blocks and all else of the open step,
                 which it closes; without one the step stays open.
         """
-        if not self._id:
+        if not self.id:
             return
         if after is not None:
             after = as_event("after", after)
         caller = sys._getframe(1)
         self._released_at = (caller.f_code, caller.f_lineno)
-        self._leases.release(self, after)
+        self.leases.release(self, after)
 
     def __del__(self) -> None:
-        if self._id and self._leases.collect(self._id):
+        if self.id and self.leases.collect(self.id):
             warnings.warn(
                 f"{self!r} was never released; it has freed itself",
                 UnreleasedLeaseWarning,
@@ -248,38 +250,33 @@ class Lease(Unique):
     # --- what was found -------------------------------------------------------------------------
 
     @property
-    def id(self) -> int:
-        """Number of the lease in its engine; 0 once released."""
-        return self._id
-
-    @property
     def state(self) -> LeaseState:
         """Where the lease is in its life."""
-        self._leases.check_thread()
-        return self._read.state(self._id) if self._id else LeaseState.RELEASED
+        self.leases.check_thread()
+        return self._read.state(self.id) if self.id else LeaseState.RELEASED
 
     @property
     def hit(self) -> Hit:
         """The cached prefix by tier: as matched, and from ``allocate`` on as granted."""
-        self._leases.check_thread()
+        self.leases.check_thread()
         return self._read.hit(self.live_id())
 
     @property
     def pending_tokens(self) -> int:
         """Tokens behind the hit that another lease is computing; 0 once granted."""
-        self._leases.check_thread()
+        self.leases.check_thread()
         return self._read.pending_tokens(self.live_id())
 
     @property
     def cached_tokens(self) -> int:
         """Positions that need no computing, once granted; falls when an onload fails."""
-        self._leases.check_thread()
+        self.leases.check_thread()
         return self._read.cached_tokens(self.held_id())
 
     @property
     def usage(self) -> Usage:
         """Cached tokens and waiting times of the request so far; read it before ``release``."""
-        self._leases.check_thread()
+        self.leases.check_thread()
         prompt_tokens, cached_device, cached_host, computed_blocks = self._read.usage(
             self.live_id()
         )
@@ -301,7 +298,7 @@ class Lease(Unique):
     @property
     def num_tokens(self) -> int:
         """Positions that the block table holds."""
-        self._leases.check_thread()
+        self.leases.check_thread()
         return self._read.num_tokens(self.held_id())
 
     @property
@@ -330,7 +327,7 @@ class Lease(Unique):
 
         ``commit`` moves it on; ``num_tokens`` without window groups.
         """
-        self._leases.check_thread()
+        self.leases.check_thread()
         return self._read.reach_tokens(self.live_id())
 
     @property
@@ -340,7 +337,7 @@ class Lease(Unique):
         It holds the state after ``cached_tokens`` positions once ``layers`` have arrived: zeros,
         or a copy of a snapshot. -1 without a grant, and of models without such state.
         """
-        self._leases.check_thread()
+        self.leases.check_thread()
         return self._read.state_slot(self.live_id())
 
     @property
@@ -350,7 +347,7 @@ class Lease(Unique):
         Where this prompt leaves what is cached, as others may part there too; and the last
         block border that an equal prompt can hit. Ascending; let chunks of the prompt end there.
         """
-        self._leases.check_thread()
+        self.leases.check_thread()
         return self._read.snapshot_points(self.live_id())
 
     # --- what was computed ----------------------------------------------------------------------
@@ -377,7 +374,7 @@ class Lease(Unique):
             num_tokens = checks.integer("num_tokens", num_tokens)
         if ready is not None:
             ready = as_event("ready", ready)
-        return self._leases.commit(self, num_tokens, ready)
+        return self.leases.commit(self, num_tokens, ready)
 
     def snapshot(self, num_tokens: int, stream: object = None) -> bool:
         """Save the recurrent state after ``num_tokens`` positions, so that prompts can hit there.
@@ -397,7 +394,7 @@ class Lease(Unique):
             LeaseError: not granted, not what is committed, or no block border; nothing changed.
             UsageError: the model has no recurrent state.
         """
-        return self._leases.snapshot(self, checks.integer("num_tokens", num_tokens), stream)
+        return self.leases.snapshot(self, checks.integer("num_tokens", num_tokens), stream)
 
     def append(self, tokens: TokenIds) -> None:
         """Name the next positions, so that they can be indexed.
@@ -405,7 +402,7 @@ class Lease(Unique):
         Raises:
             LeaseError: more than the lease has positions for; nothing changed.
         """
-        self._leases.append(self, tokens)
+        self.leases.append(self, tokens)
 
     def truncate(self, num_tokens: int) -> None:
         """Give back the positions from ``num_tokens`` on, such as rejected drafts.
@@ -415,7 +412,7 @@ class Lease(Unique):
                 or inside a multimodal item of the prompt; nothing changed. Items behind
                 ``num_tokens`` do not belong to the lease any more.
         """
-        self._leases.truncate(self, checks.integer("num_tokens", num_tokens))
+        self.leases.truncate(self, checks.integer("num_tokens", num_tokens))
 
     def recompute_from(self) -> int | None:
         """Accept a failed onload, and go on from the position before it.
@@ -431,13 +428,9 @@ class Lease(Unique):
                 the lease. Or the lease has recurrent state or windows, which cannot go back:
                 ``preempt`` and ``resume`` it.
         """
-        return self._leases.recompute_from(self)
+        return self.leases.recompute_from(self)
 
     # --- for the engine -------------------------------------------------------------------------
-
-    def belongs_to(self, leases: Leases) -> bool:
-        """Return whether the lease is one of these leases."""
-        return self._leases is leases
 
     def live_id(self) -> int:
         """Return the id.
@@ -445,9 +438,9 @@ class Lease(Unique):
         Raises:
             LeaseError: it is released.
         """
-        if not self._id:
+        if not self.id:
             raise LeaseError(f"{self!r} cannot be used any more")
-        return self._id
+        return self.id
 
     def held_id(self) -> int:
         """Return the id, for methods that need the blocks.
@@ -455,16 +448,12 @@ class Lease(Unique):
         Raises:
             LeaseError: it is released, or its blocks were lost with a rank.
         """
-        if self._read.lost and self._id in self._read.lost:
+        if self._read.lost and self.id in self._read.lost:
             raise LeaseError(
-                f"{self!r} has lost its blocks: {self._read.lost[self._id]}",
+                f"{self!r} has lost its blocks: {self._read.lost[self.id]}",
                 hint="resume() allocates anew, when engine.restart_ranks() has returned",
             )
-        return self.live_id()
-
-    def forget(self) -> None:
-        """Note that the engine has released the lease."""
-        self._id = 0
+        return self.id or self.live_id()
 
     def leave_layers(self, done: LayerView) -> None:
         """Note that the grant has ended, and with it the wait for its layers."""
@@ -486,8 +475,8 @@ class Lease(Unique):
         return self._waits
 
     def __repr__(self) -> str:
-        if self._id:
-            state = f"id {self._id:#x}"
+        if self.id:
+            state = f"id {self.id:#x}"
         elif self._released_at is not None:
             code, line = self._released_at
             state = f"released at {code.co_filename}:{line}"

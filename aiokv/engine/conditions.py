@@ -10,14 +10,15 @@ if TYPE_CHECKING:
 
 
 class Conditions:
-    """Conditions that coroutines wait for; the dispatcher has them tested after each transition."""
+    """Conditions that coroutines wait for; the dispatcher tests them after each transition.
+
+    Attributes:
+        waiters: conditions, and the futures of the coroutines; empty when none waits.
+    """
 
     def __init__(self) -> None:
-        self._waiters: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+        self.waiters: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
         self._testing = False
-
-    def __bool__(self) -> bool:
-        return bool(self._waiters)
 
     def test(self) -> None:
         """Wake the coroutines whose condition holds. A condition may make transitions itself."""
@@ -25,7 +26,7 @@ class Conditions:
             return
         self._testing = True
         try:
-            for condition, waiter in list(self._waiters):
+            for condition, waiter in list(self.waiters):
                 if not waiter.done() and condition():
                     waiter.set_result(None)
         finally:
@@ -40,12 +41,12 @@ class Conditions:
             return True
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         entry = (condition, waiter)
-        self._waiters.append(entry)
+        self.waiters.append(entry)
         try:
             async with asyncio.timeout(timeout):
                 await waiter
         except TimeoutError:
             return condition()
         finally:
-            self._waiters.remove(entry)
+            self.waiters.remove(entry)
         return True

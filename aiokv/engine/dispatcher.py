@@ -65,6 +65,7 @@ class Dispatcher:
         self._wants_advance = False
         self._stopped = False
         self.conditions = Conditions()
+        self._condition_waiters = self.conditions.waiters
 
     def tell_unpinned(self, callback: Callable[[int, str], None]) -> None:
         """Call ``callback(lease_id, reason)`` with each pin that ends."""
@@ -81,7 +82,7 @@ class Dispatcher:
         value, effects = result
         if effects is not NO_EFFECTS and not self._applying and not self._stopped:
             self._apply(effects)
-        if self.conditions:
+        if self._condition_waiters:
             self.conditions.test()
         return value
 
@@ -92,7 +93,8 @@ class Dispatcher:
         try:
             while effects:
                 self._apply_once(effects)
-                follow_ups += self._cancel(effects)
+                if effects.cancel:
+                    follow_ups += self._cancel(effects)
             self._scheduler.applied()
         finally:
             self._applying = False

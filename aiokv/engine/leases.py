@@ -108,12 +108,12 @@ class Leases:
         lease_id = self._apply(
             self._scheduler.match(
                 as_tokens(tokens),
-                _context(salt, adapter),
+                _context(salt, adapter) if salt or adapter else "",
                 as_items(items) if items else (),
-                reads=read,
-                writes=write,
-                owner=owner,
-                salt=salt,
+                read,
+                write,
+                owner,
+                salt,
             )
         )
         return Lease(self, lease_id, owner, salt, self._done)
@@ -155,7 +155,9 @@ class Leases:
             LeaseError, RequestTooLarge, ClosedError, BrokenEngineError: see ``Lease.allocate``.
         """
         self._lifetime.check_open()
-        grant = self._apply(self._scheduler.allocate(lease.live_id(), num_tokens, priority))
+        grant = self._apply(
+            self._scheduler.allocate(lease.id or lease.live_id(), num_tokens, priority)
+        )
         if grant is None:
             return False
         if grant.onloads:
@@ -168,9 +170,7 @@ class Leases:
         """Grant now, or return False."""
         self._lifetime.check_open()
         grant = self._apply(
-            self._scheduler.try_allocate(
-                lease.live_id(), num_tokens, onload_priority=onload_priority
-            )
+            self._scheduler.try_allocate(lease.live_id(), num_tokens, None, onload_priority)
         )
         if grant is None:
             return False
@@ -274,7 +274,7 @@ class Leases:
         """See ``Lease.commit``."""
         self._lifetime.check_loop()
         if ready is None:
-            return self._apply(self._scheduler.commit(lease.live_id(), num_tokens))
+            return self._apply(self._scheduler.commit(lease.id or lease.live_id(), num_tokens))
         self._worker.check_event(ready)
         published = self._apply(
             self._scheduler.commit(lease.live_id(), num_tokens, closes_step=True)
@@ -384,12 +384,11 @@ class Leases:
     def release(self, lease: Lease, after: Event | None) -> None:
         """See ``Lease.release``."""
         if not self._lifetime.is_running:
-            lease.forget()  # the engine closed without it
+            lease.id = 0  # the engine closed without it
             return
         self._lifetime.check_loop()
         used_in = 0 if after is None else self._steps.close(after)
-        lease_id = lease.id
-        lease.forget()
+        lease_id, lease.id = lease.id, 0
         self._apply(self._scheduler.release(lease_id, used_in))
 
     def collect(self, lease_id: int) -> bool:
@@ -425,7 +424,7 @@ class Leases:
         """
         if not isinstance(lease, Lease):
             raise UsageError(f"lease is {lease!r}; it must be a Lease")
-        if not lease.belongs_to(self):
+        if lease.leases is not self:
             raise LeaseError(f"{lease!r} belongs to another engine")
         return lease.live_id()
 
@@ -433,7 +432,12 @@ class Leases:
         """Return the ids of leases of this engine; errors as of ``lease_id``."""
         if type(leases) is not list:
             leases = checks.sequence("leases", leases)
-        return [self.lease_id(lease) for lease in leases]
+        return [
+            lease.id
+            if type(lease) is Lease and lease.leases is self and lease.id
+            else self.lease_id(lease)  # raises, but for a subclass
+            for lease in leases
+        ]
 
 
 def _context(salt: str, adapter: str) -> str:

@@ -27,13 +27,15 @@ class Lifetime:
     Attributes:
         phase: where the engine is between ``async with`` and its end.
         failure: the error that broke the engine; None while it can serve.
+        is_running: True from ``async with`` until the engine is closed.
     """
 
-    __slots__ = ("_loop", "_serves", "_thread", "failure", "phase")
+    __slots__ = ("_loop", "_serves", "_thread", "failure", "is_running", "phase")
 
     def __init__(self) -> None:
         self.phase = Phase.NEW
         self.failure: BaseException | None = None
+        self.is_running = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0  # of the loop, while the engine is open or closing
         self._serves = False  # open and not broken
@@ -48,11 +50,6 @@ class Lifetime:
         if self._loop is None:
             raise UsageError("CacheEngine must be entered with 'async with' before use")
         return self._loop
-
-    @property
-    def is_running(self) -> bool:
-        """True from ``async with`` until the engine is closed."""
-        return self._thread != 0
 
     @property
     def is_closing(self) -> bool:
@@ -72,6 +69,7 @@ class Lifetime:
     def open(self) -> None:
         """Take calls from now on."""
         self._thread = get_ident()
+        self.is_running = True
         self.phase = Phase.OPEN
         self._serves = True
 
@@ -81,6 +79,7 @@ class Lifetime:
         self._serves = False
         if phase is not Phase.CLOSING:
             self._thread = 0
+            self.is_running = False
 
     def fail(self, error: BaseException) -> None:
         """Refuse new work: the device or a rank has failed."""
@@ -117,12 +116,13 @@ class Lifetime:
             ClosedError: the engine is closed.
             UsageError: not on the engine's loop.
         """
-        if not self._thread:
+        if self.is_running and _running_loop() is self._loop:
+            return
+        if not self.is_running:
             if self.is_closing:
                 raise ClosedError(f"the engine {self.phase.value}")
             raise UsageError("CacheEngine must be entered with 'async with' before use")
-        if _running_loop() is not self._loop:
-            raise UsageError("the engine is used outside the loop that it was entered on")
+        raise UsageError("the engine is used outside the loop that it was entered on")
 
     def check_thread(self) -> None:
         """Check the thread of a call that reads the loop's state; the engine need not be open.

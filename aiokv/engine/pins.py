@@ -168,7 +168,7 @@ class Pins:
             raise
         tokens, reason = apply(scheduler.pin(lease_id, until_used=until_used))
         if reason:
-            lease.forget()
+            lease.id = 0
             return Pin(tokens, release_reason=reason)
         pin = Pin(tokens, partial(self._release, lease_id))
         self._pins[lease_id] = (pin, lease)
@@ -185,6 +185,6 @@ class Pins:
         """Note that the scheduler has released a pin. Idempotent."""
         if lease_id in self._pins:
             pin, lease = self._pins[lease_id]
-            lease.forget()
+            lease.id = 0
             pin.ended(reason)
             del self._pins[lease_id]

@@ -44,7 +44,11 @@ class Request(Entry):
 
 
 class Admission:
-    """Grants in order of priority, then of arrival. Only the first request in line is tried."""
+    """Grants in order of priority, then of arrival. Only the first request in line is tried.
+
+    Attributes:
+        requests: all that wait, for their quota or for capacity, by lease id.
+    """
 
     def __init__(
         self, core: Core, gate: Gate, quota: SaltQuota, granting: Granting, outbox: Outbox
@@ -55,18 +59,12 @@ class Admission:
         self._granting = granting
         self._outbox = outbox
         self._line: PriorityLine[Request] = PriorityLine()
-        self._requests: dict[int, Request] = {}  # of both kinds of lines, by lease id
+        self.requests: dict[int, Request] = {}
         self._endings: Endings[Request] = Endings()
-
-    def __bool__(self) -> bool:
-        return bool(self._requests)
 
     def __len__(self) -> int:
         """Return the number of requests that wait for capacity."""
         return len(self._line)
-
-    def __contains__(self, lease_id: int) -> bool:
-        return lease_id in self._requests
 
     def must_wait(self, lease_id: int, priority: int | None) -> bool:
         """Return whether the lease has to wait for others, or for the gate.
@@ -76,7 +74,7 @@ class Admission:
             priority: of a request that need not wait when it would be first in line; None for one
                 that never goes before a waiting request.
         """
-        if self._gate.closed or lease_id in self._requests:
+        if self._gate.closed or lease_id in self.requests:
             return True
         return bool(self._line) and (priority is None or priority >= self._line.first_priority())
 
@@ -87,7 +85,7 @@ class Admission:
             request: of a lease that does not wait.
             counted: the quota has counted its blocks.
         """
-        self._requests[request.lease_id] = request
+        self.requests[request.lease_id] = request
         if counted:
             self._enter(request)
         else:
@@ -106,7 +104,7 @@ class Admission:
             The grant; None when another request is first by now, or there is no room: the lease
             goes on waiting.
         """
-        request = self._requests.get(lease_id)
+        request = self.requests.get(lease_id)
         if request is None:
             return None
         request.told = False
@@ -119,18 +117,18 @@ class Admission:
 
     def leave(self, lease_id: int) -> None:
         """Stop waiting. Idempotent."""
-        if request := self._requests.get(lease_id):
+        if request := self.requests.get(lease_id):
             self._remove(request)
             self._quota.give_back(lease_id)
             self._quota.left(request.salt)
 
     def _remove(self, request: Request) -> None:
         request.leave()
-        del self._requests[request.lease_id]
+        del self.requests[request.lease_id]
 
     def refuse(self, lease_id: int, error: AiokvError) -> None:
         """End the wait of a lease with an error, if it waits."""
-        if request := self._requests.get(lease_id):
+        if request := self.requests.get(lease_id):
             self._refuse(request, error)
 
     def _refuse(self, request: Request, error: AiokvError) -> None:
@@ -203,10 +201,10 @@ class Admission:
             live: ids of the leases that are not released.
         """
         lines = [self._line, *self._quota.lines, *self._endings.lines()]
-        found = check_entries("capacity line", self._requests, lines, live)
+        found = check_entries("capacity line", self.requests, lines, live)
         found += [
             f"capacity line: lease {lease_id:#x} waits, but it is granted"
-            for lease_id in self._requests
+            for lease_id in self.requests
             if lease_id in live and self._core.is_granted(lease_id)
         ]
         return found

@@ -72,7 +72,19 @@ class Effects:
         self.advance = False
 
     def __bool__(self) -> bool:
-        return any(getattr(self, name) for name in Effects.__slots__)
+        return bool(
+            self.computed
+            or self.submit
+            or self.urge
+            or self.granted
+            or self.turns
+            or self.refused
+            or self.resumed
+            or self.unpinned
+            or self.cancel
+            or self.collect
+            or self.advance
+        )
 
 
 NO_EFFECTS: Final = Effects()

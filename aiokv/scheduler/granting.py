@@ -20,6 +20,7 @@ class Granting:
     """Grants, and the onloads in flight that leases wait for.
 
     Attributes:
+        onloads: those in flight, and their priorities.
         lost: leases that lost their blocks with a rank, and why; until they are granted again.
     """
 
@@ -31,7 +32,7 @@ class Granting:
         self._saver = saver
         self._outbox = outbox
         self._block_tokens = block_tokens
-        self._priorities: dict[int, Priority] = {}  # of the onloads in flight
+        self.onloads: dict[int, Priority] = {}
         self.lost: dict[int, str] = {}
 
     def attempt(
@@ -53,7 +54,8 @@ class Granting:
             return None
         if self.lost:
             self.lost.pop(lease_id, None)
-        self._saver.want_if_any()
+        if core.wants_backups():
+            self._saver.want()
         if granted == _READY:
             return READY
         return self.loading(lease_id, onload_priority)
@@ -63,27 +65,25 @@ class Granting:
 
         An onload that the grant has joined, such as a prefetch, becomes as urgent as ``priority``.
         """
-        onloads = tuple(self._core.onloads(lease_id))
-        for transfer_id in onloads:
-            known = self._priorities.get(transfer_id)
+        joined = tuple(self._core.onloads(lease_id))
+        for transfer_id in joined:
+            known = self.onloads.get(transfer_id)
             if known is None:
                 self._outbox.effects.submit.append(self._plans.onload(transfer_id, priority))
-                self._priorities[transfer_id] = priority
+                self.onloads[transfer_id] = priority
             elif priority < known:
                 self._outbox.effects.urge.append((transfer_id, priority))
-                self._priorities[transfer_id] = priority
-        return Grant(lease_id, onloads)
+                self.onloads[transfer_id] = priority
+        return Grant(lease_id, joined)
 
     def ended(self, transfer_id: int) -> None:
         """Note that a transfer has ended. Idempotent."""
-        self._priorities.pop(transfer_id, None)
+        self.onloads.pop(transfer_id, None)
 
     def cancel_abandoned(self) -> None:
         """Cancel onloads that no lease needs any more."""
-        if self._priorities:
-            abandoned = self._core.take_abandoned()
-            if abandoned:
-                self._outbox.effects.cancel.extend(abandoned)
+        if abandoned := self._core.take_abandoned():
+            self._outbox.effects.cancel.extend(abandoned)
 
 
 READY: Final = Grant(0, ())

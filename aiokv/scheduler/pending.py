@@ -32,25 +32,19 @@ class PendingBlocks:
     one line per owner, ordered by the number of blocks that the owner has to index before a waiter
     can go on: progress of the owner wakes only the waiters whose blocks are indexed. When the owner
     stops computing (release, preemption, failure), all its waiters match again.
+
+    Attributes:
+        waiters: all that wait, by lease id.
     """
 
     def __init__(self, core: Core, outbox: Outbox) -> None:
         self._core = core
         self._outbox = outbox
         self._lines: dict[int, PriorityLine[Waiter]] = {}  # by the owner's lease id
-        self._entries: dict[int, Waiter] = {}  # by lease id
+        self.waiters: dict[int, Waiter] = {}
         self._onloads: dict[int, set[int]] = {}  # transfer -> owners that index after its end
         self._endings: Endings[Waiter] = Endings()
         self._closed = False
-
-    def __bool__(self) -> bool:
-        return bool(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __contains__(self, lease_id: int) -> bool:
-        return lease_id in self._entries
 
     def join(self, lease_id: int) -> bool:
         """Wait for the lease that computes what follows the match.
@@ -63,19 +57,19 @@ class PendingBlocks:
             return False
         for transfer_id in self._core.onloads(owner):
             self._onloads.setdefault(transfer_id, set()).add(owner)
-        entry = self._entries[lease_id] = Waiter(lease_id, owner)
+        entry = self.waiters[lease_id] = Waiter(lease_id, owner)
         line = self._lines.setdefault(owner, PriorityLine())
         entry.enter(line, self._core.indexed_blocks(owner) + num_blocks)
         return True
 
     def leave(self, lease_id: int) -> None:
         """Stop waiting. Idempotent."""
-        if entry := self._entries.get(lease_id):
+        if entry := self.waiters.get(lease_id):
             entry.leave()
             line = self._lines.get(entry.owner)
             if line is not None and not line:
                 del self._lines[entry.owner]
-            del self._entries[lease_id]
+            del self.waiters[lease_id]
 
     def _resume(self, entry: Waiter, error: AiokvError | None = None) -> None:
         self._outbox.effects.resumed.append((entry.lease_id, error))
@@ -105,7 +99,7 @@ class PendingBlocks:
 
     def fail(self, lease_id: int, error: AiokvError) -> None:
         """End the wait of a lease with an error, if it waits."""
-        if entry := self._entries.get(lease_id):
+        if entry := self.waiters.get(lease_id):
             self._resume(entry, error)
 
     def close(self) -> None:
@@ -124,7 +118,7 @@ class PendingBlocks:
             live: ids of the leases that are not released.
         """
         lines = [*self._lines.values(), *self._endings.lines()]
-        found = check_entries("pending blocks", self._entries, lines, live)
+        found = check_entries("pending blocks", self.waiters, lines, live)
         found += [
             f"pending blocks: waiters for lease {owner:#x}, which is released"
             for owner in self._lines

@@ -9,12 +9,16 @@ if TYPE_CHECKING:
 
 
 class PinnedLeases:
-    """The leases of pins, by id; some end when another lease hits all that they hold."""
+    """The leases of pins, by id.
+
+    Attributes:
+        num_until_used: pins that end when another lease hits all that they hold.
+    """
 
     def __init__(self, core: Core) -> None:
         self._core = core
         self._until_used: dict[int, bool] = {}
-        self._num_until_used = 0
+        self.num_until_used = 0
 
     def __len__(self) -> int:
         return len(self._until_used)
@@ -25,18 +29,16 @@ class PinnedLeases:
     def add(self, lease_id: int, *, until_used: bool) -> None:
         """Pin what a granted lease holds."""
         self._until_used[lease_id] = until_used
-        self._num_until_used += until_used
+        self.num_until_used += until_used
 
     def remove(self, lease_id: int) -> bool:
         """Return False when the lease is no pin (any more)."""
         until_used = self._until_used.pop(lease_id, None)
-        self._num_until_used -= until_used is True
+        self.num_until_used -= until_used is True
         return until_used is not None
 
     def take_used(self) -> list[int]:
         """Return the pins that end because another lease has hit all that they hold."""
-        if not self._num_until_used:
-            return []
         return [lease_id for lease_id in self._core.take_used() if self._until_used.get(lease_id)]
 
     def all(self) -> list[int]:

@@ -68,7 +68,7 @@ class CacheReader:
         """Return where the lease is in its life."""
         if lease_id not in self._owners or self._core.is_released(lease_id):
             return LeaseState.RELEASED
-        if lease_id in self._admission:
+        if lease_id in self._admission.requests:
             return LeaseState.WAITING
         if lease_id in self.lost:
             return LeaseState.LOST
@@ -90,7 +90,7 @@ class CacheReader:
 
     def is_waiting(self, lease_id: int) -> bool:
         """Return whether the lease waits for capacity or for its quota."""
-        return lease_id in self._admission
+        return lease_id in self._admission.requests
 
     def hit(self, lease_id: int) -> Hit:
         """Return the cached prefix by tier."""
@@ -269,7 +269,7 @@ class CacheReader:
     @property
     def num_waiting(self) -> int:
         """Number of leases in line for their quota, for capacity or for pending blocks."""
-        return len(self._admission) + len(self._quota.requests()) + len(self._pending)
+        return len(self._admission) + len(self._quota.requests()) + len(self._pending.waiters)
 
     def quota_held(self, salt: str) -> int:
         """Return the number of blocks that are counted to the salt."""

@@ -45,11 +45,6 @@ class Saver:
         if self._has_host and not self.stopped:
             self._outbox.effects.collect = True
 
-    def want_if_any(self) -> None:
-        """As ``want``, if the core has backups to begin."""
-        if self._core.wants_backups():
-            self.want()
-
     def collect(self) -> bool:
         """Begin what the write policy wants saved now; return False when that is nothing."""
         if not self.is_active:

@@ -86,6 +86,8 @@ class CacheScheduler:
         self._admission = Admission(core, self._gate, self._quota, self._granting, self._outbox)
         self._pending = PendingBlocks(core, self._outbox)
         self._pins = PinnedLeases(core)
+        self._requests = self._admission.requests
+        self._waiters = self._pending.waiters
         self._swaps: dict[int, int] = {}  # transfer -> lease whose table it moves to the host
         self._reported: dict[int, None] = {}  # transfers of the newest reports, oldest first
         self._advances = False  # `advance` was asked for: it serves what is due
@@ -112,8 +114,9 @@ class CacheScheduler:
 
     def _settle(self) -> Effects:
         """End a transition that may have freed blocks: serve what waits for them."""
-        self._granting.cancel_abandoned()
-        if (self._admission or self._pending) and not self._advances:
+        if self._granting.onloads:
+            self._granting.cancel_abandoned()
+        if (self._requests or self._waiters) and not self._advances:
             self._serve()
         return self._outbox.pending
 
@@ -126,9 +129,10 @@ class CacheScheduler:
                 break
         else:
             is_left = True
-        for pin_id in self._pins.take_used():
-            self._unpin(pin_id, "a lease used it")
-        self._granting.cancel_abandoned()
+        if self._pins.num_until_used:
+            self._release_used_pins()
+        if self._granting.onloads:
+            self._granting.cancel_abandoned()
         self._advances = self._outbox.effects.advance = is_left
 
     def advance(self) -> Done:
@@ -143,7 +147,6 @@ class CacheScheduler:
         tokens: NDArray[np.int32],
         context: str = "",
         items: Sequence[tuple[bytes, int, int]] = (),
-        *,
         reads: bool = True,
         writes: bool = True,
         owner: str = "",
@@ -179,7 +182,6 @@ class CacheScheduler:
         self,
         lease_id: int,
         num_tokens: int,
-        *,
         priority: int | None = None,
         onload_priority: Priority = Priority.DEMAND,
     ) -> tuple[Grant | None, Effects]:
@@ -195,15 +197,15 @@ class CacheScheduler:
             LeaseError: granted already, or not a number of positions.
             RequestTooLarge: it can never fit.
         """
-        if self._must_wait(lease_id, num_tokens, priority):
+        is_free = not self._requests and not self._gate.closed and self._salts is None
+        if not is_free and self._must_wait(lease_id, num_tokens, priority):
             return None, self._outbox.pending
         if self._salts is None:
             grant = self._granting.attempt(lease_id, num_tokens, onload_priority)
         else:
             grant = self._grant_counted(lease_id, num_tokens, onload_priority)
-        if grant is not None and (used := self._pins.take_used()):
-            for pin_id in used:
-                self._unpin(pin_id, "a lease used it")
+        if self._pins.num_until_used and grant is not None:
+            self._release_used_pins()
             return grant, self._settle()
         return grant, self._outbox.pending
 
@@ -260,10 +262,10 @@ class CacheScheduler:
             LeaseError: granted already, waiting already, or not a number of positions.
             RequestTooLarge: it can never fit.
         """
-        grant, effects = self.try_allocate(lease_id, num_tokens, priority=priority)
+        grant, effects = self.try_allocate(lease_id, num_tokens, priority)
         if grant is not None:
             return grant, effects
-        if lease_id in self._admission:
+        if lease_id in self._requests:
             raise already_waits(self._owners[lease_id])
         salt = self._salt(lease_id)
         num_blocks = self._blocks_for(num_tokens)
@@ -285,7 +287,7 @@ class CacheScheduler:
 
     def stop_waiting(self, lease_id: int) -> Done:
         """End the wait of a lease whose task has gone; a grant that came meanwhile is undone."""
-        if lease_id in self._admission:
+        if lease_id in self._requests:
             self._admission.leave(lease_id)
         elif lease_id in self._owners and self._core.is_granted(lease_id):
             self._retract(lease_id)
@@ -301,7 +303,7 @@ class CacheScheduler:
         Raises:
             LeaseError: it waits already.
         """
-        if lease_id in self._pending:
+        if lease_id in self._waiters:
             raise LeaseError(
                 f"lease {self._owners[lease_id] or 'unnamed'!r} waits for pending blocks already, "
                 "in another task"
@@ -320,17 +322,17 @@ class CacheScheduler:
             lease_id: has no handle any more.
             used_in: a closed step that used the blocks, whatever batches say; 0 for none.
         """
-        if self._admission or self._pending:
+        if self._requests or self._waiters:
             self._end_waits(lease_id)
         if self._core.release(lease_id, used_in or self._clock.open, used_in):
             self._forget(lease_id)
-        if self._pending:
+        if self._waiters:
             self._pending.withdrawn(lease_id)
         return None, self._settle()
 
     def _end_waits(self, lease_id: int) -> None:
         """Fail the tasks that wait for a lease which is being released."""
-        if lease_id in self._admission or lease_id in self._pending:
+        if lease_id in self._requests or lease_id in self._waiters:
             owner = self._owners[lease_id] or "unnamed"
             error = LeaseError(f"lease {owner!r} was released while it waited")
             self._pending.fail(lease_id, error)
@@ -357,7 +359,7 @@ class CacheScheduler:
         return None, self._outbox.pending
 
     def commit(
-        self, lease_id: int, num_tokens: int, *, closes_step: bool = False
+        self, lease_id: int, num_tokens: int, closes_step: bool = False
     ) -> tuple[int, Effects]:
         """Index the full blocks of the first ``num_tokens`` positions.
 
@@ -382,7 +384,7 @@ class CacheScheduler:
             published = core.commit(lease_id, num_tokens, self._commit_step(closes_step))
         if published and not self._clock.tracked:
             self._saver.want()
-        if self._pending:
+        if self._waiters:
             self._pending.advanced(lease_id)
             return published, self._settle()
         return published, self._outbox.pending
@@ -403,7 +405,8 @@ class CacheScheduler:
             extended = self._saver.try_after_saving(
                 lambda: self._core.extend(lease_ids, num_tokens), wanted
             )
-        self._saver.want_if_any()
+        if self._core.wants_backups():
+            self._saver.want()
         if not extended:
             return False, self._outbox.pending
         if self._salts is not None:
@@ -499,7 +502,7 @@ class CacheScheduler:
         return None, self._settle()
 
     def _check_not_waiting(self, lease_id: int) -> None:
-        if lease_id in self._admission:
+        if lease_id in self._requests:
             raise already_waits(self._owners[lease_id])
 
     def _retract(self, lease_id: int) -> None:
@@ -614,7 +617,7 @@ class CacheScheduler:
         if report.outcome != "done":
             # Leases of the transfer will not publish what they promised.
             self._pending.all_withdrawn()
-        elif self._pending:
+        elif self._waiters:
             self._pending.reported(transfer_id)
         self._saver.want()  # an onload that ended publishes what was committed behind it
         return None, self._settle()
@@ -659,6 +662,10 @@ class CacheScheduler:
         self._outbox.effects.unpinned.append((lease_id, reason))
         if self._core.release(lease_id, self._clock.open):
             self._forget(lease_id)
+
+    def _release_used_pins(self) -> None:
+        for lease_id in self._pins.take_used():
+            self._unpin(lease_id, "a lease used it")
 
     def _unpin_all(self, reason: str) -> None:
         for lease_id in self._pins.all():
