@@ -20,7 +20,7 @@ from aiokv.engine.control import Control
 from aiokv.engine.dispatcher import Dispatcher
 from aiokv.engine.leases import NO_NAME, Leases
 from aiokv.engine.lifecycle import Lifecycle
-from aiokv.engine.lifetime import Lifetime
+from aiokv.engine.lifetime import Lifetime, Phase
 from aiokv.engine.open_step import OpenStep
 from aiokv.engine.parts import check_arguments, new_scheduler, worker_of
 from aiokv.engine.pins import Pins
@@ -577,6 +577,11 @@ class CacheEngine(Unique):
     def worker(self) -> Worker:
         """The part that moves the bytes, for tools. Its plans are the engine's to submit."""
         return self._worker
+
+    @property
+    def has_begun(self) -> bool:
+        """True from the first ``async with`` on, and after ``aclose``."""
+        return self._lifetime.phase is not Phase.NEW
 
     def statistics(self) -> Statistics:
         """Return counts and the state of the pools. Any thread."""

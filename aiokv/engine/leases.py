@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Final
 
 from aiokv import checks
 from aiokv.engine.lifetime import Phase
-from aiokv.engine.open_step import ADVICE
 from aiokv.errors import AllocateTimeout, LeaseError, TransferError, UsageError, WouldBlock
 from aiokv.lease import Lease
 from aiokv.plan import CLONE, STATE, Priority, clone_plan
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from aiokv.engine.open_step import OpenStep
     from aiokv.engine.steps import Steps
     from aiokv.engine.transfers import Transfers
-    from aiokv.scheduler.effects import Grant
+    from aiokv.scheduler.effects import Effects, Grant
     from aiokv.scheduler.scheduler import CacheScheduler
     from aiokv.types import Item, TokenIds
     from aiokv.worker.base import Worker
@@ -155,46 +154,38 @@ class Leases:
             LeaseError, RequestTooLarge, ClosedError, BrokenEngineError: see ``Lease.allocate``.
         """
         self._lifetime.check_open()
-        grant = self._apply(
-            self._scheduler.allocate(lease.id or lease.live_id(), num_tokens, priority)
-        )
-        if grant is None:
-            return False
-        if grant.onloads:
-            self._show_layers(lease, grant)
-        return True
+        result = self._scheduler.allocate(lease.id or lease.live_id(), num_tokens, priority)
+        return self._take_grant(lease, result)
 
     def try_allocate(
         self, lease: Lease, num_tokens: int, onload_priority: Priority = Priority.DEMAND
     ) -> bool:
         """Grant now, or return False."""
         self._lifetime.check_open()
-        grant = self._apply(
-            self._scheduler.try_allocate(lease.live_id(), num_tokens, None, onload_priority)
-        )
-        if grant is None:
-            return False
-        if grant.onloads:
-            self._show_layers(lease, grant)
+        result = self._scheduler.try_allocate(lease.live_id(), num_tokens, None, onload_priority)
+        return self._take_grant(lease, result)
+
+    def _take_grant(self, lease: Lease, result: tuple[Grant | None, Effects]) -> bool:
+        """Apply the effects of a grant, and let the lease wait for the layers that it onloads."""
+        try:
+            grant = self._apply(result)
+            if grant is None:
+                return False
+            if grant.onloads:
+                self._show_layers(lease, grant)
+        except BaseException:  # its layers are not known: it must not count as granted
+            self._apply(self._scheduler.stop_waiting(lease.live_id()))
+            raise
         return True
+
+    def _show_layers(self, lease: Lease, grant: Grant) -> None:
+        if grant.onloads:
+            lease.layers = self._transfers.view(lease.live_id(), grant.onloads, lease.owner)
 
     def can_allocate(self, lease: Lease, num_tokens: int) -> bool:
         """See ``Lease.can_allocate``."""
         self._lifetime.check_open()
         return self._scheduler.can_allocate(lease.live_id(), num_tokens)
-
-    def _show_layers(self, lease: Lease, grant: Grant) -> None:
-        """Let the lease wait for the layers that its grant onloads."""
-        lease_id = lease.live_id()
-        try:
-            lease.layers = self._transfers.view(lease_id, grant.onloads, lease.owner)
-        except BaseException:  # its layers are not known: it must not count as granted
-            self._apply(self._scheduler.stop_waiting(lease_id))
-            raise
-
-    def _on_grant(self, lease: Lease, grant: Grant) -> None:
-        if grant.onloads:
-            lease.layers = self._transfers.view(lease.live_id(), grant.onloads, lease.owner)
 
     async def wait_granted(self, lease: Lease, num_tokens: int, timeout: float | None) -> None:
         """Wait until a lease that is in line was granted.
@@ -206,7 +197,7 @@ class Leases:
         """
         lease_id = lease.live_id()
         began = time.monotonic()
-        on_grant = partial(self._on_grant, lease)
+        on_grant = partial(self._show_layers, lease)
         try:
             async with asyncio.timeout(timeout):
                 while not await self._dispatcher.granted(lease_id, on_grant):
@@ -214,12 +205,15 @@ class Leases:
                     if grant is not None:
                         on_grant(grant)
                         break
+            lease.live_id()  # it may have been released in the pass of its grant
         except TimeoutError:
             if lease.id and self.read.is_granted(lease_id):
                 return  # the grant came just before the deadline
-            error = self._timed_out(lease, num_tokens, timeout)
+            reason, hint = self.read.explain_wait(lease.salt, num_tokens, self._open_step.explain())
             self._stop_waiting(lease, lease_id)
-            raise error from None
+            raise AllocateTimeout(
+                f"no room for {num_tokens} positions within {timeout} s: {reason}", hint=hint
+            ) from None
         except BaseException:
             self._stop_waiting(lease, lease_id)
             raise
@@ -230,13 +224,6 @@ class Leases:
     def _stop_waiting(self, lease: Lease, lease_id: int) -> None:
         self._apply(self._scheduler.stop_waiting(lease_id))
         lease.leave_layers(self._done)
-
-    def _timed_out(self, lease: Lease, num_tokens: int, timeout: float | None) -> AllocateTimeout:
-        what = f"no room for {num_tokens} positions within {timeout} s"
-        reason, hint = self.read.explain_wait(lease.salt, num_tokens)
-        if hint and not reason.startswith("salt") and (unclosed := self._open_step.explain()):
-            reason, hint = unclosed, ADVICE
-        return AllocateTimeout(f"{what}: {reason}", hint=hint)
 
     async def wait_pending(self, lease: Lease, timeout: float | None) -> None:
         """Wait until no lease computes more of the prefix, at most ``timeout`` seconds.

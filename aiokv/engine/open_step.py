@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from aiokv.errors import UsageError
 from aiokv.observe.logs import Log
+from aiokv.scheduler.reader import STEP_HINT
 
 if TYPE_CHECKING:
     from aiokv.engine.lifetime import Lifetime
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 log = Log(__name__)
 
 WARN_SECONDS: Final = 5.0
-ADVICE: Final = "call engine.step(event) behind the last work that was submitted"
 
 
 class OpenStep:
@@ -79,7 +79,7 @@ class OpenStep:
         elif held and self._step != self._warned_of:
             self._warned_of = self._step
             log.warning(
-                "step.left_open", step=self._step, waiting_transfers=held, hint=ADVICE,
+                "step.left_open", step=self._step, waiting_transfers=held, hint=STEP_HINT,
                 open_seconds=WARN_SECONDS,
             )  # fmt: skip
 

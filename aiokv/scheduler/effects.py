@@ -86,6 +86,15 @@ class Effects:
             or self.advance
         )
 
+    def clear(self) -> None:
+        """Remove all entries, as if they had been applied."""
+        for name in Effects.__slots__:
+            entries = getattr(self, name)
+            if isinstance(entries, deque):
+                entries.clear()
+            else:
+                setattr(self, name, False)
+
 
 NO_EFFECTS: Final = Effects()
 """Shared by all transitions that leave nothing to do; never changed."""

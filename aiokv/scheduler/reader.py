@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from aiokv.errors import UsageError
 from aiokv.types import Hit, LeaseState, Statistics
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from aiokv.scheduler.pins import PinnedLeases
     from aiokv.scheduler.quota import SaltQuota
     from aiokv.scheduler.sharded import Sharded
+
+STEP_HINT: Final = "call engine.step(event) behind the last work that was submitted"
 
 
 class CacheReader:
@@ -245,8 +247,14 @@ class CacheReader:
         """Return how many blocks hold ``num_tokens`` positions."""
         return -(-num_tokens // self._config.block_tokens)
 
-    def explain_wait(self, salt: str, num_tokens: int) -> tuple[str, str]:
-        """Return why a lease of ``salt`` waits for capacity, and what to do about it."""
+    def explain_wait(self, salt: str, num_tokens: int, open_step: str) -> tuple[str, str]:
+        """Return why a lease waits for capacity, and what to do about it.
+
+        Args:
+            salt: the lease's.
+            num_tokens: positions that it wants.
+            open_step: why transfers wait for a step; empty when none does.
+        """
         if self._gate.closed:
             return "admission is paused", ""
         held = self._quota.held(salt)
@@ -255,6 +263,8 @@ class CacheReader:
                 f"salt {salt!r} holds {held} blocks of {self._quota.limit_blocks}",
                 "raise CacheConfig.salt_quota_blocks, or preempt a lease of that salt",
             )
+        if open_step:
+            return open_step, STEP_HINT
         device_free, evictable, state_room = self._core.room()
         if self._config.state_slots and not state_room:
             return (

@@ -40,6 +40,52 @@ KEPT_REPORTS: Final = 256  # ids, to know a report that is sent again after an i
 
 Done = tuple[None, Effects]
 
+TRANSITIONS: Final = (
+    "advance",
+    "match",
+    "try_allocate",
+    "allocate",
+    "take_turn",
+    "stop_waiting",
+    "wait_pending",
+    "stop_wait_pending",
+    "release",
+    "append",
+    "commit",
+    "extend",
+    "truncate",
+    "recompute_from",
+    "fork",
+    "snapshot",
+    "discard_snapshot",
+    "preempt",
+    "swap_out",
+    "begin_batch",
+    "end_batch",
+    "track_steps",
+    "close_step",
+    "finish_step",
+    "collect_backups",
+    "save",
+    "complete",
+    "note_cancelling",
+    "await_use",
+    "pin",
+    "unpin",
+    "change_gate",
+    "evict",
+    "reset",
+    "resize",
+    "sleep",
+    "wake_up",
+    "close",
+    "stop_saving",
+    "fail",
+    "lose_blocks",
+    "restart",
+)
+"""Names of the methods of ``CacheScheduler`` that return ``(value, effects)``."""
+
 
 class Fork(NamedTuple):
     """A second lease on the positions of another one, and what to copy on the device.

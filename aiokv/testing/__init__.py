@@ -8,6 +8,14 @@ from aiokv.testing.clock import Clock, clocked_loop, running_clock
 from aiokv.testing.loops import run_until_idle, spin
 from aiokv.testing.manual import ManualCopy, ManualDevice, ManualEvent
 from aiokv.testing.scripted import End, Gate, ScriptedDevice
+from aiokv.testing.transitions import (
+    Mismatch,
+    Recording,
+    Transition,
+    TransitionLog,
+    record,
+    replay_transitions,
+)
 
 __all__ = [
     "Clock",
@@ -16,8 +24,14 @@ __all__ = [
     "ManualCopy",
     "ManualDevice",
     "ManualEvent",
+    "Mismatch",
+    "Recording",
     "ScriptedDevice",
+    "Transition",
+    "TransitionLog",
     "clocked_loop",
+    "record",
+    "replay_transitions",
     "run_until_idle",
     "running_clock",
     "spin",
