@@ -9,7 +9,14 @@ from random import Random
 import pytest
 from kv_cache import BLOCK_TOKENS, Cache, prompt
 
-from aiokv import CapacityError, ClosedError, LeaseError, RequestTooLarge, TransferError
+from aiokv import (
+    CapacityError,
+    ClosedError,
+    LeaseError,
+    LeaseState,
+    RequestTooLarge,
+    TransferError,
+)
 from aiokv.testing import spin
 
 pytestmark = pytest.mark.asyncio
@@ -126,9 +133,8 @@ async def walk(random: Random, policy: str, quota: int | None, seen: Counter[boo
 
         def idle(*, granted: bool) -> list:
             busy = set(waiting.values())
-            core = engine._core
-            still = [x for x in tokens if x not in busy and not core.swap_transfer(x._id)]
-            return [x for x in still if core.is_granted(x._id) == granted]
+            still = [x for x in tokens if x not in busy and x.state is not LeaseState.SWAPPING]
+            return [x for x in still if (x.state is LeaseState.GRANTED) == granted]
 
         for _ in range(120):
             verb = random.choice(VERBS)

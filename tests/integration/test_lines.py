@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import weakref
 from random import Random
 
@@ -12,7 +13,7 @@ from kv_cache import BLOCK_TOKENS, Cache, prompt
 
 from aiokv import AllocateTimeout, CapacityError, ClosedError, DeviceError, LeaseError, UsageError
 from aiokv.errors import BrokenEngineError
-from aiokv.testing import run_until_idle, spin
+from aiokv.testing import ManualEvent, run_until_idle, spin
 
 LONG = 1000.0  # seconds that no test waits for
 SOON = 5.0  # seconds; only a test that fails waits for them
@@ -33,13 +34,32 @@ async def granted(cache: Cache, seed: int, blocks: int, salt: str = "", owner: s
     return lease
 
 
+async def result_of(value):
+    return await value if inspect.isawaitable(value) else value
+
+
 def matched(cache: Cache, seed: int, blocks: int, salt: str = "", owner: str = ""):
     return cache.engine.match(prompt(seed, blocks)[:-1], salt=salt, owner=owner)
 
 
 def waits(cache: Cache) -> int:
-    engine = cache.engine
-    return len(engine._waiting) + len(engine._quota.entries()) + len(engine._pending)
+    return cache.engine.scheduler.read.num_waiting
+
+
+def break_engine(cache: Cache) -> None:
+    """The poller finds in a later pass that the device cannot tell whether a step is done."""
+    event = ManualEvent()
+    event.query_error = DeviceError("the device was lost")
+    cache.engine.step(event)
+
+
+def refuses(cache: Cache) -> bool:
+    """Return whether the engine takes no more prompts."""
+    try:
+        cache.engine.match(prompt(1, 1)).release()
+    except (ClosedError, BrokenEngineError):
+        return True
+    return False
 
 
 # --- a wait that nothing would have ended ---------------------------------------------------------
@@ -47,28 +67,37 @@ def waits(cache: Cache) -> int:
 
 @pytest.mark.parametrize("room", [True, False])
 @pytest.mark.parametrize("end", ["close", "break"])
-async def test_quota_turn_in_the_pass_of_a_close_or_break_fails_the_lease(end, room):
-    """It was in no line when the lines were emptied."""
+async def test_quota_turn_in_the_pass_of_a_close_or_break(end, room):
+    """A grant that came before it stays; a request that has come to the capacity line fails."""
     async with Cache(device_blocks=8, host_blocks=0, salt_quota_blocks=4) as cache:
         first = await granted(cache, 1, 4, "a")
         other = await granted(cache, 2, 4, "b")
+        ahead = matched(cache, 4, 4, "c")
+        ahead_task = None if room else await begin(ahead.allocate(16))
         lease = matched(cache, 3, 4, "a", "waiter")
         task = await begin(lease.allocate(16))
-        third = matched(cache, 4, 4, "c")
-        first.release()  # the waiter's turn has come; its task has not run yet
-        assert room or third.try_allocate(16)
+        assert len(cache.engine.dump()["waiting_for_quota"]) == 1
+        first.release()  # the quota admits the waiter: in this call it comes to the capacity line
+        assert cache.engine.dump()["waiting_for_quota"] == []
+        assert cache.statistics.waiting == (0 if room else 1)
         closing = cache.engine.aclose()
         if end == "close":
             closing.send(None)  # in this pass; it waits for the leases now
         else:
-            cache.engine._break(DeviceError("the device was lost"))
-        with pytest.raises(ClosedError if end == "close" else BrokenEngineError):
-            await asyncio.wait_for(task, SOON)
+            break_engine(cache)
+        if room:
+            assert await asyncio.wait_for(task, SOON) is lease
+        else:
+            with pytest.raises(ClosedError if end == "close" else BrokenEngineError):
+                await asyncio.wait_for(task, SOON)
+            assert await ahead_task is ahead
+        assert (lease if room else ahead).num_tokens == 16
+        await run_until_idle(lambda: refuses(cache))
         closing.close()
         assert waits(cache) == 0
         assert cache.engine.check_invariants() == []
-        assert cache.engine.scheduler.read.quota_held("a") == 0
-        for x in (other, lease, third):
+        assert cache.engine.scheduler.read.quota_held("a") == (4 if room else 0)
+        for x in (other, lease, ahead):
             x.release()
 
 
@@ -195,23 +224,19 @@ async def test_swapped_lease_does_not_take_its_turn_before_a_higher_priority():
 # --- pending blocks -------------------------------------------------------------------------------
 
 
-async def test_commit_wakes_only_the_waiters_whose_part_is_indexed():
+async def test_commit_wakes_only_the_waiters_whose_part_is_indexed(monkeypatch):
     async with Cache(device_blocks=64, host_blocks=0) as cache:
         owner = cache.engine.match(prompt(1, 8))
         await owner.allocate(33)
         leases = [cache.engine.match(prompt(1, 8)[: 4 * n + 1]) for n in (2, 4, 8)]
         asked: list[int] = []
-        core = cache.engine._pending._core
+        wait_pending = cache.engine.scheduler.wait_pending
 
-        class Counting:
-            onloads, indexed_blocks = core.onloads, core.indexed_blocks
+        def counting(lease_id):
+            asked.append(lease_id)
+            return wait_pending(lease_id)
 
-            @staticmethod
-            def pending(lease_id):
-                asked.append(lease_id)
-                return core.pending(lease_id)
-
-        cache.engine._pending._core = Counting()  # type: ignore[assignment]
+        monkeypatch.setattr(cache.engine.scheduler, "wait_pending", counting)
         tasks = [
             asyncio.create_task(lease.allocate(len(prompt(1, 2)), wait_pending=LONG))
             for lease in leases
@@ -299,7 +324,7 @@ async def test_thousand_waiters_for_capacity_end_in_bounded_groups(end):
         if end == "closed":
             closing = asyncio.create_task(cache.engine.aclose())
         elif end == "broken":
-            cache.engine._break(DeviceError("lost"))
+            break_engine(cache)
         elif end == "granted":
             first.release()
         else:
@@ -332,17 +357,16 @@ async def test_thousand_waiters_for_pending_blocks_end_in_bounded_groups(end):
 
         tasks = [asyncio.create_task(request()) for _ in range(1000)]
         await spin(2)
-        pending = cache.engine._pending
-        assert len(pending) == 1000
+        assert waits(cache) == 1000
         closing = asyncio.ensure_future(cache.engine.aclose() if end == "close" else spin())
         if end == "commit":
             owner.commit(16)
         elif end == "release":
             owner.release()
         while not all(task.done() for task in tasks):
-            before = len(pending)
+            before = waits(cache)
             await asyncio.sleep(0)
-            assert before - len(pending) <= 64
+            assert before - waits(cache) <= 64
         for task in tasks:
             assert isinstance(task.exception(), ClosedError if end == "close" else type(None))
         assert cache.engine.check_invariants() == []
@@ -372,12 +396,13 @@ async def test_thousand_quota_turns_come_in_bounded_groups():
         assert cache.engine.check_invariants() == []
 
 
-async def test_pending_quiesce_asks_no_lease_at_each_release():
+async def test_pending_quiesce_asks_no_lease_at_each_release(monkeypatch):
     async with Cache(device_blocks=32, host_blocks=0) as cache:
         leases = [await granted(cache, i, 2) for i in range(1, 9)]
         quiescing = await begin(cache.engine.quiesce())
         asked = []
-        cache.engine._owner_names = lambda *which: asked.append(which) or []  # type: ignore
+        read = cache.engine.scheduler.read
+        monkeypatch.setattr(read, "owners", lambda *which: asked.append(which) or [])
         for lease in leases:
             assert not quiescing.done()
             lease.release()
@@ -386,70 +411,7 @@ async def test_pending_quiesce_asks_no_lease_at_each_release():
         cache.engine.resume()
 
 
-# --- what the checks see --------------------------------------------------------------------------
-
-
-async def test_check_sees_a_waiter_whose_lease_is_released():
-    async with Cache(device_blocks=4, host_blocks=0) as cache:
-        engine = cache.engine
-        first, lease = await granted(cache, 1, 4), matched(cache, 2, 4)
-        task = await begin(lease.allocate(16))
-        assert engine.check_invariants() == []
-        name = engine._owners.pop(lease.id)
-        found = engine.check_invariants()
-        assert any("waits, but it is released" in text for text in found)
-        assert any("the core has 2, the engine 1" in text for text in found)
-        engine._owners[lease.id] = name
-        first.release()
-        await task
-        lease.release()
-
-
-async def test_check_sees_a_line_entry_that_belongs_to_no_waiter():
-    async with Cache(device_blocks=4, host_blocks=0) as cache:
-        engine = cache.engine
-        first, lease = await granted(cache, 1, 4), matched(cache, 2, 4)
-        task = await begin(lease.allocate(16))
-        waiter = engine._waiting._waiters.pop(lease.id)
-        assert any("belongs to no waiter" in text for text in engine.check_invariants())
-        engine._waiting._waiters[lease.id] = waiter
-        waiter.leave()
-        assert any("nothing will wake it" in text for text in engine.check_invariants())
-        task.cancel()
-        await asyncio.wait([task])
-        first.release()
-        lease.release()
-
-
-async def test_check_sees_quota_counts_that_differ_from_the_leases():
-    async with Cache(device_blocks=8, host_blocks=0, salt_quota_blocks=8) as cache:
-        engine = cache.engine
-        lease = await granted(cache, 1, 4, "a")
-        assert engine.check_invariants() == []
-        engine._quota._held["a"] += 1
-        assert any("the sums over leases" in text for text in engine.check_invariants())
-        engine._quota._held["a"] -= 1
-        count = engine._quota._by_lease.pop(lease.id)
-        found = engine.check_invariants()
-        assert any("holds 4 blocks, 0 count" in text for text in found)
-        engine._quota._by_lease[lease.id] = count
-        engine._quota._by_lease[1 << 40] = ("b", 1)
-        assert any("of released lease" in text for text in engine.check_invariants())
-        del engine._quota._by_lease[1 << 40]
-        lease.release()
-
-
-async def test_check_sees_waiters_that_are_left_after_close():
-    async with Cache(device_blocks=4, host_blocks=0) as cache:
-        engine = cache.engine
-        first, lease = await granted(cache, 1, 4), matched(cache, 2, 4)
-        task = await begin(lease.allocate(16))
-        engine._closing = "is closing"
-        assert any("of a closed engine" in text for text in engine.check_invariants())
-        engine._closing = None
-        first.release()
-        await task
-        lease.release()
+# --- grants ---------------------------------------------------------------------------------------
 
 
 async def test_second_try_of_a_granted_lease_keeps_its_quota():
@@ -463,17 +425,26 @@ async def test_second_try_of_a_granted_lease_keeps_its_quota():
         lease.release()
 
 
-async def test_grant_whose_onload_cannot_be_submitted_takes_nothing():
+@pytest.mark.parametrize("place", ["submit", "layers"])
+@pytest.mark.parametrize("verb", ["try_allocate", "allocate"])
+async def test_grant_whose_layers_are_not_known_takes_nothing(verb, place, monkeypatch):
+    """An interrupt in the middle of a grant: the bytes that its onload brings are not there."""
     async with Cache(device_blocks=8, salt_quota_blocks=8) as cache:
         await cache.fill(prompt(1, 2))
         await cache.finish()
         await cache.engine.evict(2)
         lease = cache.engine.match(prompt(1, 2))
-        start = cache.engine._transfers.start_onloads
-        cache.engine._transfers.start_onloads = lambda *_: 1 // 0  # type: ignore
-        with pytest.raises(ZeroDivisionError):
-            lease.try_allocate(9)
-        cache.engine._transfers.start_onloads = start
+
+        def interrupt(*args):
+            raise KeyboardInterrupt
+
+        if place == "submit":
+            monkeypatch.setattr(cache.engine.worker, "submit", interrupt)
+        else:
+            monkeypatch.setattr(cache.engine.scheduler.read, "block_table", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            await result_of(getattr(lease, verb)(9))
+        monkeypatch.undo()
         assert cache.engine.scheduler.read.granted_leases == 0
         assert cache.engine.scheduler.read.quota_held("") == 0
         lease.release()
@@ -535,7 +506,7 @@ async def test_cancellations_at_every_await_of_all_lines_leave_the_engine_whole(
                 assert isinstance(error, (LeaseError, AllocateTimeout, CapacityError)), error
         await cache.finish()
         assert waits(cache) == 0
-        assert cache.engine._quota.held_by_salt() == {}
+        assert cache.engine.dump()["quota"] == {}
 
 
 async def test_a_request_before_the_first_in_line_is_granted_at_once_and_others_wait():

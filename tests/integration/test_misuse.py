@@ -264,13 +264,22 @@ class engine_lease:
         self.lease.release()
 
 
-async def test_an_infinite_time_to_live_never_ends():
+async def test_an_infinite_time_to_live_never_ends(monkeypatch):
+    loop = asyncio.get_running_loop()
+    call_later, delays = loop.call_later, []
+
+    def noting(delay, *args, **kwargs):
+        delays.append(delay)
+        return call_later(delay, *args, **kwargs)
+
     async with new_engine() as engine:
         async with engine.match(TOKENS) as lease:
             await lease.allocate(9)
             lease.commit(8)
+        monkeypatch.setattr(loop, "call_later", noting)
         pin = await engine.pin(TOKENS, ttl_seconds=math.inf)
-        assert pin._timer is None
+        await engine.pin(TOKENS, ttl_seconds=1000.0)
+        assert delays == [1000.0]
         assert not pin.released
 
 

@@ -1,4 +1,4 @@
-"""On a GPU, a step that nobody closes holds transfers up: who waits for them is told why."""
+"""On a GPU, a step that stays open delays transfers: errors and a warning name the reason."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import pytest
 from kv_cache import Cache, prompt
 
 from aiokv.errors import AllocateTimeout
-from aiokv.testing import ManualEvent, spin
+from aiokv.testing import ManualEvent, running_clock, spin
 
-A, B = prompt(1, 2), prompt(2, 5)
+A, B, C = prompt(1, 2), prompt(2, 5), prompt(3, 2)
+LONG_SECONDS = 6.0  # longer than a step may stay open
 
 pytestmark = pytest.mark.asyncio
 
@@ -22,7 +23,7 @@ def on_gpu(**options) -> Cache:
     return cache
 
 
-async def test_who_waits_for_blocks_of_an_open_step_is_told():
+async def test_timeout_of_a_wait_for_an_open_step_names_the_step():
     async with on_gpu() as cache:
         await cache.fill(A)  # computed and released in the open step
         lease = cache.engine.match(B)
@@ -46,40 +47,60 @@ async def _update(cache: Cache, timeout: float) -> None:
         raise AssertionError("a transfer was under way")
 
 
+@pytest.mark.clock
 async def test_a_step_that_stays_open_is_logged_once(caplog):
+    clock = running_clock()
     async with on_gpu() as cache:
-        await cache.fill(A)
-        waiting = asyncio.create_task(cache.serve(B))
-        await spin(3)
-        watch = cache.engine._open_step
-        assert watch._timer is not None
+        await cache.fill(A, C)
         with caplog.at_level(logging.WARNING, "aiokv"):
-            watch.look()
-            watch.note(1)
-            watch.look()
+            evicting = [asyncio.create_task(cache.engine.evict(2))]
+            await clock.advance(LONG_SECONDS)
+            assert cache.engine.worker_statistics().held == 1
+            evicting.append(asyncio.create_task(cache.engine.evict(4)))
+            await clock.advance(LONG_SECONDS)
+        assert cache.engine.worker_statistics().held == 2
         (record,) = [r for r in caplog.records if r.event == "step.left_open"]
         assert (record.step, record.waiting_transfers) == (1, 1)
         cache.engine.step()
-        cache.device.complete_all()
-        (await waiting).release()
-        cache.engine.step()
+        await finished(cache, *evicting)
+        assert clock.timers == 0
 
 
-async def test_a_loop_that_closes_its_steps_hears_nothing(caplog):
+@pytest.mark.clock
+async def test_a_step_that_is_left_open_after_a_warning_of_another_is_logged(caplog):
+    clock = running_clock()
     async with on_gpu() as cache:
-        watch = cache.engine._open_step
+        with caplog.at_level(logging.WARNING, "aiokv"):
+            for tokens in (A, C):
+                await cache.fill(tokens)
+                evicting = asyncio.create_task(cache.engine.evict(2))
+                await clock.advance(LONG_SECONDS)
+                cache.engine.step()
+                await finished(cache, evicting)
+        steps = [r.step for r in caplog.records if r.event == "step.left_open"]
+        assert steps == [1, 2]
+
+
+@pytest.mark.clock
+async def test_a_loop_that_closes_its_steps_gets_no_warning(caplog):
+    clock = running_clock()
+    async with on_gpu() as cache:
         await cache.fill(A)
-        assert watch._timer is None, "nothing waits"
+        assert clock.timers == 0, "no transfer waits"
         waiting = asyncio.create_task(cache.serve(B))
         await spin(3)
         event = ManualEvent()
         cache.engine.step(event)
-        watch.look()
-        assert watch._timer is None
+        await clock.advance(LONG_SECONDS)
         event.complete()
-        while not waiting.done():
-            cache.device.complete_all()
-            await spin(1)
-        (await waiting).release()
+        await finished(cache, waiting)
+        waiting.result().release()
         cache.engine.step()
         assert caplog.records == []
+
+
+async def finished(cache: Cache, *tasks: asyncio.Task) -> None:
+    """Complete transfers and let time pass until the tasks are done."""
+    while not all(task.done() for task in tasks):
+        cache.device.complete_all()
+        await running_clock().advance(0.001)

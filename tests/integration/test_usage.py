@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import pytest
 from kv import BLOCK_TOKENS, Served
 
 from aiokv.errors import LeaseError, TransferError
 from aiokv.testing import spin
+from aiokv.usage import Waits
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7]  # 3 full blocks and a partial one
 
@@ -32,7 +34,8 @@ async def test_a_device_hit_has_waited_for_nothing():
             assert usage.cached_tokens == lease.cached_tokens == 6
             waits = usage.capacity_wait_seconds, usage.pending_wait_seconds, usage.onload_seconds
             assert waits == (None, None, None)
-            assert lease._waits is None, "nothing is kept for a lease that never waited"
+            kept = [x for x in gc.get_referents(lease) if isinstance(x, Waits)]
+            assert kept == [], "nothing is kept for a lease that never waited"
             lease.commit(7)
             assert lease.usage.computed_blocks == 1
         with pytest.raises(LeaseError):

@@ -203,7 +203,7 @@ def test_a_cache_too_large_for_memory_is_a_config_error(monkeypatch):
     def fail(config: CacheConfig) -> None:
         raise MemoryError("std::bad_alloc")
 
-    monkeypatch.setattr("aiokv.engine.base.CacheManager", fail)
+    monkeypatch.setattr("aiokv.engine.parts.CacheScheduler", fail)
     with pytest.raises(ConfigError, match=r"not enough memory.*device_blocks=8.*lower them"):
         CacheEngine(CacheConfig(device_blocks=8))
 

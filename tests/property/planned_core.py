@@ -1,0 +1,46 @@
+"""A core, and the plans of the transfers that it begins: the decisions below the scheduler."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from aiokv.plan import Priority, TransferPlan
+from aiokv.scheduler.plans import Plans, new_core
+
+if TYPE_CHECKING:
+    from aiokv.config import CacheConfig
+    from aiokv.plan import TransferReport
+
+
+class PlannedCore:
+    """Calls of the core that begin or end transfers, as the scheduler makes them.
+
+    Attributes:
+        config: of the cache.
+        core: its native state.
+    """
+
+    def __init__(self, config: CacheConfig) -> None:
+        self.config = config
+        self.core = new_core(config)
+        self._plans = Plans(self.core)
+
+    def onload_plan(self, transfer_id: int) -> TransferPlan:
+        """Return the plan of an onload that a grant has begun."""
+        return self._plans.onload(transfer_id, Priority.DEMAND)
+
+    def backup_plans(self) -> list[TransferPlan]:
+        """Begin what the write policy wants saved now, and return the plans."""
+        begun: deque[int] = deque()
+        self._plans.take_backups(begun)
+        return [self._plans.offload(transfer, Priority.BACKUP) for transfer in begun if transfer]
+
+    def make_clean(self, num_blocks: int) -> TransferPlan | None:
+        """Save what stands in the way of evicting ``num_blocks``; None when nothing does."""
+        transfer_id = self.core.take_write_backs(num_blocks)
+        return self._plans.offload(transfer_id, Priority.BACKUP) if transfer_id else None
+
+    def complete(self, report: TransferReport) -> None:
+        """Account for the end of a transfer."""
+        self._plans.complete(report)

@@ -1,0 +1,276 @@
+"""The lines of the scheduler without an engine: what they return, and what their checks report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiokv import CacheConfig, ClosedError, LeaseError, RequestTooLarge
+from aiokv.errors import BrokenEngineError
+from aiokv.scheduler.admission import Request
+from aiokv.scheduler.pins import PinnedLeases
+from aiokv.scheduler.plans import new_core
+from aiokv.scheduler.quota import SaltQuota
+from aiokv.scheduler.scheduler import CacheScheduler
+from aiokv.scheduler.waits import PER_CALL
+
+BLOCK_TOKENS = 4
+
+
+def scheduler_of(device_blocks: int = 8, **config: Any) -> CacheScheduler:
+    return CacheScheduler(
+        CacheConfig(block_tokens=BLOCK_TOKENS, device_blocks=device_blocks, **config)
+    )
+
+
+def matched(scheduler: CacheScheduler, seed: int, blocks: int, **options: Any) -> int:
+    tokens = np.arange(blocks * BLOCK_TOKENS, dtype=np.int32) + 1000 * seed
+    return scheduler.match(tokens, **options)[0]
+
+
+def granted(scheduler: CacheScheduler, seed: int, blocks: int, **options: Any) -> int:
+    lease_id = matched(scheduler, seed, blocks, **options)
+    grant, _ = scheduler.allocate(lease_id, blocks * BLOCK_TOKENS, 0)
+    assert grant is not None
+    return lease_id
+
+
+def waiting(
+    scheduler: CacheScheduler, seed: int, blocks: int, priority: int = 0, **options: Any
+) -> int:
+    lease_id = matched(scheduler, seed, blocks, **options)
+    assert scheduler.allocate(lease_id, blocks * BLOCK_TOKENS, priority)[0] is None
+    return lease_id
+
+
+def granted_by(effects: Any) -> list[int]:
+    """The leases that an effect grants; they are noted as applied."""
+    lease_ids = [grant.lease_id for grant in effects.granted]
+    effects.granted.clear()
+    return lease_ids
+
+
+# --- the lines ------------------------------------------------------------------------------------
+
+
+def test_release_grants_in_order_of_priority_then_of_arrival():
+    scheduler = scheduler_of(8)
+    holder = granted(scheduler, 1, 8)
+    late = waiting(scheduler, 2, 2, priority=1)
+    first, second = waiting(scheduler, 3, 4), waiting(scheduler, 4, 2)
+    _, effects = scheduler.release(holder)
+    assert granted_by(effects) == [first, second, late]
+    assert scheduler.read.num_waiting == 0
+    assert scheduler.violations() == []
+
+
+def test_first_in_line_that_does_not_fit_keeps_smaller_requests_waiting():
+    scheduler = scheduler_of(8)
+    holders = [granted(scheduler, seed, 4) for seed in (1, 2)]
+    large, small = waiting(scheduler, 3, 8), waiting(scheduler, 4, 1)
+    _, effects = scheduler.release(holders[0])
+    assert granted_by(effects) == []
+    _, effects = scheduler.release(large)
+    assert granted_by(effects) == [small]
+    assert [type(error) for _, error in effects.refused] == [LeaseError]
+
+
+def test_quota_admits_a_request_and_grants_it_in_one_call():
+    scheduler = scheduler_of(8, salt_quota_blocks=4)
+    holder = granted(scheduler, 1, 4, salt="a")
+    request = waiting(scheduler, 2, 4, salt="a")
+    assert [entry["salt"] for entry in scheduler.read.describe()["waiting_for_quota"]] == ["a"]
+    _, effects = scheduler.release(holder)
+    assert granted_by(effects) == [request]
+    assert scheduler.read.quota_held("a") == 4
+
+
+def test_one_call_serves_a_bounded_number_and_asks_for_the_next():
+    scheduler = scheduler_of(100)
+    holder = granted(scheduler, 1, 100)
+    requests = [waiting(scheduler, 2, 1) for _ in range(2 * PER_CALL)]
+    _, effects = scheduler.release(holder)
+    counts = []
+    while effects.advance:
+        effects.advance = False
+        counts.append(granted_by(effects))
+        scheduler.applied()
+        _, effects = scheduler.advance()
+    counts.append(granted_by(effects))
+    assert sum(counts, []) == requests
+    assert max(map(len, counts)) == PER_CALL
+
+
+@pytest.mark.parametrize(
+    ("end", "error"),
+    [
+        (lambda s: s.close(), ClosedError),
+        (lambda s: s.fail("the device was lost"), BrokenEngineError),
+    ],
+)
+def test_close_and_failure_refuse_all_lines_with_one_error_each(end, error):
+    scheduler = scheduler_of(4, salt_quota_blocks=4)
+    holder = granted(scheduler, 1, 4, salt="a")
+    for_quota, for_room = waiting(scheduler, 2, 2, salt="a"), waiting(scheduler, 3, 2, salt="b")
+    _, effects = end(scheduler)
+    refused = dict(effects.refused)
+    assert set(refused) == {for_quota, for_room}
+    assert {type(error) for error in refused.values()} == {error}
+    assert len({id(error) for error in refused.values()}) == 2
+    assert scheduler.read.num_waiting == 0
+    assert scheduler.read.quota_held("b") == 0
+    assert scheduler.read.quota_held("a") == 4
+    scheduler.release(holder)
+    assert scheduler.violations() == []
+
+
+def test_request_that_can_never_fit_is_refused_and_nothing_changes():
+    scheduler = scheduler_of(8, salt_quota_blocks=4)
+    lease_id = matched(scheduler, 1, 8, salt="a")
+    for num_tokens, error in ((0, LeaseError), (20, RequestTooLarge), (4000, RequestTooLarge)):
+        with pytest.raises(error):
+            scheduler.allocate(lease_id, num_tokens, 0)
+    assert scheduler.read.num_waiting == 0
+    assert scheduler.read.quota_held("a") == 0
+    assert scheduler.violations() == []
+
+
+def test_lease_that_waits_cannot_wait_twice():
+    scheduler = scheduler_of(4)
+    granted(scheduler, 1, 4)
+    request = waiting(scheduler, 2, 2, owner="r1")
+    for transition in (
+        lambda: scheduler.allocate(request, 8, -1),
+        lambda: scheduler.preempt(request),
+        lambda: scheduler.swap_out(request),
+    ):
+        with pytest.raises(LeaseError, match="'r1' waits for its blocks already"):
+            transition()
+    assert scheduler.read.num_waiting == 1
+    assert scheduler.violations() == []
+
+
+def test_stop_waiting_takes_back_a_grant_that_came_meanwhile():
+    scheduler = scheduler_of(4, salt_quota_blocks=4)
+    holder = granted(scheduler, 1, 4, salt="a")
+    request, behind = waiting(scheduler, 2, 4, salt="b"), waiting(scheduler, 3, 4, salt="c")
+    _, effects = scheduler.release(holder)
+    assert granted_by(effects) == [request]
+    _, effects = scheduler.stop_waiting(request)
+    assert granted_by(effects) == [behind]
+    assert [scheduler.read.quota_held(salt) for salt in "abc"] == [0, 0, 4]
+    assert scheduler.violations() == []
+
+
+# --- pending blocks -------------------------------------------------------------------------------
+
+
+def test_commit_resumes_the_leases_whose_blocks_are_indexed():
+    scheduler = scheduler_of(32)
+    tokens = np.arange(9 * BLOCK_TOKENS, dtype=np.int32)
+    owner = scheduler.match(tokens)[0]
+    scheduler.allocate(owner, len(tokens), 0)
+    requests = [scheduler.match(tokens[: blocks * BLOCK_TOKENS + 1])[0] for blocks in (2, 4, 8)]
+    for request in requests:
+        assert scheduler.wait_pending(request)[0]
+        with pytest.raises(LeaseError, match="in another task"):
+            scheduler.wait_pending(request)
+    assert scheduler.read.num_waiting == 3
+    for blocks, resumed in ((1, []), (3, requests[:1]), (4, requests[1:2]), (8, requests[2:])):
+        _, effects = scheduler.commit(owner, blocks * BLOCK_TOKENS)
+        assert [lease_id for lease_id, _ in effects.resumed] == resumed
+        effects.resumed.clear()
+    assert scheduler.read.num_waiting == 0
+    assert scheduler.violations() == []
+
+
+# --- what the checks report -----------------------------------------------------------------------
+
+
+def test_violations_report_a_waiting_lease_that_is_released():
+    scheduler = scheduler_of(4)
+    granted(scheduler, 1, 4)
+    request = waiting(scheduler, 2, 4)
+    assert scheduler.violations() == []
+    del scheduler._owners[request]
+    assert scheduler.violations() == [
+        f"capacity line: lease {request:#x} waits, but it is released",
+        "leases: the core has 2, the scheduler 1",
+    ]
+
+
+def test_violations_report_a_granted_lease_that_waits():
+    scheduler = scheduler_of(8)
+    holder = granted(scheduler, 1, 4)
+    scheduler._admission.join(Request(holder, "", 16, 4, 0), counted=True)
+    assert scheduler.violations() == [
+        f"capacity line: lease {holder:#x} waits, but it is granted"
+    ]
+
+
+def test_violations_report_waiting_leases_of_a_closed_engine():
+    scheduler = scheduler_of(4)
+    granted(scheduler, 1, 4)
+    scheduler.close()
+    request = matched(scheduler, 2, 4)
+    scheduler._admission.join(Request(request, "", 16, 4, 0), counted=True)
+    assert scheduler.violations() == ["lines: leases wait for capacity of a closed engine"]
+
+
+def counted_quota() -> SaltQuota:
+    quota = SaltQuota(8)
+    quota.count(1, "a", 4)
+    return quota
+
+
+def test_quota_check_accepts_the_blocks_of_granted_and_of_waiting_leases():
+    quota = counted_quota()
+    quota.count(2, "a", 3)
+    assert quota.check({1: 4}, {1, 2}) == []
+
+
+def test_quota_check_reports_sums_that_differ():
+    quota = counted_quota()
+    quota._held["a"] += 1
+    assert quota.check({1: 4}, {1}) == ["quota: salts count {'a': 5}, the sums over leases are {'a': 4}"]
+
+
+def test_quota_check_reports_a_lease_that_is_counted_with_other_blocks():
+    quota = counted_quota()
+    assert quota.check({1: 5}, {1}) == ["quota: lease 0x1 holds 5 blocks, 4 count"]
+    quota.give_back(1)
+    assert quota.check({1: 4}, {1}) == ["quota: lease 0x1 holds 4 blocks, 0 count"]
+
+
+def test_quota_check_reports_a_released_lease_that_counts():
+    quota = counted_quota()
+    assert quota.check({}, set()) == ["quota: 4 blocks of released lease 0x1 count"]
+
+
+def test_no_quota_has_nothing_to_check():
+    quota = SaltQuota(None)
+    quota.count(1, "a", 4)
+    assert quota.check({1: 9}, set()) == []
+    assert quota.held("a") == 0
+
+
+def test_pin_check_reports_a_pin_whose_blocks_cannot_be_hit():
+    core = new_core(CacheConfig(block_tokens=BLOCK_TOKENS, device_blocks=8))
+    tokens = np.arange(8, dtype=np.int32)
+    owner = core.match(tokens, "")[0]
+    core.allocate(owner, 8)
+    core.commit(owner, 8, 0)
+    core.release(owner, 0)
+    pin = core.match(tokens, "")[0]
+    core.hold_only(pin, whole=True)
+    core.allocate(pin, 8)
+    pins = PinnedLeases(core)
+    pins.add(pin, until_used=False)
+    assert pins.check() == []
+    core.reset()
+    assert pins.check() == [f"pin {pin:#x} holds blocks that no match can find"]
+    assert pins.remove(pin)
+    assert not pins.remove(pin)
+    assert pins.check() == []
