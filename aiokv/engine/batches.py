@@ -19,19 +19,16 @@ if TYPE_CHECKING:
 
     from aiokv.engine.computing import Computing
     from aiokv.engine.leases import Leases
-    from aiokv.engine.lifetime import Lifetime
-    from aiokv.scheduler.reader import CacheReader
+    from aiokv.engine.parts import Parts
     from aiokv.types import TokenIds
 
 
 class Batches:
     """Calls of :class:`Leases` for each of many leases; see ``CacheEngine`` for the methods."""
 
-    def __init__(
-        self, lifetime: Lifetime, read: CacheReader, leases: Leases, computing: Computing
-    ) -> None:
-        self._lifetime = lifetime
-        self._read = read
+    def __init__(self, parts: Parts, leases: Leases, computing: Computing) -> None:
+        self._lifetime = parts.lifetime
+        self._read = parts.scheduler.read
         self._leases = leases
         self._computing = computing
 

@@ -18,13 +18,9 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
     from types import TracebackType
 
-    from aiokv.engine.dispatcher import Dispatcher
-    from aiokv.engine.lifetime import Lifetime
+    from aiokv.engine.parts import Parts
     from aiokv.lease import Lease
-    from aiokv.scheduler.scheduler import CacheScheduler
-    from aiokv.worker.base import Worker
     from aiokv.worker.device.base import Event
-    from aiokv.worker.poller import EventPoller
 
 T = TypeVar("T")
 
@@ -197,20 +193,12 @@ class Computing:
         poller: watches the events of batches.
     """
 
-    def __init__(
-        self,
-        lifetime: Lifetime,
-        scheduler: CacheScheduler,
-        dispatcher: Dispatcher,
-        worker: Worker,
-        poller: EventPoller,
-        on_failure: Callable[[BaseException], None],
-    ) -> None:
-        self.worker = worker
-        self.poller = poller
-        self._lifetime = lifetime
-        self._scheduler = scheduler
-        self._dispatcher = dispatcher
+    def __init__(self, parts: Parts, on_failure: Callable[[BaseException], None]) -> None:
+        self.worker = parts.worker
+        self.poller = parts.poller
+        self._lifetime = parts.lifetime
+        self._scheduler = parts.scheduler
+        self._dispatcher = parts.dispatcher
         self._on_failure = on_failure
         self._batches: dict[int, ComputeBatch] = {}
         self._waiters: list[asyncio.Future[None]] = []

@@ -13,37 +13,22 @@ from aiokv.types import Tier
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from aiokv.config import CacheConfig
-    from aiokv.engine.dispatcher import Dispatcher
-    from aiokv.engine.lifetime import Lifetime
-    from aiokv.engine.open_step import OpenStep
-    from aiokv.engine.transfers import Transfers
+    from aiokv.engine.parts import Parts
     from aiokv.scheduler.gate import GateChange
-    from aiokv.scheduler.scheduler import CacheScheduler
-    from aiokv.worker.base import Worker
 
 
 class Control:
     """Reset, drain, pause, quiesce, new weights, resize; see ``CacheEngine`` for each."""
 
-    def __init__(
-        self,
-        config: CacheConfig,
-        lifetime: Lifetime,
-        scheduler: CacheScheduler,
-        dispatcher: Dispatcher,
-        worker: Worker,
-        transfers: Transfers,
-        open_step: OpenStep,
-    ) -> None:
-        self._config = config
-        self._lifetime = lifetime
-        self._scheduler = scheduler
-        self._read = scheduler.read
-        self._dispatcher = dispatcher
-        self._worker = worker
-        self._transfers = transfers
-        self._open_step = open_step
+    def __init__(self, parts: Parts) -> None:
+        self._config = parts.config
+        self._lifetime = parts.lifetime
+        self._scheduler = parts.scheduler
+        self._read = parts.scheduler.read
+        self._dispatcher = parts.dispatcher
+        self._worker = parts.worker
+        self._transfers = parts.transfers
+        self._open_step = parts.open_step
 
     def change_gate(self, change: GateChange) -> None:
         """Begin or end a pause or a hold."""

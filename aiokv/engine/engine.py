@@ -17,19 +17,15 @@ from aiokv.checks import Unique, arguments
 from aiokv.engine.batches import Batches
 from aiokv.engine.computing import Computing
 from aiokv.engine.control import Control
-from aiokv.engine.dispatcher import Dispatcher
 from aiokv.engine.leases import NO_NAME, Leases
 from aiokv.engine.lifecycle import Lifecycle
-from aiokv.engine.lifetime import Lifetime, Phase
-from aiokv.engine.open_step import OpenStep
-from aiokv.engine.parts import check_arguments, new_scheduler, worker_of
+from aiokv.engine.lifetime import Phase
+from aiokv.engine.parts import Parts, check_arguments
 from aiokv.engine.pins import Pins
 from aiokv.engine.recovery import Recovery
 from aiokv.engine.sleeping import TIERS, Sleep
 from aiokv.engine.steps import Steps
-from aiokv.engine.transfers import Transfers
 from aiokv.worker.device.base import as_event
-from aiokv.worker.poller import EventPoller
 from aiokv.worker.regions import Regions
 
 if TYPE_CHECKING:
@@ -88,59 +84,27 @@ class CacheEngine(Unique):
     ) -> None:
         check_arguments(config, regions, device, ranks)
         regions = Regions(num_layers=0) if regions is None else regions
-        self.config = config
-        worker = worker_of(config, regions, device, ranks)
-        scheduler = new_scheduler(config)
-        self._worker: Worker = worker
-        self._scheduler = scheduler
-        self._lifetime = lifetime = Lifetime()
-        self._poller = poller = EventPoller()
-        open_step = OpenStep(lifetime, scheduler.read, worker)
-        transfers = Transfers(
+        parts = Parts.new(
             config,
-            lifetime,
-            scheduler.read,
-            worker,
-            poller,
-            open_step,
+            regions,
+            device,
+            ranks,
             on_report=lambda report: self._recovery.on_report(report),
         )
-        dispatcher = Dispatcher(scheduler, lifetime, worker, poller, transfers)
-        self._steps = Steps(scheduler, dispatcher, worker, open_step)
-        self._recovery = Recovery(lifetime, scheduler, dispatcher, worker, transfers, self._steps)
-        computing = Computing(
-            lifetime, scheduler, dispatcher, worker, poller, on_failure=self._recovery.fail
-        )
-        self._leases = Leases(
-            lifetime,
-            scheduler,
-            dispatcher,
-            worker,
-            transfers,
-            open_step,
-            self._steps,
-            computing,
-            verifies=config.verify == "checksum",
-        )
-        self._batches = Batches(lifetime, scheduler.read, self._leases, computing)
-        self._pins = Pins(lifetime, scheduler, dispatcher, transfers, self._leases)
-        self._control = Control(
-            config, lifetime, scheduler, dispatcher, worker, transfers, open_step
-        )
-        self._sleep = Sleep(config, regions, lifetime, scheduler, dispatcher, worker, self._control)
-        self._lifecycle = Lifecycle(
-            config,
-            lifetime,
-            scheduler,
-            dispatcher,
-            worker,
-            poller,
-            open_step,
-            self._steps,
-            computing,
-            self._leases,
-            self._recovery,
-        )
+        self.config = config
+        self._lifetime = parts.lifetime
+        self._scheduler = parts.scheduler
+        self._worker = parts.worker
+        self._poller = parts.poller
+        self._steps = Steps(parts)
+        self._recovery = Recovery(parts, self._steps)
+        computing = Computing(parts, on_failure=self._recovery.fail)
+        self._leases = Leases(parts, self._steps, computing)
+        self._batches = Batches(parts, self._leases, computing)
+        self._pins = Pins(parts, self._leases)
+        self._control = Control(parts)
+        self._sleep = Sleep(parts, regions, self._control)
+        self._lifecycle = Lifecycle(parts, self._steps, computing, self._leases, self._recovery)
 
     # --- opening and closing ----------------------------------------------------------------------
 

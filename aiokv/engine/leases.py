@@ -19,15 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from aiokv.engine.computing import Computing
-    from aiokv.engine.dispatcher import Dispatcher
-    from aiokv.engine.lifetime import Lifetime
-    from aiokv.engine.open_step import OpenStep
+    from aiokv.engine.parts import Parts
     from aiokv.engine.steps import Steps
-    from aiokv.engine.transfers import Transfers
     from aiokv.scheduler.effects import Effects, Grant
-    from aiokv.scheduler.scheduler import CacheScheduler
     from aiokv.types import Item, TokenIds
-    from aiokv.worker.base import Worker
     from aiokv.worker.device.base import Event
     from aiokv.worker.views import LayerView
 
@@ -44,31 +39,19 @@ class Leases:
         read: answers about leases.
     """
 
-    def __init__(
-        self,
-        lifetime: Lifetime,
-        scheduler: CacheScheduler,
-        dispatcher: Dispatcher,
-        worker: Worker,
-        transfers: Transfers,
-        open_step: OpenStep,
-        steps: Steps,
-        computing: Computing,
-        *,
-        verifies: bool,
-    ) -> None:
-        self.read = scheduler.read
-        self._lifetime = lifetime
-        self._scheduler = scheduler
-        self._apply = dispatcher.apply
-        self._dispatcher = dispatcher
-        self._worker = worker
-        self._transfers = transfers
-        self._open_step = open_step
+    def __init__(self, parts: Parts, steps: Steps, computing: Computing) -> None:
+        self.read = parts.scheduler.read
+        self._lifetime = parts.lifetime
+        self._scheduler = parts.scheduler
+        self._dispatcher = parts.dispatcher
+        self._apply = parts.dispatcher.apply
+        self._worker = parts.worker
+        self._transfers = parts.transfers
+        self._open_step = parts.open_step
         self._steps = steps
         self._computing = computing
-        self._verifies = verifies
-        self._done = done_view(worker.num_layers)
+        self._verifies = parts.config.verify == "checksum"
+        self._done = done_view(parts.worker.num_layers)
 
     def open(self) -> None:
         """Note that the worker is open, and knows the number of layers."""

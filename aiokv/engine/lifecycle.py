@@ -12,17 +12,11 @@ from aiokv.engine.lifetime import Phase
 from aiokv.observe.logs import Log
 
 if TYPE_CHECKING:
-    from aiokv.config import CacheConfig
     from aiokv.engine.computing import Computing
-    from aiokv.engine.dispatcher import Dispatcher
     from aiokv.engine.leases import Leases
-    from aiokv.engine.lifetime import Lifetime
-    from aiokv.engine.open_step import OpenStep
+    from aiokv.engine.parts import Parts
     from aiokv.engine.recovery import Recovery
     from aiokv.engine.steps import Steps
-    from aiokv.scheduler.scheduler import CacheScheduler
-    from aiokv.worker.base import Worker
-    from aiokv.worker.poller import EventPoller
 
 log = Log(__name__)
 
@@ -43,26 +37,15 @@ class Lifecycle:
     """The order in which the parts of an engine begin and end."""
 
     def __init__(
-        self,
-        config: CacheConfig,
-        lifetime: Lifetime,
-        scheduler: CacheScheduler,
-        dispatcher: Dispatcher,
-        worker: Worker,
-        poller: EventPoller,
-        open_step: OpenStep,
-        steps: Steps,
-        computing: Computing,
-        leases: Leases,
-        recovery: Recovery,
+        self, parts: Parts, steps: Steps, computing: Computing, leases: Leases, recovery: Recovery
     ) -> None:
-        self._config = config
-        self._lifetime = lifetime
-        self._scheduler = scheduler
-        self._dispatcher = dispatcher
-        self._worker = worker
-        self._poller = poller
-        self._open_step = open_step
+        self._config = parts.config
+        self._lifetime = parts.lifetime
+        self._scheduler = parts.scheduler
+        self._dispatcher = parts.dispatcher
+        self._worker = parts.worker
+        self._poller = parts.poller
+        self._open_step = parts.open_step
         self._steps = steps
         self._computing = computing
         self._leases = leases

@@ -1,20 +1,84 @@
-"""The arguments of ``CacheEngine``: checks, and the parts that are chosen by them."""
+"""Parts of an engine that other parts use, made from the arguments of ``CacheEngine``."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
 
 from aiokv.config import CacheConfig
+from aiokv.engine.dispatcher import Dispatcher
+from aiokv.engine.lifetime import Lifetime
+from aiokv.engine.open_step import OpenStep
+from aiokv.engine.transfers import Transfers
 from aiokv.errors import ConfigError, UsageError
 from aiokv.scheduler.scheduler import CacheScheduler
 from aiokv.worker.controller import CacheController
 from aiokv.worker.device.names import named_device
+from aiokv.worker.poller import EventPoller
 from aiokv.worker.regions import Regions
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aiokv.plan import TransferReport
     from aiokv.ranks.group import RankGroup
     from aiokv.worker.base import Worker
     from aiokv.worker.device.base import Device
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts that every call passes through; the other parts hold some of them."""
+
+    config: CacheConfig
+    lifetime: Lifetime
+    scheduler: CacheScheduler
+    worker: Worker
+    poller: EventPoller
+    open_step: OpenStep
+    transfers: Transfers
+    dispatcher: Dispatcher
+
+    @classmethod
+    def new(
+        cls,
+        config: CacheConfig,
+        regions: Regions,
+        device: Device | str | None,
+        ranks: RankGroup | None,
+        on_report: Callable[[TransferReport], None],
+    ) -> Self:
+        """Make the parts of an empty cache.
+
+        Args:
+            config: checked.
+            regions: the device tensors of this process, if any.
+            device: where the regions live.
+            ranks: the worker instead of both.
+            on_report: gets the report of a plan that the worker has refused.
+
+        Raises:
+            ConfigError: the worker cannot do what ``config`` asks for, or there is not enough
+                memory for the index.
+            UsageError: the regions are too small for ``config``.
+        """
+        lifetime, poller = Lifetime(), EventPoller()
+        worker = _worker_of(config, regions, device, ranks)
+        scheduler = _new_scheduler(config)
+        open_step = OpenStep(lifetime, scheduler.read, worker)
+        transfers = Transfers(
+            config, lifetime, scheduler.read, worker, poller, open_step, on_report
+        )
+        return cls(
+            config=config,
+            lifetime=lifetime,
+            scheduler=scheduler,
+            worker=worker,
+            poller=poller,
+            open_step=open_step,
+            transfers=transfers,
+            dispatcher=Dispatcher(scheduler, lifetime, worker, poller, transfers),
+        )
 
 
 def check_arguments(config: object, regions: object, device: object, ranks: object) -> None:
@@ -41,7 +105,7 @@ def check_arguments(config: object, regions: object, device: object, ranks: obje
         raise ConfigError("both device= and ranks=", hint="pass the device to each Rank")
 
 
-def worker_of(
+def _worker_of(
     config: CacheConfig, regions: Regions, device: Device | str | None, ranks: RankGroup | None
 ) -> Worker:
     """Return the worker of the engine, which can do what the configuration asks for.
@@ -92,7 +156,7 @@ def _check_state(config: CacheConfig, regions: Regions) -> None:
         )
 
 
-def new_scheduler(config: CacheConfig) -> CacheScheduler:
+def _new_scheduler(config: CacheConfig) -> CacheScheduler:
     """Return the scheduler of an empty cache.
 
     Raises:

@@ -16,12 +16,9 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Sequence
 
-    from aiokv.engine.dispatcher import Dispatcher
     from aiokv.engine.leases import Leases
-    from aiokv.engine.lifetime import Lifetime
-    from aiokv.engine.transfers import Transfers
+    from aiokv.engine.parts import Parts
     from aiokv.lease import Lease
-    from aiokv.scheduler.scheduler import CacheScheduler
     from aiokv.types import Item, TokenIds
 
 
@@ -77,21 +74,14 @@ class Pin(Unique):
 class Pins:
     """The pins of one engine, and how prefixes come to the device for them."""
 
-    def __init__(
-        self,
-        lifetime: Lifetime,
-        scheduler: CacheScheduler,
-        dispatcher: Dispatcher,
-        transfers: Transfers,
-        leases: Leases,
-    ) -> None:
-        self._lifetime = lifetime
-        self._scheduler = scheduler
-        self._dispatcher = dispatcher
-        self._transfers = transfers
+    def __init__(self, parts: Parts, leases: Leases) -> None:
+        self._lifetime = parts.lifetime
+        self._scheduler = parts.scheduler
+        self._dispatcher = parts.dispatcher
+        self._transfers = parts.transfers
         self._leases = leases
         self._pins: dict[int, tuple[Pin, Lease]] = {}  # by lease id
-        dispatcher.tell_unpinned(self._ended)
+        parts.dispatcher.tell_unpinned(self._ended)
 
     async def prefetch(
         self,

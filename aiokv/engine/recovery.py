@@ -8,14 +8,10 @@ from aiokv.errors import ClosedError, UsageError
 from aiokv.observe.logs import Log
 
 if TYPE_CHECKING:
-    from aiokv.engine.dispatcher import Dispatcher
-    from aiokv.engine.lifetime import Lifetime
+    from aiokv.engine.parts import Parts
     from aiokv.engine.steps import Steps
-    from aiokv.engine.transfers import Transfers
     from aiokv.errors import RankLost
     from aiokv.plan import TransferReport
-    from aiokv.scheduler.scheduler import CacheScheduler
-    from aiokv.worker.base import Worker
 
 log = Log(__name__)
 
@@ -23,20 +19,12 @@ log = Log(__name__)
 class Recovery:
     """Receives what the worker reports, good or bad."""
 
-    def __init__(
-        self,
-        lifetime: Lifetime,
-        scheduler: CacheScheduler,
-        dispatcher: Dispatcher,
-        worker: Worker,
-        transfers: Transfers,
-        steps: Steps,
-    ) -> None:
-        self._lifetime = lifetime
-        self._scheduler = scheduler
-        self._dispatcher = dispatcher
-        self._worker = worker
-        self._transfers = transfers
+    def __init__(self, parts: Parts, steps: Steps) -> None:
+        self._lifetime = parts.lifetime
+        self._scheduler = parts.scheduler
+        self._dispatcher = parts.dispatcher
+        self._worker = parts.worker
+        self._transfers = parts.transfers
         self._steps = steps
 
     def on_report(self, report: TransferReport) -> None:

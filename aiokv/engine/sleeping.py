@@ -13,12 +13,8 @@ from aiokv.worker.regions import Regions
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from aiokv.config import CacheConfig
     from aiokv.engine.control import Control
-    from aiokv.engine.dispatcher import Dispatcher
-    from aiokv.engine.lifetime import Lifetime
-    from aiokv.scheduler.scheduler import CacheScheduler
-    from aiokv.worker.base import Worker
+    from aiokv.engine.parts import Parts
 
 TIERS: Final[tuple[Tier, ...]] = get_args(Tier)
 
@@ -31,25 +27,17 @@ class Sleep:
         regions: the device tensors; without tensors while the device tier is asleep.
     """
 
-    def __init__(
-        self,
-        config: CacheConfig,
-        regions: Regions,
-        lifetime: Lifetime,
-        scheduler: CacheScheduler,
-        dispatcher: Dispatcher,
-        worker: Worker,
-        control: Control,
-    ) -> None:
+    def __init__(self, parts: Parts, regions: Regions, control: Control) -> None:
+        config = parts.config
         self.asleep: frozenset[Tier] = frozenset()
         self.regions = regions
         self._has_sides = bool(config.state_slots or config.windows)
         self._saves_first = config.host_blocks > 0 and config.write_policy == "write_back"
-        self._lifetime = lifetime
-        self._scheduler = scheduler
-        self._read = scheduler.read
-        self._dispatcher = dispatcher
-        self._worker = worker
+        self._lifetime = parts.lifetime
+        self._scheduler = parts.scheduler
+        self._read = parts.scheduler.read
+        self._dispatcher = parts.dispatcher
+        self._worker = parts.worker
         self._control = control
         self._turn = asyncio.Lock()  # one sleep or wake_up at a time
 

@@ -5,27 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from aiokv.engine.dispatcher import Dispatcher
-    from aiokv.engine.open_step import OpenStep
-    from aiokv.scheduler.scheduler import CacheScheduler
-    from aiokv.worker.base import Worker
+    from aiokv.engine.parts import Parts
     from aiokv.worker.device.base import Event
 
 
 class Steps:
     """The numbers are the scheduler's; the worker has the events."""
 
-    def __init__(
-        self,
-        scheduler: CacheScheduler,
-        dispatcher: Dispatcher,
-        worker: Worker,
-        open_step: OpenStep,
-    ) -> None:
-        self._scheduler = scheduler
-        self._dispatcher = dispatcher
-        self._worker = worker
-        self._open_step = open_step
+    def __init__(self, parts: Parts) -> None:
+        self._scheduler = parts.scheduler
+        self._dispatcher = parts.dispatcher
+        self._worker = parts.worker
+        self._open_step = parts.open_step
 
     def close(self, event: Event | None) -> int:
         """Close the open step, and return its number; see ``CacheEngine.step``.
