@@ -19,6 +19,7 @@
 #include "aiokv/residency.hpp"
 #include "aiokv/saver.hpp"
 #include "aiokv/transfer_ledger.hpp"
+#include "aiokv/uses.hpp"
 
 namespace aiokv {
 
@@ -27,7 +28,7 @@ class Swaps {
     Swaps(const CoreConfig& config, DevicePool& device, RunPool& host, LeaseTable& leases,
           Index& index, RecurrentState& state, SlidingWindows& windows, AuxiliaryPools& auxiliary,
           const Matching& matching, Residency& residency, Saver& saver, TransferLedger& transfers,
-          Promises& promises, Publication& publication)
+          Promises& promises, Uses& uses, Publication& publication)
         : config_(config),
           device_(device),
           host_(host),
@@ -41,6 +42,7 @@ class Swaps {
           saver_(saver),
           transfers_(transfers),
           promises_(promises),
+          uses_(uses),
           publication_(publication) {}
 
     // Begins to move the table; the lease is swapped already when nothing had to be copied. Returns
@@ -88,6 +90,7 @@ class Swaps {
     Saver& saver_;
     TransferLedger& transfers_;
     Promises& promises_;
+    Uses& uses_;
     Publication& publication_;
 };
 

@@ -63,7 +63,7 @@ Core::Core(const CoreConfig& config)
       publication_(config_, device_, index_, state_, windows_, residency_, saver_, promises_,
                    uses_),
       swaps_(config_, device_, host_, leases_, index_, state_, windows_, auxiliary_, matching_,
-             residency_, saver_, transfers_, promises_, publication_),
+             residency_, saver_, transfers_, promises_, uses_, publication_),
       grants_(config_, device_, leases_, index_, state_, windows_, auxiliary_, matching_,
               residency_, saver_, transfers_, publication_, uses_, swaps_),
       releases_(config_, device_, leases_, index_, state_, windows_, auxiliary_, residency_,
@@ -137,12 +137,14 @@ void Core::block_tables(std::span<const LeaseId> ids, std::span<BlockId> out, st
                         BlockId fill, std::int32_t group) const {
     const std::size_t width = rows == 0 ? 0 : out.size() / rows;
     if (ids.size() > rows) {
-        throw UsageError("out has " + str(rows) + " rows for " + str(ids.size()) + " leases");
+        throw UsageError("block_tables: out has " + str(rows) + " rows for " + str(ids.size()) +
+                         " leases");
     }
     for (const LeaseId id : ids) {
         if (table_of(id, group).size() > width) {
-            throw UsageError("out has " + str(width) + " columns; a lease has " +
-                             str(table_of(id, group).size()) + " blocks");
+            throw UsageError("block_tables: out has " + str(width) + " columns; the lease has " +
+                             str(table_of(id, group).size()) + " blocks")
+                .of(id);
         }
     }
     for (std::size_t row = 0; row < rows; ++row) {

@@ -22,7 +22,9 @@ WindowGroup::WindowGroup(const WindowConfig& config, std::uint32_t block_tokens)
            ceil_div(config.sink_tokens, block_tokens)),
       window_tokens(config.window_tokens),
       reach_blocks(config.device_blocks) {
-    if (config.window_tokens == 0) throw ConfigError("window_tokens must be at least 1");
+    if (config.window_tokens == 0) {
+        throw ConfigError("window_tokens is 0; it must be at least 1").field("windows");
+    }
     const std::uint64_t step = std::max<std::uint32_t>(config.step_tokens, 1);
     const std::uint64_t least =
         std::uint64_t{ceil_div(config.window_tokens - 1 + step, block_tokens)} + 1 +
@@ -32,7 +34,9 @@ WindowGroup::WindowGroup(const WindowConfig& config, std::uint32_t block_tokens)
             config.sink_tokens == 0 ? "" : "a sink of " + str(config.sink_tokens) + " tokens, ";
         throw ConfigError(sink + "a window of " + str(config.window_tokens) +
                           " tokens and steps of " + str(step) + " need " + std::to_string(least) +
-                          " blocks; the group has " + str(config.device_blocks));
+                          " blocks; the group has " + str(config.device_blocks))
+            .field("windows")
+            .hint("give the group more device_blocks, or a smaller window or step_tokens");
     }
     if (config.step_tokens > 0) reach_blocks = static_cast<std::uint32_t>(least);
 }

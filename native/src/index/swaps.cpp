@@ -73,6 +73,7 @@ void Swaps::finish(Lease& lease, bool copied) {
         publication_.announce(lease);
         return;
     }
+    uses_.forget(lease);  // without refs, the node that has the flag may be dropped
     residency_.free_table(lease, 0);
     leases_.move(lease, LeaseState::kSwapped);
     lease.num_tokens = 0;

@@ -139,6 +139,16 @@ void bind_core(nb::module_& m) {
     nb::enum_<EvictionKind>(m, "EvictionKind")
         .value("LRU", EvictionKind::kLru)
         .value("S3FIFO", EvictionKind::kS3Fifo);
+    nb::enum_<LeaseState>(m, "LeaseState")
+        .value("MATCHED", LeaseState::kMatched, "Holds nothing.")
+        .value("GRANTED", LeaseState::kGranted, "Has refs on its hit, and device blocks.")
+        .value("FAILED", LeaseState::kFailed,
+               "Like GRANTED; an onload failed, and recompute_from was not called yet.")
+        .value("SWAPPING", LeaseState::kSwapping,
+               "Like GRANTED; a transfer copies the table to host memory.")
+        .value("SWAPPED", LeaseState::kSwapped, "Holds host copies; allocate resumes it.")
+        .value("RELEASING", LeaseState::kReleasing,
+               "Has no handle; batches in flight keep its blocks.");
     nb::class_<Core>(m, "Core", "Prefix index, block pools, leases and eviction; not thread-safe.")
         .def(
             "__init__",
@@ -192,6 +202,9 @@ void bind_core(nb::module_& m) {
         .def("retract", &Core::retract, "lease"_a, "step"_a = 0,
              "Undo allocate; the lease stays matched. Return the lease that keeps the blocks for "
              "the batches in flight, or 0.")
+        .def(
+            "lease_state", [](const Core& core, LeaseId id) { return core.lease(id).state; },
+            "lease"_a, "Return the state of the lease; a lease that has ended raises LeaseError.")
         .def("hit", &hit, "lease"_a, "(device_blocks, host_blocks) as matched, or as granted.")
         .def(
             "onloads", [](const Core& core, LeaseId id) { return core.lease(id).onloads; },
