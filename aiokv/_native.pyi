@@ -250,6 +250,25 @@ class EvictionKind(enum.Enum):
 
     S3FIFO = 1
 
+class LeaseState(enum.Enum):
+    MATCHED = 1
+    """Holds nothing."""
+
+    GRANTED = 2
+    """Has refs on its hit, and device blocks."""
+
+    FAILED = 3
+    """Like GRANTED; an onload failed, and recompute_from was not called yet."""
+
+    SWAPPING = 4
+    """Like GRANTED; a transfer copies the table to host memory."""
+
+    SWAPPED = 5
+    """Holds host copies; allocate resumes it."""
+
+    RELEASING = 6
+    """Has no handle; batches in flight keep its blocks."""
+
 class Core:
     """Prefix index, block pools, leases and eviction; not thread-safe."""
 
@@ -287,6 +306,11 @@ class Core:
     def retract(self, lease: int, step: int = 0) -> int:
         """
         Undo allocate; the lease stays matched. Return the lease that keeps the blocks for the batches in flight, or 0.
+        """
+
+    def lease_state(self, lease: int) -> LeaseState:
+        """
+        Return the state of the lease; a lease that has ended raises LeaseError.
         """
 
     def hit(self, lease: int) -> tuple[int, int]:

@@ -9,7 +9,16 @@ from __future__ import annotations
 
 
 class AiokvError(Exception):
-    """Base of all aiokv errors; ``hint`` says what to change, and is printed with the message."""
+    """Base of all aiokv errors.
+
+    Attributes:
+        hint: what to do; printed with the message.
+        config_field: field of ``CacheConfig`` that sets the limit, or ``""``.
+        lease_id: native id of the lease that the error is about, or 0.
+    """
+
+    config_field: str = ""
+    lease_id: int = 0
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)

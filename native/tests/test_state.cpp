@@ -1,4 +1,4 @@
-// Side pools, and the state slots of leases (side_pool.cpp, core_state.cpp).
+// Auxiliary pools, and the state slots of leases (auxiliary_pool.cpp, recurrent_state.cpp).
 #include "aiokv/core.hpp"
 #include "aiokv/error.hpp"
 #include "check.hpp"
@@ -9,7 +9,7 @@ namespace {
 
 using Prompt = std::vector<std::int32_t>;
 
-BlockId taken(SidePool& pool) {
+BlockId taken(AuxiliaryPool& pool) {
     BlockId id = kNoBlock;
     pool.take(id);
     return id;
@@ -70,7 +70,7 @@ const Prompt kPrompt{1, 2, 3, 4, 5, 6, 7};
 }  // namespace
 
 TEST(idle_ids_go_least_recently_used_first) {
-    SidePool pool(3, 1);
+    AuxiliaryPool pool(3, 1);
     for (const NodeId node : {10u, 11u, 12u}) pool.attach(node, taken(pool));
     CHECK_EQ(pool.room(), 3u);
     pool.touch(pool.find(10));
@@ -83,17 +83,17 @@ TEST(idle_ids_go_least_recently_used_first) {
 }
 
 TEST(a_held_id_is_not_evicted_and_outlives_its_node) {
-    SidePool pool(2, 1);
+    AuxiliaryPool pool(2, 1);
     const BlockId held = taken(pool);
     pool.attach(1, held);
-    pool.hold(held);
-    pool.hold(held);
+    pool.add_reader(held);
+    pool.add_reader(held);
     CHECK_EQ(pool.room(), 1u);
     CHECK(pool.forget(1));
     CHECK(!pool.forget(1));
-    pool.unhold(held);
+    pool.remove_reader(held);
     CHECK(!pool.is_free(held));
-    pool.unhold(held);
+    pool.remove_reader(held);
     CHECK(pool.is_free(held));
     CHECK_EQ(pool.room(), 2u);
 }

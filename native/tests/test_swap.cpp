@@ -38,8 +38,8 @@ class Cache {
     LeaseId swapped(const Prompt& tokens) {
         const LeaseId id = computed(tokens);
         CHECK(swap_out(id));
-        complete(core.lease(id).swap_out);
-        CHECK(core.lease(id).swapped);
+        complete(core.lease(id).swap_transfer);
+        CHECK(core.lease(id).is(LeaseState::kSwapped));
         return id;
     }
     void check() const {
@@ -67,7 +67,7 @@ TEST(a_swap_moves_the_tail_behind_the_path) {
     const LeaseId id = cache.computed(kPrompt);
     const std::vector<BlockId> table = cache.core.lease(id).table;
     CHECK(cache.swap_out(id));
-    const Transfer& out = cache.core.transfer(cache.core.lease(id).swap_out);
+    const Transfer& out = cache.core.transfer(cache.core.lease(id).swap_transfer);
     CHECK(out.device_blocks == table);
     CHECK_EQ(out.nodes.size(), 2u);
     CHECK_EQ(cache.core.statistics().host_in_flight, 3u);
@@ -75,7 +75,7 @@ TEST(a_swap_moves_the_tail_behind_the_path) {
     CHECK_THROWS(LeaseError, cache.core.truncate(id, 5, 0));
     CHECK_THROWS(LeaseError, cache.core.swap_out(id, 0));
     CHECK_THROWS(LeaseError, cache.core.fork(id, 0));
-    cache.complete(cache.core.lease(id).swap_out);
+    cache.complete(cache.core.lease(id).swap_transfer);
     CHECK_EQ(cache.core.evict_device(9), 2u);
     CHECK_EQ(cache.core.evict_host(9), 0u);
     CHECK_EQ(cache.core.pending(id).blocks, 0u);  // does not walk the path anew
@@ -93,11 +93,11 @@ TEST(a_swap_without_room_changes_nothing) {
     const LeaseId first = cache.swapped(kPrompt);
     const LeaseId second = cache.computed({9, 9, 9, 9, 9});
     CHECK(!cache.swap_out(second));
-    CHECK(cache.core.lease(second).granted);
+    CHECK(cache.core.lease(second).has_blocks());
     CHECK_EQ(cache.core.statistics().host_free, 2u);
     cache.core.release(first, 0);
     CHECK(cache.swap_out(second));  // takes what nobody holds any more
-    cache.complete(cache.core.lease(second).swap_out);
+    cache.complete(cache.core.lease(second).swap_transfer);
     cache.core.release(second, 0);
 }
 
@@ -106,8 +106,8 @@ TEST(a_failed_swap_leaves_the_table) {
     const LeaseId id = cache.computed(kPrompt);
     const std::vector<BlockId> table = cache.core.lease(id).table;
     CHECK(cache.swap_out(id));
-    cache.complete(cache.core.lease(id).swap_out, Outcome::kFailed, 2);
-    CHECK(cache.core.lease(id).granted && !cache.core.lease(id).swapped);
+    cache.complete(cache.core.lease(id).swap_transfer, Outcome::kFailed, 2);
+    CHECK(cache.core.lease(id).has_blocks() && !cache.core.lease(id).is(LeaseState::kSwapped));
     CHECK(cache.core.lease(id).table == table);
     CHECK_EQ(cache.core.statistics().host_free, 2u);  // the blocks that arrived are backups
     cache.core.release(id, 0);
@@ -117,7 +117,7 @@ TEST(what_a_released_lease_was_moving_is_freed_at_the_end) {
     Cache cache(4, 4);
     const LeaseId id = cache.computed(kPrompt);
     CHECK(cache.swap_out(id));
-    const TransferId out = cache.core.lease(id).swap_out;
+    const TransferId out = cache.core.lease(id).swap_transfer;
     cache.core.release(id, 0);
     cache.check();
     CHECK_EQ(cache.core.statistics().device_free, 1u);
@@ -152,7 +152,7 @@ TEST(a_swap_that_a_reset_crosses_keeps_nothing) {
     const LeaseId id = cache.computed(kPrompt);
     CHECK(cache.swap_out(id));
     cache.core.reset();
-    cache.complete(cache.core.lease(id).swap_out);
+    cache.complete(cache.core.lease(id).swap_transfer);
     CHECK_EQ(cache.core.statistics().device_free, 4u);
     CHECK_EQ(cache.core.statistics().host_free, 4u);
     cache.core.release(id, 0);
@@ -172,9 +172,9 @@ TEST(a_swap_waits_for_backups_under_way) {
     core.complete(backup, Outcome::kFailed, 1);
     CHECK_EQ(core.saving(id), 0u);
     CHECK(core.swap_out(id, 0));
-    CHECK_EQ(core.transfer(core.lease(id).swap_out).nodes.size(), 1u);
+    CHECK_EQ(core.transfer(core.lease(id).swap_transfer).nodes.size(), 1u);
     CHECK_EQ(core.saving(id), 0u);  // its own transfer is no obstacle
-    core.complete(core.lease(id).swap_out, Outcome::kDone, 0);
+    core.complete(core.lease(id).swap_transfer, Outcome::kDone, 0);
     CHECK(core.violations().empty());
 }
 
@@ -186,7 +186,7 @@ TEST(steps_follow_blocks_through_swap_and_fork) {
     const Fork fork = cache.core.fork(id, 2);
     CHECK_EQ(fork.target_blocks.size(), 1u);
     CHECK(cache.swap_out(fork.lease, 3));
-    const TransferId out = cache.core.lease(fork.lease).swap_out;
+    const TransferId out = cache.core.lease(fork.lease).swap_transfer;
     CHECK_EQ(cache.core.transfer(out).after_step, 2u);  // the clone's, not the open one
     cache.complete(out);
     CHECK_EQ(cache.core.statistics().device_cooling, 1u);

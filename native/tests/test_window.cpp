@@ -105,9 +105,9 @@ TEST(a_hit_holds_the_sink_and_the_window) {
     id = cache.granted(counting(17));
     CHECK_EQ(cache.core.lease(id).cached_tokens, 16u);
     CHECK_EQ(cache.table(id), "#......##");
-    const SidePool& pool = cache.core.window_group(0).pool;
-    CHECK_EQ(pool.holds(cache.core.table_of(id, 0)[0]), 1u);
-    CHECK_EQ(pool.holds(cache.core.table_of(id, 0)[7]), 1u);
+    const AuxiliaryPool& pool = cache.core.window_group(0).pool;
+    CHECK_EQ(pool.readers(cache.core.table_of(id, 0)[0]), 1u);
+    CHECK_EQ(pool.readers(cache.core.table_of(id, 0)[7]), 1u);
     cache.core.release(id, 0);
     CHECK_EQ(pool.idle(), pool.attached());
 }
@@ -145,9 +145,9 @@ TEST(the_sink_of_a_swapped_lease_remembers_its_step) {
     cache.commit(id, 2, 12, 7);
     const std::vector<BlockId> table = cache.core.table_of(id, 0);
     CHECK(cache.core.swap_out(id, 9));
-    cache.core.complete(cache.core.lease(id).swap_out, Outcome::kDone, 0);
+    cache.core.complete(cache.core.lease(id).swap_transfer, Outcome::kDone, 0);
     cache.check();
-    const SidePool& pool = cache.core.window_group(0).pool;
+    const AuxiliaryPool& pool = cache.core.window_group(0).pool;
     for (const std::size_t index : {0, 5}) CHECK_EQ(pool.after_step(table[index]), 9u);
     CHECK(cache.core.table_of(id, 0) == table);
     cache.core.release(id, 0);

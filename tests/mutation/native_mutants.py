@@ -1,6 +1,7 @@
 """Mutants of a C++ file, from its tokens; the code has to be formatted by clang-format.
 
-Left alone: comments, strings, ``throw`` statements and the steps of ``for`` and ``while`` loops.
+Left alone: comments, strings, ``throw`` statements, the steps of ``for`` and ``while`` loops, and
+``check(Report&)`` functions, which are the oracle of other tests.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ _CALL = re.compile(rb"^ +[\w.\->:\[\]()*]+\(.*\);$")
 _JUMP = re.compile(rb"(?<![\w])(continue|break);$")
 _KEYWORDS = re.compile(rb"^ +(return|if|for|while|throw|const|auto|else|do|case|using|static)\b")
 _HIDDEN = re.compile(
-    rb'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/\*.*?\*/|\bthrow\b[^;]*;|^ *#[^\n]*', re.DOTALL | re.MULTILINE
+    rb"^void \w+::check\w*\(Report& report\b[^{]*\{.*?^\}|"
+    rb'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/\*.*?\*/|\bthrow\b[^;]*;|^ *#[^\n]*',
+    re.DOTALL | re.MULTILINE,
 )
 
 

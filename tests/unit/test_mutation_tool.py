@@ -96,9 +96,11 @@ def test_each_place_of_a_native_file_is_changed(source: str, expected: list[tupl
         "#include <a>\n",
         "    throw A(str(1) +\n            b(2));\n",
         "    std::vector<std::uint32_t> a;\n",
+        "void A::check(Report& report) const {\n    if (a < b) c();\n}\n",
+        "void A::check_group(Report& report, int g) const {\n    c();\n}\n",
     ],
 )
-def test_comments_strings_and_errors_of_native_files_are_left_alone(source: str):
+def test_comments_strings_errors_and_checks_of_native_files_are_left_alone(source: str):
     assert native_lines(source) == []
 
 

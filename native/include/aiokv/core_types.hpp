@@ -1,4 +1,4 @@
-// What Core is configured with, keeps of each lease and transfer, and answers.
+// The configuration of Core, the records of transfers, and the results of its calls.
 #pragma once
 
 #include <cstddef>
@@ -11,14 +11,11 @@
 #include "aiokv/direction.hpp"
 #include "aiokv/eviction_queue.hpp"
 #include "aiokv/item_keys.hpp"
+#include "aiokv/lease.hpp"
 #include "aiokv/node.hpp"
-#include "aiokv/reuse_model.hpp"
-#include "aiokv/side_pool.hpp"
 
 namespace aiokv {
 
-using LeaseId = std::uint64_t;  // generation << 32 | slot; 0 is no lease
-using TransferId = std::uint32_t;
 using BatchId = std::uint32_t;
 using Tokens = std::span<const std::int32_t>;
 
@@ -52,80 +49,10 @@ struct CoreConfig {
     std::uint32_t state_slots = 0;  // of recurrent state; 0: the model has none
     std::vector<WindowConfig> windows = {};
     std::uint32_t max_leases = kMaxLeases;  // open at a time
-};
 
-// The state after the last position of a block of a lease, saved before that block was indexed.
-struct UnattachedSnapshot {
-    std::uint32_t block;
-    BlockId slot;
-};
-
-// The ids that a lease has in one group; see core_window.cpp.
-struct WindowTable {
-    std::vector<BlockId> table;
-    std::uint32_t first = 0;
-    std::uint32_t end = 0;
-    std::uint32_t reserved = 0;  // of the group's ids, set aside for the lease
-};
-
-struct WindowGroup {
-    WindowGroup(const WindowConfig& config, std::uint32_t block_tokens);
-
-    SidePool pool;
-    // Entry `index` is a block of the sink, which stays as long as the lease has blocks.
-    bool is_sink(std::size_t index) const { return index < pool.head_blocks(); }
-
-    std::uint32_t window_tokens;
-    std::uint32_t reach_blocks;  // the most that a lease has at a time, the sink included
-    std::uint32_t reserved = 0;  // for all leases together; at most the capacity
-};
-
-struct Lease {
-    std::vector<std::int32_t> tokens;  // of named positions, from 0
-    std::vector<NodeId> path;          // indexed blocks; holds refs once granted
-    std::vector<ItemKey> item_keys;    // of blocks up to the last with items; refs each but 0
-    std::vector<ItemSpan> items;       // multimodal items of the prompt, in order
-    std::vector<BlockId> table;        // block i is the index's iff path[i] has this device id
-    std::vector<ReuseClass> classes;   // of the prompt, once granted; empty with lru
-    std::vector<TransferId> onloads;   // unfinished ones that write blocks of the table
-    std::vector<BlockId> tail_host;    // while swapped: what follows the path, computed, in host
-    TransferId swap_out = 0;           // while its table moves to host memory
-    std::uint32_t generation = 0;
-    std::uint32_t slot = 0;
-    std::uint32_t context = 0;
-    std::uint64_t version = 0;  // of the index, when path was walked
-    std::uint64_t epoch = 0;    // of the index, when granted
-    std::uint32_t num_tokens = 0;
-    std::uint32_t computed_tokens = 0;  // as far as commit was called
-    std::uint32_t device_hit = 0;       // blocks, at match or grant
-    std::uint32_t host_hit = 0;
-    std::uint32_t cached_tokens = 0;    // of the grant; falls when an onload fails
-    std::uint32_t prompt_tokens = 0;    // as matched
-    std::uint32_t computed_blocks = 0;  // begun by commit, over all grants
-    std::uint32_t grown_blocks = 0;    // the most that extend has given it; resume may take as many
-    BlockId state_slot = kNoBlock;     // the lease's own, while granted or swapped
-    BlockId held_snapshot = kNoBlock;  // of a lease that computes nothing
-    std::vector<UnattachedSnapshot> snapshots;
-    std::vector<WindowTable> windows;  // one a group, while granted or swapped
-    std::uint32_t known_blocks =
-        0;                     // cached blocks of the prompt, whether or not a hit may end there
-    NodeId frontier = kNone;   // where its next block will hang, while it is announced
-    NodeId awaited = kNone;    // the end of its hit, while another lease's hit of that ends it
-    bool reads = true;         // may hit
-    bool writes = true;        // may publish
-    bool computes = true;      // else it only keeps its hit where it is
-    bool whole = false;        // it may hit all full blocks of its prompt, as nothing is computed
-    bool state_valid = false;  // the state slot is that of computed_tokens, once its move has ended
-    bool live = false;
-    bool granted = false;
-    bool swapped = false;  // preempted; holds its host copies
-    bool failed = false;   // an onload failed and recompute_from was not called yet
-
-    // Compute in flight; see core_compute.cpp.
-    Step last_step = 0;         // newest step that computed with the blocks of this grant
-    std::uint32_t batches = 0;  // unfinished batches that compute with its blocks
-    bool named = false;         // a batch has named this grant: last_step is exact
-    bool released = false;      // waits for those batches; there is no handle any more
+    std::uint32_t blocks_for(std::uint64_t num_tokens) const {
+        return static_cast<std::uint32_t>((num_tokens + block_tokens - 1) / block_tokens);
+    }
 };
 
 struct Hit {
@@ -134,7 +61,7 @@ struct Hit {
     std::uint32_t host_blocks;
 };
 
-// What a lease was spared, by tier, and what it computed.
+// Cached positions of a lease by tier, and the blocks that it computed.
 struct Usage {
     std::uint32_t prompt_tokens;
     std::uint32_t cached_device_tokens;  // of the prompt, at the last grant
@@ -142,7 +69,7 @@ struct Usage {
     std::uint32_t computed_blocks;  // again after a preemption
 };
 
-// What could be granted: device blocks, and state slots that no lease holds.
+// Device blocks and state slots that could be granted now.
 struct Room {
     std::uint32_t device_free;
     std::uint32_t evictable;
@@ -165,11 +92,13 @@ struct Transfer {
     std::vector<BlockId> device_blocks;
     std::vector<BlockId> host_blocks;
     std::vector<LeaseId> leases;  // that own or joined an onload
-    // Blocks behind those of `nodes` are not indexed: the tail of a lease that is swapped. When the
-    // lease goes first, they are the transfer's to free.
+    // Blocks behind those of `nodes` are not indexed: the tail of a lease that is swapped. When
+    // that lease is released or retracted first, the transfer owns them.
     LeaseId tail_owner = 0;
     bool orphaned = false;
     bool cancelling = false;  // a worker was asked to cancel it: no other lease may join it
+
+    std::size_t tail_blocks() const { return device_blocks.size() - nodes.size(); }
 };
 
 // A copy of one state slot to another, on the device.
@@ -180,8 +109,8 @@ struct StateCopy {
 
 // Makes a lease's state slot ready: a copy of a snapshot, or zeros.
 struct StateMove {
-    LeaseId lease = 0;          // 0: it has gone, and the target is the move's
-    BlockId source = kNoBlock;  // held; kNoBlock: zeros
+    LeaseId lease = 0;          // 0: it was released or retracted, and the move owns the target
+    BlockId source = kNoBlock;  // the move is one of its readers; kNoBlock: zeros
     BlockId target = kNoBlock;
     Step after_step = 0;
 };
@@ -199,7 +128,7 @@ struct CoreStatistics {
     std::uint64_t hit_device_tokens, hit_host_tokens, prompt_tokens, grants;
     std::uint64_t published_blocks, evicted_device_blocks, dropped_blocks, evicted_host_blocks;
     std::uint64_t onloaded_blocks, offloaded_blocks, failed_blocks, skipped_backups,
-        reclaimed_twins;
+        reclaimed_host_copies;
     std::uint32_t state_free, state_snapshots;
     std::uint64_t restored_states, evicted_snapshots;
     std::size_t index_bytes, token_bytes;

@@ -1,43 +1,75 @@
 // Exceptions of the native code; bind_errors.cpp turns each into the class of aiokv.errors
 // that bears its name.
+//
+//   throw LeaseError("commit: 9 tokens exceed the 8 of the lease").of(id).hint("call extend");
 #pragma once
 
+#include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace aiokv {
 
+// What an error says beside its message. Python has these as attributes of the exception.
+struct ErrorDetails {
+    std::string hint;          // what to do
+    std::string config_field;  // the field of CacheConfig that sets the limit, or ""
+    std::uint64_t lease = 0;   // the lease that the error is about, or 0
+};
+
 struct Error : std::runtime_error {
     using std::runtime_error::runtime_error;
+    ErrorDetails details;
 };
 
-struct ConfigError : Error {
+// Setters that return the error itself, so that it can be thrown in the same expression.
+template <class Self>
+struct DetailedError : Error {
     using Error::Error;
+
+    Self& hint(std::string text) {
+        details.hint = std::move(text);
+        return static_cast<Self&>(*this);
+    }
+    Self& field(std::string name) {
+        details.config_field = std::move(name);
+        return static_cast<Self&>(*this);
+    }
+    Self& of(std::uint64_t lease) {
+        details.lease = lease;
+        return static_cast<Self&>(*this);
+    }
 };
 
-struct LayoutError : Error {
-    using Error::Error;
+struct ConfigError : DetailedError<ConfigError> {
+    using DetailedError::DetailedError;
 };
 
-struct LeaseError : Error {
-    using Error::Error;
+struct LayoutError : DetailedError<LayoutError> {
+    using DetailedError::DetailedError;
 };
 
-struct UsageError : Error {
-    using Error::Error;
+struct LeaseError : DetailedError<LeaseError> {
+    using DetailedError::DetailedError;
 };
 
-struct RequestTooLarge : Error {
-    using Error::Error;
+struct UsageError : DetailedError<UsageError> {
+    using DetailedError::DetailedError;
 };
 
-struct InternalError : Error {
-    using Error::Error;
+struct RequestTooLarge : DetailedError<RequestTooLarge> {
+    using DetailedError::DetailedError;
+};
+
+struct InternalError : DetailedError<InternalError> {
+    using DetailedError::DetailedError;
 };
 
 // `code` is CUDA's; 0 when the error is not.
-struct DeviceError : Error {
-    DeviceError(const std::string& message, int cuda_code) : Error(message), code(cuda_code) {}
+struct DeviceError : DetailedError<DeviceError> {
+    DeviceError(const std::string& message, int cuda_code)
+        : DetailedError(message), code(cuda_code) {}
     int code;
 };
 

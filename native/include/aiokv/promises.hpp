@@ -40,6 +40,12 @@ class Promises {
     // Nothing happens when it has promised no block.
     void remove(const Lease& lease);
     void clear();
+    // remove(), and the lease has no frontier any more.
+    void withdraw(Lease& lease) {
+        if (lease.frontier == kNone) return;
+        remove(lease);
+        lease.frontier = kNone;
+    }
 
     // The longest run of blocks [first, limit) of a prompt that one lease will compute behind
     // `frontier`, and a lease that will.

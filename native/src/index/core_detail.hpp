@@ -1,4 +1,4 @@
-// Small things that the parts of Core share.
+// Small functions that the components of Core share.
 #pragma once
 
 #include <cstdint>
@@ -6,10 +6,12 @@
 #include <string>
 #include <vector>
 
-#include "aiokv/core.hpp"
+#include "aiokv/core_types.hpp"
+#include "aiokv/error.hpp"
 
 namespace aiokv {
 
+constexpr std::uint32_t kMaxBlocks = 1u << 30;
 constexpr std::int64_t kMaxTokens = std::numeric_limits<std::int32_t>::max();
 
 inline std::string str(std::uint64_t value) {
@@ -18,6 +20,13 @@ inline std::string str(std::uint64_t value) {
 
 inline ItemKey key_of(const std::vector<ItemKey>& keys, std::size_t block) {
     return block < keys.size() ? keys[block] : kNoItems;
+}
+
+inline UsageError resize_refused(std::uint32_t from, std::uint32_t to, BlockId block,
+                                 const char* why) {
+    UsageError error("cannot resize the device pool from " + str(from) + " to " + str(to) +
+                     " blocks: block " + std::to_string(block) + " is " + why);
+    return error.field("device_blocks");
 }
 
 }  // namespace aiokv

@@ -181,8 +181,7 @@ Pending Promises::find(NodeId frontier, const Lease& prompt, std::size_t first,
         const Lease& owner = leases_[runs_[run].text];
         const std::uint32_t stop = runs_[run].end;
         block = common_end(owner, prompt, block, std::min(stop, end));
-        found = {(std::uint64_t{owner.generation} << 32) | owner.slot,
-                 block - static_cast<std::uint32_t>(first)};
+        found = {owner.id(), block - static_cast<std::uint32_t>(first)};
         if (block < stop) break;
         above = kRunBit | run;
     }

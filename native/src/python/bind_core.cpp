@@ -114,7 +114,7 @@ void bind_statistics(nb::module_& m) {
         .def_ro("offloaded_blocks", &S::offloaded_blocks)
         .def_ro("failed_blocks", &S::failed_blocks)
         .def_ro("skipped_backups", &S::skipped_backups)
-        .def_ro("reclaimed_twins", &S::reclaimed_twins)
+        .def_ro("reclaimed_twins", &S::reclaimed_host_copies)
         .def_ro("state_free", &S::state_free)
         .def_ro("state_snapshots", &S::state_snapshots)
         .def_ro("restored_states", &S::restored_states)
@@ -139,6 +139,16 @@ void bind_core(nb::module_& m) {
     nb::enum_<EvictionKind>(m, "EvictionKind")
         .value("LRU", EvictionKind::kLru)
         .value("S3FIFO", EvictionKind::kS3Fifo);
+    nb::enum_<LeaseState>(m, "LeaseState")
+        .value("MATCHED", LeaseState::kMatched, "Holds nothing.")
+        .value("GRANTED", LeaseState::kGranted, "Has refs on its hit, and device blocks.")
+        .value("FAILED", LeaseState::kFailed,
+               "Like GRANTED; an onload failed, and recompute_from was not called yet.")
+        .value("SWAPPING", LeaseState::kSwapping,
+               "Like GRANTED; a transfer copies the table to host memory.")
+        .value("SWAPPED", LeaseState::kSwapped, "Holds host copies; allocate resumes it.")
+        .value("RELEASING", LeaseState::kReleasing,
+               "Has no handle; batches in flight keep its blocks.");
     nb::class_<Core>(m, "Core", "Prefix index, block pools, leases and eviction; not thread-safe.")
         .def(
             "__init__",
@@ -192,6 +202,9 @@ void bind_core(nb::module_& m) {
         .def("retract", &Core::retract, "lease"_a, "step"_a = 0,
              "Undo allocate; the lease stays matched. Return the lease that keeps the blocks for "
              "the batches in flight, or 0.")
+        .def(
+            "lease_state", [](const Core& core, LeaseId id) { return core.lease(id).state; },
+            "lease"_a, "Return the state of the lease; a lease that has ended raises LeaseError.")
         .def("hit", &hit, "lease"_a, "(device_blocks, host_blocks) as matched, or as granted.")
         .def(
             "onloads", [](const Core& core, LeaseId id) { return core.lease(id).onloads; },
@@ -220,8 +233,11 @@ void bind_core(nb::module_& m) {
              "End a batch, or let its work belong to `step`; return the leases that this releases.")
         .def("batches", &Core::batches, "lease"_a,
              "Return the batches in flight that compute with the lease.")
-        .def("is_released", &Core::is_released, "lease"_a,
-             "Return whether the lease is released while batches in flight keep its blocks.")
+        .def(
+            "is_released",
+            [](const Core& core, LeaseId id) { return core.lease(id).is(LeaseState::kReleasing); },
+            "lease"_a,
+            "Return whether the lease is released while batches in flight keep its blocks.")
         .def("recompute_from", &Core::recompute_from, "lease"_a)
         .def(
             "block_table",
@@ -256,7 +272,8 @@ void bind_core(nb::module_& m) {
         .def("take_used", &Core::take_used,
              "Return leases of await_use() whose hit was used since the last call.")
         .def(
-            "is_granted", [](Core& core, LeaseId id) { return core.lease(id).granted; }, "lease"_a)
+            "is_granted", [](Core& core, LeaseId id) { return core.lease(id).has_blocks(); },
+            "lease"_a)
         .def(
             "num_tokens", [](Core& core, LeaseId id) { return core.lease(id).num_tokens; },
             "lease"_a)
@@ -278,10 +295,12 @@ void bind_core(nb::module_& m) {
         .def("swap_out", &Core::swap_out, "lease"_a, "step"_a = 0,
              "Begin to move the whole table to host memory; False, and nothing changed: no room.")
         .def(
-            "swap_transfer", [](Core& core, LeaseId id) { return core.lease(id).swap_out; },
+            "swap_transfer", [](Core& core, LeaseId id) { return core.lease(id).swap_transfer; },
             "lease"_a, "The transfer of a swap that is under way, or 0.")
         .def(
-            "is_swapped", [](Core& core, LeaseId id) { return core.lease(id).swapped; }, "lease"_a)
+            "is_swapped",
+            [](Core& core, LeaseId id) { return core.lease(id).is(LeaseState::kSwapped); },
+            "lease"_a)
         .def(
             "computed_tokens",
             [](Core& core, LeaseId id) { return core.lease(id).computed_tokens; }, "lease"_a)
@@ -295,7 +314,7 @@ void bind_core(nb::module_& m) {
             "lease"_a, "step"_a = 0,
             "(lease, source_blocks, target_blocks): blocks to copy on the device; lease 0: no "
             "room.")
-        .def("hold_only", &Core::hold_only, "lease"_a, "whole"_a = false,
+        .def("hold_only", &Core::compute_nothing, "lease"_a, "whole"_a = false,
              "The lease will compute nothing: it gets no state slot. With `whole` it may hit the "
              "last block of its prompt.")
         .def(
@@ -310,8 +329,9 @@ void bind_core(nb::module_& m) {
              "The copy that snapshot() asked for was not made.")
         .def("snapshot_points", &Core::snapshot_points, "lease"_a)
         .def(
-            "state_slot", [](const Core& core, LeaseId id) { return core.lease(id).state_slot; },
-            "lease"_a, "The lease's own, or -1.")
+            "state_slot",
+            [](const Core& core, LeaseId id) { return core.lease(id).recurrent.slot; }, "lease"_a,
+            "The lease's own, or -1.")
         .def("is_state_move", &Core::is_state_move, "transfer"_a)
         .def(
             "state_move",

@@ -1,4 +1,6 @@
 // Native exceptions become the classes of aiokv.errors.
+#include <nanobind/stl/string.h>
+
 #include "aiokv/error.hpp"
 #include "bindings.hpp"
 
@@ -7,15 +9,25 @@ namespace nb = nanobind;
 namespace aiokv {
 namespace {
 
+void set_error(const nb::object& value, const Error& error) {
+    const ErrorDetails& details = error.details;
+    if (!details.config_field.empty()) value.attr("config_field") = details.config_field;
+    if (details.lease != 0) value.attr("lease_id") = details.lease;
+    PyErr_SetObject(value.type().ptr(), value.ptr());
+}
+
+nb::object class_of(const char* name) {
+    return nb::module_::import_("aiokv.errors").attr(name);
+}
+
 void raise(const char* name, const Error& error) {
-    nb::object type = nb::module_::import_("aiokv.errors").attr(name);
-    PyErr_SetString(type.ptr(), error.what());
+    set_error(class_of(name)(error.what(), nb::arg("hint") = error.details.hint), error);
 }
 
 void raise_device_error(const DeviceError& error) {
-    nb::object type = nb::module_::import_("aiokv.errors").attr("DeviceError");
-    nb::object value = type(error.what(), nb::arg("cuda_code") = error.code);
-    PyErr_SetObject(type.ptr(), value.ptr());
+    set_error(class_of("DeviceError")(error.what(), nb::arg("cuda_code") = error.code,
+                                      nb::arg("hint") = error.details.hint),
+              error);
 }
 
 void translate(const std::exception_ptr& pointer, void*) {

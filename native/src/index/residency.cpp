@@ -1,20 +1,42 @@
 // Eviction and dropping.
 //
 // A queue holds the nodes without refs, the next victim first. A node that comes up while a
-// transfer pins it, or while a child still needs it, is parked; it returns to the front when the
+// transfer pins it, or while a child still needs it, is deferred; it returns to the front when the
 // obstacle is gone, because everything left in the queue is to be kept longer.
 #include <algorithm>
 
-#include "aiokv/core.hpp"
-#include "aiokv/error.hpp"
+#include "aiokv/residency.hpp"
 
 namespace aiokv {
 
-EvictionQueue& Core::queue_of(NodeId node) {
+namespace {
+
+std::optional<ReuseModel> model_of(const CoreConfig& config) {
+    if (config.eviction == EvictionKind::kLru) return std::nullopt;
+    return ReuseModel(config.block_tokens, std::max(config.device_blocks, config.host_blocks));
+}
+
+}  // namespace
+
+Residency::Residency(const CoreConfig& config, Index& index, AuxiliaryPools& auxiliary,
+                     DevicePool& device, RunPool& host)
+    : config_(config),
+      index_(index),
+      tree_(index.tree()),
+      auxiliary_(auxiliary),
+      device_(device),
+      host_(host),
+      host_copies_(config.host_blocks),
+      reuse_(model_of(config)),
+      device_queue_(tree_, config.device_blocks, reuse_ ? &*reuse_ : nullptr),
+      host_queue_(tree_, config.host_blocks, reuse_ ? &*reuse_ : nullptr),
+      ahead_(tree_, device_queue_) {}
+
+EvictionQueue& Residency::queue_of(NodeId node) {
     return tree_[node].has(kDeviceValid) ? device_queue_ : host_queue_;
 }
 
-void Core::enqueue(NodeId node) {
+void Residency::enqueue(NodeId node) {
     Node& n = tree_[node];
     if (n.has(kDeviceLoading)) return;  // its transfer enqueues it
     if (n.has(kDeviceValid)) {
@@ -27,35 +49,35 @@ void Core::enqueue(NodeId node) {
 }
 
 // Called with each change of kQueued | kParked or of holds.
-void Core::count_idle_host(const Node& n, int change) {
+void Residency::count_idle_host(const Node& n, int change) {
     if (n.has(kDeviceValid) || n.holds > 0) return;
     idle_host_ += static_cast<std::uint32_t>(change);
 }
 
-void Core::dequeue(NodeId node) {
+void Residency::dequeue(NodeId node) {
     Node& n = tree_[node];
     if (!n.has(kQueued | kParked)) return;
     if (!n.has(kDeviceValid)) {
         count_idle_host(n, -1);
         if (n.has(kQueued)) host_queue_.remove(node);
     } else if (n.has(kParked)) {
-        --parked_device_;
+        --deferred_device_;
     } else {
-        if (n.has(kAhead) || node == ahead_last_) leave_ahead(node);
+        ahead_.remove(node);
         device_queue_.remove(node);
     }
     n.clear(kQueued | kParked | kAhead);
 }
 
-void Core::park(NodeId node) {
+void Residency::defer(NodeId node) {
     dequeue(node);
     Node& n = tree_[node];
     n.set(kParked);
     count_idle_host(n, +1);
-    parked_device_ += n.has(kDeviceValid);
+    deferred_device_ += n.has(kDeviceValid);
 }
 
-void Core::unpark_if_free(NodeId node) {
+void Residency::requeue_if_free(NodeId node) {
     const Node& n = tree_[node];
     if (!n.has(kParked) || n.pins > 0) return;
     if (n.has(kDeviceValid) ? tree_.has_device_child(node) : n.child != kNone || n.holds > 0) {
@@ -65,28 +87,18 @@ void Core::unpark_if_free(NodeId node) {
     queue_of(node).push_front(node);
     tree_[node].set(kQueued);
     count_idle_host(n, +1);
-    if (!n.has(kDeviceValid) || ahead_last_ == kNone) return;
-    if (!can_go(n)) return forget_ahead();  // it is in front of them now
-    tree_[node].set(kAhead);
-    ++clean_ahead_;
+    if (!n.has(kDeviceValid) || !ahead_.is_begun()) return;
+    if (!is_saved(n)) return ahead_.restart();  // it is in front of them now
+    ahead_.add_front(node);
 }
 
-void Core::unref(NodeId node) {
-    Node& n = tree_[node];
-    if (--n.refs > 0) return;
-    if (n.has(kDetached)) {
-        free_if_unowned(node);
-    } else {
-        enqueue(node);
-    }
-}
-
-// Of a detached node: its leases use the device copy alone, and no swapped one can come back to it.
-void Core::free_if_unowned(NodeId node) {
+// Of a detached node: its leases use the device copy alone, and no swapped lease can be resumed
+// with it.
+void Residency::free_if_unowned(NodeId node) {
     Node& n = tree_[node];
     if (n.pins > 0) return;
     if (n.host != kNoBlock) {
-        twins_.remove(n.host);
+        host_copies_.remove(n.host);
         host_.give_back(n.host);
     }
     n.host = kNoBlock;
@@ -101,23 +113,20 @@ void Core::free_if_unowned(NodeId node) {
 }
 
 // Unmatchable from now on; what no lease and no transfer owns is freed at once.
-void Core::detach(NodeId node) {
+void Residency::detach(NodeId node) {
     Node& n = tree_[node];
     if (n.has(kQueued | kParked)) dequeue(node);
     n.parent = kNone;
     n.set(kDetached);
     n.clear(kBackupQueued);
-    if (n.has(kHostValid)) twins_.remove(n.host);
-    if (n.has(kHasSides)) {
-        if (state_) state_->forget(node);
-        for (WindowGroup& group : windows_) group.pool.forget(node);
-    }
+    if (n.has(kHostValid)) host_copies_.remove(n.host);
+    if (n.has(kHasSides)) auxiliary_.forget(node);
     tree_.forget_children(node);
-    ++counters_.dropped_blocks;
+    ++dropped_;
     free_if_unowned(node);
 }
 
-void Core::drop_subtree(NodeId top) {
+void Residency::drop_subtree(NodeId top) {
     scratch_.assign(1, top);
     while (!scratch_.empty()) {
         const NodeId node = scratch_.back();
@@ -128,7 +137,7 @@ void Core::drop_subtree(NodeId top) {
 }
 
 // Drop a node and all below it.
-void Core::drop(NodeId node) {
+void Residency::drop(NodeId node) {
     const NodeId parent = tree_[node].parent;
     tree_.unlink(node);
     if (tree_[node].child == kNone) {
@@ -136,15 +145,15 @@ void Core::drop(NodeId node) {
     } else {
         drop_subtree(node);
     }
-    ++version_;
+    index_.change();
     if (tree_[parent].has(kRoot)) {
-        close_context_if_unused(static_cast<std::uint32_t>(tree_[parent].device));
+        index_.close_context_if_unused(static_cast<std::uint32_t>(tree_[parent].device));
     } else {
-        unpark_if_free(parent);
+        requeue_if_free(parent);
     }
 }
 
-void Core::release_device_copy(NodeId node) {
+void Residency::release_device_copy(NodeId node) {
     Node& n = tree_[node];
     dequeue(node);
     device_.give_back(n.device);
@@ -152,15 +161,15 @@ void Core::release_device_copy(NodeId node) {
     --device_nodes_;
     n.clear(kDeviceValid);
     tree_.count_device_child(node, -1);
-    ++counters_.evicted_device_blocks;
+    ++evicted_device_;
     if (!n.has(kHostValid)) return drop(node);
-    twins_.remove(n.host);
-    ++version_;
+    host_copies_.remove(n.host);
+    index_.change();
     enqueue(node);
-    unpark_if_free(n.parent);
+    requeue_if_free(n.parent);
 }
 
-bool Core::evict_one_device() {
+bool Residency::evict_one_device() {
     for (NodeId node; (node = device_queue_.front()) != kNone;) {
         const Node& n = tree_[node];
         if (n.pins == 0 && !tree_.has_device_child(node)) {
@@ -171,28 +180,28 @@ bool Core::evict_one_device() {
             release_device_copy(node);
             return true;
         }
-        // It can go when its save has ended. Parking it now would park its unsaved ancestors too,
-        // out of sight of take_write_backs(): they would be saved one by one.
+        // It can go when its save has ended. Deferring it now would defer its unsaved ancestors
+        // too, out of sight of look_ahead(): they would be saved one by one.
         if (n.has(kHostLoading) && config_.write_policy == WritePolicy::kWriteBack) return false;
-        park(node);
+        defer(node);
     }
     return false;
 }
 
-bool Core::evict_one_host() {
+bool Residency::evict_one_host() {
     for (NodeId node; (node = host_queue_.front()) != kNone;) {
         const Node& n = tree_[node];
         if (n.pins == 0 && n.holds == 0 && n.child == kNone) {
-            ++counters_.evicted_host_blocks;
+            ++evicted_host_;
             drop(node);
             return true;
         }
-        park(node);
+        defer(node);
     }
     return false;
 }
 
-bool Core::make_room(std::uint32_t blocks) {
+bool Residency::make_room(std::uint32_t blocks) {
     stopped_at_unsaved_ = false;
     while (device_.free_blocks() < blocks) {
         if (!evict_one_device()) return false;
@@ -200,14 +209,13 @@ bool Core::make_room(std::uint32_t blocks) {
     return true;
 }
 
-// Stops before blocks that the write policy wants saved first; see take_write_backs().
-std::uint32_t Core::evict_device(std::uint32_t blocks) {
+std::uint32_t Residency::evict_device(std::uint32_t blocks) {
     std::uint32_t evicted = 0;
     while (evicted < blocks && evict_one_device()) ++evicted;
     return evicted;
 }
 
-std::uint32_t Core::evict_host(std::uint32_t blocks) {
+std::uint32_t Residency::evict_host(std::uint32_t blocks) {
     std::uint32_t evicted = 0;
     while (evicted < blocks && evict_one_host()) ++evicted;
     return evicted;

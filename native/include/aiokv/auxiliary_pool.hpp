@@ -1,15 +1,17 @@
-// What a model keeps beside the blocks of full attention: ids of one group, attached to nodes.
+// An auxiliary pool: ids beside the blocks of full attention, attached to nodes of the index.
 //
-// A hit may end only where the group can go on: the first `head_blocks` and the last `tail_blocks`
-// blocks of the hit must have an id each (all of them, of a shorter hit). Recurrent state needs the
-// snapshot of one block; a sliding window, the blocks inside it and those of the attention sink.
+// A hit may end only where the model can continue from this pool: the first `head_blocks` and the
+// last `tail_blocks` blocks of the hit must have an id each (all of them, of a shorter hit).
+// Recurrent state needs the snapshot of one block; a sliding window, the blocks inside it and those
+// of the attention sink.
 //
 //   free -> leased (the caller's) -> attached to a node -> idle, the next to be evicted -> free
-//                                        held: readers         least recently used first
+//                                        read: by leases       least recently used first
 //
-// An id whose node is gone while it is held is freed by the last reader.
+// An id whose node has been dropped while leases read it is freed by the last reader.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <unordered_map>
@@ -17,19 +19,20 @@
 
 #include "aiokv/device_pool.hpp"
 #include "aiokv/node.hpp"
+#include "aiokv/prefix_tree.hpp"
 
 namespace aiokv {
 
-class SidePool {
+class AuxiliaryPool {
   public:
-    SidePool(std::uint32_t capacity, std::uint32_t tail_blocks, std::uint32_t head_blocks = 0);
+    AuxiliaryPool(std::uint32_t capacity, std::uint32_t tail_blocks, std::uint32_t head_blocks = 0);
 
     std::uint32_t capacity() const { return ids_.capacity(); }
     std::uint32_t tail_blocks() const { return tail_blocks_; }
     std::uint32_t head_blocks() const { return head_blocks_; }
     std::uint32_t free_ids() const { return ids_.free_blocks(); }
     std::uint32_t attached() const { return static_cast<std::uint32_t>(ids_of_.size()); }
-    // What take() can give: free ids, and ids that no lease holds.
+    // What take() can give: free ids, and ids that no lease reads.
     std::uint32_t room() const { return ids_.free_blocks() + idle_; }
 
     // Evicts idle ids where none is free. Requires room() > 0. Returns whether one was evicted.
@@ -39,16 +42,20 @@ class SidePool {
 
     void attach(NodeId node, BlockId id);  // the caller's id; the node has none
     BlockId find(NodeId node) const;
-    bool is_idle(BlockId id) const { return entries_[at(id)].holds == 0; }
+    // A hit of the first `blocks` of the path may end there.
+    bool covers(const PrefixTree& tree, std::span<const NodeId> path, std::size_t blocks) const;
+    bool is_idle(BlockId id) const { return entries_[at(id)].readers == 0; }
     // The node has gone, or its id has; returns whether it had one.
     bool forget(NodeId node);
-    void forget_all();  // of nodes; requires that no lease holds one
+    void forget_all();  // of nodes; requires that no lease reads one
     // Makes an idle attached id the caller's.
     void detach(BlockId id);
 
-    void hold(BlockId id);
-    void unhold(BlockId id);
+    void add_reader(BlockId id);
+    void remove_reader(BlockId id);
     void touch(BlockId id);  // used now
+    // The ids that a hit of the whole path needs are used now.
+    void touch_hit(std::span<const NodeId> path);
 
     void use_in(BlockId id, Step step) { ids_.use_in(id, step); }
     Step after_step(BlockId id) const { return ids_.after_step(id); }
@@ -58,14 +65,14 @@ class SidePool {
     // -- for checks
     bool is_free(BlockId id) const { return ids_.is_free(id); }
     bool is_attached(BlockId id) const { return entries_[at(id)].node != kNone; }
-    std::uint32_t holds(BlockId id) const { return entries_[at(id)].holds; }
+    std::uint32_t readers(BlockId id) const { return entries_[at(id)].readers; }
     std::uint32_t idle() const { return idle_; }
     NodeId node_of(BlockId id) const { return entries_[at(id)].node; }
 
   private:
     struct Entry {
         NodeId node = kNone;
-        std::uint32_t holds = 0;
+        std::uint32_t readers = 0;
         BlockId prev = kNoBlock;  // of the idle ones, oldest first
         BlockId next = kNoBlock;
     };

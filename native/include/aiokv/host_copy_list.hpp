@@ -10,9 +10,9 @@
 
 namespace aiokv {
 
-class TwinList {
+class HostCopyList {
   public:
-    explicit TwinList(std::uint32_t host_blocks) : entries_(host_blocks) {}
+    explicit HostCopyList(std::uint32_t host_blocks) : entries_(host_blocks) {}
 
     std::uint32_t size() const { return size_; }
     bool empty() const { return size_ == 0; }

@@ -1,0 +1,73 @@
+// The auxiliary pools together: recurrent state and sliding windows.
+#pragma once
+
+#include <algorithm>
+#include <span>
+#include <vector>
+
+#include "aiokv/recurrent_state.hpp"
+#include "aiokv/sliding_windows.hpp"
+
+namespace aiokv {
+
+class AuxiliaryPools {
+  public:
+    AuxiliaryPools(RecurrentState& state, SlidingWindows& windows)
+        : state_(state), windows_(windows) {}
+
+    bool exist() const { return state_.exists() || windows_.exist(); }
+
+    // A hit of the first `blocks` of the path may end there.
+    bool covers(std::span<const NodeId> path, std::size_t blocks) const {
+        return state_.covers(path, blocks) && windows_.covers(path, blocks);
+    }
+    void touch_hit(std::span<const NodeId> path) {
+        state_.touch_hit(path);
+        windows_.touch_hit(path);
+    }
+    void forget(NodeId node) {
+        state_.forget(node);
+        windows_.forget(node);
+    }
+    void forget_all() {
+        state_.forget_all();
+        windows_.forget_all();
+    }
+
+    bool has_room(const Lease& lease, std::uint32_t total_blocks) const {
+        return state_.has_room(lease) && windows_.has_room(lease, total_blocks);
+    }
+    // A swapped lease can go on where it stopped.
+    bool are_kept(const Lease& lease) const {
+        return state_.is_kept(lease) && windows_.is_kept(lease);
+    }
+    static bool has_ids(const Lease& lease) {
+        return lease.recurrent.slot != kNoBlock || !lease.windows.empty();
+    }
+    void take(Lease& lease) {
+        state_.take(lease);
+        windows_.take(lease);
+    }
+    void use_in(const Lease& lease, Step step) {
+        state_.use_in(lease, step);
+        windows_.use_in(lease, step);
+    }
+    void release(Lease& lease, Step step) {
+        state_.release(lease, step);
+        windows_.release(lease, step);
+    }
+
+    void finish_step(Step step) {
+        state_.finish_step(step);
+        windows_.finish_step(step);
+    }
+    Step unfinished_step() const {
+        return std::max(state_.unfinished_step(), windows_.unfinished_step());
+    }
+
+  private:
+    RecurrentState& state_;
+    SlidingWindows& windows_;
+};
+
+}  // namespace aiokv

@@ -1,0 +1,64 @@
+// The end of transfers: what has arrived becomes visible, what has not is taken back (I3, I4).
+#pragma once
+
+#include <cstdint>
+
+#include "aiokv/auxiliary_pools.hpp"
+#include "aiokv/core_types.hpp"
+#include "aiokv/device_pool.hpp"
+#include "aiokv/index.hpp"
+#include "aiokv/lease_table.hpp"
+#include "aiokv/matching.hpp"
+#include "aiokv/publication.hpp"
+#include "aiokv/residency.hpp"
+#include "aiokv/swaps.hpp"
+#include "aiokv/transfer_ledger.hpp"
+
+namespace aiokv {
+
+class Completions {
+  public:
+    Completions(const CoreConfig& config, DevicePool& device, LeaseTable& leases, Index& index,
+                RecurrentState& state, AuxiliaryPools& auxiliary, const Matching& matching,
+                Residency& residency, TransferLedger& transfers, Promises& promises,
+                Publication& publication, Swaps& swaps)
+        : config_(config),
+          device_(device),
+          leases_(leases),
+          index_(index),
+          state_(state),
+          auxiliary_(auxiliary),
+          matching_(matching),
+          residency_(residency),
+          transfers_(transfers),
+          promises_(promises),
+          publication_(publication),
+          swaps_(swaps) {}
+
+    // Blocks before `first_bad_block` are proven when the transfer failed.
+    void complete(TransferId id, Outcome outcome, std::uint32_t first_bad_block);
+    // The first position to compute again after a failed onload, or -1 when none failed.
+    std::int64_t recompute_from(Lease& lease);
+
+  private:
+    void finish_move(TransferId id, Outcome outcome);
+    void finish_tail(const Transfer& transfer, std::uint32_t good_blocks);
+    void fail_leases(const Transfer& transfer, NodeId first_bad);
+    void fail(Lease& lease, std::uint32_t good_blocks);
+    void settle(Lease& lease, TransferId id);
+
+    const CoreConfig& config_;
+    DevicePool& device_;
+    LeaseTable& leases_;
+    Index& index_;
+    RecurrentState& state_;
+    AuxiliaryPools& auxiliary_;
+    const Matching& matching_;
+    Residency& residency_;
+    TransferLedger& transfers_;
+    Promises& promises_;
+    Publication& publication_;
+    Swaps& swaps_;
+};
+
+}  // namespace aiokv

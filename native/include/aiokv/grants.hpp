@@ -1,0 +1,87 @@
+// Granting blocks: allocate, its forecast, extend and fork.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "aiokv/auxiliary_pools.hpp"
+#include "aiokv/core_types.hpp"
+#include "aiokv/device_pool.hpp"
+#include "aiokv/index.hpp"
+#include "aiokv/lease_table.hpp"
+#include "aiokv/matching.hpp"
+#include "aiokv/publication.hpp"
+#include "aiokv/residency.hpp"
+#include "aiokv/saver.hpp"
+#include "aiokv/swaps.hpp"
+#include "aiokv/transfer_ledger.hpp"
+#include "aiokv/uses.hpp"
+
+namespace aiokv {
+
+class Grants {
+  public:
+    Grants(const CoreConfig& config, DevicePool& device, LeaseTable& leases, Index& index,
+           RecurrentState& state, SlidingWindows& windows, AuxiliaryPools& auxiliary,
+           const Matching& matching, Residency& residency, Saver& saver, TransferLedger& transfers,
+           Publication& publication, Uses& uses, Swaps& swaps)
+        : config_(config),
+          device_(device),
+          leases_(leases),
+          index_(index),
+          state_(state),
+          windows_(windows),
+          auxiliary_(auxiliary),
+          matching_(matching),
+          residency_(residency),
+          saver_(saver),
+          transfers_(transfers),
+          publication_(publication),
+          uses_(uses),
+          swaps_(swaps) {}
+
+    // Throws what allocate would, of a request that can never be granted.
+    void check_request(const Lease& lease, std::int64_t num_tokens) const;
+    // kNone, holding nothing, when there is not enough room now.
+    Grant allocate(Lease& lease, std::int64_t num_tokens);
+    // Would allocate() grant now? Evicts nothing. `saves`: the caller answers a refused grant with
+    // take_write_backs(), and tries once more when there is nothing to save.
+    bool can_allocate(Lease& lease, std::int64_t num_tokens, bool saves);
+    // All leases get `num_tokens` more positions, or none does.
+    bool extend(std::span<const LeaseId> ids, std::int64_t num_tokens);
+    // A second lease on the same blocks. What is not indexed gets ids of its own, and what of that
+    // is computed has to be copied on the device, source to target, in `step`.
+    Fork fork(Lease& parent, Step step);
+
+    void add_to(CoreStatistics& statistics) const;
+
+  private:
+    std::uint32_t choose_path(Lease& lease, std::int64_t num_tokens);
+    bool fit_writable(Lease& lease, std::uint32_t total_blocks);
+    std::uint32_t reserve_for(std::uint32_t total_blocks) const;
+    void take_blocks(Lease& lease, std::uint32_t total_blocks);
+    std::uint32_t take_resident(Lease& lease);
+    void start_onload(Lease& lease, std::uint32_t first_host_block);
+
+    const CoreConfig& config_;
+    DevicePool& device_;
+    LeaseTable& leases_;
+    Index& index_;
+    RecurrentState& state_;
+    SlidingWindows& windows_;
+    AuxiliaryPools& auxiliary_;
+    const Matching& matching_;
+    Residency& residency_;
+    Saver& saver_;
+    TransferLedger& transfers_;
+    Publication& publication_;
+    Uses& uses_;
+    Swaps& swaps_;
+
+    std::uint64_t grants_ = 0;
+    std::uint64_t prompt_tokens_ = 0;
+    std::uint64_t hit_device_tokens_ = 0;
+    std::uint64_t hit_host_tokens_ = 0;
+};
+
+}  // namespace aiokv

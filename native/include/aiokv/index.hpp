@@ -1,0 +1,95 @@
+// The prefix index: the tree of blocks, one root per context, and the items of prompts.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <span>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "aiokv/core_types.hpp"
+#include "aiokv/lease_table.hpp"
+#include "aiokv/prefix_tree.hpp"
+
+namespace aiokv {
+
+class Index {
+  public:
+    Index(const CoreConfig& config, const LeaseTable& leases);
+
+    // The nodes. Each field of a node is written by the component that owns it: shape and token ids
+    // by PrefixTree; copies, refs, holds, pins and queue links by Residency; uses and the flags of
+    // backups by Saver.
+    PrefixTree& tree() { return tree_; }
+    const PrefixTree& tree() const { return tree_; }
+
+    // -- contexts: prompts of different contexts share no block
+    // The context of this key, opened when there is none, with one more lease.
+    std::uint32_t enter_context(std::string_view key);
+    void enter_context(std::uint32_t context) { ++contexts_[context].leases; }
+    void leave_context(std::uint32_t context);
+    void close_context_if_unused(std::uint32_t context);
+    void close_unused_contexts();
+    NodeId root_of(const Lease& lease) const { return contexts_[lease.context].root; }
+    // Of the fingerprints of its prompts; the same in every process.
+    std::uint64_t seed_of(const Lease& lease) const { return contexts_[lease.context].seed; }
+
+    // -- multimodal items of a lease's prompt
+    void set_items(Lease& lease, std::span<const Item> items);
+    void copy_items(const Lease& from, Lease& to);
+    void forget_items(Lease& lease);
+    // Positions from `num_tokens` on, which is inside no item, are not the lease's any more: what
+    // is appended there has no items.
+    void cut_items(Lease& lease, std::uint32_t num_tokens);
+
+    // -- the blocks of a lease
+    // Another lease could share the block as it is.
+    bool is_indexed(const Lease& lease, std::size_t block) const {
+        return block < lease.path.size() && tree_[lease.path[block]].has(kDeviceValid);
+    }
+    // The device id is the lease's own.
+    bool is_private(const Lease& lease, std::size_t block) const {
+        return block >= lease.path.size() || tree_[lease.path[block]].device != lease.table[block];
+    }
+    // Blocks of the path before the first one that was dropped.
+    std::size_t attached_blocks(const Lease& lease) const;
+
+    // -- versions
+    // Changes whenever a walked path may have become wrong.
+    std::uint64_t version() const { return version_; }
+    void change() { ++version_; }
+    // Changes with each reset: what a lease of an older epoch computes is not indexed.
+    std::uint64_t epoch() const { return epoch_; }
+    bool is_of_epoch(const Lease& lease) const { return lease.epoch == epoch_; }
+    void begin_epoch() {
+        ++epoch_;
+        ++version_;
+    }
+
+    std::vector<BlockView> blocks() const;  // that can be matched, in no order
+    void add_to(CoreStatistics& statistics) const;
+    void check(Report& report) const;
+
+  private:
+    struct Context {
+        std::string key;
+        NodeId root = kNone;
+        std::uint32_t leases = 0;
+        std::uint64_t seed = 0;
+    };
+
+    std::uint32_t open_context(std::string_view key);
+
+    const CoreConfig& config_;
+    const LeaseTable& leases_;
+    PrefixTree tree_;
+    std::deque<Context> contexts_;
+    std::vector<std::uint32_t> free_contexts_;
+    std::unordered_map<std::string, std::uint32_t> context_ids_;
+    std::uint64_t version_ = 1;
+    std::uint64_t epoch_ = 1;
+};
+
+}  // namespace aiokv

@@ -1,0 +1,113 @@
+// The record of one lease, its state, and what it holds in the pools.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "aiokv/device_pool.hpp"
+#include "aiokv/item_keys.hpp"
+#include "aiokv/node.hpp"
+#include "aiokv/return_rates.hpp"
+
+namespace aiokv {
+
+using LeaseId = std::uint64_t;  // generation << 32 | slot; 0 is no lease
+using TransferId = std::uint32_t;
+
+// LeaseTable::move() lists the allowed transitions.
+enum class LeaseState : std::uint8_t {
+    kFree,       // the entry of the table holds no lease
+    kMatched,    // holds nothing
+    kGranted,    // has refs on its path, and device blocks
+    kFailed,     // like kGranted; an onload failed, and recompute_from() was not called yet
+    kSwapping,   // like kGranted; a transfer copies the table to host memory
+    kSwapped,    // holds host copies; computed_tokens can be resumed
+    kReleasing,  // has no handle; batches in flight keep its blocks
+};
+constexpr std::size_t kLeaseStates = 7;
+
+// Properties of a lease that do not depend on its state.
+struct LeaseFlags {
+    bool reads = true;     // may hit
+    bool writes = true;    // may publish
+    bool computes = true;  // else it only keeps its hit where it is
+    bool whole = false;    // may hit all full blocks of its prompt, because it computes nothing
+};
+
+// The recurrent state after the last position of a block that was not indexed when it was saved.
+struct UnattachedSnapshot {
+    std::uint32_t block;
+    BlockId slot;
+};
+
+// What a lease has of the recurrent state; see RecurrentState.
+struct RecurrentHolding {
+    BlockId slot = kNoBlock;           // the lease's own, while granted or swapped
+    BlockId read_snapshot = kNoBlock;  // kept for a lease that computes nothing
+    std::vector<UnattachedSnapshot> snapshots;
+    bool valid = false;  // the slot is that of computed_tokens, once its move has ended
+};
+
+// The ids that a lease has in one window group; see SlidingWindows.
+struct WindowTable {
+    std::vector<BlockId> table;
+    std::uint32_t first = 0;
+    std::uint32_t end = 0;
+    std::uint32_t reserved = 0;  // of the group's ids, set aside for the lease
+};
+
+struct Lease {
+    LeaseState state = LeaseState::kFree;  // changed by LeaseTable::move() only
+    LeaseFlags flags;
+    std::uint32_t generation = 0;
+    std::uint32_t slot = 0;  // of the table of leases
+    std::uint32_t context = 0;
+
+    std::vector<std::int32_t> tokens;  // of named positions, from 0
+    std::vector<NodeId> path;          // indexed blocks; holds refs while the lease has blocks
+    std::vector<ItemKey> item_keys;    // of blocks up to the last with items; refs each but 0
+    std::vector<ItemSpan> items;       // multimodal items of the prompt, in order
+    std::vector<BlockId> table;        // block i is the index's iff path[i] has this device id
+    std::vector<ReuseClass> classes;   // of the prompt, once granted; empty with lru
+    std::vector<TransferId> onloads;   // unfinished ones that write blocks of the table
+    std::vector<BlockId> tail_host;    // while swapped: what follows the path, computed, in host
+    TransferId swap_transfer = 0;      // of kSwapping
+
+    std::uint64_t version = 0;  // of the index, when path was walked
+    std::uint64_t epoch = 0;    // of the index, when granted
+    std::uint32_t num_tokens = 0;
+    std::uint32_t computed_tokens = 0;  // as far as commit was called
+    std::uint32_t device_hit = 0;       // blocks, at match or grant
+    std::uint32_t host_hit = 0;
+    std::uint32_t cached_tokens = 0;    // of the grant; falls when an onload fails
+    std::uint32_t prompt_tokens = 0;    // as matched
+    std::uint32_t computed_blocks = 0;  // begun by commit, over all grants
+    std::uint32_t grown_blocks = 0;  // the most that extend has given it; resume may take as many
+    std::uint32_t known_blocks = 0;  // cached blocks of the prompt, even where no hit may end
+
+    NodeId frontier = kNone;  // where its next block will hang, while Promises has the lease
+    NodeId awaited = kNone;   // the end of its hit, while Uses has the lease
+
+    RecurrentHolding recurrent;
+    std::vector<WindowTable> windows;  // one per group, while granted or swapped
+
+    // Compute in flight; see Batches.
+    Step last_step = 0;          // newest step that computed with the blocks of this grant
+    std::uint32_t batches = 0;   // unfinished batches that compute with its blocks
+    bool step_is_exact = false;  // a batch has named this grant: no later step uses its blocks
+
+    LeaseId id() const { return (LeaseId{generation} << 32) | slot; }
+    bool is(LeaseState other) const { return state == other; }
+    bool is_open() const { return state != LeaseState::kFree; }
+    bool has_blocks() const {
+        return state == LeaseState::kGranted || state == LeaseState::kFailed ||
+               state == LeaseState::kSwapping || state == LeaseState::kReleasing;
+    }
+    // The newest step that may use what the lease holds. A lease that no batch has named may have
+    // been computed with at any time, so the open step, `step`, may use it.
+    Step last_use(Step step) const { return step_is_exact ? last_step : std::max(last_step, step); }
+};
+
+}  // namespace aiokv

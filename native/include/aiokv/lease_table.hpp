@@ -1,0 +1,66 @@
+// All leases by id, and the transitions of their states.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <deque>
+#include <span>
+#include <vector>
+
+#include "aiokv/lease.hpp"
+
+namespace aiokv {
+
+class Report;
+
+class LeaseTable {
+  public:
+    // At most `max_leases` are open at a time.
+    explicit LeaseTable(std::uint32_t max_leases) : max_leases_(max_leases) {}
+
+    LeaseTable(const LeaseTable&) = delete;
+    LeaseTable& operator=(const LeaseTable&) = delete;
+
+    // Throw LeaseError when the lease is closed, or the id was never given out.
+    const Lease& at(LeaseId id) const;
+    Lease& at(LeaseId id);
+    bool is_open(LeaseId id) const;
+    // Throws UsageError when max_leases are open. To be called before anything changes.
+    void require_free_slot() const;
+
+    // A matched lease of these tokens, which starts with a clean record. References to other leases
+    // stay valid.
+    Lease& open(std::span<const std::int32_t> tokens, std::uint32_t context, LeaseFlags flags);
+    // The lease holds nothing any more, and ends. Requires a transition to kFree before.
+    void close(Lease& lease);
+
+    // The only place that changes a state. Throws InternalError, changing nothing, when the
+    // transition is not allowed.
+    void move(Lease& lease, LeaseState to);
+
+    // Counts in O(1). A lease without a handle is not among open_leases().
+    std::uint32_t open_leases() const;
+    std::uint32_t count(LeaseState state) const { return counts_[static_cast<std::size_t>(state)]; }
+    std::uint32_t with_blocks() const;
+    std::uint32_t computing() const { return computing_; }  // with blocks, and flags.computes
+
+    // Every record, those of no lease too, in a fixed order.
+    const std::deque<Lease>& records() const { return leases_; }
+    auto begin() { return leases_.begin(); }
+    auto end() { return leases_.end(); }
+    auto begin() const { return leases_.begin(); }
+    auto end() const { return leases_.end(); }
+
+    void check(Report& report) const;
+
+  private:
+    std::uint32_t max_leases_;
+    std::deque<Lease> leases_;
+    std::vector<std::uint32_t> free_;
+    std::array<std::uint32_t, kLeaseStates> counts_{};  // of open leases
+    std::uint32_t computing_ = 0;
+};
+
+const char* name_of(LeaseState state);
+
+}  // namespace aiokv

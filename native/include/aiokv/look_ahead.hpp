@@ -1,0 +1,55 @@
+// The front of the device queue, as far as write-backs have looked at it.
+//
+// Nodes up to and including last_ have the flag kAhead: they have a host copy, are being saved, or
+// may be dropped. count_ of them are still there, or more. The next walk goes on behind last_, so
+// that each block is looked at once.
+#pragma once
+
+#include <cstdint>
+
+#include "aiokv/eviction_queue.hpp"
+#include "aiokv/prefix_tree.hpp"
+
+namespace aiokv {
+
+class LookAhead {
+  public:
+    LookAhead(PrefixTree& tree, EvictionQueue& queue) : tree_(tree), queue_(queue) {}
+
+    std::uint32_t count() const { return count_; }
+    bool is_begun() const { return last_ != kNone; }
+
+    // The node behind those that were looked at, or kNone.
+    NodeId next() { return last_ == kNone ? queue_.front() : queue_.after(last_); }
+    // The node is next().
+    void add(NodeId node) {
+        add_front(node);
+        last_ = node;
+    }
+    // The node was put before all others of the queue; is_begun().
+    void add_front(NodeId node) {
+        tree_[node].set(kAhead);
+        ++count_;
+    }
+    // The node is going to leave the queue.
+    void remove(NodeId node) {
+        if (!tree_[node].has(kAhead) && node != last_) return;
+        if (tree_[node].has(kAhead)) count_ -= count_ > 0;
+        if (node != last_) return;
+        last_ = queue_.before(node);
+        if (last_ == kNone) count_ = 0;
+    }
+    // The next walk begins at the front.
+    void restart() {
+        last_ = kNone;
+        count_ = 0;
+    }
+
+  private:
+    PrefixTree& tree_;
+    EvictionQueue& queue_;
+    NodeId last_ = kNone;  // kNone: nothing was looked at
+    std::uint32_t count_ = 0;
+};
+
+}  // namespace aiokv

@@ -1,0 +1,58 @@
+// Commit: computed blocks become matchable; and promises of what will be.
+#pragma once
+
+#include <cstdint>
+
+#include "aiokv/auxiliary_pools.hpp"
+#include "aiokv/core_types.hpp"
+#include "aiokv/device_pool.hpp"
+#include "aiokv/index.hpp"
+#include "aiokv/lease_table.hpp"
+#include "aiokv/promises.hpp"
+#include "aiokv/residency.hpp"
+#include "aiokv/saver.hpp"
+#include "aiokv/uses.hpp"
+
+namespace aiokv {
+
+class Publication {
+  public:
+    Publication(const CoreConfig& config, DevicePool& device, Index& index, RecurrentState& state,
+                SlidingWindows& windows, Residency& residency, Saver& saver, Promises& promises,
+                Uses& uses)
+        : config_(config),
+          device_(device),
+          index_(index),
+          state_(state),
+          windows_(windows),
+          residency_(residency),
+          saver_(saver),
+          promises_(promises),
+          uses_(uses) {}
+
+    void append(Lease& lease, Tokens tokens);
+    // Returns how many blocks became matchable. Throws LeaseError, changing nothing.
+    std::uint32_t commit(Lease& lease, std::int64_t num_tokens, Step step);
+    // Indexes the computed, named, full blocks that are not indexed yet. Nothing is published
+    // before all that the lease was granted from other tiers has arrived: its own blocks depend on
+    // it.
+    std::uint32_t publish(Lease& lease);
+    // Other leases may wait for what this lease will publish next.
+    void announce(Lease& lease);
+
+    void add_to(CoreStatistics& statistics) const { statistics.published_blocks = published_; }
+
+  private:
+    const CoreConfig& config_;
+    DevicePool& device_;
+    Index& index_;
+    RecurrentState& state_;
+    SlidingWindows& windows_;
+    Residency& residency_;
+    Saver& saver_;
+    Promises& promises_;
+    Uses& uses_;
+    std::uint64_t published_ = 0;
+};
+
+}  // namespace aiokv

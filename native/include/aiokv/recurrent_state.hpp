@@ -1,0 +1,96 @@
+// Recurrent state (linear attention, state-space layers): slots, and snapshots at block borders.
+//
+// State cannot be read again up to a shorter prefix, so a granted lease has a slot of its own that
+// the model overwrites, and a prefix can be hit only where a snapshot was saved: the state
+// after the last position of that block. A grant copies the snapshot into the lease's slot, or
+// zeroes the slot, as a transfer that the lease waits for. Snapshots have an eviction order of
+// their own; to lose one costs no block.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+
+#include "aiokv/auxiliary_pool.hpp"
+#include "aiokv/core_types.hpp"
+#include "aiokv/index.hpp"
+#include "aiokv/lease_table.hpp"
+#include "aiokv/transfer_ledger.hpp"
+
+namespace aiokv {
+
+class RecurrentState {
+  public:
+    RecurrentState(const CoreConfig& config, Index& index, const LeaseTable& leases,
+                   TransferLedger& transfers);
+
+    bool exists() const { return pool_.has_value(); }
+    std::uint32_t usable_slots() const { return pool_ ? pool_->free_ids() + pool_->attached() : 0; }
+
+    // -- hits and nodes of the index
+    bool covers(std::span<const NodeId> path, std::size_t blocks) const {
+        return !pool_ || pool_->covers(index_.tree(), path, blocks);
+    }
+    void touch_hit(std::span<const NodeId> path) {
+        if (pool_) pool_->touch_hit(path);
+    }
+    void forget(NodeId node) {
+        if (pool_) pool_->forget(node);
+    }
+    void forget_all() {
+        if (pool_) pool_->forget_all();
+    }
+
+    // -- the slot of a lease
+    bool has_room(const Lease& lease) const {
+        return !pool_ || !lease.flags.computes || lease.recurrent.slot != kNoBlock ||
+               pool_->room() > 0;
+    }
+    // The lease still has the state that it stopped with.
+    bool is_kept(const Lease& lease) const { return !pool_ || lease.recurrent.valid; }
+    // To be called with a grant: the path is final, and has_room() was true.
+    void take(Lease& lease);
+    bool can_fork(const Lease& parent) const {
+        return !pool_ || (parent.flags.computes && pool_->room() > 0);
+    }
+    // A copy of the parent's slot, to be made in `step`. can_fork() was true.
+    void fork(const Lease& parent, Lease& child, Step step);
+    void use_in(const Lease& lease, Step step);
+    // The lease goes while its slot is written: the move owns the slot from now on (I3).
+    void orphan_move(Lease& lease, TransferId move, Step step);
+    // Ends a move, and returns it.
+    StateMove finish_move(TransferId move, bool copied);
+    void release(Lease& lease, Step step);
+
+    // -- snapshots
+    // The state after exactly the committed positions, for their last block. The caller makes the
+    // copy in `step`, before anything that changes the state again.
+    StateCopy snapshot(Lease& lease, std::int64_t num_tokens, Step step);
+    // The copy was not made: no lease may hit there.
+    void discard_snapshot(Lease& lease, BlockId slot);
+    // Of blocks that are indexed by now.
+    void attach_snapshots(Lease& lease);
+    void forget_snapshots(Lease& lease, Step step);
+
+    void finish_step(Step step) {
+        if (pool_) pool_->finish_step(step);
+    }
+    Step unfinished_step() const { return pool_ ? pool_->unfinished_step() : 0; }
+
+    void add_to(CoreStatistics& statistics) const;
+    void check(Report& report) const;
+
+  private:
+    BlockId take_slot();
+    void start_move(Lease& lease, BlockId source);
+
+    const CoreConfig& config_;
+    Index& index_;
+    const LeaseTable& leases_;
+    TransferLedger& transfers_;
+    std::optional<AuxiliaryPool> pool_;  // none: the model has no recurrent state
+    std::uint64_t restored_ = 0;
+    std::uint64_t evicted_snapshots_ = 0;
+};
+
+}  // namespace aiokv

@@ -1,0 +1,83 @@
+// How leases give blocks back: release, retract, truncate.
+//
+// A client may disconnect while a thread or a stream still reads and writes its blocks. Blocks that
+// a lease gives back while batches compute with it stay out of the pools until the last of these
+// batches has ended:
+//
+//   release   the lease itself waits, without a handle
+//   retract   another lease without a handle, the keeper, takes over what it held
+//   truncate  likewise, for the blocks that are cut off
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "aiokv/auxiliary_pools.hpp"
+#include "aiokv/batches.hpp"
+#include "aiokv/core_types.hpp"
+#include "aiokv/device_pool.hpp"
+#include "aiokv/index.hpp"
+#include "aiokv/lease_table.hpp"
+#include "aiokv/promises.hpp"
+#include "aiokv/residency.hpp"
+#include "aiokv/swaps.hpp"
+#include "aiokv/transfer_ledger.hpp"
+#include "aiokv/uses.hpp"
+
+namespace aiokv {
+
+class Releases {
+  public:
+    Releases(const CoreConfig& config, DevicePool& device, LeaseTable& leases, Index& index,
+             RecurrentState& state, SlidingWindows& windows, AuxiliaryPools& auxiliary,
+             Residency& residency, TransferLedger& transfers, Promises& promises, Uses& uses,
+             Batches& batches, Swaps& swaps)
+        : config_(config),
+          device_(device),
+          leases_(leases),
+          index_(index),
+          state_(state),
+          windows_(windows),
+          auxiliary_(auxiliary),
+          residency_(residency),
+          transfers_(transfers),
+          promises_(promises),
+          uses_(uses),
+          batches_(batches),
+          swaps_(swaps) {}
+
+    // Returns false: batches in flight keep the blocks, and the lease ends with the last of them.
+    // `used_in`: a step that is known to use the blocks, also when a batch has named the lease.
+    bool release(Lease& lease, Step step, Step used_in);
+    // The lease ends: it was released, and no batch computes with it.
+    void end(Lease& lease, Step step);
+    // Back to what match left. Returns the keeper, or 0.
+    LeaseId retract(Lease& lease, Step step);
+    // Returns the keeper, or 0. Throws LeaseError, changing nothing.
+    LeaseId truncate(Lease& lease, std::int64_t num_tokens, Step step);
+
+  private:
+    void check_truncate(const Lease& lease, std::int64_t num_tokens) const;
+    void give_back(Lease& lease, Step step, LeaseState next);
+    void leave_onloads(Lease& lease, Step step);
+    Lease& open_keeper(const Lease& lease);
+    LeaseId set_aside(Lease& lease);
+    LeaseId cut_table(Lease& lease, std::size_t blocks);
+    void await_batches(Lease& keeper);
+
+    const CoreConfig& config_;
+    DevicePool& device_;
+    LeaseTable& leases_;
+    Index& index_;
+    RecurrentState& state_;
+    SlidingWindows& windows_;
+    AuxiliaryPools& auxiliary_;
+    Residency& residency_;
+    TransferLedger& transfers_;
+    Promises& promises_;
+    Uses& uses_;
+    Batches& batches_;
+    Swaps& swaps_;
+};
+
+}  // namespace aiokv

@@ -1,0 +1,178 @@
+// Where the blocks of the index are: their copies on device and host, who needs these, and
+// eviction.
+//
+//   ref    of a granted lease, on each node of its path: the block is not evicted
+//   hold   of a swapped lease, on each node of its path: the host copy is not evicted
+//   pin    of a transfer that reads or writes one of the copies
+//
+// A *dirty* block is on the device only; a *clean* one has a host copy too, so that its device copy
+// can be evicted without another copy. The host copy of a clean block can be reclaimed: its bytes
+// are on the device.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <unordered_map>
+#include <vector>
+
+#include "aiokv/auxiliary_pools.hpp"
+#include "aiokv/core_types.hpp"
+#include "aiokv/device_pool.hpp"
+#include "aiokv/eviction_queue.hpp"
+#include "aiokv/host_copy_list.hpp"
+#include "aiokv/index.hpp"
+#include "aiokv/look_ahead.hpp"
+#include "aiokv/reuse_model.hpp"
+#include "aiokv/run_pool.hpp"
+
+namespace aiokv {
+
+class Residency {
+  public:
+    Residency(const CoreConfig& config, Index& index, AuxiliaryPools& auxiliary, DevicePool& device,
+              RunPool& host);
+
+    // -- refs and holds, a path at a time
+    // Returns how many of the blocks are on the device, or on the way there.
+    std::uint32_t ref(std::span<const NodeId> path);
+    // Deepest first, so that a child is evicted before its parent.
+    void unref(std::span<const NodeId> path);
+    void hold(std::span<const NodeId> path);
+    void unhold(std::span<const NodeId> path);
+    // Used now: what waits for eviction goes to the end of its queue.
+    void touch(std::span<const NodeId> path);
+    // The prompt of a lease that is granted for the first time, and the blocks that it hits.
+    void classify(Lease& lease);
+
+    // -- the blocks of a lease
+    // A block that the lease has computed, with a ref for the lease. Returns whether the index has
+    // taken the lease's device copy, because it had none.
+    bool publish(const Lease& lease, std::uint32_t block, PrefixTree::Found found);
+    // Blocks of the path that were dropped become the lease's own again. Returns false, changing
+    // nothing, while another lease or a transfer still uses them.
+    bool reclaim_detached(Lease& lease);
+    // All of the table, which `step` may still use, and the refs on the path.
+    void free_table(Lease& lease, Step step);
+    void free_host(std::span<const BlockId> ids);
+
+    // -- device room; see residency.cpp
+    std::uint32_t evictable() const { return device_queue_.size() + deferred_device_; }
+    // Free or evictable blocks: an upper bound of the room that can be made now.
+    std::uint32_t device_room() const { return device_.free_blocks() + evictable(); }
+    bool make_room(std::uint32_t blocks);
+    // The last make_room() stopped at a block that the write policy wants saved first.
+    bool stopped_at_unsaved() const { return stopped_at_unsaved_; }
+    // Stops before blocks that the write policy wants saved first; see Saver.
+    std::uint32_t evict_device(std::uint32_t blocks);
+    std::uint32_t evict_host(std::uint32_t blocks);
+    class Forecast;  // of make_room(); residency_forecast.hpp
+
+    // -- host room; see residency_host.cpp
+    // The blocks that will be evicted next and are not saved, oldest first. Looks on from where the
+    // last call stopped, until `target` blocks are free, clean or among those.
+    std::vector<NodeId> look_ahead(std::uint32_t target);
+    std::uint32_t clean_ahead() const { return ahead_.count(); }
+    void restart_look_ahead() { ahead_.restart(); }
+    // Evicts until `blocks` host ids are free, as far as possible. The newest host copy of a clean
+    // block goes first, for its device copy is evicted last. The host copies of the next
+    // `near_blocks` of the device queue stay, for their device copies go next.
+    void make_host_room(std::size_t blocks, std::uint32_t near_blocks);
+    bool could_make_host_room(std::size_t blocks) const;
+    // Like make_host_room, of blocks that are on the host only.
+    void evict_host_until_free(std::size_t blocks);
+
+    // -- transfers; see residency_transfers.cpp
+    // The newest unfinished step that uses one of these device blocks, or 0.
+    Step after_step(std::span<const BlockId> device_blocks) const;
+    void begin_onload(TransferId id, const Transfer& transfer);
+    // The first `good` blocks have arrived; the others are dropped.
+    void finish_onload(const Transfer& transfer, std::uint32_t good);
+    void cancel_onload(const Transfer& transfer);
+    void begin_offload(const Transfer& transfer);
+    void finish_offload(const Transfer& transfer, std::uint32_t good);
+
+    // -- whole tiers; see residency_tiers.cpp
+    // No lease and no transfer needs a device block.
+    void forget_device() { evict(beyond_device(0)); }
+    // No lease and no transfer needs a host block.
+    void forget_host();
+    // Everything becomes unmatchable.
+    void detach_all();
+    // Blocks beyond the new size, and those below them in the tree, leave the device: they stay on
+    // the host, or are dropped where they have no copy there. Throws UsageError, changing nothing,
+    // when one of them is leased, being copied, or used by an unfinished step.
+    void resize_device(std::uint32_t blocks);
+
+    void add_to(CoreStatistics& statistics) const;
+    // To be called last: compares with the owners that the other components have declared.
+    void check(Report& report) const;
+
+  private:
+    // refs and holds
+    void unref(NodeId node);
+    void hold(NodeId node);
+    void unhold(NodeId node);
+
+    // eviction queues
+    EvictionQueue& queue_of(NodeId node);
+    void enqueue(NodeId node);
+    void dequeue(NodeId node);
+    void defer(NodeId node);
+    void requeue_if_free(NodeId node);
+    void count_idle_host(const Node& n, int change);
+
+    // eviction
+    bool must_save(NodeId node) const;
+    bool evict_one_device();
+    bool evict_one_host();
+    void release_device_copy(NodeId node);
+    void drop(NodeId node);
+    void drop_subtree(NodeId top);
+    void detach(NodeId node);
+    void free_if_unowned(NodeId node);
+    // Blocks with a device id that is not below `blocks`, and all on the device below those in the
+    // tree: children before parents, otherwise in order of eviction, what is not queued after that,
+    // by id.
+    std::vector<NodeId> beyond_device(std::int64_t blocks);
+    void evict(std::span<const NodeId> nodes);
+
+    // host copies of clean blocks
+    void list_host_copy(NodeId node);
+    void reclaim_host_copy(BlockId host);
+    template <class Stays>
+    void reclaim_host_copies(std::size_t blocks, Stays stays);
+
+    const CoreConfig& config_;
+    Index& index_;
+    PrefixTree& tree_;
+    AuxiliaryPools& auxiliary_;
+    DevicePool& device_;
+    RunPool& host_;
+    HostCopyList host_copies_;         // of clean blocks that no swapped lease holds
+    std::optional<ReuseModel> reuse_;  // none: lru
+    EvictionQueue device_queue_;       // ref 0 and device VALID, the next victim first
+    EvictionQueue host_queue_;         // ref 0 and host VALID only
+    LookAhead ahead_;
+    std::uint32_t deferred_device_ = 0;
+    std::uint32_t idle_host_ = 0;     // queued or deferred, host VALID only, not held
+    std::uint32_t device_nodes_ = 0;  // nodes with a device id
+    bool stopped_at_unsaved_ = false;
+    std::unordered_map<NodeId, std::uint32_t> more_holds_;  // of nodes with kMaxHolds
+    std::vector<NodeId> scratch_;
+
+    std::uint64_t evicted_device_ = 0;
+    std::uint64_t evicted_host_ = 0;
+    std::uint64_t dropped_ = 0;
+    std::uint64_t onloaded_ = 0;
+    std::uint64_t offloaded_ = 0;
+    std::uint64_t failed_ = 0;
+    std::uint64_t reclaimed_host_copies_ = 0;
+};
+
+// The block can leave the device without another copy.
+inline bool is_saved(const Node& n) {
+    return n.has(kHostValid | kHostLoading | kBackupFailed);
+}
+
+}  // namespace aiokv

@@ -1,0 +1,86 @@
+// When blocks get their host copy: at commit, at the n-th use, or before eviction (write-back).
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "aiokv/core_types.hpp"
+#include "aiokv/device_pool.hpp"
+#include "aiokv/residency.hpp"
+#include "aiokv/run_pool.hpp"
+#include "aiokv/transfer_ledger.hpp"
+
+namespace aiokv {
+
+// Blocks of a lease behind those of its path, which are copied with these.
+struct Tail {
+    LeaseId owner = 0;
+    std::span<const BlockId> device = {};
+    std::span<const BlockId> host = {};
+};
+
+class Saver {
+  public:
+    Saver(const CoreConfig& config, PrefixTree& tree, const DevicePool& device, RunPool& host,
+          Residency& residency, TransferLedger& transfers)
+        : config_(config),
+          tree_(tree),
+          device_(device),
+          host_(host),
+          residency_(residency),
+          transfers_(transfers) {}
+
+    // Another lease uses these blocks; the lease that computed a block is its first use.
+    void count_uses(std::span<const NodeId> nodes) {
+        for (const NodeId node : nodes) count_use(node);
+    }
+    void count_use(NodeId node) {
+        Node& n = tree_[node];
+        if (n.uses < 255) ++n.uses;
+        n.clear(kBackupFailed);  // a used block gets another chance
+        if (config_.write_policy == WritePolicy::kWriteThrough ||
+            (config_.write_policy == WritePolicy::kWriteThroughSelective &&
+             n.uses >= config_.write_through_threshold)) {
+            queue(node);
+        }
+    }
+
+    // One transfer of all that was queued since the last call; 0: there is nothing to copy. Blocks
+    // for which the host has no room are skipped: they are tried again when they come near
+    // eviction.
+    TransferId take_backups();
+    // One transfer of the blocks that will be evicted next, oldest first, until `wanted_blocks` (or
+    // the low watermark) are free, clean or being saved; 0: there is nothing to copy. They can be
+    // matched on the device meanwhile. When no request waits, the walk goes on where the last one
+    // ended.
+    TransferId take_write_backs(std::uint32_t wanted_blocks);
+    bool wants_backups() const { return !queue_.empty() || wants_write_backs(); }
+    bool wants_write_backs() const;
+    // The last attempt to make room stopped at a block that take_write_backs() has not looked at,
+    // and no save is in flight whose end might help.
+    bool must_look_further() const {
+        return residency_.stopped_at_unsaved() && !transfers_.is_saving();
+    }
+    // Saves as many of the nodes as the host has room for, and the tail of a lease that is swapped,
+    // whose host ids the caller has taken. Returns 0 when there is nothing to copy.
+    TransferId start_offload(std::vector<NodeId> nodes, const Tail& tail = {});
+    void forget_queue() { queue_.clear(); }
+
+    void add_to(CoreStatistics& statistics) const { statistics.skipped_backups = skipped_; }
+    void check(Report& report) const;
+
+  private:
+    void queue(NodeId node);
+
+    const CoreConfig& config_;
+    PrefixTree& tree_;
+    const DevicePool& device_;
+    RunPool& host_;
+    Residency& residency_;
+    TransferLedger& transfers_;
+    std::vector<NodeId> queue_;  // nodes with kBackupQueued; stale entries lack the flag
+    std::uint64_t skipped_ = 0;
+};
+
+}  // namespace aiokv

@@ -1,0 +1,95 @@
+// Sliding-window layers: groups of layers with block ids of their own, which go back early.
+//
+//   table   | sink: ids | -1: behind the window | [first, end): ids | -1: not reached yet |
+//                                                ^ computed is in here
+//
+// The sink is the first `head_blocks` entries (none, without sink_tokens); while `first` is inside
+// it, nothing lies behind the window. A lease has at most `reach_blocks` ids of a group at a time,
+// and that many are set aside for it when it is granted: the sink, the window, and what one step
+// computes. So ids follow the computed positions without waiting and without fail: those behind the
+// window pay for those ahead. Indexed blocks keep their ids, idle, until their ids are needed; a
+// hit may end where the sink and a whole window are still there.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "aiokv/auxiliary_pool.hpp"
+#include "aiokv/core_types.hpp"
+#include "aiokv/index.hpp"
+#include "aiokv/lease_table.hpp"
+
+namespace aiokv {
+
+struct WindowGroup {
+    WindowGroup(const WindowConfig& config, std::uint32_t block_tokens);
+
+    AuxiliaryPool pool;
+    // Entry `index` is a block of the sink, which stays as long as the lease has blocks.
+    bool is_sink(std::size_t index) const { return index < pool.head_blocks(); }
+
+    std::uint32_t window_tokens;
+    std::uint32_t reach_blocks;  // the most that a lease has at a time, the sink included
+    std::uint32_t reserved = 0;  // for all leases together; at most the capacity
+};
+
+class SlidingWindows {
+  public:
+    SlidingWindows(const CoreConfig& config, Index& index, const LeaseTable& leases);
+
+    bool exist() const { return !groups_.empty(); }
+    const WindowGroup& group(std::size_t group) const { return groups_.at(group); }
+
+    // -- hits and nodes of the index
+    bool covers(std::span<const NodeId> path, std::size_t blocks) const;
+    void touch_hit(std::span<const NodeId> path);
+    void forget(NodeId node);
+    void forget_all();
+
+    // -- the tables of a lease
+    // Throws UsageError when there is no such group.
+    const std::vector<BlockId>& table_of(const Lease& lease, std::size_t group) const;
+    // `given_up`, by group: ids set aside for other leases that are assumed to be free; or empty.
+    bool has_room(const Lease& lease, std::uint32_t total_blocks,
+                  std::span<const std::uint64_t> given_up = {}) const;
+    void give_up(const Lease& lease, std::vector<std::uint64_t>& given_up) const;
+    // All leases can have `more` positions more, of what is set aside for windows.
+    bool can_extend(std::span<const LeaseId> ids, std::uint64_t more) const;
+    // The lease still has the windows that it stopped with.
+    bool is_kept(const Lease& lease) const { return lease.windows.size() == groups_.size(); }
+    // To be called with a grant: the path is final, and has_room() was true. A lease that comes
+    // back from a swap has its ids still.
+    void take(Lease& lease);
+    // The table of the lease has changed its length.
+    void fit(Lease& lease, Step step);
+    // Blocks of the path from `first` on were indexed just now.
+    void publish(Lease& lease, std::size_t first);
+    // The next position is computed_tokens: what lies behind its window goes back, but for the
+    // sink.
+    void advance(Lease& lease, Step step);
+    void use_in(const Lease& lease, Step step);
+    void release(Lease& lease, Step step);
+    // Positions that a step may compute now: those that have ids in every group.
+    std::uint32_t reach_tokens(const Lease& lease) const;
+
+    void finish_step(Step step);
+    Step unfinished_step() const;
+
+    void check(Report& report) const;
+
+  private:
+    // Ids of a group to set aside for a lease of so many blocks.
+    static std::uint32_t reserve_of(const WindowGroup& group, std::uint32_t total_blocks);
+    void fit_group(WindowGroup& group, WindowTable& window, const Lease& lease, Step step);
+    void fill(WindowGroup& group, WindowTable& window);
+    static void drop(WindowGroup& group, WindowTable& window, std::size_t index, Step step);
+    void check_group(Report& report, std::size_t group) const;
+
+    const CoreConfig& config_;
+    Index& index_;
+    const LeaseTable& leases_;
+    std::vector<WindowGroup> groups_;
+};
+
+}  // namespace aiokv

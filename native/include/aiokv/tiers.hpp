@@ -1,0 +1,72 @@
+// What happens to a whole tier: it is forgotten, or gets another size; and reset.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "aiokv/auxiliary_pools.hpp"
+#include "aiokv/core_types.hpp"
+#include "aiokv/device_pool.hpp"
+#include "aiokv/index.hpp"
+#include "aiokv/lease_table.hpp"
+#include "aiokv/promises.hpp"
+#include "aiokv/residency.hpp"
+#include "aiokv/saver.hpp"
+#include "aiokv/swaps.hpp"
+#include "aiokv/transfer_ledger.hpp"
+
+namespace aiokv {
+
+class Tiers {
+  public:
+    Tiers(const CoreConfig& config, const DevicePool& device, LeaseTable& leases, Index& index,
+          AuxiliaryPools& auxiliary, Residency& residency, Saver& saver,
+          const TransferLedger& transfers, Promises& promises, Swaps& swaps)
+        : config_(config),
+          device_(device),
+          leases_(leases),
+          index_(index),
+          auxiliary_(auxiliary),
+          residency_(residency),
+          saver_(saver),
+          transfers_(transfers),
+          promises_(promises),
+          swaps_(swaps) {}
+
+    // The device tier is empty; what has a host copy stays on the host. Throws UsageError, changing
+    // nothing, while a lease or a transfer needs blocks.
+    void forget_device();
+    // The host tier is empty; what is on the device stays there. Throws UsageError, changing
+    // nothing, while a lease, a swapped one too, or a transfer needs blocks.
+    void forget_host();
+    // Everything becomes unmatchable. Leases keep their blocks; what they commit is not indexed.
+    void reset();
+    // See Residency::resize_device(). Throws UsageError, changing nothing.
+    void resize_device(std::int64_t blocks);
+
+  private:
+    // A resize that was refused because of a transfer or a step.
+    struct ResizeTry {
+        std::int64_t blocks = 0;
+        std::uint64_t ended_transfers = 0;
+        Step finished_step = 0;
+        bool operator==(const ResizeTry&) const = default;
+    };
+
+    void require_idle(const char* tier, bool swapped_too) const;
+
+    const CoreConfig& config_;
+    const DevicePool& device_;
+    LeaseTable& leases_;
+    Index& index_;
+    AuxiliaryPools& auxiliary_;
+    Residency& residency_;
+    Saver& saver_;
+    const TransferLedger& transfers_;
+    Promises& promises_;
+    Swaps& swaps_;
+    ResizeTry refused_resize_;
+    std::size_t resize_slot_ = 0;  // of the lease that was in the way of the last one
+};
+
+}  // namespace aiokv

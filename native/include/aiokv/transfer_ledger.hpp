@@ -1,0 +1,68 @@
+// The ledger of what is in flight: copies between the tiers, and moves of recurrent state.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <unordered_map>
+#include <vector>
+
+#include "aiokv/core_types.hpp"
+#include "aiokv/prefix_tree.hpp"
+
+namespace aiokv {
+
+class Report;
+
+class TransferLedger {
+  public:
+    explicit TransferLedger(const PrefixTree& tree) : tree_(tree) {}
+
+    // -- copies between the tiers
+    TransferId begin(Transfer transfer);
+    // Throws UsageError: no such transfer is in flight.
+    const Transfer& get(TransferId id) const;
+    // Removes a transfer that has ended. Throws InternalError: it ended twice, or never began.
+    Transfer end(TransferId id);
+    void join(TransferId id, LeaseId lease) { transfers_.at(id).leases.push_back(lease); }
+    // An onload that no lease waits for any more is abandoned.
+    void leave(TransferId id, LeaseId lease);
+    // The transfer, or the move, is that of another lease now.
+    void replace_lease(TransferId id, LeaseId from, LeaseId to);
+    // The tail's blocks are the transfer's from now on (I3).
+    void orphan_tail(TransferId id) { transfers_.at(id).orphaned = true; }
+
+    void mark_cancelling(TransferId id);
+    bool is_cancelling(TransferId id) const { return transfers_.at(id).cancelling; }
+    bool is_saving() const;
+    std::uint32_t onloading_blocks() const;    // indexed ones that are being written on the device
+    TransferId offload_of(NodeId node) const;  // 0: none
+
+    // -- moves of recurrent state
+    TransferId begin_move(const StateMove& move);
+    bool is_move(TransferId id) const { return moves_.contains(id); }
+    const StateMove& move(TransferId id) const;  // throws UsageError
+    StateMove end_move(TransferId id);
+    // The target is the move's from now on (I3). An orphan is abandoned.
+    void orphan_move(TransferId id);
+    bool has_moves() const { return !moves_.empty(); }
+    const std::unordered_map<TransferId, StateMove>& moves() const { return moves_; }
+
+    // -- both
+    // Onloads and moves whose last lease was released: worth cancelling where they have not begun.
+    std::vector<TransferId> take_abandoned();
+    std::size_t in_flight() const { return transfers_.size() + moves_.size(); }
+    std::uint64_t ended() const { return ended_; }  // copies, so far
+
+    void add_to(CoreStatistics& statistics) const;
+    void check(Report& report) const;
+
+  private:
+    const PrefixTree& tree_;
+    std::unordered_map<TransferId, Transfer> transfers_;
+    std::unordered_map<TransferId, StateMove> moves_;
+    std::vector<TransferId> abandoned_;
+    TransferId last_ = 0;
+    std::uint64_t ended_ = 0;
+};
+
+}  // namespace aiokv

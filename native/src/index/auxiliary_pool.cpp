@@ -1,0 +1,118 @@
+#include "aiokv/auxiliary_pool.hpp"
+
+#include <algorithm>
+
+namespace aiokv {
+
+AuxiliaryPool::AuxiliaryPool(std::uint32_t capacity, std::uint32_t tail_blocks,
+                             std::uint32_t head_blocks)
+    : ids_(capacity), tail_blocks_(tail_blocks), head_blocks_(head_blocks), entries_(capacity) {}
+
+bool AuxiliaryPool::take(BlockId& id) {
+    const bool evicts = ids_.free_blocks() == 0;
+    if (evicts) {
+        const BlockId victim = oldest_;
+        detach(victim);
+        ids_.give_back(victim);
+    }
+    ids_.take({&id, 1});
+    return evicts;
+}
+
+void AuxiliaryPool::give_back(BlockId id, Step step) {
+    ids_.use_in(id, step);
+    ids_.give_back(id);
+}
+
+void AuxiliaryPool::attach(NodeId node, BlockId id) {
+    entries_[at(id)].node = node;
+    ids_of_[node] = id;
+    link(id);
+}
+
+BlockId AuxiliaryPool::find(NodeId node) const {
+    const auto found = ids_of_.find(node);
+    return found == ids_of_.end() ? kNoBlock : found->second;
+}
+
+bool AuxiliaryPool::covers(const PrefixTree& tree, std::span<const NodeId> path,
+                           std::size_t blocks) const {
+    const auto has_id = [&](NodeId node) {
+        return tree[node].has(kHasSides) && find(node) != kNoBlock;
+    };
+    const std::span<const NodeId> hit = path.first(blocks);
+    const std::span<const NodeId> head = hit.first(std::min<std::size_t>(blocks, head_blocks_));
+    const std::span<const NodeId> tail = hit.last(std::min<std::size_t>(blocks, tail_blocks_));
+    return std::all_of(head.begin(), head.end(), has_id) &&
+           std::all_of(tail.begin(), tail.end(), has_id);
+}
+
+// Blocks between head and tail are not needed.
+void AuxiliaryPool::touch_hit(std::span<const NodeId> path) {
+    const std::size_t head = std::min<std::size_t>(path.size(), head_blocks_);
+    const std::size_t tail = std::min<std::size_t>(path.size(), tail_blocks_);
+    for (std::size_t i = path.size(); i-- > path.size() - tail;) touch(find(path[i]));
+    for (std::size_t i = head; i-- > 0;) touch(find(path[i]));
+}
+
+bool AuxiliaryPool::forget(NodeId node) {
+    const BlockId id = find(node);
+    if (id == kNoBlock) return false;
+    if (is_idle(id)) {
+        detach(id);
+        ids_.give_back(id);
+    } else {
+        ids_of_.erase(node);
+        entries_[at(id)].node = kNone;
+    }
+    return true;
+}
+
+void AuxiliaryPool::forget_all() {
+    while (oldest_ != kNoBlock) forget(entries_[at(oldest_)].node);
+}
+
+void AuxiliaryPool::detach(BlockId id) {
+    unlink(id);
+    ids_of_.erase(entries_[at(id)].node);
+    entries_[at(id)].node = kNone;
+}
+
+void AuxiliaryPool::add_reader(BlockId id) {
+    if (entries_[at(id)].readers++ == 0) unlink(id);
+}
+
+void AuxiliaryPool::remove_reader(BlockId id) {
+    Entry& entry = entries_[at(id)];
+    if (--entry.readers > 0) return;
+    if (entry.node == kNone) {
+        ids_.give_back(id);
+    } else {
+        link(id);
+    }
+}
+
+void AuxiliaryPool::touch(BlockId id) {
+    if (!is_idle(id)) return;
+    unlink(id);
+    link(id);
+}
+
+void AuxiliaryPool::link(BlockId id) {
+    Entry& entry = entries_[at(id)];
+    entry.prev = newest_;
+    entry.next = kNoBlock;
+    (newest_ == kNoBlock ? oldest_ : entries_[at(newest_)].next) = id;
+    newest_ = id;
+    ++idle_;
+}
+
+void AuxiliaryPool::unlink(BlockId id) {
+    Entry& entry = entries_[at(id)];
+    (entry.prev == kNoBlock ? oldest_ : entries_[at(entry.prev)].next) = entry.next;
+    (entry.next == kNoBlock ? newest_ : entries_[at(entry.next)].prev) = entry.prev;
+    entry.prev = entry.next = kNoBlock;
+    --idle_;
+}
+
+}  // namespace aiokv

@@ -1,0 +1,294 @@
+#include "aiokv/grants.hpp"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "aiokv/error.hpp"
+#include "core_detail.hpp"
+#include "residency_forecast.hpp"
+
+namespace aiokv {
+
+void Grants::check_request(const Lease& lease, std::int64_t num_tokens) const {
+    if (lease.has_blocks()) {
+        throw LeaseError("allocate: the lease has its blocks already")
+            .of(lease.id())
+            .hint("use extend for more positions");
+    }
+    if (num_tokens < 1 || num_tokens > kMaxTokens) {
+        throw LeaseError("num_tokens is " + std::to_string(num_tokens) +
+                         "; it must be between 1 and " + std::to_string(kMaxTokens))
+            .of(lease.id());
+    }
+    if (lease.is(LeaseState::kSwapped) && num_tokens < lease.computed_tokens) {
+        throw LeaseError("num_tokens is " + std::to_string(num_tokens) +
+                         "; the swapped lease has " + str(lease.computed_tokens) +
+                         " computed positions")
+            .of(lease.id())
+            .hint("resume it with at least as many positions");
+    }
+    const std::uint32_t total = config_.blocks_for(static_cast<std::uint64_t>(num_tokens));
+    if (std::uint64_t{total} + config_.reserve_blocks <= device_.capacity()) return;
+    if (total <= std::min(lease.grown_blocks, device_.capacity())) return;
+    throw RequestTooLarge(std::to_string(num_tokens) + " positions need " + str(total) +
+                          " blocks of " + str(config_.block_tokens) + " tokens; device_blocks is " +
+                          str(device_.capacity()) + ", of which reserve_blocks keeps " +
+                          str(config_.reserve_blocks))
+        .of(lease.id())
+        .field("device_blocks")
+        .hint("raise CacheConfig.device_blocks, or split the request");
+}
+
+// Free or evictable blocks that a grant leaves to extend(). A lease that extend() has let grow into
+// the reserve is granted when the rest of the device is unused.
+std::uint32_t Grants::reserve_for(std::uint32_t total_blocks) const {
+    return std::min(config_.reserve_blocks, device_.capacity() - total_blocks);
+}
+
+// Returns the blocks of the request; 0: a transfer of a swapped table is being cancelled, so that
+// it cannot be joined now.
+std::uint32_t Grants::choose_path(Lease& lease, std::int64_t num_tokens) {
+    if (lease.is(LeaseState::kSwapped)) {
+        swaps_.trim(lease);
+        if (matching_.joinable(lease) < lease.path.size()) return 0;
+    } else {
+        matching_.choose_path(lease, static_cast<std::size_t>(num_tokens) / config_.block_tokens);
+    }
+    return config_.blocks_for(static_cast<std::uint64_t>(num_tokens));
+}
+
+Grant Grants::allocate(Lease& lease, std::int64_t num_tokens) {
+    check_request(lease, num_tokens);
+    const std::uint32_t total = choose_path(lease, num_tokens);
+    if (total == 0) return Grant::kNone;
+    // Refs first: what the lease hits must not be evicted to make room for the rest of it.
+    const std::uint32_t needed = total - residency_.ref(lease.path);
+    // An attempt without success takes nothing from swapped leases.
+    if (needed + reserve_for(total) > residency_.device_room() ||
+        !swaps_.make_auxiliary_room(lease, total) || !residency_.make_room(needed) ||
+        !fit_writable(lease, total)) {
+        residency_.unref(lease.path);
+        return Grant::kNone;
+    }
+    lease.num_tokens = static_cast<std::uint32_t>(num_tokens);
+    take_blocks(lease, total);
+    return lease.onloads.empty() ? Grant::kReady : Grant::kLoading;
+}
+
+// Onloads need ids that they may write now. Ids of an open step are not writable: the task that has
+// to close the step may wait for the layers of this lease first. Blocks that cannot be onloaded are
+// computed again; the onload of a swapped table waits for the step. The path has its refs already.
+// Returns false when there is not enough room now.
+bool Grants::fit_writable(Lease& lease, std::uint32_t total_blocks) {
+    if (lease.is(LeaseState::kSwapped)) return true;
+    const PrefixTree& tree = index_.tree();
+    std::size_t resident = 0;
+    for (const NodeId node : lease.path) resident += tree[node].has(kDeviceResident);
+    const std::size_t blocks = matching_.writable_path(lease, resident, device_.writable_blocks());
+    if (blocks == lease.path.size()) return true;
+    residency_.unref(std::span(lease.path).subspan(blocks));
+    Matching::shorten(lease, blocks);  // a later try may want the rest
+    return residency_.make_room(total_blocks -
+                                static_cast<std::uint32_t>(std::min(blocks, resident)));
+}
+
+// The table entries of blocks that are on the device, or on the way there. Returns their number.
+std::uint32_t Grants::take_resident(Lease& lease) {
+    const PrefixTree& tree = index_.tree();
+    std::uint32_t resident = 0;
+    lease.device_hit = 0;
+    for (const NodeId node : lease.path) {
+        const Node& n = tree[node];
+        if (!n.has(kDeviceResident)) break;
+        lease.table[resident++] = n.device;
+        lease.device_hit += n.has(kDeviceValid);
+        if (n.has(kDeviceValid)) continue;
+        if (lease.onloads.empty() || lease.onloads.back() != n.next) {
+            lease.onloads.push_back(n.next);
+            transfers_.join(n.next, lease.id());
+        }
+    }
+    return resident;
+}
+
+// Path nodes hold the lease's refs already, and the pool has the ids.
+void Grants::take_blocks(Lease& lease, std::uint32_t total_blocks) {
+    const bool resumes = lease.is(LeaseState::kSwapped);
+    const auto hits = static_cast<std::uint32_t>(lease.path.size());
+    lease.table.resize(total_blocks);
+    const std::uint32_t resident = take_resident(lease);
+    saver_.count_uses(std::span(lease.path).first(resident));
+    device_.take(std::span(lease.table).subspan(resident));
+    lease.host_hit = hits - lease.device_hit;
+    if (!resumes) lease.computed_tokens = hits * config_.block_tokens;
+    lease.cached_tokens = lease.computed_tokens;
+    lease.epoch = index_.epoch();
+    leases_.move(lease, LeaseState::kGranted);
+    residency_.classify(lease);
+    uses_.note(lease);
+    hit_device_tokens_ += std::uint64_t{lease.device_hit} * config_.block_tokens;
+    hit_host_tokens_ += std::uint64_t{lease.host_hit} * config_.block_tokens;
+    prompt_tokens_ += lease.tokens.size();
+    ++grants_;
+    if (resident < hits || !lease.tail_host.empty()) start_onload(lease, resident);
+    auxiliary_.take(lease);
+    if (resumes) residency_.unhold(lease.path);
+    publication_.announce(lease);
+}
+
+void Grants::start_onload(Lease& lease, std::uint32_t first_host_block) {
+    const PrefixTree& tree = index_.tree();
+    Transfer transfer;
+    transfer.leases.push_back(lease.id());
+    for (std::size_t i = first_host_block; i < lease.path.size(); ++i) {
+        transfer.nodes.push_back(lease.path[i]);
+        transfer.device_blocks.push_back(lease.table[i]);
+        transfer.host_blocks.push_back(tree[lease.path[i]].host);
+    }
+    if (!lease.tail_host.empty()) {
+        transfer.tail_owner = lease.id();
+        for (std::size_t i = 0; i < lease.tail_host.size(); ++i) {
+            transfer.device_blocks.push_back(lease.table[lease.path.size() + i]);
+            transfer.host_blocks.push_back(lease.tail_host[i]);
+        }
+        lease.tail_host.clear();
+    }
+    transfer.after_step = residency_.after_step(transfer.device_blocks);
+    const TransferId id = transfers_.begin(std::move(transfer));
+    residency_.begin_onload(id, transfers_.get(id));
+    lease.onloads.push_back(id);
+}
+
+bool Grants::can_allocate(Lease& lease, std::int64_t num_tokens, bool saves) {
+    check_request(lease, num_tokens);
+    const std::uint32_t total = choose_path(lease, num_tokens);
+    if (total == 0) return false;
+    const PrefixTree& tree = index_.tree();
+    const auto is_resident = [&tree](NodeId node) { return tree[node].has(kDeviceResident); };
+    const std::uint32_t needed = total - static_cast<std::uint32_t>(std::count_if(
+                                             lease.path.begin(), lease.path.end(), is_resident));
+    bool frees_host = false;
+    if (!swaps_.could_make_auxiliary_room(lease, total, frees_host)) return false;
+    Residency::Forecast forecast(residency_, lease.path, frees_host);
+    const std::uint32_t room = residency_.device_room() - forecast.evictable_path();
+    if (needed + reserve_for(total) > room) return false;
+    bool has_room = forecast.can_make_room(needed);
+    std::uint32_t wanted = total;
+    while (saves && !has_room && forecast.may_drop_unsaved(wanted)) {
+        const std::uint32_t before = forecast.free_blocks();
+        has_room = forecast.can_make_room(needed);
+        if (transfers_.is_saving()) break;
+        if (forecast.free_blocks() > before) continue;
+        if (wanted >= device_.capacity()) break;
+        wanted = std::min(2 * wanted, device_.capacity());
+    }
+    if (!has_room || lease.is(LeaseState::kSwapped)) return has_room;
+    const std::size_t resident = total - needed;
+    const std::size_t blocks = matching_.writable_path(lease, resident, forecast.writable_blocks());
+    if (blocks >= resident) return true;
+    forecast.shorten_path(blocks);
+    return forecast.can_make_room(total - static_cast<std::uint32_t>(blocks));
+}
+
+bool Grants::extend(std::span<const LeaseId> ids, std::int64_t num_tokens) {
+    if (num_tokens < 0 || num_tokens > kMaxTokens) {
+        throw LeaseError("extend: num_tokens is " + std::to_string(num_tokens) +
+                         "; it must be between 0 and " + std::to_string(kMaxTokens));
+    }
+    const auto more = static_cast<std::uint64_t>(num_tokens);
+    std::uint64_t needed = 0;
+    for (const LeaseId id : ids) {
+        const Lease& lease = std::as_const(leases_).at(id);
+        if (!lease.has_blocks() || lease.is(LeaseState::kSwapping)) {
+            throw LeaseError("extend: the lease is " + std::string(name_of(lease.state)) +
+                             "; only a lease that is allocated, and stays so, can grow")
+                .of(id);
+        }
+        if (lease.num_tokens + more > kMaxTokens) {
+            throw LeaseError("extend: " + str(lease.num_tokens) + " + " + str(more) +
+                             " positions exceed " + std::to_string(kMaxTokens))
+                .of(id);
+        }
+        needed += config_.blocks_for(lease.num_tokens + more) - lease.table.size();
+    }
+    std::vector<LeaseId> sorted(ids.begin(), ids.end());
+    std::sort(sorted.begin(), sorted.end());
+    const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
+    if (twice != sorted.end()) {
+        throw LeaseError("extend: a lease is listed more than once").of(*twice);
+    }
+    if (!windows_.can_extend(ids, more)) return false;
+    if (needed > residency_.device_room()) return false;
+    if (!residency_.make_room(static_cast<std::uint32_t>(needed))) return false;
+    for (const LeaseId id : ids) {
+        Lease& lease = leases_.at(id);
+        const std::size_t old = lease.table.size();
+        lease.num_tokens += static_cast<std::uint32_t>(more);
+        lease.table.resize(config_.blocks_for(lease.num_tokens));
+        lease.grown_blocks =
+            std::max(lease.grown_blocks, static_cast<std::uint32_t>(lease.table.size()));
+        device_.take(std::span(lease.table).subspan(old));
+        windows_.fit(lease, 0);
+    }
+    return true;
+}
+
+Fork Grants::fork(Lease& parent, Step step) {
+    if (!parent.is(LeaseState::kGranted) || !parent.onloads.empty()) {
+        throw LeaseError("fork: only a granted lease whose transfers have ended can be forked")
+            .of(parent.id())
+            .hint("await layers.wait_all() first");
+    }
+    if (windows_.exist()) {
+        throw UsageError("fork: a lease with sliding windows cannot be forked")
+            .of(parent.id())
+            .field("windows");
+    }
+    leases_.require_free_slot();
+    std::uint32_t needed = 0;
+    for (std::size_t i = 0; i < parent.table.size(); ++i) needed += !index_.is_indexed(parent, i);
+    if (!state_.can_fork(parent)) return {};
+    if (needed > residency_.device_room() || !residency_.make_room(needed)) return {};
+
+    index_.enter_context(parent.context);
+    Lease& child = leases_.open(parent.tokens, parent.context,
+                                {parent.flags.reads, parent.flags.writes, true, false});
+    Fork fork{child.id(), {}, {}};
+    child.path = parent.path;
+    index_.copy_items(parent, child);
+    residency_.ref(child.path);
+    child.table.resize(parent.table.size());
+    for (std::size_t i = 0; i < child.table.size(); ++i) {
+        if (index_.is_indexed(parent, i)) {
+            child.table[i] = index_.tree()[parent.path[i]].device;
+            continue;
+        }
+        device_.take(std::span(child.table).subspan(i, 1));
+        if (i >= config_.blocks_for(parent.computed_tokens)) continue;
+        fork.source_blocks.push_back(parent.table[i]);
+        fork.target_blocks.push_back(child.table[i]);
+        device_.use_in(parent.table[i], step);
+        device_.use_in(child.table[i], step);
+    }
+    child.num_tokens = parent.num_tokens;
+    child.computed_tokens = child.cached_tokens = parent.computed_tokens;
+    child.prompt_tokens = parent.prompt_tokens;
+    child.device_hit = config_.blocks_for(parent.computed_tokens);
+    child.epoch = parent.epoch;
+    parent.last_step = std::max(parent.last_step, step);
+    child.last_step = step;
+    child.grown_blocks = parent.grown_blocks;
+    leases_.move(child, LeaseState::kGranted);
+    state_.fork(parent, child, step);
+    return fork;
+}
+
+void Grants::add_to(CoreStatistics& statistics) const {
+    statistics.grants = grants_;
+    statistics.prompt_tokens = prompt_tokens_;
+    statistics.hit_device_tokens = hit_device_tokens_;
+    statistics.hit_host_tokens = hit_host_tokens_;
+}
+
+}  // namespace aiokv

@@ -1,0 +1,153 @@
+#include "aiokv/lease_table.hpp"
+
+#include <string>
+
+#include "aiokv/error.hpp"
+#include "report.hpp"
+
+namespace aiokv {
+namespace {
+
+using enum LeaseState;
+
+constexpr unsigned bit(LeaseState state) {
+    return 1u << static_cast<unsigned>(state);
+}
+
+// By state: the states that may follow.
+constexpr std::array<unsigned, kLeaseStates> kNext = {
+    /* kFree */ bit(kMatched),  // open
+    // grant or fork; a keeper, which takes over the blocks of another lease; release
+    /* kMatched */ bit(kGranted) | bit(kReleasing) | bit(kFree),
+    // a copy failed; swap_out; release with batches in flight; retract; release
+    /* kGranted */ bit(kFailed) | bit(kSwapping) | bit(kReleasing) | bit(kMatched) | bit(kFree),
+    // recompute_from; release with batches in flight; retract; release
+    /* kFailed */ bit(kGranted) | bit(kReleasing) | bit(kMatched) | bit(kFree),
+    // the copy succeeded; it failed; retract; release
+    /* kSwapping */ bit(kSwapped) | bit(kGranted) | bit(kMatched) | bit(kFree),
+    // grant (resume); retract; release
+    /* kSwapped */ bit(kGranted) | bit(kMatched) | bit(kFree),
+    // the last batch has ended
+    /* kReleasing */ bit(kFree),
+};
+
+// Number of released leases whose memory for prompt and table is kept for reuse.
+constexpr std::size_t kSpareLeases = 1024;
+constexpr std::size_t kSmallBytes = 256;
+
+template <class T>
+void free_memory(std::vector<T>& values) {
+    if (values.capacity() * sizeof(T) > kSmallBytes) std::vector<T>().swap(values);
+}
+
+}  // namespace
+
+const char* name_of(LeaseState state) {
+    constexpr std::array<const char*, kLeaseStates> names = {
+        "free", "matched", "granted", "failed", "swapping", "swapped", "releasing"};
+    return names[static_cast<std::size_t>(state)];
+}
+
+void LeaseTable::move(Lease& lease, LeaseState to) {
+    if ((kNext[static_cast<std::size_t>(lease.state)] & bit(to)) == 0) {
+        throw InternalError("lease " + std::to_string(lease.id()) + " cannot go from " +
+                            name_of(lease.state) + " to " + name_of(to));
+    }
+    const bool computed = lease.has_blocks() && lease.flags.computes;
+    if (lease.is_open()) --counts_[static_cast<std::size_t>(lease.state)];
+    lease.state = to;
+    if (lease.is_open()) ++counts_[static_cast<std::size_t>(to)];
+    const bool computes = lease.has_blocks() && lease.flags.computes;
+    computing_ += static_cast<std::uint32_t>(computes) - static_cast<std::uint32_t>(computed);
+}
+
+bool LeaseTable::is_open(LeaseId id) const {
+    const auto slot = static_cast<std::uint32_t>(id);
+    return slot < leases_.size() && leases_[slot].is_open() && leases_[slot].generation == id >> 32;
+}
+
+const Lease& LeaseTable::at(LeaseId id) const {
+    if (!is_open(id)) {
+        throw LeaseError("no such lease: it is released, or belongs to another engine").of(id);
+    }
+    return leases_[static_cast<std::uint32_t>(id)];
+}
+
+Lease& LeaseTable::at(LeaseId id) {
+    return const_cast<Lease&>(static_cast<const LeaseTable*>(this)->at(id));
+}
+
+void LeaseTable::require_free_slot() const {
+    if (!free_.empty() || leases_.size() < max_leases_) return;
+    throw UsageError(std::to_string(max_leases_) + " leases are open, which is the limit")
+        .hint("release leases");
+}
+
+Lease& LeaseTable::open(std::span<const std::int32_t> tokens, std::uint32_t context,
+                        LeaseFlags flags) {
+    auto slot = static_cast<std::uint32_t>(leases_.size());
+    if (free_.empty()) {
+        leases_.emplace_back();
+    } else {
+        slot = free_.back();
+        free_.pop_back();
+    }
+    Lease& lease = leases_[slot];
+    lease.tokens.assign(tokens.begin(), tokens.end());
+    lease.context = context;
+    lease.slot = slot;
+    lease.flags = flags;
+    ++lease.generation;
+    lease.classes.clear();
+    lease.prompt_tokens = static_cast<std::uint32_t>(tokens.size());
+    lease.grown_blocks = 0;
+    lease.computed_blocks = lease.device_hit = lease.host_hit = lease.known_blocks = 0;
+    move(lease, kMatched);
+    return lease;
+}
+
+void LeaseTable::close(Lease& lease) {
+    if (free_.size() >= kSpareLeases) {
+        // Small pieces stay: malloc puts off collecting those, and then collects the pieces of
+        // thousands of leases in one call.
+        free_memory(lease.tokens);
+        free_memory(lease.path);
+        free_memory(lease.item_keys);
+        free_memory(lease.items);
+        free_memory(lease.table);
+        free_memory(lease.classes);
+        free_memory(lease.onloads);
+        free_memory(lease.tail_host);
+        free_memory(lease.recurrent.snapshots);
+        free_memory(lease.windows);
+    }
+    free_.push_back(lease.slot);
+}
+
+std::uint32_t LeaseTable::open_leases() const {
+    return static_cast<std::uint32_t>(leases_.size() - free_.size()) - count(kReleasing);
+}
+
+std::uint32_t LeaseTable::with_blocks() const {
+    return count(kGranted) + count(kFailed) + count(kSwapping) + count(kReleasing);
+}
+
+void LeaseTable::check(Report& report) const {
+    std::array<std::uint32_t, kLeaseStates> counts{};
+    std::uint32_t computing = 0;
+    for (const Lease& lease : leases_) {
+        if (lease.is_open()) ++counts[static_cast<std::size_t>(lease.state)];
+        computing += lease.has_blocks() && lease.flags.computes;
+        report.require(lease.has_blocks() || lease.table.empty(), "I5: a ", name_of(lease.state),
+                       " lease holds ", lease.table.size(), " blocks");
+        report.require(lease.is(kSwapping) == (lease.swap_transfer != 0), "I3: a ",
+                       name_of(lease.state), " lease has swap transfer ", lease.swap_transfer);
+    }
+    for (std::size_t state = 1; state < kLeaseStates; ++state) {
+        report.require(counts[state] == counts_[state], "I5: ", counts[state], " leases are ",
+                       name_of(static_cast<LeaseState>(state)), ", counted ", counts_[state]);
+    }
+    report.require(computing == computing_, "I1: ", computing, " leases compute, not ", computing_);
+}
+
+}  // namespace aiokv

@@ -1,0 +1,127 @@
+#include "aiokv/matching.hpp"
+
+#include <algorithm>
+
+#include "core_detail.hpp"
+
+namespace aiokv {
+
+std::size_t Matching::hit_limit(const Lease& lease) const {
+    if (!lease.flags.reads) return 0;
+    return lease.flags.whole ? lease.tokens.size() / config_.block_tokens
+                             : border_before(lease.tokens.size());
+}
+
+// The last block border at which a prompt of `length` tokens may be hit.
+std::size_t Matching::border_before(std::size_t length) const {
+    if (length < config_.leave_tokens) return 0;
+    return (length - config_.leave_tokens) / config_.block_tokens;
+}
+
+std::size_t Matching::before_cut_item(const Lease& lease, std::size_t blocks) const {
+    for (auto item = lease.items.rbegin(); item != lease.items.rend(); ++item) {
+        const std::uint64_t end = std::uint64_t{blocks} * config_.block_tokens;
+        if (item->start < end && end < item->stop) blocks = item->start / config_.block_tokens;
+    }
+    return blocks;
+}
+
+void Matching::walk(Lease& lease) const {
+    const PrefixTree& tree = index_.tree();
+    const std::size_t limit = hit_limit(lease);
+    const std::int32_t* tokens = lease.tokens.data();
+    NodeId node = index_.root_of(lease);
+    lease.path.clear();
+    lease.device_hit = 0;
+    for (std::size_t i = 0; i < limit; ++i, tokens += config_.block_tokens) {
+        node = tree.find_child(node, tokens, key_of(lease.item_keys, i));
+        if (node == kNone) break;
+        lease.path.push_back(node);
+        lease.device_hit += tree[node].has(kDeviceValid);
+    }
+    lease.known_blocks = static_cast<std::uint32_t>(lease.path.size());
+    const std::size_t whole = reachable(lease, lease.path.size());
+    while (lease.path.size() > whole) {
+        lease.device_hit -= tree[lease.path.back()].has(kDeviceValid);
+        lease.path.pop_back();
+    }
+    lease.host_hit = static_cast<std::uint32_t>(lease.path.size()) - lease.device_hit;
+    lease.version = index_.version();
+}
+
+std::size_t Matching::reachable(const Lease& lease, std::size_t blocks) const {
+    blocks = before_cut_item(lease, blocks);
+    while (blocks > 0 && !auxiliary_.covers(lease.path, blocks)) {
+        blocks = before_cut_item(lease, blocks - 1);
+    }
+    return blocks;
+}
+
+std::size_t Matching::joinable(const Lease& lease) const {
+    const auto ends = [this](NodeId node) {
+        const Node& n = index_.tree()[node];
+        return n.has(kDeviceLoading) && transfers_.is_cancelling(n.next);
+    };
+    return static_cast<std::size_t>(std::find_if(lease.path.begin(), lease.path.end(), ends) -
+                                    lease.path.begin());
+}
+
+std::size_t Matching::resident_prefix(const Lease& lease) const {
+    const auto is_absent = [this](NodeId node) {
+        return !index_.tree()[node].has(kDeviceResident);
+    };
+    return static_cast<std::size_t>(std::find_if(lease.path.begin(), lease.path.end(), is_absent) -
+                                    lease.path.begin());
+}
+
+void Matching::shorten(Lease& lease, std::size_t blocks) {
+    lease.path.resize(blocks);
+    lease.version = 0;
+}
+
+void Matching::choose_path(Lease& lease, std::size_t usable) const {
+    refresh(lease);
+    // A host hit that is not worth its transfer is computed again; one under way is joined.
+    if (lease.host_hit < config_.min_onload_blocks) shorten(lease, resident_prefix(lease));
+    usable = reachable(lease, std::min({usable, lease.path.size(), joinable(lease)}));
+    if (lease.path.size() > usable) shorten(lease, usable);
+}
+
+std::size_t Matching::writable_path(const Lease& lease, std::size_t resident,
+                                    std::size_t writable) const {
+    if (lease.path.size() - resident <= writable) return lease.path.size();
+    const std::size_t blocks = reachable(lease, resident + writable);
+    if (blocks <= resident || blocks - resident >= config_.min_onload_blocks) return blocks;
+    return reachable(lease, resident);
+}
+
+Pending Matching::pending(Lease& lease, const Promises& promises) const {
+    if (!lease.is(LeaseState::kMatched) || promises.empty()) return {0, 0};
+    refresh(lease);
+    const PrefixTree& tree = index_.tree();
+    const std::size_t limit = hit_limit(lease);
+    std::size_t first = lease.path.size();
+    NodeId end = first == 0 ? index_.root_of(lease) : lease.path.back();
+    for (; first < limit; ++first) {
+        const NodeId child = tree.find_child(end, &lease.tokens[first * config_.block_tokens],
+                                             key_of(lease.item_keys, first));
+        if (child == kNone) break;
+        end = child;
+    }
+    return promises.find(end, lease, first, limit);
+}
+
+std::vector<std::uint32_t> Matching::snapshot_points(const Lease& lease) const {
+    if (!lease.flags.writes || !lease.flags.computes) return {};
+    const std::size_t hit =
+        lease.has_blocks() ? lease.cached_tokens / config_.block_tokens : lease.path.size();
+    std::vector<std::uint32_t> points;
+    for (const std::size_t blocks : {std::size_t{lease.known_blocks},
+                                     before_cut_item(lease, border_before(lease.prompt_tokens))}) {
+        const auto tokens = static_cast<std::uint32_t>(blocks * config_.block_tokens);
+        if (blocks > hit && (points.empty() || points.back() < tokens)) points.push_back(tokens);
+    }
+    return points;
+}
+
+}  // namespace aiokv

@@ -1,0 +1,115 @@
+#include "aiokv/publication.hpp"
+
+#include <algorithm>
+#include <string>
+
+#include "aiokv/error.hpp"
+#include "core_detail.hpp"
+
+namespace aiokv {
+
+void Publication::append(Lease& lease, Tokens tokens) {
+    if (lease.tokens.size() + tokens.size() > lease.num_tokens) {
+        throw LeaseError("append: " + str(tokens.size()) + " tokens at position " +
+                         str(lease.tokens.size()) + " exceed the " + str(lease.num_tokens) +
+                         " allocated positions")
+            .of(lease.id())
+            .hint("call extend first");
+    }
+    const std::size_t block_tokens = config_.block_tokens;
+    const bool names_more_blocks =
+        lease.frontier != kNone &&
+        lease.tokens.size() % block_tokens + tokens.size() >= block_tokens;
+    if (names_more_blocks) promises_.remove(lease);
+    lease.tokens.insert(lease.tokens.end(), tokens.begin(), tokens.end());
+    if (names_more_blocks) promises_.add(lease);
+}
+
+std::uint32_t Publication::commit(Lease& lease, std::int64_t num_tokens, Step step) {
+    if (!lease.has_blocks()) {
+        throw LeaseError("commit: the lease is " + std::string(name_of(lease.state)) +
+                         " and has no blocks")
+            .of(lease.id())
+            .hint("call allocate first");
+    }
+    if (lease.is(LeaseState::kSwapping)) {
+        throw LeaseError("commit: the lease is being swapped to host memory").of(lease.id());
+    }
+    if (num_tokens < 0 || num_tokens > lease.num_tokens) {
+        throw LeaseError("commit: num_tokens is " + std::to_string(num_tokens) +
+                         "; it must be between 0 and the " + str(lease.num_tokens) +
+                         " allocated positions")
+            .of(lease.id());
+    }
+    const auto computed = static_cast<std::uint32_t>(num_tokens);
+    if (!lease.windows.empty() && computed > windows_.reach_tokens(lease)) {
+        throw LeaseError("commit: the windows have blocks for " +
+                         str(windows_.reach_tokens(lease)) + " positions, not for " +
+                         std::to_string(num_tokens) + "; a step computes at most step_tokens")
+            .of(lease.id())
+            .field("windows");
+    }
+    if (lease.is(LeaseState::kFailed) || computed <= lease.computed_tokens) return publish(lease);
+    if (step > device_.finished_step()) {
+        for (std::size_t i = lease.computed_tokens / config_.block_tokens;
+             i < config_.blocks_for(computed); ++i) {
+            device_.use_in(lease.table[i], step);
+        }
+    }
+    lease.computed_blocks +=
+        config_.blocks_for(computed) - config_.blocks_for(lease.computed_tokens);
+    lease.computed_tokens = computed;
+    lease.last_step = std::max(lease.last_step, step);
+    const std::uint32_t published = publish(lease);
+    if (!lease.windows.empty()) windows_.advance(lease, step);
+    return published;
+}
+
+std::uint32_t Publication::publish(Lease& lease) {
+    if (!lease.flags.writes || !index_.is_of_epoch(lease) || lease.is(LeaseState::kFailed)) {
+        return 0;
+    }
+    if (!lease.onloads.empty() || lease.is(LeaseState::kSwapping)) return 0;
+    const std::size_t known = std::min<std::size_t>(lease.computed_tokens, lease.tokens.size());
+    const auto target = static_cast<std::uint32_t>(known / config_.block_tokens);
+    const auto first = static_cast<std::uint32_t>(lease.path.size());
+    const bool is_attached = index_.attached_blocks(lease) == lease.path.size();
+    if (first >= target && is_attached) return 0;
+    if (!is_attached) {  // below a failed onload: what the lease recomputed can be published
+        uses_.forget(lease);
+        if (!residency_.reclaim_detached(lease)) return 0;
+    }
+    PrefixTree& tree = index_.tree();
+    std::uint32_t published = 0;
+    NodeId node = lease.path.empty() ? index_.root_of(lease) : lease.path.back();
+    for (auto i = static_cast<std::uint32_t>(lease.path.size()); i < target; ++i) {
+        const std::int32_t* tokens = &lease.tokens[std::size_t{i} * config_.block_tokens];
+        const PrefixTree::Found found =
+            tree.find_or_add_child(node, tokens, key_of(lease.item_keys, i));
+        node = found.node;
+        // First proof wins: where the block is indexed already, the lease's own copy stays private,
+        // unless the index has none on the device.
+        if (residency_.publish(lease, i, found)) {
+            saver_.count_use(node);
+            ++published;
+        }
+        lease.path.push_back(node);
+    }
+    if (!lease.recurrent.snapshots.empty()) state_.attach_snapshots(lease);
+    if (!lease.windows.empty()) windows_.publish(lease, first);
+    announce(lease);
+    index_.change();
+    published_ += published;
+    return published;
+}
+
+void Publication::announce(Lease& lease) {
+    promises_.withdraw(lease);
+    if (!lease.flags.writes || !index_.is_of_epoch(lease)) return;
+    if (lease.is(LeaseState::kFailed) || lease.is(LeaseState::kReleasing)) return;
+    if (lease.path.size() >= lease.tokens.size() / config_.block_tokens) return;
+    lease.frontier = lease.path.empty() ? index_.root_of(lease) : lease.path.back();
+    promises_.add(lease);
+}
+
+}  // namespace aiokv

@@ -1,0 +1,194 @@
+#include "aiokv/releases.hpp"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "aiokv/error.hpp"
+#include "core_detail.hpp"
+
+namespace aiokv {
+
+// -- giving back -----------------------------------------------------------------------------
+
+bool Releases::release(Lease& lease, Step step, Step used_in) {
+    lease.last_step = std::max(lease.last_step, used_in);
+    if (lease.batches == 0) {
+        end(lease, step);
+        return true;
+    }
+    promises_.withdraw(lease);
+    if (lease.is(LeaseState::kFailed)) lease.flags.writes = false;  // it publishes nothing any more
+    leases_.move(lease, LeaseState::kReleasing);
+    return false;
+}
+
+void Releases::end(Lease& lease, Step step) {
+    give_back(lease, step, LeaseState::kFree);
+    index_.forget_items(lease);
+    leases_.close(lease);
+    index_.leave_context(lease.context);
+}
+
+LeaseId Releases::retract(Lease& lease, Step step) {
+    const LeaseId keeper = lease.batches > 0 ? set_aside(lease) : 0;
+    give_back(lease, step, LeaseState::kMatched);
+    return keeper;
+}
+
+void Releases::give_back(Lease& lease, Step step, LeaseState next) {
+    step = lease.last_use(step);
+    promises_.withdraw(lease);
+    uses_.forget(lease);
+    if (lease.is(LeaseState::kSwapped)) swaps_.drop(lease);
+    if (lease.swap_transfer != 0) swaps_.orphan_tail(lease, lease.swap_transfer, step);
+    if (lease.has_blocks()) {
+        leave_onloads(lease, step);
+        residency_.free_table(lease, step);
+    }
+    auxiliary_.release(lease, step);
+    if (!lease.is(next)) leases_.move(lease, next);
+    lease.num_tokens = lease.computed_tokens = lease.cached_tokens = 0;
+    lease.version = 0;
+    lease.last_step = 0;
+    lease.step_is_exact = false;
+    lease.path.clear();
+}
+
+void Releases::leave_onloads(Lease& lease, Step step) {
+    for (const TransferId id : lease.onloads) {
+        if (transfers_.is_move(id)) {
+            state_.orphan_move(lease, id, step);
+            continue;
+        }
+        if (transfers_.get(id).tail_owner == lease.id()) swaps_.orphan_tail(lease, id, step);
+        transfers_.leave(id, lease.id());
+    }
+    lease.onloads.clear();
+}
+
+// -- truncate --------------------------------------------------------------------------------
+
+void Releases::check_truncate(const Lease& lease, std::int64_t num_tokens) const {
+    const std::string to = "truncate to " + std::to_string(num_tokens) + " positions: ";
+    const std::int64_t indexed =
+        static_cast<std::int64_t>(lease.path.size()) * config_.block_tokens;
+    if (!lease.has_blocks()) {
+        throw LeaseError(to + "the lease is " + name_of(lease.state) + " and has no blocks")
+            .of(lease.id())
+            .hint("call allocate first");
+    }
+    if (lease.is(LeaseState::kSwapping)) {
+        throw LeaseError(to + "the lease is being swapped to host memory").of(lease.id());
+    }
+    if (auxiliary_.exist() && num_tokens < lease.computed_tokens) {
+        throw LeaseError(to + "the recurrent state, or a window, has gone on to " +
+                         str(lease.computed_tokens))
+            .of(lease.id());
+    }
+    if (num_tokens < indexed || num_tokens > lease.num_tokens) {
+        throw LeaseError(to + "the lease has " + str(lease.num_tokens) + ", of which " +
+                         std::to_string(indexed) + " are shared")
+            .of(lease.id());
+    }
+    const auto length = static_cast<std::uint32_t>(num_tokens);
+    const std::uint32_t blocks = config_.blocks_for(length);
+    if (blocks < lease.table.size() && lease.batches > 0 && !lease.windows.empty()) {
+        throw LeaseError(to + "a batch computes with the lease, which has sliding windows")
+            .of(lease.id())
+            .hint("let the batch end first");
+    }
+    if (blocks < lease.path.size() + swaps_.tail_under_way(lease)) {
+        throw LeaseError(to + "a transfer still writes blocks behind them")
+            .of(lease.id())
+            .hint("await layers.wait_all() first");
+    }
+    if (lease.tokens.size() <= length) return;
+    for (const ItemSpan& item : lease.items) {
+        if (item.start >= length || item.stop <= length) continue;
+        throw LeaseError(to + "the item at positions " + str(item.start) + " to " + str(item.stop) +
+                         " would be cut; truncate to " + str(item.start) + " or less, or to " +
+                         str(item.stop) + " or more")
+            .of(lease.id());
+    }
+}
+
+LeaseId Releases::truncate(Lease& lease, std::int64_t num_tokens, Step step) {
+    check_truncate(lease, num_tokens);
+    const auto length = static_cast<std::uint32_t>(num_tokens);
+    const std::uint32_t blocks = config_.blocks_for(length);
+    LeaseId keeper = 0;
+    if (blocks < lease.table.size() && lease.batches > 0) {
+        keeper = cut_table(lease, blocks);
+    } else {
+        for (std::size_t i = blocks; i < lease.table.size(); ++i) {
+            device_.use_in(lease.table[i], lease.last_use(step));
+            device_.give_back(lease.table[i]);
+        }
+    }
+    promises_.remove(lease);  // it reads fields of the lease that change below
+    lease.table.resize(blocks);
+    lease.num_tokens = length;
+    lease.computed_tokens = std::min(lease.computed_tokens, length);
+    if (lease.tokens.size() > length) {
+        lease.tokens.resize(length);
+        index_.cut_items(lease, length);
+    }
+    if (lease.frontier != kNone) promises_.add(lease);
+    windows_.fit(lease, step);
+    return keeper;
+}
+
+// -- keepers ---------------------------------------------------------------------------------
+
+// A lease without a handle. It counts as a lease of the same context.
+Lease& Releases::open_keeper(const Lease& lease) {
+    LeaseFlags flags = lease.flags;
+    flags.reads = flags.writes = flags.whole = false;
+    index_.enter_context(lease.context);
+    Lease& keeper = leases_.open({}, lease.context, flags);
+    keeper.epoch = lease.epoch;
+    keeper.last_step = lease.last_step;
+    return keeper;
+}
+
+// The keeper has its blocks until its batches end.
+void Releases::await_batches(Lease& keeper) {
+    leases_.move(keeper, LeaseState::kReleasing);
+    keeper.step_is_exact = true;
+}
+
+// Moves all that a lease holds to a keeper, which ends with the batches in flight.
+LeaseId Releases::set_aside(Lease& lease) {
+    Lease& keeper = open_keeper(lease);
+    promises_.withdraw(lease);
+    keeper.path = std::exchange(lease.path, {});
+    keeper.table = std::exchange(lease.table, {});
+    keeper.onloads = std::exchange(lease.onloads, {});
+    keeper.recurrent = std::exchange(lease.recurrent, {});
+    keeper.windows = std::exchange(lease.windows, {});
+    keeper.num_tokens = lease.num_tokens;
+    keeper.computed_tokens = lease.computed_tokens;
+    keeper.cached_tokens = lease.cached_tokens;
+    for (const TransferId id : keeper.onloads) {
+        transfers_.replace_lease(id, lease.id(), keeper.id());
+    }
+    batches_.hand_over(lease, keeper);
+    await_batches(keeper);
+    return keeper.id();
+}
+
+// Moves the blocks behind the first `blocks` of the table to a keeper; the caller shortens the
+// table.
+LeaseId Releases::cut_table(Lease& lease, std::size_t blocks) {
+    Lease& keeper = open_keeper(lease);
+    keeper.flags.computes = false;
+    keeper.table.assign(lease.table.begin() + static_cast<std::ptrdiff_t>(blocks),
+                        lease.table.end());
+    keeper.num_tokens = static_cast<std::uint32_t>(keeper.table.size()) * config_.block_tokens;
+    batches_.share(lease, keeper);
+    await_batches(keeper);
+    return keeper.id();
+}
+
+}  // namespace aiokv

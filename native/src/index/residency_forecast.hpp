@@ -1,0 +1,202 @@
+// Forecast of Residency::make_room(): would it succeed now? Evicts nothing.
+//
+// The free and evictable blocks are more than a grant can get: a block that a transfer reads, or
+// that the write policy saves first, cannot be evicted now, nor can its ancestors. So this walks
+// the eviction queue as make_room() does, and notes in sets of its own which blocks would be
+// evicted. It costs as much as the attempt.
+#pragma once
+
+#include <algorithm>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "aiokv/residency.hpp"
+
+namespace aiokv {
+
+class Residency::Forecast {
+  public:
+    // `path` is final; the grant takes refs on it first. `host_freed`: the grant also frees host
+    // blocks.
+    Forecast(Residency& residency, std::span<const NodeId> path, bool host_freed)
+        : residency_(residency),
+          tree_(residency.tree_),
+          lease_path_(path),
+          free_(residency.device_.free_blocks()),
+          host_freed_(host_freed) {
+        path_.insert(path.begin(), path.end());
+        const auto on_host = std::count_if(path_.begin(), path_.end(), [this](NodeId node) {
+            return tree_[node].has(kQueued) && !tree_[node].has(kDeviceValid);
+        });
+        host_usable_ = residency.host_.free_blocks() > 0 || !residency.host_copies_.empty() ||
+                       host_freed ||
+                       residency.host_queue_.size() > static_cast<std::uint32_t>(on_host);
+    }
+
+    // Device blocks of the path that count as evictable, until the lease has its refs.
+    std::uint32_t evictable_path() const {
+        const auto counts = [this](NodeId node) {
+            return tree_[node].has(kDeviceValid) && tree_[node].has(kQueued | kParked);
+        };
+        const auto count = std::count_if(lease_path_.begin(), lease_path_.end(), counts);
+        return static_cast<std::uint32_t>(count);
+    }
+
+    std::uint32_t free_blocks() const { return free_; }
+
+    // What make_room() would return.
+    bool can_make_room(std::uint32_t blocks) {
+        NodeId node = residency_.device_queue_.front();
+        for (; node != kNone && free_ < blocks; node = residency_.device_queue_.after(node)) {
+            if (is_out_of_queue(node)) continue;
+            for (NodeId next = node; next != kNone && free_ < blocks;) {
+                blocked_ = attempt(next);
+                if (blocked_ != kNone) return false;
+            }
+        }
+        return free_ >= blocks;
+    }
+
+    // After can_make_room() was false: Saver::take_write_backs() would find nothing to save,
+    // because the host has no room at all, and would allow the first blocks in its way to be
+    // dropped.
+    bool may_drop_unsaved(std::uint32_t wanted_blocks) {
+        if (blocked_ == kNone || tree_[blocked_].has(kHostLoading)) return false;
+        std::vector<NodeId> dirty;
+        std::unordered_set<NodeId> clean;
+        const std::uint32_t target =
+            std::max(wanted_blocks, residency_.config_.low_watermark_blocks);
+        std::uint32_t ready = free_;
+        const auto look_at = [&](NodeId node) {
+            if (tree_[node].has(kHostValid)) clean.insert(node);
+            if (!is_saved(tree_[node])) dirty.push_back(node);
+            ++ready;
+        };
+        // A parent whose last child has gone is at the front.
+        if (tree_[blocked_].has(kParked) || parked_.contains(blocked_)) look_at(blocked_);
+        for (NodeId node = residency_.device_queue_.front(); node != kNone && ready < target;
+             node = residency_.device_queue_.after(node)) {
+            if (!is_out_of_queue(node)) look_at(node);
+        }
+        // The failed attempt has put the path at the end of the queue, its last block first.
+        for (std::size_t i = lease_path_.size(); i-- > 0 && ready < target;) {
+            const Node& n = tree_[lease_path_[i]];
+            if (n.refs == 0 && n.has(kDeviceValid)) look_at(lease_path_[i]);
+        }
+        if (host_has_room(clean)) return false;
+        droppable_.insert(dirty.begin(), dirty.end());
+        host_usable_ = any_host_copy([&](NodeId copied) { return clean.contains(copied); });
+        return true;
+    }
+
+    // Device ids that would be free and that a transfer may write, as in Grants::fit_writable().
+    std::uint32_t writable_blocks() const {
+        const auto is_writable = [this](NodeId node) {
+            return residency_.device_.is_writable(tree_[node].device);
+        };
+        const auto count = std::count_if(gone_.begin(), gone_.end(), is_writable);
+        return residency_.device_.writable_blocks() + static_cast<std::uint32_t>(count);
+    }
+
+    // The grant gives up its path from block `blocks` on.
+    void shorten_path(std::size_t blocks) {
+        for (std::size_t i = blocks; i < lease_path_.size(); ++i) path_.erase(lease_path_[i]);
+    }
+
+  private:
+    bool is_out_of_queue(NodeId node) const {
+        return gone_.contains(node) || parked_.contains(node) || path_.contains(node);
+    }
+
+    std::uint32_t device_children(NodeId node) const {
+        const auto found = gone_children_.find(node);
+        const std::uint32_t gone = found == gone_children_.end() ? 0 : found->second.first;
+        return tree_.device_children(node) - gone;
+    }
+
+    bool has_child(NodeId node) const {
+        const auto found = gone_children_.find(node);
+        const std::uint32_t dropped = found == gone_children_.end() ? 0 : found->second.second;
+        return tree_.children(node) > dropped;
+    }
+
+    bool must_save(NodeId node) const {
+        if (residency_.config_.write_policy != WritePolicy::kWriteBack) return false;
+        const bool may_go =
+            tree_[node].has(kHostValid | kBackupFailed) || droppable_.contains(node);
+        return !may_go && host_usable_;
+    }
+
+    // evict_one_device() with `node` at the front; then `node` is what came to the front instead,
+    // or kNone for the next of the queue. Returns the node that stops eviction, or kNone.
+    NodeId attempt(NodeId& node) {
+        const Node& n = tree_[node];
+        if (n.pins > 0 || device_children(node) > 0) {
+            if (n.has(kHostLoading) && residency_.config_.write_policy == WritePolicy::kWriteBack) {
+                return node;
+            }
+            parked_.insert(node);
+            node = kNone;
+            return kNone;
+        }
+        if (must_save(node)) return node;
+        const bool dropped = !n.has(kHostValid);
+        host_freed_ |= dropped && has_child(node);  // the host copies below are dropped too
+        host_usable_ |= !dropped || host_freed_;
+        ++free_;
+        gone_.insert(node);
+        parked_.erase(node);
+        const NodeId parent = n.parent;
+        ++gone_children_[parent].first;
+        gone_children_[parent].second += dropped;
+        const bool waits = tree_[parent].has(kParked) || parked_.contains(parent);
+        const bool is_free = !path_.contains(parent) && tree_[parent].pins == 0 &&
+                             tree_[parent].has(kDeviceValid) && device_children(parent) == 0;
+        node = waits && is_free ? parent : kNone;
+        return kNone;
+    }
+
+    // make_host_room() would free a block; the host copies of `clean` stay.
+    bool host_has_room(const std::unordered_set<NodeId>& clean) const {
+        if (residency_.host_.free_blocks() > 0 || host_freed_) return true;
+        if (any_host_copy([&](NodeId copied) {
+                return !clean.contains(copied) && !gone_.contains(copied);
+            })) {
+            return true;
+        }
+        const auto is_leaf = [this](NodeId node) {
+            return tree_[node].pins == 0 && tree_[node].holds == 0 && !has_child(node);
+        };
+        for (NodeId node = residency_.host_queue_.front(); node != kNone;
+             node = residency_.host_queue_.after(node)) {
+            if (is_leaf(node)) return true;
+        }
+        return std::any_of(gone_.begin(), gone_.end(), [&](NodeId node) {
+            return tree_[node].has(kHostValid) && is_leaf(node);
+        });
+    }
+
+    template <class Predicate>
+    bool any_host_copy(Predicate is_wanted) const {
+        BlockId host = residency_.host_copies_.newest();
+        while (host != kNoBlock && !is_wanted(residency_.host_copies_.node_of(host))) {
+            host = residency_.host_copies_.older(host);
+        }
+        return host != kNoBlock;
+    }
+
+    Residency& residency_;
+    const PrefixTree& tree_;
+    std::span<const NodeId> lease_path_;
+    std::uint32_t free_;
+    bool host_freed_;         // a drop would have freed host blocks
+    bool host_usable_;        // for must_save()
+    NodeId blocked_ = kNone;  // what stopped can_make_room()
+    std::unordered_set<NodeId> path_;
+    std::unordered_set<NodeId> gone_;
+    std::unordered_set<NodeId> parked_;
+    std::unordered_set<NodeId> droppable_;
+    std::unordered_map<NodeId, std::pair<std::uint32_t, std::uint32_t>> gone_children_;  // dropped
+};
+
+}  // namespace aiokv

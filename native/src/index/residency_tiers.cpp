@@ -1,0 +1,103 @@
+// What happens to a whole tier. Rare, so these scan all nodes.
+#include <algorithm>
+
+#include "aiokv/error.hpp"
+#include "aiokv/residency.hpp"
+#include "core_detail.hpp"
+
+namespace aiokv {
+
+std::vector<NodeId> Residency::beyond_device(std::int64_t blocks) {
+    const auto by_id = [this](NodeId a, NodeId b) { return tree_[a].device < tree_[b].device; };
+    std::vector<NodeId> tops;
+    for (NodeId node = device_queue_.front(); node != kNone; node = device_queue_.after(node)) {
+        if (tree_[node].device >= blocks) tops.push_back(node);
+    }
+    const auto queued = static_cast<std::ptrdiff_t>(tops.size());
+    for (NodeId node = 0; node < tree_.slots(); ++node) {
+        const Node& n = tree_[node];
+        if (!tree_.is_live(node) || n.has(kRoot) || n.device < blocks) continue;
+        if (!n.has(kQueued)) tops.push_back(node);
+    }
+    std::sort(tops.begin() + queued, tops.end(), by_id);
+
+    std::vector<bool> seen(tree_.slots(), false);
+    std::vector<NodeId> found;
+    for (const NodeId top : tops) {
+        if (seen[top]) continue;
+        const std::size_t first = found.size();
+        found.push_back(top);
+        for (std::size_t i = first; i < found.size(); ++i) {
+            seen[found[i]] = true;
+            const auto end = static_cast<std::ptrdiff_t>(found.size());
+            tree_.for_each_child(found[i], [&](NodeId child) {
+                if (tree_[child].has(kDeviceResident) && !seen[child]) found.push_back(child);
+            });
+            std::sort(found.begin() + end, found.end(), by_id);
+        }
+        std::reverse(found.begin() + static_cast<std::ptrdiff_t>(first), found.end());
+    }
+    return found;
+}
+
+void Residency::evict(std::span<const NodeId> nodes) {
+    for (const NodeId node : nodes) release_device_copy(node);
+}
+
+void Residency::forget_host() {
+    for (NodeId node = 0; node < tree_.slots(); ++node) {
+        const Node& n = tree_[node];
+        if (!tree_.is_live(node) || n.has(kRoot | kDetached | kDeviceResident)) continue;
+        ++evicted_host_;
+        drop(node);
+    }
+    for (NodeId node = 0; node < tree_.slots(); ++node) {
+        Node& n = tree_[node];
+        if (!tree_.is_live(node) || !n.has(kHostValid)) continue;
+        host_copies_.remove(n.host);
+        host_.give_back(n.host);
+        n.host = kNoBlock;
+        n.clear(kHostValid);
+    }
+    ahead_.restart();
+    index_.change();
+}
+
+void Residency::detach_all() {
+    for (NodeId node = 0; node < tree_.slots(); ++node) {
+        if (!tree_.is_live(node) || tree_[node].has(kDetached)) continue;
+        if (tree_[node].has(kRoot)) {
+            tree_.forget_children(node);
+        } else {
+            detach(node);
+        }
+    }
+}
+
+void Residency::resize_device(std::uint32_t blocks) {
+    const std::vector<NodeId> leaving = beyond_device(blocks);
+    std::vector<bool> leaves(device_.capacity(), false);
+    for (const NodeId node : leaving) {
+        const Node& n = tree_[node];
+        if (n.refs > 0 || n.pins > 0) {
+            throw resize_refused(device_.capacity(), blocks, n.device, "leased or being copied");
+        }
+        if (device_.after_step(n.device) != 0) {
+            throw resize_refused(device_.capacity(), blocks, n.device,
+                                 "used by an unfinished step");
+        }
+        leaves[static_cast<std::size_t>(n.device)] = true;
+    }
+    // A swap owns blocks that neither a lease nor the index has, once the lease was released.
+    for (std::uint32_t id = blocks; id < device_.capacity(); ++id) {
+        const auto block = static_cast<BlockId>(id);
+        if (!leaves[id] && !device_.is_free(block)) {
+            throw resize_refused(device_.capacity(), blocks, block, "being copied");
+        }
+    }
+    evict(leaving);
+    device_.resize(blocks);
+    device_queue_.resize(blocks);
+}
+
+}  // namespace aiokv

@@ -1,0 +1,113 @@
+// Copies of blocks between the tiers: pinned while they run, visible once proven (I3, I4).
+#include <algorithm>
+
+#include "aiokv/residency.hpp"
+
+namespace aiokv {
+
+Step Residency::after_step(std::span<const BlockId> device_blocks) const {
+    Step newest = 0;
+    for (const BlockId block : device_blocks) newest = std::max(newest, device_.after_step(block));
+    return newest;
+}
+
+void Residency::begin_onload(TransferId id, const Transfer& transfer) {
+    for (std::size_t i = 0; i < transfer.nodes.size(); ++i) {
+        const NodeId node = transfer.nodes[i];
+        Node& n = tree_[node];
+        n.device = transfer.device_blocks[i];
+        ++device_nodes_;
+        n.set(kDeviceLoading);
+        n.next = id;
+        ++n.pins;
+        tree_.count_device_child(node, +1);
+    }
+    index_.change();
+}
+
+void Residency::finish_onload(const Transfer& transfer, std::uint32_t good) {
+    const std::vector<NodeId>& nodes = transfer.nodes;
+    for (std::size_t i = 0; i < nodes.size(); ++i) {
+        Node& n = tree_[nodes[i]];
+        --n.pins;
+        n.next = kNone;
+        if (i >= good) continue;  // stays resident, not valid, until it is dropped below
+        n.clear(kDeviceLoading);
+        n.set(kDeviceValid);
+        list_host_copy(nodes[i]);
+    }
+    onloaded_ += good;
+    failed_ += nodes.size() - good;
+    if (good < nodes.size() && !tree_[nodes[good]].has(kDetached)) drop(nodes[good]);
+    for (std::size_t i = nodes.size(); i-- > 0;) {
+        const Node& n = tree_[nodes[i]];
+        if (i >= good && !tree_.is_live(nodes[i])) continue;  // dropped and freed
+        if (n.has(kDetached)) {
+            free_if_unowned(nodes[i]);
+        } else if (n.refs == 0) {
+            enqueue(nodes[i]);
+        }
+    }
+}
+
+// No lease waits for it any more: the blocks stay host blocks.
+void Residency::cancel_onload(const Transfer& transfer) {
+    for (std::size_t i = transfer.nodes.size(); i-- > 0;) {
+        const NodeId node = transfer.nodes[i];
+        Node& n = tree_[node];
+        --n.pins;
+        n.next = kNone;
+        if (n.has(kDetached)) {
+            free_if_unowned(node);
+            continue;
+        }
+        // A lease that computed the same block meanwhile has put its refs, and perhaps a child,
+        // on this copy. Without it the path would have a hole; that lease publishes its own.
+        if (n.refs > 0 || tree_.has_device_child(node)) {
+            drop(node);
+            continue;
+        }
+        device_.give_back(n.device);
+        n.device = kNoBlock;
+        --device_nodes_;
+        n.clear(kDeviceLoading);
+        tree_.count_device_child(node, -1);
+        enqueue(node);
+        requeue_if_free(n.parent);
+    }
+}
+
+void Residency::begin_offload(const Transfer& transfer) {
+    for (std::size_t i = 0; i < transfer.nodes.size(); ++i) {
+        Node& n = tree_[transfer.nodes[i]];
+        n.host = transfer.host_blocks[i];
+        n.set(kHostLoading);
+        ++n.pins;
+    }
+}
+
+void Residency::finish_offload(const Transfer& transfer, std::uint32_t good) {
+    for (std::size_t i = transfer.nodes.size(); i-- > 0;) {
+        const NodeId node = transfer.nodes[i];
+        Node& n = tree_[node];
+        --n.pins;
+        n.clear(kHostLoading);
+        if (i < good) {
+            n.set(kHostValid);
+            list_host_copy(node);
+        } else {
+            n.set(kBackupFailed);
+            host_.give_back(n.host);
+            n.host = kNoBlock;
+        }
+        if (n.has(kDetached)) {
+            free_if_unowned(node);
+        } else {
+            requeue_if_free(node);
+        }
+    }
+    offloaded_ += good;
+    failed_ += transfer.nodes.size() - good;
+}
+
+}  // namespace aiokv

@@ -1,0 +1,94 @@
+#include "aiokv/saver.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "report.hpp"
+
+namespace aiokv {
+
+void Saver::queue(NodeId node) {
+    Node& n = tree_[node];
+    if (n.has(kHostValid | kHostLoading | kBackupQueued | kBackupFailed)) return;
+    n.set(kBackupQueued);
+    queue_.push_back(node);
+}
+
+TransferId Saver::take_backups() {
+    std::vector<NodeId> nodes;
+    for (const NodeId node : queue_) {
+        Node& n = tree_[node];
+        if (!n.has(kBackupQueued)) continue;
+        n.clear(kBackupQueued);
+        if (n.has(kDeviceValid) && !n.has(kHostValid | kHostLoading)) nodes.push_back(node);
+    }
+    queue_.clear();
+    residency_.evict_host_until_free(nodes.size());
+    return start_offload(std::move(nodes));
+}
+
+bool Saver::wants_write_backs() const {
+    return config_.write_policy != WritePolicy::kNone && host_.capacity() > 0 &&
+           device_.free_blocks() + residency_.clean_ahead() < config_.low_watermark_blocks;
+}
+
+TransferId Saver::take_write_backs(std::uint32_t wanted_blocks) {
+    if (config_.write_policy == WritePolicy::kNone || host_.capacity() == 0) return 0;
+    const std::uint32_t target = std::max(wanted_blocks, config_.low_watermark_blocks);
+    if (wanted_blocks > 0) residency_.restart_look_ahead();
+    const std::uint32_t free = device_.free_blocks();
+    std::vector<NodeId> dirty = residency_.look_ahead(target);
+    residency_.make_host_room(dirty.size(), target - std::min(target, free));
+    // No host room for all: the oldest, which lie below the others, are not saved. When a request
+    // waits for device ids, they may be dropped, or the request would wait without end.
+    const std::size_t room = host_.free_blocks();
+    if (dirty.size() > room) {
+        if (wanted_blocks == 0) residency_.restart_look_ahead();
+        const auto kept = dirty.end() - static_cast<std::ptrdiff_t>(room);
+        for (auto lost = dirty.begin(); wanted_blocks > 0 && lost != kept; ++lost) {
+            tree_[*lost].set(kBackupFailed);
+            ++skipped_;
+        }
+        dirty.erase(dirty.begin(), kept);
+    }
+    return start_offload(std::move(dirty));
+}
+
+TransferId Saver::start_offload(std::vector<NodeId> nodes, const Tail& tail) {
+    if (nodes.size() > host_.free_blocks()) {
+        skipped_ += nodes.size() - host_.free_blocks();
+        nodes.resize(host_.free_blocks());
+    }
+    if (nodes.empty() && tail.device.empty()) return 0;
+    Transfer transfer;
+    transfer.direction = Direction::kOffload;
+    transfer.tail_owner = tail.owner;
+    transfer.host_blocks.resize(nodes.size());
+    host_.take(transfer.host_blocks);
+    for (const NodeId node : nodes) transfer.device_blocks.push_back(tree_[node].device);
+    transfer.nodes = std::move(nodes);
+    residency_.begin_offload(transfer);
+    transfer.device_blocks.insert(transfer.device_blocks.end(), tail.device.begin(),
+                                  tail.device.end());
+    transfer.host_blocks.insert(transfer.host_blocks.end(), tail.host.begin(), tail.host.end());
+    transfer.after_step = residency_.after_step(transfer.device_blocks);
+    return transfers_.begin(std::move(transfer));
+}
+
+void Saver::check(Report& report) const {
+    std::size_t flagged = 0;
+    for (NodeId node = 0; node < tree_.slots(); ++node) {
+        flagged += tree_.is_live(node) && tree_[node].has(kBackupQueued);
+    }
+    std::vector<NodeId> listed(queue_);
+    std::sort(listed.begin(), listed.end());
+    listed.erase(std::unique(listed.begin(), listed.end()), listed.end());
+    const auto queued =
+        static_cast<std::size_t>(std::count_if(listed.begin(), listed.end(), [this](NodeId node) {
+            return tree_.is_live(node) && tree_[node].has(kBackupQueued);
+        }));
+    report.require(flagged == queued, "I6: ", flagged, " blocks wait for a backup, ", queued,
+                   " are queued");
+}
+
+}  // namespace aiokv

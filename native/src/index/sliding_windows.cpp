@@ -1,0 +1,305 @@
+#include "aiokv/sliding_windows.hpp"
+
+#include <algorithm>
+#include <string>
+
+#include "aiokv/error.hpp"
+#include "core_detail.hpp"
+#include "report.hpp"
+
+namespace aiokv {
+namespace {
+
+std::uint32_t ceil_div(std::uint64_t value, std::uint32_t by) {
+    return static_cast<std::uint32_t>((value + by - 1) / by);
+}
+
+}  // namespace
+
+WindowGroup::WindowGroup(const WindowConfig& config, std::uint32_t block_tokens)
+    : pool(config.device_blocks,
+           config.window_tokens == 0 ? 0 : ceil_div(config.window_tokens - 1, block_tokens),
+           ceil_div(config.sink_tokens, block_tokens)),
+      window_tokens(config.window_tokens),
+      reach_blocks(config.device_blocks) {
+    if (config.window_tokens == 0) {
+        throw ConfigError("window_tokens is 0; it must be at least 1").field("windows");
+    }
+    const std::uint64_t step = std::max<std::uint32_t>(config.step_tokens, 1);
+    const std::uint64_t least =
+        std::uint64_t{ceil_div(config.window_tokens - 1 + step, block_tokens)} + 1 +
+        pool.head_blocks();
+    if (least > config.device_blocks) {
+        const std::string sink =
+            config.sink_tokens == 0 ? "" : "a sink of " + str(config.sink_tokens) + " tokens, ";
+        throw ConfigError(sink + "a window of " + str(config.window_tokens) +
+                          " tokens and steps of " + str(step) + " need " + std::to_string(least) +
+                          " blocks; the group has " + str(config.device_blocks))
+            .field("windows")
+            .hint("give the group more device_blocks, or a smaller window or step_tokens");
+    }
+    if (config.step_tokens > 0) reach_blocks = static_cast<std::uint32_t>(least);
+}
+
+SlidingWindows::SlidingWindows(const CoreConfig& config, Index& index, const LeaseTable& leases)
+    : config_(config), index_(index), leases_(leases) {
+    for (const WindowConfig& window : config.windows) {
+        groups_.emplace_back(window, config.block_tokens);
+    }
+}
+
+bool SlidingWindows::covers(std::span<const NodeId> path, std::size_t blocks) const {
+    return std::all_of(groups_.begin(), groups_.end(), [&](const WindowGroup& group) {
+        return group.pool.covers(index_.tree(), path, blocks);
+    });
+}
+
+void SlidingWindows::touch_hit(std::span<const NodeId> path) {
+    for (WindowGroup& group : groups_) group.pool.touch_hit(path);
+}
+
+void SlidingWindows::forget(NodeId node) {
+    for (WindowGroup& group : groups_) group.pool.forget(node);
+}
+
+void SlidingWindows::forget_all() {
+    for (WindowGroup& group : groups_) group.pool.forget_all();
+}
+
+void SlidingWindows::finish_step(Step step) {
+    for (WindowGroup& group : groups_) group.pool.finish_step(step);
+}
+
+Step SlidingWindows::unfinished_step() const {
+    Step newest = 0;
+    for (const WindowGroup& group : groups_) {
+        newest = std::max(newest, group.pool.unfinished_step());
+    }
+    return newest;
+}
+
+const std::vector<BlockId>& SlidingWindows::table_of(const Lease& lease, std::size_t group) const {
+    static const std::vector<BlockId> none;
+    if (group >= groups_.size()) {
+        throw UsageError("block_table: there is no window group " + std::to_string(group) +
+                         "; the cache has " + std::to_string(groups_.size()))
+            .field("windows");
+    }
+    return lease.windows.empty() ? none : lease.windows[group].table;
+}
+
+void SlidingWindows::use_in(const Lease& lease, Step step) {
+    for (std::size_t g = 0; g < lease.windows.size(); ++g) {
+        const WindowTable& window = lease.windows[g];
+        AuxiliaryPool& pool = groups_[g].pool;
+        for (std::size_t i = 0; i < window.first && groups_[g].is_sink(i); ++i) {
+            pool.use_in(window.table[i], step);
+        }
+        for (std::size_t i = window.first; i < window.end; ++i) pool.use_in(window.table[i], step);
+    }
+}
+
+std::uint32_t SlidingWindows::reserve_of(const WindowGroup& group, std::uint32_t total_blocks) {
+    return std::min(total_blocks, group.reach_blocks);
+}
+
+bool SlidingWindows::has_room(const Lease& lease, std::uint32_t total_blocks,
+                              std::span<const std::uint64_t> given_up) const {
+    for (std::size_t g = 0; g < groups_.size(); ++g) {
+        const std::uint64_t reserved = groups_[g].reserved - (given_up.empty() ? 0 : given_up[g]);
+        const std::uint32_t held = lease.windows.empty() ? 0 : lease.windows[g].reserved;
+        const std::uint32_t wanted = std::max(reserve_of(groups_[g], total_blocks), held);
+        if (reserved - held + wanted > groups_[g].pool.capacity()) return false;
+    }
+    return true;
+}
+
+void SlidingWindows::give_up(const Lease& lease, std::vector<std::uint64_t>& given_up) const {
+    given_up.resize(groups_.size(), 0);
+    for (std::size_t g = 0; g < lease.windows.size(); ++g) given_up[g] += lease.windows[g].reserved;
+}
+
+bool SlidingWindows::can_extend(std::span<const LeaseId> ids, std::uint64_t more) const {
+    for (std::size_t g = 0; g < groups_.size(); ++g) {
+        std::uint64_t reserved = groups_[g].reserved;
+        for (const LeaseId id : ids) {
+            const Lease& lease = leases_.at(id);
+            const std::uint32_t held = lease.windows[g].reserved;
+            const std::uint32_t total = config_.blocks_for(lease.num_tokens + more);
+            reserved += std::max(reserve_of(groups_[g], total), held);
+            reserved -= held;
+        }
+        if (reserved > groups_[g].pool.capacity()) return false;
+    }
+    return true;
+}
+
+void SlidingWindows::take(Lease& lease) {
+    const bool fresh = lease.windows.empty();
+    lease.windows.resize(groups_.size());
+    for (std::size_t g = 0; g < groups_.size(); ++g) {
+        WindowGroup& group = groups_[g];
+        WindowTable& window = lease.windows[g];
+        fit_group(group, window, lease, 0);
+        if (!fresh) continue;
+        const std::size_t hits = lease.path.size();
+        window.first = static_cast<std::uint32_t>(
+            hits - std::min<std::size_t>(hits, group.pool.tail_blocks()));
+        window.end = static_cast<std::uint32_t>(hits);
+        for (std::size_t i = 0; i < hits; ++i) {
+            if (i < window.first && !group.is_sink(i)) continue;
+            const BlockId id = group.pool.find(lease.path[i]);
+            group.pool.add_reader(id);
+            window.table[i] = id;
+        }
+        fill(group, window);
+    }
+}
+
+// As many entries as the lease has blocks, and the reserve with it.
+void SlidingWindows::fit_group(WindowGroup& group, WindowTable& window, const Lease& lease,
+                               Step step) {
+    const auto total = static_cast<std::uint32_t>(lease.table.size());
+    while (window.end > std::max(total, window.first)) drop(group, window, --window.end, step);
+    window.table.resize(total, kNoBlock);
+    const std::uint32_t reserved = std::max(window.reserved, reserve_of(group, total));
+    group.reserved += reserved - window.reserved;
+    window.reserved = reserved;
+    if (window.end > 0) fill(group, window);
+}
+
+void SlidingWindows::fit(Lease& lease, Step step) {
+    for (std::size_t g = 0; g < lease.windows.size(); ++g) {
+        fit_group(groups_[g], lease.windows[g], lease, step);
+    }
+}
+
+// Ids as far as the reach goes; there always are enough, for they are set aside.
+void SlidingWindows::fill(WindowGroup& group, WindowTable& window) {
+    const auto total = static_cast<std::uint32_t>(window.table.size());
+    const std::uint32_t behind = std::min(window.first, group.pool.head_blocks());
+    const std::uint32_t end = std::min(total, window.first + window.reserved - behind);
+    for (; window.end < end; ++window.end) {
+        if (group.pool.take(window.table[window.end])) index_.change();
+    }
+}
+
+// First proof wins.
+void SlidingWindows::publish(Lease& lease, std::size_t first) {
+    for (std::size_t g = 0; g < lease.windows.size(); ++g) {
+        WindowGroup& group = groups_[g];
+        WindowTable& window = lease.windows[g];
+        for (std::size_t i = first; i < lease.path.size() && i < window.end; ++i) {
+            if (i < window.first && !group.is_sink(i)) continue;
+            const NodeId node = lease.path[i];
+            if (index_.tree()[node].has(kDetached) || group.pool.find(node) != kNoBlock) continue;
+            if (group.pool.readers(window.table[i]) > 0) continue;  // of a node that has gone
+            group.pool.attach(node, window.table[i]);
+            group.pool.add_reader(window.table[i]);
+            index_.tree()[node].set(kHasSides);
+        }
+    }
+}
+
+void SlidingWindows::advance(Lease& lease, Step step) {
+    for (std::size_t g = 0; g < lease.windows.size(); ++g) {
+        WindowGroup& group = groups_[g];
+        WindowTable& window = lease.windows[g];
+        const std::uint32_t seen = std::min(lease.computed_tokens, group.window_tokens - 1);
+        const std::uint32_t needed = (lease.computed_tokens - seen) / config_.block_tokens;
+        const std::uint32_t stop = std::min(needed, window.end);
+        for (; window.first < stop; ++window.first) {
+            if (!group.is_sink(window.first)) drop(group, window, window.first, step);
+        }
+        fill(group, window);
+    }
+}
+
+void SlidingWindows::drop(WindowGroup& group, WindowTable& window, std::size_t index, Step step) {
+    const BlockId id = window.table[index];
+    if (group.pool.readers(id) > 0) {
+        group.pool.use_in(id, step);
+        group.pool.remove_reader(id);
+    } else {
+        group.pool.give_back(id, step);
+    }
+    window.table[index] = kNoBlock;
+}
+
+void SlidingWindows::release(Lease& lease, Step step) {
+    for (std::size_t g = 0; g < lease.windows.size(); ++g) {
+        WindowGroup& group = groups_[g];
+        WindowTable& window = lease.windows[g];
+        while (window.end > window.first) drop(group, window, --window.end, step);
+        window.end = std::min(window.first, group.pool.head_blocks());
+        while (window.end > 0) drop(group, window, --window.end, step);
+        group.reserved -= window.reserved;
+    }
+    lease.windows.clear();
+}
+
+std::uint32_t SlidingWindows::reach_tokens(const Lease& lease) const {
+    std::uint64_t reach = lease.num_tokens;
+    for (const WindowTable& window : lease.windows) {
+        reach = std::min(reach, std::uint64_t{window.end} * config_.block_tokens);
+    }
+    return static_cast<std::uint32_t>(reach);
+}
+
+// One group: its ids, their readers, and what is set aside.
+void SlidingWindows::check_group(Report& report, std::size_t g) const {
+    const WindowGroup& group = groups_[g];
+    Ownership ids = report.pool("window", group.pool.capacity());
+    std::vector<std::uint32_t> readers(group.pool.capacity(), 0);
+    std::uint64_t reserved = 0;
+    for (const Lease& lease : leases_) {
+        if (lease.windows.empty()) continue;
+        const WindowTable& window = lease.windows[g];
+        reserved += window.reserved;
+        report.require(!lease.has_blocks() || window.table.size() == lease.table.size(),
+                       "I1: a window table has ", window.table.size(), " entries of ",
+                       lease.table.size());
+        const auto ids_held = static_cast<std::size_t>(std::count_if(
+            window.table.begin(), window.table.end(), [](BlockId id) { return id != kNoBlock; }));
+        report.require(ids_held <= window.reserved, "I1: a window has ", ids_held, " ids of ",
+                       window.reserved);
+        for (std::size_t i = 0; i < window.table.size(); ++i) {
+            const BlockId id = window.table[i];
+            const bool inside = (i >= window.first || group.is_sink(i)) && i < window.end;
+            report.require(inside == (id != kNoBlock), "I1: entry ", i, " of a window is ", id);
+            if (id == kNoBlock) continue;
+            if (group.pool.readers(id) > 0) {
+                ++readers[static_cast<std::size_t>(id)];
+            } else {
+                ids.own(id, "a lease");
+            }
+        }
+    }
+    for (BlockId id = 0; static_cast<std::uint32_t>(id) < group.pool.capacity(); ++id) {
+        const std::uint32_t held = readers[static_cast<std::size_t>(id)];
+        const bool attached = group.pool.is_attached(id);
+        if (attached || held > 0) ids.own(id, "a node");
+        report.require(group.pool.readers(id) == held, "I5: window block ", id, " counts ",
+                       group.pool.readers(id), " readers of ", held);
+        report.require(!attached || (index_.tree().is_live(group.pool.node_of(id)) &&
+                                     !index_.tree()[group.pool.node_of(id)].has(kDetached)),
+                       "I2: the node of window block ", id, " has gone");
+    }
+    report.require(reserved == group.reserved && reserved <= group.pool.capacity(),
+                   "I1: ", group.reserved, " window blocks are set aside, leases have ", reserved);
+    ids.check([&group](BlockId id) { return group.pool.is_free(id); });
+}
+
+void SlidingWindows::check(Report& report) const {
+    for (const Lease& lease : leases_) {
+        const bool has_tables =
+            (lease.has_blocks() || lease.is(LeaseState::kSwapped)) && !groups_.empty();
+        report.require(
+            has_tables ? lease.windows.size() == groups_.size() || lease.is(LeaseState::kSwapped)
+                       : lease.windows.empty(),
+            "I1: a lease has tables of ", lease.windows.size(), " windows");
+    }
+    for (std::size_t g = 0; g < groups_.size(); ++g) check_group(report, g);
+}
+
+}  // namespace aiokv

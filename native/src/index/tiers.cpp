@@ -1,0 +1,85 @@
+#include "aiokv/tiers.hpp"
+
+#include <algorithm>
+#include <string>
+
+#include "aiokv/error.hpp"
+#include "core_detail.hpp"
+
+namespace aiokv {
+
+void Tiers::require_idle(const char* tier, bool swapped_too) const {
+    const auto in_use = std::find_if(leases_.begin(), leases_.end(), [&](const Lease& lease) {
+        return lease.has_blocks() || (swapped_too && lease.is(LeaseState::kSwapped));
+    });
+    if (in_use == leases_.end() && transfers_.in_flight() == 0) return;
+    UsageError error("cannot forget the " + std::string(tier) + " tier: " +
+                     std::to_string(transfers_.in_flight()) + " transfers are in flight, " +
+                     (in_use == leases_.end() ? "no lease" : "a lease") + " holds blocks");
+    throw error.of(in_use == leases_.end() ? 0 : in_use->id())
+        .hint("release the leases, and wait for the transfers");
+}
+
+void Tiers::forget_device() {
+    // A swapped lease has its recurrent state and windows on the device.
+    require_idle("device", auxiliary_.exist());
+    auxiliary_.forget_all();
+    residency_.forget_device();
+}
+
+void Tiers::forget_host() {
+    require_idle("host", true);
+    residency_.forget_host();
+}
+
+void Tiers::reset() {
+    index_.begin_epoch();
+    saver_.forget_queue();
+    promises_.clear();  // what those leases compute will not be published
+    for (Lease& lease : leases_) lease.frontier = kNone;
+    residency_.detach_all();
+    index_.close_unused_contexts();
+    for (Lease& lease : leases_) {
+        if (lease.is(LeaseState::kSwapped)) swaps_.trim(lease);
+    }
+}
+
+void Tiers::resize_device(std::int64_t blocks) {
+    if (blocks <= static_cast<std::int64_t>(config_.reserve_blocks) || blocks > kMaxBlocks) {
+        throw UsageError("cannot resize the device pool to " + std::to_string(blocks) +
+                         " blocks: it must be between reserve_blocks + 1 (" +
+                         str(std::uint64_t{config_.reserve_blocks} + 1) + ") and " +
+                         str(kMaxBlocks))
+            .field("reserve_blocks");
+    }
+    if (device_.cooling_blocks() > 0 && blocks < device_.capacity()) {
+        throw UsageError("cannot shrink the device pool while " + str(device_.cooling_blocks()) +
+                         " freed blocks wait for their step")
+            .field("device_blocks");
+    }
+    // A pending resize is tried again at each release. So scan the nodes again only when a
+    // transfer or a step has ended, and the leases from the one on that was in the way last.
+    const ResizeTry attempt{blocks, transfers_.ended(), device_.finished_step()};
+    if (attempt == refused_resize_) {
+        throw UsageError("cannot resize the device pool to " + std::to_string(blocks) +
+                         " blocks: the transfers or steps of the last try are not over")
+            .field("device_blocks");
+    }
+    const auto is_beyond = [&](BlockId id) { return id >= blocks; };
+    const auto& leases = leases_.records();
+    for (std::size_t i = 0; i < leases.size(); ++i) {
+        const std::size_t slot = (resize_slot_ + i) % leases.size();
+        const std::vector<BlockId>& table = leases[slot].table;
+        const auto held = std::find_if(table.begin(), table.end(), is_beyond);
+        if (held == table.end()) continue;
+        resize_slot_ = slot;
+        throw resize_refused(device_.capacity(), static_cast<std::uint32_t>(blocks), *held,
+                             "leased")
+            .of(leases[slot].id());
+    }
+    refused_resize_ = attempt;
+    residency_.resize_device(static_cast<std::uint32_t>(blocks));
+    refused_resize_ = {};
+}
+
+}  // namespace aiokv

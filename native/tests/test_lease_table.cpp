@@ -1,0 +1,105 @@
+// LeaseTable: ids, the transitions of a lease's state, and their counts.
+#include <set>
+#include <string>
+#include <utility>
+
+#include "aiokv/error.hpp"
+#include "aiokv/lease_table.hpp"
+#include "check.hpp"
+
+using namespace aiokv;
+using enum LeaseState;
+
+namespace {
+
+constexpr LeaseState kStates[] = {kFree,     kMatched, kGranted,  kFailed,
+                                  kSwapping, kSwapped, kReleasing};
+
+const std::set<std::pair<LeaseState, LeaseState>> kAllowed = {
+    {kFree, kMatched},   {kMatched, kGranted},  {kMatched, kReleasing}, {kMatched, kFree},
+    {kGranted, kFailed}, {kGranted, kSwapping}, {kGranted, kReleasing}, {kGranted, kMatched},
+    {kGranted, kFree},   {kFailed, kGranted},   {kFailed, kReleasing},  {kFailed, kMatched},
+    {kFailed, kFree},    {kSwapping, kSwapped}, {kSwapping, kGranted},  {kSwapping, kMatched},
+    {kSwapping, kFree},  {kSwapped, kGranted},  {kSwapped, kMatched},   {kSwapped, kFree},
+    {kReleasing, kFree},
+};
+
+// A lease of an empty table, brought to a state by allowed transitions.
+Lease& lease_in(LeaseTable& table, LeaseState state) {
+    Lease& lease = table.open({}, 0, {});
+    if (state == kMatched) return lease;
+    if (state == kFree) {
+        table.move(lease, kFree);
+        return lease;
+    }
+    table.move(lease, kGranted);
+    if (state == kSwapped) table.move(lease, kSwapping);
+    if (state != kGranted) table.move(lease, state);
+    return lease;
+}
+
+}  // namespace
+
+TEST(a_transition_that_is_not_listed_throws_and_changes_nothing) {
+    for (const LeaseState from : kStates) {
+        for (const LeaseState to : kStates) {
+            LeaseTable table(4);
+            Lease& lease = lease_in(table, from);
+            if (kAllowed.contains({from, to})) {
+                table.move(lease, to);
+                CHECK(lease.is(to));
+                continue;
+            }
+            CHECK_THROWS(InternalError, table.move(lease, to));
+            CHECK(lease.is(from));
+            CHECK_EQ(table.count(from), from == kFree ? 0u : 1u);
+        }
+    }
+}
+
+TEST(leases_are_counted_by_state) {
+    LeaseTable table(8);
+    for (const LeaseState state : {kMatched, kGranted, kFailed, kSwapping, kReleasing}) {
+        lease_in(table, state);
+        CHECK_EQ(table.count(state), 1u);
+    }
+    CHECK_EQ(table.with_blocks(), 4u);
+    CHECK_EQ(table.computing(), 4u);
+    CHECK_EQ(table.open_leases(), 4u);  // one has no handle
+    Lease& pin = table.open({}, 0, {true, true, false, false});
+    table.move(pin, kGranted);
+    CHECK_EQ(table.with_blocks(), 5u);
+    CHECK_EQ(table.computing(), 4u);
+}
+
+TEST(an_id_is_valid_until_its_lease_ends) {
+    LeaseTable table(1);
+    Lease& lease = table.open({}, 0, {});
+    const LeaseId id = lease.id();
+    CHECK(table.is_open(id));
+    CHECK_THROWS(UsageError, table.require_free_slot());
+    table.move(lease, kFree);
+    table.close(lease);
+    CHECK(!table.is_open(id));
+    CHECK_THROWS(LeaseError, table.at(id));
+    table.require_free_slot();
+    const LeaseId next = table.open({}, 0, {}).id();
+    CHECK(next != id);  // the same slot, another generation
+    CHECK_THROWS(LeaseError, table.at(id));
+    CHECK_THROWS(LeaseError, table.at(next + 1));
+}
+
+TEST(an_error_names_the_lease_and_what_to_do) {
+    LeaseTable table(1);
+    const LeaseId id = table.open({}, 0, {}).id();
+    try {
+        (void)table.at(id + 1);
+    } catch (const LeaseError& error) {
+        CHECK_EQ(error.details.lease, id + 1);
+    }
+    try {
+        table.require_free_slot();
+    } catch (const UsageError& error) {
+        CHECK_EQ(error.details.hint, std::string("release leases"));
+    }
+}
