@@ -14,11 +14,13 @@ class AiokvError(Exception):
     Attributes:
         hint: what to do; printed with the message.
         config_field: field of ``CacheConfig`` that sets the limit, or ``""``.
-        lease_id: native id of the lease that the error is about, or 0.
+        lease_id: id of the lease that the error is about, or 0.
+        owner: name of that lease; printed before the message.
     """
 
     config_field: str = ""
     lease_id: int = 0
+    owner: str = ""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
@@ -26,6 +28,8 @@ class AiokvError(Exception):
 
     def __str__(self) -> str:
         message = super().__str__()
+        if self.owner:
+            message = f"lease {self.owner!r}: {message}"
         return f"{message} (hint: {self.hint})" if self.hint else message
 
 

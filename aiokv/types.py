@@ -28,6 +28,7 @@ class LeaseState(StrEnum):
     MATCHED = "matched"  # it holds nothing; also after `preempt` without a swap
     WAITING = "waiting"  # in line for its salt's quota or for capacity
     GRANTED = "granted"  # it has a block table
+    FAILED = "failed"  # granted, but an onload failed; `recompute_from` accepts that
     SWAPPING = "swapping"  # its table is moving to host memory
     SWAPPED = "swapped"  # its table is in host memory
     LOST = "lost"  # its blocks went with a rank; `resume` allocates anew

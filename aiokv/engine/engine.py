@@ -65,8 +65,8 @@ class CacheEngine(Unique):
 
     ``async with`` binds it to the running loop; every method is to be called on that loop. Methods
     that only read may be called before ``async with`` and after closing, too. In other threads,
-    ``statistics()``, ``worker_statistics()``, ``asleep``, ``open_step`` and ``repr()`` may be
-    called; all else raises ``UsageError`` there.
+    ``statistics()``, ``worker_statistics()``, ``asleep``, ``open_step``, ``has_begun`` and
+    ``repr()`` may be called; all else raises ``UsageError`` there.
 
     Raises:
         ConfigError: an argument is of the wrong type, unknown, or contradicts another; or there is

@@ -346,7 +346,7 @@ class Leases:
         if not transfer_id:
             return
         await self._transfers.ended(transfer_id)
-        if lease.state is LeaseState.GRANTED:
+        if lease.state in (LeaseState.GRANTED, LeaseState.FAILED):
             raise TransferError(
                 "the table could not be moved; the lease keeps it", direction="offload"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from aiokv._native import LeaseState as NativeState
 from aiokv.errors import UsageError
 from aiokv.types import Hit, LeaseState, Statistics
 
@@ -68,17 +69,13 @@ class CacheReader:
 
     def state(self, lease_id: int) -> LeaseState:
         """Return where the lease is in its life."""
-        if lease_id not in self._owners or self._core.is_released(lease_id):
+        if lease_id not in self._owners:
             return LeaseState.RELEASED
         if lease_id in self._admission.requests:
             return LeaseState.WAITING
         if lease_id in self.lost:
             return LeaseState.LOST
-        if self._core.swap_transfer(lease_id):
-            return LeaseState.SWAPPING
-        if self._core.is_granted(lease_id):
-            return LeaseState.GRANTED
-        return LeaseState.SWAPPED if self._core.is_swapped(lease_id) else LeaseState.MATCHED
+        return _STATES[self._core.lease_state(lease_id)]
 
     def is_granted(self, lease_id: int) -> bool:
         """Return whether a lease that exists has its blocks."""
@@ -347,6 +344,14 @@ class CacheReader:
         return self._core.blocks()
 
 
+_STATES = {
+    NativeState.MATCHED: LeaseState.MATCHED,
+    NativeState.GRANTED: LeaseState.GRANTED,
+    NativeState.FAILED: LeaseState.FAILED,
+    NativeState.SWAPPING: LeaseState.SWAPPING,
+    NativeState.SWAPPED: LeaseState.SWAPPED,
+    NativeState.RELEASING: LeaseState.RELEASED,
+}
 _CORE_FIELDS = tuple(
     name
     for name in Statistics.__struct_fields__

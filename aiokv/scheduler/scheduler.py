@@ -7,9 +7,25 @@ pins and the numbers of the steps.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+import functools
+from typing import (
+    TYPE_CHECKING,
+    Concatenate,
+    Final,
+    Literal,
+    NamedTuple,
+    ParamSpec,
+    TypeVar,
+)
 
-from aiokv.errors import BrokenEngineError, ClosedError, LeaseError, UsageError, WouldBlock
+from aiokv.errors import (
+    AiokvError,
+    BrokenEngineError,
+    ClosedError,
+    LeaseError,
+    UsageError,
+    WouldBlock,
+)
 from aiokv.plan import Priority
 from aiokv.scheduler.admission import Admission, Request, already_waits
 from aiokv.scheduler.clock import StepClock
@@ -26,7 +42,7 @@ from aiokv.scheduler.sharded import SHARDS, Sharded
 from aiokv.scheduler.waits import PER_CALL
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -85,6 +101,26 @@ TRANSITIONS: Final = (
     "restart",
 )
 """Names of the methods of ``CacheScheduler`` that return ``(value, effects)``."""
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _naming_owner(
+    transition: Callable[Concatenate[CacheScheduler, P], R],
+) -> Callable[Concatenate[CacheScheduler, P], R]:
+    """Let errors of the core have the name of the lease that they are about."""
+
+    def call(self: CacheScheduler, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return transition(self, *args, **kwargs)
+        except AiokvError as error:
+            self.name_owner(error)
+            raise
+
+    functools.update_wrapper(call, transition)
+    return call
 
 
 class Fork(NamedTuple):
@@ -157,6 +193,11 @@ class CacheScheduler:
     def applied(self) -> None:
         """Note that the dispatcher has applied all effects that were returned."""
         self._outbox.clear()
+
+    def name_owner(self, error: AiokvError) -> None:
+        """Add the name of the lease that an error is about."""
+        if error.lease_id:
+            error.owner = self._owners.get(error.lease_id) or "unnamed"
 
     def _settle(self) -> Effects:
         """End a transition that may have freed blocks: serve what waits for them."""
@@ -243,17 +284,21 @@ class CacheScheduler:
             LeaseError: granted already, or not a number of positions.
             RequestTooLarge: it can never fit.
         """
-        is_free = not self._requests and not self._gate.closed and self._salts is None
-        if not is_free and self._must_wait(lease_id, num_tokens, priority):
-            return None, self._outbox.pending
-        if self._salts is None:
-            grant = self._granting.attempt(lease_id, num_tokens, onload_priority)
-        else:
-            grant = self._grant_counted(lease_id, num_tokens, onload_priority)
-        if self._pins.num_until_used and grant is not None:
-            self._release_used_pins()
-            return grant, self._settle()
-        return grant, self._outbox.pending
+        try:
+            is_free = not self._requests and not self._gate.closed and self._salts is None
+            if not is_free and self._must_wait(lease_id, num_tokens, priority):
+                return None, self._outbox.pending
+            if self._salts is None:
+                grant = self._granting.attempt(lease_id, num_tokens, onload_priority)
+            else:
+                grant = self._grant_counted(lease_id, num_tokens, onload_priority)
+            if self._pins.num_until_used and grant is not None:
+                self._release_used_pins()
+                return grant, self._settle()
+            return grant, self._outbox.pending
+        except AiokvError as error:
+            self.name_owner(error)
+            raise
 
     def _must_wait(self, lease_id: int, num_tokens: int, priority: int | None) -> bool:
         """Return whether a request has to wait for others.
@@ -282,6 +327,7 @@ class CacheScheduler:
             self._quota.count(lease_id, salt, num_blocks)
         return grant
 
+    @_naming_owner
     def can_allocate(self, lease_id: int, num_tokens: int) -> bool:
         """Return whether ``try_allocate`` would grant now. No transition: nothing changes.
 
@@ -395,6 +441,7 @@ class CacheScheduler:
 
     # --- a granted lease ------------------------------------------------------------------------
 
+    @_naming_owner
     def append(self, lease_id: int, tokens: NDArray[np.int32]) -> Done:
         """Name the next positions, so that they can be indexed.
 
@@ -420,20 +467,24 @@ class CacheScheduler:
         Raises:
             LeaseError: more positions than the lease has.
         """
-        core = self._core
-        if self._records_checksums:
-            first = core.computed_tokens(lease_id) // self._block_tokens
-            published = core.commit(lease_id, num_tokens, self._commit_step(closes_step))
-            computed = core.block_table(lease_id)[first : num_tokens // self._block_tokens]
-            self._outbox.effects.computed.append(computed)
-        else:
-            published = core.commit(lease_id, num_tokens, self._commit_step(closes_step))
-        if published and not self._clock.tracked:
-            self._saver.want()
-        if self._waiters:
-            self._pending.advanced(lease_id)
-            return published, self._settle()
-        return published, self._outbox.pending
+        try:
+            core = self._core
+            if self._records_checksums:
+                first = core.computed_tokens(lease_id) // self._block_tokens
+                published = core.commit(lease_id, num_tokens, self._commit_step(closes_step))
+                computed = core.block_table(lease_id)[first : num_tokens // self._block_tokens]
+                self._outbox.effects.computed.append(computed)
+            else:
+                published = core.commit(lease_id, num_tokens, self._commit_step(closes_step))
+            if published and not self._clock.tracked:
+                self._saver.want()
+            if self._waiters:
+                self._pending.advanced(lease_id)
+                return published, self._settle()
+            return published, self._outbox.pending
+        except AiokvError as error:
+            self.name_owner(error)
+            raise
 
     def _commit_step(self, closes_step: bool) -> int:
         return self._clock.next if closes_step else self._clock.open
@@ -444,27 +495,32 @@ class CacheScheduler:
         Raises:
             LeaseError: a lease is not granted, or is listed twice.
         """
-        extended: bool | None = self._core.extend(lease_ids, num_tokens)
-        if not extended and self._saver.saves_first:
-            # What stands in the way is on its way to the host now, or may be dropped.
-            wanted = len(lease_ids) * self._blocks_for(num_tokens)
-            extended = self._saver.try_after_saving(
-                lambda: self._core.extend(lease_ids, num_tokens), wanted
-            )
-        if self._core.wants_backups():
-            self._saver.want()
-        if not extended:
-            return False, self._outbox.pending
-        if self._salts is not None:
-            self._recount(lease_ids)
-            return True, self._settle()
-        return True, self._outbox.pending
+        try:
+            extended: bool | None = self._core.extend(lease_ids, num_tokens)
+            if not extended and self._saver.saves_first:
+                # What stands in the way is on its way to the host now, or may be dropped.
+                wanted = len(lease_ids) * self._blocks_for(num_tokens)
+                extended = self._saver.try_after_saving(
+                    lambda: self._core.extend(lease_ids, num_tokens), wanted
+                )
+            if self._core.wants_backups():
+                self._saver.want()
+            if not extended:
+                return False, self._outbox.pending
+            if self._salts is not None:
+                self._recount(lease_ids)
+                return True, self._settle()
+            return True, self._outbox.pending
+        except AiokvError as error:
+            self.name_owner(error)
+            raise
 
     def _recount(self, lease_ids: Sequence[int]) -> None:
         if self._salts is not None:
             for lease_id in lease_ids:
                 self._quota.recount(lease_id, self._blocks_for(self._core.num_tokens(lease_id)))
 
+    @_naming_owner
     def truncate(self, lease_id: int, num_tokens: int) -> Done:
         """Give back the positions from ``num_tokens`` on.
 
@@ -481,6 +537,7 @@ class CacheScheduler:
         self._pending.withdrawn(lease_id)  # the cut blocks may have been promised to waiters
         return None, self._settle()
 
+    @_naming_owner
     def recompute_from(self, lease_id: int) -> tuple[int, Effects]:
         """Accept a failed onload; return the first position to compute again, or -1.
 
@@ -489,6 +546,7 @@ class CacheScheduler:
         """
         return self._core.recompute_from(lease_id), self._outbox.pending
 
+    @_naming_owner
     def fork(self, lease_id: int, owner: str) -> tuple[Fork, Effects]:
         """Open a second lease on the same positions.
 
@@ -516,6 +574,7 @@ class CacheScheduler:
             slots = (self._core.state_slot(lease_id), self._core.state_slot(child))
         return Fork(child, sources, targets, slots), self._outbox.pending
 
+    @_naming_owner
     def snapshot(self, lease_id: int, num_tokens: int) -> tuple[tuple[int, int] | None, Effects]:
         """Reserve a slot for a snapshot of the recurrent state after ``num_tokens`` positions.
 
@@ -536,6 +595,7 @@ class CacheScheduler:
 
     # --- preemption -----------------------------------------------------------------------------
 
+    @_naming_owner
     def preempt(self, lease_id: int) -> Done:
         """Take the blocks of a lease back, or what an earlier swap has kept.
 
@@ -565,6 +625,7 @@ class CacheScheduler:
         self._quota.give_back(lease_id)
         self._pending.withdrawn(lease_id)
 
+    @_naming_owner
     def swap_out(self, lease_id: int) -> tuple[int | None, Effects]:
         """Begin to move the table of a lease to host memory.
 
@@ -597,6 +658,7 @@ class CacheScheduler:
 
     # --- batches and steps ----------------------------------------------------------------------
 
+    @_naming_owner
     def begin_batch(self, lease_ids: Sequence[int]) -> tuple[int, Effects]:
         """Begin a batch that computes with these leases; return its number.
 

@@ -283,3 +283,22 @@ async def test_an_engine_is_used_inside_async_with():
             await engine.__aenter__()
     with pytest.raises(UsageError):
         engine.match([1])
+
+
+async def test_errors_of_the_core_name_the_owner_of_the_lease() -> None:
+    async with CacheEngine(CacheConfig(device_blocks=4, block_tokens=4)) as engine:
+        lease, unnamed = engine.match([1, 2, 3], owner="r1"), engine.match([1, 2, 3])
+        with pytest.raises(LeaseError, match=r"lease 'r1': commit: .* \(hint: ") as error:
+            lease.commit(1)
+        assert (error.value.owner, error.value.lease_id) == ("r1", lease.id)
+        with pytest.raises(LeaseError, match="lease 'unnamed': extend: "):
+            engine.extend([unnamed], 1)
+        with pytest.raises(RequestTooLarge, match="lease 'r1': ") as too_large:
+            await lease.allocate(17)
+        assert too_large.value.config_field == "device_blocks"
+        await lease.allocate(3)
+        for call in (lease.try_allocate, lease.can_allocate, lease.truncate):
+            with pytest.raises(LeaseError, match="lease 'r1': "):
+                call(9)
+        lease.release()
+        unnamed.release()
