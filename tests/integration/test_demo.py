@@ -90,7 +90,7 @@ def test_other_write_policies_compute_equal_bits_too(demo, capsys, policy):
 
 
 def test_images_are_told_apart(demo, monkeypatch):
-    """B5.9: equal placeholder tokens, different KV; a match that is not told serves wrong bytes."""
+    """Equal placeholder tokens, different KV; a match that is not told serves wrong bytes."""
     status, found = demo("--images", "2")
     assert status == 0
     assert "2 images" in found["workload"]

@@ -1,4 +1,4 @@
-"""Copies that fail: never served, and all who joined learn where to go on (C1.3, B7.7)."""
+"""Copies that fail: never served, and all who joined learn where to go on."""
 
 from __future__ import annotations
 

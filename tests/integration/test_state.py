@@ -1,4 +1,4 @@
-"""Models with recurrent state (A17): slots, snapshots at block borders, and hits that end there."""
+"""Models with recurrent state: slots, snapshots at block borders, and hits that end there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sliding-window layers (A18): ids that go back early, hits, and an attention sink that stays."""
+"""Sliding-window layers: ids that go back early, hits, and an attention sink that stays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Defects of an older manager, as far as they can occur here."""
+"""Defects of waiting, of failures, of control requests and of counters."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ LONG = prompt(4, 6)
 pytestmark = pytest.mark.asyncio
 
 
-async def test_not_c6_1_a_hit_costs_the_same_in_a_large_cache():
-    """Each matched node is searched in a heap, which is then built again."""
+async def test_hit_time_does_not_grow_with_the_cache():
+    """Defect: Each matched node is searched in a heap, which is then rebuilt."""
 
     async def seconds_of_100_hits(device_blocks: int) -> float:
         best = float("inf")
@@ -49,8 +49,8 @@ async def test_not_c6_1_a_hit_costs_the_same_in_a_large_cache():
     assert await seconds_of_100_hits(100_000) < 8 * await seconds_of_100_hits(1_000)
 
 
-async def test_not_c6_2_a_swap_stops_nobody():
-    """One lock is held over swaps: a slow one stops all scheduling and all releases."""
+async def test_slow_swap_blocks_no_other_request():
+    """Defect: One lock is held during swaps: a slow swap stops all scheduling and all releases."""
     async with Drill(device_blocks=16, host_blocks=16, write_policy="none") as drill:
         swapped, other = await drill.serve(A), await drill.serve(B)
         gate = drill.device.hold("offload")
@@ -66,8 +66,8 @@ async def test_not_c6_2_a_swap_stops_nobody():
 
 
 @pytest.mark.clock
-async def test_not_c6_3_every_wait_has_its_deadline():
-    """Waits for swaps have no timeout, or loop for ever."""
+async def test_every_wait_ends_at_its_deadline():
+    """Defect: Waits for swaps have no timeout, or loop forever."""
     clock = running_clock()
     async with Drill(device_blocks=6) as drill:
         await drill.to_host(A)
@@ -108,8 +108,8 @@ async def test_not_c6_3_every_wait_has_its_deadline():
         stuck.release()
 
 
-async def test_not_c6_4_a_report_that_raises_stops_nothing(loop_errors, monkeypatch):
-    """The thread that takes results dies silently, and every later swap hangs."""
+async def test_report_that_raises_does_not_stop_later_transfers(loop_errors, monkeypatch):
+    """Defect: The thread that takes results ends without an error, and every later swap hangs."""
     async with Drill(device_blocks=16) as drill:
         await drill.to_host(A)
         complete = drill.engine._manager.complete
@@ -129,8 +129,10 @@ async def test_not_c6_4_a_report_that_raises_stops_nothing(loop_errors, monkeypa
         lease.release()
 
 
-async def test_not_c6_5_tables_and_cached_tokens_agree_after_a_failure():
-    """Blocks of a failed swap are left out of the list, but their tokens are counted."""
+async def test_block_table_and_cached_tokens_agree_after_a_failed_onload():
+    """Defect: Blocks of a failed swap are left out of the block table, but their tokens are
+    counted.
+    """
     async with Drill(device_blocks=16, host_blocks=16) as drill:
         await drill.to_host(LONG)
         drill.device.fail("onload", 0, block=3)
@@ -149,8 +151,8 @@ async def test_not_c6_5_tables_and_cached_tokens_agree_after_a_failure():
         (await drill.serve(LONG)).release()
 
 
-async def test_not_c6_6_a_victim_that_cannot_go_now_can_go_later():
-    """What is popped from the heap and turns out to be in use never comes back."""
+async def test_victim_in_use_can_be_evicted_later():
+    """Defect: A victim that is popped from the heap while in use never returns to it."""
     async with Drill(device_blocks=4, host_blocks=8) as drill:
         gate = drill.device.hold("offload", 0)
         await drill.fill(A)
@@ -162,8 +164,8 @@ async def test_not_c6_6_a_victim_that_cannot_go_now_can_go_later():
         await drill.nothing_lost()
 
 
-async def test_not_c6_7_what_is_released_during_a_reset_comes_back():
-    """While the tree is being cleared, blocks that are given back are dropped."""
+async def test_blocks_released_during_a_reset_return_to_the_pool():
+    """Defect: Blocks that are released while the tree is cleared are lost."""
     async with Drill(device_blocks=16) as drill:
         backup = drill.device.hold("offload")
         lease = await drill.serve(A)
@@ -179,8 +181,8 @@ async def test_not_c6_7_what_is_released_during_a_reset_comes_back():
         await drill.nothing_lost()
 
 
-async def test_not_c6_8_nodes_do_not_run_out():
-    """Node ids come from a list that gets empty; roots share one default list."""
+async def test_nodes_are_reused():
+    """Defect: Node ids come from a list that becomes empty; all roots share one default list."""
     async with CacheEngine(CacheConfig(block_tokens=1, device_blocks=20)) as engine:
         sizes = []
         for seed in range(3000):
@@ -193,8 +195,8 @@ async def test_not_c6_8_nodes_do_not_run_out():
         assert engine.check_invariants() == []
 
 
-async def test_not_c6_9_generated_tokens_belong_to_their_images():
-    """Blocks of an answer are keyed without the images of its prompt."""
+async def test_generated_tokens_are_keyed_with_the_images_of_the_prompt():
+    """Defect: Blocks of an answer are keyed without the images of its prompt."""
     async with Drill(device_blocks=32, host_blocks=0) as drill:
         prompt_tokens, answer = [7] * 8, list(range(100, 108))
         for name in (b"cat", b"dog"):
@@ -215,8 +217,8 @@ async def test_not_c6_9_generated_tokens_belong_to_their_images():
         lease.release()
 
 
-async def test_not_c6_11_a_request_that_is_too_large_throws_nothing_away():
-    """Room is made for a request that can never fit: everything hot is gone."""
+async def test_request_too_large_evicts_nothing():
+    """Defect: Room is made for a request that can never fit, and all hot blocks are evicted."""
     async with Drill(device_blocks=8, host_blocks=8, reserve_blocks=1) as drill:
         await drill.fill(A, B)
         await drill.engine.drain()
@@ -228,8 +230,8 @@ async def test_not_c6_11_a_request_that_is_too_large_throws_nothing_away():
         lease.release()
 
 
-async def test_not_c6_12_counters_begin_at_nothing_and_never_fall():
-    """Division by zero before the first request; counts start anew after ten thousand."""
+async def test_counters_begin_at_zero_and_never_decrease():
+    """Defect: Rates divide by zero before the first request; counts restart after ten thousand."""
     async with Drill(device_blocks=16) as drill:
         empty = drill.engine.statistics()
         assert (empty.hit_tokens, empty.prompt_tokens, empty.grants) == (0, 0, 0)

@@ -1,4 +1,4 @@
-"""Defects of prefetching and of what is taken from another tier, as far as they can occur here.
+"""Defects of prefetching, and of bytes that arrive from another tier.
 
 The tiers below the host, and what goes wrong with them, are not here: tests/PARITY.md.
 """
@@ -19,8 +19,10 @@ LONG = prompt(4, 6)
 pytestmark = pytest.mark.asyncio
 
 
-async def test_not_c4_1_prefetched_blocks_hang_where_they_belong():
-    """They are inserted below the root: nobody finds them, or somebody does who must not."""
+async def test_prefetched_blocks_are_indexed_behind_their_prefix():
+    """Defect: Prefetched blocks are inserted below the root: their prompt misses them, and another
+    prompt hits them.
+    """
     async with Drill(device_blocks=16, host_blocks=16) as drill:
         await drill.to_host(LONG)
         await drill.fill(prompt(4, 3))
@@ -30,8 +32,8 @@ async def test_not_c4_1_prefetched_blocks_hang_where_they_belong():
         (await drill.serve(LONG)).release()
 
 
-async def test_not_c4_2_a_prefetch_leaves_no_reference():
-    """The references of a prefetch are never dropped: its blocks are never evicted."""
+async def test_prefetched_blocks_are_evictable():
+    """Defect: The refs of a prefetch are never dropped: its blocks are never evicted."""
     async with Drill(device_blocks=16) as drill:
         await drill.to_host(LONG)
         await drill.engine.prefetch(LONG)
@@ -40,8 +42,10 @@ async def test_not_c4_2_a_prefetch_leaves_no_reference():
         await drill.nothing_lost()
 
 
-async def test_not_c4_3_a_prefetch_that_fails_gives_back_its_own_blocks_only():
-    """The abort flips and releases blocks of others which have the same number in another tier."""
+async def test_failed_prefetch_frees_its_own_blocks_only():
+    """Defect: The abort of a prefetch releases blocks of other requests that have the same id in
+    another tier.
+    """
     async with Drill(device_blocks=16, host_blocks=16) as drill:
         await drill.to_host(A, B)
         (await drill.serve(B)).release()
@@ -54,8 +58,8 @@ async def test_not_c4_3_a_prefetch_that_fails_gives_back_its_own_blocks_only():
         await drill.nothing_lost()
 
 
-async def test_not_c4_4_a_prefetch_makes_room():
-    """It asks for free blocks only: in a warm cache it never happens."""
+async def test_prefetch_evicts_to_make_room():
+    """Defect: A prefetch uses free blocks only: in a warm cache it brings nothing."""
     async with Drill(device_blocks=4, host_blocks=16) as drill:
         await drill.to_host(A)
         await drill.fill(prompt(5, 3))
@@ -64,8 +68,8 @@ async def test_not_c4_4_a_prefetch_makes_room():
         assert (await drill.engine.prefetch(A)).device_tokens == 8
 
 
-async def test_not_c4_6_torn_bytes_are_noticed():
-    """No checksum, no length: what is half written is taken for whole."""
+async def test_torn_bytes_are_detected():
+    """Defect: No checksum and no length: a half-written block is accepted."""
     async with Drill(verify="checksum") as drill:
         await drill.to_host(A)
         drill.engine._controller.memory.arena.blocks[:, 5] ^= 0xFF
@@ -74,8 +78,8 @@ async def test_not_c4_6_torn_bytes_are_noticed():
         assert drill.hit(A) == (0, 0)
 
 
-async def test_not_c4_11_nothing_of_the_cache_is_open_to_others():
-    """Shared memory that everybody may write, under a path made of an address."""
+async def test_other_users_cannot_open_the_memory_of_the_cache():
+    """Defect: Shared memory is writable by every user, under a path made of an address."""
 
     def open_things() -> set[str]:
         names = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}

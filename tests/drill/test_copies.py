@@ -45,8 +45,10 @@ def attached():
     made.close()
 
 
-def test_not_c5_2_every_byte_moves_and_every_id_is_checked(attached):
-    """Bytes beyond a multiple of 8 are dropped, the first id is not checked, nor a shorter list."""
+def test_every_byte_is_copied_and_every_id_is_checked(attached):
+    """Defect: Bytes beyond a multiple of 8 are dropped; the first id and shorter lists are not
+    checked.
+    """
     before = attached.bytes()
     for host_ids, device_ids in (
         (ids(-1, 2), ids(1, 2)),
@@ -67,8 +69,8 @@ def test_not_c5_2_every_byte_moves_and_every_id_is_checked(attached):
             assert (piece.view()[device] == row).all()
 
 
-def test_not_c5_3_a_copy_that_could_not_run_says_so(attached):
-    """Errors of a launch are not looked at."""
+def test_copy_that_cannot_run_raises(attached):
+    """Defect: Errors of a kernel launch are ignored."""
     step = CpuEvent()
     step.begin()
     before = attached.bytes()
@@ -80,8 +82,10 @@ def test_not_c5_3_a_copy_that_could_not_run_says_so(attached):
 
 
 @pytest.mark.asyncio
-async def test_not_c5_5_host_blocks_come_in_runs():
-    """Ids are handed out last in, first out: no run survives, and without runs copies are slow."""
+async def test_host_blocks_are_allocated_in_runs():
+    """Defect: Ids are handed out last in, first out: no run survives, and copies without runs are
+    slow.
+    """
     async with Drill(device_blocks=32, host_blocks=32) as drill:
         await drill.to_host(*(prompt(seed, 2) for seed in range(10, 18)))
         await drill.engine.evict(8, "host")  # holes, and 16 ids that nobody has had
@@ -100,8 +104,8 @@ async def test_not_c5_5_host_blocks_come_in_runs():
             lease.release()
 
 
-def test_not_c5_6_each_direction_writes_one_side_only(attached):
-    """The ids of source and destination change places."""
+def test_each_direction_writes_its_destination_only(attached):
+    """Defect: The ids of source and destination are swapped."""
     host = attached.arena.blocks.tobytes()
     attached.device.onload(ids(1, 2), ids(6, 7), None).layer_events[-1].synchronize()
     assert attached.arena.blocks.tobytes() == host
@@ -112,8 +116,10 @@ def test_not_c5_6_each_direction_writes_one_side_only(attached):
 
 
 @pytest.mark.asyncio
-async def test_not_c5_1_submitting_a_transfer_is_one_call_whatever_its_length():
-    """Every call uploads its id lists from memory that the device cannot read in the background."""
+async def test_transfer_of_any_length_is_one_submission():
+    """Defect: Each call uploads its id lists from pageable memory, which the device cannot read
+    asynchronously.
+    """
     async with Drill(device_blocks=128, host_blocks=128) as drill:
         held = drill.device.hold("offload")
         await drill.fill(prompt(1, 100))

@@ -1,4 +1,4 @@
-"""Defects of hashing: here prompts are compared token by token."""
+"""Defects of prompts that are identified by hashes; the index compares token ids instead."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ asyncio.run(main())
 
 
 @pytest.mark.asyncio
-async def test_not_c2_1_equal_tokens_are_equal_whatever_they_are_made_of():
-    """The key is a digest of a pickle: it tells integer types and shared objects apart."""
+async def test_equal_token_ids_match_whatever_their_integer_type():
+    """Defect: The key is a digest of a pickle, which differs by integer type and by shared
+    objects.
+    """
     async with Drill(device_blocks=16, host_blocks=0) as drill:
         await drill.fill(A, np.array(SAME, np.int32))
         padded = np.zeros((len(A), 2), np.int32)
@@ -50,8 +52,10 @@ async def test_not_c2_1_equal_tokens_are_equal_whatever_they_are_made_of():
         assert drill.hit(SAME) == drill.hit([int(str(ONE)) for _ in SAME]) == (4, 0)
 
 
-def test_not_c2_1_decisions_are_the_same_in_every_process():
-    """Digests differ between processes, so ranks and restarts miss what is there."""
+def test_decisions_are_equal_in_every_process():
+    """Defect: Digests differ between processes, so ranks and restarted processes miss cached
+    blocks.
+    """
     said = set()
     for seed in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": seed}
@@ -64,8 +68,10 @@ def test_not_c2_1_decisions_are_the_same_in_every_process():
 
 
 @pytest.mark.asyncio
-async def test_not_c2_2_tenants_and_adapters_share_nothing():
-    """The key has no tenant and no adapter: one tenant probes what another has asked."""
+async def test_tenants_and_adapters_share_no_blocks():
+    """Defect: The key has no tenant and no adapter: a tenant can probe the prompts of another
+    tenant.
+    """
     async with Drill(device_blocks=64, host_blocks=0) as drill:
         pairs = [("", ""), ("a", ""), ("", "a"), ("ab", "c"), ("a", "bc"), ("1:a", ""), ("a", ":1")]
         for number, (salt, adapter) in enumerate(pairs):
@@ -81,8 +87,8 @@ async def test_not_c2_2_tenants_and_adapters_share_nothing():
 
 
 @pytest.mark.asyncio
-async def test_not_c2_3_an_image_counts_at_its_place():
-    """The key has the image, but not where it stands: the same one elsewhere is a hit."""
+async def test_image_at_another_offset_is_not_a_hit():
+    """Defect: The key has the image, but not its offset: the same image elsewhere is a hit."""
     async with Drill(device_blocks=32, host_blocks=0) as drill:
         image = Item(b"cat", 5, 2)
         lease = drill.engine.match(SAME, items=[image])

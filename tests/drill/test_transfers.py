@@ -1,4 +1,4 @@
-"""Defects of a worker's transfers and of its layer counters, each provoked; none is here."""
+"""Defects of transfers and of layer counters: each is provoked, none occurs."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ TOKENS = np.arange(7, dtype=np.int32)  # of a Shaped: six of its blocks can be h
 pytestmark = pytest.mark.asyncio
 
 
-async def test_not_c3_1_whoever_comes_late_still_waits():
-    """Events are dropped after submission; who asks later is told that all has arrived."""
+async def test_late_waiter_still_waits_for_its_layer():
+    """Defect: Events are dropped after submission; a late waiter is told that all layers have
+    arrived.
+    """
     async with Drill() as drill:
         await drill.to_host(A)
         onload = drill.device.hold("onload", 0)
@@ -44,8 +46,8 @@ async def test_not_c3_1_whoever_comes_late_still_waits():
         lease.release()
 
 
-async def test_not_c3_2_an_event_speaks_of_its_own_copy():
-    """The copy runs on one stream and its event is recorded on another."""
+async def test_event_is_recorded_on_the_stream_of_its_copy():
+    """Defect: The copy runs on one stream and its event is recorded on another."""
     shape = ((512, 1024), "u1", (0, 1, 2, 3))
     shaped = Shaped(regions_of(4, k=shape))
     stream = CpuStream("aiokv-compute")
@@ -66,8 +68,8 @@ async def test_not_c3_2_an_event_speaks_of_its_own_copy():
 
 
 @pytest.mark.parametrize("stuck", ["onload", "offload"])
-async def test_not_c3_3_directions_do_not_wait_for_each_other(stuck):
-    """Streams synchronise implicitly, and an offload blocks the thread that submitted it."""
+async def test_directions_do_not_wait_for_each_other(stuck):
+    """Defect: Streams synchronise implicitly; an offload blocks the thread that submitted it."""
     async with Drill(device_blocks=16) as drill:
         await drill.to_host(A)
         drill.device.hold(stuck)
@@ -87,8 +89,8 @@ async def test_not_c3_3_directions_do_not_wait_for_each_other(stuck):
 
 
 @pytest.mark.clock
-async def test_not_c3_4_waiting_keeps_its_deadline_and_does_not_spin():
-    """The wait blocks the host and forgets its timeout, or asks every millisecond."""
+async def test_wait_for_layers_keeps_its_deadline_without_spinning():
+    """Defect: A wait blocks the host and ignores its timeout, or polls every millisecond."""
     clock = running_clock()
     async with Drill() as drill:
         await drill.to_host(A)
@@ -112,25 +114,25 @@ async def test_not_c3_4_waiting_keeps_its_deadline_and_does_not_spin():
 
 
 SHAPES = {
-    "5_scales_travel_with_their_blocks": {
+    "scales": {
         "k": ((16, 4), "i1", (0, 1, 2)),
         "k_scale": ((4,), "f4", (0, 1, 2)),
     },
-    "6_extra_layers_and_indexers_travel_too": {
+    "extra layers and an indexer": {
         "k": ((24,), "f2", (0, 1, 2)),
         "mtp": ((24,), "f2", (3,)),
         "indexer": ((5,), "u1", (1, 2)),
     },
-    "7_a_cache_without_values_travels_and_fails_loudly": {"latent": ((37,), "u1", (0, 1))},
-    "18_quantised_blocks_fit_their_host_memory": {
+    "one tensor per layer": {"latent": ((37,), "u1", (0, 1))},
+    "quantised blocks": {
         "k": ((3, 7), "i1", (0, 1)),
         "scale": ((3,), "f4", (0, 1)),
     },
 }
 
 
-async def travels(name: str) -> None:
-    """To the host and back, layer by layer, every byte."""
+async def copy_there_and_back(name: str) -> None:
+    """Copy blocks to the host and back, and compare every byte, layer by layer."""
     shapes = SHAPES[name]
     num_layers = 1 + max(layer for _, _, layers in shapes.values() for layer in layers)
     device = ScriptedDevice()
@@ -151,19 +153,23 @@ async def travels(name: str) -> None:
         device.end_script()
 
 
-async def test_not_c3_5_scales_travel_with_their_blocks():
-    """fp8 scales are copied to the host, but not back layer by layer."""
-    await travels("5_scales_travel_with_their_blocks")
+async def test_scales_are_copied_with_their_blocks():
+    """Defect: fp8 scales are copied to the host, but not back layer by layer."""
+    await copy_there_and_back("scales")
 
 
-async def test_not_c3_6_extra_layers_and_indexers_travel_too():
-    """Transfers go over the model's layers: MTP layers and indexer caches stay behind."""
-    await travels("6_extra_layers_and_indexers_travel_too")
+async def test_extra_layers_and_indexer_caches_are_copied():
+    """Defect: Transfers cover the layers of the model only: MTP layers and indexer caches are not
+    copied.
+    """
+    await copy_there_and_back("extra layers and an indexer")
 
 
-async def test_not_c3_7_a_cache_without_values_travels_and_fails_loudly():
-    """A cache of one tensor a layer fails each time, and the failed layers count as done."""
-    await travels("7_a_cache_without_values_travels_and_fails_loudly")
+async def test_cache_without_values_is_copied_and_its_failures_are_reported():
+    """Defect: Each transfer of a cache with one tensor per layer fails, and failed layers count as
+    done.
+    """
+    await copy_there_and_back("one tensor per layer")
     device = ScriptedDevice()
     device.fail("onload", 0, layer=0, block=2)
     shaped = Shaped(regions_of(2, latent=((37,), "u1", (0, 1))), device)
@@ -178,8 +184,10 @@ async def test_not_c3_7_a_cache_without_values_travels_and_fails_loudly():
 
 
 @pytest.mark.clock
-async def test_not_c3_8_a_failed_offload_holds_nobody_up():
-    """Its counter never ends, and the next submission waits for it for 300 seconds."""
+async def test_failed_offload_does_not_delay_later_transfers():
+    """Defect: The counter of a failed offload never ends, and the next submission waits for it for
+    300 s.
+    """
     clock = running_clock()
     async with Drill(device_blocks=16) as drill:
         await drill.to_host(A)
@@ -194,8 +202,10 @@ async def test_not_c3_8_a_failed_offload_holds_nobody_up():
         assert (clock.now, clock.timers) == (1000.0, 0), "nobody has waited, or waits, for time"
 
 
-async def test_not_c3_9_tensors_are_found_by_what_they_are():
-    """Caches are looked up by names made of ranks: a miss moves nothing, and nobody is told."""
+async def test_missing_or_foreign_tensors_are_refused():
+    """Defect: Caches are looked up by names made of ranks: a miss copies nothing, and no error is
+    raised.
+    """
     first, second = (Shaped(regions_of(2, k=((8,), "u1", (0, 1)))) for _ in range(2))
     for piece in second.regions.pieces():
         piece.view()[:] ^= 0xFF
@@ -211,8 +221,10 @@ async def test_not_c3_9_tensors_are_found_by_what_they_are():
         first.regions.host_offset(1, "k_rank1")
 
 
-async def test_not_c3_10_backups_do_not_starve_onloads():
-    """One pool of four threads does everything: slow backups stall those who wait for onloads."""
+async def test_backups_do_not_starve_onloads():
+    """Defect: One pool of four threads runs all copies: slow backups delay onloads that requests
+    wait for.
+    """
     async with Drill(device_blocks=32, host_blocks=32) as drill:
         await drill.to_host(A)
         drill.device.hold("offload")
@@ -225,8 +237,8 @@ async def test_not_c3_10_backups_do_not_starve_onloads():
         lease.release()
 
 
-async def test_not_c3_11_a_step_does_not_wait_for_the_offload_before_it():
-    """Every batch first waits for all earlier evictions."""
+async def test_step_does_not_wait_for_earlier_offloads():
+    """Defect: Each batch first waits for all earlier evictions."""
     async with Drill(device_blocks=16) as drill:
         await drill.to_host(A)
         offload = drill.device.hold("offload", 1)
@@ -241,8 +253,10 @@ async def test_not_c3_11_a_step_does_not_wait_for_the_offload_before_it():
         lease.release()
 
 
-async def test_not_c3_12_every_request_waits_for_its_own_transfer():
-    """There is one slot for the newest counter: an older batch waits for somebody else's layers."""
+async def test_each_request_waits_for_its_own_transfer():
+    """Defect: One slot holds the newest counter: an older batch waits for the layers of a newer
+    one.
+    """
     async with Drill(device_blocks=16) as drill:
         await drill.to_host(A, B)
         first, second = (drill.device.hold("onload", number) for number in range(2))
@@ -262,8 +276,10 @@ async def test_not_c3_12_every_request_waits_for_its_own_transfer():
         newer.release()
 
 
-async def test_not_c3_13_whoever_depends_on_an_error_is_told(loop_errors):
-    """Exceptions of callbacks are swallowed, events that fail are a warning, errors are printed."""
+async def test_errors_reach_all_waiters_and_the_loop(loop_errors):
+    """Defect: Exceptions of callbacks are swallowed, failed events are warnings, errors are
+    printed.
+    """
     async with Drill(device_blocks=16) as drill:
         await drill.to_host(A)
 
@@ -289,8 +305,10 @@ async def test_not_c3_13_whoever_depends_on_an_error_is_told(loop_errors):
         lease.release()
 
 
-async def test_not_c3_14_memory_outlives_its_copies_and_devices_have_what_is_called():
-    """Memory is freed under running copies, by a stop that calls methods which do not exist."""
+async def test_memory_outlives_its_copies_and_devices_implement_every_method():
+    """Defect: Memory is freed while copies run, by a shutdown that calls methods that do not
+    exist.
+    """
     cache = Drill()
     await cache.engine.__aenter__()
     await cache.fill(A)
@@ -313,8 +331,8 @@ async def test_not_c3_14_memory_outlives_its_copies_and_devices_have_what_is_cal
             assert list(found) in (wanted, ["self", "args"]), f"{device.__name__}.{name}"
 
 
-async def test_not_c3_15_transfers_have_an_order_and_can_be_taken_back():
-    """First come is first served, for ever: no priority, no cancellation, no deadline."""
+async def test_queued_transfers_have_priorities_and_can_be_cancelled():
+    """Defect: Transfers run in order of arrival only: no priority, no cancellation, no deadline."""
     async with Drill(device_blocks=32, host_blocks=32) as drill:
         lease = await drill.serve(A)
         await drill.engine.drain()
@@ -346,8 +364,10 @@ async def test_not_c3_15_transfers_have_an_order_and_can_be_taken_back():
         await drill.nothing_lost()
 
 
-async def test_not_c3_16_the_callers_thread_is_left_alone(monkeypatch):
-    """A subprocess is asked where the GPU is, and the calling thread is bound there for good."""
+async def test_affinity_of_the_calling_thread_does_not_change(monkeypatch):
+    """Defect: A subprocess is asked for the location of the GPU, and the calling thread stays
+    bound to it.
+    """
 
     def refuse(*args: object, **options: object) -> None:
         raise AssertionError(f"a subprocess: {args}")
@@ -363,8 +383,10 @@ async def test_not_c3_16_the_callers_thread_is_left_alone(monkeypatch):
     assert os.sched_getaffinity(0) == before
 
 
-async def test_not_c3_17_requests_share_no_lists():
-    """A batch merges into the first request's lists, and changes them for everybody."""
+async def test_plans_of_a_batch_share_no_lists():
+    """Defect: A batch merges plans into the lists of the first request, and so changes that
+    request.
+    """
     plan = TransferPlan(
         transfer_id=1, direction="onload", device_blocks=b"\1\0\0\0", host_blocks=b"\2\0\0\0"
     )
@@ -391,10 +413,10 @@ async def test_not_c3_17_requests_share_no_lists():
             lease.release()
 
 
-async def test_not_c3_18_quantised_blocks_fit_their_host_memory():
-    """Host memory is sized by another type than the device's: half of it lies behind the end."""
-    await travels("18_quantised_blocks_fit_their_host_memory")
-    shaped = Shaped(regions_of(2, **SHAPES["18_quantised_blocks_fit_their_host_memory"]))
+async def test_host_memory_fits_quantised_blocks():
+    """Defect: Host memory is sized by another dtype than the device's: copies exceed it."""
+    await copy_there_and_back("quantised blocks")
+    shaped = Shaped(regions_of(2, **SHAPES["quantised blocks"]))
     async with shaped.engine as engine:
         arena = engine._controller.memory.arena
         pieces = list(shaped.regions.pieces())
@@ -409,8 +431,10 @@ async def test_not_c3_18_quantised_blocks_fit_their_host_memory():
             engine._controller.submit(plan)
 
 
-async def test_not_c3_19_an_offload_has_its_own_proof():
-    """No event tells the end of an offload; it is right only as long as the copy is synchronous."""
+async def test_offload_counts_only_after_its_own_event():
+    """Defect: No event proves the end of an offload; it is right only while copies are
+    synchronous.
+    """
     async with Drill() as drill:
         last = drill.device.hold("offload", 0, layer=1)
         await drill.fill(A)

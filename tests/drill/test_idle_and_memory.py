@@ -1,4 +1,4 @@
-"""Defects of a process that moves blocks and of its queue, as far as they can occur here."""
+"""Defects of an idle engine, and of memory that is given back."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ pytestmark = pytest.mark.asyncio
 
 
 @pytest.mark.clock
-async def test_not_c7_3_an_idle_engine_does_nothing():
-    """Queues are asked every millisecond whether they are empty, all day."""
+async def test_idle_engine_makes_no_calls():
+    """Defect: An idle engine polls its queues every millisecond."""
     clock = running_clock()
     async with Drill() as drill:
         await drill.fill(A)
@@ -32,8 +32,8 @@ async def test_not_c7_3_an_idle_engine_does_nothing():
         assert drill.engine.poller_statistics().queries == poller.queries
 
 
-async def test_not_c7_5_closing_gives_all_memory_back():
-    """Host buffers are never freed, and tensors live on in a peer that is gone."""
+async def test_close_frees_all_memory():
+    """Defect: Host buffers are never freed, and an ended process keeps tensors allocated."""
     tensor = np.zeros((8, 64), np.uint8)
     gone = weakref.ref(tensor)
     regions = Regions(num_layers=1)
@@ -55,8 +55,10 @@ async def test_not_c7_5_closing_gives_all_memory_back():
 
 
 @pytest.mark.clock
-async def test_not_c7_8_memory_is_given_away_only_when_nothing_moves():
-    """It is freed under swaps that still run; what fails stays half done, and is tried again."""
+async def test_sleep_frees_memory_only_after_all_transfers_ended():
+    """Defect: Memory is freed while swaps run; a failed release stays half done and is tried
+    again.
+    """
     clock = running_clock()
     async with Drill() as drill:
         backup = drill.device.hold("offload")

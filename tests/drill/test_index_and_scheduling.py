@@ -1,4 +1,4 @@
-"""Defects of a tree, its pools and its scheduling, each provoked: none of them is here."""
+"""Defects of a prefix tree, its block pools and its scheduling: each is provoked, none occurs."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ LONG = prompt(4, 6)
 pytestmark = pytest.mark.asyncio
 
 
-async def test_not_c1_1_eviction_takes_leaves_before_their_prefix():
-    """The root is evicted first, and everything behind it is lost but still takes room."""
+async def test_eviction_takes_leaves_before_their_prefix():
+    """Defect: The root of a path is evicted first: the blocks behind it cannot be found, but still
+    occupy the pool.
+    """
     async with Drill(host_blocks=0) as drill:
         await drill.fill(LONG)
         for left in reversed(range(6)):
@@ -37,8 +39,10 @@ async def test_not_c1_1_eviction_takes_leaves_before_their_prefix():
             assert drill.statistics.device_cached == left
 
 
-async def test_not_c1_2_a_block_table_is_in_the_order_of_the_prompt():
-    """Device blocks and host blocks are listed apart, and the order of the path is forgotten."""
+async def test_block_table_of_two_tiers_is_in_prompt_order():
+    """Defect: Device blocks and host blocks are listed separately, and the order of the path is
+    lost.
+    """
     async with Drill(device_blocks=16, host_blocks=16) as drill:
         await drill.to_host(LONG)
         await drill.fill(prompt(4, 3))
@@ -51,8 +55,8 @@ async def test_not_c1_2_a_block_table_is_in_the_order_of_the_prompt():
             assert drill.hit(longer[first * BLOCK_TOKENS :]) == (0, 0), "and nowhere else"
 
 
-async def test_not_c1_3_a_copy_counts_when_its_bytes_are_proven():
-    """Blocks change their tier when the copy is scheduled; one that failed is served later on."""
+async def test_failed_copy_is_never_served():
+    """Defect: Blocks change their tier when a copy is scheduled: a failed copy is served."""
     async with Drill() as drill:
         drill.device.fail("offload", 0, block=1)
         backup = drill.device.hold("offload", 0)
@@ -73,8 +77,10 @@ async def test_not_c1_3_a_copy_counts_when_its_bytes_are_proven():
         lease.release()
 
 
-async def test_not_c1_4_the_source_of_an_onload_is_not_overwritten():
-    """Host blocks are freed when the onload is scheduled, and the next offload writes them."""
+async def test_source_of_an_onload_is_not_overwritten():
+    """Defect: Host blocks are freed when their onload is scheduled, and the next offload
+    overwrites them.
+    """
     async with Drill(device_blocks=12, host_blocks=3, write_policy="write_back") as drill:
         await drill.fill(A)
         await drill.engine.evict(2)
@@ -96,8 +102,8 @@ async def test_not_c1_4_the_source_of_an_onload_is_not_overwritten():
         lease.release()
 
 
-async def test_not_c1_5_the_source_of_a_backup_is_not_overwritten():
-    """Device blocks are evicted and written again while their backup still reads them."""
+async def test_source_of_a_backup_is_not_overwritten():
+    """Defect: Device blocks are evicted and written again while their backup still reads them."""
     async with Drill(device_blocks=3) as drill:
         backup = drill.device.hold("offload", 0)
         await drill.fill(A)
@@ -111,8 +117,10 @@ async def test_not_c1_5_the_source_of_a_backup_is_not_overwritten():
         (await drill.serve(A)).release()  # the backup holds A's bytes, not B's
 
 
-async def test_not_c1_6_only_computed_blocks_can_be_matched():
-    """Blocks are indexed when they are allocated; whoever hits them reads what nobody wrote."""
+async def test_allocated_blocks_are_matched_only_after_commit():
+    """Defect: Blocks are indexed when they are allocated: a request that hits them reads
+    uncomputed bytes.
+    """
     async with Drill(host_blocks=0) as drill:
         lease = drill.engine.match(A)
         await lease.allocate(len(A))
@@ -126,8 +134,10 @@ async def test_not_c1_6_only_computed_blocks_can_be_matched():
         (await drill.serve(A)).release()
 
 
-async def test_not_c1_7_write_through_writes_at_the_first_use():
-    """The first request of a prompt is never backed up: it takes a second one to count as a hit."""
+async def test_write_through_saves_blocks_of_the_first_request():
+    """Defect: The first request of a prompt is not backed up; only a second request counts as a
+    use.
+    """
     async with Drill(write_policy="write_through") as drill:
         lease = drill.engine.match(A)
         await lease.allocate(len(A))
@@ -140,8 +150,10 @@ async def test_not_c1_7_write_through_writes_at_the_first_use():
         lease.release()
 
 
-async def test_not_c1_8_hot_blocks_are_backed_up_and_their_backups_make_room():
-    """What is always referenced is never backed up, and a full host tier never gives twins back."""
+async def test_blocks_in_use_are_backed_up_and_host_copies_are_reclaimed():
+    """Defect: Blocks that are always referenced are never backed up, and a full host tier never
+    reclaims host copies.
+    """
     async with Drill(
         host_blocks=4, write_policy="write_through_selective", low_watermark_blocks=0
     ) as drill:
@@ -159,8 +171,10 @@ async def test_not_c1_8_hot_blocks_are_backed_up_and_their_backups_make_room():
         await drill.nothing_lost()
 
 
-async def test_not_c1_9_onloaded_blocks_can_be_evicted_again():
-    """After an onload, blocks without a lease are in no list of victims: lost until a reset."""
+async def test_onloaded_blocks_can_be_evicted_again():
+    """Defect: After an onload, unreferenced blocks are in no list of victims and are lost until a
+    reset.
+    """
     async with Drill(device_blocks=3) as drill:
         await drill.to_host(A)
         for _ in range(3):
@@ -170,9 +184,10 @@ async def test_not_c1_9_onloaded_blocks_can_be_evicted_again():
             assert drill.hit(A) == (0, 2)
 
 
-async def test_not_c1_10_a_match_makes_recent_and_eviction_does_not():
-    """A match leaves its prompt in line for eviction; the coldest victims become the newest host
-    blocks."""
+async def test_match_refreshes_recency_and_eviction_does_not():
+    """Defect: A match does not refresh recency, and the coldest victims become the newest host
+    blocks.
+    """
     async with Drill(device_blocks=16) as drill:
         await drill.fill(A, B, C)
         drill.engine.match(A).release()
@@ -183,8 +198,8 @@ async def test_not_c1_10_a_match_makes_recent_and_eviction_does_not():
         assert [drill.hit(tokens) for tokens in (A, B, C)] == [(0, 2), (0, 0), (0, 2)]
 
 
-async def test_not_c1_11_no_error_loses_a_block():
-    """An exception half-way leaves blocks, host blocks or refs with nobody."""
+async def test_errors_leak_no_blocks():
+    """Defect: An exception between two steps of an operation leaks blocks, host blocks or refs."""
     async with Drill(device_blocks=6, host_blocks=4) as drill:
         await drill.to_host(A)
         drill.device.reject("onload", 0)
@@ -214,8 +229,8 @@ async def test_not_c1_11_no_error_loses_a_block():
 
 
 @pytest.mark.parametrize("shift", [0, 2], ids=["equal_numbers", "unequal_numbers"])
-async def test_not_c1_12_a_second_copy_is_told_from_a_host_copy(shift: int):
-    """A computed block is compared by number with a host block: equal numbers leak it."""
+async def test_second_device_copy_is_not_confused_with_a_host_copy(shift: int):
+    """Defect: A device id is compared with a host id: equal numbers leak the block."""
     async with Drill() as drill:
         await drill.to_host(A)
         before = [drill.engine.match(prompt(9, 1)) for _ in range(shift)]
@@ -233,8 +248,10 @@ async def test_not_c1_12_a_second_copy_is_told_from_a_host_copy(shift: int):
         await drill.nothing_lost()
 
 
-async def test_not_c1_13_a_smaller_pool_has_no_larger_ids():
-    """Shrinking with ids in use brings them back later; a double release is only logged."""
+async def test_shrunk_pool_hands_out_no_larger_ids():
+    """Defect: Ids in use during a shrink return to the pool later; a double release is only
+    logged.
+    """
     async with Drill(device_blocks=12, host_blocks=0) as drill:
         low, high = await drill.serve(A), await drill.serve(B)
         with pytest.raises(TimeoutError):
@@ -250,8 +267,10 @@ async def test_not_c1_13_a_smaller_pool_has_no_larger_ids():
             lease.release()
 
 
-async def test_not_c1_14_a_reset_outlives_what_was_in_flight():
-    """Late completions of before the reset touch blocks that are somebody else's by then."""
+async def test_transfers_from_before_a_reset_touch_no_later_blocks():
+    """Defect: Completions of transfers from before a reset change blocks that belong to later
+    requests.
+    """
     async with Drill(device_blocks=16) as drill:
         await drill.to_host(A)
         onload, backup = drill.device.hold("onload", 0), drill.device.hold("offload", 1)
@@ -276,8 +295,8 @@ async def test_not_c1_14_a_reset_outlives_what_was_in_flight():
         await drill.nothing_lost()
 
 
-async def test_not_c1_15_an_eviction_costs_the_same_in_a_large_cache():
-    """Every eviction looks at all blocks that could be evicted, every backup at all candidates."""
+async def test_eviction_time_does_not_grow_with_the_cache():
+    """Defect: Each eviction scans all evictable blocks, and each backup scans all candidates."""
 
     async def seconds_of_100_requests(device_blocks: int) -> float:
         config = CacheConfig(
@@ -308,8 +327,8 @@ async def test_not_c1_15_an_eviction_costs_the_same_in_a_large_cache():
     assert await seconds_of_100_requests(100_000) < 8 * await seconds_of_100_requests(1_000)
 
 
-async def test_not_c1_16_a_token_costs_the_same_in_a_long_prompt():
-    """Each call builds the list of all tokens again, pickles and hashes it."""
+async def test_time_per_token_does_not_grow_with_the_prompt():
+    """Defect: Each call builds the list of all tokens again, pickles it and hashes it."""
 
     async def seconds_of_256_tokens(prompt_tokens: int) -> float:
         config = CacheConfig(block_tokens=16, device_blocks=prompt_tokens // 16 + 200)
@@ -330,8 +349,8 @@ async def test_not_c1_16_a_token_costs_the_same_in_a_long_prompt():
     assert await seconds_of_256_tokens(400_000) < 8 * await seconds_of_256_tokens(4_000)
 
 
-async def test_not_c1_17_nobody_waits_for_somebody_elses_copy():
-    """One lock is held while a match asks a slow store, or a release waits for a swap."""
+async def test_requests_do_not_wait_for_copies_of_others():
+    """Defect: One lock is held while a match queries a slow store or a release waits for a swap."""
     async with Drill(device_blocks=16) as drill:
         await drill.to_host(A)
         drill.device.hold("onload", None)
@@ -359,8 +378,10 @@ async def test_not_c1_17_nobody_waits_for_somebody_elses_copy():
         stuck.release()
 
 
-async def test_not_c1_18_a_forgotten_lease_frees_itself():
-    """Refs live on a request that somebody dropped, and stay for ever."""
+async def test_garbage_collected_lease_frees_its_blocks():
+    """Defect: Refs belong to a request object; when the object is dropped, they are never
+    released.
+    """
     async with Drill(host_blocks=0) as drill:
         await drill.fill(A)
         lease = drill.engine.match(A, owner="forgetful")
@@ -373,8 +394,8 @@ async def test_not_c1_18_a_forgotten_lease_frees_itself():
         assert await drill.engine.evict(8) == 2
 
 
-async def test_not_c1_19_every_shortage_is_said_as_documented():
-    """Of three siblings one answers None, one [] and one a tuple, and all of them mean no."""
+async def test_each_shortage_is_reported_as_documented():
+    """Defect: Three related calls report a shortage as None, as [] and as a tuple."""
     async with Drill(device_blocks=4, host_blocks=0) as drill:
         holder = await drill.serve(prompt(5, 3))
         before = drill.statistics
@@ -402,8 +423,10 @@ async def test_not_c1_19_every_shortage_is_said_as_documented():
 
 
 @pytest.mark.clock
-async def test_not_c1_20_capacity_is_granted_in_order_and_never_promised_twice():
-    """Two requests are told that there is room, and one of them fails; nobody waits in a line."""
+async def test_capacity_is_granted_in_order_and_promised_once():
+    """Defect: Two requests are promised the same room and one of them fails; there is no waiting
+    line.
+    """
     clock = running_clock()
     async with Drill(device_blocks=6, host_blocks=0) as drill:
         first = drill.engine.match(prompt(5, 3))
