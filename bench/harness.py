@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -86,12 +86,6 @@ def _first_line(*command: str) -> str:
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return done.stdout.partition("\n")[0]
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Nearest-rank percentile of a sequence that need not be sorted."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
 
 def flatten(results: Mapping[str, Any], prefix: str = "") -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Images of the demo's prompts: placeholder tokens, and embeddings in place of an encoder's."""
+"""Images in prompts: placeholder tokens, and embeddings in place of those of an encoder."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 from aiokv.types import Item
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-    from aiokv.demo.model import Array
+    from aiokv.demo.weights import Array
 
 PLACEHOLDER_TOKEN: Final = 0
 IMAGE_TOKENS: Final = 24
@@ -21,10 +21,10 @@ IMAGE_TOKENS: Final = 24
 
 @dataclass(frozen=True, slots=True)
 class ImageRows:
-    """Rows ``[start, stop)`` of a batch that are positions of an image, not tokens.
+    """Rows ``[start, stop)`` of a batch that are positions of an image.
 
     Attributes:
-        first: the image's position in row ``start``, counted from its own beginning.
+        first: position in the image of row ``start``.
     """
 
     start: int
@@ -33,24 +33,22 @@ class ImageRows:
     content_hash: bytes
 
     def embeddings(self, hidden: int) -> Array:
-        """``[rows, hidden]``."""
+        """Return ``[rows, hidden]``."""
         return _encode(self.content_hash, hidden)[self.first : self.first + self.stop - self.start]
 
 
 def image(number: int, offset: int) -> Item:
-    """Image ``number`` at a place in a prompt."""
+    """Return image ``number`` at ``offset`` in a prompt."""
     return Item(number.to_bytes(8, "little"), offset, IMAGE_TOKENS)
 
 
-def image_rows(items: Sequence[Item], first: int, count: int, row: int) -> list[ImageRows]:
-    """What of ``items`` lies in ``[first, first + count)``; that begins in row ``row``."""
-    found = []
+def image_rows(items: Sequence[Item], first: int, count: int, row: int) -> Iterator[ImageRows]:
+    """Yield the parts of ``items`` in ``count`` positions from ``first``, as rows from ``row``."""
     for content_hash, offset, length in items:
         start, stop = max(first, offset), min(first + count, offset + length)
         if start < stop:
             place = row + start - first
-            found.append(ImageRows(place, place + stop - start, start - offset, content_hash))
-    return found
+            yield ImageRows(place, place + stop - start, start - offset, content_hash)
 
 
 @lru_cache(maxsize=256)

@@ -16,15 +16,15 @@ import contextlib
 import random
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from aiokv.demo.batch import Batch, Span
 from aiokv.demo.images import image_rows
 from aiokv.demo.ledger import Ledger
-from aiokv.demo.model import Batch
-from aiokv.demo.paging import Span
-from aiokv.demo.requests import Request, Sequence, ServingStatistics
+from aiokv.demo.report import ServingStatistics
+from aiokv.demo.requests import Request, Sequence
 from aiokv.errors import TransferError, WouldBlock
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Server:
     def __init__(
         self,
         engine: aiokv.CacheEngine,
-        runner: ModelRunner[Any],
+        runner: ModelRunner,
         config: ServingConfig,
         *,
         on_hit: Callable[[aiokv.Lease], None] | None = None,
@@ -77,6 +77,8 @@ class Server:
     ) -> None:
         self.statistics = ServingStatistics()
         self.ledger = Ledger()
+        self.ttft_seconds: list[float] = []
+        self.capacity_wait_seconds: list[float] = []
         self._engine = engine
         self._runner = runner
         self._config = config
@@ -127,6 +129,7 @@ class Server:
                 if not self._running:  # no step will close the one that released the blocks
                     self._engine.step(self._runner.record())
         self.statistics.add(request)
+        self.capacity_wait_seconds.append(request.capacity_wait_seconds)
         self.ledger.record_tokens(request.name, request.generated)
         if self._on_done is not None:
             self._on_done()
@@ -285,7 +288,7 @@ class Server:
         statistics = self.statistics
         statistics.steps += 1
         statistics.compute_seconds += output.compute_seconds
-        statistics.layer_wait_seconds += output.layer_wait_seconds
+        statistics.layer_wait_ms += 1e3 * output.layer_wait_seconds
         self.ledger.rows_not_finite += output.rows_not_finite
         for (sequence, count), span, token in zip(chosen, spans, output.next_tokens, strict=True):
             if sequence.abandoned:
@@ -304,6 +307,7 @@ class Server:
         request.tokens.append(token)
         if request.ttft_seconds is None:
             request.ttft_seconds = time.perf_counter() - request.arrived_seconds
+            self.ttft_seconds.append(request.ttft_seconds)
         if len(request.tokens) == request.stop_length:
             self._running.remove(sequence)
             sequence.end(finished=True)

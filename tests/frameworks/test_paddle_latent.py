@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from aiokv.cli import main
-from aiokv.demo.latent import LatentConfig, random_weights
-from aiokv.demo.models import load_model
 from aiokv.errors import ConfigError, UsageError
+from tests.models.demo.latent import LatentConfig, random_weights
+from tests.models.demo.loading import load_model
 from tests.models.latent_transformer import naive_latent_logits
 from tests.models.transformer import run
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from aiokv.cli import main
-from aiokv.demo.grouped import GroupedConfig, random_weights
-from aiokv.demo.models import load_model
+from aiokv.demo.weights import GroupedConfig, random_weights
+from tests.models.demo.loading import load_model
 from tests.models.transformer import naive_logits, run
 
 CONFIG = GroupedConfig(vocab=64, hidden=32, layers=2, heads=4, kv_heads=2, ffn=48)

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from aiokv.cli import main
-from aiokv.demo.grouped import GroupedConfig, random_weights
+from aiokv.demo.weights import GroupedConfig, random_weights
 from tests.models.transformer import naive_logits, run
 
 CONFIG = GroupedConfig(vocab=64, hidden=32, layers=2, heads=4, kv_heads=2, ffn=48)
 
 
 def make(config=CONFIG):
-    from aiokv.demo.on_cupy.transformer import CupyTransformer
+    from tests.models.demo.on_cupy.transformer import CupyTransformer
 
     return CupyTransformer(config, random_weights(config), max_context_tokens=256)
 

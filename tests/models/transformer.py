@@ -2,9 +2,8 @@
 
 import numpy as np
 
-from aiokv.demo.grouped import random_weights
-from aiokv.demo.model import Batch
-from aiokv.demo.paging import Span
+from aiokv.demo.batch import Batch, Span
+from aiokv.demo.weights import random_weights
 
 
 def naive_logits(config, tokens):
@@ -27,25 +26,25 @@ def naive_logits(config, tokens):
         return turned
 
     for layer in parameters.layers:
-        projected = norm(x) * layer.attention_norm @ layer.qkv
-        if layer.qkv_bias is not None:
-            projected = projected + layer.qkv_bias
+        projected = norm(x) * layer["attention_norm"] @ layer["qkv"]
+        if config.qkv_bias:
+            projected = projected + layer["qkv_bias"]
         parts = np.split(projected, config.heads + 2 * config.kv_heads, axis=1)
         group = config.heads // config.kv_heads
         mixed = []
         for head in range(config.heads):
             query, key = parts[head], parts[config.heads + head // group]
             if config.qk_norm:
-                query, key = norm(query) * layer.query_norm, norm(key) * layer.key_norm
+                query, key = norm(query) * layer["query_norm"], norm(key) * layer["key_norm"]
             query, key = turn(query), turn(key)
             value = parts[config.heads + config.kv_heads + head // group]
             scores = query @ key.T / np.sqrt(config.head_dim)
             scores[np.triu_indices(length, 1)] = -np.inf
             weights = np.exp(scores - scores.max(-1, keepdims=True))
             mixed.append(weights / weights.sum(-1, keepdims=True) @ value)
-        x = x + np.concatenate(mixed, axis=1) @ layer.out
-        gate, up = np.split(norm(x) @ layer.gate_up, 2, axis=1)
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ layer.down
+        x = x + np.concatenate(mixed, axis=1) @ layer["out"]
+        gate, up = np.split(norm(x) @ layer["gate_up"], 2, axis=1)
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ layer["down"]
     return norm(x) @ parameters.unembedding
 
 

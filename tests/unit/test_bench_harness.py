@@ -59,11 +59,6 @@ def test_saved_runs_load_again(tmp_path):
     assert json.loads((tmp_path / "deep" / "run.json").read_text())["machine"]["revision"] == "abc"
 
 
-def test_percentile_is_nearest_rank():
-    values = [5.0, 1.0, 4.0, 2.0, 3.0]
-    assert [harness.percentile(values, p) for p in (1, 50, 90, 100)] == [1.0, 3.0, 5.0, 5.0]
-
-
 def test_machine_names_what_explains_a_number():
     machine = harness.machine()
     assert {"cpu", "cores", "kernel", "python", "uvloop", "compiler", "revision"} <= set(machine)

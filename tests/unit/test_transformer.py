@@ -6,12 +6,10 @@ import itertools
 import numpy as np
 import pytest
 
-from aiokv.demo.grouped import GroupedConfig, random_weights
-from aiokv.demo.model import Batch
-from aiokv.demo.on_numpy.paged_cache import attention
-from aiokv.demo.on_numpy.transformer import NumpyTransformer
-from aiokv.demo.paging import Span
-from aiokv.demo.row_tiles import RowTiles
+from aiokv.demo.batch import Batch, Span
+from aiokv.demo.row_tiles import RowTiles, largest_alike_tile
+from aiokv.demo.transformer import NumpyTransformer, attention
+from aiokv.demo.weights import GroupedConfig, random_weights
 from aiokv.errors import ConfigError
 from tests.models.transformer import naive_logits, run
 
@@ -101,10 +99,17 @@ def test_layers_are_announced_in_order_before_they_are_read(model):
 
 def test_tiles_compute_a_product():
     rng = np.random.default_rng(9)
-    weight = rng.standard_normal((24, 40), dtype=np.float32)
-    tiles = RowTiles.for_shapes([weight.shape])
-    x = rng.standard_normal((tiles.padded(11), 24), dtype=np.float32)
+    weights = random_weights(CONFIG)
+    tiles, weight = RowTiles.for_weights(weights), weights.layers[0]["qkv"]
+    x = rng.standard_normal((tiles.padded(11), CONFIG.hidden), dtype=np.float32)
     np.testing.assert_allclose(tiles.matmul(x, weight), x @ weight, rtol=1e-4, atol=1e-4)
+
+
+def test_a_product_that_depends_on_the_place_of_a_row_gets_tiles_of_one_row():
+    def depends_on_the_place(x, weight):
+        return x @ weight + np.arange(len(x), dtype=np.float32)[:, np.newaxis]
+
+    assert largest_alike_tile(random_weights(CONFIG), depends_on_the_place, (8, 4, 2, 1)) == 1
 
 
 @pytest.mark.parametrize(

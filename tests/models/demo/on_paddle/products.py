@@ -8,9 +8,7 @@ from aiokv.demo.row_tiles import largest_alike_tile
 from aiokv.frameworks.paddle import import_paddle
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from aiokv.demo.model import Array
+    from aiokv.demo.weights import Array, Weights
 
 paddle = import_paddle()
 
@@ -29,9 +27,9 @@ def compute_on_one_cpu_thread() -> None:
 class Products:
     """Products of rows with weights, whose rows do not depend on their neighbours."""
 
-    def __init__(self, shapes: Iterable[tuple[int, int]]) -> None:
-        """Find the largest tile that is right; ``shapes`` are those of the weights."""
-        self.tile = largest_alike_tile(shapes, _product, candidates=TILE_CANDIDATES)
+    def __init__(self, weights: Weights) -> None:
+        """Find the largest tile that treats all rows of products with ``weights`` alike."""
+        self.tile = largest_alike_tile(weights, _product, TILE_CANDIDATES)
 
     def matmul(self, x: Any, weight: Any) -> Any:
         """``[rows, k] @ [k, n]`` as products of one shape; rows is a multiple of PADDING_ROWS."""

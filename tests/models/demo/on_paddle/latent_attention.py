@@ -8,50 +8,35 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from aiokv.demo.on_paddle.paged_cache import PaddleCache, PagedTensors
-from aiokv.demo.on_paddle.products import masked_softmax, pad, product, rms_norm, rotate
 from aiokv.frameworks.paddle import import_paddle
+from tests.models.demo.on_paddle.attention import Attention
+from tests.models.demo.on_paddle.paged_cache import PaddleCache, PagedTensors
+from tests.models.demo.on_paddle.products import masked_softmax, pad, product, rms_norm, rotate
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from aiokv.demo.latent import LatentConfig, LatentLayerWeights
-    from aiokv.demo.on_paddle.attention import Rows
-    from aiokv.demo.on_paddle.kv_format import KVFormat
-    from aiokv.demo.on_paddle.products import Products
+    from tests.models.demo.on_paddle.attention import Rows
 
 paddle = import_paddle()
 
 
-class LatentAttention:
-    """See :class:`aiokv.demo.on_paddle.attention.Attention`. One region, ``latent``; no values.
+class LatentAttention(Attention):
+    """One region, ``latent``, and no values.
 
-    Where the format has scales, they are a region ``latent_scale``, a number a token.
+    Where the format has scales, they are a region ``latent_scale``, one number per token.
     """
 
-    def __init__(
-        self,
-        config: LatentConfig,
-        layers: Sequence[LatentLayerWeights],
-        products: Products,
-        kv_format: KVFormat,
-    ) -> None:
-        self._config = config
-        self._layers = [_LayerTensors(weights) for weights in layers]
-        self._products = products
-        self._kv_format = kv_format
-
-    @property
-    def cached(self) -> str:
-        return f"latents as {self._kv_format.name}"
+    kind = "latents"
 
     def new_cache(self, device_blocks: int, block_tokens: int) -> PaddleCache:
-        shape = (device_blocks, block_tokens, 1, self._config.cached_dim)
-        tensors = PagedTensors(self._config.layers, shape, self._kv_format)
+        shape = (device_blocks, block_tokens, 1, self.config.cached_dim)
+        tensors = PagedTensors(self.config.layers, shape, self.kv_format)
         return PaddleCache({"latent": tensors}, block_tokens)
 
-    def __call__(self, layer: int, x: Any, rows: Rows, cache: PaddleCache) -> Any:
-        weights, config = self._layers[layer], self._config
+    def __call__(
+        self, layer: int, weights: dict[str, Any], x: Any, rows: Rows, cache: PaddleCache
+    ) -> Any:
+        """See :class:`Attention`."""
+        config = self.config
         cache.write(layer, rows.spans, latent=self._compress(weights, x, rows))
         queries = self._queries(weights, x, rows)
         mixed = paddle.concat(
@@ -65,43 +50,31 @@ class LatentAttention:
                 for part in cache.read(layer, rows.spans)
             ]
         )
-        heads = self._products.matmul_heads(pad(mixed), weights.value_up)
-        return self._products.matmul(heads.flatten(1), weights.out)
+        heads = self.products.matmul_heads(pad(mixed), weights["value_up"])
+        return self.products.matmul(heads.flatten(1), weights["out"])
 
-    def _compress(self, weights: _LayerTensors, x: Any, rows: Rows) -> Any:
+    def _compress(self, weights: dict[str, Any], x: Any, rows: Rows) -> Any:
         """What is cached of the rows, ``[rows, 1, cached_dim]``."""
-        config = self._config
-        compressed = self._products.matmul(x, weights.compress)
+        config = self.config
+        compressed = self.products.matmul(x, weights["compress"])
         latent, key = paddle.split(
             compressed, [config.kv_lora_rank, config.qk_rope_head_dim], axis=-1
         )
-        latent = rms_norm(latent, weights.latent_norm, config.norm_epsilon)[: rows.count]
+        latent = rms_norm(latent, weights["latent_norm"], config.norm_epsilon)[: rows.count]
         key = rotate(key[: rows.count].unsqueeze(1), rows.cos, rows.sin)
         return paddle.concat([latent.unsqueeze(1), key], axis=-1)
 
-    def _queries(self, weights: _LayerTensors, x: Any, rows: Rows) -> Any:
+    def _queries(self, weights: dict[str, Any], x: Any, rows: Rows) -> Any:
         """Scaled queries of what is cached, ``[rows, heads, cached_dim]``."""
-        config = self._config
-        heads = self._products.matmul(x, weights.query)
+        config = self.config
+        heads = self.products.matmul(x, weights["query"])
         heads = heads.reshape([x.shape[0], config.heads, config.query_dim])
         plain, turned = paddle.split(
             heads, [config.qk_nope_head_dim, config.qk_rope_head_dim], axis=-1
         )
-        absorbed = self._products.matmul_heads(plain, weights.key_up)[: rows.count]
+        absorbed = self.products.matmul_heads(plain, weights["key_up"])[: rows.count]
         turned = rotate(turned[: rows.count], rows.cos, rows.sin)
         return paddle.concat([absorbed, turned], axis=-1) * config.score_scale
-
-
-class _LayerTensors:
-    """One layer's projections as Paddle tensors."""
-
-    def __init__(self, weights: LatentLayerWeights) -> None:
-        self.query = paddle.to_tensor(weights.query)
-        self.compress = paddle.to_tensor(weights.compress)
-        self.latent_norm = paddle.to_tensor(weights.latent_norm)
-        self.key_up = paddle.to_tensor(weights.key_up)
-        self.value_up = paddle.to_tensor(weights.value_up)
-        self.out = paddle.to_tensor(weights.out)
 
 
 def attend(queries: Any, cached: Any, hidden: Any, *, values: int) -> Any:
@@ -120,4 +93,4 @@ def attend(queries: Any, cached: Any, hidden: Any, *, values: int) -> Any:
     keys, latents = cached.t().contiguous(), cached[:, :values].contiguous()
     scores = paddle.stack([product(row, keys) for row in queries.unbind(0)])
     weights = masked_softmax(scores, hidden.unsqueeze(1))
-    return paddle.stack([product(row, latents) for row in weights.unbind(0)])
+    return paddle.stack([product(row, latents) for row in weights["unbind"](0)])

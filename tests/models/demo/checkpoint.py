@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import msgspec
 import numpy as np
 
-from aiokv.demo.grouped import GroupedConfig, GroupedLayerWeights
-from aiokv.demo.weights import Weights
+from aiokv.demo.weights import GroupedConfig, Weights
 from aiokv.errors import UsageError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from aiokv.demo.model import Array
+    from aiokv.demo.weights import Array
 
 _KINDS: Final = ("llama", "qwen2", "qwen3")
 _DTYPES: Final = ("F32", "F16", "BF16")
@@ -57,7 +56,7 @@ class _Sizes(msgspec.Struct):
     tie_word_embeddings: bool = False
 
 
-def read_checkpoint(folder: Path) -> tuple[GroupedConfig, Weights[GroupedLayerWeights]]:
+def read_checkpoint(folder: Path) -> tuple[GroupedConfig, Weights]:
     """Read sizes and weights of the model in ``folder``; every weight is made float32.
 
     Raises:
@@ -199,9 +198,7 @@ def _register_bfloat16() -> None:
         ) from error
 
 
-def _weights(
-    config: GroupedConfig, tensors: _Tensors, *, tied: bool
-) -> Weights[GroupedLayerWeights]:
+def _weights(config: GroupedConfig, tensors: _Tensors, *, tied: bool) -> Weights:
     embedding = tensors.read("model.embed_tokens.weight", config.vocab, config.hidden)
     if tied:
         unembedding = np.ascontiguousarray(embedding.T)
@@ -217,7 +214,7 @@ def _weights(
     )
 
 
-def _layer(config: GroupedConfig, tensors: _Tensors, prefix: str) -> GroupedLayerWeights:
+def _layer(config: GroupedConfig, tensors: _Tensors, prefix: str) -> dict[str, Array]:
     hidden, head_dim = config.hidden, config.head_dim
     outputs = {"q": config.heads, "k": config.kv_heads, "v": config.kv_heads}
     projections = [
@@ -234,18 +231,17 @@ def _layer(config: GroupedConfig, tensors: _Tensors, prefix: str) -> GroupedLaye
         for half in ("gate", "up")
     ]
     mixed = config.heads * head_dim
-    return GroupedLayerWeights(
-        attention_norm=tensors.read(f"{prefix}input_layernorm.weight", hidden),
-        qkv=np.concatenate(projections, axis=1),
-        out=tensors.matrix(f"{prefix}self_attn.o_proj.weight", mixed, hidden),
-        ffn_norm=tensors.read(f"{prefix}post_attention_layernorm.weight", hidden),
-        gate_up=np.concatenate(halves, axis=1),
-        down=tensors.matrix(f"{prefix}mlp.down_proj.weight", config.ffn, hidden),
-        qkv_bias=np.concatenate(biases) if biases else None,
-        query_norm=_head_norm(config, tensors, f"{prefix}self_attn.q_norm.weight"),
-        key_norm=_head_norm(config, tensors, f"{prefix}self_attn.k_norm.weight"),
-    )
-
-
-def _head_norm(config: GroupedConfig, tensors: _Tensors, name: str) -> Array | None:
-    return tensors.read(name, config.head_dim) if config.qk_norm else None
+    layer = {
+        "attention_norm": tensors.read(f"{prefix}input_layernorm.weight", hidden),
+        "qkv": np.concatenate(projections, axis=1),
+        "out": tensors.matrix(f"{prefix}self_attn.o_proj.weight", mixed, hidden),
+        "ffn_norm": tensors.read(f"{prefix}post_attention_layernorm.weight", hidden),
+        "gate_up": np.concatenate(halves, axis=1),
+        "down": tensors.matrix(f"{prefix}mlp.down_proj.weight", config.ffn, hidden),
+    }
+    if config.qkv_bias:
+        layer["qkv_bias"] = np.concatenate(biases)
+    if config.qk_norm:
+        layer["query_norm"] = tensors.read(f"{prefix}self_attn.q_norm.weight", head_dim)
+        layer["key_norm"] = tensors.read(f"{prefix}self_attn.k_norm.weight", head_dim)
+    return layer

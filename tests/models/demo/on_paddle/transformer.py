@@ -6,19 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiokv.demo.on_cpu import CpuModel
-from aiokv.demo.on_paddle.attention import Rows
-from aiokv.demo.on_paddle.products import padded_rows, rms_norm
+from aiokv.demo.transformer import CpuModel, rope_tables
 from aiokv.frameworks.paddle import import_paddle
+from tests.models.demo.on_paddle.attention import Rows
+from tests.models.demo.on_paddle.products import padded_rows, rms_norm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aiokv.demo.model import Array, Batch, ModelConfig
-    from aiokv.demo.on_paddle.attention import Attention
-    from aiokv.demo.on_paddle.paged_cache import PaddleCache
-    from aiokv.demo.on_paddle.products import Products
-    from aiokv.demo.weights import LayerWeights, Weights
+    from aiokv.demo.batch import Batch
+    from aiokv.demo.weights import Array, ModelConfig, Weights
+    from tests.models.demo.on_paddle.attention import Attention
+    from tests.models.demo.on_paddle.paged_cache import PaddleCache
+    from tests.models.demo.on_paddle.products import Products
 
 paddle = import_paddle()
 
@@ -32,7 +32,7 @@ class PaddleTransformer(CpuModel):
     def __init__(
         self,
         config: ModelConfig,
-        weights: Weights[LayerWeights],
+        weights: Weights,
         attention: Attention,
         products: Products,
         *,
@@ -41,10 +41,13 @@ class PaddleTransformer(CpuModel):
         self.config = config
         self._attention = attention
         self._products = products
-        cos, sin = config.rope_tables(max_context_tokens)
-        self._cos, self._sin = paddle.to_tensor(cos), paddle.to_tensor(sin)
+        tables = rope_tables(config.rope_theta, config.rotary_dim, max_context_tokens)
+        self._cos, self._sin = map(paddle.to_tensor, tables)
         self._embedding = paddle.to_tensor(weights.embedding)
-        self._layers = [_LayerTensors(layer) for layer in weights.layers]
+        self._layers = [
+            {name: paddle.to_tensor(array) for name, array in layer.items()}
+            for layer in weights.layers
+        ]
         self._final_norm = paddle.to_tensor(weights.final_norm)
         self._unembedding = paddle.to_tensor(weights.unembedding)
 
@@ -61,15 +64,16 @@ class PaddleTransformer(CpuModel):
     def forward(
         self, batch: Batch, cache: PaddleCache, before_layer: Callable[[int], None] | None = None
     ) -> Array:
-        """See :class:`aiokv.demo.model.Model`."""
+        """See :meth:`aiokv.demo.transformer.NumpyTransformer.forward`."""
         x, rows, matmul = self._embed(batch), self._rows(batch), self._products.matmul
         for index, layer in enumerate(self._layers):
             if before_layer is not None:
                 before_layer(index)
-            x = x + self._attention(index, self._norm(x, layer.attention_norm), rows, cache)
-            gate_up = matmul(self._norm(x, layer.ffn_norm), layer.gate_up)
+            normed = self._norm(x, layer["attention_norm"])
+            x = x + self._attention(index, layer, normed, rows, cache)
+            gate_up = matmul(self._norm(x, layer["ffn_norm"]), layer["gate_up"])
             gate, up = paddle.chunk(gate_up, 2, axis=-1)
-            x = x + matmul(paddle.nn.functional.silu(gate) * up, layer.down)
+            x = x + matmul(paddle.nn.functional.silu(gate) * up, layer["down"])
         logits = matmul(self._norm(x, self._final_norm), self._unembedding)
         found: Array = logits[: rows.count].numpy()
         return found
@@ -92,13 +96,3 @@ class PaddleTransformer(CpuModel):
 
     def _norm(self, x: Any, weight: Any) -> Any:
         return rms_norm(x, weight, self.config.norm_epsilon)
-
-
-class _LayerTensors:
-    """One layer's weights as Paddle tensors, without its attention's."""
-
-    def __init__(self, weights: LayerWeights) -> None:
-        self.attention_norm = paddle.to_tensor(weights.attention_norm)
-        self.ffn_norm = paddle.to_tensor(weights.ffn_norm)
-        self.gate_up = paddle.to_tensor(weights.gate_up)
-        self.down = paddle.to_tensor(weights.down)

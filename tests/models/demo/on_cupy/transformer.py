@@ -8,20 +8,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import aiokv
-from aiokv.demo.on_cupy.kernels import MAX_CONTEXT_TOKENS, THREADS, Kernels, blocks_for, import_cupy
-from aiokv.demo.paging import Paging
+from aiokv.demo.batch import slots
+from aiokv.demo.transformer import rope_tables
 from aiokv.errors import ConfigError
 from aiokv.worker.device.cuda import CudaDevice
+from tests.models.demo.on_cupy.kernels import (
+    MAX_CONTEXT_TOKENS,
+    THREADS,
+    Kernels,
+    blocks_for,
+    import_cupy,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from numpy.typing import NDArray
 
-    from aiokv.demo.grouped import GroupedConfig, GroupedLayerWeights
-    from aiokv.demo.model import Array, Batch
-    from aiokv.demo.paging import Span
-    from aiokv.demo.weights import Weights
+    from aiokv.demo.batch import Batch, Span
+    from aiokv.demo.weights import Array, GroupedConfig, Weights
 
 
 class CupyCache:
@@ -33,7 +38,7 @@ class CupyCache:
         self.keys = [cupy.zeros(shape, np.float32) for _ in range(layers)]
         self.values = [cupy.zeros(shape, np.float32) for _ in range(layers)]
         cupy.cuda.get_current_stream().synchronize()  # zeroed there, used in `stream`
-        self.paging = Paging(block_tokens=shape[1])
+        self.block_tokens = shape[1]
 
     def regions(self) -> aiokv.Regions:
         regions = aiokv.Regions(num_layers=len(self.keys))
@@ -48,7 +53,7 @@ class CupyCache:
                 self._cupy.negative(array[block], out=array[block])
 
     def read_blocks(self, blocks: NDArray[np.int32]) -> NDArray[np.uint8]:
-        """See :class:`aiokv.demo.model.PagedCache`."""
+        """Copy the bytes of whole blocks, ``[blocks, block_bytes]``."""
         with self._stream:
             ids = self._cupy.asarray(blocks)
             arrays = (*self.keys, *self.values)
@@ -90,7 +95,7 @@ class CupyTransformer:
     def __init__(
         self,
         config: GroupedConfig,
-        weights: Weights[GroupedLayerWeights],
+        weights: Weights,
         *,
         max_context_tokens: int,
     ) -> None:
@@ -105,10 +110,13 @@ class CupyTransformer:
         self.stream = self._cupy.cuda.Stream(non_blocking=True)
         self._kernels = Kernels(self._cupy)
         upload = self._cupy.asarray
-        cos, sin = config.rope_tables(max_context_tokens)
-        self._cos, self._sin = upload(cos), upload(sin)
+        tables = rope_tables(config.rope_theta, config.head_dim, max_context_tokens)
+        self._cos, self._sin = map(upload, tables)
         self._embedding = upload(weights.embedding, order="C")
-        self._layers = [_LayerArrays(self._cupy, layer) for layer in weights.layers]
+        self._layers = [
+            {name: upload(array, order="C") for name, array in layer.items()}
+            for layer in weights.layers
+        ]
         self._final_norm = upload(weights.final_norm)
         self._unembedding = upload(weights.unembedding, order="C")
         self._cupy.cuda.get_current_stream().synchronize()  # uploaded there, used in `stream`
@@ -130,9 +138,9 @@ class CupyTransformer:
     def forward(
         self, batch: Batch, cache: CupyCache, before_layer: Callable[[int], None] | None = None
     ) -> Array:
-        """See :class:`aiokv.demo.model.Model`."""
+        """See :meth:`aiokv.demo.transformer.NumpyTransformer.forward`."""
         with self.stream:
-            inputs = self._upload(batch, cache.paging)
+            inputs = self._upload(batch, cache.block_tokens)
             x = self._embedding[self._cupy.asarray(batch.tokens)]
             for index, layer in enumerate(self._layers):
                 if before_layer is not None:
@@ -142,40 +150,42 @@ class CupyTransformer:
             found: Array = logits.get(stream=self.stream)
         return found
 
-    def _upload(self, batch: Batch, paging: Paging) -> _Inputs:
-        blocks, offsets = paging.slots(batch.spans)
+    def _upload(self, batch: Batch, block_tokens: int) -> _Inputs:
+        blocks, offsets = slots(batch.spans, block_tokens)
         upload = self._cupy.asarray
         return _Inputs(
             rows=len(batch.tokens),
             positions=upload(batch.positions),
-            slots=upload(blocks * paging.block_tokens + offsets),
+            slots=upload(blocks.astype(np.int64) * block_tokens + offsets),
             tables=upload(_row_tables(batch.spans)),
             context_tokens=int(batch.positions.max()) + 1,
         )
 
     def _layer(
-        self, x: Any, index: int, layer: _LayerArrays, inputs: _Inputs, cache: CupyCache
+        self, x: Any, index: int, layer: dict[str, Any], inputs: _Inputs, cache: CupyCache
     ) -> None:
         """One layer, added to ``x`` in place."""
-        qkv = self._product(self._norm(x, layer.attention_norm), layer.qkv, bias=layer.qkv_bias)
+        qkv = self._product(
+            self._norm(x, layer["attention_norm"]), layer["qkv"], bias=layer.get("qkv_bias")
+        )
         mixed = self._attention(qkv, index, layer, inputs, cache)
-        self._product(mixed, layer.out, add_to=x)
-        gate_up = self._product(self._norm(x, layer.ffn_norm), layer.gate_up)
+        self._product(mixed, layer["out"], add_to=x)
+        gate_up = self._product(self._norm(x, layer["ffn_norm"]), layer["gate_up"])
         ffn = gate_up.shape[1] // 2
         gated = self._cupy.empty((inputs.rows, ffn), np.float32)
         grid = (blocks_for(ffn), inputs.rows)
         self._kernels.swiglu(grid, (THREADS,), (gate_up, gated, np.int32(ffn)))
-        self._product(gated, layer.down, add_to=x)
+        self._product(gated, layer["down"], add_to=x)
 
     def _attention(
-        self, qkv: Any, index: int, layer: _LayerArrays, inputs: _Inputs, cache: CupyCache
+        self, qkv: Any, index: int, layer: dict[str, Any], inputs: _Inputs, cache: CupyCache
     ) -> Any:
         config, rows = self.config, inputs.rows
         heads, kv_heads, head_dim = config.heads, config.kv_heads, config.head_dim
         stride = np.int32(config.qkv)
-        if layer.query_norm is not None:
-            self._norm_heads(qkv, layer.query_norm, 0, heads)
-            self._norm_heads(qkv, layer.key_norm, heads, kv_heads)
+        if config.qk_norm:
+            self._norm_heads(qkv, layer["query_norm"], 0, heads)
+            self._norm_heads(qkv, layer["key_norm"], heads, kv_heads)
         self._kernels.rotate(
             (heads + kv_heads, rows),
             (THREADS,),
@@ -185,7 +195,7 @@ class CupyTransformer:
         sizes = (stride, np.int32(heads * head_dim), np.int32(kv_heads * head_dim))
         self._kernels.store((rows,), (THREADS,), (qkv, inputs.slots, keys, values, *sizes))
         mixed = self._cupy.empty((rows, heads * head_dim), np.float32)
-        counts = (inputs.tables.shape[1], cache.paging.block_tokens, heads, kv_heads, head_dim)
+        counts = (inputs.tables.shape[1], cache.block_tokens, heads, kv_heads, head_dim)
         self._kernels.attend(
             (heads, rows),
             (THREADS,),
@@ -224,24 +234,6 @@ class CupyTransformer:
         sizes = (np.int32(k), np.int32(n), np.bool_(add_to is not None))
         self._kernels.product((blocks_for(n), rows), (THREADS,), (x, weight, bias_at, out, *sizes))
         return out
-
-
-class _LayerArrays:
-    """One layer's weights on the GPU."""
-
-    def __init__(self, cupy: Any, weights: GroupedLayerWeights) -> None:
-        def optional(array: Array | None) -> Any:
-            return None if array is None else cupy.asarray(array)
-
-        self.attention_norm = cupy.asarray(weights.attention_norm)
-        self.qkv = cupy.asarray(weights.qkv, order="C")
-        self.out = cupy.asarray(weights.out, order="C")
-        self.ffn_norm = cupy.asarray(weights.ffn_norm)
-        self.gate_up = cupy.asarray(weights.gate_up, order="C")
-        self.down = cupy.asarray(weights.down, order="C")
-        self.qkv_bias = optional(weights.qkv_bias)
-        self.query_norm = optional(weights.query_norm)
-        self.key_norm = optional(weights.key_norm)
 
 
 def _row_tables(spans: list[Span]) -> NDArray[np.int32]:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import aiokv
-from aiokv.demo.on_cpu import BlockBytes
-from aiokv.demo.paging import Paging
+from aiokv.demo.batch import contexts, slots
 from aiokv.frameworks.paddle import add_region, as_integers, import_paddle
 
 if TYPE_CHECKING:
@@ -17,8 +16,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from aiokv.demo.on_paddle.kv_format import KVFormat
-    from aiokv.demo.paging import Span
+    from aiokv.demo.batch import Span
+    from tests.models.demo.on_paddle.kv_format import KVFormat
 
 paddle = import_paddle()
 
@@ -71,8 +70,8 @@ class PaddleCache:
 
     def __init__(self, tensors: Mapping[str, PagedTensors], block_tokens: int) -> None:
         self._tensors = tensors
-        self._paging = Paging(block_tokens)
-        self._bytes = BlockBytes(self.regions())
+        self._block_tokens = block_tokens
+        self._block_bytes = [piece.view() for piece in self.regions().pieces()]
 
     def regions(self) -> aiokv.Regions:
         layers = {len(tensors.stored) for tensors in self._tensors.values()}
@@ -89,19 +88,19 @@ class PaddleCache:
                 numbers[block] = np.roll(numbers[block], 1, axis=-1)
 
     def read_blocks(self, blocks: NDArray[np.int32]) -> NDArray[np.uint8]:
-        """See :class:`aiokv.demo.model.PagedCache`."""
-        return self._bytes.read(blocks)
+        """Copy the bytes of whole blocks, ``[blocks, block_bytes]``."""
+        return np.concatenate([view[blocks] for view in self._block_bytes], axis=1)
 
     def write(self, layer: int, spans: list[Span], **rows: Any) -> None:
         """Store rows ``[rows, heads, dim]`` of each name at the places the block tables name."""
-        blocks, offsets = map(paddle.to_tensor, self._paging.slots(spans))
+        blocks, offsets = map(paddle.to_tensor, slots(spans, self._block_tokens))
         for name, tensors in self._tensors.items():
             tensors.write(layer, blocks, offsets, rows[name])
 
     def read(self, layer: int, spans: list[Span]) -> Iterator[CachedContext]:
         """The contexts of all rows of the spans, in row order."""
-        for context in self._paging.contexts(spans):
+        for context in contexts(spans, self._block_tokens):
             block_ids = paddle.to_tensor(context.block_ids)
             rows = {name: each.read(layer, block_ids) for name, each in self._tensors.items()}
-            hidden = paddle.to_tensor(context.hidden(self._paging.block_tokens))
+            hidden = paddle.to_tensor(context.hidden)
             yield CachedContext(context.start, context.stop, rows, hidden)

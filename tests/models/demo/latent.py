@@ -10,24 +10,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from aiokv.demo.model import ModelConfig
-from aiokv.demo.weights import (
-    LayerWeights,
-    Weights,
-    random_common_weights,
-    random_matrix,
-    random_model,
-    random_stack,
-    random_vector,
-)
+from aiokv.demo.weights import ModelConfig, Weights, draw_weights
 from aiokv.errors import ConfigError
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from aiokv.demo.model import Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,39 +62,30 @@ class LatentConfig(ModelConfig):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LatentLayerWeights(LayerWeights):
-    """Weights of one layer.
+def random_weights(config: LatentConfig) -> Weights:
+    """Draw weights from ``config.seed``: the output of the model has no meaning.
 
-    Attributes:
-        query: ``[hidden, heads * query_dim]``; of each head first what no position turns.
-        compress: ``[hidden, cached_dim]``, to the latent and, side by side, the shared key.
-        latent_norm: ``[kv_lora_rank]``, of the latent before it is cached.
-        key_up: ``[heads, qk_nope_head_dim, kv_lora_rank]``; a head's keys are the latents times
-            its transpose, so it projects the head's queries into the latents' space.
-        value_up: ``[heads, kv_lora_rank, v_head_dim]``.
+    Each layer has, beside those of every transformer:
+
+    - ``query`` ``[hidden, heads * query_dim]``, of each head first what no position turns;
+    - ``compress`` ``[hidden, cached_dim]``, to the latent and, side by side, the shared key;
+    - ``latent_norm`` ``[kv_lora_rank]``, of the latent before it is cached;
+    - ``key_up`` ``[heads, qk_nope_head_dim, kv_lora_rank]``; the keys of a head are the latents
+      times its transpose, so it projects the queries of the head into the space of the latents;
+    - ``value_up`` ``[heads, kv_lora_rank, v_head_dim]``.
     """
-
-    query: Array
-    compress: Array
-    latent_norm: Array
-    key_up: Array
-    value_up: Array
-
-
-def random_weights(config: LatentConfig) -> Weights[LatentLayerWeights]:
-    """Drawn from ``config.seed``: what the model says is nonsense, what it computes is real."""
     heads, rank = config.heads, config.kv_lora_rank
-
-    def layer(rng: np.random.Generator) -> LatentLayerWeights:
-        key_up = random_stack(rng, heads, rank, config.qk_nope_head_dim)
-        return LatentLayerWeights(
-            **random_common_weights(rng, config, mixed=heads * config.v_head_dim),
-            query=random_matrix(rng, config.hidden, heads * config.query_dim),
-            compress=random_matrix(rng, config.hidden, config.cached_dim),
-            latent_norm=random_vector(rng, rank),
-            key_up=key_up.transpose(0, 2, 1).copy(),
-            value_up=random_stack(rng, heads, rank, config.v_head_dim),
-        )
-
-    return random_model(config, layer)
+    weights = draw_weights(
+        config,
+        {
+            "out": (heads * config.v_head_dim, config.hidden),
+            "query": (config.hidden, heads * config.query_dim),
+            "compress": (config.hidden, config.cached_dim),
+            "latent_norm": (rank,),
+            "key_up": (heads, rank, config.qk_nope_head_dim),
+            "value_up": (heads, rank, config.v_head_dim),
+        },
+    )
+    for layer in weights.layers:
+        layer["key_up"] = layer["key_up"].transpose(0, 2, 1).copy()
+    return weights
