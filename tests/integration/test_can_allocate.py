@@ -7,10 +7,10 @@ from collections import Counter
 from random import Random
 
 import pytest
-from kv_cache import BLOCK_TOKENS, Cache, prompt
 
 from aiokv import CapacityError, ClosedError, LeaseError, RequestTooLarge, TransferError
 from aiokv.testing import spin
+from tests.harness.cache import BLOCK_TOKENS, Cache, prompt
 
 pytestmark = pytest.mark.asyncio
 

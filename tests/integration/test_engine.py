@@ -20,7 +20,7 @@ from aiokv import (
     WouldBlock,
 )
 from aiokv.testing import ManualEvent, spin
-from tests.integration.kv import Served
+from tests.harness.served import Served
 
 pytestmark = pytest.mark.asyncio
 

@@ -11,7 +11,7 @@ import pytest
 from aiokv import CacheConfig, CacheEngine, Lease, TransferError, UsageError
 from aiokv.testing import spin
 from aiokv.testing.manual import ManualStream
-from tests.integration.kv import Served
+from tests.harness.served import Served
 
 pytestmark = pytest.mark.asyncio
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_cache import Cache
 
 from aiokv import CacheConfig, CacheEngine, Item, LeaseError, TransferError, UsageError
+from tests.harness.cache import Cache
 
 BLOCK_TOKENS = 4
 PLACEHOLDER = 7

@@ -6,10 +6,10 @@ import asyncio
 import logging
 
 import pytest
-from kv_cache import Cache, prompt
 
 from aiokv.errors import AllocateTimeout
 from aiokv.testing import ManualEvent, spin
+from tests.harness.cache import Cache, prompt
 
 A, B = prompt(1, 2), prompt(2, 5)
 

@@ -21,7 +21,7 @@ from aiokv.trace.replay import (
     sweep_capacities,
     workload_of,
 )
-from bench.harness import find_trace
+from tests.harness.traces import find_trace
 from tests.models.demo.trace import trace_workload
 
 SMALL = Path(__file__).parents[1] / "data" / "small.jsonl"

@@ -7,11 +7,11 @@ import random
 
 import numpy as np
 import pytest
-from toy_recurrence import Hybrid
 
 from aiokv import CacheConfig, CacheEngine, LayoutError, LeaseError, Regions, UsageError
 from aiokv.errors import AllocateTimeout, TransferError, WouldBlock
 from aiokv.testing import ManualDevice, run_until_idle, spin
+from tests.harness.recurrence import Hybrid
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]  # 3 full blocks and a partial one
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from kv import BLOCK_TOKENS, Served
 
 from aiokv.errors import LeaseError, TransferError
 from aiokv.testing import spin
+from tests.harness.served import BLOCK_TOKENS, Served
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7]  # 3 full blocks and a partial one
 

@@ -117,12 +117,10 @@ LIKELY: dict[str, tuple[str, ...]] = {
     ),
 }
 EVERYTHING = ("unit", "drill", "property", "integration", "ranks")
-# Of the whole command line and of benches: slow, and they notice nothing that others do not.
+# Of the whole command line: slow, and they notice nothing that others do not.
 TOO_SLOW = (
-    "integration/test_benches.py",
     "integration/test_demo.py",
     "integration/test_demo_failures.py",
-    "integration/test_soak.py",
     "ranks/test_chaos.py",
     "ranks/test_processes.py",
 )

@@ -14,7 +14,7 @@ from aiokv.plan import TransferReport
 from aiokv.scheduler.manager import CacheManager
 from aiokv.trace.min_oracle import min_hit_tokens
 from aiokv.trace.synthetic import generate_trace
-from bench.policy import hit_tokens, trace_prompts
+from tests.harness.traces import hit_tokens, trace_prompts
 
 
 def random_path(rng: Random) -> np.ndarray:

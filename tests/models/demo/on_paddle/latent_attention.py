@@ -93,4 +93,4 @@ def attend(queries: Any, cached: Any, hidden: Any, *, values: int) -> Any:
     keys, latents = cached.t().contiguous(), cached[:, :values].contiguous()
     scores = paddle.stack([product(row, keys) for row in queries.unbind(0)])
     weights = masked_softmax(scores, hidden.unsqueeze(1))
-    return paddle.stack([product(row, latents) for row in weights["unbind"](0)])
+    return paddle.stack([product(row, latents) for row in weights.unbind(0)])

@@ -4,7 +4,7 @@ Rounds go through all write policies, devices and loops. In each, clients match,
 compute, commit, extend, pin and prefetch over a cache that is too small, while copies fail at
 random, clients are cancelled at random, and an operator evicts, resets, resizes, pauses, updates
 weights and sleeps; in some, salts have a quota, or checksums find the host blocks that the operator
-corrupts. A round ends with every pool full and nothing left. See ``soak_load`` for the load.
+corrupts. A round ends with every pool full and nothing left. See ``load`` for the load.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from aiokv import CacheConfig, CacheEngine
 from aiokv.cli.progress import show_progress
 from aiokv.testing.flaky import ChaosDevice, FlakyDevice
 from aiokv.testing.leftovers import open_descriptors, running_threads
-from bench.soak_load import Load, Memory, Violation
+from tests.harness.memory import Memory, WrongBytes
+from tests.soak.load import Load, Violation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -202,7 +203,7 @@ def _raise_failure(task: asyncio.Task[None]) -> None:
     """Of a finished task: any exception but its cancellation."""
     if task.cancelled() or (error := task.exception()) is None:
         return
-    if isinstance(error, Violation):
+    if isinstance(error, Violation | WrongBytes):
         raise error
     raise Violation(f"unexpected {error!r}") from error
 
@@ -242,7 +243,7 @@ def soak(seconds: float, seed: int, progress: Callable[[int], None] = lambda cou
                 raise Violation(f"the loop's exception handler got: {loop_errors[:3]}")
             if number and (left := _open() - before):
                 raise Violation(f"threads or descriptors are left: {left}")
-        except Violation as error:
+        except (Violation, WrongBytes) as error:
             raise SoakFailure(seed, number, f"{policy}, {device}, {verify}, {loop}", one) from error
         before = before if number else _open()  # the first loop opens libuv's own pipes
         number += 1
@@ -267,14 +268,14 @@ def _open() -> set[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.soak", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--seconds", type=float, default=300.0, help="default: %(default)s")
     parser.add_argument("--seed", type=int, help="default: a random one, printed")
     args = parser.parse_args(argv)
     seed = random.randrange(2**32) if args.seed is None else args.seed
     print(f"soak: seed {seed}", file=sys.stderr)
     try:
-        with show_progress("s") as stages:
+        with show_progress("s", sys.stderr) as stages:
             totals = soak(args.seconds, seed, stages("soak", int(args.seconds)))
     except SoakFailure as failure:
         print(*failure.operations, sep="\n", file=sys.stderr)

@@ -1,9 +1,4 @@
-"""Load of the soak: clients with random operations, which check every byte they read.
-
-A block's bytes are a function of all tokens up to its end, the tenant and the weights, so a block
-of another prefix, another tenant or older weights does not compare equal, nor one that a copy has
-not written.
-"""
+"""Load of the soak: clients with random operations, which check every byte they read."""
 
 from __future__ import annotations
 
@@ -14,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aiokv import Regions
 from aiokv.errors import (
     AllocateTimeout,
     LeaseError,
@@ -28,58 +22,13 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from aiokv import CacheEngine, Lease
+    from tests.harness.memory import Memory
 
-LAYERS = 2
-WORDS = 3  # of a block, layer and region: no multiple of a cache line
 SALTS = ("", "tenant-a", "tenant-b")
-_FACTORS = [np.uint64(f) for f in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9E3779B97F4A7C15)]
 
 
 class Violation(Exception):
     """The engine did what it must not do."""
-
-
-class Memory:
-    """Device tensors and what must be in them."""
-
-    def __init__(self, device_blocks: int, block_tokens: int) -> None:
-        self.block_tokens = block_tokens
-        self.weights = 0  # changes with every weight update
-        self.checked_blocks = 0
-        self.take(device_blocks)
-
-    def take(self, device_blocks: int) -> None:
-        """New tensors; what the old ones held is gone."""
-        self.tensors = [np.zeros((device_blocks, WORDS), np.uint64) for _ in range(2 * LAYERS)]
-        self.regions = Regions(num_layers=LAYERS)
-        self.regions.add("k", layers=self.tensors[0::2])
-        self.regions.add("v", layers=self.tensors[1::2])
-
-    def words(self, tokens: np.ndarray, salt: str, weights: int) -> np.ndarray:
-        """uint64 ``[blocks]``: what the full blocks of a prompt hold."""
-        positions = np.arange(1, len(tokens) + 1, dtype=np.uint64)
-        mixed = (tokens.astype(np.uint64) + np.uint64(1)) * _FACTORS[0] ^ positions * _FACTORS[1]
-        chain = np.cumsum(mixed * _FACTORS[2], dtype=np.uint64)
-        ends = chain[self.block_tokens - 1 :: self.block_tokens]
-        return ends ^ np.uint64(SALTS.index(salt) << 40 | weights)
-
-    def write(self, ids: np.ndarray, words: np.ndarray) -> None:
-        for index, tensor in enumerate(self.tensors):
-            tensor[ids] = (words + np.uint64(index))[:, None]
-
-    def check(self, ids: np.ndarray, words: np.ndarray, who: str) -> None:
-        """Raises:
-        Violation: a block holds other bytes.
-        """
-        for index, tensor in enumerate(self.tensors):
-            equal = tensor[ids] == (words + np.uint64(index))[:, None]
-            if not equal.all():
-                block = int(equal.all(axis=1).argmin())
-                raise Violation(
-                    f"{who}: block {block} of {len(ids)} (device id {ids[block]}, tensor {index}) "
-                    f"does not hold the bytes of its prefix"
-                )
-        self.checked_blocks += len(ids)
 
 
 class Load:
@@ -494,13 +443,3 @@ class LateRunner:
             return
         self.memory.write(self.block_table, self.words)
         self.done.set_result(None)
-
-
-def raise_first(results: list[BaseException | None]) -> None:
-    """Of finished tasks: anything but a cancellation is a violation."""
-    for result in results:
-        if result is None or isinstance(result, asyncio.CancelledError):
-            continue
-        if isinstance(result, Violation):
-            raise result
-        raise Violation(f"unexpected {result!r}") from result

@@ -1,18 +1,19 @@
-"""An engine over real bytes whose copies the test completes; every KV that is read is compared."""
+"""An engine over real bytes; every KV that is read is compared with its prefix."""
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from aiokv import CacheConfig, CacheEngine
 from aiokv.testing import ManualDevice, spin
-from bench.soak_load import Memory
+from tests.harness.closing import close, complete_during
+from tests.harness.memory import Memory
 
 if TYPE_CHECKING:
     from aiokv import Lease
+    from aiokv.worker.device.base import Device
 
 BLOCK_TOKENS = 4
 
@@ -22,8 +23,44 @@ def prompt(seed: int, blocks: int) -> np.ndarray:
     return np.arange(blocks * BLOCK_TOKENS + 1, dtype=np.int32) + 1000 * seed
 
 
-class Cache:
-    """Blocks of four tokens; ``async with`` checks invariants and conservation at its end."""
+class OverBytes:
+    """An engine over a :class:`Memory`; ``async with`` checks invariants at its end.
+
+    Args:
+        device: None for the cpu device.
+        config: more fields of the configuration.
+    """
+
+    def __init__(
+        self,
+        device: Device | None,
+        *,
+        block_tokens: int,
+        device_blocks: int,
+        host_blocks: int,
+        **config: Any,
+    ) -> None:
+        self.memory = Memory(device_blocks, block_tokens)
+        self.device: Any = device
+        sizes = {"device_blocks": device_blocks, "host_blocks": host_blocks}
+        self.engine = CacheEngine(
+            CacheConfig(block_tokens=block_tokens, **sizes, **config), self.memory.regions, device
+        )
+
+    async def __aenter__(self) -> Self:
+        await self.engine.__aenter__()
+        return self
+
+    async def __aexit__(self, exc_type: object, exc: object, traceback: object) -> None:
+        await close(self.engine, self.device, exc)
+
+    @property
+    def statistics(self) -> Any:
+        return self.engine.statistics()
+
+
+class Cache(OverBytes):
+    """Blocks of four tokens whose copies the test completes; no lease may be left at its end."""
 
     def __init__(
         self,
@@ -33,33 +70,18 @@ class Cache:
         device: ManualDevice | None = None,
         **config: Any,
     ) -> None:
-        self.memory = Memory(device_blocks, BLOCK_TOKENS)
-        self.device = ManualDevice() if device is None else device
-        self.engine = CacheEngine(
-            CacheConfig(
-                block_tokens=BLOCK_TOKENS,
-                device_blocks=device_blocks,
-                host_blocks=host_blocks,
-                **config,
-            ),
-            self.memory.regions,
-            self.device,
+        super().__init__(
+            ManualDevice() if device is None else device,
+            block_tokens=BLOCK_TOKENS,
+            device_blocks=device_blocks,
+            host_blocks=host_blocks,
+            **config,
         )
 
-    async def __aenter__(self) -> Self:
-        await self.engine.__aenter__()
-        return self
-
     async def __aexit__(self, exc_type: object, exc: object, traceback: object) -> None:
-        if exc is None:
-            assert self.engine.check_invariants() == []
-            assert self.engine.statistics().leases == 0
+        assert exc is not None or self.engine.statistics().leases == 0
         self.device.refuse = None
-        closing = asyncio.create_task(self.engine.aclose(0.0 if exc else None))
-        while not closing.done():
-            self.device.complete_all()
-            await spin()
-        await closing
+        await super().__aexit__(exc_type, exc, traceback)
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -97,11 +119,7 @@ class Cache:
 
     async def finish(self) -> None:
         """Complete all transfers, and those that follow from them."""
-        draining = asyncio.create_task(self.engine.drain())
-        while not draining.done():
-            self.device.complete_all()
-            await spin()
-        await draining
+        await complete_during(self.engine.drain(), self.device)
 
     def hit(self, tokens: np.ndarray) -> tuple[int, int]:
         """Device and host blocks that a match would find."""
@@ -109,7 +127,3 @@ class Cache:
         hit = lease.hit
         lease.release()
         return hit.device_tokens // BLOCK_TOKENS, hit.host_tokens // BLOCK_TOKENS
-
-    @property
-    def statistics(self) -> Any:
-        return self.engine.statistics()

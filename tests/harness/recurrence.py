@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from aiokv import CacheConfig, CacheEngine, Regions
-from aiokv.testing import ManualDevice
+from tests.harness.closing import close
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,14 +68,8 @@ class Hybrid:
         await self.engine.__aenter__()
         return self
 
-    async def __aexit__(self, *exc: object) -> None:
-        assert exc[0] is not None or self.engine.check_invariants() == []
-        closing = asyncio.ensure_future(self.engine.__aexit__(*exc))
-        while not closing.done():
-            if isinstance(self.device, ManualDevice):
-                self.device.complete_all()
-            await asyncio.sleep(0)
-        await closing
+    async def __aexit__(self, exc_type: object, exc: object, traceback: object) -> None:
+        await close(self.engine, self.device, exc)
 
     def step(self, lease: Lease, tokens: Sequence[int], first: int, end: int) -> None:
         """Compute positions from ``first`` on, from the state and the KV before them."""

@@ -6,8 +6,8 @@ import pytest
 
 from aiokv.testing.flaky import ChaosDevice
 from aiokv.worker.checksums import Checksums
-from bench import soak
-from bench.soak_load import Load
+from tests.soak import __main__ as soak
+from tests.soak.load import Load
 
 
 def test_three_seconds_of_soak():
