@@ -154,16 +154,25 @@ class CacheConfig:
             ConfigError: not even one block fits into ``device_bytes``, or ``host_bytes`` is less
                 than a block; or as the constructor.
         """
+        from aiokv.worker.regions import num_blocks_for
+
         if regions.num_blocks is None:
             raise ConfigError("regions without tensors say nothing of the bytes of a block")
-        device_blocks = regions.num_blocks
-        if device_bytes is not None:
-            fitting = _blocks_in("device_bytes", device_bytes, regions.block_bytes)
-            device_blocks = min(device_blocks, fitting)
-        host_blocks = 0
-        if host_bytes:
-            host_blocks = _blocks_in("host_bytes", host_bytes, regions.host_block_bytes)
-        return cls(device_blocks=device_blocks, host_blocks=host_blocks, **options)
+        totals = {
+            "device_bytes": (device_bytes, regions.block_bytes),
+            "host_bytes": (host_bytes or None, regions.host_block_bytes),
+        }
+        fitting = {"device_bytes": regions.num_blocks, "host_bytes": 0}
+        for name, (total_bytes, block_bytes) in totals.items():
+            if total_bytes is not None:
+                total_bytes = checks.integer(name, total_bytes, error=ConfigError)
+                fitting[name] = num_blocks_for(total_bytes, block_bytes)
+                if not fitting[name]:
+                    raise ConfigError(
+                        f"{name} is {total_bytes}, less than one block of {block_bytes} bytes"
+                    )
+        device_blocks = min(regions.num_blocks, fitting["device_bytes"])
+        return cls(device_blocks=device_blocks, host_blocks=fitting["host_bytes"], **options)
 
     @property
     def watermark_blocks(self) -> int:
@@ -192,10 +201,3 @@ def _check_windows(windows: object) -> None:
             raise ConfigError(f"windows has the key {name!r}; it must be a str", hint=hint)
         if not isinstance(group, WindowGroup):
             raise ConfigError(f"windows[{name!r}] is {group!r}, not a WindowGroup", hint=hint)
-
-
-def _blocks_in(field: str, total_bytes: int, block_bytes: int) -> int:
-    total_bytes = checks.integer(field, total_bytes, error=ConfigError)
-    if total_bytes < block_bytes:
-        raise ConfigError(f"{field} is {total_bytes}, less than one block of {block_bytes} bytes")
-    return total_bytes // block_bytes

@@ -1,4 +1,4 @@
-"""Devices that fail and dawdle at random, from a seed: what a cache must survive.
+"""Devices that fail and delay copies at random, from a seed.
 
 A block that a failed copy did not write is filled with ``GARBAGE``, so that code which trusts it
 anyway is found by its bytes.
@@ -6,7 +6,7 @@ anyway is found by its bytes.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from aiokv.errors import DeviceError
 from aiokv.testing.manual import ManualDevice
@@ -80,16 +80,31 @@ class Faults:
         return self._rng.randrange(at_least, num_blocks)
 
 
-class FlakyDevice(CpuDevice):
-    """The cpu device, real threads and all, some of whose copies fail."""
+class _WithFaults:
+    """A device that draws its faults.
 
-    name = "flaky"
+    Args:
+        rng: as of :class:`Faults`.
+        refuse_share: as of :class:`Faults`.
+        fail_share: as of :class:`Faults`; None for the device's own.
+    """
+
+    FAIL_SHARE: ClassVar[float]
 
     def __init__(
-        self, rng: random.Random, *, refuse_share: float = 0.02, fail_share: float = 0.05
+        self, rng: random.Random, *, refuse_share: float = 0.02, fail_share: float | None = None
     ) -> None:
         super().__init__()
+        self.rng = rng
+        fail_share = self.FAIL_SHARE if fail_share is None else fail_share
         self.faults = Faults(rng, refuse_share=refuse_share, fail_share=fail_share)
+
+
+class FlakyDevice(_WithFaults, CpuDevice):
+    """The cpu device with its native threads, some of whose copies fail."""
+
+    name = "flaky"
+    FAIL_SHARE = 0.05
 
     def attach(self, regions: Regions, arena: HostArena) -> None:
         super().attach(regions, arena)
@@ -118,17 +133,11 @@ class FlakyDevice(CpuDevice):
         return FlakyCopy(copy, CopyError(good, "failed at random"))
 
 
-class ChaosDevice(ManualDevice):
-    """The manual device, driven at random: layers end in any order, some of them badly."""
+class ChaosDevice(_WithFaults, ManualDevice):
+    """The manual device, driven at random: layers end in any order, and some of them fail."""
 
     name = "chaos"
-
-    def __init__(
-        self, rng: random.Random, *, refuse_share: float = 0.02, fail_share: float = 0.02
-    ) -> None:
-        super().__init__()
-        self._rng = rng
-        self.faults = Faults(rng, refuse_share=refuse_share, fail_share=fail_share)
+    FAIL_SHARE = 0.02
 
     def move(self, layers: int) -> None:
         """End up to ``layers`` layers of copies in flight, whichever."""
@@ -136,8 +145,8 @@ class ChaosDevice(ManualDevice):
             copies = self.copies
             if not copies:
                 return
-            copy = self._rng.choice(copies)
-            layer = self._rng.choice(copy.pending_layers)
+            copy = self.rng.choice(copies)
+            layer = self.rng.choice(copy.pending_layers)
             good = self.faults.first_bad(len(copy.host_ids))
             if good is None:
                 copy.complete(layer)
