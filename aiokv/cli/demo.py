@@ -41,8 +41,8 @@ The same workload runs three times: with nothing reused, with a device tier, and
 tier over a host tier. Every row of logits and every token of the later runs must equal the first's,
 and every cached block that a request reads must hold the bytes that were computed for it.
 
---trace, --checkpoint, --attention mla, --framework paddle, --device cuda and --kv-format need
-modules that only the repository has: use them in a checkout.
+--trace, --images, --checkpoint, --attention mla, --framework paddle, --device cuda and --kv-format
+need modules that only the repository has: use them in a checkout.
 
 exit status: 0 equal, 1 the cache served wrong bytes (with --corrupt: the control worked),
 2 bad usage, 3 --corrupt was not detected, 4 inconclusive: the logits are not finite, or they differ
@@ -236,7 +236,7 @@ def _workload(args: argparse.Namespace, vocab: int) -> Workload:
     from aiokv.demo.workload import ChatSizes, chat_workload
 
     if args.trace is not None:
-        workload: Workload = from_repository("trace", "--trace").trace_workload(
+        scaled: Workload = from_repository("trace", "--trace").trace_workload(
             args.trace,
             requests=args.requests,
             block_tokens=args.block_tokens,
@@ -244,7 +244,7 @@ def _workload(args: argparse.Namespace, vocab: int) -> Workload:
             vocab=vocab,
             seed=args.seed,
         )
-        return workload
+        return scaled
     sizes = ChatSizes(
         conversations=args.conversations,
         turns=args.turns,
@@ -252,9 +252,12 @@ def _workload(args: argparse.Namespace, vocab: int) -> Workload:
         system_tokens=args.system_tokens,
         user_tokens=args.user_tokens,
         answer_tokens=args.answer_tokens,
-        images=args.images,
     )
-    return chat_workload(sizes, vocab=vocab, seed=args.seed)
+    workload = chat_workload(sizes, vocab=vocab, seed=args.seed)
+    if args.images:
+        images = from_repository("images", "--images")
+        workload = images.with_images(workload, args.images, sizes)
+    return workload
 
 
 def _weights(args: argparse.Namespace) -> tuple[ModelConfig, Weights]:
@@ -293,6 +296,8 @@ def _model(
         for name, value in chosen.items()
         if value not in USUAL
     ]
+    if args.images:
+        flags.append("--images")
     if not flags and isinstance(config, GroupedConfig):
         return NumpyTransformer(config, weights, max_context_tokens=max_context_tokens)
     loading = from_repository("loading", " ".join(flags))
@@ -304,16 +309,19 @@ def _model(
 
 def _config(args: argparse.Namespace) -> DemoConfig:
     from aiokv.demo.runs import DemoConfig
+    from aiokv.demo.serving import ServingConfig
 
     return DemoConfig(
         block_tokens=args.block_tokens,
         device_blocks=args.device_blocks,
         pressure_blocks=args.pressure_blocks,
         host_blocks=args.host_blocks,
-        max_running=args.max_running,
-        chunk_tokens=args.chunk_tokens,
-        corrupt=args.corrupt,
-        disconnect=args.disconnect,
-        seed=args.seed,
         write_policy=args.write_policy,
+        corrupt=args.corrupt,
+        serving=ServingConfig(
+            max_running=args.max_running,
+            chunk_tokens=args.chunk_tokens,
+            disconnect=args.disconnect,
+            seed=args.seed,
+        ),
     )

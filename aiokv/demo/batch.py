@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from aiokv.demo.images import ImageRows
+    from aiokv import Item
 
 # Contexts are padded up to a multiple of this. The padded length depends on the position alone, so
 # the products and sums of a row have the same shape in every batch.
@@ -27,12 +27,14 @@ class Span:
     Attributes:
         first_position: position of row ``start``.
         block_table: device block ids of the sequence, int32, up to its last row's position.
+        items: images of the sequence, for models that embed them.
     """
 
     start: int
     stop: int
     first_position: int
     block_table: NDArray[np.int32]
+    items: tuple[Item, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +45,11 @@ class Batch:
         tokens: int32 ``[rows]``.
         positions: int32 ``[rows]``.
         spans: the rows of each sequence, in row order, together all rows.
-        images: rows whose embeddings come from an image; their tokens are placeholders.
     """
 
     tokens: NDArray[np.int32]
     positions: NDArray[np.int32]
     spans: list[Span]
-    images: list[ImageRows] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -29,36 +29,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoConfig:
-    """Sizes of the cache and of the batch.
+    """Sizes of the cache, and the serving loop.
 
     Attributes:
         device_blocks: of the runs without pressure.
         pressure_blocks: device blocks of the run with a host tier.
         write_policy: of the run with a host tier.
         corrupt: corrupt one cached block of the last run.
-        disconnect: share of the requests of the later runs that are cancelled while they are
-            computed, and sent again.
-        seed: for the random choice of these instants.
+        serving: of the later runs; in the first, nothing is reused and no client leaves.
     """
 
     block_tokens: int = 16
     device_blocks: int = 1024
     pressure_blocks: int = 128
     host_blocks: int = 1024
-    max_running: int = 8
-    chunk_tokens: int = 32
     write_policy: WritePolicy = "write_through"
     corrupt: bool = False
-    disconnect: float = 0.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.disconnect <= 1:
-            raise ConfigError(f"disconnect is {self.disconnect}; it must be between 0 and 1")
-        blocks = ("block_tokens", "device_blocks", "pressure_blocks", "host_blocks")
-        for name in (*blocks, "max_running", "chunk_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+    serving: ServingConfig = field(default_factory=ServingConfig)
 
     def check_fits(self, workload: Workload) -> None:
         """Check that one request, alone, fits into the smallest device pool.
@@ -154,13 +141,9 @@ async def _run_once(
         host_blocks=run.host_blocks,
         write_policy=config.write_policy,
     )
-    serving = ServingConfig(
-        max_running=config.max_running,
-        chunk_tokens=config.chunk_tokens,
-        reuse=run.reuse,
-        disconnect=config.disconnect if run.reuse else 0.0,
-        seed=config.seed,
-    )
+    serving = config.serving
+    if not run.reuse:
+        serving = replace(serving, reuse=False, disconnect=0.0)
     corruptor = _Corruptor(cache, config.block_tokens) if run.corrupt else None
     async with aiokv.CacheEngine(cache_config, cache.regions(), model.new_device()) as engine:
         with ModelRunner(model, cache) as runner:

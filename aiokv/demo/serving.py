@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from aiokv.demo.batch import Batch, Span
-from aiokv.demo.images import image_rows
 from aiokv.demo.ledger import Ledger
 from aiokv.demo.report import ServingStatistics
 from aiokv.demo.requests import Request, Sequence
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
     import aiokv
     from aiokv import Item
-    from aiokv.demo.images import ImageRows
     from aiokv.demo.runner import ModelRunner, StepOutput
     from aiokv.demo.workload import Conversation, Workload
 
@@ -111,7 +109,7 @@ class Server:
         tokens: list[int] = []
         items: tuple[Item, ...] = ()
         for number, turn in enumerate(conversation.turns):
-            items += tuple(item._replace(offset=len(tokens) + item.offset) for item in turn.images)
+            items += tuple(item._replace(offset=len(tokens) + item.offset) for item in turn.items)
             tokens.extend(turn.added.tolist())
             length = len(tokens)
             name = f"{conversation.name}/{number}"
@@ -327,13 +325,10 @@ def _make_batch(chosen: list[tuple[Sequence, int]]) -> Batch:
     tokens: list[int] = []
     positions: list[int] = []
     spans = []
-    images: list[ImageRows] = []
     for sequence, count in chosen:
         first, row = sequence.computed, len(tokens)
-        spans.append(Span(row, row + count, first, sequence.lease.block_table))
-        images += image_rows(sequence.request.items, first, count, row)
+        table, items = sequence.lease.block_table, sequence.request.items
+        spans.append(Span(row, row + count, first, table, items))
         tokens += sequence.request.tokens[first : first + count]
         positions += range(first, first + count)
-    return Batch(
-        np.array(tokens, dtype=np.int32), np.array(positions, dtype=np.int32), spans, images
-    )
+    return Batch(np.array(tokens, dtype=np.int32), np.array(positions, dtype=np.int32), spans)

@@ -130,12 +130,9 @@ class NumpyTransformer(CpuModel):
         Returns:
             ``[rows, vocab]``. The bits of a row depend on the tokens up to its position only.
         """
-        matmul, weights = self._tiles.matmul, self._weights
-        rows, padded = len(batch.tokens), self._tiles.padded(len(batch.tokens))
-        x = np.zeros((padded, self.config.hidden), dtype=np.float32)
-        x[:rows] = weights.embedding[batch.tokens]
-        for part in batch.images:
-            x[part.start : part.stop] = part.embeddings(self.config.hidden)
+        matmul, weights, rows = self._tiles.matmul, self._weights, len(batch.tokens)
+        x = np.zeros((self._tiles.padded(rows), self.config.hidden), dtype=np.float32)
+        x[:rows] = self.embed(batch)
         for index, layer in enumerate(weights.layers):
             if before_layer is not None:
                 before_layer(index)
@@ -144,6 +141,10 @@ class NumpyTransformer(CpuModel):
             gate_up = matmul(self._norm(x, layer["ffn_norm"]), layer["gate_up"])
             x += matmul(swiglu(gate_up), layer["down"])
         return matmul(self._norm(x, weights.final_norm), weights.unembedding)[:rows]
+
+    def embed(self, batch: Batch) -> Array:
+        """Return the embeddings of the rows, ``[rows, hidden]``."""
+        return self._weights.embedding[batch.tokens]
 
     def _attention(
         self, index: int, layer: dict[str, Array], batch: Batch, qkv: Array, cache: NumpyCache

@@ -76,11 +76,6 @@ class GroupedConfig(ModelConfig):
         return self.hidden // self.heads if self.head_size is None else self.head_size
 
     @property
-    def rotary_dim(self) -> int:
-        """Numbers per head that rotary embedding rotates."""
-        return self.head_dim
-
-    @property
     def qkv(self) -> int:
         """Columns of the fused query, key and value projection."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim

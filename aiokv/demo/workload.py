@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-
-from aiokv.demo.images import IMAGE_TOKENS, PLACEHOLDER_TOKEN, image
-from aiokv.errors import ConfigError
 
 if TYPE_CHECKING:
     from aiokv import Item
@@ -22,12 +19,12 @@ class Turn:
     """One request: what the user adds to the conversation, and how much is answered.
 
     Attributes:
-        images: items in ``added``; offsets count from its beginning.
+        items: images in ``added``; offsets count from its beginning.
     """
 
     added: Tokens
     output_tokens: int
-    images: tuple[Item, ...] = ()
+    items: tuple[Item, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +58,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatSizes:
-    """Sizes of generated conversations; user turns vary by half around ``user_tokens``.
-
-    Attributes:
-        images: different ones; each conversation begins with one, behind its system prompt.
-    """
+    """Sizes of generated conversations; user turns vary by half around ``user_tokens``."""
 
     conversations: int = 24
     turns: int = 4
@@ -73,14 +66,6 @@ class ChatSizes:
     system_tokens: int = 128
     user_tokens: int = 48
     answer_tokens: int = 16
-    images: int = 0
-
-    def __post_init__(self) -> None:
-        if self.images < 0:
-            raise ConfigError(f"images must not be negative, got {self.images}")
-        for name in set(self.__slots__) - {"images"}:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
 def chat_workload(sizes: ChatSizes, *, vocab: int, seed: int) -> Workload:
@@ -96,23 +81,12 @@ def chat_workload(sizes: ChatSizes, *, vocab: int, seed: int) -> Workload:
             if turn == 0:
                 added = np.concatenate((systems[number % len(systems)], added))
             turns.append(Turn(added, sizes.answer_tokens))
-        if sizes.images:
-            shown = number // len(systems) % sizes.images
-            turns[0] = _with_image(turns[0], shown, sizes.system_tokens)
         conversations.append(Conversation(f"chat-{number}", turns))
     title = (
         f"{sizes.conversations} conversations of {sizes.turns} turns, "
         f"{sizes.system_prompts} system prompts of {sizes.system_tokens} tokens"
     )
-    if sizes.images:
-        title += f", {sizes.images} images of {IMAGE_TOKENS} positions"
     return Workload(title, conversations)
-
-
-def _with_image(turn: Turn, number: int, offset: int) -> Turn:
-    placeholders = np.full(IMAGE_TOKENS, PLACEHOLDER_TOKEN, dtype=np.int32)
-    added = np.insert(turn.added, offset, placeholders)
-    return replace(turn, added=added, images=(image(number, offset),))
 
 
 def random_tokens(rng: np.random.Generator, count: int, vocab: int) -> Tokens:

@@ -226,6 +226,7 @@ ONLY_IN_A_CHECKOUT = {
     "--attention mla": "latent.py",
     "--checkpoint weights": "checkpoint.py",
     "--trace trace.jsonl": "trace.py",
+    "--images 2": "images.py",
 }
 
 
@@ -243,7 +244,7 @@ def test_options_of_a_checkout_are_explained_where_there_is_none(
 
 def test_a_wheel_serves_without_the_repository(demo, monkeypatch, tmp_path):
     monkeypatch.setattr(aiokv, "__file__", str(tmp_path / "site-packages/aiokv/__init__.py"))
-    assert demo("--images", "2", "--disconnect", "0.2")[0] == 0
+    assert demo("--disconnect", "0.2")[0] == 0
 
 
 # A process that was started in the background of a shell script ignores SIGINT, and so does what it

@@ -1,5 +1,7 @@
 """The demo's transformer, naively: every position at once in float64, no cache, no blocks."""
 
+import itertools
+
 import numpy as np
 
 from aiokv.demo.batch import Batch, Span
@@ -62,3 +64,35 @@ def run(model, cache, parts):
         spans=spans,
     )
     return model.forward(batch, cache)
+
+
+def random_tokens(config, count, seed):
+    return np.random.default_rng(seed).integers(0, config.vocab, count, dtype=np.int32)
+
+
+def assert_bits_do_not_depend_on_the_batch(model, block_tokens, cuts):
+    """A prompt computed whole, and in chunks beside a neighbour in other blocks: equal bits."""
+    tokens, other = (random_tokens(model.config, cuts[-1], seed) for seed in (5, 6))
+    blocks = -(-cuts[-1] // block_tokens)
+    ids = np.random.default_rng(7).permutation(2 * blocks)
+    table, other_table = ids[:blocks], ids[blocks:]
+    whole = run(model, model.new_cache(2 * blocks, block_tokens), [(tokens, 0, table)])
+    cache = model.new_cache(2 * blocks, block_tokens)
+    for start, stop in itertools.pairwise(cuts):
+        before = (other[start:stop], start, other_table)
+        found = run(model, cache, [before, (tokens[start:stop], start, table)])
+        np.testing.assert_array_equal(found[stop - start :], whole[start:stop])
+
+
+def assert_a_corrupted_block_shows(model):
+    """A cached prefix is read: equal bits, and other ones in each row after a corruption."""
+    tokens = random_tokens(model.config, 70, seed=8)
+    cache = model.new_cache(device_blocks=8, block_tokens=16)
+    before = [piece.pointer for piece in cache.regions().pieces()]
+    whole = run(model, cache, [(tokens, 0, range(5))])
+    again = run(model, cache, [(tokens[48:], 48, [0, 1, 2, 6, 7])])
+    np.testing.assert_array_equal(again, whole[48:])
+    cache.corrupt(1)
+    wrong = run(model, cache, [(tokens[48:], 48, [0, 1, 2, 6, 7])])
+    assert not (wrong == whole[48:]).all(axis=1).any(), "a row read the block and did not change"
+    assert [piece.pointer for piece in cache.regions().pieces()] == before

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from aiokv.demo.batch import Batch, Span
-from aiokv.demo.images import image
 from aiokv.demo.ledger import digest_rows
 from aiokv.demo.requests import Request, Sequence
 from aiokv.demo.runner import ModelRunner
 from aiokv.demo.transformer import NumpyTransformer
 from aiokv.demo.weights import GroupedConfig, random_weights
 from aiokv.errors import TransferError
+from tests.models.demo.images import image
 
 CONFIG = GroupedConfig(vocab=32, hidden=16, layers=2, heads=2, kv_heads=1, ffn=24)
 SECONDS = 10.0  # before a test that hangs fails

@@ -38,10 +38,6 @@ class LatentConfig(ModelConfig):
             raise ConfigError(f"qk_rope_head_dim must be even, got {self.qk_rope_head_dim}")
 
     @property
-    def rotary_dim(self) -> int:
-        return self.qk_rope_head_dim
-
-    @property
     def query_dim(self) -> int:
         """Numbers of a head's query, both kinds."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim

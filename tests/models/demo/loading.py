@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from aiokv.demo.transformer import NumpyTransformer
 from aiokv.demo.weights import GroupedConfig
 from aiokv.errors import UsageError
+from tests.models.demo.images import ImageTransformer
 
 if TYPE_CHECKING:
     from aiokv.demo.weights import ModelConfig, Weights
@@ -55,7 +55,7 @@ def load_model(
         from tests.models.demo.on_cupy.transformer import CupyTransformer
 
         return CupyTransformer(config, weights, max_context_tokens=max_context_tokens)
-    return NumpyTransformer(config, weights, max_context_tokens=max_context_tokens)
+    return ImageTransformer(config, weights, max_context_tokens=max_context_tokens)
 
 
 def _load_paddle(

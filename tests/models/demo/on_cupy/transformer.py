@@ -156,7 +156,7 @@ class CupyTransformer:
         return _Inputs(
             rows=len(batch.tokens),
             positions=upload(batch.positions),
-            slots=upload(blocks.astype(np.int64) * block_tokens + offsets),
+            slots=upload(blocks * block_tokens + offsets),
             tables=upload(_row_tables(batch.spans)),
             context_tokens=int(batch.positions.max()) + 1,
         )

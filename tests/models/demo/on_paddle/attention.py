@@ -49,6 +49,11 @@ class Attention(ABC):
         self.kv_format = kv_format
 
     @property
+    @abstractmethod
+    def rotary_dim(self) -> int:
+        """Numbers per head that rotary embedding rotates."""
+
+    @property
     def cached(self) -> str:
         """What is cached, and in which format."""
         return f"{self.kind} as {self.kv_format.name}"

@@ -20,6 +20,10 @@ class GroupedAttention(Attention):
 
     kind = "K and V"
 
+    @property
+    def rotary_dim(self) -> int:
+        return self.config.head_dim
+
     def new_cache(self, device_blocks: int, block_tokens: int) -> PaddleCache:
         config = self.config
         shape = (device_blocks, block_tokens, config.kv_heads, config.head_dim)

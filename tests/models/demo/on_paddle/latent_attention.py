@@ -27,6 +27,10 @@ class LatentAttention(Attention):
 
     kind = "latents"
 
+    @property
+    def rotary_dim(self) -> int:
+        return self.config.qk_rope_head_dim
+
     def new_cache(self, device_blocks: int, block_tokens: int) -> PaddleCache:
         shape = (device_blocks, block_tokens, 1, self.config.cached_dim)
         tensors = PagedTensors(self.config.layers, shape, self.kv_format)

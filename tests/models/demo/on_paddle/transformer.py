@@ -8,6 +8,7 @@ import numpy as np
 
 from aiokv.demo.transformer import CpuModel, rope_tables
 from aiokv.frameworks.paddle import import_paddle
+from tests.models.demo.images import image_embeddings
 from tests.models.demo.on_paddle.attention import Rows
 from tests.models.demo.on_paddle.products import padded_rows, rms_norm
 
@@ -41,7 +42,7 @@ class PaddleTransformer(CpuModel):
         self.config = config
         self._attention = attention
         self._products = products
-        tables = rope_tables(config.rope_theta, config.rotary_dim, max_context_tokens)
+        tables = rope_tables(config.rope_theta, attention.rotary_dim, max_context_tokens)
         self._cos, self._sin = map(paddle.to_tensor, tables)
         self._embedding = paddle.to_tensor(weights.embedding)
         self._layers = [
@@ -83,9 +84,8 @@ class PaddleTransformer(CpuModel):
         tokens = np.zeros(padded_rows(len(batch.tokens)), dtype=np.int64)
         tokens[: len(batch.tokens)] = batch.tokens
         x = paddle.nn.functional.embedding(paddle.to_tensor(tokens), self._embedding)
-        for part in batch.images:
-            embeddings = part.embeddings(self.config.hidden)
-            x[part.start : part.stop] = paddle.to_tensor(embeddings)
+        for start, rows in image_embeddings(batch, self.config.hidden):
+            x[start : start + len(rows)] = paddle.to_tensor(rows)
         return x
 
     def _rows(self, batch: Batch) -> Rows:
