@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from aiokv import CacheConfig, CacheEngine, Regions
-from tests.harness.closing import close
+from tests.harness.conversations import TwiceComputed
 
 if TYPE_CHECKING:
+    import random
     from collections.abc import Sequence
 
     from aiokv import Lease
@@ -38,7 +39,7 @@ def state_after(tokens: Sequence[int], layer: int) -> np.ndarray:
     return state
 
 
-class Hybrid:
+class Hybrid(TwiceComputed):
     """An engine, its tensors, and the model. The KV of a position is a digest of all before it."""
 
     def __init__(
@@ -64,14 +65,7 @@ class Hybrid:
         regions.add_state("gdn", layers=self.state, layer_indices=STATE_LAYERS)
         return regions
 
-    async def __aenter__(self) -> Self:
-        await self.engine.__aenter__()
-        return self
-
-    async def __aexit__(self, exc_type: object, exc: object, traceback: object) -> None:
-        await close(self.engine, self.device, exc)
-
-    def step(self, lease: Lease, tokens: Sequence[int], first: int, end: int) -> None:
+    def compute(self, lease: Lease, tokens: Sequence[int], first: int, end: int) -> None:
         """Compute positions from ``first`` on, from the state and the KV before them."""
         table, slot = lease.block_table, lease.state_slot
         for position in range(first, end):
@@ -105,20 +99,15 @@ class Hybrid:
         computed = lease.cached_tokens
         points = lease.snapshot_points if save else ()
         for end in [*points, len(tokens)]:
-            self.step(lease, tokens, computed, end)
+            self.compute(lease, tokens, computed, end)
             lease.commit(end)
             computed = max(computed, end)
             if end in points:
                 lease.snapshot(end)
 
-    async def serve(self, tokens: Sequence[int], *, save: bool = True) -> int:
-        """A whole request; returns the tokens that it found."""
-        async with self.engine.match(tokens) as lease:
-            await lease.allocate(len(tokens))
-            await lease.layers.wait_all()
-            cached = lease.cached_tokens
-            self.check(lease, tokens, cached)
-            self.prefill(lease, tokens, save=save)
-            self.check(lease, tokens, len(tokens))
-        assert self.engine.check_invariants() == []
-        return cached
+    def first_chunk(self, cached: int, length: int, rng: random.Random) -> int:
+        return max(length // 2, cached)
+
+    @property
+    def can_fork(self) -> bool:
+        return self.engine.statistics().state_free > 0

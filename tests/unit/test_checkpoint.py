@@ -340,4 +340,4 @@ def test_a_missing_package_is_named_with_the_extra_that_has_it(tmp_path, monkeyp
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(UsageError, match=f"needs the package {package}") as caught:
         read_checkpoint(tmp_path)
-    assert "aiokv[demo]" in caught.value.hint
+    assert "--group test" in caught.value.hint

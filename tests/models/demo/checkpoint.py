@@ -82,7 +82,7 @@ def _import_safetensors() -> Any:
     except ImportError as error:
         raise UsageError(
             f"reading a checkpoint needs the package safetensors: {error}",
-            hint="pip install 'aiokv[demo]'",
+            hint="pip install --group test",
         ) from error
     return safetensors
 
@@ -194,7 +194,7 @@ def _register_bfloat16() -> None:
     except ImportError as error:
         raise UsageError(
             f"reading bfloat16 weights needs the package ml_dtypes: {error}",
-            hint="pip install 'aiokv[demo]'",
+            hint="pip install --group test",
         ) from error
 
 

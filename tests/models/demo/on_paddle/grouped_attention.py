@@ -22,7 +22,8 @@ class GroupedAttention(Attention):
 
     @property
     def rotary_dim(self) -> int:
-        return self.config.head_dim
+        dim: int = self.config.head_dim
+        return dim
 
     def new_cache(self, device_blocks: int, block_tokens: int) -> PaddleCache:
         config = self.config

@@ -29,7 +29,8 @@ class LatentAttention(Attention):
 
     @property
     def rotary_dim(self) -> int:
-        return self.config.qk_rope_head_dim
+        dim: int = self.config.qk_rope_head_dim
+        return dim
 
     def new_cache(self, device_blocks: int, block_tokens: int) -> PaddleCache:
         shape = (device_blocks, block_tokens, 1, self.config.cached_dim)
