@@ -60,5 +60,11 @@ def add_count(
     *,
     minimum: int = 1,
 ) -> None:
-    """Add a whole number with its default in the help text."""
-    group.add_argument(flag, type=at_least(minimum), default=default, metavar=metavar, help=text)
+    """Add a whole number, whose help text names its default."""
+    group.add_argument(
+        flag,
+        type=at_least(minimum),
+        default=default,
+        metavar=metavar,
+        help=f"{text} (default: %(default)s)",
+    )

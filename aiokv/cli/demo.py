@@ -50,10 +50,6 @@ although every cached block held the right bytes
 """
 
 
-class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Defaults in the help, and the epilog as it is."""
-
-
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the ``demo`` command."""
     parser = subparsers.add_parser(
@@ -61,7 +57,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="serve a small transformer from the cache and check every bit",
         description="Serve a real (small) transformer from the cache and check every bit of it.",
         epilog=EPILOG,
-        formatter_class=_Help,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     work = parser.add_argument_group("workload")
     add_count(work, "--conversations", 24, "conversations, all there from the start")
@@ -92,7 +88,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--write-policy",
         choices=SAVING_POLICIES,
         default=SAVING_POLICIES[0],
-        help="when blocks of that run get their host copy",
+        help="when to copy blocks of that run to host memory (default: %(default)s)",
     )
     serving = parser.add_argument_group("serving")
     add_count(serving, "--max-running", 8, "requests in the batch")
@@ -103,7 +99,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default=0.0,
         metavar="SHARE",
         help="cancel this share of the requests of the later runs at a random instant while they "
-        "are computed, and send them again",
+        "are computed, and send them again (default: %(default)s)",
     )
     model = parser.add_argument_group("model")
     add_count(model, "--layers", 4, "transformer layers")
@@ -114,8 +110,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--attention",
         choices=ATTENTIONS,
         default="gqa",
-        help="grouped-query attention, or multi-head latent attention, which caches one latent a "
-        "token and needs --framework paddle",
+        help="grouped-query attention, or multi-head latent attention, which caches one latent per "
+        "token and needs --framework paddle (default: %(default)s)",
     )
     model.add_argument(
         "--checkpoint",
@@ -127,20 +123,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--framework",
         choices=FRAMEWORKS,
         default="numpy",
-        help="what computes it",
+        help="what computes it (default: %(default)s)",
     )
     model.add_argument(
         "--device",
         choices=DEVICES,
         default="cpu",
-        help="where it is computed and cached; cuda takes CuPy for numpy",
+        help="where it is computed and cached; cuda takes CuPy for numpy (default: %(default)s)",
     )
     model.add_argument(
         "--kv-format",
         choices=KV_FORMATS,
         default="float32",
         help="of the cached keys and values, or latents; int8 and fp8 add regions of scales, and "
-        "all but float32 need --framework paddle",
+        "all but float32 need --framework paddle (default: %(default)s)",
     )
     parser.add_argument(
         "--corrupt",
