@@ -78,7 +78,7 @@ bench-gpu: $(STAMP) ## transfers, wake-ups and pinning on a GPU, JSON in bench/r
 	$(BIN)/python -m bench.gpu $(ARGS)
 
 soak: $(STAMP) ## random operations with faults and cancellations, all checked; 5 minutes
-	$(BIN)/python -m bench.soak $(ARGS)
+	$(BIN)/python -m tests.soak $(ARGS)
 
 mutate: $(STAMP) ## change one place of the code at a time and see that a test fails; ARGS=--help
 	$(BIN)/python -m tests.mutation $(ARGS)

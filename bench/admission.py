@@ -20,7 +20,7 @@ import uvloop
 
 from aiokv import CacheConfig, CacheEngine
 from aiokv.errors import InternalError
-from bench.harness import percentile
+from aiokv.observe.percentiles import percentile
 
 BLOCK_TOKENS = 16
 PROMPT_BLOCKS = 64
@@ -57,7 +57,7 @@ async def _median_us(waiters: int, repeats: int) -> float:
             await asyncio.wait(line)
         if statistics.waiting != waiters or statistics.evicted_device_blocks < repeats:
             raise InternalError(f"no lease waited, or nothing was evicted: {statistics}")
-    return percentile(samples, 50)
+    return percentile(sorted(samples), 50)
 
 
 async def _serve(engine: CacheEngine, seed: int) -> float:

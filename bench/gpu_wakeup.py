@@ -17,9 +17,9 @@ import numpy as np
 import uvloop
 
 from aiokv import _native
+from aiokv.observe.percentiles import percentile
 from aiokv.worker.arena import HostArena
 from aiokv.worker.poller import EventPoller
-from bench import harness
 from bench.gpu_native import checked, library
 
 if TYPE_CHECKING:
@@ -115,10 +115,10 @@ async def _measure(case: Case) -> dict[str, float]:
     poller.close()
     if pinning is not None:
         pinning.close()
-    latencies = (woken - stamps) * 1e6
+    ordered = sorted(((woken - stamps) * 1e6).tolist())
     return {
-        "p50_us": harness.percentile(latencies.tolist(), 50),
-        "p99_us": harness.percentile(latencies.tolist(), 99),
+        "p50_us": percentile(ordered, 50),
+        "p99_us": percentile(ordered, 99),
         "samples": float(case.samples),
         "poller_cpu_share": share,
         "loop_cpu_share": cpu / elapsed,

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from tests.harness.traces import find_trace as find_trace
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
-TRACE_NAME = "conversation_trace.jsonl"
 
 _HIGHER = "per_second|ratio|gbps"
 _LOWER = "seconds|ms|us|ns|share|per_block"
@@ -49,13 +50,6 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def ratio(self) -> float:
         return self.new / self.old if self.old else math.inf
-
-
-def find_trace() -> Path | None:
-    """The public conversation trace: ``$AIOKV_TRACE``, else beside the repository; or None."""
-    named = os.environ.get("AIOKV_TRACE")
-    path = Path(named) if named else ROOT.parent / "shared" / "traces" / TRACE_NAME
-    return path if path.is_file() else None
 
 
 def machine() -> dict[str, str]:
@@ -86,12 +80,6 @@ def _first_line(*command: str) -> str:
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return done.stdout.partition("\n")[0]
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Nearest-rank percentile of a sequence that need not be sorted."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
 
 def flatten(results: Mapping[str, Any], prefix: str = "") -> dict[str, float]:

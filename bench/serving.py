@@ -9,37 +9,33 @@ from typing import TYPE_CHECKING, Any
 
 import uvloop
 
-from aiokv.demo.grouped import GroupedConfig, random_weights
-from aiokv.demo.models import load_model
 from aiokv.demo.runs import DemoConfig, run_demo
+from aiokv.demo.transformer import NumpyTransformer
+from aiokv.demo.weights import GroupedConfig, random_weights
 from aiokv.demo.workload import ChatSizes, chat_workload
 from aiokv.errors import InternalError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from aiokv.demo.report import RunResult
-
-
-class _Silent:
-    """The demo's progress, discarded."""
-
-    def begin(self, label: str, requests: int) -> None: ...
-
-    def advance(self) -> None: ...
-
-    def end(self, result: RunResult) -> None: ...
 
 
 def run(quick: bool) -> dict[str, Any]:
     config = GroupedConfig()
     sizes = ChatSizes(conversations=8, turns=3) if quick else ChatSizes()
     workload = chat_workload(sizes, vocab=config.vocab, seed=0)
-    model = load_model(
-        "numpy", config, random_weights(config), max_context_tokens=workload.max_context_tokens
+    model = NumpyTransformer(
+        config, random_weights(config), max_context_tokens=workload.max_context_tokens
     )
-    result = uvloop.run(run_demo(model, workload, DemoConfig(), _Silent()))
+    result = uvloop.run(run_demo(model, workload, DemoConfig(), _no_progress))
     if not result.equal:
         raise InternalError("the serving runs differ: the cache served wrong bytes")
     return {run.name: _metrics(run) for run in result.runs}
+
+
+def _no_progress(stage: str, total: int) -> Callable[[int], None]:
+    return lambda count: None
 
 
 def _metrics(run: RunResult) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Types of command-line arguments, which say what they want."""
+"""Command-line arguments that several commands have, and types of arguments."""
 
 from __future__ import annotations
 
@@ -49,3 +49,22 @@ def positive_float(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return value
+
+
+def add_count(
+    group: argparse._ActionsContainer,
+    flag: str,
+    default: int,
+    text: str,
+    metavar: str = "N",
+    *,
+    minimum: int = 1,
+) -> None:
+    """Add a whole number, whose help text names its default."""
+    group.add_argument(
+        flag,
+        type=at_least(minimum),
+        default=default,
+        metavar=metavar,
+        help=f"{text} (default: %(default)s)",
+    )

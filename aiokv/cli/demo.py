@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from aiokv.cli.arguments import SAVING_POLICIES, at_least, share
+from aiokv.cli.arguments import SAVING_POLICIES, add_count, share
+from aiokv.cli.repository import from_repository
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from aiokv.demo.model import ModelConfig
     from aiokv.demo.report import DemoResult
     from aiokv.demo.runs import DemoConfig
-    from aiokv.demo.weights import Weights
+    from aiokv.demo.transformer import NumpyTransformer
+    from aiokv.demo.weights import ModelConfig, Weights
     from aiokv.demo.workload import Workload
 
 # Room for the table in a file or a pipe.
@@ -30,12 +32,17 @@ FRAMEWORKS = ("numpy", "paddle")
 ATTENTIONS = ("gqa", "mla")
 KV_FORMATS = ("float32", "bfloat16", "int8", "fp8")
 
+USUAL = (FRAMEWORKS[0], DEVICES[0], KV_FORMATS[0])
+
 NOTHING_TO_CORRUPT = "nothing was reused from the device, so nothing could be corrupted"
 
 EPILOG = """\
 The same workload runs three times: with nothing reused, with a device tier, and with a small device
 tier over a host tier. Every row of logits and every token of the later runs must equal the first's,
 and every cached block that a request reads must hold the bytes that were computed for it.
+
+--trace, --images, --checkpoint, --attention mla, --framework paddle, --device cuda and --kv-format
+need modules that only the repository has: use them in a checkout.
 
 exit status: 0 equal, 1 the cache served wrong bytes (with --corrupt: the control worked),
 2 bad usage, 3 --corrupt was not detected, 4 inconclusive: the logits are not finite, or they differ
@@ -53,60 +60,58 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     work = parser.add_argument_group("workload")
-    _add_count(work, "--conversations", 24, "conversations, all there from the start")
-    _add_count(work, "--turns", 4, "turns of each")
-    _add_count(work, "--system-prompts", 4, "different system prompts")
-    _add_count(work, "--system-tokens", 128, "tokens of a system prompt")
-    _add_count(work, "--user-tokens", 48, "mean tokens of a user's turn")
-    _add_count(work, "--answer-tokens", 16, "tokens generated in a turn")
-    work.add_argument(
+    add_count(work, "--conversations", 24, "conversations, all there from the start")
+    add_count(work, "--turns", 4, "turns of each")
+    add_count(work, "--system-prompts", 4, "different system prompts")
+    add_count(work, "--system-tokens", 128, "tokens of a system prompt")
+    add_count(work, "--user-tokens", 48, "mean tokens of a user's turn")
+    add_count(work, "--answer-tokens", 16, "tokens generated in a turn")
+    add_count(
+        work,
         "--images",
-        type=at_least(0),
-        default=0,
-        metavar="N",
-        help="different images, one at the beginning of each conversation (default: none)",
+        0,
+        "different images, one at the beginning of each conversation",
+        minimum=0,
     )
     work.add_argument(
         "--trace", type=Path, metavar="FILE", help="serve this Mooncake trace, scaled down, instead"
     )
-    _add_count(work, "--requests", 96, "requests of the trace")
-    _add_count(work, "--context-tokens", 512, "longest request of the trace, after scaling")
-    work.add_argument(
-        "--seed", type=at_least(0), default=0, metavar="N", help="of the workload (default: 0)"
-    )
+    add_count(work, "--requests", 96, "requests of the trace")
+    add_count(work, "--context-tokens", 512, "longest request of the trace, after scaling")
+    add_count(work, "--seed", 0, "of the workload", minimum=0)
     cache = parser.add_argument_group("cache")
-    _add_count(cache, "--block-tokens", 16, "tokens of a block")
-    _add_count(cache, "--device-blocks", 1024, "device blocks of the first two runs")
-    _add_count(cache, "--pressure-blocks", 128, "device blocks of the run with a host tier")
-    _add_count(cache, "--host-blocks", 1024, "host blocks of that run")
+    add_count(cache, "--block-tokens", 16, "tokens of a block")
+    add_count(cache, "--device-blocks", 1024, "device blocks of the first two runs")
+    add_count(cache, "--pressure-blocks", 128, "device blocks of the run with a host tier")
+    add_count(cache, "--host-blocks", 1024, "host blocks of that run")
     cache.add_argument(
         "--write-policy",
         choices=SAVING_POLICIES,
         default=SAVING_POLICIES[0],
-        help="when blocks of that run get their host copy (default: %(default)s)",
+        help="when to copy blocks of that run to host memory (default: %(default)s)",
     )
     serving = parser.add_argument_group("serving")
-    _add_count(serving, "--max-running", 8, "requests in the batch")
-    _add_count(serving, "--chunk-tokens", 32, "prompt tokens of a step")
+    add_count(serving, "--max-running", 8, "requests in the batch")
+    add_count(serving, "--chunk-tokens", 32, "prompt tokens of a step")
     serving.add_argument(
         "--disconnect",
         type=share,
         default=0.0,
         metavar="SHARE",
         help="cancel this share of the requests of the later runs at a random instant while they "
-        "are computed, and send them again (default: 0)",
+        "are computed, and send them again (default: %(default)s)",
     )
     model = parser.add_argument_group("model")
-    _add_count(model, "--layers", 4, "transformer layers")
-    _add_count(model, "--hidden", 128, "hidden size")
-    _add_count(model, "--heads", 4, "attention heads")
-    _add_count(model, "--kv-heads", 2, "key and value heads of gqa")
+    add_count(model, "--layers", 4, "transformer layers")
+    add_count(model, "--hidden", 128, "hidden size")
+    add_count(model, "--heads", 4, "attention heads")
+    add_count(model, "--kv-heads", 2, "key and value heads of gqa")
     model.add_argument(
         "--attention",
         choices=ATTENTIONS,
         default="gqa",
-        help="grouped-query attention, or multi-head latent attention, which caches one latent a "
-        "token and needs --framework paddle (default: gqa)",
+        help="grouped-query attention, or multi-head latent attention, which caches one latent per "
+        "token and needs --framework paddle (default: %(default)s)",
     )
     model.add_argument(
         "--checkpoint",
@@ -118,20 +123,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--framework",
         choices=FRAMEWORKS,
         default="numpy",
-        help="what computes it (default: numpy)",
+        help="what computes it (default: %(default)s)",
     )
     model.add_argument(
         "--device",
         choices=DEVICES,
         default="cpu",
-        help="where it is computed and cached; cuda takes CuPy for numpy (default: cpu)",
+        help="where it is computed and cached; cuda takes CuPy for numpy (default: %(default)s)",
     )
     model.add_argument(
         "--kv-format",
         choices=KV_FORMATS,
         default="float32",
         help="of the cached keys and values, or latents; int8 and fp8 add regions of scales, and "
-        "all but float32 need --framework paddle (default: float32)",
+        "all but float32 need --framework paddle (default: %(default)s)",
     )
     parser.add_argument(
         "--corrupt",
@@ -145,41 +150,30 @@ def run(args: argparse.Namespace) -> int:
     """Run the demo; returns the exit status.
 
     Raises:
-        UsageError: sizes contradict each other, or a file cannot be read or written.
+        UsageError: sizes contradict each other, a file cannot be read or written, or an option
+            needs the repository and the package is not installed from there.
     """
     from rich.console import Console
 
+    from aiokv.cli.files import check_writable, write_json
+    from aiokv.cli.progress import show_progress
     from aiokv.cli.running import run_async
-    from aiokv.demo.models import load_model
-    from aiokv.demo.progress import BarProgress, LineProgress
     from aiokv.demo.report import print_table
     from aiokv.demo.runs import run_demo
-    from aiokv.errors import UsageError
 
-    if args.json is not None and not args.json.absolute().parent.is_dir():
-        raise UsageError(f"cannot write {args.json}: its folder does not exist")
-    if args.json is not None and args.json.is_dir():
-        raise UsageError(f"cannot write {args.json}: it is a folder")
+    check_writable(args.json)
     model_config, weights = _weights(args)
     workload, config = _workload(args, model_config.vocab), _config(args)
     config.check_fits(workload)
-    model = load_model(
-        args.framework,
-        model_config,
-        weights,
-        max_context_tokens=workload.max_context_tokens,
-        kv_format=args.kv_format,
-        device=args.device,
-    )
+    model = _model(args, model_config, weights, workload.max_context_tokens)
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = PLAIN_COLUMNS
-    progress = BarProgress(console) if console.is_terminal else LineProgress(console)
-    with progress:
-        result = run_async(run_demo(model, workload, config, progress))
+    with show_progress("requests", sys.stdout, prefix="") as stages:
+        result = run_async(run_demo(model, workload, config, stages))
     print_table(console, result)
     if args.json is not None:
-        result.write(args.json)
+        write_json(args.json, result)
     return _verdict(console, result, control=args.corrupt)
 
 
@@ -200,9 +194,10 @@ def _verdict(console: Console, result: DemoResult, *, control: bool) -> int:
         missed = f"the corruption of {corrupted} was not detected"
         console.print(missed if corrupted else NOTHING_TO_CORRUPT)
         return EXIT_CONTROL_FAILED
-    if result.rows_not_finite:
+    not_finite = result.runs[0].rows_not_finite
+    if not_finite:
         console.print(
-            f"INCONCLUSIVE: {result.rows_not_finite:,} rows of logits of the run without a cache "
+            f"INCONCLUSIVE: {not_finite:,} rows of logits of the run without a cache "
             "hold NaN or infinity, whose bits prove nothing; check the weights"
         )
         return EXIT_INCONCLUSIVE
@@ -234,10 +229,10 @@ def _print_differences(console: Console, result: DemoResult) -> None:
 
 
 def _workload(args: argparse.Namespace, vocab: int) -> Workload:
-    from aiokv.demo.workload import ChatSizes, chat_workload, trace_workload
+    from aiokv.demo.workload import ChatSizes, chat_workload
 
     if args.trace is not None:
-        return trace_workload(
+        scaled: Workload = from_repository("trace", "--trace").trace_workload(
             args.trace,
             requests=args.requests,
             block_tokens=args.block_tokens,
@@ -245,6 +240,7 @@ def _workload(args: argparse.Namespace, vocab: int) -> Workload:
             vocab=vocab,
             seed=args.seed,
         )
+        return scaled
     sizes = ChatSizes(
         conversations=args.conversations,
         turns=args.turns,
@@ -252,50 +248,76 @@ def _workload(args: argparse.Namespace, vocab: int) -> Workload:
         system_tokens=args.system_tokens,
         user_tokens=args.user_tokens,
         answer_tokens=args.answer_tokens,
-        images=args.images,
     )
-    return chat_workload(sizes, vocab=vocab, seed=args.seed)
+    workload = chat_workload(sizes, vocab=vocab, seed=args.seed)
+    if args.images:
+        images = from_repository("images", "--images")
+        workload = images.with_images(workload, args.images, sizes)
+    return workload
 
 
-def _weights(args: argparse.Namespace) -> tuple[ModelConfig, Weights[Any]]:
-    from aiokv.demo import grouped, latent
-    from aiokv.demo.checkpoint import read_checkpoint
+def _weights(args: argparse.Namespace) -> tuple[ModelConfig, Weights]:
+    from aiokv.demo import weights
     from aiokv.errors import UsageError
 
+    found: tuple[ModelConfig, Weights]
     if args.checkpoint is not None:
         if args.attention != "gqa":
             raise UsageError(
                 f"checkpoints have grouped-query attention, not {args.attention}",
-                hint="leave --checkpoint or --attention away",
+                hint="leave out --checkpoint or --attention",
             )
-        return read_checkpoint(args.checkpoint)
+        found = from_repository("checkpoint", "--checkpoint").read_checkpoint(args.checkpoint)
+        return found
     sizes = {"layers": args.layers, "hidden": args.hidden, "heads": args.heads}
     sizes["ffn"] = args.hidden * 11 // 4
-    if args.attention == "mla":
-        latent_config = latent.LatentConfig(**sizes)
-        return latent_config, latent.random_weights(latent_config)
-    config = grouped.GroupedConfig(**sizes, kv_heads=args.kv_heads)
-    return config, grouped.random_weights(config)
+    if args.attention != "gqa":
+        latent = from_repository("latent", f"--attention {args.attention}")
+        config = latent.LatentConfig(**sizes)
+        found = config, latent.random_weights(config)
+        return found
+    grouped = weights.GroupedConfig(**sizes, kv_heads=args.kv_heads)
+    return grouped, weights.random_weights(grouped)
+
+
+def _model(
+    args: argparse.Namespace, config: ModelConfig, weights: Weights, max_context_tokens: int
+) -> NumpyTransformer:
+    from aiokv.demo.transformer import NumpyTransformer
+    from aiokv.demo.weights import GroupedConfig
+
+    chosen = {name: getattr(args, name) for name in ("framework", "device", "kv_format")}
+    flags = [
+        f"--{name.replace('_', '-')} {value}"
+        for name, value in chosen.items()
+        if value not in USUAL
+    ]
+    if args.images:
+        flags.append("--images")
+    if not flags and isinstance(config, GroupedConfig):
+        return NumpyTransformer(config, weights, max_context_tokens=max_context_tokens)
+    loading = from_repository("loading", " ".join(flags))
+    model: NumpyTransformer = loading.load_model(
+        config=config, weights=weights, max_context_tokens=max_context_tokens, **chosen
+    )
+    return model
 
 
 def _config(args: argparse.Namespace) -> DemoConfig:
     from aiokv.demo.runs import DemoConfig
+    from aiokv.demo.serving import ServingConfig
 
     return DemoConfig(
         block_tokens=args.block_tokens,
         device_blocks=args.device_blocks,
         pressure_blocks=args.pressure_blocks,
         host_blocks=args.host_blocks,
-        max_running=args.max_running,
-        chunk_tokens=args.chunk_tokens,
-        corrupt=args.corrupt,
-        disconnect=args.disconnect,
-        seed=args.seed,
         write_policy=args.write_policy,
-    )
-
-
-def _add_count(group: argparse._ArgumentGroup, flag: str, default: int, text: str) -> None:
-    group.add_argument(
-        flag, type=at_least(1), default=default, metavar="N", help=f"{text} (default: %(default)s)"
+        corrupt=args.corrupt,
+        serving=ServingConfig(
+            max_running=args.max_running,
+            chunk_tokens=args.chunk_tokens,
+            disconnect=args.disconnect,
+            seed=args.seed,
+        ),
     )

@@ -1,10 +1,9 @@
-"""Progress on stderr: a bar on a terminal, one line a stage otherwise."""
+"""Progress of a command: a bar per stage on a terminal, one line per stage otherwise."""
 
 from __future__ import annotations
 
-import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -14,23 +13,36 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def show_progress(unit: str) -> Iterator[Stages]:
-    """Give what starts a stage of ``total`` units."""
-    if not sys.stderr.isatty():
-        yield lambda stage, total: _start_plain(stage, total, unit)
-        return
+def show_progress(unit: str, stream: TextIO, prefix: str = "aiokv: ") -> Iterator[Stages]:
+    """Yield the function that starts a stage of ``total`` units.
+
+    Args:
+        unit: of the steps.
+        stream: where progress is written.
+        prefix: of the lines that are written where there is no terminal.
+    """
     from rich.console import Console
+
+    console = Console(file=stream)
+    if not console.is_terminal:
+
+        def print_line(stage: str, total: int) -> Callable[[int], None]:
+            print(f"{prefix}{stage}: {total} {unit}", file=stream, flush=True)
+            return lambda count: None
+
+        yield print_line
+        return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (
-        TextColumn("{task.description:>10}"),
+        TextColumn("{task.description:>14}"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn(unit),
         TimeElapsedColumn(),
     )
     # No refresh thread: its CPU time and its turns with the GIL would be measured along.
-    with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as bars:
+    with Progress(*columns, console=console, auto_refresh=False) as bars:
 
         def start(stage: str, total: int) -> Callable[[int], None]:
             task = bars.add_task(stage, total=total)
@@ -46,8 +58,3 @@ def show_progress(unit: str) -> Iterator[Stages]:
             return advance
 
         yield start
-
-
-def _start_plain(stage: str, total: int, unit: str) -> Callable[[int], None]:
-    print(f"aiokv: {stage}: {total} {unit}", file=sys.stderr, flush=True)
-    return lambda count: None

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aiokv.cli.arguments import SAVING_POLICIES, at_least, positive_float
+from aiokv.cli.arguments import SAVING_POLICIES, add_count, at_least, positive_float
 from aiokv.errors import UsageError
 from aiokv.observe.units import format_seconds
 
@@ -32,14 +32,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add = parser.add_argument
     add("trace", metavar="TRACE.jsonl")
     add("--limit", type=at_least(1), metavar="N", help="replay only the first N requests")
-    add("--block-tokens", type=at_least(1), default=16, metavar="N", help="tokens of a block")
-    add("--device-blocks", type=at_least(1), default=32_000, metavar="N", help="device capacity")
-    add("--host-blocks", type=at_least(0), default=0, metavar="N", help="host capacity")
+    add_count(parser, "--block-tokens", 16, "tokens of a block")
+    add_count(parser, "--device-blocks", 32_000, "device capacity")
+    add_count(parser, "--host-blocks", 0, "host capacity", minimum=0)
     add(
         "--write-policy",
         choices=(*SAVING_POLICIES, "none", "all"),
         default=SAVING_POLICIES[0],
-        help="when blocks get their host copy; all: compare the three that make any",
+        help="when to copy blocks to host memory; all: compare the three copying policies",
     )
     add(
         "--eviction-policy",
@@ -47,14 +47,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default=EVICTION_POLICIES[0],
         help="which blocks go first; all: compare them with each other and with MIN",
     )
-    add(
-        "--block-kib",
-        type=at_least(1),
-        default=2048,
-        metavar="KIB",
-        help="nominal size of a block, for the bytes moved",
-    )
-    add("--concurrency", type=at_least(1), default=1, metavar="N", help="leases live at once")
+    add_count(parser, "--block-kib", 2048, "nominal size of a block, for the bytes moved", "KIB")
+    add_count(parser, "--concurrency", 1, "leases held at once")
     add(
         "--speed",
         type=_speed,
@@ -67,16 +61,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=positive_float,
         default=20.0,
         metavar="MS",
-        help="with --speed X: how long a request holds its blocks, for each output token",
+        help="with --speed X: how long a request holds its blocks, per output token",
     )
     add("--execute", action="store_true", help="move real bytes on the cpu device, and check them")
-    add(
-        "--execute-mib",
-        type=at_least(1),
-        default=256,
-        metavar="MIB",
-        help="with --execute: memory of both tiers together",
-    )
+    add_count(parser, "--execute-mib", 256, "with --execute: memory of both tiers together", "MIB")
     add("--json", type=Path, metavar="FILE", help="write the result there")
     add("--plot", type=Path, metavar="FILE.svg", help="draw the hit rate against --capacities")
     add(
@@ -93,17 +81,18 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         AiokvError: see :func:`aiokv.trace.replay.replay`; or an output file cannot be written.
     """
+    from aiokv.cli.files import check_writable, write_json
     from aiokv.cli.progress import show_progress
     from aiokv.cli.running import run_async
 
     for path in (args.json, args.plot):
-        _check_writable(path)
+        check_writable(path)
     _check_suffix(args.plot)
-    with show_progress("requests") as stages:
+    with show_progress("requests", sys.stderr) as stages:
         report = run_async(_replay(args, stages))
     _print_report(report)  # first: a file that cannot be written must not cost the work
     if args.json:
-        _write_json(args.json, report)
+        write_json(args.json, report)
     if args.plot:
         _write_plot(args.plot, report)
     return 0
@@ -169,32 +158,12 @@ def _check_suffix(plot: Path | None) -> None:
         )
 
 
-def _check_writable(path: Path | None) -> None:
-    """Fail before the work rather than after it."""
-    if path is not None and not path.parent.is_dir():
-        raise UsageError(f"cannot write {path}: {path.parent} is not a folder")
-    if path is not None and path.is_dir():
-        raise UsageError(f"cannot write {path}: it is a folder")
-
-
-def _write_json(path: Path, report: ReplayReport) -> None:
-    import msgspec
-
-    _write(path, msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
-
-
 def _write_plot(path: Path, report: ReplayReport) -> None:
+    from aiokv.cli.files import write_file
     from aiokv.trace.plot import hit_rate_svg
 
     title = f"{Path(report.trace).name}: prompt tokens found in the cache"
-    _write(path, hit_rate_svg(report.capacities or [], title).encode())
-
-
-def _write(path: Path, data: bytes) -> None:
-    try:
-        path.write_bytes(data)
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
+    write_file(path, hit_rate_svg(report.capacities or [], title).encode())
 
 
 def _print_report(report: ReplayReport) -> None:

@@ -1,4 +1,4 @@
-"""Output of the demo: one row per measure, one column per run."""
+"""Results of the demo, and their table: one row per measure, one column per run."""
 
 from __future__ import annotations
 
@@ -6,41 +6,40 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
 import rich.box
 from rich.table import Table
 
-from aiokv.errors import UsageError
+from aiokv.observe.percentiles import percentile
 from aiokv.observe.units import format_seconds
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from rich.console import Console
 
     from aiokv.demo.ledger import Comparison
+    from aiokv.demo.requests import Request
 
 
-class ReusedTokens(msgspec.Struct, frozen=True):
+class ReusedTokens(msgspec.Struct):
     """Prompt tokens found in the cache, by the tier that had them."""
 
-    device: int
-    host: int
-    total: int
+    device: int = 0
+    host: int = 0
+    total: int = 0
 
 
 class Percentiles(msgspec.Struct, frozen=True):
     """Median and 99th percentile; None when nothing was measured."""
 
-    p50: float | None
-    p99: float | None
+    p50: float | None = None
+    p99: float | None = None
 
     @classmethod
-    def of(cls, values: list[float]) -> Percentiles:
-        if not values:
-            return cls(None, None)
-        p50, p99 = np.percentile(values, (50, 99))
-        return cls(round(float(p50), 3), round(float(p99), 3))
+    def of(cls, values: list[float], scale: float) -> Percentiles:
+        """Return the percentiles of ``values``, each multiplied by ``scale``."""
+        ordered = sorted(values)
+        if not ordered:
+            return cls()
+        return cls(*(round(scale * percentile(ordered, percent), 3) for percent in (50, 99)))
 
 
 class Traffic(msgspec.Struct, frozen=True):
@@ -52,7 +51,38 @@ class Traffic(msgspec.Struct, frozen=True):
     gigabytes_per_second: float | None
 
 
-class RunResult(msgspec.Struct, frozen=True, kw_only=True):
+class ServingStatistics(msgspec.Struct, kw_only=True):
+    """Sums over a run. Each prompt token is reused from one tier or computed, once.
+
+    Attributes:
+        computed_tokens: prompt tokens that the model computed because no tier had them.
+        layer_wait_ms: time in which the runner waited for layers from the host.
+    """
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    computed_tokens: int = 0
+    reused_tokens: ReusedTokens = msgspec.field(default_factory=ReusedTokens)
+    generated_tokens: int = 0
+    preemptions: int = 0
+    disconnections: int = 0
+    failed_onloads: int = 0
+    steps: int = 0
+    compute_seconds: float = 0.0
+    layer_wait_ms: float = 0.0
+
+    def add(self, request: Request) -> None:
+        """Count a request that has ended."""
+        reused, device, host = self.reused_tokens, *request.reused_tokens
+        self.requests += 1
+        self.prompt_tokens += request.prompt_length
+        self.computed_tokens += request.prompt_length - device - host
+        reused.device, reused.host = reused.device + device, reused.host + host
+        reused.total += device + host
+        self.generated_tokens += len(request.generated)
+
+
+class RunResult(ServingStatistics, kw_only=True):
     """One run of the workload; the names are the keys of ``--json``."""
 
     name: str
@@ -60,30 +90,15 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     device_blocks: int
     host_blocks: int
     seconds: float
-    requests: int
-    prompt_tokens: int
-    computed_tokens: int
-    reused_tokens: ReusedTokens
     repeated_tokens: int
-    generated_tokens: int
-    preemptions: int
-    disconnections: int
-    failed_onloads: int
-    steps: int
-    compute_seconds: float
     ttft_ms: Percentiles
     capacity_wait_ms: Percentiles
     onload: Traffic
     offload: Traffic
-    layer_wait_ms: float
     wakeup_us: Percentiles
     rows_not_finite: int
     corrupted: str
     compared: Comparison | None
-
-    @property
-    def equal(self) -> bool:
-        return self.compared is None or self.compared.equal
 
 
 class DemoResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,31 +127,15 @@ class DemoResult(msgspec.Struct, frozen=True, kw_only=True):
     def equal(self) -> bool:
         return self.tokens_equal and self.logits_equal and self.blocks_equal
 
-    @property
-    def rows_not_finite(self) -> int:
-        """Rows of logits of the reference that hold NaN or infinity; they compare as equal bits."""
-        return self.runs[0].rows_not_finite
-
-    def write(self, path: Path) -> None:
-        """Write as JSON.
-
-        Raises:
-            UsageError: the file cannot be written.
-        """
-        try:
-            path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
-        except OSError as error:
-            raise UsageError(f"cannot write {path}: {error.strerror}") from error
-
 
 Cell = Callable[[RunResult], str]
 
 ROWS: tuple[tuple[str, Cell], ...] = (
     ("device / host blocks", lambda run: f"{run.device_blocks:,} / {run.host_blocks:,}"),
     ("prompt tokens", lambda run: f"{run.prompt_tokens:,}"),
-    ("  computed", lambda run: _share(run.computed_tokens, run.prompt_tokens)),
-    ("  reused, device", lambda run: _share(run.reused_tokens.device, run.prompt_tokens)),
-    ("  reused, host", lambda run: _share(run.reused_tokens.host, run.prompt_tokens)),
+    ("  computed", lambda run: _share(run.computed_tokens, run)),
+    ("  reused, device", lambda run: _share(run.reused_tokens.device, run)),
+    ("  reused, host", lambda run: _share(run.reused_tokens.host, run)),
     ("computed again, preempted", lambda run: f"{run.repeated_tokens:,} ({run.preemptions:,}x)"),
     ("disconnected and sent again", lambda run: f"{run.disconnections:,}x"),
     ("generated tokens", lambda run: f"{run.generated_tokens:,}"),
@@ -147,13 +146,20 @@ ROWS: tuple[tuple[str, Cell], ...] = (
     ("runner waited for layers", lambda run: format_seconds(run.layer_wait_ms * 1e-3)),
     ("wake-up latency, p50 / p99", lambda run: _pair(run.wakeup_us, 1e-6)),
     ("run time", lambda run: format_seconds(run.seconds)),
-    ("tokens equal", lambda run: _tokens_verdict(run.compared)),
-    ("logits equal, bit for bit", lambda run: _logits_verdict(run.compared)),
-    ("cached blocks hold what was computed", lambda run: _blocks_verdict(run.compared)),
+    ("tokens equal", lambda run: _verdict(run, "tokens_different", "tokens_compared", "")),
+    (
+        "logits equal, bit for bit",
+        lambda run: _verdict(run, "rows_different", "rows_compared", " rows"),
+    ),
+    (
+        "cached blocks hold what was computed",
+        lambda run: _verdict(run, "blocks_wrong", "blocks_read", " read"),
+    ),
 )
 
 
 def print_table(console: Console, result: DemoResult) -> None:
+    """Print all measures of all runs."""
     table = Table(title=result.workload, caption=result.model, box=rich.box.SIMPLE_HEAD)
     table.add_column("", no_wrap=True)
     for run in result.runs:
@@ -163,15 +169,14 @@ def print_table(console: Console, result: DemoResult) -> None:
     console.print(table)
 
 
-def _share(tokens: int, total: int) -> str:
-    return f"{tokens:,} ({tokens / total:.0%})"
+def _share(tokens: int, run: RunResult) -> str:
+    return f"{tokens:,} ({tokens / run.prompt_tokens:.0%})"
 
 
 def _pair(values: Percentiles, unit_seconds: float) -> str:
     if values.p50 is None or values.p99 is None:
         return "-"
-    p50, p99 = (format_seconds(value * unit_seconds) for value in (values.p50, values.p99))
-    return f"{p50} / {p99}"
+    return " / ".join(format_seconds(value * unit_seconds) for value in (values.p50, values.p99))
 
 
 def _traffic(traffic: Traffic) -> str:
@@ -179,25 +184,8 @@ def _traffic(traffic: Traffic) -> str:
     return "-" if speed is None else f"{traffic.bytes / 1e6:,.1f} MB at {speed:.1f} GB/s"
 
 
-def _tokens_verdict(compared: Comparison | None) -> str:
-    if compared is None:
+def _verdict(run: RunResult, different: str, compared: str, unit: str) -> str:
+    if run.compared is None:
         return "reference"
-    if compared.tokens_different:
-        return f"NO: {compared.tokens_different:,} of {compared.tokens_compared:,}"
-    return f"yes, {compared.tokens_compared:,}"
-
-
-def _logits_verdict(compared: Comparison | None) -> str:
-    if compared is None:
-        return "reference"
-    if compared.rows_different:
-        return f"NO: {compared.rows_different:,} of {compared.rows_compared:,} rows"
-    return f"yes, {compared.rows_compared:,} rows"
-
-
-def _blocks_verdict(compared: Comparison | None) -> str:
-    if compared is None:
-        return "reference"
-    if compared.blocks_wrong:
-        return f"NO: {compared.blocks_wrong:,} of {compared.blocks_read:,} read"
-    return f"yes, {compared.blocks_read:,} read"
+    wrong, total = getattr(run.compared, different), getattr(run.compared, compared)
+    return f"NO: {wrong:,} of {total:,}{unit}" if wrong else f"yes, {total:,}{unit}"

@@ -1,4 +1,4 @@
-"""A request on its way through the serving loop, and the sums over all of them."""
+"""A request on its way through the serving loop."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Request:
-    """One turn. ``tokens`` grows while it is served; it survives preemptions.
+    """One turn. ``tokens`` grows while it is served; it outlives its leases.
 
     Attributes:
-        reused_device_tokens: prompt tokens found on the device when it was first admitted.
-        reused_host_tokens: those that were onloaded from the host tier.
+        reused_tokens: prompt tokens that its first attempt found on the device, and on the host.
         disconnect_in_step: the step of an attempt in which its client leaves; None for never.
-        disconnected: its client left; it is sent again.
+        disconnected: its client left; the request is sent again.
         prefix_keys: digests of the first block, the first two, and so on; see :meth:`prefix_key`.
     """
 
@@ -32,28 +31,26 @@ class Request:
     items: tuple[aiokv.Item, ...] = ()
     arrived_seconds: float = field(default_factory=time.perf_counter)
     attempts: int = 0
-    reused_device_tokens: int = 0
-    reused_host_tokens: int = 0
+    reused_tokens: tuple[int, int] = (0, 0)
     capacity_wait_seconds: float = 0.0
     ttft_seconds: float | None = None
     disconnect_in_step: int | None = None
     disconnected: bool = False
     prefix_keys: list[bytes] = field(default_factory=list)
 
+    @property
+    def generated(self) -> list[int]:
+        return self.tokens[self.prompt_length :]
+
     def prefix_key(self, block: int, block_tokens: int) -> bytes:
-        """Name what block ``block`` depends on: all tokens and images up to its last position."""
+        """Return a digest of all tokens and images up to the last position of ``block``."""
         for number in range(len(self.prefix_keys), block + 1):
             first, stop = number * block_tokens, (number + 1) * block_tokens
-            parts = [
-                self.prefix_keys[-1] if number else b"",
-                repr(self.tokens[first:stop]).encode(),
-            ]
-            parts += [
-                repr(item).encode()
-                for item in self.items
-                if item.offset < stop and first < item.offset + item.length
-            ]
-            self.prefix_keys.append(digest(b"".join(parts)))
+            before = self.prefix_keys[-1] if number else b""
+            items = [i for i in self.items if i.offset < stop and first < i.offset + i.length]
+            self.prefix_keys.append(
+                digest(before + repr((self.tokens[first:stop], items)).encode())
+            )
         return self.prefix_keys[block]
 
     def send_again(self) -> None:
@@ -62,15 +59,10 @@ class Request:
         del self.tokens[self.prompt_length :]
         self.prefix_keys.clear()
 
-    @property
-    def generated(self) -> list[int]:
-        return self.tokens[self.prompt_length :]
-
     def note_usage(self, usage: aiokv.Usage) -> None:
         """Count what the first attempt reused; a later one finds the request's own blocks."""
         if self.attempts == 0:
-            self.reused_device_tokens = usage.cached_device_tokens
-            self.reused_host_tokens = usage.cached_host_tokens
+            self.reused_tokens = usage.cached_device_tokens, usage.cached_host_tokens
         self.capacity_wait_seconds += usage.capacity_wait_seconds or 0.0
         self.attempts += 1
 
@@ -83,13 +75,14 @@ class Sequence:
         0 ........... computed ........... length
         | KV in cache | pending: to compute |
 
-    One with a single pending position decodes, one with more is in its prompt. While it is
+    A sequence with one pending position decodes; one with more is in its prompt. While it is
     ``arriving``, layers of its cached part may still be on their way from the host.
 
     Attributes:
         checked: the bytes of the cached part were compared with what was computed for it.
         abandoned: the client left or was cancelled; the lease is released.
         steps: number of steps that were submitted with it.
+        ended: its result is True for finished, False for preempted.
     """
 
     def __init__(self, request: Request, lease: aiokv.Lease) -> None:
@@ -107,21 +100,21 @@ class Sequence:
     def pending(self) -> int:
         return len(self.request.tokens) - self.computed
 
+    @property
+    def needs_position(self) -> bool:
+        """True if the last token has no position in the lease yet."""
+        return len(self.request.tokens) > self.lease.num_tokens
+
     def blocks_to_check(self, count: int, block_tokens: int) -> range:
-        """Blocks whose bytes to read back after the step that computes ``count`` positions.
+        """Return the blocks to read back after the step that computes ``count`` positions.
 
         These are the blocks that the step completes; at the first step, also the cached ones, and
-        at the last step all blocks of the request, in case something else wrote them meanwhile.
+        at the last step all blocks of the request, in case another one overwrote them.
         """
         stop = self.computed + count
         last = stop == len(self.request.tokens) and stop + 1 == self.request.stop_length
         first = self.computed // block_tokens if self.checked and not last else 0
         return range(first, stop // block_tokens)
-
-    @property
-    def needs_position(self) -> bool:
-        """The last token has no position in the lease yet."""
-        return len(self.request.tokens) > self.lease.num_tokens
 
     def disconnect(self) -> None:
         """Cancel the attempt, as a server does when its client leaves; not after its end."""
@@ -130,45 +123,7 @@ class Sequence:
             self._attempt.cancel()
 
     def end(self, *, finished: bool) -> None:
-        """Wake the conversation: finished (True) or preempted (False)."""
+        """Wake the conversation: the request is finished, or preempted."""
         self.request.note_usage(self.lease.usage)
         if not self.ended.done():
             self.ended.set_result(finished)
-
-
-@dataclass(slots=True)
-class ServingStatistics:
-    """Sums over a run. Every prompt token is reused on one tier or computed, once.
-
-    Attributes:
-        layer_wait_seconds: the runner stood still for a layer on its way from the host.
-    """
-
-    requests: int = 0
-    prompt_tokens: int = 0
-    reused_device_tokens: int = 0
-    reused_host_tokens: int = 0
-    generated_tokens: int = 0
-    preemptions: int = 0
-    disconnections: int = 0
-    failed_onloads: int = 0
-    steps: int = 0
-    compute_seconds: float = 0.0
-    layer_wait_seconds: float = 0.0
-    ttft_seconds: list[float] = field(default_factory=list)
-    capacity_wait_seconds: list[float] = field(default_factory=list)
-
-    @property
-    def computed_tokens(self) -> int:
-        """Prompt tokens that went through the model because no tier had them."""
-        return self.prompt_tokens - self.reused_device_tokens - self.reused_host_tokens
-
-    def add(self, request: Request) -> None:
-        self.requests += 1
-        self.prompt_tokens += request.prompt_length
-        self.reused_device_tokens += request.reused_device_tokens
-        self.reused_host_tokens += request.reused_host_tokens
-        self.generated_tokens += len(request.generated)
-        self.capacity_wait_seconds.append(request.capacity_wait_seconds)
-        if request.ttft_seconds is not None:
-            self.ttft_seconds.append(request.ttft_seconds)

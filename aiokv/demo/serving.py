@@ -16,15 +16,14 @@ import contextlib
 import random
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aiokv.demo.images import image_rows
+from aiokv.demo.batch import Batch, Span
 from aiokv.demo.ledger import Ledger
-from aiokv.demo.model import Batch
-from aiokv.demo.paging import Span
-from aiokv.demo.requests import Request, Sequence, ServingStatistics
+from aiokv.demo.report import ServingStatistics
+from aiokv.demo.requests import Request, Sequence
 from aiokv.errors import TransferError, WouldBlock
 
 if TYPE_CHECKING:
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
     import aiokv
     from aiokv import Item
-    from aiokv.demo.images import ImageRows
     from aiokv.demo.runner import ModelRunner, StepOutput
     from aiokv.demo.workload import Conversation, Workload
 
@@ -69,7 +67,7 @@ class Server:
     def __init__(
         self,
         engine: aiokv.CacheEngine,
-        runner: ModelRunner[Any],
+        runner: ModelRunner,
         config: ServingConfig,
         *,
         on_hit: Callable[[aiokv.Lease], None] | None = None,
@@ -77,6 +75,8 @@ class Server:
     ) -> None:
         self.statistics = ServingStatistics()
         self.ledger = Ledger()
+        self.ttft_seconds: list[float] = []
+        self.capacity_wait_seconds: list[float] = []
         self._engine = engine
         self._runner = runner
         self._config = config
@@ -109,7 +109,7 @@ class Server:
         tokens: list[int] = []
         items: tuple[Item, ...] = ()
         for number, turn in enumerate(conversation.turns):
-            items += tuple(item._replace(offset=len(tokens) + item.offset) for item in turn.images)
+            items += tuple(item._replace(offset=len(tokens) + item.offset) for item in turn.items)
             tokens.extend(turn.added.tolist())
             length = len(tokens)
             name = f"{conversation.name}/{number}"
@@ -127,6 +127,7 @@ class Server:
                 if not self._running:  # no step will close the one that released the blocks
                     self._engine.step(self._runner.record())
         self.statistics.add(request)
+        self.capacity_wait_seconds.append(request.capacity_wait_seconds)
         self.ledger.record_tokens(request.name, request.generated)
         if self._on_done is not None:
             self._on_done()
@@ -285,7 +286,7 @@ class Server:
         statistics = self.statistics
         statistics.steps += 1
         statistics.compute_seconds += output.compute_seconds
-        statistics.layer_wait_seconds += output.layer_wait_seconds
+        statistics.layer_wait_ms += 1e3 * output.layer_wait_seconds
         self.ledger.rows_not_finite += output.rows_not_finite
         for (sequence, count), span, token in zip(chosen, spans, output.next_tokens, strict=True):
             if sequence.abandoned:
@@ -304,6 +305,7 @@ class Server:
         request.tokens.append(token)
         if request.ttft_seconds is None:
             request.ttft_seconds = time.perf_counter() - request.arrived_seconds
+            self.ttft_seconds.append(request.ttft_seconds)
         if len(request.tokens) == request.stop_length:
             self._running.remove(sequence)
             sequence.end(finished=True)
@@ -323,13 +325,10 @@ def _make_batch(chosen: list[tuple[Sequence, int]]) -> Batch:
     tokens: list[int] = []
     positions: list[int] = []
     spans = []
-    images: list[ImageRows] = []
     for sequence, count in chosen:
         first, row = sequence.computed, len(tokens)
-        spans.append(Span(row, row + count, first, sequence.lease.block_table))
-        images += image_rows(sequence.request.items, first, count, row)
+        table, items = sequence.lease.block_table, sequence.request.items
+        spans.append(Span(row, row + count, first, table, items))
         tokens += sequence.request.tokens[first : first + count]
         positions += range(first, first + count)
-    return Batch(
-        np.array(tokens, dtype=np.int32), np.array(positions, dtype=np.int32), spans, images
-    )
+    return Batch(np.array(tokens, dtype=np.int32), np.array(positions, dtype=np.int32), spans)

@@ -1,108 +1,156 @@
-"""Weights that the demo's transformers have in common, as numpy arrays."""
+"""Sizes of transformers, and weights that are drawn for them."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Generic, TypedDict, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+from aiokv.errors import ConfigError
 
-    from aiokv.demo.model import Array, ModelConfig
+Array = NDArray[np.floating[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerWeights:
-    """What a layer has beside its attention's projections; matrices are ``[in, out]``.
+class ModelConfig:
+    """Sizes that every decoder-only transformer has.
 
     Attributes:
-        out: ``[mixed, hidden]``, of what attention made of all heads.
-        gate_up: gate and up projections side by side.
+        seed: of random weights.
     """
 
-    attention_norm: Array
-    out: Array
-    ffn_norm: Array
-    gate_up: Array
-    down: Array
+    vocab: int = 512
+    hidden: int = 128
+    layers: int = 4
+    heads: int = 4
+    ffn: int = 352
+    rope_theta: float = 10_000.0
+    norm_epsilon: float = 1e-5
+    seed: int = 1
+
+    def check_positive(self, *names: str) -> None:
+        """Check that the common sizes, and those named, are at least 1.
+
+        Raises:
+            ConfigError: one is not.
+        """
+        for name in ("vocab", "hidden", "layers", "heads", "ffn", *names):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
-LayerT = TypeVar("LayerT", bound=LayerWeights, covariant=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedConfig(ModelConfig):
+    """Sizes of a model with grouped-query attention (Llama, Qwen).
+
+    Attributes:
+        head_size: numbers per head; None for ``hidden / heads``.
+        qkv_bias: the query, key and value projections add a bias (Qwen2).
+        qk_norm: queries and keys are normed head by head (Qwen3).
+    """
+
+    kv_heads: int = 2
+    head_size: int | None = None
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+    def __post_init__(self) -> None:
+        self.check_positive("kv_heads")
+        if self.head_size is None and self.hidden % (2 * self.heads):
+            raise ConfigError(
+                f"hidden ({self.hidden}) must be a multiple of 2 * heads (2 * {self.heads}): "
+                "rotary embedding rotates pairs of numbers"
+            )
+        if self.head_size is not None and (self.head_size < 2 or self.head_size % 2):
+            raise ConfigError(f"head_size must be even and positive, got {self.head_size}")
+        if self.heads % self.kv_heads:
+            raise ConfigError(
+                f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads if self.head_size is None else self.head_size
+
+    @property
+    def qkv(self) -> int:
+        """Columns of the fused query, key and value projection."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def score_scale(self) -> float:
+        """Factor of the product of a query and a key."""
+        return 1.0 / math.sqrt(self.head_dim)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.layers} layers of {self.hidden}, {self.heads} heads over {self.kv_heads} "
+            "KV heads"
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Weights(Generic[LayerT]):
-    """All weights of a model.
+class Weights:
+    """All weights of a model, float32; matrices are ``[in, out]``.
 
     Attributes:
         embedding: ``[vocab, hidden]``.
+        layers: of each layer, by name: ``attention_norm``, ``ffn_norm``, ``gate_up`` (side by
+            side), ``down``, ``out`` (the projection behind attention), and those of its attention:
+            ``qkv`` (side by side), and where the model has them ``qkv_bias``, ``query_norm``,
+            ``key_norm``.
         unembedding: ``[hidden, vocab]``.
     """
 
     embedding: Array
-    layers: Sequence[LayerT]
+    layers: list[dict[str, Array]]
     final_norm: Array
     unembedding: Array
 
-    def matrix_shapes(self) -> set[tuple[int, int]]:
-        """``(k, n)`` of every product ``[rows, k] @ [k, n]`` that a forward pass makes."""
-        matrices = [self.unembedding]
-        for layer in self.layers:
-            arrays = [getattr(layer, field.name) for field in fields(layer)]
-            matrices += [array for array in arrays if array is not None and array.ndim > 1]
-        return {(matrix.shape[-2], matrix.shape[-1]) for matrix in matrices}
+
+def random_weights(config: GroupedConfig) -> Weights:
+    """Draw weights from ``config.seed``: the output of the model has no meaning."""
+    attention: dict[str, tuple[int, ...]] = {
+        "out": (config.heads * config.head_dim, config.hidden),
+        "qkv": (config.hidden, config.qkv),
+    }
+    if config.qkv_bias:
+        attention["qkv_bias"] = (config.qkv,)
+    if config.qk_norm:
+        attention["query_norm"] = attention["key_norm"] = (config.head_dim,)
+    return draw_weights(config, attention)
 
 
-class CommonWeights(TypedDict):
-    """The fields of :class:`LayerWeights`."""
+def draw_weights(config: ModelConfig, attention: dict[str, tuple[int, ...]]) -> Weights:
+    """Draw weights from ``config.seed``.
 
-    attention_norm: Array
-    out: Array
-    ffn_norm: Array
-    gate_up: Array
-    down: Array
-
-
-def random_model(
-    config: ModelConfig, random_layer: Callable[[np.random.Generator], LayerT]
-) -> Weights[LayerT]:
-    """Weights drawn from ``config.seed``."""
+    Args:
+        config: sizes.
+        attention: shapes of the weights of each layer's attention, by name.
+    """
     rng = np.random.default_rng(config.seed)
+    hidden, ones = config.hidden, np.ones(config.hidden, dtype=np.float32)
+    shapes = attention | {"gate_up": (hidden, 2 * config.ffn), "down": (config.ffn, hidden)}
+
+    def layer() -> dict[str, Array]:
+        drawn = {name: _draw(rng, shape) for name, shape in shapes.items()}
+        return {"attention_norm": ones, "ffn_norm": ones, **drawn}
+
     return Weights(
-        embedding=rng.standard_normal((config.vocab, config.hidden), dtype=np.float32),
-        layers=[random_layer(rng) for _ in range(config.layers)],
-        final_norm=np.ones(config.hidden, dtype=np.float32),
-        unembedding=random_matrix(rng, config.hidden, config.vocab),
+        embedding=rng.standard_normal((config.vocab, hidden), dtype=np.float32),
+        layers=[layer() for _ in range(config.layers)],
+        final_norm=ones.copy(),
+        unembedding=_draw(rng, (hidden, config.vocab)),
     )
 
 
-def random_common_weights(
-    rng: np.random.Generator, config: ModelConfig, *, mixed: int
-) -> CommonWeights:
-    """What every layer has; ``mixed`` counts what attention makes of all heads."""
-    return CommonWeights(
-        attention_norm=np.ones(config.hidden, dtype=np.float32),
-        out=random_matrix(rng, mixed, config.hidden),
-        ffn_norm=np.ones(config.hidden, dtype=np.float32),
-        gate_up=random_matrix(rng, config.hidden, 2 * config.ffn),
-        down=random_matrix(rng, config.ffn, config.hidden),
-    )
-
-
-def random_matrix(rng: np.random.Generator, rows: int, columns: int) -> Array:
-    matrix: Array = random_stack(rng, 1, rows, columns)[0]
-    return matrix
-
-
-def random_stack(rng: np.random.Generator, count: int, rows: int, columns: int) -> Array:
-    """``[count, rows, columns]``; a product with one keeps the variance of its input."""
-    stack: Array = rng.standard_normal((count, rows, columns), dtype=np.float32)
-    stack *= np.float32(1.0 / math.sqrt(rows))
-    return stack
-
-
-def random_vector(rng: np.random.Generator, length: int) -> Array:
-    return rng.uniform(0.5, 1.5, length).astype(np.float32)
+def _draw(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    """Draw a vector around 1, or matrices whose products keep the variance of their input."""
+    if len(shape) == 1:
+        return rng.uniform(0.5, 1.5, shape).astype(np.float32)
+    drawn: Array = rng.standard_normal(shape, dtype=np.float32)
+    drawn *= np.float32(1.0 / math.sqrt(shape[-2]))
+    return drawn

@@ -1,22 +1,14 @@
-"""Workload of the demo: seeded conversations, or a Mooncake trace scaled down."""
+"""Workload of the demo: conversations that are drawn from a seed."""
 
 from __future__ import annotations
 
-import itertools
-import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from aiokv.demo.images import IMAGE_TOKENS, PLACEHOLDER_TOKEN, image
-from aiokv.errors import ConfigError
-from aiokv.trace.format import HASH_BLOCK_TOKENS, TraceRequest, read_trace
-
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from aiokv import Item
 
 Tokens = NDArray[np.int32]
@@ -27,12 +19,12 @@ class Turn:
     """One request: what the user adds to the conversation, and how much is answered.
 
     Attributes:
-        images: items in ``added``; offsets count from its beginning.
+        items: images in ``added``; offsets count from its beginning.
     """
 
     added: Tokens
     output_tokens: int
-    images: tuple[Item, ...] = ()
+    items: tuple[Item, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +58,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatSizes:
-    """Sizes of generated conversations; user turns vary by half around ``user_tokens``.
-
-    Attributes:
-        images: different ones; each conversation begins with one, behind its system prompt.
-    """
+    """Sizes of generated conversations; user turns vary by half around ``user_tokens``."""
 
     conversations: int = 24
     turns: int = 4
@@ -78,103 +66,28 @@ class ChatSizes:
     system_tokens: int = 128
     user_tokens: int = 48
     answer_tokens: int = 16
-    images: int = 0
-
-    def __post_init__(self) -> None:
-        if self.images < 0:
-            raise ConfigError(f"images must not be negative, got {self.images}")
-        for name in set(self.__slots__) - {"images"}:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
 def chat_workload(sizes: ChatSizes, *, vocab: int, seed: int) -> Workload:
     """Conversations that share ``system_prompts`` system prompts, drawn from ``seed``."""
     rng = np.random.default_rng(seed)
-    systems = [_random_tokens(rng, sizes.system_tokens, vocab) for _ in range(sizes.system_prompts)]
+    systems = [random_tokens(rng, sizes.system_tokens, vocab) for _ in range(sizes.system_prompts)]
     conversations = []
     for number in range(sizes.conversations):
         turns = []
         for turn in range(sizes.turns):
             low, high = (sizes.user_tokens + 1) // 2, sizes.user_tokens * 3 // 2
-            added = _random_tokens(rng, int(rng.integers(low, high + 1)), vocab)
+            added = random_tokens(rng, int(rng.integers(low, high + 1)), vocab)
             if turn == 0:
                 added = np.concatenate((systems[number % len(systems)], added))
             turns.append(Turn(added, sizes.answer_tokens))
-        if sizes.images:
-            shown = number // len(systems) % sizes.images
-            turns[0] = _with_image(turns[0], shown, sizes.system_tokens)
         conversations.append(Conversation(f"chat-{number}", turns))
     title = (
         f"{sizes.conversations} conversations of {sizes.turns} turns, "
         f"{sizes.system_prompts} system prompts of {sizes.system_tokens} tokens"
     )
-    if sizes.images:
-        title += f", {sizes.images} images of {IMAGE_TOKENS} positions"
     return Workload(title, conversations)
 
 
-def _with_image(turn: Turn, number: int, offset: int) -> Turn:
-    placeholders = np.full(IMAGE_TOKENS, PLACEHOLDER_TOKEN, dtype=np.int32)
-    added = np.insert(turn.added, offset, placeholders)
-    return replace(turn, added=added, images=(image(number, offset),))
-
-
-def trace_workload(
-    path: str | os.PathLike[str],
-    *,
-    requests: int,
-    block_tokens: int,
-    max_context_tokens: int,
-    vocab: int,
-    seed: int,
-) -> Workload:
-    """The first conversations of a Mooncake trace, each 512-token block shrunk to one cache block.
-
-    Conversations are taken whole, so that what they reuse is what they reuse in the trace; they
-    are told apart by their first two blocks. All requests arrive at once, in the trace's order.
-    Requests longer than ``max_context_tokens`` after that are cut at their end.
-
-    Raises:
-        TraceError: the file cannot be read or has a malformed line.
-    """
-    scale = max(1, HASH_BLOCK_TOKENS // block_tokens)
-    conversations = [
-        Conversation(
-            f"request-{number}", [_scaled_turn(request, scale, max_context_tokens, vocab, seed)]
-        )
-        for number, request in _first_conversations(read_trace(path), requests)
-    ]
-    title = f"{len(conversations)} requests of {os.fspath(path)}, lengths divided by {scale}"
-    return Workload(title, conversations)
-
-
-def _first_conversations(
-    trace: list[TraceRequest], requests: int
-) -> list[tuple[int, TraceRequest]]:
-    """The conversations that begin first, up to ``requests`` requests, numbered as in the trace."""
-    numbers: dict[tuple[int, ...], list[int]] = {}
-    for number, request in enumerate(trace):
-        numbers.setdefault(tuple(request.hash_ids[:2]), []).append(number)
-    chosen = list(itertools.chain.from_iterable(numbers.values()))[:requests]
-    return [(number, trace[number]) for number in sorted(chosen)]
-
-
-def _scaled_turn(
-    request: TraceRequest, scale: int, max_context_tokens: int, vocab: int, seed: int
-) -> Turn:
-    output_tokens = max(1, min(request.output_tokens // scale, max_context_tokens // 2))
-    length = max(1, min(request.input_tokens // scale, max_context_tokens - output_tokens))
-    block_tokens = HASH_BLOCK_TOKENS // scale
-    hash_ids = request.hash_ids[: -(-length // block_tokens)]
-    return Turn(_expand_scaled(hash_ids, block_tokens, vocab, seed)[:length], output_tokens)
-
-
-def _expand_scaled(hash_ids: Sequence[int], tokens: int, vocab: int, seed: int) -> Tokens:
-    """Equal ids give equal tokens, different ids almost surely different ones."""
-    blocks = [_random_tokens(np.random.default_rng((seed, h)), tokens, vocab) for h in hash_ids]
-    return np.concatenate(blocks)
-
-
-def _random_tokens(rng: np.random.Generator, count: int, vocab: int) -> Tokens:
+def random_tokens(rng: np.random.Generator, count: int, vocab: int) -> Tokens:
     return rng.integers(0, vocab, count, dtype=np.int32)

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
+
+from aiokv.observe.percentiles import percentile
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -160,14 +161,10 @@ def percentiles_us(samples_ns: Mapping[str, Sequence[int]]) -> dict[str, Percent
     result = {}
     for operation, samples in samples_ns.items():
         if samples:
-            values = np.asarray(samples, dtype=np.float64) / 1e3
-            p50, p90, p99 = np.percentile(values, (50, 90, 99), method="inverted_cdf")
+            ordered = sorted(ns / 1e3 for ns in samples)
+            p50, p90, p99 = (percentile(ordered, percent) for percent in (50, 90, 99))
             result[operation] = Percentiles(
-                count=len(samples),
-                p50=float(p50),
-                p90=float(p90),
-                p99=float(p99),
-                max=float(values.max()),
+                count=len(ordered), p50=p50, p90=p90, p99=p99, max=ordered[-1]
             )
     return result
 

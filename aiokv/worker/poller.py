@@ -29,12 +29,13 @@ import msgspec
 
 from aiokv import _native
 from aiokv.errors import ClosedError, DeviceError, UsageError
+from aiokv.observe.percentiles import percentile
 from aiokv.worker.interrupts import call_surely
 from aiokv.worker.watches import Stream, Watch, next_query
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Hashable, Iterator, Sequence
+    from collections.abc import Callable, Hashable, Iterator
 
     from aiokv.worker.device.base import Event
     from aiokv.worker.watches import Callback
@@ -238,8 +239,8 @@ class EventPoller:
             events=self._events,
             queries=self._queries,
             pending=sum(watch.callback is not None for watch in self._watches()),
-            latency_p50_seconds=_quantile(ordered, 0.5),
-            latency_p99_seconds=_quantile(ordered, 0.99),
+            latency_p50_seconds=percentile(ordered, 50) if ordered else 0.0,
+            latency_p99_seconds=percentile(ordered, 99) if ordered else 0.0,
             busy_seconds=self._busy_seconds,
             pending_seconds=pending_seconds,
         )
@@ -471,7 +472,3 @@ def _next_has_ended(stream: Stream, watch: Watch, now: float) -> bool:
         return False
     finished_at: float | None = getattr(watch.event, "finished_seconds", None)
     return (finished_at or now) + (stream.queue[0].work_seconds or 0.0) <= now
-
-
-def _quantile(ordered: Sequence[float], share: float) -> float:
-    return ordered[min(int(len(ordered) * share), len(ordered) - 1)] if ordered else 0.0

@@ -1,4 +1,4 @@
-// Block pool, prefix tree and core. INVENTORY B1, B3, B4; invariants I1-I6 after every step.
+// Block pool, prefix tree and core. Invariants I1-I6 after every step.
 #include <algorithm>
 #include <numeric>
 #include <random>
@@ -90,7 +90,7 @@ class Cache {
 
 // -- pool ------------------------------------------------------------------------------------
 
-TEST(pool_gives_each_id_once) {  // B1.1, B1.3, B1.5
+TEST(pool_gives_each_id_once) {
     BlockPool pool(5000);
     std::set<BlockId> seen;
     for (const std::size_t count : {0u, 1u, 63u, 64u, 65u, 4096u}) {
@@ -129,7 +129,7 @@ TEST(pool_of_many_words_gives_the_lowest_ids) {
     }
 }
 
-TEST(pool_refuses_what_is_not_out) {  // B1.14
+TEST(pool_refuses_what_is_not_out) {
     BlockPool pool(10);
     lowest(pool, 5);
     pool.give_back(3);
@@ -139,7 +139,7 @@ TEST(pool_refuses_what_is_not_out) {  // B1.14
     CHECK_EQ(pool.free_blocks(), 6u);
 }
 
-TEST(pool_resizes) {  // B1.7, B1.8, B1.9, B1.14
+TEST(pool_resizes) {
     BlockPool pool(5);
     const auto used = lowest(pool, 5);
     pool.resize(200);
@@ -206,7 +206,7 @@ TEST(ids_of_a_finished_step_are_free_and_none_is_given_out_twice) {
 
 // -- tree ------------------------------------------------------------------------------------
 
-TEST(tree_finds_children_of_forks) {            // B3.3, B3.20
+TEST(tree_finds_children_of_forks) {
     constexpr std::int32_t kChildren = 30'000;  // more than one table takes
     PrefixTree tree(2, 1, 0);
     const NodeId root = tree.add_root();
@@ -238,7 +238,7 @@ TEST(tree_finds_children_of_forks) {            // B3.3, B3.20
     CHECK_EQ(tree[root].child, kNone);
 }
 
-TEST(tree_is_deep_without_recursion) {  // B3.20
+TEST(tree_is_deep_without_recursion) {
     Cache cache(50'001);
     std::vector<std::int32_t> tokens(100'001);
     for (std::size_t i = 0; i < tokens.size(); ++i) tokens[i] = static_cast<std::int32_t>(i % 7);
@@ -251,7 +251,7 @@ TEST(tree_is_deep_without_recursion) {  // B3.20
 
 // -- leases ----------------------------------------------------------------------------------
 
-TEST(a_prompt_is_found_again) {  // B4.7, B4.8, B3.5
+TEST(a_prompt_is_found_again) {
     Cache cache(10);
     cache.release(cache.serve({1, 2, 3, 4, 5, 6, 7}));
     const LeaseId longer = cache.match({1, 2, 3, 4, 5, 6, 7, 8});
@@ -269,7 +269,7 @@ TEST(a_prompt_is_found_again) {  // B4.7, B4.8, B3.5
     CHECK_EQ(cache.core.evict_device(10), 3u);  // the deepest first, one by one
 }
 
-TEST(the_deepest_block_is_evicted_first) {  // B3.10 turned around, C1.1
+TEST(the_deepest_block_is_evicted_first) {
     Cache cache(10);
     cache.release(cache.serve({1, 2, 3, 4, 5, 6}));
     CHECK_EQ(cache.core.evict_device(1), 1u);
@@ -300,7 +300,7 @@ TEST(misuse_changes_nothing) {
     CHECK_EQ(cache.core.statistics().device_free, 10u);
 }
 
-TEST(the_first_of_two_copies_wins) {  // B3.4
+TEST(the_first_of_two_copies_wins) {
     Cache cache(10);
     const LeaseId a = cache.match({1, 2, 3, 4, 5});
     const LeaseId b = cache.match({1, 2, 3, 4, 5});
@@ -333,7 +333,7 @@ TEST(all_leases_are_extended_or_none) {
 
 // -- two tiers -------------------------------------------------------------------------------
 
-TEST(host_blocks_come_back) {  // B3.9, B3.13, C1.2
+TEST(host_blocks_come_back) {
     Cache cache(4, 8);
     cache.to_host({1, 2, 3, 4});
     const LeaseId id = cache.match({1, 2, 3, 4, 5});
@@ -352,7 +352,7 @@ TEST(host_blocks_come_back) {  // B3.9, B3.13, C1.2
     CHECK_THROWS(InternalError, (cache.core.complete(onload, Outcome::kDone, 0), 0));
 }
 
-TEST(a_failed_onload_is_not_served) {  // C1.3
+TEST(a_failed_onload_is_not_served) {
     Cache cache(6, 8);
     cache.to_host({1, 2, 3, 4, 5, 6});
     const LeaseId id = cache.match({1, 2, 3, 4, 5, 6, 7});
@@ -393,7 +393,7 @@ TEST(what_others_computed_does_not_outlive_a_cancelled_onload) {  // I2
     cache.release(again);
 }
 
-TEST(reset_leaves_leases_and_transfers_their_blocks) {  // B3.22, B4.4, C1.14, I8
+TEST(reset_leaves_leases_and_transfers_their_blocks) {  // I8
     Cache cache(6, 6);
     cache.to_host({1, 2, 3, 4});
     const LeaseId reader = cache.match({1, 2, 3, 4, 5});
@@ -411,7 +411,7 @@ TEST(reset_leaves_leases_and_transfers_their_blocks) {  // B3.22, B4.4, C1.14, I
     CHECK_EQ(cache.core.statistics().host_free, 6u);
 }
 
-TEST(resize_refuses_blocks_in_use) {  // B4.5, C1.13
+TEST(resize_refuses_blocks_in_use) {
     Cache cache(8);
     const LeaseId id = cache.serve({1, 2, 3, 4});
     CHECK_THROWS(UsageError, (cache.core.resize_device(1), 0));
@@ -458,7 +458,7 @@ TEST(resize_succeeds_when_the_last_of_leases_transfers_and_steps_has_ended) {
     CHECK_EQ(cache.core.device_blocks(), 2u);
 }
 
-TEST(contexts_share_nothing) {  // C2.2
+TEST(contexts_share_nothing) {
     Cache cache(8);
     const std::vector<std::int32_t> tokens{1, 2, 3};
     const LeaseId a = cache.core.match(tokens, "a").lease;

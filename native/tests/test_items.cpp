@@ -1,4 +1,4 @@
-// Multimodal items: their keys a block (INVENTORY B5.4-B5.9), and matches that end before them.
+// Multimodal items: their keys a block, and matches that end before them.
 #include <numeric>
 
 #include "aiokv/core.hpp"
@@ -64,7 +64,7 @@ struct Cache {
 
 }  // namespace
 
-TEST(a_key_belongs_to_the_blocks_an_item_touches) {  // B5.4, B5.5, B5.6
+TEST(a_key_belongs_to_the_blocks_an_item_touches) {
     CHECK(item_key_bytes({}, 4).empty());
     CHECK(touched(0, 4, 3) == (std::vector<bool>{true, false, false}));  // ends at a block's start
     CHECK(touched(8, 4, 3) == (std::vector<bool>{false, false, true}));  // begins at one's end
@@ -72,7 +72,7 @@ TEST(a_key_belongs_to_the_blocks_an_item_touches) {  // B5.4, B5.5, B5.6
     CHECK(touched(3, 6, 3) == (std::vector<bool>{true, true, true}));    // spans the middle one
 }
 
-TEST(all_items_of_a_block_are_in_its_key) {  // B5.7, B5.8
+TEST(all_items_of_a_block_are_in_its_key) {
     const std::vector<Item> items{{"h0", 2, 3}, {"h1", 8, 4}, {"h2", 14, 2}};
     CHECK(item_counts(items) == (std::vector<std::size_t>{1, 1, 1, 1}));
     CHECK(item_counts({{"h0", 0, 1}, {"h1", 1, 1}, {"h2", 3, 3}}) ==
@@ -92,7 +92,7 @@ TEST(keys_tell_content_place_and_length_apart) {
     CHECK(keys[1] != keys[2]);
 }
 
-TEST(prompts_part_at_the_first_block_with_another_image) {  // B5.9
+TEST(prompts_part_at_the_first_block_with_another_image) {
     Cache cache;
     cache.core.release(cache.serve({{"cat", 9, 3}}), 0);
     CHECK_EQ(cache.hit({{"cat", 9, 3}}), 5u);
@@ -107,7 +107,7 @@ TEST(prompts_part_at_the_first_block_with_another_image) {  // B5.9
     CHECK_EQ(cache.core.statistics().nodes, 1u + 2u + 3u * 3u);  // the root, shared, apart
 }
 
-TEST(a_match_never_ends_inside_an_item) {  // A3.6
+TEST(a_match_never_ends_inside_an_item) {
     Cache cache;
     const std::vector<Item> items{{"a", 2, 3}, {"b", 6, 9}};  // blocks 0-1, blocks 1-3
     cache.core.release(cache.serve(items, 12), 0);            // three blocks; "b" ends in the 4th

@@ -8,7 +8,7 @@ import numpy as np
 
 from aiokv import CacheConfig, CacheEngine, Regions
 from aiokv.testing import ScriptedDevice, run_until_idle, spin
-from tests.integration.kv_cache import BLOCK_TOKENS, Cache, prompt
+from tests.harness.cache import BLOCK_TOKENS, Cache, prompt
 
 if TYPE_CHECKING:
     from aiokv import Lease

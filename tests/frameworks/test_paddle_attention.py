@@ -20,7 +20,7 @@ def hidden_tokens(first, rows):
 @pytest.fixture
 def grouped(paddle):
     """Grouped-query attention over numpy arrays ``[tokens, heads, dim]``."""
-    from aiokv.demo.on_paddle.grouped_attention import attend
+    from tests.models.demo.on_paddle.grouped_attention import attend
 
     def run(queries, cached, hidden):
         keys, values = cached[:, :KV_HEADS], cached[:, KV_HEADS:]
@@ -34,7 +34,7 @@ def grouped(paddle):
 @pytest.fixture
 def latent(paddle):
     """Latent attention over a numpy array ``[tokens, cached_dim]``."""
-    from aiokv.demo.on_paddle.latent_attention import attend
+    from tests.models.demo.on_paddle.latent_attention import attend
 
     def run(queries, cached, hidden):
         return attend(*map(paddle.to_tensor, (queries, cached, hidden)), values=16).numpy()

@@ -1,18 +1,22 @@
 """Multi-head latent attention in Paddle: against the naive one, and equal bits from every tier."""
 
 import dataclasses
-import itertools
 import json
 
 import numpy as np
 import pytest
 
 from aiokv.cli import main
-from aiokv.demo.latent import LatentConfig, random_weights
-from aiokv.demo.models import load_model
 from aiokv.errors import ConfigError, UsageError
+from tests.models.demo.latent import LatentConfig, random_weights
+from tests.models.demo.loading import load_model
 from tests.models.latent_transformer import naive_latent_logits
-from tests.models.transformer import run
+from tests.models.transformer import (
+    assert_a_corrupted_block_shows,
+    assert_bits_do_not_depend_on_the_batch,
+    random_tokens,
+    run,
+)
 
 CONFIG = LatentConfig(
     vocab=64,
@@ -44,10 +48,6 @@ def load(kv_format="float32", **more):
     )
 
 
-def random_tokens(count, seed):
-    return np.random.default_rng(seed).integers(0, CONFIG.vocab, count, dtype=np.int32)
-
-
 @pytest.mark.parametrize(
     ("kv_format", "more"),
     [(name, {}) for name in TOLERANCE] + [("float32", {"heads": 1}), ("float32", ODD)],
@@ -56,7 +56,7 @@ def random_tokens(count, seed):
 @pytest.mark.usefixtures("paddle")
 def test_logits_equal_the_naive_model(kv_format, more):
     model = load(kv_format, **more)
-    tokens = random_tokens(100, seed=3)
+    tokens = random_tokens(CONFIG, 100, seed=3)
     cache = model.new_cache(device_blocks=16, block_tokens=16)
     found = run(model, cache, [(tokens, 0, np.random.default_rng(4).permutation(16)[:7])])
     expected = naive_latent_logits(model.config, random_weights(model.config), tokens)
@@ -80,31 +80,14 @@ def test_one_latent_a_token_is_cached_and_no_values(kv_format, size):
 @pytest.mark.usefixtures("paddle")
 def test_bits_do_not_depend_on_chunks_neighbours_or_blocks(kv_format, block_tokens, heads):
     model = load(kv_format, heads=heads)
-    tokens, other = random_tokens(100, seed=5), random_tokens(100, seed=6)
-    blocks = -(-100 // block_tokens)
-    ids = np.random.default_rng(7).permutation(2 * blocks)
-    table, other_table = ids[:blocks], ids[blocks:]
-    whole = run(model, model.new_cache(2 * blocks, block_tokens), [(tokens, 0, table)])
-    cache = model.new_cache(2 * blocks, block_tokens)
-    for start, stop in itertools.pairwise([0, 1, 13, 37, 64, 65, 80, 81, 82, 100]):
-        before = (other[start:stop], start, other_table)
-        found = run(model, cache, [before, (tokens[start:stop], start, table)])
-        np.testing.assert_array_equal(found[stop - start :], whole[start:stop])
+    assert_bits_do_not_depend_on_the_batch(
+        model, block_tokens, [0, 1, 13, 37, 64, 65, 80, 81, 82, 100]
+    )
 
 
 @pytest.mark.usefixtures("paddle")
 def test_a_corrupted_block_shows():
-    model = load("bfloat16")
-    tokens = random_tokens(70, seed=8)
-    cache = model.new_cache(device_blocks=8, block_tokens=16)
-    before = [piece.pointer for piece in cache.regions().pieces()]
-    whole = run(model, cache, [(tokens, 0, range(5))])
-    again = run(model, cache, [(tokens[48:], 48, [0, 1, 2, 6, 7])])
-    np.testing.assert_array_equal(again, whole[48:])
-    cache.corrupt(1)
-    wrong = run(model, cache, [(tokens[48:], 48, [0, 1, 2, 6, 7])])
-    assert not (wrong == whole[48:]).all(axis=1).any()
-    assert [piece.pointer for piece in cache.regions().pieces()] == before
+    assert_a_corrupted_block_shows(load("bfloat16"))
 
 
 @pytest.mark.parametrize("kv_format", ["float32", "bfloat16"])

@@ -1,18 +1,24 @@
 """The Paddle transformer against the naive one, and the property its check rests on."""
 
 import dataclasses
-import itertools
 import json
 
 import numpy as np
 import pytest
 
 from aiokv.cli import main
-from aiokv.demo.grouped import GroupedConfig, random_weights
-from aiokv.demo.models import load_model
-from tests.models.transformer import naive_logits, run
+from aiokv.demo.weights import GroupedConfig, random_weights
+from tests.models.demo.loading import load_model
+from tests.models.transformer import (
+    assert_a_corrupted_block_shows,
+    assert_bits_do_not_depend_on_the_batch,
+    naive_logits,
+    random_tokens,
+    run,
+)
 
 CONFIG = GroupedConfig(vocab=64, hidden=32, layers=2, heads=4, kv_heads=2, ffn=48)
+CUTS = [0, 1, 13, 37, 64, 65, 80, 81, 82, 100]
 TOLERANCE = {"float32": 4e-4, "bfloat16": 0.1, "int8": 0.2, "fp8": 0.6}
 
 WORK = ["--conversations", "6", "--turns", "3", "--system-prompts", "2"]
@@ -29,10 +35,6 @@ def load(paddle, kv_format="float32", **more):
     )
 
 
-def random_tokens(count, seed):
-    return np.random.default_rng(seed).integers(0, CONFIG.vocab, count, dtype=np.int32)
-
-
 @pytest.mark.parametrize(
     ("kv_format", "more"),
     [(name, {}) for name in TOLERANCE]
@@ -41,7 +43,7 @@ def random_tokens(count, seed):
 )
 def test_logits_equal_the_naive_model(paddle, kv_format, more):
     model = load(paddle, kv_format, **more)
-    tokens = random_tokens(100, seed=3)
+    tokens = random_tokens(CONFIG, 100, seed=3)
     cache = model.new_cache(device_blocks=16, block_tokens=16)
     found = run(model, cache, [(tokens, 0, np.random.default_rng(4).permutation(16)[:7])])
     expected = naive_logits(model.config, tokens)
@@ -52,29 +54,12 @@ def test_logits_equal_the_naive_model(paddle, kv_format, more):
 @pytest.mark.parametrize("block_tokens", [16, 24])
 def test_bits_do_not_depend_on_chunks_neighbours_or_blocks(paddle, kv_format, block_tokens):
     model = load(paddle, kv_format)
-    tokens, other = random_tokens(100, seed=5), random_tokens(100, seed=6)
-    blocks = -(-100 // block_tokens)
-    ids = np.random.default_rng(7).permutation(2 * blocks)
-    table, other_table = ids[:blocks], ids[blocks:]
-    whole = run(model, model.new_cache(2 * blocks, block_tokens), [(tokens, 0, table)])
-    cache = model.new_cache(2 * blocks, block_tokens)
-    for start, stop in itertools.pairwise([0, 1, 13, 37, 64, 65, 80, 81, 82, 100]):
-        before = (other[start:stop], start, other_table)
-        found = run(model, cache, [before, (tokens[start:stop], start, table)])
-        np.testing.assert_array_equal(found[stop - start :], whole[start:stop])
+    assert_bits_do_not_depend_on_the_batch(model, block_tokens, CUTS)
 
 
 @pytest.mark.parametrize("kv_format", list(TOLERANCE))
 def test_a_corrupted_block_shows(paddle, kv_format):
-    model = load(paddle, kv_format)
-    tokens = random_tokens(70, seed=8)
-    cache = model.new_cache(device_blocks=8, block_tokens=16)
-    whole = run(model, cache, [(tokens, 0, range(5))])
-    again = run(model, cache, [(tokens[48:], 48, [0, 1, 2, 6, 7])])
-    np.testing.assert_array_equal(again, whole[48:])
-    cache.corrupt(1)
-    wrong = run(model, cache, [(tokens[48:], 48, [0, 1, 2, 6, 7])])
-    assert not (wrong == whole[48:]).all(axis=1).any()
+    assert_a_corrupted_block_shows(load(paddle, kv_format))
 
 
 def test_computing_does_not_move_the_cache(paddle):
@@ -82,7 +67,7 @@ def test_computing_does_not_move_the_cache(paddle):
     model = load(paddle, "int8")
     cache = model.new_cache(device_blocks=8, block_tokens=16)
     before = [piece.pointer for piece in cache.regions().pieces()]
-    run(model, cache, [(random_tokens(70, seed=9), 0, range(5))])
+    run(model, cache, [(random_tokens(CONFIG, 70, seed=9), 0, range(5))])
     cache.corrupt(2)
     assert [piece.pointer for piece in cache.regions().pieces()] == before
     assert all(piece.view()[2].any() for piece in cache.regions().pieces())

@@ -1,4 +1,4 @@
-"""Paddle tensors as regions: looked at where they are, whatever their dtype (B7.11, B7.12)."""
+"""Paddle tensors as regions: looked at where they are, whatever their dtype."""
 
 import numpy as np
 import pytest

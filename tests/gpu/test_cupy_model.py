@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 
 import numpy as np
 import pytest
 
 from aiokv.cli import main
-from aiokv.demo.grouped import GroupedConfig, random_weights
-from tests.models.transformer import naive_logits, run
+from aiokv.demo.weights import GroupedConfig, random_weights
+from tests.models.transformer import (
+    assert_bits_do_not_depend_on_the_batch,
+    naive_logits,
+    random_tokens,
+    run,
+)
 
 CONFIG = GroupedConfig(vocab=64, hidden=32, layers=2, heads=4, kv_heads=2, ffn=48)
 
 
 def make(config=CONFIG):
-    from aiokv.demo.on_cupy.transformer import CupyTransformer
+    from tests.models.demo.on_cupy.transformer import CupyTransformer
 
     return CupyTransformer(config, random_weights(config), max_context_tokens=256)
-
-
-def random_tokens(count, seed):
-    return np.random.default_rng(seed).integers(0, CONFIG.vocab, count, dtype=np.int32)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def random_tokens(count, seed):
 )
 def test_logits_equal_the_naive_model(more):
     config = dataclasses.replace(CONFIG, **more)
-    model, tokens = make(config), random_tokens(100, seed=3)
+    model, tokens = make(config), random_tokens(CONFIG, 100, seed=3)
     cache = model.new_cache(device_blocks=16, block_tokens=16)
     table = np.random.default_rng(4).permutation(16)[:7]
     found = run(model, cache, [(tokens, 0, table)])
@@ -40,23 +40,13 @@ def test_logits_equal_the_naive_model(more):
 
 @pytest.mark.parametrize("block_tokens", [1, 16, 24])
 def test_bits_do_not_depend_on_chunks_neighbours_or_blocks(block_tokens):
-    model = make()
-    tokens, other = random_tokens(100, seed=5), random_tokens(100, seed=6)
-    blocks = -(-100 // block_tokens)
-    ids = np.random.default_rng(7).permutation(2 * blocks)
-    table, other_table = ids[:blocks], ids[blocks:]
-    whole = run(model, model.new_cache(2 * blocks, block_tokens), [(tokens, 0, table)])
-    cache = model.new_cache(2 * blocks, block_tokens)
-    for start, stop in itertools.pairwise([0, 1, 13, 37, 64, 65, 100]):
-        before = (other[start:stop], start, other_table)
-        found = run(model, cache, [before, (tokens[start:stop], start, table)])
-        np.testing.assert_array_equal(found[stop - start :], whole[start:stop])
+    assert_bits_do_not_depend_on_the_batch(make(), block_tokens, [0, 1, 13, 37, 64, 65, 100])
 
 
 def test_blocks_are_read_back_as_they_lie_in_the_regions():
     model = make()
     cache = model.new_cache(device_blocks=8, block_tokens=16)
-    run(model, cache, [(random_tokens(100, seed=9), 0, range(1, 8))])
+    run(model, cache, [(random_tokens(CONFIG, 100, seed=9), 0, range(1, 8))])
     blocks = np.array([5, 0, 3], np.int32)
     arrays = [array.get() for array in (*cache.keys, *cache.values)]
     expected = [array[blocks].reshape(3, -1).view(np.uint8) for array in arrays]

@@ -1,4 +1,4 @@
-"""Every cache shape goes to the host and back layer by layer, byte for byte (A10, B7.11, B7.12)."""
+"""Every cache shape goes to the host and back layer by layer, byte for byte."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ async def test_native_threads_move_the_same_bytes(shape: Shape) -> None:
 
 
 def test_capacity_counts_every_region_and_extra_layer() -> None:
-    """A10.3, A10.7, C3.5: draft layers and scales cost host memory as well."""
+    """Draft layers and scales cost host memory as well."""
     regions = mtp().regions
     main, draft = 2 * BLOCK_TOKENS * HEADS * HEAD_DIM * 2, 2 * BLOCK_TOKENS * HEAD_DIM * 2
     assert regions.block_bytes == 2 * main + 2 * draft

@@ -7,7 +7,6 @@ from collections import Counter
 from random import Random
 
 import pytest
-from kv_cache import BLOCK_TOKENS, Cache, prompt
 
 from aiokv import (
     CapacityError,
@@ -18,6 +17,7 @@ from aiokv import (
     TransferError,
 )
 from aiokv.testing import spin
+from tests.harness.cache import BLOCK_TOKENS, Cache, prompt
 
 pytestmark = pytest.mark.asyncio
 
@@ -156,7 +156,11 @@ async def walk(random: Random, policy: str, quota: int | None, seen: Counter[boo
                 assert got == expected, (policy, quota, num_tokens)
                 if isinstance(got, bool):
                     seen[got] += 1
-            elif verb == "commit" and lease is not None and not engine.scheduler.read.onloads(lease.id):
+            elif (
+                verb == "commit"
+                and lease is not None
+                and not engine.scheduler.read.onloads(lease.id)
+            ):
                 lease.recompute_from()
                 lease.commit(min(lease.num_tokens, len(tokens[lease])))
             elif verb == "line" and lease is not None and len(waiting) < 2:

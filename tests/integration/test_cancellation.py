@@ -9,7 +9,7 @@ import pytest
 
 from aiokv import Hit
 from aiokv.testing import spin
-from tests.integration.kv import Served
+from tests.harness.served import Served
 
 pytestmark = pytest.mark.asyncio
 

@@ -6,10 +6,10 @@ import asyncio
 import random
 
 import pytest
-from kv_cache import BLOCK_TOKENS, Cache, prompt
 
 from aiokv.errors import ClosedError
 from aiokv.testing import run_until_idle, spin
+from tests.harness.cache import BLOCK_TOKENS, Cache, prompt
 
 A, B = prompt(1, 4), prompt(2, 4)
 LONG = 1000.0  # seconds: who is not woken exceeds the time limit of a test

@@ -20,7 +20,7 @@ from aiokv import (
     UsageError,
 )
 from aiokv.testing import ManualDevice, ManualEvent, spin
-from tests.integration.kv_cache import BLOCK_TOKENS, Cache, prompt
+from tests.harness.cache import BLOCK_TOKENS, Cache, prompt
 
 pytestmark = pytest.mark.asyncio
 

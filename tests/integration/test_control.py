@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from kv_cache import Cache, prompt
 
 from aiokv.errors import BrokenEngineError, ClosedError, RequestTooLarge, UsageError
 from aiokv.testing import ManualDevice, ManualEvent, run_until_idle, spin
+from tests.harness.cache import Cache, prompt
 
 A, B, C = (prompt(seed, 2) for seed in range(1, 4))
 LONG = 5.0  # seconds that no test waits for

@@ -6,10 +6,10 @@ import asyncio
 from typing import TYPE_CHECKING
 
 import pytest
-from kv_cache import Cache, prompt
 
 from aiokv.errors import RequestTooLarge
 from aiokv.testing import ManualEvent, spin
+from tests.harness.cache import Cache, prompt
 
 if TYPE_CHECKING:
     import numpy as np

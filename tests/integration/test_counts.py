@@ -1,4 +1,4 @@
-"""What pools and tree count, in the small numbers that others' tests use (B1, B3, B4, B5)."""
+"""What pools and tree count, in the small numbers that others' tests use."""
 
 from __future__ import annotations
 
@@ -56,7 +56,6 @@ class Books(CacheEngine):
 
 
 async def test_a_new_cache_is_empty():
-    """B1.1, B3.1, B4.4."""
     async with Books(host_blocks=50) as engine:
         s = engine.statistics()
         assert (s.device_free, s.host_free, s.device_cached, s.leases) == (100, 50, 0, 0)
@@ -66,7 +65,7 @@ async def test_a_new_cache_is_empty():
 
 
 async def test_all_blocks_can_be_had_once_and_none_twice():
-    """B1.3-B1.5, B4.1, B4.3, B4.6: exactly all, never more, and all come back."""
+    """Exactly all, never more, and all come back."""
     async with Books() as engine:
         five = engine.match(range(5))
         assert five.try_allocate(5)
@@ -86,7 +85,7 @@ async def test_all_blocks_can_be_had_once_and_none_twice():
 
 @pytest.mark.parametrize("nothing", [0, -1])
 async def test_nothing_cannot_be_allocated(nothing):
-    """B1.2: and changes nothing."""
+    """And the refusal changes nothing."""
     async with Books() as engine:
         lease = engine.match([1])
         with pytest.raises(UsageError):
@@ -96,7 +95,6 @@ async def test_nothing_cannot_be_allocated(nothing):
 
 
 async def test_paths_share_what_they_have_in_common():
-    """B3.2-B3.5."""
     async with Books() as engine:
         engine.insert([1, 2])
         engine.insert([1, 3])
@@ -113,7 +111,7 @@ async def test_paths_share_what_they_have_in_common():
 
 
 async def test_the_second_copy_of_a_block_goes_back():
-    """B3.4: ids (0, 1) stay; those of the lease that computed the same are wasted, and freed."""
+    """Ids (0, 1) stay; those of the lease that computed the same are wasted, and freed."""
     async with Books() as engine:
         first, second = engine.match([1, 2]), engine.match([1, 2])
         assert first.try_allocate(2)
@@ -130,7 +128,6 @@ async def test_the_second_copy_of_a_block_goes_back():
 
 
 async def test_blocks_are_evictable_when_their_last_lease_is_gone():
-    """B3.6, B3.7, B3.21, B4.9."""
     async with Books() as engine:
         a, b = engine.hold([1, 2]), engine.hold([1, 3])
         assert engine.evictable == 0
@@ -148,7 +145,6 @@ async def test_blocks_are_evictable_when_their_last_lease_is_gone():
 
 
 async def test_a_deep_chain_and_many_branches():
-    """B3.20."""
     async with Books(device_blocks=300) as engine:
         chain = list(range(1000, 1020))
         engine.insert(chain)
@@ -164,7 +160,7 @@ async def test_a_deep_chain_and_many_branches():
 
 
 async def test_eviction_takes_what_it_can_and_no_more():
-    """B3.11, B3.16, B3.17: never a block of a lease; nothing for nothing."""
+    """Never a block of a lease; nothing for nothing."""
     async with Books(host_blocks=8) as engine:
         engine.insert([1, 2, 3])
         lease = engine.hold([4, 5])
@@ -182,7 +178,6 @@ async def test_eviction_takes_what_it_can_and_no_more():
 
 
 async def test_without_a_host_tier_eviction_drops():
-    """B4.12, B3.17."""
     async with Books() as engine:
         engine.insert([1, 2, 3])
         assert await engine.evict(2) == 2
@@ -191,7 +186,7 @@ async def test_without_a_host_tier_eviction_drops():
 
 
 async def test_to_the_host_and_back_many_times():
-    """B3.9, B3.12-B3.15: found with its tier each time; nothing gets lost."""
+    """Found with its tier each time; nothing gets lost."""
     async with Books(device_blocks=8, host_blocks=8) as engine:
         engine.insert([1, 2, 3])
         await engine.drain()
@@ -209,7 +204,7 @@ async def test_to_the_host_and_back_many_times():
 
 
 async def test_hit_tokens_are_counted_once_and_by_tier():
-    """B2.7, B2.8: per lease and in total; a match that is not granted counts nothing."""
+    """Per lease and in total; a match that is not granted counts nothing."""
     engine = CacheEngine(CacheConfig(block_tokens=4, device_blocks=20, host_blocks=20))
     async with engine:
         tokens = list(range(20))
@@ -240,7 +235,7 @@ def _hit_counts(statistics: Statistics) -> tuple[int, int, int]:
 
 
 async def test_the_oldest_path_goes_first():
-    """B3.18: and a match makes a path young."""
+    """A match refreshes the recency of its path."""
     async with Books() as engine:
         engine.insert([1], [2], [3])
         assert engine.found([1]) == 1
@@ -249,7 +244,6 @@ async def test_the_oldest_path_goes_first():
 
 
 async def test_reset_forgets_everything():
-    """B3.22, B4.4, B1.11."""
     async with Books(host_blocks=8) as engine:
         nodes = engine.statistics().nodes
         engine.insert([1, 2], [1, 3])
@@ -262,7 +256,6 @@ async def test_reset_forgets_everything():
 
 
 async def test_the_life_of_requests_in_numbers():
-    """B4.7, B4.8."""
     async with Books() as engine:
         engine.insert([1, 2, 3])
         s = engine.statistics()
@@ -277,7 +270,7 @@ async def test_the_life_of_requests_in_numbers():
 
 
 async def test_a_full_device_makes_room_by_eviction():
-    """B4.10, B4.6: ten requests of ten blocks, and one more."""
+    """Ten requests of ten blocks, and one more."""
     async with Books() as engine:
         engine.insert(*(range(100 * i, 100 * i + 10) for i in range(10)))
         s = engine.statistics()
@@ -288,7 +281,7 @@ async def test_a_full_device_makes_room_by_eviction():
 
 
 async def test_without_caching_all_comes_back():
-    """B4.11: neither read nor written."""
+    """Neither read nor written."""
     async with Books() as engine:
         for _ in range(2):
             lease = engine.match([1, 2, 3], read=False, write=False)
@@ -300,7 +293,7 @@ async def test_without_caching_all_comes_back():
 
 
 async def test_host_blocks_run_out_without_loss():
-    """B4.2, B4.17: a table that has no room in host memory stays where it is."""
+    """A table that has no room in host memory stays where it is."""
     async with Books(host_blocks=3, write_policy="none") as engine:
         lease = engine.hold([1, 2, 3, 4])
         with pytest.raises(WouldBlock):
@@ -318,7 +311,7 @@ async def test_host_blocks_run_out_without_loss():
 
 
 async def test_backups_are_taken_once():
-    """B4.18, B3.24, B3.25: what was issued is not issued again, and nothing of nothing."""
+    """What was issued is not issued again, and nothing of nothing."""
     async with Books(host_blocks=50) as engine:
         await engine.drain()
         assert engine.worker_statistics().offload.done == 0
@@ -335,7 +328,7 @@ async def test_backups_are_taken_once():
 
 
 async def test_generated_tokens_complete_blocks_one_by_one():
-    """B5.3, B12.1, B12.16: only full blocks count, earlier ones stay as they are."""
+    """Only full blocks count, earlier ones stay as they are."""
     engine = CacheEngine(CacheConfig(block_tokens=4, device_blocks=20))
     async with engine:
         lease = engine.match([1, 2, 3, 4, 5, 6, 7])
@@ -360,7 +353,7 @@ async def test_generated_tokens_complete_blocks_one_by_one():
 async def test_a_block_that_differs_in_any_one_token_is_another_block(
     block_tokens: int, is_fork: bool
 ):
-    """A3.1: every token of every block is compared, the first and the last of a block too."""
+    """Every token of every block is compared, the first and the last of a block too."""
     config = CacheConfig(block_tokens=block_tokens, device_blocks=20 * block_tokens)
     async with CacheEngine(config) as engine:
         tokens = list(range(100, 100 + 3 * block_tokens))
@@ -379,7 +372,7 @@ async def test_a_block_that_differs_in_any_one_token_is_another_block(
 
 @pytest.mark.parametrize("leave_tokens", [1, 2, 5])
 async def test_the_last_tokens_of_a_prompt_are_computed_even_if_all_are_cached(leave_tokens: int):
-    """A5.4: (n - leave_tokens) // block_tokens blocks are hit, for each length n."""
+    """(n - leave_tokens) // block_tokens blocks are hit, for each length n."""
     config = CacheConfig(block_tokens=4, device_blocks=40, leave_tokens=leave_tokens)
     async with CacheEngine(config) as engine:
         tokens = list(range(24))
@@ -401,7 +394,7 @@ def _compute(engine: CacheEngine, tokens: Sequence[int]) -> None:
 
 
 async def test_tasks_never_share_an_id():
-    """B1.13, B3.23: many tasks take and give back; every id has one holder, and all come back."""
+    """Many tasks take and give back; every id has one holder, and all come back."""
     async with Books(device_blocks=12) as engine:
         held: set[int] = set()
 

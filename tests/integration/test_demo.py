@@ -11,11 +11,12 @@ import pytest
 
 import aiokv
 from aiokv.cli import main
-from aiokv.demo import grouped
-from aiokv.demo.grouped import random_weights
+from aiokv.demo import weights
 from aiokv.demo.ledger import Ledger
 from aiokv.demo.row_tiles import RowTiles
-from aiokv.demo.workload import ChatSizes, chat_workload, trace_workload
+from aiokv.demo.weights import random_weights
+from aiokv.demo.workload import ChatSizes, chat_workload
+from tests.models.demo.trace import trace_workload
 
 SMALL_MODEL = ["--layers", "2", "--hidden", "32", "--heads", "2", "--kv-heads", "1"]
 SMALL_WORK = ["--conversations", "6", "--turns", "3", "--system-prompts", "2"]
@@ -90,7 +91,7 @@ def test_other_write_policies_compute_equal_bits_too(demo, capsys, policy):
 
 
 def test_images_are_told_apart(demo, monkeypatch):
-    """B5.9: equal placeholder tokens, different KV; a match that is not told serves wrong bytes."""
+    """Equal placeholder tokens, different KV; a match that is not told serves wrong bytes."""
     status, found = demo("--images", "2")
     assert status == 0
     assert "2 images" in found["workload"]
@@ -125,11 +126,11 @@ def test_products_that_depend_on_the_batch_are_not_called_wrong_bytes(demo, caps
 
 def test_logits_that_are_not_a_number_are_not_called_equal(demo, capsys, monkeypatch):
     def weights_with_nan(config):
-        weights = random_weights(config)
-        weights.final_norm[0] = np.nan
-        return weights
+        drawn = random_weights(config)
+        drawn.final_norm[0] = np.nan
+        return drawn
 
-    monkeypatch.setattr(grouped, "random_weights", weights_with_nan)
+    monkeypatch.setattr(weights, "random_weights", weights_with_nan)
     status, found = demo()
     assert status == 4
     reference = found["runs"][0]
@@ -216,6 +217,34 @@ def test_flags_out_of_range_are_refused_by_the_parser(flags, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["demo", *flags])
     assert f"argument {flags[0]}" in capsys.readouterr().err
+
+
+ONLY_IN_A_CHECKOUT = {
+    "--framework paddle": "loading.py",
+    "--device cuda": "loading.py",
+    "--kv-format int8": "loading.py",
+    "--attention mla": "latent.py",
+    "--checkpoint weights": "checkpoint.py",
+    "--trace trace.jsonl": "trace.py",
+    "--images 2": "images.py",
+}
+
+
+@pytest.mark.parametrize("option", ONLY_IN_A_CHECKOUT)
+def test_options_of_a_checkout_are_explained_where_there_is_none(
+    option, capsys, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(aiokv, "__file__", str(tmp_path / "site-packages/aiokv/__init__.py"))
+    assert main(["demo", *SMALL, *option.split()]) == 2
+    message = capsys.readouterr().err
+    assert option.split()[0] in message
+    assert f"tests/models/demo/{ONLY_IN_A_CHECKOUT[option]}" in message
+    assert "make demo ARGS=" in message
+
+
+def test_a_wheel_serves_without_the_repository(demo, monkeypatch, tmp_path):
+    monkeypatch.setattr(aiokv, "__file__", str(tmp_path / "site-packages/aiokv/__init__.py"))
+    assert demo("--disconnect", "0.2")[0] == 0
 
 
 # A process that was started in the background of a shell script ignores SIGINT, and so does what it

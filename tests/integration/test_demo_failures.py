@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 import aiokv
-from aiokv.demo.grouped import GroupedConfig, random_weights
-from aiokv.demo.on_numpy.transformer import NumpyTransformer
 from aiokv.demo.runner import ModelRunner
 from aiokv.demo.serving import Server, ServingConfig
+from aiokv.demo.transformer import NumpyTransformer
+from aiokv.demo.weights import GroupedConfig, random_weights
 from aiokv.demo.workload import ChatSizes, chat_workload
 from aiokv.plan import ONLOAD
 from aiokv.worker.device.base import CopyError

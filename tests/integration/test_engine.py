@@ -1,4 +1,4 @@
-"""CacheEngine end to end: leases, tiers and fairness. INVENTORY B4.1-13, C1.1-9, C1.20."""
+"""CacheEngine end to end: leases, tiers and fairness."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from aiokv import (
     WouldBlock,
 )
 from aiokv.testing import ManualEvent, spin
-from tests.integration.kv import Served
+from tests.harness.served import Served
 
 pytestmark = pytest.mark.asyncio
 
@@ -78,7 +78,7 @@ async def test_the_life_of_a_lease():
 
 
 async def test_host_blocks_are_onloaded_and_joined():
-    """One transfer for two leases; the second needs only its front (B7.1, C1.2)."""
+    """One transfer for two leases; the second needs only its front."""
     async with Served() as served:
         await served.to_host(A)
         async with served.engine.match(A) as first, served.engine.match(B) as second:
@@ -125,7 +125,7 @@ async def test_prefetch_brings_host_blocks():
 
 
 async def test_requests_wait_in_order():
-    """Priority, then arrival; nobody overtakes the first, nothing is held while waiting (C1.20)."""
+    """Priority, then arrival; nobody overtakes the first, nothing is held while waiting."""
     async with Served(device_blocks=4) as served:
         engine = served.engine
         holder = engine.match([1])

@@ -1,4 +1,4 @@
-"""Copies that fail: never served, and all who joined learn where to go on (C1.3, B7.7)."""
+"""Copies that fail: never served, and all who joined learn where to go on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from aiokv import BrokenEngineError, Hit, TransferError
 from aiokv.errors import DeviceError, LeaseError
 from aiokv.testing import ManualEvent, spin
 from aiokv.testing.manual import ManualStream
-from tests.integration.kv import Served
+from tests.harness.served import Served
 
 pytestmark = pytest.mark.asyncio
 

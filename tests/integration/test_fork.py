@@ -9,7 +9,7 @@ import pytest
 
 from aiokv import Hit, LeaseError, WouldBlock
 from aiokv.testing import ManualEvent, spin
-from tests.integration.kv import Served
+from tests.harness.served import Served
 from tests.integration.test_preemption import computed, held, resumed, swapped_out
 
 pytestmark = pytest.mark.asyncio

@@ -17,7 +17,7 @@ import uvloop
 import aiokv
 from aiokv import CacheConfig, CacheEngine, Regions
 from aiokv.testing import ManualEvent
-from tests.integration.kv import BLOCK_TOKENS, Served
+from tests.harness.served import BLOCK_TOKENS, Served
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine

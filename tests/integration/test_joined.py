@@ -11,7 +11,7 @@ import pytest
 from aiokv import CacheConfig, CacheEngine, Lease, TransferError, UsageError
 from aiokv.testing import spin
 from aiokv.testing.manual import ManualStream
-from tests.integration.kv import Served
+from tests.harness.served import Served
 
 pytestmark = pytest.mark.asyncio
 
@@ -184,7 +184,7 @@ async def test_a_plan_that_the_worker_refuses_is_reported_as_failed() -> None:
 
 
 async def test_an_onload_into_blocks_that_are_being_saved_starts_after_the_save() -> None:
-    """B7.4, B7.5: each of two prompts takes the blocks of the other, and none loses its bytes."""
+    """Each of two prompts takes the blocks of the other, and none loses its bytes."""
     prompts = prompt(1), prompt(2)
     async with Served(device_blocks=3, write_policy="write_back") as served:
         device, saves = served.device, 0

@@ -9,11 +9,11 @@ import weakref
 from random import Random
 
 import pytest
-from kv_cache import BLOCK_TOKENS, Cache, prompt
 
 from aiokv import AllocateTimeout, CapacityError, ClosedError, DeviceError, LeaseError, UsageError
 from aiokv.errors import BrokenEngineError
 from aiokv.testing import ManualEvent, run_until_idle, spin
+from tests.harness.cache import BLOCK_TOKENS, Cache, prompt
 
 LONG = 1000.0  # seconds that no test waits for
 SOON = 5.0  # seconds; only a test that fails waits for them

@@ -1,4 +1,4 @@
-"""Multimodal items through the engine: who shares what, and a naive model of it (A3.4-A3.6, B5)."""
+"""Multimodal items through the engine: who shares what, and a naive model of it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_cache import Cache
 
 from aiokv import CacheConfig, CacheEngine, Item, LeaseError, TransferError, UsageError
+from tests.harness.cache import Cache
 
 BLOCK_TOKENS = 4
 PLACEHOLDER = 7
@@ -71,7 +71,7 @@ async def test_chunks_that_end_inside_an_image_are_not_hit_until_it_is_whole() -
 
 @pytest.mark.asyncio
 async def test_a_request_with_images_can_be_kept_out_of_the_cache() -> None:
-    """A3.7: for a model whose KV of images must not be shared, the caller says so per request."""
+    """For a model whose KV of images must not be shared, the caller says so per request."""
     image = Item(b"cat", 6, 5)
     tokens = prompt(20, [image])
     async with CacheEngine(config()) as engine:

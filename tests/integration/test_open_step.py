@@ -6,10 +6,10 @@ import asyncio
 import logging
 
 import pytest
-from kv_cache import Cache, prompt
 
 from aiokv.errors import AllocateTimeout
 from aiokv.testing import ManualEvent, running_clock, spin
+from tests.harness.cache import Cache, prompt
 
 A, B, C = prompt(1, 2), prompt(2, 5), prompt(3, 2)
 LONG_SECONDS = 6.0  # longer than a step may stay open

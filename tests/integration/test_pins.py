@@ -7,11 +7,11 @@ import math
 
 import numpy as np
 import pytest
-from kv_cache import BLOCK_TOKENS, Cache, prompt
 
 from aiokv import CacheConfig, CacheEngine, Hit, Item
 from aiokv.errors import ClosedError, TransferError, UsageError, WouldBlock
 from aiokv.testing import run_until_idle, spin
+from tests.harness.cache import BLOCK_TOKENS, Cache, prompt
 
 A, B, C = (prompt(seed, 2) for seed in range(1, 4))
 BIG = prompt(9, 5)

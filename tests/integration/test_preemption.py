@@ -10,7 +10,7 @@ import pytest
 from aiokv import ClosedError, Hit, LeaseError, RequestTooLarge, TransferError, WouldBlock
 from aiokv.errors import DeviceError
 from aiokv.testing import spin
-from tests.integration.kv import Served
+from tests.harness.served import Served
 
 pytestmark = pytest.mark.asyncio
 
@@ -31,7 +31,7 @@ async def computed(served: Served, tokens, **options):
     served.compute(lease, tokens, lease.cached_tokens)
     if len(tokens) % 2:
         for layer, array in enumerate(served.kv):
-            array[lease.block_table[-1]] = layer * 16 + np.arange(8) + tokens[-1]
+            array[lease.block_table[-1]] = layer * 16 + np.arange(array.shape[1]) + tokens[-1]
     lease.commit(len(tokens))
     return lease
 

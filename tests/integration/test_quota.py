@@ -10,7 +10,7 @@ import pytest
 from aiokv import AllocateTimeout, ClosedError, RequestTooLarge, WouldBlock
 from aiokv.errors import BrokenEngineError
 from aiokv.testing import ManualEvent, spin
-from tests.integration.kv import Served
+from tests.harness.served import Served
 
 pytestmark = pytest.mark.asyncio
 

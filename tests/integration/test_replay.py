@@ -11,7 +11,6 @@ import pytest
 import uvloop
 
 from aiokv import cli
-from aiokv.demo.workload import trace_workload
 from aiokv.errors import InternalError, UsageError
 from aiokv.trace.payload import Payload
 from aiokv.trace.replay import (
@@ -22,7 +21,8 @@ from aiokv.trace.replay import (
     sweep_capacities,
     workload_of,
 )
-from bench.harness import find_trace
+from tests.harness.traces import find_trace
+from tests.models.demo.trace import trace_workload
 
 SMALL = Path(__file__).parents[1] / "data" / "small.jsonl"
 BLOCK_TOKENS = 16

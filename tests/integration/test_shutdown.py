@@ -8,7 +8,7 @@ import pytest
 
 from aiokv import CacheConfig, CacheEngine, ClosedError
 from aiokv.testing import spin
-from tests.integration.kv import Served
+from tests.harness.served import Served
 
 pytestmark = pytest.mark.asyncio
 

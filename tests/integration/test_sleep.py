@@ -8,7 +8,6 @@ import weakref
 
 import numpy as np
 import pytest
-from kv_cache import BLOCK_TOKENS, Cache, prompt
 
 from aiokv import (
     AllocateTimeout,
@@ -21,7 +20,8 @@ from aiokv import (
     UsageError,
 )
 from aiokv.testing import running_clock, spin
-from bench.soak_load import Memory
+from tests.harness.cache import BLOCK_TOKENS, Cache, prompt
+from tests.harness.memory import Memory
 
 A, B, C = (prompt(seed, 2) for seed in range(1, 4))
 BOTH = ("device", "host")
@@ -221,7 +221,8 @@ def layout(**change):
     shape = {"layers": 2, "blocks": 8, "words": 3, "names": ("k", "v")} | change
     regions = Regions(num_layers=shape["layers"])
     for name in shape["names"]:
-        tensors = [np.zeros((shape["blocks"], shape["words"]), np.uint64) for _ in range(2)]
+        sizes = shape["blocks"], BLOCK_TOKENS, shape["words"]
+        tensors = [np.zeros(sizes, np.uint64) for _ in range(2)]
         regions.add(name, layers=tensors, layer_indices=range(2))
     return regions
 
@@ -231,7 +232,7 @@ def layout(**change):
     [
         (None, "needs its tensors"),
         (layout(layers=3), "3 layers, not 2"),
-        (layout(words=4), "32 bytes on cpu, not of 24 bytes"),
+        (layout(words=4), "128 bytes on cpu, not of 96 bytes"),
         (layout(names=("k",)), r"\['k'\], not \['k', 'v'\]"),
         (layout(blocks=7), "7 blocks; the device tier had 8"),
     ],

@@ -1,4 +1,4 @@
-"""Models with recurrent state (A17): slots, snapshots at block borders, and hits that end there."""
+"""Models with recurrent state: slots, snapshots at block borders, and hits that end there."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import random
 
 import numpy as np
 import pytest
-from toy_recurrence import Hybrid
 
 from aiokv import CacheConfig, CacheEngine, LayoutError, LeaseError, Regions, UsageError
 from aiokv.errors import AllocateTimeout, TransferError, WouldBlock
 from aiokv.testing import ManualDevice, run_until_idle, spin
+from tests.harness.recurrence import Hybrid
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]  # 3 full blocks and a partial one
 
@@ -104,7 +104,7 @@ async def test_to_lose_a_snapshot_costs_no_block_and_the_oldest_goes_first():
 async def test_the_only_slot_is_taken_over_from_the_snapshot():
     async with Hybrid(state_slots=1) as hybrid:
         lease = await granted(hybrid)
-        hybrid.step(lease, PROMPT, 0, 6)
+        hybrid.compute(lease, PROMPT, 0, 6)
         lease.commit(6)
         assert not lease.snapshot(6), "no slot to save it in"
         lease.release()
@@ -170,7 +170,7 @@ async def test_nothing_is_published_before_the_state_is_proven_not_even_snapshot
         await lease.allocate(7)
         for layer in range(3):
             device.state_moves[0].complete(layer)  # the bytes are there, the report is not
-        hybrid.step(lease, PROMPT, 0, 6)
+        hybrid.compute(lease, PROMPT, 0, 6)
         assert lease.commit(6) == 0
         assert lease.snapshot(6)
         assert not lease.snapshot(6), "once is enough"
@@ -277,7 +277,7 @@ async def test_a_fork_has_a_state_of_its_own():
         for lease, token in ((parent, 1), (child, 2)):
             lease.append([token, token])
             tokens = [*PROMPT, token, token]
-            hybrid.step(lease, tokens, 7, 9)
+            hybrid.compute(lease, tokens, 7, 9)
             lease.commit(9)
         for lease, token in ((parent, 1), (child, 2)):
             hybrid.check(lease, [*PROMPT, token, token], 9)
@@ -304,7 +304,7 @@ async def test_a_pin_keeps_the_snapshot_and_takes_no_slot():
 async def test_state_is_saved_at_borders_that_are_committed_and_cannot_go_back():
     async with Hybrid() as hybrid:
         lease = await granted(hybrid)
-        hybrid.step(lease, PROMPT, 0, 5)
+        hybrid.compute(lease, PROMPT, 0, 5)
         lease.commit(5)
         for num_tokens in (0, 4, 5, 6):
             with pytest.raises(LeaseError):
@@ -325,7 +325,7 @@ async def test_state_is_saved_at_borders_that_are_committed_and_cannot_go_back()
 async def test_a_copy_that_raises_saves_nothing(monkeypatch: pytest.MonkeyPatch):
     async with Hybrid() as hybrid:
         lease = await granted(hybrid)
-        hybrid.step(lease, PROMPT, 0, 6)
+        hybrid.compute(lease, PROMPT, 0, 6)
         lease.commit(6)
 
         def fail(*_: object) -> None:
@@ -347,7 +347,7 @@ async def test_a_reset_forgets_the_snapshots():
         lease = await granted(hybrid)
         await hybrid.engine.reset()
         assert hybrid.engine.statistics().state_snapshots == 0
-        hybrid.step(lease, PROMPT, 6, 7)
+        hybrid.compute(lease, PROMPT, 6, 7)
         hybrid.check(lease, PROMPT, 7)
         lease.release()
         assert await hybrid.serve(PROMPT) == 0
@@ -397,7 +397,15 @@ async def test_conversations_under_pressure_equal_recomputation_bit_for_bit(seed
         write_policy=rng.choice(["write_through", "write_back"]),
     ) as hybrid:
         clients = [
-            asyncio.create_task(_converse(hybrid, random.Random(rng.random()), name))
+            asyncio.create_task(
+                hybrid.converse(
+                    random.Random(rng.random()),
+                    name,
+                    turns=12,
+                    longest=24,
+                    shortened=lambda rng: 5,
+                )
+            )
             for name in range(4)
         ]
         await run_until_idle(lambda: all(client.done() for client in clients))
@@ -406,53 +414,6 @@ async def test_conversations_under_pressure_equal_recomputation_bit_for_bit(seed
         statistics = hybrid.engine.statistics()
         assert statistics.restored_states > 0
         assert statistics.evicted_snapshots > 0
-
-
-async def _converse(hybrid: Hybrid, rng: random.Random, name: int) -> int:
-    """Turns of one conversation; returns the tokens that were found."""
-    tokens = [1, 2, 3, 4, name % 2]
-    found = 0
-    for _ in range(12):
-        tokens += [rng.randrange(3) for _ in range(rng.randrange(1, 5))]
-        if len(tokens) > 24:
-            tokens = tokens[:5]
-        lease = hybrid.engine.match(tokens)
-        try:
-            await asyncio.wait_for(_turn(hybrid, lease, tokens, rng), rng.choice([0.0005, 10, 10]))
-            found += lease.cached_tokens
-        except TimeoutError:
-            await hybrid.engine.evict(rng.randrange(4))
-        finally:
-            lease.release()
-        assert hybrid.engine.check_invariants() == []
-    return found
-
-
-async def _turn(hybrid: Hybrid, lease, tokens: list[int], rng: random.Random) -> None:
-    await lease.allocate(len(tokens))
-    await lease.layers.wait_all()
-    hybrid.check(lease, tokens, lease.cached_tokens)
-    if rng.random() < 0.4:
-        half = max(len(tokens) // 2, lease.cached_tokens)
-        hybrid.step(lease, tokens, lease.cached_tokens, half)
-        lease.commit(half)
-        try:
-            await lease.preempt(swap=rng.random() < 0.5)
-        except WouldBlock:
-            await lease.preempt()
-        await asyncio.sleep(0)
-        await lease.resume(len(tokens))
-        await lease.layers.wait_all()
-        hybrid.check(lease, tokens, lease.cached_tokens)
-    hybrid.prefill(lease, tokens)
-    hybrid.check(lease, tokens, len(tokens))
-    if rng.random() < 0.2 and hybrid.engine.statistics().state_free:
-        try:
-            child = lease.fork()
-        except WouldBlock:
-            return
-        hybrid.check(child, tokens, len(tokens))
-        child.release()
 
 
 async def test_sleep_forgets_the_state_and_waits_for_swapped_leases():

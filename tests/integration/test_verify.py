@@ -9,7 +9,7 @@ import pytest
 
 from aiokv import Hit, TransferError
 from aiokv.testing import ManualEvent, spin
-from tests.integration.kv import Served
+from tests.harness.served import Served
 from tests.integration.test_preemption import computed, held, resumed, swapped_out
 
 pytestmark = pytest.mark.asyncio
@@ -22,7 +22,7 @@ def verified(**config) -> Served:
 
 
 def corrupt(served: Served, host_id: int, layer: int = 0) -> None:
-    (piece,) = served.engine.regions.layer_pieces(layer)
+    piece, _ = served.engine.regions.layer_pieces(layer)
     served.device.arena.blocks[host_id, piece.host_offset_bytes + 3] ^= 0x10
 
 

@@ -1,135 +1,24 @@
-"""Sliding-window layers (A18): ids that go back early, hits, and an attention sink that stays."""
+"""Sliding-window layers: ids that go back early, hits, and an attention sink that stays."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
-from aiokv import CacheConfig, CacheEngine, LeaseError, Regions, UsageError, WindowGroup, WouldBlock
+from aiokv import CacheConfig, CacheEngine, LeaseError, UsageError, WindowGroup, WouldBlock
 from aiokv.errors import ConfigError
 from aiokv.testing import run_until_idle
+from tests.harness.windows import Windowed
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
-    from aiokv import Lease
-
-BLOCK_TOKENS = 2
-WINDOWS = {"near": 3, "far": 6}
-STEP_TOKENS = 4
 
 pytestmark = pytest.mark.asyncio
-
-
-def mix(token: int, seen: Sequence[int]) -> int:
-    """The KV of a position, from all that its layer sees."""
-    value = token + 1
-    for other in seen:
-        value = (value * 6364136223846793005 + other + 1) % 2**64
-    return value
-
-
-def seen_by(position: int, window: int, sink: int) -> list[int]:
-    """The positions that one position sees, itself left out."""
-    first = max(position - window + 1, 0)
-    return [*range(min(sink, first)), *range(first, position)]
-
-
-class Windowed:
-    """An engine and a model: full attention, and two groups of sliding windows, all with bytes."""
-
-    def __init__(
-        self,
-        *,
-        device_blocks: int = 40,
-        window_blocks: int = 12,
-        sinks: Mapping[str, int] | None = None,
-        **config: Any,
-    ) -> None:
-        self.sinks = {group: (sinks or {}).get(group, 0) for group in WINDOWS}
-        self.kv = np.zeros((device_blocks, BLOCK_TOKENS), np.uint64)
-        self.near_and_far = {
-            group: np.zeros((window_blocks, BLOCK_TOKENS), np.uint64) for group in WINDOWS
-        }
-        regions = Regions(num_layers=1)
-        regions.add("kv", layers=[self.kv])
-        windows = {
-            group: WindowGroup(
-                window_tokens=window,
-                device_blocks=window_blocks,
-                step_tokens=STEP_TOKENS,
-                sink_tokens=self.sinks[group],
-            )
-            for group, window in WINDOWS.items()
-        }
-        sizes = {"block_tokens": BLOCK_TOKENS, "device_blocks": device_blocks}
-        self.engine = CacheEngine(CacheConfig(windows=windows, **sizes, **config), regions)
-
-    async def __aenter__(self) -> Self:
-        await self.engine.__aenter__()
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        assert exc[0] is not None or self.engine.check_invariants() == []
-        await self.engine.__aexit__(*exc)
-
-    def tables(self, lease: Lease) -> list[tuple[int, int, np.ndarray, np.ndarray]]:
-        """(window, sink, table, memory) of every kind of layer; full attention sees everything."""
-        found = [(10**9, 0, lease.block_table, self.kv)]
-        for group, window in WINDOWS.items():
-            table = lease.window_table(group)
-            found.append((window, self.sinks[group], table, self.near_and_far[group]))
-        return found
-
-    def compute(self, lease: Lease, tokens: Sequence[int], first: int, end: int) -> None:
-        for window, sink, table, memory in self.tables(lease):
-            for position in range(first, end):
-                seen = []
-                for other in seen_by(position, window, sink):
-                    block = table[other // BLOCK_TOKENS]
-                    assert block >= 0, (window, position, other)
-                    seen.append(int(memory[block, other % BLOCK_TOKENS]))
-                block = table[position // BLOCK_TOKENS]
-                assert block >= 0
-                memory[block, position % BLOCK_TOKENS] = mix(tokens[position], seen)
-
-    def check(self, lease: Lease, tokens: Sequence[int], num_tokens: int) -> None:
-        """All that the next position will see is what computing from nothing gives."""
-        for window, sink, table, memory in self.tables(lease):
-            values: list[int] = []
-            for position in range(num_tokens):
-                seen = [values[other] for other in seen_by(position, window, sink)]
-                values.append(mix(tokens[position], seen))
-            for position in seen_by(num_tokens, window, sink):
-                block = table[position // BLOCK_TOKENS]
-                assert memory[block, position % BLOCK_TOKENS] == values[position], (
-                    window,
-                    position,
-                )
-
-    def prefill(self, lease: Lease, tokens: Sequence[int]) -> None:
-        computed = lease.cached_tokens
-        while computed < len(tokens):
-            end = min(computed + STEP_TOKENS, len(tokens))
-            assert end <= lease.reach_tokens
-            self.compute(lease, tokens, computed, end)
-            lease.commit(end)
-            computed = end
-            self.check(lease, tokens, computed)
-
-    async def serve(self, tokens: Sequence[int]) -> int:
-        async with self.engine.match(tokens) as lease:
-            await lease.allocate(len(tokens))
-            await lease.layers.wait_all()
-            cached = lease.cached_tokens
-            self.check(lease, tokens, cached)
-            self.prefill(lease, tokens)
-        assert self.engine.check_invariants() == []
-        return cached
 
 
 async def test_a_long_prompt_needs_a_window_of_blocks_and_no_more():
@@ -273,46 +162,16 @@ async def test_conversations_under_pressure_equal_recomputation_bit_for_bit(
         device_blocks=28, window_blocks=18, sinks=sinks, host_blocks=40, write_policy=policy
     ) as model:
         clients = [
-            asyncio.create_task(_converse(model, random.Random(rng.random()), name))
+            asyncio.create_task(
+                model.converse(
+                    random.Random(rng.random()),
+                    name,
+                    turns=14,
+                    longest=26,
+                    shortened=lambda rng: rng.randrange(3, 12),
+                )
+            )
             for name in range(3)
         ]
         await run_until_idle(lambda: all(client.done() for client in clients))
         assert sum(client.result() for client in clients) > 0
-
-
-async def _converse(model: Windowed, rng: random.Random, name: int) -> int:
-    tokens = [1, 2, 3, 4, name % 2]
-    found = 0
-    for _ in range(14):
-        tokens += [rng.randrange(3) for _ in range(rng.randrange(1, 5))]
-        if len(tokens) > 26:
-            tokens = tokens[: rng.randrange(3, 12)]
-        lease = model.engine.match(tokens)
-        try:
-            await asyncio.wait_for(_turn(model, lease, tokens, rng), rng.choice([0.0005, 10, 10]))
-            found += lease.cached_tokens
-        except TimeoutError:
-            await model.engine.evict(rng.randrange(4))
-        finally:
-            lease.release()
-        assert model.engine.check_invariants() == []
-    return found
-
-
-async def _turn(model: Windowed, lease: Lease, tokens: list[int], rng: random.Random) -> None:
-    await lease.allocate(len(tokens))
-    await lease.layers.wait_all()
-    model.check(lease, tokens, lease.cached_tokens)
-    if rng.random() < 0.4:
-        half = min(lease.cached_tokens + rng.randrange(STEP_TOKENS), len(tokens))
-        model.compute(lease, tokens, lease.cached_tokens, half)
-        lease.commit(half)
-        try:
-            await lease.preempt(swap=rng.random() < 0.5)
-        except WouldBlock:
-            await lease.preempt()
-        await asyncio.sleep(0)
-        await lease.resume(len(tokens))
-        await lease.layers.wait_all()
-        model.check(lease, tokens, lease.cached_tokens)
-    model.prefill(lease, tokens)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from kv_cache import Cache, prompt
 
 from aiokv.errors import DeviceError, WouldBlock
 from aiokv.testing import run_until_idle, spin
+from tests.harness.cache import Cache, prompt
 
 A, B, C, D = (prompt(seed, 2) for seed in range(1, 5))
 BIG = prompt(9, 5)

@@ -27,11 +27,14 @@ class Explanation:
     reason: str
     kinds: tuple[str, ...] = ()
 
+    def is_of(self, path: str, before: str) -> bool:
+        """Return whether the explanation is of mutants of this line."""
+        return fnmatchcase(path, self.path) and _matches(before, self.before)
+
     def explains(self, path: str, kind: str, before: str, after: str) -> bool:
         return (
-            fnmatchcase(path, self.path)
+            self.is_of(path, before)
             and (not self.kinds or kind in self.kinds)
-            and _matches(before, self.before)
             and _matches(after, self.after)
         )
 

@@ -61,7 +61,10 @@ LIKELY: dict[str, tuple[str, ...]] = {
     "aiokv/engine/quota.py": ("integration/test_quota.py",),
     "aiokv/engine/sleeping.py": ("integration/test_sleep.py",),
     "aiokv/engine/batches.py": ("integration/test_batches.py",),
-    "aiokv/engine/control.py": ("integration/test_control.py", "drill/test_c6.py"),
+    "aiokv/engine/control.py": (
+        "integration/test_control.py",
+        "drill/test_control_and_failures.py",
+    ),
     "aiokv/engine/open_step.py": ("integration/test_open_step.py",),
     "aiokv/engine/recovery.py": ("ranks/test_loss.py", "ranks/test_onload.py"),
     "aiokv/engine/base.py": (
@@ -83,7 +86,7 @@ LIKELY: dict[str, tuple[str, ...]] = {
         "unit/test_layers.py",
         "unit/test_regions.py",
         "unit/test_cpu_device.py",
-        "drill/test_c3.py",
+        "drill/test_transfers.py",
         "integration/test_engine.py",
         "integration/test_verify.py",
         "integration/test_state.py",
@@ -114,12 +117,10 @@ LIKELY: dict[str, tuple[str, ...]] = {
     ),
 }
 EVERYTHING = ("unit", "drill", "property", "integration", "ranks")
-# Of the whole command line and of benches: slow, and they notice nothing that others do not.
+# Of the whole command line: slow, and they notice nothing that others do not.
 TOO_SLOW = (
-    "integration/test_benches.py",
     "integration/test_demo.py",
     "integration/test_demo_failures.py",
-    "integration/test_soak.py",
     "ranks/test_chaos.py",
     "ranks/test_processes.py",
 )

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aiokv import Regions
 from aiokv.errors import (
     AllocateTimeout,
     ControlTimeout,
@@ -32,53 +31,24 @@ if TYPE_CHECKING:
 
     from aiokv import CacheEngine, Lease
     from aiokv.testing import ManualDevice
+    from tests.harness.memory import Memory
 
 BLOCK_TOKENS = 4
-LAYERS = 2
 SALTS = ("", "tenant-a")
 PATIENCE = 4_000  # passes of the loop in which everything ends, once nothing is held back
 
 
-class Memory:
-    """Device tensors of one rank: a word per position and layer, as a function of its prefix."""
-
-    def __init__(self, device_blocks: int, rank: int = 0) -> None:
-        self.rank = rank
-        self.take(device_blocks)
-
-    def take(self, device_blocks: int) -> None:
-        """New tensors; what the old ones held is gone."""
-        self.tensors = [np.zeros((device_blocks, BLOCK_TOKENS), np.uint64) for _ in range(LAYERS)]
-        self.regions = Regions(num_layers=LAYERS)
-        self.regions.add("kv", layers=self.tensors)
-
-    def _places(self, part: Part) -> tuple[np.ndarray, np.ndarray]:
-        positions = np.arange(part.begin, part.begin + len(part.words))
-        return part.table[positions // BLOCK_TOKENS], positions % BLOCK_TOKENS
-
-    def write(self, part: Part) -> None:
-        for layer, tensor in enumerate(self.tensors):
-            tensor[self._places(part)] = part.words + np.uint64(self.rank << 8 | layer)
-
-    def check(self, part: Part, who: str) -> None:
-        for layer, tensor in enumerate(self.tensors):
-            read = tensor[self._places(part)]
-            wrong = np.flatnonzero(read != part.words + np.uint64(self.rank << 8 | layer))
-            assert not len(wrong), f"{who}: positions {wrong}, layer {layer} of {part.table}"
-
-
 class Part:
-    """What some positions hold."""
+    """The words of some positions of a lease.
 
-    def __init__(
-        self, table: np.ndarray, tokens: np.ndarray, begin: int, salt: str, weights: int
-    ) -> None:
-        seed = (SALTS.index(salt) << 8 | weights) + 1
-        factors = np.arange(1, len(tokens) + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        chain = np.cumsum((tokens.astype(np.uint64) + np.uint64(seed << 20)) * factors)
-        self.table = table
-        self.begin = begin
-        self.words = chain[begin:].astype(np.uint64) << np.uint64(16)
+    Attributes:
+        places: block and offset of each.
+    """
+
+    def __init__(self, table: np.ndarray, begin: int, words: np.ndarray) -> None:
+        positions = np.arange(begin, begin + len(words))
+        self.places = table[positions // BLOCK_TOKENS], positions % BLOCK_TOKENS
+        self.words = words
 
 
 class Work:
@@ -141,11 +111,11 @@ class World:
 
     def write(self, part: Part) -> None:
         for memory in self.memories:
-            memory.write(part)
+            memory.write(part.places, part.words)
 
     def check(self, part: Part, who: str) -> None:
         for memory in self.memories:
-            memory.check(part, who)
+            memory.check(part.places, part.words, who)
         self.checked_positions += len(part.words)
 
     # --- the device -----------------------------------------------------------------------------
@@ -349,8 +319,9 @@ class Request:
 
     def part(self, begin: int, end: int) -> Part:
         assert self.lease is not None
-        table = self.lease.block_table
-        return Part(table, self.tokens[:end], begin, self.salt, self.weights)
+        memory = self.world.memories[0]
+        words = memory.position_words(self.tokens[:end], self.salt, self.weights)
+        return Part(self.lease.block_table, begin, words[begin:])
 
     # --- life -----------------------------------------------------------------------------------
 

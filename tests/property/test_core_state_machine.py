@@ -2,9 +2,6 @@
 
 Here are the rules of leases; ``cache_simulation`` has those of transfers and capacity, and what is
 checked after each. Swap and fork have a machine of their own.
-
-Covers INVENTORY B1.3-4, B3.1-7, B3.9-11, B3.16-22, B4.1-13, B4.17, B5.4-9 and the defects C1.1-6,
-C1.9-14.
 """
 
 from __future__ import annotations
@@ -16,7 +13,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from aiokv.errors import LeaseError, RequestTooLarge
-from aiokv.plan import Priority
 from tests.property.cache_simulation import GARBAGE, CacheSimulation, Caller, pick
 
 if TYPE_CHECKING:
@@ -198,7 +194,7 @@ class CacheMachine(CacheSimulation):
             deferred = caller.model.batches > 0
             self.abandoned |= self.model.release(caller.model, step)
             if not deferred:
-                self.refused(LeaseError, self.core.release, caller.id)  # B4: a sixth release
+                self.refused(LeaseError, self.core.release, caller.id)  # a second release
         else:
             assert bool(self.core.retract(caller.id, step)) == (caller.model.batches > 0)
             self.abandoned |= self.model.give_back(caller.model, step)
@@ -297,7 +293,7 @@ class CacheMachine(CacheSimulation):
     @precondition(lambda self: self.callers)
     @rule(which=pick, by=st.sampled_from([-1, 1 << 40]))
     def bad_numbers(self, which: int, by: int) -> None:
-        """B4, I7: misuse is a typed error and changes nothing."""
+        """I7: misuse is a typed error and changes nothing."""
         caller = self.callers[which % len(self.callers)]
         for call in (self.core.commit, self.core.truncate):
             self.refused(LeaseError, call, caller.id, by)

@@ -13,7 +13,7 @@ from aiokv.errors import ConfigError
 from aiokv.plan import TransferReport
 from aiokv.trace.min_oracle import min_hit_tokens
 from aiokv.trace.synthetic import generate_trace
-from bench.policy import hit_tokens, trace_prompts
+from tests.harness.traces import hit_tokens, trace_prompts
 from tests.property.planned_core import PlannedCore
 
 

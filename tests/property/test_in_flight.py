@@ -11,7 +11,8 @@ import pytest
 from aiokv import CacheConfig, CacheEngine, CpuDevice
 from aiokv.ranks import Rank, RankGroup, RankTimeouts
 from aiokv.testing import ManualDevice
-from tests.property.in_flight_simulation import BLOCK_TOKENS, Memory, World
+from tests.harness.memory import Memory
+from tests.property.in_flight_simulation import BLOCK_TOKENS, World
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,7 +45,7 @@ def config_of(seed: int, rng: random.Random) -> CacheConfig:
 async def simulate(seed: int, device: ManualDevice | CpuDevice) -> World:
     rng = random.Random(seed)
     config = config_of(seed, rng)
-    memory = Memory(config.device_blocks)
+    memory = Memory(config.device_blocks, BLOCK_TOKENS)
     in_stream = device.computes_in_stream
     async with CacheEngine(config, memory.regions, device) as engine:
         world = World(
@@ -63,7 +64,7 @@ async def simulate(seed: int, device: ManualDevice | CpuDevice) -> World:
 async def simulate_ranks(seed: int, path: Path) -> World:
     rng = random.Random(seed)
     config = config_of(seed, rng)
-    memories = [Memory(config.device_blocks, rank) for rank in range(2)]
+    memories = [Memory(config.device_blocks, BLOCK_TOKENS, rank=rank) for rank in range(2)]
     devices = [ManualDevice() for _ in memories]
     timeouts = RankTimeouts(heartbeat=1000.0, silence=500.0)
     engine = CacheEngine(config, ranks=RankGroup(2, path=path / "ranks", timeouts=timeouts))

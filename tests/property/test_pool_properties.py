@@ -1,4 +1,4 @@
-"""The native pools, seen through leases, against sets of ids. INVENTORY B1.2-5, B1.13, B4.1."""
+"""The native pools, seen through leases, against sets of ids."""
 
 from __future__ import annotations
 

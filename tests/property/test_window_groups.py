@@ -336,8 +336,8 @@ def test_blocks_behind_the_window_go_back_and_indices_do_not_move():
     cache.core.release(lease_id)
 
 
-def test_a_window_of_an_inventory_example_is_freed_exactly():
-    """Blocks of 16, a window of 64: after 512 positions those before 448 are gone (B13.3)."""
+def test_blocks_behind_a_window_of_four_blocks_are_freed_exactly():
+    """Blocks of 16, a window of 64: after 512 positions those before 448 are gone."""
     core = Core(block_tokens=16, device_blocks=64, windows=[(64, 65, 512, 0)])
     lease_id, *_ = core.match(np.arange(512, dtype=np.int32))
     core.allocate(lease_id, 512)
@@ -406,8 +406,8 @@ def test_the_blocks_of_the_sink_stay_while_the_window_moves_on():
     assert cache.core.violations() == []
 
 
-def test_a_sink_of_an_inventory_example_is_kept_exactly():
-    """Blocks of 16, a sink of 32, a window of 64: 26 blocks, [2, 28), go back (B13.3)."""
+def test_a_sink_of_two_blocks_is_kept_exactly():
+    """Blocks of 16, a sink of 32, a window of 64: 26 blocks, [2, 28), go back."""
     core = Core(block_tokens=16, device_blocks=64, windows=[(64, 65, 512, 32)])
     lease_id, *_ = core.match(np.arange(512, dtype=np.int32))
     core.allocate(lease_id, 512)

@@ -1,4 +1,4 @@
-"""A block is VALID when all ranks have it (A19.1, B12.10)."""
+"""A block is VALID when all ranks have it."""
 
 from __future__ import annotations
 

@@ -76,7 +76,6 @@ def test_is_frozen():
 
 
 def test_write_policy_has_a_default_and_saves_nothing_without_a_host_tier():
-    """B7.9."""
     config = CacheConfig(device_blocks=8)
     assert config.write_policy == "write_through"
     core = new_core(config)

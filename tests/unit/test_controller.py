@@ -1,4 +1,4 @@
-"""CacheController over the manual device: order, ends, failures (INVENTORY B7, B8, C3; I3, I4)."""
+"""CacheController over the manual device: order, ends, failures (I3, I4)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def outcomes(worker: Worker) -> dict[int, str]:
 
 
 async def test_every_transfer_has_its_own_counter(new_worker: type[Worker]) -> None:
-    """B7.1, B7.3, C3.12: offloads have one as well."""
+    """Offloads have one as well."""
     async with new_worker(ManualDevice()) as worker:
         counters = [
             worker.submit("onload", [1], [1]),
@@ -42,7 +42,7 @@ async def test_every_transfer_has_its_own_counter(new_worker: type[Worker]) -> N
 async def test_the_report_comes_once_from_the_loop_when_all_layers_are_proven(
     new_worker: type[Worker],
 ) -> None:
-    """I4, C3.1, C3.19: not at submission, not after some of the layers."""
+    """I4: not at submission, not after some of the layers."""
     device = ManualDevice()
     async with new_worker(device) as worker:
         counter = worker.submit()
@@ -81,7 +81,7 @@ async def test_bad_plans_are_refused_and_change_nothing(
     host_ids: list[int],
     message: str,
 ) -> None:
-    """B7.2, B8.2, B8.3, B8.5, C3.8: an error at once instead of a counter that never ends."""
+    """An error at once instead of a counter that never ends."""
     device = ManualDevice()
     async with new_worker(device) as worker:
         before = worker.contents()
@@ -96,7 +96,7 @@ async def test_bad_plans_are_refused_and_change_nothing(
 
 
 async def test_two_slots_a_direction_and_the_next_by_priority(new_worker: type[Worker]) -> None:
-    """C3.10, C3.11, C3.15: directions do not wait for each other, demand goes before backup."""
+    """Directions do not wait for each other, demand goes before backup."""
     device = ManualDevice()
     async with new_worker(device) as worker:
         for i in range(4):
@@ -121,7 +121,6 @@ async def test_two_slots_a_direction_and_the_next_by_priority(new_worker: type[W
 async def test_the_real_bytes_move_layer_by_layer(
     new_worker: type[Worker], same_bytes: Any
 ) -> None:
-    """B7.8, B8.6."""
     device = ManualDevice()
     async with new_worker(device) as worker:
         before = worker.contents()
@@ -140,7 +139,7 @@ async def test_the_real_bytes_move_layer_by_layer(
 async def test_a_failed_layer_fails_the_transfer_at_its_first_bad_block(
     new_worker: type[Worker],
 ) -> None:
-    """B7.7, C3.7, C3.8, C3.13: with the reason, and the counter ends too."""
+    """With the reason, and the counter ends too."""
     device = ManualDevice()
     async with new_worker(device) as worker:
         counter = worker.submit("onload", [1, 2, 3], [1, 2, 3])
@@ -160,7 +159,7 @@ async def test_a_failed_layer_fails_the_transfer_at_its_first_bad_block(
 
 
 async def test_a_device_that_refuses_is_a_failed_transfer(new_worker: type[Worker]) -> None:
-    """B7.7: submit() does not raise, so a batch is not torn; the slot is free again."""
+    """`submit()` does not raise, so a batch is not torn; the slot is free again."""
     device = ManualDevice()
     async with new_worker(device) as worker:
         device.refuse = DeviceError("out of ring slots")
@@ -177,7 +176,7 @@ async def test_a_device_that_refuses_is_a_failed_transfer(new_worker: type[Worke
 
 
 async def test_an_event_that_cannot_be_asked_fails_the_transfer(new_worker: type[Worker]) -> None:
-    """C3.13: a sticky device error reaches the scheduler, once."""
+    """A sticky device error reaches the scheduler, once."""
     device = ManualDevice()
     async with new_worker(device) as worker:
         counter = worker.submit()
@@ -193,7 +192,7 @@ async def test_an_event_that_cannot_be_asked_fails_the_transfer(new_worker: type
 async def test_cancel_takes_back_only_what_is_not_submitted(
     new_worker: type[Worker], same_bytes: Any
 ) -> None:
-    """C3.15, I3: bytes on their way arrive and are reported as what they are."""
+    """I3: bytes on their way arrive and are reported as what they are."""
     device = ManualDevice()
     async with new_worker(device) as worker:
         before = worker.contents()
@@ -256,7 +255,7 @@ async def test_a_raised_priority_counts_for_queued_and_held_transfers(
 async def test_layers_are_announced_one_by_one_while_later_ones_move(
     new_worker: type[Worker],
 ) -> None:
-    """B7.6: waiters, callbacks and times of a layer do not wait for the end of the transfer."""
+    """Waiters, callbacks and times of a layer do not wait for the end of the transfer."""
     device = ManualDevice()
     async with new_worker(device) as worker:
         counter = worker.submit()
@@ -506,7 +505,7 @@ async def test_drain_waits_for_all_and_survives_cancellation(new_worker: type[Wo
 async def test_close_cancels_what_waits_and_frees_nothing_under_a_copy(
     new_worker: type[Worker],
 ) -> None:
-    """B7.16, C3.14, I8."""
+    """I8: close waits for all that is in flight."""
     device = ManualDevice()
     async with new_worker(device) as worker:
         for i in range(3):
@@ -531,7 +530,7 @@ async def test_close_cancels_what_waits_and_frees_nothing_under_a_copy(
 
 
 async def test_a_cache_of_no_bytes_is_done_in_the_next_pass(new_worker: type[Worker]) -> None:
-    """B6.6, B7.11: index only."""
+    """Index only."""
     async with new_worker(ManualDevice(), layers=0) as worker:
         counter = worker.submit("onload", [10_000], [1])
         seen: list[str] = []
@@ -548,7 +547,7 @@ async def test_a_cache_of_no_bytes_is_done_in_the_next_pass(new_worker: type[Wor
 async def test_statistics_count_bytes_and_learn_the_bandwidth(
     new_worker: type[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """B8.9. Small transfers are mostly latency: the bandwidth is not learned from them."""
+    """Small transfers are mostly latency: the bandwidth is not learned from them."""
     device = ManualDevice()
     async with new_worker(device) as worker:
 

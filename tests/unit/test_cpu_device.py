@@ -1,4 +1,4 @@
-"""The cpu device really copies: bytes, order, both directions (INVENTORY B8.4-8, B11, C3.2-3)."""
+"""The cpu device really copies: bytes, order, both directions."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def test_the_bytes_arrive_and_all_others_stay(
     direction: Direction,
     ids: tuple[list[int], list[int]],
 ) -> None:
-    """B8.4, C3.5-7: every region of every layer; odd block sizes; neighbours on both sides."""
+    """Every region of every layer; odd block sizes; neighbours on both sides."""
     async with new_worker(CpuDevice()) as worker:
         wanted = worker.after_plain_copy(worker.contents(), direction, *ids)
         await worker.submit(direction, *ids).wait_all()
@@ -77,7 +77,7 @@ async def test_both_directions_at_once(new_worker: type[Worker], same_bytes: Any
 async def test_a_step_holds_back_the_copy_on_the_device(
     new_worker: type[Worker], same_bytes: Any, stream: CpuStream
 ) -> None:
-    """C3.2: order comes from events on explicit streams."""
+    """Order comes from events on explicit streams."""
     async with new_worker(CpuDevice()) as worker:
         before = worker.contents()
         gate, step = CpuEvent(), CpuEvent()
@@ -98,7 +98,7 @@ async def test_a_step_holds_back_the_copy_on_the_device(
 async def test_a_compute_stream_waits_for_a_layer(
     new_worker: type[Worker], stream: CpuStream
 ) -> None:
-    """B6.11: gpu_wait orders the stream; the host goes on."""
+    """`gpu_wait` orders the stream; the host goes on."""
     async with new_worker(CpuDevice()) as worker:
         counter = worker.submit()
         counter.gpu_wait_all(stream)
@@ -200,7 +200,7 @@ def ids(*numbers: int) -> np.ndarray:
 def test_one_event_a_layer_one_for_an_offload(
     attached: tuple[CpuDevice, Regions, HostArena],
 ) -> None:
-    """B8.8: streams of the two directions are different ones."""
+    """Streams of the two directions are different ones."""
     device, _, _ = attached
     onload, offload = (
         device.copy(ONLOAD, ids(1), ids(2), None),
@@ -233,7 +233,7 @@ def test_a_failed_step_fails_the_copy_behind_it(
 
 
 def test_memory_outlives_a_device_that_is_dropped_while_it_copies() -> None:
-    """C3.14: nothing is freed under a copy, even without close()."""
+    """Nothing is freed under a copy, even without close()."""
     regions = Regions(num_layers=1)
     regions.add("k", layers=[np.zeros((4, 1 << 20), np.uint8)])
     arena = HostArena(num_blocks=4, block_bytes=regions.host_block_bytes)
@@ -261,7 +261,7 @@ def test_attach_first_and_only_plain_memory() -> None:
 
 
 def test_pieces_that_do_not_fit_are_refused() -> None:
-    """B8.2, C3.18: a host pool of another layout is an error, not an overrun."""
+    """A host pool of another layout is an error, not an overrun."""
     with pytest.raises(LayoutError, match="65 bytes at offset 0 do not fit host blocks of 64"):
         _native.BlockMap(1, [(0, 4096, 65, 65, 0)], 4096, 64, 8, 8)
     with pytest.raises(LayoutError, match="layer 1"):

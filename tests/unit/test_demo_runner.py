@@ -6,15 +6,14 @@ import threading
 import numpy as np
 import pytest
 
-from aiokv.demo.grouped import GroupedConfig, random_weights
-from aiokv.demo.images import image
+from aiokv.demo.batch import Batch, Span
 from aiokv.demo.ledger import digest_rows
-from aiokv.demo.model import Batch
-from aiokv.demo.on_numpy.transformer import NumpyTransformer
-from aiokv.demo.paging import Span
 from aiokv.demo.requests import Request, Sequence
 from aiokv.demo.runner import ModelRunner
+from aiokv.demo.transformer import NumpyTransformer
+from aiokv.demo.weights import GroupedConfig, random_weights
 from aiokv.errors import TransferError
+from tests.models.demo.images import image
 
 CONFIG = GroupedConfig(vocab=32, hidden=16, layers=2, heads=2, kv_heads=1, ffn=24)
 SECONDS = 10.0  # before a test that hangs fails
@@ -46,6 +45,10 @@ def model():
     return NumpyTransformer(CONFIG, random_weights(CONFIG), max_context_tokens=16)
 
 
+def compute(runner, *step):
+    return asyncio.wrap_future(runner.submit(*step))
+
+
 def one_block():
     tokens = np.arange(4, dtype=np.int32)
     return Batch(tokens, tokens, [Span(0, 4, 0, np.zeros(1, np.int32))])
@@ -56,7 +59,7 @@ async def test_a_layer_is_computed_while_the_next_one_is_on_its_way(model):
     cache = model.new_cache(device_blocks=1, block_tokens=4)
     arrival = Arrival()
     with ModelRunner(model, cache) as runner:
-        step = asyncio.ensure_future(runner.run(one_block(), [arrival]))
+        step = asyncio.wrap_future(runner.submit(one_block(), [arrival]))
         assert not await asyncio.to_thread(arrival.reached[1].wait, 0)
         arrival.arrived[0].set()
         assert await asyncio.to_thread(arrival.reached[1].wait, SECONDS)
@@ -79,8 +82,8 @@ async def test_what_did_not_arrive_fails_the_step_and_not_the_next(model):
     arrival.failure = TransferError("lost")
     with ModelRunner(model, cache) as runner:
         with pytest.raises(TransferError, match="lost"):
-            await runner.run(one_block(), [arrival])
-        assert (await runner.run(one_block())).next_tokens
+            await compute(runner, one_block(), [arrival])
+        assert (await compute(runner, one_block())).next_tokens
 
 
 @pytest.mark.asyncio
@@ -88,7 +91,7 @@ async def test_a_cancelled_step_ends_before_the_runner_does(model):
     cache = model.new_cache(device_blocks=1, block_tokens=4)
     arrival = Arrival()
     with ModelRunner(model, cache) as runner:
-        step = asyncio.ensure_future(runner.run(one_block(), [arrival]))
+        step = asyncio.wrap_future(runner.submit(one_block(), [arrival]))
         assert await asyncio.to_thread(arrival.reached[0].wait, SECONDS)
         step.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -104,7 +107,7 @@ async def test_blocks_are_read_back_after_the_pass(model):
     blocks = [np.array([0, 2], np.int32), np.zeros(0, np.int32), np.array([1], np.int32)]
     empty = digest_rows(cache.read_blocks(np.zeros(1, np.int32)))[0]
     with ModelRunner(model, cache) as runner:
-        output = await runner.run(one_block(), (), blocks)
+        output = await compute(runner, one_block(), (), blocks)
         (written, other), none, (third,) = output.block_digests
         assert none == []
         assert written != empty

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[2] / "aiokv"
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "aiokv"
 DECIDES = ("aiokv.types", "aiokv.errors", "aiokv.config", "aiokv.plan", "aiokv._native")
 LEAVES = ("aiokv.cli", "aiokv.trace", "aiokv.testing", "aiokv.demo")
 
@@ -20,8 +21,8 @@ def modules(folder: str = "") -> list[Path]:
     return found
 
 
-def imported(path: Path) -> set[str]:
-    """Modules of aiokv that a file names in an import, anywhere in it."""
+def imported(path: Path, package: str = "aiokv") -> set[str]:
+    """Modules of a package that a file names in an import, anywhere in it."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -29,7 +30,7 @@ def imported(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             names.add(node.module)
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return {name for name in names if name.startswith("aiokv.")}
+    return {name for name in names if f"{name}.".startswith(f"{package}.")}
 
 
 @pytest.mark.parametrize("path", modules("scheduler"), ids=lambda p: p.stem)
@@ -58,3 +59,15 @@ def test_import_loads_no_framework() -> None:
     )
     heavy = {"cupy", "paddle", "torch", "uvloop", "rich", "structlog"}
     assert heavy.isdisjoint(loaded.stdout.split())
+
+
+def test_tests_import_nothing_from_the_benches() -> None:
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    assert len(files) > 100
+    assert [path.name for path in files if imported(path, "bench")] == []
+    assert imported(ROOT / "bench" / "tests" / "test_benches.py", "bench")
+
+
+def test_the_package_imports_neither_tests_nor_benches() -> None:
+    names = {path: imported(path, "tests") | imported(path, "bench") for path in modules()}
+    assert {path.name: found for path, found in names.items() if found} == {}

@@ -1,4 +1,4 @@
-"""LayerDoneCounter and LayerView, driven by hand (INVENTORY B6, C3.1-4, C3.7-8, C3.12)."""
+"""LayerDoneCounter and LayerView, driven by hand."""
 
 from __future__ import annotations
 
@@ -58,7 +58,6 @@ async def in_thread(function: Any, *args: Any) -> tuple[threading.Thread, list[A
 
 
 async def test_a_new_counter_owes_every_layer() -> None:
-    """B6.1."""
     counter = LayerDoneCounter(3)
     assert counter.pending_layers == [0, 1, 2]
     assert not counter.is_done
@@ -66,7 +65,6 @@ async def test_a_new_counter_owes_every_layer() -> None:
 
 
 async def test_marking_counts_once_and_tells_the_last() -> None:
-    """B6.2."""
     counter = LayerDoneCounter(2)
     assert counter.mark_layer_done(1) is False
     assert counter.mark_layer_done(1) is False
@@ -79,7 +77,6 @@ async def test_marking_counts_once_and_tells_the_last() -> None:
 async def test_callbacks_get_every_layer_and_a_raising_one_is_reported(
     loop_errors: list[dict[str, Any]],
 ) -> None:
-    """B6.3, B6.4, C3.13."""
     counter = LayerDoneCounter(2)
     seen: list[int] = []
     counter.add_callback(lambda layer: 1 // 0)
@@ -92,7 +89,6 @@ async def test_callbacks_get_every_layer_and_a_raising_one_is_reported(
 
 
 async def test_waiting_for_an_arrived_layer_does_not_suspend() -> None:
-    """B6.5."""
     counter = LayerDoneCounter(2)
     counter.mark_layer_done(0)
     with pytest.raises(StopIteration):
@@ -100,7 +96,6 @@ async def test_waiting_for_an_arrived_layer_does_not_suspend() -> None:
 
 
 async def test_a_mark_releases_the_waiters_of_that_layer_only() -> None:
-    """B6.5."""
     counter = LayerDoneCounter(2)
     tasks = [asyncio.create_task(counter.wait(layer)) for layer in (0, 1, 1)]
     await spin()
@@ -112,7 +107,7 @@ async def test_a_mark_releases_the_waiters_of_that_layer_only() -> None:
 
 
 async def test_timeouts_name_the_layer() -> None:
-    """B6.5, C3.4: a timeout is honoured, never ignored."""
+    """A timeout is honoured, never ignored."""
     counter = LayerDoneCounter(2)
     with pytest.raises(TimeoutError, match="layer 1 did not arrive"):
         await counter.wait(1, timeout=0.001)
@@ -124,7 +119,7 @@ async def test_timeouts_name_the_layer() -> None:
 
 
 async def test_no_layers_are_done_at_once() -> None:
-    """B6.6: where there is no transfer either."""
+    """Where there is no transfer either."""
     assert DONE.is_done
     await DONE.wait_all()
     assert [layer async for layer in DONE] == []
@@ -144,7 +139,7 @@ async def test_a_transfer_without_layers_ends_with_its_report() -> None:
 
 
 async def test_wait_all_and_iteration() -> None:
-    """B6.6, B8.6: layers come in ascending order, whatever the order of arrival."""
+    """Layers come in ascending order, whatever the order of arrival."""
     counter = LayerDoneCounter(3)
     seen: list[int] = []
 
@@ -167,7 +162,6 @@ async def test_wait_all_and_iteration() -> None:
 
 
 async def test_times_come_from_the_device_where_it_tells_them() -> None:
-    """B6.7."""
     counter = LayerDoneCounter(2)
     assert counter.layer_done_seconds(0) is None
     elapsed = counter.elapsed_seconds
@@ -195,7 +189,7 @@ async def test_a_transfer_has_arrived_with_the_layer_that_finished_last() -> Non
 
 @pytest.mark.parametrize("layer", [-1, 2])
 async def test_layers_out_of_range_change_nothing(layer: int) -> None:
-    """B6.8, with an error where theirs is silent."""
+    """Layers out of range raise an error."""
     counter = LayerDoneCounter(2)
     with pytest.raises(UsageError, match=r"not in \[0, 2\)"):
         counter.mark_layer_done(layer)
@@ -208,7 +202,7 @@ async def test_layers_out_of_range_change_nothing(layer: int) -> None:
 
 
 async def test_events_live_as_long_as_the_counter_and_no_longer() -> None:
-    """B6.9, B6.10, C3.1: nothing is dropped before its last user."""
+    """Nothing is dropped before its last user."""
     copy, counter = Copy(1), LayerDoneCounter(1)
     counter.attach(copy)
     event = weakref.ref(copy.layer_events[0])
@@ -222,7 +216,7 @@ async def test_events_live_as_long_as_the_counter_and_no_longer() -> None:
 
 
 async def test_done_is_what_the_device_says_not_what_was_submitted() -> None:
-    """B6.11, C3.1: a submitted copy has not arrived; an arrived one is done before anyone looks."""
+    """A submitted copy has not arrived; an arrived one is done before anyone looks."""
     copy, counter = Copy(2), LayerDoneCounter(2)
     counter.attach(copy)
     assert not counter.is_done
@@ -252,7 +246,7 @@ async def test_a_cancelled_waiter_is_only_detached() -> None:
 
 
 async def test_a_failure_is_raised_when_nothing_moves_any_more() -> None:
-    """B7.7, C3.7: a failed layer is never marked done, and its waiters do not hang (C3.8)."""
+    """A failed layer is never marked done, and its waiters do not hang."""
     copy, counter = Copy(3), LayerDoneCounter(3, transfer_id=7)
     counter.attach(copy)
     seen: list[int] = []
@@ -278,7 +272,7 @@ async def test_a_failure_is_raised_when_nothing_moves_any_more() -> None:
 
 
 async def test_gpu_wait_blocks_until_the_layer_is_submitted() -> None:
-    """C3.4; to CUDA an unrecorded event is done: the runner would read too early."""
+    """To CUDA an unrecorded event is done: the runner would read too early."""
     copy, counter, stream = Copy(2), LayerDoneCounter(2), list[int]()
     thread, result = await in_thread(counter.gpu_wait, 1, stream)
     await spin(3)
@@ -332,7 +326,7 @@ async def test_is_done_from_another_thread() -> None:
 
 
 async def test_a_view_waits_for_all_its_transfers() -> None:
-    """C3.12: each transfer has its own counter; nothing is overwritten by the next."""
+    """Each transfer has its own counter; nothing is overwritten by the next."""
     own, joined = LayerDoneCounter(2), LayerDoneCounter(2)
     view = LayerView([own, joined])
     task = asyncio.create_task(view.wait(0))

@@ -143,3 +143,14 @@ def test_an_explanation_is_of_its_lines_only():
 def test_each_explanation_has_a_reason():
     for each in explanations.load(TESTS / "mutation"):
         assert len(each.reason.split()) > 3, each
+
+
+def test_each_explanation_is_of_a_line_that_exists():
+    mutated = [*selection.python_mutants_of(ROOT), *selection.native_mutants_of(ROOT)]
+    lines = {mutant.path: (ROOT / mutant.path).read_text().splitlines() for mutant in mutated}
+    stale = [
+        each.before
+        for each in explanations.load(TESTS / "mutation")
+        if not any(each.is_of(path, line.strip()) for path in lines for line in lines[path])
+    ]
+    assert stale == []

@@ -30,7 +30,7 @@ def attributes_read() -> set[str]:
 
 @pytest.mark.parametrize("options", [CacheConfig, WindowGroup])
 def test_each_option_is_read_by_the_code_that_it_configures(options: type):
-    """A8.5: options that nothing reads look like promises."""
+    """Options that nothing reads look like promises."""
     derived = {  # read through a property of CacheConfig
         "low_watermark_blocks": "watermark_blocks",
         "min_onload_tokens": "min_onload_blocks",
@@ -42,7 +42,7 @@ def test_each_option_is_read_by_the_code_that_it_configures(options: type):
 
 
 def test_no_option_of_the_cache_comes_from_the_environment():
-    """A20: two engines of one process may differ in all of their options."""
+    """Two engines of one process may differ in all of their options."""
     reads = ("environ", "getenv")
     native = [*(ROOT / "native/src").rglob("*.c*"), *(ROOT / "native/include").rglob("*.hpp")]
     python = [PACKAGE / "config.py", PACKAGE / "lease.py"]
@@ -55,13 +55,13 @@ def test_no_option_of_the_cache_comes_from_the_environment():
 
 
 def test_what_is_not_there_has_no_stub():
-    """B7.15: no handler that carries an error in place of a transfer."""
+    """No handler that carries an error in place of a transfer."""
     for path in PACKAGE.rglob("*.py"):
         assert "NotImplementedError" not in path.read_text(), path
 
 
 @pytest.mark.parametrize("tier", ["storage", "mooncake", "rdma"])
 def test_a_tier_that_is_not_there_cannot_be_configured(tier: str):
-    """B2.12: tiers are fields of the configuration, and there are two of them."""
+    """Tiers are fields of the configuration, and there are two of them."""
     with pytest.raises((TypeError, ConfigError), match=f"{tier}_blocks"):
         CacheConfig(device_blocks=8, **{f"{tier}_blocks": 8})

@@ -312,7 +312,7 @@ async def test_a_raising_callback_is_reported_and_the_others_run(
 
 
 async def test_a_query_that_raises_ends_the_wait_with_a_device_error() -> None:
-    """B7.7, C3.13: a broken device is told to whoever waits."""
+    """A broken device is told to whoever waits."""
     poller = opened_poller(asyncio.get_running_loop())
     event = ManualEvent()
     task = asyncio.create_task(poller.wait(event))

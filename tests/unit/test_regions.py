@@ -1,4 +1,4 @@
-"""Regions: any per-layer tensors, their layout on the host, what does not fit (B7.11, C3.5-7)."""
+"""Regions: any per-layer tensors, their layout on the host, what does not fit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def zeros(*shape: int, dtype: str = "u1") -> np.ndarray:
 
 
 def test_each_region_has_its_own_bytes_per_block() -> None:
-    """B7.11: keys, values and scales are all counted, whatever their dtype (C3.5, C3.18)."""
+    """Keys, values and scales are all counted, whatever their dtype."""
     regions = Regions(num_layers=2)
     regions.add("k", layers=[zeros(8, 4, 16, dtype="f2")] * 2)
     regions.add("v", layers=[zeros(8, 4, 8, dtype="f2")] * 2)
@@ -30,7 +30,7 @@ def test_each_region_has_its_own_bytes_per_block() -> None:
 
 
 def test_a_region_may_exist_in_some_layers_only() -> None:
-    """C3.6: extra layers (MTP, indexer) are regions too, not left out."""
+    """Extra layers (MTP, indexer) are regions too, not left out."""
     regions = Regions(num_layers=3)
     regions.add("k", layers=[zeros(4, 10)] * 3)
     regions.add("index", layers=[zeros(4, 6)], layer_indices=[1])
@@ -92,7 +92,7 @@ def test_a_read_only_array_is_refused() -> None:
 
 
 def test_numbers_that_contradict_each_other_are_refused() -> None:
-    """C3.9, B8.1: a missing or foreign tensor is an error, never a silent no-op."""
+    """A missing or foreign tensor is an error, never a silent no-op."""
     regions = Regions(num_layers=2)
     with pytest.raises(LayoutError, match="1 tensors for 2 layers"):
         regions.add("k", layers=[zeros(4, 8)])
@@ -116,7 +116,9 @@ def test_state_tensors_of_other_numbers_of_slots_are_refused() -> None:
         LayoutError, match="layer 1 has 5 state slots; the other state tensors have 4"
     ):
         regions.add_state("ssm", layers=[zeros(4, 8), zeros(5, 8)])
-    with pytest.raises(LayoutError, match="layer 0 has 3 state slots; the other state tensors have 4"):
+    with pytest.raises(
+        LayoutError, match="layer 0 has 3 state slots; the other state tensors have 4"
+    ):
         regions.add_state("ssm", layers=[zeros(3, 8)] * 2)
     assert regions.names == ("conv",)
     regions.add_state("ssm", layers=[zeros(4, 16)], layer_indices=[1])
@@ -198,7 +200,7 @@ def test_arena_is_block_first_aligned_zeroed_and_freed() -> None:
 
 
 def test_arena_without_blocks_or_with_too_many() -> None:
-    """B7.11: a host tier of no blocks is no error."""
+    """A host tier of no blocks is no error."""
     HostArena(num_blocks=0, block_bytes=192).close()
     HostArena(num_blocks=7, block_bytes=0).close()
     with pytest.raises(ConfigError, match="host_blocks") as caught:

@@ -33,7 +33,7 @@ def numbers(queue: TransferQueue) -> list[int]:
 
 
 def test_priority_first_then_first_come() -> None:
-    """C3.15: an onload somebody waits for goes before a backup."""
+    """An onload somebody waits for goes before a backup."""
     queue = TransferQueue()
     order = [Priority.BACKUP, Priority.DEMAND, Priority.PREFETCH, Priority.JOINED, Priority.DEMAND]
     for number, priority in enumerate(order):

@@ -1,19 +1,22 @@
 """The demo's transformer against a naive one, and the property its whole check rests on."""
 
 import dataclasses
-import itertools
 
 import numpy as np
 import pytest
 
-from aiokv.demo.grouped import GroupedConfig, random_weights
-from aiokv.demo.model import Batch
-from aiokv.demo.on_numpy.paged_cache import attention
-from aiokv.demo.on_numpy.transformer import NumpyTransformer
-from aiokv.demo.paging import Span
-from aiokv.demo.row_tiles import RowTiles
+from aiokv.demo.batch import Batch, Span
+from aiokv.demo.row_tiles import RowTiles, largest_alike_tile
+from aiokv.demo.transformer import NumpyTransformer, attention
+from aiokv.demo.weights import GroupedConfig, random_weights
 from aiokv.errors import ConfigError
-from tests.models.transformer import naive_logits, run
+from tests.models.transformer import (
+    assert_a_corrupted_block_shows,
+    assert_bits_do_not_depend_on_the_batch,
+    naive_logits,
+    random_tokens,
+    run,
+)
 
 BLOCK_TOKENS = 16
 CONFIG = GroupedConfig(vocab=64, hidden=32, layers=2, heads=4, kv_heads=2, ffn=48)
@@ -24,17 +27,13 @@ def model():
     return NumpyTransformer(CONFIG, random_weights(CONFIG), max_context_tokens=256)
 
 
-def random_tokens(count, seed):
-    return np.random.default_rng(seed).integers(0, CONFIG.vocab, count, dtype=np.int32)
-
-
 @pytest.mark.parametrize(
     "more", [{}, {"head_size": 12}, {"qkv_bias": True}, {"qk_norm": True}], ids=str
 )
 def test_logits_equal_the_naive_model(more):
     config = dataclasses.replace(CONFIG, **more)
     model = NumpyTransformer(config, random_weights(config), max_context_tokens=256)
-    tokens = random_tokens(100, seed=3)
+    tokens = random_tokens(CONFIG, 100, seed=3)
     cache = model.new_cache(device_blocks=16, block_tokens=BLOCK_TOKENS)
     table = np.random.default_rng(4).permutation(16)[:7]
     found = run(model, cache, [(tokens, 0, table)])
@@ -42,41 +41,13 @@ def test_logits_equal_the_naive_model(more):
 
 
 @pytest.mark.parametrize("block_tokens", [1, 16, 24])
-def test_bits_do_not_depend_on_chunks_neighbours_or_blocks(model, block_tokens):
-    """Whole prompt, odd chunks beside a neighbour, token by token: equal bits."""
-    tokens, other = random_tokens(100, seed=5), random_tokens(100, seed=6)
-    blocks = -(-100 // block_tokens)
-    ids = np.random.default_rng(7).permutation(2 * blocks)
-    table, other_table = ids[:blocks], ids[blocks:]
-
-    cache = model.new_cache(2 * blocks, block_tokens)
-    whole = run(model, cache, [(tokens, 0, table)])
-
-    cache = model.new_cache(2 * blocks, block_tokens)
-    cuts = [0, 1, 13, 37, 64, 65, 100]
-    for start, stop in itertools.pairwise(cuts):
-        before = (other[start:stop], start, other_table)
-        found = run(model, cache, [before, (tokens[start:stop], start, table)])
-        np.testing.assert_array_equal(found[stop - start :], whole[start:stop])
-
-    cache = model.new_cache(2 * blocks, block_tokens)
-    for position in range(100):
-        parts = [
-            (other[position : position + 1], position, other_table),
-            (tokens[position : position + 1], position, table),
-        ]
-        np.testing.assert_array_equal(run(model, cache, parts)[1], whole[position])
+@pytest.mark.parametrize("cuts", [[0, 1, 13, 37, 64, 65, 100], range(101)], ids=["chunks", "each"])
+def test_bits_do_not_depend_on_chunks_neighbours_or_blocks(model, block_tokens, cuts):
+    assert_bits_do_not_depend_on_the_batch(model, block_tokens, cuts)
 
 
 def test_a_cached_prefix_is_read_and_a_corrupted_one_shows(model):
-    tokens = random_tokens(70, seed=8)
-    cache = model.new_cache(device_blocks=8, block_tokens=BLOCK_TOKENS)
-    whole = run(model, cache, [(tokens, 0, range(5))])
-    again = run(model, cache, [(tokens[48:], 48, [0, 1, 2, 6, 7])])
-    np.testing.assert_array_equal(again, whole[48:])
-    cache.corrupt(1)
-    wrong = run(model, cache, [(tokens[48:], 48, [0, 1, 2, 6, 7])])
-    assert not (wrong == whole[48:]).all(axis=1).any(), "a row read the block and did not change"
+    assert_a_corrupted_block_shows(model)
 
 
 def test_huge_numbers_at_hidden_positions_do_not_change_attention():
@@ -101,10 +72,17 @@ def test_layers_are_announced_in_order_before_they_are_read(model):
 
 def test_tiles_compute_a_product():
     rng = np.random.default_rng(9)
-    weight = rng.standard_normal((24, 40), dtype=np.float32)
-    tiles = RowTiles.for_shapes([weight.shape])
-    x = rng.standard_normal((tiles.padded(11), 24), dtype=np.float32)
+    weights = random_weights(CONFIG)
+    tiles, weight = RowTiles.for_weights(weights), weights.layers[0]["qkv"]
+    x = rng.standard_normal((tiles.padded(11), CONFIG.hidden), dtype=np.float32)
     np.testing.assert_allclose(tiles.matmul(x, weight), x @ weight, rtol=1e-4, atol=1e-4)
+
+
+def test_a_product_that_depends_on_the_place_of_a_row_gets_tiles_of_one_row():
+    def depends_on_the_place(x, weight):
+        return x @ weight + np.arange(len(x), dtype=np.float32)[:, np.newaxis]
+
+    assert largest_alike_tile(random_weights(CONFIG), depends_on_the_place, (8, 4, 2, 1)) == 1
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from aiokv.observe.percentiles import percentile
 from aiokv.observe.units import format_seconds
 
 
@@ -26,3 +27,8 @@ from aiokv.observe.units import format_seconds
 )
 def test_durations_have_three_digits_and_a_unit(seconds, text):
     assert format_seconds(seconds) == text
+
+
+def test_percentile_is_nearest_rank():
+    values = [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert [percentile(values, p) for p in (1, 50, 90, 100)] == [1.0, 3.0, 5.0, 5.0]

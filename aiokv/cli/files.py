@@ -1,0 +1,41 @@
+"""Files that the commands write."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from aiokv.errors import UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def check_writable(path: Path | None) -> None:
+    """Refuse a file that cannot be written, before the work rather than after it.
+
+    Raises:
+        UsageError: its folder does not exist, or it is a folder.
+    """
+    if path is not None and not path.absolute().parent.is_dir():
+        raise UsageError(f"cannot write {path}: {path.parent} is not a folder")
+    if path is not None and path.is_dir():
+        raise UsageError(f"cannot write {path}: it is a folder")
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a whole file.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write ``value`` as indented JSON; raises as :func:`write_file`."""
+    write_file(path, msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")

@@ -1,0 +1,37 @@
+"""Modules of the demo that the repository has and the wheel has not."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import aiokv
+from aiokv.errors import UsageError
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+FOLDER: Final = Path("tests", "models", "demo")
+
+
+def from_repository(name: str, option: str) -> ModuleType:
+    """Import a module of ``tests/models/demo`` of the checkout that aiokv is imported from.
+
+    Args:
+        name: of the module.
+        option: of the command, which needs it.
+
+    Raises:
+        UsageError: aiokv is not imported from a checkout.
+    """
+    root = Path(aiokv.__file__).parents[1]
+    if not (root / FOLDER / f"{name}.py").is_file():
+        raise UsageError(
+            f"{option} needs {FOLDER / name}.py, which only the repository of aiokv has",
+            hint=f"in a checkout: make demo ARGS='{option}'",
+        )
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    return importlib.import_module(".".join((*FOLDER.parts, name)))

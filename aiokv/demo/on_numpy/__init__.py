@@ -1,1 +1,0 @@
-"""The demo's transformer in numpy: what runs anywhere, and the reference for the others."""

@@ -1,0 +1,129 @@
+"""An engine over real bytes; every KV that is read is compared with its prefix."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from aiokv import CacheConfig, CacheEngine
+from aiokv.testing import ManualDevice, spin
+from tests.harness.closing import close, complete_during
+from tests.harness.memory import Memory
+
+if TYPE_CHECKING:
+    from aiokv import Lease
+    from aiokv.worker.device.base import Device
+
+BLOCK_TOKENS = 4
+
+
+def prompt(seed: int, blocks: int) -> np.ndarray:
+    """All of its ``blocks`` can be hit: one more token follows, which is always computed."""
+    return np.arange(blocks * BLOCK_TOKENS + 1, dtype=np.int32) + 1000 * seed
+
+
+class OverBytes:
+    """An engine over a :class:`Memory`; ``async with`` checks invariants at its end.
+
+    Args:
+        device: None for the cpu device.
+        config: more fields of the configuration.
+    """
+
+    def __init__(
+        self,
+        device: Device | None,
+        *,
+        block_tokens: int,
+        device_blocks: int,
+        host_blocks: int,
+        **config: Any,
+    ) -> None:
+        self.memory = Memory(device_blocks, block_tokens)
+        self.device: Any = device
+        sizes = {"device_blocks": device_blocks, "host_blocks": host_blocks}
+        self.engine = CacheEngine(
+            CacheConfig(block_tokens=block_tokens, **sizes, **config), self.memory.regions, device
+        )
+
+    async def __aenter__(self) -> Self:
+        await self.engine.__aenter__()
+        return self
+
+    async def __aexit__(self, exc_type: object, exc: object, traceback: object) -> None:
+        await close(self.engine, self.device, exc)
+
+    @property
+    def statistics(self) -> Any:
+        return self.engine.statistics()
+
+
+class Cache(OverBytes):
+    """Blocks of four tokens whose copies the test completes; no lease may be left at its end."""
+
+    def __init__(
+        self,
+        *,
+        device_blocks: int = 8,
+        host_blocks: int = 8,
+        device: ManualDevice | None = None,
+        **config: Any,
+    ) -> None:
+        super().__init__(
+            ManualDevice() if device is None else device,
+            block_tokens=BLOCK_TOKENS,
+            device_blocks=device_blocks,
+            host_blocks=host_blocks,
+            **config,
+        )
+
+    async def __aexit__(self, exc_type: object, exc: object, traceback: object) -> None:
+        assert exc is not None or self.engine.statistics().leases == 0
+        self.device.refuse = None
+        await super().__aexit__(exc_type, exc, traceback)
+
+    # --- requests -------------------------------------------------------------------------------
+
+    async def serve(self, tokens: np.ndarray, **allocate: Any) -> Lease:
+        """A lease whose prompt is there: what was cached is compared, the rest is written."""
+        lease = self.engine.match(tokens)
+        try:
+            await lease.allocate(len(tokens), **allocate)
+            await lease.layers.wait_all()
+            self.check(lease, tokens)
+            self.compute(lease, tokens)
+        except BaseException:
+            lease.release()
+            raise
+        return lease
+
+    def check(self, lease: Lease, tokens: np.ndarray) -> None:
+        """Compare what the lease takes for cached, byte for byte."""
+        blocks = lease.cached_tokens // BLOCK_TOKENS
+        words = self.memory.words(tokens, "", self.memory.weights)[:blocks]
+        self.memory.check(lease.block_table[:blocks], words, lease.owner)
+
+    def compute(self, lease: Lease, tokens: np.ndarray, first: int | None = None) -> None:
+        """Write the blocks from ``first`` (what is not cached) on, and commit them."""
+        begin = lease.cached_tokens // BLOCK_TOKENS if first is None else first
+        words = self.memory.words(tokens, "", self.memory.weights)
+        self.memory.write(lease.block_table[begin : len(words)], words[begin:])
+        lease.commit(len(tokens))
+
+    async def fill(self, *prompts: np.ndarray) -> None:
+        """Serve and release, one after the other; backups that follow stay in the device."""
+        for tokens in prompts:
+            (await self.serve(tokens)).release()
+        await spin(2)
+
+    async def finish(self) -> None:
+        """Complete all transfers, and those that follow from them."""
+        await complete_during(self.engine.drain(), self.device)
+
+    def hit(self, tokens: np.ndarray) -> tuple[int, int]:
+        """Device and host blocks that a match would find."""
+        lease = self.engine.match(tokens)
+        hit = lease.hit
+        lease.release()
+        return hit.device_tokens // BLOCK_TOKENS, hit.host_tokens // BLOCK_TOKENS

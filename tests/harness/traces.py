@@ -1,0 +1,63 @@
+"""Traces and their hits: what tests and benches share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aiokv.scheduler.manager import CacheManager
+
+from aiokv import CacheConfig
+from aiokv.trace.format import HASH_BLOCK_TOKENS, TraceRequest, expand_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from aiokv.config import EvictionPolicy
+
+ROOT = Path(__file__).resolve().parents[2]
+TRACE_NAME = "conversation_trace.jsonl"
+
+
+def find_trace() -> Path | None:
+    """Return the public conversation trace: ``$AIOKV_TRACE``, else beside the repository."""
+    named = os.environ.get("AIOKV_TRACE")
+    path = Path(named) if named else ROOT.parent / "shared" / "traces" / TRACE_NAME
+    return path if path.is_file() else None
+
+
+def trace_prompts(requests: Sequence[TraceRequest]) -> list[NDArray[np.int32]]:
+    return [expand_tokens(request) for request in requests]
+
+
+def hit_tokens(
+    prompts: Sequence[NDArray[np.int32]],
+    capacity_blocks: int,
+    policy: EvictionPolicy,
+    block_tokens: int = 16,
+) -> int:
+    """Return the hit tokens of one prompt after the other.
+
+    Args:
+        prompts: token ids of each.
+        capacity_blocks: of the cache, in blocks of 512 tokens.
+        policy: of eviction.
+        block_tokens: of the cache.
+    """
+    core = CacheManager(
+        CacheConfig(
+            block_tokens=block_tokens,
+            device_blocks=capacity_blocks * (HASH_BLOCK_TOKENS // block_tokens),
+            eviction_policy=policy,
+        )
+    ).core
+    for tokens in prompts:
+        lease = core.match(tokens, "")[0]
+        core.allocate(lease, len(tokens))
+        core.commit(lease, len(tokens), 0)
+        core.release(lease, 0)
+    return core.statistics().hit_device_tokens

@@ -1,0 +1,112 @@
+"""A model with full attention and two groups of sliding windows, small enough to compute twice."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from aiokv import CacheConfig, CacheEngine, Regions, WindowGroup
+from tests.harness.conversations import TwiceComputed
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Mapping, Sequence
+
+    from aiokv import Lease
+
+BLOCK_TOKENS = 2
+WINDOWS = {"near": 3, "far": 6}
+STEP_TOKENS = 4
+
+
+def mix(token: int, seen: Sequence[int]) -> int:
+    """The KV of a position, from all that its layer sees."""
+    value = token + 1
+    for other in seen:
+        value = (value * 6364136223846793005 + other + 1) % 2**64
+    return value
+
+
+def seen_by(position: int, window: int, sink: int) -> list[int]:
+    """The positions that one position sees, itself left out."""
+    first = max(position - window + 1, 0)
+    return [*range(min(sink, first)), *range(first, position)]
+
+
+class Windowed(TwiceComputed):
+    """An engine and a model: full attention, and two groups of sliding windows, all with bytes."""
+
+    def __init__(
+        self,
+        *,
+        device_blocks: int = 40,
+        window_blocks: int = 12,
+        sinks: Mapping[str, int] | None = None,
+        **config: Any,
+    ) -> None:
+        self.sinks = {group: (sinks or {}).get(group, 0) for group in WINDOWS}
+        self.kv = np.zeros((device_blocks, BLOCK_TOKENS), np.uint64)
+        self.near_and_far = {
+            group: np.zeros((window_blocks, BLOCK_TOKENS), np.uint64) for group in WINDOWS
+        }
+        regions = Regions(num_layers=1)
+        regions.add("kv", layers=[self.kv])
+        windows = {
+            group: WindowGroup(
+                window_tokens=window,
+                device_blocks=window_blocks,
+                step_tokens=STEP_TOKENS,
+                sink_tokens=self.sinks[group],
+            )
+            for group, window in WINDOWS.items()
+        }
+        sizes = {"block_tokens": BLOCK_TOKENS, "device_blocks": device_blocks}
+        self.engine = CacheEngine(CacheConfig(windows=windows, **sizes, **config), regions)
+
+    def tables(self, lease: Lease) -> list[tuple[int, int, np.ndarray, np.ndarray]]:
+        """(window, sink, table, memory) of every kind of layer; full attention sees everything."""
+        found = [(10**9, 0, lease.block_table, self.kv)]
+        for group, window in WINDOWS.items():
+            table = lease.window_table(group)
+            found.append((window, self.sinks[group], table, self.near_and_far[group]))
+        return found
+
+    def compute(self, lease: Lease, tokens: Sequence[int], first: int, end: int) -> None:
+        for window, sink, table, memory in self.tables(lease):
+            for position in range(first, end):
+                seen = []
+                for other in seen_by(position, window, sink):
+                    block = table[other // BLOCK_TOKENS]
+                    assert block >= 0, (window, position, other)
+                    seen.append(int(memory[block, other % BLOCK_TOKENS]))
+                block = table[position // BLOCK_TOKENS]
+                assert block >= 0
+                memory[block, position % BLOCK_TOKENS] = mix(tokens[position], seen)
+
+    def check(self, lease: Lease, tokens: Sequence[int], num_tokens: int) -> None:
+        """All that the next position will see is what computing from nothing gives."""
+        for window, sink, table, memory in self.tables(lease):
+            values: list[int] = []
+            for position in range(num_tokens):
+                seen = [values[other] for other in seen_by(position, window, sink)]
+                values.append(mix(tokens[position], seen))
+            for position in seen_by(num_tokens, window, sink):
+                block = table[position // BLOCK_TOKENS]
+                assert memory[block, position % BLOCK_TOKENS] == values[position], (
+                    window,
+                    position,
+                )
+
+    def prefill(self, lease: Lease, tokens: Sequence[int]) -> None:
+        computed = lease.cached_tokens
+        while computed < len(tokens):
+            end = min(computed + STEP_TOKENS, len(tokens))
+            assert end <= lease.reach_tokens
+            self.compute(lease, tokens, computed, end)
+            lease.commit(end)
+            computed = end
+            self.check(lease, tokens, computed)
+
+    def first_chunk(self, cached: int, length: int, rng: random.Random) -> int:
+        return min(cached + rng.randrange(STEP_TOKENS), length)

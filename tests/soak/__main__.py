@@ -1,0 +1,292 @@
+"""Soak: random operations with faults and cancellations, every byte and every invariant checked.
+
+Rounds go through all write policies, devices and loops. In each, clients match, allocate, onload,
+compute, commit, extend, pin and prefetch over a cache that is too small, while copies fail at
+random, clients are cancelled at random, and an operator evicts, resets, resizes, pauses, updates
+weights and sleeps; in some, salts have a quota, or checksums find the host blocks that the operator
+corrupts. A round ends with every pool full and nothing left. See ``load`` for the load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import random
+import sys
+import time
+import traceback
+from typing import TYPE_CHECKING
+
+import msgspec
+import uvloop
+
+from aiokv import CacheConfig, CacheEngine
+from aiokv.cli.progress import show_progress
+from aiokv.testing.flaky import ChaosDevice, FlakyDevice
+from aiokv.testing.leftovers import open_descriptors, running_threads
+from tests.harness.memory import Memory, WrongBytes
+from tests.soak.load import Load, Violation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+POLICIES = ("none", "write_through", "write_through_selective", "write_back")
+DEVICES = ("chaos", "flaky")
+VERIFY = ("off", "checksum", "off")  # in turn: other ones whenever policy and device come round
+LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
+    "uvloop": uvloop.new_event_loop,
+    "asyncio": asyncio.new_event_loop,
+}
+CLIENTS = 24
+MAX_ROUND_SECONDS = 5.0
+CHECK_OPERATIONS = 50  # between two looks at the invariants
+CANCEL_SHARE = 0.1  # of the passes of the loop that cancel a client
+HANG_SECONDS = 20.0  # no operation may take so long
+
+
+class Totals(msgspec.Struct, kw_only=True):
+    """Counts of a soak."""
+
+    rounds: int = 0
+    operations: int = 0
+    invariant_checks: int = 0
+    checked_blocks: int = 0
+    hit_tokens: int = 0
+    cancelled: int = 0
+    faults: int = 0
+    failed_onloads: int = 0
+    late_writes: int = 0
+    spoilt_blocks: int = 0
+    spoilt_found: int = 0
+    onloaded_blocks: int = 0
+    offloaded_blocks: int = 0
+    evicted_blocks: int = 0
+    seconds: float = 0.0
+
+    @property
+    def operations_per_second(self) -> float:
+        return self.operations / self.seconds if self.seconds else 0.0
+
+
+class Round:
+    """One engine and its life."""
+
+    def __init__(self, seed: int, policy: str, device: str, verify: str, totals: Totals) -> None:
+        self.rng = rng = random.Random(seed)
+        device_blocks = rng.randint(40, 160)
+        self.config = CacheConfig(
+            block_tokens=rng.choice((1, 4, 16)),
+            device_blocks=device_blocks,
+            host_blocks=0 if policy == "none" else rng.choice((8, 60, 250)),
+            write_policy=policy,
+            write_through_threshold=rng.randint(1, 3),
+            low_watermark_blocks=rng.choice((None, 0, device_blocks // 4)),
+            min_onload_tokens=rng.choice((0, 0, 8)),
+            leave_tokens=rng.choice((1, 1, 2)),
+            reserve_blocks=rng.choice((0, 4)),
+            eviction_policy=rng.choice(("lru", "lru", "s3fifo")),
+            salt_quota_blocks=rng.choice((None, None, device_blocks // 2)),
+            verify=verify,
+        )
+        self.memory = Memory(device_blocks, self.config.block_tokens)
+        self.device = (ChaosDevice if device == "chaos" else FlakyDevice)(rng)
+        self.totals = totals
+        self.load: Load | None = None
+        self._checked_at = 0
+
+    async def run(self, seconds: float) -> None:
+        """Raises:
+        Violation: see there.
+        """
+        mover = asyncio.create_task(self._move())
+        try:
+            async with CacheEngine(self.config, self.memory.regions, self.device) as engine:
+                self.load = load = Load(engine, self.memory, self.rng)
+                try:
+                    await self._drive(load, seconds)
+                    await self._end(engine)
+                finally:
+                    self._add_up(engine, load)
+        finally:
+            mover.cancel()
+            await asyncio.wait([mover])
+        if left := asyncio.all_tasks() - {asyncio.current_task()}:
+            raise Violation(f"tasks are left: {left}")
+
+    async def _move(self) -> None:
+        while True:
+            if isinstance(self.device, ChaosDevice):
+                self.device.move(self.rng.randint(0, 4))
+            await asyncio.sleep(0)
+
+    async def _drive(self, load: Load, seconds: float) -> None:
+        names = [f"client-{i}" for i in range(CLIENTS)]
+        tasks = {asyncio.create_task(load.client(name)): name for name in names}
+        operator = asyncio.create_task(load.operate())
+        until = time.monotonic() + seconds
+        try:
+            while time.monotonic() < until:
+                if self.rng.random() < CANCEL_SHARE:
+                    load.cancelled += self.rng.choice(list(tasks)).cancel()
+                await asyncio.sleep(0)
+                for task in [task for task in tasks if task.done()]:
+                    name = tasks.pop(task)
+                    _raise_failure(task)
+                    tasks[asyncio.create_task(load.client(name))] = name
+                if operator.done():
+                    _raise_failure(operator)
+                    raise Violation("the operator ended early")
+                self._check_invariants(load)
+            load.stopping = True
+            await self._await_all({*tasks, operator}, load)
+        finally:
+            for task in (*tasks, operator):
+                task.cancel()
+            await asyncio.wait({*tasks, operator})
+
+    async def _await_all(self, tasks: set[asyncio.Task[None]], load: Load) -> None:
+        deadline = time.monotonic() + HANG_SECONDS
+        while not all(task.done() for task in tasks):
+            if time.monotonic() > deadline:
+                stuck = [str(task.get_stack(limit=8)) for task in tasks if not task.done()]
+                raise Violation(f"{len(stuck)} tasks hang: {load.engine!r} {stuck[:3]}")
+            self._check_invariants(load)
+            await asyncio.sleep(0)
+        for task in tasks:
+            _raise_failure(task)
+
+    def _check_invariants(self, load: Load) -> None:
+        if load.operations - self._checked_at < CHECK_OPERATIONS:
+            return
+        self._checked_at = load.operations
+        self.totals.invariant_checks += 1
+        if violations := load.engine.check_invariants():
+            raise Violation("; ".join(violations[:5]))
+
+    async def _end(self, engine: CacheEngine) -> None:
+        """Nothing is out: every pool is full again."""
+        await engine.quiesce(timeout=HANG_SECONDS)
+        engine.resume()
+        await engine.reset()
+        statistics = engine.statistics()
+        violations = engine.check_invariants()
+        if statistics.device_free != statistics.device_blocks:
+            violations.append("the device pool is not full")
+        if statistics.host_free != statistics.host_blocks:
+            violations.append("the host pool is not full")
+        if statistics.leases or statistics.waiting:
+            violations.append("leases are out")
+        if quota := engine.dump()["quota"]:
+            violations.append(f"blocks are counted to salts: {quota}")
+        if violations:
+            raise Violation(f"{'; '.join(violations[:5])}: {statistics}")
+
+    def _add_up(self, engine: CacheEngine, load: Load) -> None:
+        totals, statistics = self.totals, engine.statistics()
+        totals.rounds += 1
+        totals.operations += load.operations
+        totals.hit_tokens += load.hit_tokens
+        totals.cancelled += load.cancelled
+        totals.failed_onloads += load.failed_onloads
+        totals.late_writes += load.late_writes
+        totals.spoilt_blocks += load.spoilt_blocks
+        totals.spoilt_found += load.spoilt_found
+        totals.checked_blocks += self.memory.checked_blocks
+        totals.faults += self.device.faults.count
+        totals.onloaded_blocks += statistics.onloaded_blocks
+        totals.offloaded_blocks += statistics.offloaded_blocks
+        totals.evicted_blocks += statistics.evicted_device_blocks
+
+
+def _raise_failure(task: asyncio.Task[None]) -> None:
+    """Of a finished task: any exception but its cancellation."""
+    if task.cancelled() or (error := task.exception()) is None:
+        return
+    if isinstance(error, Violation | WrongBytes):
+        raise error
+    raise Violation(f"unexpected {error!r}") from error
+
+
+def _collect_into(
+    errors: list[dict[str, object]],
+) -> Callable[[asyncio.AbstractEventLoop, dict[str, object]], None]:
+    return lambda _, context: errors.append(context)
+
+
+def soak(seconds: float, seed: int, progress: Callable[[int], None] = lambda count: None) -> Totals:
+    """Soak for so long.
+
+    Args:
+        progress: called with the number of whole seconds since the last call.
+
+    Raises:
+        SoakFailure: with all that is needed to look into it.
+    """
+    totals = Totals()
+    kinds = [(p, d, name) for name in LOOPS for d in DEVICES for p in POLICIES]
+    round_seconds = min(MAX_ROUND_SECONDS, seconds / len(kinds))
+    begin, shown, number = time.monotonic(), 0, 0
+    before = _open()
+    while (elapsed := time.monotonic() - begin) < seconds:
+        policy, device, loop = kinds[number % len(kinds)]
+        round_seed = seed * 1_000_003 + number
+        verify = VERIFY[number % len(VERIFY)]
+        one = Round(round_seed, policy, device, verify, totals)
+        loop_errors: list[dict[str, object]] = []
+        try:
+            with asyncio.Runner(loop_factory=LOOPS[loop]) as runner:
+                runner.get_loop().set_exception_handler(_collect_into(loop_errors))
+                runner.run(one.run(min(round_seconds, seconds - elapsed + 0.01)))
+                gc.collect()  # "exception was never retrieved" comes with the last reference
+            if loop_errors:
+                raise Violation(f"the loop's exception handler got: {loop_errors[:3]}")
+            if number and (left := _open() - before):
+                raise Violation(f"threads or descriptors are left: {left}")
+        except (Violation, WrongBytes) as error:
+            raise SoakFailure(seed, number, f"{policy}, {device}, {verify}, {loop}", one) from error
+        before = before if number else _open()  # the first loop opens libuv's own pipes
+        number += 1
+        whole = min(int(time.monotonic() - begin), int(seconds))
+        progress(whole - shown)
+        shown = whole
+    totals.seconds = time.monotonic() - begin
+    return totals
+
+
+class SoakFailure(Exception):
+    """A violation, and how to see it again."""
+
+    def __init__(self, seed: int, number: int, kind: str, one: Round) -> None:
+        log = one.load.log if one.load is not None else ()
+        self.operations = [" ".join(map(str, entry)) for entry in log]
+        super().__init__(f"seed {seed}, round {number} ({kind}), {one.config}")
+
+
+def _open() -> set[str]:
+    return running_threads() | open_descriptors()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=300.0, help="default: %(default)s")
+    parser.add_argument("--seed", type=int, help="default: a random one, printed")
+    args = parser.parse_args(argv)
+    seed = random.randrange(2**32) if args.seed is None else args.seed
+    print(f"soak: seed {seed}", file=sys.stderr)
+    try:
+        with show_progress("s", sys.stderr) as stages:
+            totals = soak(args.seconds, seed, stages("soak", int(args.seconds)))
+    except SoakFailure as failure:
+        print(*failure.operations, sep="\n", file=sys.stderr)
+        traceback.print_exception(failure.__cause__)
+        print(f"soak: VIOLATION: {failure.__cause__}\nsoak: {failure}", file=sys.stderr)
+        return 1
+    for name, value in msgspec.structs.asdict(totals).items():
+        print(f"{name}: {value:,.1f}" if isinstance(value, float) else f"{name}: {value:,}")
+    print(f"operations_per_second: {totals.operations_per_second:,.0f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
