@@ -59,7 +59,6 @@ class Dispatcher:
         self._errors: dict[int, BaseException] = {}  # of waits whose task has not seen them
         self._pending_waits: dict[int, asyncio.Future[None]] = {}
         self._on_unpinned: Callable[[int, str], None] = lambda lease_id, reason: None
-        self._applying = False
         self._collects = False  # collect_backups was scheduled
         self._advance: asyncio.Handle | None = None
         self._wants_advance = False
@@ -80,33 +79,34 @@ class Dispatcher:
     def apply(self, result: tuple[T, Effects]) -> T:
         """Apply the effects of a transition, and return its value."""
         value, effects = result
-        if effects is not NO_EFFECTS and not self._applying and not self._stopped:
+        if effects is not NO_EFFECTS and not self._stopped:
             self._apply(effects)
         if self._condition_waiters:
             self.conditions.test()
         return value
 
     def _apply(self, effects: Effects) -> None:
-        """Apply all entries. Each is removed when it was applied: an interrupt loses none."""
-        self._applying = True
+        """Apply all entries. Each is removed when it was applied: an interrupt loses none.
+
+        No entry makes a transition; those that follow from a cancellation are made at the end.
+        """
         follow_ups: list[Callable[[], tuple[None, Effects]]] = []
-        try:
-            while effects:
-                self._apply_once(effects)
-                if effects.cancel:
-                    follow_ups += self._cancel(effects)
-            self._scheduler.applied()
-        finally:
-            self._applying = False
+        while effects:
+            self._apply_once(effects)
+            if effects.cancel:
+                follow_ups += self._cancel(effects)
+        self._scheduler.applied()
         for transition in follow_ups:
             self.apply(transition())
 
     def _apply_once(self, effects: Effects) -> None:
         while effects.computed:
             step = self._scheduler.read.open_step
-            self._worker.record_checksums(effects.computed.popleft(), step)
+            self._worker.record_checksums(effects.computed[0], step)
+            effects.computed.popleft()
         while effects.submit:
-            self._transfers.submit(effects.submit.popleft())
+            self._transfers.submit(effects.submit[0])
+            effects.submit.popleft()
         while effects.urge:
             self._transfers.raise_priority(*effects.urge[0])
             effects.urge.popleft()
@@ -204,9 +204,9 @@ class Dispatcher:
 
     def _end_wait(self, grant: Grant) -> None:
         wait = self._waits.get(grant.lease_id)
-        if wait is None or wait.future.cancelled():
-            return  # its task calls stop_waiting, which takes the grant back
-        try:
+        if wait is None:
+            return  # its task has gone, and has called stop_waiting
+        try:  # a grant may come in the pass in which a deadline has cancelled the future
             wait.on_grant(grant)
         except Exception as error:  # its layers are not known: it must not count as granted
             self._refuse(grant.lease_id, error)

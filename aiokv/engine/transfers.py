@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-from aiokv.errors import AiokvError, UsageError
+from aiokv.errors import AiokvError
 from aiokv.observe.logs import Log
 from aiokv.plan import ONLOAD, Priority, TransferReport
 from aiokv.worker.device.base import CopyError
-from aiokv.worker.interrupts import call_surely
 from aiokv.worker.layers import LayerDoneCounter
 from aiokv.worker.views import LayerView
 
@@ -59,23 +57,19 @@ class Transfers:
         self._ends: dict[int, list[asyncio.Future[None]]] = {}  # coroutines that wait for a report
 
     def submit(self, plan: TransferPlan) -> None:
-        """Give a plan to the worker. A plan that the worker refuses is reported as failed."""
+        """Give a plan to the worker. A plan that the worker refuses is reported as failed.
+
+        Idempotent: the dispatcher submits a plan again after an interrupt.
+        """
+        if plan.transfer_id in self._counters:
+            return
         try:
-            counter = call_surely(
-                partial(self._worker.submit, plan),
-                self._poller.soon,
-                partial(self._submit_again, plan),
-            )
+            counter = self._worker.counter(plan.transfer_id) or self._worker.submit(plan)
         except AiokvError as error:
             counter = self._refused(plan, CopyError(0, str(error)))
         else:
             self._open_step.note_transfer(plan.after_step)
         self._counters[plan.transfer_id] = (plan, counter)
-
-    def _submit_again(self, plan: TransferPlan) -> None:
-        """Submit a plan again after an interrupt; the worker may have it already."""
-        with suppress(UsageError):  # it has the plan
-            self._worker.submit(plan)
 
     def _refused(self, plan: TransferPlan, failure: CopyError) -> LayerDoneCounter:
         counter = LayerDoneCounter(

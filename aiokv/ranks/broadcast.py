@@ -88,6 +88,11 @@ class TransferBroadcast:
 
     # --- to the ranks ---------------------------------------------------------------------------
 
+    def counter(self, transfer_id: int) -> LayerDoneCounter | None:
+        """Return the counter of a plan in flight; None for an unknown id."""
+        transfer = self._transfers.get(transfer_id)
+        return None if transfer is None else transfer.counter
+
     def submit(
         self, plan: TransferPlan, layout: Layout, failure: RankLost | None
     ) -> LayerDoneCounter:

@@ -310,6 +310,10 @@ class RankGroup(Unique):
             raise UsageError(f"transfer {plan.transfer_id}: ranks have no route {plan.route}")
         return self._transfers.submit(plan, layout, self._failure)
 
+    def counter(self, transfer_id: int) -> LayerDoneCounter | None:
+        """Return the counter of a plan in flight; None for an unknown id."""
+        return self._transfers.counter(transfer_id)
+
     def cancel(self, transfer_id: int) -> Cancelled:
         """Ask the ranks to cancel a plan; it is reported ``"cancelled"`` if no rank moves it."""
         return "asked" if self._transfers.cancel(transfer_id) else "too late"

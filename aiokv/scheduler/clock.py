@@ -14,12 +14,13 @@ class StepClock:
             computed, and ``open`` is 0.
     """
 
-    __slots__ = ("_closed", "next", "tracked")
+    __slots__ = ("_closed", "_finished", "next", "tracked")
 
     def __init__(self) -> None:
         self.next = 1
         self.tracked = False
         self._closed: deque[int] = deque()  # not finished, oldest first
+        self._finished = 0
 
     @property
     def open(self) -> int:
@@ -34,11 +35,16 @@ class StepClock:
     def close(self) -> int:
         """Close the open step and return its number."""
         step = self.next
-        self._closed.append(step)
+        if step > self._finished:
+            self._closed.append(step)
         self.next = step + 1
         return step
 
     def finish(self, step: int) -> None:
-        """Note that ``step`` and all steps before it have finished. Idempotent."""
+        """Note that ``step`` and all steps before it have finished. Idempotent.
+
+        A worker may report the end of a step before ``close`` is called.
+        """
+        self._finished = max(self._finished, step)
         while self._closed and self._closed[0] <= step:
             self._closed.popleft()

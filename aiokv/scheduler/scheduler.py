@@ -253,6 +253,8 @@ class CacheScheduler:
             holds: not empty for a lease that computes nothing and only keeps its hit where that is;
                 a hit of the ``"whole prompt"`` includes the last block.
         """
+        if holds:
+            writes = False  # it promises no blocks that other leases could wait for
         if items:
             found = self._core.match_items(tokens, items, context, reads, writes)
         else:
@@ -416,11 +418,14 @@ class CacheScheduler:
         """
         if self._requests or self._waiters:
             self._end_waits(lease_id)
+        self._release(lease_id, used_in)
+        return None, self._settle()
+
+    def _release(self, lease_id: int, used_in: int = 0) -> None:
         if self._core.release(lease_id, used_in or self._clock.open, used_in):
             self._forget(lease_id)
         if self._waiters:
             self._pending.withdrawn(lease_id)
-        return None, self._settle()
 
     def _end_waits(self, lease_id: int) -> None:
         """Fail the tasks that wait for a lease which is being released."""
@@ -768,8 +773,7 @@ class CacheScheduler:
         if not self._pins.remove(lease_id):
             return
         self._outbox.effects.unpinned.append((lease_id, reason))
-        if self._core.release(lease_id, self._clock.open):
-            self._forget(lease_id)
+        self._release(lease_id)
 
     def _release_used_pins(self) -> None:
         for lease_id in self._pins.take_used():

@@ -152,6 +152,9 @@ class Worker(Protocol):
             ClosedError: the worker is closing, or is not open.
         """
 
+    def counter(self, transfer_id: int) -> LayerDoneCounter | None:
+        """Return the counter of a plan in flight; None for an unknown id."""
+
     def cancel(self, transfer_id: int) -> Cancelled:
         """Cancel a plan that no device has yet.
 

@@ -178,6 +178,11 @@ class CacheController:
         self._poller.surely(partial(self._place, transfer))
         return counter
 
+    def counter(self, transfer_id: int) -> LayerDoneCounter | None:
+        """Return the counter of a plan in flight; None for an unknown id."""
+        transfer = self._transfers.get(transfer_id)
+        return None if transfer is None else transfer.counter
+
     def cancel(self, transfer_id: int) -> Cancelled:
         """Cancel a plan that the device does not have yet.
 

@@ -6,9 +6,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aiokv.scheduler.manager import CacheManager
-
 from aiokv import CacheConfig
+from aiokv.scheduler.plans import new_core
 from aiokv.trace.format import HASH_BLOCK_TOKENS, TraceRequest, expand_tokens
 
 if TYPE_CHECKING:
@@ -48,13 +47,13 @@ def hit_tokens(
         policy: of eviction.
         block_tokens: of the cache.
     """
-    core = CacheManager(
+    core = new_core(
         CacheConfig(
             block_tokens=block_tokens,
             device_blocks=capacity_blocks * (HASH_BLOCK_TOKENS // block_tokens),
             eviction_policy=policy,
         )
-    ).core
+    )
     for tokens in prompts:
         lease = core.match(tokens, "")[0]
         core.allocate(lease, len(tokens))
