@@ -156,7 +156,11 @@ async def walk(random: Random, policy: str, quota: int | None, seen: Counter[boo
                 assert got == expected, (policy, quota, num_tokens)
                 if isinstance(got, bool):
                     seen[got] += 1
-            elif verb == "commit" and lease is not None and not engine.scheduler.read.onloads(lease.id):
+            elif (
+                verb == "commit"
+                and lease is not None
+                and not engine.scheduler.read.onloads(lease.id)
+            ):
                 lease.recompute_from()
                 lease.commit(min(lease.num_tokens, len(tokens[lease])))
             elif verb == "line" and lease is not None and len(waiting) < 2:

@@ -132,6 +132,7 @@ async def serve_all(served: Served, *, in_stream: bool) -> None:
         assert engine.check_invariants() == []
         statistics = engine.statistics()
         assert statistics.leases == 0
+        assert (statistics.device_in_flight, statistics.host_in_flight) == (0, 0)
         await engine.aclose()
         completing.cancel()
 

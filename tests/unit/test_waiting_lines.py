@@ -205,9 +205,7 @@ def test_violations_report_a_granted_lease_that_waits():
     scheduler = scheduler_of(8)
     holder = granted(scheduler, 1, 4)
     scheduler._admission.join(Request(holder, "", 16, 4, 0), counted=True)
-    assert scheduler.violations() == [
-        f"capacity line: lease {holder:#x} waits, but it is granted"
-    ]
+    assert scheduler.violations() == [f"capacity line: lease {holder:#x} waits, but it is granted"]
 
 
 def test_violations_report_waiting_leases_of_a_closed_engine():
@@ -234,7 +232,9 @@ def test_quota_check_accepts_the_blocks_of_granted_and_of_waiting_leases():
 def test_quota_check_reports_sums_that_differ():
     quota = counted_quota()
     quota._held["a"] += 1
-    assert quota.check({1: 4}, {1}) == ["quota: salts count {'a': 5}, the sums over leases are {'a': 4}"]
+    assert quota.check({1: 4}, {1}) == [
+        "quota: salts count {'a': 5}, the sums over leases are {'a': 4}"
+    ]
 
 
 def test_quota_check_reports_a_lease_that_is_counted_with_other_blocks():
