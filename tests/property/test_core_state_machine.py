@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from aiokv.errors import LeaseError, RequestTooLarge
-from aiokv.plan import Priority
 from tests.property.cache_simulation import GARBAGE, CacheSimulation, Caller, pick
 
 if TYPE_CHECKING:

@@ -159,7 +159,7 @@ def test_effects_that_were_not_applied_come_again_with_the_next_transition():
     scheduler.allocate(holder, 13, 0)
     waiting, _ = scheduler.match(prompt(2, 1))
     scheduler.allocate(waiting, 4, 0)
-    _, effects = scheduler.release(holder)
+    scheduler.release(holder)
     other, again = scheduler.match(prompt(3, 1))
     assert [grant.lease_id for grant in again.granted] == [waiting]
     _, again = scheduler.try_allocate(other, 4)

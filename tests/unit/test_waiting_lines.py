@@ -99,7 +99,7 @@ def test_one_call_serves_a_bounded_number_and_asks_for_the_next():
         scheduler.applied()
         _, effects = scheduler.advance()
     counts.append(granted_by(effects))
-    assert sum(counts, []) == requests
+    assert [lease_id for lease_ids in counts for lease_id in lease_ids] == requests
     assert max(map(len, counts)) == PER_CALL
 
 
