@@ -100,6 +100,49 @@ async def test_interrupt_between_two_grants_grants_both():
             lease.release()
 
 
+async def test_grant_in_the_pass_of_its_deadline_shows_its_layers():
+    """The deadline has cancelled the wait already; the lease is granted nevertheless."""
+    async with Cache(device_blocks=8, write_policy="write_through") as cache:
+        await cache.fill(A)
+        await cache.finish()
+        await cache.engine.evict(8)
+        holder = cache.engine.match(prompt(3, 8)[:-1])
+        assert holder.try_allocate(32)
+        lease = cache.engine.match(A)
+        task = asyncio.create_task(lease.allocate(len(A), timeout=0.0))
+        loop = asyncio.get_running_loop()
+        loop.call_soon(loop.call_soon, holder.release)  # in the pass of the deadline, behind it
+        await spin(5)
+        assert task.result() is lease
+        assert not lease.layers.is_done
+        cache.device.complete_all()
+        await lease.layers.wait_all()
+        assert lease.cached_tokens == 8
+        cache.check(lease, A)
+        lease.release()
+
+
+async def test_grant_in_the_pass_of_a_cancellation_is_taken_back():
+    async with Cache(device_blocks=8, write_policy="write_through") as cache:
+        await cache.fill(A)
+        await cache.finish()
+        await cache.engine.evict(8)
+        holder = cache.engine.match(prompt(3, 8)[:-1])
+        assert holder.try_allocate(32)
+        lease = cache.engine.match(A)
+        task = asyncio.create_task(lease.allocate(len(A)))
+        await spin(2)
+        task.cancel()
+        holder.release()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        assert cache.engine.scheduler.read.granted_leases == 0
+        assert lease.layers.is_done
+        lease.release()
+        await cache.finish()
+        assert cache.statistics.device_in_flight == 0
+
+
 async def test_applied_effects_do_not_come_again():
     async with Cache(device_blocks=8, host_blocks=0) as cache:
         lease = await cache.serve(A)

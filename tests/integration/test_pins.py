@@ -425,3 +425,31 @@ async def test_a_hit_too_small_to_be_worth_its_transfer_is_computed(min_tokens, 
         assert lease.cached_tokens == onloaded * BLOCK_TOKENS
         assert cache.statistics.onloaded_blocks == onloaded
         lease.release()
+
+
+async def test_release_of_a_pin_resumes_leases_that_wait_for_its_blocks():
+    async with Cache(device_blocks=16) as cache:
+        await cache.fill(A)
+        await cache.finish()
+        pin = await cache.engine.pin(prompt(1, 5))
+        longer = cache.engine.match(prompt(1, 5))
+        task = asyncio.create_task(longer.allocate(21, wait_pending=1000.0))
+        await spin(3)
+        pin.release()
+        assert cache.engine.check_invariants() == []
+        await run_until_idle(task.done)
+        longer.release()
+
+
+@pytest.mark.parametrize("verb", ["pin", "prefetch"])
+async def test_no_lease_waits_for_blocks_that_a_pin_names(verb):
+    """A pin computes nothing: what it names and does not hold is for others to compute."""
+    async with Cache(device_blocks=16) as cache:
+        await cache.fill(A)
+        await cache.finish()
+        more = {} if verb == "pin" else {"ttl_seconds": math.inf}
+        await getattr(cache.engine, verb)(prompt(1, 5), **more)
+        longer = cache.engine.match(prompt(1, 5))
+        assert longer.pending_tokens == 0
+        longer.release()
+        await end_by_reset(cache)
