@@ -112,14 +112,15 @@ async def test_report_that_raises_does_not_stop_later_transfers(loop_errors, mon
     """Defect: The thread that takes results ends without an error, and every later swap hangs."""
     async with Drill(device_blocks=16) as drill:
         await drill.to_host(A)
-        complete = drill.engine._manager.complete
+        scheduler = drill.engine.scheduler
+        complete = scheduler.complete
 
         def fail(report: object) -> None:
-            monkeypatch.setattr(drill.engine._manager, "complete", complete)
+            monkeypatch.setattr(scheduler, "complete", complete)
             complete(report)  # type: ignore[arg-type]
             raise ZeroDivisionError
 
-        monkeypatch.setattr(drill.engine._manager, "complete", fail)
+        monkeypatch.setattr(scheduler, "complete", fail)
         await drill.fill(B)
         await drill.engine.drain()
         assert [type(error["exception"]) for error in loop_errors] == [ZeroDivisionError]

@@ -8,6 +8,7 @@ import random
 import pytest
 
 from aiokv.errors import ClosedError
+from aiokv.scheduler.granting import Granting
 from aiokv.testing import run_until_idle, spin
 from tests.harness.cache import BLOCK_TOKENS, Cache, prompt
 
@@ -243,22 +244,23 @@ async def test_a_storm_of_a_thousand_requests_neither_starves_nor_leaks():
         assert statistics.device_free + statistics.device_cached == 16
 
 
-async def test_granting_does_not_look_at_those_behind():
+async def test_granting_does_not_look_at_those_behind(monkeypatch):
     """A thousand wait: one that finds clean blocks is one try of the first in line."""
     async with Cache(device_blocks=8, host_blocks=0) as cache:
         holder = await owner_of(cache, prompt(1, 6))
         tasks = [asyncio.create_task(serve_and_release(cache, A)) for _ in range(1000)]
         await spin(3)
         tries = 0
-        grant = cache.engine._waiting._grant
+        attempt = Granting.attempt
 
         def counting(*args):
             nonlocal tries
             tries += 1
-            return grant(*args)
+            return attempt(*args)
 
-        cache.engine._waiting._grant = counting
-        cache.engine._waiting.pump()
+        monkeypatch.setattr(Granting, "attempt", counting)
+        looking = cache.engine.match(B)
+        looking.release()  # each release looks for room for the first in line
         assert tries == 1
         holder.release()
         assert await asyncio.gather(*tasks) == [0] + [16] * 999

@@ -20,6 +20,7 @@ from aiokv import (
     UsageError,
 )
 from aiokv.testing import ManualDevice, ManualEvent, spin
+from aiokv.worker.poller import EventPoller
 from tests.harness.cache import BLOCK_TOKENS, Cache, prompt
 
 pytestmark = pytest.mark.asyncio
@@ -594,7 +595,7 @@ async def test_an_event_that_is_announced_twice_ends_its_batch_no_sooner(monkeyp
         lease = await granted(cache, A)
         announce = []
         monkeypatch.setattr(
-            cache.engine._poller, "watch", lambda event, key, callback: announce.append(callback)
+            EventPoller, "watch", lambda _, event, key, callback: announce.append(callback)
         )
         work: ThreadFuture[None] = ThreadFuture()
         with cache.engine.computing([lease]) as batch:

@@ -547,3 +547,12 @@ async def test_a_closed_engine_controls_nothing():
                 await verb()
         with pytest.raises(ClosedError):
             cache.engine.pause()
+
+
+async def test_quiesce_after_a_step_that_has_finished_at_once_returns():
+    """A device that computes before it returns reports the step's end while the step is closed."""
+    async with Cache(host_blocks=0) as cache:
+        for _ in range(3):
+            cache.engine.step()
+            await cache.engine.quiesce(timeout=5.0)
+            cache.engine.resume()

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
     from types import FrameType
 
+    from aiokv.plan import TransferReport
+    from aiokv.scheduler.effects import Effects
+
     LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 
 LOOPS = pytest.mark.parametrize(
@@ -129,6 +132,7 @@ async def serve_all(served: Served, *, in_stream: bool) -> None:
         assert engine.check_invariants() == []
         statistics = engine.statistics()
         assert statistics.leases == 0
+        assert (statistics.device_in_flight, statistics.host_in_flight) == (0, 0)
         await engine.aclose()
         completing.cancel()
 
@@ -224,21 +228,30 @@ def test_after_a_real_sigint_requests_are_served_and_closing_ends(new_loop: Loop
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("outcome", ["done", "failed"])
-async def test_a_report_that_is_sent_again_changes_nothing(outcome: str) -> None:
+async def test_a_report_that_is_sent_again_changes_nothing(
+    outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The interrupt came behind the last line of its first delivery."""
     async with Served() as served:
         await served.to_host(A)
-        transfers = served.engine._transfers
-        reports = []
-        complete = transfers._manager.complete
-        transfers._manager.complete = lambda report: (reports.append(report), complete(report))
+        scheduler = served.engine.scheduler
+        reports: list[TransferReport] = []
+        complete = scheduler.complete
+
+        def noting(report: TransferReport) -> tuple[None, Effects]:
+            reports.append(report)
+            return complete(report)
+
+        monkeypatch.setattr(scheduler, "complete", noting)
         async with served.engine.match(A) as lease:
             await lease.allocate(7)
             (copy,) = served.device.onloads
             copy.complete_all() if outcome == "done" else copy.fail_all(block=1)
             await served.settle()
             assert [report.outcome for report in reports] == [outcome]
-            transfers.on_report(reports[0])
-            assert len(reports) == 1
+            before = served.engine.dump()
+            complete(reports[0])
+            assert served.engine.dump() == before
+            assert served.engine.check_invariants() == []
             assert lease.cached_tokens == (6 if outcome == "done" else 2)
         await served.complete_offloads()

@@ -339,8 +339,17 @@ async def test_reading_calls_work_on_an_engine_of_ranks_before_entry(tmp_path):
 # --- other threads ----------------------------------------------------------------------------
 
 ANY_THREAD = {
-    "CacheEngine": {"statistics", "worker_statistics", "asleep", "open_step"},
+    "CacheEngine": {
+        "statistics", "worker_statistics", "asleep", "has_begun", "open_step", "regions",
+        "scheduler", "worker",
+    },
     "Lease": {"block_table", "window_table"},
+}  # fmt: skip
+# Methods by which the engine's parts read and change the handle itself: they do not touch the
+# engine's state.
+OF_THE_HANDLE: dict[str, set[str]] = {
+    "CacheEngine": set(),
+    "Lease": {"held_id", "leave_layers", "live_id", "note_capacity_wait", "note_pending_wait"},
 }
 ARGUMENTS: dict[str, Callable[[CacheEngine, Lease], tuple[Any, ...]]] = {
     "match": lambda e, lease: (TOKENS,),
@@ -412,7 +421,8 @@ async def test_other_threads_are_refused_but_by_what_is_documented(cls):
         await engine.drain()
         owner: Any = engine if cls is CacheEngine else lease
         before = state(engine)
-        for name in public_members(cls):
+        assert OF_THE_HANDLE[cls.__name__] <= set(public_members(cls))
+        for name in sorted(set(public_members(cls)) - OF_THE_HANDLE[cls.__name__]):
             arguments = ARGUMENTS.get(name, lambda e, lease: ())(engine, lease)
             if owner is engine and name == "resume":
                 arguments = ()

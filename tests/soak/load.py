@@ -188,9 +188,10 @@ class Load:
     async def spoil(self) -> None:
         """Change a host block behind the engine's back: no request may get it any more."""
         await self.engine.evict(4)  # so that some are on the host alone
+        cached = self.engine.scheduler.read.cached_blocks()
         blocks = [
             (context, np.frombuffer(prefix, np.int32), host)
-            for context, prefix, device, host, _, _, pins in self.engine.scheduler.read.cached_blocks()
+            for context, prefix, device, host, _, _, pins in cached
             if device < 0 <= host and not pins
         ]
         if not blocks:

@@ -1,4 +1,4 @@
-"""The import rules of the design: who may know whom, and what `import aiokv` costs."""
+"""The import rules of the design, and what `import aiokv` loads."""
 
 from __future__ import annotations
 
@@ -41,6 +41,41 @@ def test_the_scheduler_only_decides(path: Path) -> None:
 
 @pytest.mark.parametrize("path", modules("worker"), ids=lambda p: p.stem)
 def test_the_worker_never_decides(path: Path) -> None:
+    assert {n for n in imported(path) if n.startswith(("aiokv.scheduler", "aiokv.engine"))} == set()
+
+
+def uses_of_the_core(path: Path) -> list[str]:
+    """Lines that take ``Core`` from the native module, or the attribute ``core`` of an object."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "aiokv._native":
+            found += [f"line {node.lineno}" for alias in node.names if alias.name == "Core"]
+        elif isinstance(node, ast.Attribute) and node.attr in ("Core", "core", "_core"):
+            text = ast.unparse(node)
+            if not text.startswith("paddle."):
+                found.append(f"line {node.lineno}: {text}")
+    return found
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_only_the_scheduler_uses_the_core(path: Path) -> None:
+    if path.parent.name != "scheduler":
+        assert uses_of_the_core(path) == []
+
+
+def test_uses_of_the_core_are_found(tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(
+        "from aiokv._native import Core\nfrom aiokv import _native\n_native.Core\n"
+        "self._scheduler._core.match\nx.core\npaddle.base.core\n"
+    )
+    assert uses_of_the_core(path) == [
+        "line 1", "line 3: _native.Core", "line 5: x.core", "line 4: self._scheduler._core",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", modules("ranks"), ids=lambda p: p.stem)
+def test_ranks_never_decide(path: Path) -> None:
     assert {n for n in imported(path) if n.startswith(("aiokv.scheduler", "aiokv.engine"))} == set()
 
 

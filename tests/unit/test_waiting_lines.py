@@ -99,7 +99,7 @@ def test_one_call_serves_a_bounded_number_and_asks_for_the_next():
         scheduler.applied()
         _, effects = scheduler.advance()
     counts.append(granted_by(effects))
-    assert sum(counts, []) == requests
+    assert [lease_id for lease_ids in counts for lease_id in lease_ids] == requests
     assert max(map(len, counts)) == PER_CALL
 
 
@@ -254,6 +254,60 @@ def test_no_quota_has_nothing_to_check():
     quota.count(1, "a", 4)
     assert quota.check({1: 9}, set()) == []
     assert quota.held("a") == 0
+
+
+def pinned(scheduler: CacheScheduler, seed: int, blocks: int, *, until_used: bool = False) -> int:
+    """A pin of a prompt that is cached by then."""
+    lease_id = granted(scheduler, seed, blocks)
+    scheduler.commit(lease_id, blocks * BLOCK_TOKENS)
+    scheduler.release(lease_id)
+    pin = matched(scheduler, seed, blocks, holds="whole prompt")
+    scheduler.try_allocate(pin, blocks * BLOCK_TOKENS)
+    if until_used:
+        scheduler.await_use(pin)
+    assert scheduler.pin(pin, until_used=until_used)[0] == (blocks * BLOCK_TOKENS, "")
+    return pin
+
+
+def test_grant_ends_the_pins_that_it_uses_and_asks_for_all_of_them_at_once():
+    asked = []
+
+    class Used:
+        def take_used(self) -> list[int]:
+            asked.append(len(asked))
+            return [7]
+
+    pins = PinnedLeases(Used())  # type: ignore[arg-type]
+    pins.add(1, until_used=False)
+    assert pins.num_until_used == 0, "the scheduler does not ask"
+    for pin in range(2, 1000):
+        pins.add(pin, until_used=True)
+    assert pins.num_until_used == 998
+    assert pins.take_used() == [7]
+    assert asked == [0]
+
+
+def test_pin_that_waits_for_a_use_ends_with_it():
+    scheduler = scheduler_of(8)
+    kept, awaiting = pinned(scheduler, 1, 2), pinned(scheduler, 2, 2, until_used=True)
+    for seed, ended in ((1, []), (2, [(awaiting, "a lease used it")])):
+        lease_id = matched(scheduler, seed, 3)
+        _, effects = scheduler.try_allocate(lease_id, 3 * BLOCK_TOKENS)
+        assert list(effects.unpinned) == ended
+        effects.unpinned.clear()
+        scheduler.release(lease_id)
+    assert scheduler.violations() == []
+    _, effects = scheduler.unpin(kept, "the test ends")
+    assert list(effects.unpinned) == [(kept, "the test ends")]
+    assert scheduler.read.num_leases == 0
+
+
+def test_violations_report_a_pin_whose_blocks_cannot_be_hit():
+    scheduler = scheduler_of(8)
+    pin = pinned(scheduler, 1, 2)
+    assert scheduler.violations() == []
+    scheduler._core.reset()
+    assert scheduler.violations() == [f"pin {pin:#x} holds blocks that no match can find"]
 
 
 def test_pin_check_reports_a_pin_whose_blocks_cannot_be_hit():

@@ -1,0 +1,178 @@
+"""Effects of transitions: an exception between two of them loses none of the others."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from tests.harness.cache import Cache, prompt
+
+from aiokv.engine.transfers import Transfers
+from aiokv.scheduler.effects import NO_EFFECTS
+from aiokv.testing import run_until_idle, spin
+
+A, B = prompt(1, 2), prompt(2, 2)
+
+pytestmark = pytest.mark.asyncio
+
+
+class Interrupts:
+    """Raises KeyboardInterrupt in the first calls of a method, before or after it has run."""
+
+    def __init__(self, method, *, count: int = 1, after: bool = False) -> None:
+        self.method = method
+        self.left = count
+        self.after = after
+
+    def __get__(self, owner, cls=None):
+        return lambda *args, **kwargs: self(owner, *args, **kwargs)
+
+    def __call__(self, *args, **kwargs):
+        interrupted = self.left > 0
+        self.left -= interrupted
+        if interrupted and not self.after:
+            raise KeyboardInterrupt
+        value = self.method(*args, **kwargs)
+        if interrupted:
+            raise KeyboardInterrupt
+        return value
+
+
+@pytest.mark.parametrize("after", [False, True])
+async def test_plan_whose_submission_is_interrupted_is_submitted_once(monkeypatch, after):
+    async with Cache(write_policy="write_through") as cache:
+        lease = await cache.serve(A)
+        submit = Interrupts(cache.engine.worker.submit, after=after)
+        monkeypatch.setattr(cache.engine.worker, "submit", submit)
+        with pytest.raises(KeyboardInterrupt):
+            await cache.engine.drain()
+        assert submit.left == 0
+        await cache.finish()
+        lease.release()
+        statistics = cache.statistics
+        assert (statistics.device_in_flight, statistics.host_in_flight) == (0, 0)
+        assert statistics.offloaded_blocks == 2
+        await cache.engine.evict(8)
+        assert cache.hit(A) == (0, 2)
+
+
+async def test_interrupt_in_front_of_a_submission_does_not_lose_the_plan(monkeypatch):
+    async with Cache(write_policy="write_through") as cache:
+        lease = await cache.serve(A)
+        interrupts = Interrupts(Transfers.submit)
+        monkeypatch.setattr(Transfers, "submit", interrupts)
+        with pytest.raises(KeyboardInterrupt):
+            await cache.engine.drain()
+        assert interrupts.left == 0
+        await cache.finish()
+        lease.release()
+        statistics = cache.statistics
+        assert (statistics.device_in_flight, statistics.host_in_flight) == (0, 0)
+        assert statistics.offloaded_blocks == 2
+
+
+async def test_interrupt_between_two_grants_grants_both():
+    """The second comes with the next transition of any kind."""
+    async with Cache(device_blocks=8, write_policy="write_through") as cache:
+        await cache.fill(A, B)
+        await cache.finish()
+        await cache.engine.evict(8)
+        holder = cache.engine.match(prompt(3, 8)[:-1])
+        assert holder.try_allocate(32)
+        leases = [cache.engine.match(tokens) for tokens in (A, B)]
+        tasks = [asyncio.create_task(lease.allocate(len(A))) for lease in leases]
+        await spin(2)
+        assert cache.statistics.waiting == 2
+        submit = Interrupts(cache.engine.worker.submit)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cache.engine.worker, "submit", submit)
+            with pytest.raises(KeyboardInterrupt):
+                holder.release()
+        assert submit.left == 0
+        other = cache.engine.match(prompt(4, 1))
+        other.release()
+        await run_until_idle(lambda: all(task.done() for task in tasks))
+        cache.device.complete_all()
+        for lease, tokens in zip(leases, (A, B), strict=True):
+            await lease.layers.wait_all()
+            assert lease.cached_tokens == 8
+            cache.check(lease, tokens)
+            lease.release()
+
+
+async def test_grant_in_the_pass_of_its_deadline_shows_its_layers():
+    """The deadline has cancelled the wait already; the lease is granted nevertheless."""
+    async with Cache(device_blocks=8, write_policy="write_through") as cache:
+        await cache.fill(A)
+        await cache.finish()
+        await cache.engine.evict(8)
+        holder = cache.engine.match(prompt(3, 8)[:-1])
+        assert holder.try_allocate(32)
+        lease = cache.engine.match(A)
+        task = asyncio.create_task(lease.allocate(len(A), timeout=0.0))
+        loop = asyncio.get_running_loop()
+        loop.call_soon(loop.call_soon, holder.release)  # in the pass of the deadline, behind it
+        await spin(5)
+        assert task.result() is lease
+        assert not lease.layers.is_done
+        cache.device.complete_all()
+        await lease.layers.wait_all()
+        assert lease.cached_tokens == 8
+        cache.check(lease, A)
+        lease.release()
+
+
+async def test_grant_in_the_pass_of_a_cancellation_is_taken_back():
+    async with Cache(device_blocks=8, write_policy="write_through") as cache:
+        await cache.fill(A)
+        await cache.finish()
+        await cache.engine.evict(8)
+        holder = cache.engine.match(prompt(3, 8)[:-1])
+        assert holder.try_allocate(32)
+        lease = cache.engine.match(A)
+        task = asyncio.create_task(lease.allocate(len(A)))
+        await spin(2)
+        task.cancel()
+        holder.release()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        assert cache.engine.scheduler.read.granted_leases == 0
+        assert lease.layers.is_done
+        lease.release()
+        await cache.finish()
+        assert cache.statistics.device_in_flight == 0
+
+
+async def test_applied_effects_do_not_come_again():
+    async with Cache(device_blocks=8, host_blocks=0) as cache:
+        lease = await cache.serve(A)
+        task = asyncio.create_task(cache.serve(prompt(3, 7)))
+        await spin(2)
+        lease.release()
+        (await task).release()
+        other = cache.engine.match(B)
+        _, effects = cache.engine.scheduler.stop_wait_pending(other.id)
+        assert effects is NO_EFFECTS
+        other.release()
+
+
+async def test_device_hits_leave_no_effects(monkeypatch):
+    """A request whose prompt is on the device costs no object of effects."""
+    async with Cache(device_blocks=8, host_blocks=0) as cache:
+        await cache.fill(A)
+        scheduler = cache.engine.scheduler
+        returned = {}
+
+        def noting(name, transition):
+            def call(*args, **kwargs):
+                value, effects = transition(*args, **kwargs)
+                returned[name] = effects
+                return value, effects
+
+            return call
+
+        for name in ("match", "allocate", "commit", "release"):
+            monkeypatch.setattr(scheduler, name, noting(name, getattr(scheduler, name)))
+        (await cache.serve(A)).release()
+        assert set(returned) == {"match", "allocate", "commit", "release"}
+        assert all(effects is NO_EFFECTS for effects in returned.values())
