@@ -116,7 +116,7 @@ def _naming_owner(
         try:
             return transition(self, *args, **kwargs)
         except AiokvError as error:
-            self.name_owner(error)
+            self._name_owner(error)
             raise
 
     functools.update_wrapper(call, transition)
@@ -194,7 +194,7 @@ class CacheScheduler:
         """Note that the dispatcher has applied all effects that were returned."""
         self._outbox.clear()
 
-    def name_owner(self, error: AiokvError) -> None:
+    def _name_owner(self, error: AiokvError) -> None:
         """Add the name of the lease that an error is about."""
         if error.lease_id:
             error.owner = self._owners.get(error.lease_id) or "unnamed"
@@ -299,7 +299,7 @@ class CacheScheduler:
                 return grant, self._settle()
             return grant, self._outbox.pending
         except AiokvError as error:
-            self.name_owner(error)
+            self._name_owner(error)
             raise
 
     def _must_wait(self, lease_id: int, num_tokens: int, priority: int | None) -> bool:
@@ -488,7 +488,7 @@ class CacheScheduler:
                 return published, self._settle()
             return published, self._outbox.pending
         except AiokvError as error:
-            self.name_owner(error)
+            self._name_owner(error)
             raise
 
     def _commit_step(self, closes_step: bool) -> int:
@@ -517,7 +517,7 @@ class CacheScheduler:
                 return True, self._settle()
             return True, self._outbox.pending
         except AiokvError as error:
-            self.name_owner(error)
+            self._name_owner(error)
             raise
 
     def _recount(self, lease_ids: Sequence[int]) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from tests.harness.cache import Cache, prompt
 
 from aiokv.engine.transfers import Transfers
 from aiokv.scheduler.effects import NO_EFFECTS
 from aiokv.testing import run_until_idle, spin
+from tests.harness.cache import Cache, prompt
 
 A, B = prompt(1, 2), prompt(2, 2)
 

@@ -17,6 +17,7 @@ LEFT: dict[str, int] = {}
 # Names that the standard library documents, or that have no public name.
 PUBLIC = (
     "_replace",
+    "_ActionsContainer",
     "_ArgumentGroup",
     "_SubParsersAction",
     "_get_running_loop",
