@@ -104,7 +104,7 @@ def test_numbers_that_contradict_each_other_are_refused() -> None:
     regions.add("k", layers=[zeros(4, 8)] * 2)
     with pytest.raises(LayoutError, match="registered already"):
         regions.add("k", layers=[zeros(4, 8)] * 2)
-    with pytest.raises(LayoutError, match="negative"):
+    with pytest.raises(LayoutError, match="num_layers is -1"):
         Regions(num_layers=-1)
     assert list(Regions(num_layers=0).pieces()) == []
 
