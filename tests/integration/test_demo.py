@@ -1,6 +1,7 @@
 """``aiokv demo`` end to end on tiny sizes: equal bits, the negative control, the report."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -240,6 +241,15 @@ def test_options_of_a_checkout_are_explained_where_there_is_none(
     assert option.split()[0] in message
     assert f"tests/models/demo/{ONLY_IN_A_CHECKOUT[option]}" in message
     assert "make demo ARGS=" in message
+
+
+def test_another_package_named_tests_does_not_hide_that_of_the_repository(tmp_path, trace_file):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "__init__.py").touch()
+    command = [sys.executable, "-m", "aiokv", "demo", *SMALL, "--trace", str(trace_file)]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_a_wheel_serves_without_the_repository(demo, monkeypatch, tmp_path):
