@@ -1,7 +1,6 @@
 """``aiokv demo`` end to end on tiny sizes: equal bits, the negative control, the report."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -247,8 +246,7 @@ def test_another_package_named_tests_does_not_hide_that_of_the_repository(tmp_pa
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "__init__.py").touch()
     command = [sys.executable, "-m", "aiokv", "demo", *SMALL, "--trace", str(trace_file)]
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
