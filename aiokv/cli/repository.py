@@ -32,6 +32,6 @@ def from_repository(name: str, option: str) -> ModuleType:
             f"{option} needs {FOLDER / name}.py, which only the repository of aiokv has",
             hint=f"in a checkout: make demo ARGS='{option}'",
         )
-    if str(root) not in sys.path:
-        sys.path.insert(0, str(root))
+    if sys.path[0] != str(root):
+        sys.path.insert(0, str(root))  # before any other package named tests
     return importlib.import_module(".".join((*FOLDER.parts, name)))

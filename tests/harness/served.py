@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from aiokv.testing import ManualDevice, run_until_idle, spin
 from tests.harness.cache import OverBytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import numpy as np
 
     from aiokv import Lease
 
@@ -85,3 +86,46 @@ class Served(OverBytes):
         await run_until_idle(reported)
         await spin(2)
         assert self.engine.check_invariants() == []
+
+
+def held(served: Served, lease, num_blocks: int | None = None) -> np.ndarray:
+    """The bytes of the lease's first blocks, ``[layer, block, byte]``."""
+    return np.stack([array[lease.block_table[:num_blocks]] for array in served.kv])
+
+
+async def computed(served: Served, tokens, **options):
+    """A lease whose positions are all computed and committed, the partial block included."""
+    lease = served.engine.match(tokens, **options)
+    await lease.allocate(len(tokens))
+    await lease.layers.wait_all()
+    served.compute(lease, tokens, lease.cached_tokens)
+    if len(tokens) % 2:
+        for layer, array in enumerate(served.kv):
+            array[lease.block_table[-1]] = layer * 16 + np.arange(array.shape[1]) + tokens[-1]
+    lease.commit(len(tokens))
+    return lease
+
+
+async def begin(served: Served, coroutine) -> asyncio.Task:
+    task = asyncio.ensure_future(coroutine)
+    await spin(3)
+    return task
+
+
+async def swapped_out(served: Served, lease) -> None:
+    task = await begin(served, lease.preempt(swap=True))
+    while not task.done():
+        await served.complete_offloads()
+    await task
+
+
+async def resumed(served: Served, lease, num_tokens: int) -> None:
+    await lease.resume(num_tokens)
+    served.device.complete_all()
+    await served.settle()
+
+
+def wipe(served: Served) -> None:
+    """Overwrite all device blocks."""
+    for array in served.kv:
+        array[:] = 99

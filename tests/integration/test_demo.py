@@ -242,6 +242,15 @@ def test_options_of_a_checkout_are_explained_where_there_is_none(
     assert "make demo ARGS=" in message
 
 
+def test_another_package_named_tests_does_not_hide_that_of_the_repository(tmp_path, trace_file):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "__init__.py").touch()
+    flags = [*SMALL, "--trace", str(trace_file), "--requests", "1"]
+    command = [sys.executable, "-m", "aiokv", "demo", *flags]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 def test_a_wheel_serves_without_the_repository(demo, monkeypatch, tmp_path):
     monkeypatch.setattr(aiokv, "__file__", str(tmp_path / "site-packages/aiokv/__init__.py"))
     assert demo("--disconnect", "0.2")[0] == 0

@@ -8,8 +8,7 @@ import json
 import pytest
 
 from aiokv.testing import spin
-from tests.harness.served import Served
-from tests.integration.test_preemption import computed, swapped_out
+from tests.harness.served import Served, computed, swapped_out
 
 pytestmark = pytest.mark.asyncio
 

@@ -9,8 +9,7 @@ import pytest
 
 from aiokv import Hit, LeaseError, WouldBlock
 from aiokv.testing import ManualEvent, spin
-from tests.harness.served import Served
-from tests.integration.test_preemption import computed, held, resumed, swapped_out
+from tests.harness.served import Served, computed, held, resumed, swapped_out
 
 pytestmark = pytest.mark.asyncio
 

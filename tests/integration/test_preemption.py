@@ -10,54 +10,12 @@ import pytest
 from aiokv import ClosedError, Hit, LeaseError, RequestTooLarge, TransferError, WouldBlock
 from aiokv.errors import DeviceError
 from aiokv.testing import spin
-from tests.harness.served import Served
+from tests.harness.served import Served, begin, computed, held, resumed, swapped_out, wipe
 
 pytestmark = pytest.mark.asyncio
 
 A = [1, 2, 3, 4, 5, 6, 7]  # three full blocks and a partial one
 B = [11, 12, 13, 14, 15, 16, 17]
-
-
-def held(served: Served, lease, num_blocks: int | None = None) -> np.ndarray:
-    """The bytes of the lease's first blocks, ``[layer, block, byte]``."""
-    return np.stack([array[lease.block_table[:num_blocks]] for array in served.kv])
-
-
-async def computed(served: Served, tokens, **options):
-    """A lease whose positions are all computed and committed, the partial block included."""
-    lease = served.engine.match(tokens, **options)
-    await lease.allocate(len(tokens))
-    await lease.layers.wait_all()
-    served.compute(lease, tokens, lease.cached_tokens)
-    if len(tokens) % 2:
-        for layer, array in enumerate(served.kv):
-            array[lease.block_table[-1]] = layer * 16 + np.arange(array.shape[1]) + tokens[-1]
-    lease.commit(len(tokens))
-    return lease
-
-
-async def begin(served: Served, coroutine) -> asyncio.Task:
-    task = asyncio.ensure_future(coroutine)
-    await spin(3)
-    return task
-
-
-async def swapped_out(served: Served, lease) -> None:
-    task = await begin(served, lease.preempt(swap=True))
-    while not task.done():
-        await served.complete_offloads()
-    await task
-
-
-async def resumed(served: Served, lease, num_tokens: int) -> None:
-    await lease.resume(num_tokens)
-    served.device.complete_all()
-    await served.settle()
-
-
-def wipe(served: Served) -> None:
-    for array in served.kv:
-        array[:] = 99
 
 
 @pytest.mark.parametrize("policy", ["none", "write_through", "write_back"])
