@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from aiokv import _native
 from aiokv.checks import Unique, arguments, integer
 from aiokv.errors import ClosedError, ConfigError, UsageError
 from aiokv.observe.logs import Log
-from aiokv.plan import OFFLOAD, ONLOAD
 from aiokv.ranks.broadcast import ROUTES, TransferBroadcast
 from aiokv.ranks.channel import checked_path
 from aiokv.ranks.control_requests import ControlRequests
@@ -30,6 +28,7 @@ from aiokv.ranks.processes import RankProcesses, check_entry
 from aiokv.ranks.rank_state import MAX_RANKS, RankTimeouts
 from aiokv.worker.base import UNLIMITED_BLOCKS, Capabilities
 from aiokv.worker.device.base import CopyError
+from aiokv.worker.ids import check_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiokv.errors import RankLost
-    from aiokv.plan import TransferPlan, TransferReport
+    from aiokv.plan import Pool, TransferPlan, TransferReport
     from aiokv.ranks.messages import Layout, Reports
     from aiokv.ranks.rank_state import RankState
     from aiokv.types import Tier
@@ -136,7 +135,7 @@ class RankGroup(Unique):
         self._asleep: frozenset[Tier] = frozenset()
         self._on_step: Callable[[int, BaseException | None], None] = lambda step, error: None
         self._on_lost: Callable[[RankLost], None] = lambda lost: None
-        self._ids = _native.BlockMap(0, [], 0, 0, 0, 0)
+        self._num_blocks: dict[Pool, int] = {}
         self._control = ControlRequests(self.timeouts)
         self._listener = Listener(None if path is None else checked_path(path))
         self._processes = (
@@ -200,7 +199,7 @@ class RankGroup(Unique):
                 raise
             raise
         self._membership.device_blocks = self.device_blocks
-        self._ids = _native.BlockMap(0, [], 0, 0, host_blocks, self.device_blocks)
+        self._num_blocks = {"device": self.device_blocks, "host": host_blocks}
         self._schedule_tick()
 
     async def restart(self) -> None:
@@ -302,12 +301,9 @@ class RankGroup(Unique):
         if self._closing or layout is None:
             state = "closing" if self._closing else "not open"
             raise ClosedError(f"transfer {plan.transfer_id}: the group of ranks is {state}")
-        if plan.route == ONLOAD:
-            self._ids.check_ids(plan.source_ids, plan.target_ids, onload=True)
-        elif plan.route == OFFLOAD:
-            self._ids.check_ids(plan.target_ids, plan.source_ids, onload=False)
-        else:
+        if plan.route not in ROUTES:
             raise UsageError(f"transfer {plan.transfer_id}: ranks have no route {plan.route}")
+        check_ids(plan, self._num_blocks)
         return self._transfers.submit(plan, layout, self._failure)
 
     def cancel(self, transfer_id: int) -> Cancelled:

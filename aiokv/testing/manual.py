@@ -17,14 +17,12 @@ import numpy as np
 from aiokv.errors import DeviceError, UsageError
 from aiokv.plan import OFFLOAD, ONLOAD, STATE
 from aiokv.worker.device.base import CopyError, check_event_type
-from aiokv.worker.device.cpu import block_map
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from aiokv import _native
     from aiokv.plan import Direction, Route
     from aiokv.worker.arena import HostArena
     from aiokv.worker.arrays import Piece
@@ -226,7 +224,7 @@ class ManualDevice:
         self.delayed_layers: frozenset[int] = frozenset()
         self.refuse: DeviceError | None = None
         self.closed = False
-        self._memory: tuple[Regions, HostArena, _native.BlockMap] | None = None
+        self._memory: tuple[Regions, HostArena] | None = None
 
     @property
     def regions(self) -> Regions:
@@ -260,7 +258,7 @@ class ManualDevice:
 
     def attach(self, regions: Regions, arena: HostArena) -> None:
         """Bind the memory."""
-        self._memory = (regions, arena, block_map(regions, arena))
+        self._memory = (regions, arena)
 
     def detach(self, *, keep_host: bool) -> None:
         """Raises:
@@ -281,10 +279,6 @@ class ManualDevice:
         Raises:
             DeviceError: ``refuse``.
         """
-        if route == ONLOAD:
-            self._attached[2].check_ids(source_ids, target_ids, onload=True)
-        elif route == OFFLOAD:
-            self._attached[2].check_ids(target_ids, source_ids, onload=False)
         copy = ManualCopy(self, route, source_ids, target_ids, after)
         if self.refuse is not None:
             error, self.refuse = self.refuse, None
@@ -321,7 +315,7 @@ class ManualDevice:
             )
 
     @property
-    def _attached(self) -> tuple[Regions, HostArena, _native.BlockMap]:
+    def _attached(self) -> tuple[Regions, HostArena]:
         if self._memory is None:
             raise UsageError("the manual device has no memory: attach() it first")
         return self._memory

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 from weakref import WeakValueDictionary
 
-from aiokv import _native
 from aiokv.errors import ClosedError, LayoutError, UsageError
-from aiokv.plan import ONLOAD, STATE
+from aiokv.plan import STATE
 from aiokv.worker.arena import HostArena
+from aiokv.worker.base import UNLIMITED_BLOCKS
 from aiokv.worker.device.cpu import device_blocks
+from aiokv.worker.ids import check_ids
 
 if TYPE_CHECKING:
-    from aiokv.plan import TransferPlan
+    from aiokv.plan import Pool, TransferPlan
     from aiokv.types import Tier
     from aiokv.worker.checksums import Checksums
     from aiokv.worker.device.base import Device
@@ -47,7 +48,7 @@ class WorkerMemory:
         self._block_bytes = 0
         self._addresses: set[int] = set()  # of the tensors that are this worker's
         self._arena: HostArena | None = None
-        self._ids = self._new_ids()
+        self._num_blocks: dict[Pool, int] = {}
         self.asleep: frozenset[Tier] = frozenset()
 
     def open(self, host_blocks: int) -> None:
@@ -69,7 +70,7 @@ class WorkerMemory:
             self._disclaim()
             raise
         self._arena = arena
-        self._ids = self._new_ids()
+        self._num_blocks = self._sizes()
 
     @property
     def arena(self) -> HostArena:
@@ -99,12 +100,9 @@ class WorkerMemory:
                 f"transfer {plan.transfer_id}: the device {self._device.name!r} has no route "
                 f"{plan.route}"
             )
-        if plan.route == STATE:  # the device checks its ids
+        check_ids(plan, self._num_blocks)
+        if plan.route == STATE:
             return self.regions.state_slot_bytes * plan.num_blocks
-        if plan.route == ONLOAD:
-            self._ids.check_ids(plan.source_ids, plan.target_ids, onload=True)
-        else:
-            self._ids.check_ids(plan.target_ids, plan.source_ids, onload=False)
         return self._block_bytes * plan.num_blocks
 
     def sleep(self, tiers: frozenset[Tier]) -> None:
@@ -196,12 +194,17 @@ class WorkerMemory:
     def _bind(self, regions: Regions) -> None:
         self.regions = regions
         self._keep_tensors({piece.pointer for piece in regions.all_pieces()})
-        self._ids = self._new_ids()
+        self._num_blocks = self._sizes()
         if self._checksums is not None:
             self._checksums.bind(regions)
 
     def _new_arena(self) -> HostArena:
         return HostArena(num_blocks=self._host_blocks, block_bytes=self.regions.host_block_bytes)
 
-    def _new_ids(self) -> _native.BlockMap:
-        return _native.BlockMap(0, [], 0, 0, self._host_blocks, self.device_blocks)
+    def _sizes(self) -> dict[Pool, int]:
+        slots = self.regions.num_state_slots
+        return {
+            "device": self.device_blocks,
+            "host": self._host_blocks,
+            "state": UNLIMITED_BLOCKS if slots is None else slots,
+        }

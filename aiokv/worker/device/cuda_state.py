@@ -101,7 +101,6 @@ class CudaStateMover:
         self._cupy = cupy
         self._device = cupy.cuda.Device(ordinal)
         self._rows = merge_rows(regions.state_pieces)
-        self._num_slots = regions.num_state_slots or 0
         self._num_layers = regions.num_layers
         with self._device:
             self._stream = cupy.cuda.Stream(non_blocking=True)
@@ -109,8 +108,7 @@ class CudaStateMover:
     def move(
         self, sources: NDArray[np.int32], targets: NDArray[np.int32], after: Event | None
     ) -> CudaStateCopy:
-        """As ``Device.move_state``."""
-        self._check(sources.tolist(), targets.tolist())
+        """Submit the copies of a plan whose ids have been checked; see :meth:`Device.copy`."""
         runtime, stream = self._cupy.cuda.runtime, self._stream.ptr
         with self._device:
             if after is not None:
@@ -143,13 +141,3 @@ class CudaStateMover:
             return
         for i in range(rows.num_tensors):
             runtime.memsetAsync(to + i * rows.pitch_bytes, 0, rows.num_bytes, stream)
-
-    def _check(self, sources: list[int], targets: list[int]) -> None:
-        outside = [i for i in targets if not 0 <= i < self._num_slots]
-        outside += [i for i in sources if not -1 <= i < self._num_slots]
-        if outside or not targets or len(sources) != len(targets):
-            raise UsageError(
-                f"state slots {sources} to {targets}: there are {self._num_slots}, -1 is zeros"
-            )
-        if len({*targets}) < len(targets) or {*targets} & {*sources}:
-            raise UsageError(f"state slots {sources} to {targets}: a target is named twice")

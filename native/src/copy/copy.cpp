@@ -15,29 +15,6 @@ constexpr std::size_t kChunkBytes = std::size_t{4} << 20;
 
 using Ids = std::span<const std::int32_t>;
 
-std::string text(std::int64_t number) {
-    return std::to_string(number);
-}
-
-void check_range(Ids ids, std::int64_t limit, const char* side) {
-    for (std::size_t i = 0; i < ids.size(); ++i) {
-        if (ids[i] < 0 || ids[i] >= limit) {
-            throw UsageError(std::string(side) + " block id " + text(ids[i]) + " at index " +
-                             std::to_string(i) + " is not in [0, " + text(limit) + ")");
-        }
-    }
-}
-
-void check_distinct(Ids ids, const char* side) {
-    std::vector<std::int32_t> sorted(ids.begin(), ids.end());
-    std::sort(sorted.begin(), sorted.end());
-    const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
-    if (twice != sorted.end()) {
-        throw UsageError(std::string(side) + " block id " + text(*twice) +
-                         " is a destination twice");
-    }
-}
-
 // Everything the stream's thread needs to do one job.
 class Mover {
   public:
@@ -170,17 +147,12 @@ void BlockMap::check() const {
 }
 
 void check_ids(const BlockMap& map, Direction direction, Ids host_ids, Ids device_ids) {
-    if (host_ids.size() != device_ids.size()) {
-        throw UsageError(std::to_string(host_ids.size()) + " host blocks against " +
-                         std::to_string(device_ids.size()) + " device blocks");
-    }
-    if (host_ids.empty()) throw UsageError("a copy of no blocks");
-    check_range(host_ids, map.host_blocks, "host");
-    check_range(device_ids, map.device_blocks, "device");
+    const IdPool host{"host block", map.host_blocks};
+    const IdPool device{"device block", map.device_blocks};
     if (direction == Direction::kOnload) {
-        check_distinct(device_ids, "device");
+        check_ids({.sources = host_ids, .targets = device_ids}, host, device);
     } else {
-        check_distinct(host_ids, "host");
+        check_ids({.sources = device_ids, .targets = host_ids}, device, host);
     }
 }
 
