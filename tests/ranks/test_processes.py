@@ -126,7 +126,7 @@ async def test_a_process_that_is_killed_in_an_onload_comes_back(tmp_path, monkey
         transfers = ranked.group._transfers._transfers
         await run_until_idle(lambda: [t.owing for t in transfers.values()] == [{1}], 10_000_000)
         os.kill(pids[1], signal.SIGKILL)
-        with pytest.raises(TransferError, match="rank 1 is lost: it hung up") as caught:
+        with pytest.raises(TransferError, match="rank 1 is lost: the connection ended") as caught:
             await waiting
         assert caught.value.rank == 1
         with pytest.raises(BrokenEngineError):
