@@ -1,15 +1,19 @@
-"""The exceptions of aiokv, sorted by whose turn it is to act.
+"""The exceptions of aiokv, by the reaction that they ask for.
 
-``UsageError``: the caller's, state unchanged. ``CapacityError``: wait, preempt or give up.
-``ControlTimeout``: end the leases it names. ``TransferError``: recompute. ``DeviceError`` and
-``BrokenEngineError``: restart. ``InternalError``: ours.
+``UsageError``: correct the call; nothing changed. ``CapacityError``: wait, preempt or give up.
+``ControlTimeout``: release the leases that it names. ``TransferError``: recompute. ``DeviceError``
+and ``BrokenEngineError``: restart. ``InternalError``: report a bug of aiokv.
 """
 
 from __future__ import annotations
 
 
 class AiokvError(Exception):
-    """Base of all aiokv errors; ``hint`` says what to change, and is printed with the message."""
+    """Base of all aiokv errors.
+
+    Attributes:
+        hint: the change that avoids the error; printed with the message. Empty without one.
+    """
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
@@ -21,7 +25,7 @@ class AiokvError(Exception):
 
 
 class UsageError(AiokvError):
-    """aiokv was called wrong; nothing changed."""
+    """The call is invalid; nothing changed."""
 
 
 class ConfigError(UsageError, ValueError):
@@ -29,11 +33,11 @@ class ConfigError(UsageError, ValueError):
 
 
 class LayoutError(UsageError, ValueError):
-    """A region's shape, strides, dtype or device does not fit the cache."""
+    """The shape, strides, dtype or device of a tensor does not fit the cache."""
 
 
 class LeaseError(UsageError):
-    """A lease is released, foreign, or asked for positions it does not have."""
+    """A lease is released, belongs to another engine, or lacks the positions of the call."""
 
 
 class ClosedError(UsageError):
@@ -41,7 +45,7 @@ class ClosedError(UsageError):
 
 
 class CapacityError(AiokvError):
-    """Not enough blocks: now, in time, or ever."""
+    """There are not enough blocks: now, within the timeout, or ever."""
 
 
 class WouldBlock(CapacityError):
@@ -49,7 +53,7 @@ class WouldBlock(CapacityError):
 
 
 class AllocateTimeout(CapacityError, TimeoutError):
-    """The deadline passed while the lease waited for capacity; it holds nothing."""
+    """The timeout passed while the lease waited for capacity; it holds no blocks."""
 
 
 class RequestTooLarge(CapacityError):
@@ -57,11 +61,11 @@ class RequestTooLarge(CapacityError):
 
 
 class ControlTimeout(AiokvError, TimeoutError):
-    """A control request did not get the stillness or the answers that it needs in time.
+    """A control request timed out: leases, steps, transfers or ranks did not end or reply.
 
     Attributes:
-        owners: of the leases that were out.
-        ranks: that had not answered.
+        owners: owners of the leases that were still held.
+        ranks: ranks that had not replied.
     """
 
     def __init__(
@@ -78,12 +82,12 @@ class ControlTimeout(AiokvError, TimeoutError):
 
 
 class TransferError(AiokvError):
-    """Blocks did not arrive.
+    """A transfer failed, or was cancelled.
 
     Attributes:
-        direction: ``"onload"`` or ``"offload"``.
+        direction: ``"onload"``, ``"offload"`` or ``"state"``.
         first_bad_token: first position of the lease whose KV must be recomputed.
-        rank: which of several ranks failed; None without ranks.
+        rank: number of the rank that failed; None without ranks.
     """
 
     def __init__(
@@ -102,7 +106,11 @@ class TransferError(AiokvError):
 
 
 class DeviceError(AiokvError):
-    """The device reported an error; ``cuda_code`` is 0 when it was not CUDA's."""
+    """The device reported an error.
+
+    Attributes:
+        cuda_code: CUDA's error code; 0 for other errors.
+    """
 
     def __init__(self, message: str, *, cuda_code: int = 0, hint: str = "") -> None:
         super().__init__(message, hint=hint)
@@ -110,10 +118,10 @@ class DeviceError(AiokvError):
 
 
 class RankLost(DeviceError):
-    """A rank died, went silent, or broke: what was cached is gone on all ranks.
+    """A rank ended, became unresponsive, or failed; the cache is lost on all ranks.
 
     Attributes:
-        rank: which one; the first, when several did.
+        rank: number of the rank; of the first, when several were lost.
     """
 
     def __init__(self, message: str, *, rank: int, hint: str = "") -> None:
@@ -122,12 +130,12 @@ class RankLost(DeviceError):
 
 
 class BrokenEngineError(AiokvError):
-    """The engine cannot go on; ``__cause__`` holds the first failure."""
+    """The engine serves no more requests; ``__cause__`` is the first failure."""
 
 
 class InternalError(AiokvError):
-    """An invariant of aiokv does not hold: please report it."""
+    """An invariant of aiokv is violated: please report it."""
 
 
 class UnreleasedLeaseWarning(ResourceWarning):
-    """A lease was garbage-collected before it was released; it has freed itself."""
+    """A lease was garbage-collected before it was released; its blocks have been freed."""

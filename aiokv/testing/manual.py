@@ -1,7 +1,7 @@
-"""ManualDevice: real bytes, but every copy ends only when the test says so, in any order.
+"""ManualDevice: real bytes, but every copy ends only when the test ends it, in any order.
 
 copy = device.onloads[0]
-copy.complete(2)          # layer 2 moves its bytes; others are still on their way
+copy.complete(2)          # layer 2 moves its bytes; the others are still in flight
 copy.fail(1, block=3)     # blocks from index 3 on of layer 1 are not written
 copy.complete_all()
 """
@@ -62,7 +62,11 @@ class ManualEvent:
 
 
 class ManualStream:
-    """Records what it was told to wait for."""
+    """A stream that records its waits.
+
+    Attributes:
+        waits: copies and layers that it waits for.
+    """
 
     def __init__(self) -> None:
         self.waits: list[tuple[ManualCopy, int]] = []
@@ -178,9 +182,9 @@ class ManualCopy:
 
     def _check_turn(self, layer: int) -> None:
         if self.after is not None and not self.after.done:
-            raise UsageError("the step that this copy comes after is not done")
+            raise UsageError("complete: the step that this copy comes after is not done")
         if layer not in self.pending_layers:
-            raise UsageError(f"layer {layer} has ended already")
+            raise UsageError(f"complete: layer {layer} has ended already")
 
     def _end(self, layer: int) -> None:
         self._submitted[layer].set()
@@ -198,7 +202,9 @@ class ManualCopy:
 
     def stream_wait(self, layer: int, stream: Any) -> None:
         if not self._submitted[layer].is_set():
-            raise UsageError(f"layer {layer} is not submitted: the stream would not wait for it")
+            raise UsageError(
+                f"stream_wait: layer {layer} is not submitted; the stream would not wait"
+            )
         stream.waits.append((self, layer))
 
     def error(self) -> CopyError | None:

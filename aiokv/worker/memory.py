@@ -1,4 +1,4 @@
-"""Memory of a worker: the device tensors and the host arena, awake or asleep."""
+"""Memory of a worker: the device tensors and the host arena, allocated or asleep."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _tensors: Final[WeakValueDictionary[int, WorkerMemory]] = WeakValueDictionary() 
 
 
 class WorkerMemory:
-    """Both tiers, attached to a device.
+    """Memory of both tiers, attached to a device.
 
     A device, and a tensor, belong to one open worker of the process: the copies of a second one
     would go to the memory of the first, or overwrite its blocks.
@@ -123,7 +123,7 @@ class WorkerMemory:
         A cuda device pins the arena in the background, and may be used meanwhile.
 
         Raises:
-            LayoutError: the tensors do not hold what the old ones held. Still asleep.
+            LayoutError: the tensors have another layout than the old ones. Still asleep.
             ConfigError: no memory for the arena. Still asleep.
         """
         waking = tiers & self.asleep
@@ -134,7 +134,10 @@ class WorkerMemory:
         if "device" in waking:
             regions = previous if regions is None and not previous.num_layers else regions
             if regions is None:
-                raise LayoutError("the device tier needs its tensors", hint="pass regions=")
+                raise LayoutError(
+                    "wake_up: regions is None; the device tier needs its tensors",
+                    hint="pass regions= with the new tensors",
+                )
             previous.check_layout(regions)
             self._claim_tensors(regions)
             self._bind(regions)
@@ -164,7 +167,7 @@ class WorkerMemory:
         if _devices.setdefault(id(self._device), self) is not self:
             raise UsageError(
                 f"the device {self._device.name!r} belongs to another engine that is open",
-                hint="make one device per engine, or close the other engine first",
+                hint="create one device per engine, or close the other engine first",
             )
 
     def _claim_tensors(self, regions: Regions) -> None:
@@ -181,7 +184,7 @@ class WorkerMemory:
         _tensors.update(dict.fromkeys(self._addresses, self))
 
     def _disclaim(self) -> None:
-        """Let other workers claim the device and the tensors."""
+        """Let other workers use the device and the tensors."""
         self._keep_tensors(set())
         if _devices.get(id(self._device)) is self:
             del _devices[id(self._device)]

@@ -307,6 +307,6 @@ def test_other_block_counts_must_be_meant() -> None:
         regions.add("mtp", layers=[np.zeros((3, 8))], layer_indices=[1], more_blocks=True)
     with pytest.raises(LayoutError, match="9 rows are not a multiple of rows_per_block"):
         regions.add("mtp", layers=[np.zeros((9, 8))], layer_indices=[1], rows_per_block=2)
-    with pytest.raises(LayoutError, match="must follow each other"):
+    with pytest.raises(LayoutError, match="must be contiguous"):
         regions.add("mtp", layers=[np.zeros((8, 2, 8))[:, 0]], layer_indices=[1], rows_per_block=2)
     assert regions.names == ("k",)
