@@ -242,10 +242,10 @@ class RankGroup(Unique):
             self._transfers.end_all()
 
     def close_without_loop(self) -> None:
-        """Cut all connections and kill the started processes, after the loop was closed."""
+        """Kill the started processes and remove the socket, after the loop was closed."""
         self._closing = True
         if self._opened and not self._membership.closed:
-            self._membership.terminate()
+            self._membership.close_without_loop()
 
     # --- state ----------------------------------------------------------------------------------
 

@@ -218,21 +218,26 @@ class Membership:
         self.closed = True
 
     def terminate(self) -> None:
-        """Cut all connections, kill the processes, and stop listening, without waiting.
+        """Cut all connections, kill the processes, and stop listening, without waiting."""
+        self.closing = self.closed = True
+        for channel in [*self._unauthenticated, *(state.channel for state in self.ranks)]:
+            if channel is not None:
+                channel.cut(_CLOSING)
+        if self._processes is not None:
+            self._processes.terminate()
+        self._listener.close()
+        self.notify()
 
-        May be called after the loop was closed.
+    def close_without_loop(self) -> None:
+        """Kill and reap the processes, and remove the socket, after the loop was closed.
+
+        The connections end with the objects of the closed loop.
         """
         self.closing = self.closed = True
         if self._processes is not None:
-            self._processes.terminate()
-        for channel in [*self._unauthenticated, *(state.channel for state in self.ranks)]:
-            if channel is not None:
-                with suppress(RuntimeError):  # the loop is closed; the socket is closed with it
-                    channel.cut(_CLOSING)
-        with suppress(RuntimeError):
+            self._processes.reap_all()
+        with suppress(RuntimeError):  # the server's loop is closed; its file is removed before
             self._listener.close()
-        with suppress(RuntimeError):
-            self.notify()
 
     def send(self, frame: bytes) -> None:
         """Send the same bytes to every connected rank."""

@@ -125,6 +125,13 @@ class RankProcesses:
         for process in self._running.values():
             process.kill()
 
+    def reap_all(self) -> None:
+        """Kill all processes and reap them, blocking; after the loop was closed."""
+        self.terminate()
+        for process in self._running.values():
+            process.reap()
+        self._running.clear()
+
     async def kill_all(self) -> None:
         """Kill all processes, and wait until they have ended.
 
@@ -165,7 +172,14 @@ class _Process:
         return self._child.returncode
 
     def kill(self) -> None:
+        """Send SIGKILL; without effect on a process that has ended."""
         self._child.kill()
+
+    def reap(self) -> None:
+        """Block until the process, which was killed, has ended; the loop is closed."""
+        self._child.wait()
+        if not self.ended.is_set():
+            os.close(self._pidfd)
 
     def _reap(self) -> None:
         if self._child.poll() is None:

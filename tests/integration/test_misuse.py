@@ -166,7 +166,7 @@ CALLS: dict[str, tuple[str, Callable[[E, L], Any]]] = {
         lambda e, lease: e.block_tables([lease], np.zeros((1, 8), np.int64)),
     ),
     "tier": ("tier is 'disk'", lambda e, _: e.evict(1, "disk")),
-    "tier None": ("tier None", lambda e, _: e.evict(1, None)),
+    "tier None": ("tier is None", lambda e, _: e.evict(1, None)),
     "tags": ("tier is 'disk'", lambda e, _: e.sleep(["disk"])),
     "tags str": ("tags is 'device'", lambda e, _: e.sleep("device")),
     "tags int": ("tags is 3", lambda e, _: e.wake_up(3)),

@@ -353,6 +353,20 @@ async def test_a_start_cancelled_again_and_again_leaves_no_process(tmp_path, mon
         await spin(3)
 
 
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # the connections of a closed loop
+def test_a_group_is_closed_after_its_loop_was_closed(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    group = RankGroup(2, path=tmp_path / "ranks", entry="tests.ranks.process_rank:idle")
+    engine = CacheEngine(CacheConfig(device_blocks=4), ranks=group)
+    with asyncio.Runner() as runner:
+        runner.run(engine.__aenter__())
+        assert len(children()) == len(group.pids()) == 2
+    asyncio.run(engine.aclose())
+    assert (children(), group.pids()) == ([], [])
+    assert not (tmp_path / "ranks").exists()
+    asyncio.run(engine.aclose())
+
+
 @pytest.mark.asyncio
 async def test_no_process_is_started_once_the_group_closes(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
