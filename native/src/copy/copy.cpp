@@ -8,14 +8,14 @@ namespace aiokv {
 
 namespace {
 
-// A job this large would push everything else out of the caches, and its own first bytes too.
+// A larger job would evict everything else from the CPU caches, and its own first bytes, too.
 constexpr std::size_t kStreamedJobBytes = std::size_t{8} << 20;
-// Longest stretch between two looks at the stop flag: a few hundred microseconds.
+// Bytes copied between two checks of the stop flag: a few hundred microseconds.
 constexpr std::size_t kChunkBytes = std::size_t{4} << 20;
 
 using Ids = std::span<const std::int32_t>;
 
-// Everything the stream's thread needs to do one job.
+// State that the stream's thread needs for one job.
 class Mover {
   public:
     Mover(std::shared_ptr<const BlockMap> map, Direction direction, std::vector<Run> runs)
@@ -29,8 +29,8 @@ class Mover {
         streaming_ = block_bytes * static_cast<std::size_t>(blocks) >= kStreamedJobBytes;
     }
 
-    // What one event stands for: a layer of an onload, all of an offload. False when `stop` was
-    // seen before the last byte.
+    // Moves the bytes of one event: a layer of an onload, all layers of an offload. Returns false
+    // when `stop` was set before the last byte.
     bool move_step(std::size_t step, const std::atomic<bool>& stop) const {
         return direction_ == Direction::kOnload ? move_layer(step, stop) : move_all(stop);
     }
@@ -46,7 +46,7 @@ class Mover {
         return true;
     }
 
-    // Block by block, so that host blocks are written from end to end.
+    // Block by block, so that each host block is written sequentially.
     bool move_all(const std::atomic<bool>& stop) const {
         for (const auto& run : runs_) {
             if (!move_run_of_all(run, stop)) return false;
@@ -71,7 +71,7 @@ class Mover {
     }
 
     bool move_run_of_all(const Run& run, const std::atomic<bool>& stop) const {
-        // Only a host block of one single piece can be dense, so no other piece is left out.
+        // A dense piece is the only piece of its host block, so no other piece is left out.
         for (const auto& pieces : map_->layers) {
             for (const auto& piece : pieces) {
                 if (dense(piece)) return move_run(piece, run, stop);
@@ -110,7 +110,7 @@ class Mover {
     bool streaming_ = false;
 };
 
-// Runs on the stream's thread; every event is finished, whatever happens.
+// Runs on the stream's thread; finishes every event, also after a failure.
 void run_job(CopyJob& job, const Mover& mover, const std::vector<std::uint64_t>& generations,
              std::string failure, const std::atomic<bool>& stop) {
     const auto& events = job.events();
