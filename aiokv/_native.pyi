@@ -20,14 +20,14 @@ class Event:
 
     @property
     def done(self) -> bool:
-        """Recorded and finished, also when it failed."""
+        """Recorded and finished, successfully or not."""
 
     @property
     def recorded(self) -> bool: ...
 
     @property
     def generation(self) -> int:
-        """How often it was recorded."""
+        """Number of recordings so far."""
 
     @property
     def error(self) -> str | None:
@@ -35,11 +35,11 @@ class Event:
 
     @property
     def finished_seconds(self) -> float | None:
-        """time.monotonic() at its end; None while not done."""
+        """time.monotonic() at the end; None while not done."""
 
     def begin(self) -> None:
         """
-        Record it for work of the host, which finish() ends; streams may wait from now on.
+        Record the event for work of the host, which finish() ends; streams may wait for it.
         """
 
     def finish(self, error: str = '') -> None:
@@ -49,7 +49,7 @@ class Event:
         """Block until it is done."""
 
 class Stream:
-    """A thread that does its work first in, first out."""
+    """A thread that executes its work in order of submission."""
 
     def __init__(self, name: str) -> None: ...
 
@@ -58,32 +58,27 @@ class Stream:
 
     @property
     def depth(self) -> int:
-        """Works and records not finished yet."""
+        """Work items and records that have not finished."""
 
     def record(self, event: Event) -> None:
-        """Make `event` done when all work so far is."""
+        """Finish `event` when all work so far has finished."""
 
     def wait_event(self, event: Event) -> None:
-        """Let later work start after the event; it must have been recorded."""
+        """Start later work after the event, which must have been recorded."""
 
     def synchronize(self) -> None:
         """Block until all work so far is done."""
 
     def close(self) -> None:
-        """Do what is queued, then join the thread."""
+        """Execute the queued work, then join the thread."""
 
     def abort(self) -> None:
-        """Fail what is queued, then join the thread."""
+        """Fail the queued work, then join the thread."""
 
 class BlockMap:
-    """Where every block of both tiers lies. Borrows the memory."""
+    """Addresses of the blocks of both tiers. Borrows the memory."""
 
     def __init__(self, num_layers: int, pieces: Sequence[tuple[int, int, int, int, int]], host_base: int, host_stride: int, host_blocks: int, device_blocks: int) -> None: ...
-
-    def check_ids(self, host_ids: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], device_ids: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], *, onload: bool) -> None:
-        """
-        Raise UsageError on bad ranges, unequal or empty lists, and duplicate destinations.
-        """
 
 class CopyJob:
     """One transfer in flight. Thread-safe."""
@@ -121,13 +116,18 @@ class TimerFd:
     def disarm(self) -> None: ...
 
     def drain(self) -> None:
-        """Take note of the expiry, so that select() waits again."""
+        """Read the expiry, so that select() waits again."""
 
     def close(self) -> None: ...
 
+def check_ids(source_ids: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], target_ids: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], *, source: str, source_blocks: int, target: str, target_blocks: int) -> None:
+    """
+    Raise UsageError on ids out of range, unequal or empty lists, duplicate destinations, and a destination that is a source of the same pool. Pools: 'device', 'host', 'state'.
+    """
+
 def copy_blocks(stream: Stream, block_map: BlockMap, host_ids: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], device_ids: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], *, onload: bool, after: Event | None, owner: object) -> CopyJob:
     """
-    Queue a copy and return at once. Raises as check_ids() does, before the first byte.
+    Queue a copy and return at once. Raises as check_ids() does, before the first byte moves.
     """
 
 def move_slots(stream: Stream, pieces: Sequence[tuple[int, int, int]], num_slots: int, sources: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], targets: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], *, after: Event | None, owner: object) -> CopyJob:

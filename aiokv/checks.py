@@ -1,7 +1,7 @@
-"""Checks of callers' arguments: a bad one raises a typed error before anything has changed.
+"""Checks of callers' arguments: a bad argument raises a typed error, and nothing has changed.
 
-Each function returns the value in the form that the engine uses. Limits that depend on the state of
-the cache are checked where that state is, in the native core.
+Each function returns the value in the form that the engine uses. The native core checks limits that
+depend on the state of the cache.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_INT32: Final = 2**31 - 1
 
 
 def shown(value: object) -> str:
-    """``repr`` for a message: at most 200 characters, and never an error of its own."""
+    """Return ``repr(value)`` for a message: at most 200 characters, and never an error."""
     try:
         text = repr(value)
     except (
@@ -48,7 +48,7 @@ def integer(
     """Return ``value`` as an int; ``np.int64`` and the like are integers, bools and floats are not.
 
     Raises:
-        AiokvError: of the class ``error``; it is not an integer from ``minimum`` to ``maximum``.
+        AiokvError: of the class ``error``; not an integer from ``minimum`` to ``maximum``.
     """
     if type(value) is not int:
         if isinstance(value, bool) or not hasattr(value, "__index__"):
@@ -73,7 +73,7 @@ def seconds(
     """Return ``value`` as a float, which may be infinite.
 
     Raises:
-        AiokvError: of the class ``error``; it is not a number, is NaN, or is below ``minimum``.
+        AiokvError: of the class ``error``; not a number, NaN, or below ``minimum``.
     """
     if type(value) is not float:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -140,7 +140,7 @@ def choice(
     """
     names = tuple(accepted)
     if not isinstance(value, str) or value not in names:
-        raise error(f"{name} {shown(value)} is not one of {names}")
+        raise error(f"{name} is {shown(value)}; it must be one of {', '.join(map(repr, names))}")
 
 
 def sequence(name: str, value: Iterable[_T]) -> list[_T]:
@@ -158,9 +158,9 @@ def sequence(name: str, value: Iterable[_T]) -> list[_T]:
 
 
 def arguments(error: type[AiokvError] = ConfigError) -> Callable[[type[_T]], type[_T]]:
-    """Class decorator: arguments that do not fit the constructor raise ``error``, not TypeError.
+    """Return a class decorator: wrong constructor arguments raise ``error``, not ``TypeError``.
 
-    The signature that ``inspect`` and type checkers see stays as it is.
+    The signature for ``inspect`` and type checkers does not change.
     """
 
     def decorate(cls: type[_T]) -> type[_T]:
@@ -182,7 +182,7 @@ def _with_bound_arguments(
             signature.bind(*args, **kwargs)
         except TypeError as problem:
             accepted = ", ".join(list(signature.parameters)[1:])
-            raise error(f"{name}: {problem}", hint=f"it takes {accepted}") from None
+            raise error(f"{name}: {problem}", hint=f"the parameters are {accepted}") from None
         return init(*args, **kwargs)
 
     return cast("Callable[_P, _R]", checked)
@@ -195,5 +195,5 @@ class Unique:
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise UsageError(
-            f"{self!r} cannot be copied or pickled: it owns resources, which have one owner"
+            f"{self!r} cannot be copied or pickled: it owns memory, threads or connections"
         )

@@ -20,16 +20,16 @@ EvictionPolicy = Literal["lru", "s3fifo"]
 @checks.arguments()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowGroup:
-    """Layers whose attention sees the last positions only; they have block ids of their own.
+    """Layers whose attention covers the last positions only; they have their own block ids.
 
     Attributes:
-        window_tokens: positions that one position sees, itself included.
+        window_tokens: positions that one position attends to, itself included.
         device_blocks: blocks of this group's tensors. A lease has at most the blocks of a sink, a
             window and a step at a time, however long it is; the rest keeps windows for later hits.
         step_tokens: the most that one step computes of a lease, such as a chunk of the prompt; None
             to give a lease the blocks of all its positions at once, as far as there are any.
-        sink_tokens: positions at the beginning of a prompt that every position sees beside its
-            window (the attention sink of StreamingLLM; 0 for none). Their blocks, rounded up to
+        sink_tokens: positions at the beginning of a prompt that every position attends to besides
+            its window (the attention sink of StreamingLLM; 0 for none). Their blocks, rounded up to
             whole ones, stay with the lease, and a prefix is hit only while they are cached.
 
     Raises:
@@ -56,12 +56,13 @@ class CacheConfig:
     """Sizes and rules of one cache.
 
     Attributes:
-        block_tokens: token positions in a block, the unit of everything.
+        block_tokens: token positions per block.
         device_blocks: capacity of the device tier.
         host_blocks: capacity of the host tier; 0 for none.
-        write_policy: when blocks get their host copy. ``"write_through"``: as they are committed;
-            ``"write_through_selective"``: at their n-th use; ``"write_back"``: when eviction comes
-            near, and none is evicted unsaved while the host has room; ``"none"``: never.
+        write_policy: when to copy blocks to host memory. ``"write_through"``: when they are
+            committed; ``"write_through_selective"``: at their n-th use; ``"write_back"``: shortly
+            before their eviction, and no block is evicted unsaved while the host has free blocks;
+            ``"none"``: never.
         write_through_threshold: the n of the selective policy; computing a block is its first use.
         low_watermark_blocks: device blocks that are kept free or saved ahead of eviction; None
             for a thirty-second of ``device_blocks``, at most 8,192.
@@ -70,19 +71,19 @@ class CacheConfig:
             main one; which of them gives the next block adapts to how often such prompts were
             seen to return. Like ``"lru"`` for the first four capacities, and where the learned
             order promises less than 3 % more hits. ``"lru"``: the least recently used, exactly.
-        min_onload_tokens: a shorter host hit is computed again rather than copied.
+        min_onload_tokens: a shorter hit in host memory is computed again rather than copied.
         leave_tokens: positions at the end of a prompt that are computed even if cached, at least
-            1 for the logits; EAGLE and MTP heads want more.
+            1 for the logits; EAGLE and MTP heads need more.
         reserve_blocks: device blocks that ``allocate`` leaves for ``extend``.
         drain_timeout_seconds: how long closing waits for leases that are still held; may be
             ``math.inf``.
-        verify: ``"checksum"`` compares each onloaded block with what was committed, at the price
-            of reading every byte; for finding bugs.
+        verify: ``"checksum"`` compares each onloaded block with the committed one, for finding
+            bugs; it reads every byte.
         state_slots: rows of the recurrent state's tensors (:meth:`Regions.add_state`), for leases
-            and snapshots; 0 for models without such state.
+            and snapshots; 0 for models without recurrent state.
         windows: groups of sliding-window layers, by name; see ``lease.window_table``.
-        salt_quota_blocks: device blocks that the leases of one salt may hold at a time, shared
-            ones counted for each; None for no limit. ``extend`` may go beyond, and counts.
+        salt_quota_blocks: device blocks that the leases of one salt may hold at a time; a shared
+            block counts for each lease. None for no limit. ``extend`` may exceed the limit.
 
     Raises:
         ConfigError: a value is out of range.
@@ -141,21 +142,24 @@ class CacheConfig:
         host_bytes: int = 0,
         **options: Any,
     ) -> Self:
-        """Capacities from bytes, over all layers and regions.
+        """Return a configuration whose capacities are computed from bytes.
 
         Args:
-            regions: says what a block costs. To size the tensors themselves, describe tensors of
-                one block and ask ``num_blocks_for(device_bytes, regions.block_bytes)``.
-            device_bytes: of the tensors to be used; None for all.
-            host_bytes: of host memory, what aligns the pieces of a block included; 0 for no tier.
+            regions: the tensors, over all layers. To size the tensors themselves, register tensors
+                of one block and call ``num_blocks_for(device_bytes, regions.block_bytes)``.
+            device_bytes: bytes of the tensors to use; None for all.
+            host_bytes: bytes of host memory, alignment included; 0 for no host tier.
             options: the other fields.
 
         Raises:
-            ConfigError: not even one block fits into ``device_bytes``, or ``host_bytes`` is less
-                than a block; or as the constructor.
+            ConfigError: ``device_bytes`` or ``host_bytes`` is less than one block; or as the
+                constructor.
         """
         if regions.num_blocks is None:
-            raise ConfigError("regions without tensors say nothing of the bytes of a block")
+            raise ConfigError(
+                "regions has no tensors, so the bytes of a block are unknown",
+                hint="register the tensors with Regions.add first",
+            )
         device_blocks = regions.num_blocks
         if device_bytes is not None:
             fitting = _fitting_blocks("device_bytes", device_bytes, regions.block_bytes)
@@ -191,7 +195,9 @@ def _check_windows(windows: object) -> None:
         if not isinstance(name, str):
             raise ConfigError(f"windows has the key {name!r}; it must be a str", hint=hint)
         if not isinstance(group, WindowGroup):
-            raise ConfigError(f"windows[{name!r}] is {group!r}, not a WindowGroup", hint=hint)
+            raise ConfigError(
+                f"windows[{name!r}] is {group!r}; it must be a WindowGroup", hint=hint
+            )
 
 
 def _fitting_blocks(field: str, total_bytes: int, block_bytes: int) -> int:
@@ -200,5 +206,7 @@ def _fitting_blocks(field: str, total_bytes: int, block_bytes: int) -> int:
     total_bytes = checks.integer(field, total_bytes, error=ConfigError)
     num_blocks = num_blocks_for(total_bytes, block_bytes)
     if num_blocks == 0:
-        raise ConfigError(f"{field} is {total_bytes}, less than one block of {block_bytes} bytes")
+        raise ConfigError(
+            f"{field} is {total_bytes}; it must be at least {block_bytes}, the bytes of one block"
+        )
     return num_blocks

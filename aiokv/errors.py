@@ -1,8 +1,8 @@
-"""The exceptions of aiokv, sorted by whose turn it is to act.
+"""The exceptions of aiokv, by the reaction that they ask for.
 
-``UsageError``: the caller's, state unchanged. ``CapacityError``: wait, preempt or give up.
-``ControlTimeout``: end the leases it names. ``TransferError``: recompute. ``DeviceError`` and
-``BrokenEngineError``: restart. ``InternalError``: ours.
+``UsageError``: correct the call; nothing changed. ``CapacityError``: wait, preempt or give up.
+``ControlTimeout``: release the leases that it names. ``TransferError``: recompute. ``DeviceError``
+and ``BrokenEngineError``: restart. ``InternalError``: report a bug of aiokv.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class AiokvError(Exception):
 
 
 class UsageError(AiokvError):
-    """aiokv was called wrong; nothing changed."""
+    """The call is invalid; nothing changed."""
 
 
 class ConfigError(UsageError, ValueError):
@@ -42,11 +42,11 @@ class ConfigError(UsageError, ValueError):
 
 
 class LayoutError(UsageError, ValueError):
-    """A region's shape, strides, dtype or device does not fit the cache."""
+    """The shape, strides, dtype or device of a tensor does not fit the cache."""
 
 
 class LeaseError(UsageError):
-    """A lease is released, foreign, or asked for positions it does not have."""
+    """A lease is released, belongs to another engine, or lacks the positions of the call."""
 
 
 class ClosedError(UsageError):
@@ -54,7 +54,7 @@ class ClosedError(UsageError):
 
 
 class CapacityError(AiokvError):
-    """Not enough blocks: now, in time, or ever."""
+    """There are not enough blocks: now, within the timeout, or ever."""
 
 
 class WouldBlock(CapacityError):
@@ -62,7 +62,7 @@ class WouldBlock(CapacityError):
 
 
 class AllocateTimeout(CapacityError, TimeoutError):
-    """The deadline passed while the lease waited for capacity; it holds nothing."""
+    """The timeout passed while the lease waited for capacity; it holds no blocks."""
 
 
 class RequestTooLarge(CapacityError):
@@ -70,11 +70,11 @@ class RequestTooLarge(CapacityError):
 
 
 class ControlTimeout(AiokvError, TimeoutError):
-    """A control request did not get the stillness or the answers that it needs in time.
+    """A control request timed out: leases, steps, transfers or ranks did not end or reply.
 
     Attributes:
-        owners: of the leases that were out.
-        ranks: that had not answered.
+        owners: owners of the leases that were still held.
+        ranks: ranks that had not replied.
     """
 
     def __init__(
@@ -91,12 +91,12 @@ class ControlTimeout(AiokvError, TimeoutError):
 
 
 class TransferError(AiokvError):
-    """Blocks did not arrive.
+    """A transfer failed, or was cancelled.
 
     Attributes:
-        direction: ``"onload"`` or ``"offload"``.
+        direction: ``"onload"``, ``"offload"`` or ``"state"``.
         first_bad_token: first position of the lease whose KV must be recomputed.
-        rank: which of several ranks failed; None without ranks.
+        rank: number of the rank that failed; None without ranks.
     """
 
     def __init__(
@@ -115,7 +115,11 @@ class TransferError(AiokvError):
 
 
 class DeviceError(AiokvError):
-    """The device reported an error; ``cuda_code`` is 0 when it was not CUDA's."""
+    """The device reported an error.
+
+    Attributes:
+        cuda_code: CUDA's error code; 0 for other errors.
+    """
 
     def __init__(self, message: str, *, cuda_code: int = 0, hint: str = "") -> None:
         super().__init__(message, hint=hint)
@@ -123,10 +127,10 @@ class DeviceError(AiokvError):
 
 
 class RankLost(DeviceError):
-    """A rank died, went silent, or broke: what was cached is gone on all ranks.
+    """A rank ended, became unresponsive, or failed; the cache is lost on all ranks.
 
     Attributes:
-        rank: which one; the first, when several did.
+        rank: number of the rank; of the first, when several were lost.
     """
 
     def __init__(self, message: str, *, rank: int, hint: str = "") -> None:
@@ -135,12 +139,12 @@ class RankLost(DeviceError):
 
 
 class BrokenEngineError(AiokvError):
-    """The engine cannot go on; ``__cause__`` holds the first failure."""
+    """The engine serves no more requests; ``__cause__`` is the first failure."""
 
 
 class InternalError(AiokvError):
-    """An invariant of aiokv does not hold: please report it."""
+    """An invariant of aiokv is violated: please report it."""
 
 
 class UnreleasedLeaseWarning(ResourceWarning):
-    """A lease was garbage-collected before it was released; it has freed itself."""
+    """A lease was garbage-collected before it was released; its blocks have been freed."""

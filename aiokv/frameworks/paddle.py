@@ -1,7 +1,7 @@
-"""KV regions as Paddle tensors, looked at where they are.
+"""KV regions as Paddle tensors, in place.
 
-DLPack has no name for some number formats that numpy knows (bfloat16, float8), and Paddle's views
-do: so a tensor is registered as integers. Needs ``paddlepaddle`` (cpu) or ``paddlepaddle-gpu``.
+DLPack cannot name some element types (bfloat16, float8), so a tensor is registered as a view of
+integers of the same size. Needs ``paddlepaddle`` (cpu) or ``paddlepaddle-gpu``.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _INTEGERS: Final = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
 def import_paddle() -> Any:
-    """The ``paddle`` module.
+    """Import and return ``paddle``.
 
     Raises:
         UsageError: it is not installed.
     """
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="No ccache found")  # of no use to us
+            warnings.filterwarnings("ignore", message="No ccache found")  # not needed here
             import paddle
     except ImportError as error:
         raise UsageError(
-            f"Paddle cannot be imported: {error}",
+            f"import paddle failed: {error}",
             hint="pip install paddlepaddle, or paddlepaddle-gpu with aiokv's cuda12 extra",
         ) from error
     return paddle
@@ -45,9 +45,9 @@ def add_region(
     *,
     layer_indices: Sequence[int] | None = None,
 ) -> None:
-    """Register Paddle tensors ``[device_blocks, ...]``, one a layer, of any dtype.
+    """Register Paddle tensors ``[device_blocks, ...]``, one per layer, of any dtype.
 
-    Borrowed, as in :meth:`Regions.add`, which takes only those dtypes that DLPack has a name for.
+    Borrowed, as in :meth:`Regions.add`, which takes only dtypes that DLPack can name.
 
     Raises:
         LayoutError: the tensors do not fit; the registry is unchanged.
@@ -58,14 +58,16 @@ def add_region(
 
 
 def as_integers(tensor: Any) -> Any:
-    """The same memory, shape and strides as integers of the same size, which DLPack can carry.
+    """Return a view of the tensor as integers of the same size, which DLPack can export.
 
     Raises:
         LayoutError: there is no such view.
     """
     size_bytes = tensor.element_size()
     if size_bytes not in _INTEGERS:
-        raise LayoutError(f"elements of {size_bytes} bytes ({tensor.dtype})")
+        raise LayoutError(
+            f"elements of {tensor.dtype} have {size_bytes} bytes; the size must be 1, 2, 4 or 8"
+        )
     # Of the same size: Paddle 3.3 misplaces a view of another size when it does not begin at the
     # start of its storage.
     view = tensor.detach().view(_INTEGERS[size_bytes])

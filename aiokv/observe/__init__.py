@@ -1,1 +1,1 @@
-"""What the engine tells about itself. A leaf: nothing here decides."""
+"""Logs and units. Nothing here decides, and nothing here imports the engine."""

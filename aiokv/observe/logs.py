@@ -1,9 +1,9 @@
 """Structured logs: silent until the application configures logging or structlog.
 
 An application that has called ``structlog.configure`` gets each line through that configuration.
-Otherwise lines go to the standard library's loggers ``aiokv.*``: the message has the event and its
-fields, for formatters that print only the message, and the record has them as attributes, for those
-that print JSON. aiokv itself never imports structlog here: it takes longer than the rest of aiokv.
+Otherwise lines go to the standard library's loggers ``aiokv.*``. The message contains the event and
+its fields, for formatters that print only the message; the record has them as attributes, for JSON
+formatters. This module never imports structlog, whose import takes longer than the rest of aiokv.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ logging.getLogger("aiokv").addHandler(logging.NullHandler())
 
 
 class Log:
-    """The events of one module; names are ``noun.verb``, everything else a keyword."""
+    """Log of one module; event names are ``noun.verb``, and all values are keywords."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._logger = logging.getLogger(name)
 
     def warning(self, event: str, **fields: object) -> None:
+        """Log an event that the application can recover from."""
         self._log(logging.WARNING, event, fields)
 
     def error(self, event: str, **fields: object) -> None:
+        """Log a failure."""
         self._log(logging.ERROR, event, fields)
 
     def _log(self, level: int, event: str, fields: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
-"""Several ranks behind one engine: the same plan to all, and a block is VALID when all have it.
+"""Several ranks behind one engine: all get the same plans, and a block is VALID when all have it.
 
-The manager's side is :class:`RankGroup`, a rank's is :class:`Rank`; ``messages`` is between them.
+The manager uses :class:`RankGroup`, each rank :class:`Rank`; ``messages`` defines the protocol.
 """
 
 from aiokv.ranks.group import GroupStatistics, RankGroup

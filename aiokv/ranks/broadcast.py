@@ -1,4 +1,4 @@
-"""TransferBroadcast: plans out to all ranks, their reports in, one report of all to the engine."""
+"""TransferBroadcast: sends plans to all ranks, and reduces their reports to one per plan."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from aiokv.worker.device.base import CopyError
 from aiokv.worker.interrupts import call_surely
 from aiokv.worker.lanes import worker_statistics
 from aiokv.worker.layers import LayerDoneCounter
+from aiokv.worker.settling import ReportWaiters
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,7 +32,7 @@ log = Log(__name__)
 
 ROUTES: Final = frozenset((ONLOAD, OFFLOAD))
 
-BATCH_BYTES: Final = MAX_FRAME_BYTES // 4  # of block ids; more leave in a second batch
+BATCH_BYTES: Final = MAX_FRAME_BYTES // 4  # of block ids in one batch
 
 
 class TransferBroadcast:
@@ -43,10 +44,10 @@ class TransferBroadcast:
         clock: seconds.
 
     Attributes:
-        batches: submissions so far; each went to every rank.
-        plans: in those batches.
-        batch_bytes: of one rank's copy.
-        given_up: transfers that failed because a rank lagged or was lost.
+        batches: batches so far; each was sent to every rank.
+        plans: plans in those batches.
+        batch_bytes: bytes of those batches, each counted once.
+        given_up: transfers that failed because a rank was slow or lost.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class TransferBroadcast:
         self._clock = clock
         self._on_report: Callable[[TransferReport], None] = _ignore_report
         self._transfers: dict[int, GroupTransfer] = {}
-        self._waiting: list[tuple[set[int], asyncio.Future[None]]] = []
+        self._report_waiters = ReportWaiters()
         self._counts = {route: RouteCounts() for route in ROUTES}
         self._new_plans: list[TransferPlan] = []
         self._new_cancels: list[int] = []
@@ -96,15 +97,15 @@ class TransferBroadcast:
     def submit(
         self, plan: TransferPlan, layout: Layout, failure: RankLost | None
     ) -> LayerDoneCounter:
-        """Take a plan whose ids are checked; it leaves with the others of this pass.
+        """Take a plan whose ids have been checked; it is sent with the others of this pass.
 
         Args:
             plan: new.
             layout: of the ranks.
-            failure: fails it at once: no rank is told.
+            failure: of the group, which fails the plan at once; no rank gets it.
 
         Raises:
-            UsageError: the transfer is under way, or too large for a message. Nothing changed.
+            UsageError: the transfer is in flight, or too large for a message. Nothing changed.
         """
         if plan.transfer_id in self._transfers:
             raise UsageError(f"transfer {plan.transfer_id} is in flight already")
@@ -137,7 +138,7 @@ class TransferBroadcast:
         return transfer.counter
 
     def cancel(self, transfer_id: int) -> bool:
-        """Ask the ranks to take a plan back; False when it has ended."""
+        """Ask the ranks to cancel a plan; False when it has ended."""
         if transfer_id not in self._transfers:
             return False
         self._new_cancels.append(transfer_id)
@@ -180,10 +181,10 @@ class TransferBroadcast:
     # --- from the ranks -------------------------------------------------------------------------
 
     def on_reports(self, state: RankState, reports: Reports) -> None:
-        """Of a rank in the current generation.
+        """Process the reports of a rank, which belong to the current generation.
 
         Raises:
-            ChannelError: of layers that do not exist.
+            ChannelError: a layer does not exist.
         """
         for transfer_id, layers in reports.arrived:
             transfer = self._transfers.get(transfer_id)
@@ -195,7 +196,7 @@ class TransferBroadcast:
                 self._end(transfer)
 
     def give_up_all(self, failure: CopyError) -> None:
-        """Wake all waiters; what still moves is reported as failed when it has ended."""
+        """Fail all waiters; a transfer that still moves is reported as failed when it has ended."""
         for transfer in self._transfers.values():
             self._give_up(transfer, failure)
 
@@ -204,8 +205,8 @@ class TransferBroadcast:
         for transfer_id in self._transfers:
             self.cancel(transfer_id)
 
-    def rank_is_gone(self, lost: RankLost) -> None:
-        """It moves nothing any more, of what it was asked for."""
+    def end_rank(self, lost: RankLost) -> None:
+        """End all transfers on a lost rank, which moves nothing any more."""
         for transfer in list(self._transfers.values()):
             gone = TransferReport(
                 transfer_id=transfer.plan.transfer_id, outcome="failed", reason=str(lost)
@@ -214,7 +215,7 @@ class TransferBroadcast:
                 self._end(transfer)
 
     def end_all(self) -> None:
-        """No rank moves anything of what was submitted so far: report it."""
+        """Report all transfers: no rank moves any of their bytes."""
         for transfer in list(self._transfers.values()):
             self._end(transfer)
 
@@ -224,7 +225,7 @@ class TransferBroadcast:
             transfer.give_up(failure)
 
     def _end(self, transfer: GroupTransfer) -> None:
-        """No rank moves its bytes any more."""
+        """Report a transfer whose bytes no rank moves any more."""
         transfer_id = transfer.plan.transfer_id
         if self._transfers.pop(transfer_id, None) is None:
             return
@@ -240,10 +241,7 @@ class TransferBroadcast:
                     "exception": error,
                 }
             )
-        for waited_for, settled in self._waiting:
-            waited_for.discard(transfer_id)
-            if not waited_for and not settled.done():
-                settled.set_result(None)
+        self._report_waiters.note_report(transfer_id)
 
     # --- waiting --------------------------------------------------------------------------------
 
@@ -252,22 +250,18 @@ class TransferBroadcast:
 
         Cancellation: stops waiting; the transfers go on.
         """
-        if not self._transfers:
-            return
-        entry = (set(self._transfers), asyncio.get_running_loop().create_future())
-        self._waiting.append(entry)
-        try:
-            await entry[1]
-        finally:
-            self._waiting.remove(entry)
+        await self._report_waiters.wait(self._transfers)
 
     def _num_held(self) -> int:
         """Return the number of transfers that wait on a rank for its runner to close their step."""
         closed = min(state.finished_step for state in self._membership.ranks)
         return sum(transfer.plan.after_step > closed for transfer in self._transfers.values())
 
-    def find_laggards(self) -> None:
-        """A rank may take so long for a transfer, from its last report of anything on."""
+    def find_slow_ranks(self) -> None:
+        """Fail the transfers of slow ranks, and lose a rank that stays slow.
+
+        The time allowed for a transfer counts from the rank's last report of any transfer.
+        """
         now = self._clock()
         for transfer in list(self._transfers.values()):
             late = next(
@@ -277,20 +271,20 @@ class TransferBroadcast:
             if late is None:
                 continue
             allowed = self._timeouts.allowed_seconds(transfer.num_bytes)
-            what = f"rank {late.rank} has not finished it, nor anything else, for {allowed:.3g} s"
+            what = f"rank {late.rank} has not finished it, nor reported, for {allowed:.3g} s"
             if transfer.given_up is not None:
-                self._membership.lose(late, f"transfer {transfer.plan.transfer_id}: {what} more")
+                self._membership.lose(late, f"transfer {transfer.plan.transfer_id}: {what}, again")
                 return
-            log.warning("rank.lags", rank=late.rank, transfer_id=transfer.plan.transfer_id)
+            log.warning("rank.slow", rank=late.rank, transfer_id=transfer.plan.transfer_id)
             self._give_up(transfer, CopyError(0, what, late.rank))
-            transfer.since = now  # as long again, then the rank is lost
+            transfer.since = now  # after the same time again, the rank is lost
 
     def _owing(self, transfer: GroupTransfer) -> list[RankState]:
         return [self._membership.ranks[rank] for rank in sorted(transfer.owing)]
 
     def _is_late(self, transfer: GroupTransfer, state: RankState, now: float) -> bool:
         if state.finished_step < transfer.plan.after_step:
-            return False  # its runner has not closed the step yet
+            return False  # the rank's runner has not closed the step yet
         waited = now - max(transfer.since, state.progress_at)
         return waited > self._timeouts.allowed_seconds(transfer.num_bytes)
 

@@ -1,7 +1,7 @@
 """Frames over a Unix stream socket that only this user may open.
 
-A frame is its length (4 bytes, little-endian) and so many bytes. Both sides check with the kernel
-that the other is the same user, whatever the modes of file and directory.
+A frame is a length (4 bytes, little-endian) and a payload of that length. Both sides check with the
+kernel that the other side runs as the same user, whatever the modes of file and directory.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _CREDENTIALS: Final = struct.Struct("iII")  # pid, uid, gid
 
 
 class ChannelError(AiokvError):
-    """The other side does not keep to the protocol; the channel is cut."""
+    """The other side violates the protocol; the channel is cut."""
 
 
 class Channel(asyncio.Protocol):
-    """One connection, either side. Frames arrive in callbacks of the loop.
+    """One connection, on either side. Frames arrive in callbacks of the loop.
 
     Args:
         on_frame: gets each frame; a ``ChannelError`` or a message that cannot be decoded cuts the
@@ -66,13 +66,13 @@ class Channel(asyncio.Protocol):
             self._transport.write(frame)
 
     def close(self) -> None:
-        """Read nothing more, and end it when all that was queued has left."""
+        """Read nothing more, and end the connection when all queued frames have been sent."""
         self._stop_reading()
         if self._transport is not None:
             self._transport.close()
 
     def cut(self, reason: str) -> None:
-        """End it now, or as soon as it is connected; the first reason stays."""
+        """End the connection now, or as soon as it is made; the first reason is kept."""
         self._reason = self._reason or reason
         self._stop_reading()
         if self._transport is not None:
@@ -82,13 +82,13 @@ class Channel(asyncio.Protocol):
         self._reads = False
         self._buffer = bytearray()
 
-    # --- of asyncio.Protocol ------------------------------------------------------------------
+    # --- asyncio.Protocol ------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         uid = peer_uid(transport)
         if uid != os.getuid():
-            self.cut(f"the other side runs as user {uid}, not as {os.getuid()}")
+            self.cut(f"the other side runs as user {uid}, not as user {os.getuid()}")
         elif not self._reads:  # closed or cut before it was connected
             self._transport.abort()
 
@@ -110,8 +110,8 @@ class Channel(asyncio.Protocol):
         # The callbacks may refer to the owner of the channel: without this cycle the channel is
         # freed at once, not when the garbage collector runs.
         self._on_frame, self._on_closed = _ignore, _ignore
-        hung_up = "it hung up" if error is None else f"it hung up: {error}"
-        on_closed(self._reason or hung_up)
+        closed = "the connection ended" if error is None else f"the connection ended: {error}"
+        on_closed(self._reason or closed)
 
     def _take_frames(self) -> None:
         buffer, begin = self._buffer, 0
@@ -119,7 +119,7 @@ class Channel(asyncio.Protocol):
             (length,) = _LENGTH.unpack_from(buffer, begin)
             if length > self.max_frame_bytes:
                 raise ChannelError(
-                    f"a frame has {length} bytes; the limit is {self.max_frame_bytes}"
+                    f"the frame has {length} bytes; the limit is {self.max_frame_bytes}"
                 )
             behind = begin + _LENGTH.size + length
             if behind > len(buffer):
@@ -141,12 +141,12 @@ def frame_of(payload: bytes) -> bytes:
         ChannelError: longer than the other side would accept.
     """
     if len(payload) > MAX_FRAME_BYTES:
-        raise ChannelError(f"a message of {len(payload)} bytes; the limit is {MAX_FRAME_BYTES}")
+        raise ChannelError(f"the message has {len(payload)} bytes; the limit is {MAX_FRAME_BYTES}")
     return _LENGTH.pack(len(payload)) + payload
 
 
 def peer_uid(transport: asyncio.BaseTransport) -> int:
-    """The user at the other end, as the kernel knows it."""
+    """Return the user id of the process at the other end, from the kernel."""
     connection: socket.socket = transport.get_extra_info("socket")
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     uid: int = _CREDENTIALS.unpack(credentials)[1]
@@ -157,8 +157,8 @@ def listen(path: Path) -> socket.socket:
     """Return a listening socket with a file of mode 0600; one process at a time owns the path.
 
     Raises:
-        ConfigError: there is no such directory, or others may write to it; another process listens
-            there, or is about to; or the path is too long, or names another kind of file.
+        ConfigError: there is no such directory, or other users may write to it; another process
+            listens there, or is about to; or the path is too long, or names another kind of file.
     """
     check_length(path)
     if not path.parent.is_dir():
@@ -168,7 +168,10 @@ def listen(path: Path) -> socket.socket:
         )
     mode = path.parent.stat().st_mode
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise ConfigError(f"others may write to {path.parent}", hint="use a directory of mode 0700")
+        raise ConfigError(
+            f"cannot listen at {path}: other users may write to {path.parent}",
+            hint="use a directory of mode 0700",
+        )
     try:
         with claimed(path):
             remove_stale(path)
@@ -255,12 +258,12 @@ def remove_stale(path: Path) -> None:
     """Remove the socket of a manager that was killed; call it in ``claimed(path)``.
 
     Raises:
-        ConfigError: a process listens there, or it is no socket.
+        ConfigError: a process listens there, or the file is not a socket.
     """
     if not path.exists():
         return
     if not stat.S_ISSOCK(path.lstat().st_mode):
-        raise ConfigError(f"{path} is not a socket")
+        raise ConfigError(f"cannot listen at {path}: the file is not a socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)  # do not wait while the backlog is full
         try:
@@ -270,4 +273,6 @@ def remove_stale(path: Path) -> None:
             return
         except BlockingIOError:
             pass
-    raise ConfigError(f"another process listens at {path} already; choose another path")
+    raise ConfigError(
+        f"cannot listen at {path}: another process listens there", hint="choose another path"
+    )

@@ -28,15 +28,15 @@ class Connection:
         hello_seconds: time limit for the Hello.
 
     Attributes:
-        channel: a refused peer gets the reason and is not read any more; malformed data cuts the
-            channel.
+        channel: the connection. A refused peer gets the reason, and nothing more is read from it;
+            malformed data cuts the channel.
     """
 
     def __init__(self, membership: Membership, hello_seconds: float) -> None:
         self._membership = membership
         self._state: RankState | None = None
         self.channel = Channel(self._on_frame, self._on_closed, MAX_HELLO_BYTES)
-        # In two halves: between them, a loop that was blocked reads the socket.
+        # In two halves: between the halves, a loop that was blocked reads the socket.
         self._deadline = asyncio.get_running_loop().call_later(
             hello_seconds / 2, self._on_half_time, hello_seconds
         )
@@ -47,7 +47,7 @@ class Connection:
         )
 
     def _on_deadline(self, hello_seconds: float) -> None:
-        self.channel.cut(f"no Hello within {hello_seconds} s")
+        self.channel.cut(f"it sent no Hello within {hello_seconds} s")
 
     def _on_frame(self, frame: bytes) -> None:
         if self._state is None:
@@ -55,7 +55,7 @@ class Connection:
             return
         message = decode_from_rank(frame)
         if isinstance(message, Hello):
-            raise ChannelError("a second Hello")
+            raise ChannelError("the rank sent a second Hello")
         self._membership.on_message(self._state, message)
 
     def _on_hello(self, hello: Hello) -> None:

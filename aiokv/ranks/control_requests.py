@@ -1,4 +1,4 @@
-"""ControlRequests: sleep and wake_up on all ranks; each does it, or says what it has against it."""
+"""ControlRequests: ``sleep`` and ``wake_up`` on all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 
 
 class ControlRequests:
-    """Asked one at a time; who is gone meanwhile, or silent for too long, is named."""
+    """One request at a time, sent to all ranks; each rank replies.
+
+    Args:
+        timeouts: time limits.
+    """
 
     def __init__(self, timeouts: RankTimeouts) -> None:
         self._timeouts = timeouts
@@ -25,24 +29,24 @@ class ControlRequests:
         self._replies: dict[int, str] = {}  # to the newest, by rank
 
     def silent_ranks(self, membership: Membership) -> list[int]:
-        """Those that have not answered the newest question."""
+        """Return the ranks that have not replied to the newest request."""
         return [s.rank for s in membership.ranks if self._number and s.rank not in self._replies]
 
-    def on_reply(self, state: RankState, answer: ControlReply) -> None:
-        """Those to an earlier question say nothing."""
-        if answer.number == self._number:
-            self._replies[state.rank] = answer.error
+    def on_reply(self, state: RankState, reply: ControlReply) -> None:
+        """Note the reply of a rank; one to an earlier request is ignored."""
+        if reply.number == self._number:
+            self._replies[state.rank] = reply.error
 
-    async def ask(
+    async def send(
         self, membership: Membership, verb: type[Sleep | WakeUp], tiers: frozenset[Tier]
     ) -> None:
-        """Tell all ranks, and wait for their answers.
+        """Send a request to all ranks, and wait for their replies.
 
         Raises:
-            UsageError: what ranks have against it, with their numbers.
-            RankLost: one is gone, or did not answer in the time of a start.
+            UsageError: a rank refuses; names each rank that refuses, and its reason.
+            RankLost: a rank is lost, or did not reply within ``RankTimeouts.start``.
 
-        Cancellation: the ranks do it all the same.
+        Cancellation: the ranks execute the request all the same.
         """
         self._replies = {}
         self._number += 1
@@ -56,14 +60,14 @@ class ControlRequests:
                     await membership.next_change()
         except TimeoutError:
             raise self._lose_silent(membership) from None
-        answers = sorted(self._replies.items())
-        if refusals := [f"rank {rank}: {error}" for rank, error in answers if error]:
+        replies = sorted(self._replies.items())
+        if refusals := [f"rank {rank}: {error}" for rank, error in replies if error]:
             raise UsageError("; ".join(refusals))
 
     def _lose_silent(self, membership: Membership) -> RankLost:
         for rank in self.silent_ranks(membership):
             membership.lose(
-                membership.ranks[rank], f"it did not answer for {self._timeouts.start} s"
+                membership.ranks[rank], f"it did not reply for {self._timeouts.start} s"
             )
         silent = next(state for state in membership.ranks if not state.ready)
         return RankLost(f"rank {silent.rank}: {silent.absence_reason}", rank=silent.rank)

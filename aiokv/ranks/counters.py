@@ -1,4 +1,4 @@
-"""Counters of the transfers that a rank knows of, for its model runner."""
+"""Layer counters of a rank's transfers, for its model runner."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from aiokv.errors import ClosedError, UsageError
 if TYPE_CHECKING:
     from aiokv.worker.layers import LayerDoneCounter
 
-KEPT_COUNTERS: Final = 4096  # of ended transfers, for a runner that asks late
+KEPT_COUNTERS: Final = 4096  # of ended transfers, for a runner that waits late
 
 
 class Counters:
-    """By transfer id; a runner may ask before a plan has come, and after its transfer has ended."""
+    """Layer counters by transfer id.
+
+    A runner may ask for one before the plan has arrived, and after its transfer has ended.
+    """
 
     def __init__(self) -> None:
         self._counters: dict[int, LayerDoneCounter] = {}
@@ -24,7 +27,7 @@ class Counters:
         self._expected: dict[int, list[asyncio.Future[None]]] = {}
 
     def add(self, transfer_id: int, counter: LayerDoneCounter) -> None:
-        """The plan has come."""
+        """Add the counter of a plan that has arrived."""
         self._counters[transfer_id] = counter
         self._newest_id = max(self._newest_id, transfer_id)
         for arrival in self._expected.pop(transfer_id, ()):
@@ -32,17 +35,17 @@ class Counters:
                 arrival.set_result(None)
 
     def note_end(self, transfer_id: int) -> None:
-        """The oldest of those that have ended are forgotten."""
+        """Note the end of a transfer, and drop the counters of the oldest ended ones."""
         self._ended_ids.append(transfer_id)
         while len(self._ended_ids) > KEPT_COUNTERS:
             self._counters.pop(self._ended_ids.popleft(), None)
 
     async def get(self, transfer_id: int) -> LayerDoneCounter:
-        """Wait until the plan has come.
+        """Return the counter of a transfer; wait until its plan has arrived.
 
         Raises:
-            UsageError: it has ended so long ago that it is forgotten.
-            ClosedError: it will not come.
+            UsageError: the transfer has ended so long ago that its counter was dropped.
+            ClosedError: the plan will not arrive.
 
         Cancellation: nothing changed.
         """
@@ -65,7 +68,7 @@ class Counters:
                     del self._expected[transfer_id]
 
     def clear(self, reason: str) -> None:
-        """Forget all; what has not come will not come."""
+        """Drop all counters; plans that have not arrived will not arrive."""
         for arrivals in self._expected.values():
             for arrival in arrivals:
                 if not arrival.done():

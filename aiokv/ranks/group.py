@@ -1,7 +1,7 @@
-"""RankGroup: the worker of an engine whose blocks live on several ranks.
+"""RankGroup: the worker of an engine whose blocks are spread over several ranks.
 
-    submit, cancel ─► one TransferBatch a pass of the loop, the same bytes to every rank
-    on_report      ◄─ one report a plan: the minimum over the ranks
+    submit, cancel ─► one TransferBatch per pass of the loop, the same bytes to every rank
+    on_report      ◄─ one report per plan: the minimum over the ranks
 
 One scheduler decides for all ranks (I9): a block has the same ids everywhere.
 """
@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from aiokv import _native
 from aiokv.checks import Unique, arguments, integer
 from aiokv.errors import ClosedError, ConfigError, UsageError
 from aiokv.observe.logs import Log
-from aiokv.plan import OFFLOAD, ONLOAD
 from aiokv.ranks.broadcast import ROUTES, TransferBroadcast
 from aiokv.ranks.channel import checked_path
 from aiokv.ranks.control_requests import ControlRequests
@@ -30,6 +28,7 @@ from aiokv.ranks.processes import RankProcesses, check_entry
 from aiokv.ranks.rank_state import MAX_RANKS, RankTimeouts
 from aiokv.worker.base import UNLIMITED_BLOCKS, Capabilities
 from aiokv.worker.device.base import CopyError
+from aiokv.worker.ids import check_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiokv.errors import RankLost
-    from aiokv.plan import TransferPlan, TransferReport
+    from aiokv.plan import Pool, TransferPlan, TransferReport
     from aiokv.ranks.messages import Layout, Reports
     from aiokv.ranks.rank_state import RankState
     from aiokv.types import Tier
@@ -54,15 +53,16 @@ log = Log(__name__)
 
 
 class GroupStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """What passed between manager and ranks.
+    """Counts of the messages between manager and ranks.
 
     Attributes:
-        generation: 1 more than there were restarts.
-        batches: submissions; each went to every rank.
-        plans: in those batches.
-        batch_bytes: of one rank's copy.
-        given_up: transfers that failed because a rank lagged or was lost.
-        stale_reports: messages of ranks that came after their generation, ignored.
+        num_ranks: ranks of the group.
+        generation: number of restarts, plus 1; 0 before ``open``.
+        batches: batches of plans; each was sent to every rank.
+        plans: plans in those batches.
+        batch_bytes: bytes of those batches, each counted once.
+        given_up: transfers that failed because a rank was slow or lost.
+        stale_reports: messages of ranks that arrived after their generation, ignored.
     """
 
     num_ranks: int
@@ -76,10 +76,10 @@ class GroupStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 @arguments()
 class RankGroup(Unique):
-    """N ranks, each in a process of its own, behind one engine: ``CacheEngine(config, ranks=...)``.
+    """N ranks, each in its own process, behind one engine: ``CacheEngine(config, ranks=...)``.
 
     Args:
-        num_ranks: all hold the same blocks, each its own part of their bytes.
+        num_ranks: number of ranks. All have the same blocks, each its own part of their bytes.
         path: of the Unix socket where the ranks connect, in a directory that only this user may
             write to. Without one a private directory is made.
         entry: ``"module:function"``, to start the ranks as processes: an ``async def
@@ -87,11 +87,11 @@ class RankGroup(Unique):
             of this process, and do not get the terminal's Ctrl-C. Without it the ranks are started
             externally.
         timeouts: see :class:`RankTimeouts`.
-        clock: seconds; tests bring their own, and call ``tick`` themselves.
+        clock: returns seconds; tests pass their own, and call ``tick`` themselves.
 
     Raises:
         ConfigError: an argument is of the wrong type or out of range, neither ``path`` nor
-            ``entry`` is given, or the entry names no function.
+            ``entry`` is given, or ``entry`` is not of the form ``"module:function"``.
     """
 
     computes_in_stream: Final = True  # each rank finishes a step in its own time
@@ -136,7 +136,7 @@ class RankGroup(Unique):
         self._asleep: frozenset[Tier] = frozenset()
         self._on_step: Callable[[int, BaseException | None], None] = lambda step, error: None
         self._on_lost: Callable[[RankLost], None] = lambda lost: None
-        self._ids = _native.BlockMap(0, [], 0, 0, 0, 0)
+        self._num_blocks: dict[Pool, int] = {}
         self._control = ControlRequests(self.timeouts)
         self._listener = Listener(None if path is None else checked_path(path))
         self._processes = (
@@ -200,7 +200,7 @@ class RankGroup(Unique):
                 raise
             raise
         self._membership.device_blocks = self.device_blocks
-        self._ids = _native.BlockMap(0, [], 0, 0, host_blocks, self.device_blocks)
+        self._num_blocks = {"device": self.device_blocks, "host": host_blocks}
         self._schedule_tick()
 
     async def restart(self) -> None:
@@ -242,16 +242,16 @@ class RankGroup(Unique):
             self._transfers.end_all()
 
     def close_without_loop(self) -> None:
-        """Cut all connections and kill the started processes, after the loop was closed."""
+        """Kill the started processes and remove the socket, after the loop was closed."""
         self._closing = True
         if self._opened and not self._membership.closed:
-            self._membership.terminate()
+            self._membership.close_without_loop()
 
     # --- state ----------------------------------------------------------------------------------
 
     @property
     def path(self) -> Path | None:
-        """The socket where ranks connect.
+        """Path of the socket that ranks connect to.
 
         A private socket has a new path per start of ranks, and exists only while they start. None
         before the first start.
@@ -302,12 +302,9 @@ class RankGroup(Unique):
         if self._closing or layout is None:
             state = "closing" if self._closing else "not open"
             raise ClosedError(f"transfer {plan.transfer_id}: the group of ranks is {state}")
-        if plan.route == ONLOAD:
-            self._ids.check_ids(plan.source_ids, plan.target_ids, onload=True)
-        elif plan.route == OFFLOAD:
-            self._ids.check_ids(plan.target_ids, plan.source_ids, onload=False)
-        else:
+        if plan.route not in ROUTES:
             raise UsageError(f"transfer {plan.transfer_id}: ranks have no route {plan.route}")
+        check_ids(plan, self._num_blocks)
         return self._transfers.submit(plan, layout, self._failure)
 
     def counter(self, transfer_id: int) -> LayerDoneCounter | None:
@@ -383,30 +380,33 @@ class RankGroup(Unique):
         await self._transfers.settle()
 
     async def sleep(self, tiers: frozenset[Tier]) -> None:
-        """Every rank frees the memory of these tiers; nothing is under way. Idempotent.
+        """Free the memory of these tiers on every rank; no transfer is in flight. Idempotent.
 
         Raises:
-            RankLost: one is gone; the others sleep.
+            RankLost: a rank is lost; the others sleep.
 
         Cancellation: call it again, or ``wake_up``.
         """
         self._check_opened()
         self._asleep |= tiers  # applies to a rank that comes back, too
-        await self._control.ask(self._reachable(), Sleep, tiers)
+        await self._control.send(self._reachable(), Sleep, tiers)
 
     async def wake_up(self, tiers: frozenset[Tier], regions: Regions | None = None) -> None:
-        """Every rank takes memory again: with the tensors that it was given as ``Rank.regions``.
+        """Reallocate the memory on every rank, with the tensors of its ``Rank.regions``.
 
         Raises:
-            UsageError: ``regions``, which are the ranks' own; or a rank has no tensors, or others
-                than before, or no memory. Still asleep.
-            RankLost: one is gone. Still asleep.
+            UsageError: ``regions`` was passed; or a rank has no tensors, tensors of another layout,
+                or no memory. Still asleep.
+            RankLost: a rank is lost. Still asleep.
 
         Cancellation: call it again, or ``sleep``.
         """
         if regions is not None:
-            raise UsageError("with ranks, set Rank.regions on each, before they wake up")
-        await self._control.ask(self._reachable(), WakeUp, tiers)
+            raise UsageError(
+                "wake_up: regions must be None; with ranks, the tensors are in their processes",
+                hint="set Rank.regions on each rank first",
+            )
+        await self._control.send(self._reachable(), WakeUp, tiers)
         self._asleep -= tiers
 
     def _reachable(self) -> Membership:
@@ -482,7 +482,7 @@ class RankGroup(Unique):
             self._transfers.give_up_all(CopyError(0, str(lost), lost.rank))
             self._transfers.cancel_all()
             self._on_lost(lost)
-        self._transfers.rank_is_gone(lost)
+        self._transfers.end_rank(lost)
 
     # --- deadlines ------------------------------------------------------------------------------
 
@@ -499,7 +499,7 @@ class RankGroup(Unique):
         if not self._opened or self._closing:
             return
         if self._membership.tick() and self._failure is None:
-            self._transfers.find_laggards()
+            self._transfers.find_slow_ranks()
 
     def __repr__(self) -> str:
         state = f"generation {self._membership.generation}" if self._opened else "not open"

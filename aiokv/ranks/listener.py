@@ -1,4 +1,4 @@
-"""Listener: the manager's socket and its private directory."""
+"""Listener: the socket of the manager, and its private directory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from aiokv.ranks.rank_state import MAX_RANKS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-PREFIX: Final = "aiokv-ranks-"  # of private directories
+PREFIX: Final = "aiokv-ranks-"  # name of private directories
 _SOCKET: Final = "ranks"
 
 
@@ -41,10 +41,10 @@ class Listener:
         self._inode = 0
 
     async def open(self, new_protocol: Callable[[], asyncio.Protocol]) -> Path:
-        """Listen, unless it does already.
+        """Listen, and return the path of the socket; idempotent while it listens.
 
         Raises:
-            ConfigError: the socket or its directory cannot be made. Nothing is left behind.
+            ConfigError: the socket or its directory cannot be created. Nothing is left behind.
 
         Cancellation: nothing is left behind.
         """
@@ -76,7 +76,8 @@ class Listener:
             self._directory = Path(tempfile.mkdtemp(prefix=PREFIX))
         except OSError as error:
             raise ConfigError(
-                f"cannot make a private directory: {error}", hint="set TMPDIR to another directory"
+                f"cannot create a private directory: {error}",
+                hint="set TMPDIR to another directory",
             ) from error
         self.path = self._directory / _SOCKET
         return self.path
@@ -84,10 +85,10 @@ class Listener:
     def close(self) -> None:
         """Stop listening, and remove the socket and its directory. Idempotent.
 
-        Connections go on.
+        Open connections are not affected.
         """
         if self._server is not None and self.path is not None:
-            # While this still listens no other process takes the path: see `listen`.
+            # While this socket listens, no other process takes the path: see `listen`.
             if self.path.exists() and self.path.lstat().st_ino == self._inode:
                 self.path.unlink(missing_ok=True)
             self._server.close()
@@ -102,15 +103,15 @@ def remove_abandoned() -> None:
     try:
         entries = [e for e in os.scandir(tempfile.gettempdir()) if e.name.startswith(PREFIX)]
     except OSError:
-        return  # making a directory there will raise the same error
+        return  # creating a directory there will raise the same error
     for entry in entries:
         path = Path(entry.path) / _SOCKET
         try:
             status = entry.stat(follow_symlinks=False)
-            mine = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
-            if mine and path.exists():
+            is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+            if is_own and path.exists():
                 with claimed(path):
                     remove_stale(path)
                 path.parent.rmdir()
         except (OSError, AiokvError):
-            continue  # a manager listens there, or removes it just now
+            continue  # a manager listens there, or is removing it

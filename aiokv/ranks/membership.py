@@ -109,12 +109,12 @@ class Membership:
         await self._listener.open(self._new_channel)
 
     async def begin(self, host_blocks: int, closed_step: int, asleep: list[Tier]) -> None:
-        """Start the ranks that are away, and a generation on all of them.
+        """Start the missing ranks, and a new generation on all ranks.
 
-        When it returns, nothing of an earlier generation moves anywhere.
+        When it returns, no transfer of an earlier generation moves on any rank.
 
         Raises:
-            RankLost: one died on the way, was refused, or was not ready in time.
+            RankLost: a rank ended, was refused, or was not ready in time.
 
         Cancellation: no generation is running; call it again.
         """
@@ -148,7 +148,7 @@ class Membership:
             ) from None
         finally:
             if self._listener.is_private:
-                self._listener.close()  # a manager that is killed later leaves no files
+                self._listener.close()  # a manager that is killed later leaves no file behind
 
     async def _until(self, condition: Callable[[RankState], bool]) -> None:
         """Wait until the condition holds for all ranks."""
@@ -156,15 +156,15 @@ class Membership:
         while not all(condition(state) for state in self.ranks):
             await self.next_change()
             if self.closing:
-                raise ClosedError("the group of ranks closes")
+                raise ClosedError("the group of ranks is closing")
             waits_for_hello -= {state.rank for state in self.ranks if state.channel is not None}
             for state in self.ranks:
-                died = self._processes is not None and not self._processes.is_alive(state.rank)
-                if state.channel is None and (state.rank not in waits_for_hello or died):
+                ended = self._processes is not None and not self._processes.is_running(state.rank)
+                if state.channel is None and (state.rank not in waits_for_hello or ended):
                     raise RankLost(f"rank {state.rank}: {self._why(state)}", rank=state.rank)
 
     async def next_change(self) -> None:
-        """Wait until a rank connects, answers, is ready or leaves; the caller checks which.
+        """Wait until a rank connects, replies, is ready or disconnects; the caller checks which.
 
         Cancellation: nothing changed.
         """
@@ -177,12 +177,12 @@ class Membership:
 
     def _why(self, state: RankState) -> str:
         """Return why a rank is not connected."""
-        if self._processes is None or self._processes.is_alive(state.rank):
+        if self._processes is None or self._processes.is_running(state.rank):
             return state.absence_reason
         return f"{state.absence_reason}; {self._processes.describe(state.rank)}"
 
     async def aclose(self) -> None:
-        """Let ranks finish what moves, and go; cut off those that take too long. Idempotent.
+        """Let ranks finish moving transfers and close; cut off slow ones. Idempotent.
 
         Cancellation: call it again.
         """
@@ -209,30 +209,35 @@ class Membership:
             log.warning("ranks.cut_off", ranks=names, waited_seconds=self._timeouts.close)
             for state in self.ranks:
                 if state.channel is not None:
-                    state.channel.cut("it took too long to close")
+                    state.channel.cut(f"it did not close within {self._timeouts.close} s")
         if self._processes is not None:
             await self._processes.kill_all()
         self._listener.close()
         while self._unauthenticated or any(state.channel is not None for state in self.ranks):
-            await self.next_change()  # of channels that were cut
+            await self.next_change()  # the end of a channel that was cut
         self.closed = True
 
     def terminate(self) -> None:
-        """Cut all connections, kill the processes, and stop listening, without waiting.
+        """Cut all connections, kill the processes, and stop listening, without waiting."""
+        self.closing = self.closed = True
+        for channel in [*self._unauthenticated, *(state.channel for state in self.ranks)]:
+            if channel is not None:
+                channel.cut(_CLOSING)
+        if self._processes is not None:
+            self._processes.terminate()
+        self._listener.close()
+        self.notify()
 
-        May be called after the loop was closed.
+    def close_without_loop(self) -> None:
+        """Kill and reap the processes, and remove the socket, after the loop was closed.
+
+        The connections end with the objects of the closed loop.
         """
         self.closing = self.closed = True
         if self._processes is not None:
-            self._processes.terminate()
-        for channel in [*self._unauthenticated, *(state.channel for state in self.ranks)]:
-            if channel is not None:
-                with suppress(RuntimeError):  # the loop is closed; the socket is closed with it
-                    channel.cut(_CLOSING)
-        with suppress(RuntimeError):
+            self._processes.reap_all()
+        with suppress(RuntimeError):  # the server's loop is closed; its file is removed before
             self._listener.close()
-        with suppress(RuntimeError):
-            self.notify()
 
     def send(self, frame: bytes) -> None:
         """Send the same bytes to every connected rank."""
@@ -246,12 +251,12 @@ class Membership:
             if not change.done():
                 change.set_result(None)
 
-    # --- life -----------------------------------------------------------------------------------
+    # --- liveness -------------------------------------------------------------------------------
 
     def tick(self) -> bool:
         """Send a heartbeat to each rank, and cut off ranks that were silent for too long.
 
-        A rank is only lost after two unanswered heartbeats, however late this loop is: the loop
+        A rank is lost only after two unanswered heartbeats, however late this loop is: the loop
         reads its sockets between two calls.
 
         Returns:
@@ -266,7 +271,7 @@ class Membership:
             if not state.ready or state.channel is None:
                 continue
             if now - state.heard_at > self._timeouts.silence and state.unanswered >= 2:
-                self.lose(state, f"it said nothing for {self._timeouts.silence} s")
+                self.lose(state, f"it sent nothing for {self._timeouts.silence} s")
             else:
                 state.unanswered += 1
                 state.channel.send(_PING)
@@ -278,9 +283,9 @@ class Membership:
             state.channel.cut(reason)
         if self._processes is not None:
             self._processes.kill(state.rank)
-        self._away(state, reason)
+        self._disconnect(state, reason)
 
-    def _away(self, state: RankState, reason: str) -> None:
+    def _disconnect(self, state: RankState, reason: str) -> None:
         took_part, state.ready = self._running and state.ready, False
         state.channel, state.absence_reason = None, reason
         if took_part and not self.closing:
@@ -308,41 +313,46 @@ class Membership:
             ChannelError: the rank is refused.
         """
         if hello.protocol != PROTOCOL_VERSION:
-            raise ChannelError(f"protocol {hello.protocol}, not {PROTOCOL_VERSION}")
+            raise ChannelError(
+                f"rank {hello.rank} has protocol {hello.protocol}, not {PROTOCOL_VERSION}; all "
+                "ranks need the same version of aiokv"
+            )
         if self.closing:
             raise ChannelError(_CLOSING)
         if not 0 <= hello.rank < len(self.ranks):
-            raise ChannelError(f"there is no rank {hello.rank} in a group of {len(self.ranks)}")
+            raise ChannelError(f"rank is {hello.rank}; it must be in [0, {len(self.ranks)})")
         state = self.ranks[hello.rank]
         if state.channel is not None:
-            raise ChannelError(f"rank {hello.rank} is here already")
+            raise ChannelError(f"rank {hello.rank} is connected already")
         if hello.layout.num_blocks < self.device_blocks:
             raise ChannelError(
-                f"rank {hello.rank} has {hello.layout.num_blocks} device blocks, fewer than "
-                f"{self.device_blocks}"
+                f"device_blocks is {self.device_blocks}, but the tensors of rank {hello.rank} hold "
+                f"only {hello.layout.num_blocks} blocks"
             )
         if self.layout is None:
             self.layout = hello.layout
         elif hello.layout.fingerprint != self.layout.fingerprint:
-            raise ChannelError(f"the layout of rank {hello.rank} is not that of the others")
+            raise ChannelError(f"the layout of rank {hello.rank} differs from the other ranks'")
         state.channel, state.layout = channel, hello.layout
         self._unauthenticated.pop(channel, None)
-        self._hear(state)
+        self._note_message(state)
         self.notify()
         return state
 
     def on_refused(self, rank: int, reason: str) -> None:
+        """Note why a connection for a rank was refused."""
         if 0 <= rank < len(self.ranks) and self.ranks[rank].channel is None:
             self.ranks[rank].absence_reason = reason
 
-    def _hear(self, state: RankState) -> None:
+    def _note_message(self, state: RankState) -> None:
         state.heard_at = self._clock()
         state.unanswered = 0
 
     def on_message(
         self, state: RankState, message: Ready | Reports | ControlReply | Pong | Broken
     ) -> None:
-        self._hear(state)
+        """Process a message of a connected rank."""
+        self._note_message(state)
         if isinstance(message, Broken):
             self.lose(state, message.reason)
         elif isinstance(message, Reports):
@@ -361,11 +371,12 @@ class Membership:
             self.notify()
 
     def on_closed(self, channel: Channel, state: RankState | None, reason: str) -> None:
+        """Take note that a connection has ended."""
         self._unauthenticated.pop(channel, None)
         if state is not None and state.channel is channel:
-            self._away(state, reason)
+            self._disconnect(state, reason)
         self.notify()
 
 
 _PING: Final = frame_of(encode(Ping()))
-_CLOSING: Final = "the group closes"
+_CLOSING: Final = "the group is closing"

@@ -5,16 +5,16 @@
     rank                             manager
     Hello(layout, version) ────────►
           ◄───────────────────────── Begin(generation, host blocks)      or Refuse(why)
-    Ready(generation) ─────────────►                     all are ready: plans may come
+    Ready(generation) ─────────────►                     all are ready: plans may be sent
           ◄───────────────────────── TransferBatch, the same bytes to all ranks
     Reports ───────────────────────►
           ◄───────────────────────── Sleep, WakeUp
     ControlReply ──────────────────►
-          ◄───────────────────────── Ping                     and Pong, while nothing else is said
+          ◄───────────────────────── Ping                     and Pong, while nothing else is sent
           ◄───────────────────────── Close
 
-A *generation* is the time between two restarts. Ready(g) also says that nothing of an earlier
-generation moves any more; Reports of one are ignored.
+A *generation* is the time between two restarts. Ready(g) also means that no transfer of an earlier
+generation moves; Reports of an earlier generation are ignored.
 """
 
 from __future__ import annotations
@@ -38,18 +38,20 @@ MAX_LAYERS: Final = 1 << 16  # the manager keeps a counter per layer and transfe
 class _Message(
     msgspec.Struct, frozen=True, array_like=True, kw_only=True, forbid_unknown_fields=True
 ):
-    """Positional on the wire, after a tag that says which message it is."""
+    """Positional on the wire, behind a tag that names the message."""
 
 
 # --- from a rank ----------------------------------------------------------------------------------
 
 
 class Layout(_Message, frozen=True):
-    """What the blocks of a rank are made of; equal on all ranks of a group.
+    """Layout of a rank's blocks; equal on all ranks of a group, except for ``num_blocks``.
 
     Attributes:
-        num_blocks: device blocks; may be larger on one rank than on another.
-        fingerprint: over number, name and bytes of all regions of all layers.
+        num_layers: layers of the model.
+        num_blocks: device blocks of the rank's tensors.
+        block_bytes: bytes of one block, over all layers and regions.
+        fingerprint: digest of number, name and bytes of all regions of all layers.
     """
 
     num_layers: Annotated[int, msgspec.Meta(ge=0, le=MAX_LAYERS)]
@@ -67,18 +69,18 @@ class Hello(_Message, frozen=True, tag="hello"):
 
 
 class Ready(_Message, frozen=True, tag="ready"):
-    """Host memory is there, and nothing of an earlier generation moves."""
+    """Host memory is allocated, and no transfer of an earlier generation moves."""
 
     generation: int
 
 
 class Reports(_Message, frozen=True, tag="reports"):
-    """What has happened in one pass of the rank's loop.
+    """Events of one pass of the rank's loop.
 
     Attributes:
         arrived: (transfer id, layers that have arrived since) of transfers that go on.
-        ended: one a plan, in the order of their end.
-        finished_step: this step and all before it are over on the rank.
+        ended: one report per plan, in the order of their ends.
+        finished_step: this step and all before it have finished on the rank.
     """
 
     generation: int
@@ -88,7 +90,7 @@ class Reports(_Message, frozen=True, tag="reports"):
 
 
 class ControlReply(_Message, frozen=True, tag="reply"):
-    """To ``Sleep`` and ``WakeUp``: done, or why not."""
+    """Reply to ``Sleep`` or ``WakeUp``; ``error`` is empty when the rank has done it."""
 
     number: int
     error: str
@@ -99,7 +101,7 @@ class Pong(_Message, frozen=True, tag="pong"):
 
 
 class Broken(_Message, frozen=True, tag="broken"):
-    """The rank's device cannot go on."""
+    """The rank's device has failed."""
 
     reason: str
 
@@ -108,10 +110,10 @@ class Broken(_Message, frozen=True, tag="broken"):
 
 
 class Begin(_Message, frozen=True, tag="begin"):
-    """Start a generation: forget what is queued, wait for what moves, then say Ready.
+    """Start a generation: cancel waiting plans, wait for moving ones, then send Ready.
 
     Attributes:
-        closed_step: all steps up to this one are over.
+        closed_step: all steps up to this one have finished.
         asleep: tiers without memory.
     """
 
@@ -131,9 +133,9 @@ class TransferBatch(_Message, frozen=True, tag="batch"):
     """All plans of one pass of the manager's loop.
 
     Attributes:
-        plans: of however many requests, in the order of submission.
-        cancels: transfer ids; to be taken account of after the plans.
-        priorities: (transfer id, priority) of plans that are more urgent now; likewise.
+        plans: of all requests, in the order of submission.
+        cancels: transfer ids; processed after the plans.
+        priorities: (transfer id, priority) of plans that are more urgent now; processed likewise.
     """
 
     generation: int
@@ -143,25 +145,25 @@ class TransferBatch(_Message, frozen=True, tag="batch"):
 
 
 class Sleep(_Message, frozen=True, tag="sleep"):
-    """Free the memory of these tiers; nothing is under way."""
+    """Free the memory of these tiers; no transfer is in flight."""
 
     number: int
     tiers: list[Tier]
 
 
 class WakeUp(_Message, frozen=True, tag="wake_up"):
-    """Take memory for these tiers again."""
+    """Reallocate the memory of these tiers."""
 
     number: int
     tiers: list[Tier]
 
 
 class Ping(_Message, frozen=True, tag="ping"):
-    """Say something."""
+    """Ask for a Pong."""
 
 
 class Close(_Message, frozen=True, tag="close"):
-    """Finish what moves, free the memory, and end the connection."""
+    """Finish moving transfers, free the memory, and end the connection."""
 
 
 FromRank = Hello | Ready | Reports | ControlReply | Pong | Broken
@@ -174,7 +176,7 @@ decode_from_manager: Final = msgspec.msgpack.Decoder(FromManager).decode
 
 
 def layout_of(regions: Regions) -> Layout:
-    """A rank's regions, as its Hello tells them."""
+    """Return the layout of a rank's regions."""
     digest = hashlib.blake2b(digest_size=16)
     digest.update(f"aiokv layout {regions.num_layers}".encode())
     for piece in regions.pieces():

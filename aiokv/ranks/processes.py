@@ -1,4 +1,4 @@
-"""The processes of a group's ranks: fresh interpreters, not forks, that end with their manager."""
+"""Processes of a group's ranks: new interpreters, not forks, that end with their manager."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BOOT: Final = (
 
 def check_entry(entry: object) -> None:
     """Raises:
-    ConfigError: it names no function.
+    ConfigError: ``entry`` is not of the form ``"module:function"``.
     """
     if isinstance(entry, str):
         module, _, function = entry.partition(":")
@@ -54,7 +54,7 @@ class RankProcesses:
         self.closing = False
 
     async def start(self, ranks: Sequence[int], path: Path) -> None:
-        """Start the processes of these ranks; kill those that run in their place first.
+        """Start the processes of these ranks; kill earlier processes of the ranks first.
 
         Args:
             ranks: their numbers.
@@ -64,7 +64,7 @@ class RankProcesses:
             RankLost: a process could not be started.
             ClosedError: the group closed meanwhile.
 
-        Cancellation: some may have been started; ``pids`` has them.
+        Cancellation: some processes may have been started; ``pids`` lists them.
         """
         for rank in ranks:
             self.kill(rank)
@@ -89,9 +89,10 @@ class RankProcesses:
 
     def pids(self) -> list[int]:
         """Return the ids of the running processes, in the order of the ranks."""
-        return [self._running[r].pid for r in sorted(self._running) if self.is_alive(r)]
+        return [self._running[r].pid for r in sorted(self._running) if self.is_running(r)]
 
-    def is_alive(self, rank: int) -> bool:
+    def is_running(self, rank: int) -> bool:
+        """Return whether the process of a rank runs."""
         return rank in self._running and self._running[rank].status is None
 
     def describe(self, rank: int) -> str:
@@ -106,26 +107,33 @@ class RankProcesses:
         return f"process {process.pid} ended with status {process.status} (its stderr may say why)"
 
     def kill(self, rank: int) -> None:
-        """SIGKILL; without effect on one that has ended."""
+        """Send SIGKILL to the process of a rank; without effect on one that has ended."""
         if rank in self._running:
             self._running[rank].kill()
 
     async def wait(self) -> None:
-        """Wait until all have ended by themselves.
+        """Wait until all processes have ended by themselves.
 
-        Cancellation: they go on.
+        Cancellation: the processes go on.
         """
         for process in list(self._running.values()):
             await process.ended.wait()
 
     def terminate(self) -> None:
-        """Kill all; they are reaped in a later pass of the loop."""
+        """Kill all processes; a later pass of the loop reaps them."""
         self.closing = True
         for process in self._running.values():
             process.kill()
 
+    def reap_all(self) -> None:
+        """Kill all processes and reap them, blocking; after the loop was closed."""
+        self.terminate()
+        for process in self._running.values():
+            process.reap()
+        self._running.clear()
+
     async def kill_all(self) -> None:
-        """Kill all, and wait until they have ended.
+        """Kill all processes, and wait until they have ended.
 
         Cancellation: call it again.
         """
@@ -164,7 +172,14 @@ class _Process:
         return self._child.returncode
 
     def kill(self) -> None:
+        """Send SIGKILL; without effect on a process that has ended."""
         self._child.kill()
+
+    def reap(self) -> None:
+        """Block until the process, which was killed, has ended; the loop is closed."""
+        self._child.wait()
+        if not self.ended.is_set():
+            os.close(self._pidfd)
 
     def _reap(self) -> None:
         if self._child.poll() is None:

@@ -1,10 +1,10 @@
 """Rank: one rank's worker, in the process that owns its tensors.
 
     manager ─► TransferBatch ─► CacheController ─► device
-            ◄─ Reports, one message a pass ◄─ what arrived, what ended, which step is over
+            ◄─ Reports, one per pass ◄─ arrived layers, ended transfers, the last finished step
 
 The model runner of the process waits for transfers with ``layers()``, and closes each step with its
-own event: what a step has computed on this rank moves when that event is done.
+own event: the blocks that a step has computed on this rank move when that event is done.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 log = Log(__name__)
 
 RETRY_SECONDS: Final = 0.05
-HANG_UP_SECONDS: Final = 5.0  # for the last reports to leave
+HANG_UP_SECONDS: Final = 5.0  # for the last reports to be sent
 _NOT_ENTERED: Final = "Rank must be entered with 'async with' before use"
 
 
@@ -70,8 +70,8 @@ class Rank(Unique):
     Args:
         path: the socket of the :class:`RankGroup`.
         rank: 0 <= rank < num_ranks.
-        regions: this rank's tensors; layers, regions and bytes per block as on every rank.
-        device: where the tensors are, as for ``CacheEngine``; ``"cpu"`` by default.
+        regions: this rank's tensors; layers, regions and bytes per block are equal on all ranks.
+        device: device of the tensors, as for ``CacheEngine``; ``"cpu"`` by default.
         connect_timeout: seconds to wait for the group to listen.
 
     Its loop must not be blocked: run the model in a thread.
@@ -80,9 +80,9 @@ class Rank(Unique):
         ConfigError: an argument is of the wrong type or out of range.
 
     Attributes:
-        regions: the tensors. None are kept while the device tier sleeps; set this to the new ones,
-            of the layout before, ahead of ``engine.wake_up``.
-        connected: it has connected to the group at some time.
+        regions: the tensors; without memory while the device tier sleeps. Set it to new tensors of
+            the same layout before ``engine.wake_up``.
+        connected: True after the first connection to the group, also when it has ended.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Rank(Unique):
         self.rank = rank
         self._path = str(checked_path(path))
         self.regions = regions
-        self._bare: Regions | None = None  # what stands for tensors that sleep
+        self._bare: Regions | None = None  # in place of tensors that sleep
         self._connect_timeout = connect_timeout
         self._device = named_device(device)
         self._controller = CacheController(regions, self._device)
@@ -114,16 +114,16 @@ class Rank(Unique):
         self._step_waiter: asyncio.Future[None] | None = None
         self.connected = False
         self._entered = False
-        self._task: asyncio.Task[None] | None = None  # the newest of these:
+        self._task: asyncio.Task[None] | None = None  # the newest of _tasks
         self._tasks: set[asyncio.Task[None]] = set()
 
-    # --- life -----------------------------------------------------------------------------------
+    # --- opening and closing --------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
-        """Connect, and wait until all ranks are there.
+        """Connect, and wait until all ranks have connected.
 
         Raises:
-            RankLost: the group refused this rank, or is gone.
+            RankLost: the group refused this rank, or ended.
             ConfigError: the path is too long for a socket.
             TimeoutError: no group listened within ``connect_timeout``.
             UsageError: it was entered before.
@@ -167,7 +167,7 @@ class Rank(Unique):
         await self.aclose()
 
     async def closed(self) -> str:
-        """Wait until the group closes or is gone; returns which. Leave ``async with`` then.
+        """Wait until the group ends; return the reason. Leave ``async with`` then.
 
         Raises:
             UsageError: the rank was not entered.
@@ -178,7 +178,7 @@ class Rank(Unique):
         return await asyncio.shield(self._ended)
 
     async def aclose(self) -> None:
-        """Finish what moves, report it, hang up, free the memory. Idempotent.
+        """Finish and report moving transfers, disconnect, free the memory. Idempotent.
 
         Cancellation: call it again.
         """
@@ -224,8 +224,8 @@ class Rank(Unique):
         ``view.wait(layer)`` here or ``view.gpu_wait(layer, stream)`` in any thread.
 
         Raises:
-            UsageError: a transfer ended so long ago that the rank has forgotten it.
-            ClosedError: the group is gone, or starts again: the plans will not arrive.
+            UsageError: a transfer ended so long ago that its counter was dropped.
+            ClosedError: the group has ended, or restarts: the plans will not arrive.
             TimeoutError: the plans have not arrived within ``timeout``.
             UsageError: an argument is of the wrong type, or the rank was not entered.
 
@@ -238,13 +238,13 @@ class Rank(Unique):
             for transfer_id in sequence("transfer_ids", transfer_ids)
         ]
         if self._ended.done():
-            raise ClosedError(f"the group is gone: {self._ended.result()}")
+            raise ClosedError(f"the group has ended: {self._ended.result()}")
         async with asyncio.timeout(timeout):
             counters = [await self._counters.get(transfer_id) for transfer_id in wanted]
         return LayerView(counters) if counters else done_view(self.regions.num_layers)
 
     def step(self, step: int, event: Event | None = None) -> None:
-        """Close the steps up to ``step`` on this rank: it has submitted all their work.
+        """Close the steps up to ``step`` on this rank, which has submitted all their work.
 
         Args:
             step: the engine's ``open_step`` at the time the work was sent; numbers may be skipped.
@@ -259,7 +259,7 @@ class Rank(Unique):
         self._closed_step = number
 
     def statistics(self) -> WorkerStatistics:
-        """Counts of this rank's transfers.
+        """Return the counts of this rank's transfers.
 
         Raises:
             UsageError: the rank was not entered.
@@ -290,7 +290,7 @@ class Rank(Unique):
         elif isinstance(message, Refuse):
             self._end(f"refused: {message.reason}")
         else:
-            self._end("the group closes")
+            self._end("the group is closing")
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         self._task = asyncio.get_running_loop().create_task(work)
@@ -304,22 +304,22 @@ class Rank(Unique):
     def _end(self, reason: str) -> None:
         if not self._ended.done():
             self._ended.set_result(reason)
-        self._counters.clear(f"the group is gone: {reason}")
+        self._counters.clear(f"the group has ended: {reason}")
 
     async def _begin(self, begin: Begin, previous: asyncio.Task[None] | None) -> None:
-        """Nothing of before moves when Ready is said."""
+        """Start a generation: send Ready when no transfer of an earlier one moves."""
         if previous is not None:
             previous.cancel()
             await asyncio.wait((previous,))
         self._outbox.begin(0)
-        self._counters.clear("the group begins anew")
+        self._counters.clear("the group restarts")
         try:
             if not self._opened:
                 await self._open(begin.host_blocks)
             await self._controller.abandon()
             await self._steps_finished()
             await self._controller.sleep(frozenset(begin.asleep))
-        except Exception as error:  # whatever it is, the manager is told
+        except Exception as error:  # of any class: the manager gets the reason
             log.error("rank.cannot_begin", rank=self.rank, exc_info=error)
             self._send(Broken(reason=_reason_of(error)))
             return
@@ -335,12 +335,12 @@ class Rank(Unique):
     ) -> None:
         if previous is not None:
             await asyncio.wait((previous,))
-        error = "it has not begun"
+        error = "it has no generation yet"
         if self._opened:
             try:
                 await self._sleep_or_wake(request)
                 error = ""
-            except Exception as refusal:  # the user's regions may be anything
+            except Exception as refusal:  # the regions are the user's object
                 error = _reason_of(refusal)
         self._send(ControlReply(number=request.number, error=error))
 
@@ -381,7 +381,7 @@ class Rank(Unique):
         transfer_id = plan.transfer_id
         try:
             counter = self._controller.submit(plan)
-        except AiokvError as error:  # told by the report, like any other failure
+        except AiokvError as error:  # the report tells it, like any other failure
             refused = LayerDoneCounter(
                 self.regions.num_layers, transfer_id=transfer_id, direction=plan.direction
             )

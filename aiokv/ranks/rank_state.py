@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from aiokv.ranks.channel import Channel
     from aiokv.ranks.messages import Layout
 
-MAX_RANKS: Final = 1024  # of a group
+MAX_RANKS: Final = 1024  # per group
 
 
 def check_positive(name: str, value: object) -> None:
     """Raises:
-    ConfigError: it is not a finite number above 0.
+    ConfigError: ``value`` is not a finite number above 0.
     """
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number or not 0 < cast("float", value) < math.inf:
@@ -29,17 +29,18 @@ def check_positive(name: str, value: object) -> None:
 @arguments()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTimeouts:
-    """How long the manager waits, in seconds.
+    """Time limits of the manager, in seconds.
 
     Attributes:
         start: for all ranks to connect and to allocate their host memory.
-        hello: for a connection to say which rank it is; it is cut after that.
+        hello: for a connection to name its rank; later it is cut.
         heartbeat: between two checks for unresponsive and slow ranks.
         silence: a rank that sends nothing for this time, and leaves two heartbeats unanswered, is
             lost. Its loop must not be blocked for so long: run the model in a thread.
         transfer: for a transfer on a rank, in addition to its bytes at ``min_bytes_per_second``;
             counted from the last progress of the rank.
-        close: for ranks to finish what moves when the group closes.
+        min_bytes_per_second: bandwidth that a rank is expected to reach at least.
+        close: for ranks to finish moving transfers when the group closes.
 
     Raises:
         ConfigError: a value is not a finite number above 0.
@@ -58,7 +59,7 @@ class RankTimeouts:
             check_positive(f"RankTimeouts.{name}", getattr(self, name))
 
     def allowed_seconds(self, num_bytes: int) -> float:
-        """For a transfer of so many bytes."""
+        """Return the time limit for a transfer of ``num_bytes``."""
         return self.transfer + num_bytes / self.min_bytes_per_second
 
 
@@ -66,12 +67,15 @@ class RankState:
     """The manager's state of one rank.
 
     Attributes:
-        channel: None while the rank is away.
-        ready: it takes part in the current generation.
+        rank: its number.
+        channel: its connection; None while it is not connected.
+        layout: of its tensors; None before the first connection.
+        ready: the rank takes part in the current generation.
+        absence_reason: why the rank is not connected.
         heard_at: time of its last message.
         unanswered: heartbeats that the manager has sent since then.
         progress_at: time of its last report.
-        finished_step: this step and all before it are over on the rank.
+        finished_step: this step and all before it have finished on the rank.
     """
 
     __slots__ = (
@@ -91,7 +95,7 @@ class RankState:
         self.channel: Channel | None = None
         self.layout: Layout | None = None
         self.ready = False
-        self.absence_reason = "it has not come"
+        self.absence_reason = "it has not connected"
         self.heard_at = 0.0
         self.unanswered = 0
         self.progress_at = 0.0

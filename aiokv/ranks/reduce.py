@@ -1,4 +1,4 @@
-"""One plan on all ranks, and what becomes of it: the minimum over the ranks. No loop, no clock."""
+"""One plan on all ranks, and the reduction of its reports: the minimum. No loop, no clock."""
 
 from __future__ import annotations
 
@@ -16,29 +16,32 @@ if TYPE_CHECKING:
 
 CANCELLED: Final = CopyError(0, "cancelled before it was submitted")
 
-_ANNOUNCED: Final = -1  # in place of the ranks that have a layer
+_ANNOUNCED: Final = -1  # in place of the set of ranks that have a layer
 
 
 class GroupTransfer:
     """A transfer that every rank executes.
 
-    Done when all ranks are; otherwise its blocks are good up to the first that is bad on any rank.
+    It is done when all ranks have done it; otherwise its blocks are valid up to the first one that
+    failed on any rank.
 
     Attributes:
+        plan: the same on all ranks.
         counter: announces a layer when all ranks have it.
-        num_bytes: on one rank.
-        since: when the clock of its deadline began.
-        owing: ranks that have not reported its end. Its blocks are the transfer's until this is
-            empty (I3).
-        given_up: why waiters were released early; the transfer has failed, whatever is reported.
+        num_bytes: bytes that it moves on one rank.
+        since: time from which its deadline counts.
+        owing: ranks that have not reported its end. Its blocks belong to the transfer until this
+            is empty (I3).
+        given_up: the reason for which waiters were released early; the transfer has failed,
+            whatever the ranks report.
     """
 
     __slots__ = (
+        "_all_ranks",
         "_arrived",
         "_bad",
         "_cancelled",
         "_done",
-        "_everybody",
         "_left",
         "counter",
         "given_up",
@@ -63,7 +66,7 @@ class GroupTransfer:
         self.since = since
         self.owing = set(range(num_ranks))
         self.given_up: CopyError | None = None
-        self._everybody = (1 << num_ranks) - 1  # a bit a rank, here and in the next two
+        self._all_ranks = (1 << num_ranks) - 1  # one bit per rank, here and in the next two
         self._arrived = [0] * counter.num_layers
         self._done = 0
         self._left = counter.num_layers  # not announced
@@ -71,30 +74,32 @@ class GroupTransfer:
         self._cancelled = False
 
     def arrive(self, rank: int, layers: Sequence[int]) -> None:
-        """A rank has these layers.
+        """Note that these layers have arrived on a rank.
 
         Raises:
             ChannelError: there is no such layer.
         """
         for layer in layers:
             if not 0 <= layer < len(self._arrived):
-                raise ChannelError(f"rank {rank} has a layer {layer}, of {len(self._arrived)}")
+                raise ChannelError(
+                    f"rank {rank} reports layer {layer}; it is not in [0, {len(self._arrived)})"
+                )
             if self._arrived[layer] != _ANNOUNCED:
                 self._arrived[layer] |= 1 << rank
         self._announce(layers)
 
     def _announce(self, layers: Sequence[int]) -> None:
-        """Of these layers, those that all ranks have. The last is left to the end (I4)."""
+        """Announce the layers that all ranks have; the last one waits for the end (I4)."""
         if self.given_up is not None:
             return
         for layer in layers:
-            if self._arrived[layer] | self._done == self._everybody and self._left > 1:
+            if self._arrived[layer] | self._done == self._all_ranks and self._left > 1:
                 self._arrived[layer] = _ANNOUNCED
                 self._left -= 1
                 self.counter.mark_layer_done(layer)
 
     def end(self, rank: int, report: TransferReport) -> bool:
-        """A rank has reported the end. True when it was the last."""
+        """Note the report of a rank; return True when it was the last one."""
         if report.outcome == "failed":
             self.fail(rank, report.first_bad_block, report.reason)
         elif report.outcome == "cancelled":
@@ -107,13 +112,13 @@ class GroupTransfer:
         return not self.owing
 
     def fail(self, rank: int, first_bad_block: int, reason: str) -> None:
-        """Blocks from ``first_bad_block`` on did not arrive on the rank."""
+        """Note that the blocks from ``first_bad_block`` on did not arrive on the rank."""
         if not 0 <= first_bad_block < self.plan.num_blocks:
-            first_bad_block = 0  # it does not say where
+            first_bad_block = 0  # the report names no block of the plan
         self._bad[rank] = (first_bad_block, reason)
 
     def give_up(self, failure: CopyError) -> None:
-        """Wake who waits; the bytes may still move. The first reason stays."""
+        """Fail all waiters, though bytes may still move. The first reason is kept."""
         if self.given_up is None:
             self.given_up = failure
             self.counter.give_up(failure)

@@ -1,4 +1,4 @@
-"""Counts of one direction over all ranks."""
+"""Counts of one route over all ranks."""
 
 from __future__ import annotations
 
@@ -11,34 +11,35 @@ if TYPE_CHECKING:
 
 
 class RouteCounts:
-    """A transfer is under way from its submission to the end on the last rank."""
+    """Counts of transfers; one is in flight from its submission to its end on the last rank."""
 
     def __init__(self) -> None:
         self._outcomes: dict[Outcome, int] = {"done": 0, "failed": 0, "cancelled": 0}
-        self._under_way = 0
+        self._in_flight = 0
         self._busy_since = 0.0
         self._busy_seconds = 0.0
         self._moved_bytes = 0
 
     def begin(self, now: float) -> None:
-        if not self._under_way:
+        """Count a submitted transfer."""
+        if not self._in_flight:
             self._busy_since = now
-        self._under_way += 1
+        self._in_flight += 1
 
     def end(self, outcome: Outcome, num_bytes: int, now: float) -> None:
-        """``num_bytes`` over all ranks."""
+        """Count the end of a transfer, which has moved ``num_bytes`` over all ranks."""
         self._outcomes[outcome] += 1
-        self._under_way -= 1
+        self._in_flight -= 1
         if outcome == "done":
             self._moved_bytes += num_bytes
-        if not self._under_way:
+        if not self._in_flight:
             self._busy_seconds += now - self._busy_since
 
     def statistics(self) -> LaneStatistics:
-        """``queued`` is 0: what the ranks do with what they have is theirs to tell."""
+        """Return the counts; ``queued`` is 0: only the ranks know which transfers wait."""
         return LaneStatistics(
             queued=0,
-            submitted=self._under_way,
+            submitted=self._in_flight,
             done=self._outcomes["done"],
             failed=self._outcomes["failed"],
             cancelled=self._outcomes["cancelled"],

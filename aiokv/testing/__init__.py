@@ -1,7 +1,7 @@
-"""Helpers for tests of code that uses aiokv: devices that obey the test, and a clock that does.
+"""Helpers for tests of code that uses aiokv: devices and a clock that the test controls.
 
-``ScriptedDevice`` fails, delays or reorders the copies that a script names; ``ManualDevice`` leaves
-every copy to the test; ``clocked_loop`` makes loops whose time stands still until it is moved.
+``ScriptedDevice`` fails, delays or reorders the copies that a script names. ``ManualDevice`` lets
+the test complete every copy. ``clocked_loop`` creates loops whose time the test advances.
 """
 
 from aiokv.testing.clock import Clock, clocked_loop, running_clock

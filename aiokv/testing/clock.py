@@ -1,4 +1,4 @@
-"""A clock that stands still until the test moves it, for either kind of loop.
+"""A clock that stands still until the test advances it, for asyncio and uvloop.
 
 with asyncio.Runner(loop_factory=clocked_loop(uvloop.Loop)) as runner: ...
 
@@ -6,9 +6,9 @@ clock = running_clock()
 waiting = asyncio.create_task(lease.allocate(100, timeout=30))
 await clock.advance(31)       # the deadline passes, and takes no time
 
-It is the loop's own clock that stands still, so that all that waits on the loop follows it:
+The clock replaces the loop's own, so that everything that waits on the loop follows it:
 ``asyncio.sleep``, ``asyncio.timeout``, ``call_later``, and every timeout and TTL of aiokv. Threads,
-devices and what only measures (``time.monotonic``) go on in real time.
+devices and measurements (``time.monotonic``) use real time.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextvars import Context
 
-_PASSES: Final = 10  # that the consequences of a timer get before the next one goes off
+_PASSES: Final = 10  # of the loop after each timer, for the tasks that it has resumed
 
 
 class Clock:
     """The time of one loop.
 
     Attributes:
-        now: seconds; begins at 1000, so that a deadline taken for a duration shows.
+        now: seconds; starts at 1000, so that a confusion of deadline and duration is noticed.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -42,20 +42,20 @@ class Clock:
 
     @property
     def timers(self) -> int:
-        """Return the number of timers; 0 when no coroutine waits for time to pass."""
+        """Number of timers; 0 when no coroutine waits for a time."""
         return sum(not timer.cancelled() for _, _, timer in self._timers)
 
     async def advance(self, seconds: float) -> None:
-        """Let time pass: timers go off one after the other, in order, at the time they are due.
+        """Advance the time; timers expire one by one, in order, each at its own time.
 
-        The loop makes some passes after each, and at the end. Timers that are set meanwhile go off,
-        too, if they are due by then.
+        The loop makes some passes after each timer, and at the end. Timers that are set meanwhile
+        expire, too, if they are due.
 
         Raises:
-            ValueError: time does not go back.
+            ValueError: ``seconds`` is negative.
         """
         if seconds < 0:
-            raise ValueError(f"cannot advance the clock by {seconds} s")
+            raise ValueError(f"seconds is {seconds}; it must be at least 0")
         end = self.now + seconds
         await spin(_PASSES)  # tasks that are about to set a timer set it now
         while self._timers and self._timers[0][0] <= end:
@@ -63,7 +63,7 @@ class Clock:
             if timer.cancelled():
                 continue
             self.now = max(self.now, due)
-            self._loop.call_soon(timer.go_off, context=timer.context)
+            self._loop.call_soon(timer.expire, context=timer.context)
             await spin(_PASSES)
         self.now = end
         await spin(_PASSES)
@@ -71,6 +71,7 @@ class Clock:
     def set(
         self, when: float, callback: Callable[..., object], args: Any, context: Context | None
     ) -> asyncio.TimerHandle:
+        """Set a timer for the time ``when``."""
         timer = _Timer(when, callback, args, self._loop, context)
         heapq.heappush(self._timers, (when, next(self._order), timer))
         return timer
@@ -89,15 +90,15 @@ class _Timer(asyncio.TimerHandle):
         self._call = (callback, args)
         self.context = context
 
-    def go_off(self) -> None:
-        """In a callback of the loop, which reports what it raises."""
+    def expire(self) -> None:
+        """Call the callback, from a callback of the loop, which reports exceptions."""
         if not self.cancelled():
             callback, args = self._call
             callback(*args)
 
 
 class _Clocked:
-    """Mixed into a loop: its timers are the clock's."""
+    """Mixin of a loop, whose timers belong to the clock."""
 
     clock: Clock
 
@@ -120,13 +121,13 @@ class _Clocked:
         return self.clock.set(self.clock.now + delay, callback, args, context)
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """asyncio tells its loop; the heap drops the timer when its time has come."""
+        """Ignore the call of asyncio; ``advance`` drops the cancelled timer when it is due."""
 
 
 def clocked_loop(
     base: type[asyncio.AbstractEventLoop] = asyncio.SelectorEventLoop,
 ) -> Callable[[], asyncio.AbstractEventLoop]:
-    """A factory of loops whose time only :meth:`Clock.advance` moves.
+    """Return a factory of loops whose time only :meth:`Clock.advance` changes.
 
     Args:
         base: ``asyncio.SelectorEventLoop``, ``uvloop.Loop``, or any other with ``time``,
@@ -138,12 +139,12 @@ def clocked_loop(
 
 
 def running_clock() -> Clock:
-    """The clock of the running loop.
+    """Return the clock of the running loop.
 
     Raises:
-        RuntimeError: that loop is not one of :func:`clocked_loop`.
+        RuntimeError: :func:`clocked_loop` has not created that loop.
     """
     clock = getattr(asyncio.get_running_loop(), "clock", None)
     if not isinstance(clock, Clock):
-        raise RuntimeError("the running loop has a clock of its own: make it with clocked_loop()")
+        raise RuntimeError("the running loop has no Clock; create it with clocked_loop()")
     return clock

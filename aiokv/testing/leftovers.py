@@ -1,4 +1,4 @@
-"""What a process has open: compare before and after, to find what was left."""
+"""Threads and descriptors of this process: compare before and after, to find leaks."""
 
 from __future__ import annotations
 
@@ -8,24 +8,27 @@ from pathlib import Path
 
 
 def running_threads() -> set[str]:
-    """Python's threads, and aiokv's native ones, which are named after their stream."""
+    """Return the threads of Python, and the native threads of aiokv."""
     found = {f"{thread.name} {thread.ident}" for thread in threading.enumerate()}
     for task in Path("/proc/self/task").iterdir():
         try:
             name = (task / "comm").read_text().strip()
         except (FileNotFoundError, ProcessLookupError):
-            continue  # it ended while we looked
+            continue  # it has ended meanwhile
         if name.startswith("aiokv"):
             found.add(f"{name} {task.name}")
     return found
 
 
 def open_descriptors() -> set[str]:
-    """Numbers, and what they refer to. Compare after a first loop: libuv keeps a pipe of its."""
+    """Return open descriptors and their targets.
+
+    Compare after a first loop was closed: libuv keeps a pipe open.
+    """
     found = set()
     for name in os.listdir("/proc/self/fd"):
         try:
             found.add(f"{name} {os.readlink(f'/proc/self/fd/{name}')}")
         except FileNotFoundError:
-            continue  # the one that listed the directory
+            continue  # the descriptor that listed the directory
     return found

@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-PATIENCE_SECONDS: Final = 30.0  # however few passes a busy machine leaves to native threads
+PATIENCE_SECONDS: Final = 30.0  # for native threads, on a machine that is busy
 
 
 async def spin(passes: int = 1) -> None:
-    """Let the loop make that many passes."""
+    """Let the loop make ``passes`` passes."""
     for _ in range(passes):
         await asyncio.sleep(0)
 
@@ -23,7 +23,7 @@ async def run_until_idle(ready: Callable[[], bool], passes: int = 100_000) -> No
     """Make loop passes until ``ready()``; for work that native threads finish.
 
     Raises:
-        TimeoutError: not within that many passes, and ``PATIENCE_SECONDS``.
+        TimeoutError: ``ready`` was False for ``passes`` passes and ``PATIENCE_SECONDS``.
     """
     patient_until = time.monotonic() + PATIENCE_SECONDS
     left = passes

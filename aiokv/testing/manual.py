@@ -1,7 +1,7 @@
-"""ManualDevice: real bytes, but every copy ends only when the test says so, in any order.
+"""ManualDevice: real bytes, but every copy ends only when the test ends it, in any order.
 
 copy = device.onloads[0]
-copy.complete(2)          # layer 2 moves its bytes; others are still on their way
+copy.complete(2)          # layer 2 moves its bytes; the others are still in flight
 copy.fail(1, block=3)     # blocks from index 3 on of layer 1 are not written
 copy.complete_all()
 """
@@ -17,14 +17,12 @@ import numpy as np
 from aiokv.errors import DeviceError, UsageError
 from aiokv.plan import OFFLOAD, ONLOAD, STATE
 from aiokv.worker.device.base import CopyError, check_event_type
-from aiokv.worker.device.cpu import block_map
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from aiokv import _native
     from aiokv.plan import Direction, Route
     from aiokv.worker.arena import HostArena
     from aiokv.worker.arrays import Piece
@@ -64,7 +62,11 @@ class ManualEvent:
 
 
 class ManualStream:
-    """Records what it was told to wait for."""
+    """A stream that records its waits.
+
+    Attributes:
+        waits: copies and layers that it waits for.
+    """
 
     def __init__(self) -> None:
         self.waits: list[tuple[ManualCopy, int]] = []
@@ -180,9 +182,9 @@ class ManualCopy:
 
     def _check_turn(self, layer: int) -> None:
         if self.after is not None and not self.after.done:
-            raise UsageError("the step that this copy comes after is not done")
+            raise UsageError("complete: the step that this copy comes after is not done")
         if layer not in self.pending_layers:
-            raise UsageError(f"layer {layer} has ended already")
+            raise UsageError(f"complete: layer {layer} has ended already")
 
     def _end(self, layer: int) -> None:
         self._submitted[layer].set()
@@ -200,7 +202,9 @@ class ManualCopy:
 
     def stream_wait(self, layer: int, stream: Any) -> None:
         if not self._submitted[layer].is_set():
-            raise UsageError(f"layer {layer} is not submitted: the stream would not wait for it")
+            raise UsageError(
+                f"stream_wait: layer {layer} is not submitted; the stream would not wait"
+            )
         stream.waits.append((self, layer))
 
     def error(self) -> CopyError | None:
@@ -226,7 +230,7 @@ class ManualDevice:
         self.delayed_layers: frozenset[int] = frozenset()
         self.refuse: DeviceError | None = None
         self.closed = False
-        self._memory: tuple[Regions, HostArena, _native.BlockMap] | None = None
+        self._memory: tuple[Regions, HostArena] | None = None
 
     @property
     def regions(self) -> Regions:
@@ -260,7 +264,7 @@ class ManualDevice:
 
     def attach(self, regions: Regions, arena: HostArena) -> None:
         """Bind the memory."""
-        self._memory = (regions, arena, block_map(regions, arena))
+        self._memory = (regions, arena)
 
     def detach(self, *, keep_host: bool) -> None:
         """Raises:
@@ -281,10 +285,6 @@ class ManualDevice:
         Raises:
             DeviceError: ``refuse``.
         """
-        if route == ONLOAD:
-            self._attached[2].check_ids(source_ids, target_ids, onload=True)
-        elif route == OFFLOAD:
-            self._attached[2].check_ids(target_ids, source_ids, onload=False)
         copy = ManualCopy(self, route, source_ids, target_ids, after)
         if self.refuse is not None:
             error, self.refuse = self.refuse, None
@@ -321,7 +321,7 @@ class ManualDevice:
             )
 
     @property
-    def _attached(self) -> tuple[Regions, HostArena, _native.BlockMap]:
+    def _attached(self) -> tuple[Regions, HostArena]:
         if self._memory is None:
             raise UsageError("the manual device has no memory: attach() it first")
         return self._memory

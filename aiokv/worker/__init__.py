@@ -1,1 +1,1 @@
-"""The half of aiokv that moves bytes: memory, streams, events, transfers. It never decides."""
+"""The part of aiokv that moves bytes: memory, streams, events, transfers. It never decides."""

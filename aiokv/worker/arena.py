@@ -24,10 +24,10 @@ class HostArena:
 
     Args:
         num_blocks: capacity of the host tier.
-        block_bytes: from one block to the next.
+        block_bytes: distance from one block to the next.
 
     Raises:
-        ConfigError: the system does not give that much memory.
+        ConfigError: the system has not that much memory.
     """
 
     def __init__(self, *, num_blocks: int, block_bytes: int) -> None:
@@ -54,7 +54,7 @@ class HostArena:
         return self._blocks
 
     def close(self) -> None:
-        """Free the memory; views that still exist keep it alive. Idempotent."""
+        """Free the memory; it is freed with the last view of it. Idempotent."""
         self._blocks = None
         try:
             self._map.close()
@@ -73,5 +73,5 @@ def _reserve(nbytes: int) -> mmap.mmap:
         try:
             region.madvise(mmap.MADV_HUGEPAGE)
         except OSError:
-            return region  # a kernel without huge pages: only slower
+            return region  # a kernel without huge pages: slower, but correct
     return region

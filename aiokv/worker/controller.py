@@ -28,6 +28,7 @@ from aiokv.worker.lanes import Lane, worker_statistics
 from aiokv.worker.layers import LayerDoneCounter
 from aiokv.worker.memory import WorkerMemory
 from aiokv.worker.poller import EventPoller
+from aiokv.worker.settling import ReportWaiters
 from aiokv.worker.transfers import StepGate, Transfer
 
 if TYPE_CHECKING:
@@ -69,8 +70,7 @@ class CacheController:
         self._gate = StepGate()
         self._lanes = {route: Lane(route) for route in device.routes}
         self._transfers: dict[int, Transfer] = {}
-        self._idle_waiters: list[asyncio.Future[None]] = []
-        self._settling: list[tuple[set[int], asyncio.Future[None]]] = []
+        self._report_waiters = ReportWaiters()
         self._closing = False
         self._closed = False
         self.memory = WorkerMemory(regions, device, self._checksums)
@@ -309,24 +309,11 @@ class CacheController:
         Cancellation: stops waiting; the transfers go on.
         """
         while self._transfers:
-            idle: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._idle_waiters.append(idle)
-            try:
-                await idle
-            finally:
-                if idle in self._idle_waiters:
-                    self._idle_waiters.remove(idle)
+            await self.settle()
 
     async def settle(self) -> None:
         """As drain(), but only for the plans submitted so far."""
-        if not self._transfers:
-            return
-        entry = (set(self._transfers), asyncio.get_running_loop().create_future())
-        self._settling.append(entry)
-        try:
-            await entry[1]
-        finally:
-            self._settling.remove(entry)
+        await self._report_waiters.wait(self._transfers)
 
     async def abandon(self) -> None:
         """Cancel and report waiting plans; wait for the transfers that the device has.
@@ -534,7 +521,7 @@ class CacheController:
         if not transfer.reported:
             self._report(transfer_id, outcome, failure)
             transfer.reported = True
-        self._wake(transfer_id)
+        self._report_waiters.note_report(transfer_id)
         del self._transfers[transfer_id]
         lane.outcomes[outcome] += 1
         self._pump(lane)
@@ -555,17 +542,6 @@ class CacheController:
                     "exception": error,
                 }
             )
-
-    def _wake(self, transfer_id: int) -> None:
-        """Resume settle() and drain(), as far as they wait for this transfer only."""
-        for waited_for, settled in self._settling:
-            waited_for.discard(transfer_id)
-            if not waited_for and not settled.done():
-                settled.set_result(None)
-        if len(self._transfers) == 1:
-            for waiter in self._idle_waiters:
-                if not waiter.done():
-                    waiter.set_result(None)
 
 
 def _ignore_report(report: TransferReport) -> None:

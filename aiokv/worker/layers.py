@@ -1,8 +1,8 @@
-"""LayerDoneCounter: which layers of a transfer have arrived.
+"""LayerDoneCounter: the layers of a transfer that have arrived.
 
-Two ways to wait. ``await wait(layer)`` proves that the bytes are there. ``gpu_wait(layer, stream)``
-makes a stream wait and not the host; it orders but proves nothing, so a step that used it calls
-``raise_for_error()`` before its outputs are used.
+There are two ways to wait. ``await wait(layer)`` returns when the bytes have arrived.
+``gpu_wait(layer, stream)`` lets a stream wait instead of the host. It orders work but does not
+verify the transfer, so a step that used it calls ``raise_for_error()`` before its outputs are used.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
     from aiokv.worker.device.base import Copy
     from aiokv.worker.views import LayerView
 
-ALL: Final = -1  # key of those who wait for the end
+ALL: Final = -1  # key of waiters for the end
 
 
 class LayerDoneCounter:
     """Progress of one transfer, layer by layer.
 
-    ``gpu_wait``, ``gpu_wait_all`` and ``is_done`` may be called from any thread, all else only on
-    the loop. The copy and its events live as long as the counter.
+    ``gpu_wait``, ``gpu_wait_all`` and ``is_done`` may be called from any thread, all other methods
+    only on the loop. The counter keeps the copy and its events alive.
 
     Attributes:
         at_rest: no byte moves any more. Waiters are released at that time, except when one of
-            several ranks lags: they are released before, with a failure.
+            several ranks is slow: they are released earlier, with a failure.
 
     Args:
-        num_layers: with 0, only the end of the transfer is awaited.
+        num_layers: layers of the model; with 0, coroutines wait for the end of the transfer only.
         transfer_id: the plan's.
         direction: the plan's.
-        expedite: asks for submission out of turn; False when that is impossible now. Called only
-            on the loop's thread, by a ``gpu_wait`` that would otherwise never return.
+        expedite: submits the transfer before its turn; returns False when that is impossible now.
+            Called only on the loop's thread, by a ``gpu_wait`` that would otherwise never return.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class LayerDoneCounter:
         self._callbacks: list[Callable[[int], None]] = []
         self._uncalled: dict[int, int] = {}  # layer -> index of the callback that gets it next
 
-    # --- what has arrived -------------------------------------------------------------------
+    # --- progress -------------------------------------------------------------------
 
     @property
     def is_done(self) -> bool:
-        """Nothing moves any more, with success or without. Any thread; asks the device."""
+        """True when no byte moves any more, after success or failure. Any thread."""
         if self._ended:
             return True
         copy = self._copy
@@ -89,23 +89,23 @@ class LayerDoneCounter:
 
     @property
     def pending_layers(self) -> list[int]:
-        """Layers not known to have arrived, ascending."""
+        """Layers that are not known to have arrived, ascending."""
         return sorted(self._owed)
 
     @property
     def all_arrived(self) -> bool:
-        """True when no layer is owed; with 0 layers, also before the end."""
+        """True when no layer is pending; with 0 layers, also before the end."""
         return not self._owed
 
     @property
     def failure(self) -> CopyError | None:
-        """The first failure, once the device knows it."""
+        """The first failure that the device has reported; None without one."""
         if self._failure is None and self._copy is not None:
             return self._copy.error()
         return self._failure
 
     def raise_for_error(self) -> None:
-        """Raise what went wrong, if anything did.
+        """Raise the failure of the transfer, if there is one.
 
         Raises:
             TransferError: with ``first_bad_token`` 0; a :class:`LayerView` knows the token.
@@ -125,12 +125,12 @@ class LayerDoneCounter:
     def layer_done_seconds(self, layer: int) -> float | None:
         """``time.monotonic()`` when the layer arrived; None before.
 
-        By the device's clock where its events tell it, else when the poller saw it.
+        By the device's clock where its events have times, else by the poller's observation.
         """
         return self._times[layer]
 
     def layer_times(self) -> list[float | None]:
-        """layer_done_seconds() of all layers; a copy."""
+        """Return ``layer_done_seconds()`` of all layers."""
         return list(self._times)
 
     @property
@@ -140,7 +140,7 @@ class LayerDoneCounter:
 
     @property
     def elapsed_seconds(self) -> float:
-        """Since the plan was submitted, up to the arrival of its last layer."""
+        """Seconds from the submission of the plan to the arrival of its last layer."""
         return self.end_seconds - self._created
 
     @property
@@ -154,11 +154,11 @@ class LayerDoneCounter:
     # --- waiting on the loop ----------------------------------------------------------------
 
     async def wait(self, layer: int, timeout: float | None = None) -> None:
-        """Wait until the layer has arrived. A layer that has arrived does not suspend.
+        """Wait until the layer has arrived; does not suspend when it has.
 
         Raises:
-            TransferError: the transfer failed or was cancelled. Raised only after its last byte
-                has come to rest, so that the blocks can be written again; see ``at_rest``.
+            TransferError: the transfer failed or was cancelled. Raised when no byte of it moves any
+                more, so that the blocks can be written again; see ``at_rest``.
             TimeoutError: names the layer.
 
         Cancellation: detaches this waiter; the transfer goes on.
@@ -167,12 +167,12 @@ class LayerDoneCounter:
         self.raise_for_error()
 
     async def wait_all(self, timeout: float | None = None) -> None:
-        """wait() for all layers."""
+        """Wait until all layers have arrived; see ``wait``."""
         await self.settled(ALL, timeout)
         self.raise_for_error()
 
     async def settled(self, layer: int, timeout: float | None = None) -> None:
-        """As wait(), but a failure is only the end of waiting."""
+        """As ``wait``, but return when the transfer failed."""
         timeout = checked_timeout(timeout)
         if layer != ALL:
             self._check(layer)
@@ -200,11 +200,11 @@ class LayerDoneCounter:
     # --- waiting on a stream, any thread ----------------------------------------------------
 
     def gpu_wait(self, layer: int, stream: Any) -> None:
-        """Let ``stream`` wait for the layer; the host goes on.
+        """Let ``stream`` wait for the layer; the host does not wait.
 
         Blocks the calling thread, without the GIL, until the layer has been submitted: an event
-        that is not recorded yet would count as done. On the loop's own thread the transfer is
-        submitted out of turn instead.
+        that is not recorded yet would count as done. On the loop's own thread, the transfer is
+        submitted before its turn instead.
 
         Raises:
             TransferError: the transfer failed or was cancelled, and no byte of it moves any more;
@@ -216,16 +216,16 @@ class LayerDoneCounter:
             raise self._error(failure)
 
     def gpu_wait_all(self, stream: Any) -> None:
-        """gpu_wait() for every layer; what a CUDA graph needs before its launch."""
+        """Let ``stream`` wait for every layer, e.g. before the launch of a CUDA graph."""
         failure = self.order_all(stream)
         if failure is not None:
             raise self._error(failure)
 
     def order(self, layer: int, stream: Any) -> CopyError | None:
-        """As gpu_wait(), but return a failure.
+        """As ``gpu_wait``, but return the failure.
 
-        None means that the stream waits for the layer, or the layer has arrived. A failing transfer
-        that still moves bytes is waited for like any other.
+        None means that the stream waits for the layer, or that the layer has arrived. The stream
+        also waits for a failing transfer that still moves bytes.
 
         Raises:
             UsageError: as gpu_wait.
@@ -244,7 +244,7 @@ class LayerDoneCounter:
         return None
 
     def order_all(self, stream: Any) -> CopyError | None:
-        """order() for every layer; the first failure ends it."""
+        """As ``order``, for every layer; return the first failure."""
         for layer in range(self.num_layers):
             failure = self.order(layer, stream)
             if failure is not None:
@@ -263,9 +263,9 @@ class LayerDoneCounter:
                 self._accepted.wait()
             elif self._expedite is None or not self._expedite():
                 raise UsageError(
-                    f"gpu_wait on the loop's thread before {self.direction} {self.transfer_id} can "
-                    "be submitted would never return",
-                    hint="close the step that it waits for, or call gpu_wait from another thread",
+                    f"gpu_wait on the loop's thread would never return: {self.direction} "
+                    f"{self.transfer_id} waits for an open step",
+                    hint="close the step first, or call gpu_wait in another thread",
                 )
         return self._copy
 
@@ -274,29 +274,29 @@ class LayerDoneCounter:
     def add_callback(self, callback: Callable[[int], None]) -> None:
         """Call ``callback(layer)`` for each layer from now on, in the order of arrival.
 
-        The loop's exception handler gets what a callback raises; the others are called all the
-        same. An interrupt (KeyboardInterrupt, SystemExit) leaves the loop, and the others are
-        called later.
+        The loop's exception handler gets an exception of a callback, and the other callbacks are
+        called all the same. After an interrupt (KeyboardInterrupt, SystemExit), which leaves the
+        loop, the other callbacks are called later.
         """
         self._callbacks.append(callback)
 
     # --- for the controller -----------------------------------------------------------------
 
     def attach(self, copy: Copy) -> None:
-        """The device has accepted the copy."""
+        """Note that the device has accepted the copy."""
         self._copy = copy
         self._accepted.set()
 
     def refuse(self, failure: CopyError) -> None:
-        """The device did not take the copy: ``gpu_wait`` raises; the end is still to be reported,
-        and those who wait on the loop wait for it."""
+        """Note that no device gets the copy: ``gpu_wait`` raises from now on, and coroutines wait
+        until ``finish``."""
         self._failure = failure
         self._accepted.set()
 
     def mark_layer_done(self, layer: int, finished_seconds: float | None = None) -> bool:
         """Note that a layer has arrived; return True when it was the last one.
 
-        Marking twice counts once; after an interrupt, the second call completes the first.
+        Idempotent; after an interrupt, the second call completes the first.
         """
         self._check(layer)
         last = False
@@ -314,7 +314,10 @@ class LayerDoneCounter:
         return last
 
     def finish(self, failure: CopyError | None = None) -> None:
-        """Nothing moves any more: releases every waiter. Idempotent; the first failure stays."""
+        """End the transfer, which moves no more bytes, and release all waiters.
+
+        Idempotent; the first failure is kept.
+        """
         if self._failure is None:
             self._failure = failure or (self._copy.error() if self._copy is not None else None)
         self.at_rest = True
@@ -356,7 +359,7 @@ class LayerDoneCounter:
 
     def _check(self, layer: int) -> None:
         if not 0 <= layer < self.num_layers:
-            raise UsageError(f"layer {layer} is not in [0, {self.num_layers})")
+            raise UsageError(f"layer is {layer}; it must be in [0, {self.num_layers})")
 
 
 class LayerIterator:

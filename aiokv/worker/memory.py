@@ -1,18 +1,19 @@
-"""Memory of a worker: the device tensors and the host arena, awake or asleep."""
+"""Memory of a worker: the device tensors and the host arena, allocated or asleep."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 from weakref import WeakValueDictionary
 
-from aiokv import _native
 from aiokv.errors import ClosedError, LayoutError, UsageError
-from aiokv.plan import ONLOAD, STATE
+from aiokv.plan import STATE
 from aiokv.worker.arena import HostArena
+from aiokv.worker.base import UNLIMITED_BLOCKS
 from aiokv.worker.device.cpu import device_blocks
+from aiokv.worker.ids import check_ids
 
 if TYPE_CHECKING:
-    from aiokv.plan import TransferPlan
+    from aiokv.plan import Pool, TransferPlan
     from aiokv.types import Tier
     from aiokv.worker.checksums import Checksums
     from aiokv.worker.device.base import Device
@@ -24,7 +25,7 @@ _tensors: Final[WeakValueDictionary[int, WorkerMemory]] = WeakValueDictionary() 
 
 
 class WorkerMemory:
-    """Both tiers, attached to a device.
+    """Memory of both tiers, attached to a device.
 
     A device, and a tensor, belong to one open worker of the process: the copies of a second one
     would go to the memory of the first, or overwrite its blocks.
@@ -47,7 +48,7 @@ class WorkerMemory:
         self._block_bytes = 0
         self._addresses: set[int] = set()  # of the tensors that are this worker's
         self._arena: HostArena | None = None
-        self._ids = self._new_ids()
+        self._num_blocks: dict[Pool, int] = {}
         self.asleep: frozenset[Tier] = frozenset()
 
     def open(self, host_blocks: int) -> None:
@@ -69,7 +70,7 @@ class WorkerMemory:
             self._disclaim()
             raise
         self._arena = arena
-        self._ids = self._new_ids()
+        self._num_blocks = self._sizes()
 
     @property
     def arena(self) -> HostArena:
@@ -99,12 +100,9 @@ class WorkerMemory:
                 f"transfer {plan.transfer_id}: the device {self._device.name!r} has no route "
                 f"{plan.route}"
             )
-        if plan.route == STATE:  # the device checks its ids
+        check_ids(plan, self._num_blocks)
+        if plan.route == STATE:
             return self.regions.state_slot_bytes * plan.num_blocks
-        if plan.route == ONLOAD:
-            self._ids.check_ids(plan.source_ids, plan.target_ids, onload=True)
-        else:
-            self._ids.check_ids(plan.target_ids, plan.source_ids, onload=False)
         return self._block_bytes * plan.num_blocks
 
     def sleep(self, tiers: frozenset[Tier]) -> None:
@@ -125,7 +123,7 @@ class WorkerMemory:
         A cuda device pins the arena in the background, and may be used meanwhile.
 
         Raises:
-            LayoutError: the tensors do not hold what the old ones held. Still asleep.
+            LayoutError: the tensors have another layout than the old ones. Still asleep.
             ConfigError: no memory for the arena. Still asleep.
         """
         waking = tiers & self.asleep
@@ -136,7 +134,10 @@ class WorkerMemory:
         if "device" in waking:
             regions = previous if regions is None and not previous.num_layers else regions
             if regions is None:
-                raise LayoutError("the device tier needs its tensors", hint="pass regions=")
+                raise LayoutError(
+                    "wake_up: regions is None; the device tier needs its tensors",
+                    hint="pass regions= with the new tensors",
+                )
             previous.check_layout(regions)
             self._claim_tensors(regions)
             self._bind(regions)
@@ -166,7 +167,7 @@ class WorkerMemory:
         if _devices.setdefault(id(self._device), self) is not self:
             raise UsageError(
                 f"the device {self._device.name!r} belongs to another engine that is open",
-                hint="make one device per engine, or close the other engine first",
+                hint="create one device per engine, or close the other engine first",
             )
 
     def _claim_tensors(self, regions: Regions) -> None:
@@ -183,7 +184,7 @@ class WorkerMemory:
         _tensors.update(dict.fromkeys(self._addresses, self))
 
     def _disclaim(self) -> None:
-        """Let other workers claim the device and the tensors."""
+        """Let other workers use the device and the tensors."""
         self._keep_tensors(set())
         if _devices.get(id(self._device)) is self:
             del _devices[id(self._device)]
@@ -196,12 +197,17 @@ class WorkerMemory:
     def _bind(self, regions: Regions) -> None:
         self.regions = regions
         self._keep_tensors({piece.pointer for piece in regions.all_pieces()})
-        self._ids = self._new_ids()
+        self._num_blocks = self._sizes()
         if self._checksums is not None:
             self._checksums.bind(regions)
 
     def _new_arena(self) -> HostArena:
         return HostArena(num_blocks=self._host_blocks, block_bytes=self.regions.host_block_bytes)
 
-    def _new_ids(self) -> _native.BlockMap:
-        return _native.BlockMap(0, [], 0, 0, self._host_blocks, self.device_blocks)
+    def _sizes(self) -> dict[Pool, int]:
+        slots = self.regions.num_state_slots
+        return {
+            "device": self.device_blocks,
+            "host": self._host_blocks,
+            "state": UNLIMITED_BLOCKS if slots is None else slots,
+        }

@@ -21,11 +21,11 @@ class LayerView:
     """All transfers that a lease owns or has joined, as one counter.
 
     Args:
-        counters: of those transfers, of one number of layers.
-        num_layers: needed when there are no counters; see :func:`done_view`.
-        locate: ``(transfer_id, first_bad_block)`` to the first position of the lease to compute;
-            None when the lease needs no block from there on.
-        owner: of the lease, for messages.
+        counters: of those transfers, all with the same number of layers.
+        num_layers: required without counters; see :func:`done_view`.
+        locate: maps ``(transfer_id, first_bad_block)`` to the first position that the lease has to
+            compute; None when the lease needs no block from there on.
+        owner: name of the lease's owner, for messages.
         check_wait: called before a coroutine waits; raises when the wait would never end.
     """
 
@@ -49,13 +49,13 @@ class LayerView:
 
     @property
     def elapsed_seconds(self) -> float | None:
-        """Since the view was made, up to the end of its last transfer; None without transfers."""
+        """Seconds from the creation of the view to its last end of a transfer; None without any."""
         ends = [counter.end_seconds for counter in self.counters]
         return max(max(ends) - self._created, 0.0) if ends else None
 
     @property
     def is_done(self) -> bool:
-        """Nothing moves any more. Any thread."""
+        """True when no byte of these transfers moves any more. Any thread."""
         return all(counter.is_done for counter in self.counters)
 
     @property
@@ -65,7 +65,7 @@ class LayerView:
 
     @property
     def given_up(self) -> bool:
-        """True when a slow rank made waiters fail though bytes may still move."""
+        """True when waiters failed because of a slow rank, though bytes may still move."""
         return any(counter.given_up for counter in self.counters)
 
     @property
@@ -75,13 +75,13 @@ class LayerView:
 
     @property
     def pending_layers(self) -> list[int]:
-        """Layers that at least one transfer still owes, ascending."""
+        """Layers that are pending in at least one transfer, ascending."""
         return sorted({layer for counter in self.counters for layer in counter.pending_layers})
 
     def raise_for_error(self) -> None:
-        """Raise the failure that reaches furthest to the front.
+        """Raise the failure with the lowest position.
 
-        Blocks of a joined transfer that are not the lease's may fail without concern to it.
+        Failed blocks of a joined transfer that the lease does not use are ignored.
 
         Raises:
             TransferError: ``first_bad_token`` is the first position to compute again.
@@ -89,7 +89,7 @@ class LayerView:
         self._raise_first((counter, counter.failure) for counter in self.counters)
 
     def _raise_first(self, ends: Iterable[tuple[LayerDoneCounter, CopyError | None]]) -> None:
-        """Raise the first failure that concerns the lease."""
+        """Raise the failure with the lowest position of the lease."""
         errors = [
             (token, counter, failure)
             for counter, failure in ends
@@ -129,18 +129,18 @@ class LayerView:
         for counter in self.counters:
             left = None if deadline is None else max(deadline - now(), 0.0)
             await counter.settled(layer, left)
-        for counter in self.counters:  # one may have failed while another was waited for
+        for counter in self.counters:  # one may have failed meanwhile
             if counter.failure is not None:
                 left = None if deadline is None else max(deadline - now(), 0.0)
                 await counter.settled(ALL, left)
         self.raise_for_error()
 
     async def wait_all(self, timeout: float | None = None) -> None:
-        """wait() for all layers."""
+        """Wait for all layers; see ``wait``."""
         await self.wait(ALL, timeout)
 
     def _check(self, layer: int, first: int = 0) -> None:
-        if self.num_layers:  # without tensors there are no layers, and nothing to wait for
+        if self.num_layers:  # without tensors there are no layers to wait for
             integer("layer", layer, minimum=first, maximum=self.num_layers - 1)
 
     def __aiter__(self) -> AsyncIterator[int]:
@@ -159,14 +159,14 @@ class LayerView:
         self._raise_first((counter, counter.order(layer, stream)) for counter in self.counters)
 
     def gpu_wait_all(self, stream: Any) -> None:
-        """gpu_wait() for every layer. Any thread."""
+        """Let ``stream`` wait for every layer of every transfer. Any thread."""
         self._raise_first((counter, counter.order_all(stream)) for counter in self.counters)
 
     @classmethod
     def of_batch(cls, views: Iterable[LayerView]) -> LayerView | None:
-        """One view for the transfers of several leases; None when there are none.
+        """Return one view for the transfers of several leases; None without transfers.
 
-        It raises the failures that concern at least one of them, with ``first_bad_token`` 0.
+        It raises the failures that affect at least one of the leases, with ``first_bad_token`` 0.
         """
         views = [view for view in views if view.counters]
         counters = {counter: None for view in views for counter in view.counters}
@@ -192,7 +192,7 @@ class LayerView:
 
 @cache
 def done_view(num_layers: int) -> LayerView:
-    """The shared view of a lease that has nothing to wait for."""
+    """Return the shared view of leases without transfers."""
     return LayerView(num_layers=num_layers)
 
 

@@ -91,8 +91,8 @@ def test_one_source_to_many_destinations():
 @pytest.mark.parametrize(
     ("direction", "host_ids", "device_ids", "message"),
     [
-        ("onload", [0, 1], [3, 3], "destination twice"),
-        ("offload", [3, 3], [0, 1], "destination twice"),
+        ("onload", [0, 1], [3, 3], "duplicate destination"),
+        ("offload", [3, 3], [0, 1], "duplicate destination"),
         ("onload", [60], [0], r"not in \[0, 60\)"),
         ("onload", [0], [-1], r"not in \[0, 40\)"),
         ("offload", [0, 1], [0], "2 host blocks for 1"),

@@ -275,7 +275,7 @@ def test_host_capacity_counts_the_padding_between_the_pieces_of_a_block() -> Non
     assert (regions.block_bytes, regions.host_block_bytes) == (74, 128)
     for host_bytes, blocks in ((10 * 128, 10), (10 * 128 - 1, 9), (128, 1)):
         assert CacheConfig.for_regions(regions, host_bytes=host_bytes).host_blocks == blocks
-    with pytest.raises(ConfigError, match="host_bytes is 127, less than one block of 128 bytes"):
+    with pytest.raises(ConfigError, match="host_bytes is 127; it must be at least 128"):
         CacheConfig.for_regions(regions, host_bytes=127)
     arena = HostArena(num_blocks=10, block_bytes=regions.host_block_bytes)
     assert arena.nbytes >= 10 * 128
@@ -292,7 +292,7 @@ def test_capacity_is_never_more_than_the_tensors_hold() -> None:
 
 @pytest.mark.parametrize("field", ["device_bytes", "host_bytes"])
 def test_less_than_one_block_is_refused(field: str) -> None:
-    with pytest.raises(ConfigError, match=f"{field} is 100, less than one block"):
+    with pytest.raises(ConfigError, match=f"{field} is 100; it must be at least"):
         CacheConfig.for_regions(gqa().regions, **{field: 100})
     with pytest.raises(ConfigError, match="without tensors"):
         CacheConfig.for_regions(Regions(num_layers=2))
@@ -305,8 +305,8 @@ def test_other_block_counts_must_be_meant() -> None:
         regions.add("mtp", layers=[np.zeros((6, 8))], layer_indices=[1])
     with pytest.raises(LayoutError, match="3 blocks; the other tensors have 4"):
         regions.add("mtp", layers=[np.zeros((3, 8))], layer_indices=[1], more_blocks=True)
-    with pytest.raises(LayoutError, match=r"9 rows are not a multiple of rows_per_block \(2\)"):
+    with pytest.raises(LayoutError, match="9 rows are not a multiple of rows_per_block"):
         regions.add("mtp", layers=[np.zeros((9, 8))], layer_indices=[1], rows_per_block=2)
-    with pytest.raises(LayoutError, match="with rows_per_block they must be contiguous"):
+    with pytest.raises(LayoutError, match="must be contiguous"):
         regions.add("mtp", layers=[np.zeros((8, 2, 8))[:, 0]], layer_indices=[1], rows_per_block=2)
     assert regions.names == ("k",)

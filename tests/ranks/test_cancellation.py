@@ -265,7 +265,7 @@ async def test_a_rank_whose_closing_is_cancelled_at_any_await_can_close_again(tm
             leaving = asyncio.create_task(ranked._leave(stays))
             waiting = asyncio.create_task(goes.worker.closed())
             waiting.cancel()
-            assert await goes.worker.closed() == "the group closes"
+            assert await goes.worker.closed() == "the group is closing"
             was_cancelled = await cancelled_at(goes.worker.aclose(), number)
             await goes.worker.aclose()
             await asyncio.gather(closing, leaving)

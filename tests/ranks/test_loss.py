@@ -115,7 +115,7 @@ async def test_a_rank_that_dies_takes_all_that_was_cached_with_it(tmp_path):
         in_line = asyncio.create_task(waiter.allocate(9))
         first, _ = await ranked.copies()
         await ranked.lose(1)
-        with pytest.raises(TransferError, match="rank 1 is lost: it hung up"):
+        with pytest.raises(TransferError, match="rank 1 is lost: the connection ended"):
             await onload
         with pytest.raises(BrokenEngineError, match="rank 1 is lost"):
             await in_line
@@ -156,7 +156,7 @@ async def test_an_idle_rank_that_dies_is_noticed(tmp_path):
         await ranked.lose(0)
         assert pin.released
         away, there = ranked.engine.dump()["ranks"]
-        assert (away["state"][:10], there["state"]) == ("it hung up", "ready")
+        assert (away["state"][:20], there["state"]) == ("the connection ended", "ready")
         with pytest.raises(BrokenEngineError, match="rank 0"):
             ranked.engine.match(A)
         await ranked.restart(0)
@@ -233,7 +233,7 @@ async def test_silence_is_death(tmp_path):
             await spin(20)
             ranked.pass_time(PATIENT.silence - 1)
         assert ranked.group.failure.rank == 1
-        assert "said nothing" in str(ranked.group.failure)
+        assert "sent nothing" in str(ranked.group.failure)
         await ranked.shards[1].leave()
         ranked.shards[1].fresh()
         await ranked.restart(1)
@@ -260,7 +260,7 @@ async def test_a_manager_that_is_blocked_again_and_again_finds_a_silent_rank(tmp
             ranked.pass_time(blocked)
             await run_until_idle(lambda: not ranks[0].unanswered)
         assert ranked.group.failure.rank == 1
-        assert "said nothing" in str(ranked.group.failure)
+        assert "sent nothing" in str(ranked.group.failure)
         await ranked.shards[1].leave()
         ranked.shards[1].fresh()
         await ranked.restart(1)
@@ -364,6 +364,6 @@ async def test_a_rank_that_does_not_leave_is_cut_off(tmp_path, caplog):
     await ranked.shards[1].worker.aclose()
     await ranked.engine.aclose(0)
     assert "ranks.cut_off" in caplog.text
-    assert await ranked.shards[0].worker.closed() == "the group closes"
+    assert await ranked.shards[0].worker.closed() == "the group is closing"
     await ranked.shards[0].leave()
     assert not (tmp_path / "ranks").exists()

@@ -104,7 +104,7 @@ async def test_a_connection_that_says_no_hello_in_time_is_cut(tmp_path):
             assert peer.closed == []
             await running_clock().advance(1)
             await peer.ended()
-        assert accepted[0].channel._reason == "no Hello within 10.0 s"
+        assert accepted[0].channel._reason == "it sent no Hello within 10.0 s"
 
 
 @pytest.mark.asyncio
@@ -258,5 +258,5 @@ async def test_a_channel_closed_before_it_is_connected_ends_then(tmp_path):
         peer.channel.close()
         await peer.connect(ranked)
         await peer.ended()
-        with pytest.raises(RankLost, match="rank 0 is here already"):
+        with pytest.raises(RankLost, match="rank 0 is connected already"):
             await Rank(ranked.group.path, 0, regions_of(8, 8)).__aenter__()

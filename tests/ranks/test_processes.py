@@ -126,7 +126,7 @@ async def test_a_process_that_is_killed_in_an_onload_comes_back(tmp_path, monkey
         transfers = ranked.group._transfers._transfers
         await run_until_idle(lambda: [t.owing for t in transfers.values()] == [{1}], 10_000_000)
         os.kill(pids[1], signal.SIGKILL)
-        with pytest.raises(TransferError, match="rank 1 is lost: it hung up") as caught:
+        with pytest.raises(TransferError, match="rank 1 is lost: the connection ended") as caught:
             await waiting
         assert caught.value.rank == 1
         with pytest.raises(BrokenEngineError):
@@ -351,6 +351,20 @@ async def test_a_start_cancelled_again_and_again_leaves_no_process(tmp_path, mon
         assert group.path is not None
         assert not group.path.parent.exists()
         await spin(3)
+
+
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # the connections of a closed loop
+def test_a_group_is_closed_after_its_loop_was_closed(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    group = RankGroup(2, path=tmp_path / "ranks", entry="tests.ranks.process_rank:idle")
+    engine = CacheEngine(CacheConfig(device_blocks=4), ranks=group)
+    with asyncio.Runner() as runner:
+        runner.run(engine.__aenter__())
+        assert len(children()) == len(group.pids()) == 2
+    asyncio.run(engine.aclose())
+    assert (children(), group.pids()) == ([], [])
+    assert not (tmp_path / "ranks").exists()
+    asyncio.run(engine.aclose())
 
 
 @pytest.mark.asyncio

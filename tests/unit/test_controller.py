@@ -67,11 +67,11 @@ async def test_the_report_comes_once_from_the_loop_when_all_layers_are_proven(
     ("device_ids", "host_ids", "message"),
     [
         ([], [], "no blocks"),
-        ([1, 2], [1], "1 host blocks against 2 device blocks"),
-        ([12], [1], r"device block id 12 at index 0 is not in \[0, 12\)"),
-        ([1, 2], [3, 16], r"host block id 16 at index 1 is not in \[0, 16\)"),
-        ([-1], [1], "device block id -1"),
-        ([5, 5], [1, 2], "device block id 5 is a destination twice"),
+        ([1, 2], [1], "1 source ids, 2 target ids"),
+        ([12], [1], r"device block 12 at index 0 is not in \[0, 12\)"),
+        ([1, 2], [3, 16], r"host block 16 at index 1 is not in \[0, 16\)"),
+        ([-1], [1], "device block -1"),
+        ([5, 5], [1, 2], "duplicate destination: device block 5"),
     ],
 )
 async def test_bad_plans_are_refused_and_change_nothing(

@@ -72,7 +72,7 @@ def test_an_event_that_was_never_recorded_is_refused():
 
 
 def test_other_objects_are_refused():
-    with pytest.raises(UsageError, match=r"builtins\.str is no CUDA stream"):
+    with pytest.raises(UsageError, match=r"stream is a builtins\.str; it must be a CUDA stream"):
         stream_handle("0")
 
 

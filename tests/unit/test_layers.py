@@ -191,7 +191,7 @@ async def test_a_transfer_has_arrived_with_the_layer_that_finished_last() -> Non
 async def test_layers_out_of_range_change_nothing(layer: int) -> None:
     """Layers out of range raise an error."""
     counter = LayerDoneCounter(2)
-    with pytest.raises(UsageError, match=r"not in \[0, 2\)"):
+    with pytest.raises(UsageError, match=r"must be in \[0, 2\)"):
         counter.mark_layer_done(layer)
     if layer >= 0:
         with pytest.raises(UsageError):

@@ -134,7 +134,7 @@ def test_the_signature_of_the_engine_is_real():
         (lambda: CudaOptions(slots=3), "'slots'.*num_slots"),
         (lambda: RankTimeouts(begin=3), "'begin'.*start"),
         (lambda: RankGroup("2", entry="a:b"), "num_ranks is '2'"),
-        (lambda: CudaOptions(path="fast"), "path 'fast' is not one of"),
+        (lambda: CudaOptions(path="fast"), "path is 'fast'; it must be one of"),
         (lambda: CudaOptions(num_slots=0), "num_slots is 0"),
         (lambda: CudaOptions(timing=1), "timing is 1"),
         (lambda: RankTimeouts(start="60"), "RankTimeouts.start is '60'"),
@@ -178,7 +178,7 @@ def test_the_name_of_a_gpu_without_cuda_says_what_to_do(monkeypatch):
 @pytest.mark.parametrize(
     ("count", "ordinal", "message"),
     [
-        (2, 2, r"cuda:2 does not exist: this process sees 2 GPUs.*CUDA_VISIBLE_DEVICES"),
+        (2, 2, r"cuda:2 does not exist: this process can use 2 GPUs.*CUDA_VISIBLE_DEVICES"),
         (RuntimeError("cudaErrorNoDevice"), None, "no GPU can be used: cudaErrorNoDevice"),
     ],
 )

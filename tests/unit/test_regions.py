@@ -104,7 +104,7 @@ def test_numbers_that_contradict_each_other_are_refused() -> None:
     regions.add("k", layers=[zeros(4, 8)] * 2)
     with pytest.raises(LayoutError, match="registered already"):
         regions.add("k", layers=[zeros(4, 8)] * 2)
-    with pytest.raises(LayoutError, match="num_layers is -1"):
+    with pytest.raises(LayoutError, match="num_layers is -1; it must be at least 0"):
         Regions(num_layers=-1)
     assert list(Regions(num_layers=0).pieces()) == []
 
@@ -116,9 +116,7 @@ def test_state_tensors_of_other_numbers_of_slots_are_refused() -> None:
         LayoutError, match="layer 1 has 5 state slots; the other state tensors have 4"
     ):
         regions.add_state("ssm", layers=[zeros(4, 8), zeros(5, 8)])
-    with pytest.raises(
-        LayoutError, match="layer 0 has 3 state slots; the other state tensors have 4"
-    ):
+    with pytest.raises(LayoutError, match="layer 0 has 3 state slots; the other"):
         regions.add_state("ssm", layers=[zeros(3, 8)] * 2)
     assert regions.names == ("conv",)
     regions.add_state("ssm", layers=[zeros(4, 16)], layer_indices=[1])

@@ -157,12 +157,13 @@ class Device(Protocol):
             route: one of ``routes``. The layers of an onload arrive one by one; those of other
                 routes may share one event. ``STATE`` copies slots of recurrent state, or fills
                 them with zeros where the source is ``ZEROS``.
-            source_ids: [N] int32, borrowed until return.
+            source_ids: [N] int32, N > 0, borrowed until return. The worker has checked the ids
+                (``aiokv.worker.ids``).
             target_ids: [N] int32, distinct; within one pool none of them is a source.
             after: recorded event that the first byte waits for, on the device.
 
         Raises:
-            UsageError: ids out of range, unequal lengths, duplicate destinations; nothing moved.
+            UsageError: the device cannot wait for ``after``; nothing moved.
             DeviceError: the device does not take the copy; nothing moved.
         """
 

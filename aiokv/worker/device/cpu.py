@@ -33,12 +33,12 @@ _NOT_ATTACHED: Final = "the cpu device has no memory: attach() it first"
 
 
 class CpuCopy:
-    """One native copy job. Its layers are submitted as soon as it exists."""
+    """One native copy job; its layers are submitted when it is created."""
 
     def __init__(self, job: _native.CopyJob, num_layers: int) -> None:
         self._job = job
         events = job.layer_events
-        # an offload is one piece of work for all layers
+        # an offload has one event for all layers
         self._events = events if len(events) == num_layers else events * num_layers
 
     @property
@@ -46,7 +46,7 @@ class CpuCopy:
         return self._events
 
     def wait_submitted(self, layer: int) -> None:
-        """Nothing to wait for: the job is on its stream."""
+        """Return: the job is on its stream."""
 
     def stream_wait(self, layer: int, stream: CpuStream) -> None:
         """Make a :class:`CpuStream` wait for the layer."""
@@ -155,7 +155,7 @@ class CpuDevice(Unique):
         if cpu_event is not None and not cpu_event.recorded:
             raise UsageError(
                 "the event was never recorded, so nothing can wait for it",
-                hint="call CpuEvent.begin() or CpuStream.record(event) before the step is closed",
+                hint="call CpuEvent.begin() or CpuStream.record(event) before you close the step",
             )
 
     def detach(self, *, keep_host: bool) -> None:

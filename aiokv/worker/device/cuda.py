@@ -4,8 +4,8 @@
              host blocks ─────────kernel, at most 4 CTAs────► regions    lone small pieces
     offload  regions ─gather► staging ring ─copy engine► host blocks     whole blocks
 
-Each direction has a native thread that submits, so a call here costs microseconds. CuPy makes the
-streams; the arrays may be CuPy's, Paddle's or PyTorch's, all use the primary context.
+A native thread per direction submits the work, so a call here takes microseconds. CuPy creates the
+streams; the arrays may be CuPy's, Paddle's or PyTorch's: all use the primary context.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _cuda: Any = getattr(_native, "cuda", None)  # absent when aiokv was built without a CUDA compiler
 
-HIGHEST_PRIORITY: Final = -5  # clamped by CUDA: a short scatter goes before the model's next CTAs
+HIGHEST_PRIORITY: Final = -5  # clamped by CUDA: a short scatter runs before the model's next CTAs
 
 Path = Literal["auto", "staged", "direct"]
 
@@ -49,12 +49,12 @@ class CudaOptions:
 
     Attributes:
         path: ``"auto"`` lets the planner choose by run length and piece size; the others force.
-        slot_bytes: a staging slot, and the most that moves as one piece.
-        num_slots: staging slots of a direction.
-        queued_pieces: what a direction has in the driver's queue at most; its thread fills the
-            queue, sleeps until half of it has moved, and so spends little CPU time.
+        slot_bytes: size of a staging slot, which is also the largest chunk that moves at once.
+        num_slots: staging slots per direction.
+        queued_pieces: chunks that a direction has in the driver's queue at most. Its thread fills
+            the queue and sleeps until half of it has moved, which takes little CPU time.
         max_group_layers: layers of the largest group of an onload; they become usable together.
-        staged_ctas: thread blocks of the kernels inside device memory; 8 move 350 GB/s.
+        staged_ctas: thread blocks of the kernels within device memory; 8 move 350 GB/s.
         direct_ctas: thread blocks of the kernel across the link.
         timing: record times on the device, for :meth:`CudaCopy.layer_seconds`.
         touch_threads: threads that touch the host arena's pages ahead of the pinning.
@@ -95,13 +95,13 @@ _COUNTS: Final = (
 
 
 class CudaCopy:
-    """One transfer in its lane. Its events are not done before the lane has recorded them."""
+    """One transfer in its lane; its events are not done before the lane has recorded them."""
 
     def __init__(
         self, transfer: Any, groups: Sequence[tuple[int, int]], after: Event | None
     ) -> None:
         self._transfer = transfer
-        self._after = after  # the lane still has to wait for it
+        self._after = after  # kept until the lane has waited for it
         events: list[Event] = []
         for first, end in groups:
             events += [transfer.layer_event(end - 1)] * (end - first)
@@ -114,14 +114,14 @@ class CudaCopy:
 
     @property
     def started(self) -> bool:
-        """The lane has submitted the first command, and no longer needs the event before it."""
+        """True when the lane has submitted the first command, and needs ``after`` no longer."""
         return bool(self._transfer.started)
 
     def wait_submitted(self, layer: int) -> None:
         """Block, without the GIL, until the layer is on its stream.
 
         Raises:
-            DeviceError: it never will be.
+            DeviceError: the layer will never be submitted.
         """
         self._transfer.wait_submitted(layer)
 
@@ -139,7 +139,7 @@ class CudaCopy:
         return None if failure is None else CopyError(failure[0], failure[2])
 
     def layer_seconds(self) -> list[float | None]:
-        """Device time from the transfer's first command to the end of each layer.
+        """Return the device time from the transfer's first command to the end of each layer.
 
         None for layers that have not arrived, and without ``CudaOptions.timing``.
         """
@@ -147,7 +147,7 @@ class CudaCopy:
         return [time / 1e3 if time >= 0 else None for time in times]
 
     def group_paths(self) -> list[tuple[int, int, str]]:
-        """``(first layer, end layer, path)`` as planned; empty before the lane has looked."""
+        """Return ``(first layer, end layer, path)`` as planned; empty before that."""
         return [(first, end, path.name.lower()) for first, end, path in self._transfer.groups()]
 
 
@@ -155,8 +155,8 @@ class CudaDevice(Unique):
     """Moves blocks between the host arena and one GPU.
 
     Args:
-        ordinal: the GPU; by default CuPy's current one.
-        options: how to move.
+        ordinal: number of the GPU; by default CuPy's current one.
+        options: of the transfers.
 
     Raises:
         ConfigError: aiokv was built without CUDA, CuPy is not installed, or there is no such GPU.
@@ -187,16 +187,19 @@ class CudaDevice(Unique):
     # --- memory -----------------------------------------------------------------------------
 
     def attach(self, regions: Regions, arena: HostArena) -> None:
-        """Bind the memory and begin to pin the arena; transfers may start at once.
+        """Bind the memory and start to pin the arena; transfers may start at once.
 
         A transfer waits until its host blocks are pinned; low ids are pinned first.
 
         Raises:
             LayoutError: there are no tensors, or they are not on this GPU.
-            DeviceError: the GPU has no room for the staging rings.
+            DeviceError: the GPU has no memory for the staging rings.
         """
         if regions.devices != {"cuda"} or regions.num_blocks is None:
-            raise LayoutError(f"{self.name} needs tensors on it, got {set(regions.devices)}")
+            raise LayoutError(
+                f"the tensors are on {sorted(regions.devices) or 'no device'}; {self.name} copies "
+                "tensors on a GPU"
+            )
         for piece in regions.all_pieces():
             self._check_device(piece.pointer, f"region {piece.region!r}, layer {piece.layer}")
         with self._cupy.cuda.Device(self.ordinal):
@@ -216,7 +219,7 @@ class CudaDevice(Unique):
         }
 
     def detach(self, *, keep_host: bool) -> None:
-        """The staging rings go, too; an arena that stays stays pinned."""
+        """Release the memory and the staging rings; ``keep_host`` leaves the arena pinned."""
         if self._states is not None:
             self._states.close()
             self._states = None
@@ -231,16 +234,16 @@ class CudaDevice(Unique):
         self._memory = None
 
     def close(self) -> None:
-        """Finish what is submitted, join the threads, unpin the arena. Idempotent."""
+        """Finish submitted copies, join the threads, unpin the arena. Idempotent."""
         self.detach(keep_host=False)
 
     @property
     def pinned_bytes(self) -> int:
-        """Of the host arena, from its beginning; grows in the background."""
+        """Pinned bytes of the host arena, from its beginning; grows in the background."""
         return 0 if self._host is None else int(self._host.ready_bytes)
 
     def wait_pinned(self) -> float:
-        """Block, without the GIL, until the whole arena is pinned; the seconds that it took.
+        """Block, without the GIL, until the whole arena is pinned; return the seconds it took.
 
         Raises:
             DeviceError: pinning failed or was cancelled.
@@ -249,7 +252,7 @@ class CudaDevice(Unique):
         return float(self._host.elapsed_seconds)
 
     def cancel_pinning(self) -> None:
-        """Pin no further chunk; transfers that need more fail."""
+        """Pin no further chunk; transfers of blocks that are not pinned fail."""
         self._host.cancel()
 
     # --- transfers --------------------------------------------------------------------------
@@ -274,19 +277,19 @@ class CudaDevice(Unique):
         return self._submit(route, target_ids, source_ids, after, _cuda.Path.AUTO)
 
     def check_event(self, event: Event) -> None:
-        """Raise unless the event can be asked, and has a CUDA handle: one that was recorded."""
+        """Raise unless the event can be queried and has a CUDA handle, i.e. was recorded."""
         check_event_type(event)
         event_handle(event)
 
     @property
     def failure(self) -> DeviceError | None:
-        """The error after which nothing on the GPU can be trusted; None while all is well."""
+        """The error after which no result of the GPU is valid; None without one."""
         if self._engine is None or not self._engine.broken_code:
             return None
         return DeviceError(
             f"{self.name}: {self._engine.broken_reason}",
             cuda_code=self._engine.broken_code,
-            hint="start the process again: CUDA's context is lost",
+            hint="restart the process: the CUDA context is lost",
         )
 
     @property
@@ -315,7 +318,7 @@ class CudaDevice(Unique):
         while self._starting and self._starting[0].started:
             self._starting.popleft()
         if after is not None:
-            self._starting.append(copy)  # keeps the event until the lane has waited for it
+            self._starting.append(copy)  # keeps the event alive until the lane has waited for it
         return copy
 
     # --- set-up -----------------------------------------------------------------------------
@@ -324,8 +327,8 @@ class CudaDevice(Unique):
         attributes = self._cupy.cuda.runtime.pointerGetAttributes(pointer)
         if attributes.device != self.ordinal:
             raise LayoutError(
-                f"{what} is on cuda:{attributes.device}, the device is {self.name}",
-                hint="make one cache a GPU",
+                f"{what} is on cuda:{attributes.device}, but the device is {self.name}",
+                hint="create one engine per GPU",
             )
 
     def _register(self, arena: HostArena) -> Any:
@@ -368,7 +371,8 @@ class CudaDevice(Unique):
 def _layout(
     regions: Regions, host_block_bytes: int
 ) -> tuple[list[tuple[int, int, int, int, int]], list[int]]:
-    """``(device base, stride, bytes, host offset, host bytes)`` a piece, and each layer's first."""
+    """Return ``(device base, stride, bytes, host offset, host bytes)`` per piece, and each layer's
+    first index."""
     pieces = list(regions.pieces())
     ends = [piece.host_offset_bytes for piece in pieces[1:]] + [host_block_bytes]
     slices = [
@@ -397,7 +401,7 @@ def _existing_gpu(cupy: Any, ordinal: int | None) -> int:
         ) from error
     if not 0 <= integer("ordinal", found, error=ConfigError) < count:
         raise ConfigError(
-            f"cuda:{found} does not exist: this process sees {count} GPUs",
+            f"cuda:{found} does not exist: this process can use {count} GPUs",
             hint="see CUDA_VISIBLE_DEVICES",
         )
     return found

@@ -1,4 +1,4 @@
-"""Raw handles of other libraries' streams and events: always passed on, never guessed."""
+"""Raw handles of other libraries' streams and events."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _EVENT_WRAPPERS: Final = ("event_base", "event")  # paddle.device.Event
 
 
 def stream_handle(stream: Any) -> int:
-    """The ``cudaStream_t`` of a CuPy, PyTorch, Paddle or Numba stream, or of an integer.
+    """Return the ``cudaStream_t`` of a CuPy, PyTorch, Paddle or Numba stream, or of an integer.
 
     Objects with ``__cuda_stream__`` (NVIDIA's protocol) work as well.
 
@@ -27,10 +27,10 @@ def stream_handle(stream: Any) -> int:
 
 
 def event_handle(event: Any) -> int:
-    """The ``cudaEvent_t`` of a CuPy, PyTorch, Paddle or Numba event, or of an integer.
+    """Return the ``cudaEvent_t`` of a CuPy, PyTorch, Paddle or Numba event, or of an integer.
 
     Raises:
-        UsageError: it has no handle, or none yet: PyTorch makes it when the event is recorded.
+        UsageError: it has no handle, or none yet: PyTorch creates it when the event is recorded.
     """
     handle = _handle(event, _EVENT_ATTRIBUTES, _EVENT_WRAPPERS, "event")
     if handle == 0:
@@ -52,4 +52,7 @@ def _handle(thing: Any, attributes: tuple[str, ...], wrappers: tuple[str, ...], 
         inner = getattr(thing, name, None)
         if inner is not None and not callable(inner):
             return _handle(inner, attributes, wrappers, what)
-    raise UsageError(f"a {type(thing).__module__}.{type(thing).__name__} is no CUDA {what}")
+    raise UsageError(
+        f"{what} is a {type(thing).__module__}.{type(thing).__name__}; it must be a CUDA {what} of "
+        "CuPy, PyTorch, Paddle or Numba, or a handle"
+    )

@@ -1,4 +1,4 @@
-"""Which memory is near a GPU, from sysfs: no subprocess, no library."""
+"""NUMA placement of host memory near a GPU, read from sysfs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _SYSFS: Final = Path("/sys")
 
 
 class Placement(NamedTuple):
-    """Where the host arena should lie.
+    """NUMA placement of the host arena.
 
     Attributes:
-        node: NUMA node of the GPU; -1 when the machine does not say, or has only one.
-        strict: the node has room, so the arena may be bound to it; else it is only preferred,
-            because a bound node that runs out kills the process.
+        node: NUMA node of the GPU; -1 when it is unknown, or the machine has one node.
+        strict: the node has enough free memory, so the arena may be bound to it. Otherwise the node
+            is only preferred: the kernel kills a process whose bound node runs out of memory.
     """
 
     node: int
@@ -23,7 +23,7 @@ class Placement(NamedTuple):
 
 
 def placement(pci_address: str, num_bytes: int, sysfs: Path = _SYSFS) -> Placement:
-    """Where ``num_bytes`` for the GPU at ``pci_address`` (``"0000:3b:00.0"``) should lie."""
+    """Return the placement of ``num_bytes`` for the GPU at ``pci_address`` (``"0000:3b:00.0"``)."""
     nodes = sorted(sysfs.glob("devices/system/node/node[0-9]*"))
     node = _read_int(sysfs / "bus/pci/devices" / pci_address.lower() / "numa_node")
     if len(nodes) < 2 or node < 0:

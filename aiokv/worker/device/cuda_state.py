@@ -1,8 +1,8 @@
-"""Slots of recurrent state on a GPU: copied and zeroed in place, on a stream of their own.
+"""Copies and zeroing of recurrent-state slots on a GPU, on a stream of their own.
 
-A slot is a row of every state tensor. Rows that lie equally far apart, as those of one tensor
-``[layers, slots, ...]`` do, are one 2D copy. Copies within device memory run at terabytes a second
-and wait for nothing but their step, so they are submitted on the loop's thread.
+A slot is a row of every state tensor. Rows at equal distances, such as those of one tensor
+``[layers, slots, ...]``, are moved by one 2D copy. Copies within device memory run at terabytes per
+second and wait for nothing but their step, so they are submitted on the loop's thread.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Rows(NamedTuple):
 
 
 def merge_rows(pieces: Sequence[Piece]) -> list[Rows]:
-    """Pieces in order, joined where the next one lies as far off as the one before."""
+    """Return the pieces in order, merged where they have equal distances."""
     merged: list[Rows] = []
     for piece in pieces:
         last = merged[-1] if merged else None
@@ -56,7 +56,7 @@ def merge_rows(pieces: Sequence[Piece]) -> list[Rows]:
 
 
 class CudaStateCopy:
-    """One submitted set of copies: one event, recorded before this exists."""
+    """Submitted copies with one event, which was recorded before this object is created."""
 
     def __init__(self, cupy: Any, event: Any, num_layers: int) -> None:
         self._runtime = cupy.cuda.runtime
@@ -68,7 +68,7 @@ class CudaStateCopy:
         return [self._event] * self._num_layers
 
     def wait_submitted(self, layer: int) -> None:
-        """Nothing to wait for."""
+        """Return: the copies are on their stream."""
 
     def stream_wait(self, layer: int, stream: Any) -> None:
         """Make a CuPy, PyTorch, Paddle or raw stream wait.
@@ -79,13 +79,13 @@ class CudaStateCopy:
         handle = stream_handle(stream)
         if self._runtime.streamIsCapturing(handle):
             raise UsageError(
-                "the stream is being captured: a graph would wait for it at every launch",
-                hint="call gpu_wait_all before the launch",
+                "stream_wait: the stream is being captured; the graph would wait at every launch",
+                hint="call gpu_wait_all(stream) before the launch instead",
             )
         self._runtime.streamWaitEvent(handle, self._event.ptr, 0)
 
     def error(self) -> CopyError | None:
-        return None  # a lost event is told by its query
+        return None  # the query of a lost event raises
 
 
 class CudaStateMover:
@@ -101,7 +101,6 @@ class CudaStateMover:
         self._cupy = cupy
         self._device = cupy.cuda.Device(ordinal)
         self._rows = merge_rows(regions.state_pieces)
-        self._num_slots = regions.num_state_slots or 0
         self._num_layers = regions.num_layers
         with self._device:
             self._stream = cupy.cuda.Stream(non_blocking=True)
@@ -109,8 +108,7 @@ class CudaStateMover:
     def move(
         self, sources: NDArray[np.int32], targets: NDArray[np.int32], after: Event | None
     ) -> CudaStateCopy:
-        """As ``Device.move_state``."""
-        self._check(sources.tolist(), targets.tolist())
+        """Submit the copies of a plan whose ids have been checked; see :meth:`Device.copy`."""
         runtime, stream = self._cupy.cuda.runtime, self._stream.ptr
         with self._device:
             if after is not None:
@@ -123,7 +121,7 @@ class CudaStateMover:
         return CudaStateCopy(self._cupy, event, self._num_layers)
 
     def close(self) -> None:
-        """Wait for what is submitted."""
+        """Wait for the submitted copies."""
         self._stream.synchronize()
 
     def _move_rows(self, rows: Rows, source: int, target: int) -> None:
@@ -143,13 +141,3 @@ class CudaStateMover:
             return
         for i in range(rows.num_tensors):
             runtime.memsetAsync(to + i * rows.pitch_bytes, 0, rows.num_bytes, stream)
-
-    def _check(self, sources: list[int], targets: list[int]) -> None:
-        outside = [i for i in targets if not 0 <= i < self._num_slots]
-        outside += [i for i in sources if not -1 <= i < self._num_slots]
-        if outside or not targets or len(sources) != len(targets):
-            raise UsageError(
-                f"state slots {sources} to {targets}: there are {self._num_slots}, -1 is zeros"
-            )
-        if len({*targets}) < len(targets) or {*targets} & {*sources}:
-            raise UsageError(f"state slots {sources} to {targets}: a target is named twice")

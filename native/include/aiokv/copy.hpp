@@ -15,6 +15,7 @@
 
 #include "aiokv/direction.hpp"
 #include "aiokv/event.hpp"
+#include "aiokv/ids.hpp"
 #include "aiokv/stream.hpp"
 
 namespace aiokv {
@@ -27,7 +28,7 @@ struct Piece {
     std::size_t host_offset = 0;    // in the host block
 };
 
-// Where every block of both tiers lies. Borrows the memory; immutable.
+// Addresses of the blocks of both tiers. Borrows the memory; immutable.
 struct BlockMap : std::enable_shared_from_this<BlockMap> {
     std::vector<std::vector<Piece>> layers;
     std::uintptr_t host_base = 0;
@@ -39,20 +40,18 @@ struct BlockMap : std::enable_shared_from_this<BlockMap> {
     void check() const;
 };
 
-// Neighbours on both sides: blocks host..host+length and device..device+length.
+// Blocks that are consecutive on both sides: host..host+length and device..device+length.
 struct Run {
     std::int64_t host = 0;
     std::int64_t device = 0;
     std::int64_t length = 0;
 };
 
-// Throws UsageError on empty lists, unequal lengths, ids out of range and on a destination that is
-// named twice; the message has the numbers.
+// Throws UsageError unless the ids of a copy between the two tiers are valid: see ids.hpp.
 void check_ids(const BlockMap& map, Direction direction, std::span<const std::int32_t> host_ids,
                std::span<const std::int32_t> device_ids);
 
-// Pairs sorted by host id and joined where both sides continue. The lists are as long as each
-// other.
+// Pairs sorted by host id, and merged where both sides are consecutive. The lists are equally long.
 std::vector<Run> merge_runs(std::span<const std::int32_t> host_ids,
                             std::span<const std::int32_t> device_ids);
 
@@ -66,11 +65,11 @@ class CopyJob {
   public:
     explicit CopyJob(std::vector<std::shared_ptr<Event>> events) : events_(std::move(events)) {}
 
-    // One a layer for an onload; a single one, shared by all layers, for an offload.
+    // One per layer for an onload; one for all layers of an offload.
     const std::vector<std::shared_ptr<Event>>& events() const { return events_; }
 
     std::optional<CopyError> error() const;
-    void fail(CopyError error);  // the first one stays
+    void fail(CopyError error);  // the first error is kept
 
   private:
     const std::vector<std::shared_ptr<Event>> events_;
@@ -78,14 +77,14 @@ class CopyJob {
     std::optional<CopyError> error_;
 };
 
-// Queues a checked copy on `stream` and returns at once. It starts after `after`, if given; when
-// that event failed, so does the job, without moving a byte. Throws UsageError as check_ids() does.
+// Queues a copy on `stream` and returns at once. The copy starts after `after`, if given; when that
+// event failed, the job fails without moving a byte. Throws UsageError as check_ids() does.
 std::shared_ptr<CopyJob> copy_blocks(Stream& stream, std::shared_ptr<const BlockMap> map,
                                      Direction direction, std::span<const std::int32_t> host_ids,
                                      std::span<const std::int32_t> device_ids,
                                      std::shared_ptr<Event> after = nullptr);
 
-// The error of that very recording of an event that a copy waited for; empty for success.
+// The error of one recording of an event that a copy waited for; empty for success.
 std::string failure_of(const Event& event, std::uint64_t generation);
 
 // memcpy whose stores bypass the caches when `streaming`; needs a streaming_fence() before the

@@ -8,37 +8,14 @@ namespace aiokv {
 
 namespace {
 
-// A job this large would push everything else out of the caches, and its own first bytes too.
+// A larger job would evict everything else from the CPU caches, and its own first bytes, too.
 constexpr std::size_t kStreamedJobBytes = std::size_t{8} << 20;
-// Longest stretch between two looks at the stop flag: a few hundred microseconds.
+// Bytes copied between two checks of the stop flag: a few hundred microseconds.
 constexpr std::size_t kChunkBytes = std::size_t{4} << 20;
 
 using Ids = std::span<const std::int32_t>;
 
-std::string text(std::int64_t number) {
-    return std::to_string(number);
-}
-
-void check_range(Ids ids, std::int64_t limit, const char* side) {
-    for (std::size_t i = 0; i < ids.size(); ++i) {
-        if (ids[i] < 0 || ids[i] >= limit) {
-            throw UsageError(std::string(side) + " block id " + text(ids[i]) + " at index " +
-                             std::to_string(i) + " is not in [0, " + text(limit) + ")");
-        }
-    }
-}
-
-void check_distinct(Ids ids, const char* side) {
-    std::vector<std::int32_t> sorted(ids.begin(), ids.end());
-    std::sort(sorted.begin(), sorted.end());
-    const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
-    if (twice != sorted.end()) {
-        throw UsageError(std::string(side) + " block id " + text(*twice) +
-                         " is a destination twice");
-    }
-}
-
-// Everything the stream's thread needs to do one job.
+// State that the stream's thread needs for one job.
 class Mover {
   public:
     Mover(std::shared_ptr<const BlockMap> map, Direction direction, std::vector<Run> runs)
@@ -52,8 +29,8 @@ class Mover {
         streaming_ = block_bytes * static_cast<std::size_t>(blocks) >= kStreamedJobBytes;
     }
 
-    // What one event stands for: a layer of an onload, all of an offload. False when `stop` was
-    // seen before the last byte.
+    // Moves the bytes of one event: a layer of an onload, all layers of an offload. Returns false
+    // when `stop` was set before the last byte.
     bool move_step(std::size_t step, const std::atomic<bool>& stop) const {
         return direction_ == Direction::kOnload ? move_layer(step, stop) : move_all(stop);
     }
@@ -69,7 +46,7 @@ class Mover {
         return true;
     }
 
-    // Block by block, so that host blocks are written from end to end.
+    // Block by block, so that each host block is written sequentially.
     bool move_all(const std::atomic<bool>& stop) const {
         for (const auto& run : runs_) {
             if (!move_run_of_all(run, stop)) return false;
@@ -94,7 +71,7 @@ class Mover {
     }
 
     bool move_run_of_all(const Run& run, const std::atomic<bool>& stop) const {
-        // Only a host block of one single piece can be dense, so no other piece is left out.
+        // A dense piece is the only piece of its host block, so no other piece is left out.
         for (const auto& pieces : map_->layers) {
             for (const auto& piece : pieces) {
                 if (dense(piece)) return move_run(piece, run, stop);
@@ -133,7 +110,7 @@ class Mover {
     bool streaming_ = false;
 };
 
-// Runs on the stream's thread; every event is finished, whatever happens.
+// Runs on the stream's thread; finishes every event, also after a failure.
 void run_job(CopyJob& job, const Mover& mover, const std::vector<std::uint64_t>& generations,
              std::string failure, const std::atomic<bool>& stop) {
     const auto& events = job.events();
@@ -170,17 +147,12 @@ void BlockMap::check() const {
 }
 
 void check_ids(const BlockMap& map, Direction direction, Ids host_ids, Ids device_ids) {
-    if (host_ids.size() != device_ids.size()) {
-        throw UsageError(std::to_string(host_ids.size()) + " host blocks against " +
-                         std::to_string(device_ids.size()) + " device blocks");
-    }
-    if (host_ids.empty()) throw UsageError("a copy of no blocks");
-    check_range(host_ids, map.host_blocks, "host");
-    check_range(device_ids, map.device_blocks, "device");
+    const IdPool host{"host block", map.host_blocks};
+    const IdPool device{"device block", map.device_blocks};
     if (direction == Direction::kOnload) {
-        check_distinct(device_ids, "device");
+        check_ids({.sources = host_ids, .targets = device_ids}, host, device);
     } else {
-        check_distinct(host_ids, "host");
+        check_ids({.sources = device_ids, .targets = host_ids}, device, host);
     }
 }
 

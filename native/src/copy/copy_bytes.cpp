@@ -13,7 +13,7 @@ namespace aiokv {
 namespace {
 
 constexpr std::size_t kLine = 64;
-// Below this the unaligned head and tail cost more than the stores save.
+// Below this size the unaligned head and tail cost more than streaming stores save.
 constexpr std::size_t kMinStreamedBytes = 1024;
 
 void stream_lines(char* to, const char* from, std::size_t lines) {

@@ -7,7 +7,7 @@
 
 namespace aiokv::cuda {
 
-// Which chunk of which slice of which row a warp works on.
+// Chunk, slice and row that a warp copies.
 struct Chunk {
     std::uint8_t* device;
     std::uint8_t* other;
@@ -36,8 +36,8 @@ __device__ inline Chunk locate(const KernelCopy& copy, std::uint32_t unit) {
             static_cast<std::uint32_t>(left <= kChunkBytes ? slice.host_bytes - slice.bytes : 0)};
 }
 
-// Loads first, then stores: latency of one vector, not of eight. Streaming hints, because none of
-// these bytes is read again soon.
+// All loads, then all stores: the latency of one vector instead of eight. Streaming hints, because
+// these bytes are not read again soon.
 __device__ inline void copy_full_chunk(std::uint8_t* to, const std::uint8_t* from,
                                        std::uint32_t lane) {
     constexpr int kUnroll = kChunkBytes / (32 * sizeof(uint4));
@@ -65,7 +65,8 @@ __device__ inline void copy_vectors(std::uint8_t* to, const std::uint8_t* from, 
     }
 }
 
-// Any size and any alignment: the widest vectors that both addresses allow, then single bytes.
+// Copies any size at any alignment: the widest vectors that both addresses allow, then single
+// bytes.
 __device__ inline void copy_bytes(std::uint8_t* to, const std::uint8_t* from, std::uint32_t bytes,
                                   std::uint32_t lane) {
     const auto alignment =
@@ -91,7 +92,7 @@ __device__ inline void copy_bytes(std::uint8_t* to, const std::uint8_t* from, st
     }
 }
 
-// Calls work(chunk, lane) for every chunk of the copy, a warp each.
+// Calls work(chunk, lane) for every chunk of the copy, one warp per chunk.
 template <typename Work>
 __device__ inline void for_each_chunk(const KernelCopy& copy, Work work) {
     const std::uint32_t lane = threadIdx.x % 32;

@@ -11,12 +11,12 @@ namespace {
 void validate_streams(const LaneStreams& streams) {
     for (cudaStream_t stream : {streams.copy, streams.kernel}) {
         if (stream == nullptr || stream == cudaStreamLegacy || stream == cudaStreamPerThread) {
-            throw UsageError("transfers need streams of their own, not a default stream");
+            throw UsageError("the stream is a default stream; transfers need their own streams");
         }
     }
 }
 
-// A window's slices are found by layer on the device as well, so they are uploaded once.
+// The kernels find the slices of a window by layer, so the slices are uploaded once.
 Slice* upload_slices(const Layout& layout, cudaStream_t stream) {
     if (layout.slices.empty()) {
         return nullptr;
@@ -64,7 +64,7 @@ SwapEngine::~SwapEngine() {
     try {
         close();
     } catch (const DeviceError&) {
-        // the device is broken: every waiter has been told, and there is nothing left to free
+        // the device is broken: all waiters have failed, and nothing is left to free
     }
 }
 
@@ -85,7 +85,8 @@ std::shared_ptr<Transfer> SwapEngine::submit(Direction direction,
     } else {
         ids_.check_offload(host_ids, device_ids);
         if (path == Path::kDirect) {
-            throw UsageError("the direct path only onloads: stores across the link stall the GPU");
+            throw UsageError(
+                "the direct path supports onloads only: stores across the link stall the GPU");
         }
     }
     Request request{direction,

@@ -6,7 +6,7 @@
 namespace aiokv::cuda {
 namespace {
 
-// cudaMemcpyBatchAsync came with 12.8, and needs a driver that knows it.
+// cudaMemcpyBatchAsync needs CUDA 12.8, and a driver that supports it.
 bool driver_has_batches() {
 #if CUDART_VERSION >= 12080
     static const bool has = [] {

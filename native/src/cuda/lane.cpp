@@ -11,7 +11,7 @@
 namespace aiokv::cuda {
 namespace {
 
-// More transfers than slots can never be on the streams at once; one more is being prepared.
+// At most one transfer per staging slot is on the streams, and one more is being prepared.
 constexpr std::size_t kSpareIdBuffers = 2;
 constexpr double kRateStep = 1.03;  // of the guessed speed of the link, after each look
 constexpr double kSlowestLink = 1e9, kFastestLink = 200e9;  // bytes a second
@@ -63,7 +63,7 @@ Lane::~Lane() {
     try {
         close();
     } catch (const DeviceError&) {
-        // broken: the memory goes with the process
+        // the device is broken: the memory is freed with the process
     }
 }
 
@@ -253,7 +253,8 @@ void Lane::gate(const Group& group) {
     }
 }
 
-// The first command of the next piece waits, on the device, for the last of the slot's former one.
+// The first command of a piece waits, on the device, for the last command of the piece that used
+// the slot before.
 std::uint8_t* Lane::take_slot(cudaStream_t first_stream) {
     const std::size_t slot = next_slot_++ % slot_users_.size();
     const std::size_t user_end = std::exchange(slot_users_[slot], next_piece_ + 1);
@@ -264,7 +265,7 @@ std::uint8_t* Lane::take_slot(cudaStream_t first_stream) {
     return staging_ + slot * slot_bytes_;
 }
 
-// Commands in a row cost half of what commands with a sleep between them do.
+// Commands without a sleep between them take half the time of commands with one.
 void Lane::pace() {
     if (next_piece_ - moved_pieces_ < pieces_.size()) {
         return;
@@ -274,10 +275,10 @@ void Lane::pace() {
     moved_pieces_ = moved;
 }
 
-// Sleeping until the expected end and then asking once is the cheapest wait there is; blocking in
-// the driver costs twice as much CPU time, and is what is left when the guess was early. Each look
-// moves the guess a little, so that looks come just around the end: the pause that a late look
-// leaves must never count as a slow link, or the next look would come later still.
+// Sleeping until the expected end and then querying once is the cheapest wait. Blocking in the
+// driver takes twice as much CPU time; it is used when the estimate was too early. Each query
+// adjusts the estimate a little, so that queries happen close to the end. The idle time after a
+// late query must never count as a slow link, or the next query would be even later.
 void Lane::wait_for(std::size_t number) {
     const Piece& waited = piece(number);
     if (waited.expected_end > clock_seconds(CLOCK_MONOTONIC)) {
@@ -292,7 +293,7 @@ void Lane::wait_for(std::size_t number) {
         check(code, "waiting for a piece");
         link_rate_ *= kRateStep;
     }
-    // What was submitted behind this piece began when it ended.
+    // The work behind this piece began when the piece ended.
     expected_end_ = clock_seconds(CLOCK_MONOTONIC);
     for (std::size_t behind = number + 1; behind < next_piece_; ++behind) {
         expected_end_ += static_cast<double>(piece(behind).bytes) / link_rate_;
@@ -344,7 +345,7 @@ void Lane::settle(Transfer& transfer, const DeviceError& error) {
     }
 }
 
-// What was submitted still runs: the transfer's blocks stay its own until that has ended.
+// Submitted work still runs: the blocks belong to the transfer until that work has ended.
 void Lane::settle_failure(Transfer& transfer, const DeviceError& error) {
     const cudaError_t state = cudaStreamQuery(last_stream());
     if (state != cudaSuccess && state != cudaErrorNotReady) {
@@ -369,7 +370,7 @@ void Lane::settle_failure(Transfer& transfer, const DeviceError& error) {
     transfer.fail({first_bad_block(), error.code, error.what()}, last_stream());
 }
 
-// Groups come one after the other, so a block is whole only when its row of the last group is.
+// Groups are copied one after the other: a block is complete when its row of the last group is.
 std::uint32_t Lane::first_bad_block() const {
     if (!last_group_ || rows_submitted_ >= order_.size()) {
         return 0;

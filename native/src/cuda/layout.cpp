@@ -87,8 +87,8 @@ void IdCheck::distinct(Pool& pool, std::span<const std::int32_t> ids) {
     for (const std::int32_t id : ids) {
         std::uint32_t& stamp = pool.stamps[static_cast<std::size_t>(id)];
         if (stamp == pool.round) {
-            throw UsageError(std::string(pool.name) + " block " + std::to_string(id) +
-                             " is a destination twice");
+            throw UsageError("duplicate destination: " + std::string(pool.name) + " block " +
+                             std::to_string(id));
         }
         stamp = pool.round;
     }

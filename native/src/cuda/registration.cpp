@@ -103,13 +103,13 @@ void HostRegistration::close() {
     const DeviceScope scope(options_.device);
     for (std::size_t begin = 0; begin < ready_.load(); begin += options_.chunk_bytes) {
         if (cudaHostUnregister(base_ + begin) != cudaSuccess) {
-            cudaGetLastError();  // a broken context: the process has to end anyway
+            cudaGetLastError();  // the context is broken: the process must be restarted
         }
     }
     ready_.store(0);
 }
 
-// Placement is decided by the first touch, so the policy has to be there before it.
+// The first touch of a page decides its placement, so the policy is set before it.
 void HostRegistration::bind() {
     if (options_.numa_node < 0 || options_.numa_node >= 64 || bytes_ == 0) {
         return;

@@ -49,7 +49,7 @@ bool Transfer::query(cudaEvent_t event) {
 bool Transfer::layer_done(std::uint32_t layer) {
     check_layer(layer);
     const std::uint32_t submitted = submitted_groups_.load(std::memory_order_acquire);
-    // Groups are planned before the first is submitted, and do not change after that.
+    // Groups are planned before the first one is submitted, and do not change afterwards.
     if (submitted > 0 && group_of_layer_[layer] < submitted) {
         const std::uint32_t group = group_of_layer_[layer];
         std::uint32_t done = done_groups_.load(std::memory_order_relaxed);

@@ -49,14 +49,15 @@ Direction direction_of(bool onload) {
     return onload ? Direction::kOnload : Direction::kOffload;
 }
 
-// Event and BlockMap are made by make_shared and know it: a reference that Python made would need
-// the GIL to go away on a stream's thread, whose end another thread may await with the GIL held.
+// Event and BlockMap are created by make_shared: a reference that Python created would need the GIL
+// when it is dropped on a stream's thread, and another thread may join that thread with the GIL
+// held.
 void bind_event(nb::module_& m) {
     nb::class_<Event>(m, "Event", "A point in a stream's order. Thread-safe.")
         .def(nb::new_([] { return std::make_shared<Event>(); }))
-        .def_prop_ro("done", &Event::done, "Recorded and finished, also when it failed.")
+        .def_prop_ro("done", &Event::done, "Recorded and finished, successfully or not.")
         .def_prop_ro("recorded", &Event::recorded)
-        .def_prop_ro("generation", &Event::generation, "How often it was recorded.")
+        .def_prop_ro("generation", &Event::generation, "Number of recordings so far.")
         .def_prop_ro(
             "error",
             [](const Event& event) -> std::optional<std::string> {
@@ -70,10 +71,10 @@ void bind_event(nb::module_& m) {
                 const auto ns = event.finished_ns();
                 return ns == 0 ? std::nullopt : std::optional(static_cast<double>(ns) * 1e-9);
             },
-            "time.monotonic() at its end; None while not done.")
+            "time.monotonic() at the end; None while not done.")
         .def(
             "begin", [](Event& event) { event.open(); },
-            "Record it for work of the host, which finish() ends; streams may wait from now on.")
+            "Record the event for work of the host, which finish() ends; streams may wait for it.")
         .def(
             "finish",
             [](Event& event, std::string error) {
@@ -84,31 +85,25 @@ void bind_event(nb::module_& m) {
 }
 
 void bind_stream(nb::module_& m) {
-    nb::class_<Stream>(m, "Stream", "A thread that does its work first in, first out.")
+    nb::class_<Stream>(m, "Stream", "A thread that executes its work in order of submission.")
         .def(nb::init<std::string>(), "name"_a)
         .def_prop_ro("name", &Stream::name)
-        .def_prop_ro("depth", &Stream::depth, "Works and records not finished yet.")
-        .def("record", &Stream::record, "event"_a, "Make `event` done when all work so far is.")
+        .def_prop_ro("depth", &Stream::depth, "Work items and records that have not finished.")
+        .def("record", &Stream::record, "event"_a,
+             "Finish `event` when all work so far has finished.")
         .def("wait_event", &Stream::wait_event, "event"_a,
-             "Let later work start after the event; it must have been recorded.")
+             "Start later work after the event, which must have been recorded.")
         .def("synchronize", &Stream::synchronize, Released(),
              "Block until all work so far is done.")
-        .def("close", &Stream::close, Released(), "Do what is queued, then join the thread.")
-        .def("abort", &Stream::abort, Released(), "Fail what is queued, then join the thread.");
+        .def("close", &Stream::close, Released(), "Execute the queued work, then join the thread.")
+        .def("abort", &Stream::abort, Released(), "Fail the queued work, then join the thread.");
 }
 
 void bind_job(nb::module_& m) {
-    nb::class_<BlockMap>(m, "BlockMap", "Where every block of both tiers lies. Borrows the memory.")
+    nb::class_<BlockMap>(m, "BlockMap",
+                         "Addresses of the blocks of both tiers. Borrows the memory.")
         .def(nb::new_(&make_map), "num_layers"_a, "pieces"_a, "host_base"_a, "host_stride"_a,
-             "host_blocks"_a, "device_blocks"_a)
-        .def(
-            "check_ids",
-            [](const BlockMap& map, const IdArray& host_ids, const IdArray& device_ids,
-               bool onload) {
-                check_ids(map, direction_of(onload), ids(host_ids), ids(device_ids));
-            },
-            "host_ids"_a, "device_ids"_a, nb::kw_only(), "onload"_a,
-            "Raise UsageError on bad ranges, unequal or empty lists, and duplicate destinations.");
+             "host_blocks"_a, "device_blocks"_a);
     nb::class_<CopyJob>(m, "CopyJob", "One transfer in flight. Thread-safe.")
         .def_prop_ro("layer_events", &CopyJob::events)
         .def_prop_ro(
@@ -121,7 +116,7 @@ void bind_job(nb::module_& m) {
             "(first bad block, reason), or None.");
 }
 
-// `owner` keeps the memory alive as long as the stream, which may still be copying.
+// `owner` keeps the memory alive while the stream exists, which may still be copying.
 std::shared_ptr<CopyJob> copy(Stream& stream, std::shared_ptr<BlockMap> map, const IdArray& host,
                               const IdArray& device, bool onload, std::shared_ptr<Event> after,
                               const nb::object& /*owner*/) {
@@ -151,7 +146,7 @@ struct DlpackTensor {
     nb::ndarray<> array;
 };
 
-// Of any type of number: bfloat16, float8 and what numpy has no name for, too.
+// Any element type, including those without a numpy name, such as bfloat16 and float8.
 TensorTuple layout(const DlpackTensor& tensor) {
     const nb::ndarray<>& array = tensor.array;
     std::vector<std::int64_t> shape, strides;
@@ -191,7 +186,7 @@ void bind_timer(nb::module_& m) {
             "Expire after delay_seconds, then every repeat_seconds (0: once); replaces an earlier "
             "arming.")
         .def("disarm", &TimerFd::disarm)
-        .def("drain", &TimerFd::drain, "Take note of the expiry, so that select() waits again.")
+        .def("drain", &TimerFd::drain, "Read the expiry, so that select() waits again.")
         .def("close", &TimerFd::close);
 }
 
@@ -203,9 +198,28 @@ void bind_copy(nb::module_& m) {
     bind_job(m);
     bind_dlpack(m);
     bind_timer(m);
+    m.def(
+        "check_ids",
+        [](const IdArray& source_ids, const IdArray& target_ids, const std::string& source,
+           std::int64_t source_blocks, const std::string& target, std::int64_t target_blocks) {
+            const auto name = [](const std::string& pool) {
+                return pool == "state" ? pool + " slot" : pool + " block";
+            };
+            const std::string source_name = name(source), target_name = name(target);
+            check_ids({.sources = ids(source_ids),
+                       .targets = ids(target_ids),
+                       .zeros = source == "state",
+                       .same_pool = source == target},
+                      {source_name.c_str(), source_blocks}, {target_name.c_str(), target_blocks});
+        },
+        "source_ids"_a, "target_ids"_a, nb::kw_only(), "source"_a, "source_blocks"_a, "target"_a,
+        "target_blocks"_a,
+        "Raise UsageError on ids out of range, unequal or empty lists, duplicate destinations, and "
+        "a destination that is a source of the same pool. Pools: 'device', 'host', 'state'.");
     m.def("copy_blocks", &copy, "stream"_a, "block_map"_a, "host_ids"_a, "device_ids"_a,
           nb::kw_only(), "onload"_a, "after"_a.none(), "owner"_a, nb::keep_alive<1, 7>(),
-          "Queue a copy and return at once. Raises as check_ids() does, before the first byte.");
+          "Queue a copy and return at once. Raises as check_ids() does, before the first byte "
+          "moves.");
     m.def("move_slots", &slots, "stream"_a, "pieces"_a, "num_slots"_a, "sources"_a, "targets"_a,
           nb::kw_only(), "after"_a.none(), "owner"_a, nb::keep_alive<1, 7>(),
           "Queue copies (source -1: zeros) of state slots; pieces are (pointer, stride, bytes).");

@@ -1,5 +1,5 @@
-// aiokv._native.cuda. Handles of streams and events are plain integers; whatever may enter the
-// driver gives up the GIL first, or a driver thread that wants it would never get it.
+// aiokv._native.cuda. Handles of streams and events are plain integers. Each call that may enter
+// the driver releases the GIL first: otherwise a driver thread that needs the GIL would deadlock.
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -27,7 +27,7 @@ Handle handle(std::uintptr_t value) {
     return reinterpret_cast<Handle>(value);
 }
 
-// What the poller asks: one native object a layer, without a Python frame in between.
+// The event that the poller queries: one native object per layer, without a Python frame.
 struct LayerEvent {
     std::shared_ptr<cuda::Transfer> transfer;
     std::uint32_t layer;

@@ -1,4 +1,4 @@
-// One function a bind_*.cpp file; module.cpp calls them all.
+// One function per bind_*.cpp file; module.cpp calls all of them.
 #pragma once
 
 #include <nanobind/nanobind.h>

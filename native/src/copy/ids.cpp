@@ -1,0 +1,51 @@
+#include "aiokv/ids.hpp"
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "aiokv/error.hpp"
+
+namespace aiokv {
+namespace {
+
+using Ids = std::span<const std::int32_t>;
+
+std::string named(const IdPool& pool, std::int64_t id) {
+    return std::string(pool.block_name) + " " + std::to_string(id);
+}
+
+void check_range(Ids ids, const IdPool& pool, std::int32_t lowest) {
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+        if (ids[i] < lowest || ids[i] >= pool.num_blocks) {
+            throw UsageError(named(pool, ids[i]) + " at index " + std::to_string(i) +
+                             " is not in [" + std::to_string(lowest) + ", " +
+                             std::to_string(pool.num_blocks) + ")");
+        }
+    }
+}
+
+}  // namespace
+
+void check_ids(const CopyIds& ids, const IdPool& source, const IdPool& target) {
+    if (ids.sources.size() != ids.targets.size()) {
+        throw UsageError(
+            "the lists of ids are not equally long: " + std::to_string(ids.sources.size()) +
+            " source ids, " + std::to_string(ids.targets.size()) + " target ids");
+    }
+    if (ids.targets.empty()) throw UsageError("the copy has no blocks");
+    check_range(ids.sources, source, ids.zeros ? kZeros : 0);
+    check_range(ids.targets, target, 0);
+    std::vector<std::int32_t> written(ids.targets.begin(), ids.targets.end());
+    std::sort(written.begin(), written.end());
+    const auto twice = std::adjacent_find(written.begin(), written.end());
+    if (twice != written.end()) throw UsageError("duplicate destination: " + named(target, *twice));
+    if (!ids.same_pool) return;
+    for (const std::int32_t id : ids.sources) {
+        if (std::binary_search(written.begin(), written.end(), id)) {
+            throw UsageError(named(target, id) + " is both a source and a destination");
+        }
+    }
+}
+
+}  // namespace aiokv
