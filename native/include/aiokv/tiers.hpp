@@ -66,7 +66,7 @@ class Tiers {
     Promises& promises_;
     Swaps& swaps_;
     ResizeTry refused_resize_;
-    std::size_t resize_slot_ = 0;  // of the lease that was in the way of the last one
+    std::size_t resize_from_ = 0;  // index of the lease that was in the way of the last one
 };
 
 }  // namespace aiokv

@@ -131,7 +131,7 @@ std::size_t Index::attached_blocks(const Lease& lease) const {
 std::vector<BlockView> Index::blocks() const {
     std::vector<BlockView> views;
     std::vector<NodeId> path;
-    for (NodeId node = 0; node < tree_.slots(); ++node) {
+    for (NodeId node = 0; node < tree_.end_id(); ++node) {
         if (!tree_.is_live(node) || tree_[node].has(kRoot | kDetached)) continue;
         path.clear();
         NodeId up = node;
@@ -172,7 +172,7 @@ void Index::check(Report& report) const {
                        contexts_[i].leases, " leases of ", leases[i]);
     }
     std::size_t nodes_with_items = 0;
-    for (NodeId node = 0; node < tree_.slots(); ++node) {
+    for (NodeId node = 0; node < tree_.end_id(); ++node) {
         const Node& n = tree_[node];
         if (!tree_.is_live(node) || n.has(kRoot)) continue;
         nodes_with_items += n.has(kHasItems);

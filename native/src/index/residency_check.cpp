@@ -26,7 +26,7 @@ void Residency::check(Report& report) const {
     std::uint32_t idle_host = 0;
     std::uint32_t device_nodes = 0;
     std::uint32_t clean = 0;
-    for (NodeId node = 0; node < tree_.slots(); ++node) {
+    for (NodeId node = 0; node < tree_.end_id(); ++node) {
         const Node& n = tree_[node];
         if (!tree_.is_live(node) || n.has(kRoot)) continue;
         if (n.device != kNoBlock) report.device.own(n.device, "a node");

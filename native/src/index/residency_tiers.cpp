@@ -14,14 +14,14 @@ std::vector<NodeId> Residency::beyond_device(std::int64_t blocks) {
         if (tree_[node].device >= blocks) tops.push_back(node);
     }
     const auto queued = static_cast<std::ptrdiff_t>(tops.size());
-    for (NodeId node = 0; node < tree_.slots(); ++node) {
+    for (NodeId node = 0; node < tree_.end_id(); ++node) {
         const Node& n = tree_[node];
         if (!tree_.is_live(node) || n.has(kRoot) || n.device < blocks) continue;
         if (!n.has(kQueued)) tops.push_back(node);
     }
     std::sort(tops.begin() + queued, tops.end(), by_id);
 
-    std::vector<bool> seen(tree_.slots(), false);
+    std::vector<bool> seen(tree_.end_id(), false);
     std::vector<NodeId> found;
     for (const NodeId top : tops) {
         if (seen[top]) continue;
@@ -45,13 +45,13 @@ void Residency::evict(std::span<const NodeId> nodes) {
 }
 
 void Residency::forget_host() {
-    for (NodeId node = 0; node < tree_.slots(); ++node) {
+    for (NodeId node = 0; node < tree_.end_id(); ++node) {
         const Node& n = tree_[node];
         if (!tree_.is_live(node) || n.has(kRoot | kDetached | kDeviceResident)) continue;
         ++evicted_host_;
         drop(node);
     }
-    for (NodeId node = 0; node < tree_.slots(); ++node) {
+    for (NodeId node = 0; node < tree_.end_id(); ++node) {
         Node& n = tree_[node];
         if (!tree_.is_live(node) || !n.has(kHostValid)) continue;
         host_copies_.remove(n.host);
@@ -64,7 +64,7 @@ void Residency::forget_host() {
 }
 
 void Residency::detach_all() {
-    for (NodeId node = 0; node < tree_.slots(); ++node) {
+    for (NodeId node = 0; node < tree_.end_id(); ++node) {
         if (!tree_.is_live(node) || tree_[node].has(kDetached)) continue;
         if (tree_[node].has(kRoot)) {
             tree_.forget_children(node);

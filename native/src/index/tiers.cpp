@@ -68,14 +68,14 @@ void Tiers::resize_device(std::int64_t blocks) {
     const auto is_beyond = [&](BlockId id) { return id >= blocks; };
     const auto& leases = leases_.records();
     for (std::size_t i = 0; i < leases.size(); ++i) {
-        const std::size_t slot = (resize_slot_ + i) % leases.size();
-        const std::vector<BlockId>& table = leases[slot].table;
+        const std::size_t index = (resize_from_ + i) % leases.size();
+        const std::vector<BlockId>& table = leases[index].table;
         const auto held = std::find_if(table.begin(), table.end(), is_beyond);
         if (held == table.end()) continue;
-        resize_slot_ = slot;
+        resize_from_ = index;
         throw resize_refused(device_.capacity(), static_cast<std::uint32_t>(blocks), *held,
                              "leased")
-            .of(leases[slot].id());
+            .of(leases[index].id());
     }
     refused_resize_ = attempt;
     residency_.resize_device(static_cast<std::uint32_t>(blocks));
