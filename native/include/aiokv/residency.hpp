@@ -11,7 +11,6 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <span>
 #include <unordered_map>
 #include <vector>
@@ -19,11 +18,9 @@
 #include "aiokv/auxiliary_pools.hpp"
 #include "aiokv/core_types.hpp"
 #include "aiokv/device_pool.hpp"
-#include "aiokv/eviction_queue.hpp"
+#include "aiokv/eviction_order.hpp"
 #include "aiokv/host_copy_list.hpp"
 #include "aiokv/index.hpp"
-#include "aiokv/look_ahead.hpp"
-#include "aiokv/reuse_model.hpp"
 #include "aiokv/run_pool.hpp"
 
 namespace aiokv {
@@ -41,9 +38,9 @@ class Residency {
     void hold(std::span<const NodeId> path);
     void unhold(std::span<const NodeId> path);
     // Used now: what waits for eviction goes to the end of its queue.
-    void touch(std::span<const NodeId> path);
+    void touch(std::span<const NodeId> path) { order_.touch(path); }
     // The prompt of a lease that is granted for the first time, and the blocks that it hits.
-    void classify(Lease& lease);
+    void classify(Lease& lease) { order_.classify(lease, index_.seed_of(lease)); }
 
     // -- the blocks of a lease
     // A block that the lease has computed, with a ref for the lease. Returns whether the index has
@@ -57,7 +54,7 @@ class Residency {
     void free_host(std::span<const BlockId> ids);
 
     // -- device room; see residency.cpp
-    std::uint32_t evictable() const { return device_queue_.size() + deferred_device_; }
+    std::uint32_t evictable() const { return order_.evictable_device(); }
     // Free or evictable blocks: an upper bound of the room that can be made now.
     std::uint32_t device_room() const { return device_.free_blocks() + evictable(); }
     bool make_room(std::uint32_t blocks);
@@ -72,8 +69,8 @@ class Residency {
     // The blocks that will be evicted next and are not saved, oldest first. Looks on from where the
     // last call stopped, until `target` blocks are free, clean or among those.
     std::vector<NodeId> look_ahead(std::uint32_t target);
-    std::uint32_t clean_ahead() const { return ahead_.count(); }
-    void restart_look_ahead() { ahead_.restart(); }
+    std::uint32_t clean_ahead() const { return order_.ahead().count(); }
+    void restart_look_ahead() { order_.ahead().restart(); }
     // Evicts until `blocks` host ids are free, as far as possible. The newest host copy of a clean
     // block goes first, for its device copy is evicted last. The host copies of the next
     // `near_blocks` of the device queue stay, for their device copies go next.
@@ -114,14 +111,6 @@ class Residency {
     void hold(NodeId node);
     void unhold(NodeId node);
 
-    // eviction queues
-    EvictionQueue& queue_of(NodeId node);
-    void enqueue(NodeId node);
-    void dequeue(NodeId node);
-    void defer(NodeId node);
-    void requeue_if_free(NodeId node);
-    void count_idle_host(const Node& n, int change);
-
     // eviction
     bool must_save(NodeId node) const;
     bool evict_one_device();
@@ -149,13 +138,8 @@ class Residency {
     AuxiliaryPools& auxiliary_;
     DevicePool& device_;
     RunPool& host_;
-    HostCopyList host_copies_;         // of clean blocks that no swapped lease holds
-    std::optional<ReuseModel> reuse_;  // none: lru
-    EvictionQueue device_queue_;       // ref 0 and device VALID, the next victim first
-    EvictionQueue host_queue_;         // ref 0 and host VALID only
-    LookAhead ahead_;
-    std::uint32_t deferred_device_ = 0;
-    std::uint32_t idle_host_ = 0;     // queued or deferred, host VALID only, not held
+    HostCopyList host_copies_;  // of clean blocks that no swapped lease holds
+    EvictionOrder order_;
     std::uint32_t device_nodes_ = 0;  // nodes with a device id
     bool stopped_at_unsaved_ = false;
     std::unordered_map<NodeId, std::uint32_t> more_holds_;  // of nodes with kMaxHolds
@@ -169,10 +153,5 @@ class Residency {
     std::uint64_t failed_ = 0;
     std::uint64_t reclaimed_host_copies_ = 0;
 };
-
-// The block can leave the device without another copy.
-inline bool is_saved(const Node& n) {
-    return n.has(kHostValid | kHostLoading | kBackupFailed);
-}
 
 }  // namespace aiokv

@@ -36,7 +36,7 @@ std::uint32_t Index::enter_context(std::string_view key) {
 
 void Index::leave_context(std::uint32_t context) {
     --contexts_[context].leases;
-    close_context_if_unused(context);
+    close_if_unused(context);
 }
 
 std::uint32_t Index::open_context(std::string_view key) {
@@ -57,7 +57,7 @@ std::uint32_t Index::open_context(std::string_view key) {
     return index;
 }
 
-void Index::close_context_if_unused(std::uint32_t index) {
+void Index::close_if_unused(std::uint32_t index) {
     Context& context = contexts_[index];
     if (context.leases > 0 || tree_[context.root].child != kNone) return;
     tree_.free(context.root);
@@ -68,7 +68,7 @@ void Index::close_context_if_unused(std::uint32_t index) {
 
 void Index::close_unused_contexts() {
     for (std::uint32_t i = 1; i < contexts_.size(); ++i) {
-        if (contexts_[i].root != kNone) close_context_if_unused(i);
+        if (contexts_[i].root != kNone) close_if_unused(i);
     }
 }
 

@@ -30,7 +30,7 @@ class Residency::Forecast {
         });
         host_usable_ = residency.host_.free_blocks() > 0 || !residency.host_copies_.empty() ||
                        host_freed ||
-                       residency.host_queue_.size() > static_cast<std::uint32_t>(on_host);
+                       residency.order_.queued_host() > static_cast<std::uint32_t>(on_host);
     }
 
     // Device blocks of the path that count as evictable, until the lease has its refs.
@@ -46,8 +46,8 @@ class Residency::Forecast {
 
     // What make_room() would return.
     bool can_make_room(std::uint32_t blocks) {
-        NodeId node = residency_.device_queue_.front();
-        for (; node != kNone && free_ < blocks; node = residency_.device_queue_.after(node)) {
+        NodeId node = residency_.order_.device_front();
+        for (; node != kNone && free_ < blocks; node = residency_.order_.after_on_device(node)) {
             if (is_out_of_queue(node)) continue;
             for (NodeId next = node; next != kNone && free_ < blocks;) {
                 blocked_ = attempt(next);
@@ -74,8 +74,8 @@ class Residency::Forecast {
         };
         // A parent whose last child has gone is at the front.
         if (tree_[blocked_].has(kParked) || parked_.contains(blocked_)) look_at(blocked_);
-        for (NodeId node = residency_.device_queue_.front(); node != kNone && ready < target;
-             node = residency_.device_queue_.after(node)) {
+        for (NodeId node = residency_.order_.device_front(); node != kNone && ready < target;
+             node = residency_.order_.after_on_device(node)) {
             if (!is_out_of_queue(node)) look_at(node);
         }
         // The failed attempt has put the path at the end of the queue, its last block first.
@@ -167,8 +167,8 @@ class Residency::Forecast {
         const auto is_leaf = [this](NodeId node) {
             return tree_[node].pins == 0 && tree_[node].holds == 0 && !has_child(node);
         };
-        for (NodeId node = residency_.host_queue_.front(); node != kNone;
-             node = residency_.host_queue_.after(node)) {
+        for (NodeId node = residency_.order_.host_front(); node != kNone;
+             node = residency_.order_.after_on_host(node)) {
             if (is_leaf(node)) return true;
         }
         return std::any_of(gone_.begin(), gone_.end(), [&](NodeId node) {

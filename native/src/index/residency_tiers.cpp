@@ -10,7 +10,7 @@ namespace aiokv {
 std::vector<NodeId> Residency::beyond_device(std::int64_t blocks) {
     const auto by_id = [this](NodeId a, NodeId b) { return tree_[a].device < tree_[b].device; };
     std::vector<NodeId> tops;
-    for (NodeId node = device_queue_.front(); node != kNone; node = device_queue_.after(node)) {
+    for (NodeId node = order_.device_front(); node != kNone; node = order_.after_on_device(node)) {
         if (tree_[node].device >= blocks) tops.push_back(node);
     }
     const auto queued = static_cast<std::ptrdiff_t>(tops.size());
@@ -59,7 +59,7 @@ void Residency::forget_host() {
         n.host = kNoBlock;
         n.clear(kHostValid);
     }
-    ahead_.restart();
+    order_.ahead().restart();
     index_.change();
 }
 
@@ -97,7 +97,7 @@ void Residency::resize_device(std::uint32_t blocks) {
     }
     evict(leaving);
     device_.resize(blocks);
-    device_queue_.resize(blocks);
+    order_.resize_device(blocks);
 }
 
 }  // namespace aiokv
