@@ -29,10 +29,11 @@ Transfer onload_of(std::vector<LeaseId> leases) {
 
 // A tree of single blocks below one root, all in a queue, first in, first out.
 struct Queue {
-    explicit Queue(std::int32_t blocks) : tree(1, 64, 0), queue(tree, 64, nullptr) {
+    explicit Queue(std::int32_t blocks) : tree(16, 64, 0), queue(tree, 64, nullptr) {
         const NodeId root = tree.add_root();
         for (std::int32_t token = 0; token < blocks; ++token) {
-            nodes.push_back(tree.find_or_add_child(root, &token).node);
+            const std::vector<std::int32_t> tokens(16, token);
+            nodes.push_back(tree.find_or_add_child(root, tokens.data()).node);
             queue.push_back(nodes.back());
         }
     }

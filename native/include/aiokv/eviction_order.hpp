@@ -1,8 +1,8 @@
 // The order in which blocks without refs are evicted, per tier.
 //
-// A queue holds the nodes without refs, the next victim first. A node that comes up while a
-// transfer pins it, or while a child still needs it, is deferred; it returns to the front when the
-// obstacle is gone, because everything left in the queue is to be kept longer.
+// A queue holds the nodes without refs, the next victim first. A node that reaches the front while
+// a transfer pins it, or while a child still needs it, is deferred: it leaves the queue. It returns
+// to the front as soon as it can be evicted, because all nodes left in the queue rank behind it.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,7 @@ class EvictionOrder {
     void enqueue(NodeId node);  // used now
     void dequeue(NodeId node);
     void defer(NodeId node);
-    // What was in the way of a deferred node may be gone.
+    // Puts a deferred node back to the front of its queue, if it can be evicted now.
     void requeue_if_free(NodeId node);
     // Used now: the deepest block is the least recently used one of a path.
     void touch(std::span<const NodeId> path);

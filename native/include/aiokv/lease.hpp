@@ -42,7 +42,7 @@ struct UnattachedSnapshot {
     BlockId slot;
 };
 
-// What a lease has of the recurrent state; see RecurrentState.
+// The state slot and snapshots of a lease; see RecurrentState.
 struct RecurrentHolding {
     BlockId slot = kNoBlock;           // the lease's own, while granted or swapped
     BlockId read_snapshot = kNoBlock;  // kept for a lease that computes nothing

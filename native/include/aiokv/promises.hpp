@@ -1,4 +1,4 @@
-// What granted leases will compute: a radix tree of blocks behind the nodes of the prefix index.
+// The blocks that granted leases will compute: a radix tree behind the nodes of the prefix index.
 //
 // A lease promises the named, full blocks that follow its *frontier*, the last indexed node of its
 // path (or the root). Promises of one frontier that begin with equal blocks share the runs of those
@@ -57,7 +57,7 @@ class Promises {
 
   private:
     using RunId = std::uint32_t;
-    // What a run follows: a node of the index, or (kRunBit | id) another run.
+    // The place before a run: a node of the index, or (kRunBit | id) another run.
     using Place = std::uint64_t;
     static constexpr Place kRunBit = Place{1} << 32;
 

@@ -1,5 +1,4 @@
-// Where the blocks of the index are: their copies on device and host, who needs these, and
-// eviction.
+// Copies of indexed blocks on device and host: refs, holds and pins on them, and eviction.
 //
 //   ref    of a granted lease, on each node of its path: the block is not evicted
 //   hold   of a swapped lease, on each node of its path: the host copy is not evicted
@@ -31,25 +30,25 @@ class Residency {
               RunPool& host);
 
     // -- refs and holds, a path at a time
-    // Returns how many of the blocks are on the device, or on the way there.
+    // Returns the number of blocks that are on the device, or on the way there.
     std::uint32_t ref(std::span<const NodeId> path);
     // Deepest first, so that a child is evicted before its parent.
     void unref(std::span<const NodeId> path);
     void hold(std::span<const NodeId> path);
     void unhold(std::span<const NodeId> path);
-    // Used now: what waits for eviction goes to the end of its queue.
+    // Used now: blocks that wait for eviction move to the end of their queue.
     void touch(std::span<const NodeId> path) { order_.touch(path); }
     // The prompt of a lease that is granted for the first time, and the blocks that it hits.
     void classify(Lease& lease) { order_.classify(lease, index_.seed_of(lease)); }
 
     // -- the blocks of a lease
-    // A block that the lease has computed, with a ref for the lease. Returns whether the index has
-    // taken the lease's device copy, because it had none.
+    // The lease has computed the block of this node, and gets a ref on it. Returns true when the
+    // node had no device copy and has taken the lease's.
     bool publish(const Lease& lease, std::uint32_t block, PrefixTree::Found found);
-    // Blocks of the path that were dropped become the lease's own again. Returns false, changing
-    // nothing, while another lease or a transfer still uses them.
+    // The lease's blocks of nodes that were dropped become its own again. Returns false, changing
+    // nothing, while another lease or a transfer still uses such a node.
     bool reclaim_detached(Lease& lease);
-    // All of the table, which `step` may still use, and the refs on the path.
+    // Frees the table, which `step` may still use, and drops the refs on the path.
     void free_table(Lease& lease, Step step);
     void free_host(std::span<const BlockId> ids);
 
@@ -72,11 +71,11 @@ class Residency {
     std::uint32_t clean_ahead() const { return order_.ahead().count(); }
     void restart_look_ahead() { order_.ahead().restart(); }
     // Evicts until `blocks` host ids are free, as far as possible. The newest host copy of a clean
-    // block goes first, for its device copy is evicted last. The host copies of the next
-    // `near_blocks` of the device queue stay, for their device copies go next.
+    // block is reclaimed first, because its device copy is evicted last. The host copies of the
+    // next `near_blocks` of the device queue stay, because their device copies are evicted next.
     void make_host_room(std::size_t blocks, std::uint32_t near_blocks);
     bool could_make_host_room(std::size_t blocks) const;
-    // Like make_host_room, of blocks that are on the host only.
+    // Like make_host_room(), but evicts only blocks that are on the host alone.
     void evict_host_until_free(std::size_t blocks);
 
     // -- transfers; see residency_transfers.cpp
@@ -90,9 +89,9 @@ class Residency {
     void finish_offload(const Transfer& transfer, std::uint32_t good);
 
     // -- whole tiers; see residency_tiers.cpp
-    // No lease and no transfer needs a device block.
+    // Requires that no lease and no transfer needs a device block.
     void forget_device() { evict(beyond_device(0)); }
-    // No lease and no transfer needs a host block.
+    // Requires that no lease and no transfer needs a host block.
     void forget_host();
     // Everything becomes unmatchable.
     void detach_all();
@@ -107,9 +106,9 @@ class Residency {
 
   private:
     // refs and holds
-    void unref(NodeId node);
-    void hold(NodeId node);
-    void unhold(NodeId node);
+    void unref_node(NodeId node);
+    void hold_node(NodeId node);
+    void unhold_node(NodeId node);
 
     // eviction
     bool must_save(NodeId node) const;

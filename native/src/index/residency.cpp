@@ -36,7 +36,7 @@ void Residency::free_if_unowned(NodeId node) {
     if (n.holds == 0) tree_.free(node);
 }
 
-// Unmatchable from now on; what no lease and no transfer owns is freed at once.
+// Makes the node unmatchable; copies that no lease and no transfer owns are freed at once.
 void Residency::detach(NodeId node) {
     Node& n = tree_[node];
     if (n.has(kQueued | kParked)) order_.dequeue(node);

@@ -70,7 +70,7 @@ void Residency::reclaim_host_copy(BlockId host) {
     ++reclaimed_host_copies_;
 }
 
-// So that an attempt without success evicts nothing.
+// Asked first, so that an attempt without success evicts nothing.
 bool Residency::could_make_host_room(std::size_t blocks) const {
     return std::size_t{host_.free_blocks()} + host_copies_.size() + order_.idle_host() >= blocks;
 }

@@ -16,10 +16,10 @@ std::uint32_t Residency::ref(std::span<const NodeId> path) {
 }
 
 void Residency::unref(std::span<const NodeId> path) {
-    for (std::size_t i = path.size(); i-- > 0;) unref(path[i]);
+    for (std::size_t i = path.size(); i-- > 0;) unref_node(path[i]);
 }
 
-void Residency::unref(NodeId node) {
+void Residency::unref_node(NodeId node) {
     Node& n = tree_[node];
     if (--n.refs > 0) return;
     if (n.has(kDetached)) {
@@ -30,10 +30,10 @@ void Residency::unref(NodeId node) {
 }
 
 void Residency::hold(std::span<const NodeId> path) {
-    for (const NodeId node : path) hold(node);
+    for (const NodeId node : path) hold_node(node);
 }
 
-void Residency::hold(NodeId node) {
+void Residency::hold_node(NodeId node) {
     Node& n = tree_[node];
     if (n.holds == 0) {
         order_.begin_hold(node);
@@ -47,10 +47,10 @@ void Residency::hold(NodeId node) {
 }
 
 void Residency::unhold(std::span<const NodeId> path) {
-    for (const NodeId node : path) unhold(node);
+    for (const NodeId node : path) unhold_node(node);
 }
 
-void Residency::unhold(NodeId node) {
+void Residency::unhold_node(NodeId node) {
     Node& n = tree_[node];
     if (n.holds == kMaxHolds) {
         if (const auto more = more_holds_.find(node); more != more_holds_.end()) {
@@ -96,7 +96,7 @@ bool Residency::reclaim_detached(Lease& lease) {
             --device_nodes_;
             node.clear(kDeviceResident);
         }
-        unref(lease.path[i]);
+        unref_node(lease.path[i]);
     }
     lease.path.resize(first);
     return true;
@@ -106,7 +106,7 @@ void Residency::free_table(Lease& lease, Step step) {
     for (std::size_t i = lease.table.size(); i-- > 0;) {
         device_.use_in(lease.table[i], step);
         if (index_.is_private(lease, i)) device_.give_back(lease.table[i]);
-        if (i < lease.path.size()) unref(lease.path[i]);
+        if (i < lease.path.size()) unref_node(lease.path[i]);
     }
     lease.table.clear();
 }

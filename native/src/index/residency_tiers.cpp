@@ -1,4 +1,4 @@
-// What happens to a whole tier. Rare, so these scan all nodes.
+// Changes of a whole tier. They are rare, so they scan all nodes.
 #include <algorithm>
 
 #include "aiokv/error.hpp"
