@@ -77,14 +77,14 @@ TEST(an_id_is_valid_until_its_lease_ends) {
     Lease& lease = table.open({}, 0, {});
     const LeaseId id = lease.id();
     CHECK(table.is_open(id));
-    CHECK_THROWS(UsageError, table.require_free_slot());
+    CHECK_THROWS(UsageError, table.require_room());
     table.move(lease, kFree);
     table.close(lease);
     CHECK(!table.is_open(id));
     CHECK_THROWS(LeaseError, table.at(id));
-    table.require_free_slot();
+    table.require_room();
     const LeaseId next = table.open({}, 0, {}).id();
-    CHECK(next != id);  // the same slot, another generation
+    CHECK(next != id);  // the same index, another generation
     CHECK_THROWS(LeaseError, table.at(id));
     CHECK_THROWS(LeaseError, table.at(next + 1));
 }
@@ -98,7 +98,7 @@ TEST(an_error_names_the_lease_and_what_to_do) {
         CHECK_EQ(error.details.lease, id + 1);
     }
     try {
-        table.require_free_slot();
+        table.require_room();
     } catch (const UsageError& error) {
         CHECK_EQ(error.details.hint, std::string("release leases"));
     }

@@ -35,7 +35,7 @@ class Prompts {
     explicit Prompts(std::size_t count) {
         for (std::uint32_t slot = 0; slot < count; ++slot) {
             Lease& lease = leases.emplace_back();
-            lease.slot = slot;
+            lease.index = slot;
             lease.generation = 1;
             write(lease);
         }
@@ -65,11 +65,11 @@ std::vector<LeaseId> walk() {
     for (int step = 0; step < 5000; ++step) {
         Lease& lease = prompts.leases[prompts.random() % prompts.leases.size()];
         promises.remove(lease);
-        promised.erase(lease.slot);
+        promised.erase(lease.index);
         prompts.write(lease);
         if (prompts.random() % 3 != 0) {
             promises.add(lease);
-            promised.insert(lease.slot);
+            promised.insert(lease.index);
         }
         const Lease& asks = prompts.leases[prompts.random() % prompts.leases.size()];
         const std::size_t first = asks.path.size();

@@ -89,7 +89,7 @@ async def test_extend_takes_all_or_none():
         assert [lease.num_tokens for lease in leases] == [6, 4]
         served.engine.extend(leases, 2)
         assert [len(lease.block_table) for lease in leases] == [4, 3]
-        with pytest.raises(LeaseError, match="more than once"):
+        with pytest.raises(LeaseError, match="listed more than once"):
             served.engine.extend([leases[0], leases[0]], 0)
         served.engine.release_many(leases)
 

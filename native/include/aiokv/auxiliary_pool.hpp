@@ -32,10 +32,10 @@ class AuxiliaryPool {
     std::uint32_t head_blocks() const { return head_blocks_; }
     std::uint32_t free_ids() const { return ids_.free_blocks(); }
     std::uint32_t attached() const { return static_cast<std::uint32_t>(ids_of_.size()); }
-    // What take() can give: free ids, and ids that no lease reads.
+    // Ids that take() can give: free ones, and those that no lease reads.
     std::uint32_t room() const { return ids_.free_blocks() + idle_; }
 
-    // Evicts idle ids where none is free. Requires room() > 0. Returns whether one was evicted.
+    // Evicts an idle id when none is free. Requires room() > 0. Returns true when one was evicted.
     bool take(BlockId& id);
     // Of an id that is the caller's; `step` may still use it.
     void give_back(BlockId id, Step step);
@@ -45,7 +45,7 @@ class AuxiliaryPool {
     // A hit of the first `blocks` of the path may end there.
     bool covers(const PrefixTree& tree, std::span<const NodeId> path, std::size_t blocks) const;
     bool is_idle(BlockId id) const { return entries_[at(id)].readers == 0; }
-    // The node has gone, or its id has; returns whether it had one.
+    // The node was dropped. Returns true when it had an id.
     bool forget(NodeId node);
     void forget_all();  // of nodes; requires that no lease reads one
     // Makes an idle attached id the caller's.

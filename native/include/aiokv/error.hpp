@@ -11,7 +11,7 @@
 
 namespace aiokv {
 
-// What an error says beside its message. Python has these as attributes of the exception.
+// Details beside the message. Python has them as attributes of the exception.
 struct ErrorDetails {
     std::string hint;          // what to do
     std::string config_field;  // the field of CacheConfig that sets the limit, or ""

@@ -30,7 +30,10 @@ class Index {
     std::uint32_t enter_context(std::string_view key);
     void enter_context(std::uint32_t context) { ++contexts_[context].leases; }
     void leave_context(std::uint32_t context);
-    void close_context_if_unused(std::uint32_t context);
+    // Closes the context of a root that has lost its last child, unless it has leases.
+    void close_context_if_unused(NodeId root) {
+        close_if_unused(static_cast<std::uint32_t>(tree_[root].device));
+    }
     void close_unused_contexts();
     NodeId root_of(const Lease& lease) const { return contexts_[lease.context].root; }
     // Of the fingerprints of its prompts; the same in every process.
@@ -81,6 +84,7 @@ class Index {
     };
 
     std::uint32_t open_context(std::string_view key);
+    void close_if_unused(std::uint32_t context);
 
     const CoreConfig& config_;
     const LeaseTable& leases_;

@@ -13,7 +13,7 @@
 
 namespace aiokv {
 
-using LeaseId = std::uint64_t;  // generation << 32 | slot; 0 is no lease
+using LeaseId = std::uint64_t;  // generation << 32 | index; 0 is no lease
 using TransferId = std::uint32_t;
 
 // LeaseTable::move() lists the allowed transitions.
@@ -42,7 +42,7 @@ struct UnattachedSnapshot {
     BlockId slot;
 };
 
-// What a lease has of the recurrent state; see RecurrentState.
+// The state slot and snapshots of a lease; see RecurrentState.
 struct RecurrentHolding {
     BlockId slot = kNoBlock;           // the lease's own, while granted or swapped
     BlockId read_snapshot = kNoBlock;  // kept for a lease that computes nothing
@@ -62,7 +62,7 @@ struct Lease {
     LeaseState state = LeaseState::kFree;  // changed by LeaseTable::move() only
     LeaseFlags flags;
     std::uint32_t generation = 0;
-    std::uint32_t slot = 0;  // of the table of leases
+    std::uint32_t index = 0;  // in the LeaseTable
     std::uint32_t context = 0;
 
     std::vector<std::int32_t> tokens;  // of named positions, from 0
@@ -98,7 +98,7 @@ struct Lease {
     std::uint32_t batches = 0;   // unfinished batches that compute with its blocks
     bool step_is_exact = false;  // a batch has named this grant: no later step uses its blocks
 
-    LeaseId id() const { return (LeaseId{generation} << 32) | slot; }
+    LeaseId id() const { return (LeaseId{generation} << 32) | index; }
     bool is(LeaseState other) const { return state == other; }
     bool is_open() const { return state != LeaseState::kFree; }
     bool has_blocks() const {

@@ -26,7 +26,7 @@ class LeaseTable {
     Lease& at(LeaseId id);
     bool is_open(LeaseId id) const;
     // Throws UsageError when max_leases are open. To be called before anything changes.
-    void require_free_slot() const;
+    void require_room() const;
 
     // A matched lease of these tokens, which starts with a clean record. References to other leases
     // stay valid.

@@ -1,8 +1,8 @@
 // The front of the device queue, as far as write-backs have looked at it.
 //
 // Nodes up to and including last_ have the flag kAhead: they have a host copy, are being saved, or
-// may be dropped. count_ of them are still there, or more. The next walk goes on behind last_, so
-// that each block is looked at once.
+// may be dropped. At least count_ of them are still in the queue. The next walk starts behind
+// last_, so that each block is looked at once.
 #pragma once
 
 #include <cstdint>

@@ -114,19 +114,19 @@ class PrefixTree {
     }
 
     std::uint32_t live_nodes() const { return live_; }
-    // Slots ever used, live or free: what a scan walks over.
-    NodeId slots() const { return static_cast<NodeId>(nodes_.size()); }
-    bool is_live(NodeId node) const { return nodes_[node].prev != kFreeSlot; }
+    // Behind the highest id ever used: a scan walks over the ids before it.
+    NodeId end_id() const { return static_cast<NodeId>(nodes_.size()); }
+    bool is_live(NodeId node) const { return nodes_[node].prev != kFreeNode; }
     std::size_t node_bytes() const { return nodes_.bytes(); }
     std::size_t fork_bytes() const;
     std::size_t token_bytes() const { return tokens_.bytes(); }
 
   private:
-    static constexpr NodeId kFreeSlot = 0xfffffffe;
+    static constexpr NodeId kFreeNode = 0xfffffffe;
 
     bool is_fork(std::uint32_t child) const { return child != kNone && (child & kFork) != 0; }
     ChildSet& fork_of(NodeId node) { return forks_[nodes_[node].child & ~kFork]; }
-    NodeId new_slot();
+    NodeId new_node();
     std::uint32_t new_fork(NodeId first, NodeId second);
     void free_fork(std::uint32_t child);
     std::uint32_t tag(const std::int32_t* tokens, ItemKey items) const;

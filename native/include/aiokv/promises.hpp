@@ -1,4 +1,4 @@
-// What granted leases will compute: a radix tree of blocks behind the nodes of the prefix index.
+// The blocks that granted leases will compute: a radix tree behind the nodes of the prefix index.
 //
 // A lease promises the named, full blocks that follow its *frontier*, the last indexed node of its
 // path (or the root). Promises of one frontier that begin with equal blocks share the runs of those
@@ -21,9 +21,11 @@
 
 namespace aiokv {
 
+class Report;
+
 class Promises {
   public:
-    // `leases` by slot; it outlives this.
+    // `leases` by lease_index; it outlives this.
     Promises(const std::deque<Lease>& leases, std::uint32_t block_tokens)
         : leases_(leases), stride_(block_tokens) {}
 
@@ -51,9 +53,11 @@ class Promises {
     // `frontier`, and a lease that will.
     Pending find(NodeId frontier, const Lease& prompt, std::size_t first, std::size_t limit) const;
 
+    void check(Report& report) const;
+
   private:
     using RunId = std::uint32_t;
-    // What a run follows: a node of the index, or (kRunBit | id) another run.
+    // The place before a run: a node of the index, or (kRunBit | id) another run.
     using Place = std::uint64_t;
     static constexpr Place kRunBit = Place{1} << 32;
 
@@ -61,8 +65,8 @@ class Promises {
         Place above = 0;
         std::uint32_t begin = 0;  // blocks of the prompt
         std::uint32_t end = 0;
-        std::uint32_t text = kNone;   // slot of a lease that promises the run
-        std::uint32_t first = kNone;  // slot of the oldest lease whose promise ends here
+        std::uint32_t text = kNone;   // lease_index of a lease that promises the run
+        std::uint32_t first = kNone;  // lease_index of the oldest lease whose promise ends here
         std::uint32_t below = 0;      // runs that follow
     };
     // Of a lease whose promise ends in `run`; a ring, oldest first.
@@ -108,8 +112,8 @@ class Promises {
     void erase_run(RunId run);
     RunId split(RunId run, std::uint32_t at);
     void absorb(RunId above);
-    void link(RunId run, std::uint32_t slot);
-    void unlink(std::uint32_t slot);
+    void link(RunId run, std::uint32_t lease_index);
+    void unlink(std::uint32_t lease_index);
 
     const std::deque<Lease>& leases_;
     std::size_t stride_;
@@ -120,7 +124,7 @@ class Promises {
     // Nodes of `places_` for the next runs: malloc collects small pieces that were freed later, and
     // then those of thousands of runs in one call.
     std::deque<std::set<RunId, Order>::node_type> spare_;
-    std::deque<Link> links_;  // by slot
+    std::deque<Link> links_;  // by lease_index
 };
 
 }  // namespace aiokv

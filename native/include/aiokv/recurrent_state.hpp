@@ -56,7 +56,8 @@ class RecurrentState {
     // A copy of the parent's slot, to be made in `step`. can_fork() was true.
     void fork(const Lease& parent, Lease& child, Step step);
     void use_in(const Lease& lease, Step step);
-    // The lease goes while its slot is written: the move owns the slot from now on (I3).
+    // The lease gives its slot back while the move writes it: the move owns the slot from now on
+    // (I3).
     void orphan_move(Lease& lease, TransferId move, Step step);
     // Ends a move, and returns it.
     StateMove finish_move(TransferId move, bool copied);

@@ -1,4 +1,4 @@
-// How leases give blocks back: release, retract, truncate.
+// Verbs with which leases give blocks back: release, retract, truncate.
 //
 // A client may disconnect while a thread or a stream still reads and writes its blocks. Blocks that
 // a lease gives back while batches compute with it stay out of the pools until the last of these

@@ -1,5 +1,4 @@
-// Where the blocks of the index are: their copies on device and host, who needs these, and
-// eviction.
+// Copies of indexed blocks on device and host: refs, holds and pins on them, and eviction.
 //
 //   ref    of a granted lease, on each node of its path: the block is not evicted
 //   hold   of a swapped lease, on each node of its path: the host copy is not evicted
@@ -11,7 +10,6 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <span>
 #include <unordered_map>
 #include <vector>
@@ -19,11 +17,9 @@
 #include "aiokv/auxiliary_pools.hpp"
 #include "aiokv/core_types.hpp"
 #include "aiokv/device_pool.hpp"
-#include "aiokv/eviction_queue.hpp"
+#include "aiokv/eviction_order.hpp"
 #include "aiokv/host_copy_list.hpp"
 #include "aiokv/index.hpp"
-#include "aiokv/look_ahead.hpp"
-#include "aiokv/reuse_model.hpp"
 #include "aiokv/run_pool.hpp"
 
 namespace aiokv {
@@ -34,30 +30,30 @@ class Residency {
               RunPool& host);
 
     // -- refs and holds, a path at a time
-    // Returns how many of the blocks are on the device, or on the way there.
+    // Returns the number of blocks that are on the device, or on the way there.
     std::uint32_t ref(std::span<const NodeId> path);
     // Deepest first, so that a child is evicted before its parent.
     void unref(std::span<const NodeId> path);
     void hold(std::span<const NodeId> path);
     void unhold(std::span<const NodeId> path);
-    // Used now: what waits for eviction goes to the end of its queue.
-    void touch(std::span<const NodeId> path);
+    // Used now: blocks that wait for eviction move to the end of their queue.
+    void touch(std::span<const NodeId> path) { order_.touch(path); }
     // The prompt of a lease that is granted for the first time, and the blocks that it hits.
-    void classify(Lease& lease);
+    void classify(Lease& lease) { order_.classify(lease, index_.seed_of(lease)); }
 
     // -- the blocks of a lease
-    // A block that the lease has computed, with a ref for the lease. Returns whether the index has
-    // taken the lease's device copy, because it had none.
+    // The lease has computed the block of this node, and gets a ref on it. Returns true when the
+    // node had no device copy and has taken the lease's.
     bool publish(const Lease& lease, std::uint32_t block, PrefixTree::Found found);
-    // Blocks of the path that were dropped become the lease's own again. Returns false, changing
-    // nothing, while another lease or a transfer still uses them.
+    // The lease's blocks of nodes that were dropped become its own again. Returns false, changing
+    // nothing, while another lease or a transfer still uses such a node.
     bool reclaim_detached(Lease& lease);
-    // All of the table, which `step` may still use, and the refs on the path.
+    // Frees the table, which `step` may still use, and drops the refs on the path.
     void free_table(Lease& lease, Step step);
     void free_host(std::span<const BlockId> ids);
 
     // -- device room; see residency.cpp
-    std::uint32_t evictable() const { return device_queue_.size() + deferred_device_; }
+    std::uint32_t evictable() const { return order_.evictable_device(); }
     // Free or evictable blocks: an upper bound of the room that can be made now.
     std::uint32_t device_room() const { return device_.free_blocks() + evictable(); }
     bool make_room(std::uint32_t blocks);
@@ -72,14 +68,14 @@ class Residency {
     // The blocks that will be evicted next and are not saved, oldest first. Looks on from where the
     // last call stopped, until `target` blocks are free, clean or among those.
     std::vector<NodeId> look_ahead(std::uint32_t target);
-    std::uint32_t clean_ahead() const { return ahead_.count(); }
-    void restart_look_ahead() { ahead_.restart(); }
+    std::uint32_t clean_ahead() const { return order_.ahead().count(); }
+    void restart_look_ahead() { order_.ahead().restart(); }
     // Evicts until `blocks` host ids are free, as far as possible. The newest host copy of a clean
-    // block goes first, for its device copy is evicted last. The host copies of the next
-    // `near_blocks` of the device queue stay, for their device copies go next.
+    // block is reclaimed first, because its device copy is evicted last. The host copies of the
+    // next `near_blocks` of the device queue stay, because their device copies are evicted next.
     void make_host_room(std::size_t blocks, std::uint32_t near_blocks);
     bool could_make_host_room(std::size_t blocks) const;
-    // Like make_host_room, of blocks that are on the host only.
+    // Like make_host_room(), but evicts only blocks that are on the host alone.
     void evict_host_until_free(std::size_t blocks);
 
     // -- transfers; see residency_transfers.cpp
@@ -93,9 +89,9 @@ class Residency {
     void finish_offload(const Transfer& transfer, std::uint32_t good);
 
     // -- whole tiers; see residency_tiers.cpp
-    // No lease and no transfer needs a device block.
+    // Requires that no lease and no transfer needs a device block.
     void forget_device() { evict(beyond_device(0)); }
-    // No lease and no transfer needs a host block.
+    // Requires that no lease and no transfer needs a host block.
     void forget_host();
     // Everything becomes unmatchable.
     void detach_all();
@@ -110,17 +106,9 @@ class Residency {
 
   private:
     // refs and holds
-    void unref(NodeId node);
-    void hold(NodeId node);
-    void unhold(NodeId node);
-
-    // eviction queues
-    EvictionQueue& queue_of(NodeId node);
-    void enqueue(NodeId node);
-    void dequeue(NodeId node);
-    void defer(NodeId node);
-    void requeue_if_free(NodeId node);
-    void count_idle_host(const Node& n, int change);
+    void unref_node(NodeId node);
+    void hold_node(NodeId node);
+    void unhold_node(NodeId node);
 
     // eviction
     bool must_save(NodeId node) const;
@@ -149,13 +137,8 @@ class Residency {
     AuxiliaryPools& auxiliary_;
     DevicePool& device_;
     RunPool& host_;
-    HostCopyList host_copies_;         // of clean blocks that no swapped lease holds
-    std::optional<ReuseModel> reuse_;  // none: lru
-    EvictionQueue device_queue_;       // ref 0 and device VALID, the next victim first
-    EvictionQueue host_queue_;         // ref 0 and host VALID only
-    LookAhead ahead_;
-    std::uint32_t deferred_device_ = 0;
-    std::uint32_t idle_host_ = 0;     // queued or deferred, host VALID only, not held
+    HostCopyList host_copies_;  // of clean blocks that no swapped lease holds
+    EvictionOrder order_;
     std::uint32_t device_nodes_ = 0;  // nodes with a device id
     bool stopped_at_unsaved_ = false;
     std::unordered_map<NodeId, std::uint32_t> more_holds_;  // of nodes with kMaxHolds
@@ -169,10 +152,5 @@ class Residency {
     std::uint64_t failed_ = 0;
     std::uint64_t reclaimed_host_copies_ = 0;
 };
-
-// The block can leave the device without another copy.
-inline bool is_saved(const Node& n) {
-    return n.has(kHostValid | kHostLoading | kBackupFailed);
-}
 
 }  // namespace aiokv

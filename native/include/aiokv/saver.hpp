@@ -52,7 +52,7 @@ class Saver {
     TransferId take_backups();
     // One transfer of the blocks that will be evicted next, oldest first, until `wanted_blocks` (or
     // the low watermark) are free, clean or being saved; 0: there is nothing to copy. They can be
-    // matched on the device meanwhile. When no request waits, the walk goes on where the last one
+    // matched on the device meanwhile. When no request waits, the walk continues where the last one
     // ended.
     TransferId take_write_backs(std::uint32_t wanted_blocks);
     bool wants_backups() const { return !queue_.empty() || wants_write_backs(); }

@@ -1,4 +1,4 @@
-// Sliding-window layers: groups of layers with block ids of their own, which go back early.
+// Sliding-window layers: groups of layers with block ids of their own, which are freed early.
 //
 //   table   | sink: ids | -1: behind the window | [first, end): ids | -1: not reached yet |
 //                                                ^ computed is in here
@@ -65,8 +65,7 @@ class SlidingWindows {
     void fit(Lease& lease, Step step);
     // Blocks of the path from `first` on were indexed just now.
     void publish(Lease& lease, std::size_t first);
-    // The next position is computed_tokens: what lies behind its window goes back, but for the
-    // sink.
+    // The next position is computed_tokens: frees the blocks behind its window, but not the sink.
     void advance(Lease& lease, Step step);
     void use_in(const Lease& lease, Step step);
     void release(Lease& lease, Step step);

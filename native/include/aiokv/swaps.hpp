@@ -53,7 +53,7 @@ class Swaps {
     TransferId saving(const Lease& lease) const;
     // All or nothing: either the device side is given up, or the host side.
     void finish(Lease& lease, bool copied);
-    // Behind the first block that is lost everything has to be computed again; after a reset, all.
+    // Gives up all behind the first block that was lost; after a reset, everything.
     void trim(Lease& lease);
     // Gives up the host copies of a swapped lease.
     void drop(Lease& lease);
@@ -67,7 +67,8 @@ class Swaps {
     // -- the tail, which a transfer copies with the path
     // Blocks behind the path that a resumed lease gets back by a transfer under way.
     std::size_t tail_under_way(const Lease& lease) const;
-    // The lease goes while its tail is being copied: the ids are the transfer's from now on (I3).
+    // The lease gives its tail back while a transfer copies it: the transfer owns the ids from now
+    // on (I3).
     void orphan_tail(Lease& lease, TransferId id, Step step);
 
     void check(Report& report) const;

@@ -1,4 +1,4 @@
-// What happens to a whole tier: it is forgotten, or gets another size; and reset.
+// Changes of a whole tier: its blocks are forgotten, or it gets another size; and reset.
 #pragma once
 
 #include <cstddef>
@@ -33,13 +33,13 @@ class Tiers {
           promises_(promises),
           swaps_(swaps) {}
 
-    // The device tier is empty; what has a host copy stays on the host. Throws UsageError, changing
-    // nothing, while a lease or a transfer needs blocks.
+    // Empties the device tier; blocks with a host copy stay on the host. Throws UsageError,
+    // changing nothing, while a lease or a transfer needs blocks.
     void forget_device();
-    // The host tier is empty; what is on the device stays there. Throws UsageError, changing
+    // Empties the host tier; blocks on the device stay there. Throws UsageError, changing
     // nothing, while a lease, a swapped one too, or a transfer needs blocks.
     void forget_host();
-    // Everything becomes unmatchable. Leases keep their blocks; what they commit is not indexed.
+    // Makes all blocks unmatchable. Leases keep theirs; blocks that they commit are not indexed.
     void reset();
     // See Residency::resize_device(). Throws UsageError, changing nothing.
     void resize_device(std::int64_t blocks);
@@ -66,7 +66,7 @@ class Tiers {
     Promises& promises_;
     Swaps& swaps_;
     ResizeTry refused_resize_;
-    std::size_t resize_slot_ = 0;  // of the lease that was in the way of the last one
+    std::size_t resize_from_ = 0;  // index of the lease that was in the way of the last one
 };
 
 }  // namespace aiokv

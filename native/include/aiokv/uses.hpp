@@ -1,6 +1,6 @@
 // Leases that hold a prefix until another lease uses it, such as those of a prefetch.
 //
-// The last node of the held hit has a flag, so a grant pays only for flagged nodes of its own path.
+// The last node of the held hit has a flag, so a grant looks up only flagged nodes of its own path.
 #pragma once
 
 #include <unordered_map>

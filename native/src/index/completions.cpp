@@ -81,7 +81,7 @@ void Completions::fail(Lease& lease, std::uint32_t good_blocks) {
     // The blocks of a cut item that did arrive are written once more: an encoder computes whole
     // items.
     good_blocks = static_cast<std::uint32_t>(matching_.before_cut_item(lease, good_blocks));
-    if (auxiliary_.exist()) {  // state and windows have gone on, or never arrived
+    if (auxiliary_.exist()) {  // state and windows are those of later positions, or never arrived
         good_blocks = 0;
         state_.forget_snapshots(lease, 0);
     }

@@ -81,7 +81,7 @@ Hit Core::match(Tokens tokens, std::string_view context, bool reads, bool writes
                          " tokens; it must have at most " + std::to_string(kMaxTokens));
     }
     check_items(items, tokens.size());
-    leases_.require_free_slot();
+    leases_.require_room();
     Lease& lease =
         leases_.open(tokens, index_.enter_context(context), {reads, writes, true, false});
     if (!items.empty()) index_.set_items(lease, items);
@@ -177,13 +177,14 @@ CoreStatistics Core::statistics() const {
 }
 
 std::vector<std::string> Core::violations() const {
-    Report report(device_.capacity(), host_.capacity(), index_.tree().slots());
+    Report report(device_.capacity(), host_.capacity(), index_.tree().end_id());
     leases_.check(report);
     index_.check(report);
     transfers_.check(report);
     state_.check(report);
     windows_.check(report);
     saver_.check(report);
+    promises_.check(report);
     uses_.check(report);
     batches_.check(report);
     swaps_.check(report);

@@ -26,7 +26,7 @@ inline UsageError resize_refused(std::uint32_t from, std::uint32_t to, BlockId b
                                  const char* why) {
     UsageError error("cannot resize the device pool from " + str(from) + " to " + str(to) +
                      " blocks: block " + std::to_string(block) + " is " + why);
-    return error.field("device_blocks");
+    return error.field("device_blocks").hint("resize again when its lease or its copy has ended");
 }
 
 }  // namespace aiokv

@@ -245,7 +245,7 @@ Fork Grants::fork(Lease& parent, Step step) {
             .of(parent.id())
             .field("windows");
     }
-    leases_.require_free_slot();
+    leases_.require_room();
     std::uint32_t needed = 0;
     for (std::size_t i = 0; i < parent.table.size(); ++i) needed += !index_.is_indexed(parent, i);
     if (!state_.can_fork(parent)) return {};

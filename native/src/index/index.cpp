@@ -36,7 +36,7 @@ std::uint32_t Index::enter_context(std::string_view key) {
 
 void Index::leave_context(std::uint32_t context) {
     --contexts_[context].leases;
-    close_context_if_unused(context);
+    close_if_unused(context);
 }
 
 std::uint32_t Index::open_context(std::string_view key) {
@@ -57,7 +57,7 @@ std::uint32_t Index::open_context(std::string_view key) {
     return index;
 }
 
-void Index::close_context_if_unused(std::uint32_t index) {
+void Index::close_if_unused(std::uint32_t index) {
     Context& context = contexts_[index];
     if (context.leases > 0 || tree_[context.root].child != kNone) return;
     tree_.free(context.root);
@@ -68,7 +68,7 @@ void Index::close_context_if_unused(std::uint32_t index) {
 
 void Index::close_unused_contexts() {
     for (std::uint32_t i = 1; i < contexts_.size(); ++i) {
-        if (contexts_[i].root != kNone) close_context_if_unused(i);
+        if (contexts_[i].root != kNone) close_if_unused(i);
     }
 }
 
@@ -131,7 +131,7 @@ std::size_t Index::attached_blocks(const Lease& lease) const {
 std::vector<BlockView> Index::blocks() const {
     std::vector<BlockView> views;
     std::vector<NodeId> path;
-    for (NodeId node = 0; node < tree_.slots(); ++node) {
+    for (NodeId node = 0; node < tree_.end_id(); ++node) {
         if (!tree_.is_live(node) || tree_[node].has(kRoot | kDetached)) continue;
         path.clear();
         NodeId up = node;
@@ -172,7 +172,7 @@ void Index::check(Report& report) const {
                        contexts_[i].leases, " leases of ", leases[i]);
     }
     std::size_t nodes_with_items = 0;
-    for (NodeId node = 0; node < tree_.slots(); ++node) {
+    for (NodeId node = 0; node < tree_.end_id(); ++node) {
         const Node& n = tree_[node];
         if (!tree_.is_live(node) || n.has(kRoot)) continue;
         nodes_with_items += n.has(kHasItems);

@@ -75,8 +75,8 @@ void check_items(std::span<const Item> items, std::size_t num_tokens) {
                              ": items are in order and do not overlap");
         }
         if (item.length > limit - item.offset) {
-            throw UsageError(where + "ends behind the prompt, which has " +
-                             std::to_string(num_tokens) + " positions");
+            throw UsageError(where + "ends behind the prompt of " + std::to_string(num_tokens) +
+                             " positions");
         }
         free_from = item.offset + item.length;
     }

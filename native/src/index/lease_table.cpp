@@ -62,8 +62,9 @@ void LeaseTable::move(Lease& lease, LeaseState to) {
 }
 
 bool LeaseTable::is_open(LeaseId id) const {
-    const auto slot = static_cast<std::uint32_t>(id);
-    return slot < leases_.size() && leases_[slot].is_open() && leases_[slot].generation == id >> 32;
+    const auto index = static_cast<std::uint32_t>(id);
+    return index < leases_.size() && leases_[index].is_open() &&
+           leases_[index].generation == id >> 32;
 }
 
 const Lease& LeaseTable::at(LeaseId id) const {
@@ -77,7 +78,7 @@ Lease& LeaseTable::at(LeaseId id) {
     return const_cast<Lease&>(static_cast<const LeaseTable*>(this)->at(id));
 }
 
-void LeaseTable::require_free_slot() const {
+void LeaseTable::require_room() const {
     if (!free_.empty() || leases_.size() < max_leases_) return;
     throw UsageError(std::to_string(max_leases_) + " leases are open, which is the limit")
         .hint("release leases");
@@ -85,17 +86,17 @@ void LeaseTable::require_free_slot() const {
 
 Lease& LeaseTable::open(std::span<const std::int32_t> tokens, std::uint32_t context,
                         LeaseFlags flags) {
-    auto slot = static_cast<std::uint32_t>(leases_.size());
+    auto index = static_cast<std::uint32_t>(leases_.size());
     if (free_.empty()) {
         leases_.emplace_back();
     } else {
-        slot = free_.back();
+        index = free_.back();
         free_.pop_back();
     }
-    Lease& lease = leases_[slot];
+    Lease& lease = leases_[index];
     lease.tokens.assign(tokens.begin(), tokens.end());
     lease.context = context;
-    lease.slot = slot;
+    lease.index = index;
     lease.flags = flags;
     ++lease.generation;
     lease.classes.clear();
@@ -121,7 +122,7 @@ void LeaseTable::close(Lease& lease) {
         free_memory(lease.recurrent.snapshots);
         free_memory(lease.windows);
     }
-    free_.push_back(lease.slot);
+    free_.push_back(lease.index);
 }
 
 std::uint32_t LeaseTable::open_leases() const {

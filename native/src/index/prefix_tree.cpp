@@ -96,7 +96,7 @@ std::uint32_t PrefixTree::tag(const std::int32_t* tokens, ItemKey items) const {
     return static_cast<std::uint32_t>(hash ^ (hash >> 32));
 }
 
-NodeId PrefixTree::new_slot() {
+NodeId PrefixTree::new_node() {
     ++live_;
     if (free_head_ != kNone) {
         const NodeId id = free_head_;
@@ -115,14 +115,14 @@ void PrefixTree::free(NodeId node) {
     Node& n = nodes_[node];
     if (n.child != kNone) throw InternalError("a node with children was freed");
     if (n.has(kHasItems)) item_keys_.detach(node);
-    n.prev = kFreeSlot;
+    n.prev = kFreeNode;
     n.next = free_head_;
     free_head_ = node;
     --live_;
 }
 
 NodeId PrefixTree::add_root() {
-    const NodeId id = new_slot();
+    const NodeId id = new_node();
     nodes_[id].flags = kRoot;
     return id;
 }
@@ -136,7 +136,7 @@ NodeId PrefixTree::find_child(NodeId parent, const std::int32_t* tokens, ItemKey
 }
 
 NodeId PrefixTree::add_child(NodeId parent, const std::int32_t* tokens, ItemKey items) {
-    const NodeId id = new_slot();
+    const NodeId id = new_node();
     nodes_[id].parent = parent;
     store(id, tokens);
     if (items != kNoItems) {

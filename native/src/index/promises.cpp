@@ -4,7 +4,9 @@
 #include <cstring>
 #include <utility>
 
+#include "aiokv/lease_table.hpp"
 #include "core_detail.hpp"
+#include "report.hpp"
 
 namespace aiokv {
 
@@ -94,26 +96,26 @@ void Promises::absorb(RunId above) {
     place(below);
 }
 
-void Promises::link(RunId run, std::uint32_t slot) {
-    while (links_.size() <= slot) links_.emplace_back();
+void Promises::link(RunId run, std::uint32_t lease_index) {
+    while (links_.size() <= lease_index) links_.emplace_back();
     const std::uint32_t first = runs_[run].first;
     if (first == kNone) {
-        runs_[run].first = slot;
-        links_[slot] = {run, slot, slot};
+        runs_[run].first = lease_index;
+        links_[lease_index] = {run, lease_index, lease_index};
         return;
     }
     const std::uint32_t last = links_[first].prev;
-    links_[slot] = {run, last, first};
-    links_[last].next = links_[first].prev = slot;
+    links_[lease_index] = {run, last, first};
+    links_[last].next = links_[first].prev = lease_index;
 }
 
-void Promises::unlink(std::uint32_t slot) {
-    const Link link = links_[slot];
+void Promises::unlink(std::uint32_t lease_index) {
+    const Link link = links_[lease_index];
     Run& run = runs_[link.run];
     links_[link.prev].next = link.next;
     links_[link.next].prev = link.prev;
-    if (run.first == slot) run.first = link.next == slot ? kNone : link.next;
-    links_[slot] = Link{};
+    if (run.first == lease_index) run.first = link.next == lease_index ? kNone : link.next;
+    links_[lease_index] = Link{};
 }
 
 void Promises::add(const Lease& lease) {
@@ -124,24 +126,24 @@ void Promises::add(const Lease& lease) {
     for (;;) {
         RunId run = child({above, &lease, block});
         if (run == kNone) {
-            run = new_run({above, block, end, lease.slot, kNone, 0});
+            run = new_run({above, block, end, lease.index, kNone, 0});
             if ((above & kRunBit) != 0) ++runs_[static_cast<RunId>(above)].below;
-            return link(run, lease.slot);
+            return link(run, lease.index);
         }
         const std::uint32_t stop = std::min(runs_[run].end, end);
         block = common_end(leases_[runs_[run].text], lease, block, stop);
         if (block < runs_[run].end) run = split(run, block);
-        if (block == end) return link(run, lease.slot);
+        if (block == end) return link(run, lease.index);
         above = kRunBit | run;
     }
 }
 
 void Promises::remove(const Lease& lease) {
-    const std::uint32_t slot = lease.slot;
-    if (slot >= links_.size() || links_[slot].run == kNone) return;
-    RunId run = links_[slot].run;
+    const std::uint32_t lease_index = lease.index;
+    if (lease_index >= links_.size() || links_[lease_index].run == kNone) return;
+    RunId run = links_[lease_index].run;
     Place place = kRunBit | run;  // the last one of those that may have named the lease
-    unlink(slot);
+    unlink(lease_index);
     if (runs_[run].first == kNone && runs_[run].below == 0) {
         place = runs_[run].above;
         erase_run(run);
@@ -154,7 +156,7 @@ void Promises::remove(const Lease& lease) {
         absorb(run);
     }
     // Those that name the lease are one below the other, and this is the last.
-    while ((place & kRunBit) != 0 && runs_[static_cast<RunId>(place)].text == slot) {
+    while ((place & kRunBit) != 0 && runs_[static_cast<RunId>(place)].text == lease_index) {
         Run& stale = runs_[static_cast<RunId>(place)];
         stale.text = stale.first != kNone ? stale.first : runs_[*places_.lower_bound(place)].text;
         place = stale.above;
@@ -186,6 +188,28 @@ Pending Promises::find(NodeId frontier, const Lease& prompt, std::size_t first,
         above = kRunBit | run;
     }
     return found;
+}
+
+void Promises::check(Report& report) const {
+    report.require(places_.size() == runs_in_use_, "I5: ", places_.size(),
+                   " runs of promised blocks have a place, ", runs_in_use_, " are in use");
+    for (const Lease& lease : leases_) {
+        const std::size_t end = lease.tokens.size() / stride_;
+        if (lease.index >= links_.size() || links_[lease.index].run == kNone) {
+            report.require(lease.frontier == kNone || lease.path.size() >= end,
+                           "I5: the blocks behind ", lease.path.size(), " of ", end,
+                           " are not promised");
+            continue;
+        }
+        const RunId run = links_[lease.index].run;
+        report.require(runs_[run].end == end, "I5: a lease promises blocks up to ", runs_[run].end,
+                       " of ", end);
+        Place place = kRunBit | run;
+        while ((place & kRunBit) != 0) place = runs_[static_cast<RunId>(place)].above;
+        report.require(lease.has_blocks() && place == lease.frontier, "I5: a ",
+                       name_of(lease.state), " lease promises blocks behind node ", place,
+                       ", its frontier is ", lease.frontier);
+    }
 }
 
 }  // namespace aiokv

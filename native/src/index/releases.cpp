@@ -82,7 +82,7 @@ void Releases::check_truncate(const Lease& lease, std::int64_t num_tokens) const
         throw LeaseError(to + "the lease is being swapped to host memory").of(lease.id());
     }
     if (auxiliary_.exist() && num_tokens < lease.computed_tokens) {
-        throw LeaseError(to + "the recurrent state, or a window, has gone on to " +
+        throw LeaseError(to + "the recurrent state, or a window, is already at position " +
                          str(lease.computed_tokens))
             .of(lease.id());
     }

@@ -1,22 +1,9 @@
 // Eviction and dropping.
-//
-// A queue holds the nodes without refs, the next victim first. A node that comes up while a
-// transfer pins it, or while a child still needs it, is deferred; it returns to the front when the
-// obstacle is gone, because everything left in the queue is to be kept longer.
 #include <algorithm>
 
 #include "aiokv/residency.hpp"
 
 namespace aiokv {
-
-namespace {
-
-std::optional<ReuseModel> model_of(const CoreConfig& config) {
-    if (config.eviction == EvictionKind::kLru) return std::nullopt;
-    return ReuseModel(config.block_tokens, std::max(config.device_blocks, config.host_blocks));
-}
-
-}  // namespace
 
 Residency::Residency(const CoreConfig& config, Index& index, AuxiliaryPools& auxiliary,
                      DevicePool& device, RunPool& host)
@@ -27,70 +14,7 @@ Residency::Residency(const CoreConfig& config, Index& index, AuxiliaryPools& aux
       device_(device),
       host_(host),
       host_copies_(config.host_blocks),
-      reuse_(model_of(config)),
-      device_queue_(tree_, config.device_blocks, reuse_ ? &*reuse_ : nullptr),
-      host_queue_(tree_, config.host_blocks, reuse_ ? &*reuse_ : nullptr),
-      ahead_(tree_, device_queue_) {}
-
-EvictionQueue& Residency::queue_of(NodeId node) {
-    return tree_[node].has(kDeviceValid) ? device_queue_ : host_queue_;
-}
-
-void Residency::enqueue(NodeId node) {
-    Node& n = tree_[node];
-    if (n.has(kDeviceLoading)) return;  // its transfer enqueues it
-    if (n.has(kDeviceValid)) {
-        device_queue_.push_back(node);
-    } else {
-        host_queue_.push_back(node);
-        count_idle_host(n, +1);
-    }
-    n.set(kQueued);
-}
-
-// Called with each change of kQueued | kParked or of holds.
-void Residency::count_idle_host(const Node& n, int change) {
-    if (n.has(kDeviceValid) || n.holds > 0) return;
-    idle_host_ += static_cast<std::uint32_t>(change);
-}
-
-void Residency::dequeue(NodeId node) {
-    Node& n = tree_[node];
-    if (!n.has(kQueued | kParked)) return;
-    if (!n.has(kDeviceValid)) {
-        count_idle_host(n, -1);
-        if (n.has(kQueued)) host_queue_.remove(node);
-    } else if (n.has(kParked)) {
-        --deferred_device_;
-    } else {
-        ahead_.remove(node);
-        device_queue_.remove(node);
-    }
-    n.clear(kQueued | kParked | kAhead);
-}
-
-void Residency::defer(NodeId node) {
-    dequeue(node);
-    Node& n = tree_[node];
-    n.set(kParked);
-    count_idle_host(n, +1);
-    deferred_device_ += n.has(kDeviceValid);
-}
-
-void Residency::requeue_if_free(NodeId node) {
-    const Node& n = tree_[node];
-    if (!n.has(kParked) || n.pins > 0) return;
-    if (n.has(kDeviceValid) ? tree_.has_device_child(node) : n.child != kNone || n.holds > 0) {
-        return;
-    }
-    dequeue(node);
-    queue_of(node).push_front(node);
-    tree_[node].set(kQueued);
-    count_idle_host(n, +1);
-    if (!n.has(kDeviceValid) || !ahead_.is_begun()) return;
-    if (!is_saved(n)) return ahead_.restart();  // it is in front of them now
-    ahead_.add_front(node);
-}
+      order_(config, tree_) {}
 
 // Of a detached node: its leases use the device copy alone, and no swapped lease can be resumed
 // with it.
@@ -112,10 +36,10 @@ void Residency::free_if_unowned(NodeId node) {
     if (n.holds == 0) tree_.free(node);
 }
 
-// Unmatchable from now on; what no lease and no transfer owns is freed at once.
+// Makes the node unmatchable; copies that no lease and no transfer owns are freed at once.
 void Residency::detach(NodeId node) {
     Node& n = tree_[node];
-    if (n.has(kQueued | kParked)) dequeue(node);
+    if (n.has(kQueued | kParked)) order_.dequeue(node);
     n.parent = kNone;
     n.set(kDetached);
     n.clear(kBackupQueued);
@@ -147,15 +71,15 @@ void Residency::drop(NodeId node) {
     }
     index_.change();
     if (tree_[parent].has(kRoot)) {
-        index_.close_context_if_unused(static_cast<std::uint32_t>(tree_[parent].device));
+        index_.close_context_if_unused(parent);
     } else {
-        requeue_if_free(parent);
+        order_.requeue_if_free(parent);
     }
 }
 
 void Residency::release_device_copy(NodeId node) {
     Node& n = tree_[node];
-    dequeue(node);
+    order_.dequeue(node);
     device_.give_back(n.device);
     n.device = kNoBlock;
     --device_nodes_;
@@ -165,12 +89,12 @@ void Residency::release_device_copy(NodeId node) {
     if (!n.has(kHostValid)) return drop(node);
     host_copies_.remove(n.host);
     index_.change();
-    enqueue(node);
-    requeue_if_free(n.parent);
+    order_.enqueue(node);
+    order_.requeue_if_free(n.parent);
 }
 
 bool Residency::evict_one_device() {
-    for (NodeId node; (node = device_queue_.front()) != kNone;) {
+    for (NodeId node; (node = order_.device_front()) != kNone;) {
         const Node& n = tree_[node];
         if (n.pins == 0 && !tree_.has_device_child(node)) {
             if (must_save(node)) {
@@ -183,20 +107,20 @@ bool Residency::evict_one_device() {
         // It can go when its save has ended. Deferring it now would defer its unsaved ancestors
         // too, out of sight of look_ahead(): they would be saved one by one.
         if (n.has(kHostLoading) && config_.write_policy == WritePolicy::kWriteBack) return false;
-        defer(node);
+        order_.defer(node);
     }
     return false;
 }
 
 bool Residency::evict_one_host() {
-    for (NodeId node; (node = host_queue_.front()) != kNone;) {
+    for (NodeId node; (node = order_.host_front()) != kNone;) {
         const Node& n = tree_[node];
         if (n.pins == 0 && n.holds == 0 && n.child == kNone) {
             ++evicted_host_;
             drop(node);
             return true;
         }
-        defer(node);
+        order_.defer(node);
     }
     return false;
 }

@@ -16,17 +16,13 @@ void Residency::add_to(CoreStatistics& statistics) const {
     statistics.offloaded_blocks = offloaded_;
     statistics.failed_blocks = failed_;
     statistics.reclaimed_host_copies = reclaimed_host_copies_;
-    statistics.index_bytes += device_.bytes() + host_.bytes() + (reuse_ ? reuse_->bytes() : 0);
+    statistics.index_bytes += device_.bytes() + host_.bytes() + order_.bytes();
 }
 
 void Residency::check(Report& report) const {
-    std::uint32_t queued_device = 0;
-    std::uint32_t queued_host = 0;
-    std::uint32_t deferred_device = 0;
-    std::uint32_t idle_host = 0;
     std::uint32_t device_nodes = 0;
     std::uint32_t clean = 0;
-    for (NodeId node = 0; node < tree_.slots(); ++node) {
+    for (NodeId node = 0; node < tree_.end_id(); ++node) {
         const Node& n = tree_[node];
         if (!tree_.is_live(node) || n.has(kRoot)) continue;
         if (n.device != kNoBlock) report.device.own(n.device, "a node");
@@ -40,18 +36,13 @@ void Residency::check(Report& report) const {
         report.require(n.pins == report.pins[node], "I3: node ", node, " counts ", n.pins + 0,
                        " pins of ", report.pins[node]);
         device_nodes += n.device != kNoBlock;
-        idle_host += n.has(kQueued | kParked) && !n.has(kDeviceValid) && n.holds == 0;
         const bool is_clean = n.has(kHostValid) && n.has(kDeviceValid) && n.holds == 0;
         clean += is_clean && !n.has(kDetached);
         report.require(!is_clean || n.has(kDetached) || host_copies_.node_of(n.host) == node,
                        "I6: the host copy of node ", node, " is not among those that can go");
-        queued_device += n.has(kQueued) && n.has(kDeviceValid);
-        queued_host += n.has(kQueued) && !n.has(kDeviceValid);
-        deferred_device += n.has(kParked) && n.has(kDeviceValid);
         if (n.has(kDetached)) {
             report.require(n.refs > 0 || n.pins > 0 || n.holds > 0, "I2: detached node ", node,
                            " is unowned");
-            report.require(!n.has(kQueued | kParked), "I6: detached node ", node, " is queued");
             continue;
         }
         report.require(n.has(kDeviceResident) == (n.device != kNoBlock), "I4: node ", node,
@@ -62,18 +53,12 @@ void Residency::check(Report& report) const {
         const Node& parent = tree_[n.parent];
         report.require(parent.has(kRoot) || parent.refs >= n.refs, "I5: node ", node, " has ",
                        n.refs + 0, " refs, its parent ", parent.refs + 0);
-        const bool idle = n.refs == 0 && !n.has(kDeviceLoading);
-        report.require(idle == n.has(kQueued | kParked), "I6: node ", node, " with ", n.refs + 0,
-                       " refs is ", n.has(kQueued | kParked) ? "" : "not ", "evictable");
     }
-    report.require(queued_device == device_queue_.size() && queued_host == host_queue_.size() &&
-                       deferred_device == deferred_device_,
-                   "I6: the eviction queues miscount");
-    report.require(idle_host == idle_host_ && clean == host_copies_.size(), "I6: ", idle_host,
-                   " host blocks and ", clean, " host copies can go, not ", idle_host_, " and ",
+    report.require(clean == host_copies_.size(), "I6: ", clean, " host copies can go, not ",
                    host_copies_.size());
     report.require(device_nodes == device_nodes_, "I1: ", device_nodes,
                    " nodes have a device id, not ", device_nodes_);
+    order_.check(report);
     report.device.check([this](BlockId id) { return device_.is_free(id); });
     report.host.check([this](BlockId id) { return host_.is_free(id); });
 }

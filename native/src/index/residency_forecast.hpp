@@ -30,7 +30,7 @@ class Residency::Forecast {
         });
         host_usable_ = residency.host_.free_blocks() > 0 || !residency.host_copies_.empty() ||
                        host_freed ||
-                       residency.host_queue_.size() > static_cast<std::uint32_t>(on_host);
+                       residency.order_.queued_host() > static_cast<std::uint32_t>(on_host);
     }
 
     // Device blocks of the path that count as evictable, until the lease has its refs.
@@ -44,10 +44,10 @@ class Residency::Forecast {
 
     std::uint32_t free_blocks() const { return free_; }
 
-    // What make_room() would return.
+    // The result of make_room(), if it were called now.
     bool can_make_room(std::uint32_t blocks) {
-        NodeId node = residency_.device_queue_.front();
-        for (; node != kNone && free_ < blocks; node = residency_.device_queue_.after(node)) {
+        NodeId node = residency_.order_.device_front();
+        for (; node != kNone && free_ < blocks; node = residency_.order_.after_on_device(node)) {
             if (is_out_of_queue(node)) continue;
             for (NodeId next = node; next != kNone && free_ < blocks;) {
                 blocked_ = attempt(next);
@@ -72,10 +72,10 @@ class Residency::Forecast {
             if (!is_saved(tree_[node])) dirty.push_back(node);
             ++ready;
         };
-        // A parent whose last child has gone is at the front.
-        if (tree_[blocked_].has(kParked) || parked_.contains(blocked_)) look_at(blocked_);
-        for (NodeId node = residency_.device_queue_.front(); node != kNone && ready < target;
-             node = residency_.device_queue_.after(node)) {
+        // A parent without a child on the device is at the front.
+        if (tree_[blocked_].has(kParked) || deferred_.contains(blocked_)) look_at(blocked_);
+        for (NodeId node = residency_.order_.device_front(); node != kNone && ready < target;
+             node = residency_.order_.after_on_device(node)) {
             if (!is_out_of_queue(node)) look_at(node);
         }
         // The failed attempt has put the path at the end of the queue, its last block first.
@@ -105,7 +105,7 @@ class Residency::Forecast {
 
   private:
     bool is_out_of_queue(NodeId node) const {
-        return gone_.contains(node) || parked_.contains(node) || path_.contains(node);
+        return gone_.contains(node) || deferred_.contains(node) || path_.contains(node);
     }
 
     std::uint32_t device_children(NodeId node) const {
@@ -135,7 +135,7 @@ class Residency::Forecast {
             if (n.has(kHostLoading) && residency_.config_.write_policy == WritePolicy::kWriteBack) {
                 return node;
             }
-            parked_.insert(node);
+            deferred_.insert(node);
             node = kNone;
             return kNone;
         }
@@ -145,11 +145,11 @@ class Residency::Forecast {
         host_usable_ |= !dropped || host_freed_;
         ++free_;
         gone_.insert(node);
-        parked_.erase(node);
+        deferred_.erase(node);
         const NodeId parent = n.parent;
         ++gone_children_[parent].first;
         gone_children_[parent].second += dropped;
-        const bool waits = tree_[parent].has(kParked) || parked_.contains(parent);
+        const bool waits = tree_[parent].has(kParked) || deferred_.contains(parent);
         const bool is_free = !path_.contains(parent) && tree_[parent].pins == 0 &&
                              tree_[parent].has(kDeviceValid) && device_children(parent) == 0;
         node = waits && is_free ? parent : kNone;
@@ -167,8 +167,8 @@ class Residency::Forecast {
         const auto is_leaf = [this](NodeId node) {
             return tree_[node].pins == 0 && tree_[node].holds == 0 && !has_child(node);
         };
-        for (NodeId node = residency_.host_queue_.front(); node != kNone;
-             node = residency_.host_queue_.after(node)) {
+        for (NodeId node = residency_.order_.host_front(); node != kNone;
+             node = residency_.order_.after_on_host(node)) {
             if (is_leaf(node)) return true;
         }
         return std::any_of(gone_.begin(), gone_.end(), [&](NodeId node) {
@@ -191,10 +191,10 @@ class Residency::Forecast {
     std::uint32_t free_;
     bool host_freed_;         // a drop would have freed host blocks
     bool host_usable_;        // for must_save()
-    NodeId blocked_ = kNone;  // what stopped can_make_room()
+    NodeId blocked_ = kNone;  // the node that stopped can_make_room()
     std::unordered_set<NodeId> path_;
     std::unordered_set<NodeId> gone_;
-    std::unordered_set<NodeId> parked_;
+    std::unordered_set<NodeId> deferred_;
     std::unordered_set<NodeId> droppable_;
     std::unordered_map<NodeId, std::pair<std::uint32_t, std::uint32_t>> gone_children_;  // dropped
 };

@@ -17,16 +17,16 @@ bool Residency::must_save(NodeId node) const {
     if (config_.write_policy != WritePolicy::kWriteBack) return false;
     const Node& n = tree_[node];
     if (n.has(kHostValid | kBackupFailed)) return false;
-    return host_.free_blocks() > 0 || !host_copies_.empty() || host_queue_.size() > 0;
+    return host_.free_blocks() > 0 || !host_copies_.empty() || order_.queued_host() > 0;
 }
 
 std::vector<NodeId> Residency::look_ahead(std::uint32_t target) {
     std::vector<NodeId> dirty;
     const std::uint32_t free = device_.free_blocks();
-    for (NodeId node = ahead_.next(); node != kNone && free + ahead_.count() < target;
-         node = ahead_.next()) {
+    for (NodeId node = order_.ahead().next();
+         node != kNone && free + order_.ahead().count() < target; node = order_.ahead().next()) {
         if (!is_saved(tree_[node])) dirty.push_back(node);
-        ahead_.add(node);
+        order_.ahead().add(node);
     }
     return dirty;
 }
@@ -37,8 +37,8 @@ void Residency::make_host_room(std::size_t blocks, std::uint32_t near_blocks) {
                         [&](NodeId node) { return near_blocks > 0 && tree_[node].has(kAhead); });
     if (host_.free_blocks() < blocks && !host_copies_.empty()) {
         std::vector<NodeId> near;
-        for (NodeId node = device_queue_.front(); node != kNone && near.size() < near_blocks;
-             node = device_queue_.after(node)) {
+        for (NodeId node = order_.device_front(); node != kNone && near.size() < near_blocks;
+             node = order_.after_on_device(node)) {
             near.push_back(node);
         }
         std::sort(near.begin(), near.end());
@@ -66,13 +66,13 @@ void Residency::reclaim_host_copy(BlockId host) {
     host_.give_back(host);
     n.host = kNoBlock;
     n.clear(kHostValid);
-    if (n.has(kAhead)) ahead_.restart();
+    if (n.has(kAhead)) order_.ahead().restart();
     ++reclaimed_host_copies_;
 }
 
-// So that an attempt without success evicts nothing.
+// Asked first, so that an attempt without success evicts nothing.
 bool Residency::could_make_host_room(std::size_t blocks) const {
-    return std::size_t{host_.free_blocks()} + host_copies_.size() + idle_host_ >= blocks;
+    return std::size_t{host_.free_blocks()} + host_copies_.size() + order_.idle_host() >= blocks;
 }
 
 void Residency::evict_host_until_free(std::size_t blocks) {

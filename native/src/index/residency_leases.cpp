@@ -10,33 +10,33 @@ std::uint32_t Residency::ref(std::span<const NodeId> path) {
     for (const NodeId node : path) {
         Node& n = tree_[node];
         resident += n.has(kDeviceResident);
-        if (n.refs++ == 0) dequeue(node);
+        if (n.refs++ == 0) order_.dequeue(node);
     }
     return resident;
 }
 
 void Residency::unref(std::span<const NodeId> path) {
-    for (std::size_t i = path.size(); i-- > 0;) unref(path[i]);
+    for (std::size_t i = path.size(); i-- > 0;) unref_node(path[i]);
 }
 
-void Residency::unref(NodeId node) {
+void Residency::unref_node(NodeId node) {
     Node& n = tree_[node];
     if (--n.refs > 0) return;
     if (n.has(kDetached)) {
         free_if_unowned(node);
     } else {
-        enqueue(node);
+        order_.enqueue(node);
     }
 }
 
 void Residency::hold(std::span<const NodeId> path) {
-    for (const NodeId node : path) hold(node);
+    for (const NodeId node : path) hold_node(node);
 }
 
-void Residency::hold(NodeId node) {
+void Residency::hold_node(NodeId node) {
     Node& n = tree_[node];
     if (n.holds == 0) {
-        if (n.has(kQueued | kParked)) count_idle_host(n, -1);
+        order_.begin_hold(node);
         if (n.has(kHostValid)) host_copies_.remove(n.host);
     }
     if (n.holds == kMaxHolds) {
@@ -47,10 +47,10 @@ void Residency::hold(NodeId node) {
 }
 
 void Residency::unhold(std::span<const NodeId> path) {
-    for (const NodeId node : path) unhold(node);
+    for (const NodeId node : path) unhold_node(node);
 }
 
-void Residency::unhold(NodeId node) {
+void Residency::unhold_node(NodeId node) {
     Node& n = tree_[node];
     if (n.holds == kMaxHolds) {
         if (const auto more = more_holds_.find(node); more != more_holds_.end()) {
@@ -60,44 +60,20 @@ void Residency::unhold(NodeId node) {
     }
     --n.holds;
     if (n.holds == 0) {
-        if (n.has(kQueued | kParked)) count_idle_host(n, +1);
+        order_.end_hold(node);
         list_host_copy(node);
     }
     if (n.has(kDetached)) {
         free_if_unowned(node);
     } else {
-        requeue_if_free(node);
-    }
-}
-
-// The deepest block is the least recently used: a child is always evicted before its parent.
-void Residency::touch(std::span<const NodeId> path) {
-    for (std::size_t i = path.size(); i-- > 0;) {
-        if (!tree_[path[i]].has(kQueued | kParked)) continue;
-        dequeue(path[i]);
-        enqueue(path[i]);
-    }
-}
-
-// The model sees a prompt once, when it is granted.
-void Residency::classify(Lease& lease) {
-    if (!reuse_) return;
-    if (lease.classes.empty()) {
-        const std::uint64_t epoch = reuse_->epoch();
-        reuse_->observe(lease.tokens, index_.seed_of(lease), lease.classes);
-        if (reuse_->epoch() != epoch) ahead_.restart();  // others may be in front now
-        device_queue_.refresh();
-        host_queue_.refresh();
-    }
-    for (std::size_t i = 0; i < lease.path.size(); ++i) {
-        tree_[lease.path[i]].reuse_class = reuse_->class_at(lease.classes, i);
+        order_.requeue_if_free(node);
     }
 }
 
 bool Residency::publish(const Lease& lease, std::uint32_t block, PrefixTree::Found found) {
     Node& n = tree_[found.node];
-    if (n.refs++ == 0 && !found.is_new) dequeue(found.node);
-    if (reuse_) n.reuse_class = reuse_->class_at(lease.classes, block);
+    if (n.refs++ == 0 && !found.is_new) order_.dequeue(found.node);
+    order_.classify_block(lease, block, found.node);
     if (n.has(kDeviceResident)) return false;
     n.device = lease.table[block];
     ++device_nodes_;
@@ -120,7 +96,7 @@ bool Residency::reclaim_detached(Lease& lease) {
             --device_nodes_;
             node.clear(kDeviceResident);
         }
-        unref(lease.path[i]);
+        unref_node(lease.path[i]);
     }
     lease.path.resize(first);
     return true;
@@ -130,7 +106,7 @@ void Residency::free_table(Lease& lease, Step step) {
     for (std::size_t i = lease.table.size(); i-- > 0;) {
         device_.use_in(lease.table[i], step);
         if (index_.is_private(lease, i)) device_.give_back(lease.table[i]);
-        if (i < lease.path.size()) unref(lease.path[i]);
+        if (i < lease.path.size()) unref_node(lease.path[i]);
     }
     lease.table.clear();
 }

@@ -1,4 +1,4 @@
-// What happens to a whole tier. Rare, so these scan all nodes.
+// Changes of a whole tier. They are rare, so they scan all nodes.
 #include <algorithm>
 
 #include "aiokv/error.hpp"
@@ -10,18 +10,18 @@ namespace aiokv {
 std::vector<NodeId> Residency::beyond_device(std::int64_t blocks) {
     const auto by_id = [this](NodeId a, NodeId b) { return tree_[a].device < tree_[b].device; };
     std::vector<NodeId> tops;
-    for (NodeId node = device_queue_.front(); node != kNone; node = device_queue_.after(node)) {
+    for (NodeId node = order_.device_front(); node != kNone; node = order_.after_on_device(node)) {
         if (tree_[node].device >= blocks) tops.push_back(node);
     }
     const auto queued = static_cast<std::ptrdiff_t>(tops.size());
-    for (NodeId node = 0; node < tree_.slots(); ++node) {
+    for (NodeId node = 0; node < tree_.end_id(); ++node) {
         const Node& n = tree_[node];
         if (!tree_.is_live(node) || n.has(kRoot) || n.device < blocks) continue;
         if (!n.has(kQueued)) tops.push_back(node);
     }
     std::sort(tops.begin() + queued, tops.end(), by_id);
 
-    std::vector<bool> seen(tree_.slots(), false);
+    std::vector<bool> seen(tree_.end_id(), false);
     std::vector<NodeId> found;
     for (const NodeId top : tops) {
         if (seen[top]) continue;
@@ -45,13 +45,13 @@ void Residency::evict(std::span<const NodeId> nodes) {
 }
 
 void Residency::forget_host() {
-    for (NodeId node = 0; node < tree_.slots(); ++node) {
+    for (NodeId node = 0; node < tree_.end_id(); ++node) {
         const Node& n = tree_[node];
         if (!tree_.is_live(node) || n.has(kRoot | kDetached | kDeviceResident)) continue;
         ++evicted_host_;
         drop(node);
     }
-    for (NodeId node = 0; node < tree_.slots(); ++node) {
+    for (NodeId node = 0; node < tree_.end_id(); ++node) {
         Node& n = tree_[node];
         if (!tree_.is_live(node) || !n.has(kHostValid)) continue;
         host_copies_.remove(n.host);
@@ -59,12 +59,12 @@ void Residency::forget_host() {
         n.host = kNoBlock;
         n.clear(kHostValid);
     }
-    ahead_.restart();
+    order_.ahead().restart();
     index_.change();
 }
 
 void Residency::detach_all() {
-    for (NodeId node = 0; node < tree_.slots(); ++node) {
+    for (NodeId node = 0; node < tree_.end_id(); ++node) {
         if (!tree_.is_live(node) || tree_[node].has(kDetached)) continue;
         if (tree_[node].has(kRoot)) {
             tree_.forget_children(node);
@@ -97,7 +97,7 @@ void Residency::resize_device(std::uint32_t blocks) {
     }
     evict(leaving);
     device_.resize(blocks);
-    device_queue_.resize(blocks);
+    order_.resize_device(blocks);
 }
 
 }  // namespace aiokv

@@ -45,7 +45,7 @@ void Residency::finish_onload(const Transfer& transfer, std::uint32_t good) {
         if (n.has(kDetached)) {
             free_if_unowned(nodes[i]);
         } else if (n.refs == 0) {
-            enqueue(nodes[i]);
+            order_.enqueue(nodes[i]);
         }
     }
 }
@@ -72,8 +72,8 @@ void Residency::cancel_onload(const Transfer& transfer) {
         --device_nodes_;
         n.clear(kDeviceLoading);
         tree_.count_device_child(node, -1);
-        enqueue(node);
-        requeue_if_free(n.parent);
+        order_.enqueue(node);
+        order_.requeue_if_free(n.parent);
     }
 }
 
@@ -103,7 +103,7 @@ void Residency::finish_offload(const Transfer& transfer, std::uint32_t good) {
         if (n.has(kDetached)) {
             free_if_unowned(node);
         } else {
-            requeue_if_free(node);
+            order_.requeue_if_free(node);
         }
     }
     offloaded_ += good;

@@ -77,7 +77,7 @@ TransferId Saver::start_offload(std::vector<NodeId> nodes, const Tail& tail) {
 
 void Saver::check(Report& report) const {
     std::size_t flagged = 0;
-    for (NodeId node = 0; node < tree_.slots(); ++node) {
+    for (NodeId node = 0; node < tree_.end_id(); ++node) {
         flagged += tree_.is_live(node) && tree_[node].has(kBackupQueued);
     }
     std::vector<NodeId> listed(queue_);

@@ -193,7 +193,7 @@ void SlidingWindows::publish(Lease& lease, std::size_t first) {
             if (i < window.first && !group.is_sink(i)) continue;
             const NodeId node = lease.path[i];
             if (index_.tree()[node].has(kDetached) || group.pool.find(node) != kNoBlock) continue;
-            if (group.pool.readers(window.table[i]) > 0) continue;  // of a node that has gone
+            if (group.pool.readers(window.table[i]) > 0) continue;  // of a node that was dropped
             group.pool.attach(node, window.table[i]);
             group.pool.add_reader(window.table[i]);
             index_.tree()[node].set(kHasSides);
@@ -283,7 +283,7 @@ void SlidingWindows::check_group(Report& report, std::size_t g) const {
                        group.pool.readers(id), " readers of ", held);
         report.require(!attached || (index_.tree().is_live(group.pool.node_of(id)) &&
                                      !index_.tree()[group.pool.node_of(id)].has(kDetached)),
-                       "I2: the node of window block ", id, " has gone");
+                       "I2: the node of window block ", id, " was dropped");
     }
     report.require(reserved == group.reserved && reserved <= group.pool.capacity(),
                    "I1: ", group.reserved, " window blocks are set aside, leases have ", reserved);

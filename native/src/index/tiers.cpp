@@ -35,7 +35,7 @@ void Tiers::forget_host() {
 void Tiers::reset() {
     index_.begin_epoch();
     saver_.forget_queue();
-    promises_.clear();  // what those leases compute will not be published
+    promises_.clear();  // no open lease will publish what it promised
     for (Lease& lease : leases_) lease.frontier = kNone;
     residency_.detach_all();
     index_.close_unused_contexts();
@@ -55,7 +55,8 @@ void Tiers::resize_device(std::int64_t blocks) {
     if (device_.cooling_blocks() > 0 && blocks < device_.capacity()) {
         throw UsageError("cannot shrink the device pool while " + str(device_.cooling_blocks()) +
                          " freed blocks wait for their step")
-            .field("device_blocks");
+            .field("device_blocks")
+            .hint("resize again when that step has finished");
     }
     // A pending resize is tried again at each release. So scan the nodes again only when a
     // transfer or a step has ended, and the leases from the one on that was in the way last.
@@ -63,19 +64,20 @@ void Tiers::resize_device(std::int64_t blocks) {
     if (attempt == refused_resize_) {
         throw UsageError("cannot resize the device pool to " + std::to_string(blocks) +
                          " blocks: the transfers or steps of the last try are not over")
-            .field("device_blocks");
+            .field("device_blocks")
+            .hint("resize again when one of them has ended");
     }
     const auto is_beyond = [&](BlockId id) { return id >= blocks; };
     const auto& leases = leases_.records();
     for (std::size_t i = 0; i < leases.size(); ++i) {
-        const std::size_t slot = (resize_slot_ + i) % leases.size();
-        const std::vector<BlockId>& table = leases[slot].table;
+        const std::size_t index = (resize_from_ + i) % leases.size();
+        const std::vector<BlockId>& table = leases[index].table;
         const auto held = std::find_if(table.begin(), table.end(), is_beyond);
         if (held == table.end()) continue;
-        resize_slot_ = slot;
+        resize_from_ = index;
         throw resize_refused(device_.capacity(), static_cast<std::uint32_t>(blocks), *held,
                              "leased")
-            .of(leases[slot].id());
+            .of(leases[index].id());
     }
     refused_resize_ = attempt;
     residency_.resize_device(static_cast<std::uint32_t>(blocks));

@@ -1,0 +1,81 @@
+// The order in which blocks without refs are evicted, per tier.
+//
+// A queue holds the nodes without refs, the next victim first. A node that reaches the front while
+// a transfer pins it, or while a child still needs it, is deferred: it leaves the queue. It returns
+// to the front as soon as it can be evicted, because all nodes left in the queue rank behind it.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "aiokv/core_types.hpp"
+#include "aiokv/eviction_queue.hpp"
+#include "aiokv/look_ahead.hpp"
+#include "aiokv/prefix_tree.hpp"
+#include "aiokv/reuse_model.hpp"
+
+namespace aiokv {
+
+class Report;
+
+class EvictionOrder {
+  public:
+    EvictionOrder(const CoreConfig& config, PrefixTree& tree);
+
+    // -- nodes without refs, in the queue of their fastest tier
+    void enqueue(NodeId node);  // used now
+    void dequeue(NodeId node);
+    void defer(NodeId node);
+    // Puts a deferred node back to the front of its queue, if it can be evicted now.
+    void requeue_if_free(NodeId node);
+    // Used now: the deepest block is the least recently used one of a path.
+    void touch(std::span<const NodeId> path);
+    // The first swapped lease is going to hold the node, or the last one holds it no more.
+    void begin_hold(NodeId node);
+    void end_hold(NodeId node);
+
+    NodeId device_front() { return device_.front(); }
+    NodeId after_on_device(NodeId node) const { return device_.after(node); }
+    NodeId host_front() { return host_.front(); }
+    NodeId after_on_host(NodeId node) const { return host_.after(node); }
+    std::uint32_t evictable_device() const { return device_.size() + deferred_device_; }
+    std::uint32_t queued_host() const { return host_.size(); }
+    // Blocks on the host only that no swapped lease holds, deferred ones too.
+    std::uint32_t idle_host() const { return idle_host_; }
+
+    // -- what decides the order
+    // A lease is granted: the model sees its prompt once, and classifies the blocks that it hits.
+    void classify(Lease& lease, std::uint64_t seed);
+    // A lease has computed the block.
+    void classify_block(const Lease& lease, std::uint32_t block, NodeId node) {
+        if (model_) tree_[node].reuse_class = model_->class_at(lease.classes, block);
+    }
+    void resize_device(std::uint32_t blocks) { device_.resize(blocks); }
+
+    LookAhead& ahead() { return ahead_; }
+    const LookAhead& ahead() const { return ahead_; }
+
+    std::size_t bytes() const { return model_ ? model_->bytes() : 0; }
+    void check(Report& report) const;
+
+  private:
+    EvictionQueue& queue_of(NodeId node);
+    void count_idle_host(const Node& n, int change);
+
+    PrefixTree& tree_;
+    std::optional<ReuseModel> model_;  // none: lru
+    EvictionQueue device_;             // ref 0 and device VALID, the next victim first
+    EvictionQueue host_;               // ref 0 and host VALID only
+    LookAhead ahead_;
+    std::uint32_t deferred_device_ = 0;
+    std::uint32_t idle_host_ = 0;
+};
+
+// The block can leave the device without another copy.
+inline bool is_saved(const Node& n) {
+    return n.has(kHostValid | kHostLoading | kBackupFailed);
+}
+
+}  // namespace aiokv
