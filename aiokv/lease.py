@@ -295,7 +295,7 @@ class Lease(Unique):
     def __del__(self) -> None:
         if self.id and self.leases.collect(self.id):
             warnings.warn(
-                f"{self!r} was garbage-collected without release(); the engine releases its blocks",
+                f"{self!r} was never released; the engine releases it now",
                 UnreleasedLeaseWarning,
                 stacklevel=2,
                 source=self,
