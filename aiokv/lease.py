@@ -1,4 +1,4 @@
-"""Lease: one request's hold on cached blocks, and the blocks it computes into."""
+"""Lease: the cached blocks that one request uses, and the blocks that the request computes."""
 
 from __future__ import annotations
 
@@ -31,18 +31,20 @@ _NO_WAIT: Final = 0.0  # compared by identity: the default needs no check
 
 
 class Lease(Unique):
-    """A request's share of the cache, as ``engine.match`` returns it; made by the engine only.
+    """Blocks of one request, as ``engine.match`` returns them; only the engine makes leases.
 
-    Life: *matched* (holds nothing) -> *granted* (refs on the cached blocks, own ids for the rest)
-    -> *released* (dead: any further use raises ``LeaseError``). Used on the engine's loop, except
-    ``block_table``, ``window_table``, ``layers.gpu_wait`` and ``layers.is_done``, which any thread
-    may call; all else raises ``UsageError`` there. It cannot be copied: see :meth:`fork`.
+    States (see :class:`LeaseState`): *matched* (holds no blocks) -> *granted* (references to the
+    cached blocks, own blocks for the other positions) -> *released* (further calls raise
+    ``LeaseError``). Any thread may use ``block_table``, ``window_table``, ``layers.gpu_wait`` and
+    ``layers.is_done``. All other methods must be called on the engine's loop, and raise
+    ``UsageError`` elsewhere. A lease cannot be copied; :meth:`fork` makes a second one.
 
     Attributes:
-        id: number of the lease in its engine; 0 once released. Set by the engine only.
-        owner: the caller's name for it, shown in messages.
-        leases: the engine's side of all its leases.
-        layers: waits for the blocks that come from other tiers; done when there are none.
+        id: number of the lease in its engine; 0 once released. Only the engine sets it.
+        owner: name of the request for error and log messages.
+        salt: namespace of the prompt, whose quota counts the blocks.
+        leases: part of the engine that serves all leases.
+        layers: view of the transfers that this lease waits for; done when there are none.
     """
 
     __slots__ = (
@@ -64,15 +66,15 @@ class Lease(Unique):
         self._read = leases.read
         self.id = lease_id
         self._released_at: tuple[CodeType, int] | None = None
-        self._waits: Waits | None = None  # of one that had to wait
+        self._waits: Waits | None = None  # None until the lease has waited
         self.owner = owner
         self.salt = salt
         self.layers = layers
 
-    # --- life ---------------------------------------------------------------------------------
+    # --- capacity -----------------------------------------------------------------------------
 
     def __await__(self) -> Generator[None, None, Self]:
-        """``await engine.match(...)`` does not suspend: the match is there already."""
+        """Return the lease without suspending, for ``await engine.match(...)``."""
         yield from ()
         return self
 
@@ -96,35 +98,40 @@ class Lease(Unique):
         timeout: float | None = None,
         wait_pending: float = _NO_WAIT,
     ) -> Self:
-        """Wait for capacity, then take refs and blocks for ``num_tokens`` positions at once.
+        """Wait for capacity, then take the blocks of ``num_tokens`` positions at once.
 
-        The prefix is matched again when the turn comes; ``cached_tokens`` is final then, and
-        onloads have started.
+        The engine matches the prefix again when it grants the lease: from then on,
+        ``cached_tokens`` is final, and the onloads have started.
 
-        The hit is taken as far as ``num_tokens`` reaches. ``extend`` adds empty blocks only, so
-        cached blocks behind ``num_tokens`` would be computed again. For chunked prefill, make the
-        first chunk end behind the hit: ``allocate(min(lease.hit.total + chunk, len(tokens)))``, and
-        ``extend`` for each later chunk.
+        The lease uses only the cached blocks within ``num_tokens``. ``extend`` adds empty blocks,
+        so the model computes cached blocks beyond ``num_tokens`` again. For chunked prefill, let
+        the first chunk end after the hit, ``allocate(min(lease.hit.total + chunk, len(tokens)))``,
+        and call ``extend`` for each later chunk.
 
         Args:
-            num_tokens: absolute number of positions, at least 1.
-            priority: an integer; lower goes first, equal ones in order of arrival.
+            num_tokens: absolute number of positions, 1 to 2147483647.
+            priority: an integer; a lower number is granted first, equal numbers in order of
+                arrival.
             timeout: seconds to wait for capacity; None or ``math.inf`` for no limit.
-            wait_pending: seconds to wait first for blocks that another lease is computing; after
-                that they are computed again.
+            wait_pending: seconds to wait first for blocks that another lease is computing; when
+                the time has passed, this lease computes the blocks again.
+
+        Returns:
+            The lease itself, granted.
 
         Raises:
-            AllocateTimeout: the lease holds nothing and may try again.
-            RequestTooLarge: it can never fit; at once.
-            LeaseError: released, granted already, or waiting in another task. Also when it is
-                released while it waits.
-            UsageError: ``priority`` is not an integer, or another argument is not a number;
-                nothing changed.
-            ClosedError: the engine closes.
+            AllocateTimeout: ``timeout`` has passed. The lease holds no blocks and may try again.
+            RequestTooLarge: the device or the salt's quota can never hold the request; raised
+                without waiting.
+            LeaseError: the lease is released (also while it waits), is granted already, or waits
+                in another task; or ``num_tokens`` is out of range.
+            UsageError: ``num_tokens`` or ``priority`` is not an integer, or another argument is not
+                a number. Nothing changed.
+            ClosedError: the engine is closed or closing.
             BrokenEngineError: the device failed, or a rank was lost.
 
-        Cancellation: the lease holds nothing, as after ``match``.
-        Checkpoint: only when it has to wait.
+        Cancellation: the lease holds no blocks, as after ``match``.
+        Checkpoint: only when the lease has to wait.
         """
         if type(num_tokens) is not int or not 0 < num_tokens <= MAX_INT32:
             num_tokens = checks.integer("num_tokens", num_tokens)
@@ -141,25 +148,45 @@ class Lease(Unique):
         return self
 
     def try_allocate(self, num_tokens: int) -> bool:
-        """Allocate now, or return False: no room, or this or other leases wait in line."""
+        """Allocate without waiting; return False if that is not possible now.
+
+        Args:
+            num_tokens: absolute number of positions, 1 to 2147483647.
+
+        Returns:
+            True when the lease is granted. False, and nothing changed, when too few blocks are
+            free or evictable, when this or another lease waits for capacity, or when granting is
+            paused.
+
+        Raises:
+            RequestTooLarge: the device or the salt's quota can never hold the request.
+            LeaseError: the lease is released, or is granted already; or ``num_tokens`` is out of
+                range. Nothing changed.
+            UsageError: ``num_tokens`` is not an integer. Nothing changed.
+            ClosedError: the engine is closed or closing.
+            BrokenEngineError: the device failed, or a rank was lost.
+        """
         if type(num_tokens) is not int or not 0 < num_tokens <= MAX_INT32:
             num_tokens = checks.integer("num_tokens", num_tokens)
         return self.leases.try_allocate(self, num_tokens)
 
     def can_allocate(self, num_tokens: int) -> bool:
-        """Return whether ``try_allocate(num_tokens)`` would succeed now. Takes and evicts nothing.
+        """Return True if ``try_allocate(num_tokens)`` would succeed now; changes nothing.
 
-        Exact where ``device_free + evictable_blocks`` promises too much: blocks that are being
-        copied, or that ``"write_back"`` saves first, cannot be evicted yet. What the lease hits
-        needs no room. Costs as much as an attempt.
+        The answer is exact. ``device_free + evictable_blocks`` of the statistics is an upper bound:
+        it includes blocks that are being copied, or that ``"write_back"`` has to save before they
+        can be evicted. The cached blocks of the lease need no room. The call costs as much as
+        ``try_allocate``.
 
         Args:
-            num_tokens: absolute number of positions, at least 1.
+            num_tokens: absolute number of positions, 1 to 2147483647.
 
         Raises:
-            RequestTooLarge: it can never fit.
-            LeaseError: released, or granted already.
-            ClosedError: the engine closes.
+            RequestTooLarge: the device or the salt's quota can never hold the request.
+            LeaseError: the lease is released, or is granted already; or ``num_tokens`` is out of
+                range.
+            UsageError: ``num_tokens`` is not an integer.
+            ClosedError: the engine is closed or closing.
             BrokenEngineError: the device failed, or a rank was lost.
         """
         return self.leases.can_allocate(self, checks.integer("num_tokens", num_tokens))
@@ -167,68 +194,95 @@ class Lease(Unique):
     async def preempt(self, *, swap: bool = False) -> None:
         """Give the device blocks back; ``resume`` takes blocks again.
 
+        Commit all computed positions first.
+
+        A swap waits until no batch computes with the lease (see ``CacheEngine.computing``). Blocks
+        that were committed in the open step move after ``engine.step`` has closed the step, so do
+        not await ``preempt`` before that call. While the table moves, the lease can only be
+        released.
+
+        Recurrent state and sliding windows stay on the device, where another lease may take their
+        place. The lease then resumes at the last block border that can still be hit.
+
         Args:
-            swap: move the whole table to host memory first, the partial last block included, and
-                keep it there. Without it, full blocks stay as cached as any, and the rest is to be
-                computed again; what an earlier swap has kept is given up, too.
-
-        Recurrent state and sliding windows stay on the device; when another lease needs their
-        place, the lease goes on at the deepest border that can be hit. Commit all that was computed
-        first.
-
-        A swap waits until no batch computes with the lease; see ``CacheEngine.computing``.
-        What was committed in the open step moves when ``engine.step`` has closed that: do not
-        await the one before the other. While it moves, the lease can only be released.
+            swap: True to move the whole block table, including the partial last block, to host
+                memory and keep it there. False to keep full blocks only as cached blocks, which can
+                be evicted: the model computes all other positions again. False also gives up a
+                table that an earlier swap has moved.
 
         Raises:
-            WouldBlock: the host tier has no room, or the cache was reset. The lease keeps its
-                blocks, and nothing was evicted.
-            TransferError: the copy failed. The lease keeps its blocks.
-            LeaseError: swap of a lease that is not granted or whose onloads are still under way;
-                or it stands in line. Or swap inside the block of a batch that computes with it.
-            ClosedError: the engine closes; also while the swap waits for a batch.
+            WouldBlock: swap: the host tier has no room, or the cache was reset. The lease keeps
+                its blocks, and nothing was evicted.
+            TransferError: swap: the copy failed. The lease keeps its blocks.
+            LeaseError: the lease is released, or waits for capacity. Swap: the lease is not
+                granted, its onloads are in flight, or the call is made inside the ``with`` block of
+                a batch that computes with it.
+            ClosedError: the engine is closed or closing; also raised while a swap waits for a
+                batch.
+            BrokenEngineError: the device failed, or a rank was lost.
 
-        Cancellation: a swap that has begun goes on by itself; it ends as one.
+        Cancellation: a swap that has begun completes in the background.
         """
         await self.leases.preempt(self, swap=swap)
 
     async def resume(
         self, num_tokens: int, *, priority: int = 0, timeout: float | None = None
     ) -> Self:
-        """``allocate`` after ``preempt``: ``cached_tokens`` says what need not be computed.
+        """Allocate again after ``preempt``.
 
-        Takes at least as many positions as were computed before a swap. After a reset all are to be
-        computed again.
+        The first ``cached_tokens`` positions then need no computing. After a reset, all positions
+        must be computed again.
 
-        Cancellation: the lease stays as it was, and can be resumed later.
+        Args:
+            num_tokens: absolute number of positions, 1 to 2147483647; after a swap at least the
+                number of positions that were computed before the swap.
+            priority: as for ``allocate``.
+            timeout: as for ``allocate``.
+
+        Returns:
+            The lease itself, granted.
+
+        Raises:
+            AllocateTimeout, RequestTooLarge, LeaseError, UsageError, ClosedError,
+                BrokenEngineError: as for ``allocate``. The lease stays preempted; a swapped table
+                stays in host memory.
+
+        Cancellation: the lease stays preempted, and can be resumed later.
         """
         return await self.allocate(num_tokens, priority=priority, timeout=timeout)
 
     def fork(self, *, owner: str = "", stream: object = None) -> Lease:
-        """A second lease on the same positions, as for n > 1 samples of one prompt.
+        """Return a second lease on the same positions, e.g. for n > 1 samples of one prompt.
 
-        Full blocks are shared; the rest is copied on the device.
+        Both leases share the full blocks; the other blocks are copied on the device.
 
         Args:
-            owner: its name; this lease's without one.
-            stream: the compute stream, on a GPU.
+            owner: name of the new lease; empty for the name of this lease.
+            stream: compute stream in whose order the blocks are copied; required on a GPU.
 
         Raises:
-            WouldBlock: no room for the blocks that are not shared, or the salt's quota is used up;
-                nothing changed.
-            UsageError: tensors on a GPU, and no stream; or window groups. Nothing changed.
-            LeaseError: not granted, or onloads of it are still under way.
+            WouldBlock: the device has no room for the copied blocks, or the salt's quota is used
+                up. Nothing changed.
+            UsageError: the tensors are on a GPU and ``stream`` is None, or the model has window
+                groups. Nothing changed.
+            LeaseError: the lease is not granted, or its onloads are in flight. Nothing changed.
+            ClosedError: the engine is closed or closing.
         """
         return self.leases.fork(self, checks.text("owner", owner), stream)
 
     def release(self, after: Event | None = None) -> None:
-        """Give everything back; idempotent.
+        """Release the lease and give all its blocks back. Idempotent.
 
-        Blocks that a batch in flight computes with come back when the batch has ended.
+        When a batch in flight computes with the lease, its blocks are reused after the batch has
+        ended.
 
         Args:
-            after: event behind the last work that uses the blocks and all else of the open step,
-                which it closes; without one the step stays open.
+            after: event that was recorded on the compute stream after the last work that uses the
+                blocks and after all other work of the open step; the call closes the step with this
+                event. None leaves the step open.
+
+        Raises:
+            UsageError: the worker cannot wait for an event of this type; nothing changed.
         """
         if not self.id:
             return
@@ -241,35 +295,38 @@ class Lease(Unique):
     def __del__(self) -> None:
         if self.id and self.leases.collect(self.id):
             warnings.warn(
-                f"{self!r} was never released; it has freed itself",
+                f"{self!r} was never released; the engine releases it now",
                 UnreleasedLeaseWarning,
                 stacklevel=2,
                 source=self,
             )
 
-    # --- what was found -------------------------------------------------------------------------
+    # --- state and block tables -----------------------------------------------------------------
 
     @property
     def state(self) -> LeaseState:
-        """Where the lease is in its life."""
+        """State of the lease."""
         self.leases.check_thread()
         return self._read.state(self.id) if self.id else LeaseState.RELEASED
 
     @property
     def hit(self) -> Hit:
-        """The cached prefix by tier: as matched, and from ``allocate`` on as granted."""
+        """Cached prefix in tokens by tier: of the last match or, once granted, of the grant."""
         self.leases.check_thread()
         return self._read.hit(self.live_id())
 
     @property
     def pending_tokens(self) -> int:
-        """Tokens behind the hit that another lease is computing; 0 once granted."""
+        """Number of tokens after the hit that another lease is computing; 0 once granted."""
         self.leases.check_thread()
         return self._read.pending_tokens(self.live_id())
 
     @property
     def cached_tokens(self) -> int:
-        """Positions that need no computing, once granted; falls when an onload fails."""
+        """Number of leading positions of a grant that need no computing.
+
+        Decreases when an onload fails.
+        """
         self.leases.check_thread()
         return self._read.cached_tokens(self.held_id())
 
@@ -297,78 +354,90 @@ class Lease(Unique):
 
     @property
     def num_tokens(self) -> int:
-        """Positions that the block table holds."""
+        """Number of positions that the block table holds."""
         self.leases.check_thread()
         return self._read.num_tokens(self.held_id())
 
     @property
     def block_table(self) -> NDArray[np.int32]:
-        """Device ids in order, ``[ceil(num_tokens / block_tokens)]`` int32: a snapshot.
+        """Device block ids in order: a copy, int32 ``[ceil(num_tokens / block_tokens)]``.
 
-        Granted ids never change; ``extend`` only adds some. Any thread.
+        While the lease is granted, ids do not change; ``extend`` appends ids. Any thread.
         """
         return self._read.block_table(self.held_id())
 
     def window_table(self, group: str) -> NDArray[np.int32]:
-        """The block table of a group of sliding-window layers, as long as ``block_table``: a copy.
+        """Return a copy of the block table of a group of sliding-window layers. Any thread.
 
-        -1 stands for blocks behind the window, which ``commit`` gives back, and for those that are
-        not reached yet; other entries stay as they are meanwhile. The blocks of the first
-        ``WindowGroup.sink_tokens`` positions keep their ids as long as the lease has blocks.
+        An entry is -1 for a block that has left the window (``commit`` gives it back), and for a
+        block that the window has not reached; other entries do not change. The blocks of the first
+        ``WindowGroup.sink_tokens`` positions keep their ids while the lease is granted.
+
+        Args:
+            group: name of the group in ``CacheConfig.windows``.
+
+        Returns:
+            int32 ids, as many as ``block_table`` has.
 
         Raises:
-            UsageError: no such group in ``CacheConfig.windows``.
+            UsageError: ``CacheConfig.windows`` has no such group.
         """
         return self._read.block_table(self.live_id(), checks.text("group", group))
 
     @property
     def reach_tokens(self) -> int:
-        """The first position that has no block in some window group: where a step has to end.
+        """First position without a block in some window group: the next step must end there.
 
-        ``commit`` moves it on; ``num_tokens`` without window groups.
+        ``commit`` increases it. ``num_tokens`` for models without window groups.
         """
         self.leases.check_thread()
         return self._read.reach_tokens(self.live_id())
 
     @property
     def state_slot(self) -> int:
-        """Row of the recurrent state's tensors that is the lease's own while it is granted.
+        """Row of the recurrent-state tensors that belongs to the lease while it is granted.
 
-        It holds the state after ``cached_tokens`` positions once ``layers`` have arrived: zeros,
-        or a copy of a snapshot. -1 without a grant, and of models without such state.
+        Once ``layers`` are done, the row holds the state after ``cached_tokens`` positions: zeros,
+        or a copy of a snapshot. -1 when the lease is not granted, and for models without recurrent
+        state.
         """
         self.leases.check_thread()
         return self._read.state_slot(self.live_id())
 
     @property
     def snapshot_points(self) -> tuple[int, ...]:
-        """Positions behind the hit at which a snapshot of the state would be worth most.
+        """Positions after the hit at which a snapshot of the state helps later prompts most.
 
-        Where this prompt leaves what is cached, as others may part there too; and the last
-        block border that an equal prompt can hit. Ascending; let chunks of the prompt end there.
+        These are the position where this prompt diverges from cached prompts, since other prompts
+        may diverge there, too, and the last block border that an equal prompt can hit. Ascending;
+        let chunks of the prompt end there.
         """
         self.leases.check_thread()
         return self._read.snapshot_points(self.live_id())
 
-    # --- what was computed ----------------------------------------------------------------------
+    # --- computed positions ---------------------------------------------------------------------
 
     def commit(self, num_tokens: int, ready: Event | None = None) -> int:
-        """Make the full blocks of the first ``num_tokens`` positions shareable: they are computed.
+        """Note that the first ``num_tokens`` positions are computed, and share their full blocks.
 
-        Monotone; only named tokens are indexed. What depends on an onload is indexed when that is
-        proven.
+        The engine indexes only positions whose tokens it knows: those of the prompt and of
+        ``append``. It indexes blocks that follow an onload after the onload has completed and been
+        verified.
 
         Args:
-            num_tokens: absolute; beyond what was committed before, or without effect.
-            ready: event behind the computation and all else of the open step, which it closes;
-                without one the step stays open.
+            num_tokens: absolute number of positions; not more than committed before has no effect.
+            ready: event that was recorded on the compute stream after the computation and after all
+                other work of the open step; the call closes the step with this event. None leaves
+                the step open.
 
         Returns:
-            Blocks that became shareable.
+            The number of blocks that became shareable.
 
         Raises:
-            LeaseError: more positions than the lease has; nothing changed.
-            UsageError: ``num_tokens`` is not an integer, or ``ready`` no event; nothing changed.
+            LeaseError: ``num_tokens`` exceeds the positions of the lease. Nothing changed.
+            UsageError: ``num_tokens`` is not an integer, or the worker cannot wait for an event
+                like ``ready``. Nothing changed.
+            ClosedError: the engine is closed.
         """
         if type(num_tokens) is not int or not 0 < num_tokens <= MAX_INT32:
             num_tokens = checks.integer("num_tokens", num_tokens)
@@ -379,53 +448,67 @@ class Lease(Unique):
     def snapshot(self, num_tokens: int, stream: object = None) -> bool:
         """Save the recurrent state after ``num_tokens`` positions, so that prompts can hit there.
 
-        To be called when those are committed, a multiple of ``block_tokens``, and the state in
-        ``state_slot`` is that after exactly them: before the next step changes it.
+        Call it after the ``commit`` of these positions and before the next step changes the state
+        in ``state_slot``.
 
         Args:
-            num_tokens: absolute; what ``commit`` was last told.
-            stream: the compute stream, on a GPU, in whose order the state is copied.
+            num_tokens: absolute number of positions: the number of the last ``commit``, and a
+                multiple of ``block_tokens``.
+            stream: compute stream in whose order the state is copied; required on a GPU.
 
         Returns:
-            False when nothing was saved: there is a snapshot already, the positions cannot be
-            indexed, or every slot is in use.
+            True when the state was saved. False when there is a snapshot already, the positions
+            cannot be indexed, or every state slot is in use.
 
         Raises:
-            LeaseError: not granted, not what is committed, or no block border; nothing changed.
+            LeaseError: the lease is not granted, or ``num_tokens`` is not the committed number of
+                positions or not a multiple of ``block_tokens``. Nothing changed.
             UsageError: the model has no recurrent state.
         """
         return self.leases.snapshot(self, checks.integer("num_tokens", num_tokens), stream)
 
     def append(self, tokens: TokenIds) -> None:
-        """Name the next positions, so that they can be indexed.
+        """Set the tokens of the next positions, so that their blocks can be shared.
+
+        Args:
+            tokens: ``[N]`` token ids, e.g. the generated ones; copied.
 
         Raises:
-            LeaseError: more than the lease has positions for; nothing changed.
+            LeaseError: the lease has fewer than N positions left. Nothing changed.
+            UsageError: ``tokens`` is not a flat sequence of int32. Nothing changed.
+            ClosedError: the engine is closed.
         """
         self.leases.append(self, tokens)
 
     def truncate(self, num_tokens: int) -> None:
-        """Give back the positions from ``num_tokens`` on, such as rejected drafts.
+        """Give back the positions from ``num_tokens`` on, e.g. those of rejected draft tokens.
+
+        Multimodal items after ``num_tokens`` no longer belong to the lease.
+
+        Args:
+            num_tokens: absolute number of positions to keep.
 
         Raises:
-            LeaseError: into shared blocks, into what ``resume`` still brings back, beyond the end,
-                or inside a multimodal item of the prompt; nothing changed. Items behind
-                ``num_tokens`` do not belong to the lease any more.
+            LeaseError: ``num_tokens`` is inside shared blocks, inside blocks that ``resume`` is
+                onloading, inside a multimodal item, or beyond the end; the recurrent state or a
+                window is already past it; or the lease is not granted. Nothing changed.
+            UsageError: ``num_tokens`` is not an integer. Nothing changed.
         """
         self.leases.truncate(self, checks.integer("num_tokens", num_tokens))
 
     def recompute_from(self) -> int | None:
-        """Accept a failed onload, and go on from the position before it.
+        """Accept a failed onload: the lease continues with the positions before the failed block.
+
+        After a failure, ``commit`` indexes no block until this call.
 
         Returns:
-            The first position to compute again, or None when nothing failed; never inside a
-            multimodal item, whose blocks are written again from its start. Until then ``commit``
-            indexes nothing.
+            The first position to compute again, or None when no onload failed. The position is
+            never inside a multimodal item: the model computes the item again from its start.
 
         Raises:
-            LeaseError: a transfer still writes blocks of the lease, though it has failed already:
-                await ``layers.wait_all()`` first, or, if a rank is slow, ``preempt`` or release
-                the lease. Or the lease has recurrent state or windows, which cannot go back:
+            LeaseError: a failed transfer still writes blocks of the lease: await
+                ``layers.wait_all()`` first, or ``preempt`` or release the lease if a rank is slow.
+                Or the lease has recurrent state or windows, which cannot be rolled back:
                 ``preempt`` and ``resume`` it.
         """
         return self.leases.recompute_from(self)
@@ -433,10 +516,10 @@ class Lease(Unique):
     # --- for the engine -------------------------------------------------------------------------
 
     def live_id(self) -> int:
-        """Return the id.
+        """Return the id of a lease that is not released.
 
         Raises:
-            LeaseError: it is released.
+            LeaseError: the lease is released.
         """
         if not self.id:
             raise LeaseError(f"{self!r} cannot be used any more")
@@ -446,27 +529,27 @@ class Lease(Unique):
         """Return the id, for methods that need the blocks.
 
         Raises:
-            LeaseError: it is released, or its blocks were lost with a rank.
+            LeaseError: the lease is released, or its blocks were lost with a rank.
         """
         if self._read.lost and self.id in self._read.lost:
             raise LeaseError(
                 f"{self!r} has lost its blocks: {self._read.lost[self.id]}",
-                hint="resume() allocates anew, when engine.restart_ranks() has returned",
+                hint="await engine.restart_ranks(), then lease.resume(num_tokens)",
             )
         return self.id or self.live_id()
 
     def leave_layers(self, done: LayerView) -> None:
-        """Note that the grant has ended, and with it the wait for its layers."""
+        """End the wait for layers, with the grant; ``done`` replaces ``layers``."""
         if (seconds := self.layers.elapsed_seconds) is not None:
             self._noted_waits().add_onload(seconds)
         self.layers = done
 
     def note_capacity_wait(self, seconds: float) -> None:
-        """Add to the time in line, for ``usage``."""
+        """Add to the time that the lease waited for capacity, for ``usage``."""
         self._noted_waits().add_capacity(seconds)
 
     def note_pending_wait(self, tokens: int, seconds: float) -> None:
-        """Add to the time of waiting for another lease, for ``usage``."""
+        """Add to the time that the lease waited for another lease to compute, for ``usage``."""
         self._noted_waits().add_pending(tokens, seconds)
 
     def _noted_waits(self) -> Waits:

@@ -1,4 +1,4 @@
-"""Small values that cross the public API."""
+"""Argument and result types of the public API."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ Tier = Literal["device", "host"]
 
 
 class LeaseState(StrEnum):
-    """Where a lease is in its life; see :class:`Lease`."""
+    """State of a :class:`Lease`."""
 
-    MATCHED = "matched"  # it holds nothing; also after `preempt` without a swap
-    WAITING = "waiting"  # in line for its salt's quota or for capacity
-    GRANTED = "granted"  # it has a block table
-    FAILED = "failed"  # granted, but an onload failed; `recompute_from` accepts that
-    SWAPPING = "swapping"  # its table is moving to host memory
+    MATCHED = "matched"  # holds no blocks; also after `preempt` without a swap
+    WAITING = "waiting"  # waits for its salt's quota or for capacity
+    GRANTED = "granted"  # has a block table
+    FAILED = "failed"  # granted, but an onload failed; `recompute_from` accepts the failure
+    SWAPPING = "swapping"  # its table is being moved to host memory
     SWAPPED = "swapped"  # its table is in host memory
-    LOST = "lost"  # its blocks went with a rank; `resume` allocates anew
-    RELEASED = "released"
+    LOST = "lost"  # its blocks were lost with a rank; `resume` allocates again
+    RELEASED = "released"  # cannot be used any more
 
 
 class Hit(NamedTuple):
-    """Cached tokens of a prompt by tier; the parts follow each other in this order."""
+    """Cached tokens of a prompt by tier: the device part of the prefix, then the host part."""
 
     device_tokens: int
     host_tokens: int
@@ -47,16 +47,17 @@ class Hit(NamedTuple):
 
 
 class Item(NamedTuple):
-    """A multimodal item of a prompt: an image, a stretch of audio or video.
+    """Multimodal item of a prompt: an image, or a segment of audio or video.
 
-    Its placeholder tokens say nothing of its content, so blocks that it touches are shared only
-    with prompts that have the same item at the same place. Items are encoded whole: a match never
-    ends inside one, but before it.
+    The placeholder tokens of an item do not identify its content. So prompts share the blocks that
+    an item covers only if they have the same item at the same position. A model encodes an item as
+    a whole: a match never ends inside an item, but before it.
 
     Attributes:
-        content_hash: of what is encoded, and how; equal hashes are taken for equal content.
-        offset: its first position in the prompt.
-        length: its positions.
+        content_hash: hash of the encoded content and of the encoder settings; the cache treats
+            items with equal hashes as equal.
+        offset: first position of the item in the prompt.
+        length: number of positions of the item.
     """
 
     content_hash: bytes
@@ -65,12 +66,13 @@ class Item(NamedTuple):
 
 
 class Statistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts since the engine was made, and the state of its pools now.
+    """Counters since the engine was made, and the current state of its pools.
 
-    Per pool, ``free + cached + leased + in_flight`` is the capacity: *leased* blocks belong to
-    one lease alone, *cached* ones to the index (with or without leases on them), *in flight* ones
-    are the destination of a transfer. State slots are free, a snapshot, or a lease's. *Releasing*
-    leases are released, but a batch in flight computes with their blocks.
+    The capacity of a pool is ``free + cached + leased + in_flight`` blocks: *leased* blocks belong
+    to one lease alone, *cached* blocks to the index (with or without leases that use them), and
+    *in flight* blocks are the destination of a transfer. A state slot is free, holds a snapshot, or
+    belongs to a lease. *Releasing* leases are released, but a batch in flight computes with their
+    blocks.
     """
 
     device_blocks: int
@@ -114,7 +116,7 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def as_items(items: Sequence[Item]) -> list[Item]:
-    """Return items, given as ``Item`` or tuples, with plain integers.
+    """Convert items, each an ``Item`` or a tuple, to ``Item`` with plain integers.
 
     Raises:
         UsageError: an item is not (bytes, int, int).
@@ -124,50 +126,51 @@ def as_items(items: Sequence[Item]) -> list[Item]:
 
 def _as_item(item: object) -> Item:
     if not isinstance(item, tuple) or len(item) != 3:
-        raise UsageError(f"an item must be Item(content_hash, offset, length), not {item!r}")
+        raise UsageError(f"item is {item!r}; it must be an Item(content_hash, offset, length)")
     content_hash, offset, length = item
     if not isinstance(content_hash, bytes):
-        raise UsageError(f"an item's content_hash must be bytes, not {content_hash!r}")
-    return Item(
-        content_hash, integer("an item's offset", offset), integer("an item's length", length)
-    )
+        raise UsageError(f"item.content_hash is {content_hash!r}; it must be bytes")
+    return Item(content_hash, integer("item.offset", offset), integer("item.length", length))
 
 
 def as_priority(priority: object) -> int:
-    """Return a priority as an int.
+    """Convert a priority to an int.
 
     Raises:
-        UsageError: not an integer.
+        UsageError: ``priority`` is not an integer.
     """
     try:
         return operator.index(priority)  # type: ignore[arg-type]
     except TypeError:
         raise UsageError(
-            f"priority is {priority!r}; it must be an integer (lower goes first)"
+            f"priority is {priority!r}; it must be an integer (lower numbers are granted first)"
         ) from None
 
 
 def as_tokens(tokens: TokenIds) -> NDArray[np.int32]:
-    """Token ids as a contiguous int32 array; no copy when they are one already.
+    """Convert token ids to a contiguous int32 array; such an array is not copied.
 
     Raises:
-        UsageError: not one-dimensional, not integers, or an id outside int32.
+        UsageError: ``tokens`` is not one-dimensional, not integers, or has an id outside int32.
     """
     if isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 and tokens.ndim == 1:
         return np.ascontiguousarray(tokens)
     try:
         array = np.asarray(tokens)
     except (ValueError, OverflowError) as error:
-        raise UsageError(f"token ids must be a flat sequence of int32: {error}") from error
+        raise UsageError(f"tokens must be a flat sequence of int32 ids: {error}") from error
     if array.ndim != 1:
-        raise UsageError(f"token ids must have one dimension, not {array.ndim}")
+        raise UsageError(f"tokens has {array.ndim} dimensions; it must have one dimension")
     if array.size == 0:
         return np.empty(0, dtype=np.int32)
     if array.dtype.kind not in "iu":
-        raise UsageError(f"token ids must be integers, not {array.dtype}")
+        raise UsageError(f"tokens has dtype {array.dtype}; token ids must be integers")
     converted = array.astype(np.int32)
     same = converted == array
     if not same.all():
         position = int(same.argmin())
-        raise UsageError(f"token id {array[position]} at position {position} is outside int32")
+        raise UsageError(
+            f"token id {array[position]} at position {position} is outside int32; it must be "
+            "between -2147483648 and 2147483647"
+        )
     return converted

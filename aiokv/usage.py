@@ -1,4 +1,4 @@
-"""What one request cost and was spared, for the usage field of an answer."""
+"""Cached and computed tokens and waiting times of one request, for the usage field of a reply."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ import msgspec
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """A lease's account, as of now.
+    """Token counts and waiting times of a lease, up to now.
 
-    Cached tokens are those of the last grant, 0 without one: they fall when an onload fails, and
-    after a preemption what the lease computed itself may be among them. All else is summed over
-    the life of the lease. Times are None where nothing was waited for.
+    The numbers of cached tokens are those of the last grant, and 0 without a grant. They decrease
+    when an onload fails. After a preemption they may include tokens that the lease itself computed.
+    All other counts and times are sums since ``match``. A time is None when the lease did not wait.
 
     Attributes:
-        prompt_tokens: as matched; a fork has its parent's.
-        cached_device_tokens: of the prompt, were on the device and need no computing.
-        cached_host_tokens: likewise, from host memory.
-        pending_tokens: behind the match, that another lease was computing and that were waited
-            for.
-        computed_blocks: blocks begun by ``commit``, generated tokens and repetitions included.
-        capacity_wait_seconds: in line for capacity, quota included.
-        pending_wait_seconds: until another lease had computed, or given up.
-        onload_seconds: from each grant until the last byte from another tier had arrived, whether
+        prompt_tokens: tokens of the matched prompt; a fork has the number of its parent.
+        cached_device_tokens: prompt tokens that were on the device and need no computing.
+        cached_host_tokens: prompt tokens that were onloaded from host memory.
+        pending_tokens: prompt tokens after the match that another lease was computing while this
+            lease waited for them.
+        computed_blocks: blocks that ``commit`` has begun, including blocks of generated tokens and
+            blocks that were computed again.
+        capacity_wait_seconds: wait for capacity and for the salt's quota.
+        pending_wait_seconds: wait until another lease had computed the blocks, or had stopped.
+        onload_seconds: time from each grant until the last byte of its onloads had arrived, whether
             or not a coroutine waited; increases while an onload is in flight.
     """
 
@@ -38,13 +39,13 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cached_tokens(self) -> int:
-        """On all tiers."""
+        """Cached prompt tokens of all tiers."""
         return self.cached_device_tokens + self.cached_host_tokens
 
 
 @dataclass(slots=True)
 class Waits:
-    """The times of a lease that had to wait; others have none."""
+    """Waiting times of a lease; made when the lease first waits."""
 
     pending_tokens: int = 0
     capacity_seconds: float | None = None

@@ -1,4 +1,4 @@
-"""The ``aiokv`` command; subcommands are modules here that load what they need in ``run``."""
+"""The ``aiokv`` command; each subcommand is a module that imports its dependencies in ``run``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from types import ModuleType
 
-# Each is a module here with add_parser(subparsers) and run(args) -> int.
+# Each command is a module of this package with add_parser(subparsers) and run(args) -> int.
 COMMANDS = ("demo", "replay")
 
 EXIT_ERROR = 2
@@ -26,10 +26,13 @@ EXIT_TERMINATED = 128 + 15
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status.
+    """Run the command line and return the exit status.
+
+    Args:
+        argv: arguments after the name of the command; None for those of the process.
 
     Raises:
-        SystemExit: from argparse, for ``--help``, ``--version`` and bad flags (status 2).
+        SystemExit: raised by argparse for ``--help``, ``--version`` and bad flags (status 2).
     """
     open_standard_streams()
     try:
@@ -68,12 +71,12 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _drop_output() -> None:
-    """The interpreter flushes stdout once more at exit; give it something that takes it."""
+    """Redirect stdout to ``/dev/null``, so that the flush of the interpreter at exit succeeds."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _Version(argparse.Action):
-    """Prints the installed version; loads the package metadata only when asked to."""
+    """Prints the installed version; loads the package metadata only then."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from importlib.metadata import version
@@ -116,7 +119,7 @@ def _report(error: AiokvError) -> int:
 
 
 def _configure_logs(level: str) -> None:
-    """Render the library's log lines on stderr; only the command line does this."""
+    """Render the log lines of the library on stderr; only the command line configures logs."""
     import logging
 
     import structlog

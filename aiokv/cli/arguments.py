@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from aiokv.config import WritePolicy
 
-# Those that make host copies, in the order in which they are compared.
+# The policies that copy blocks to host memory, in the order in which they are compared.
 SAVING_POLICIES: Final[tuple[WritePolicy, ...]] = (
     "write_through",
     "write_through_selective",
@@ -19,7 +19,7 @@ SAVING_POLICIES: Final[tuple[WritePolicy, ...]] = (
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
-    """A parser of whole numbers that are not less."""
+    """Return a parser of whole numbers that are ``minimum`` or more."""
 
     def parse(text: str) -> int:
         if not text.strip().isdecimal() or int(text) < minimum:
@@ -30,7 +30,7 @@ def at_least(minimum: int) -> Callable[[str], int]:
 
 
 def share(text: str) -> float:
-    """A number between 0 and 1."""
+    """Parse a number between 0 and 1."""
     try:
         value = float(text)
     except ValueError:
@@ -41,7 +41,7 @@ def share(text: str) -> float:
 
 
 def positive_float(text: str) -> float:
-    """A finite number above 0."""
+    """Parse a finite number above 0."""
     try:
         value = float(text)
     except ValueError:

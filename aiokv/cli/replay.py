@@ -1,4 +1,4 @@
-"""``aiokv replay TRACE.jsonl``: what a cache of this size would have saved on a trace."""
+"""``aiokv replay TRACE.jsonl``: the prompt tokens that a cache of a given size saves on a trace."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "replay",
         help="replay a Mooncake trace and report the hits",
-        description="Replay a trace in the public Mooncake format (one JSON object a line).",
+        description="Replay a trace in the public Mooncake format (one JSON object per line).",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
@@ -71,12 +71,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--capacities",
         type=_capacities,
         metavar="N,N,...",
-        help=f"device blocks to try for --plot and the result ({DEFAULT_CAPACITIES} for --plot)",
+        help="numbers of device blocks to replay, for --plot and the result "
+        f"({DEFAULT_CAPACITIES} for --plot)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Replay; the result goes to stdout, progress to stderr.
+    """Run the replay; print the result on stdout and progress on stderr.
+
+    Returns:
+        The exit status.
 
     Raises:
         AiokvError: see :func:`aiokv.trace.replay.replay`; or an output file cannot be written.
@@ -109,8 +113,8 @@ async def _replay(args: argparse.Namespace, stages: Stages) -> ReplayReport:
 
     if args.write_policy == args.eviction_policy == "all":
         raise UsageError(
-            "only one of --write-policy and --eviction-policy can be all",
-            hint="name the other one",
+            "--write-policy and --eviction-policy are both 'all'; only one of them can be",
+            hint="choose one policy for the other flag",
         )
     options = _make_options(args)
     capacities = args.capacities or (_capacities(DEFAULT_CAPACITIES) if args.plot else [])
@@ -194,10 +198,10 @@ def _rows(report: ReplayReport) -> list[tuple[str, str]]:
         share = tokens / report.prompt_tokens
         rows.append((f"hit tokens, {tier}", f"{tokens:,} ({share:.2%})"))
     rows += [
-        ("evicted blocks", f"{report.evicted_blocks:,}"),
+        ("evicted device blocks", f"{report.evicted_blocks:,}"),
         ("index CPU time", format_seconds(report.index_seconds)),
         ("requests per CPU second", f"{report.requests_per_second:,.0f}"),
-        ("wall-clock", format_seconds(report.wall_seconds)),
+        ("wall-clock time", format_seconds(report.wall_seconds)),
     ]
     if report.failed_onloads:
         rows.append(("failed onloads", f"{report.failed_onloads:,}"))
@@ -206,8 +210,8 @@ def _rows(report: ReplayReport) -> list[tuple[str, str]]:
     rows += _memory_rows(report)
     for eviction in report.eviction_policies or ():
         text = (
-            f"hits {eviction.hit_tokens['total']:,} ({eviction.hit_rate:.2%}), on the device "
-            f"{eviction.device_share_of_min:.3f} of MIN's {eviction.min_hit_tokens:,}"
+            f"hit tokens {eviction.hit_tokens['total']:,} ({eviction.hit_rate:.2%}), on the device "
+            f"{eviction.device_share_of_min:.3f} of the {eviction.min_hit_tokens:,} of MIN"
         )
         rows.append((eviction.eviction_policy, text))
     for point in report.capacities or ():
@@ -221,16 +225,17 @@ def _traffic_rows(report: ReplayReport) -> list[tuple[str, str]]:
     if not report.config["host_blocks"]:
         return []
     rows = [
-        ("moved to the host", _moved(traffic.offloaded_blocks, traffic.offloaded_bytes)),
-        ("moved to the device", _moved(traffic.onloaded_blocks, traffic.onloaded_bytes)),
+        ("copied to host memory", _moved(traffic.offloaded_blocks, traffic.offloaded_bytes)),
+        ("copied to the device", _moved(traffic.onloaded_blocks, traffic.onloaded_bytes)),
     ]
     for point in report.write_policies or ():
         hits, moved = point.hit_tokens, point.traffic
         text = (
-            f"hits {hits['total']:,} ({point.hit_rate:.2%}; device {hits['device']:,}, "
-            f"host {hits['host']:,}), to the host {moved.offloaded_bytes / 2**30:,.2f} GiB, "
-            f"to the device {moved.onloaded_bytes / 2**30:,.2f} GiB, "
-            f"evicted {point.evicted_blocks:,} + {moved.evicted_host_blocks:,} blocks"
+            f"hit tokens {hits['total']:,} ({point.hit_rate:.2%}; device {hits['device']:,}, "
+            f"host {hits['host']:,}), copied to host memory "
+            f"{moved.offloaded_bytes / 2**30:,.2f} GiB, "
+            f"to the device {moved.onloaded_bytes / 2**30:,.2f} GiB, evicted device blocks "
+            f"{point.evicted_blocks:,}, host blocks {moved.evicted_host_blocks:,}"
         )
         rows.append((point.write_policy, text))
     return rows
@@ -255,11 +260,11 @@ def _memory_rows(report: ReplayReport) -> list[tuple[str, str]]:
         ("index memory", f"{memory.index_bytes / 2**20:,.1f} MiB"),
         ("index memory per cached block", f"{memory.index_bytes_per_block:.1f} B"),
         ("token ids", f"{memory.token_bytes / 2**20:,.1f} MiB"),
-        ("resident memory grew by", f"{memory.rss_delta_bytes / 2**20:,.1f} MiB"),
+        ("growth of resident memory", f"{memory.rss_delta_bytes / 2**20:,.1f} MiB"),
     ]
     if report.execute:
         rows.append(("blocks written", f"{report.execute.written_blocks:,}"))
-        rows.append(("cached blocks with the right bytes", f"{report.execute.verified_blocks:,}"))
+        rows.append(("cached blocks verified", f"{report.execute.verified_blocks:,}"))
     return rows
 
 

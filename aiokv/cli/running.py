@@ -1,4 +1,4 @@
-"""The process of the command: its standard streams, its signals and its event loop."""
+"""Standard streams, signals and event loop of the command's process."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Terminated(BaseException):
 def open_standard_streams() -> None:
     """Open ``/dev/null`` in place of each standard stream that the parent process closed.
 
-    Files that are opened later would get the numbers 0 to 2 otherwise: libuv aborts when it closes
-    such a file, and what is printed would be written into it.
+    Otherwise a file that is opened later would get a descriptor from 0 to 2: libuv aborts when it
+    closes such a file, and output would be written into the file.
     """
     for number, (name, flags) in enumerate(_STREAMS):
         try:
@@ -46,7 +46,7 @@ def open_standard_streams() -> None:
 
 @contextmanager
 def sigterm_raises() -> Iterator[None]:
-    """Raise :class:`Terminated` on SIGTERM, unless the parent process has set it to be ignored."""
+    """Raise :class:`Terminated` on SIGTERM, unless the parent process set SIGTERM to be ignored."""
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -67,7 +67,8 @@ def run_async(main: Coroutine[Any, Any, T]) -> T:
 
     Raises:
         KeyboardInterrupt: SIGINT arrived; ``main`` was cancelled and has ended.
-        Terminated: SIGTERM arrived inside :func:`sigterm_raises`; likewise.
+        Terminated: SIGTERM arrived inside :func:`sigterm_raises`; ``main`` was cancelled and has
+            ended.
     """
     import uvloop
 

@@ -1,4 +1,4 @@
-"""CacheEngine and its parts, which the dispatcher joins."""
+"""CacheEngine and its parts."""
 
 from aiokv.engine.computing import ComputeBatch
 from aiokv.engine.engine import CacheEngine

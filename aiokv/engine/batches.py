@@ -1,4 +1,4 @@
-"""Batches: the methods on many leases at a time."""
+"""Batches: the methods of ``CacheEngine`` on many leases."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Batches:
-    """Calls of :class:`Leases` for each of many leases; see ``CacheEngine`` for the methods."""
+    """Calls a method of :class:`Leases` for each lease; see ``CacheEngine`` for the methods."""
 
     def __init__(self, parts: Parts, leases: Leases, computing: Computing) -> None:
         self._lifetime = parts.lifetime
@@ -33,6 +33,7 @@ class Batches:
         self._computing = computing
 
     def match(self, prompts: Iterable[TokenIds], *, salt: str) -> list[Lease]:
+        """See ``CacheEngine.match_many``."""
         prompts = checks.sequence("prompts", prompts)
         leases: list[Lease] = []
         try:
@@ -43,6 +44,7 @@ class Batches:
         return leases
 
     def commit(self, leases: Sequence[Lease], num_tokens: Sequence[int]) -> int:
+        """See ``CacheEngine.commit_many``."""
         self._lifetime.check_loop()
         leases = checks.sequence("leases", leases)
         self._leases.lease_ids(leases)
@@ -51,18 +53,21 @@ class Batches:
         ]
         if len(leases) != len(counts):
             raise UsageError(
-                f"num_tokens has {len(counts)} numbers for {len(leases)} leases; pass one per lease"
+                f"commit_many: num_tokens has {len(counts)} numbers for {len(leases)} leases; pass "
+                "one number per lease"
             )
         return sum(
             self._leases.commit(lease, n, None) for lease, n in zip(leases, counts, strict=True)
         )
 
     def extend(self, leases: Sequence[Lease], num_tokens: int) -> None:
+        """See ``CacheEngine.extend``."""
         self._lifetime.check_loop()
         lease_ids = self._leases.lease_ids(leases)
         self._leases.extend(lease_ids, checks.integer("num_tokens", num_tokens))
 
     def release(self, leases: Iterable[Lease]) -> None:
+        """See ``CacheEngine.release_many``."""
         self._lifetime.check_thread()
         leases = checks.sequence("leases", leases)
         for lease in leases:
@@ -72,11 +77,13 @@ class Batches:
             lease.release()
 
     def computing(self, leases: Iterable[Lease]) -> ComputeBatch:
+        """See ``CacheEngine.computing``."""
         self._lifetime.check_loop()
         named = checks.sequence("leases", leases)
         return ComputeBatch(self._computing, lambda: self._leases.lease_ids(named))
 
     def layers(self, leases: Sequence[Lease]) -> LayerView:
+        """See ``CacheEngine.layers``."""
         self._lifetime.check_loop()
         leases = checks.sequence("leases", leases)
         self._leases.lease_ids(leases)
@@ -89,6 +96,7 @@ class Batches:
         fill: int,
         group: str | None,
     ) -> NDArray[np.int32]:
+        """See ``CacheEngine.block_tables``."""
         self._lifetime.check_loop()
         ids = self._leases.lease_ids(leases)
         fill = checks.integer("fill", fill, minimum=-(2**31), maximum=checks.MAX_INT32)
@@ -102,8 +110,8 @@ class Batches:
             self._read.block_tables(ids, out, fill, group)
         except TypeError:
             raise UsageError(
-                f"out is {_described(out)}; it must be a writable C-contiguous int32 array of two "
-                "dimensions on the cpu"
+                f"block_tables: out is {_described(out)}; it must be a writable C-contiguous int32 "
+                "array of two dimensions in host memory"
             ) from None
         return out
 

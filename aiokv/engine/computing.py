@@ -1,4 +1,4 @@
-"""Compute in flight: blocks stay with the batches that the model computes with."""
+"""Batches in flight: their blocks are not reused while the model computes with them."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ _THREAD_HINT: Final = "await batch.run(function, ...), or pass the executor's ow
 
 
 class ComputeBatch:
-    """The leases that a batch of the model computes with; see ``CacheEngine.computing``.
+    """Batch of leases that the model computes with; see ``CacheEngine.computing``.
 
-    A batch ends when its ``with`` block has ended and everything that ``run`` and ``ends_with``
-    were given is done. A lease that is released, cancelled, preempted, truncated or collected
-    before that gives its blocks back when the batch ends, and not earlier: no other request gets a
-    block that a thread or a stream may still write. Without ``ends_with(event)``, on a device that
-    computes in a stream, the work belongs to the step that is open when the batch ends.
+    The batch ends when the ``with`` block, all calls of ``run`` and all work passed to
+    ``ends_with`` have ended. When a lease is released, cancelled, preempted, truncated or
+    garbage-collected earlier, the engine reuses its blocks only after the batch has ended: no other
+    request gets a block that a thread or a stream may still write. On a device that computes in a
+    stream, the work of a batch without ``ends_with(event)`` belongs to the step that is open when
+    the batch ends.
     """
 
     __slots__ = ("_batch_id", "_computing", "_event", "_ids", "_in_block", "_task", "_unended")
@@ -45,10 +46,10 @@ class ComputeBatch:
     def __init__(self, computing: Computing, lease_ids: Callable[[], list[int]]) -> None:
         self._computing = computing
         self._ids: Callable[[], list[int]] | None = lease_ids
-        self._batch_id = 0  # until the block begins
+        self._batch_id = 0  # 0 until the `with` block begins
         self._in_block = False
-        self._event = False  # ends with an event: it does not belong to the open step
-        self._unended: set[object] = set()  # things to wait for: the `with` block, work, events
+        self._event = False  # True when it ends with an event: not part of the open step
+        self._unended: set[object] = set()  # the `with` block, work and events to wait for
         self._task: asyncio.Task[Any] | None = None
 
     @property
@@ -59,9 +60,12 @@ class ComputeBatch:
     def __enter__(self) -> Self:
         self._computing.check_loop()
         if self._ids is None:
-            raise UsageError("the compute batch was entered already; it can be entered once")
+            raise UsageError(
+                "this ComputeBatch was entered already; it can be entered once",
+                hint="call engine.computing(leases) for each batch",
+            )
         self._batch_id = self._computing.begin(self, self._ids())
-        self._ids = None  # a lease without another reference may be collected meanwhile
+        self._ids = None  # drop the leases, so that the garbage collector can collect them
         self._task = asyncio.current_task()
         self._in_block = True
         self._unended.add(_BLOCK)
@@ -82,79 +86,85 @@ class ComputeBatch:
         """Run ``function(*args)`` in a thread; the batch does not end before it has returned.
 
         Args:
-            function: computes with the leases of the batch; gets the caller's context variables.
-            args: its arguments.
-            executor: a ``ThreadPoolExecutor``; the loop's default executor without one.
+            function: computes with the leases of the batch; runs with the caller's context
+                variables.
+            args: positional arguments of the function.
+            executor: a ``ThreadPoolExecutor``; None for the default executor of the loop.
 
         Returns:
-            What the function returns; what it raises is raised here.
+            The result of the function.
 
         Raises:
             UsageError: the ``with`` block has not begun, or has ended.
+            Exception: any exception of the function.
 
-        Cancellation: the thread goes on, and the batch ends when it has returned. What it raises
-        then is logged.
+        Cancellation: the thread continues, and the batch ends after the function has returned. The
+        engine logs an exception that the function raises then.
         """
         self._check_in_block()
         context = contextvars.copy_context()
         work = self._computing.loop.run_in_executor(executor, context.run, function, *args)
         self._unended.add(work)
         work.add_done_callback(self._ended)
-        # No other code has this future, and the shield keeps it from being cancelled: so it is done
-        # when the thread has returned.
+        # No other code has this future, and shield() protects it from cancellation. So the future
+        # is done only when the thread has returned.
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
-            work.add_done_callback(_log_failure)  # the caller has gone
+            work.add_done_callback(_log_failure)  # no caller receives the exception
             raise
 
     def ends_with(self, work: Event | ThreadFuture[Any]) -> None:
         """Let the batch end no earlier than ``work``; may be called several times.
 
         Args:
-            work: an event that was recorded on the compute stream behind the batch's work, or a
-                ``concurrent.futures.Future``, as ``executor.submit`` returns. Not a future or
-                task of asyncio: that is done as soon as it is cancelled, though its thread goes on.
+            work: an event that was recorded on the compute stream after the work of the batch, or a
+                ``concurrent.futures.Future`` from ``executor.submit``. Futures and tasks of asyncio
+                are refused: a cancelled one is done at once, although its thread continues.
 
         Raises:
-            UsageError: the ``with`` block has not begun, or has ended; or ``work`` is neither.
-                Nothing changed.
+            UsageError: the ``with`` block has not begun, or has ended; or ``work`` has another
+                type. Nothing changed.
         """
         self._check_in_block()
         if isinstance(work, ThreadFuture):
             self._unended.add(work)
             work.add_done_callback(self._tell_loop)
             return
-        _refuse_untruthful(work)
+        _refuse_asyncio_future(work)
         event = as_event("work", work)
         if event is None:
-            raise UsageError("work is None; it must be an event or a future", hint=_THREAD_HINT)
+            raise UsageError(
+                "ends_with: work is None; it must be an event or a concurrent.futures.Future",
+                hint=_THREAD_HINT,
+            )
         self._computing.worker.check_event(event)
-        watched = object()  # the same event may be named twice
+        watched = object()  # the same event may be passed twice
         self._unended.add(watched)
         self._event = True
         self._computing.poller.watch(event, self, partial(self._event_ended, watched))
 
     def is_in_block_of(self, task: asyncio.Task[Any] | None) -> bool:
-        """Return whether ``task`` has entered the ``with`` block, which has not ended."""
+        """Return True if ``task`` has entered the ``with`` block and the block has not ended."""
         return self._in_block and self._task is task
 
     def _check_in_block(self) -> None:
         self._computing.check_loop()
         if not self._in_block:
-            raise UsageError("the compute batch is not inside its `with` block")
+            raise UsageError("this ComputeBatch can only be used inside its `with` block")
 
     def _tell_loop(self, work: ThreadFuture[Any]) -> None:
-        with suppress(RuntimeError):  # the loop is closed, and the engine with it
+        with suppress(RuntimeError):  # the loop is closed, so the engine is closed, too
             self._computing.loop.call_soon_threadsafe(self._ended, work)
 
     def _event_ended(self, watched: object, error: BaseException | None) -> None:
-        if error is not None and not isinstance(error, ClosedError):  # the poller's, at its end
+        # The poller ends its watches with ClosedError when it is closed.
+        if error is not None and not isinstance(error, ClosedError):
             self._computing.fail(error)
         self._ended(watched)
 
     def _ended(self, work: object) -> None:
-        """Idempotent, as the poller demands: it repeats a callback that an interrupt has ended."""
+        """Note the end of some work. Idempotent: the poller repeats an interrupted callback."""
         if work not in self._unended:
             return
         self._unended.remove(work)
@@ -173,20 +183,21 @@ def _log_failure(work: asyncio.Future[Any]) -> None:
         log.error("batch.failed", reason=repr(error))
 
 
-def _refuse_untruthful(work: object) -> None:
+def _refuse_asyncio_future(work: object) -> None:
     if isinstance(work, asyncio.Future):
         raise UsageError(
-            f"a batch cannot end with a {type(work).__name__} of asyncio: it is done when it is "
-            "cancelled, though its thread goes on",
+            f"ends_with: work is an asyncio {type(work).__name__}, which is done when it is "
+            "cancelled, although its thread continues",
             hint=_THREAD_HINT,
         )
 
 
 class Computing:
-    """The batches of one engine that have not ended.
+    """Batches of one engine that have not ended.
 
     Args:
-        on_failure: called when the device cannot tell whether the work of a batch is over.
+        parts: parts of the engine.
+        on_failure: called with the error when an event of a batch has failed.
 
     Attributes:
         worker: checks events.
@@ -202,14 +213,14 @@ class Computing:
         self._on_failure = on_failure
         self._batches: dict[int, ComputeBatch] = {}
         self._waiters: list[asyncio.Future[None]] = []
-        self._closed = False  # nothing is given back any more
+        self._closed = False  # True: the ends of batches free no blocks any more
 
     def __len__(self) -> int:
         return len(self._batches)
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The engine's loop."""
+        """Event loop of the engine."""
         return self._lifetime.loop
 
     def check_loop(self) -> None:
@@ -220,7 +231,7 @@ class Computing:
         """Begin a batch and return its number.
 
         Raises:
-            LeaseError: a lease is not allocated, is being swapped, or is listed twice. Nothing
+            LeaseError: a lease is not granted, is being swapped, or is listed twice. Nothing
                 changed.
         """
         batch_id = self._dispatcher.apply(self._scheduler.begin_batch(lease_ids))
@@ -228,11 +239,11 @@ class Computing:
         return batch_id
 
     def fail(self, error: BaseException) -> None:
-        """Break the engine: the device cannot tell whether the work of a batch is over."""
+        """Break the engine: an event of a batch failed, so the end of its work is unknown."""
         self._on_failure(error)
 
     def end(self, batch_id: int, *, in_open_step: bool) -> None:
-        """End a batch: its ``with`` block, work and events have ended."""
+        """End a batch whose ``with`` block, work and events have ended."""
         del self._batches[batch_id]
         if self._closed:
             return
@@ -245,8 +256,9 @@ class Computing:
         """Wait until no batch computes with the lease.
 
         Raises:
-            LeaseError: the calling task is inside the block of such a batch, which cannot end then.
-            ClosedError: the engine closed.
+            LeaseError: the calling task is inside the ``with`` block of such a batch, so the batch
+                cannot end.
+            ClosedError: the engine was closed.
 
         Cancellation: nothing changed.
         """
@@ -255,9 +267,9 @@ class Computing:
             for batch_id in batch_ids:
                 if self._batches[batch_id].is_in_block_of(task):
                     raise LeaseError(
-                        f"{lease!r} cannot be swapped inside the block of "
-                        f"{self._batches[batch_id]!r}, which computes with it",
-                        hint="let the `with` block end first",
+                        f"preempt: {lease!r} cannot be swapped inside the `with` block of "
+                        f"{self._batches[batch_id]!r}, which computes with the lease",
+                        hint="call preempt after the `with` block",
                     )
             waiter: asyncio.Future[None] = self._lifetime.loop.create_future()
             self._waiters.append(waiter)
@@ -267,12 +279,14 @@ class Computing:
                 self._waiters.remove(waiter)
 
     def close(self) -> None:
-        """Stop giving blocks back, and fail the coroutines that wait: the engine is closed."""
+        """Free no more blocks, and fail the waiting coroutines: the engine is closed."""
         self.stop()
         for waiter in self._waiters:
             if not waiter.done():
-                waiter.set_exception(ClosedError("the engine closed while a batch was in flight"))
+                waiter.set_exception(
+                    ClosedError("preempt: the engine was closed while a batch was in flight")
+                )
 
     def stop(self) -> None:
-        """Stop giving blocks back; no callback of the loop runs any more."""
+        """Free no more blocks: no callback of the loop runs any more."""
         self._closed = True

@@ -1,4 +1,4 @@
-"""Conditions: coroutines that wait until something holds for leases, blocks and steps."""
+"""Conditions: coroutines that wait for a condition on leases, blocks or steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Conditions:
     """Conditions that coroutines wait for; the dispatcher tests them after each transition.
 
     Attributes:
-        waiters: conditions, and the futures of the coroutines; empty when none waits.
+        waiters: each condition and the future of its coroutine; empty when no coroutine waits.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class Conditions:
         self._testing = False
 
     def test(self) -> None:
-        """Wake the coroutines whose condition holds. A condition may make transitions itself."""
+        """Wake the coroutines whose condition holds. A condition may call transitions itself."""
         if self._testing:
             return
         self._testing = True
@@ -33,7 +33,7 @@ class Conditions:
             self._testing = False
 
     async def wait_for(self, condition: Callable[[], bool], timeout: float | None) -> bool:
-        """Return True when the condition holds, False when the deadline passed first.
+        """Wait until ``condition()`` holds; return False when ``timeout`` seconds passed first.
 
         Cancellation: nothing changed.
         """

@@ -1,4 +1,4 @@
-"""Control: pausing, evicting, and changes that need the cache to stand still."""
+"""Control: pause, evict, and operations that first wait until no block is in use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Control:
-    """Reset, drain, pause, quiesce, new weights, resize; see ``CacheEngine`` for each."""
+    """Control operations of an engine; see ``CacheEngine`` for each."""
 
     def __init__(self, parts: Parts) -> None:
         self._config = parts.config
@@ -39,10 +39,11 @@ class Control:
         self._dispatcher.apply(self._scheduler.change_gate(change))
 
     def let_go(self) -> None:
-        """End one hold; also of an engine that was closed meanwhile."""
+        """End one hold, even if the engine was closed meanwhile."""
         self._change_gate("let_go")
 
     async def evict(self, num_blocks: int, tier: Tier) -> int:
+        """See ``CacheEngine.evict``."""
         self._lifetime.check_open()
         num_blocks = checks.integer("num_blocks", num_blocks, minimum=0, maximum=checks.MAX_INT32)
         checks.choice("tier", tier, get_args(Tier))
@@ -55,6 +56,7 @@ class Control:
             await self._transfers.ended(saving)
 
     async def reset(self, timeout: float | None) -> None:
+        """See ``CacheEngine.reset``."""
         self._lifetime.check_open()
         timeout = checks.timeout(timeout)
         self._dispatcher.apply(self._scheduler.reset("the cache was reset"))
@@ -62,25 +64,27 @@ class Control:
             await self._worker.settle()
 
     async def drain(self, timeout: float | None) -> None:
+        """See ``CacheEngine.drain``."""
         self._lifetime.check_open()
         async with self.deadline("drain", timeout):
             await self.settle_all()
 
     async def settle_all(self) -> None:
-        """Wait until nothing is in flight, backups of what was committed included."""
+        """Wait until no transfer is in flight, including the backups of committed blocks."""
         while self._dispatcher.apply(self._scheduler.collect_backups()):
-            await self._worker.drain()  # again: ended onloads publish, too
+            await self._worker.drain()  # completed onloads publish blocks, which need backups, too
         await self._worker.drain()
 
     async def quiesce(self, timeout: float | None) -> None:
+        """See ``CacheEngine.quiesce``."""
         async with self.deadline("quiesce", timeout):
             await self.stand_still(lambda: not self._read.granted_leases)
         self._change_gate("hold_to_pause")
 
     async def stand_still(self, at_rest: Callable[[], bool]) -> None:
-        """Hold admission; then wait until ``at_rest()``, and no step or transfer is in flight.
+        """Hold admission, then wait until ``at_rest()`` and no step or transfer is in flight.
 
-        Cancellation: admission is not held any more.
+        Cancellation: admission is no longer held.
         """
         self.change_gate("hold")
         try:
@@ -97,7 +101,8 @@ class Control:
         """Wait for a condition on leases and steps.
 
         Raises:
-            ClosedError, BrokenEngineError: the engine was closed or broke.
+            ClosedError: the engine was closed.
+            BrokenEngineError: the device failed, or a rank was lost.
 
         Cancellation: nothing changed.
         """
@@ -114,9 +119,17 @@ class Control:
         timeout: float | None,
         keepers: Callable[[], list[str]] | None = None,
     ) -> AsyncIterator[None]:
-        """Raises:
-        ControlTimeout: the block of ``verb`` took too long; the error names ``keepers()``.
-        UsageError: ``timeout`` is not a number.
+        """Limit the time of the ``async with`` block.
+
+        Args:
+            verb: name of the method that the user called.
+            timeout: seconds; None for no limit.
+            keepers: returns the owners of the leases that the block waits for; None for the owners
+                of all granted leases.
+
+        Raises:
+            ControlTimeout: the time has passed; the error names ``keepers()``.
+            UsageError: ``timeout`` is not a number.
         """
         timeout = checks.timeout(timeout)
         try:
@@ -129,7 +142,7 @@ class Control:
             raise self._timeout(f"{verb} timed out after {timeout} s", owners) from None
 
     def _timeout(self, what: str, owners: list[str]) -> ControlTimeout:
-        """Return an error that names the held leases, the unfinished step and silent ranks."""
+        """Return an error that names the held leases, the unfinished step and the silent ranks."""
         ranks = self._worker.silent_ranks
         step = self._open_step.explain() or self._read.explain_steps()
         leases = "no leases are held"
@@ -144,6 +157,7 @@ class Control:
 
     @asynccontextmanager
     async def updating_weights(self, timeout: float | None) -> AsyncIterator[None]:
+        """See ``CacheEngine.updating_weights``."""
         self.change_gate("hold")
         try:
             async with self.deadline("updating_weights", timeout):
@@ -156,6 +170,7 @@ class Control:
             self.let_go()
 
     async def resize(self, device_blocks: int, timeout: float | None) -> None:
+        """See ``CacheEngine.resize``."""
         self._lifetime.check_open()
         device_blocks = checks.integer("device_blocks", device_blocks)
         timeout = checks.timeout(timeout)
@@ -167,8 +182,8 @@ class Control:
             )
         if device_blocks <= self._config.reserve_blocks:
             raise UsageError(
-                f"resize: device_blocks is {device_blocks}; it must be larger than reserve_blocks, "
-                f"which is {self._config.reserve_blocks}"
+                f"resize: device_blocks is {device_blocks}; it must be larger than "
+                f"CacheConfig.reserve_blocks, which is {self._config.reserve_blocks}"
             )
         try:
             async with asyncio.timeout(timeout):

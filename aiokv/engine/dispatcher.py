@@ -1,4 +1,4 @@
-"""Dispatcher: applies the effects of the scheduler's transitions. No other code does."""
+"""Dispatcher: the only code that applies the effects of the scheduler's transitions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class _Wait:
-    """A task that waits for a grant. The future's result: True once granted, False for its turn."""
+    """Task that waits for a grant. Its future is True once granted, False for ``take_turn``."""
 
     __slots__ = ("future", "on_grant")
 
@@ -56,7 +56,7 @@ class Dispatcher:
         self._poller = poller
         self._transfers = transfers
         self._waits: dict[int, _Wait] = {}  # for capacity
-        self._errors: dict[int, BaseException] = {}  # of waits whose task has not seen them
+        self._errors: dict[int, BaseException] = {}  # by lease id; raised by the next `granted`
         self._pending_waits: dict[int, asyncio.Future[None]] = {}
         self._on_unpinned: Callable[[int, str], None] = lambda lease_id, reason: None
         self._collects = False  # collect_backups was scheduled
@@ -67,11 +67,11 @@ class Dispatcher:
         self._condition_waiters = self.conditions.waiters
 
     def tell_unpinned(self, callback: Callable[[int, str], None]) -> None:
-        """Call ``callback(lease_id, reason)`` with each pin that ends."""
+        """Call ``callback(lease_id, reason)`` for each pin that ends."""
         self._on_unpinned = callback
 
     def stop(self) -> None:
-        """Apply nothing from now on: the process is a fork of the one that has the worker."""
+        """Apply no more effects: this process is a fork of the process that has the worker."""
         self._stopped = True
 
     # --- effects --------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class Dispatcher:
         while effects.cancel:
             transfer_id = effects.cancel[0]
             answer = self._transfers.cancel(transfer_id)
-            if answer == "at once":  # a new match of the same prompt must not join it
+            if answer == "at once":  # a new match of the same prompt must not join the transfer
                 report = TransferReport(transfer_id=transfer_id, outcome="cancelled")
                 follow_ups.append(lambda report=report: scheduler.complete(report))  # type: ignore[misc]
             elif answer == "asked":
@@ -147,10 +147,10 @@ class Dispatcher:
             effects.cancel.popleft()
         return follow_ups
 
-    # --- later in this pass, and in later passes ------------------------------------------------
+    # --- transitions at the end of this pass, and in later passes -------------------------------
 
     def _schedule_collect(self) -> None:
-        """Back up what this pass of the loop commits, together, at its end."""
+        """At the end of this pass of the loop, back up all blocks committed in the pass."""
         if not self._collects and not self._poller.closed:
             self._poller.soon(self._collect)
             self._collects = True
@@ -165,7 +165,7 @@ class Dispatcher:
             self._advance = self._lifetime.loop.call_soon(self._run_advance)
 
     def _run_advance(self) -> None:
-        # Scheduled first: an interrupt must not end the work.
+        # Schedule the next call first: an interrupt must not end the work.
         self._advance = self._lifetime.loop.call_soon(self._run_advance)
         self._wants_advance = False
         self.apply(self._scheduler.advance())
@@ -183,12 +183,12 @@ class Dispatcher:
             on_grant: called with the grant, before the task runs.
 
         Returns:
-            True when it was granted; False when it is its turn to call ``take_turn``.
+            True when the lease is granted; False when the caller must call ``take_turn``.
 
         Raises:
             AiokvError: the wait has ended without a grant.
 
-        Cancellation: the caller calls ``stop_waiting``.
+        Cancellation: the caller must call ``CacheScheduler.stop_waiting``.
         """
         if error := self._errors.pop(lease_id, None):
             raise error
@@ -199,7 +199,7 @@ class Dispatcher:
             del self._waits[lease_id]
 
     def forget_wait(self, lease_id: int) -> None:
-        """Note that the task of a lease waits no more."""
+        """Note that the task of a lease no longer waits."""
         self._errors.pop(lease_id, None)
 
     def _end_wait(self, grant: Grant) -> None:
@@ -208,7 +208,7 @@ class Dispatcher:
             return  # its task has gone, and has called stop_waiting
         try:  # a grant may come in the pass in which a deadline has cancelled the future
             wait.on_grant(grant)
-        except Exception as error:  # its layers are not known: it must not count as granted
+        except Exception as error:  # without its layers, the lease must not count as granted
             self._refuse(grant.lease_id, error)
             return
         if not wait.future.done():
@@ -229,12 +229,12 @@ class Dispatcher:
             wait.future.set_exception(error)
 
     async def resumed(self, lease_id: int) -> None:
-        """Wait until a lease that waits for pending blocks is to look again.
+        """Wait until a lease that waits for pending blocks must call ``wait_pending`` again.
 
         Raises:
-            LeaseError: it was released meanwhile.
+            LeaseError: the lease was released meanwhile.
 
-        Cancellation: the caller calls ``stop_wait_pending``.
+        Cancellation: the caller must call ``CacheScheduler.stop_wait_pending``.
         """
         future: asyncio.Future[None] = self._lifetime.loop.create_future()
         self._pending_waits[lease_id] = future

@@ -4,7 +4,8 @@
                          ▲                                                              │
                          └──────────────── scheduler.complete(report) ◄─────────────────┘
 
-There is no background task: everything happens in the caller's calls and in callbacks of the loop.
+The engine starts no background task: it runs inside the caller's calls and in callbacks of the
+event loop.
 """
 
 from __future__ import annotations
@@ -56,22 +57,22 @@ class CacheEngine(Unique):
     """Prefix cache over device and host memory, for one event loop.
 
     Args:
-        config: sizes and rules.
-        regions: the device tensors. Without any, the cache keeps books only: transfers move
-            nothing and are done in the next pass of the loop.
-        device: where the regions live: ``"cpu"``, which is the default, ``"cuda"`` for the current
-            GPU, ``"cuda:1"``, or a :class:`CpuDevice` or :class:`CudaDevice`.
-        ranks: instead of both: the tensors are those of several processes.
+        config: sizes and policies of the cache.
+        regions: the device tensors. Without tensors the engine only keeps the index: transfers
+            move no bytes and complete in the next pass of the event loop.
+        device: the device of the tensors: ``"cpu"`` (the default), ``"cuda"`` for the current GPU,
+            ``"cuda:1"``, or a :class:`CpuDevice` or :class:`CudaDevice`.
+        ranks: the processes that own the tensors; replaces ``regions`` and ``device``.
 
-    ``async with`` binds it to the running loop; every method is to be called on that loop. Methods
-    that only read may be called before ``async with`` and after closing, too. In other threads,
-    ``statistics()``, ``worker_statistics()``, ``asleep``, ``open_step``, ``has_begun`` and
-    ``repr()`` may be called; all else raises ``UsageError`` there.
+    ``async with`` binds the engine to the running event loop. Call every method on that loop.
+    Read-only methods may also be called before ``async with`` and after closing. Any thread may
+    call ``statistics()``, ``worker_statistics()``, ``asleep``, ``open_step``, ``has_begun`` and
+    ``repr()``; all other methods raise ``UsageError`` in another thread.
 
     Raises:
-        ConfigError: an argument is of the wrong type, unknown, or contradicts another; or there is
-            no memory for the index.
-        UsageError: the regions are too small for ``config``.
+        ConfigError: an argument has the wrong type, is unknown, or contradicts another argument;
+            or the memory does not suffice for the index.
+        UsageError: the tensors hold fewer blocks or state slots than ``config`` asks for.
     """
 
     def __init__(
@@ -118,21 +119,24 @@ class CacheEngine(Unique):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # After an exception no task may be left that releases the leases: naming them is enough.
+        # After an exception the tasks that would release the leases may have ended: do not wait.
         await self.aclose(0.0 if exc_type is not None else None)
 
     async def aclose(self, drain_timeout: float | None = None) -> None:
-        """Refuse new work, wait for leases and transfers, join threads, free memory. Idempotent.
+        """Close the engine: wait for leases and transfers, join threads, free memory.
+
+        From the call on, the engine refuses new work. Idempotent.
 
         Args:
-            drain_timeout: seconds to wait for leases that are still held, instead of the
-                configuration's; their owners are logged when it passes.
+            drain_timeout: seconds to wait for leases that are still held; None for
+                ``CacheConfig.drain_timeout_seconds``. When the time has passed, the engine logs
+                the owners of these leases and closes without them.
 
         Raises:
-            UsageError: ``drain_timeout`` is not a number; or the call is made outside the engine's
-                loop, which is not closed. Nothing changed.
+            UsageError: ``drain_timeout`` is not a number, or the engine's loop is not closed and
+                the call is made outside it. Nothing changed.
 
-        Cancellation: memory is kept until transfers have ended; call it again.
+        Cancellation: the engine keeps its memory, and transfers go on; call ``aclose`` again.
         """
         await self._lifecycle.aclose(drain_timeout)
 
@@ -149,92 +153,140 @@ class CacheEngine(Unique):
         read: bool = True,
         write: bool = True,
     ) -> Lease:
-        """Look up how much of a prompt is cached. Nothing is pinned; recency is refreshed.
+        """Look up the cached prefix of a prompt, and refresh its recency.
+
+        The lease holds no blocks until it is granted: the prefix can still be evicted.
 
         Args:
-            tokens: ``[N]`` token ids, N >= 1; copied. A contiguous int32 array is the fastest.
-            salt: prompts share blocks only with prompts of the same salt (a tenant, say).
-            adapter: likewise; names what else changes the KV, such as a LoRA adapter.
-            items: the prompt's multimodal items, in order; they do not overlap.
-            owner: a name for messages.
-            read: False to hit nothing.
-            write: False to publish nothing.
+            tokens: ``[N]`` token ids, N >= 1; copied. A contiguous int32 array is fastest.
+            salt: namespace of the prompt, e.g. a tenant; prompts share blocks only within one salt.
+            adapter: name of a LoRA adapter, or of anything else that changes the KV; prompts share
+                blocks only within one adapter.
+            items: multimodal items of the prompt, in order and without overlap.
+            owner: name of the request for error and log messages.
+            read: False to use no cached block.
+            write: False to publish no block.
 
         Returns:
-            A lease, which may be awaited (it does not suspend) or entered with ``async with``.
+            A lease in state ``MATCHED``. It can be awaited, which does not suspend, or entered with
+            ``async with``, which releases it at the end.
 
         Raises:
-            UsageError: no tokens, or one outside int32; or items that are not in the prompt, or
-                out of order; or another argument is of the wrong type.
+            UsageError: ``tokens`` is empty or has an id outside int32, an item is outside the
+                prompt or out of order, or another argument has the wrong type. Nothing changed.
             ClosedError: the engine is closed or closing.
+            BrokenEngineError: the device failed, or a rank was lost.
         """
         return self._leases.match(
             tokens, salt=salt, adapter=adapter, items=items, owner=owner, read=read, write=write
         )
 
     def match_many(self, prompts: Iterable[TokenIds], *, salt: str = "") -> list[Lease]:
-        """``match`` for each; a bad prompt raises after those before it were released."""
+        """Call ``match`` for each prompt.
+
+        Args:
+            prompts: token ids of each prompt, as for ``match``.
+            salt: namespace of all prompts, as for ``match``.
+
+        Returns:
+            One lease per prompt, in order.
+
+        Raises:
+            UsageError, ClosedError, BrokenEngineError: as for ``match``. The leases of the earlier
+                prompts have been released.
+        """
         return self._batches.match(prompts, salt=salt)
 
     # --- batches of the model ---------------------------------------------------------------------
 
     def computing(self, leases: Iterable[Lease]) -> ComputeBatch:
-        """Name the leases of a batch before the model computes with them.
+        """Protect the blocks of leases while the model computes with them.
 
         ::
 
             with engine.computing(leases) as batch:
                 await batch.run(model.forward, ...)
 
-        A lease that is released, cancelled, preempted, truncated or collected while the batch is
-        in flight gives its blocks back when the batch has ended. So no other request gets a block
-        that a thread or a stream may still write. The batch has ended when the ``with`` block has
-        ended and everything that ``batch.run`` and ``batch.ends_with`` were given is done. On a
-        device that computes in a stream, and with ranks, work without an event belongs to the step
-        that is open at the end of the batch: ``step(event)`` covers it.
+        When a lease is released, cancelled, preempted, truncated or garbage-collected while the
+        batch is in flight, the engine reuses its blocks only after the batch has ended. So no other
+        request gets a block that a thread or a stream may still write.
+
+        The batch ends when the ``with`` block, all calls of ``batch.run`` and all work passed to
+        ``batch.ends_with`` have ended. On a device that computes in a stream, and with ranks, work
+        without an event belongs to the step that is open when the batch ends; ``step(event)``
+        covers that work.
 
         Args:
-            leases: allocated leases, each once. A lease may be in several batches at a time.
+            leases: granted leases, each listed once. A lease may be in several batches at a time.
 
         Returns:
-            A context manager, to be entered once.
+            A context manager that can be entered once.
 
         Raises:
-            LeaseError: on entering: a lease is not allocated, is being swapped, is released, or
-                belongs to another engine. Nothing changed.
+            UsageError: ``leases`` is not a sequence of leases.
+            LeaseError: raised on entry: a lease is not granted, is being swapped, is released, is
+                listed twice, or belongs to another engine. Nothing changed.
         """
         return self._batches.computing(leases)
 
     def extend(self, leases: Sequence[Lease], num_tokens: int) -> None:
-        """Give each lease ``num_tokens`` more positions; all of them or none.
+        """Add ``num_tokens`` positions to each lease: to all of them, or to none.
 
-        Never waits, and does not queue behind ``allocate``.
+        Never waits, and takes free blocks before leases that wait in ``allocate``.
+
+        Args:
+            leases: granted leases, each listed once.
+            num_tokens: positions to add per lease, 0 to 2147483647.
 
         Raises:
-            WouldBlock: not enough room; preempt a lease and try again. Nothing changed.
-            LeaseError: a lease is released, not granted, named twice, or of another engine. Nothing
-                changed.
+            WouldBlock: too few blocks are free or evictable; preempt a lease and call ``extend``
+                again. Nothing changed.
+            LeaseError: a lease is released, not granted, listed twice, or belongs to another
+                engine. Nothing changed.
+            UsageError: an argument has the wrong type. Nothing changed.
         """
         self._batches.extend(leases, num_tokens)
 
     def commit_many(self, leases: Sequence[Lease], num_tokens: Sequence[int]) -> int:
-        """``commit`` for each; returns the blocks that became shareable.
+        """Call ``commit`` for each lease.
+
+        Args:
+            leases: granted leases.
+            num_tokens: absolute number of computed positions of each lease, one per lease.
+
+        Returns:
+            The number of blocks that became shareable, over all leases.
 
         Raises:
-            LeaseError: of the first lease that refuses; those before it are committed.
-            UsageError: not one number per lease; nothing changed.
+            LeaseError: a lease is released or belongs to another engine, and nothing changed; or
+                ``commit`` of a lease fails, and the leases before it are committed.
+            UsageError: ``num_tokens`` has not one integer per lease. Nothing changed.
         """
         return self._batches.commit(leases, num_tokens)
 
     def release_many(self, leases: Iterable[Lease]) -> None:
-        """``release`` for each."""
+        """Call ``release`` for each lease. Idempotent.
+
+        Args:
+            leases: leases in any state.
+
+        Raises:
+            UsageError: an element is not a lease. Nothing changed.
+        """
         self._batches.release(leases)
 
     def layers(self, leases: Sequence[Lease]) -> LayerView:
-        """One counter for all transfers that a batch waits for.
+        """Return one layer counter over all transfers that a batch waits for.
 
-        It raises when blocks of a lease of the batch failed. Its errors have no position: call
-        ``recompute_from`` of each lease.
+        Args:
+            leases: leases of the batch.
+
+        Returns:
+            A view that raises ``TransferError`` when blocks of any of these leases failed. The
+            error has no position: call ``recompute_from`` of each lease to get one.
+
+        Raises:
+            LeaseError: a lease is released or belongs to another engine.
         """
         return self._batches.layers(leases)
 
@@ -245,50 +297,59 @@ class CacheEngine(Unique):
         fill: int = -1,
         group: str | None = None,
     ) -> NDArray[np.int32]:
-        """The block tables as rows, padded with ``fill``.
+        """Return the block tables as rows, padded with ``fill``.
 
         Args:
-            leases: B leases.
-            out: ``[>= B, >= M]`` C-contiguous int32 array, M being the longest table; all of it is
-                written. None for a new ``[B, M]`` array.
-            fill: the value behind each table, and in rows without a lease.
-            group: a window group, as of ``Lease.window_table``; None for all other layers.
+            leases: B leases; the table of a lease that is not granted is empty.
+            out: ``[>= B, >= M]`` writable C-contiguous int32 array, where M is the length of the
+                longest table; every element is written. None for a new ``[B, M]`` array.
+            fill: value of the elements after the end of a table, and of rows without a lease.
+            group: name of a window group, as for ``Lease.window_table``; None for the layers
+                outside window groups.
+
+        Returns:
+            ``out``, or the new array: int32 device block ids.
 
         Raises:
-            UsageError: ``out`` is too small or of another kind, or no such group; nothing was
-                written.
+            UsageError: ``out`` is too small or has another type or layout, or ``group`` is
+                unknown. Nothing was written.
+            LeaseError: a lease is released or belongs to another engine.
         """
         return self._batches.block_tables(leases, out, fill, group)
 
     def step(self, event: Event | None = None) -> int:
-        """Close the open step: what was computed in it is covered by ``event``.
+        """Close the open step, whose work finishes with ``event``.
 
-        The step covers what was committed in it, what was computed by batches that ended in it (see
-        ``computing``), and what was released in it by leases that no batch has named. Transfers of
-        those blocks wait for the event on the device. On a device that computes before it
-        returns (cpu), closing a step only sends the backups on their way. On others, close a step
-        also after a last commit: what belongs to an open step cannot be saved, so ``"write_back"``
-        cannot evict it, and ``allocate`` waits. Timeouts name such a step, and a warning is logged.
+        A step consists of the blocks that were committed in it, the blocks of batches that ended
+        in it (see ``computing``), and the blocks that leases outside any batch released in it.
+        Transfers of these blocks wait for the event on the device.
+
+        On a device that computes before the call returns (cpu), closing a step only starts the
+        backups. On other devices, close a step after the last commit, too: blocks of an open step
+        cannot be saved, so ``"write_back"`` cannot evict them, and ``allocate`` waits. A timeout
+        error names such a step, and the engine logs a warning.
 
         Args:
-            event: recorded on the compute stream behind the step's work, the events of later
-                steps behind it; None when the work has finished. With ranks always None: the step
-                is over when the runner of every rank has closed it with ``Rank.step``, and it is.
+            event: an event that was recorded on the compute stream after the work of the step and
+                before the work of later steps; None when the work has finished. With ranks always
+                None: the step finishes when every rank has closed it with ``Rank.step`` and has
+                finished its work.
 
         Returns:
             The number of the step that was closed.
 
         Raises:
-            UsageError: the worker cannot wait for such an event; the step stays open.
+            UsageError: the worker cannot wait for an event of this type. The step stays open.
+            ClosedError: the engine is closed.
         """
         self._lifetime.check_loop()
         return self._steps.close(as_event("event", event))
 
     @property
     def open_step(self) -> int:
-        """The number that ``step()`` will return; what a rank's runner passes to ``Rank.step``.
+        """Number of the open step, which ``step()`` returns next. Any thread.
 
-        Any thread.
+        The runner of a rank passes it to ``Rank.step``.
         """
         return self._scheduler.read.next_step
 
@@ -297,13 +358,22 @@ class CacheEngine(Unique):
     async def evict(self, num_blocks: int, tier: Tier = "device") -> int:
         """Evict up to ``num_blocks`` cached blocks of a tier, least recently used first.
 
-        Blocks with a host copy only lose the device copy; under ``"write_back"`` the others are
-        saved first, as far as the host has room.
+        An evicted device block with a host copy stays cached in host memory. Under
+        ``"write_back"``, a block without a host copy is saved first while the host tier has room.
+
+        Args:
+            num_blocks: blocks to evict, 0 to 2147483647.
+            tier: ``"device"`` or ``"host"``.
 
         Returns:
-            How many were evicted; fewer when the rest is leased or being copied.
+            The number of evicted blocks; fewer than ``num_blocks`` when the other blocks are
+            leased or being copied.
 
-        Cancellation: copies that have begun end as host copies.
+        Raises:
+            UsageError: ``num_blocks`` or ``tier`` is out of range. Nothing changed.
+
+        Cancellation: blocks evicted so far stay evicted; transfers in flight complete, and their
+        blocks stay cached in host memory.
         """
         return await self._control.evict(num_blocks, tier)
 
@@ -316,22 +386,28 @@ class CacheEngine(Unique):
         items: Sequence[Item] = (),
         ttl_seconds: float = 0.0,
     ) -> Hit:
-        """Bring what is cached in host memory onto the device; does not wait for capacity.
+        """Copy the cached prefix of a prompt from host memory to the device.
+
+        Does not wait for capacity: without room, the blocks stay in host memory.
 
         Args:
-            tokens: the prompt, as for ``match``; so are ``salt``, ``adapter`` and ``items``.
-            ttl_seconds: how long to keep there what a match of the prompt would hit, at most until
-                a lease has hit all of it; other prefetches and pins do not count. 0 keeps nothing,
-                ``math.inf`` sets no time limit.
+            tokens: ``[N]`` token ids of the prompt, as for ``match``.
+            salt: as for ``match``.
+            adapter: as for ``match``.
+            items: as for ``match``.
+            ttl_seconds: seconds to keep the prefix on the device, or until a lease has hit all of
+                the prefix; other prefetches and pins do not count as hits. 0 does not protect it
+                from eviction, ``math.inf`` sets no time limit.
 
         Returns:
-            What is on the device at the end, as ``device_tokens``.
+            The prefix that is on the device at the end, as ``device_tokens``.
 
         Raises:
-            UsageError: ``ttl_seconds`` is negative or not a number; nothing changed.
-            TransferError: a copy failed; the blocks before it are on the device.
+            UsageError: ``ttl_seconds`` is negative or not a number. Nothing changed.
+            TransferError: a copy failed; the blocks before the failed block are on the device.
+            ClosedError: the engine is closed or closing.
 
-        Cancellation: copies that have begun end as cached blocks.
+        Cancellation: copies in flight complete, and their blocks stay cached on the device.
         """
         return await self._pins.prefetch(
             tokens, salt=salt, adapter=adapter, items=items, ttl_seconds=ttl_seconds
@@ -346,23 +422,27 @@ class CacheEngine(Unique):
         items: Sequence[Item] = (),
         ttl_seconds: float | None = None,
     ) -> Pin:
-        """Keep what is cached of a prompt on the device; host blocks are onloaded first.
+        """Keep the cached prefix of a prompt on the device; host blocks are onloaded first.
 
-        All full blocks of the prompt are kept, the last one included. ``reset`` and new weights
-        release the pin, since its blocks cannot be hit any more.
+        The pin covers all cached full blocks of the prompt, including the last one. ``reset`` and
+        ``updating_weights`` release the pin, because its blocks can no longer be hit.
 
         Args:
-            tokens: the prompt, as for ``match``; so are ``salt``, ``adapter`` and ``items``.
-            ttl_seconds: the pin is released after this time; None for no limit.
+            tokens: ``[N]`` token ids of the prompt, as for ``match``.
+            salt: as for ``match``.
+            adapter: as for ``match``.
+            items: as for ``match``.
+            ttl_seconds: seconds after which the pin is released; None for no limit.
 
         Returns:
-            The pin. When nothing is cached, or a reset came between, it has 0 tokens and is
-            released already.
+            The pin. When no block is cached, or the cache was reset during the call, the pin has
+            0 tokens and is already released.
 
         Raises:
-            UsageError: ``ttl_seconds`` is negative or not a number; nothing changed.
-            WouldBlock: no room for the blocks that are not on the device.
+            UsageError: ``ttl_seconds`` is negative or not a number. Nothing changed.
+            WouldBlock: the device has no room for the blocks that are in host memory.
             TransferError: a copy failed; nothing is pinned.
+            ClosedError: the engine is closed or closing.
 
         Cancellation: nothing is pinned.
         """
@@ -373,108 +453,140 @@ class CacheEngine(Unique):
     # --- control ----------------------------------------------------------------------------------
 
     def pause(self) -> None:
-        """Grant nothing until ``resume``; requests wait in line. Counts: pair the calls."""
+        """Stop granting until ``resume``; ``allocate`` waits meanwhile.
+
+        Calls nest: each ``pause`` needs its own ``resume``.
+
+        Raises:
+            ClosedError: the engine is closed or closing.
+        """
         self._control.change_gate("pause")
 
     def resume(self) -> None:
         """End one ``pause``, or one ``quiesce`` that has returned.
 
-        Nothing is granted while a tier is asleep, inside ``updating_weights``, or
-        while a ``quiesce`` waits.
+        Even without a pause, nothing is granted while a tier is asleep, inside
+        ``updating_weights``, or while a ``quiesce`` waits.
 
         Raises:
-            UsageError: there is none. Nothing changed.
+            UsageError: the engine is not paused. Nothing changed.
+            ClosedError: the engine is closed or closing.
         """
         self._control.change_gate("resume")
 
     async def reset(self, timeout: float | None = None) -> None:
-        """Forget everything that is cached; live leases keep their blocks but publish no more.
+        """Drop all cached blocks of all tiers, and release all pins.
 
-        Pins are released. Returns when all transfers that were in flight have ended.
+        Open leases keep their blocks, but publish no more. Returns when all transfers that started
+        before the call have ended.
+
+        Args:
+            timeout: seconds to wait for these transfers; None for no limit.
 
         Raises:
-            ControlTimeout: some have not ended in time; the cache is empty nevertheless.
+            ControlTimeout: transfers did not end in time; the cache is empty nevertheless.
 
         Cancellation: the cache is empty nevertheless; transfers end in the background.
         """
         await self._control.reset(timeout)
 
     async def drain(self, timeout: float | None = None) -> None:
-        """Wait until nothing is in flight, backups of what was committed included.
+        """Wait until no transfer is in flight, including the backups of committed blocks.
+
+        Args:
+            timeout: seconds to wait; None for no limit.
 
         Raises:
-            ControlTimeout: something is; nothing changed.
+            ControlTimeout: a transfer is still in flight. Nothing changed.
 
         Cancellation: nothing changed.
         """
         await self._control.drain(timeout)
 
     async def quiesce(self, timeout: float | None = None) -> None:
-        """Pause, then wait until nothing uses the blocks; ``resume`` ends it.
+        """Pause, then wait until no lease, transfer or step uses a block.
 
-        Waits until no lease is held, no transfer is in flight, and every step that used blocks is
-        closed and has finished on the device.
+        ``resume`` ends the pause. Waits until no lease is granted, no transfer is in flight, and
+        every step that used blocks is closed and has finished on the device.
+
+        Args:
+            timeout: seconds to wait; None for no limit.
 
         Raises:
-            ControlTimeout: names the owners of the leases still held, or the step; the engine is
-                not paused any more.
+            ControlTimeout: names the owners of the leases still held, or the step. The engine is no
+                longer paused.
 
-        Cancellation: the engine is not paused any more.
+        Cancellation: the engine is no longer paused.
         """
         await self._control.quiesce(timeout)
 
     def updating_weights(self, timeout: float | None = None) -> AbstractAsyncContextManager[None]:
-        """Grant nothing inside the block, and forget at its end all that is cached.
+        """Stop granting inside the ``async with`` block, and drop all cached blocks at its end.
 
-        New weights make all KV wrong. Open leases keep what they hold, and publish no more. Pins
-        are released.
+        KV that was computed with the old weights is wrong for the new ones. Open leases keep their
+        blocks, but publish no more. Pins are released.
+
+        Args:
+            timeout: seconds to wait on entry for transfers in flight; None for no limit.
 
         Raises:
-            ControlTimeout: transfers did not end in time; nothing changed.
+            ControlTimeout: raised on entry: transfers did not end in time. Nothing changed.
 
-        Cancellation: before the block is entered, nothing changed.
+        Cancellation: before the block is entered, nothing changed; inside the block, the engine
+        drops all cached blocks and grants again.
         """
         return self._control.updating_weights(timeout)
 
     async def resize(self, device_blocks: int, timeout: float | None = None) -> None:
-        """Change the device tier's capacity; the regions must hold as many blocks.
+        """Change the capacity of the device tier.
 
-        Shrinking waits for leases and copies on blocks beyond the new size. What is cached there,
-        and what is cached on the device behind it, stays in host memory if it has a copy there, and
-        is dropped otherwise.
+        Shrinking waits for leases and transfers that use block ids from ``device_blocks`` on.
+        Cached blocks with these ids, and the blocks that follow them in a prefix, stay cached in
+        host memory when they have a host copy, and are dropped otherwise.
+
+        Args:
+            device_blocks: new capacity in blocks; larger than ``CacheConfig.reserve_blocks`` and at
+                most the blocks of the registered tensors.
+            timeout: seconds to wait; None for no limit.
 
         Raises:
-            UsageError: larger than the regions, or not above ``reserve_blocks``.
-            ControlTimeout: leases kept blocks beyond the new size; nothing changed.
+            UsageError: ``device_blocks`` is out of range. Nothing changed.
+            ControlTimeout: leases or transfers still use blocks beyond the new capacity. Nothing
+                changed.
 
-        Cancellation: the size is the old one, or the new one.
+        Cancellation: the capacity is either the old or the new one.
         """
         await self._control.resize(device_blocks, timeout)
 
     @property
     def asleep(self) -> frozenset[Tier]:
-        """Tiers without memory."""
+        """Tiers whose memory ``sleep`` has freed. Any thread."""
         return self._sleep.asleep
 
     async def sleep(self, tags: Iterable[Tier] = TIERS, *, timeout: float | None = None) -> None:
-        """Forget what is cached in these tiers, and free their memory. Idempotent.
+        """Drop the cached blocks of these tiers, and free the tiers' memory. Idempotent.
 
-        Waits for leases, transfers and steps first, as ``quiesce`` does. ``"device"``: the engine
-        keeps no reference to the tensors in ``regions``; what has a copy on the host can be hit
-        there after ``wake_up``, and ``"write_back"`` saves what it can. ``"host"``: the arena is
-        freed; preempted leases that keep their tables there are waited for, too. From then on
-        requests wait in line.
+        Waits for leases, transfers and steps first, as ``quiesce`` does. From the call until
+        ``wake_up``, nothing is granted.
+
+        - ``"device"``: the engine drops its references to the tensors in ``regions``. Blocks with a
+          host copy stay cached in host memory, where a match hits them after ``wake_up``; under
+          ``"write_back"`` the engine first saves the other blocks while the host tier has room.
+        - ``"host"``: the engine frees the host arena. It also waits for swapped leases, whose
+          tables are in host memory.
 
         Args:
-            tags: ``"device"``, ``"host"``.
-            timeout: seconds to wait for leases and transfers; 0.0 raises at once if there are any.
+            tags: ``"device"``, ``"host"``, or both.
+            timeout: seconds to wait; None for no limit, 0.0 to raise at once if the engine would
+                have to wait.
 
         Raises:
             ControlTimeout: names the owners of the leases still held, and nothing changed; or names
-                the ranks that did not answer, and ``asleep`` says which tiers are asleep.
-            UsageError: no such tier.
+                the ranks that did not answer, and ``asleep`` lists the tiers that are asleep.
+            UsageError: ``tags`` has an unknown tier. Nothing changed.
 
-        Cancellation: ``asleep`` says which tiers are asleep; both verbs can be called again.
+        Cancellation: ``asleep`` lists the tiers that are asleep; ``sleep`` and ``wake_up`` can be
+        called again.
         """
         await self._sleep.sleep(tags, timeout)
 
@@ -485,83 +597,88 @@ class CacheEngine(Unique):
         regions: Regions | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Take memory again; when no tier is asleep any more, requests are granted. Idempotent.
+        """Reallocate the memory of these tiers; grant again when no tier is asleep. Idempotent.
 
-        A cuda device pins host memory in the background; requests need not wait for that.
+        A cuda device page-locks host memory in the background; requests need not wait for that.
 
         Args:
-            tags: tiers that are awake stay as they are.
-            regions: the tensors of the device tier; of any address, but of the layout before.
-            timeout: seconds to wait for a ``sleep`` or ``wake_up`` that is under way.
+            tags: tiers to wake; tiers that are awake stay as they are.
+            regions: the tensors of the device tier, with the same layout as before ``sleep``; their
+                addresses may differ. Required when a ``"device"`` tier with tensors wakes up.
+            timeout: seconds to wait for another ``sleep`` or ``wake_up`` in progress, and for
+                ranks; None for no limit.
 
         Raises:
-            LayoutError: the tensors differ from those before, or are missing. Still asleep.
-            ConfigError: no memory for the host tier. Still asleep.
-            ControlTimeout: the other call did not end in time, or ranks, which it names, did not
-                answer. Still asleep.
+            LayoutError: the tensors are missing, or their layout differs. Still asleep.
+            ConfigError: there is not enough memory for the host tier. Still asleep.
+            ControlTimeout: the other call did not end in time, or ranks, which the error names, did
+                not answer. Still asleep.
+            UsageError: ``tags`` has an unknown tier, or ``regions`` is not a ``Regions``. Nothing
+                changed.
 
-        Cancellation: still asleep.
+        Cancellation: the tiers are still asleep.
         """
         await self._sleep.wake_up(tags, regions, timeout)
 
     async def restart_ranks(self) -> None:
-        """Bring lost ranks back; the cache is empty then, and the engine serves again.
+        """Restart lost ranks; afterwards the cache is empty, and the engine serves again.
 
-        When a rank is lost, everything that was cached is forgotten at once, and all leases hold
-        nothing, as after ``preempt``: their next use raises ``LeaseError``, ``resume`` allocates
-        anew, and all their positions are to be computed again. Until this has returned, ``match``,
-        ``allocate`` and ``resume`` raise ``BrokenEngineError``.
+        When a rank is lost, the engine drops all cached blocks and takes the blocks of all leases,
+        as ``preempt`` does: the next use of a lease's blocks raises ``LeaseError``, ``resume``
+        allocates again, and all positions must be computed again. Until ``restart_ranks`` has
+        returned, ``match``, ``allocate`` and ``resume`` raise ``BrokenEngineError``.
 
-        Call it when no step runs any more on the ranks that are left.
+        Call it when no step runs on the remaining ranks.
 
         Raises:
             UsageError: no rank is lost.
-            RankLost: not all came back; nothing changed.
+            RankLost: a rank did not start again. Nothing changed.
+            ClosedError: the engine is closed or closing.
 
-        Cancellation: nothing changed; call it again.
+        Cancellation: nothing changed; call ``restart_ranks`` again.
         """
         await self._recovery.restart_ranks()
 
-    # --- what is there ----------------------------------------------------------------------------
+    # --- parts and statistics ---------------------------------------------------------------------
 
     @property
     def regions(self) -> Regions:
-        """The device tensors; without tensors while the device tier is asleep."""
+        """Device tensors; without tensors while the device tier is asleep."""
         return self._sleep.regions
 
     @property
     def scheduler(self) -> CacheScheduler:
-        """The part that decides, for tools such as :func:`aiokv.testing.record`.
+        """Scheduler of the engine, for tools such as :func:`aiokv.testing.record`.
 
-        Its transitions are the engine's to call: the effects of others would not be applied.
+        Only the engine calls its transitions: it would not apply the effects of other calls.
         """
         return self._scheduler
 
     @property
     def worker(self) -> Worker:
-        """The part that moves the bytes, for tools. Its plans are the engine's to submit."""
+        """Worker of the engine, for tools. Only the engine submits plans to it."""
         return self._worker
 
     @property
     def has_begun(self) -> bool:
-        """True from the first ``async with`` on, and after ``aclose``."""
+        """True from the first ``async with`` on, also after ``aclose``."""
         return self._lifetime.phase is not Phase.NEW
 
     def statistics(self) -> Statistics:
-        """Return counts and the state of the pools. Any thread."""
+        """Return counters and the current state of the pools. Any thread."""
         return self._scheduler.read.statistics()
 
     def worker_statistics(self) -> WorkerStatistics:
-        """Return what the worker has moved; zeros before ``async with``. Any thread."""
+        """Return counters of the transfers; zeros before ``async with``. Any thread."""
         return self._worker.statistics()
 
     def poller_statistics(self) -> PollerStatistics:
-        """Return what waiting has cost; zeros before ``async with``."""
+        """Return counters and latencies of the event poller; zeros before ``async with``."""
         self._lifetime.check_thread()
         return self._poller.statistics()
 
     def dump(self) -> dict[str, object]:
-        """Return which lease holds which blocks, as plain values that JSON can represent."""
+        """Return the state of all leases, waiting lines and ranks as values that JSON can hold."""
         self._lifetime.check_thread()
         return {
             **self._scheduler.read.describe(),
@@ -575,7 +692,7 @@ class CacheEngine(Unique):
     def check_invariants(self) -> list[str]:
         """Return a description of each violated invariant: I1-I6, and those of the waiting lines.
 
-        Scans everything.
+        Scans all blocks and leases: meant for tests and debugging.
         """
         self._lifetime.check_thread()
         return self._scheduler.violations()

@@ -1,4 +1,4 @@
-"""Leases: the collaborator of every :class:`Lease`, and of the methods on many of them."""
+"""Leases: the part of an engine that each :class:`Lease` and each call on many leases uses."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ NO_NAME: Final = ""  # compared by identity: the default needs no check
 
 
 class Leases:
-    """Match, allocate, commit, extend, preempt, fork, release: the awaits around the transitions.
+    """Calls of leases: applies the scheduler's transitions, and awaits grants and transfers.
 
     Every method on a lease raises ``LeaseError`` after the lease was released; see :class:`Lease`
-    for the other errors, and for what holds after a cancellation.
+    for the other errors, and for the state after a cancellation.
 
     Attributes:
-        read: answers about leases.
+        read: read access to the scheduler's state.
     """
 
     def __init__(self, parts: Parts, steps: Steps, computing: Computing) -> None:
@@ -54,12 +54,12 @@ class Leases:
         self._done = done_view(parts.worker.num_layers)
 
     def open(self) -> None:
-        """Note that the worker is open, and knows the number of layers."""
+        """Note that the worker is open: from now on it knows the number of layers."""
         self._done = done_view(self._worker.num_layers)
 
     @property
     def done(self) -> LayerView:
-        """The layers of a lease that waits for no transfer."""
+        """Layers of a lease that waits for no transfer."""
         return self._done
 
     # --- matching -------------------------------------------------------------------------------
@@ -110,10 +110,12 @@ class Leases:
         owner: str,
         whole: bool,
     ) -> Lease:
-        """Match for a lease that computes nothing and keeps its hit where that is.
+        """Match for a lease that computes no positions and only keeps its hit on the tiers.
 
         Args:
-            whole: it may hit the last block of the prompt, too.
+            tokens: as for ``CacheEngine.match``; so are ``salt``, ``adapter`` and ``items``.
+            owner: name of the lease for error and log messages.
+            whole: True if the hit may include the last block of the prompt.
         """
         self._lifetime.check_open()
         lease_id = self._apply(
@@ -131,10 +133,10 @@ class Leases:
     # --- capacity -------------------------------------------------------------------------------
 
     def allocate(self, lease: Lease, num_tokens: int, priority: int) -> bool:
-        """Grant now, or return False: the lease is in line, and ``wait_granted`` is to be awaited.
+        """Grant now, or let the lease wait for capacity; see ``Lease.allocate`` for the errors.
 
-        Raises:
-            LeaseError, RequestTooLarge, ClosedError, BrokenEngineError: see ``Lease.allocate``.
+        Returns:
+            False when the lease waits: the caller awaits ``wait_granted``.
         """
         self._lifetime.check_open()
         result = self._scheduler.allocate(lease.id or lease.live_id(), num_tokens, priority)
@@ -156,7 +158,7 @@ class Leases:
                 return False
             if grant.onloads:
                 self._show_layers(lease, grant)
-        except BaseException:  # its layers are not known: it must not count as granted
+        except BaseException:  # without its layers, the lease must not count as granted
             self._apply(self._scheduler.stop_waiting(lease.live_id()))
             raise
         return True
@@ -171,12 +173,12 @@ class Leases:
         return self._scheduler.can_allocate(lease.live_id(), num_tokens)
 
     async def wait_granted(self, lease: Lease, num_tokens: int, timeout: float | None) -> None:
-        """Wait until a lease that is in line was granted.
+        """Wait until a lease that waits for capacity is granted.
 
         Raises:
             AllocateTimeout: after ``timeout`` seconds; and the other errors of ``Lease.allocate``.
 
-        Cancellation: the lease holds nothing.
+        Cancellation: the lease holds no blocks.
         """
         lease_id = lease.live_id()
         began = time.monotonic()
@@ -188,14 +190,16 @@ class Leases:
                     if grant is not None:
                         on_grant(grant)
                         break
-            lease.live_id()  # it may have been released in the pass of its grant
+            lease.live_id()  # raises if the lease was released in the same pass as its grant
         except TimeoutError:
             if lease.id and self.read.is_granted(lease_id):
                 return  # the grant came just before the deadline
             reason, hint = self.read.explain_wait(lease.salt, num_tokens, self._open_step.explain())
             self._stop_waiting(lease, lease_id)
             raise AllocateTimeout(
-                f"no room for {num_tokens} positions within {timeout} s: {reason}", hint=hint
+                f"allocate timed out after {timeout} s: no room for {num_tokens} positions: "
+                f"{reason}",
+                hint=hint,
             ) from None
         except BaseException:
             self._stop_waiting(lease, lease_id)
@@ -209,12 +213,12 @@ class Leases:
         lease.leave_layers(self._done)
 
     async def wait_pending(self, lease: Lease, timeout: float | None) -> None:
-        """Wait until no lease computes more of the prefix, at most ``timeout`` seconds.
+        """Wait until no other lease is computing more of the prefix, at most ``timeout`` seconds.
 
         Raises:
             LeaseError: the lease waits already, or was released while it waited.
 
-        Cancellation: the lease has stopped waiting, and nothing else changed.
+        Cancellation: the lease no longer waits; nothing else changed.
         """
         lease_id = lease.live_id()
         pending_tokens = self.read.pending_tokens(lease_id)
@@ -228,7 +232,7 @@ class Leases:
                     if not self._apply(self._scheduler.wait_pending(lease_id)):
                         return
         except TimeoutError:
-            return  # computing it again is never wrong
+            return  # this lease computes the blocks again
         finally:
             self._apply(self._scheduler.stop_wait_pending(lease_id))
             lease.note_pending_wait(pending_tokens, time.monotonic() - began)
@@ -272,7 +276,7 @@ class Leases:
             except TransferError as error:
                 raise LeaseError(
                     f"recompute_from: a transfer of {lease!r} has failed but not ended",
-                    hint="await layers.wait_all(), then ask again",
+                    hint="await layers.wait_all(), then call recompute_from again",
                 ) from error
         return None
 
@@ -280,7 +284,7 @@ class Leases:
         """See ``CacheEngine.extend``."""
         if not self._apply(self._scheduler.extend(lease_ids, num_tokens)):
             raise WouldBlock(
-                f"no room to extend {len(lease_ids)} leases by {num_tokens} positions",
+                f"extend: no room for {num_tokens} more positions of {len(lease_ids)} leases",
                 hint="preempt a lease, or raise CacheConfig.reserve_blocks",
             )
 
@@ -339,7 +343,8 @@ class Leases:
         transfer_id = self._apply(self._scheduler.swap_out(lease_id))
         if transfer_id is None:
             raise WouldBlock(
-                "the host tier has no room for the table, or the cache was reset under the lease",
+                "preempt: the host tier has no room for the block table, or the cache was reset "
+                "after the grant",
                 hint="preempt without swap, or raise CacheConfig.host_blocks",
             )
         lease.leave_layers(self._done)
@@ -348,13 +353,15 @@ class Leases:
         await self._transfers.ended(transfer_id)
         if lease.state in (LeaseState.GRANTED, LeaseState.FAILED):
             raise TransferError(
-                "the table could not be moved; the lease keeps it", direction="offload"
+                "preempt: the copy of the block table to host memory failed; the lease keeps its "
+                "blocks",
+                direction="offload",
             )
 
     def release(self, lease: Lease, after: Event | None) -> None:
         """See ``Lease.release``."""
         if not self._lifetime.is_running:
-            lease.id = 0  # the engine closed without it
+            lease.id = 0  # closing the engine has ended the lease
             return
         self._lifetime.check_loop()
         used_in = 0 if after is None else self._steps.close(after)
@@ -362,11 +369,11 @@ class Leases:
         self._apply(self._scheduler.release(lease_id, used_in))
 
     def collect(self, lease_id: int) -> bool:
-        """Release a lease that was garbage-collected; return whether it held blocks. Any thread."""
+        """Release a garbage-collected lease; return True if it held blocks. Any thread."""
         if self._lifetime.phase is Phase.ABANDONED:
             return False
         held = self.read.holds_blocks(lease_id)
-        # Not now: the collector may run in the middle of a grant.
+        # Release it in a later pass: the garbage collector may run in the middle of a grant.
         if self._lifetime.is_running and not self._lifetime.loop.is_closed():
             self._lifetime.loop.call_soon_threadsafe(self._release_collected, lease_id)
         return held
@@ -389,8 +396,8 @@ class Leases:
         """Return the id of a lease of this engine.
 
         Raises:
-            UsageError: not a lease.
-            LeaseError: of another engine, or released.
+            UsageError: ``lease`` is not a lease.
+            LeaseError: the lease is released, or belongs to another engine.
         """
         if not isinstance(lease, Lease):
             raise UsageError(f"lease is {lease!r}; it must be a Lease")
@@ -399,13 +406,13 @@ class Leases:
         return lease.live_id()
 
     def lease_ids(self, leases: Sequence[Lease]) -> list[int]:
-        """Return the ids of leases of this engine; errors as of ``lease_id``."""
+        """Return the ids of leases of this engine; raise the errors of ``lease_id``."""
         if type(leases) is not list:
             leases = checks.sequence("leases", leases)
         return [
             lease.id
             if type(lease) is Lease and lease.leases is self and lease.id
-            else self.lease_id(lease)  # raises, but for a subclass
+            else self.lease_id(lease)  # raises, except for a subclass of Lease
             for lease in leases
         ]
 

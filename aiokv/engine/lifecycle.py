@@ -24,7 +24,7 @@ _opened: weakref.WeakSet[Lifecycle] = weakref.WeakSet()
 
 
 def _abandon_in_child() -> None:
-    """After ``os.fork``: the child has neither the threads nor the loop of its parent's engines."""
+    """Abandon all engines after ``os.fork``: the child lacks the threads of its parent."""
     for lifecycle in list(_opened):
         lifecycle.abandon()
 
@@ -34,7 +34,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Lifecycle:
-    """The order in which the parts of an engine begin and end."""
+    """Opens and closes the parts of an engine in the right order."""
 
     def __init__(
         self, parts: Parts, steps: Steps, computing: Computing, leases: Leases, recovery: Recovery
@@ -52,12 +52,12 @@ class Lifecycle:
         self._recovery = recovery
 
     async def open(self) -> None:
-        """Bind the engine to the running loop, and take host memory.
+        """Bind the engine to the running loop, and allocate host memory.
 
         Raises:
-            UsageError: it was entered before.
+            UsageError: the engine was entered before.
 
-        Cancellation: nothing is taken; the engine cannot be entered again.
+        Cancellation: no memory is allocated; the engine cannot be entered again.
         """
         loop = asyncio.get_running_loop()
         self._lifetime.enter(loop)
@@ -98,7 +98,7 @@ class Lifecycle:
         await self._wait_for_leases(timeout_seconds)
         self._computing.close()
         self._dispatcher.apply(self._scheduler.stop_saving())
-        if self._scheduler.read.open_step:  # transfers must not wait for a step that no task closes
+        if self._scheduler.read.open_step:  # no task would close the step that transfers wait for
             self._steps.close(None)
         self._open_step.stop()
         await self._worker.aclose()
@@ -113,19 +113,20 @@ class Lifecycle:
             log.warning("engine.leases_out", owners=read.owners(), waited_seconds=timeout)
 
     def _close_without_loop(self) -> None:
-        """Close after the loop was closed: no callback will run."""
+        """Close an engine whose loop is closed: no callback runs any more."""
         self._lifetime.close(Phase.CLOSED)
         self._computing.stop()
         self._worker.close_without_loop()
 
     def abandon(self) -> None:
-        """Use no device, thread or loop from now on; called in a forked process.
+        """Stop using the device, threads and loop; called in a forked process.
 
-        Leases end without effect, ``aclose`` returns at once, and all else raises ``ClosedError``.
+        Releasing a lease has no effect then, ``aclose`` returns at once, and all other methods
+        raise ``ClosedError``.
         """
         if not self._lifetime.is_running:
             return
-        _native.keep_forever(self)  # destructors would join threads that this process lacks
+        _native.keep_forever(self)  # destructors would join threads that the child does not have
         self._lifetime.close(Phase.ABANDONED)
         self._computing.stop()
         self._dispatcher.stop()

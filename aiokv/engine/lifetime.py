@@ -1,4 +1,4 @@
-"""Lifetime: the loop that an engine belongs to, and whether it takes calls."""
+"""Lifetime: the phase, the loop and the failure of an engine, and the checks of each call."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class Phase(Enum):
     OPEN = "is open"
     CLOSING = "is closing"
     CLOSED = "is closed"
-    ABANDONED = "belongs to the process that has entered it"
+    ABANDONED = "belongs to the parent process, which entered it before os.fork()"
 
 
 class Lifetime:
     """State that every method of an engine checks first.
 
     Attributes:
-        phase: where the engine is between ``async with`` and its end.
-        failure: the error that broke the engine; None while it can serve.
+        phase: current phase of the engine.
+        failure: error that broke the engine; None while the engine can serve.
         is_running: True from ``async with`` until the engine is closed.
     """
 
@@ -42,10 +42,10 @@ class Lifetime:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop that the engine was entered on.
+        """Event loop that the engine was entered on.
 
         Raises:
-            UsageError: it was not entered.
+            UsageError: the engine was not entered.
         """
         if self._loop is None:
             raise UsageError("CacheEngine must be entered with 'async with' before use")
@@ -53,21 +53,24 @@ class Lifetime:
 
     @property
     def is_closing(self) -> bool:
-        """True when no new work is taken, now or ever."""
+        """True when the engine is closing or closed: it refuses new work."""
         return self.phase not in (Phase.NEW, Phase.OPEN)
 
     def enter(self, loop: asyncio.AbstractEventLoop) -> None:
         """Bind the engine to its loop.
 
         Raises:
-            UsageError: it was entered before.
+            UsageError: the engine was entered before.
         """
         if self.phase is not Phase.NEW:
-            raise UsageError("a CacheEngine can be entered once")
+            raise UsageError(
+                "this CacheEngine was entered before; it can be entered once",
+                hint="make a new CacheEngine",
+            )
         self._loop = loop
 
     def open(self) -> None:
-        """Take calls from now on."""
+        """Accept calls."""
         self._thread = get_ident()
         self.is_running = True
         self.phase = Phase.OPEN
@@ -87,17 +90,17 @@ class Lifetime:
         self._serves = False
 
     def repair(self) -> None:
-        """Take calls again after ``fail``."""
+        """Accept calls again after ``fail``."""
         self.failure = None
         self._serves = self.phase is Phase.OPEN
 
     def check_open(self) -> None:
-        """Check a call that begins something.
+        """Check a call that starts new work.
 
         Raises:
-            ClosedError: the engine is closing, or closed.
+            ClosedError: the engine is closing or closed.
             BrokenEngineError: the device failed, or a rank was lost.
-            UsageError: not on the engine's loop.
+            UsageError: the call is made outside the engine's loop.
         """
         if self._serves and _running_loop() is self._loop:
             return
@@ -106,7 +109,7 @@ class Lifetime:
             raise ClosedError(f"the engine {self.phase.value}")
         if self.failure is not None:
             raise BrokenEngineError(
-                f"an earlier failure broke the engine: {self.failure}"
+                f"the engine is broken by an earlier failure: {self.failure}"
             ) from self.failure
 
     def check_loop(self) -> None:
@@ -114,7 +117,7 @@ class Lifetime:
 
         Raises:
             ClosedError: the engine is closed.
-            UsageError: not on the engine's loop.
+            UsageError: the call is made outside the engine's loop.
         """
         if self.is_running and _running_loop() is self._loop:
             return
@@ -122,17 +125,20 @@ class Lifetime:
             if self.is_closing:
                 raise ClosedError(f"the engine {self.phase.value}")
             raise UsageError("CacheEngine must be entered with 'async with' before use")
-        raise UsageError("the engine is used outside the loop that it was entered on")
+        raise UsageError(
+            "the engine was called outside the event loop that it was entered on",
+            hint="call it on that loop, e.g. with loop.call_soon_threadsafe()",
+        )
 
     def check_thread(self) -> None:
-        """Check the thread of a call that reads the loop's state; the engine need not be open.
+        """Check the thread of a call that reads state of the loop; the engine need not be open.
 
         Raises:
-            UsageError: this is not the thread of the loop.
+            UsageError: the calling thread is not the thread of the loop.
         """
         if get_ident() != self._thread and self._thread:
             raise UsageError(
-                "the engine is used in a thread other than that of its loop",
-                hint="read it on the loop and pass the values; block_table and statistics() may "
-                "be called in any thread",
+                "the engine was called in a thread other than the thread of its event loop",
+                hint="read the values on the loop and pass them on; any thread may use block_table "
+                "and statistics()",
             )

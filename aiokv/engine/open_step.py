@@ -1,4 +1,4 @@
-"""OpenStep: transfers that wait for a step which stays open, and tasks that wait for them."""
+"""OpenStep: detects transfers, and tasks, that wait for a step which stays open."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ WARN_SECONDS: Final = 5.0
 
 
 class OpenStep:
-    """Blocks that an open step uses cannot be copied, and so not be saved, swapped or settled.
+    """Warns about a step that stays open while transfers wait for its end.
 
-    A loop that ends its work without closing the step waits for ever; the warning names the reason.
-    There is a timer only while a transfer waits.
+    The worker cannot copy blocks that an open step uses. A serving loop that does not close its
+    last step would wait forever for such a copy. A timer runs only while a transfer waits.
     """
 
     def __init__(self, lifetime: Lifetime, read: CacheReader, worker: Worker) -> None:
         self._lifetime = lifetime
         self._read = read
         self._worker = worker
-        self._closers: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()  # of any step
+        self._closers: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()  # closed a step
         self._closed_in_callback = False
         self._timer: asyncio.TimerHandle | None = None
-        self._step = 0  # open when the timer was set
+        self._step = 0  # the step that was open when the timer was set
         self._warned_of = 0
 
     def note_closer(self) -> None:
-        """Note the task that has closed a step."""
+        """Note that the current task has closed a step."""
         task = asyncio.current_task()
         if task is None:
             self._closed_in_callback = True
@@ -46,26 +46,26 @@ class OpenStep:
             self._closers.add(task)
 
     def check_wait(self, step: int) -> None:
-        """Raise when the calling task would wait for a step that only this task closes.
+        """Raise if the calling task would wait for a step that only this task closes.
 
         Args:
-            step: the step that the awaited transfer waits for.
+            step: number of the step that the awaited transfer waits for.
 
         Raises:
-            UsageError: the step is open, and of all that have closed a step only the calling task
-                is left.
+            UsageError: the step is open, and the calling task is the only running task that has
+                closed a step.
         """
         if step != self._read.open_step or self._closed_in_callback:
             return
         if {task for task in self._closers if not task.done()} == {asyncio.current_task()}:
             raise UsageError(
-                f"waiting for layers that wait for the end of step {step}, which this task itself "
-                "has to close",
-                hint="call engine.step(event) before you wait",
+                f"the layers wait for the end of step {step}, which only the calling task closes: "
+                "waiting would never end",
+                hint="call engine.step(event) before waiting for the layers",
             )
 
     def note_transfer(self, after_step: int) -> None:
-        """Note a submitted transfer that waits for ``after_step``; 0 for none."""
+        """Note a submitted transfer that waits for the step ``after_step``; 0 for no step."""
         if after_step and after_step == self._read.open_step and self._timer is None:
             self._step = after_step
             self._timer = self._lifetime.loop.call_later(WARN_SECONDS, self.look)
@@ -84,7 +84,7 @@ class OpenStep:
             )  # fmt: skip
 
     def explain(self) -> str:
-        """Return why a wait took too long; empty when no transfer waits for a step."""
+        """Describe the step that transfers wait for; empty when no transfer waits for a step."""
         held = self._worker.statistics().held
         if not held:
             return ""

@@ -1,4 +1,4 @@
-"""Parts of an engine that other parts use, made from the arguments of ``CacheEngine``."""
+"""Shared parts of an engine, made from the arguments of ``CacheEngine``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts that every call passes through; the other parts hold some of them."""
+    """Parts that the other parts of an engine share."""
 
     config: CacheConfig
     lifetime: Lifetime
@@ -51,16 +51,16 @@ class Parts:
         """Make the parts of an empty cache.
 
         Args:
-            config: checked.
-            regions: the device tensors of this process, if any.
-            device: where the regions live.
-            ranks: the worker instead of both.
-            on_report: gets the report of a plan that the worker has refused.
+            config: a checked configuration.
+            regions: device tensors of this process; without layers if there are none.
+            device: device of the tensors.
+            ranks: worker that replaces ``regions`` and ``device``.
+            on_report: called with the report of a plan that the worker has refused.
 
         Raises:
-            ConfigError: the worker cannot do what ``config`` asks for, or there is not enough
+            ConfigError: the worker does not support a setting of ``config``, or there is not enough
                 memory for the index.
-            UsageError: the regions are too small for ``config``.
+            UsageError: the tensors hold fewer blocks or state slots than ``config`` asks for.
         """
         lifetime, poller = Lifetime(), EventPoller()
         worker = _worker_of(config, regions, device, ranks)
@@ -82,10 +82,10 @@ class Parts:
 
 
 def check_arguments(config: object, regions: object, device: object, ranks: object) -> None:
-    """Raise unless the arguments have the right types and do not contradict each other.
+    """Check the types of the arguments of ``CacheEngine``, and that they do not contradict.
 
     Raises:
-        ConfigError: names the argument.
+        ConfigError: an argument has the wrong type, or contradicts another argument.
     """
     if not isinstance(config, CacheConfig):
         raise ConfigError(
@@ -102,17 +102,20 @@ def check_arguments(config: object, regions: object, device: object, ranks: obje
     if not hasattr(ranks, "restart"):
         raise ConfigError(f"ranks is {ranks!r}; it must be an aiokv.ranks.RankGroup")
     if device is not None:
-        raise ConfigError("both device= and ranks=", hint="pass the device to each Rank")
+        raise ConfigError(
+            f"device is {device!r}, but ranks is given, too; pass only one of them",
+            hint="pass the device to each Rank",
+        )
 
 
 def _worker_of(
     config: CacheConfig, regions: Regions, device: Device | str | None, ranks: RankGroup | None
 ) -> Worker:
-    """Return the worker of the engine, which can do what the configuration asks for.
+    """Return the worker of the engine.
 
     Raises:
-        ConfigError: the worker cannot.
-        UsageError: the regions are too small.
+        ConfigError: the worker does not support a setting of ``config``.
+        UsageError: the tensors hold fewer blocks or state slots than ``config`` asks for.
     """
     worker: Worker
     if ranks is not None:
@@ -124,15 +127,16 @@ def _worker_of(
     can = worker.capabilities
     blocks = regions.num_blocks
     if not can.owns_tensors and blocks is not None:
-        raise ConfigError("both regions= and ranks=", hint="pass the regions to each Rank")
-    if not can.checksums and config.verify != "off":
         raise ConfigError(
-            f"verify is {config.verify!r}; with ranks, which have the tensors, it must be 'off'"
+            "regions has tensors, but ranks is given, too; pass only one of them",
+            hint="pass the regions to each Rank",
         )
+    if not can.checksums and config.verify != "off":
+        raise ConfigError(f"CacheConfig.verify is {config.verify!r}; with ranks it must be 'off'")
     if not can.recurrent_state and config.state_slots:
         raise ConfigError(
-            f"state_slots is {config.state_slots}; it must be 0, since ranks have no recurrent "
-            "state"
+            f"CacheConfig.state_slots is {config.state_slots}; with ranks, which do not support "
+            "recurrent state, it must be 0"
         )
     if blocks is not None and blocks < config.device_blocks:
         raise UsageError(

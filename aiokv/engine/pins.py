@@ -1,4 +1,4 @@
-"""Pins and prefetches: cached prefixes that are brought to the device, and kept there."""
+"""Pins and prefetches: copy cached prefixes to the device, and keep them there."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 class Pin(Unique):
-    """Keeps a prefix on the device until ``release()``, or until ``ttl_seconds`` have passed.
+    """Cached prefix that stays on the device until ``release()``, or for ``ttl_seconds``.
 
-    A reset, new weights, the loss of a rank and closing the engine release it, too.
+    A reset, an update of the weights, the loss of a rank, and closing the engine also release it.
 
     Attributes:
-        tokens: number of pinned tokens: what was cached of the prompt, in full blocks.
-        release_reason: why the pin was released; empty while it holds the prefix.
+        tokens: number of pinned tokens: the cached full blocks of the prompt.
+        release_reason: reason of the release; empty while the prefix is pinned.
     """
 
     def __init__(
@@ -46,16 +46,20 @@ class Pin(Unique):
 
     @property
     def released(self) -> bool:
-        """True when the pin does not keep the prefix any more."""
+        """True when the prefix is no longer pinned."""
         return bool(self.release_reason)
 
     def expire_after(self, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
-        """Release the pin after a time, which may be infinite."""
+        """Release the pin after ``seconds``; never when they are infinite."""
         if seconds < math.inf:
             self._timer = loop.call_later(seconds, self._end, "ttl_seconds passed")
 
     def release(self) -> None:
-        """Let it be evicted again; idempotent."""
+        """Release the pin, so that its blocks can be evicted again. Idempotent.
+
+        Raises:
+            UsageError: the call is made outside the engine's loop. Nothing changed.
+        """
         if not self.released:
             self._end("release() was called")
 
@@ -72,7 +76,7 @@ class Pin(Unique):
 
 
 class Pins:
-    """The pins of one engine, and how prefixes come to the device for them."""
+    """Pins of one engine, and the onloads of their prefixes."""
 
     def __init__(self, parts: Parts, leases: Leases) -> None:
         self._lifetime = parts.lifetime
@@ -127,8 +131,9 @@ class Pins:
         if pin is None:
             if found.total:
                 raise WouldBlock(
-                    f"no room to pin {found.total} tokens: {found}",
-                    hint="requests in line go first; raise CacheConfig.device_blocks",
+                    f"pin: no room on the device for {found.total} cached tokens, of which "
+                    f"{found.host_tokens} are in host memory",
+                    hint="waiting requests are granted first; raise CacheConfig.device_blocks",
                 )
             return Pin(0, release_reason="nothing was cached")
         if ttl_seconds is not None and not pin.released:
@@ -136,7 +141,12 @@ class Pins:
         return pin
 
     async def _bring(self, lease: Lease, *, until_used: bool) -> Pin | None:
-        """Pin the whole hit; None, with the lease released, when that is nothing or has no room."""
+        """Onload and pin the whole hit.
+
+        Returns:
+            The pin; None, and the lease is released, when nothing is cached or the device has no
+            room.
+        """
         apply, scheduler = self._dispatcher.apply, self._scheduler
         hit = lease.hit
         lease_id = lease.live_id()

@@ -1,4 +1,4 @@
-"""Recovery: what happens when the device or a rank fails, and the new start after it."""
+"""Recovery: reports of the worker, failures of the device or a rank, and the restart of ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = Log(__name__)
 
 
 class Recovery:
-    """Receives what the worker reports, good or bad."""
+    """Receives the reports of the worker, and breaks or restarts the engine."""
 
     def __init__(self, parts: Parts, steps: Steps) -> None:
         self._lifetime = parts.lifetime
@@ -28,23 +28,23 @@ class Recovery:
         self._steps = steps
 
     def on_report(self, report: TransferReport) -> None:
-        """Account for the end of a transfer; called again after an interrupt."""
+        """Account for the end of a transfer. The poller repeats the call after an interrupt."""
         failure = self._worker.failure if report.outcome == "failed" else None
         if failure is not None and self._lifetime.failure is None:
-            self.fail(failure)  # of the device, not only of this transfer
+            self.fail(failure)  # the device failed, not only this transfer
         self._transfers.forget(report)
         self._dispatcher.apply(self._scheduler.complete(report))
         self._transfers.announce(report)
 
     def on_step(self, step: int, error: BaseException | None) -> None:
-        """Account for the end of a step, and of all before it."""
+        """Account for the end of a step and of all earlier steps."""
         if error is not None:
             self.fail(error)
         else:
             self._steps.finish(step)
 
     def on_lost(self, lost: RankLost) -> None:
-        """Take all blocks from the leases: a rank's part of them is missing."""
+        """Take all blocks from the leases: the part of a lost rank is missing."""
         self.fail(lost)
         self._dispatcher.apply(self._scheduler.lose_blocks(str(lost)))
 
@@ -60,7 +60,7 @@ class Recovery:
         if self._lifetime.is_closing:
             raise ClosedError(f"the engine {self._lifetime.phase.value}")
         if self._worker.lost is None:
-            raise UsageError("restart_ranks: no rank is lost")
+            raise UsageError("restart_ranks: no rank is lost; call it after RankLost only")
         self._steps.close(None)
         await self._worker.restart()
         self._lifetime.repair()

@@ -20,10 +20,10 @@ TIERS: Final[tuple[Tier, ...]] = get_args(Tier)
 
 
 class Sleep:
-    """Gives memory away and takes it again; nothing is granted while a tier is asleep.
+    """Frees and reallocates the memory of tiers; nothing is granted while a tier is asleep.
 
     Attributes:
-        asleep: tiers without memory.
+        asleep: tiers whose memory is freed.
         regions: the device tensors; without tensors while the device tier is asleep.
     """
 
@@ -55,7 +55,11 @@ class Sleep:
             await self._worker.sleep(self.asleep)
 
     async def _fall_asleep(self, falling: frozenset[Tier]) -> None:
-        """Can be rolled back until the last await; does not suspend after it."""
+        """Free the memory of tiers. An error up to the last await undoes all changes.
+
+        Args:
+            falling: tiers that are awake.
+        """
         apply, scheduler = self._dispatcher.apply, self._scheduler
         await self._control.stand_still(lambda: not self._num_keepers(falling))
         try:
@@ -74,15 +78,19 @@ class Sleep:
             self.regions = self.regions.without_tensors()
 
     def _num_keepers(self, falling: frozenset[Tier]) -> int:
-        """Return how many leases ``_keepers`` names, in constant time."""
+        """Return the number of leases that ``_keepers`` names, in constant time."""
         swapped_too = "host" in falling or self._has_sides
         return self._read.granted_leases + (self._read.swapped_leases if swapped_too else 0)
 
     def _keepers(self, falling: frozenset[Tier]) -> list[str]:
-        """Return owners of leases that hold blocks of the tiers: sleep waits for them."""
+        """Return the owners of leases that hold blocks of the tiers; sleep waits for these leases.
+
+        Args:
+            falling: tiers to put to sleep.
+        """
         keepers = self._read.holders()
         if "host" in falling or self._has_sides:
-            # A swapped lease has its state and its windows on the device still.
+            # The recurrent state and the windows of a swapped lease are still on the device.
             keepers += self._read.swapped()
         return keepers
 
@@ -113,9 +121,9 @@ class Sleep:
         blocks = regions.num_blocks
         if blocks is not None and blocks < self._read.device_blocks:
             raise LayoutError(
-                f"the tensors hold {blocks} blocks; the device tier had "
-                f"{self._read.device_blocks} before it slept",
-                hint="resize the engine before it wakes up",
+                f"wake_up: the tensors of regions hold {blocks} blocks; they must hold at least "
+                f"the {self._read.device_blocks} blocks of the device tier",
+                hint="pass larger tensors, or call resize first",
             )
 
 

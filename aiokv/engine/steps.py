@@ -1,4 +1,4 @@
-"""Steps: closing the model's steps, and their ends."""
+"""Steps: closes the steps of the model, and accounts for their ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Steps:
-    """The numbers are the scheduler's; the worker has the events."""
+    """Steps of the model: the scheduler counts them, the worker holds their events."""
 
     def __init__(self, parts: Parts) -> None:
         self._scheduler = parts.scheduler
@@ -22,7 +22,7 @@ class Steps:
         """Close the open step, and return its number; see ``CacheEngine.step``.
 
         Raises:
-            UsageError: the worker cannot wait for such an event. The step stays open.
+            UsageError: the worker cannot wait for an event of this type. The step stays open.
         """
         self._worker.check_event(event)
         self._worker.close_step(self._scheduler.read.next_step, event)
@@ -30,5 +30,5 @@ class Steps:
         return self._dispatcher.apply(self._scheduler.close_step())
 
     def finish(self, step: int) -> None:
-        """Account for the end of a step, and of all before it."""
+        """Account for the end of a step and of all earlier steps."""
         self._dispatcher.apply(self._scheduler.finish_step(step))

@@ -1,4 +1,4 @@
-"""Transfers: plans on their way to the worker, and the counters of their layers."""
+"""Transfers: plans in flight, and the layer counters of each."""
 
 from __future__ import annotations
 
@@ -28,9 +28,15 @@ log = Log(__name__)
 
 
 class Transfers:
-    """The transfers in flight of one engine.
+    """Transfers in flight of one engine.
 
     Args:
+        config: configuration of the engine.
+        lifetime: loop of the engine.
+        read: read access to the scheduler's state.
+        worker: executes the plans.
+        poller: runs callbacks in later passes of the loop.
+        open_step: notes transfers that wait for the open step.
         on_report: called in a later pass with the report of a plan that the worker refused.
     """
 
@@ -45,7 +51,7 @@ class Transfers:
         on_report: Callable[[TransferReport], None],
     ) -> None:
         self._block_tokens = config.block_tokens
-        # State and windows cannot go back to a position: all positions are to be computed again.
+        # State and windows cannot be rolled back: after a failure, all positions are recomputed.
         self._restarts = bool(config.state_slots or config.windows)
         self._lifetime = lifetime
         self._read = read
@@ -54,10 +60,10 @@ class Transfers:
         self._open_step = open_step
         self._on_report = on_report
         self._counters: dict[int, tuple[TransferPlan, LayerDoneCounter]] = {}
-        self._ends: dict[int, list[asyncio.Future[None]]] = {}  # coroutines that wait for a report
+        self._ends: dict[int, list[asyncio.Future[None]]] = {}  # waits for the report, by transfer
 
     def submit(self, plan: TransferPlan) -> None:
-        """Give a plan to the worker. A plan that the worker refuses is reported as failed.
+        """Submit a plan to the worker. A plan that the worker refuses is reported as failed.
 
         Idempotent: the dispatcher submits a plan again after an interrupt.
         """
@@ -89,18 +95,18 @@ class Transfers:
         return counter
 
     def raise_priority(self, transfer_id: int, priority: Priority) -> None:
-        """Submit a plan that still waits as if it had been given with this priority."""
+        """Raise the priority of a plan that has not reached the device."""
         self._worker.raise_priority(transfer_id, priority)
 
     def cancel(self, transfer_id: int) -> Cancelled:
-        """Cancel a plan that no device has yet; see ``Worker.cancel``."""
+        """Cancel a plan that has not reached the device; see ``Worker.cancel``."""
         cancelled = self._worker.cancel(transfer_id)
         if cancelled == "at once":
             self._counters.pop(transfer_id, None)
         return cancelled
 
     def view(self, lease_id: int, onloads: Iterable[int], owner: str) -> LayerView:
-        """Return the layers of the onloads that a grant has begun or joined."""
+        """Return a view of the layers of the onloads that a grant has begun or joined."""
         joined = [self._counters[transfer_id] for transfer_id in onloads]
         after_step = max(plan.after_step for plan, _ in joined)
         return LayerView(
@@ -123,11 +129,11 @@ class Transfers:
         return lambda transfer_id, block: None if locate(transfer_id, block) is None else 0
 
     async def ended(self, transfer_id: int) -> None:
-        """Wait until the report of a transfer in flight was accounted for.
+        """Wait until the scheduler has accounted for the report of a transfer in flight.
 
-        A backup that still waits for the device is submitted before others from now on.
+        A backup that has not reached the device goes before other backups from now on.
 
-        Cancellation: the transfer goes on.
+        Cancellation: the transfer continues.
         """
         self._worker.raise_priority(transfer_id, Priority.DEMAND)
         ended: asyncio.Future[None] = self._lifetime.loop.create_future()
@@ -135,11 +141,11 @@ class Transfers:
         await ended
 
     def forget(self, report: TransferReport) -> None:
-        """Note that no further lease joins a transfer: its report has come. Idempotent."""
+        """Forget a transfer whose report has arrived: no further lease joins it. Idempotent."""
         self._counters.pop(report.transfer_id, None)
 
     def announce(self, report: TransferReport) -> None:
-        """Wake the coroutines that wait for a report which was accounted for. Idempotent."""
+        """Wake the coroutines that wait for the report of a transfer. Idempotent."""
         for ended in self._ends.get(report.transfer_id, ()):
             if not ended.done():
                 ended.set_result(None)
@@ -156,10 +162,11 @@ class Transfers:
 def _position_finder(
     plans: dict[int, TransferPlan], block_table: list[int], block_tokens: int
 ) -> Callable[[int, int], int | None]:
-    """(transfer, index of a block in its plan) -> first position of that block in the lease.
+    """Return a function from a transfer and a block of its plan to a position of the lease.
 
-    None when the lease joined for blocks in front of that one, and does not need it. 0 for a
-    transfer that is not among ``plans``: it moves recurrent state.
+    The function takes the transfer id and the index of the block in the plan, and returns the first
+    position of the block. It returns None when the lease does not need the block, and 0 for a
+    transfer that is not in ``plans``, which moves recurrent state.
     """
 
     def locate(transfer_id: int, block: int) -> int | None:

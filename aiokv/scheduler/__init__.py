@@ -1,1 +1,1 @@
-"""Decides: what is cached, who gets blocks, what is copied and what goes. Never awaits."""
+"""Scheduler: decides on matches, grants, transfers and evictions. Never awaits."""

@@ -1,4 +1,4 @@
-"""Admission: which of the waiting requests is granted next."""
+"""Admission: selects the waiting request that is granted next."""
 
 from __future__ import annotations
 
@@ -21,12 +21,16 @@ if TYPE_CHECKING:
 
 
 class Request(Entry):
-    """A lease that waits for its salt's quota, then for capacity; it holds nothing.
+    """Lease that waits for its salt's quota, then for capacity; it holds no blocks.
 
     Attributes:
-        takes_turn: the lease is told when it is first, and takes its blocks itself: for a grant
-            that cannot be taken back.
-        told: it was told, and has not answered.
+        salt: salt whose quota counts the blocks.
+        num_tokens: absolute number of positions.
+        num_blocks: blocks of these positions.
+        priority: lower numbers are granted first.
+        takes_turn: True if an effect tells the lease that it is first, and the lease then calls
+            ``take_turn``; for grants that cannot be taken back.
+        told: True after that effect, until the lease has called ``take_turn``.
     """
 
     __slots__ = ("num_blocks", "num_tokens", "priority", "salt", "takes_turn", "told")
@@ -47,7 +51,7 @@ class Admission:
     """Grants in order of priority, then of arrival. Only the first request in line is tried.
 
     Attributes:
-        requests: all that wait, for their quota or for capacity, by lease id.
+        requests: all requests that wait, for their quota or for capacity, by lease id.
     """
 
     def __init__(
@@ -67,23 +71,23 @@ class Admission:
         return len(self._line)
 
     def must_wait(self, lease_id: int, priority: int | None) -> bool:
-        """Return whether the lease has to wait for others, or for the gate.
+        """Return True if the lease has to wait for other requests or for the gate.
 
         Args:
             lease_id: the lease.
-            priority: of a request that need not wait when it would be first in line; None for one
-                that never goes before a waiting request.
+            priority: priority of a request that may go before waiting requests of higher numbers;
+                None for a request that goes before no waiting request.
         """
         if self._gate.closed or lease_id in self.requests:
             return True
         return bool(self._line) and (priority is None or priority >= self._line.first_priority())
 
     def join(self, request: Request, *, counted: bool) -> None:
-        """Let a request wait; it was tried in vain just now.
+        """Let a request wait that could not be granted at once.
 
         Args:
-            request: of a lease that does not wait.
-            counted: the quota has counted its blocks.
+            request: request of a lease that does not wait yet.
+            counted: True if the quota has counted its blocks.
         """
         self.requests[request.lease_id] = request
         if counted:
@@ -93,16 +97,16 @@ class Admission:
 
     def _enter(self, request: Request) -> None:
         """Let a request wait for capacity."""
-        # A swapped table that was granted is in pieces: taking it back would lose it.
+        # A swapped table is split between the tiers once granted: taking the grant back loses it.
         request.takes_turn = self._core.is_swapped(request.lease_id)
         request.enter(self._line, request.priority)
 
     def take_turn(self, lease_id: int) -> Grant | None:
-        """Grant to a request that was told to take its turn.
+        """Grant a request that was told that it is first in line.
 
         Returns:
             The grant; None when another request is first by now, or there is no room: the lease
-            goes on waiting.
+            continues to wait.
         """
         request = self.requests.get(lease_id)
         if request is None:
@@ -142,9 +146,9 @@ class Admission:
         self._endings.add(lines, lambda request: self._refuse(request, error()))
 
     def serve(self) -> bool:
-        """Serve what is due, at most ``PER_CALL`` requests of a kind; return whether some is left.
+        """Serve due requests, at most ``PER_CALL`` of each kind; return True if some are left.
 
-        ``KeyboardInterrupt`` may end it anywhere; the next call goes on.
+        ``KeyboardInterrupt`` may end the call anywhere; the next call continues.
         """
         is_left = False
         for serve_one in (self._endings.end_one, self._serve_quota, self._serve_first):
@@ -164,7 +168,7 @@ class Admission:
         return request is not None
 
     def _serve_first(self) -> bool:
-        """Serve the first request; return whether the next one may be granted, too."""
+        """Serve the first request; return True if the next request may be granted, too."""
         request = self._line.first()
         if request is None or self._gate.closed:
             return False
@@ -172,15 +176,15 @@ class Admission:
             if not request.told:
                 request.told = True
                 self._outbox.effects.turns.append(request.lease_id)
-            return False  # it stays first until it has taken its blocks, or has left
+            return False  # it stays first until it has taken its blocks or has left the line
         lease_id = request.lease_id
         grant: Grant | None
         try:
-            if self._core.is_granted(lease_id):  # an interrupt came behind the grant
+            if self._core.is_granted(lease_id):  # an interrupt came after the grant
                 grant = self._granting.loading(lease_id)
             else:
                 grant = self._granting.attempt(lease_id, request.num_tokens)
-        except Exception as error:  # of the waiting lease, not of the one that made room
+        except Exception as error:  # the waiting lease gets it, not the lease that made room
             self._outbox.effects.refused.append((lease_id, error))
             self.leave(lease_id)
             return True
@@ -211,5 +215,8 @@ class Admission:
 
 
 def already_waits(owner: str) -> LeaseError:
-    """Return the error of a lease that waits for its blocks in another task."""
-    return LeaseError(f"lease {owner or 'unnamed'!r} waits for its blocks already, in another task")
+    """Return the error of a lease that waits for capacity in another task."""
+    return LeaseError(
+        f"lease {owner or 'unnamed'!r} already waits for capacity in another task",
+        hint="await its allocate, or cancel that task first",
+    )

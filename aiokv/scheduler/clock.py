@@ -1,4 +1,4 @@
-"""StepClock: the numbers of the model's steps, and which of them have finished."""
+"""StepClock: numbers the steps of the model, and knows which steps have finished."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections import deque
 
 
 class StepClock:
-    """Steps are closed in the order of their numbers, and finish in that order.
+    """Numbers of the steps, which are closed and finish in ascending order.
 
     Attributes:
-        next: the number of the step that is closed next.
-        tracked: False on a device that computes before it returns: what is committed there is
-            computed, and ``open`` is 0.
+        next: number of the step that is closed next.
+        tracked: False on a device that computes before the call returns: committed blocks are
+            computed there, and ``open`` is 0.
     """
 
     __slots__ = ("_closed", "_finished", "next", "tracked")
@@ -24,12 +24,12 @@ class StepClock:
 
     @property
     def open(self) -> int:
-        """The step that blocks are noted for; 0 when steps do not matter."""
+        """Number of the open step; 0 on a device that needs no steps."""
         return self.next if self.tracked else 0
 
     @property
     def last_unfinished(self) -> int:
-        """The newest step that is closed and has not finished; 0 for none."""
+        """Newest step that is closed and has not finished; 0 for none."""
         return self._closed[-1] if self._closed else 0
 
     def close(self) -> int:

@@ -1,7 +1,7 @@
-"""Effects: everything that a transition of the scheduler leaves for others to do, as data.
+"""Effects: all follow-ups of a scheduler transition, as data.
 
-A transition returns ``(value, effects)``. The engine's dispatcher applies the effects; no other
-code does, so no caller of a transition has a list of follow-ups to remember.
+A transition returns ``(value, effects)``. Only the engine's dispatcher applies effects, so callers
+of transitions need not know the follow-ups.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ if TYPE_CHECKING:
 
 
 class Grant(NamedTuple):
-    """A lease has its blocks; its layers are those of ``onloads``."""
+    """Grant of a lease, which waits for the layers of the transfers ``onloads``."""
 
     lease_id: int
     onloads: tuple[int, ...]
 
 
 class Effects:
-    """What is left to do, in the order in which it is to be done.
+    """Follow-ups of transitions; the dispatcher applies the fields in the order listed here.
 
-    The dispatcher removes each entry after it has applied the entry. So an exception such as
+    The dispatcher removes each entry after applying it. So an exception such as
     ``KeyboardInterrupt`` between two entries loses none: the next transition returns the rest.
 
     Attributes:
-        computed: blocks whose checksums are to be recorded when the open step has finished.
+        computed: blocks whose checksums the worker records when the open step has finished.
         submit: plans for the worker.
-        urge: transfers in flight that become more urgent, with their new priority.
-        granted: leases that waited for capacity and have it now.
-        turns: leases that are first in line, and take their blocks with ``take_turn``.
+        urge: transfers in flight that become more urgent, and the new priority of each.
+        granted: leases that waited for capacity and are granted now.
+        turns: leases that are first in line and must call ``take_turn``.
         refused: leases whose wait for capacity has ended, and the error of each.
-        resumed: leases that waited for pending blocks and look again; the error, or None.
-        unpinned: pins that ended, and why.
+        resumed: leases that must call ``wait_pending`` again, and the error of each, or None.
+        unpinned: pins that have ended, and the reason of each.
         cancel: transfers that no lease needs; the worker cancels them if they have not begun.
-        collect: ``collect_backups`` is to be called at the end of this pass of the loop.
-        advance: ``advance`` is to be called in a later pass of the loop.
+        collect: True if ``collect_backups`` must be called at the end of this pass of the loop.
+        advance: True if ``advance`` must be called in a later pass of the loop.
     """
 
     __slots__ = (
@@ -87,7 +87,7 @@ class Effects:
         )
 
     def clear(self) -> None:
-        """Remove all entries, as if they had been applied."""
+        """Remove all entries without applying them."""
         for name in Effects.__slots__:
             entries = getattr(self, name)
             if isinstance(entries, deque):
@@ -97,14 +97,14 @@ class Effects:
 
 
 NO_EFFECTS: Final = Effects()
-"""Shared by all transitions that leave nothing to do; never changed."""
+"""Effects of all transitions without follow-ups; never changed."""
 
 
 class Outbox:
-    """Collects the effects of the transition under way, in one object that is used again.
+    """Collects the effects of the current transition in one reused object.
 
     Attributes:
-        pending: the effects that the dispatcher has not applied yet; ``NO_EFFECTS`` for none.
+        pending: effects that the dispatcher has not applied; ``NO_EFFECTS`` for none.
     """
 
     __slots__ = ("_effects", "pending")
@@ -115,10 +115,10 @@ class Outbox:
 
     @property
     def effects(self) -> Effects:
-        """The effects to add to."""
+        """Effects to which the current transition adds."""
         self.pending = self._effects
         return self._effects
 
     def clear(self) -> None:
-        """Note that the dispatcher has applied, and removed, all entries."""
+        """Note that the dispatcher has applied and removed all entries."""
         self.pending = NO_EFFECTS

@@ -1,4 +1,4 @@
-"""Gate: pauses and holds, which keep the scheduler from granting."""
+"""Gate: pauses and holds, which stop the scheduler from granting."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ GATE_CHANGES: tuple[GateChange, ...] = get_args(GateChange)
 
 
 class Gate:
-    """Decides whether leases are granted. Any pause or hold stops that.
+    """Number of pauses and holds; leases are granted only while both numbers are 0.
 
-    Pauses belong to the user of the engine. Holds belong to the engine itself (sleep, an update of
-    the weights, a quiesce under way), and no call of the user ends them.
+    The user of the engine begins and ends pauses. The engine itself begins and ends holds (for
+    sleep, an update of the weights, and a quiesce in progress); the user cannot end a hold.
 
     Attributes:
-        closed: nothing is granted.
+        closed: True while there is a pause or a hold.
     """
 
     __slots__ = ("_holds", "_pauses", "closed")
@@ -36,7 +36,7 @@ class Gate:
         if change == "resume" and not self._pauses:
             raise UsageError(
                 "resume: called without pause() or a quiesce() that has returned",
-                hint="wake_up() ends sleep(); updating_weights() ends with its block"
+                hint="wake_up() ends sleep(); updating_weights() ends with its `async with` block"
                 if self._holds
                 else "",
             )

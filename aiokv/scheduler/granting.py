@@ -1,4 +1,4 @@
-"""Granting: give a lease its blocks, and begin the onloads that this takes."""
+"""Granting: gives a lease its blocks, and begins the onloads of its cached host blocks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _NO_ROOM, _READY, _LOADING = range(3)  # returned by Core.allocate
 
 
 class Granting:
-    """Grants, and the onloads in flight that leases wait for.
+    """Grants of leases, and the onloads in flight that leases wait for.
 
     Attributes:
-        onloads: those in flight, and their priorities.
-        lost: leases that lost their blocks with a rank, and why; until they are granted again.
+        onloads: onloads in flight, and the priority of each.
+        lost: leases whose blocks were lost with a rank, and the reason; removed by the next grant.
     """
 
     def __init__(
@@ -38,11 +38,11 @@ class Granting:
     def attempt(
         self, lease_id: int, num_tokens: int, onload_priority: Priority = Priority.DEMAND
     ) -> Grant | None:
-        """Grant if there is room; None otherwise.
+        """Grant the lease if there is room; return None otherwise.
 
         Raises:
-            LeaseError: granted already, or not a number of positions.
-            RequestTooLarge: it can never fit.
+            LeaseError: the lease is granted already, or ``num_tokens`` is out of range.
+            RequestTooLarge: the device can never hold ``num_tokens`` positions.
         """
         core = self._core
         granted: int | None = core.allocate(lease_id, num_tokens)
@@ -63,7 +63,7 @@ class Granting:
     def loading(self, lease_id: int, priority: Priority = Priority.DEMAND) -> Grant:
         """Submit the onload that a grant has begun.
 
-        An onload that the grant has joined, such as a prefetch, becomes as urgent as ``priority``.
+        An onload that the grant has joined, such as a prefetch, gets at least this priority.
         """
         joined = tuple(self._core.onloads(lease_id))
         for transfer_id in joined:
@@ -87,4 +87,4 @@ class Granting:
 
 
 READY: Final = Grant(0, ())
-"""Shared by all grants whose blocks are on the device."""
+"""Grant of all leases whose cached blocks are on the device."""

@@ -1,4 +1,4 @@
-"""A line of waiters, ordered by priority. Plain data; the dispatcher owns the futures."""
+"""PriorityLine: waiters ordered by priority. Plain data; the dispatcher owns the futures."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Generic, TypeAlias, TypeVar
 
 W = TypeVar("W")
 
-Ticket: TypeAlias = tuple[int, int]  # priority, number
+Ticket: TypeAlias = tuple[int, int]  # priority, sequence number
 
 
 class PriorityLine(Generic[W]):
     """Waiters in order of priority (lower number first), then of arrival.
 
-    A queue per priority, and a binary heap of the priorities that knows the place of each: entering
-    and leaving cost O(1) among equal priorities and O(log priorities) otherwise, wherever the
-    waiter stands, and a waiter that has left is not referenced any more. Only the first is tried,
-    so small requests do not starve a large one, and the cost of a try does not depend on the number
-    of waiters.
+    The line has one queue per priority, and a binary heap of the priorities with the place of each
+    priority in the heap. So entering and leaving cost O(1) among equal priorities and O(log
+    priorities) otherwise, at any position in the line. The line keeps no reference to a waiter that
+    has left. The scheduler tries only the first waiter: small requests do not starve a large one,
+    and the cost of a try does not depend on the number of waiters.
     """
 
     def __init__(self) -> None:
-        self._queues: dict[int, OrderedDict[Ticket, W]] = {}  # by priority; none is empty
-        self._heap: list[int] = []  # their priorities
+        self._queues: dict[int, OrderedDict[Ticket, W]] = {}  # by priority; without empty queues
+        self._heap: list[int] = []  # the priorities of the queues
         self._places: dict[int, int] = {}  # priority -> index in the heap
         self._sequence = count()
         self._length = 0
@@ -32,7 +32,7 @@ class PriorityLine(Generic[W]):
         return self._length
 
     def push(self, waiter: W, priority: int) -> Ticket:
-        """Add a waiter; return the ticket to leave with."""
+        """Add a waiter; return its ticket for ``leave``."""
         ticket = (priority, next(self._sequence))
         queue = self._queues.get(priority)
         if queue is None:
@@ -56,21 +56,22 @@ class PriorityLine(Generic[W]):
             self._drop(priority)
 
     def first(self) -> W | None:
+        """Return the first waiter, or None."""
         if not self._heap:
             return None
         queue = self._queues[self._heap[0]]
         return queue[next(iter(queue))]
 
     def first_priority(self) -> int:
-        """Return the priority of the first waiter. Requires that there is one."""
+        """Return the priority of the first waiter. Requires a waiter."""
         return self._heap[0]
 
     def drop_first(self) -> None:
-        """Remove the first waiter. Requires that there is one."""
+        """Remove the first waiter. Requires a waiter."""
         self.leave(next(iter(self._queues[self._heap[0]])))
 
     def in_order(self) -> list[W]:
-        """Return all waiters, the first one first."""
+        """Return all waiters, from the first to the last."""
         return [
             waiter
             for priority in sorted(self._queues)
@@ -95,7 +96,7 @@ class PriorityLine(Generic[W]):
         return found
 
     def _drop(self, priority: int) -> None:
-        """Remove a priority, whose queue is gone."""
+        """Remove a priority without a queue from the heap."""
         place = self._places.pop(priority)
         last = self._heap.pop()
         if place < len(self._heap):
@@ -104,7 +105,7 @@ class PriorityLine(Generic[W]):
             self._rise(self._places[last])
 
     def _rise(self, place: int) -> None:
-        """Move a priority towards the front until its parent goes before it."""
+        """Move a priority towards the front until its parent is smaller."""
         heap, places = self._heap, self._places
         entry = heap[place]
         while place:
@@ -118,7 +119,7 @@ class PriorityLine(Generic[W]):
         places[entry] = place
 
     def _sink(self, place: int) -> None:
-        """Move a priority towards the end until it goes before its children."""
+        """Move a priority towards the end until it is smaller than its children."""
         heap, places = self._heap, self._places
         entry = heap[place]
         while (child := 2 * place + 1) < len(heap):

@@ -1,4 +1,4 @@
-"""Leases that wait for blocks which another lease has promised to compute."""
+"""PendingBlocks: leases that wait for blocks which another lease is going to compute."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Waiter(Entry):
-    """A lease that waits for blocks of ``owner``."""
+    """Lease that waits for blocks that the lease ``owner`` computes."""
 
     __slots__ = ("owner",)
 
@@ -26,15 +26,15 @@ class Waiter(Entry):
 
 
 class PendingBlocks:
-    """Equal prompts that arrive together compute their prefix once.
+    """Lets prompts with equal prefixes that arrive together compute the prefix once.
 
-    Only a lease that holds nothing waits, with a deadline, so there is no circular wait. There is
-    one line per owner, ordered by the number of blocks that the owner has to index before a waiter
-    can go on: progress of the owner wakes only the waiters whose blocks are indexed. When the owner
-    stops computing (release, preemption, failure), all its waiters match again.
+    Only a lease that holds no blocks waits, and with a deadline, so there is no circular wait. Each
+    owner has one line, ordered by the number of blocks that the owner has to index before a waiter
+    can continue: progress of the owner wakes only the waiters whose blocks are indexed. When the
+    owner stops computing (release, preemption, failure), all its waiters match again.
 
     Attributes:
-        waiters: all that wait, by lease id.
+        waiters: all leases that wait, by lease id.
     """
 
     def __init__(self, core: Core, outbox: Outbox) -> None:
@@ -47,10 +47,10 @@ class PendingBlocks:
         self._closed = False
 
     def join(self, lease_id: int) -> bool:
-        """Wait for the lease that computes what follows the match.
+        """Wait for the lease that computes the blocks after the match.
 
         Returns:
-            False when no lease does, and there is nothing to wait for.
+            False when no lease computes them: the lease does not wait.
         """
         owner, num_blocks = (0, 0) if self._closed else self._core.pending(lease_id)
         if not owner:
@@ -76,39 +76,39 @@ class PendingBlocks:
         self.leave(entry.lease_id)
 
     def advanced(self, owner: int) -> None:
-        """Wake waiters whose blocks the owner has indexed."""
+        """Wake the waiters whose blocks the owner has indexed."""
         if line := self._lines.get(owner):
             self._endings.add([line], self._resume, up_to=self._core.indexed_blocks(owner))
 
     def reported(self, transfer_id: int) -> None:
-        """Wake waiters for blocks that were indexed with the end of a transfer."""
+        """Wake the waiters for blocks that the end of a transfer has indexed."""
         for owner in self._onloads.get(transfer_id, ()):
             self.advanced(owner)
         self._onloads.pop(transfer_id, None)
 
     def withdrawn(self, owner: int) -> None:
-        """Wake all waiters for an owner, which may have withdrawn its promise."""
+        """Wake all waiters for an owner, which may no longer compute the blocks."""
         if line := self._lines.get(owner):
             self._endings.add([line], self._resume)
         self._lines.pop(owner, None)
 
     def all_withdrawn(self) -> None:
-        """Wake all waiters: any owner may have withdrawn its promise."""
+        """Wake all waiters: any owner may no longer compute its blocks."""
         self._endings.add(self._lines.values(), self._resume)
         self._lines = {}
 
     def fail(self, lease_id: int, error: AiokvError) -> None:
-        """End the wait of a lease with an error, if it waits."""
+        """End the wait of a lease with an error, if the lease waits."""
         if entry := self.waiters.get(lease_id):
             self._resume(entry, error)
 
     def close(self) -> None:
-        """End all waits; nothing waits any more."""
+        """End all waits; from now on no lease can wait."""
         self._closed = True
         self.all_withdrawn()
 
     def end_one(self) -> bool:
-        """End one wait that is due; return False when none is."""
+        """End one due wait; return False when no wait is due."""
         return self._endings.end_one()
 
     def check(self, live: Collection[int]) -> list[str]:

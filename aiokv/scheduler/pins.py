@@ -1,4 +1,4 @@
-"""Leases that keep cached prefixes on the device on request."""
+"""PinnedLeases: leases that keep cached prefixes on the device."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ if TYPE_CHECKING:
 
 
 class PinnedLeases:
-    """The leases of pins, by id.
+    """Leases of the pins, by id.
 
     Attributes:
-        num_until_used: pins that end when another lease hits all that they hold.
+        num_until_used: number of pins that end when another lease hits all their blocks.
     """
 
     def __init__(self, core: Core) -> None:
@@ -27,21 +27,22 @@ class PinnedLeases:
         return lease_id in self._until_used
 
     def add(self, lease_id: int, *, until_used: bool) -> None:
-        """Pin what a granted lease holds."""
+        """Pin the blocks of a granted lease."""
         self._until_used[lease_id] = until_used
         self.num_until_used += until_used
 
     def remove(self, lease_id: int) -> bool:
-        """Return False when the lease is no pin (any more)."""
+        """Remove the pin of a lease; return False if the lease has no pin."""
         until_used = self._until_used.pop(lease_id, None)
         self.num_until_used -= until_used is True
         return until_used is not None
 
     def take_used(self) -> list[int]:
-        """Return the pins that end because another lease has hit all that they hold."""
+        """Return the pins that end because another lease has hit all their blocks."""
         return [lease_id for lease_id in self._core.take_used() if self._until_used.get(lease_id)]
 
     def all(self) -> list[int]:
+        """Return the lease ids of all pins."""
         return list(self._until_used)
 
     def check(self) -> list[str]:

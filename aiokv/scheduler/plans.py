@@ -1,4 +1,4 @@
-"""Plans: what the worker is to move for the transfers that the core has begun."""
+"""Plans: transfer plans for the worker, one per transfer that the core has begun."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def new_core(config: CacheConfig) -> Core:
 
 
 class Plans:
-    """The plans of one core's transfers, and their ends."""
+    """Makes the plans of one core's transfers, and reports their ends to the core."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
 
     def onload(self, transfer_id: int, priority: Priority) -> TransferPlan:
-        """Return the plan of an onload, or of a state slot, that a grant has begun."""
+        """Return the plan of an onload, or of the move of a state slot, that a grant has begun."""
         if self._core.is_state_move(transfer_id):
             source, target, after_step = self._core.state_move(transfer_id)
             return TransferPlan(
@@ -85,7 +85,7 @@ class Plans:
         )
 
     def offload(self, transfer_id: int, priority: Priority) -> TransferPlan:
-        """Return the plan of a backup, or of the table of a preempted lease."""
+        """Return the plan of a backup, or of a swap of a preempted lease's table."""
         device_blocks, host_blocks, after_step = self._core.transfer(transfer_id)
         return TransferPlan(
             transfer_id=transfer_id,
@@ -97,22 +97,22 @@ class Plans:
         )
 
     def take_backups(self, transfer_ids: deque[int]) -> None:
-        """Append what the write policy wants saved now; 0 for nothing.
+        """Append the ids of the backups that the write policy begins now; 0 for no backup.
 
-        At most one offload for what was queued, and one that keeps eviction ahead of demand.
-        ``extend`` calls the core without Python code in between, where the handler of a signal
-        could raise and lose the id of a transfer that has begun.
+        The core begins at most one offload of the queued blocks, and one that keeps evictable
+        blocks available ahead of demand. ``extend`` calls the core without Python code in between,
+        where a signal handler could raise and lose the id of a transfer that has begun.
         """
         transfer_ids.extend(starmap(self._core.take_backups, ((),)))
         if self._core.wants_write_backs():
             transfer_ids.extend(starmap(self._core.take_write_backs, ((),)))
 
     def complete(self, report: TransferReport) -> None:
-        """Commit what a transfer has proven, and roll back the rest."""
+        """Commit the verified blocks of a transfer, and roll back its other blocks."""
         self._core.complete(report.transfer_id, _OUTCOMES[report.outcome], report.first_bad_block)
 
     def is_in_flight(self, transfer_id: int) -> bool:
-        """Return whether the transfer has begun, and no report of it has come."""
+        """Return True if the transfer has begun and has not been completed."""
         try:
             if self._core.is_state_move(transfer_id):
                 self._core.state_move(transfer_id)

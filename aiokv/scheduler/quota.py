@@ -1,4 +1,4 @@
-"""Quotas: device blocks that the leases of one salt hold, and requests that wait for them."""
+"""SaltQuota: limits the device blocks per salt; requests beyond the limit wait."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ if TYPE_CHECKING:
 
 
 class SaltQuota:
-    """First come, first served within a salt; salts do not wait for each other.
+    """Device blocks that the leases of each salt hold, and the requests that wait for the quota.
+
+    Requests of one salt are served in order of arrival; salts do not wait for each other.
 
     Args:
-        limit_blocks: per salt; None for no limit, and then no method has an effect.
+        limit_blocks: blocks per salt; None for no limit, in which case no method has an effect.
     """
 
     def __init__(self, limit_blocks: int | None) -> None:
@@ -32,28 +34,37 @@ class SaltQuota:
     # --- blocks ---------------------------------------------------------------------------------
 
     def check_request(self, num_blocks: int) -> None:
-        """Raise RequestTooLarge if one lease may never hold so many blocks."""
+        """Check that the quota can hold a request.
+
+        Raises:
+            RequestTooLarge: ``num_blocks`` exceeds the quota of a salt.
+        """
         if self.limit_blocks is not None and num_blocks > self.limit_blocks:
             raise RequestTooLarge(
-                f"the lease needs {num_blocks} blocks, but salt_quota_blocks is {self.limit_blocks}"
+                f"the lease needs {num_blocks} blocks, but CacheConfig.salt_quota_blocks is "
+                f"{self.limit_blocks}",
+                hint="shorten the request, or raise CacheConfig.salt_quota_blocks",
             )
 
     def fits(self, salt: str, num_blocks: int) -> bool:
-        """Return whether a lease of the salt may hold so many more blocks."""
+        """Return True if the leases of the salt may hold ``num_blocks`` more."""
         return self.limit_blocks is None or self.held(salt) + num_blocks <= self.limit_blocks
 
     def admits(self, salt: str, num_blocks: int) -> bool:
-        """Return whether the blocks fit, and no request of the salt waits."""
+        """Return True if the blocks fit and no request of the salt waits."""
         return not self._lines.get(salt) and self.fits(salt, num_blocks)
 
     def count(self, lease_id: int, salt: str, num_blocks: int) -> None:
-        """Count the blocks to the salt, whether they fit or not."""
+        """Count the blocks of a lease for the salt, even beyond the limit."""
         if self.limit_blocks is not None:
             self._by_lease[lease_id] = (salt, num_blocks)
             self._held[salt] = self.held(salt) + num_blocks
 
     def recount(self, lease_id: int, num_blocks: int) -> None:
-        """Count a lease that has grown or shrunk. Decoding may exceed the limit; others wait."""
+        """Update the count of a lease that has grown or shrunk.
+
+        A growing lease may exceed the limit; other requests of the salt then wait.
+        """
         salt, counted = self._by_lease.get(lease_id, ("", 0))
         if counted:
             self._by_lease[lease_id] = (salt, num_blocks)
@@ -61,7 +72,7 @@ class SaltQuota:
             self._may_fit(salt)
 
     def give_back(self, lease_id: int) -> None:
-        """Count the lease no more. Idempotent."""
+        """Stop counting the blocks of a lease. Idempotent."""
         salt, num_blocks = self._by_lease.shards[lease_id % SHARDS].pop(lease_id, ("", 0))
         if num_blocks:
             self._held[salt] -= num_blocks
@@ -70,16 +81,16 @@ class SaltQuota:
             self._may_fit(salt)
 
     def hand_over(self, lease_id: int, keeper: int) -> None:
-        """Count the blocks of a lease for another one, which holds them now."""
+        """Count the blocks of a lease for the lease ``keeper``, which holds them now."""
         if lease_id in self._by_lease:
             self._by_lease[keeper] = self._by_lease.pop(lease_id)
 
     def held(self, salt: str) -> int:
-        """Return the number of blocks that are counted to the salt."""
+        """Return the number of blocks that are counted for the salt."""
         return self._held.get(salt, 0)
 
     def held_by_salt(self) -> dict[str, int]:
-        """Return the blocks of each salt that has any."""
+        """Return the number of counted blocks per salt, without salts that have none."""
         return dict(self._held)
 
     # --- requests -------------------------------------------------------------------------------
@@ -89,7 +100,7 @@ class SaltQuota:
         request.enter(self._lines.setdefault(request.salt, PriorityLine()), 0)
 
     def left(self, salt: str) -> None:
-        """Note that a request of the salt has left its line; the next one may fit."""
+        """Note that a request of the salt has left its line: the next request may fit."""
         self._may_fit(salt)
 
     def _may_fit(self, salt: str) -> None:
@@ -98,11 +109,11 @@ class SaltQuota:
 
     @property
     def is_due(self) -> bool:
-        """True when ``next_fitting`` has salts to look at."""
+        """True when ``next_fitting`` has salts to check."""
         return bool(self._due)
 
     def next_fitting(self) -> Request | None:
-        """Return the first request whose blocks fit now; it is counted, and has left its line."""
+        """Return the first request whose blocks fit; count it and remove it from its line."""
         while self._due:
             salt = next(iter(self._due))
             line = self._lines.get(salt)
@@ -117,24 +128,25 @@ class SaltQuota:
         return None
 
     def take_lines(self) -> list[PriorityLine[Request]]:
-        """Return all lines, and start anew without any."""
+        """Remove and return all lines."""
         lines, self._lines = list(self._lines.values()), {}
         self._due.clear()
         return lines
 
     @property
     def lines(self) -> Collection[PriorityLine[Request]]:
+        """Lines of all salts with waiting requests."""
         return self._lines.values()
 
     def requests(self) -> list[Request]:
-        """Return all waiting requests, by salt, the first in line first."""
+        """Return all waiting requests, by salt and in line order."""
         return [request for line in self._lines.values() for request in line.in_order()]
 
     def check(self, holders: Mapping[int, int], live: Collection[int]) -> list[str]:
         """Return a description of each violated invariant.
 
         Args:
-            holders: blocks of each granted lease, by lease id.
+            holders: number of blocks of each granted lease, by lease id.
             live: ids of the leases that are not released.
         """
         if self.limit_blocks is None:

@@ -1,4 +1,4 @@
-"""CacheReader: questions about the state of the cache. Nothing here changes a decision."""
+"""CacheReader: read access to the state of the cache; changes no decision."""
 
 from __future__ import annotations
 
@@ -24,19 +24,26 @@ if TYPE_CHECKING:
     from aiokv.scheduler.quota import SaltQuota
     from aiokv.scheduler.sharded import Sharded
 
-STEP_HINT: Final = "call engine.step(event) behind the last work that was submitted"
+STEP_HINT: Final = "call engine.step(event) after the last submitted work"
 
 
 class CacheReader:
-    """Answers about leases, pools and lines.
+    """Read access to leases, pools and waiting lines.
 
     Args:
-        config: of the cache.
-        core: its native state.
-        owners: names of all leases that hold something or have a handle, by lease id.
+        config: configuration of the cache.
+        core: native state of the cache.
+        owners: names of all leases that hold blocks or have a handle, by lease id.
+        clock: numbers of the steps.
+        gate: pauses and holds.
+        quota: blocks per salt.
+        admission: requests that wait for capacity.
+        lost: leases whose blocks were lost with a rank, and the reason.
+        pins: leases of the pins.
+        pending: leases that wait for other leases to compute.
 
     Attributes:
-        lost: leases that lost their blocks with a rank, and why; until they are granted again.
+        lost: leases whose blocks were lost with a rank, and the reason; removed by the next grant.
     """
 
     def __init__(
@@ -68,7 +75,7 @@ class CacheReader:
     # --- one lease ------------------------------------------------------------------------------
 
     def state(self, lease_id: int) -> LeaseState:
-        """Return where the lease is in its life."""
+        """Return the state of the lease."""
         if lease_id not in self._owners:
             return LeaseState.RELEASED
         if lease_id in self._admission.requests:
@@ -78,36 +85,39 @@ class CacheReader:
         return _STATES[self._core.lease_state(lease_id)]
 
     def is_granted(self, lease_id: int) -> bool:
-        """Return whether a lease that exists has its blocks."""
+        """Return True if the lease, which must exist, is granted."""
         return self._core.is_granted(lease_id)
 
     def holds_blocks(self, lease_id: int) -> bool:
-        """Return whether the lease exists and holds blocks on some tier."""
+        """Return True if the lease exists and holds blocks on a tier."""
         return lease_id in self._owners and (
             self._core.is_granted(lease_id) or self._core.is_swapped(lease_id)
         )
 
     def is_waiting(self, lease_id: int) -> bool:
-        """Return whether the lease waits for capacity or for its quota."""
+        """Return True if the lease waits for capacity or for its salt's quota."""
         return lease_id in self._admission.requests
 
     def hit(self, lease_id: int) -> Hit:
-        """Return the cached prefix by tier."""
+        """Return the cached prefix in tokens by tier."""
         device_blocks, host_blocks = self._core.hit(lease_id)
         block_tokens = self._config.block_tokens
         return Hit(device_blocks * block_tokens, host_blocks * block_tokens)
 
     def pending_tokens(self, lease_id: int) -> int:
-        """Return the number of tokens behind the hit that another lease is computing."""
+        """Return the number of tokens after the hit that another lease is computing."""
         return self._core.pending(lease_id)[1] * self._config.block_tokens
 
     def cached_tokens(self, lease_id: int) -> int:
+        """Return the number of leading positions that need no computing."""
         return self._core.cached_tokens(lease_id)
 
     def computed_tokens(self, lease_id: int) -> int:
+        """Return the number of leading positions that are cached or committed."""
         return self._core.computed_tokens(lease_id)
 
     def num_tokens(self, lease_id: int) -> int:
+        """Return the number of positions of the block table."""
         return self._core.num_tokens(lease_id)
 
     def usage(self, lease_id: int) -> tuple[int, int, int, int]:
@@ -115,10 +125,10 @@ class CacheReader:
         return self._core.usage(lease_id)
 
     def block_table(self, lease_id: int, group: str | None = None) -> NDArray[np.int32]:
-        """Return a copy of the block table, of all layers or of one window group. Any thread.
+        """Return a copy of the block table of a window group, or of all other layers. Any thread.
 
         Raises:
-            UsageError: there is no such group.
+            UsageError: the group is unknown.
         """
         if group is None:
             return self._core.block_table(lease_id)
@@ -134,16 +144,22 @@ class CacheReader:
         if group is None:
             return -1
         if group not in self._windows:
-            raise UsageError(f"no window group {group!r} among {list(self._windows)}")
+            raise UsageError(
+                f"group is {group!r}; it must be a name in CacheConfig.windows, which has "
+                f"{list(self._windows)}"
+            )
         return self._windows[group]
 
     def reach_tokens(self, lease_id: int) -> int:
+        """Return the first position without a block in some window group."""
         return self._core.reach_tokens(lease_id)
 
     def state_slot(self, lease_id: int) -> int:
+        """Return the row of the recurrent state; -1 for none."""
         return self._core.state_slot(lease_id)
 
     def snapshot_points(self, lease_id: int) -> tuple[int, ...]:
+        """Return the positions at which a snapshot of the state helps later prompts most."""
         return tuple(self._core.snapshot_points(lease_id))
 
     def onloads(self, lease_id: int) -> list[int]:
@@ -151,7 +167,7 @@ class CacheReader:
         return self._core.onloads(lease_id)
 
     def saving(self, lease_id: int) -> int:
-        """Return a backup in flight that a swap of the lease has to wait for; 0 for none."""
+        """Return a backup in flight that a swap of the lease must wait for; 0 for none."""
         return self._core.saving(lease_id)
 
     def batches(self, lease_id: int) -> list[int]:
@@ -159,7 +175,7 @@ class CacheReader:
         return self._core.batches(lease_id)
 
     def is_current(self, lease_id: int) -> bool:
-        """Return whether the lease is granted and its hit can still be matched."""
+        """Return True if the lease is granted and its hit can still be matched."""
         return self._core.is_current(lease_id)
 
     def owner(self, lease_id: int) -> str:
@@ -170,10 +186,12 @@ class CacheReader:
 
     @property
     def num_leases(self) -> int:
+        """Number of leases that hold blocks or have a handle."""
         return len(self._owners)
 
     @property
     def has_leases(self) -> bool:
+        """True when a lease holds blocks or has a handle."""
         return bool(self._owners)
 
     @property
@@ -183,6 +201,7 @@ class CacheReader:
 
     @property
     def swapped_leases(self) -> int:
+        """Number of leases whose tables are in host memory."""
         return self._core.swapped_leases
 
     def owners(self, which: Callable[[int], bool] = lambda lease_id: True) -> list[str]:
@@ -202,12 +221,12 @@ class CacheReader:
 
     @property
     def next_step(self) -> int:
-        """The number of the step that is closed next."""
+        """Number of the step that is closed next."""
         return self._clock.next
 
     @property
     def open_step(self) -> int:
-        """The step that blocks are noted for; 0 when steps do not matter."""
+        """Number of the open step; 0 on a device that needs no steps."""
         return self._clock.open
 
     @property
@@ -216,7 +235,7 @@ class CacheReader:
         return not self._clock.last_unfinished and not self._core.unfinished_step()
 
     def explain_steps(self) -> str:
-        """Name the step that ``steps_finished`` waits for; empty when there is none."""
+        """Describe the step that ``steps_finished`` waits for; empty when there is none."""
         if self._core.unfinished_step() >= self._clock.next:
             step = self._clock.next
             return f"step {step} is open and uses blocks; close it with engine.step(event)"
@@ -228,7 +247,7 @@ class CacheReader:
 
     @property
     def device_blocks(self) -> int:
-        """Capacity of the device tier."""
+        """Capacity of the device tier in blocks."""
         return self._core.device_blocks
 
     def room(self) -> tuple[int, int, int]:
@@ -241,51 +260,51 @@ class CacheReader:
         return self._gate.closed
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return how many blocks hold ``num_tokens`` positions."""
+        """Return the number of blocks of ``num_tokens`` positions."""
         return -(-num_tokens // self._config.block_tokens)
 
     def explain_wait(self, salt: str, num_tokens: int, open_step: str) -> tuple[str, str]:
-        """Return why a lease waits for capacity, and what to do about it.
+        """Return the reason why a lease waits for capacity, and a hint.
 
         Args:
-            salt: the lease's.
-            num_tokens: positions that it wants.
-            open_step: why transfers wait for a step; empty when none does.
+            salt: salt of the lease.
+            num_tokens: absolute number of positions that the lease waits for.
+            open_step: description of a step that transfers wait for; empty for none.
         """
         if self._gate.closed:
-            return "admission is paused", ""
+            return "admission is paused", "call resume() or wake_up()"
         held = self._quota.held(salt)
         if not self._quota.fits(salt, self.blocks_for(num_tokens)):
             return (
-                f"salt {salt!r} holds {held} blocks of {self._quota.limit_blocks}",
-                "raise CacheConfig.salt_quota_blocks, or preempt a lease of that salt",
+                f"salt {salt!r} holds {held} of the {self._quota.limit_blocks} blocks of its quota",
+                "raise CacheConfig.salt_quota_blocks, or preempt a lease of this salt",
             )
         if open_step:
             return open_step, STEP_HINT
         device_free, evictable, state_room = self._core.room()
         if self._config.state_slots and not state_room:
             return (
-                f"leases hold all {self._config.state_slots} state slots",
+                f"leases use all {self._config.state_slots} state slots",
                 "raise CacheConfig.state_slots, or preempt a lease",
             )
         return (
-            f"{device_free} device blocks are free and at most {evictable} evictable",
+            f"{device_free} device blocks are free, and at most {evictable} can be evicted",
             "raise CacheConfig.device_blocks, or preempt a lease",
         )
 
     @property
     def num_waiting(self) -> int:
-        """Number of leases in line for their quota, for capacity or for pending blocks."""
+        """Number of leases that wait for their quota, for capacity or for pending blocks."""
         return len(self._admission) + len(self._quota.requests()) + len(self._pending.waiters)
 
     def quota_held(self, salt: str) -> int:
-        """Return the number of blocks that are counted to the salt."""
+        """Return the number of blocks that are counted for the salt."""
         return self._quota.held(salt)
 
-    # --- everything -----------------------------------------------------------------------------
+    # --- statistics and dumps -------------------------------------------------------------------
 
     def statistics(self) -> Statistics:
-        """Return counts and the state of the pools. Any thread."""
+        """Return counters and the current state of the pools. Any thread."""
         core = self._core.statistics()
         fields = {name: getattr(core, name) for name in _CORE_FIELDS}
         return Statistics(
@@ -297,7 +316,7 @@ class CacheReader:
         )
 
     def describe(self) -> dict[str, Any]:
-        """Return leases, lines and quotas as plain values."""
+        """Return leases, waiting lines and quotas as plain values."""
         return {
             "leases": [
                 {"owner": owner or "unnamed", **self._describe_lease(lease_id)}
@@ -338,8 +357,8 @@ class CacheReader:
     def cached_blocks(self) -> list[Any]:
         """Return every indexed block, for tests and tools: one tuple per block.
 
-        Each is (context, prefix token ids as int32 bytes, device id, host id, flags, references,
-        pins). Flags: 1 and 2 for a valid and a loading device copy, 4 and 8 for the host copy.
+        A tuple is (context, prefix token ids as int32 bytes, device id, host id, flags, references,
+        pins). Flags: 1 for a valid and 2 for a loading device copy, 4 and 8 for the host copy.
         """
         return self._core.blocks()
 

@@ -1,4 +1,4 @@
-"""Saver: offloads that the write policy wants, and those that make room for a grant."""
+"""Saver: begins the backups of the write policy, and the offloads that make room for a grant."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Saver:
     """Begins the offloads of one cache.
 
     Attributes:
-        stopped: no offload begins: the engine is closing, or a tier is asleep.
-        saves_first: no block is evicted that was not saved, as far as the host tier has room.
+        stopped: True when no offload may begin: the engine is closing, or a tier is asleep.
+        saves_first: True when a block is saved before it is evicted, while the host tier has room.
     """
 
     def __init__(self, config: CacheConfig, core: Core, plans: Plans, outbox: Outbox) -> None:
@@ -31,7 +31,7 @@ class Saver:
         self._plans = plans
         self._outbox = outbox
         self._has_host = config.host_blocks > 0
-        self._begun: deque[int] = deque()  # in the core, without a plan so far
+        self._begun: deque[int] = deque()  # begun in the core, not submitted yet
         self.saves_first = self._has_host and config.write_policy == "write_back"
         self.stopped = False
 
@@ -41,12 +41,12 @@ class Saver:
         return self._has_host and not self.stopped
 
     def want(self) -> None:
-        """Ask for ``collect`` at the end of this pass of the loop."""
+        """Request a call of ``collect`` at the end of this pass of the loop."""
         if self._has_host and not self.stopped:
             self._outbox.effects.collect = True
 
     def collect(self) -> bool:
-        """Begin what the write policy wants saved now; return False when that is nothing."""
+        """Begin the backups of the write policy; return False if there are none."""
         if not self.is_active:
             return False
         self._plans.take_backups(self._begun)
@@ -62,10 +62,10 @@ class Saver:
         self._outbox.effects.submit.append(self._plans.offload(transfer_id, Priority.BACKUP))
 
     def make_clean(self, num_blocks: int) -> int:
-        """Save what must be saved before ``num_blocks`` can be evicted.
+        """Begin to save the blocks that must be saved before ``num_blocks`` can be evicted.
 
         Returns:
-            The transfer that does; 0 when there is nothing to save, or all is being saved already.
+            The transfer that saves them; 0 when there are none, or all are already being saved.
         """
         if not self.is_active:
             return 0
@@ -75,7 +75,11 @@ class Saver:
         return transfer_id
 
     def save_oldest(self, num_blocks: int) -> int:
-        """Save what ``num_blocks`` evictions would lose; return as ``make_clean``."""
+        """Begin to save the blocks that ``num_blocks`` evictions would lose.
+
+        Returns:
+            The transfer, as ``make_clean``.
+        """
         if not self.saves_first:
             return 0
         return self.make_clean(self._core.room()[0] + num_blocks)
@@ -83,13 +87,13 @@ class Saver:
     def try_after_saving(self, attempt: Callable[[], T], num_blocks: int) -> T | None:
         """Save, or drop unsaved, the blocks that keep ``num_blocks`` from being free; then try.
 
-        The front of the eviction queue is not always evicted first: a parent waits for its
-        children, and comes to the front when they have been evicted. So where the host has no room,
-        another try follows each try that evicted a block, and a try that evicted none is repeated
-        further along the queue.
+        The block at the front of the eviction queue is not always evicted first: a parent is
+        evicted after its children. So while the host tier has no room, another attempt follows each
+        attempt that evicted a block, and an attempt that evicted none is repeated with more blocks
+        of the queue.
 
         Returns:
-            What ``attempt`` returns; None while blocks are being saved: try again when they are
+            The result of ``attempt``; None while blocks are being saved: try again when they are
             saved.
         """
         while True:

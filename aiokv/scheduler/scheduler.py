@@ -1,8 +1,8 @@
 """CacheScheduler: every decision of the cache, one synchronous call per state transition.
 
-No await, no future, no clock, no device: the decisions depend on the order of the calls alone (I9).
-The hot state is native (``Core``); the parts beside it are the lines of waiting leases, quotas,
-pins and the numbers of the steps.
+The scheduler has no await, future, clock or device: its decisions depend only on the order of the
+calls (I9). The state of blocks and leases is native (``Core``); the Python parts hold the waiting
+lines, quotas, pins and step numbers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from aiokv.scheduler.gate import GateChange
     from aiokv.types import Tier
 
-KEPT_REPORTS: Final = 256  # ids, to know a report that is sent again after an interrupt
+KEPT_REPORTS: Final = 256  # newest report ids, to detect a report repeated after an interrupt
 
 Done = tuple[None, Effects]
 
@@ -110,7 +110,7 @@ R = TypeVar("R")
 def _naming_owner(
     transition: Callable[Concatenate[CacheScheduler, P], R],
 ) -> Callable[Concatenate[CacheScheduler, P], R]:
-    """Let errors of the core have the name of the lease that they are about."""
+    """Add the owner of the lease to the errors that the core raises about it."""
 
     def call(self: CacheScheduler, /, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
@@ -124,13 +124,13 @@ def _naming_owner(
 
 
 class Fork(NamedTuple):
-    """A second lease on the positions of another one, and what to copy on the device.
+    """Second lease on the positions of another lease, and the blocks to copy on the device.
 
     Attributes:
-        lease_id: of the new lease.
-        source_blocks: int32 ids of blocks to copy.
-        target_blocks: int32 ids, as many.
-        state_slots: (source, target) of the recurrent state; None without any.
+        lease_id: id of the new lease.
+        source_blocks: ``[N]`` int32 ids of the blocks to copy.
+        target_blocks: ``[N]`` int32 ids of their copies.
+        state_slots: (source, target) rows of the recurrent state; None for models without it.
     """
 
     lease_id: int
@@ -140,14 +140,14 @@ class Fork(NamedTuple):
 
 
 class CacheScheduler:
-    """Decides for one cache, on whatever ranks its blocks live.
+    """Decides on matches, grants, transfers and evictions of one cache.
 
-    Every method but ``can_allocate`` is a transition: it returns ``(value, effects)``, and the
+    The methods named in ``TRANSITIONS`` are transitions: they return ``(value, effects)``, and the
     dispatcher applies the effects before the next transition. A transition that raises has changed
-    nothing. Ids of leases that are released raise ``LeaseError``.
+    nothing. The id of a released lease raises ``LeaseError``.
 
     Attributes:
-        read: answers about the state, without changing it.
+        read: read access to the state.
     """
 
     def __init__(self, config: CacheConfig) -> None:
@@ -156,7 +156,7 @@ class CacheScheduler:
         self._records_checksums = config.verify == "checksum"
         self._block_tokens = config.block_tokens
         self._state_slots = config.state_slots
-        self._owners: Sharded[str] = Sharded()  # of the leases that exist
+        self._owners: Sharded[str] = Sharded()  # names of all existing leases
         self._salts: dict[int, str] | None = None if config.salt_quota_blocks is None else {}
         self._outbox = Outbox()
         self._clock = StepClock()
@@ -170,11 +170,11 @@ class CacheScheduler:
         self._pins = PinnedLeases(core)
         self._requests = self._admission.requests
         self._waiters = self._pending.waiters
-        self._swaps: dict[int, int] = {}  # transfer -> lease whose table it moves to the host
+        self._swaps: dict[int, int] = {}  # transfer -> lease whose table it moves to host memory
         self._reported: dict[int, None] = {}  # transfers of the newest reports, oldest first
-        self._advances = False  # `advance` was asked for: it serves what is due
+        self._advances = False  # True when an effect has requested `advance`
         self._is_closed = False
-        self._lost = ""  # the rank that was lost, until the ranks are restarted
+        self._lost = ""  # describes the lost rank, until the ranks are restarted
         self.read = CacheReader(
             config,
             core,
@@ -200,7 +200,7 @@ class CacheScheduler:
             error.owner = self._owners.get(error.lease_id) or "unnamed"
 
     def _settle(self) -> Effects:
-        """End a transition that may have freed blocks: serve what waits for them."""
+        """End a transition that may have freed blocks: serve the leases that wait for them."""
         if self._granting.onloads:
             self._granting.cancel_abandoned()
         if (self._requests or self._waiters) and not self._advances:
@@ -208,7 +208,7 @@ class CacheScheduler:
         return self._outbox.pending
 
     def _serve(self) -> None:
-        # Asked for first: an interrupt while requests are served must not end the work.
+        # Request `advance` first: an interrupt while requests are served must not end the work.
         self._advances = self._outbox.effects.advance = True
         is_left = self._admission.serve()
         for _ in range(PER_CALL):
@@ -223,11 +223,11 @@ class CacheScheduler:
         self._advances = self._outbox.effects.advance = is_left
 
     def advance(self) -> Done:
-        """Serve more of the leases that wait; called in the pass after it was asked for."""
+        """Serve more of the waiting leases; called in the pass after the request."""
         self._serve()
         return None, self._outbox.pending
 
-    # --- life of a lease ------------------------------------------------------------------------
+    # --- match, grant and release ---------------------------------------------------------------
 
     def match(
         self,
@@ -240,18 +240,18 @@ class CacheScheduler:
         salt: str = "",
         holds: Literal["", "prompt", "whole prompt"] = "",
     ) -> tuple[int, Effects]:
-        """Open a lease on the longest cached prefix of a prompt; returns its id.
+        """Open a lease on the longest cached prefix of a prompt; return its id.
 
         Args:
             tokens: ``[N]`` int32, N >= 1.
-            context: prompts share blocks only within one.
+            context: namespace; prompts share blocks only within one context.
             items: (content hash, offset, length) of each multimodal item, in order.
-            reads: False to hit nothing.
-            writes: False to publish nothing.
-            owner: a name for messages.
-            salt: whose quota counts the blocks.
-            holds: not empty for a lease that computes nothing and only keeps its hit where that is;
-                a hit of the ``"whole prompt"`` includes the last block.
+            reads: False to use no cached block.
+            writes: False to publish no block.
+            owner: name of the lease for messages.
+            salt: salt whose quota counts the blocks.
+            holds: not empty for a lease that computes no positions and only keeps its hit on the
+                tiers; with ``"whole prompt"``, the hit may include the last block.
         """
         if holds:
             writes = False  # it promises no blocks that other leases could wait for
@@ -274,17 +274,17 @@ class CacheScheduler:
         priority: int | None = None,
         onload_priority: Priority = Priority.DEMAND,
     ) -> tuple[Grant | None, Effects]:
-        """Grant now, or return None: no room, or the lease has to wait for others.
+        """Grant now, or return None: there is no room, or other requests go first.
 
         Args:
-            lease_id: matched or preempted.
+            lease_id: a matched or preempted lease.
             num_tokens: absolute number of positions.
-            priority: as of ``allocate``; None for a request that goes before no waiting one.
-            onload_priority: of the onload that the grant begins.
+            priority: as for ``allocate``; None for a request that goes before no waiting request.
+            onload_priority: priority of the onload that the grant begins.
 
         Raises:
-            LeaseError: granted already, or not a number of positions.
-            RequestTooLarge: it can never fit.
+            LeaseError: the lease is granted already, or ``num_tokens`` is out of range.
+            RequestTooLarge: the device or the salt's quota can never hold the request.
         """
         try:
             is_free = not self._requests and not self._gate.closed and self._salts is None
@@ -303,10 +303,10 @@ class CacheScheduler:
             raise
 
     def _must_wait(self, lease_id: int, num_tokens: int, priority: int | None) -> bool:
-        """Return whether a request has to wait for others.
+        """Return True if a request has to wait for other requests or for the gate.
 
         Raises:
-            LeaseError, RequestTooLarge: it can never be granted.
+            LeaseError, RequestTooLarge: the request can never be granted.
         """
         if self._salts is not None:
             self._core.check_request(lease_id, num_tokens)
@@ -319,7 +319,7 @@ class CacheScheduler:
     def _grant_counted(
         self, lease_id: int, num_tokens: int, onload_priority: Priority
     ) -> Grant | None:
-        """Grant if the salt's quota admits the lease, too."""
+        """Grant if there is room and the salt's quota admits the lease."""
         salt = self._salt(lease_id)
         num_blocks = self._blocks_for(num_tokens)
         if not self._quota.admits(salt, num_blocks):
@@ -331,7 +331,7 @@ class CacheScheduler:
 
     @_naming_owner
     def can_allocate(self, lease_id: int, num_tokens: int) -> bool:
-        """Return whether ``try_allocate`` would grant now. No transition: nothing changes.
+        """Return True if ``try_allocate`` would grant now. Not a transition: changes nothing.
 
         Raises:
             LeaseError, RequestTooLarge: as ``try_allocate``.
@@ -349,12 +349,17 @@ class CacheScheduler:
     ) -> tuple[Grant | None, Effects]:
         """Grant now, or let the lease wait: first for its salt's quota, then for capacity.
 
+        Args:
+            lease_id: a matched or preempted lease.
+            num_tokens: absolute number of positions.
+            priority: lower numbers are granted first, equal numbers in order of arrival.
+
         Returns:
-            None when the lease waits. An effect tells when that ends.
+            The grant; None when the lease waits: a later effect ends the wait.
 
         Raises:
-            LeaseError: granted already, waiting already, or not a number of positions.
-            RequestTooLarge: it can never fit.
+            LeaseError: the lease is granted or waits already, or ``num_tokens`` is out of range.
+            RequestTooLarge: the device or the salt's quota can never hold the request.
         """
         grant, effects = self.try_allocate(lease_id, num_tokens, priority)
         if grant is not None:
@@ -371,16 +376,17 @@ class CacheScheduler:
         return None, self._outbox.pending
 
     def take_turn(self, lease_id: int) -> tuple[Grant | None, Effects]:
-        """Grant to a lease that was told that it is first in line.
+        """Grant a lease that an effect has told that it is first in line.
 
         Returns:
-            None when there is no room, or the wait has ended otherwise: an effect tells when.
+            The grant; None when there is no room and the lease continues to wait, or when the wait
+            has ended otherwise: a later effect tells the result.
         """
         grant = self._admission.take_turn(lease_id)
         return grant, self._outbox.pending if grant is None else self._settle()
 
     def stop_waiting(self, lease_id: int) -> Done:
-        """End the wait of a lease whose task has gone; a grant that came meanwhile is undone."""
+        """End the wait of a lease whose task no longer waits; undo a grant that came meanwhile."""
         if lease_id in self._requests:
             self._admission.leave(lease_id)
         elif lease_id in self._owners and self._core.is_granted(lease_id):
@@ -389,32 +395,33 @@ class CacheScheduler:
         return None, self._settle()
 
     def wait_pending(self, lease_id: int) -> tuple[bool, Effects]:
-        """Wait for the lease that computes what follows the match.
+        """Wait for the lease that computes the blocks after the match.
 
         Returns:
-            False when no lease does. Otherwise an effect tells when to look again.
+            False when no lease computes them. Otherwise a later effect tells when to call
+            ``wait_pending`` again.
 
         Raises:
-            LeaseError: it waits already.
+            LeaseError: the lease waits already.
         """
         if lease_id in self._waiters:
             raise LeaseError(
-                f"lease {self._owners[lease_id] or 'unnamed'!r} waits for pending blocks already, "
+                f"lease {self._owners[lease_id] or 'unnamed'!r} already waits for pending blocks "
                 "in another task"
             )
         return self._pending.join(lease_id), self._outbox.pending
 
     def stop_wait_pending(self, lease_id: int) -> Done:
-        """Note that the lease waits for pending blocks no more. Idempotent."""
+        """Note that the lease no longer waits for pending blocks. Idempotent."""
         self._pending.leave(lease_id)
         return None, self._outbox.pending
 
     def release(self, lease_id: int, used_in: int = 0) -> Done:
-        """Give everything back. Blocks of batches in flight follow when the batches have ended.
+        """Release a lease. Blocks that batches in flight use are freed when the batches end.
 
         Args:
-            lease_id: has no handle any more.
-            used_in: a closed step that used the blocks, whatever batches say; 0 for none.
+            lease_id: a lease without a handle.
+            used_in: closed step that used the blocks, in addition to batches; 0 for none.
         """
         if self._requests or self._waiters:
             self._end_waits(lease_id)
@@ -428,7 +435,7 @@ class CacheScheduler:
             self._pending.withdrawn(lease_id)
 
     def _end_waits(self, lease_id: int) -> None:
-        """Fail the tasks that wait for a lease which is being released."""
+        """End, with an error, the waits of a lease that is being released."""
         if lease_id in self._requests or lease_id in self._waiters:
             owner = self._owners[lease_id] or "unnamed"
             error = LeaseError(f"lease {owner!r} was released while it waited")
@@ -436,7 +443,7 @@ class CacheScheduler:
             self._admission.refuse(lease_id, error)
 
     def _forget(self, lease_id: int) -> None:
-        """Account for a lease that has given back all that it held."""
+        """Remove a lease that has given back all its blocks."""
         del self._owners.shards[lease_id % SHARDS][lease_id]
         if self._granting.lost:
             self._granting.lost.pop(lease_id, None)
@@ -444,14 +451,14 @@ class CacheScheduler:
             self._salts.pop(lease_id, None)
             self._quota.give_back(lease_id)
 
-    # --- a granted lease ------------------------------------------------------------------------
+    # --- granted leases -------------------------------------------------------------------------
 
     @_naming_owner
     def append(self, lease_id: int, tokens: NDArray[np.int32]) -> Done:
-        """Name the next positions, so that they can be indexed.
+        """Set the tokens of the next positions, so that they can be indexed.
 
         Raises:
-            LeaseError: more than the lease has positions for.
+            LeaseError: the lease has fewer positions left than ``tokens``.
         """
         self._core.append(lease_id, tokens)
         return None, self._outbox.pending
@@ -462,15 +469,15 @@ class CacheScheduler:
         """Index the full blocks of the first ``num_tokens`` positions.
 
         Args:
-            lease_id: granted.
-            num_tokens: absolute.
-            closes_step: the caller closes the step of the computation next.
+            lease_id: a granted lease.
+            num_tokens: absolute number of computed positions.
+            closes_step: True if the next transition of the caller closes the open step.
 
         Returns:
-            Blocks that became shareable.
+            The number of blocks that became shareable.
 
         Raises:
-            LeaseError: more positions than the lease has.
+            LeaseError: ``num_tokens`` exceeds the positions of the lease.
         """
         try:
             core = self._core
@@ -495,15 +502,15 @@ class CacheScheduler:
         return self._clock.next if closes_step else self._clock.open
 
     def extend(self, lease_ids: Sequence[int], num_tokens: int) -> tuple[bool, Effects]:
-        """Give each lease ``num_tokens`` more positions: all of them, or return False.
+        """Add ``num_tokens`` positions to each lease; return False, and add none, without room.
 
         Raises:
-            LeaseError: a lease is not granted, or is listed twice.
+            LeaseError: a lease is not granted or listed twice, or ``num_tokens`` is out of range.
         """
         try:
             extended: bool | None = self._core.extend(lease_ids, num_tokens)
             if not extended and self._saver.saves_first:
-                # What stands in the way is on its way to the host now, or may be dropped.
+                # Save the blocks that are evicted next, or drop them where the host has no room.
                 wanted = len(lease_ids) * self._blocks_for(num_tokens)
                 extended = self._saver.try_after_saving(
                     lambda: self._core.extend(lease_ids, num_tokens), wanted
@@ -539,7 +546,7 @@ class CacheScheduler:
             cut_blocks = num_blocks - self._blocks_for(num_tokens)
             self._quota.count(keeper, self._salt(lease_id), cut_blocks)
         self._recount([lease_id])
-        self._pending.withdrawn(lease_id)  # the cut blocks may have been promised to waiters
+        self._pending.withdrawn(lease_id)  # waiters may have waited for the cut blocks
         return None, self._settle()
 
     @_naming_owner
@@ -547,7 +554,8 @@ class CacheScheduler:
         """Accept a failed onload; return the first position to compute again, or -1.
 
         Raises:
-            LeaseError: a transfer still writes blocks of the lease, or it cannot go back.
+            LeaseError: a transfer still writes blocks of the lease, or its recurrent state or
+                windows cannot be rolled back.
         """
         return self._core.recompute_from(lease_id), self._outbox.pending
 
@@ -556,20 +564,24 @@ class CacheScheduler:
         """Open a second lease on the same positions.
 
         Raises:
-            WouldBlock: no room, or the salt's quota is used up.
-            LeaseError: not granted, or onloads of it are in flight.
+            WouldBlock: the device has no room, or the salt's quota is used up.
+            LeaseError: the lease is not granted, or its onloads are in flight.
         """
         salt = self._salt(lease_id)
         num_blocks = self._blocks_for(self._core.num_tokens(lease_id))
         if not self._quota.fits(salt, num_blocks):
             raise WouldBlock(
-                f"salt {salt!r} holds {self._quota.held(salt)} blocks; a fork needs "
-                f"{num_blocks} more",
-                hint="raise CacheConfig.salt_quota_blocks, or preempt a lease of that salt",
+                f"fork: salt {salt!r} holds {self._quota.held(salt)} blocks; {num_blocks} more "
+                f"exceed CacheConfig.salt_quota_blocks, which is {self._quota.limit_blocks}",
+                hint="raise CacheConfig.salt_quota_blocks, or preempt a lease of this salt",
             )
         child, sources, targets = self._core.fork(lease_id, self._clock.open)
         if not child:
-            raise WouldBlock("no room to fork the lease", hint="preempt another one")
+            raise WouldBlock(
+                f"fork: no room for the blocks that lease {self.read.owner(lease_id)!r} does not "
+                "share",
+                hint="preempt another lease",
+            )
         self._owners[child] = owner
         if self._salts is not None:
             self._salts[child] = salt
@@ -584,17 +596,18 @@ class CacheScheduler:
         """Reserve a slot for a snapshot of the recurrent state after ``num_tokens`` positions.
 
         Returns:
-            (source, target) slots to copy on the device now; None when nothing is to be saved.
+            (source, target) slots to copy on the device now; None when no snapshot is made.
 
         Raises:
-            LeaseError: not granted, not what is committed, or no block border.
+            LeaseError: the lease is not granted, or ``num_tokens`` is not the committed number of
+                positions or not a multiple of ``block_tokens``.
             UsageError: the model has no recurrent state.
         """
         source, target = self._core.snapshot(lease_id, num_tokens, self._clock.open)
         return None if target < 0 else (source, target), self._outbox.pending
 
     def discard_snapshot(self, lease_id: int, slot: int) -> Done:
-        """Note that the copy which ``snapshot`` asked for was not made."""
+        """Note that the copy that ``snapshot`` has requested was not made."""
         self._core.discard_snapshot(lease_id, slot)
         return None, self._outbox.pending
 
@@ -602,10 +615,10 @@ class CacheScheduler:
 
     @_naming_owner
     def preempt(self, lease_id: int) -> Done:
-        """Take the blocks of a lease back, or what an earlier swap has kept.
+        """Take back the blocks of a lease, or the table that an earlier swap has moved.
 
         Raises:
-            LeaseError: it waits for blocks, or its table is moving.
+            LeaseError: the lease waits for capacity, or its table is being moved.
         """
         self._check_not_waiting(lease_id)
         self._retract(lease_id)
@@ -617,7 +630,7 @@ class CacheScheduler:
             raise already_waits(self._owners[lease_id])
 
     def _retract(self, lease_id: int) -> None:
-        """Undo a grant; a lease without a handle keeps blocks for the batches in flight."""
+        """Undo a grant; a new lease without a handle keeps the blocks of batches in flight."""
         keeper = self._core.retract(lease_id, self._clock.open)
         if keeper:
             self._owners[keeper] = self._owners[lease_id]
@@ -626,7 +639,7 @@ class CacheScheduler:
 
     def _note_preempted(self, lease_id: int) -> None:
         if lease_id not in self._owners or self._core.is_granted(lease_id):
-            return  # released meanwhile, or it keeps its blocks
+            return  # it was released meanwhile, or keeps its blocks
         self._quota.give_back(lease_id)
         self._pending.withdrawn(lease_id)
 
@@ -635,11 +648,11 @@ class CacheScheduler:
         """Begin to move the table of a lease to host memory.
 
         Returns:
-            The transfer; 0 when there is nothing to move; None without room in the host tier, or
-            when the cache was reset under the lease: the lease keeps its blocks.
+            The transfer; 0 when there is nothing to move. None when the host tier has no room, or
+            the cache was reset after the grant: the lease keeps its blocks.
 
         Raises:
-            LeaseError: not granted, it waits for blocks, or onloads of it are in flight.
+            LeaseError: the lease is not granted, waits for capacity, or its onloads are in flight.
         """
         self._check_not_waiting(lease_id)
         if not self._core.swap_out(lease_id, self._clock.open):
@@ -655,7 +668,7 @@ class CacheScheduler:
         return transfer_id, self._settle()
 
     def _record_partial_block(self, lease_id: int) -> None:
-        """Commit has recorded the full blocks; a swap moves this one, too."""
+        """Record the checksum of the last block: commit has recorded those of the full blocks."""
         full_blocks, more_tokens = divmod(self._core.computed_tokens(lease_id), self._block_tokens)
         if more_tokens:
             table = self._core.block_table(lease_id)
@@ -668,12 +681,15 @@ class CacheScheduler:
         """Begin a batch that computes with these leases; return its number.
 
         Raises:
-            LeaseError: a lease is not allocated, is being swapped, or is listed twice.
+            LeaseError: a lease is not granted, is being swapped, or is listed twice.
         """
         return self._core.begin_batch(lease_ids), self._outbox.pending
 
     def end_batch(self, batch_id: int, *, in_open_step: bool) -> Done:
-        """End a batch: its blocks come back, or do when the open step has finished."""
+        """End a batch and free the blocks of its released leases.
+
+        With ``in_open_step``, the blocks are freed when the open step has finished.
+        """
         freed = self._core.end_batch(batch_id, self._clock.open if in_open_step else 0)
         for lease_id in freed:
             self._forget(lease_id)
@@ -681,12 +697,12 @@ class CacheScheduler:
         return None, self._settle()
 
     def track_steps(self, tracked: bool) -> Done:
-        """Say whether commits may come before the device has computed; before the first match."""
+        """Set whether commits may precede the computing; called before the first match."""
         self._clock.tracked = tracked
         return None, self._outbox.pending
 
     def close_step(self) -> tuple[int, Effects]:
-        """Close the open step, and return its number. What was committed in it can be saved."""
+        """Close the open step and return its number; its committed blocks can be saved now."""
         step = self._clock.close()
         self._core.close_step(step)
         self._saver.collect()
@@ -701,14 +717,14 @@ class CacheScheduler:
     # --- transfers ------------------------------------------------------------------------------
 
     def collect_backups(self) -> tuple[bool, Effects]:
-        """Begin what the write policy wants saved; return False when that is nothing."""
+        """Begin the backups of the write policy; return False if there are none."""
         return self._saver.collect(), self._outbox.pending
 
     def save(self, num_blocks: int) -> tuple[int, Effects]:
-        """Save what must be saved before ``num_blocks`` can be evicted.
+        """Begin to save the blocks that must be saved before ``num_blocks`` can be evicted.
 
         Returns:
-            The transfer that does; 0 when there is nothing to save.
+            The transfer that saves them; 0 when there are none.
         """
         return self._saver.make_clean(num_blocks), self._outbox.pending
 
@@ -726,13 +742,13 @@ class CacheScheduler:
             self._note_preempted(self._swaps[transfer_id])
             del self._swaps[transfer_id]
         if self._lost:
-            self._take_all_back()  # a table that moved when the rank was lost
+            self._take_all_back()  # takes a table that was being moved when the rank was lost
         if report.outcome != "done":
-            # Leases of the transfer will not publish what they promised.
+            # Leases of the transfer may not compute the blocks that other leases wait for.
             self._pending.all_withdrawn()
         elif self._waiters:
             self._pending.reported(transfer_id)
-        self._saver.want()  # an onload that ended publishes what was committed behind it
+        self._saver.want()  # the end of an onload publishes the blocks committed after it
         return None, self._settle()
 
     def note_cancelling(self, transfer_id: int) -> Done:
@@ -743,20 +759,20 @@ class CacheScheduler:
     # --- pins -----------------------------------------------------------------------------------
 
     def await_use(self, lease_id: int) -> Done:
-        """Let the pin of this granted lease end when another lease has hit all that it holds."""
+        """Let the pin of this granted lease end when another lease has hit all its blocks."""
         self._core.await_use(lease_id)
         return None, self._outbox.pending
 
     def pin(self, lease_id: int, *, until_used: bool) -> tuple[tuple[int, str], Effects]:
-        """Keep what a granted lease holds, once its onloads have ended.
+        """Pin the blocks of a granted lease whose onloads have ended.
 
         Returns:
-            (tokens, reason): the number of tokens that are on the device; and why the pin has ended
-            already, and its lease is released. Empty while it holds the blocks.
+            (tokens, reason): the number of tokens on the device; and the reason why the pin has
+            already ended and its lease is released, empty if the blocks are pinned.
         """
         if not self._core.is_current(lease_id):
             _, effects = self.release(lease_id)
-            return (0, "its blocks are not cached any more"), effects
+            return (0, "its blocks are no longer cached"), effects
         tokens = self._core.cached_tokens(lease_id)
         if until_used and not self._core.awaits_use(lease_id):
             _, effects = self.release(lease_id)
@@ -786,7 +802,7 @@ class CacheScheduler:
     # --- control --------------------------------------------------------------------------------
 
     def change_gate(self, change: GateChange) -> Done:
-        """Begin or end a pause or a hold; leases are granted while there is none.
+        """Begin or end a pause or a hold; see ``Gate``.
 
         Raises:
             UsageError: ``"resume"`` without a pause.
@@ -798,8 +814,8 @@ class CacheScheduler:
         """Evict up to ``num_blocks`` cached blocks of a tier, least recently used first.
 
         Returns:
-            (evicted blocks, transfer): more blocks can be evicted when the transfer has ended; 0
-            for none.
+            (evicted blocks, transfer): more blocks can be evicted when the transfer has ended; the
+            transfer is 0 if there is none.
         """
         if tier == "host":
             return (self._core.evict_host(num_blocks), 0), self._settle()
@@ -810,14 +826,14 @@ class CacheScheduler:
         return (evicted, saving), self._settle()
 
     def reset(self, reason: str) -> Done:
-        """Forget all that is cached. Live leases keep their blocks, and publish no more."""
+        """Drop all cached blocks and pins. Open leases keep their blocks, but publish no more."""
         self._core.reset()
         self._unpin_all(reason)
         self._pending.all_withdrawn()
         return None, self._settle()
 
     def resize(self, device_blocks: int) -> tuple[bool, Effects]:
-        """Change the capacity of the device tier; False while blocks beyond it are in use."""
+        """Change the capacity of the device tier; return False if blocks beyond it are in use."""
         try:
             self._core.resize_device(device_blocks)
         except UsageError:
@@ -825,7 +841,7 @@ class CacheScheduler:
         return True, self._settle()
 
     def sleep(self, tiers: frozenset[Tier]) -> Done:
-        """Forget what is cached in these tiers, and begin no more offloads until ``wake_up``."""
+        """Drop the cached blocks of these tiers, and begin no more offloads until ``wake_up``."""
         if "device" in tiers:
             self._core.forget_device()
         if "host" in tiers:
@@ -834,7 +850,7 @@ class CacheScheduler:
         return None, self._outbox.pending
 
     def wake_up(self) -> Done:
-        """Let offloads begin again: no tier is asleep any more."""
+        """Allow offloads again: no tier is asleep any more."""
         self._saver.stopped = False
         return None, self._outbox.pending
 
@@ -842,14 +858,14 @@ class CacheScheduler:
         """End all waits and pins: the engine closes."""
         self._is_closed = True
         self._admission.refuse_all(
-            lambda: ClosedError("the engine closed while the lease waited for capacity")
+            lambda: ClosedError("allocate: the engine was closed while the lease waited")
         )
         self._unpin_all("the engine closed")
         self._pending.close()
         return None, self._settle()
 
     def stop_saving(self) -> Done:
-        """Begin no more offloads: the engine closes, and all leases were waited for."""
+        """Begin no more offloads: the engine closes, and has waited for all leases."""
         self._saver.stopped = True
         return None, self._outbox.pending
 
@@ -859,7 +875,7 @@ class CacheScheduler:
         return None, self._settle()
 
     def lose_blocks(self, reason: str) -> Done:
-        """Forget all that is cached and take it from the leases: a rank was lost."""
+        """Drop all cached blocks and take the blocks of all leases: a rank was lost."""
         self._lost = reason
         self._unpin_all("a rank was lost")
         self._core.reset()
@@ -868,13 +884,13 @@ class CacheScheduler:
         return None, self._settle()
 
     def restart(self) -> Done:
-        """Serve again: all ranks are back, and hold nothing."""
+        """Serve again: all ranks have been restarted, without any cached block."""
         self._take_all_back()
         self._lost = ""
         return None, self._settle()
 
     def _take_all_back(self) -> None:
-        """All leases hold nothing, as after ``preempt``; but for tables that move just now."""
+        """Take the blocks of all leases, as ``preempt`` does, except tables being moved."""
         core = self._core
         for lease_id in list(self._owners):
             if core.is_released(lease_id) or core.swap_transfer(lease_id):
@@ -887,7 +903,7 @@ class CacheScheduler:
     # --- checks ---------------------------------------------------------------------------------
 
     def violations(self) -> list[str]:
-        """Return a description of each violated invariant: I1-I6, and those of the lines."""
+        """Return a description of each violated invariant: I1-I6 and those of the lines."""
         core, live = self._core, self._owners
         held = {
             lease_id: self._blocks_for(core.num_tokens(lease_id))

@@ -1,8 +1,8 @@
-"""Parts of all waiting lines: entries, and the number of them that one transition serves.
+"""Entries of the waiting lines, and the number of entries that one transition serves.
 
-A lease can stand in three lines: for blocks that another lease computes (pending.py), then for its
-salt's quota (quota.py), then for capacity (admission.py). Entries are plain data: the dispatcher
-owns the futures of the coroutines that wait.
+A lease waits in up to three lines: for blocks that another lease computes (pending.py), then for
+its salt's quota (quota.py), then for capacity (admission.py). Entries are plain data: the
+dispatcher owns the futures of the waiting coroutines.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
     from aiokv.scheduler.line import PriorityLine, Ticket
 
-PER_CALL: Final = 16  # entries of one kind that one transition serves: well below 1 ms
+PER_CALL: Final = 16  # entries of one kind that one transition serves: takes well below 1 ms
 
 
 class Entry:
-    """A lease in a line.
+    """Lease in a waiting line.
 
     Attributes:
-        lease_id: of the lease that waits.
-        rank: in the line; lower goes first.
+        lease_id: id of the lease.
+        rank: rank in the line; lower ranks go first.
     """
 
     __slots__ = ("_line", "_ticket", "lease_id", "rank")
@@ -36,7 +36,7 @@ class Entry:
         self._ticket: Ticket = (0, 0)
 
     def enter(self, line: PriorityLine[Any], rank: int) -> None:
-        """Join a line, behind all of the same rank. Requires that the entry stands in none."""
+        """Join a line after all entries of the same rank. Requires that the entry is in no line."""
         self.rank = rank
         self._ticket = line.push(self, rank)
         self._line = line
@@ -52,7 +52,7 @@ E = TypeVar("E", bound=Entry)
 
 
 class Endings(Generic[E]):
-    """Ends the waits of whole lines, one entry per call."""
+    """Lines whose entries stop waiting, one entry per call."""
 
     def __init__(self) -> None:
         self._due: deque[tuple[list[PriorityLine[E]], int, Callable[[E], None]]] = deque()
@@ -70,14 +70,15 @@ class Endings(Generic[E]):
         """End the wait of all entries in these lines.
 
         Args:
-            lines: without ``up_to``, no entry may enter them any more.
-            end: called with each entry, and again after an interrupt; makes it leave its line.
-            up_to: only entries of this rank or a lower one.
+            lines: lines; without ``up_to``, no entry may enter them any more.
+            end: called with each entry, and again after an interrupt; removes the entry from its
+                line.
+            up_to: highest rank of the entries to end.
         """
         self._due.append((list(lines), up_to, end))
 
     def end_one(self) -> bool:
-        """End one wait, or note that a line is done; return False when nothing is left to do."""
+        """End one wait, or drop a finished line; return False when no line is left."""
         if not self._due:
             return False
         lines, up_to, end = self._due[0]
@@ -104,9 +105,9 @@ def check_entries(
     """Return a description of each violated invariant of some lines.
 
     Args:
-        name: of the lines, for the descriptions.
-        entries: all that wait, by lease id.
-        lines: those that they may stand in.
+        name: name of the lines, for the descriptions.
+        entries: all waiting entries, by lease id.
+        lines: lines in which the entries wait.
         live: ids of the leases that are not released.
     """
     found = []

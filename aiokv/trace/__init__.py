@@ -1,1 +1,1 @@
-"""Request traces: reading them, making small ones, and replaying them against an engine."""
+"""Request traces: read them, generate small ones, and replay them against an engine."""

@@ -1,8 +1,8 @@
-"""The public Mooncake trace format, one JSON object a line.
+"""The public Mooncake trace format, one JSON object per line.
 
 ``{"timestamp": 27482, "input_length": 955, "output_length": 52, "hash_ids": [46, 47]}``: arrival
-in milliseconds, tokens in and out, and one id for each 512 prompt tokens (the last one may cover
-fewer). Equal ids mean equal tokens, so the ids alone say what a prefix cache can reuse.
+in milliseconds, number of input and output tokens, and one id per 512 prompt tokens (the last id
+may cover fewer). Equal ids mean equal tokens, so the ids determine what a prefix cache can reuse.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 HASH_BLOCK_TOKENS = 512
-TOKEN_BYTES = 4  # of an expanded token, an int32
+TOKEN_BYTES = 4  # bytes per expanded token (int32)
 # id * 512 + offset must stay an int32, so that two ids never share a token.
 MAX_HASH_ID = 2**31 // HASH_BLOCK_TOKENS - 1
 
@@ -33,8 +33,8 @@ class TraceError(UsageError, ValueError):
     """A trace cannot be read.
 
     Attributes:
-        path: the file.
-        line: 1-based number of the malformed line; 0 when the whole file is at fault.
+        path: path of the trace file.
+        line: 1-based number of the malformed line; 0 when the error concerns the whole file.
     """
 
     def __init__(self, path: str | os.PathLike[str], line: int, reason: str) -> None:
@@ -45,7 +45,7 @@ class TraceError(UsageError, ValueError):
 
 
 class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One request of a trace; ``len(hash_ids) == ceil(input_tokens / 512)``."""
+    """Request of a trace; ``len(hash_ids) == ceil(input_tokens / 512)``."""
 
     timestamp_ms: Annotated[float, msgspec.Meta(ge=0)] = msgspec.field(name="timestamp")
     input_tokens: Annotated[int, msgspec.Meta(ge=1)] = msgspec.field(name="input_length")
@@ -57,8 +57,7 @@ def read_trace(path: str | os.PathLike[str], limit: int | None = None) -> list[T
     """Read a trace, or its first ``limit`` requests; blank lines are skipped.
 
     Raises:
-        TraceError: the file cannot be read, holds no request, or has a malformed line among
-            those that were read.
+        TraceError: the file cannot be read, has no request, or one of the lines read is malformed.
     """
     try:
         with Path(path).open("rb") as lines:
@@ -97,14 +96,18 @@ def _decode_lines(
 
 
 def write_trace(path: str | os.PathLike[str], requests: Iterable[TraceRequest]) -> None:
-    """Write ``requests`` as one JSON object a line."""
+    """Write ``requests`` as one JSON object per line."""
     encode = msgspec.json.Encoder().encode
     with Path(path).open("wb") as file:
         file.writelines(encode(request) + b"\n" for request in requests)
 
 
 def expand_tokens(request: TraceRequest) -> NDArray[np.int32]:
-    """Token ids of the prompt, int32 ``[input_tokens]``: ``512*h ... 512*h+511`` for id ``h``."""
+    """Return the token ids of the prompt: ``512*h ... 512*h+511`` for each hash id ``h``.
+
+    Returns:
+        int32 ``[input_tokens]``.
+    """
     first = np.array(request.hash_ids, dtype=np.int32) * np.int32(HASH_BLOCK_TOKENS)
     tokens: NDArray[np.int32] = np.add.outer(first, _OFFSETS).reshape(-1)
     return tokens[: request.input_tokens]

@@ -1,4 +1,4 @@
-"""The loops that drive an engine through a trace: plain, timed, windowed, and by timestamps."""
+"""Loops that replay a trace on an engine: plain, timed, windowed, and by timestamps."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ if TYPE_CHECKING:
     Prompt = NDArray[np.int32]
     Progress = Callable[[int], None]
 
-# Requests between two looks at the loop: progress is drawn and Ctrl-C is delivered there.
+# Requests between two passes of the event loop, where progress is drawn and Ctrl-C is delivered.
 CHUNK_REQUESTS = 500
 
 
 class LoopClock:
-    """CPU time of this thread and wall-clock, over what runs while it is not paused."""
+    """CPU time of this thread, and wall-clock time, of the code that runs inside ``running()``.
+
+    The CPU time excludes code inside ``paused()``.
+    """
 
     def __init__(self) -> None:
         self.cpu_seconds = 0.0
@@ -53,7 +56,7 @@ class LoopClock:
 
 @contextmanager
 def _first_of_a_group(kind: type[Exception]) -> Iterator[None]:
-    """Raise the first exception of a group that holds nothing but ``kind``."""
+    """Raise the first exception of a group whose exceptions are all of the class ``kind``."""
     try:
         yield
     except BaseExceptionGroup as group:
@@ -63,7 +66,7 @@ def _first_of_a_group(kind: type[Exception]) -> Iterator[None]:
 
 
 class Samples:
-    """Nanoseconds of wall-clock a call, by operation."""
+    """Wall-clock nanoseconds per call, by operation."""
 
     def __init__(self) -> None:
         self.match: list[int] = []
@@ -78,7 +81,7 @@ class Samples:
 
 
 async def plain_loop(engine: CacheEngine, prompts: Sequence[Prompt]) -> None:
-    """One live lease, nothing measured inside: what ``index_seconds`` is about."""
+    """Serve one lease at a time, without clock readings; gives ``index_seconds``."""
     match = engine.match
     for tokens in prompts:
         lease = await match(tokens)
@@ -89,7 +92,7 @@ async def plain_loop(engine: CacheEngine, prompts: Sequence[Prompt]) -> None:
 
 
 async def timed_loop(engine: CacheEngine, prompts: Sequence[Prompt], samples: Samples) -> None:
-    """The plain loop with a stamp between any two calls."""
+    """Serve as the plain loop does, and time each call."""
     now = time.perf_counter_ns
     for tokens in prompts:
         n = len(tokens)
@@ -113,7 +116,7 @@ async def run_in_chunks(
     prompts: Sequence[Prompt],
     progress: Progress,
 ) -> LoopClock:
-    """Await ``loop`` on chunks of the prompts under one clock, progress outside it."""
+    """Await ``loop`` on chunks of the prompts; return a clock that excludes progress."""
     clock = LoopClock()
     for first in range(0, len(prompts), CHUNK_REQUESTS):
         chunk = prompts[first : first + CHUNK_REQUESTS]
@@ -125,11 +128,12 @@ async def run_in_chunks(
 
 
 class Replayer:
-    """Drives leases through match, allocate, onload, commit and release, timing each.
+    """Serves requests by match, allocate, onload, commit and release, and times each call.
 
     Attributes:
-        samples: what was timed.
-        failed_onloads: leases that had to compute again what they had found on the host.
+        clock: CPU and wall-clock time of the replay, without the payload.
+        samples: times of the calls.
+        failed_onloads: number of leases whose onload failed and that computed the blocks again.
     """
 
     def __init__(
@@ -143,7 +147,7 @@ class Replayer:
         self.failed_onloads = 0
 
     async def window(self, prompts: Sequence[Prompt], live: int, progress: Progress) -> None:
-        """Keep ``live`` leases: the oldest goes when one more arrives, or when blocks run out."""
+        """Hold up to ``live`` leases; release the oldest for a new one, or when blocks run out."""
         leases: deque[Lease] = deque()
         with self.clock.running():
             try:
@@ -151,7 +155,7 @@ class Replayer:
                     if len(leases) >= live:
                         self._release(leases.popleft())
                     leases.append(await self._admit(tokens, leases))
-                    # One pass of the loop for each request: ends of transfers are seen there.
+                    # One pass of the loop per request: the poller sees the ends of transfers there.
                     await asyncio.sleep(0)
                     if count % CHUNK_REQUESTS == 0 or count == len(prompts):
                         with self.clock.paused():
@@ -169,14 +173,14 @@ class Replayer:
         live: int,
         progress: Progress,
     ) -> None:
-        """Admit each request at its arrival, at most ``live`` at a time, and hold it.
+        """Admit each request at its arrival, at most ``live`` at a time, and hold its lease.
 
         Args:
-            prompts: token arrays.
-            arrival_seconds: from the start, not decreasing.
-            hold_seconds: time between a request's commit and its release.
-            live: requests that hold a lease at once; others wait in arrival order.
-            progress: called with 1 as each request ends.
+            prompts: token ids of each request.
+            arrival_seconds: arrival of each request after the start, in ascending order.
+            hold_seconds: time between the commit and the release of each request.
+            live: number of leases held at once; other requests wait in order of arrival.
+            progress: called with 1 when a request ends.
         """
         slots = asyncio.Semaphore(live)
         loop = asyncio.get_running_loop()
@@ -204,7 +208,7 @@ class Replayer:
         progress(1)
 
     async def _admit(self, tokens: Prompt, older: deque[Lease] | None = None) -> Lease:
-        """A committed lease; leases of ``older`` are released while blocks are missing."""
+        """Return a committed lease; release leases of ``older`` while blocks are missing."""
         now = time.perf_counter_ns
         n = len(tokens)
         started = now()

@@ -1,9 +1,9 @@
-"""MIN: the hit tokens that no policy can beat, for a trace that is known in advance.
+"""MIN: an upper bound of the hit tokens of any eviction policy on a given trace.
 
-Belady's rule on the prefix tree: after every request, keep the blocks that are asked for again
-soonest. A parent is asked for whenever its child is, so what stays is prefix-closed by itself. The
-bound is generous: a request holds no blocks while it runs, and what is not worth keeping is never
-kept. Works on the trace's own blocks of 512 tokens.
+Belady's rule on the prefix tree: after each request, keep the blocks whose next use is soonest. A
+use of a block is a use of its parent, too, so the kept blocks always form prefixes. The bound is
+generous: a running request holds no blocks, and a block that is not worth keeping is never stored.
+MIN works on the trace's own blocks of 512 tokens.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _NEVER = 1 << 60
 
 
 def min_hit_tokens(requests: Sequence[TraceRequest], capacity_blocks: int) -> int:
-    """Hit tokens of the optimal cache of ``capacity_blocks`` blocks of 512 tokens."""
+    """Return the hit tokens of the optimal cache of ``capacity_blocks`` blocks of 512 tokens."""
     next_uses = _next_uses(requests)
-    kept: dict[int, int] = {}  # block: its next use
+    kept: dict[int, int] = {}  # block -> its next use
     farthest: list[tuple[int, int, int]] = []  # (-next use, -depth, block); stale entries stay
     hits = 0
     for request, uses in zip(requests, next_uses, strict=True):
@@ -50,12 +50,12 @@ def _leading_hits(request: TraceRequest, kept: dict[int, int]) -> int:
 
 
 def _matchable(request: TraceRequest) -> int:
-    """A hit leaves at least one token to compute."""
+    """Return the number of blocks that can be hit: at least one token is left to compute."""
     return (request.input_tokens - 1) // HASH_BLOCK_TOKENS
 
 
 def _next_uses(requests: Sequence[TraceRequest]) -> list[list[int]]:
-    """For each block of each request, the index of the next request that could hit it."""
+    """Return, per block of each request, the index of the next request that could hit it."""
     upcoming: dict[int, int] = {}
     uses: list[list[int]] = []
     for index in range(len(requests) - 1, -1, -1):

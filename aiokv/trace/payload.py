@@ -1,7 +1,7 @@
-"""Real bytes for a replay: what each cached block must hold, written and checked.
+"""Payload: real bytes of the blocks of a replay, and the check of cached blocks.
 
-A block's bytes are a function of all tokens up to its end, so a block that was copied to the wrong
-place, or not at all, or belongs to another prefix, does not compare equal.
+The bytes of a block are a function of all blocks of its prefix. So the check detects a block that
+was copied to the wrong place, was not copied, or belongs to another prefix.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TENSORS = NUM_LAYERS * len(REGION_NAMES)
 _WORD_BYTES = 8
 _MAX_TENSOR_BLOCK_BYTES = 16 << 10
 
-# Odd multipliers (of splitmix64), so that neighbouring tokens do not give neighbouring words.
+# Odd multipliers (from splitmix64): neighbouring tokens give distant words.
 _TOKEN_FACTOR = np.uint64(0xBF58476D1CE4E5B9)
 _TENSOR_FACTOR = 0x94D049BB133111EB
 
@@ -33,9 +33,9 @@ class Payload:
     """Small ``k`` and ``v`` tensors of two layers, ``uint64 [device_blocks, words]`` each.
 
     Attributes:
-        regions: to register with the engine.
-        written_blocks: blocks that were "computed".
-        verified_blocks: cached blocks whose bytes were compared.
+        regions: tensors to register with the engine.
+        written_blocks: number of blocks written as if a model had computed them.
+        verified_blocks: number of cached blocks whose bytes were compared.
     """
 
     def __init__(self, *, device_blocks: int, host_blocks: int, budget_bytes: int) -> None:
@@ -54,10 +54,10 @@ class Payload:
         return sum(tensor[0].nbytes for tensor in self._tensors)
 
     def verify_cached(self, lease: Lease, tokens: NDArray[np.int32], block_tokens: int) -> None:
-        """Compare all bytes of the blocks that the lease found cached.
+        """Compare all bytes of the cached blocks of the lease.
 
         Raises:
-            InternalError: a block does not hold what was written for its prefix.
+            InternalError: a block does not hold the bytes that were written for its prefix.
         """
         cached = lease.cached_tokens // block_tokens
         ids = lease.block_table[:cached]
@@ -73,7 +73,7 @@ class Payload:
         self.verified_blocks += cached
 
     def write_computed(self, lease: Lease, tokens: NDArray[np.int32], block_tokens: int) -> None:
-        """Write the full blocks that the lease did not find cached."""
+        """Write the full blocks of the lease that were not cached."""
         cached = lease.cached_tokens // block_tokens
         full = len(tokens) // block_tokens
         ids = lease.block_table[cached:full]
@@ -86,7 +86,7 @@ class Payload:
 def _prefix_words(
     tokens: NDArray[np.int32], block_tokens: int, first: int, last: int
 ) -> NDArray[np.uint64]:
-    """One word for each of the blocks ``first ... last - 1``, of the first tokens up to it."""
+    """Return one word per block ``first ... last - 1``, which depends on all blocks up to it."""
     heads = tokens[: last * block_tokens : block_tokens].astype(np.uint64)
     words: NDArray[np.uint64] = np.cumsum((heads + np.uint64(1)) * _TOKEN_FACTOR, dtype=np.uint64)
     return words[first:]

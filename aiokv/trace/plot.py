@@ -22,11 +22,14 @@ _STYLE = (
 
 
 def hit_rate_svg(points: Sequence[CapacityPoint], title: str) -> str:
-    """Draw one line a tier and their total; the x axis is logarithmic.
+    """Draw one line per tier and one for their total; the x axis is logarithmic.
 
     Args:
-        points: one or more, in any order.
-        title: printed above the chart.
+        points: one or more points, in any order.
+        title: title above the chart.
+
+    Returns:
+        The SVG document.
     """
     points = sorted(points, key=lambda point: point.device_blocks)
     x = _XScale([point.device_blocks for point in points])
@@ -47,7 +50,7 @@ def hit_rate_svg(points: Sequence[CapacityPoint], title: str) -> str:
 
 
 class _XScale:
-    """Blocks to pixels, logarithmic; a single capacity stands in the middle."""
+    """Logarithmic scale from blocks to pixels; a single capacity is drawn in the middle."""
 
     def __init__(self, values: Sequence[int]) -> None:
         self._low = math.log(min(values))

@@ -1,4 +1,4 @@
-"""Replays a trace against an engine, and reports what the cache would have saved."""
+"""Replay of a trace against an engine; reports the prompt tokens that the cache saves."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from aiokv import Statistics
 
     Progress = Callable[[int], None]
-    # (stage, total) -> what to call with the number of requests done since the last call
+    # (stage, total) -> function that takes the number of requests done since its last call
     Stages = Callable[[str, int], Progress]
 
 
@@ -61,20 +61,20 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of a replay.
 
     Attributes:
-        block_tokens: tokens of a block.
-        device_blocks: capacity of the device tier.
-        host_blocks: capacity of the host tier; 0 for none.
-        write_policy: when blocks get their host copy.
-        eviction_policy: which blocks go first.
-        block_bytes: size of a block in what is said of bytes moved; the real one with ``execute``.
-        concurrency: leases that live at once. As fast as possible, a lease lives until
-            ``concurrency`` younger ones have come; by timestamps, until its answer is decoded.
-        speed: None for as fast as possible, else how many times faster than the timestamps.
-        token_seconds: decode time of one output token in the trace's time, when ``speed`` is set.
+        block_tokens: tokens per block.
+        device_blocks: capacity of the device tier in blocks.
+        host_blocks: capacity of the host tier in blocks; 0 for no host tier.
+        write_policy: policy that decides when blocks are copied to host memory.
+        eviction_policy: policy that decides which blocks are evicted first.
+        block_bytes: nominal bytes per block, for the reported traffic; ignored with ``execute``.
+        concurrency: number of leases held at once. At full speed, a lease is held until
+            ``concurrency`` later leases have come; by timestamps, until its answer is decoded.
+        speed: replay speed relative to the timestamps; None for as fast as possible.
+        token_seconds: decode time per output token in trace time, when ``speed`` is set.
         execute: move real bytes on the cpu device and check them.
-        execute_bytes: memory for both tiers when ``execute`` is set.
-        latencies: time each operation in a second pass over the trace (the other modes time them
-            in the only pass).
+        execute_bytes: memory of both tiers together in bytes, with ``execute``.
+        latencies: time each operation in a second pass over the trace. Replays that are not plain
+            always time the operations, in their only pass.
     """
 
     block_tokens: int = 16
@@ -92,7 +92,7 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_plain(self) -> bool:
-        """True when the loop is the bare one: index only, one lease, one tier."""
+        """True for a replay with one lease at a time, one tier and no bytes."""
         return (
             self.concurrency == 1
             and self.host_blocks == 0
@@ -102,11 +102,15 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Workload(msgspec.Struct, kw_only=True):
-    """A trace, expanded.
+    """Expanded trace.
 
     Attributes:
-        prompts: int32 ``[tokens]`` for each of ``requests``.
-        left_out: requests that are too large for every device that was asked for; not expanded.
+        trace: name of the trace.
+        prompts: token ids of each request, int32 ``[tokens]``.
+        arrival_seconds: arrival of each request after the first one.
+        output_tokens: number of output tokens of each request.
+        requests: the requests in order of arrival.
+        left_out: requests that exceed all requested device capacities; not expanded.
     """
 
     trace: str
@@ -118,26 +122,26 @@ class Workload(msgspec.Struct, kw_only=True):
 
     @property
     def prompt_tokens(self) -> int:
-        """Prompt tokens of all requests, those left out included."""
+        """Prompt tokens of all requests, including ``left_out``."""
         left_out = sum(request.input_tokens for request in self.left_out)
         return sum(map(len, self.prompts)) + left_out
 
     @property
     def num_requests(self) -> int:
-        """Requests, those left out included."""
+        """Number of requests, including ``left_out``."""
         return len(self.requests) + len(self.left_out)
 
     def fitting(self, capacity_tokens: int) -> Workload:
-        """Return the workload without the prompts that can never be granted.
+        """Return the workload without the prompts that exceed ``capacity_tokens``.
 
         Raises:
-            UsageError: nothing is left.
+            UsageError: all prompts exceed it.
         """
         kept = [i for i, tokens in enumerate(self.prompts) if len(tokens) <= capacity_tokens]
         if not kept:
             raise UsageError(
                 f"none of the {self.num_requests} requests of {self.trace} fits the device's "
-                f"{capacity_tokens} tokens",
+                f"capacity of {capacity_tokens} tokens",
                 hint="raise device_blocks",
             )
         return Workload(
@@ -155,9 +159,9 @@ def load_workload(
     """Read and expand a trace, or its first ``limit`` requests.
 
     Args:
-        path: the trace.
-        limit: requests to read; None for all.
-        stages: progress.
+        path: path of the trace file.
+        limit: number of requests to read; None for all.
+        stages: shows progress.
         largest_tokens: longer requests are left out, not expanded; None expands all.
 
     Raises:
@@ -179,11 +183,11 @@ def workload_of(
     """Expand ``requests``, one or more.
 
     Args:
-        name: of the trace, for reports and messages.
-        requests: in order of arrival.
-        stages: progress.
+        name: name of the trace, for reports and messages.
+        requests: requests in order of arrival.
+        stages: shows progress.
         largest_tokens: longer requests are left out, not expanded; None expands all.
-        max_bytes: of all expanded prompts; None for half of the free memory.
+        max_bytes: limit of the expanded prompts in bytes; None for half of the free memory.
 
     Raises:
         UsageError: the expanded prompts would take more than ``max_bytes``.
@@ -208,20 +212,21 @@ def workload_of(
 
 
 def _check_memory(name: str, requests: Sequence[TraceRequest], max_bytes: int | None) -> None:
-    """Refuse prompts that would fill the memory: a line expands to a thousand times its size."""
+    """Raise if the expanded prompts exceed the limit: a line expands to about 1000x its size."""
     tokens = sum(request.input_tokens for request in requests)
     limit = available_bytes() // 2 if max_bytes is None else max_bytes
     if tokens * TOKEN_BYTES > limit:
         raise UsageError(
-            f"the prompts of {name} have {tokens:,} tokens, which take "
-            f"{tokens * TOKEN_BYTES / 2**20:,.0f} MiB of memory; at most {limit / 2**20:,.0f} MiB, "
-            "half of what is free, may be used",
-            hint="replay only the first requests with --limit",
+            f"the prompts of {name} have {tokens:,} tokens, which need "
+            f"{tokens * TOKEN_BYTES / 2**20:,.0f} MiB of memory; the limit is "
+            f"{limit / 2**20:,.0f} MiB",
+            hint="replay only the first requests with --limit; the default limit of the memory is "
+            "half of what is free",
         )
 
 
 async def replay(workload: Workload, options: ReplayOptions, stages: Stages) -> ReplayReport:
-    """Run the workload on a fresh engine.
+    """Run the workload on a new engine.
 
     Raises:
         InternalError: with ``execute``, a cached block held the wrong bytes.
@@ -239,7 +244,7 @@ async def replay(workload: Workload, options: ReplayOptions, stages: Stages) -> 
 
 
 class _Run(msgspec.Struct, kw_only=True):
-    """What one pass left behind, before it is made a report."""
+    """Measurements of one pass, from which the report is made."""
 
     cpu_seconds: float
     wall_seconds: float
@@ -301,10 +306,16 @@ async def _replay_general(workload: Workload, options: ReplayOptions, stages: St
 async def sweep_capacities(
     workload: Workload, options: ReplayOptions, capacities: Sequence[int], stages: Stages
 ) -> list[CapacityPoint]:
-    """Hit tokens for each number of device blocks, everything else as in ``options``.
+    """Return the hit tokens for each device capacity, with the other options unchanged.
 
-    Rates are of the whole trace, so that points are comparable: a request that does not fit the
-    device hits nothing.
+    Rates are relative to all prompt tokens of the trace, so that points are comparable: a request
+    that does not fit the device counts as no hit.
+
+    Args:
+        workload: the expanded trace.
+        options: options of all replays, except ``device_blocks``.
+        capacities: numbers of device blocks.
+        stages: shows progress.
     """
     points = []
     for device_blocks in capacities:
@@ -324,10 +335,10 @@ async def sweep_capacities(
 async def compare_policies(
     workload: Workload, options: ReplayOptions, stages: Stages
 ) -> tuple[ReplayReport, list[PolicyPoint]]:
-    """Replay under each of ``COMPARED_POLICIES``, all else as in ``options``.
+    """Replay with each write policy of ``COMPARED_POLICIES``, with the other options unchanged.
 
     Returns:
-        The whole report under ``options.write_policy``, and what tells the policies apart.
+        The full report for ``options.write_policy``, and one point per policy.
     """
     reports = {}
     for policy in COMPARED_POLICIES:
@@ -352,10 +363,10 @@ async def compare_policies(
 async def compare_evictions(
     workload: Workload, options: ReplayOptions, stages: Stages
 ) -> tuple[ReplayReport, list[EvictionPoint]]:
-    """Replay under each of ``EVICTION_POLICIES``, all else as in ``options``; beside them MIN.
+    """Replay with each policy of ``EVICTION_POLICIES``, and compute the bound MIN.
 
     Returns:
-        The whole report under ``options.eviction_policy``, and what tells the policies apart.
+        The full report for ``options.eviction_policy``, and one point per policy.
     """
     reports = {}
     for policy in EVICTION_POLICIES:
@@ -441,7 +452,7 @@ def _hit_tokens(statistics: Statistics) -> dict[str, int]:
 
 def _memory(run: _Run, rss_before: int) -> MemoryReport:
     statistics = run.statistics
-    # Nearly every block of the smaller tier is in the other one too.
+    # Nearly every block of the smaller tier is also in the larger tier.
     cached_blocks = max(statistics.device_cached, statistics.host_cached)
     return MemoryReport(
         rss_delta_bytes=run.rss_bytes - rss_before,

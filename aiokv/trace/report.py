@@ -28,10 +28,11 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
     """Memory of the engine.
 
     Attributes:
-        rss_delta_bytes: what the process grew by, from before the engine to after the replay.
-        cached_blocks: blocks in the larger tier at the end.
-        index_bytes: of the index and the pools by their own counters, token ids left out.
-        token_bytes: of the token ids.
+        rss_delta_bytes: growth of the resident memory from before the engine was made to after the
+            replay.
+        cached_blocks: cached blocks at the end, in the tier that has more.
+        index_bytes: memory of the index and the pools by their own counters, without token ids.
+        token_bytes: memory of the token ids.
         index_bytes_per_block: ``index_bytes / cached_blocks``.
     """
 
@@ -43,7 +44,7 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExecuteReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``--execute`` moved and checked."""
+    """Blocks that a replay with ``execute`` has written and verified."""
 
     block_bytes: int
     written_blocks: int
@@ -51,14 +52,20 @@ class ExecuteReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrafficReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What moved between the tiers, and what went.
+    """Blocks that were copied between the tiers, and blocks that were evicted.
+
+    All counts include verified copies only.
 
     Attributes:
-        block_bytes: of a real block with ``--execute``, else a nominal one.
-        onloaded_bytes: towards the device; proven copies only, as all counts here.
-        skipped_backups: blocks that found no room on the host when they were to be saved.
-        reclaimed_twins: host copies given up while the block was on the device.
-        dropped_blocks: blocks whose last copy went.
+        block_bytes: bytes per block: of a real block with ``execute``, else nominal.
+        onloaded_blocks: blocks copied to the device.
+        offloaded_blocks: blocks copied to host memory.
+        onloaded_bytes: bytes of these onloaded blocks.
+        offloaded_bytes: bytes of these offloaded blocks.
+        evicted_host_blocks: blocks evicted from host memory.
+        skipped_backups: blocks that were not saved because the host tier had no room.
+        reclaimed_twins: host copies that were evicted while the block was on the device, too.
+        dropped_blocks: blocks whose last copy was evicted.
     """
 
     block_bytes: int
@@ -77,7 +84,7 @@ class TrafficReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PolicyPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One write policy on the same trace; fields as in :class:`ReplayReport`."""
+    """Results of one write policy on the same trace; fields as in :class:`ReplayReport`."""
 
     write_policy: str
     hit_tokens: dict[str, int]
@@ -90,12 +97,12 @@ class PolicyPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EvictionPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One eviction policy on the same trace.
+    """Results of one eviction policy on the same trace; other fields as in :class:`ReplayReport`.
 
     Attributes:
-        min_hit_tokens: what no policy can beat on the device tier, by MIN over the trace's own
+        min_hit_tokens: upper bound of the hit tokens on the device, by MIN over the trace's own
             blocks of 512 tokens.
-        device_share_of_min: hit tokens on the device, by ``min_hit_tokens``.
+        device_share_of_min: hit tokens on the device divided by ``min_hit_tokens``.
     """
 
     eviction_policy: str
@@ -107,7 +114,7 @@ class EvictionPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CapacityPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Hit tokens at one number of device blocks; ``hit_rate`` is of all prompt tokens given."""
+    """Hit tokens at one device capacity; ``hit_rate`` is their share of all prompt tokens."""
 
     device_blocks: int
     prompt_tokens: int
@@ -116,23 +123,30 @@ class CapacityPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplayReport(msgspec.Struct, kw_only=True):
-    """Result of a replay; what ``--json`` writes.
+    """Result of a replay, which ``aiokv replay --json`` writes.
 
     Attributes:
-        requests: requests that ran.
-        rejected_requests: requests that need more blocks than the device has; they did not run.
-        prompt_tokens: of the requests that ran.
+        trace: name of the trace.
+        config: options of the replay, by name.
+        requests: number of requests that ran.
+        rejected_requests: number of requests that need more blocks than the device has; these did
+            not run.
+        prompt_tokens: prompt tokens of the requests that ran.
         hit_tokens: prompt tokens found in the cache, by tier, and their ``total``.
         hit_rate: ``total / prompt_tokens``.
-        evicted_blocks: device blocks that were taken back from the cache.
-        failed_onloads: leases whose onload failed and that computed the rest again.
-        index_seconds: CPU time of the loop's thread over match, allocate, commit and release of all
-            requests, token arrays prepared outside the clock.
+        evicted_blocks: cached blocks that were evicted from the device.
+        failed_onloads: number of leases whose onload failed and that computed the blocks again.
+        index_seconds: CPU time of the event loop's thread in match, allocate, commit and release of
+            all requests; the preparation of token arrays is not included.
         requests_per_second: ``requests / index_seconds``.
-        wall_seconds: wall-clock of the same loop.
-        latency_us: by operation.
-        write_policies: every write policy on the same trace, when they were compared.
-        eviction_policies: the same of the eviction policies.
+        wall_seconds: wall-clock time of the same loop.
+        latency_us: wall-clock microseconds per call, by operation.
+        memory: memory of the engine.
+        traffic: blocks that were copied between the tiers.
+        execute: blocks written and verified, with ``execute``.
+        capacities: results by device capacity, if several were replayed.
+        write_policies: results by write policy, if they were compared.
+        eviction_policies: results by eviction policy, if they were compared.
     """
 
     trace: str
@@ -157,7 +171,7 @@ class ReplayReport(msgspec.Struct, kw_only=True):
 
 
 def percentiles_us(samples_ns: Mapping[str, Sequence[int]]) -> dict[str, Percentiles]:
-    """Nearest-rank percentiles of nanosecond samples; operations without a sample are left out."""
+    """Return nearest-rank percentiles of nanosecond samples, by operation that has samples."""
     result = {}
     for operation, samples in samples_ns.items():
         if samples:
@@ -170,13 +184,13 @@ def percentiles_us(samples_ns: Mapping[str, Sequence[int]]) -> dict[str, Percent
 
 
 def resident_bytes() -> int:
-    """Resident set size of this process."""
+    """Return the resident set size of this process."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return pages * os.sysconf("SC_PAGESIZE")
 
 
 def available_bytes() -> int:
-    """Memory of this machine that can be allocated without swapping."""
+    """Return the bytes of memory that can be allocated without swapping."""
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":

@@ -1,4 +1,4 @@
-"""Small traces with the shape of chat traffic: shared system prompts and several turns."""
+"""Small generated traces of chat traffic, with shared system prompts and several turns."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from aiokv.trace.format import HASH_BLOCK_TOKENS, TraceRequest
 
 
 class _Conversation:
-    """Prompt of a conversation that grows by each turn; full blocks keep their ids."""
+    """Prompt of a conversation, which grows with each turn; full blocks keep their ids."""
 
     def __init__(self, system_prompt: list[int]) -> None:
         self.hash_ids = list(system_prompt)
         self.num_tokens = len(system_prompt) * HASH_BLOCK_TOKENS
 
     def grow(self, num_tokens: int, next_id: int) -> int:
-        """Append tokens; returns the first id not used. A partial last block gets a new id."""
+        """Append tokens; return the first unused id. A partial last block gets a new id."""
         full = self.num_tokens // HASH_BLOCK_TOKENS
         self.num_tokens += num_tokens
         new = -(-self.num_tokens // HASH_BLOCK_TOKENS) - full
@@ -33,16 +33,16 @@ def generate_trace(
     turn_tokens: int = 900,
     mean_interval_ms: float = 250.0,
 ) -> list[TraceRequest]:
-    """A trace of interleaved conversations; the same arguments give the same trace.
+    """Return a trace of interleaved conversations; equal arguments give equal traces.
 
     Args:
-        num_requests: requests in the trace.
-        seed: of the generator.
-        system_prompts: shared prompts of 1, 2, ... blocks of 512 tokens.
+        num_requests: number of requests in the trace.
+        seed: seed of the random generator.
+        system_prompts: number of shared system prompts, of 1, 2, ... blocks of 512 tokens.
         max_turns: a conversation ends after 1 to ``max_turns`` requests.
-        live_conversations: conversations that take turns.
-        turn_tokens: mean of the tokens that a turn adds (prompt and answer).
-        mean_interval_ms: mean time between arrivals.
+        live_conversations: number of conversations that are open at a time.
+        turn_tokens: mean number of tokens that a turn adds (prompt and answer).
+        mean_interval_ms: mean time between arrivals in milliseconds.
     """
     rng = random.Random(seed)
     prompts: list[list[int]] = []

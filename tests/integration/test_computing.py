@@ -379,7 +379,7 @@ async def test_a_swap_waits_for_the_batches_of_its_lease():
         work: ThreadFuture[None] = ThreadFuture()
         with cache.engine.computing([lease]) as batch:
             batch.ends_with(work)
-            with pytest.raises(LeaseError, match="cannot be swapped inside the block"):
+            with pytest.raises(LeaseError, match="cannot be swapped inside the `with` block"):
                 await lease.preempt(swap=True)
         swapping = asyncio.create_task(lease.preempt(swap=True))
         await spin(3)

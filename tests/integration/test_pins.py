@@ -59,7 +59,7 @@ async def test_a_pin_without_room_says_so_and_one_of_nothing_is_empty():
     async with Cache(device_blocks=6) as cache:
         await on_host(cache, A)
         holder = await cache.serve(BIG[:17])
-        with pytest.raises(WouldBlock, match="no room to pin 8 tokens"):
+        with pytest.raises(WouldBlock, match="no room on the device for 8 cached tokens"):
             await cache.engine.pin(A)
         assert (await cache.engine.pin(C)).tokens == 0
         holder.release()

@@ -79,7 +79,7 @@ async def test_a_timeout_names_the_quota_and_counts_nothing():
     async with quota_engine() as served:
         first = await served.engine.match(prompt(1, 3), salt="a").allocate(6)
         second = served.engine.match(prompt(2), salt="a")
-        with pytest.raises(AllocateTimeout, match="'a' holds 3 blocks of 4"):
+        with pytest.raises(AllocateTimeout, match="'a' holds 3 of the 4 blocks"):
             await second.allocate(4, timeout=0.0)
         third = await served.engine.match(prompt(3, 1), salt="a").allocate(2)
         for lease in (first, second, third):

@@ -234,7 +234,7 @@ def layout(**change):
         (layout(layers=3), "3 layers, not 2"),
         (layout(words=4), "128 bytes on cpu, not of 96 bytes"),
         (layout(names=("k",)), r"\['k'\], not \['k', 'v'\]"),
-        (layout(blocks=7), "7 blocks; the device tier had 8"),
+        (layout(blocks=7), "7 blocks; they must hold at least the 8 blocks"),
     ],
     ids=["none", "layers", "bytes", "names", "blocks"],
 )

@@ -267,8 +267,8 @@ async def test_a_rank_that_finds_nobody_gives_up(tmp_path):
 def test_ranks_exclude_tensors_here():
     group = RankGroup(1, path="s")
     for config, here, why in (
-        (CacheConfig(device_blocks=4), {"regions": regions_of(8)}, "both regions= and ranks="),
-        (CacheConfig(device_blocks=4), {"device": ManualDevice()}, "both device= and ranks="),
+        (CacheConfig(device_blocks=4), {"regions": regions_of(8)}, "regions has tensors, but"),
+        (CacheConfig(device_blocks=4), {"device": ManualDevice()}, "but ranks is given"),
         (CacheConfig(device_blocks=4, verify="checksum"), {}, "verify is 'checksum'"),
     ):
         with pytest.raises(ConfigError, match=why):

@@ -146,7 +146,7 @@ def test_lease_that_waits_cannot_wait_twice():
         lambda: scheduler.preempt(request),
         lambda: scheduler.swap_out(request),
     ):
-        with pytest.raises(LeaseError, match="'r1' waits for its blocks already"):
+        with pytest.raises(LeaseError, match="'r1' already waits for capacity"):
             transition()
     assert scheduler.read.num_waiting == 1
     assert scheduler.violations() == []
