@@ -545,11 +545,11 @@ class Lease(Unique):
         self.layers = done
 
     def note_capacity_wait(self, seconds: float) -> None:
-        """Add to the time that the lease waited for capacity, for ``usage``."""
+        """Add ``seconds`` to the time that the lease waited for capacity, for ``usage``."""
         self._noted_waits().add_capacity(seconds)
 
     def note_pending_wait(self, tokens: int, seconds: float) -> None:
-        """Add to the time that the lease waited for another lease to compute, for ``usage``."""
+        """Add a wait for ``tokens`` that another lease was computing, for ``usage``."""
         self._noted_waits().add_pending(tokens, seconds)
 
     def _noted_waits(self) -> Waits:

@@ -210,8 +210,8 @@ def _rows(report: ReplayReport) -> list[tuple[str, str]]:
     rows += _memory_rows(report)
     for eviction in report.eviction_policies or ():
         text = (
-            f"hit tokens {eviction.hit_tokens['total']:,} ({eviction.hit_rate:.2%}), on the device "
-            f"{eviction.device_share_of_min:.3f} of the {eviction.min_hit_tokens:,} of MIN"
+            f"hits {eviction.hit_tokens['total']:,} tokens ({eviction.hit_rate:.2%}), on the "
+            f"device {eviction.device_share_of_min:.3f} of the {eviction.min_hit_tokens:,} of MIN"
         )
         rows.append((eviction.eviction_policy, text))
     for point in report.capacities or ():
@@ -231,7 +231,7 @@ def _traffic_rows(report: ReplayReport) -> list[tuple[str, str]]:
     for point in report.write_policies or ():
         hits, moved = point.hit_tokens, point.traffic
         text = (
-            f"hit tokens {hits['total']:,} ({point.hit_rate:.2%}; device {hits['device']:,}, "
+            f"hits {hits['total']:,} tokens ({point.hit_rate:.2%}; device {hits['device']:,}, "
             f"host {hits['host']:,}), copied to host memory "
             f"{moved.offloaded_bytes / 2**30:,.2f} GiB, "
             f"to the device {moved.onloaded_bytes / 2**30:,.2f} GiB, evicted device blocks "

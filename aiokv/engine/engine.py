@@ -529,6 +529,9 @@ class CacheEngine(Unique):
         Args:
             timeout: seconds to wait on entry for transfers in flight; None for no limit.
 
+        Returns:
+            An async context manager.
+
         Raises:
             ControlTimeout: raised on entry: transfers did not end in time. Nothing changed.
 
@@ -673,12 +676,20 @@ class CacheEngine(Unique):
         return self._worker.statistics()
 
     def poller_statistics(self) -> PollerStatistics:
-        """Return counters and latencies of the event poller; zeros before ``async with``."""
+        """Return counters and latencies of the event poller; zeros before ``async with``.
+
+        Raises:
+            UsageError: the call is made in another thread.
+        """
         self._lifetime.check_thread()
         return self._poller.statistics()
 
     def dump(self) -> dict[str, object]:
-        """Return the state of all leases, waiting lines and ranks as values that JSON can hold."""
+        """Return the state of all leases, waiting lines and ranks as values that JSON can hold.
+
+        Raises:
+            UsageError: the call is made in another thread.
+        """
         self._lifetime.check_thread()
         return {
             **self._scheduler.read.describe(),
@@ -693,6 +704,9 @@ class CacheEngine(Unique):
         """Return a description of each violated invariant: I1-I6, and those of the waiting lines.
 
         Scans all blocks and leases: meant for tests and debugging.
+
+        Raises:
+            UsageError: the call is made in another thread.
         """
         self._lifetime.check_thread()
         return self._scheduler.violations()

@@ -110,7 +110,7 @@ class Lifecycle:
         read = self._scheduler.read
         conditions = self._dispatcher.conditions
         if not await conditions.wait_for(lambda: not read.has_leases, timeout):
-            log.warning("engine.leases_out", owners=read.owners(), waited_seconds=timeout)
+            log.warning("engine.leases_held", owners=read.owners(), waited_seconds=timeout)
 
     def _close_without_loop(self) -> None:
         """Close an engine whose loop is closed: no callback runs any more."""

@@ -45,7 +45,7 @@ async def test_the_owners_of_leases_that_stay_out_are_named(caplog):
     async with engine:
         lease = engine.match([1], owner="req-7")
         await engine.aclose(0)
-    assert "engine.leases_out" in caplog.text
+    assert "engine.leases_held" in caplog.text
     assert any("req-7" in str(record.__dict__) for record in caplog.records)
     lease.release()
 
