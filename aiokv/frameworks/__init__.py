@@ -1,1 +1,1 @@
-"""What a tensor framework needs beside DLPack; only these import one."""
+"""Support for tensor frameworks beyond DLPack; no other module imports a framework."""

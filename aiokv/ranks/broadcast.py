@@ -208,10 +208,10 @@ class TransferBroadcast:
     def end_rank(self, lost: RankLost) -> None:
         """End all transfers on a lost rank, which moves nothing any more."""
         for transfer in list(self._transfers.values()):
-            gone = TransferReport(
+            failed = TransferReport(
                 transfer_id=transfer.plan.transfer_id, outcome="failed", reason=str(lost)
             )
-            if transfer.end(lost.rank, gone):
+            if transfer.end(lost.rank, failed):
                 self._end(transfer)
 
     def end_all(self) -> None:

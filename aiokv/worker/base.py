@@ -33,7 +33,7 @@ UNLIMITED_BLOCKS: Final = 2**31 - 1  # device blocks without tensors, or before 
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of :class:`Worker` that one worker can do.
+    """Optional parts of :class:`Worker` that a worker supports.
 
     The engine compares its configuration with these when it is made, and never asks for the class
     of a worker.
@@ -72,7 +72,7 @@ class Worker(Protocol):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the worker can do; constant."""
+        """Optional parts that the worker supports; constant."""
 
     @property
     def num_layers(self) -> int:

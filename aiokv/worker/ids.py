@@ -1,4 +1,4 @@
-"""The one check of a plan's block ids, before a worker accepts the plan."""
+"""Check of a plan's block ids, before a worker accepts the plan."""
 
 from __future__ import annotations
 

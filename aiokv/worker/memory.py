@@ -33,7 +33,7 @@ class WorkerMemory:
     Args:
         regions: the device tensors, borrowed until ``close()``.
         device: attached by ``open()``, closed by ``close()``.
-        checksums: told whenever the tensors change.
+        checksums: gets the new tensors whenever they change.
 
     Attributes:
         regions: the device tensors now; without memory while the device tier sleeps.

@@ -411,7 +411,7 @@ class EventPoller:
             self.lead_seconds = min(max(lead_seconds, MIN_LEAD_SECONDS), MAX_LEAD_SECONDS)
         if finished_at is not None:
             return finished_at
-        # The poller slept too long: an early guess is corrected by the next observed end.
+        # The poller slept too long: the next observed end corrects an early estimate.
         return now if seen else min(now, stream.ends_at) - self.lead_seconds
 
     def _announce(self, watch: Watch, error: BaseException | None) -> None:

@@ -294,7 +294,7 @@ def test_capacity_is_never_more_than_the_tensors_hold() -> None:
 def test_less_than_one_block_is_refused(field: str) -> None:
     with pytest.raises(ConfigError, match=f"{field} is 100; it must be at least"):
         CacheConfig.for_regions(gqa().regions, **{field: 100})
-    with pytest.raises(ConfigError, match="without tensors"):
+    with pytest.raises(ConfigError, match="regions has no tensors"):
         CacheConfig.for_regions(Regions(num_layers=2))
 
 
