@@ -164,6 +164,26 @@ def test_stop_waiting_takes_back_a_grant_that_came_meanwhile():
     assert scheduler.violations() == []
 
 
+def test_stop_waiting_of_a_released_lease_leaves_its_blocks_with_the_batch():
+    """Another task has computed with it and released it, before the waiting task has run."""
+    scheduler = scheduler_of(4, salt_quota_blocks=4)
+    holder = granted(scheduler, 1, 4, salt="a")
+    request = waiting(scheduler, 2, 4, salt="b")
+    _, effects = scheduler.release(holder)
+    assert granted_by(effects) == [request]
+    batch_id, _ = scheduler.begin_batch([request])
+    scheduler.release(request)
+    scheduler.stop_waiting(request)
+    assert scheduler.violations() == []
+    assert scheduler.read.statistics().device_free == 0
+    assert scheduler.read.quota_held("b") == 4
+    scheduler.end_batch(batch_id, in_open_step=False)
+    assert scheduler.violations() == []
+    assert scheduler.read.num_leases == 0
+    assert scheduler.read.quota_held("b") == 0
+    assert scheduler.read.statistics().device_free == 4
+
+
 # --- pending blocks -------------------------------------------------------------------------------
 
 

@@ -1,0 +1,370 @@
+"""Random walks of CacheScheduler alone: each wait ends once, and all blocks come back.
+
+A walk calls transitions in random order and applies their effects as the dispatcher does; the
+worker is a set of plans that end at random. After each transition ``violations()`` is empty.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import suppress
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from aiokv import CacheConfig, LeaseState
+from aiokv.errors import AiokvError, LeaseError, RequestTooLarge, WouldBlock
+from aiokv.plan import Priority, TransferReport
+from aiokv.scheduler.effects import NO_EFFECTS
+from aiokv.scheduler.scheduler import CacheScheduler
+
+if TYPE_CHECKING:
+    from aiokv.plan import TransferPlan
+    from aiokv.scheduler.effects import Effects
+
+BLOCK_TOKENS = 2
+DEVICE_BLOCKS = 12
+HOST_BLOCKS = 10
+GRANTED = (LeaseState.GRANTED,)
+UNGRANTED = (LeaseState.MATCHED, LeaseState.SWAPPED)
+
+
+class Walk:
+    def __init__(self, seed: int) -> None:
+        self.random = random = Random(seed)
+        self.seen: Counter[str] = Counter()
+        self.scheduler = CacheScheduler(
+            CacheConfig(
+                block_tokens=BLOCK_TOKENS,
+                device_blocks=DEVICE_BLOCKS,
+                host_blocks=random.choice((0, HOST_BLOCKS)),
+                write_policy=random.choice(("none", "write_through", "write_back")),
+                eviction_policy="lru",
+                salt_quota_blocks=random.choice((None, 7)),
+                verify=random.choice(("off", "checksum")),
+            )
+        )
+        self.tracked = random.random() < 0.5
+        self.apply(self.scheduler.track_steps(self.tracked))
+        self.tokens: dict[int, np.ndarray] = {}  # of the leases with a handle
+        self.in_line: set[int] = set()
+        self.pending: set[int] = set()
+        self.in_flight: dict[int, TransferPlan] = {}
+        self.batches: dict[int, list[int]] = {}
+        self.pins: set[int] = set()
+        self.step = 0  # the newest closed one
+        self.advances = self.collects = False
+
+    # --- the dispatcher -------------------------------------------------------------------------
+
+    def apply(self, result: tuple[Any, Effects]) -> Any:
+        value, effects = result
+        if effects is not NO_EFFECTS:
+            self.apply_effects(effects)
+            self.scheduler.applied()
+        assert self.scheduler.violations() == []
+        return value
+
+    def apply_effects(self, effects: Effects) -> None:
+        for name in effects.__slots__:
+            if getattr(effects, name):
+                self.seen[name] += 1
+        cancelled = list(effects.cancel)
+        effects.cancel.clear()
+        effects.computed.clear()
+        effects.urge.clear()
+        while effects.submit:
+            plan = effects.submit.popleft()
+            assert plan.transfer_id not in self.in_flight
+            self.in_flight[plan.transfer_id] = plan
+        while effects.granted:
+            grant = effects.granted.popleft()
+            self.in_line.remove(grant.lease_id)
+            assert set(grant.onloads) <= set(self.in_flight)
+            assert self.scheduler.read.is_granted(grant.lease_id)
+        while effects.refused:
+            lease_id, error = effects.refused.popleft()
+            assert isinstance(error, AiokvError)
+            self.in_line.remove(lease_id)
+        while effects.resumed:
+            self.pending.remove(effects.resumed.popleft()[0])
+        while effects.unpinned:
+            lease_id, reason = effects.unpinned.popleft()
+            assert reason
+            self.pins.remove(lease_id)
+        turns = list(effects.turns)
+        effects.turns.clear()
+        self.collects |= effects.collect
+        self.advances |= effects.advance
+        effects.collect = effects.advance = False
+        self.scheduler.applied()
+        for lease_id in turns:
+            assert lease_id in self.in_line
+            if self.apply(self.scheduler.take_turn(lease_id)) is not None:
+                self.in_line.remove(lease_id)
+        for transfer_id in cancelled:
+            if self.random.random() < 0.5:
+                self.end(transfer_id, "cancelled")
+
+    def later(self) -> None:
+        """The end of a pass, or a later pass of the loop."""
+        if self.collects:
+            self.collects = False
+            self.apply(self.scheduler.collect_backups())
+        if self.advances:
+            self.advances = False
+            self.apply(self.scheduler.advance())
+
+    def end(self, transfer_id: int, outcome: Any = "done", first_bad: int = 0) -> None:
+        plan = self.in_flight.pop(transfer_id)
+        report = TransferReport(
+            transfer_id=transfer_id,
+            outcome=outcome,
+            first_bad_block=plan.num_blocks if outcome == "done" else first_bad,
+        )
+        for _ in range(self.random.choice((1, 1, 2))):  # an interrupt repeats a report
+            self.apply(self.scheduler.complete(report))
+
+    # --- what requests do -----------------------------------------------------------------------
+
+    def prompt(self) -> np.ndarray:
+        return np.array(
+            [self.random.choice((1, 1, 1, 2)) for _ in range(self.random.randint(1, 16))], np.int32
+        )
+
+    def pick(self, *, granted: bool | None = None, waiting: bool = False) -> int | None:
+        read = self.scheduler.read
+        found = [
+            lease_id
+            for lease_id in self.tokens
+            if (waiting or lease_id not in self.in_line | self.pending)
+            and (granted is None or read.state(lease_id) in (GRANTED if granted else UNGRANTED))
+        ]
+        return self.random.choice(found) if found else None
+
+    def match(self) -> None:
+        if len(self.tokens) < 12:
+            tokens = self.prompt()
+            lease_id = self.apply(self.scheduler.match(tokens, salt=self.random.choice("ab")))
+            self.tokens[lease_id] = tokens
+
+    def allocate(self) -> None:
+        if (lease_id := self.pick(granted=False)) is None:
+            return
+        num_tokens = self.random.randint(1, len(self.tokens[lease_id]) + 3)
+        with suppress(RequestTooLarge, LeaseError):  # the latter: fewer than a swap has kept
+            grant, effects = self.scheduler.allocate(
+                lease_id, num_tokens, self.random.randint(0, 2)
+            )
+            if grant is None:
+                self.in_line.add(lease_id)
+            self.apply((grant, effects))
+
+    def try_allocate(self) -> None:
+        if (lease_id := self.pick(granted=False)) is None:
+            return
+        num_tokens = self.random.randint(1, len(self.tokens[lease_id]) + 3)
+        with suppress(RequestTooLarge, LeaseError):
+            expected = self.scheduler.can_allocate(lease_id, num_tokens)
+            urgency = self.random.choice((Priority.DEMAND, Priority.PREFETCH))
+            grant = self.apply(
+                self.scheduler.try_allocate(lease_id, num_tokens, onload_priority=urgency)
+            )
+            assert (grant is not None) == expected
+
+    def wait_pending(self) -> None:
+        if (lease_id := self.pick(granted=False)) is None:
+            return
+        waits, effects = self.scheduler.wait_pending(lease_id)
+        if waits:
+            self.pending.add(lease_id)
+        self.apply((waits, effects))
+
+    def stop(self) -> None:
+        if self.in_line and self.random.random() < 0.5:
+            lease_id = self.random.choice(sorted(self.in_line))
+            self.in_line.remove(lease_id)
+            self.apply(self.scheduler.stop_waiting(lease_id))
+        elif self.pending:
+            lease_id = self.random.choice(sorted(self.pending))
+            self.pending.remove(lease_id)
+            self.apply(self.scheduler.stop_wait_pending(lease_id))
+
+    def commit(self) -> None:
+        if (lease_id := self.pick(granted=True)) is not None:
+            read = self.scheduler.read
+            if read.onloads(lease_id):
+                return
+            self.apply(self.scheduler.recompute_from(lease_id))
+            last = min(read.num_tokens(lease_id), len(self.tokens[lease_id]))
+            self.apply(self.scheduler.commit(lease_id, self.random.randint(0, last)))
+
+    def extend(self) -> None:
+        if (lease_id := self.pick(granted=True)) is not None:
+            self.apply(self.scheduler.extend([lease_id], self.random.randint(1, 3)))
+
+    def truncate(self) -> None:
+        if (lease_id := self.pick(granted=True)) is not None:
+            num_tokens = self.scheduler.read.num_tokens(lease_id) - self.random.randint(0, 3)
+            with suppress(LeaseError):
+                self.apply(self.scheduler.truncate(lease_id, num_tokens))
+                self.tokens[lease_id] = self.tokens[lease_id][:num_tokens]
+
+    def fork(self) -> None:
+        if (lease_id := self.pick(granted=True)) is not None and len(self.tokens) < 14:
+            with suppress(WouldBlock, LeaseError):
+                fork = self.apply(self.scheduler.fork(lease_id, "child"))
+                self.tokens[fork.lease_id] = self.tokens[lease_id]
+
+    def preempt(self) -> None:
+        if (lease_id := self.pick()) is not None:
+            with suppress(LeaseError):
+                if self.random.random() < 0.6:
+                    self.apply(self.scheduler.swap_out(lease_id))
+                else:
+                    self.apply(self.scheduler.preempt(lease_id))
+
+    def release(self) -> None:
+        """Also of a lease that waits: its task is told by an effect."""
+        if (lease_id := self.pick(waiting=True)) is not None:
+            del self.tokens[lease_id]
+            self.apply(self.scheduler.release(lease_id))
+            assert lease_id not in self.in_line | self.pending
+
+    def begin_batch(self) -> None:
+        if (lease_id := self.pick(granted=True)) is not None:
+            with suppress(LeaseError):
+                batch_id = self.apply(self.scheduler.begin_batch([lease_id]))
+                self.batches[batch_id] = [lease_id]
+
+    def end_batch(self) -> None:
+        if self.batches:
+            batch_id = self.random.choice(sorted(self.batches))
+            del self.batches[batch_id]
+            in_open_step = self.random.random() < 0.5
+            self.apply(self.scheduler.end_batch(batch_id, in_open_step=in_open_step))
+
+    def close_step(self) -> None:
+        self.step = self.apply(self.scheduler.close_step())
+        if self.random.random() < 0.7:
+            self.apply(self.scheduler.finish_step(self.step))
+
+    def transfer(self) -> None:
+        ready = [
+            transfer_id
+            for transfer_id, plan in self.in_flight.items()
+            if plan.after_step <= self.step
+        ]
+        if ready:
+            transfer_id = self.random.choice(ready)
+            if self.random.random() < 0.8:
+                self.end(transfer_id)
+            else:
+                blocks = self.in_flight[transfer_id].num_blocks
+                self.end(transfer_id, "failed", self.random.randrange(blocks))
+
+    def evict(self) -> None:
+        tier = self.random.choice(("device", "host"))
+        self.apply(self.scheduler.evict(self.random.randint(1, 4), tier))
+
+    def hold(self) -> None:
+        """Pin or prefetch what is cached of a prompt."""
+        if len(self.pins) > 2:
+            self.apply(self.scheduler.unpin(self.random.choice(sorted(self.pins)), "test"))
+            return
+        lease_id = self.apply(self.scheduler.match(self.prompt(), holds="whole prompt"))
+        hit = self.scheduler.read.hit(lease_id).total
+        grant = hit and self.apply(self.scheduler.try_allocate(lease_id, hit))
+        if not grant:
+            self.apply(self.scheduler.release(lease_id))
+            return
+        until_used = self.random.random() < 0.5
+        if until_used:
+            self.apply(self.scheduler.await_use(lease_id))
+        while onloads := self.scheduler.read.onloads(lease_id):
+            if self.in_flight[onloads[0]].after_step > self.step:
+                self.close_step()
+            self.end(onloads[0])
+        (_, reason), effects = self.scheduler.pin(lease_id, until_used=until_used)
+        if not reason:
+            self.pins.add(lease_id)
+        self.apply((None, effects))
+
+    def gate(self) -> None:
+        """Waiting leases go on when a pause ends."""
+        self.apply(self.scheduler.change_gate("pause"))
+        for _ in range(3):
+            self.random.choice((self.match, self.allocate, self.release, self.transfer))()
+        self.apply(self.scheduler.change_gate("resume"))
+
+    def reset(self) -> None:
+        if self.random.random() < 0.1:
+            self.apply(self.scheduler.reset("test"))
+
+    # --- the end --------------------------------------------------------------------------------
+
+    def run(self, steps: int) -> None:
+        verbs = [
+            *[self.match] * 4, *[self.allocate] * 5, self.try_allocate, *[self.wait_pending] * 2,
+            self.stop, *[self.commit] * 5, self.extend, self.truncate, self.fork,
+            *[self.preempt] * 2, *[self.release] * 3, self.begin_batch, *[self.end_batch] * 2,
+            *[self.close_step] * 2, *[self.transfer] * 6, self.evict, self.hold, self.gate,
+            self.reset,
+        ]  # fmt: skip
+        for _ in range(steps):
+            verb = self.random.choice(verbs)
+            self.seen[verb.__name__] += 1
+            verb()
+            if self.random.random() < 0.7:
+                self.later()
+        self.finish()
+
+    def finish(self) -> None:
+        """Requests end; nothing is left but cached blocks."""
+        for lease_id in list(self.tokens):
+            del self.tokens[lease_id]
+            self.apply(self.scheduler.release(lease_id))
+        for pin in list(self.pins):
+            self.apply(self.scheduler.unpin(pin, "test"))
+        while self.batches:
+            self.end_batch()
+        busy = True
+        while busy:
+            self.step = self.apply(self.scheduler.close_step())
+            self.apply(self.scheduler.finish_step(self.step))
+            self.later()
+            busy = bool(self.in_flight)
+            for transfer_id in list(self.in_flight):
+                if transfer_id in self.in_flight:
+                    self.end(transfer_id)
+        assert (self.in_line, self.pending, self.pins) == (set(), set(), set())
+        read = self.scheduler.read
+        assert (read.num_leases, read.num_waiting) == (0, 0)
+        assert [read.quota_held(salt) for salt in ("a", "b", "")] == [0, 0, 0]
+        statistics = read.statistics()
+        assert statistics.device_free + statistics.device_cached == DEVICE_BLOCKS
+        assert (statistics.device_in_flight, statistics.host_in_flight) == (0, 0)
+        assert read.steps_finished
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_transitions_end_each_wait_once_and_give_all_blocks_back(seed: int) -> None:
+    Walk(seed).run(200)
+
+
+def test_walks_reach_all_effects_but_those_of_a_failed_engine() -> None:
+    seen: Counter[str] = Counter()
+    offloads = 0
+    for seed in range(100, 112):
+        walk = Walk(seed)
+        walk.run(200)
+        seen += walk.seen
+        offloads += walk.scheduler.read.statistics().offloaded_blocks
+    for name in (
+        "submit", "urge", "granted", "turns", "refused", "resumed", "unpinned", "computed",
+        "cancel", "collect", "advance",
+    ):  # fmt: skip
+        assert seen[name] > 0, (name, seen)
+    assert offloads > 0
