@@ -60,7 +60,16 @@ def add_count(
     *,
     minimum: int = 1,
 ) -> None:
-    """Add a whole number, whose help text names its default."""
+    """Add a flag with a whole number, whose help text ends with the default.
+
+    Args:
+        group: parser or group of the flag.
+        flag: name of the flag, with its dashes.
+        default: default value.
+        text: help text.
+        metavar: name of the value in the help text.
+        minimum: smallest accepted value.
+    """
     group.add_argument(
         flag,
         type=at_least(minimum),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from aiokv.demo.weights import ModelConfig, Weights
     from aiokv.demo.workload import Workload
 
-# Room for the table in a file or a pipe.
+# Width of the table in a file or a pipe, in columns.
 PLAIN_COLUMNS = 110
 
 EXIT_EQUAL = 0
@@ -37,16 +37,16 @@ USUAL = (FRAMEWORKS[0], DEVICES[0], KV_FORMATS[0])
 NOTHING_TO_CORRUPT = "nothing was reused from the device, so nothing could be corrupted"
 
 EPILOG = """\
-The same workload runs three times: with nothing reused, with a device tier, and with a small device
-tier over a host tier. Every row of logits and every token of the later runs must equal the first's,
-and every cached block that a request reads must hold the bytes that were computed for it.
+The same workload runs three times: without reuse, with a device tier, and with a small device tier
+and a host tier. Every row of logits and every token of the later runs must equal those of the first
+run, and every cached block that a request reads must hold the bytes that were computed for it.
 
 --trace, --images, --checkpoint, --attention mla, --framework paddle, --device cuda and --kv-format
 need modules that only the repository has: use them in a checkout.
 
-exit status: 0 equal, 1 the cache served wrong bytes (with --corrupt: the control worked),
-2 bad usage, 3 --corrupt was not detected, 4 inconclusive: the logits are not finite, or they differ
-although every cached block held the right bytes
+exit status: 0 all runs are equal, 1 the cache served wrong bytes (with --corrupt: the corruption
+was detected), 2 bad usage, 3 the corruption of --corrupt was not detected, 4 inconclusive: the
+logits are not finite, or they differ although every cached block held the right bytes
 """
 
 
@@ -60,83 +60,89 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     work = parser.add_argument_group("workload")
-    add_count(work, "--conversations", 24, "conversations, all there from the start")
-    add_count(work, "--turns", 4, "turns of each")
-    add_count(work, "--system-prompts", 4, "different system prompts")
-    add_count(work, "--system-tokens", 128, "tokens of a system prompt")
-    add_count(work, "--user-tokens", 48, "mean tokens of a user's turn")
-    add_count(work, "--answer-tokens", 16, "tokens generated in a turn")
+    add_count(work, "--conversations", 24, "number of conversations; all begin at the start")
+    add_count(work, "--turns", 4, "turns per conversation")
+    add_count(work, "--system-prompts", 4, "number of different system prompts")
+    add_count(work, "--system-tokens", 128, "tokens per system prompt")
+    add_count(work, "--user-tokens", 48, "mean tokens per user turn")
+    add_count(work, "--answer-tokens", 16, "generated tokens per turn")
     add_count(
         work,
         "--images",
         0,
-        "different images, one at the beginning of each conversation",
+        "number of different images; each conversation begins with one of them",
         minimum=0,
     )
     work.add_argument(
-        "--trace", type=Path, metavar="FILE", help="serve this Mooncake trace, scaled down, instead"
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="serve this Mooncake trace, scaled down, instead of conversations",
     )
-    add_count(work, "--requests", 96, "requests of the trace")
-    add_count(work, "--context-tokens", 512, "longest request of the trace, after scaling")
-    add_count(work, "--seed", 0, "of the workload", minimum=0)
+    add_count(work, "--requests", 96, "with --trace: number of requests")
+    add_count(
+        work, "--context-tokens", 512, "with --trace: longest request in tokens, after scaling"
+    )
+    add_count(work, "--seed", 0, "seed of the workload", minimum=0)
     cache = parser.add_argument_group("cache")
-    add_count(cache, "--block-tokens", 16, "tokens of a block")
+    add_count(cache, "--block-tokens", 16, "tokens per block")
     add_count(cache, "--device-blocks", 1024, "device blocks of the first two runs")
     add_count(cache, "--pressure-blocks", 128, "device blocks of the run with a host tier")
-    add_count(cache, "--host-blocks", 1024, "host blocks of that run")
+    add_count(cache, "--host-blocks", 1024, "host blocks of the run with a host tier")
     cache.add_argument(
         "--write-policy",
         choices=SAVING_POLICIES,
         default=SAVING_POLICIES[0],
-        help="when to copy blocks of that run to host memory (default: %(default)s)",
+        help="when the run with a host tier copies blocks to host memory (default: %(default)s)",
     )
     serving = parser.add_argument_group("serving")
-    add_count(serving, "--max-running", 8, "requests in the batch")
-    add_count(serving, "--chunk-tokens", 32, "prompt tokens of a step")
+    add_count(serving, "--max-running", 8, "maximum number of requests per batch")
+    add_count(serving, "--chunk-tokens", 32, "maximum number of prompt tokens per step")
     serving.add_argument(
         "--disconnect",
         type=share,
         default=0.0,
         metavar="SHARE",
-        help="cancel this share of the requests of the later runs at a random instant while they "
-        "are computed, and send them again (default: %(default)s)",
+        help="in the later runs, cancel this share of the requests at a random time during their "
+        "computation, and send them again (default: %(default)s)",
     )
     model = parser.add_argument_group("model")
-    add_count(model, "--layers", 4, "transformer layers")
+    add_count(model, "--layers", 4, "number of transformer layers")
     add_count(model, "--hidden", 128, "hidden size")
-    add_count(model, "--heads", 4, "attention heads")
-    add_count(model, "--kv-heads", 2, "key and value heads of gqa")
+    add_count(model, "--heads", 4, "number of attention heads")
+    add_count(model, "--kv-heads", 2, "number of key and value heads, with --attention gqa")
     model.add_argument(
         "--attention",
         choices=ATTENTIONS,
         default="gqa",
-        help="grouped-query attention, or multi-head latent attention, which caches one latent per "
-        "token and needs --framework paddle (default: %(default)s)",
+        help="gqa: grouped-query attention; mla: multi-head latent attention, which caches one "
+        "latent per token and needs --framework paddle (default: %(default)s)",
     )
     model.add_argument(
         "--checkpoint",
         type=Path,
         metavar="DIR",
-        help="a local Llama or Qwen checkpoint (config.json, *.safetensors) instead of these sizes",
+        help="folder of a Llama or Qwen checkpoint (config.json, *.safetensors), which replaces "
+        "these sizes",
     )
     model.add_argument(
         "--framework",
         choices=FRAMEWORKS,
         default="numpy",
-        help="what computes it (default: %(default)s)",
+        help="library that computes the model (default: %(default)s)",
     )
     model.add_argument(
         "--device",
         choices=DEVICES,
         default="cpu",
-        help="where it is computed and cached; cuda takes CuPy for numpy (default: %(default)s)",
+        help="device of the model and its cache; with cuda, numpy uses CuPy (default: %(default)s)",
     )
     model.add_argument(
         "--kv-format",
         choices=KV_FORMATS,
         default="float32",
-        help="of the cached keys and values, or latents; int8 and fp8 add regions of scales, and "
-        "all but float32 need --framework paddle (default: %(default)s)",
+        help="data type of the cached keys and values, or latents; int8 and fp8 add regions of "
+        "scales, and all types but float32 need --framework paddle (default: %(default)s)",
     )
     parser.add_argument(
         "--corrupt",
@@ -147,7 +153,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the demo; returns the exit status.
+    """Run the demo and return the exit status.
 
     Raises:
         UsageError: sizes contradict each other, a file cannot be read or written, or an option
@@ -178,7 +184,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _verdict(console: Console, result: DemoResult, *, control: bool) -> int:
-    """Print what the comparison means; returns the exit status."""
+    """Print the result of the comparison and return the exit status."""
     corrupted = ", ".join(run.corrupted for run in result.runs if run.corrupted)
     _print_differences(console, result)
     if not result.blocks_equal:
@@ -204,7 +210,7 @@ def _verdict(console: Console, result: DemoResult, *, control: bool) -> int:
     if not result.equal:
         console.print(
             "INCONCLUSIVE: the runs differ, but every cached block held the bytes that were "
-            "computed for it: products of this machine depend on the rows beside them"
+            "computed for it: matrix products on this machine depend on the other rows of the batch"
         )
         return EXIT_INCONCLUSIVE
     if disconnections := sum(run.disconnections for run in result.runs):

@@ -1,4 +1,4 @@
-"""Files that the commands write."""
+"""Output files of the commands."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ if TYPE_CHECKING:
 
 
 def check_writable(path: Path | None) -> None:
-    """Refuse a file that cannot be written, before the work rather than after it.
+    """Check, before the work starts, that a file can be written.
+
+    Args:
+        path: path of the file; None for no file.
 
     Raises:
-        UsageError: its folder does not exist, or it is a folder.
+        UsageError: the folder of the file does not exist, or ``path`` is a folder.
     """
     if path is not None and not path.absolute().parent.is_dir():
         raise UsageError(f"cannot write {path}: {path.parent} is not a folder")
@@ -28,7 +31,7 @@ def write_file(path: Path, data: bytes) -> None:
     """Write a whole file.
 
     Raises:
-        UsageError: it cannot be written.
+        UsageError: the file cannot be written.
     """
     try:
         path.write_bytes(data)
@@ -37,5 +40,5 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write ``value`` as indented JSON; raises as :func:`write_file`."""
+    """Write ``value`` as indented JSON; raise the errors of :func:`write_file`."""
     write_file(path, msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    # (stage, total) -> what to call with the number of steps done since the last call
+    # (stage, total) -> function that takes the number of steps done since its last call
     Stages = Callable[[str, int], Callable[[int], None]]
 
 
@@ -17,9 +17,9 @@ def show_progress(unit: str, stream: TextIO, prefix: str = "aiokv: ") -> Iterato
     """Yield the function that starts a stage of ``total`` units.
 
     Args:
-        unit: of the steps.
-        stream: where progress is written.
-        prefix: of the lines that are written where there is no terminal.
+        unit: unit of the totals, e.g. "requests".
+        stream: stream for the progress.
+        prefix: prefix of the lines on a stream that is not a terminal.
     """
     from rich.console import Console
 
@@ -41,7 +41,7 @@ def show_progress(unit: str, stream: TextIO, prefix: str = "aiokv: ") -> Iterato
         TextColumn(unit),
         TimeElapsedColumn(),
     )
-    # No refresh thread: its CPU time and its turns with the GIL would be measured along.
+    # No refresh thread: its CPU time and its use of the GIL would distort the measurement.
     with Progress(*columns, console=console, auto_refresh=False) as bars:
 
         def start(stage: str, total: int) -> Callable[[int], None]:

@@ -32,9 +32,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add = parser.add_argument
     add("trace", metavar="TRACE.jsonl")
     add("--limit", type=at_least(1), metavar="N", help="replay only the first N requests")
-    add_count(parser, "--block-tokens", 16, "tokens of a block")
-    add_count(parser, "--device-blocks", 32_000, "device capacity")
-    add_count(parser, "--host-blocks", 0, "host capacity", minimum=0)
+    add_count(parser, "--block-tokens", 16, "tokens per block")
+    add_count(parser, "--device-blocks", 32_000, "capacity of the device tier in blocks")
+    add_count(parser, "--host-blocks", 0, "capacity of the host tier in blocks; 0: none", minimum=0)
     add(
         "--write-policy",
         choices=(*SAVING_POLICIES, "none", "all"),
@@ -45,27 +45,27 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--eviction-policy",
         choices=(*EVICTION_POLICIES, "all"),
         default=EVICTION_POLICIES[0],
-        help="which blocks go first; all: compare them with each other and with MIN",
+        help="which blocks to evict first; all: compare the policies with each other and with MIN",
     )
-    add_count(parser, "--block-kib", 2048, "nominal size of a block, for the bytes moved", "KIB")
+    add_count(parser, "--block-kib", 2048, "nominal KiB per block, for the reported bytes", "KIB")
     add_count(parser, "--concurrency", 1, "leases held at once")
     add(
         "--speed",
         type=_speed,
         default="max",
         metavar="max|X",
-        help="as fast as possible, or X times as fast as the timestamps",
+        help="max: as fast as possible; X: X times as fast as the timestamps",
     )
     add(
         "--token-ms",
         type=positive_float,
         default=20.0,
         metavar="MS",
-        help="with --speed X: how long a request holds its blocks, per output token",
+        help="with --speed X: milliseconds that a request holds its blocks per output token",
     )
     add("--execute", action="store_true", help="move real bytes on the cpu device, and check them")
-    add_count(parser, "--execute-mib", 256, "with --execute: memory of both tiers together", "MIB")
-    add("--json", type=Path, metavar="FILE", help="write the result there")
+    add_count(parser, "--execute-mib", 256, "with --execute: MiB of both tiers together", "MIB")
+    add("--json", type=Path, metavar="FILE", help="write the result as JSON to this file")
     add("--plot", type=Path, metavar="FILE.svg", help="draw the hit rate against --capacities")
     add(
         "--capacities",

@@ -1,4 +1,4 @@
-"""Modules of the demo that the repository has and the wheel has not."""
+"""Import of demo modules that only the repository has, not the wheel."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ FOLDER: Final = Path("tests", "models", "demo")
 
 
 def from_repository(name: str, option: str) -> ModuleType:
-    """Import a module of ``tests/models/demo`` of the checkout that aiokv is imported from.
+    """Import a module of ``tests/models/demo`` of the checkout from which aiokv is imported.
 
     Args:
-        name: of the module.
-        option: of the command, which needs it.
+        name: name of the module.
+        option: command-line option that needs the module, for the error message.
 
     Raises:
         UsageError: aiokv is not imported from a checkout.
