@@ -58,27 +58,34 @@ class SaltQuota:
         """Count the blocks of a lease for the salt, even beyond the limit."""
         if self.limit_blocks is not None:
             self._by_lease[lease_id] = (salt, num_blocks)
-            self._held[salt] = self.held(salt) + num_blocks
+            self._add(salt, num_blocks)
 
     def recount(self, lease_id: int, num_blocks: int) -> None:
         """Update the count of a lease that has grown or shrunk.
 
         A growing lease may exceed the limit; other requests of the salt then wait.
         """
-        salt, counted = self._by_lease.get(lease_id, ("", 0))
-        if counted:
+        entry = self._by_lease.get(lease_id)
+        if entry is not None:
+            salt, counted = entry
             self._by_lease[lease_id] = (salt, num_blocks)
-            self._held[salt] += num_blocks - counted
+            self._add(salt, num_blocks - counted)
             self._may_fit(salt)
 
     def give_back(self, lease_id: int) -> None:
         """Stop counting the blocks of a lease. Idempotent."""
-        salt, num_blocks = self._by_lease.shards[lease_id % SHARDS].pop(lease_id, ("", 0))
-        if num_blocks:
-            self._held[salt] -= num_blocks
-            if not self._held[salt]:
-                del self._held[salt]
+        entry = self._by_lease.shards[lease_id % SHARDS].pop(lease_id, None)
+        if entry is not None:
+            salt, num_blocks = entry
+            self._add(salt, -num_blocks)
             self._may_fit(salt)
+
+    def _add(self, salt: str, num_blocks: int) -> None:
+        held = self.held(salt) + num_blocks
+        if held:
+            self._held[salt] = held
+        else:
+            self._held.pop(salt, None)
 
     def hand_over(self, lease_id: int, keeper: int) -> None:
         """Count the blocks of a lease for the lease ``keeper``, which holds them now."""
@@ -157,7 +164,7 @@ class SaltQuota:
             sums[salt] = sums.get(salt, 0) + num_blocks
             if lease_id not in live:
                 found.append(f"quota: {num_blocks} blocks of released lease {lease_id:#x} count")
-        if sums != self._held:
+        if {salt: held for salt, held in sums.items() if held} != self._held:
             found.append(f"quota: salts count {self._held}, the sums over leases are {sums}")
         for lease_id, num_blocks in holders.items():
             _, counted = self._by_lease.get(lease_id, ("", 0))

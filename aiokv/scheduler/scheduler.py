@@ -40,6 +40,7 @@ from aiokv.scheduler.reader import CacheReader
 from aiokv.scheduler.saver import Saver
 from aiokv.scheduler.sharded import SHARDS, Sharded
 from aiokv.scheduler.waits import PER_CALL
+from aiokv.types import LeaseState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -389,7 +390,7 @@ class CacheScheduler:
         """End the wait of a lease whose task no longer waits; undo a grant that came meanwhile."""
         if lease_id in self._requests:
             self._admission.leave(lease_id)
-        elif lease_id in self._owners and self._core.is_granted(lease_id):
+        elif self.read.state(lease_id) in (LeaseState.GRANTED, LeaseState.FAILED):
             self._retract(lease_id)
             self._quota.give_back(lease_id)
         return None, self._settle()

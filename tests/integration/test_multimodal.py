@@ -110,7 +110,7 @@ async def test_generated_tokens_continue_a_prompt_with_images() -> None:
 @pytest.mark.parametrize(
     ("item", "message"),
     [
-        (Item(b"cat", 28, 3), "ends behind the prompt, which has 30"),
+        (Item(b"cat", 28, 3), "ends behind the prompt of 30"),
         (Item(b"cat", -1, 3), "begins before position 0"),
         (Item(b"cat", 3, 0), "is empty"),
         (Item(b"", 3, 1), "has no hash"),
