@@ -37,6 +37,8 @@ LIKELY: dict[str, tuple[str, ...]] = {
     "aiokv/scheduler": (
         "unit/test_effects.py",
         "unit/test_waiting_lines.py",
+        "unit/test_step_clock.py",
+        "property/test_scheduler_walks.py",
         "unit/test_config.py",
         "integration/test_engine.py",
         "integration/test_dispatcher.py",

@@ -39,8 +39,10 @@ class Walk:
             CacheConfig(
                 block_tokens=BLOCK_TOKENS,
                 device_blocks=DEVICE_BLOCKS,
-                host_blocks=random.choice((0, HOST_BLOCKS)),
-                write_policy=random.choice(("none", "write_through", "write_back")),
+                host_blocks=random.choice((0, HOST_BLOCKS, HOST_BLOCKS)),
+                write_policy=random.choice(
+                    ("none", "write_through", "write_through", "write_back")
+                ),
                 eviction_policy="lru",
                 salt_quota_blocks=random.choice((None, 7)),
                 verify=random.choice(("off", "checksum")),
@@ -130,9 +132,11 @@ class Walk:
     # --- what requests do -----------------------------------------------------------------------
 
     def prompt(self) -> np.ndarray:
-        return np.array(
-            [self.random.choice((1, 1, 1, 2)) for _ in range(self.random.randint(1, 16))], np.int32
-        )
+        """Prompts that share prefixes: equal tokens, and one or two more."""
+        same, more = self.random.randint(0, 10), self.random.randint(1, 2)
+        tokens = [self.random.randint(1, 4)] * same
+        tokens += [self.random.choice((1, 2)) for _ in range(more)]
+        return np.array(tokens, np.int32)
 
     def pick(self, *, granted: bool | None = None, waiting: bool = False) -> int | None:
         read = self.scheduler.read
@@ -145,7 +149,7 @@ class Walk:
         return self.random.choice(found) if found else None
 
     def match(self) -> None:
-        if len(self.tokens) < 12:
+        if len(self.tokens) < 6:
             tokens = self.prompt()
             lease_id = self.apply(self.scheduler.match(tokens, salt=self.random.choice("ab")))
             self.tokens[lease_id] = tokens
@@ -213,7 +217,7 @@ class Walk:
                 self.tokens[lease_id] = self.tokens[lease_id][:num_tokens]
 
     def fork(self) -> None:
-        if (lease_id := self.pick(granted=True)) is not None and len(self.tokens) < 14:
+        if (lease_id := self.pick(granted=True)) is not None and len(self.tokens) < 8:
             with suppress(WouldBlock, LeaseError):
                 fork = self.apply(self.scheduler.fork(lease_id, "child"))
                 self.tokens[fork.lease_id] = self.tokens[lease_id]
@@ -307,10 +311,10 @@ class Walk:
 
     def run(self, steps: int) -> None:
         verbs = [
-            *[self.match] * 4, *[self.allocate] * 5, self.try_allocate, *[self.wait_pending] * 2,
-            self.stop, *[self.commit] * 5, self.extend, self.truncate, self.fork,
-            *[self.preempt] * 2, *[self.release] * 3, self.begin_batch, *[self.end_batch] * 2,
-            *[self.close_step] * 2, *[self.transfer] * 6, self.evict, self.hold, self.gate,
+            *[self.match] * 4, *[self.allocate] * 5, *[self.try_allocate] * 3, self.wait_pending,
+            self.wait_pending, self.stop, *[self.commit] * 5, self.extend, self.truncate, self.fork,
+            *[self.preempt] * 2, *[self.release] * 5, self.begin_batch, *[self.end_batch] * 2,
+            *[self.close_step] * 2, *[self.transfer] * 4, *[self.evict] * 3, self.hold, self.gate,
             self.reset,
         ]  # fmt: skip
         for _ in range(steps):
@@ -351,20 +355,20 @@ class Walk:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_random_transitions_end_each_wait_once_and_give_all_blocks_back(seed: int) -> None:
-    Walk(seed).run(200)
+    Walk(seed).run(400)
 
 
-def test_walks_reach_all_effects_but_those_of_a_failed_engine() -> None:
+def test_walks_reach_the_effects() -> None:
     seen: Counter[str] = Counter()
     offloads = 0
-    for seed in range(100, 112):
+    for seed in range(100, 120):
         walk = Walk(seed)
-        walk.run(200)
+        walk.run(400)
         seen += walk.seen
         offloads += walk.scheduler.read.statistics().offloaded_blocks
     for name in (
-        "submit", "urge", "granted", "turns", "refused", "resumed", "unpinned", "computed",
-        "cancel", "collect", "advance",
+        "submit", "granted", "turns", "refused", "resumed", "unpinned", "computed",
+        "cancel", "collect",
     ):  # fmt: skip
         assert seen[name] > 0, (name, seen)
     assert offloads > 0
