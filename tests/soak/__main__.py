@@ -4,7 +4,8 @@ Rounds go through all write policies, devices and loops. In each, clients match,
 compute, commit, extend, pin and prefetch over a cache that is too small, while copies fail at
 random, clients are cancelled at random, and an operator evicts, resets, resizes, pauses, updates
 weights and sleeps; in some, salts have a quota, or checksums find the host blocks that the operator
-corrupts. A round ends with every pool full and nothing left. See ``load`` for the load.
+corrupts. A round ends with every pool full and nothing left. See ``load`` for the load. The
+transitions of a round that finds a violation are left in a file for ``replay_transitions``.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import asyncio
 import gc
 import random
 import sys
+import tempfile
 import time
 import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -23,6 +26,7 @@ import uvloop
 
 from aiokv import CacheConfig, CacheEngine
 from aiokv.cli.progress import show_progress
+from aiokv.testing import record
 from aiokv.testing.flaky import ChaosDevice, FlakyDevice
 from aiokv.testing.leftovers import open_descriptors, running_threads
 from tests.harness.memory import Memory, WrongBytes
@@ -95,24 +99,31 @@ class Round:
         self.load: Load | None = None
         self._checked_at = 0
 
-    async def run(self, seconds: float) -> None:
-        """Raises:
-        Violation: see there.
+    async def run(self, seconds: float, log: Path) -> None:
+        """Run the round, and write the transitions of its scheduler to ``log``.
+
+        Raises:
+            Violation: see there.
         """
         mover = asyncio.create_task(self._move())
         try:
-            async with CacheEngine(self.config, self.memory.regions, self.device) as engine:
-                self.load = load = Load(engine, self.memory, self.rng)
-                try:
-                    await self._drive(load, seconds)
-                    await self._end(engine)
-                finally:
-                    self._add_up(engine, load)
+            engine = CacheEngine(self.config, self.memory.regions, self.device)
+            with record(engine, log):
+                async with engine:
+                    await self._load(engine, seconds)
         finally:
             mover.cancel()
             await asyncio.wait([mover])
         if left := asyncio.all_tasks() - {asyncio.current_task()}:
             raise Violation(f"tasks are left: {left}")
+
+    async def _load(self, engine: CacheEngine, seconds: float) -> None:
+        self.load = load = Load(engine, self.memory, self.rng)
+        try:
+            await self._drive(load, seconds)
+            await self._end(engine)
+        finally:
+            self._add_up(engine, load)
 
     async def _move(self) -> None:
         while True:
@@ -214,14 +225,22 @@ def _collect_into(
     return lambda _, context: errors.append(context)
 
 
-def soak(seconds: float, seed: int, progress: Callable[[int], None] = lambda count: None) -> Totals:
-    """Soak for so long.
+def soak(
+    seconds: float,
+    seed: int,
+    log: Path,
+    progress: Callable[[int], None] = lambda count: None,
+) -> Totals:
+    """Run rounds for ``seconds``.
 
     Args:
+        seconds: of all rounds.
+        seed: of the first round; each next round has another one.
+        log: file for the transitions of the round under way, for ``replay_transitions``.
         progress: called with the number of whole seconds since the last call.
 
     Raises:
-        SoakFailure: with all that is needed to look into it.
+        SoakFailure: a round found a violation; ``log`` has the transitions of that round.
     """
     totals = Totals()
     kinds = [(p, d, name) for name in LOOPS for d in DEVICES for p in POLICIES]
@@ -237,7 +256,7 @@ def soak(seconds: float, seed: int, progress: Callable[[int], None] = lambda cou
         try:
             with asyncio.Runner(loop_factory=LOOPS[loop]) as runner:
                 runner.get_loop().set_exception_handler(_collect_into(loop_errors))
-                runner.run(one.run(min(round_seconds, seconds - elapsed + 0.01)))
+                runner.run(one.run(min(round_seconds, seconds - elapsed + 0.01), log))
                 gc.collect()  # "exception was never retrieved" comes with the last reference
             if loop_errors:
                 raise Violation(f"the loop's exception handler got: {loop_errors[:3]}")
@@ -271,17 +290,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--seconds", type=float, default=300.0, help="default: %(default)s")
     parser.add_argument("--seed", type=int, help="default: a random one, printed")
+    parser.add_argument(
+        "--log",
+        type=Path,
+        help="file for the transitions of the round under way, kept after a violation "
+        "(default: aiokv-soak-SEED.jsonl in the folder for temporary files)",
+    )
     args = parser.parse_args(argv)
     seed = random.randrange(2**32) if args.seed is None else args.seed
     print(f"soak: seed {seed}", file=sys.stderr)
+    log = args.log or Path(tempfile.gettempdir(), f"aiokv-soak-{seed}.jsonl")
     try:
         with show_progress("s", sys.stderr) as stages:
-            totals = soak(args.seconds, seed, stages("soak", int(args.seconds)))
+            totals = soak(args.seconds, seed, log, stages("soak", int(args.seconds)))
     except SoakFailure as failure:
         print(*failure.operations, sep="\n", file=sys.stderr)
         traceback.print_exception(failure.__cause__)
         print(f"soak: VIOLATION: {failure.__cause__}\nsoak: {failure}", file=sys.stderr)
+        print(f"soak: the transitions of the round are in {log}", file=sys.stderr)
         return 1
+    log.unlink(missing_ok=True)
     for name, value in msgspec.structs.asdict(totals).items():
         print(f"{name}: {value:,.1f}" if isinstance(value, float) else f"{name}: {value:,}")
     print(f"operations_per_second: {totals.operations_per_second:,.0f}")
