@@ -217,8 +217,8 @@ class CacheScheduler:
                 break
         else:
             is_left = True
-        if self._pins.num_until_used:
-            self._release_used_pins()
+        if self._pins.num_until_used and self._release_used_pins():
+            is_left = True  # the quota of the pins may be enough for the next request
         if self._granting.onloads:
             self._granting.cancel_abandoned()
         self._advances = self._outbox.effects.advance = is_left
@@ -792,9 +792,12 @@ class CacheScheduler:
         self._outbox.effects.unpinned.append((lease_id, reason))
         self._release(lease_id)
 
-    def _release_used_pins(self) -> None:
-        for lease_id in self._pins.take_used():
+    def _release_used_pins(self) -> bool:
+        """Release the pins that another lease has used; return False when there is none."""
+        used = self._pins.take_used()
+        for lease_id in used:
             self._unpin(lease_id, "a lease used it")
+        return bool(used)
 
     def _unpin_all(self, reason: str) -> None:
         for lease_id in self._pins.all():

@@ -453,3 +453,23 @@ async def test_no_lease_waits_for_blocks_that_a_pin_names(verb):
         assert longer.pending_tokens == 0
         longer.release()
         await end_by_reset(cache)
+
+
+async def test_quota_of_a_used_prefetch_serves_the_next_lease_of_the_salt():
+    async with Cache(device_blocks=8, host_blocks=0, salt_quota_blocks=6) as cache:
+        async with cache.engine.match(A, salt="a") as lease:
+            await lease.allocate(9)
+            lease.commit(9)
+        await cache.engine.prefetch(A, salt="a", ttl_seconds=math.inf)
+        holder = cache.engine.match(prompt(7, 6)[:-1], salt="b")
+        await holder.allocate(24)
+        user = cache.engine.match(A, salt="a")
+        behind = cache.engine.match(prompt(8, 2)[:-1], salt="a")
+        tasks = [asyncio.create_task(lease.allocate(n)) for lease, n in ((user, 9), (behind, 8))]
+        await spin(2)
+        assert not any(task.done() for task in tasks), "one waits for capacity, one for the quota"
+        holder.release()
+        await asyncio.wait_for(asyncio.gather(*tasks), 5.0)
+        assert cache.engine.dump()["pins"] == 0
+        user.release()
+        behind.release()
