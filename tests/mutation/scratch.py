@@ -21,7 +21,17 @@ if TYPE_CHECKING:
 
     from tests.mutation.mutant import Mutant
 
-NATIVE_TESTS = ("index", "eviction", "items", "lease_table", "rates", "state", "swap", "window")
+NATIVE_TESTS = (
+    "index",
+    "eviction",
+    "items",
+    "lease_table",
+    "rates",
+    "state",
+    "swap",
+    "walk",
+    "window",
+)
 _MEMORY_BYTES = 12 << 30  # address space of one command: a mutant may allocate without end
 _FAILURE = re.compile(r"^FAILED |^ERROR |error: |Fatal|\(Failed\)|\(Timeout\)|SEGFAULT|Error")
 # One loop of the two is enough to notice.

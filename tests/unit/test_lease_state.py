@@ -98,6 +98,21 @@ def test_a_failed_lease_that_is_releasing_publishes_nothing():
     assert core.violations() == []
 
 
+def test_a_lease_is_released_once():
+    core = saving_core()
+    lease = granted(core)
+    batch = core.begin_batch([lease])
+    assert not core.release(lease)
+    for again in (core.release, core.retract):
+        with pytest.raises(LeaseError, match="released already") as caught:
+            again(lease)
+        assert caught.value.lease_id == lease
+    assert core.lease_state(lease) is LeaseState.RELEASING
+    assert core.violations() == []
+    assert core.end_batch(batch) == [lease]
+    assert core.violations() == []
+
+
 def test_a_swapped_lease_awaits_no_use():
     core = saving_core()
     lease = granted(core)

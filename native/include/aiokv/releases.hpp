@@ -46,8 +46,10 @@ class Releases {
           batches_(batches),
           swaps_(swaps) {}
 
-    // Returns false: batches in flight keep the blocks, and the lease ends with the last of them.
-    // `used_in`: a step that is known to use the blocks, also when a batch has named the lease.
+    // release() and retract() throw LeaseError, changing nothing, when the lease is released
+    // already. Returns false: batches in flight keep the blocks, and the lease ends with the last
+    // of them. `used_in`: a step that is known to use the blocks, also when a batch has named the
+    // lease.
     bool release(Lease& lease, Step step, Step used_in);
     // The lease ends: it was released, and no batch computes with it.
     void end(Lease& lease, Step step);

@@ -8,10 +8,21 @@
 #include "core_detail.hpp"
 
 namespace aiokv {
+namespace {
+
+void require_handle(const Lease& lease, const char* verb) {
+    if (!lease.is(LeaseState::kReleasing)) return;
+    throw LeaseError(std::string(verb) + ": the lease is released already; batches in flight " +
+                     "keep its blocks")
+        .of(lease.id());
+}
+
+}  // namespace
 
 // -- giving back -----------------------------------------------------------------------------
 
 bool Releases::release(Lease& lease, Step step, Step used_in) {
+    require_handle(lease, "release");
     lease.last_step = std::max(lease.last_step, used_in);
     if (lease.batches == 0) {
         end(lease, step);
@@ -31,6 +42,7 @@ void Releases::end(Lease& lease, Step step) {
 }
 
 LeaseId Releases::retract(Lease& lease, Step step) {
+    require_handle(lease, "retract");
     const LeaseId keeper = lease.batches > 0 ? set_aside(lease) : 0;
     give_back(lease, step, LeaseState::kMatched);
     return keeper;
