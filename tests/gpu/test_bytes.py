@@ -179,7 +179,7 @@ def test_tensors_on_the_cpu_are_refused():
     regions = Regions(num_layers=1)
     regions.add("k", layers=[np.zeros((4, 16), np.uint8)])
     arena = HostArena(num_blocks=4, block_bytes=regions.host_block_bytes)
-    with pytest.raises(LayoutError, match="needs tensors on it"):
+    with pytest.raises(LayoutError, match="copies tensors on a GPU"):
         CudaDevice().attach(regions, arena)
     arena.close()
 
