@@ -8,7 +8,7 @@ import numpy as np
 
 from aiokv import checks
 from aiokv.engine.computing import ComputeBatch
-from aiokv.errors import UsageError
+from aiokv.errors import UsageError, WouldBlock
 from aiokv.lease import Lease
 from aiokv.worker.views import LayerView
 
@@ -29,6 +29,8 @@ class Batches:
     def __init__(self, parts: Parts, leases: Leases, computing: Computing) -> None:
         self._lifetime = parts.lifetime
         self._read = parts.scheduler.read
+        self._scheduler = parts.scheduler
+        self._dispatcher = parts.dispatcher
         self._leases = leases
         self._computing = computing
 
@@ -64,7 +66,12 @@ class Batches:
         """See ``CacheEngine.extend``."""
         self._lifetime.check_loop()
         lease_ids = self._leases.lease_ids(leases)
-        self._leases.extend(lease_ids, checks.integer("num_tokens", num_tokens))
+        num_tokens = checks.integer("num_tokens", num_tokens)
+        if not self._dispatcher.apply(self._scheduler.extend(lease_ids, num_tokens)):
+            raise WouldBlock(
+                f"extend: no room for {num_tokens} more positions of {len(lease_ids)} leases",
+                hint="preempt a lease, or raise CacheConfig.reserve_blocks",
+            )
 
     def release(self, leases: Iterable[Lease]) -> None:
         """See ``CacheEngine.release_many``."""

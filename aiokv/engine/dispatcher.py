@@ -59,7 +59,6 @@ class Dispatcher:
         self._errors: dict[int, BaseException] = {}  # by lease id; raised by the next `granted`
         self._pending_waits: dict[int, asyncio.Future[None]] = {}
         self._on_unpinned: Callable[[int, str], None] = lambda lease_id, reason: None
-        self._collects = False  # collect_backups was scheduled
         self._advance: asyncio.Handle | None = None
         self._wants_advance = False
         self._stopped = False
@@ -91,15 +90,22 @@ class Dispatcher:
         No entry makes a transition; those that follow from a cancellation are made at the end.
         """
         follow_ups: list[Callable[[], tuple[None, Effects]]] = []
-        while effects:
-            self._apply_once(effects)
+        if effects.has_entries:
+            self._apply_entries(effects)
             if effects.cancel:
-                follow_ups += self._cancel(effects)
+                follow_ups = self._cancel(effects)
+            effects.has_entries = False
+        if effects.collect:
+            self._schedule_collect()
+            effects.collect = False
+        if effects.advance:
+            self._schedule_advance()
+            effects.advance = False
         self._scheduler.applied()
         for transition in follow_ups:
             self.apply(transition())
 
-    def _apply_once(self, effects: Effects) -> None:
+    def _apply_entries(self, effects: Effects) -> None:
         while effects.computed:
             step = self._scheduler.read.open_step
             self._worker.record_checksums(effects.computed[0], step)
@@ -125,12 +131,6 @@ class Dispatcher:
         while effects.unpinned:
             self._on_unpinned(*effects.unpinned[0])
             effects.unpinned.popleft()
-        if effects.collect:
-            self._schedule_collect()
-            effects.collect = False
-        if effects.advance:
-            self._schedule_advance()
-            effects.advance = False
 
     def _cancel(self, effects: Effects) -> list[Callable[[], tuple[None, Effects]]]:
         """Cancel transfers; return the transitions that follow from the worker's answers."""
@@ -151,12 +151,10 @@ class Dispatcher:
 
     def _schedule_collect(self) -> None:
         """At the end of this pass of the loop, back up all blocks committed in the pass."""
-        if not self._collects and not self._poller.closed:
+        if not self._poller.closed:
             self._poller.soon(self._collect)
-            self._collects = True
 
     def _collect(self) -> None:
-        self._collects = False
         self.apply(self._scheduler.collect_backups())
 
     def _schedule_advance(self) -> None:

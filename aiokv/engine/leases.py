@@ -12,6 +12,8 @@ from aiokv.engine.lifetime import Phase
 from aiokv.errors import AllocateTimeout, LeaseError, TransferError, UsageError, WouldBlock
 from aiokv.lease import Lease
 from aiokv.plan import CLONE, STATE, Priority, clone_plan
+from aiokv.scheduler.effects import NO_EFFECTS
+from aiokv.scheduler.granting import READY
 from aiokv.types import LeaseState, as_items, as_tokens
 from aiokv.worker.views import done_view
 
@@ -140,6 +142,8 @@ class Leases:
         """
         self._lifetime.check_open()
         result = self._scheduler.allocate(lease.id or lease.live_id(), num_tokens, priority)
+        if result[0] is READY and result[1] is NO_EFFECTS:
+            return True  # there is nothing to apply, and no condition depends on a grant
         return self._take_grant(lease, result)
 
     def try_allocate(
@@ -279,14 +283,6 @@ class Leases:
                     hint="await layers.wait_all(), then call recompute_from again",
                 ) from error
         return None
-
-    def extend(self, lease_ids: list[int], num_tokens: int) -> None:
-        """See ``CacheEngine.extend``."""
-        if not self._apply(self._scheduler.extend(lease_ids, num_tokens)):
-            raise WouldBlock(
-                f"extend: no room for {num_tokens} more positions of {len(lease_ids)} leases",
-                hint="preempt a lease, or raise CacheConfig.reserve_blocks",
-            )
 
     def fork(self, lease: Lease, owner: str, stream: object) -> Lease:
         """See ``Lease.fork``."""

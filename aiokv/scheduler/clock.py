@@ -10,22 +10,24 @@ class StepClock:
 
     Attributes:
         next: number of the step that is closed next.
-        tracked: False on a device that computes before the call returns: committed blocks are
-            computed there, and ``open`` is 0.
+        open: number of the open step; 0 on a device that computes before the call returns, where
+            committed blocks are computed.
+        tracked: False on such a device.
     """
 
-    __slots__ = ("_closed", "_finished", "next", "tracked")
+    __slots__ = ("_closed", "_finished", "next", "open", "tracked")
 
     def __init__(self) -> None:
         self.next = 1
+        self.open = 0
         self.tracked = False
         self._closed: deque[int] = deque()  # not finished, oldest first
         self._finished = 0
 
-    @property
-    def open(self) -> int:
-        """Number of the open step; 0 on a device that needs no steps."""
-        return self.next if self.tracked else 0
+    def track(self, tracked: bool) -> None:
+        """Say whether the device may compute after the call returns."""
+        self.tracked = tracked
+        self.open = self.next if tracked else 0
 
     @property
     def last_unfinished(self) -> int:
@@ -38,6 +40,8 @@ class StepClock:
         if step > self._finished:
             self._closed.append(step)
         self.next = step + 1
+        if self.tracked:
+            self.open = self.next
         return step
 
     def finish(self, step: int) -> None:

@@ -42,6 +42,7 @@ class Effects:
         cancel: transfers that no lease needs; the worker cancels them if they have not begun.
         collect: True if ``collect_backups`` must be called at the end of this pass of the loop.
         advance: True if ``advance`` must be called in a later pass of the loop.
+        has_entries: False if there is nothing but ``collect`` and ``advance``.
     """
 
     __slots__ = (
@@ -50,6 +51,7 @@ class Effects:
         "collect",
         "computed",
         "granted",
+        "has_entries",
         "refused",
         "resumed",
         "submit",
@@ -70,21 +72,10 @@ class Effects:
         self.cancel: deque[int] = deque()
         self.collect = False
         self.advance = False
+        self.has_entries = False
 
     def __bool__(self) -> bool:
-        return bool(
-            self.computed
-            or self.submit
-            or self.urge
-            or self.granted
-            or self.turns
-            or self.refused
-            or self.resumed
-            or self.unpinned
-            or self.cancel
-            or self.collect
-            or self.advance
-        )
+        return self.has_entries or self.collect or self.advance
 
     def clear(self) -> None:
         """Remove all entries without applying them."""
@@ -115,9 +106,20 @@ class Outbox:
 
     @property
     def effects(self) -> Effects:
-        """Effects to which the current transition adds."""
+        """Effects to which the current transition adds an entry."""
         self.pending = self._effects
+        self._effects.has_entries = True
         return self._effects
+
+    def request_collect(self) -> None:
+        """Let ``collect_backups`` be called at the end of this pass of the loop."""
+        self.pending = self._effects
+        self._effects.collect = True
+
+    def request_advance(self, requested: bool) -> None:
+        """Let ``advance`` be called in a later pass of the loop, or withdraw that."""
+        self.pending = self._effects
+        self._effects.advance = requested
 
     def clear(self) -> None:
         """Note that the dispatcher has applied and removed all entries."""

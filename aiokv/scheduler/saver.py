@@ -34,6 +34,7 @@ class Saver:
         self._begun: deque[int] = deque()  # begun in the core, not submitted yet
         self.saves_first = self._has_host and config.write_policy == "write_back"
         self.stopped = False
+        self._is_wanted = False  # `collect` was requested, and was not called
 
     @property
     def is_active(self) -> bool:
@@ -42,11 +43,13 @@ class Saver:
 
     def want(self) -> None:
         """Request a call of ``collect`` at the end of this pass of the loop."""
-        if self._has_host and not self.stopped:
-            self._outbox.effects.collect = True
+        if self._has_host and not self.stopped and not self._is_wanted:
+            self._outbox.request_collect()
+            self._is_wanted = True
 
     def collect(self) -> bool:
         """Begin the backups of the write policy; return False if there are none."""
+        self._is_wanted = False
         if not self.is_active:
             return False
         self._plans.take_backups(self._begun)

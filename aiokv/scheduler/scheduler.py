@@ -210,7 +210,8 @@ class CacheScheduler:
 
     def _serve(self) -> None:
         # Request `advance` first: an interrupt while requests are served must not end the work.
-        self._advances = self._outbox.effects.advance = True
+        self._advances = True
+        self._outbox.request_advance(True)
         is_left = self._admission.serve()
         for _ in range(PER_CALL):
             if not self._pending.end_one():
@@ -221,7 +222,8 @@ class CacheScheduler:
             is_left = True  # the quota of the pins may be enough for the next request
         if self._granting.onloads:
             self._granting.cancel_abandoned()
-        self._advances = self._outbox.effects.advance = is_left
+        self._advances = is_left
+        self._outbox.request_advance(is_left)
 
     def advance(self) -> Done:
         """Serve more of the waiting leases; called in the pass after the request."""
@@ -482,13 +484,14 @@ class CacheScheduler:
         """
         try:
             core = self._core
+            step = self._clock.next if closes_step else self._clock.open
             if self._records_checksums:
                 first = core.computed_tokens(lease_id) // self._block_tokens
-                published = core.commit(lease_id, num_tokens, self._commit_step(closes_step))
+                published = core.commit(lease_id, num_tokens, step)
                 computed = core.block_table(lease_id)[first : num_tokens // self._block_tokens]
                 self._outbox.effects.computed.append(computed)
             else:
-                published = core.commit(lease_id, num_tokens, self._commit_step(closes_step))
+                published = core.commit(lease_id, num_tokens, step)
             if published and not self._clock.tracked:
                 self._saver.want()
             if self._waiters:
@@ -498,9 +501,6 @@ class CacheScheduler:
         except AiokvError as error:
             self._name_owner(error)
             raise
-
-    def _commit_step(self, closes_step: bool) -> int:
-        return self._clock.next if closes_step else self._clock.open
 
     def extend(self, lease_ids: Sequence[int], num_tokens: int) -> tuple[bool, Effects]:
         """Add ``num_tokens`` positions to each lease; return False, and add none, without room.
@@ -529,9 +529,8 @@ class CacheScheduler:
             raise
 
     def _recount(self, lease_ids: Sequence[int]) -> None:
-        if self._salts is not None:
-            for lease_id in lease_ids:
-                self._quota.recount(lease_id, self._blocks_for(self._core.num_tokens(lease_id)))
+        for lease_id in lease_ids:
+            self._quota.recount(lease_id, self._blocks_for(self._core.num_tokens(lease_id)))
 
     @_naming_owner
     def truncate(self, lease_id: int, num_tokens: int) -> Done:
@@ -540,14 +539,17 @@ class CacheScheduler:
         Raises:
             LeaseError: see ``Lease.truncate``.
         """
-        num_blocks = self._blocks_for(self._core.num_tokens(lease_id))
-        keeper = self._core.truncate(lease_id, num_tokens, self._clock.open)
+        core = self._core
+        num_blocks = self._blocks_for(core.num_tokens(lease_id))
+        keeper = core.truncate(lease_id, num_tokens, self._clock.open)
         if keeper:
             self._owners[keeper] = self._owners[lease_id]
             cut_blocks = num_blocks - self._blocks_for(num_tokens)
             self._quota.count(keeper, self._salt(lease_id), cut_blocks)
-        self._recount([lease_id])
-        self._pending.withdrawn(lease_id)  # waiters may have waited for the cut blocks
+        if self._salts is not None:
+            self._recount([lease_id])
+        if self._waiters:  # for the blocks that were cut
+            self._pending.withdrawn(lease_id)
         return None, self._settle()
 
     @_naming_owner
@@ -636,13 +638,16 @@ class CacheScheduler:
         if keeper:
             self._owners[keeper] = self._owners[lease_id]
             self._quota.hand_over(lease_id, keeper)
-        self._pending.withdrawn(lease_id)
+        if self._waiters:
+            self._pending.withdrawn(lease_id)
 
     def _note_preempted(self, lease_id: int) -> None:
         if lease_id not in self._owners or self._core.is_granted(lease_id):
             return  # it was released meanwhile, or keeps its blocks
-        self._quota.give_back(lease_id)
-        self._pending.withdrawn(lease_id)
+        if self._salts is not None:
+            self._quota.give_back(lease_id)
+        if self._waiters:
+            self._pending.withdrawn(lease_id)
 
     @_naming_owner
     def swap_out(self, lease_id: int) -> tuple[int | None, Effects]:
@@ -699,7 +704,7 @@ class CacheScheduler:
 
     def track_steps(self, tracked: bool) -> Done:
         """Set whether commits may precede the computing; called before the first match."""
-        self._clock.tracked = tracked
+        self._clock.track(tracked)
         return None, self._outbox.pending
 
     def close_step(self) -> tuple[int, Effects]:

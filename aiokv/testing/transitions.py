@@ -309,7 +309,7 @@ def _value(plain: Plain) -> Any:
 
 def _plain_effects(effects: Effects) -> dict[str, Plain]:
     """Return the effects that are not empty."""
-    named = ((name, getattr(effects, name)) for name in Effects.__slots__)
+    named = ((name, getattr(effects, name)) for name in Effects.__slots__ if name != "has_entries")
     return {
         name: value if isinstance(value, bool) else [_plain(entry) for entry in value]
         for name, value in named

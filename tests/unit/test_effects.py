@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 BLOCK_TOKENS = 4
-LISTS = [name for name in Effects.__slots__ if name not in ("advance", "collect")]
+LISTS = [name for name in Effects.__slots__ if name not in ("advance", "collect", "has_entries")]
 
 
 def scheduler_of(device_blocks: int = 16, host_blocks: int = 0, **config: Any) -> CacheScheduler:
@@ -256,10 +256,14 @@ def test_swap_names_the_partial_block_and_submits_the_table():
 
 def test_effects_are_true_when_one_of_any_kind_is_left():
     for name in Effects.__slots__:
-        effects = Effects()
-        assert not effects
+        outbox = Outbox()
+        assert not outbox.pending
         if name in LISTS:
-            getattr(effects, name).append(1)
+            getattr(outbox.effects, name).append(1)
+        elif name == "collect":
+            outbox.request_collect()
         else:
-            setattr(effects, name, True)
-        assert effects, name
+            outbox.request_advance(True)
+        assert outbox.pending, name
+        outbox.pending.clear()
+        assert not outbox.pending, name

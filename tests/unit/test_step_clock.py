@@ -34,7 +34,7 @@ def test_step_that_finished_before_it_was_closed_is_not_unfinished():
 def test_open_step_is_named_only_when_steps_matter():
     clock = StepClock()
     assert clock.open == 0
-    clock.tracked = True
+    clock.track(True)
     assert clock.open == 1
     clock.close()
     assert clock.open == 2
