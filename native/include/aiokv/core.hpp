@@ -16,6 +16,7 @@
 
 #include "aiokv/core_types.hpp"
 #include "aiokv/device_pool.hpp"
+#include "aiokv/duel.hpp"
 #include "aiokv/eviction_queue.hpp"
 #include "aiokv/prefix_tree.hpp"
 #include "aiokv/promises.hpp"
@@ -291,7 +292,7 @@ class Core {
     void drop_subtree(NodeId top);
     void detach(NodeId node);
     void free_if_unowned(NodeId node);
-    EvictionQueue& queue_of(NodeId node);
+    EvictionQueue<PrefixTree>& queue_of(NodeId node);
     std::uint32_t evictable() const { return device_queue_.size() + parked_device_; }
 
     // tiers
@@ -304,8 +305,10 @@ class Core {
     RunPool host_;
     TwinList twins_;                   // of nodes that no swapped lease holds
     std::optional<ReuseModel> reuse_;  // none: lru
-    EvictionQueue device_queue_;       // ref 0 and device VALID, the next victim first
-    EvictionQueue host_queue_;         // ref 0 and host VALID only
+    std::optional<Duel> device_duel_;
+    std::optional<Duel> host_duel_;
+    EvictionQueue<PrefixTree> device_queue_;  // ref 0 and device VALID, the next victim first
+    EvictionQueue<PrefixTree> host_queue_;    // ref 0 and host VALID only
     std::uint32_t parked_device_ = 0;
     std::uint32_t idle_host_ = 0;     // queued or parked, host VALID only, not held
     std::uint32_t device_nodes_ = 0;  // nodes with a device id

@@ -62,8 +62,10 @@ Core::Core(const CoreConfig& config)
       host_(config.host_blocks),
       twins_(config.host_blocks),
       reuse_(model_of(config)),
-      device_queue_(tree_, config.device_blocks, reuse_ ? &*reuse_ : nullptr),
-      host_queue_(tree_, config.host_blocks, reuse_ ? &*reuse_ : nullptr) {
+      device_queue_(tree_, reuse_ ? &*reuse_ : nullptr),
+      host_queue_(tree_, reuse_ ? &*reuse_ : nullptr) {
+    if (reuse_) device_duel_.emplace(*reuse_, config.device_blocks);
+    if (reuse_ && config.host_blocks > 0) host_duel_.emplace(*reuse_, config.host_blocks);
     if (config.state_slots > 0) state_.emplace(config.state_slots, 1);
     for (const WindowConfig& window : config.windows) {
         windows_.emplace_back(window, config.block_tokens);

@@ -10,7 +10,7 @@
 
 namespace aiokv {
 
-EvictionQueue& Core::queue_of(NodeId node) {
+EvictionQueue<PrefixTree>& Core::queue_of(NodeId node) {
     return tree_[node].has(kDeviceValid) ? device_queue_ : host_queue_;
 }
 

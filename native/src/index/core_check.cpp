@@ -356,7 +356,9 @@ CoreStatistics Core::statistics() const {
     s.state_snapshots = state_ ? state_->attached() : 0;
     s.nodes = tree_.live_nodes();
     s.index_bytes = tree_.node_bytes() + tree_.fork_bytes() + device_.bytes() + host_.bytes() +
-                    (reuse_ ? reuse_->bytes() : 0);
+                    (reuse_ ? reuse_->bytes() : 0) + device_queue_.bytes() + host_queue_.bytes() +
+                    (device_duel_ ? device_duel_->bytes() : 0) +
+                    (host_duel_ ? host_duel_->bytes() : 0);
     s.token_bytes = tree_.token_bytes();
     return s;
 }

@@ -124,11 +124,13 @@ Grant Core::allocate(LeaseId id, std::int64_t num_tokens) {
 void Core::classify(Lease& lease) {
     if (!reuse_) return;
     if (lease.classes.empty()) {
-        const std::uint64_t epoch = reuse_->epoch();
         reuse_->observe(lease.tokens, contexts_[lease.context].seed, lease.classes);
-        if (reuse_->epoch() != epoch) forget_ahead();  // others may be in front now
-        device_queue_.refresh();
-        host_queue_.refresh();
+        device_duel_->observe(lease.classes);
+        if (device_queue_.choose(device_duel_->prefers_score())) forget_ahead();
+        if (host_duel_) {
+            host_duel_->observe(lease.classes);
+            host_queue_.choose(host_duel_->prefers_score());
+        }
     }
     for (std::size_t i = 0; i < lease.path.size(); ++i) {
         tree_[lease.path[i]].reuse_class = reuse_->class_at(lease.classes, i);

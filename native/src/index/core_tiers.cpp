@@ -160,7 +160,7 @@ void Core::resize_device(std::int64_t blocks) {
     }
     for (const NodeId node : leaving) release_device_copy(node);
     device_.resize(static_cast<std::uint32_t>(blocks));
-    device_queue_.resize(static_cast<std::uint32_t>(blocks));
+    if (device_duel_) device_duel_->resize(static_cast<std::uint32_t>(blocks));
     refused_resize_ = {};
 }
 

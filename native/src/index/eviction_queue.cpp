@@ -2,197 +2,178 @@
 
 #include <algorithm>
 
+#include "aiokv/prefix_tree.hpp"
+#include "aiokv/shadow_cache.hpp"
+
 namespace aiokv {
-namespace {
 
-// The scores decide when they promise this much more than LRU hits, and until it is this much.
-constexpr double kEnterGain = 0.03;
-constexpr double kLeaveGain = 0.018;
-constexpr std::uint64_t kHalfEpochUnits =
-    2;                                    // a segment is judged by its age halfway to the next sort
-constexpr std::uint64_t kMergeShare = 5;  // merged segments span at most 1/5 of their age
+template <class Nodes>
+EvictionQueue<Nodes>::EvictionQueue(Nodes& nodes, const ReuseModel* model)
+    : nodes_(nodes),
+      model_(model),
+      newest_bucket_(model == nullptr ? 0 : static_cast<std::uint8_t>(model->bucket_of(0))),
+      runs_(1),
+      classes_(ReuseFeatures::kClasses) {}
 
-}  // namespace
+// -- nodes -----------------------------------------------------------------------------------
 
-EvictionQueue::EvictionQueue(PrefixTree& tree, std::uint32_t capacity_blocks,
-                             const ReuseModel* model)
-    : tree_(tree), model_(model), capacity_(capacity_blocks), segments_(1) {
-    if (model_ == nullptr) return;
-    for (auto& segments : by_class_) segments.push_back(open_segment());
-    sort();
-}
-
-// -- lists -----------------------------------------------------------------------------------
-
-void EvictionQueue::link_back(SegmentId id, NodeId node) {
-    Segment& segment = segments_[id];
-    Node& n = tree_[node];
-    n.next = kEnd | id;
-    if (segment.tail == kNone) {
-        n.prev = kEnd | id;
-        segment.head = node;
+template <class Nodes>
+void EvictionQueue<Nodes>::push_front(Id node) {
+    Run& run = runs_[kFront];
+    auto& n = nodes_[node];
+    n.prev = kEnd | kFront;
+    if (run.head == kNil) {
+        n.next = kEnd | kFront;
+        run.tail = node;
     } else {
-        n.prev = segment.tail;
-        tree_[segment.tail].next = node;
+        n.next = run.head;
+        nodes_[run.head].prev = node;
     }
-    segment.tail = node;
+    run.head = node;
     ++size_;
 }
 
-void EvictionQueue::link_front(SegmentId id, NodeId node) {
-    Segment& segment = segments_[id];
-    Node& n = tree_[node];
-    n.prev = kEnd | id;
-    if (segment.head == kNone) {
-        n.next = kEnd | id;
-        segment.tail = node;
-    } else {
-        n.next = segment.head;
-        tree_[segment.head].prev = node;
-    }
-    segment.head = node;
-    ++size_;
-}
-
-void EvictionQueue::remove(NodeId node) {
-    Node& n = tree_[node];
+template <class Nodes>
+void EvictionQueue<Nodes>::remove(Id node) {
+    auto& n = nodes_[node];
     const bool first = (n.prev & kEnd) != 0;
     const bool last = (n.next & kEnd) != 0;
     if (first) {
-        segments_[n.prev & ~kEnd].head = last ? kNone : n.next;
+        runs_[n.prev & ~kEnd].head = last ? kNil : n.next;
     } else {
-        tree_[n.prev].next = n.next;
+        nodes_[n.prev].next = n.next;
     }
     if (last) {
-        segments_[n.next & ~kEnd].tail = first ? kNone : n.prev;
+        runs_[n.next & ~kEnd].tail = first ? kNil : n.prev;
     } else {
-        tree_[n.next].prev = n.prev;
+        nodes_[n.next].prev = n.prev;
     }
-    n.prev = n.next = kNone;
+    if (first && last) close_run(n.next & ~kEnd);
+    n.prev = n.next = kNil;
     --size_;
 }
 
-NodeId EvictionQueue::first_from(std::size_t place) const {
-    for (; place < order_.size(); ++place) {
-        if (segments_[order_[place]].head != kNone) return segments_[order_[place]].head;
-    }
-    return kNone;
+template <class Nodes>
+typename EvictionQueue<Nodes>::RunId EvictionQueue<Nodes>::run_from(std::size_t place) const {
+    while (place < order_.size() && oldest_of(order_[place]) == kFront) ++place;
+    return place < order_.size() ? oldest_of(order_[place]) : kFront;
 }
 
-NodeId EvictionQueue::front() {
-    if (segments_[kFront].head != kNone) return segments_[kFront].head;
-    while (cursor_ < order_.size() && segments_[order_[cursor_]].head == kNone) {
-        ++cursor_;
-        receiving_since_ = kNever;  // what comes next may have to move the cursor back
-    }
-    return cursor_ < order_.size() ? segments_[order_[cursor_]].head : kNone;
+template <class Nodes>
+typename EvictionQueue<Nodes>::Id EvictionQueue<Nodes>::front() {
+    if (runs_[kFront].head != kNil) return runs_[kFront].head;
+    if (!by_score_) return head_of(oldest_);
+    while (cursor_ < order_.size() && oldest_of(order_[cursor_]) == kFront) ++cursor_;
+    return head_of(run_from(cursor_));
 }
 
-NodeId EvictionQueue::after(NodeId node) const {
-    const NodeId next = tree_[node].next;
+template <class Nodes>
+typename EvictionQueue<Nodes>::Id EvictionQueue<Nodes>::after(Id node) const {
+    const Id next = nodes_[node].next;
     if ((next & kEnd) == 0) return next;
-    const SegmentId id = next & ~kEnd;
-    return first_from(id == kFront ? cursor_ : segments_[id].place + 1);
+    const RunId id = next & ~kEnd;
+    if (!by_score_) return head_of(id == kFront ? oldest_ : runs_[id].newer);
+    if (id == kFront) return head_of(run_from(cursor_));
+    if (const RunId run = next_in_bucket(id); run != kFront) return head_of(run);
+    const auto cell = std::find_if(order_.begin(), order_.end(), [&](const Cell& c) {
+        return c.reuse_class == runs_[id].reuse_class && c.bucket == runs_[id].bucket;
+    });
+    return head_of(run_from(static_cast<std::size_t>(cell - order_.begin()) + 1));
 }
 
-// -- segments --------------------------------------------------------------------------------
+// -- runs ------------------------------------------------------------------------------------
 
-// A lease gives back many blocks of one class at one time.
-void EvictionQueue::receive(ReuseClass reuse_class) {
-    receiving_class_ = reuse_class;
-    receiving_since_ = model_->now();
-    receiving_ = by_class_[reuse_class].back();
-    Segment& segment = segments_[receiving_];
-    segment.newest = receiving_since_;
-    cursor_ = std::min<std::size_t>(cursor_, segment.place);
-}
-
-EvictionQueue::SegmentId EvictionQueue::open_segment() {
-    auto id = static_cast<SegmentId>(segments_.size());
+template <class Nodes>
+void EvictionQueue<Nodes>::open_run(ReuseClass reuse_class) {
+    auto id = static_cast<RunId>(runs_.size());
     if (free_.empty()) {
-        segments_.emplace_back();
+        runs_.emplace_back();
     } else {
         id = free_.back();
         free_.pop_back();
-        segments_[id] = Segment{};
     }
-    segments_[id].newest = segments_[id].oldest = model_->now();
-    return id;
+    Class& c = classes_[reuse_class];
+    runs_[id] = {.older = newest_,
+                 .older_of_class = c.newest,
+                 .time = now_,
+                 .reuse_class = reuse_class,
+                 .bucket = newest_bucket_};
+    (newest_ == kFront ? oldest_ : runs_[newest_].newer) = id;
+    if (c.newest != kFront) runs_[c.newest].newer_of_class = id;
+    newest_ = c.newest = id;
+    if (c.oldest[newest_bucket_] == kFront) c.oldest[newest_bucket_] = id;
+    cursor_ = std::min<std::size_t>(cursor_, c.place);
 }
 
-// The younger one's nodes go behind the older one's, if both together are young enough a span.
-bool EvictionQueue::merge(SegmentId younger, SegmentId older) {
-    Segment& a = segments_[older];
-    const Segment& b = segments_[younger];
-    const std::uint64_t age = model_->now() - b.newest;
-    if (b.head != kNone && a.head != kNone && (b.newest - a.oldest) * kMergeShare > age) {
-        return false;
+template <class Nodes>
+void EvictionQueue<Nodes>::close_run(RunId id) {
+    if (id == kFront) return;
+    const Run& run = runs_[id];
+    Class& c = classes_[run.reuse_class];
+    if (c.oldest[run.bucket] == id) c.oldest[run.bucket] = next_in_bucket(id);
+    if (run.older_of_class != kFront) {
+        runs_[run.older_of_class].newer_of_class = run.newer_of_class;
     }
-    if (b.head != kNone) {
-        if (a.head == kNone) {
-            a.head = b.head;
-            a.oldest = b.oldest;
-            tree_[b.head].prev = kEnd | older;
-        } else {
-            tree_[a.tail].next = b.head;
-            tree_[b.head].prev = a.tail;
-        }
-        a.tail = b.tail;
-        tree_[a.tail].next = kEnd | older;
-        a.newest = b.newest;
-    }
-    free_.push_back(younger);
-    return true;
+    (run.newer_of_class == kFront ? c.newest : runs_[run.newer_of_class].older_of_class) =
+        run.older_of_class;
+    (run.older == kFront ? oldest_ : runs_[run.older].newer) = run.newer;
+    (run.newer == kFront ? newest_ : runs_[run.newer].older) = run.older;
+    free_.push_back(id);
 }
 
-// Close the newest segment of a class and open another; merge what is old.
-void EvictionQueue::age(std::vector<SegmentId>& segments) {
-    std::size_t kept = 1;
-    for (std::size_t i = 1; i < segments.size(); ++i) {
-        if (!merge(segments[i], segments[kept - 1])) segments[kept++] = segments[i];
-    }
-    segments.resize(kept);
-    Segment& newest = segments_[segments.back()];
-    if (newest.head == kNone) {
-        newest.newest = newest.oldest = model_->now();
-    } else {
-        segments.push_back(open_segment());
-    }
-}
-
-void EvictionQueue::refresh() {
-    if (model_ == nullptr || epoch_ == model_->epoch()) return;
+template <class Nodes>
+bool EvictionQueue<Nodes>::choose(bool by_score) {
+    now_ = static_cast<std::uint32_t>(model_->now());
+    if (epoch_ == model_->epoch() && by_score_ == by_score) return false;
     epoch_ = model_->epoch();
-    for (auto& segments : by_class_) age(segments);
-    if (learnt_ != model_->learnt()) {
-        learnt_ = model_->learnt();
-        const double wanted = by_recency_ ? kEnterGain : kLeaveGain;
-        by_recency_ = !model_->is_warm() || model_->predicted_gain(capacity_) < wanted;
-    }
-    sort();
+    age();
+    const bool changed = by_score || by_score_;
+    by_score_ = by_score;
+    if (by_score_) sort();
+    return changed;
 }
 
-void EvictionQueue::sort() {
-    const std::uint64_t now = model_->now();
+// Move runs to the buckets of their ages.
+template <class Nodes>
+void EvictionQueue<Nodes>::age() {
+    for (Class& c : classes_) {
+        if (c.newest == kFront) continue;
+        for (std::uint32_t bucket = ReturnRates::kBuckets; bucket-- > 0;) {
+            for (RunId id = c.oldest[bucket]; id != kFront; id = c.oldest[bucket]) {
+                const std::uint32_t older = model_->bucket_of(now_ - runs_[id].time);
+                if (older <= bucket) break;
+                c.oldest[bucket] = next_in_bucket(id);
+                runs_[id].bucket = static_cast<std::uint8_t>(older);
+                if (c.oldest[older] == kFront) c.oldest[older] = id;
+            }
+        }
+    }
+}
+
+// The newest cells are sorted in also while they are empty: runs are opened there.
+template <class Nodes>
+void EvictionQueue<Nodes>::sort() {
     order_.clear();
     for (std::uint32_t c = 0; c < ReuseFeatures::kClasses; ++c) {
-        for (const SegmentId id : by_class_[c]) {
-            Segment& s = segments_[id];
-            const std::uint64_t age = now + kHalfEpochUnits - (s.newest + s.oldest) / 2;
-            s.score = by_recency_ ? 0.0 : model_->score(static_cast<ReuseClass>(c), age);
-            order_.push_back(id);
+        for (std::uint32_t b = 0; b < ReturnRates::kBuckets; ++b) {
+            if (b != newest_bucket_ && classes_[c].oldest[b] == kFront) continue;
+            order_.push_back({model_->score(static_cast<ReuseClass>(c), b),
+                              static_cast<ReuseClass>(c), static_cast<std::uint8_t>(b)});
         }
     }
-    std::stable_sort(order_.begin(), order_.end(), [this](SegmentId x, SegmentId y) {
-        const Segment& a = segments_[x];
-        const Segment& b = segments_[y];
-        return a.score != b.score ? a.score < b.score : a.newest < b.newest;
+    std::sort(order_.begin(), order_.end(), [](const Cell& x, const Cell& y) {
+        if (x.score != y.score) return x.score < y.score;
+        return x.bucket != y.bucket ? x.bucket > y.bucket : x.reuse_class < y.reuse_class;
     });
     for (std::size_t i = 0; i < order_.size(); ++i) {
-        segments_[order_[i]].place = static_cast<std::uint32_t>(i);
+        if (order_[i].bucket == newest_bucket_) {
+            classes_[order_[i].reuse_class].place = static_cast<std::uint32_t>(i);
+        }
     }
     cursor_ = 0;
-    receiving_since_ = kNever;
 }
+
+template class EvictionQueue<PrefixTree>;
+template class EvictionQueue<ShadowCache::Stretches>;
 
 }  // namespace aiokv

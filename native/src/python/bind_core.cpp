@@ -138,7 +138,7 @@ void bind_core(nb::module_& m) {
         .value("WRITE_BACK", WritePolicy::kWriteBack);
     nb::enum_<EvictionKind>(m, "EvictionKind")
         .value("LRU", EvictionKind::kLru)
-        .value("S3FIFO", EvictionKind::kS3Fifo);
+        .value("ADAPTIVE", EvictionKind::kAdaptive);
     nb::class_<Core>(m, "Core", "Prefix index, block pools, leases and eviction; not thread-safe.")
         .def(
             "__init__",
