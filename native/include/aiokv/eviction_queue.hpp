@@ -12,6 +12,7 @@
 
 #include <array>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "aiokv/reuse_model.hpp"
@@ -42,12 +43,20 @@ class EvictionQueue {
     std::size_t bytes() const { return runs_.capacity() * sizeof(Run); }
 
     void push_back(Id node) {  // used now
-        const ReuseClass reuse_class = nodes_[node].reuse_class;
-        const Run& newest = runs_[newest_];
-        if (newest_ == kFront || newest.reuse_class != reuse_class || newest.time != now_) {
-            open_run(reuse_class);
+        const std::uint64_t kind = now_ << kClassBits | nodes_[node].reuse_class;
+        if (runs_[newest_].kind != kind) open_run(kind);
+        Run& run = runs_[newest_];
+        auto& n = nodes_[node];
+        n.next = kEnd | newest_;
+        if (run.tail == kNil) {
+            n.prev = kEnd | newest_;
+            run.head = node;
+        } else {
+            n.prev = run.tail;
+            nodes_[run.tail].next = node;
         }
-        link_back(newest_, node);
+        run.tail = node;
+        ++size_;
     }
     void push_front(Id node);
     void remove(Id node);
@@ -60,61 +69,54 @@ class EvictionQueue {
     static constexpr RunId kFront = 0;               // also: no run
     static constexpr std::uint32_t kEnd = 1u << 31;  // a link with this bit names a run
 
+    static constexpr std::uint32_t kClassBits = 8;
+    static constexpr std::uint32_t kCells = ReuseFeatures::kClasses * ReturnRates::kBuckets;
+    using Cell = std::uint32_t;  // class * kBuckets + bucket
+    static constexpr Cell kNoCell = kCells;
+
     struct Run {
+        std::uint64_t kind = ~std::uint64_t{0};  // time of the model's clock, then the class
         Id head = kNil;
         Id tail = kNil;
         RunId older = kFront;  // in order of recency
         RunId newer = kFront;
         RunId older_of_class = kFront;
         RunId newer_of_class = kFront;
-        std::uint32_t time = 0;  // of the model's clock
-        ReuseClass reuse_class = 0;
-        std::uint8_t bucket = 0;  // of its age
+        Cell cell = kNoCell;
+
+        std::uint64_t time() const { return kind >> kClassBits; }
+        ReuseClass reuse_class() const { return static_cast<ReuseClass>(kind); }
     };
     struct Class {
         RunId newest = kFront;
-        std::uint32_t place = 0;                            // in order_, of its newest cell
+        std::uint32_t buckets = 0;                          // bit: the bucket has a run
         std::array<RunId, ReturnRates::kBuckets> oldest{};  // by bucket
     };
-    struct Cell {
-        double score;
-        ReuseClass reuse_class;
-        std::uint8_t bucket;
-    };
 
-    RunId oldest_of(const Cell& cell) const {
-        return classes_[cell.reuse_class].oldest[cell.bucket];
+    // What decides between cells: the score, then the age.
+    using Rank = std::pair<double, Cell>;
+
+    Rank rank_of(Cell cell) const;
+    RunId oldest_in(Cell cell) const {
+        return classes_[cell / ReturnRates::kBuckets].oldest[cell % ReturnRates::kBuckets];
     }
     Id head_of(RunId id) const { return id == kFront ? kNil : runs_[id].head; }
     RunId next_in_bucket(RunId id) const {
         const RunId next = runs_[id].newer_of_class;
-        return next != kFront && runs_[next].bucket == runs_[id].bucket ? next : kFront;
+        return next != kFront && runs_[next].cell == runs_[id].cell ? next : kFront;
     }
-    void link_back(RunId id, Id node) {
-        Run& run = runs_[id];
-        auto& n = nodes_[node];
-        n.next = kEnd | id;
-        if (run.tail == kNil) {
-            n.prev = kEnd | id;
-            run.head = node;
-        } else {
-            n.prev = run.tail;
-            nodes_[run.tail].next = node;
-        }
-        run.tail = node;
-        ++size_;
-    }
-    void open_run(ReuseClass reuse_class);
+    void open_run(std::uint64_t kind);
     void close_run(RunId id);
-    RunId run_from(std::size_t place) const;
+    void enter_cell(RunId id, Cell cell);
+    void leave_cell(RunId id);
+    Cell lowest_cell(Rank above) const;
     void age();
-    void sort();
 
     Nodes& nodes_;
     const ReuseModel* model_;
-    const std::uint8_t newest_bucket_;
+    const std::uint32_t newest_bucket_;
     std::uint32_t size_ = 0;
-    std::uint32_t now_ = 0;
+    std::uint64_t now_ = 0;
     std::uint64_t epoch_ = 0;
     bool by_score_ = false;
     std::vector<Run> runs_;
@@ -122,8 +124,7 @@ class EvictionQueue {
     RunId oldest_ = kFront;
     RunId newest_ = kFront;
     std::vector<Class> classes_;
-    std::vector<Cell> order_;  // the lowest score first
-    std::size_t cursor_ = 0;   // no cell of order_ before it has a node
+    Cell victim_ = kNoCell;  // the lowest cell, when it is known and has a run
 };
 
 }  // namespace aiokv

@@ -1,17 +1,22 @@
 #include "aiokv/eviction_queue.hpp"
 
-#include <algorithm>
+#include <bit>
 
 #include "aiokv/prefix_tree.hpp"
 #include "aiokv/shadow_cache.hpp"
 
 namespace aiokv {
+namespace {
+
+constexpr std::pair<double, std::uint32_t> kLowest{-1.0, 0};  // below all ranks
+
+}  // namespace
 
 template <class Nodes>
 EvictionQueue<Nodes>::EvictionQueue(Nodes& nodes, const ReuseModel* model)
     : nodes_(nodes),
       model_(model),
-      newest_bucket_(model == nullptr ? 0 : static_cast<std::uint8_t>(model->bucket_of(0))),
+      newest_bucket_(model == nullptr ? 0 : model->bucket_of(0)),
       runs_(1),
       classes_(ReuseFeatures::kClasses) {}
 
@@ -54,17 +59,11 @@ void EvictionQueue<Nodes>::remove(Id node) {
 }
 
 template <class Nodes>
-typename EvictionQueue<Nodes>::RunId EvictionQueue<Nodes>::run_from(std::size_t place) const {
-    while (place < order_.size() && oldest_of(order_[place]) == kFront) ++place;
-    return place < order_.size() ? oldest_of(order_[place]) : kFront;
-}
-
-template <class Nodes>
 typename EvictionQueue<Nodes>::Id EvictionQueue<Nodes>::front() {
     if (runs_[kFront].head != kNil) return runs_[kFront].head;
     if (!by_score_) return head_of(oldest_);
-    while (cursor_ < order_.size() && oldest_of(order_[cursor_]) == kFront) ++cursor_;
-    return head_of(run_from(cursor_));
+    if (victim_ == kNoCell) victim_ = lowest_cell(kLowest);
+    return victim_ == kNoCell ? kNil : head_of(oldest_in(victim_));
 }
 
 template <class Nodes>
@@ -73,18 +72,15 @@ typename EvictionQueue<Nodes>::Id EvictionQueue<Nodes>::after(Id node) const {
     if ((next & kEnd) == 0) return next;
     const RunId id = next & ~kEnd;
     if (!by_score_) return head_of(id == kFront ? oldest_ : runs_[id].newer);
-    if (id == kFront) return head_of(run_from(cursor_));
-    if (const RunId run = next_in_bucket(id); run != kFront) return head_of(run);
-    const auto cell = std::find_if(order_.begin(), order_.end(), [&](const Cell& c) {
-        return c.reuse_class == runs_[id].reuse_class && c.bucket == runs_[id].bucket;
-    });
-    return head_of(run_from(static_cast<std::size_t>(cell - order_.begin()) + 1));
+    if (id != kFront && next_in_bucket(id) != kFront) return head_of(next_in_bucket(id));
+    const Cell cell = lowest_cell(id == kFront ? kLowest : rank_of(runs_[id].cell));
+    return cell == kNoCell ? kNil : head_of(oldest_in(cell));
 }
 
 // -- runs ------------------------------------------------------------------------------------
 
 template <class Nodes>
-void EvictionQueue<Nodes>::open_run(ReuseClass reuse_class) {
+void EvictionQueue<Nodes>::open_run(std::uint64_t kind) {
     auto id = static_cast<RunId>(runs_.size());
     if (free_.empty()) {
         runs_.emplace_back();
@@ -92,85 +88,111 @@ void EvictionQueue<Nodes>::open_run(ReuseClass reuse_class) {
         id = free_.back();
         free_.pop_back();
     }
-    Class& c = classes_[reuse_class];
-    runs_[id] = {.older = newest_,
-                 .older_of_class = c.newest,
-                 .time = now_,
-                 .reuse_class = reuse_class,
-                 .bucket = newest_bucket_};
+    Run& run = runs_[id];
+    run = {.kind = kind, .older = newest_};
     (newest_ == kFront ? oldest_ : runs_[newest_].newer) = id;
+    newest_ = id;
+    Class& c = classes_[run.reuse_class()];
+    run.older_of_class = c.newest;
     if (c.newest != kFront) runs_[c.newest].newer_of_class = id;
-    newest_ = c.newest = id;
-    if (c.oldest[newest_bucket_] == kFront) c.oldest[newest_bucket_] = id;
-    cursor_ = std::min<std::size_t>(cursor_, c.place);
+    c.newest = id;
+    enter_cell(id, run.reuse_class() * ReturnRates::kBuckets + newest_bucket_);
+    if (victim_ != kNoCell && rank_of(run.cell) < rank_of(victim_)) victim_ = run.cell;
 }
 
 template <class Nodes>
 void EvictionQueue<Nodes>::close_run(RunId id) {
     if (id == kFront) return;
+    leave_cell(id);
     const Run& run = runs_[id];
-    Class& c = classes_[run.reuse_class];
-    if (c.oldest[run.bucket] == id) c.oldest[run.bucket] = next_in_bucket(id);
     if (run.older_of_class != kFront) {
         runs_[run.older_of_class].newer_of_class = run.newer_of_class;
     }
-    (run.newer_of_class == kFront ? c.newest : runs_[run.newer_of_class].older_of_class) =
-        run.older_of_class;
+    (run.newer_of_class == kFront ? classes_[run.reuse_class()].newest
+                                  : runs_[run.newer_of_class].older_of_class) = run.older_of_class;
     (run.older == kFront ? oldest_ : runs_[run.older].newer) = run.newer;
     (run.newer == kFront ? newest_ : runs_[run.newer].older) = run.older;
     free_.push_back(id);
 }
 
+// -- cells -----------------------------------------------------------------------------------
+
+// As the newest run of the cell.
 template <class Nodes>
-bool EvictionQueue<Nodes>::choose(bool by_score) {
-    now_ = static_cast<std::uint32_t>(model_->now());
-    if (epoch_ == model_->epoch() && by_score_ == by_score) return false;
-    epoch_ = model_->epoch();
-    age();
-    const bool changed = by_score || by_score_;
-    by_score_ = by_score;
-    if (by_score_) sort();
-    return changed;
+void EvictionQueue<Nodes>::enter_cell(RunId id, Cell cell) {
+    const std::uint32_t bucket = cell % ReturnRates::kBuckets;
+    Class& c = classes_[cell / ReturnRates::kBuckets];
+    runs_[id].cell = cell;
+    if (c.oldest[bucket] == kFront) c.oldest[bucket] = id;
+    c.buckets |= 1u << bucket;
 }
 
-// Move runs to the buckets of their ages.
+template <class Nodes>
+void EvictionQueue<Nodes>::leave_cell(RunId id) {
+    const Cell cell = runs_[id].cell;
+    const std::uint32_t bucket = cell % ReturnRates::kBuckets;
+    Class& c = classes_[cell / ReturnRates::kBuckets];
+    if (c.oldest[bucket] != id) return;
+    c.oldest[bucket] = next_in_bucket(id);
+    if (c.oldest[bucket] != kFront) return;
+    c.buckets &= ~(1u << bucket);
+    if (victim_ == cell) victim_ = kNoCell;
+}
+
+// The older cell is lower where scores are equal.
+template <class Nodes>
+typename EvictionQueue<Nodes>::Rank EvictionQueue<Nodes>::rank_of(Cell cell) const {
+    const std::uint32_t bucket = cell % ReturnRates::kBuckets;
+    const std::uint32_t reuse_class = cell / ReturnRates::kBuckets;
+    return {model_->score(static_cast<ReuseClass>(reuse_class), bucket),
+            (ReturnRates::kBuckets - bucket) * ReuseFeatures::kClasses + reuse_class};
+}
+
+// The lowest of the cells with runs that rank above `above`.
+template <class Nodes>
+typename EvictionQueue<Nodes>::Cell EvictionQueue<Nodes>::lowest_cell(Rank above) const {
+    Cell lowest = kNoCell;
+    Rank lowest_rank;
+    for (std::uint32_t c = 0; c < ReuseFeatures::kClasses; ++c) {
+        for (std::uint32_t rest = classes_[c].buckets; rest != 0; rest &= rest - 1) {
+            const Cell cell =
+                c * ReturnRates::kBuckets + static_cast<std::uint32_t>(std::countr_zero(rest));
+            const Rank rank = rank_of(cell);
+            if (rank <= above || (lowest != kNoCell && rank >= lowest_rank)) continue;
+            lowest = cell;
+            lowest_rank = rank;
+        }
+    }
+    return lowest;
+}
+
+template <class Nodes>
+bool EvictionQueue<Nodes>::choose(bool by_score) {
+    now_ = model_->now();
+    if (epoch_ == model_->epoch() && by_score_ == by_score) return false;
+    epoch_ = model_->epoch();
+    const bool changes = by_score || by_score_;
+    by_score_ = by_score;
+    age();
+    victim_ = kNoCell;
+    return changes;
+}
+
+// Move runs to the cells of their ages. The runs of a class are in order of age.
 template <class Nodes>
 void EvictionQueue<Nodes>::age() {
-    for (Class& c : classes_) {
-        if (c.newest == kFront) continue;
-        for (std::uint32_t bucket = ReturnRates::kBuckets; bucket-- > 0;) {
-            for (RunId id = c.oldest[bucket]; id != kFront; id = c.oldest[bucket]) {
-                const std::uint32_t older = model_->bucket_of(now_ - runs_[id].time);
+    for (std::uint32_t c = 0; c < ReuseFeatures::kClasses; ++c) {
+        for (std::uint32_t rest = classes_[c].buckets; rest != 0;) {
+            const auto bucket = static_cast<std::uint32_t>(std::bit_width(rest)) - 1;
+            rest &= ~(1u << bucket);
+            for (RunId id; (id = classes_[c].oldest[bucket]) != kFront;) {
+                const std::uint32_t older = model_->bucket_of(now_ - runs_[id].time());
                 if (older <= bucket) break;
-                c.oldest[bucket] = next_in_bucket(id);
-                runs_[id].bucket = static_cast<std::uint8_t>(older);
-                if (c.oldest[older] == kFront) c.oldest[older] = id;
+                leave_cell(id);
+                enter_cell(id, c * ReturnRates::kBuckets + older);
             }
         }
     }
-}
-
-// The newest cells are sorted in also while they are empty: runs are opened there.
-template <class Nodes>
-void EvictionQueue<Nodes>::sort() {
-    order_.clear();
-    for (std::uint32_t c = 0; c < ReuseFeatures::kClasses; ++c) {
-        for (std::uint32_t b = 0; b < ReturnRates::kBuckets; ++b) {
-            if (b != newest_bucket_ && classes_[c].oldest[b] == kFront) continue;
-            order_.push_back({model_->score(static_cast<ReuseClass>(c), b),
-                              static_cast<ReuseClass>(c), static_cast<std::uint8_t>(b)});
-        }
-    }
-    std::sort(order_.begin(), order_.end(), [](const Cell& x, const Cell& y) {
-        if (x.score != y.score) return x.score < y.score;
-        return x.bucket != y.bucket ? x.bucket > y.bucket : x.reuse_class < y.reuse_class;
-    });
-    for (std::size_t i = 0; i < order_.size(); ++i) {
-        if (order_[i].bucket == newest_bucket_) {
-            classes_[order_[i].reuse_class].place = static_cast<std::uint32_t>(i);
-        }
-    }
-    cursor_ = 0;
 }
 
 template class EvictionQueue<PrefixTree>;

@@ -6,7 +6,9 @@ ShadowCache::ShadowCache(std::uint32_t room, const ReuseModel* model)
     : room_(room),
       has_classes_(model != nullptr),
       slots_(std::bit_ceil(std::max(room, 1u)), kNil),
-      queue_(stretches_, model) {}
+      queue_(stretches_, model) {
+    stretches_.reserve(room);
+}
 
 ShadowCache::Id ShadowCache::find(std::uint32_t tag) {
     Id id = slot_of(tag);
