@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 Verify = Literal["off", "checksum"]
 WritePolicy = Literal["none", "write_through", "write_through_selective", "write_back"]
 EvictionPolicy = Literal["lru", "adaptive"]
+_RENAMED_POLICIES = {"s3fifo": "adaptive"}
 
 
 @checks.arguments()
@@ -121,10 +122,10 @@ class CacheConfig:
             )
         checks.choice("write_policy", self.write_policy, get_args(WritePolicy), ConfigError)
         checks.choice("verify", self.verify, get_args(Verify), ConfigError)
-        if self.eviction_policy == "s3fifo":
+        if (new_name := _RENAMED_POLICIES.get(str(self.eviction_policy))) is not None:
             raise ConfigError(
-                "eviction_policy is 's3fifo', which is unknown",
-                hint="the policy is now called 'adaptive'",
+                f"eviction_policy is {self.eviction_policy!r}, which is unknown",
+                hint=f"use {new_name!r}, its new name",
             )
         checks.choice(
             "eviction_policy", self.eviction_policy, get_args(EvictionPolicy), ConfigError

@@ -1,8 +1,10 @@
 """Families of generated traces, one for each shape of traffic that a prefix cache meets.
 
 Each family is a seeded generator: the same name, seed and length give the same trace. The constants
-of the eviction policy were chosen on ``TUNING_FAMILIES`` with seeds below 100. ``HELD_OUT_FAMILIES``,
-and seeds from 100 on, served no choice: tests and the bench report on them.
+that decide between LRU and the scores (native/src/index/duel.cpp) were chosen on
+``TUNING_FAMILIES`` with seeds below 200. ``HELD_OUT_FAMILIES``, and seeds from 200 on, served no
+choice: tests and the bench report on them. The constants of the scores themselves
+(reuse_model.cpp, return_rates.cpp) were chosen on the public conversation trace.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ class _Prompt:
 def _interleave(
     ids: _Ids, sessions_per_second: float, open_session: Callable[[], Session]
 ) -> Iterator[tuple[float, _Prompt]]:
-    """Sessions that arrive at random, merged by time."""
+    """Merge sessions that arrive at random, by time."""
     waiting: list[tuple[float, int, Session]] = []
     arrival, count = 0.0, 0
     while True:
@@ -219,14 +221,19 @@ def _mixture(ids: _Ids) -> Iterator[tuple[float, _Prompt]]:
             yield next(rng.choices(streams, shares)[0])
 
 
-TUNING_FAMILIES: Final = {"chat": _chat, "rag": _rag, "flood": _flood, "scan": _scan}
+TUNING_FAMILIES: Final = {
+    "chat": _chat,
+    "rag": _rag,
+    "flood": _flood,
+    "scan": _scan,
+    "mixture": _mixture,
+}
 HELD_OUT_FAMILIES: Final = {
     "heavy_tailed_chat": _heavy_tailed_chat,
     "agents": _agents,
     "few_shot": _few_shot,
     "phases": _phases,
     "bursts": _bursts,
-    "mixture": _mixture,
 }
 FAMILIES: Final = TUNING_FAMILIES | HELD_OUT_FAMILIES
 

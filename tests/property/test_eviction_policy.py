@@ -130,7 +130,7 @@ def test_adaptive_keeps_99_percent_of_the_hits_of_lru_at_every_capacity(family, 
 
 
 def test_a_renamed_policy_is_refused_with_its_new_name():
-    with pytest.raises(ConfigError, match="s3fifo.*adaptive"):
+    with pytest.raises(ConfigError, match=r"s3fifo.*adaptive"):
         CacheConfig(device_blocks=4, eviction_policy="s3fifo")
 
 

@@ -30,10 +30,13 @@ class Duel {
     std::uint64_t learnt_ = 0;
     bool is_promising_ = false;  // the model predicts that the scores will hit more
     bool is_trusted_ = true;     // the hits that were counted do not contradict it
-    // Sums over prompts, in stretches; what was added earlier fades.
-    double hits_ = 0;           // of the cache by recency
-    double gain_ = 0;           // what the cache by score hit more
-    double squared_gains_ = 0;  // of single prompts: the variance of gain_ if it were chance
+    // In stretches; what was added earlier fades.
+    double hits_ = 0;     // of the cache by recency
+    double balance_ = 0;  // what the cache by score hit more while the tier followed it
+    // Evidence against the order that the tier follows (a CUSUM test): what the other one has hit
+    // more since it was last not ahead, and its variance if that were chance.
+    double lead_ = 0;
+    double variance_ = 0;
 };
 
 }  // namespace aiokv

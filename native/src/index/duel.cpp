@@ -6,10 +6,10 @@
 namespace aiokv {
 namespace {
 
-// Chosen on the families and seeds that aiokv/trace/families.py names for it.
+// Chosen on the tuning families of aiokv/trace/families.py, seeds below 200.
 constexpr double kPromise = 0.015;  // predicted gain, a share of LRU's hits, that starts a try
-constexpr double kToleratedLoss = 0.005;  // a share of LRU's hits; then the scores lose trust
-constexpr double kSignificance = 3;       // standard deviations ahead that regain it
+constexpr double kToleratedLoss = 0.005;  // a share of LRU's hits; then the scores are not followed
+constexpr double kSignificance = 3;       // standard deviations that the other order must lead by
 constexpr double kMemoryCapacities = 64;  // asked for, until a count has faded
 
 }  // namespace
@@ -42,11 +42,16 @@ void Duel::observe(std::span<const ReuseClass> classes) {
 void Duel::compare(double recent_hits, double scored_hits, double stretches) {
     const double keep = std::exp(-stretches / (kMemoryCapacities * room_));
     const double gain = scored_hits - recent_hits;
+    const bool follows_score = prefers_score();
     hits_ = hits_ * keep + recent_hits;
-    gain_ = gain_ * keep + gain;
-    squared_gains_ = squared_gains_ * keep + gain * gain;
-    is_trusted_ = is_trusted_ ? gain_ >= -kToleratedLoss * hits_
-                              : gain_ > kSignificance * std::sqrt(squared_gains_);
+    balance_ = balance_ * keep + (follows_score ? gain : 0);
+    lead_ = std::max(0.0, lead_ + (follows_score ? -gain : gain));
+    variance_ = lead_ > 0 ? variance_ + gain * gain : 0;
+    const bool is_overtaken = lead_ > kSignificance * std::sqrt(variance_);
+    const bool is_costly = follows_score && balance_ < -kToleratedLoss * hits_;
+    if (!is_overtaken && !is_costly) return;
+    is_trusted_ = !follows_score;
+    lead_ = variance_ = 0;
 }
 
 }  // namespace aiokv

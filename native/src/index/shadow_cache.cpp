@@ -44,6 +44,9 @@ void ShadowCache::evict_one() {
 std::uint32_t ShadowCache::use(std::span<const std::uint64_t> keys,
                                std::span<const ReuseClass> classes) {
     prompt_.clear();
+    for (const std::uint64_t key : keys) {
+        __builtin_prefetch(&slot_of(static_cast<std::uint32_t>(key)));
+    }
     std::uint32_t hits = 0;
     std::uint32_t missing = 0;
     for (const std::uint64_t key : keys) {
