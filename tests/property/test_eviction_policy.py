@@ -129,6 +129,14 @@ def test_adaptive_keeps_99_percent_of_the_hits_of_lru_at_every_capacity(family, 
         assert adaptive >= 0.99 * least_recent, capacity
 
 
+# On these traces the scores alone lose 2 to 6 % of the hits of lru.
+@pytest.mark.parametrize("seed", [208, 214, 217])
+def test_adaptive_falls_back_to_lru_where_the_scores_mislead(seed):
+    prompts = trace_prompts(generate_family("mixture", 3_000, seed=seed))
+    least_recent = hit_tokens(prompts, 150, "lru", block_tokens=64)
+    assert hit_tokens(prompts, 150, "adaptive", block_tokens=64) >= 0.99 * least_recent
+
+
 def test_a_renamed_policy_is_refused_with_its_new_name():
     with pytest.raises(ConfigError, match=r"s3fifo.*adaptive"):
         CacheConfig(device_blocks=4, eviction_policy="s3fifo")
