@@ -64,10 +64,6 @@ typename EvictionQueue<Nodes>::Id EvictionQueue<Nodes>::front() {
     if (by_score_ && victim_ == kNoCell) victim_ = lowest_cell(kLowest);
     if (by_score_ && victim_ == kNoCell) return kNil;
     const Id node = head_of(by_score_ ? oldest_in(victim_) : oldest_);
-    // The caller evicts it and asks again; nodes that were used long ago are in no cache.
-    if (node != kNil && (nodes_[node].next & kEnd) == 0) {
-        __builtin_prefetch(&nodes_[nodes_[node].next], 1);
-    }
     return node;
 }
 

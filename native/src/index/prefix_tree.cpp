@@ -101,10 +101,6 @@ NodeId PrefixTree::new_slot() {
     if (free_head_ != kNone) {
         const NodeId id = free_head_;
         free_head_ = nodes_[id].next;
-        if (free_head_ != kNone) {  // most slots are taken in a row
-            __builtin_prefetch(&nodes_[free_head_], 1);
-            __builtin_prefetch(&tokens_[std::size_t{free_head_} * stride_], 1);
-        }
         nodes_[id] = Node{};
         return id;
     }
