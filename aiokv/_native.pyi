@@ -248,7 +248,7 @@ class WritePolicy(enum.Enum):
 class EvictionKind(enum.Enum):
     LRU = 0
 
-    S3FIFO = 1
+    ADAPTIVE = 1
 
 class LeaseState(enum.Enum):
     MATCHED = 1

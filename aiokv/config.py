@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 Verify = Literal["off", "checksum"]
 WritePolicy = Literal["none", "write_through", "write_through_selective", "write_back"]
-EvictionPolicy = Literal["lru", "s3fifo"]
+EvictionPolicy = Literal["lru", "adaptive"]
+_RENAMED_POLICIES = {"s3fifo": "adaptive"}
 
 
 @checks.arguments()
@@ -66,12 +67,11 @@ class CacheConfig:
         write_through_threshold: the n of the selective policy; computing a block is its first use.
         low_watermark_blocks: device blocks that are kept free or saved ahead of eviction; None
             for a thirty-second of ``device_blocks``, at most 8,192.
-        eviction_policy: which blocks go first. ``"s3fifo"``: after S3-FIFO, with its FIFO queues
-            and ghost list, but one queue for each kind of use and age rather than a small and a
-            main one; which of them gives the next block adapts to how often such prompts were
-            seen to return. Like ``"lru"`` for the first four capacities, and where the learned
-            order promises less than 3 % more hits. ``"lru"``: the least recently used, exactly.
-        min_onload_tokens: a shorter hit in host memory is computed again rather than copied.
+        eviction_policy: which blocks are evicted first. ``"adaptive"``: by scores, learned from how
+            often prompts of each kind of use and age return; and like ``"lru"`` while too little
+            is learned, and wherever a simulation of both, which sees each prompt, counts more
+            hits for ``"lru"``. ``"lru"``: the least recently used, exactly.
+        min_onload_tokens: a shorter host hit is computed again rather than copied.
         leave_tokens: positions at the end of a prompt that are computed even if cached, at least
             1 for the logits; EAGLE and MTP heads need more.
         reserve_blocks: device blocks that ``allocate`` leaves for ``extend``.
@@ -95,7 +95,7 @@ class CacheConfig:
     write_policy: WritePolicy = "write_through"
     write_through_threshold: int = 2
     low_watermark_blocks: int | None = None
-    eviction_policy: EvictionPolicy = "s3fifo"
+    eviction_policy: EvictionPolicy = "adaptive"
     min_onload_tokens: int = 0
     leave_tokens: int = 1
     reserve_blocks: int = 0
@@ -123,6 +123,11 @@ class CacheConfig:
             )
         checks.choice("write_policy", self.write_policy, get_args(WritePolicy), ConfigError)
         checks.choice("verify", self.verify, get_args(Verify), ConfigError)
+        if (new_name := _RENAMED_POLICIES.get(str(self.eviction_policy))) is not None:
+            raise ConfigError(
+                f"eviction_policy is {self.eviction_policy!r}, which is unknown",
+                hint=f"use {new_name!r}, its new name",
+            )
         checks.choice(
             "eviction_policy", self.eviction_policy, get_args(EvictionPolicy), ConfigError
         )

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 BLOCK_TOKENS = 16
 CAPACITIES = (32_000, 320_000, 1_600_000)
-POLICIES: tuple[EvictionPolicy, ...] = ("lru", "s3fifo")
+POLICIES: tuple[EvictionPolicy, ...] = ("lru", "adaptive")
 
 
 def run(quick: bool) -> dict[str, Any]:

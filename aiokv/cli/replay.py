@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from aiokv.trace.replay import ReplayOptions
     from aiokv.trace.report import ReplayReport
 
-EVICTION_POLICIES: tuple[EvictionPolicy, ...] = ("s3fifo", "lru")
+EVICTION_POLICIES: tuple[EvictionPolicy, ...] = ("adaptive", "lru")
 PLOT_SUFFIXES = (".svg",)
 DEFAULT_CAPACITIES = "8000,16000,32000,64000,128000,256000,512000,1024000"
 

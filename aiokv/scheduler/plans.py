@@ -22,7 +22,7 @@ _POLICIES = {
     "write_through_selective": NativePolicy.WRITE_THROUGH_SELECTIVE,
     "write_back": NativePolicy.WRITE_BACK,
 }
-_EVICTION = {"lru": EvictionKind.LRU, "s3fifo": EvictionKind.S3FIFO}
+_EVICTION = {"lru": EvictionKind.LRU, "adaptive": EvictionKind.ADAPTIVE}
 _OUTCOMES = {
     "done": Outcome.DONE,
     "failed": Outcome.FAILED,

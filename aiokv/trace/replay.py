@@ -54,7 +54,7 @@ COMPARED_POLICIES: Final[tuple[WritePolicy, ...]] = (
     "write_through_selective",
     "write_back",
 )
-EVICTION_POLICIES: Final[tuple[EvictionPolicy, ...]] = ("lru", "s3fifo")
+EVICTION_POLICIES: Final[tuple[EvictionPolicy, ...]] = ("lru", "adaptive")
 
 
 class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +81,7 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
     device_blocks: int = 32_000
     host_blocks: int = 0
     write_policy: WritePolicy = "write_through"
-    eviction_policy: EvictionPolicy = "s3fifo"
+    eviction_policy: EvictionPolicy = "adaptive"
     block_bytes: int = 2 << 20  # 16 tokens of an 8B model: 32 layers, 8 KV heads of 128, 2 bytes
     concurrency: int = 1
     speed: float | None = None

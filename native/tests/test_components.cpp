@@ -29,7 +29,7 @@ Transfer onload_of(std::vector<LeaseId> leases) {
 
 // A tree of single blocks below one root, all in a queue, first in, first out.
 struct Queue {
-    explicit Queue(std::int32_t blocks) : tree(16, 64, 0), queue(tree, 64, nullptr) {
+    explicit Queue(std::int32_t blocks) : tree(16, 64, 0), queue(tree, nullptr) {
         const NodeId root = tree.add_root();
         for (std::int32_t token = 0; token < blocks; ++token) {
             const std::vector<std::int32_t> tokens(16, token);
@@ -39,7 +39,7 @@ struct Queue {
     }
 
     PrefixTree tree;
-    EvictionQueue queue;
+    EvictionQueue<PrefixTree> queue;
     LookAhead ahead{tree, queue};
     std::vector<NodeId> nodes;
 };

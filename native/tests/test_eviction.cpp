@@ -1,7 +1,9 @@
-// The eviction queue and the reuse model, without a cache around them.
+// The eviction queue, the reuse model and the duel, without a cache around them.
 #include <vector>
 
+#include "aiokv/duel.hpp"
 #include "aiokv/eviction_queue.hpp"
+#include "aiokv/prefix_tree.hpp"
 #include "check.hpp"
 
 using namespace aiokv;
@@ -16,12 +18,14 @@ struct Forest {
 
     NodeId add(std::int32_t token, std::uint32_t reuse_class = 0) {
         const NodeId node = tree.find_or_add_child(root, &token).node;
-        tree[node].reuse_class = reuse_class & 127;
+        tree[node].reuse_class = static_cast<ReuseClass>(reuse_class);
         return node;
     }
 };
 
-std::vector<NodeId> drain(EvictionQueue& queue) {
+using Queue = EvictionQueue<PrefixTree>;
+
+std::vector<NodeId> drain(Queue& queue) {
     std::vector<NodeId> order;
     for (NodeId node; (node = queue.front()) != kNone;) {
         order.push_back(node);
@@ -41,7 +45,7 @@ std::vector<ReuseClass> ask(ReuseModel& model, std::int32_t document, std::size_
 
 TEST(lru_is_the_order_of_use) {
     Forest f;
-    EvictionQueue queue(f.tree, 8, nullptr);
+    Queue queue(f.tree, nullptr);
     const NodeId a = f.add(1, 3), b = f.add(2, 0), c = f.add(3, 7);
     for (const NodeId node : {a, b, c}) queue.push_back(node);
     queue.remove(a);
@@ -54,17 +58,17 @@ TEST(lru_is_the_order_of_use) {
     CHECK_EQ(queue.size(), 0u);
 }
 
-TEST(segments_lose_no_node_while_they_age_and_merge) {
+TEST(runs_lose_no_node_while_they_age_and_the_order_changes) {
     Forest f;
     ReuseModel model(kBlockTokens, 64);
-    EvictionQueue queue(f.tree, 64, &model);
+    Queue queue(f.tree, &model);
     std::vector<NodeId> nodes;
     for (std::int32_t i = 0; i < 200; ++i) {
         nodes.push_back(f.add(i, static_cast<std::uint32_t>(i) % ReuseFeatures::kClasses));
         queue.push_back(nodes.back());
         if (i % 3 == 0) queue.remove(nodes[static_cast<std::size_t>(i)]);
         ask(model, i % 20, 40);
-        queue.refresh();
+        queue.choose(i / 40 % 2 == 1);
     }
     std::uint32_t ahead = 0;
     for (NodeId node = queue.front(); node != kNone; node = queue.after(node)) ++ahead;
@@ -74,10 +78,10 @@ TEST(segments_lose_no_node_while_they_age_and_merge) {
     CHECK_EQ(queue.size(), 0u);
 }
 
-TEST(what_was_blocked_goes_before_all_segments) {
+TEST(what_was_blocked_goes_before_all_runs) {
     Forest f;
     ReuseModel model(kBlockTokens, 64);
-    EvictionQueue queue(f.tree, 64, &model);
+    Queue queue(f.tree, &model);
     const NodeId a = f.add(1, 0), b = f.add(2, 23);
     queue.push_back(a);
     queue.push_front(b);
@@ -93,12 +97,71 @@ TEST(a_prompt_that_returns_changes_its_class) {
     CHECK_EQ(again[0], (ReuseFeatures{1, 0, 1}.reuse_class()));  // twice, nothing added, soon
 }
 
-TEST(a_loop_larger_than_the_cache_promises_more_than_lru) {
+TEST(eviction_by_recency_ignores_classes_and_times) {
+    Forest f;
+    ReuseModel model(kBlockTokens, 64);
+    Queue queue(f.tree, &model);
+    std::vector<NodeId> nodes;
+    for (std::int32_t i = 0; i < 60; ++i) {
+        nodes.push_back(f.add(i, static_cast<std::uint32_t>(i * 7) % 11));
+        queue.push_back(nodes.back());
+        ask(model, i, 9);
+        queue.choose(i < 40);
+    }
+    CHECK(drain(queue) == nodes);
+}
+
+TEST(eviction_by_score_takes_first_what_returns_least) {
+    Forest f;
+    ReuseModel model(kBlockTokens, 400);
+    // Document 7 returns; the others are asked for once.
+    ReuseClass returns = 0, once = 0;
+    for (std::int32_t i = 0; i < 4000; ++i) {
+        once = ask(model, 1000 + i, 10)[5];
+        returns = ask(model, 7, 10)[5];
+    }
+    CHECK(returns != once);
+    Queue queue(f.tree, &model);
+    const NodeId a = f.add(1, returns), b = f.add(2, once), c = f.add(3, returns);
+    for (const NodeId node : {a, b, c}) queue.push_back(node);
+    queue.choose(true);
+    CHECK_EQ(queue.front(), b);
+    CHECK_EQ(queue.after(b), a);
+    CHECK(drain(queue) == (std::vector<NodeId>{b, a, c}));
+}
+
+TEST(a_shadow_cache_by_recency_holds_the_stretches_used_last) {
+    ShadowCache cache(4, nullptr);
+    const std::vector<ReuseClass> classes(3, 0);
+    const std::vector<std::uint64_t> a{1, 2}, b{3, 4}, c{5};
+    CHECK_EQ(cache.use(a, classes), 0u);
+    CHECK_EQ(cache.use(b, classes), 0u);
+    CHECK_EQ(cache.use(a, classes), 2u);
+    CHECK_EQ(cache.use(c, classes), 0u);  // in the place of 4
+    CHECK_EQ(cache.use(b, classes), 1u);
+    CHECK_EQ(cache.use(a, classes), 1u);
+}
+
+TEST(equal_keys_in_one_prompt_do_no_harm_to_a_shadow_cache) {
+    ShadowCache cache(4, nullptr);
+    const std::vector<ReuseClass> classes(3, 0);
+    const std::vector<std::uint64_t> a{1, 1, 1}, b{1, 2, 3};
+    for (int i = 0; i < 20; ++i) {
+        CHECK(cache.use(a, classes) <= 3);
+        CHECK(cache.use(b, classes) <= 3);
+    }
+}
+
+TEST(the_scores_are_preferred_in_a_loop_larger_than_the_cache) {
     ReuseModel model(kBlockTokens, 100);
-    for (std::int32_t i = 0; i < 4000; ++i) ask(model, i % 30, 10);
-    CHECK(model.is_warm());
-    CHECK(model.predicted_gain(100) > 0.03);
-    CHECK(model.predicted_gain(1000) < 0.03);
+    Duel small(model, 100), large(model, 1000);
+    for (std::int32_t i = 0; i < 4000; ++i) {
+        std::vector<ReuseClass> classes = ask(model, i % 30, 10);
+        small.observe(classes);
+        large.observe(classes);
+    }
+    CHECK(small.prefers_score());
+    CHECK(!large.prefers_score());
 }
 
 TEST(a_prompt_that_differs_in_any_one_token_is_new_to_the_model) {

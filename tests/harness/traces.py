@@ -39,7 +39,7 @@ def hit_tokens(
     policy: EvictionPolicy,
     block_tokens: int = 16,
 ) -> int:
-    """Return the hit tokens of one prompt after the other.
+    """Return the hit tokens of one prompt after the other; leave out those longer than the cache.
 
     Args:
         prompts: token ids of each.
@@ -55,6 +55,8 @@ def hit_tokens(
         )
     )
     for tokens in prompts:
+        if len(tokens) > capacity_blocks * HASH_BLOCK_TOKENS:
+            continue
         lease = core.match(tokens, "")[0]
         core.allocate(lease, len(tokens))
         core.commit(lease, len(tokens), 0)

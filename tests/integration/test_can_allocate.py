@@ -123,7 +123,7 @@ async def walk(random: Random, policy: str, quota: int | None, seen: Counter[boo
         write_policy=policy,
         salt_quota_blocks=quota,
         reserve_blocks=random.choice((0, 1)),
-        eviction_policy=random.choice(("lru", "s3fifo")),
+        eviction_policy=random.choice(("lru", "adaptive")),
     )
     async with cache:
         engine = cache.engine

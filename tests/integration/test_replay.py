@@ -291,14 +291,14 @@ def test_the_eviction_policies_are_compared_with_each_other_and_with_min(tmp_pat
         SMALL, "--device-blocks", 1_600, "--eviction-policy", "all", "--json", tmp_path / "r.json",
     )  # fmt: skip
     assert status == 0
-    assert "s3fifo: hits " in capsys.readouterr().out
+    assert "adaptive: hits " in capsys.readouterr().out
     result = json.loads((tmp_path / "r.json").read_text())
     points = {point["eviction_policy"]: point for point in result["eviction_policies"]}
-    assert list(points) == ["lru", "s3fifo"]
+    assert list(points) == ["lru", "adaptive"]
     for point in points.values():
         assert point["hit_tokens"]["device"] > 0
         assert 0.1 < point["device_share_of_min"] < 1.1  # MIN leaves the rest of 512 tokens out
-    assert result["hit_tokens"] == points["s3fifo"]["hit_tokens"]
+    assert result["hit_tokens"] == points["adaptive"]["hit_tokens"]
     assert run_cli(SMALL, "--eviction-policy", "all", "--write-policy", "all") != 0
 
 

@@ -1,4 +1,4 @@
-"""Both eviction policies keep the invariants; lru is exact; s3fifo beats it in a loop."""
+"""Both eviction policies keep the invariants; lru is exact; adaptive never loses to it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from aiokv.config import CacheConfig
 from aiokv.errors import ConfigError
 from aiokv.plan import TransferReport
+from aiokv.trace.families import FAMILIES, generate_family
 from aiokv.trace.min_oracle import min_hit_tokens
 from aiokv.trace.synthetic import generate_trace
 from tests.harness.traces import hit_tokens, trace_prompts
@@ -22,7 +23,7 @@ def random_path(rng: Random) -> np.ndarray:
     return np.array([rng.choice((1, 1, 1, 2, 3)) for _ in range(rng.randint(1, 40))], np.int32)
 
 
-@pytest.mark.parametrize("policy", ["lru", "s3fifo"])
+@pytest.mark.parametrize("policy", ["lru", "adaptive"])
 @pytest.mark.parametrize("write_policy", ["none", "write_through", "write_back"])
 def test_random_calls_keep_the_invariants(policy, write_policy):
     rng = Random(f"{policy} {write_policy}")
@@ -99,22 +100,46 @@ def test_lru_hits_are_those_of_an_ordered_dict():
 
 def test_decisions_repeat():
     prompts = trace_prompts(generate_trace(400, seed=5, live_conversations=80))
-    first = hit_tokens(prompts, 100, "s3fifo")
-    assert first == hit_tokens(prompts, 100, "s3fifo")
+    first = hit_tokens(prompts, 100, "adaptive")
+    assert first == hit_tokens(prompts, 100, "adaptive")
 
 
-def test_a_loop_that_does_not_fit_is_kept_in_part_by_s3fifo():
+def test_a_loop_that_does_not_fit_is_kept_in_part_by_adaptive():
     documents = [np.full(5_120, i, np.int32) for i in range(30)]
     prompts = documents * 60
     assert hit_tokens(prompts, 200, "lru") == 0
-    assert hit_tokens(prompts, 200, "s3fifo") > 0.3 * 5_120 * len(prompts)
+    assert hit_tokens(prompts, 200, "adaptive") > 0.3 * 5_120 * len(prompts)
 
 
 def test_chats_with_pauses_lose_at_most_one_percent_of_lru_hits():
     requests = generate_trace(1_500, live_conversations=100, turn_tokens=3_000, max_turns=12)
     prompts = trace_prompts(requests)
     least_recent = hit_tokens(prompts, 300, "lru", block_tokens=64)
-    assert hit_tokens(prompts, 300, "s3fifo", block_tokens=64) > 0.99 * least_recent > 0
+    assert hit_tokens(prompts, 300, "adaptive", block_tokens=64) > 0.99 * least_recent > 0
+
+
+# Seeds that served no choice of a constant; see aiokv.trace.families.
+@pytest.mark.parametrize("seed", [200, 201])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adaptive_keeps_99_percent_of_the_hits_of_lru_at_every_capacity(family, seed):
+    prompts = trace_prompts(generate_family(family, 1_500, seed=seed))
+    for capacity in (40, 150, 600, 2_000):
+        least_recent = hit_tokens(prompts, capacity, "lru", block_tokens=128)
+        adaptive = hit_tokens(prompts, capacity, "adaptive", block_tokens=128)
+        assert adaptive >= 0.99 * least_recent, capacity
+
+
+# On these traces the scores alone lose 2 to 6 % of the hits of lru.
+@pytest.mark.parametrize("seed", [208, 214, 217])
+def test_adaptive_falls_back_to_lru_where_the_scores_mislead(seed):
+    prompts = trace_prompts(generate_family("mixture", 3_000, seed=seed))
+    least_recent = hit_tokens(prompts, 150, "lru", block_tokens=64)
+    assert hit_tokens(prompts, 150, "adaptive", block_tokens=64) >= 0.99 * least_recent
+
+
+def test_a_renamed_policy_is_refused_with_its_new_name():
+    with pytest.raises(ConfigError, match=r"s3fifo.*adaptive"):
+        CacheConfig(device_blocks=4, eviction_policy="s3fifo")
 
 
 def test_unknown_policy_is_refused():

@@ -39,7 +39,7 @@ class Walk:
             write_through_threshold=choice([1, 2]),
             low_watermark_blocks=choice([0, 0, 2]),
             min_onload_blocks=choice([0, 0, 2]),
-            eviction=choice([EvictionKind.LRU, EvictionKind.LRU, EvictionKind.S3FIFO]),
+            eviction=choice([EvictionKind.LRU, EvictionKind.LRU, EvictionKind.ADAPTIVE]),
             state_slots=2 if sides == "state" else 0,
             windows=[(6, 4, 2, 0)] if sides == "window" else [],
         )

@@ -34,7 +34,7 @@ def config_of(seed: int, rng: random.Random) -> CacheConfig:
         device_blocks=rng.randint(9, 20),
         host_blocks=0 if policy == "none" else rng.choice((6, 20, 40)),
         write_policy=policy,
-        eviction_policy=rng.choice(("lru", "s3fifo")),
+        eviction_policy=rng.choice(("lru", "adaptive")),
         reserve_blocks=rng.choice((0, 0, 1)),
         salt_quota_blocks=rng.choice((None, None, 9)),
         low_watermark_blocks=rng.choice((None, 0, 4)),

@@ -89,7 +89,7 @@ class Round:
             min_onload_tokens=rng.choice((0, 0, 8)),
             leave_tokens=rng.choice((1, 1, 2)),
             reserve_blocks=rng.choice((0, 4)),
-            eviction_policy=rng.choice(("lru", "lru", "s3fifo")),
+            eviction_policy=rng.choice(("lru", "lru", "adaptive")),
             salt_quota_blocks=rng.choice((None, None, device_blocks // 2)),
             verify=verify,
         )

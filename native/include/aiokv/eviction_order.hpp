@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "aiokv/core_types.hpp"
+#include "aiokv/duel.hpp"
 #include "aiokv/eviction_queue.hpp"
 #include "aiokv/look_ahead.hpp"
 #include "aiokv/prefix_tree.hpp"
@@ -52,22 +53,26 @@ class EvictionOrder {
     void classify_block(const Lease& lease, std::uint32_t block, NodeId node) {
         if (model_) tree_[node].reuse_class = model_->class_at(lease.classes, block);
     }
-    void resize_device(std::uint32_t blocks) { device_.resize(blocks); }
+    void resize_device(std::uint32_t blocks) {
+        if (device_duel_) device_duel_->resize(blocks);
+    }
 
     LookAhead& ahead() { return ahead_; }
     const LookAhead& ahead() const { return ahead_; }
 
-    std::size_t bytes() const { return model_ ? model_->bytes() : 0; }
+    std::size_t bytes() const;
     void check(Report& report) const;
 
   private:
-    EvictionQueue& queue_of(NodeId node);
+    EvictionQueue<PrefixTree>& queue_of(NodeId node);
     void count_idle_host(const Node& n, int change);
 
     PrefixTree& tree_;
     std::optional<ReuseModel> model_;  // none: lru
-    EvictionQueue device_;             // ref 0 and device VALID, the next victim first
-    EvictionQueue host_;               // ref 0 and host VALID only
+    std::optional<Duel> device_duel_;
+    std::optional<Duel> host_duel_;
+    EvictionQueue<PrefixTree> device_;  // ref 0 and device VALID, the next victim first
+    EvictionQueue<PrefixTree> host_;    // ref 0 and host VALID only
     LookAhead ahead_;
     std::uint32_t deferred_device_ = 0;
     std::uint32_t idle_host_ = 0;

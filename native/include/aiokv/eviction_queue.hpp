@@ -1,95 +1,130 @@
-// The nodes that may be evicted from one tier, in the order in which they should go.
+// The nodes that may be evicted from one tier, in the order in which they should be evicted.
 //
-// lru: one list. s3fifo: S3-FIFO with more queues than a small and a main one: a list ("segment")
-// for each reuse class and span of time, first in, first out. The ghost list of ReuseModel tells
-// the class; which segment goes first is learned, so the split between them adapts. Segments are
-// sorted by the score of their class and age whenever time has moved on, and merged as they age,
-// so there are few. What was blocked when its turn came returns to the front, before all segments.
+// One list in order of recency, cut into runs: nodes of one reuse class that were pushed one after
+// the other. Eviction by recency follows the list. Eviction by score takes the oldest run of the
+// *cell* (class and bucket of age) with the lowest score. Both orders are there at any time, so
+// choose() costs the same however many nodes there are. Without a model, all nodes are one run.
+// A node that was blocked when its turn came returns to the front, before all runs.
 //
-// The links are in the nodes. The outer links of a segment's first and last node name the segment,
-// so that a node is taken out, and two segments are merged, in O(1).
+// The links are in the nodes. The outer links of a run's first and last node name the run, so that
+// a node is taken out in O(1).
 #pragma once
 
 #include <array>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
-#include "aiokv/prefix_tree.hpp"
 #include "aiokv/reuse_model.hpp"
 
 namespace aiokv {
 
-enum class EvictionKind : std::uint8_t { kLru, kS3Fifo };
+enum class EvictionKind : std::uint8_t { kLru, kAdaptive };
 
+// `Nodes`: node = nodes[id] has the links `prev` and `next`, and a `reuse_class`.
+template <class Nodes>
 class EvictionQueue {
   public:
-    // Without a model the order is that of push_back: lru.
-    EvictionQueue(PrefixTree& tree, std::uint32_t capacity_blocks, const ReuseModel* model);
+    using Id = std::uint32_t;
+    static constexpr Id kNil = 0xffffffff;
 
-    NodeId front();
-    // The node whose turn is after `node`'s, or kNone; for looking ahead.
-    NodeId after(NodeId node) const;
-    // The node whose turn is before `node`'s, in the same segment, or kNone.
-    NodeId before(NodeId node) const {
-        const NodeId prev = tree_[node].prev;
-        return (prev & kEnd) != 0 ? kNone : prev;
+    // Without a model the order is that of push_back.
+    EvictionQueue(Nodes& nodes, const ReuseModel* model);
+
+    Id front();
+    // The node whose turn is after `node`'s, or kNil; for looking ahead.
+    Id after(Id node) const;
+    // The node whose turn is before `node`'s, in the same run, or kNil.
+    Id before(Id node) const {
+        const Id prev = nodes_[node].prev;
+        return (prev & kEnd) != 0 ? kNil : prev;
     }
     std::uint32_t size() const { return size_; }
+    std::size_t bytes() const { return runs_.capacity() * sizeof(Run); }
 
-    void push_back(NodeId node) {  // used now
-        if (model_ == nullptr) return link_back(kFront, node);
-        const ReuseClass reuse_class = tree_[node].reuse_class;
-        if (reuse_class != receiving_class_ || receiving_since_ != model_->now()) {
-            receive(reuse_class);
+    void push_back(Id node) {  // used now
+        const std::uint64_t kind = now_ << kClassBits | nodes_[node].reuse_class;
+        if (runs_[newest_].kind != kind) open_run(kind);
+        Run& run = runs_[newest_];
+        auto& n = nodes_[node];
+        n.next = kEnd | newest_;
+        if (run.tail == kNil) {
+            n.prev = kEnd | newest_;
+            run.head = node;
+        } else {
+            n.prev = run.tail;
+            nodes_[run.tail].next = node;
         }
-        link_back(receiving_, node);
+        run.tail = node;
+        ++size_;
     }
-    void push_front(NodeId node) { link_front(kFront, node); }
-    void remove(NodeId node);
+    void push_front(Id node);
+    void remove(Id node);
 
-    // Sort anew if the model's epoch has changed.
-    void refresh();
-    void resize(std::uint32_t capacity_blocks) { capacity_ = capacity_blocks; }
+    // Take the model's clock and scores. Returns true when the order of nodes has changed.
+    bool choose(bool by_score);
 
   private:
-    using SegmentId = std::uint32_t;
-    static constexpr SegmentId kFront = 0;
-    static constexpr std::uint64_t kNever = ~std::uint64_t{0};
-    static constexpr std::uint32_t kEnd = 0x80000000;  // a link with this bit names a segment
+    using RunId = std::uint32_t;
+    static constexpr RunId kFront = 0;               // also: no run
+    static constexpr std::uint32_t kEnd = 1u << 31;  // a link with this bit names a run
 
-    struct Segment {
-        NodeId head = kNone;
-        NodeId tail = kNone;
-        std::uint64_t newest = 0;  // units of the model's clock
-        std::uint64_t oldest = 0;
-        double score = 0;
-        std::uint32_t place = 0;  // in order_
+    static constexpr std::uint32_t kClassBits = 8;
+    static constexpr std::uint32_t kCells = ReuseFeatures::kClasses * ReturnRates::kBuckets;
+    using Cell = std::uint32_t;  // class * kBuckets + bucket
+    static constexpr Cell kNoCell = kCells;
+
+    struct Run {
+        std::uint64_t kind = ~std::uint64_t{0};  // time of the model's clock, then the class
+        Id head = kNil;
+        Id tail = kNil;
+        RunId older = kFront;  // in order of recency
+        RunId newer = kFront;
+        RunId older_of_class = kFront;
+        RunId newer_of_class = kFront;
+        Cell cell = kNoCell;
+
+        std::uint64_t time() const { return kind >> kClassBits; }
+        ReuseClass reuse_class() const { return static_cast<ReuseClass>(kind); }
+    };
+    struct Class {
+        RunId newest = kFront;
+        std::uint32_t buckets = 0;                          // bit: the bucket has a run
+        std::array<RunId, ReturnRates::kBuckets> oldest{};  // by bucket
     };
 
-    void link_back(SegmentId id, NodeId node);
-    void link_front(SegmentId id, NodeId node);
-    void receive(ReuseClass reuse_class);
-    SegmentId open_segment();
-    void age(std::vector<SegmentId>& segments);
-    bool merge(SegmentId younger, SegmentId older);
-    void sort();
-    NodeId first_from(std::size_t place) const;
+    // What decides between cells: the score, then the age.
+    using Rank = std::pair<double, Cell>;
 
-    PrefixTree& tree_;
+    Rank rank_of(Cell cell) const;
+    RunId oldest_in(Cell cell) const {
+        return classes_[cell / ReturnRates::kBuckets].oldest[cell % ReturnRates::kBuckets];
+    }
+    Id head_of(RunId id) const { return id == kFront ? kNil : runs_[id].head; }
+    RunId next_in_bucket(RunId id) const {
+        const RunId next = runs_[id].newer_of_class;
+        return next != kFront && runs_[next].cell == runs_[id].cell ? next : kFront;
+    }
+    void open_run(std::uint64_t kind);
+    void close_run(RunId id);
+    void enter_cell(RunId id, Cell cell);
+    void leave_cell(RunId id);
+    Cell lowest_cell(Rank above) const;
+    void age();
+
+    Nodes& nodes_;
     const ReuseModel* model_;
-    std::uint32_t capacity_;
+    const std::uint32_t newest_bucket_;
     std::uint32_t size_ = 0;
+    std::uint64_t now_ = 0;
     std::uint64_t epoch_ = 0;
-    std::uint64_t learnt_ = 0;
-    bool by_recency_ = true;
-    SegmentId receiving_ = kFront;  // the newest segment of its class
-    ReuseClass receiving_class_ = 0;
-    std::uint64_t receiving_since_ = kNever;
-    std::size_t cursor_ = 0;  // no segment of order_ before it has a node
-    std::vector<Segment> segments_;
-    std::vector<SegmentId> free_;
-    std::vector<SegmentId> order_;                                          // the next to go first
-    std::array<std::vector<SegmentId>, ReuseFeatures::kClasses> by_class_;  // oldest first
+    bool by_score_ = false;
+    std::vector<Run> runs_;
+    std::vector<RunId> free_;
+    RunId oldest_ = kFront;
+    RunId newest_ = kFront;
+    std::vector<Class> classes_;
+    Cell victim_ = kNoCell;  // the lowest cell, when it is known and has a run
 };
 
 }  // namespace aiokv

@@ -14,7 +14,7 @@ namespace aiokv {
 
 class LookAhead {
   public:
-    LookAhead(PrefixTree& tree, EvictionQueue& queue) : tree_(tree), queue_(queue) {}
+    LookAhead(PrefixTree& tree, EvictionQueue<PrefixTree>& queue) : tree_(tree), queue_(queue) {}
 
     std::uint32_t count() const { return count_; }
     bool is_begun() const { return last_ != kNone; }
@@ -47,7 +47,7 @@ class LookAhead {
 
   private:
     PrefixTree& tree_;
-    EvictionQueue& queue_;
+    EvictionQueue<PrefixTree>& queue_;
     NodeId last_ = kNone;  // kNone: nothing was looked at
     std::uint32_t count_ = 0;
 };

@@ -51,14 +51,18 @@ class ReturnRates {
     }
     // By how much the scores should beat LRU where `room` stretches fit, as a share of LRU's hits.
     double predicted_gain(double room) const;
+    double score_in(ReuseClass reuse_class, std::uint32_t bucket) const {
+        return scores_[levels_[reuse_class]][bucket];
+    }
+
+    static constexpr std::uint32_t kBuckets = 21;  // two an octave of age
+    static std::uint32_t bucket_of(std::uint64_t age);
 
   private:
-    static constexpr std::uint32_t kBuckets = 21;  // two an octave of age
-    static constexpr std::uint32_t kLevels = 32;   // three an octave of factors
+    static constexpr std::uint32_t kLevels = 32;  // three an octave of factors
     using Ages = std::array<double, kBuckets>;
     using Classes = std::array<double, ReuseFeatures::kClasses>;
 
-    static std::uint32_t bucket_of(std::uint64_t age);
     double bucket_width(std::uint32_t bucket) const;
     double factor(std::uint32_t reuse_class) const;
     void fade(double keep);

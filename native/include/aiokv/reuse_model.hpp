@@ -25,8 +25,6 @@ class ReuseModel {
 
     // Counts up whenever ages or scores may have changed; queues then sort their segments anew.
     std::uint64_t epoch() const { return epoch_; }
-    // Counts up with each change of the scores.
-    std::uint64_t learnt() const { return learnt_; }
     // Blocks asked for, in units of a 64th of the capacity.
     std::uint64_t now() const { return now_; }
     // Of block `index` of the prompt that `classes` was observed for, if it was.
@@ -35,21 +33,29 @@ class ReuseModel {
         return classes[std::min(index >> stretch_shift_, classes.size() - 1)];
     }
 
-    // Higher: keep longer. `age` in units of now().
-    double score(ReuseClass reuse_class, std::uint64_t age) const {
-        return rates_.score(reuse_class, age);
-    }
-    // By how much the scores should beat LRU at this capacity, as a share of LRU's hits.
-    double predicted_gain(std::uint32_t capacity_blocks) const {
-        return rates_.predicted_gain(static_cast<double>(capacity_blocks >> stretch_shift_));
-    }
+    // Fingerprints of the stretches of the prompt that was observed last.
+    std::span<const std::uint64_t> keys() const { return keys_; }
+    std::uint32_t stretches_in(std::uint32_t blocks) const { return blocks >> stretch_shift_; }
+
+    // By how much the scores should beat LRU where `room` stretches fit, as a share of LRU's hits.
+    double predicted_gain(std::uint32_t room) const { return rates_.predicted_gain(room); }
     bool is_warm() const { return clock_ >= kWarmCapacities * capacity_; }
+    // Changes with the scores.
+    std::uint64_t learnt() const { return last_learnt_; }
+    // Higher: keep longer. `bucket` of the age.
+    double score(ReuseClass reuse_class, std::uint32_t bucket) const {
+        return rates_.score_in(reuse_class, bucket);
+    }
+    // Of an age in units of now(), as it will be halfway to the next epoch.
+    std::uint32_t bucket_of(std::uint64_t age) const {
+        return ReturnRates::bucket_of(age + epoch_blocks_ / unit_ / 2);
+    }
     std::size_t bytes() const { return ghosts_.bytes(); }
 
   private:
+    static constexpr std::uint64_t kWarmCapacities = 4;
     static constexpr std::uint32_t kStretchTokens = 512;
     static constexpr std::uint32_t kUnitsPerCapacity = 64;
-    static constexpr std::uint64_t kWarmCapacities = 4;
 
     ReuseFeatures features_of(const GhostList::Entry& entry) const {
         return {entry.uses, entry.added - 1u, entry.gap};
@@ -70,7 +76,6 @@ class ReuseModel {
     std::uint64_t last_epoch_ = 0;
     std::uint64_t last_learnt_ = 0;
     std::uint64_t epoch_ = 0;
-    std::uint64_t learnt_ = 0;
 
     GhostList ghosts_;
     ReturnRates rates_;

@@ -17,11 +17,19 @@ std::optional<ReuseModel> model_of(const CoreConfig& config) {
 EvictionOrder::EvictionOrder(const CoreConfig& config, PrefixTree& tree)
     : tree_(tree),
       model_(model_of(config)),
-      device_(tree, config.device_blocks, model_ ? &*model_ : nullptr),
-      host_(tree, config.host_blocks, model_ ? &*model_ : nullptr),
-      ahead_(tree, device_) {}
+      device_(tree, model_ ? &*model_ : nullptr),
+      host_(tree, model_ ? &*model_ : nullptr),
+      ahead_(tree, device_) {
+    if (model_) device_duel_.emplace(*model_, config.device_blocks);
+    if (model_ && config.host_blocks > 0) host_duel_.emplace(*model_, config.host_blocks);
+}
 
-EvictionQueue& EvictionOrder::queue_of(NodeId node) {
+std::size_t EvictionOrder::bytes() const {
+    return (model_ ? model_->bytes() : 0) + device_.bytes() + host_.bytes() +
+           (device_duel_ ? device_duel_->bytes() : 0) + (host_duel_ ? host_duel_->bytes() : 0);
+}
+
+EvictionQueue<PrefixTree>& EvictionOrder::queue_of(NodeId node) {
     return tree_[node].has(kDeviceValid) ? device_ : host_;
 }
 
@@ -102,11 +110,13 @@ void EvictionOrder::end_hold(NodeId node) {
 void EvictionOrder::classify(Lease& lease, std::uint64_t seed) {
     if (!model_) return;
     if (lease.classes.empty()) {
-        const std::uint64_t epoch = model_->epoch();
         model_->observe(lease.tokens, seed, lease.classes);
-        if (model_->epoch() != epoch) ahead_.restart();  // others may be in front now
-        device_.refresh();
-        host_.refresh();
+        device_duel_->observe(lease.classes);
+        if (device_.choose(device_duel_->prefers_score())) ahead_.restart();
+        if (host_duel_) {
+            host_duel_->observe(lease.classes);
+            host_.choose(host_duel_->prefers_score());
+        }
     }
     for (std::size_t i = 0; i < lease.path.size(); ++i) {
         tree_[lease.path[i]].reuse_class = model_->class_at(lease.classes, i);

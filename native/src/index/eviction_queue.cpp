@@ -1,198 +1,202 @@
 #include "aiokv/eviction_queue.hpp"
 
-#include <algorithm>
+#include <bit>
+
+#include "aiokv/prefix_tree.hpp"
+#include "aiokv/shadow_cache.hpp"
 
 namespace aiokv {
 namespace {
 
-// The scores decide when they promise this much more than LRU hits, and until it is this much.
-constexpr double kEnterGain = 0.03;
-constexpr double kLeaveGain = 0.018;
-constexpr std::uint64_t kHalfEpochUnits =
-    2;                                    // a segment is judged by its age halfway to the next sort
-constexpr std::uint64_t kMergeShare = 5;  // merged segments span at most 1/5 of their age
+constexpr std::pair<double, std::uint32_t> kLowest{-1.0, 0};  // below all ranks
 
 }  // namespace
 
-EvictionQueue::EvictionQueue(PrefixTree& tree, std::uint32_t capacity_blocks,
-                             const ReuseModel* model)
-    : tree_(tree), model_(model), capacity_(capacity_blocks), segments_(1) {
-    if (model_ == nullptr) return;
-    for (auto& segments : by_class_) segments.push_back(open_segment());
-    sort();
-}
+template <class Nodes>
+EvictionQueue<Nodes>::EvictionQueue(Nodes& nodes, const ReuseModel* model)
+    : nodes_(nodes),
+      model_(model),
+      newest_bucket_(model == nullptr ? 0 : model->bucket_of(0)),
+      runs_(1),
+      classes_(ReuseFeatures::kClasses) {}
 
-// -- lists -----------------------------------------------------------------------------------
+// -- nodes -----------------------------------------------------------------------------------
 
-void EvictionQueue::link_back(SegmentId id, NodeId node) {
-    Segment& segment = segments_[id];
-    Node& n = tree_[node];
-    n.next = kEnd | id;
-    if (segment.tail == kNone) {
-        n.prev = kEnd | id;
-        segment.head = node;
+template <class Nodes>
+void EvictionQueue<Nodes>::push_front(Id node) {
+    Run& run = runs_[kFront];
+    auto& n = nodes_[node];
+    n.prev = kEnd | kFront;
+    if (run.head == kNil) {
+        n.next = kEnd | kFront;
+        run.tail = node;
     } else {
-        n.prev = segment.tail;
-        tree_[segment.tail].next = node;
+        n.next = run.head;
+        nodes_[run.head].prev = node;
     }
-    segment.tail = node;
+    run.head = node;
     ++size_;
 }
 
-void EvictionQueue::link_front(SegmentId id, NodeId node) {
-    Segment& segment = segments_[id];
-    Node& n = tree_[node];
-    n.prev = kEnd | id;
-    if (segment.head == kNone) {
-        n.next = kEnd | id;
-        segment.tail = node;
-    } else {
-        n.next = segment.head;
-        tree_[segment.head].prev = node;
-    }
-    segment.head = node;
-    ++size_;
-}
-
-void EvictionQueue::remove(NodeId node) {
-    Node& n = tree_[node];
+template <class Nodes>
+void EvictionQueue<Nodes>::remove(Id node) {
+    auto& n = nodes_[node];
     const bool first = (n.prev & kEnd) != 0;
     const bool last = (n.next & kEnd) != 0;
     if (first) {
-        segments_[n.prev & ~kEnd].head = last ? kNone : n.next;
+        runs_[n.prev & ~kEnd].head = last ? kNil : n.next;
     } else {
-        tree_[n.prev].next = n.next;
+        nodes_[n.prev].next = n.next;
     }
     if (last) {
-        segments_[n.next & ~kEnd].tail = first ? kNone : n.prev;
+        runs_[n.next & ~kEnd].tail = first ? kNil : n.prev;
     } else {
-        tree_[n.next].prev = n.prev;
+        nodes_[n.next].prev = n.prev;
     }
-    n.prev = n.next = kNone;
+    if (first && last) close_run(n.next & ~kEnd);
+    n.prev = n.next = kNil;
     --size_;
 }
 
-NodeId EvictionQueue::first_from(std::size_t place) const {
-    for (; place < order_.size(); ++place) {
-        if (segments_[order_[place]].head != kNone) return segments_[order_[place]].head;
-    }
-    return kNone;
+template <class Nodes>
+typename EvictionQueue<Nodes>::Id EvictionQueue<Nodes>::front() {
+    if (runs_[kFront].head != kNil) return runs_[kFront].head;
+    if (by_score_ && victim_ == kNoCell) victim_ = lowest_cell(kLowest);
+    if (by_score_ && victim_ == kNoCell) return kNil;
+    const Id node = head_of(by_score_ ? oldest_in(victim_) : oldest_);
+    return node;
 }
 
-NodeId EvictionQueue::front() {
-    if (segments_[kFront].head != kNone) return segments_[kFront].head;
-    while (cursor_ < order_.size() && segments_[order_[cursor_]].head == kNone) {
-        ++cursor_;
-        receiving_since_ = kNever;  // what comes next may have to move the cursor back
-    }
-    return cursor_ < order_.size() ? segments_[order_[cursor_]].head : kNone;
-}
-
-NodeId EvictionQueue::after(NodeId node) const {
-    const NodeId next = tree_[node].next;
+template <class Nodes>
+typename EvictionQueue<Nodes>::Id EvictionQueue<Nodes>::after(Id node) const {
+    const Id next = nodes_[node].next;
     if ((next & kEnd) == 0) return next;
-    const SegmentId id = next & ~kEnd;
-    return first_from(id == kFront ? cursor_ : segments_[id].place + 1);
+    const RunId id = next & ~kEnd;
+    if (!by_score_) return head_of(id == kFront ? oldest_ : runs_[id].newer);
+    if (id != kFront && next_in_bucket(id) != kFront) return head_of(next_in_bucket(id));
+    const Cell cell = lowest_cell(id == kFront ? kLowest : rank_of(runs_[id].cell));
+    return cell == kNoCell ? kNil : head_of(oldest_in(cell));
 }
 
-// -- segments --------------------------------------------------------------------------------
+// -- runs ------------------------------------------------------------------------------------
 
-// A lease gives back many blocks of one class at one time.
-void EvictionQueue::receive(ReuseClass reuse_class) {
-    receiving_class_ = reuse_class;
-    receiving_since_ = model_->now();
-    receiving_ = by_class_[reuse_class].back();
-    Segment& segment = segments_[receiving_];
-    segment.newest = receiving_since_;
-    cursor_ = std::min<std::size_t>(cursor_, segment.place);
-}
-
-EvictionQueue::SegmentId EvictionQueue::open_segment() {
-    auto id = static_cast<SegmentId>(segments_.size());
+template <class Nodes>
+void EvictionQueue<Nodes>::open_run(std::uint64_t kind) {
+    auto id = static_cast<RunId>(runs_.size());
     if (free_.empty()) {
-        segments_.emplace_back();
+        runs_.emplace_back();
     } else {
         id = free_.back();
         free_.pop_back();
-        segments_[id] = Segment{};
     }
-    segments_[id].newest = segments_[id].oldest = model_->now();
-    return id;
+    Run& run = runs_[id];
+    run = {.kind = kind, .older = newest_};
+    (newest_ == kFront ? oldest_ : runs_[newest_].newer) = id;
+    newest_ = id;
+    Class& c = classes_[run.reuse_class()];
+    run.older_of_class = c.newest;
+    if (c.newest != kFront) runs_[c.newest].newer_of_class = id;
+    c.newest = id;
+    enter_cell(id, run.reuse_class() * ReturnRates::kBuckets + newest_bucket_);
+    if (victim_ != kNoCell && rank_of(run.cell) < rank_of(victim_)) victim_ = run.cell;
 }
 
-// The younger one's nodes go behind the older one's, if both together are young enough a span.
-bool EvictionQueue::merge(SegmentId younger, SegmentId older) {
-    Segment& a = segments_[older];
-    const Segment& b = segments_[younger];
-    const std::uint64_t age = model_->now() - b.newest;
-    if (b.head != kNone && a.head != kNone && (b.newest - a.oldest) * kMergeShare > age) {
-        return false;
+template <class Nodes>
+void EvictionQueue<Nodes>::close_run(RunId id) {
+    if (id == kFront) return;
+    leave_cell(id);
+    const Run& run = runs_[id];
+    if (run.older_of_class != kFront) {
+        runs_[run.older_of_class].newer_of_class = run.newer_of_class;
     }
-    if (b.head != kNone) {
-        if (a.head == kNone) {
-            a.head = b.head;
-            a.oldest = b.oldest;
-            tree_[b.head].prev = kEnd | older;
-        } else {
-            tree_[a.tail].next = b.head;
-            tree_[b.head].prev = a.tail;
-        }
-        a.tail = b.tail;
-        tree_[a.tail].next = kEnd | older;
-        a.newest = b.newest;
-    }
-    free_.push_back(younger);
-    return true;
+    (run.newer_of_class == kFront ? classes_[run.reuse_class()].newest
+                                  : runs_[run.newer_of_class].older_of_class) = run.older_of_class;
+    (run.older == kFront ? oldest_ : runs_[run.older].newer) = run.newer;
+    (run.newer == kFront ? newest_ : runs_[run.newer].older) = run.older;
+    free_.push_back(id);
 }
 
-// Close the newest segment of a class and open another; merge what is old.
-void EvictionQueue::age(std::vector<SegmentId>& segments) {
-    std::size_t kept = 1;
-    for (std::size_t i = 1; i < segments.size(); ++i) {
-        if (!merge(segments[i], segments[kept - 1])) segments[kept++] = segments[i];
-    }
-    segments.resize(kept);
-    Segment& newest = segments_[segments.back()];
-    if (newest.head == kNone) {
-        newest.newest = newest.oldest = model_->now();
-    } else {
-        segments.push_back(open_segment());
-    }
+// -- cells -----------------------------------------------------------------------------------
+
+// As the newest run of the cell.
+template <class Nodes>
+void EvictionQueue<Nodes>::enter_cell(RunId id, Cell cell) {
+    const std::uint32_t bucket = cell % ReturnRates::kBuckets;
+    Class& c = classes_[cell / ReturnRates::kBuckets];
+    runs_[id].cell = cell;
+    if (c.oldest[bucket] == kFront) c.oldest[bucket] = id;
+    c.buckets |= 1u << bucket;
 }
 
-void EvictionQueue::refresh() {
-    if (model_ == nullptr || epoch_ == model_->epoch()) return;
-    epoch_ = model_->epoch();
-    for (auto& segments : by_class_) age(segments);
-    if (learnt_ != model_->learnt()) {
-        learnt_ = model_->learnt();
-        const double wanted = by_recency_ ? kEnterGain : kLeaveGain;
-        by_recency_ = !model_->is_warm() || model_->predicted_gain(capacity_) < wanted;
-    }
-    sort();
+template <class Nodes>
+void EvictionQueue<Nodes>::leave_cell(RunId id) {
+    const Cell cell = runs_[id].cell;
+    const std::uint32_t bucket = cell % ReturnRates::kBuckets;
+    Class& c = classes_[cell / ReturnRates::kBuckets];
+    if (c.oldest[bucket] != id) return;
+    c.oldest[bucket] = next_in_bucket(id);
+    if (c.oldest[bucket] != kFront) return;
+    c.buckets &= ~(1u << bucket);
+    if (victim_ == cell) victim_ = kNoCell;
 }
 
-void EvictionQueue::sort() {
-    const std::uint64_t now = model_->now();
-    order_.clear();
+// The older cell is lower where scores are equal.
+template <class Nodes>
+typename EvictionQueue<Nodes>::Rank EvictionQueue<Nodes>::rank_of(Cell cell) const {
+    const std::uint32_t bucket = cell % ReturnRates::kBuckets;
+    const std::uint32_t reuse_class = cell / ReturnRates::kBuckets;
+    return {model_->score(static_cast<ReuseClass>(reuse_class), bucket),
+            (ReturnRates::kBuckets - bucket) * ReuseFeatures::kClasses + reuse_class};
+}
+
+// The lowest of the cells with runs that rank above `above`.
+template <class Nodes>
+typename EvictionQueue<Nodes>::Cell EvictionQueue<Nodes>::lowest_cell(Rank above) const {
+    Cell lowest = kNoCell;
+    Rank lowest_rank;
     for (std::uint32_t c = 0; c < ReuseFeatures::kClasses; ++c) {
-        for (const SegmentId id : by_class_[c]) {
-            Segment& s = segments_[id];
-            const std::uint64_t age = now + kHalfEpochUnits - (s.newest + s.oldest) / 2;
-            s.score = by_recency_ ? 0.0 : model_->score(static_cast<ReuseClass>(c), age);
-            order_.push_back(id);
+        for (std::uint32_t rest = classes_[c].buckets; rest != 0; rest &= rest - 1) {
+            const Cell cell =
+                c * ReturnRates::kBuckets + static_cast<std::uint32_t>(std::countr_zero(rest));
+            const Rank rank = rank_of(cell);
+            if (rank <= above || (lowest != kNoCell && rank >= lowest_rank)) continue;
+            lowest = cell;
+            lowest_rank = rank;
         }
     }
-    std::stable_sort(order_.begin(), order_.end(), [this](SegmentId x, SegmentId y) {
-        const Segment& a = segments_[x];
-        const Segment& b = segments_[y];
-        return a.score != b.score ? a.score < b.score : a.newest < b.newest;
-    });
-    for (std::size_t i = 0; i < order_.size(); ++i) {
-        segments_[order_[i]].place = static_cast<std::uint32_t>(i);
-    }
-    cursor_ = 0;
-    receiving_since_ = kNever;
+    return lowest;
 }
+
+template <class Nodes>
+bool EvictionQueue<Nodes>::choose(bool by_score) {
+    now_ = model_->now();
+    if (epoch_ == model_->epoch() && by_score_ == by_score) return false;
+    epoch_ = model_->epoch();
+    const bool changes = by_score || by_score_;
+    by_score_ = by_score;
+    age();
+    victim_ = kNoCell;
+    return changes;
+}
+
+// Move runs to the cells of their ages. The runs of a class are in order of age.
+template <class Nodes>
+void EvictionQueue<Nodes>::age() {
+    for (std::uint32_t c = 0; c < ReuseFeatures::kClasses; ++c) {
+        for (std::uint32_t rest = classes_[c].buckets; rest != 0;) {
+            const auto bucket = static_cast<std::uint32_t>(std::bit_width(rest)) - 1;
+            rest &= ~(1u << bucket);
+            for (RunId id; (id = classes_[c].oldest[bucket]) != kFront;) {
+                const std::uint32_t older = model_->bucket_of(now_ - runs_[id].time());
+                if (older <= bucket) break;
+                leave_cell(id);
+                enter_cell(id, c * ReturnRates::kBuckets + older);
+            }
+        }
+    }
+}
+
+template class EvictionQueue<PrefixTree>;
+template class EvictionQueue<ShadowCache::Stretches>;
 
 }  // namespace aiokv

@@ -31,15 +31,17 @@ void Matching::walk(Lease& lease) const {
     const std::size_t limit = hit_limit(lease);
     const std::int32_t* tokens = lease.tokens.data();
     NodeId node = index_.root_of(lease);
-    lease.path.clear();
+    lease.path.resize(limit);
     lease.device_hit = 0;
-    for (std::size_t i = 0; i < limit; ++i, tokens += config_.block_tokens) {
-        node = tree.find_child(node, tokens, key_of(lease.item_keys, i));
+    std::size_t known = 0;
+    for (; known < limit; ++known, tokens += config_.block_tokens) {
+        node = tree.find_child(node, tokens, key_of(lease.item_keys, known));
         if (node == kNone) break;
-        lease.path.push_back(node);
+        lease.path[known] = node;
         lease.device_hit += tree[node].has(kDeviceValid);
     }
-    lease.known_blocks = static_cast<std::uint32_t>(lease.path.size());
+    lease.path.resize(known);
+    lease.known_blocks = static_cast<std::uint32_t>(known);
     const std::size_t whole = reachable(lease, lease.path.size());
     while (lease.path.size() > whole) {
         lease.device_hit -= tree[lease.path.back()].has(kDeviceValid);

@@ -56,11 +56,15 @@ void ReturnRates::learn(double keep) {
     fit_base();
     fit_factors();
     center_factors();
+    std::uint32_t used_levels = 0;  // bits
     for (std::uint32_t c = 0; c < ReuseFeatures::kClasses; ++c) {
         const double level = std::round(std::log2(factor(c)) * kLevelsPerOctave) + kLevelOfOne;
         levels_[c] = static_cast<std::uint8_t>(std::clamp(level, 0.0, kLevels - 1.0));
+        used_levels |= 1u << levels_[c];
     }
-    for (std::uint32_t level = 0; level < kLevels; ++level) rank(level);
+    for (; used_levels != 0; used_levels &= used_levels - 1) {
+        rank(static_cast<std::uint32_t>(std::countr_zero(used_levels)));
+    }
 }
 
 void ReturnRates::fade(double keep) {

@@ -139,7 +139,6 @@ void ReuseModel::close_epoch() {
             static_cast<double>(clock_ - last_learnt_) / static_cast<double>(capacity_);
         rates_.learn(1 / (1 + kFade * capacities));
         last_learnt_ = clock_;
-        ++learnt_;
     }
     ++epoch_;
 }

@@ -138,7 +138,7 @@ void bind_core(nb::module_& m) {
         .value("WRITE_BACK", WritePolicy::kWriteBack);
     nb::enum_<EvictionKind>(m, "EvictionKind")
         .value("LRU", EvictionKind::kLru)
-        .value("S3FIFO", EvictionKind::kS3Fifo);
+        .value("ADAPTIVE", EvictionKind::kAdaptive);
     nb::enum_<LeaseState>(m, "LeaseState")
         .value("MATCHED", LeaseState::kMatched, "Holds nothing.")
         .value("GRANTED", LeaseState::kGranted, "Has refs on its hit, and device blocks.")
