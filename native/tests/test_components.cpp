@@ -116,7 +116,7 @@ TEST(a_context_is_closed_with_its_last_lease_unless_it_has_blocks) {
     CHECK_EQ(index.enter_context("other"), salted);  // its number is free again
 }
 
-TEST(items_are_cut_and_forgotten_with_their_keys) {
+TEST(items_are_truncated_and_cleared_with_their_keys) {
     LeaseTable leases(8);
     Index index(kConfig, leases);
     Lease& lease = leases.open(std::vector<std::int32_t>(8, 1), 0, {});
@@ -135,7 +135,7 @@ TEST(items_are_cut_and_forgotten_with_their_keys) {
 
 // -- look-ahead ------------------------------------------------------------------------------
 
-TEST(a_look_ahead_goes_on_behind_the_last_node) {
+TEST(a_look_ahead_continues_after_the_last_node) {
     Queue q(4);
     CHECK(!q.ahead.is_begun());
     for (int i = 0; i < 2; ++i) q.ahead.add(q.ahead.next());

@@ -74,7 +74,7 @@ TEST(segments_lose_no_node_while_they_age_and_merge) {
     CHECK_EQ(queue.size(), 0u);
 }
 
-TEST(what_was_blocked_goes_before_all_segments) {
+TEST(blocked_nodes_are_evicted_before_all_segments) {
     Forest f;
     ReuseModel model(kBlockTokens, 64);
     EvictionQueue queue(f.tree, 64, &model);
@@ -93,7 +93,7 @@ TEST(a_prompt_that_returns_changes_its_class) {
     CHECK_EQ(again[0], (ReuseFeatures{1, 0, 1}.reuse_class()));  // twice, nothing added, soon
 }
 
-TEST(a_loop_larger_than_the_cache_promises_more_than_lru) {
+TEST(a_loop_larger_than_the_cache_predicts_a_gain_over_lru) {
     ReuseModel model(kBlockTokens, 100);
     for (std::int32_t i = 0; i < 4000; ++i) ask(model, i % 30, 10);
     CHECK(model.is_warm());

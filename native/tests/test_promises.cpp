@@ -99,7 +99,7 @@ std::vector<LeaseId> walk() {
 
 }  // namespace
 
-TEST(longest_promise_agrees_with_a_walk_over_all_leases) {
+TEST(longest_promise_equals_a_walk_over_all_leases) {
     walk();
 }
 

@@ -101,7 +101,7 @@ TEST(a_swap_without_room_changes_nothing) {
     cache.core.release(second, 0);
 }
 
-TEST(a_failed_swap_leaves_the_table) {
+TEST(a_failed_swap_keeps_the_table) {
     Cache cache(4, 4);
     const LeaseId id = cache.computed(kPrompt);
     const std::vector<BlockId> table = cache.core.lease(id).table;
@@ -113,7 +113,7 @@ TEST(a_failed_swap_leaves_the_table) {
     cache.core.release(id, 0);
 }
 
-TEST(what_a_released_lease_was_moving_is_freed_at_the_end) {
+TEST(blocks_moving_for_a_released_lease_are_freed_at_the_end) {
     Cache cache(4, 4);
     const LeaseId id = cache.computed(kPrompt);
     CHECK(cache.swap_out(id));
@@ -134,7 +134,7 @@ TEST(what_a_released_lease_was_moving_is_freed_at_the_end) {
     CHECK_EQ(cache.core.statistics().device_free, 4u);
 }
 
-TEST(nothing_of_before_a_reset_is_published_after_a_resume) {
+TEST(blocks_from_before_a_reset_are_not_published_after_a_resume) {
     for (const Prompt& prompt : {kPrompt, Prompt{1}}) {
         Cache cache(4, 4);
         const LeaseId id = cache.swapped(prompt);
@@ -147,7 +147,7 @@ TEST(nothing_of_before_a_reset_is_published_after_a_resume) {
     }
 }
 
-TEST(a_swap_that_a_reset_crosses_keeps_nothing) {
+TEST(a_swap_interrupted_by_a_reset_keeps_nothing) {
     Cache cache(4, 4);
     const LeaseId id = cache.computed(kPrompt);
     CHECK(cache.swap_out(id));
@@ -158,7 +158,7 @@ TEST(a_swap_that_a_reset_crosses_keeps_nothing) {
     cache.core.release(id, 0);
 }
 
-TEST(a_swap_waits_for_backups_under_way) {
+TEST(a_swap_waits_for_backups_in_flight) {
     CoreConfig config;
     config.block_tokens = 2;
     config.device_blocks = config.host_blocks = 4;

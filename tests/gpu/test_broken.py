@@ -59,7 +59,7 @@ os._exit(0)  # CuPy cannot clean up in a lost context
 """
 
 
-def test_a_fault_breaks_the_device_loudly():
+def test_device_fault_wakes_all_waiters_and_refuses_later_calls():
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100, check=False
     )

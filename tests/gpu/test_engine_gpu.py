@@ -110,7 +110,7 @@ async def test_freed_blocks_are_not_overwritten_before_the_step_that_reads_them(
 
 
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
-async def test_prompts_come_back_under_pressure(policy):
+async def test_prompts_return_from_the_host_under_memory_pressure(policy):
     """Four times what the device holds goes through it and back."""
     engine, _, tensors = make(
         device_blocks=24, host_blocks=128, write_policy=policy, verify="checksum"
@@ -129,7 +129,7 @@ async def test_prompts_come_back_under_pressure(policy):
         assert engine.check_invariants() == []
 
 
-async def test_a_swapped_lease_takes_its_partial_block_along(spin):
+async def test_swap_includes_the_partial_block(spin):
     """The tail is computed by the open step; the swap waits for it, and resume brings it back."""
     engine, _, tensors = make(verify="checksum")
     stream, length = new_stream(), TOKENS - 5
@@ -206,7 +206,7 @@ async def test_a_checksum_finds_a_changed_host_block():
 
 
 @pytest.mark.parametrize("moment", ["onload", "backup"])
-async def test_closing_under_load_waits_for_what_moves(spin, moment):
+async def test_close_under_load_waits_for_transfers(spin, moment):
     """Transfers behind a slow step are in flight when the engine closes; nothing is freed early."""
     engine, device, tensors = make(drain_timeout_seconds=0.0)
     stream, tokens = new_stream(), prompt()
@@ -274,7 +274,7 @@ asyncio.run(main())
 """
 
 
-async def test_a_fault_breaks_the_engine_for_everybody():
+async def test_device_fault_fails_all_waiters_of_the_engine():
     """In a process of its own: the fault poisons it."""
     process = await asyncio.to_thread(
         lambda: subprocess.run(

@@ -136,7 +136,7 @@ def test_gpu_wait_blocks_until_the_layer_is_submitted():
         finish(copy)
 
 
-def test_layers_arrive_in_order_and_tell_their_times():
+def test_layers_arrive_in_order_and_report_their_times():
     with Pools(sizes=(65536,), layers=8, device_blocks=128, host_blocks=128, timing=True) as pools:
         ids = np.arange(128, dtype=np.int32)
         copy = pools.device.copy(ONLOAD, ids, ids, None)

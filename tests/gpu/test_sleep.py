@@ -29,7 +29,7 @@ def new_tensors(device_blocks: int = 32):
     return regions, tensors
 
 
-async def test_the_device_sleeps_and_host_blocks_come_back_into_new_tensors():
+async def test_host_blocks_are_onloaded_into_new_tensors_after_device_sleep():
     import cupy
 
     engine, device, tensors = make(verify="checksum")
@@ -52,7 +52,7 @@ async def test_the_device_sleeps_and_host_blocks_come_back_into_new_tensors():
         assert engine.check_invariants() == []
 
 
-async def test_both_tiers_sleep_again_and_again():
+async def test_both_tiers_sleep_and_wake_up_repeatedly():
     engine, device, tensors = make()
     stream = new_stream()
     async with engine:

@@ -77,7 +77,7 @@ async def test_zeros_then_a_snapshot_then_its_copy(apart):
 
 
 @pytest.mark.asyncio
-async def test_a_snapshot_without_a_stream_is_refused_and_nobody_hits_there():
+async def test_snapshot_without_a_stream_is_refused_and_not_hit():
     import cupy
 
     engine, _ = make()

@@ -291,14 +291,14 @@ def test_capacity_is_never_more_than_the_tensors_hold() -> None:
 
 
 @pytest.mark.parametrize("field", ["device_bytes", "host_bytes"])
-def test_less_than_one_block_is_refused(field: str) -> None:
+def test_memory_for_less_than_one_block_is_refused(field: str) -> None:
     with pytest.raises(ConfigError, match=f"{field} is 100; it must be at least"):
         CacheConfig.for_regions(gqa().regions, **{field: 100})
     with pytest.raises(ConfigError, match="regions has no tensors"):
         CacheConfig.for_regions(Regions(num_layers=2))
 
 
-def test_other_block_counts_must_be_meant() -> None:
+def test_different_block_counts_need_more_blocks() -> None:
     regions = Regions(num_layers=2)
     regions.add("k", layers=[np.zeros((4, 8))], layer_indices=[0])
     with pytest.raises(LayoutError, match="6 blocks; the other tensors have 4"):

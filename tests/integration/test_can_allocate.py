@@ -26,7 +26,7 @@ VERBS += ["copy", "fail", "pause", "cancel", "pass", "evict"]
 POLICIES = ("none", "write_through", "write_through_selective", "write_back")
 
 
-async def test_blocks_that_write_back_saves_first_are_not_promised():
+async def test_blocks_that_write_back_must_save_first_are_not_available():
     async with Cache(device_blocks=4, host_blocks=8, write_policy="write_back") as cache:
         await cache.fill(prompt(1, 3))
         lease = cache.engine.match(prompt(2, 3))
@@ -44,7 +44,7 @@ async def test_blocks_that_write_back_saves_first_are_not_promised():
         lease.release()
 
 
-async def test_blocks_that_are_being_copied_are_not_promised():
+async def test_blocks_of_transfers_in_flight_are_not_available():
     async with Cache(device_blocks=4, host_blocks=8, write_policy="write_through") as cache:
         await cache.fill(prompt(1, 3))
         assert len(cache.device.offloads) == 1
@@ -55,7 +55,7 @@ async def test_blocks_that_are_being_copied_are_not_promised():
         lease.release()
 
 
-async def test_what_the_lease_hits_needs_no_room():
+async def test_device_hit_of_the_lease_needs_no_free_blocks():
     async with Cache(device_blocks=4, host_blocks=0) as cache:
         holder = await cache.serve(prompt(1, 3))
         lease = cache.engine.match(prompt(1, 3)[:12])
@@ -67,7 +67,7 @@ async def test_what_the_lease_hits_needs_no_room():
         holder.release()
 
 
-async def test_errors_are_those_of_an_attempt():
+async def test_can_allocate_raises_the_errors_of_try_allocate():
     cache = Cache(device_blocks=4, host_blocks=0, salt_quota_blocks=3)
     async with cache:
         lease = cache.engine.match(prompt(1, 3), salt="a")

@@ -17,7 +17,7 @@ A = [1, 2, 3, 4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("cancel_first", [True, False])
-async def test_a_cancellation_in_the_pass_of_the_grant(cancel_first):
+async def test_cancellation_in_the_pass_of_the_grant_returns_the_blocks(cancel_first):
     """Whichever comes first, the waiter holds nothing and the one behind it gets the blocks."""
     async with Served(device_blocks=4) as served:
         holder, first, second = (served.engine.match([i]) for i in range(3))
@@ -41,7 +41,7 @@ async def test_a_cancellation_in_the_pass_of_the_grant(cancel_first):
         assert served.engine.statistics().device_free == 4
 
 
-async def test_a_cancelled_grant_gives_up_its_onload():
+async def test_cancelled_grant_cancels_its_onload():
     async with Served(device_blocks=4) as served:
         await served.to_host(A)
         holder, lease = served.engine.match([9]), served.engine.match(A)

@@ -107,7 +107,7 @@ async def test_run_returns_and_raises_what_the_function_does():
 
 
 @pytest.mark.parametrize("how", ["release", "preempt", "truncate", "collect"])
-async def test_what_a_lease_gives_back_in_a_batch_comes_back_with_its_end(how, recwarn):
+async def test_blocks_that_a_lease_returns_during_a_batch_are_free_after_its_end(how, recwarn):
     async with Cache() as cache:
         lease = await granted(cache, A)
         table = lease.block_table.tolist()
@@ -228,7 +228,7 @@ async def test_an_event_ends_a_batch():
         assert cache.statistics.device_leased == 0
 
 
-async def test_in_a_stream_work_without_an_event_belongs_to_the_step_that_is_open_at_its_end():
+async def test_batch_without_event_on_a_stream_ends_with_the_open_step():
     async with Cache(device_blocks=4, device=in_stream()) as cache:
         await cache.fill(B)
         cache.engine.step()
@@ -259,7 +259,7 @@ async def test_in_a_stream_work_without_an_event_belongs_to_the_step_that_is_ope
 
 
 @pytest.mark.parametrize("named", [True, False])
-async def test_layers_never_wait_for_a_step_that_only_the_waiter_closes(named):
+async def test_hit_excludes_layers_behind_the_step_that_the_waiter_must_close(named):
     """The device holds one prompt of two that are served in turn, each in a step of its own."""
     async with Cache(device_blocks=4, device=in_stream()) as cache:
         for n in range(6):
@@ -303,7 +303,7 @@ async def resumed_behind_the_open_step(cache: Cache):
     return await lease.resume(len(A))
 
 
-async def test_a_wait_that_only_the_waiter_can_end_names_the_step():
+async def test_wait_for_layers_behind_the_own_open_step_raises_and_names_it():
     async with Cache(device=in_stream(), host_blocks=8) as cache:
         lease = await resumed_behind_the_open_step(cache)
         step = cache.engine.open_step
@@ -326,7 +326,7 @@ async def test_a_wait_that_only_the_waiter_can_end_names_the_step():
         await cache.finish()
 
 
-async def test_a_task_may_wait_for_a_step_that_another_one_closes_though_it_closed_the_last():
+async def test_task_that_closed_the_last_step_may_wait_for_a_step_of_another_task():
     async with Cache(device=in_stream(), host_blocks=8) as cache:
         may_close = asyncio.Event()
 
@@ -356,7 +356,7 @@ def complete_soon(cache: Cache, closing: asyncio.Task[None]) -> None:
         asyncio.get_running_loop().call_soon(complete_soon, cache, closing)
 
 
-async def test_a_fork_in_a_batch_keeps_what_it_shares():
+async def test_fork_in_a_batch_keeps_the_shared_blocks():
     async with Cache() as cache:
         parent = await cache.serve(A)
         child = parent.fork()
@@ -494,7 +494,7 @@ async def test_an_exception_in_the_block_ends_the_batch():
         assert cache.statistics.device_free == 8
 
 
-async def test_a_new_match_does_not_join_an_onload_that_is_taken_back():
+async def test_a_new_match_does_not_join_a_cancelled_onload():
     """The host copies stay, and the second request gets a transfer of its own."""
     async with Cache(device_blocks=12, host_blocks=12) as cache:
         prompts = [prompt(seed, 3) for seed in range(3)]
@@ -589,7 +589,7 @@ async def test_an_event_given_to_release_covers_the_blocks_of_a_lease_that_a_bat
         cache.engine.step()
 
 
-async def test_an_event_that_is_announced_twice_ends_its_batch_no_sooner(monkeypatch):
+async def test_event_announced_twice_does_not_end_its_batch_early(monkeypatch):
     """The poller repeats a callback that an interrupt has ended."""
     async with Cache(device=in_stream()) as cache:
         lease = await granted(cache, A)
@@ -621,7 +621,7 @@ class LostEvent(ManualEvent):
         raise DeviceError("the device is lost")
 
 
-async def test_an_event_that_the_device_lost_breaks_the_engine():
+async def test_failed_event_query_breaks_the_engine():
     async with Cache(device=in_stream()) as cache:
         lease = await granted(cache, A)
         with cache.engine.computing([lease]) as batch:

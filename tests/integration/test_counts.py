@@ -64,7 +64,7 @@ async def test_a_new_cache_is_empty():
             engine.match([])
 
 
-async def test_all_blocks_can_be_had_once_and_none_twice():
+async def test_each_block_can_be_allocated_exactly_once():
     """Exactly all, never more, and all come back."""
     async with Books() as engine:
         five = engine.match(range(5))
@@ -84,7 +84,7 @@ async def test_all_blocks_can_be_had_once_and_none_twice():
 
 
 @pytest.mark.parametrize("nothing", [0, -1])
-async def test_nothing_cannot_be_allocated(nothing):
+async def test_allocation_of_zero_positions_is_refused(nothing):
     """And the refusal changes nothing."""
     async with Books() as engine:
         lease = engine.match([1])
@@ -94,7 +94,7 @@ async def test_nothing_cannot_be_allocated(nothing):
         lease.release()
 
 
-async def test_paths_share_what_they_have_in_common():
+async def test_paths_share_their_common_prefix():
     async with Books() as engine:
         engine.insert([1, 2])
         engine.insert([1, 3])
@@ -110,7 +110,7 @@ async def test_paths_share_what_they_have_in_common():
         ]
 
 
-async def test_the_second_copy_of_a_block_goes_back():
+async def test_second_copy_of_a_block_is_freed():
     """Ids (0, 1) stay; those of the lease that computed the same are wasted, and freed."""
     async with Books() as engine:
         first, second = engine.match([1, 2]), engine.match([1, 2])
@@ -127,7 +127,7 @@ async def test_the_second_copy_of_a_block_goes_back():
         third.release()
 
 
-async def test_blocks_are_evictable_when_their_last_lease_is_gone():
+async def test_blocks_are_evictable_after_release_of_their_last_lease():
     async with Books() as engine:
         a, b = engine.hold([1, 2]), engine.hold([1, 3])
         assert engine.evictable == 0
@@ -144,7 +144,7 @@ async def test_blocks_are_evictable_when_their_last_lease_is_gone():
         assert engine.check_invariants() == []
 
 
-async def test_a_deep_chain_and_many_branches():
+async def test_deep_chains_and_many_branches_are_found():
     async with Books(device_blocks=300) as engine:
         chain = list(range(1000, 1020))
         engine.insert(chain)
@@ -159,7 +159,7 @@ async def test_a_deep_chain_and_many_branches():
         assert engine.evictable == 121
 
 
-async def test_eviction_takes_what_it_can_and_no_more():
+async def test_eviction_takes_evictable_blocks_only():
     """Never a block of a lease; nothing for nothing."""
     async with Books(host_blocks=8) as engine:
         engine.insert([1, 2, 3])
@@ -177,7 +177,7 @@ async def test_eviction_takes_what_it_can_and_no_more():
         lease.release()
 
 
-async def test_without_a_host_tier_eviction_drops():
+async def test_eviction_without_a_host_tier_drops_blocks():
     async with Books() as engine:
         engine.insert([1, 2, 3])
         assert await engine.evict(2) == 2
@@ -185,7 +185,7 @@ async def test_without_a_host_tier_eviction_drops():
         assert engine.statistics().dropped_blocks == 2
 
 
-async def test_to_the_host_and_back_many_times():
+async def test_repeated_offload_and_onload_lose_no_block():
     """Found with its tier each time; nothing gets lost."""
     async with Books(device_blocks=8, host_blocks=8) as engine:
         engine.insert([1, 2, 3])
@@ -234,7 +234,7 @@ def _hit_counts(statistics: Statistics) -> tuple[int, int, int]:
     return statistics.hit_device_tokens, statistics.hit_host_tokens, statistics.prompt_tokens
 
 
-async def test_the_oldest_path_goes_first():
+async def test_oldest_path_is_evicted_first():
     """A match refreshes the recency of its path."""
     async with Books() as engine:
         engine.insert([1], [2], [3])
@@ -243,7 +243,7 @@ async def test_the_oldest_path_goes_first():
         assert [engine.found([path]) for path in (1, 2, 3)] == [1, 0, 0]
 
 
-async def test_reset_forgets_everything():
+async def test_reset_clears_the_index():
     async with Books(host_blocks=8) as engine:
         nodes = engine.statistics().nodes
         engine.insert([1, 2], [1, 3])
@@ -255,7 +255,7 @@ async def test_reset_forgets_everything():
         assert engine.found([1, 2]) == 0
 
 
-async def test_the_life_of_requests_in_numbers():
+async def test_counts_are_exact_from_match_to_release():
     async with Books() as engine:
         engine.insert([1, 2, 3])
         s = engine.statistics()
@@ -269,7 +269,7 @@ async def test_the_life_of_requests_in_numbers():
         assert engine.cached == 4
 
 
-async def test_a_full_device_makes_room_by_eviction():
+async def test_allocation_on_a_full_device_evicts():
     """Ten requests of ten blocks, and one more."""
     async with Books() as engine:
         engine.insert(*(range(100 * i, 100 * i + 10) for i in range(10)))
@@ -280,7 +280,7 @@ async def test_a_full_device_makes_room_by_eviction():
         assert engine.cached == 100
 
 
-async def test_without_caching_all_comes_back():
+async def test_without_caching_all_blocks_are_freed():
     """Neither read nor written."""
     async with Books() as engine:
         for _ in range(2):
@@ -310,7 +310,7 @@ async def test_host_blocks_run_out_without_loss():
         await engine.drain()
 
 
-async def test_backups_are_taken_once():
+async def test_each_block_is_backed_up_once():
     """What was issued is not issued again, and nothing of nothing."""
     async with Books(host_blocks=50) as engine:
         await engine.drain()
@@ -350,9 +350,7 @@ async def test_generated_tokens_complete_blocks_one_by_one():
 
 @pytest.mark.parametrize("block_tokens", [1, 3, 16])
 @pytest.mark.parametrize("is_fork", [False, True], ids=["one_path", "forks"])
-async def test_a_block_that_differs_in_any_one_token_is_another_block(
-    block_tokens: int, is_fork: bool
-):
+async def test_block_that_differs_in_any_one_token_is_not_hit(block_tokens: int, is_fork: bool):
     """Every token of every block is compared, the first and the last of a block too."""
     config = CacheConfig(block_tokens=block_tokens, device_blocks=20 * block_tokens)
     async with CacheEngine(config) as engine:

@@ -143,7 +143,7 @@ async def test_grant_in_the_pass_of_a_cancellation_is_taken_back():
         assert cache.statistics.device_in_flight == 0
 
 
-async def test_applied_effects_do_not_come_again():
+async def test_applied_effects_are_not_returned_again():
     async with Cache(device_blocks=8, host_blocks=0) as cache:
         lease = await cache.serve(A)
         task = asyncio.create_task(cache.serve(prompt(3, 7)))

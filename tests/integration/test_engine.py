@@ -56,7 +56,7 @@ async def test_a_commit_that_is_refused_leaves_the_step_open():
         assert served.engine.open_step == step + 1
 
 
-async def test_the_life_of_a_lease():
+async def test_lease_is_matched_granted_committed_and_released():
     async with Served() as served, served.engine.match(A, owner="a") as lease:
         assert lease.hit == Hit(0, 0)
         await lease.allocate(len(A))
@@ -215,7 +215,7 @@ async def test_bad_input_changes_nothing():
             await engine.evict(1, "disk")
 
 
-async def test_released_and_foreign_leases():
+async def test_released_and_foreign_leases_are_refused():
     async with Served() as one, Served() as two:
         first, second = one.engine.match([1]), two.engine.match([1])
         await first.allocate(1)

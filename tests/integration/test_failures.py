@@ -17,7 +17,7 @@ pytestmark = pytest.mark.asyncio
 A = [1, 2, 3, 4, 5, 6, 7]
 
 
-async def test_a_failed_onload_shortens_the_hit_of_all_who_joined():
+async def test_failed_onload_shortens_the_hit_of_all_joined_leases():
     async with Served() as served:
         await served.to_host(A)
         async with (
@@ -62,7 +62,7 @@ async def test_a_failed_backup_leaves_the_device_copy():
         assert served.engine.statistics().failed_blocks == 2
 
 
-async def test_a_refused_submission_is_a_failure():
+async def test_refused_submission_fails_the_transfer():
     async with Served() as served:
         await served.to_host(A)
         served.device.refuse = DeviceError("no more copies")
@@ -75,7 +75,7 @@ async def test_a_refused_submission_is_a_failure():
             assert lease.cached_tokens == 0
 
 
-async def test_a_prefetch_that_fails_raises_and_keeps_the_front():
+async def test_failed_prefetch_raises_and_keeps_the_blocks_before_the_failure():
     async with Served() as served:
         await served.to_host(A)
         task = asyncio.create_task(served.engine.prefetch(A))
@@ -87,7 +87,7 @@ async def test_a_prefetch_that_fails_raises_and_keeps_the_front():
         assert served.engine.statistics().leases == 1
 
 
-async def test_a_device_that_breaks_fails_everybody():
+async def test_broken_device_fails_all_waiters():
     served = Served(device_blocks=2)
     served.device.computes_in_stream = True
     async with served:
@@ -108,7 +108,7 @@ async def test_a_device_that_breaks_fails_everybody():
 
 
 @pytest.mark.parametrize("how", ["refused", "failed"])
-async def test_recompute_from_says_so_when_a_known_failure_has_not_ended(how):
+async def test_recompute_from_of_a_failed_transfer_in_flight_raises(how):
     """The runner's gpu_wait has raised, so "nothing failed" would send it on with those blocks."""
     async with Served() as served:
         await served.to_host(A)

@@ -67,7 +67,7 @@ def refuses(cache: Cache) -> bool:
 
 @pytest.mark.parametrize("room", [True, False])
 @pytest.mark.parametrize("end", ["close", "break"])
-async def test_quota_turn_in_the_pass_of_a_close_or_break(end, room):
+async def test_quota_admission_in_the_pass_of_a_close_or_break(end, room):
     """A grant that came before it stays; a request that has come to the capacity line fails."""
     async with Cache(device_blocks=8, host_blocks=0, salt_quota_blocks=4) as cache:
         first = await granted(cache, 1, 4, "a")
@@ -102,7 +102,7 @@ async def test_quota_turn_in_the_pass_of_a_close_or_break(end, room):
 
 
 @pytest.mark.parametrize("line", ["quota", "capacity", "pending"])
-async def test_lease_released_while_it_waits_fails_its_task_and_lets_others_pass(line):
+async def test_lease_released_while_it_waits_fails_its_task_and_unblocks_later_requests(line):
     async with Cache(device_blocks=8, host_blocks=0, salt_quota_blocks=8) as cache:
         first = await granted(cache, 1, 6, "a")
         waiting = matched(cache, 1 if line == "pending" else 2, 6, "a", "gone")
@@ -125,7 +125,7 @@ async def test_lease_released_while_it_waits_fails_its_task_and_lets_others_pass
         behind.release()
 
 
-async def test_lease_released_in_the_pass_of_its_quota_turn_counts_nothing():
+async def test_lease_released_in_the_pass_of_its_quota_admission_counts_nothing():
     async with Cache(device_blocks=8, host_blocks=0, salt_quota_blocks=4) as cache:
         first = await granted(cache, 1, 4, "a")
         waiting = matched(cache, 2, 4, "a")
@@ -161,7 +161,7 @@ async def test_lease_that_timed_out_in_line_is_collected_and_frees_its_blocks():
 
 
 @pytest.mark.parametrize("priority", [None, "high", float("nan"), 1.5, [1]])
-async def test_priority_that_is_no_integer_is_refused_and_nothing_changes(priority):
+async def test_non_integer_priority_is_refused_and_nothing_changes(priority):
     async with Cache(device_blocks=4, host_blocks=0) as cache:
         first = await granted(cache, 1, 4)
         bad, good = matched(cache, 2, 2), matched(cache, 3, 2)
@@ -196,7 +196,7 @@ async def test_numpy_integers_and_bools_are_priorities():
         assert order == [2, 1, 0]
 
 
-async def test_swapped_lease_does_not_take_its_turn_before_a_higher_priority():
+async def test_swapped_lease_is_not_resumed_before_a_higher_priority():
     """It was told that it is first; a pass later somebody else is."""
     async with Cache(device_blocks=8, host_blocks=32) as cache:
         swapped = await granted(cache, 1, 4)
@@ -252,7 +252,7 @@ async def test_commit_wakes_only_the_waiters_whose_part_is_indexed(monkeypatch):
             lease.release()
 
 
-async def test_waiter_is_woken_when_an_onload_lets_the_owner_index_what_it_committed():
+async def test_waiter_wakes_when_an_onload_lets_the_owner_index_its_commit():
     """The commit came before the onload's end, so it indexed nothing."""
     async with Cache(device_blocks=32) as cache:
         await cache.fill(prompt(1, 2))
@@ -272,7 +272,7 @@ async def test_waiter_is_woken_when_an_onload_lets_the_owner_index_what_it_commi
         lease.release()
 
 
-async def test_truncating_owner_wakes_who_waits_for_what_it_cut_off():
+async def test_truncation_by_the_owner_wakes_waiters_for_the_truncated_blocks():
     async with Cache(device_blocks=32, host_blocks=0) as cache:
         owner = cache.engine.match(prompt(1, 4))
         await owner.allocate(17)
@@ -374,7 +374,7 @@ async def test_thousand_waiters_for_pending_blocks_end_in_bounded_groups(end):
         await closing
 
 
-async def test_thousand_quota_turns_come_in_bounded_groups():
+async def test_thousand_quota_admissions_come_in_bounded_groups():
     async with Cache(device_blocks=1000, host_blocks=0, salt_quota_blocks=500) as cache:
         first = await granted(cache, 1, 500, "a")
         leases = [matched(cache, 2, 1, "a") for _ in range(1000)]
@@ -396,7 +396,7 @@ async def test_thousand_quota_turns_come_in_bounded_groups():
         assert cache.engine.check_invariants() == []
 
 
-async def test_pending_quiesce_asks_no_lease_at_each_release(monkeypatch):
+async def test_pending_quiesce_visits_no_lease_at_each_release(monkeypatch):
     async with Cache(device_blocks=32, host_blocks=0) as cache:
         leases = [await granted(cache, i, 2) for i in range(1, 9)]
         quiescing = await begin(cache.engine.quiesce())
@@ -454,7 +454,7 @@ async def test_grant_whose_layers_are_not_known_takes_nothing(verb, place, monke
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_cancellations_at_every_await_of_all_lines_leave_the_engine_whole(seed):
+async def test_cancellations_at_every_await_of_all_lines_leave_the_engine_consistent(seed):
     """Tasks are cancelled several times in a row, released, timed out; turns cross all of that."""
     rng = Random(seed)
     async with Cache(

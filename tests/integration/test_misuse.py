@@ -243,7 +243,7 @@ async def test_an_infinite_timeout_is_no_deadline(timeout):
         engine.resume()
 
 
-async def test_a_timeout_that_is_over_raises_at_once():
+async def test_expired_timeout_raises_immediately():
     async with new_engine() as engine:
         holder = engine.match(TOKENS)
         await holder.allocate(64)
@@ -264,7 +264,7 @@ class engine_lease:
         self.lease.release()
 
 
-async def test_an_infinite_time_to_live_never_ends(monkeypatch):
+async def test_infinite_ttl_never_expires(monkeypatch):
     loop = asyncio.get_running_loop()
     call_later, delays = loop.call_later, []
 
@@ -415,7 +415,7 @@ def outcome_in_thread(call: Callable[[], object]) -> object:
 
 
 @pytest.mark.parametrize("cls", [CacheEngine, Lease])
-async def test_other_threads_are_refused_but_by_what_is_documented(cls):
+async def test_other_threads_are_refused_except_by_documented_methods(cls):
     async with new_engine() as engine:
         lease = await granted(engine)
         await engine.drain()
@@ -504,13 +504,13 @@ async def test_events_with_query_are_wrapped_and_keep_their_handle():
     assert event_handle(event) == 77
 
 
-async def test_events_are_passed_on_as_they_are():
+async def test_events_are_passed_on_unchanged():
     event = CpuEvent()
     assert as_event("ready", event) is event
     assert as_event("ready", None) is None
 
 
 @pytest.mark.parametrize("event", ["x", 5, object(), CpuEvent])
-async def test_what_is_no_event_is_refused(event):
+async def test_object_that_is_not_an_event_is_refused(event):
     with pytest.raises(AiokvError, match=r"ready is .* an event or None"):
         as_event("ready", event)

@@ -43,7 +43,7 @@ def hit(engine: CacheEngine, tokens: np.ndarray, items: list[Item]) -> int:
 
 
 @pytest.mark.asyncio
-async def test_prompts_share_what_lies_before_their_images() -> None:
+async def test_prompts_share_the_blocks_before_their_images() -> None:
     cat, dog = Item(b"cat", 9, 6), Item(b"dog", 9, 6)
     tokens = prompt(30, [cat])
     async with CacheEngine(config()) as engine:
@@ -56,7 +56,7 @@ async def test_prompts_share_what_lies_before_their_images() -> None:
 
 
 @pytest.mark.asyncio
-async def test_chunks_that_end_inside_an_image_are_not_hit_until_it_is_whole() -> None:
+async def test_chunk_that_ends_inside_an_image_is_not_hit_until_the_image_is_committed() -> None:
     """Chunked prefill commits inside the image; others are served up to where it begins."""
     image = Item(b"cat", 6, 11)
     tokens = prompt(30, [image])
@@ -170,7 +170,7 @@ class NaiveCache:
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(requests(), min_size=1, max_size=12))
-def test_hits_are_those_of_the_naive_cache(served: list[tuple[int, list[Item]]]) -> None:
+def test_hits_equal_the_naive_cache(served: list[tuple[int, list[Item]]]) -> None:
     async def run() -> None:
         naive = NaiveCache()
         async with CacheEngine(config()) as engine:

@@ -20,7 +20,7 @@ B = [11, 12, 13, 14, 15, 16, 17]
 
 @pytest.mark.parametrize("policy", ["none", "write_through", "write_back"])
 @pytest.mark.parametrize("tokens", [A, A[:6], A[:1]])
-async def test_the_whole_table_comes_back(policy, tokens):
+async def test_resume_restores_the_whole_table(policy, tokens):
     async with Served(write_policy=policy) as served:
         lease = await computed(served, tokens)
         before = held(served, lease)
@@ -38,7 +38,7 @@ async def test_the_whole_table_comes_back(policy, tokens):
         lease.release()
 
 
-async def test_only_the_tail_moves_of_what_is_backed_up():
+async def test_swap_of_backed_up_blocks_moves_the_tail_only():
     async with Served() as served:
         lease = await computed(served, A)
         await served.complete_offloads()
@@ -53,7 +53,7 @@ async def test_only_the_tail_moves_of_what_is_backed_up():
         lease.release()
 
 
-async def test_a_swap_waits_for_a_backup_of_its_blocks_and_takes_over_what_that_lost():
+async def test_swap_waits_for_a_backup_of_its_blocks_and_saves_those_that_failed():
     async with Served() as served:
         lease = await computed(served, A)
         await spin(2)
@@ -75,7 +75,7 @@ async def test_a_swap_waits_for_a_backup_of_its_blocks_and_takes_over_what_that_
         lease.release()
 
 
-async def test_no_host_room_changes_nothing():
+async def test_swap_without_host_room_changes_nothing():
     async with Served(host_blocks=6, write_policy="none") as served:
         first = await computed(served, A)
         await swapped_out(served, first)
@@ -92,7 +92,7 @@ async def test_no_host_room_changes_nothing():
         first.release()
 
 
-async def test_a_swap_in_vain_evicts_no_host_block():
+async def test_refused_swap_evicts_no_host_block():
     async with Served(host_blocks=4) as served:
         await served.to_host([21, 22, 23])
         lease = await computed(served, [*A, 8, 9], write=False)
@@ -128,7 +128,7 @@ async def test_a_swap_that_fails_leaves_the_lease_its_blocks(refused):
         lease.release()
 
 
-async def test_nobody_touches_the_table_while_it_moves():
+async def test_calls_on_a_lease_are_refused_while_its_table_moves():
     async with Served(write_policy="none") as served:
         lease = served.engine.match(A)
         await lease.allocate(9)
@@ -157,7 +157,7 @@ async def test_nobody_touches_the_table_while_it_moves():
         lease.release()
 
 
-async def test_release_while_the_table_moves():
+async def test_release_while_the_table_is_swapped_out():
     async with Served(write_policy="none") as served:
         lease = await computed(served, A)
         tail = lease.block_table[3:].tolist()
@@ -174,7 +174,7 @@ async def test_release_while_the_table_moves():
         assert served.engine.statistics().leases == 0
 
 
-async def test_a_cancelled_preempt_ends_as_a_swap_and_tells_everybody():
+async def test_cancelled_preempt_completes_its_swap_for_all_waiters():
     async with Served(write_policy="none", salt_quota_blocks=4) as served:
         lease = await computed(served, A)
         quiet = asyncio.create_task(served.engine.quiesce(timeout=5))
@@ -215,7 +215,7 @@ async def test_preempt_without_swap_drops_a_swap_under_way():
 
 @pytest.mark.parametrize("when", ["moving", "swapped", "resuming"])
 @pytest.mark.parametrize("tokens", [A, A[:1]])
-async def test_reset_makes_a_swapped_table_worthless(when, tokens):
+async def test_reset_discards_a_swapped_table(when, tokens):
     async with Served(write_policy="none") as served:
         lease = await computed(served, tokens)
         task = await begin(served, lease.preempt(swap=True))
@@ -248,7 +248,7 @@ async def test_reset_makes_a_swapped_table_worthless(when, tokens):
 
 
 @pytest.mark.parametrize("moving", ["out", "in"])
-async def test_closing_while_the_table_moves(moving):
+async def test_close_while_the_table_is_swapped_out(moving):
     async with Served(write_policy="none") as served:
         lease = await computed(served, A)
         task = await begin(served, lease.preempt(swap=True))
@@ -306,7 +306,7 @@ async def test_resume_joins_the_transfer_of_another_lease():
 
 
 @pytest.mark.parametrize(("bad", "first_bad"), [(0, 0), (2, 4), (3, 6)])
-async def test_a_failed_resume_says_from_where_to_compute(bad, first_bad):
+async def test_failed_resume_reports_the_first_token_to_recompute(bad, first_bad):
     async with Served(write_policy="none") as served:
         tokens = [*A, 8, 9]  # 9 positions, 5 blocks; only A is named: 2 blocks of tail
         lease = served.engine.match(A)
@@ -336,7 +336,7 @@ async def test_a_failed_resume_says_from_where_to_compute(bad, first_bad):
         assert served.engine.statistics().host_free == 16 - (0 if bad == 0 else min(bad, 3))
 
 
-async def test_release_while_the_table_comes_back():
+async def test_release_while_the_table_is_swapped_in():
     async with Served(write_policy="none") as served:
         lease = await computed(served, A)
         await swapped_out(served, lease)
@@ -352,7 +352,7 @@ async def test_release_while_the_table_comes_back():
         assert served.engine.statistics().host_free == 13  # the tail's copy went
 
 
-async def test_a_resume_in_line_is_cancelled():
+async def test_a_resume_in_line_can_be_cancelled():
     async with Served(write_policy="none") as served:
         lease = await computed(served, A)
         before = held(served, lease)
@@ -374,7 +374,7 @@ async def test_a_resume_in_line_is_cancelled():
 
 
 @pytest.mark.parametrize("on_device", [True, False])
-async def test_a_resume_cancelled_in_the_pass_of_its_turn_can_be_resumed(on_device):
+async def test_a_resume_cancelled_in_the_pass_of_its_grant_can_be_repeated(on_device):
     """Had it been granted, its table would be in pieces: it was lost."""
     num_tokens = 10 if on_device else 16
     async with Served(write_policy="none") as served:
@@ -398,7 +398,7 @@ async def test_a_resume_cancelled_in_the_pass_of_its_turn_can_be_resumed(on_devi
         lease.release()
 
 
-async def test_a_resume_waits_its_turn_and_those_behind_wait_for_it():
+async def test_a_resume_waits_in_line_and_later_requests_wait_behind_it():
     async with Served(write_policy="none") as served:
         lease = await computed(served, A)
         await swapped_out(served, lease)
@@ -419,7 +419,7 @@ async def test_a_resume_waits_its_turn_and_those_behind_wait_for_it():
         small.release()
 
 
-async def test_closing_in_the_pass_of_its_turn_grants_nothing():
+async def test_close_in_the_pass_of_a_grant_grants_nothing():
     async with Served(write_policy="none") as served:
         lease = await computed(served, A)
         await swapped_out(served, lease)

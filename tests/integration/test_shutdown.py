@@ -40,7 +40,7 @@ async def test_closing_fails_waiters_and_waits_for_leases():
         engine.match([3])
 
 
-async def test_the_owners_of_leases_that_stay_out_are_named(caplog):
+async def test_close_names_the_owners_of_leases_still_held(caplog):
     engine = CacheEngine(CacheConfig(device_blocks=2))
     async with engine:
         lease = engine.match([1], owner="req-7")

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.asyncio
 # ---- write_through
 
 
-async def test_write_through_saves_all_that_a_pass_commits_in_one_transfer():
+async def test_write_through_saves_all_commits_of_a_pass_in_one_transfer():
     async with Cache(write_policy="write_through") as cache:
         leases = [await cache.serve(tokens) for tokens in (A, B)]
         await spin(2)
@@ -33,7 +33,7 @@ async def test_write_through_saves_all_that_a_pass_commits_in_one_transfer():
         await _serve_from_host(cache, B)
 
 
-async def test_what_the_host_cannot_take_is_skipped_and_dropped_later():
+async def test_blocks_without_host_room_are_not_saved_and_dropped_later():
     async with Cache(write_policy="write_through", host_blocks=1) as cache:
         await cache.fill(A)
         await cache.finish()
@@ -46,7 +46,7 @@ async def test_what_the_host_cannot_take_is_skipped_and_dropped_later():
 
 
 @pytest.mark.parametrize("threshold", [1, 2, 3])
-async def test_selective_saves_at_the_nth_use_though_the_block_is_hot(threshold: int):
+async def test_selective_saves_a_hot_block_at_its_nth_use(threshold: int):
     """The blocks are referenced all the time; only their uses count."""
     async with Cache(
         write_policy="write_through_selective", write_through_threshold=threshold
@@ -98,7 +98,7 @@ async def test_write_back_saves_before_it_evicts_and_not_before():
         assert cache.statistics.dropped_blocks == 0
 
 
-async def test_looking_again_during_a_save_does_not_tear_the_rest_of_the_chain_apart():
+async def test_new_attempts_during_a_save_do_not_split_the_rest_of_the_chain():
     """It did: ancestors of what was being saved were saved one by one, a transfer each."""
     async with Cache(device_blocks=12, host_blocks=16, write_policy="write_back") as cache:
         await cache.fill(prompt(1, 11))
@@ -148,7 +148,7 @@ async def test_eviction_waits_for_room_that_a_save_in_flight_will_make():
 
 
 @pytest.mark.parametrize("how", ["fails", "is refused", "fails from its second block on"])
-async def test_what_cannot_be_saved_is_dropped_and_the_waiter_goes_on(how: str):
+async def test_blocks_that_cannot_be_saved_are_dropped_and_the_waiter_is_granted(how: str):
     async with Cache(device_blocks=6, write_policy="write_back") as cache:
         await cache.fill(A, B)
         cache.device.refuse = DeviceError("no") if how == "is refused" else None
@@ -162,7 +162,7 @@ async def test_what_cannot_be_saved_is_dropped_and_the_waiter_goes_on(how: str):
         assert cache.statistics.failed_blocks == (3 if how.endswith("on") else 4)
 
 
-async def test_a_full_host_makes_room_for_what_is_evicted_now():
+async def test_full_host_evicts_for_blocks_evicted_from_the_device():
     """The host's oldest go first; a waiter always gets its blocks."""
     async with Cache(device_blocks=4, host_blocks=2, write_policy="write_back") as cache:
         for tokens in (A, B, C, D, BIG[:13]):
@@ -173,7 +173,7 @@ async def test_a_full_host_makes_room_for_what_is_evicted_now():
         assert cache.statistics.host_cached > 0
 
 
-async def test_a_host_whose_blocks_are_all_being_read_is_no_reason_to_wait():
+async def test_host_whose_blocks_are_all_being_read_delays_no_allocation():
     """Its copies are on their way to the device: nothing can be saved, so it is dropped."""
     async with Cache(device_blocks=6, host_blocks=2, write_policy="write_back") as cache:
         await cache.fill(A)
@@ -192,7 +192,7 @@ async def test_a_host_whose_blocks_are_all_being_read_is_no_reason_to_wait():
         other.release()
 
 
-async def test_extend_has_blocks_saved_that_stand_in_its_way():
+async def test_extend_saves_the_blocks_that_it_needs():
     """It does not wait; the save that it starts makes the next try succeed."""
     async with Cache(device_blocks=5, write_policy="write_back") as cache:
         await cache.fill(A)
@@ -206,7 +206,7 @@ async def test_extend_has_blocks_saved_that_stand_in_its_way():
         assert cache.hit(A)[1] >= 1
 
 
-async def test_extend_drops_what_cannot_be_saved():
+async def test_extend_drops_blocks_that_cannot_be_saved():
     async with Cache(device_blocks=5, host_blocks=2, write_policy="write_back") as cache:
         held = await cache.serve(A)
         await held.preempt(swap=False)
@@ -225,7 +225,7 @@ async def test_extend_drops_what_cannot_be_saved():
 # ---- watermark and twins
 
 
-async def test_eviction_ahead_keeps_blocks_that_can_go_at_once():
+async def test_low_watermark_keeps_that_many_blocks_free_or_clean():
     async with Cache(device_blocks=8, write_policy="write_back", low_watermark_blocks=4) as cache:
         await cache.fill(A, B)  # 4 free
         await cache.finish()
@@ -239,7 +239,7 @@ async def test_eviction_ahead_keeps_blocks_that_can_go_at_once():
         lease.release()
 
 
-async def test_a_saved_block_that_is_used_again_is_not_ahead_any_more():
+async def test_saved_block_that_is_used_again_no_longer_counts_for_the_watermark():
     """It was counted as ready to go, though it had left for the end of the line."""
     async with Cache(device_blocks=8, write_policy="write_back", low_watermark_blocks=4) as cache:
         await cache.fill(A, B, C)
@@ -254,7 +254,7 @@ async def test_a_saved_block_that_is_used_again_is_not_ahead_any_more():
         lease.release()
 
 
-async def test_twins_make_room_for_blocks_near_eviction():
+async def test_host_copies_are_reclaimed_for_blocks_near_eviction():
     """Host copies of blocks that are on the device as well are given up for the oldest blocks."""
     async with Cache(
         device_blocks=8, host_blocks=2, write_policy="write_through", low_watermark_blocks=5
@@ -270,7 +270,7 @@ async def test_twins_make_room_for_blocks_near_eviction():
         hot.release()
 
 
-async def test_a_block_computed_again_beside_its_host_copy_has_a_twin():
+async def test_block_computed_again_beside_its_host_copy_is_on_both_tiers():
     """``min_onload_tokens`` makes it so; its host copy can be reclaimed as any other's."""
     async with Cache(
         device_blocks=8, host_blocks=2, write_policy="write_through", low_watermark_blocks=5,
@@ -287,7 +287,7 @@ async def test_a_block_computed_again_beside_its_host_copy_has_a_twin():
         hot.release()
 
 
-async def test_saving_ahead_does_not_unsave_what_goes_first():
+async def test_saving_ahead_keeps_host_copies_of_blocks_evicted_sooner():
     """Twins near eviction stay: saving B in place of the older A would gain nothing."""
     async with Cache(
         device_blocks=8, host_blocks=2, write_policy="write_through", low_watermark_blocks=8

@@ -119,7 +119,7 @@ def test_random_walk(seed: int) -> None:
     machine.teardown()
 
 
-def test_walks_reach_what_matters() -> None:
+def test_walks_reach_onloads_failures_saves_and_evictions() -> None:
     """The walks above are worth something only if they onload, fail, save and evict."""
     statistics = [walk(seed).core.statistics() for seed in range(12)]
     for name in (

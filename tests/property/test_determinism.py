@@ -50,7 +50,7 @@ def plain(answer: Any) -> Any:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_replayed_calls_give_equal_answers(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replayed_calls_give_equal_results(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     recorders: list[Recorder] = []
     arguments: list[dict[str, Any]] = []
 

@@ -72,7 +72,7 @@ def finish(manager: PlannedCore, transfer_id: int, rng: Random) -> None:
     )
 
 
-def test_lru_hits_are_those_of_an_ordered_dict():
+def test_lru_hits_equal_an_ordered_dict():
     requests = generate_trace(300, seed=3, live_conversations=60)
     capacity = 120
     used: OrderedDict[int, None] = OrderedDict()
@@ -97,7 +97,7 @@ def test_lru_hits_are_those_of_an_ordered_dict():
     assert 0 < hits * 512 <= min_hit_tokens(requests, capacity)
 
 
-def test_decisions_repeat():
+def test_equal_calls_give_equal_evictions():
     prompts = trace_prompts(generate_trace(400, seed=5, live_conversations=80))
     first = hit_tokens(prompts, 100, "s3fifo")
     assert first == hit_tokens(prompts, 100, "s3fifo")

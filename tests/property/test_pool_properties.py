@@ -17,7 +17,7 @@ PROMPT = np.array([1], np.int32)
     capacity=st.integers(1, 200),
     calls=st.lists(st.tuples(st.booleans(), st.integers(0, 250)), max_size=30),
 )
-def test_ids_are_given_out_once(capacity, calls):
+def test_each_id_is_allocated_once(capacity, calls):
     core = Core(block_tokens=1, device_blocks=capacity)
     model = PoolModel(capacity)
     tables: dict[int, list[int]] = {}

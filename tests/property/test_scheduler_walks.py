@@ -354,7 +354,7 @@ class Walk:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_random_transitions_end_each_wait_once_and_give_all_blocks_back(seed: int) -> None:
+def test_random_transitions_end_each_wait_once_and_free_all_blocks(seed: int) -> None:
     Walk(seed).run(400)
 
 

@@ -217,7 +217,7 @@ VERBS: dict[str, Callable[[Ranked], Coroutine[Any, Any, Any]]] = {
 
 
 @pytest.mark.parametrize("verb", VERBS.values(), ids=VERBS)
-async def test_a_verb_cancelled_at_any_await_leaves_the_cache_whole(tmp_path, verb):
+async def test_a_verb_cancelled_at_any_await_leaves_the_cache_consistent(tmp_path, verb):
     async def check(ranked: Ranked) -> None:
         ranked.step()
         await is_served(ranked)

@@ -91,7 +91,7 @@ class Chaos:
 
 
 @pytest.mark.parametrize("seed", [1])
-async def test_nothing_wrong_is_ever_served(tmp_path, seed):
+async def test_random_rank_failures_never_serve_wrong_kv(tmp_path, seed):
     rng = random.Random(seed)
     async with Ranked(
         tmp_path,

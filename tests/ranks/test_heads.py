@@ -44,7 +44,7 @@ def values(layer: int, block: int) -> np.ndarray:
     [[slice(0, 2), slice(2, 4)], [slice(2, 4)], [slice(0, 1), slice(3, 4)]],
     ids=["two_halves", "second_half_only", "first_and_last"],
 )
-async def test_ranks_bring_back_their_own_heads_and_touch_no_others(tmp_path, slices):
+async def test_ranks_restore_their_own_heads_and_change_no_others(tmp_path, slices):
     async with SplitByHeads(tmp_path, slices) as ranked:
         async with ranked.engine.match(A) as lease:
             await lease.allocate(7)

@@ -14,7 +14,7 @@ from tests.ranks.loopback import Ranked
 pytestmark = pytest.mark.asyncio
 
 
-async def test_an_interrupted_outbox_says_all_in_the_next_pass() -> None:
+async def test_interrupted_outbox_sends_the_rest_in_the_next_pass() -> None:
     said: list[Any] = []
 
     def interrupt(message: object) -> None:

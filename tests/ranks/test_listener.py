@@ -48,7 +48,7 @@ def test_a_second_owner_between_probe_and_bind_is_refused(tmp_path, monkeypatch)
             listen(path)
 
 
-def test_a_lock_file_that_was_removed_while_it_was_waited_for_does_not_count(tmp_path, monkeypatch):
+def test_lock_on_a_removed_lock_file_is_taken_again(tmp_path, monkeypatch):
     path = tmp_path / "s"
     lock = tmp_path / "s.lock"
     flock = fcntl.flock
@@ -68,7 +68,7 @@ def test_a_lock_file_that_was_removed_while_it_was_waited_for_does_not_count(tmp
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_listener_with_a_full_backlog_is_not_taken_for_dead(tmp_path):
+def test_listener_with_a_full_backlog_counts_as_alive(tmp_path):
     path = tmp_path / "s"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as busy:
         busy.bind(str(path))

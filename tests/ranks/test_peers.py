@@ -94,7 +94,7 @@ async def test_no_other_message_is_decoded_before_hello(tmp_path, monkeypatch):
 
 @pytest.mark.asyncio
 @pytest.mark.clock
-async def test_a_connection_that_says_no_hello_in_time_is_cut(tmp_path):
+async def test_connection_without_hello_is_cut_at_the_deadline(tmp_path):
     async with Ranked(tmp_path) as ranked:
         with connections() as accepted:
             peer = await Peer().connect(ranked)
@@ -109,7 +109,7 @@ async def test_a_connection_that_says_no_hello_in_time_is_cut(tmp_path):
 
 @pytest.mark.asyncio
 @pytest.mark.clock
-async def test_a_rank_that_said_hello_has_no_deadline_any_more(tmp_path):
+async def test_rank_has_no_hello_deadline_after_hello(tmp_path):
     async with Ranked(tmp_path, new_device=None) as ranked:
         await running_clock().advance(2 * ranked.group.timeouts.hello)
         assert await ranked.serve(A) == 0
@@ -152,7 +152,7 @@ async def test_a_hello_with_absurd_sizes_is_refused(tmp_path):
 
 
 @pytest.mark.asyncio
-async def test_a_refused_connection_is_not_read_any_more(tmp_path, monkeypatch):
+async def test_refused_connection_is_not_read_further(tmp_path, monkeypatch):
     asked = []
     admit = membership.Membership.admit
 
@@ -193,7 +193,7 @@ async def test_a_message_nested_too_deeply_loses_its_rank_only(tmp_path):
 
 
 @pytest.mark.parametrize("depth", [3, 60_000])
-def test_a_message_with_more_fields_than_it_has_is_refused(depth):
+def test_message_with_unknown_fields_is_refused(depth):
     """Fields that nobody knows would be skipped, however deep: so there are none."""
     more = encode(Ready(generation=1)).replace(b"\x92", b"\x93", 1) + b"\x91" * depth + b"\x00"
     with pytest.raises(msgspec.ValidationError, match="Expected `array` of at most length 1"):

@@ -112,7 +112,7 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.mark.asyncio
-async def test_a_process_that_is_killed_in_an_onload_comes_back(tmp_path, monkeypatch):
+async def test_process_killed_during_an_onload_can_be_restarted(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     async with Processes(tmp_path) as ranked:
         await ranked.to_host(A)
@@ -217,7 +217,7 @@ def wait_for_the_end_of(pid: int) -> None:
 
 
 @pytest.mark.parametrize("entry", ["idle", "stuck"])
-def test_ranks_do_not_outlive_their_manager(tmp_path, entry):
+def test_rank_processes_end_with_their_manager(tmp_path, entry):
     """Neither those that see its end, nor those whose loop is blocked."""
     process = manager(tmp_path, f"tests.ranks.process_rank:{entry}", "kills_itself")
     with pids_of(process) as pids:

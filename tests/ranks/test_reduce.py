@@ -31,7 +31,7 @@ def failed(first_bad_block: int) -> TransferReport:
     ("said", "believed"),
     [(-1, 0), (-(1 << 40), 0), (4, 0), (1 << 40, 0), (0, 0), (1, 1), (3, 3)],
 )
-async def test_a_failure_at_no_block_of_the_plan_proves_no_block(said, believed):
+async def test_failure_outside_the_plan_leaves_no_block_valid(said, believed):
     counter = LayerDoneCounter(2, transfer_id=1, direction="onload")
     transfer = GroupTransfer(PLAN, counter, num_ranks=2, num_bytes=1, since=0.0)
     assert not transfer.end(0, TransferReport(transfer_id=1, outcome="done"))
@@ -43,9 +43,7 @@ async def test_a_failure_at_no_block_of_the_plan_proves_no_block(said, believed)
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(("said", "good_tokens"), [(-1, 0), (99, 0), (2, 4)])
-async def test_a_lease_keeps_no_block_of_a_rank_that_fails_without_saying_where(
-    tmp_path, said, good_tokens
-):
+async def test_rank_failure_without_a_block_leaves_no_block_valid(tmp_path, said, good_tokens):
     async with Ranked(tmp_path) as ranked:
         await ranked.to_host(A)
         lease = ranked.engine.match(A)

@@ -18,7 +18,7 @@ def test_three_seconds_of_soak():
     assert totals.onloaded_blocks > 0
 
 
-def test_a_copy_that_lies_is_found(monkeypatch, capsys):
+def test_failed_copy_reported_as_complete_is_detected(monkeypatch, capsys):
     """Negative control: garbage is reported as moved."""
     monkeypatch.setattr(ChaosDevice, "ended", _forget_the_failure)
     monkeypatch.setattr(soak, "POLICIES", ("write_through",))
@@ -30,7 +30,7 @@ def test_a_copy_that_lies_is_found(monkeypatch, capsys):
     assert " match " in told, "the last operations"
 
 
-def test_a_checksum_that_nobody_compares_is_found(monkeypatch, capsys):
+def test_missing_checksum_comparison_is_detected(monkeypatch, capsys):
     """Negative control: spoilt host blocks are taken for good."""
     monkeypatch.setattr(Checksums, "verify", lambda self, plan, failure: failure)
     monkeypatch.setattr(soak, "POLICIES", ("write_through",))
@@ -40,7 +40,7 @@ def test_a_checksum_that_nobody_compares_is_found(monkeypatch, capsys):
     assert "VIOLATION" in capsys.readouterr().err
 
 
-def test_spoilt_blocks_are_found_and_named(monkeypatch):
+def test_corrupted_blocks_are_detected_and_named(monkeypatch):
     monkeypatch.setattr(soak, "POLICIES", ("write_through",))
     monkeypatch.setattr(soak, "VERIFY", ("checksum",))
     monkeypatch.setattr(Load, "acts", lambda load: [load.spoil])
@@ -53,6 +53,6 @@ def _forget_the_failure(self, copy):
     super(ChaosDevice, self).ended(copy)
 
 
-def test_the_command_refuses_nonsense():
+def test_command_refuses_invalid_arguments():
     with pytest.raises(SystemExit):
         soak.main(["--seconds", "soon"])

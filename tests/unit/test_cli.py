@@ -101,7 +101,7 @@ def test_termination_has_no_traceback_and_restores_the_signal(fake_command, caps
 
 
 @pytest.mark.usefixtures("default_sigterm")
-def test_termination_of_a_loop_cancels_what_it_runs(fake_command, capsys):
+def test_termination_of_a_loop_cancels_its_main_task(fake_command, capsys):
     ended = []
 
     async def serve():

@@ -39,7 +39,7 @@ async def test_every_transfer_has_its_own_counter(new_worker: type[Worker]) -> N
         assert not any(counter.is_done for counter in counters)
 
 
-async def test_the_report_comes_once_from_the_loop_when_all_layers_are_proven(
+async def test_transfer_is_reported_once_after_all_layers_arrived(
     new_worker: type[Worker],
 ) -> None:
     """I4: not at submission, not after some of the layers."""
@@ -95,7 +95,9 @@ async def test_bad_plans_are_refused_and_change_nothing(
             worker.submit("onload", [2], [2], transfer_id=1)
 
 
-async def test_two_slots_a_direction_and_the_next_by_priority(new_worker: type[Worker]) -> None:
+async def test_each_direction_has_two_slots_and_the_next_is_chosen_by_priority(
+    new_worker: type[Worker],
+) -> None:
     """Directions do not wait for each other, demand goes before backup."""
     device = ManualDevice()
     async with new_worker(device) as worker:
@@ -175,7 +177,7 @@ async def test_a_device_that_refuses_is_a_failed_transfer(new_worker: type[Worke
         assert outcomes(worker) == {1: "failed", 2: "done"}
 
 
-async def test_an_event_that_cannot_be_asked_fails_the_transfer(new_worker: type[Worker]) -> None:
+async def test_failed_event_query_fails_the_transfer(new_worker: type[Worker]) -> None:
     """A sticky device error reaches the scheduler, once."""
     device = ManualDevice()
     async with new_worker(device) as worker:
@@ -189,7 +191,7 @@ async def test_an_event_that_cannot_be_asked_fails_the_transfer(new_worker: type
             await counter.wait_all()
 
 
-async def test_cancel_takes_back_only_what_is_not_submitted(
+async def test_cancel_removes_only_unsubmitted_transfers(
     new_worker: type[Worker], same_bytes: Any
 ) -> None:
     """I3: bytes on their way arrive and are reported as what they are."""
@@ -316,7 +318,7 @@ async def test_a_failed_native_call_frees_its_place_in_the_device(
         assert len(device.onloads) == 1
 
 
-async def test_a_report_that_raises_does_not_stop_those_that_wait(
+async def test_a_report_that_raises_does_not_stop_queued_transfers(
     new_worker: type[Worker], loop_errors: list[dict[str, Any]]
 ) -> None:
     device = ManualDevice()
@@ -442,7 +444,7 @@ async def test_gpu_wait_from_the_runners_thread(new_worker: type[Worker]) -> Non
         assert worker.reports == []
 
 
-async def test_gpu_wait_on_the_loops_thread_submits_out_of_turn(new_worker: type[Worker]) -> None:
+async def test_gpu_wait_on_the_loops_thread_submits_out_of_order(new_worker: type[Worker]) -> None:
     device = ManualDevice()
     async with new_worker(device) as worker:
         for i in range(2):
@@ -463,7 +465,7 @@ async def test_gpu_wait_on_the_loops_thread_submits_out_of_turn(new_worker: type
         assert set(outcomes(worker).values()) == {"done"}
 
 
-async def test_a_report_that_raises_is_told_and_the_worker_goes_on(
+async def test_report_that_raises_reaches_the_loop_and_the_worker_continues(
     new_worker: type[Worker], loop_errors: list[dict[str, Any]]
 ) -> None:
     device = ManualDevice()
@@ -483,7 +485,7 @@ async def test_a_report_that_raises_is_told_and_the_worker_goes_on(
         assert outcomes(worker) == {2: "done"}
 
 
-async def test_drain_waits_for_all_and_survives_cancellation(new_worker: type[Worker]) -> None:
+async def test_drain_waits_for_all_transfers_and_can_be_cancelled(new_worker: type[Worker]) -> None:
     device = ManualDevice()
     async with new_worker(device) as worker:
         await worker.controller.drain()
@@ -502,7 +504,7 @@ async def test_drain_waits_for_all_and_survives_cancellation(new_worker: type[Wo
         assert len(worker.reports) == 3
 
 
-async def test_close_cancels_what_waits_and_frees_nothing_under_a_copy(
+async def test_close_cancels_queued_transfers_and_frees_no_memory_under_a_copy(
     new_worker: type[Worker],
 ) -> None:
     """I8: close waits for all that is in flight."""

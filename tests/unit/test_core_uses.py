@@ -35,7 +35,7 @@ def held(core: Core, tokens: int = 13) -> int:
     return lease
 
 
-def test_a_use_is_told_once_to_all_whose_whole_hit_it_covers():
+def test_use_is_reported_once_to_each_lease_whose_hit_it_covers():
     core = filled()
     short, whole, same = held(core, 9), held(core), held(core)
     assert core.take_used() == []
@@ -48,7 +48,7 @@ def test_a_use_is_told_once_to_all_whose_whole_hit_it_covers():
     assert core.take_used() == []
 
 
-def test_a_released_or_retracted_lease_is_not_told():
+def test_released_or_retracted_lease_gets_no_use_report():
     core = filled()
     released, retracted, told = held(core), held(core), held(core)
     core.release(released)
@@ -63,7 +63,7 @@ def test_a_released_or_retracted_lease_is_not_told():
     assert core.take_used() == []
 
 
-def test_a_reset_leaves_nothing_to_use():
+def test_reset_ends_all_expected_uses():
     core = filled()
     lease = held(core)
     assert core.is_current(lease)

@@ -44,7 +44,7 @@ def stream() -> Iterator[CpuStream]:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("ids", IDS.values(), ids=IDS.keys())
 @pytest.mark.parametrize("direction", ["onload", "offload"])
-async def test_the_bytes_arrive_and_all_others_stay(
+async def test_copied_bytes_arrive_and_others_do_not_change(
     new_worker: type[Worker],
     same_bytes: Any,
     direction: Direction,
@@ -74,7 +74,7 @@ async def test_both_directions_at_once(new_worker: type[Worker], same_bytes: Any
 
 
 @pytest.mark.asyncio
-async def test_a_step_holds_back_the_copy_on_the_device(
+async def test_copy_waits_on_the_device_for_its_step(
     new_worker: type[Worker], same_bytes: Any, stream: CpuStream
 ) -> None:
     """Order comes from events on explicit streams."""
@@ -141,7 +141,7 @@ def test_host_events_begin_and_finish() -> None:
     assert (event.done, event.error, event.generation) == (True, "no memory", 2)
 
 
-def test_what_was_never_recorded_cannot_be_waited_for(stream: CpuStream) -> None:
+def test_wait_for_an_unrecorded_event_is_refused(stream: CpuStream) -> None:
     """To CUDA an unrecorded event is done; here it is an error."""
     with pytest.raises(UsageError, match="never recorded"):
         CpuEvent().synchronize()
@@ -197,7 +197,7 @@ def ids(*numbers: int) -> np.ndarray:
     return np.array(numbers, np.int32)
 
 
-def test_one_event_a_layer_one_for_an_offload(
+def test_onload_has_one_event_per_layer_and_offload_has_one(
     attached: tuple[CpuDevice, Regions, HostArena],
 ) -> None:
     """Streams of the two directions are different ones."""
@@ -248,7 +248,7 @@ def test_memory_outlives_a_device_that_is_dropped_while_it_copies() -> None:
     gate.finish()
 
 
-def test_attach_first_and_only_plain_memory() -> None:
+def test_use_before_attach_and_unsupported_memory_are_refused() -> None:
     device = CpuDevice()
     with pytest.raises(UsageError, match="attach"):
         device.copy(ONLOAD, ids(1), ids(1), None)

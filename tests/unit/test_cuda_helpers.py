@@ -56,7 +56,7 @@ class CupyEvent:
     def synchronize(self) -> None: ...
 
 
-def test_the_device_checks_that_an_event_can_be_asked_and_was_recorded():
+def test_device_checks_that_an_event_can_be_queried_and_was_recorded():
     device = object.__new__(CudaDevice)  # needs no GPU for that
     device.check_event(CupyEvent(5))
     with pytest.raises(UsageError, match="never recorded"):
@@ -93,7 +93,7 @@ def test_the_arena_is_bound_to_the_node_of_the_gpu_when_it_has_room(tmp_path):
     assert placement("0000:3B:00.0", 1 << 40, root) == Placement(1, strict=False)
 
 
-def test_a_machine_with_one_node_or_an_unknown_gpu_is_left_alone(tmp_path):
+def test_arena_is_not_bound_on_one_node_or_for_an_unknown_gpu(tmp_path):
     root = sysfs(tmp_path / "one", nodes=1, gpu_node=0)
     assert placement("0000:3b:00.0", 1, root) == Placement(-1, strict=False)
     root = sysfs(tmp_path / "two", nodes=2, gpu_node=-1)
@@ -101,7 +101,7 @@ def test_a_machine_with_one_node_or_an_unknown_gpu_is_left_alone(tmp_path):
     assert placement("0000:99:00.0", 1, root) == Placement(-1, strict=False)
 
 
-def test_state_rows_that_lie_equally_far_apart_are_one_copy():
+def test_equally_spaced_state_rows_are_one_copy():
     whole = np.zeros((3, 4, 2, 8), np.float32)  # [layers, slots, ...]
     lone = np.zeros((4, 5), np.float32)
     regions = Regions(num_layers=4)

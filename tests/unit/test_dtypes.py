@@ -103,7 +103,7 @@ def test_a_layout_that_cannot_be_used_is_refused_with_the_reason(tensor, message
     assert regions.names == ()
 
 
-def test_a_tensor_that_refuses_dlpack_says_which_view_to_register():
+def test_error_of_a_tensor_without_dlpack_names_the_view_to_register():
     class Refusing:
         dtype = "float8_e4m3fn"
 

@@ -153,7 +153,7 @@ def test_shared_object_is_never_changed():
 # --- effects --------------------------------------------------------------------------------------
 
 
-def test_effects_that_were_not_applied_come_again_with_the_next_transition():
+def test_unapplied_effects_are_returned_by_the_next_transition():
     scheduler = scheduler_of(4)
     holder, _ = scheduler.match(prompt(1, 3))
     scheduler.allocate(holder, 13, 0)
@@ -217,7 +217,7 @@ def test_grant_from_the_host_submits_one_onload_that_others_join():
     assert scheduler.read.statistics().device_in_flight == 0
 
 
-def test_report_of_a_transfer_changes_nothing_when_it_is_repeated():
+def test_repeated_transfer_report_changes_nothing():
     scheduler = scheduler_of(16, 8, write_policy="write_through")
     on_host(scheduler, prompt(1, 3))
     lease_id, _ = scheduler.match(prompt(1, 3))
@@ -254,7 +254,7 @@ def test_swap_names_the_partial_block_and_submits_the_table():
     assert [blocks.tolist() for blocks in found["computed"]] == [table[3:]]
 
 
-def test_effects_are_true_when_one_of_any_kind_is_left():
+def test_effects_are_truthy_when_any_field_is_set():
     for name in Effects.__slots__:
         effects = Effects()
         assert not effects

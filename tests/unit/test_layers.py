@@ -57,14 +57,14 @@ async def in_thread(function: Any, *args: Any) -> tuple[threading.Thread, list[A
     return thread, result
 
 
-async def test_a_new_counter_owes_every_layer() -> None:
+async def test_every_layer_of_a_new_counter_is_pending() -> None:
     counter = LayerDoneCounter(3)
     assert counter.pending_layers == [0, 1, 2]
     assert not counter.is_done
     assert counter.layer_times() == [None, None, None]
 
 
-async def test_marking_counts_once_and_tells_the_last() -> None:
+async def test_mark_counts_each_layer_once_and_reports_the_last() -> None:
     counter = LayerDoneCounter(2)
     assert counter.mark_layer_done(1) is False
     assert counter.mark_layer_done(1) is False
@@ -118,7 +118,7 @@ async def test_timeouts_name_the_layer() -> None:
     await counter.wait_all(timeout=0.001)
 
 
-async def test_no_layers_are_done_at_once() -> None:
+async def test_counter_without_layers_is_done_immediately() -> None:
     """Where there is no transfer either."""
     assert DONE.is_done
     await DONE.wait_all()
@@ -161,7 +161,7 @@ async def test_wait_all_and_iteration() -> None:
     assert seen == [0, 1, 2]
 
 
-async def test_times_come_from_the_device_where_it_tells_them() -> None:
+async def test_layer_times_come_from_the_device_where_available() -> None:
     counter = LayerDoneCounter(2)
     assert counter.layer_done_seconds(0) is None
     elapsed = counter.elapsed_seconds
@@ -201,7 +201,7 @@ async def test_layers_out_of_range_change_nothing(layer: int) -> None:
     assert counter.pending_layers == [0, 1]
 
 
-async def test_events_live_as_long_as_the_counter_and_no_longer() -> None:
+async def test_events_are_freed_with_their_counter() -> None:
     """Nothing is dropped before its last user."""
     copy, counter = Copy(1), LayerDoneCounter(1)
     counter.attach(copy)
@@ -215,7 +215,7 @@ async def test_events_live_as_long_as_the_counter_and_no_longer() -> None:
     assert event() is None
 
 
-async def test_done_is_what_the_device_says_not_what_was_submitted() -> None:
+async def test_layer_is_done_at_its_event_not_at_submission() -> None:
     """A submitted copy has not arrived; an arrived one is done before anyone looks."""
     copy, counter = Copy(2), LayerDoneCounter(2)
     counter.attach(copy)
@@ -245,7 +245,7 @@ async def test_a_cancelled_waiter_is_only_detached() -> None:
     assert counter._waiters == {0: []}
 
 
-async def test_a_failure_is_raised_when_nothing_moves_any_more() -> None:
+async def test_failure_is_raised_after_all_copies_ended() -> None:
     """A failed layer is never marked done, and its waiters do not hang."""
     copy, counter = Copy(3), LayerDoneCounter(3, transfer_id=7)
     counter.attach(copy)
@@ -300,7 +300,7 @@ async def test_gpu_wait_all_waits_for_every_layer() -> None:
     assert stream == [0, 2]
 
 
-async def test_gpu_wait_raises_when_the_transfer_never_comes() -> None:
+async def test_gpu_wait_raises_when_the_transfer_is_never_submitted() -> None:
     counter = LayerDoneCounter(2)
     thread, result = await in_thread(counter.gpu_wait, 0, [])
     counter.finish(CopyError(0, "cancelled"))
@@ -347,7 +347,7 @@ async def test_a_view_waits_for_all_its_transfers() -> None:
     assert [layer async for layer in view] == [0, 1]
 
 
-async def test_a_view_tells_the_first_token_to_compute_again() -> None:
+async def test_view_reports_the_first_token_to_recompute() -> None:
     first, second = LayerDoneCounter(1, transfer_id=1), LayerDoneCounter(1, transfer_id=2)
     view = LayerView([first, second], locate=lambda transfer, block: 1000 // transfer + 16 * block)
     first.finish(CopyError(0, "late"))

@@ -54,14 +54,14 @@ def test_no_option_of_the_cache_comes_from_the_environment():
         assert not [name for name in reads if name in text], path
 
 
-def test_what_is_not_there_has_no_stub():
+def test_missing_features_have_no_stub():
     """No handler that carries an error in place of a transfer."""
     for path in PACKAGE.rglob("*.py"):
         assert "NotImplementedError" not in path.read_text(), path
 
 
 @pytest.mark.parametrize("tier", ["storage", "mooncake", "rdma"])
-def test_a_tier_that_is_not_there_cannot_be_configured(tier: str):
+def test_unsupported_tier_cannot_be_configured(tier: str):
     """Tiers are fields of the configuration, and there are two of them."""
     with pytest.raises((TypeError, ConfigError), match=f"{tier}_blocks"):
         CacheConfig(device_blocks=8, **{f"{tier}_blocks": 8})

@@ -52,7 +52,7 @@ def test_every_row_names_a_test():
     assert [number for number, cell in found if not QUOTED.search(cell)] == []
 
 
-def test_everything_named_exists():
+def test_each_named_test_and_file_exists():
     assert {number: lost for number, cell in rows() if (lost := missing(cell))} == {}
 
 
@@ -66,7 +66,7 @@ def test_everything_named_exists():
         ("`native/tests/test_index.cpp` `pool_resizes` `pool_gone`", ["test_index.cpp: pool_gone"]),
     ],
 )
-def test_what_does_not_exist_is_found(cell: str, lost: list[str]):
+def test_missing_test_or_file_is_reported(cell: str, lost: list[str]):
     assert missing(cell) == lost
 
 

@@ -83,7 +83,7 @@ async def test_nothing_is_scheduled_while_nothing_is_pending() -> None:
     await closed(poller)
 
 
-async def test_a_done_event_is_not_even_watched() -> None:
+async def test_done_event_is_not_watched() -> None:
     loop = CountingLoop(asyncio.get_running_loop())
     poller = opened_poller(loop)  # type: ignore[arg-type]
     await poller.wait(Countdown(1))
@@ -92,7 +92,7 @@ async def test_a_done_event_is_not_even_watched() -> None:
     poller.close()
 
 
-async def test_only_the_head_of_each_stream_is_asked() -> None:
+async def test_only_the_first_event_of_each_stream_is_queried() -> None:
     poller = opened_poller(asyncio.get_running_loop())
     heads, tails, seen = [ManualEvent(), ManualEvent()], [ManualEvent(), ManualEvent()], []
     for key in (0, 1):
@@ -181,7 +181,7 @@ async def test_the_next_expectation_starts_where_an_end_was_seen() -> None:
     await closed(poller)
 
 
-async def test_the_lead_grows_by_an_end_slept_over_and_shrinks_by_one_seen() -> None:
+async def test_lead_grows_after_a_missed_end_and_shrinks_after_a_seen_end() -> None:
     poller = opened_poller(asyncio.get_running_loop())
     first, second, seen = Countdown(1), Countdown(2), []
     poller.watch(first, "s", into(seen, "first"), work_seconds=60.0)
@@ -198,7 +198,7 @@ async def test_the_lead_grows_by_an_end_slept_over_and_shrinks_by_one_seen() -> 
     await closed(poller)
 
 
-async def test_work_that_nobody_waits_for_any_more_still_takes_its_time() -> None:
+async def test_abandoned_work_still_delays_the_expected_end_of_later_work() -> None:
     poller = opened_poller(asyncio.get_running_loop())
     seen: list[Any] = []
     watches = [poller.watch(ManualEvent(), "s", into(seen), work_seconds=60.0) for _ in range(3)]
@@ -226,7 +226,7 @@ async def test_a_nearer_expectation_rearms_the_timer(monkeypatch: Any) -> None:
     assert seen == ["near", "far"]  # by the ClosedError
 
 
-async def test_an_overdue_event_is_asked_less_and_less_often() -> None:
+async def test_overdue_event_is_queried_less_and_less_often() -> None:
     budget, first = watches.POLL_BUDGET_SECONDS, watches.MIN_BACKOFF_SECONDS
     due = 100.0
     assert watches.next_query(due, due - 1e-3) == due
@@ -262,7 +262,7 @@ async def test_cancelling_a_waiter_detaches_it_and_stops_the_polling() -> None:
     await closed(poller)
 
 
-async def test_a_cancelled_watch_in_the_middle_does_not_hold_up_the_stream() -> None:
+async def test_cancelled_watch_in_the_middle_does_not_delay_the_stream() -> None:
     poller = opened_poller(asyncio.get_running_loop())
     events, seen = [ManualEvent() for _ in range(3)], []
     watches = [poller.watch(event, "s", into(seen, i)) for i, event in enumerate(events)]
@@ -323,7 +323,7 @@ async def test_a_query_that_raises_ends_the_wait_with_a_device_error() -> None:
     await closed(poller)
 
 
-async def test_close_tells_the_waiters_and_refuses_new_ones() -> None:
+async def test_close_fails_the_waiters_and_refuses_new_ones() -> None:
     poller = opened_poller(asyncio.get_running_loop())
     seen: list[Any] = []
     poller.watch(ManualEvent(), "s", into(seen))
@@ -339,7 +339,7 @@ async def test_close_tells_the_waiters_and_refuses_new_ones() -> None:
     await spin(2)
 
 
-async def test_statistics_tell_latency_and_share() -> None:
+async def test_statistics_report_latency_and_cpu_share() -> None:
     poller = opened_poller(asyncio.get_running_loop())
     assert poller.statistics().cpu_share == 0.0
     for _ in range(10):
@@ -352,7 +352,7 @@ async def test_statistics_tell_latency_and_share() -> None:
     await closed(poller)
 
 
-async def test_a_pass_that_the_loop_forgot_is_made_up_for() -> None:
+async def test_pass_dropped_by_an_interrupted_loop_is_scheduled_again() -> None:
     """An interrupt inside the loop drops the callback that it was about to call."""
     poller = opened_poller(asyncio.get_running_loop())
     seen: list[str] = []
@@ -368,7 +368,7 @@ async def test_a_pass_that_the_loop_forgot_is_made_up_for() -> None:
     await closed(poller)
 
 
-async def test_after_an_interrupt_the_rest_of_soon_comes_in_the_next_pass() -> None:
+async def test_remaining_actions_of_soon_run_in_the_pass_after_an_interrupt() -> None:
     poller = opened_poller(asyncio.get_running_loop())
     interrupts, seen = Interrupts(), []
     poller.soon(interrupts)

@@ -59,5 +59,5 @@ class A:
     assert reaches(source) == ["line 4: other._x", "line 4: self.b._y"]
 
 
-def test_the_list_of_what_is_left_names_existing_files() -> None:
+def test_the_list_of_exceptions_names_existing_files() -> None:
     assert [name for name in LEFT if not (PACKAGE / name).is_file()] == []

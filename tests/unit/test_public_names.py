@@ -182,7 +182,7 @@ def test_the_name_of_a_gpu_without_cuda_says_what_to_do(monkeypatch):
         (RuntimeError("cudaErrorNoDevice"), None, "no GPU can be used: cudaErrorNoDevice"),
     ],
 )
-def test_a_gpu_that_is_not_there_is_a_config_error(monkeypatch, count, ordinal, message):
+def test_missing_gpu_is_a_config_error(monkeypatch, count, ordinal, message):
     def get_device_count() -> int:
         if isinstance(count, Exception):
             raise count

@@ -20,7 +20,7 @@ def save(core: Core, wanted: int) -> None:
     core.complete(transfer, Outcome.DONE)
 
 
-def test_an_unsaved_block_that_comes_back_to_the_front_is_ahead_of_saved_ones():
+def test_unsaved_block_that_becomes_evictable_again_counts_before_saved_ones():
     """It was out of line because its child was being loaded for nobody any more."""
     core = Core(
         block_tokens=1,
@@ -49,7 +49,7 @@ def test_an_unsaved_block_that_comes_back_to_the_front_is_ahead_of_saved_ones():
     assert core.violations() == []
 
 
-def test_a_block_is_dropped_unsaved_when_the_host_can_make_no_room():
+def test_block_is_dropped_unsaved_when_no_host_block_can_be_evicted():
     """All host blocks are the table of a preempted lease, which nothing may evict."""
     core = Core(block_tokens=1, device_blocks=8, host_blocks=2, write_policy=WritePolicy.WRITE_BACK)
     lease = core.match(np.array([8, 9], np.int32), writes=False)[0]

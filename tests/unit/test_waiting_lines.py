@@ -152,7 +152,7 @@ def test_lease_that_waits_cannot_wait_twice():
     assert scheduler.violations() == []
 
 
-def test_stop_waiting_takes_back_a_grant_that_came_meanwhile():
+def test_stop_waiting_retracts_a_grant_made_in_the_meantime():
     scheduler = scheduler_of(4, salt_quota_blocks=4)
     holder = granted(scheduler, 1, 4, salt="a")
     request, behind = waiting(scheduler, 2, 4, salt="b"), waiting(scheduler, 3, 4, salt="c")

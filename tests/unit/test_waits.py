@@ -47,7 +47,7 @@ def test_entries_end_one_per_call_in_order_of_rank_up_to_the_given_one():
     assert ended.lease_ids == [2, 3, 1]
 
 
-def test_entry_that_left_before_its_turn_is_not_ended():
+def test_removed_entry_is_not_ended():
     line: PriorityLine[Entry] = PriorityLine()
     entries = entries_of(line, 0, 0, 0)
     endings: Endings[Entry] = Endings()
