@@ -1,4 +1,4 @@
-"""How long does an allocation take that finds clean blocks, and how many may stand in line?
+"""Time of an allocation that finds clean blocks, by the number of waiting requests.
 
 The device is full of cached blocks that have a host copy, but for those of one lease. ``waiters``
 requests that want everything stand in line behind that lease; one with a better priority comes,
@@ -61,7 +61,7 @@ async def _median_us(waiters: int, repeats: int) -> float:
 
 
 async def _serve(engine: CacheEngine, seed: int) -> float:
-    """Microseconds that the allocation took; its blocks have host copies at the end."""
+    """Return the microseconds of the allocation; its blocks have host copies at the end."""
     async with engine.match(_prompt(seed)) as lease:
         begin = time.perf_counter_ns()
         await lease.allocate(PROMPT_TOKENS, priority=0)

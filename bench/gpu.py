@@ -1,4 +1,4 @@
-"""How fast does the cuda device move blocks, and what does it cost those beside it?
+"""Bandwidth of the cuda device, and the slowdown of compute that runs beside transfers.
 
 ``python -m bench.gpu`` prints one table and writes JSON. Every row has its own yardstick ``C``:
 contiguous ``cudaMemcpyAsync`` of the same bytes, measured just before it. Baselines move a part of
@@ -77,7 +77,7 @@ def main() -> int:
 
 
 def gpu_name() -> str:
-    """As results are named: ``h100``, ``h200``, ``a10g``, ..."""
+    """Return the name of the GPU as in result files: ``h100``, ``h200``, ``a10g``, ..."""
     import cupy
 
     name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode().lower()
@@ -159,7 +159,7 @@ def _finish(copies: list[CudaCopy]) -> None:
 
 
 def _timed(pools: GpuPools, move: Callable[[], list[CudaCopy]]) -> tuple[float, float, float]:
-    """Seconds until the last layer, CPU seconds of all threads that submit, seconds of the call."""
+    """Return seconds to the last layer, CPU seconds of submitting threads, seconds of the call."""
     cpu = pools.device.submit_cpu_seconds
     own = time.thread_time()
     started = time.perf_counter()
@@ -171,7 +171,7 @@ def _timed(pools: GpuPools, move: Callable[[], list[CudaCopy]]) -> tuple[float, 
 
 
 class Contiguous:
-    """The yardstick: the host pool in one piece, as few calls as its registration allows."""
+    """Return the baseline: the host pool in one piece, in as few calls as registration allows."""
 
     def __init__(self, pools: GpuPools) -> None:
         import cupy
@@ -222,7 +222,7 @@ def _first_layer(pools: GpuPools, onload: Callable[[], list[CudaCopy]]) -> dict[
 
 
 def _gemms(*moves: Callable[[], list[CudaCopy]]) -> list[tuple[str, float]]:
-    """Mean time of a bf16 GEMM beside transfers over its mean time alone.
+    """Return the mean time of a bf16 GEMM beside transfers divided by its mean time alone.
 
     The GEMMs never stop, transfers come and go beside them: a GPU that rested runs faster for a
     while, and its clock then follows its power.
@@ -261,7 +261,7 @@ def _gemms(*moves: Callable[[], list[CudaCopy]]) -> list[tuple[str, float]]:
 
 
 class _Transfers:
-    """Transfers back to back from a thread: one moves, one is ready behind it."""
+    """Transfers back to back from a thread: one is running and the next one is submitted."""
 
     def __init__(self, move: Callable[[], list[CudaCopy]]) -> None:
         self._stop = threading.Event()
@@ -285,7 +285,7 @@ class _Transfers:
 
 
 def measure_baselines(pools: GpuPools) -> dict[str, float]:
-    """GB/s of three plain ways to move single slices of random blocks."""
+    """Return GB/s of three baseline copies of single slices of random blocks."""
     import cupy
 
     size = pools.slice_bytes
@@ -326,7 +326,7 @@ def measure_baselines(pools: GpuPools) -> dict[str, float]:
 
 
 def measure_arena() -> dict[str, float]:
-    """Touching and pinning fresh memory, in the background, with the default chunks."""
+    """Measure touching and pinning of new memory in the background, with the default chunks."""
     from aiokv import _native
     from aiokv.worker.arena import HostArena
 

@@ -1,4 +1,4 @@
-"""How fast is the prefix index? CPU time through the public API, and memory of a block.
+"""Speed of the prefix index: CPU time through the public API, and memory per block.
 
 * ``trace``: requests per CPU second of match, allocate, commit and release over a whole trace (the
   public one when it is here, a generated one otherwise), at three capacities and with both
@@ -81,7 +81,7 @@ async def _trace(workload: Workload, device_blocks: int, policy: EvictionPolicy)
 
 
 def _native_seconds(workload: Workload, device_blocks: int, policy: EvictionPolicy) -> float:
-    """CPU time of the plain loop without engine and leases."""
+    """Return the CPU time of the plain loop without engine and leases."""
     config = CacheConfig(
         block_tokens=BLOCK_TOKENS, device_blocks=device_blocks, eviction_policy=policy
     )
@@ -97,7 +97,7 @@ def _native_seconds(workload: Workload, device_blocks: int, policy: EvictionPoli
 
 
 async def _deep(blocks: int) -> dict[str, float]:
-    """One prompt of ``blocks`` blocks: inserted, found again, grown by a block at a time."""
+    """Measure one prompt of ``blocks`` blocks: insert, match, growth by one block per call."""
     tokens = np.arange(blocks * BLOCK_TOKENS + 1, dtype=np.int32)
     async with _engine(2 * blocks) as engine:
         insert_ns = await _cpu_ns(engine, [tokens])
@@ -114,7 +114,7 @@ async def _deep(blocks: int) -> dict[str, float]:
 
 
 async def _wide(prompts: int) -> dict[str, float]:
-    """``prompts`` prompts of 8 blocks that share the first one: inserted, found again, evicted."""
+    """Measure ``prompts`` prompts of 8 blocks that share the first one: insert, match, evict."""
     blocks = 8
     shared = np.arange(BLOCK_TOKENS, dtype=np.int32)
     rest = np.arange(prompts * (blocks - 1) * BLOCK_TOKENS, dtype=np.int32) + BLOCK_TOKENS
@@ -136,7 +136,7 @@ async def _wide(prompts: int) -> dict[str, float]:
 
 
 async def _extend(calls: int) -> dict[str, float]:
-    """Decoding: 64 leases grow by a token in one call; every 16th call takes 64 blocks."""
+    """Measure decoding: 64 leases grow by a token per call; every 16th call takes 64 blocks."""
     leases = []
     samples_us = []
     async with _engine(64 * (64 + calls // BLOCK_TOKENS + 2)) as engine:

@@ -1,4 +1,4 @@
-"""How near do the eviction policies come to an optimal cache? Hit tokens as a share of MIN's.
+"""Hit tokens of the eviction policies as a share of the optimum (Belady's MIN).
 
 The public trace when it is here, and generated ones: conversations with short and long gaps, and
 more shared prompts than fit, asked for in turn. Blocks of 16 tokens; capacities in blocks of 512.
@@ -83,7 +83,7 @@ def hit_tokens(
     policy: EvictionPolicy,
     block_tokens: int = BLOCK_TOKENS,
 ) -> int:
-    """Of one prompt after the other, in a cache of ``capacity_blocks`` blocks of 512 tokens."""
+    """Return hit tokens per prompt in a cache of ``capacity_blocks`` blocks of 512 tokens."""
     core = new_core(
         CacheConfig(
             block_tokens=block_tokens,

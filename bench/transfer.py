@@ -1,4 +1,4 @@
-"""How fast does the cpu device move blocks? GB/s of one thread a direction, against plain memcpy.
+"""Bandwidth of the cpu device: GB/s of one thread per direction, compared with plain memcpy.
 
 ``memcpy`` copies the same bytes in one call of the C library, in the same run and in turn with the
 transfers; ``ratio`` is transfer / memcpy. ``contiguous``: one layer of consecutive blocks, merged

@@ -1,4 +1,4 @@
-"""How long from an event being done to the coroutine that awaits it running, and at what CPU price?
+"""Wake-up latency: time and CPU cost from the end of an event to the coroutine that awaits it.
 
 A native stream copies 8 MiB back to back; a coroutine awaits each copy's event. Compared, on
 asyncio and uvloop: ``poller`` knows the expected end (timerfd, then polling), ``poller_blind``
@@ -101,7 +101,7 @@ async def _rounds(
 
 
 class _PoolSeconds:
-    """CPU time that the pool's thread spends on waiting."""
+    """Return the CPU time that the pool's thread spends waiting."""
 
     def __init__(self) -> None:
         self.total = 0.0

@@ -67,7 +67,7 @@ def test_machine_record_has_hardware_and_build_fields():
 
 @pytest.fixture
 def fake_bench(monkeypatch, tmp_path):
-    """A bench named ``fake``; results go to the test's folder."""
+    """Register a bench named ``fake``; results go to the test's folder."""
     module = SimpleNamespace(run=lambda quick: {"wait_us": 5.0 if quick else 20.0})
     monkeypatch.setitem(sys.modules, "bench.fake", module)
     monkeypatch.setattr(bench_main, "BENCHES", ("fake",))

@@ -1,4 +1,4 @@
-"""Attention in Paddle: a row depends on nothing but its own query and the context it may see."""
+"""Attention in Paddle: a row depends only on its own query and its visible context."""
 
 import numpy as np
 import pytest

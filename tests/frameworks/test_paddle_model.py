@@ -1,4 +1,4 @@
-"""The Paddle transformer against the naive one, and the property its check rests on."""
+"""The Paddle transformer compared with the naive one, and batch-invariant results."""
 
 import dataclasses
 import json

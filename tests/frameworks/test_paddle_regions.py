@@ -1,4 +1,4 @@
-"""Paddle tensors as regions: looked at where they are, whatever their dtype."""
+"""Paddle tensors as regions: used in place, with any dtype."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A fault on the device: every waiter is woken, everything after it is refused."""
+"""A fault on the device wakes every waiter, and later calls are refused."""
 
 from __future__ import annotations
 

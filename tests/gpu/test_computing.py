@@ -36,7 +36,7 @@ async def serve(engine, tensors, tokens, seed, stream):
 
 
 async def test_sequential_requests_on_a_full_device_hit_the_host():
-    """Each is released behind the step that computed it; its blocks are the next one's."""
+    """Each lease is released after the step that computed it; the next lease gets its blocks."""
     engine, _, tensors = make(device_blocks=BLOCKS)
     stream = new_stream()
     async with engine:

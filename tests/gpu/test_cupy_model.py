@@ -1,4 +1,4 @@
-"""The demo's transformer on a GPU: against the naive one, and the bits its check rests on."""
+"""The demo's transformer on a GPU: compared with the naive one, and batch-invariant results."""
 
 from __future__ import annotations
 

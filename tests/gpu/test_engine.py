@@ -31,7 +31,7 @@ def make(device_blocks: int = 32, host_blocks: int = 32, **options):
 
 
 def write(tensors, table, seed, stream):
-    """Block i of the prompt gets bytes that tell (seed, i, layer, name)."""
+    """Write bytes into block i of the prompt that identify (seed, i, layer, name)."""
     with stream:
         for n, layers in enumerate(tensors.values()):
             for layer, tensor in enumerate(layers):

@@ -1,4 +1,4 @@
-"""Two ranks in processes of their own, on two GPUs where there are two."""
+"""Two ranks in separate processes, on two GPUs where available."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SPOILT = 200
 
 
 class Runners:
-    """What tells both ranks' runners what to do, and waits for their answers."""
+    """Controller that sends commands to the runners of both ranks and waits for their replies."""
 
     def __init__(self) -> None:
         self._streams: dict[int, tuple[asyncio.StreamReader, asyncio.StreamWriter]] = {}

@@ -1,4 +1,4 @@
-"""The README's code for a GPU runs as it stands, with torch; sizes are smaller."""
+"""The README's code for a GPU runs with torch, with smaller sizes."""
 
 from __future__ import annotations
 

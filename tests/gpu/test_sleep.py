@@ -1,4 +1,4 @@
-"""Sleep and wake-up on a GPU: tensors and pinned memory go, and come back."""
+"""Sleep and wake-up on a GPU: tensors and pinned memory are freed and reallocated."""
 
 from __future__ import annotations
 

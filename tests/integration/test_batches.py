@@ -1,4 +1,4 @@
-"""Batch verbs do what the verbs on one lease do, for many."""
+"""Batch methods have the effects of the single-lease methods, for many leases."""
 
 from __future__ import annotations
 

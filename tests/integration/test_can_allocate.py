@@ -91,7 +91,7 @@ async def test_can_allocate_raises_the_errors_of_try_allocate():
 
 
 async def test_first_allocate_behind_the_hit_keeps_all_of_it():
-    """As the docstring of ``allocate`` tells those who prefill in chunks."""
+    """The first ``allocate`` of a chunked prefill covers the whole hit, as its docstring says."""
     async with Cache(device_blocks=16, host_blocks=0) as cache:
         tokens = prompt(1, 6)
         await cache.fill(tokens)

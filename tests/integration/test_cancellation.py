@@ -1,4 +1,4 @@
-"""I7: cancellation at every await, and in the very pass of a grant, leaves all pools whole."""
+"""I7: cancellation at every await, and in the pass of a grant, leaks no blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ A = [1, 2, 3, 4, 5, 6, 7]
 
 @pytest.mark.parametrize("cancel_first", [True, False])
 async def test_cancellation_in_the_pass_of_the_grant_returns_the_blocks(cancel_first):
-    """Whichever comes first, the waiter holds nothing and the one behind it gets the blocks."""
+    """In both orders the waiter holds no blocks and the next waiter gets them."""
     async with Served(device_blocks=4) as served:
         holder, first, second = (served.engine.match([i]) for i in range(3))
         await holder.allocate(8)

@@ -1,4 +1,4 @@
-"""Prompts that arrive together (issue 3, items 2 and 4): computed once, and nobody hangs."""
+"""Equal prompts that arrive together are computed once, and every wait ends."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def serve_and_release(cache: Cache, tokens, **allocate):
 
 
 async def owner_of(cache: Cache, tokens=A):
-    """A granted lease that has computed nothing yet."""
+    """Return a granted lease that has computed nothing yet."""
     lease = cache.engine.match(tokens, owner="owner")
     await lease.allocate(len(tokens))
     return lease
@@ -128,7 +128,7 @@ async def test_a_deadline_ends_the_wait_and_the_prefix_is_computed_again():
 
 
 async def test_an_owner_whose_onload_fails_wakes_its_waiters():
-    """What it has promised depends on blocks that did not arrive."""
+    """The pending blocks of the owner depend on blocks that did not arrive."""
     async with Cache(device_blocks=32) as cache:
         await cache.fill(prompt(1, 2))
         await cache.finish()
@@ -209,7 +209,7 @@ async def test_requests_of_other_tenants_do_not_wait_for_pending_blocks():
 
 
 async def test_a_storm_of_a_thousand_requests_neither_starves_nor_leaks():
-    """Room for three at a time; a third is cancelled at a random pass, large ones wait in line."""
+    """Three requests fit at a time; a third is cancelled at random, and large ones wait in line."""
     rng = random.Random(5)
     async with Cache(device_blocks=16, host_blocks=32, write_policy="write_back") as cache:
         sizes = [rng.choice((1, 2, 4, 15)) for _ in range(1000)]
@@ -245,7 +245,7 @@ async def test_a_storm_of_a_thousand_requests_neither_starves_nor_leaks():
 
 
 async def test_grant_examines_only_the_first_waiter(monkeypatch):
-    """A thousand wait: one that finds clean blocks is one try of the first in line."""
+    """With a thousand waiters, a grant of clean blocks retries only the first in line."""
     async with Cache(device_blocks=8, host_blocks=0) as cache:
         holder = await owner_of(cache, prompt(1, 6))
         tasks = [asyncio.create_task(serve_and_release(cache, A)) for _ in range(1000)]

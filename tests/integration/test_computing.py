@@ -1,4 +1,4 @@
-"""Compute in flight: nobody gets a block that a batch may still read or write."""
+"""Compute in flight: blocks that a batch may still read or write are not reallocated."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def granted(cache: Cache, tokens: np.ndarray):
 
 
 class Runner:
-    """A model in a thread; it writes into its blocks when the test lets it."""
+    """Model in a thread that writes into its blocks when the test allows it."""
 
     def __init__(self, cache: Cache, table: np.ndarray) -> None:
         self.cache = cache
@@ -260,7 +260,7 @@ async def test_batch_without_event_on_a_stream_ends_with_the_open_step():
 
 @pytest.mark.parametrize("named", [True, False])
 async def test_hit_excludes_layers_behind_the_step_that_the_waiter_must_close(named):
-    """The device holds one prompt of two that are served in turn, each in a step of its own."""
+    """The device holds one of two prompts that are served alternately, each in its own step."""
     async with Cache(device_blocks=4, device=in_stream()) as cache:
         for n in range(6):
             tokens = (A, B)[n % 2]
@@ -284,7 +284,7 @@ async def test_hit_excludes_layers_behind_the_step_that_the_waiter_must_close(na
 
 
 async def resumed_behind_the_open_step(cache: Cache):
-    """A lease whose table comes back into blocks that the open step uses."""
+    """Return a lease whose table is swapped in to blocks that the open step uses."""
     lease = await granted(cache, A)
     cache.compute(lease, A)
     event = ManualEvent()
@@ -349,7 +349,7 @@ async def test_task_that_closed_the_last_step_may_wait_for_a_step_of_another_tas
 
 
 def complete_soon(cache: Cache, closing: asyncio.Task[None]) -> None:
-    """Complete what there is, once the task has closed its step."""
+    """Complete all copies after the task has closed its step."""
     if closing.done():
         cache.device.complete_all()
     else:
@@ -495,7 +495,7 @@ async def test_an_exception_in_the_block_ends_the_batch():
 
 
 async def test_a_new_match_does_not_join_a_cancelled_onload():
-    """The host copies stay, and the second request gets a transfer of its own."""
+    """The host copies remain, and the second request gets its own transfer."""
     async with Cache(device_blocks=12, host_blocks=12) as cache:
         prompts = [prompt(seed, 3) for seed in range(3)]
         await cache.fill(*prompts)
@@ -614,7 +614,7 @@ async def test_event_announced_twice_does_not_end_its_batch_early(monkeypatch):
 
 
 class LostEvent(ManualEvent):
-    """The device cannot tell whether it is done."""
+    """Event whose query fails, as on a broken device."""
 
     @property
     def done(self) -> bool:

@@ -1,4 +1,4 @@
-"""Pause, quiesce, reset, resize and new weights, while transfers fly and requests wait (item 6)."""
+"""Pause, quiesce, reset, resize and new weights with transfers in flight and requests waiting."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ async def test_reset_that_times_out_has_still_cleared_the_index():
 
 
 async def test_reset_does_not_wait_for_later_transfers():
-    """Under load something is always in flight; only what was, counts."""
+    """Transfers are always in flight under load; reset waits only for earlier ones."""
     async with Cache(device_blocks=16) as cache:
         await cache.fill(A)
         (first,) = cache.device.offloads
@@ -305,7 +305,7 @@ async def test_reset_does_not_wait_for_later_transfers():
 
 
 async def test_reset_frees_host_blocks_of_granted_leases():
-    """They use the device copies alone; the host copies were held until they ended."""
+    """The leases use the device copies only; host copies had been held until the leases ended."""
     async with Cache() as cache:
         lease = await cache.serve(A)
         await cache.finish()
@@ -370,7 +370,7 @@ async def test_an_update_that_cannot_begin_changes_nothing():
 
 
 async def test_an_update_whose_body_raises_still_clears_the_index():
-    """Nobody knows which weights are there now."""
+    """The weights are unknown after an update that raised."""
     async with Cache(host_blocks=0) as cache:
         await cache.fill(A)
         with pytest.raises(ZeroDivisionError):
@@ -401,7 +401,7 @@ async def test_shrinking_waits_for_leases_on_removed_blocks():
 
 
 async def test_shrinking_completes_at_the_end_of_a_transfer():
-    """No lease ends: the blocks beyond are only being saved."""
+    """No lease ends: the removed blocks are only being saved."""
     async with Cache(device_blocks=12) as cache:
         await cache.fill(A, B, C)
         resizing = asyncio.create_task(cache.engine.resize(2))
@@ -413,7 +413,7 @@ async def test_shrinking_completes_at_the_end_of_a_transfer():
 
 
 async def test_shrinking_keeps_blocks_with_a_host_copy():
-    """Blocks beyond the new size lost theirs, too."""
+    """Blocks beyond the new size lost their host copies, too."""
     async with Cache(device_blocks=12) as cache:
         await cache.fill(A, B, C)
         await cache.finish()
@@ -486,7 +486,7 @@ async def test_a_resize_that_times_out_names_the_owners_and_changes_nothing():
 
 
 async def test_a_resize_that_times_out_evicts_nothing():
-    """The block in its way is in no lease and not in the index: a released lease's swap owns it."""
+    """The block beyond the new size is owned only by the swap of a released lease."""
     async with Cache(
         device_blocks=16, host_blocks=32, write_policy="write_back", low_watermark_blocks=0
     ) as cache:

@@ -1,4 +1,4 @@
-"""What pools and tree count, in the small numbers that others' tests use."""
+"""Counts of pools and tree in small caches, as in the tests of other cache managers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.asyncio
 
 
 class Books(CacheEngine):
-    """Blocks of one token, no bytes: ``hold([1, 2])`` is a path of two blocks."""
+    """Engine without tensors, blocks of one token: ``hold([1, 2])`` is a path of two blocks."""
 
     def __init__(self, device_blocks: int = 100, host_blocks: int = 0, **config: Any) -> None:
         super().__init__(
@@ -29,7 +29,7 @@ class Books(CacheEngine):
         )
 
     def hold(self, path: Sequence[int]) -> Lease:
-        """A lease that has computed the whole path."""
+        """Return a lease that has computed the whole path."""
         lease = self.match(path)
         assert lease.try_allocate(len(path))
         lease.commit(len(path))
@@ -40,7 +40,7 @@ class Books(CacheEngine):
             self.hold(path).release()
 
     def found(self, path: Sequence[int]) -> int:
-        """Blocks of the path that a match finds, its last one too."""
+        """Return the number of blocks of the path that a match hits, the last one included."""
         lease = self.match([*path, -1])
         total = lease.hit.total
         lease.release()
@@ -65,7 +65,7 @@ async def test_a_new_cache_is_empty():
 
 
 async def test_each_block_can_be_allocated_exactly_once():
-    """Exactly all, never more, and all come back."""
+    """All blocks can be allocated, no more, and all are freed afterwards."""
     async with Books() as engine:
         five = engine.match(range(5))
         assert five.try_allocate(5)
@@ -85,7 +85,7 @@ async def test_each_block_can_be_allocated_exactly_once():
 
 @pytest.mark.parametrize("nothing", [0, -1])
 async def test_allocation_of_zero_positions_is_refused(nothing):
-    """And the refusal changes nothing."""
+    """The refusal changes nothing."""
     async with Books() as engine:
         lease = engine.match([1])
         with pytest.raises(UsageError):
@@ -111,7 +111,7 @@ async def test_paths_share_their_common_prefix():
 
 
 async def test_second_copy_of_a_block_is_freed():
-    """Ids (0, 1) stay; those of the lease that computed the same are wasted, and freed."""
+    """Ids (0, 1) remain; the duplicate ids of the second lease are freed."""
     async with Books() as engine:
         first, second = engine.match([1, 2]), engine.match([1, 2])
         assert first.try_allocate(2)
@@ -160,7 +160,7 @@ async def test_deep_chains_and_many_branches_are_found():
 
 
 async def test_eviction_takes_evictable_blocks_only():
-    """Never a block of a lease; nothing for nothing."""
+    """No block of a lease is evicted; evicting 0 blocks evicts none."""
     async with Books(host_blocks=8) as engine:
         engine.insert([1, 2, 3])
         lease = engine.hold([4, 5])
@@ -186,7 +186,7 @@ async def test_eviction_without_a_host_tier_drops_blocks():
 
 
 async def test_repeated_offload_and_onload_lose_no_block():
-    """Found with its tier each time; nothing gets lost."""
+    """Every match reports the right tier, and no block is lost."""
     async with Books(device_blocks=8, host_blocks=8) as engine:
         engine.insert([1, 2, 3])
         await engine.drain()
@@ -281,7 +281,7 @@ async def test_allocation_on_a_full_device_evicts():
 
 
 async def test_without_caching_all_blocks_are_freed():
-    """Neither read nor written."""
+    """The cache is neither read nor written."""
     async with Books() as engine:
         for _ in range(2):
             lease = engine.match([1, 2, 3], read=False, write=False)
@@ -293,7 +293,7 @@ async def test_without_caching_all_blocks_are_freed():
 
 
 async def test_host_blocks_run_out_without_loss():
-    """A table that has no room in host memory stays where it is."""
+    """A table that does not fit in host memory stays on the device."""
     async with Books(host_blocks=3, write_policy="none") as engine:
         lease = engine.hold([1, 2, 3, 4])
         with pytest.raises(WouldBlock):
@@ -311,7 +311,7 @@ async def test_host_blocks_run_out_without_loss():
 
 
 async def test_each_block_is_backed_up_once():
-    """What was issued is not issued again, and nothing of nothing."""
+    """A backup is issued once, and none is issued without blocks."""
     async with Books(host_blocks=50) as engine:
         await engine.drain()
         assert engine.worker_statistics().offload.done == 0
@@ -328,7 +328,7 @@ async def test_each_block_is_backed_up_once():
 
 
 async def test_generated_tokens_complete_blocks_one_by_one():
-    """Only full blocks count, earlier ones stay as they are."""
+    """Only full blocks are indexed, and earlier ones do not change."""
     engine = CacheEngine(CacheConfig(block_tokens=4, device_blocks=20))
     async with engine:
         lease = engine.match([1, 2, 3, 4, 5, 6, 7])
@@ -392,7 +392,7 @@ def _compute(engine: CacheEngine, tokens: Sequence[int]) -> None:
 
 
 async def test_tasks_never_share_an_id():
-    """Many tasks take and give back; every id has one holder, and all come back."""
+    """Many tasks allocate and release; every id has one owner, and all are freed."""
     async with Books(device_blocks=12) as engine:
         held: set[int] = set()
 

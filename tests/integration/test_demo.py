@@ -35,7 +35,7 @@ TRACE = [
 
 @pytest.fixture
 def demo(tmp_path):
-    """Runs the command; returns its status and its ``--json``."""
+    """Return a function that runs the command and returns its status and ``--json``."""
 
     def run(*flags):
         path = tmp_path / "demo.json"
@@ -91,7 +91,7 @@ def test_each_write_policy_computes_equal_bits(demo, capsys, policy):
 
 
 def test_prompts_with_different_images_are_not_confused(demo, monkeypatch):
-    """Equal placeholder tokens, different KV; a match that is not told serves wrong bytes."""
+    """Equal placeholder tokens with different KV: a match without items would serve wrong bytes."""
     status, found = demo("--images", "2")
     assert status == 0
     assert "2 images" in found["workload"]
@@ -160,7 +160,7 @@ def test_requests_that_are_cancelled_while_computed_change_no_output(demo, capsy
 
 
 def test_corrupted_block_is_detected(demo, capsys):
-    """The negative control: a check that cannot fail would prove nothing."""
+    """Negative control: the check must be able to fail."""
     status, found = demo("--corrupt")
     assert status == 1
     assert found["logits_equal"] is False
@@ -359,7 +359,7 @@ def test_equal_hash_ids_become_equal_tokens(trace_file):
 
 
 def test_workload_has_whole_conversations_of_the_trace(tmp_path):
-    """Two conversations, interleaved; the second's first request comes second."""
+    """Two interleaved conversations; the second one starts with the second request."""
     path = tmp_path / "trace.jsonl"
     lines = [(0, 1), (0, 2), (0, 1, 3), (0, 2, 4), (0, 1, 3, 5)]
     path.write_text(

@@ -1,4 +1,4 @@
-"""engine.dump(): who holds what, as plain values."""
+"""engine.dump(): leases, pins and their blocks as plain values."""
 
 from __future__ import annotations
 

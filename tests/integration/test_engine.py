@@ -78,7 +78,7 @@ async def test_lease_is_matched_granted_committed_and_released():
 
 
 async def test_host_blocks_are_onloaded_and_joined():
-    """One transfer for two leases; the second needs only its front."""
+    """One transfer serves two leases; the second one needs only its first blocks."""
     async with Served() as served:
         await served.to_host(A)
         async with served.engine.match(A) as first, served.engine.match(B) as second:
@@ -125,7 +125,7 @@ async def test_prefetch_brings_host_blocks():
 
 
 async def test_requests_wait_in_order():
-    """Priority, then arrival; nobody overtakes the first, nothing is held while waiting."""
+    """Requests are granted by priority, then arrival; a waiting request holds no blocks."""
     async with Served(device_blocks=4) as served:
         engine = served.engine
         holder = engine.match([1])

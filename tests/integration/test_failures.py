@@ -1,4 +1,4 @@
-"""Copies that fail: never served, and all who joined learn where to go on."""
+"""Failed copies are never served, and every joined lease learns where to recompute."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ async def test_broken_device_fails_all_waiters():
 
 @pytest.mark.parametrize("how", ["refused", "failed"])
 async def test_recompute_from_of_a_failed_transfer_in_flight_raises(how):
-    """The runner's gpu_wait has raised, so "nothing failed" would send it on with those blocks."""
+    """gpu_wait has raised, so a result without a failure would let the runner use those blocks."""
     async with Served() as served:
         await served.to_host(A)
         async with served.engine.match(A) as lease:
@@ -140,7 +140,7 @@ async def test_recompute_from_of_a_failed_transfer_in_flight_raises(how):
 
 @pytest.mark.parametrize("lost", [True, False])
 async def test_a_device_that_is_lost_inside_a_transfer_breaks_the_engine(lost: bool):
-    """One that only fails the transfer goes on."""
+    """A device error that fails only the transfer does not break the engine."""
     async with Served() as served:
         await served.to_host(A)
         lease = served.engine.match(A)

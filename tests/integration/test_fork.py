@@ -17,7 +17,7 @@ A = [1, 2, 3, 4, 5, 6, 7]
 
 
 def decode(served: Served, lease, tokens: list[int], token: int) -> None:
-    """One more position; the KV of a partial block is its tokens."""
+    """Append one position; the KV of a partial block is its tokens."""
     served.engine.extend([lease], 1)
     tokens.append(token)
     lease.append([token])

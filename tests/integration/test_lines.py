@@ -1,4 +1,4 @@
-"""The waiting lines: quota, pending blocks, capacity. Each wait ends, and costs others nothing."""
+"""Waiting lines (quota, pending blocks, capacity): each wait ends and delays no other request."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def begin(coroutine) -> asyncio.Task:
 
 
 async def granted(cache: Cache, seed: int, blocks: int, salt: str = "", owner: str = ""):
-    """A lease of so many blocks."""
+    """Return a granted lease of that many blocks."""
     lease = cache.engine.match(prompt(seed, blocks)[:-1], salt=salt, owner=owner)
     await lease.allocate(blocks * BLOCK_TOKENS)
     return lease
@@ -47,7 +47,7 @@ def waits(cache: Cache) -> int:
 
 
 def break_engine(cache: Cache) -> None:
-    """The poller finds in a later pass that the device cannot tell whether a step is done."""
+    """Break the engine: an event query of the poller fails in a later pass."""
     event = ManualEvent()
     event.query_error = DeviceError("the device was lost")
     cache.engine.step(event)
@@ -68,7 +68,7 @@ def refuses(cache: Cache) -> bool:
 @pytest.mark.parametrize("room", [True, False])
 @pytest.mark.parametrize("end", ["close", "break"])
 async def test_quota_admission_in_the_pass_of_a_close_or_break(end, room):
-    """A grant that came before it stays; a request that has come to the capacity line fails."""
+    """An earlier grant is kept; a request that has reached the capacity line fails."""
     async with Cache(device_blocks=8, host_blocks=0, salt_quota_blocks=4) as cache:
         first = await granted(cache, 1, 4, "a")
         other = await granted(cache, 2, 4, "b")
@@ -139,7 +139,7 @@ async def test_lease_released_in_the_pass_of_its_quota_admission_counts_nothing(
 
 
 async def test_lease_that_timed_out_in_line_is_collected_and_frees_its_blocks():
-    """The line keeps no reference to a waiter that has left, wherever in line that stood."""
+    """The line keeps no reference to a removed waiter, regardless of its position."""
     async with Cache(device_blocks=4, host_blocks=0) as cache:
         first = await granted(cache, 1, 2)
         waiting = matched(cache, 2, 4)
@@ -197,7 +197,7 @@ async def test_numpy_integers_and_bools_are_priorities():
 
 
 async def test_swapped_lease_is_not_resumed_before_a_higher_priority():
-    """It was told that it is first; a pass later somebody else is."""
+    """The swapped lease was first in line; one pass later another request is first."""
     async with Cache(device_blocks=8, host_blocks=32) as cache:
         swapped = await granted(cache, 1, 4)
         swapped.commit(16)
@@ -253,7 +253,7 @@ async def test_commit_wakes_only_the_waiters_whose_part_is_indexed(monkeypatch):
 
 
 async def test_waiter_wakes_when_an_onload_lets_the_owner_index_its_commit():
-    """The commit came before the onload's end, so it indexed nothing."""
+    """The commit preceded the end of the onload, so it indexed nothing."""
     async with Cache(device_blocks=32) as cache:
         await cache.fill(prompt(1, 2))
         await cache.finish()
@@ -303,7 +303,7 @@ async def test_second_task_that_waits_for_pending_blocks_of_a_lease_is_refused()
 
 
 async def served_by_pass(tasks: list[asyncio.Task]) -> list[int]:
-    """How many of the tasks end in each pass of the loop, until all have."""
+    """Return the number of tasks that end in each pass of the loop, until all have ended."""
     counts = []
     left = set(tasks)
     while left:
@@ -428,7 +428,7 @@ async def test_second_try_of_a_granted_lease_keeps_its_quota():
 @pytest.mark.parametrize("place", ["submit", "layers"])
 @pytest.mark.parametrize("verb", ["try_allocate", "allocate"])
 async def test_grant_whose_layers_are_not_known_takes_nothing(verb, place, monkeypatch):
-    """An interrupt in the middle of a grant: the bytes that its onload brings are not there."""
+    """The grant was interrupted: the bytes of its onload have not arrived."""
     async with Cache(device_blocks=8, salt_quota_blocks=8) as cache:
         await cache.fill(prompt(1, 2))
         await cache.finish()
@@ -455,7 +455,7 @@ async def test_grant_whose_layers_are_not_known_takes_nothing(verb, place, monke
 
 @pytest.mark.parametrize("seed", range(4))
 async def test_cancellations_at_every_await_of_all_lines_leave_the_engine_consistent(seed):
-    """Tasks are cancelled several times in a row, released, timed out; turns cross all of that."""
+    """Tasks are cancelled repeatedly, released and timed out while other tasks are granted."""
     rng = Random(seed)
     async with Cache(
         device_blocks=12, host_blocks=16, salt_quota_blocks=9, write_policy="write_back"

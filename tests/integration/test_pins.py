@@ -1,4 +1,4 @@
-"""Pins and prefetch (issue 3, item 5)."""
+"""Pins and prefetches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.asyncio
 
 
 async def on_host(cache: Cache, *prompts):
-    """Cached on the host alone."""
+    """Leave the prompt cached on the host only."""
     for tokens in prompts:
         await cache.fill(tokens)
         await cache.finish()
@@ -123,7 +123,7 @@ async def test_prefetch_releases_its_blocks_when_its_ttl_expires():
 
 
 async def test_the_use_of_a_prefetch_does_not_grant_twice():
-    """The grant releases the pin, which sets room free for the next in line: in that order."""
+    """The grant releases the pin first, and then the freed blocks go to the next in line."""
     async with Cache(device_blocks=8) as cache:
         await on_host(cache, A)
         fetching = asyncio.create_task(cache.engine.prefetch(A, ttl_seconds=5.0))
@@ -156,7 +156,7 @@ async def test_prefetch_without_free_blocks_onloads_nothing():
 
 
 async def test_a_hit_larger_than_the_device_is_not_pinned_nor_fetched():
-    """It became so by a resize; no lease is left behind."""
+    """The hit exceeds the device after a resize; no lease remains."""
     async with Cache(device_blocks=8) as cache:
         await on_host(cache, BIG)
         await cache.engine.resize(4)
@@ -443,7 +443,7 @@ async def test_release_of_a_pin_resumes_leases_that_wait_for_its_blocks():
 
 @pytest.mark.parametrize("verb", ["pin", "prefetch"])
 async def test_no_lease_waits_for_blocks_that_a_pin_names(verb):
-    """A pin computes nothing: what it names and does not hold is for others to compute."""
+    """A pin computes nothing: other leases must compute the blocks that it does not hold."""
     async with Cache(device_blocks=16) as cache:
         await cache.fill(A)
         await cache.finish()

@@ -1,4 +1,4 @@
-"""Preemption with swap: the table comes back byte for byte, or the lease keeps it (I3, I4, I7)."""
+"""Preemption with swap: the table is restored byte for byte, or the lease keeps it (I3, I4, I7)."""
 
 from __future__ import annotations
 
@@ -375,7 +375,7 @@ async def test_a_resume_in_line_can_be_cancelled():
 
 @pytest.mark.parametrize("on_device", [True, False])
 async def test_a_resume_cancelled_in_the_pass_of_its_grant_can_be_repeated(on_device):
-    """Had it been granted, its table would be in pieces: it was lost."""
+    """The cancelled resume had been granted, which once lost the table."""
     num_tokens = 10 if on_device else 16
     async with Served(write_policy="none") as served:
         lease = await computed(served, A)
@@ -457,7 +457,7 @@ async def test_held_host_copies_stay_under_pressure():
 
 @pytest.mark.parametrize("swap", [True, False])
 async def test_lease_that_grew_into_the_reserve_can_be_resumed(swap):
-    """It is granted when the rest of the device is unused; it cannot grow while it waits."""
+    """The lease is granted when the device is otherwise unused, and cannot grow while it waits."""
     async with Served(write_policy="none", reserve_blocks=2) as served:
         lease = await computed(served, A)
         served.engine.extend([lease], 7)  # 7 of 8 blocks
@@ -496,7 +496,7 @@ async def test_a_swapped_lease_that_is_dropped_frees_its_host_blocks():
 
 
 async def test_many_swapped_leases_share_a_prefix():
-    """More than fit a byte."""
+    """More leases than fit in 8 bits."""
     async with Served(host_blocks=400, write_policy="none", manual=False) as served:
         leases = []
         for i in range(300):

@@ -1,4 +1,4 @@
-"""The salt quota: fair within a salt, salts do not wait for each other, nothing stays counted."""
+"""The salt quota is fair within a salt, independent between salts, and freed exactly."""
 
 from __future__ import annotations
 

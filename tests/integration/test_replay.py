@@ -1,4 +1,4 @@
-"""Replays end to end: the counts, the modes, what ``aiokv replay`` writes and refuses."""
+"""Replays end to end: counts, modes, and the output and errors of ``aiokv replay``."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def small() -> Workload:
 
 
 def hit_tokens_without_eviction(workload: Workload) -> int:
-    """What an endless cache hits: the longest known prefix in whole blocks, short of the end."""
+    """Return the hits of an unlimited cache: the longest known prefix in whole blocks."""
     known: set[bytes] = set()
     hits = 0
     for tokens in workload.prompts:
@@ -106,7 +106,7 @@ def test_host_tier_serves_blocks_evicted_from_the_device(small):
 
 
 def test_concurrent_leases_hold_their_blocks(small):
-    """Eight live leases leave less room for what nobody uses."""
+    """Eight concurrent leases leave fewer blocks for unused prefixes."""
     report = run_replay(small, device_blocks=2_500, concurrency=8)
     assert report.requests == 400
     assert report.hit_tokens["total"] <= run_replay(small, device_blocks=2_500).hit_tokens["total"]

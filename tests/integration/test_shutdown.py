@@ -1,4 +1,4 @@
-"""I8: closing refuses new work, names who still holds leases, and never frees under a copy."""
+"""I8: closing refuses new work, names owners of held leases, and frees no memory under a copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sleep and wake-up: memory goes and comes back, while transfers fly and requests wait (item 4)."""
+"""Sleep and wake-up: memory is freed and reallocated with transfers and requests waiting."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.asyncio
 
 
 def new_memory(cache: Cache, blocks: int = 8) -> Regions:
-    """The old tensors are gone; these hold nothing."""
+    """Make new, empty tensors in place of the freed ones."""
     weights = cache.memory.weights
     cache.memory = Memory(blocks, BLOCK_TOKENS)
     cache.memory.weights = weights
@@ -217,7 +217,7 @@ async def test_weight_update_while_asleep_clears_the_index():
 
 
 def layout(**change):
-    """Regions as those of Memory, but for one thing."""
+    """Return regions that differ from those of Memory in one property."""
     shape = {"layers": 2, "blocks": 8, "words": 3, "names": ("k", "v")} | change
     regions = Regions(num_layers=shape["layers"])
     for name in shape["names"]:
@@ -249,7 +249,7 @@ async def test_other_tensors_are_refused_with_the_numbers(regions, said):
 
 
 async def test_sleep_frees_device_and_host_memory():
-    """On the device that copies in threads, which keep alive what they work on."""
+    """The memory is freed on the cpu device, whose threads reference the memory during copies."""
     tensors = [np.zeros((8, 24), np.uint8) for _ in range(2)]
     gone = [weakref.ref(tensor) for tensor in tensors]
     regions = Regions(num_layers=2)

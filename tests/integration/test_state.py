@@ -19,7 +19,7 @@ pytestmark = pytest.mark.asyncio
 
 
 async def settle(hybrid: Hybrid) -> None:
-    """All that is under way ends, backups included."""
+    """Complete all transfers, backups included."""
     draining = asyncio.ensure_future(hybrid.engine.drain())
     while not draining.done():
         hybrid.device.complete_all()

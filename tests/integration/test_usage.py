@@ -1,4 +1,4 @@
-"""What a lease says of itself: cached tokens by tier, blocks computed, and what it waited for."""
+"""lease.usage: cached tokens by tier, computed blocks, and waiting times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""verify="checksum": bytes that are not what was committed are found, named and never served."""
+"""verify="checksum": changed bytes are detected, named in the error, and never served."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ async def test_fork_copies_the_checksums_of_its_blocks():
 
 
 async def test_checksums_are_computed_when_the_step_is_done():
-    """What is committed in an open step may not be written yet."""
+    """KV that is committed in an open step may not be written yet."""
     served = verified(write_policy="none")
     served.device.computes_in_stream = True
     async with served:

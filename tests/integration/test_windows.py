@@ -1,4 +1,4 @@
-"""Sliding-window layers: ids that go back early, hits, and an attention sink that stays."""
+"""Sliding-window layers: early freed ids, hits, and the attention sink."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When blocks get their host copy, and what is lost when they cannot (issue 3, items 1 and 2)."""
+"""Write policies: when blocks are copied to the host, and which blocks are dropped otherwise."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ async def test_write_back_saves_before_it_evicts_and_not_before():
 
 
 async def test_new_attempts_during_a_save_do_not_split_the_rest_of_the_chain():
-    """It did: ancestors of what was being saved were saved one by one, a transfer each."""
+    """Ancestors of blocks being saved were once saved one by one, with a transfer each."""
     async with Cache(device_blocks=12, host_blocks=16, write_policy="write_back") as cache:
         await cache.fill(prompt(1, 11))
         waiting = [asyncio.create_task(_serve_and_release(cache, prompt(s, 5))) for s in (2, 3)]
@@ -163,7 +163,7 @@ async def test_blocks_that_cannot_be_saved_are_dropped_and_the_waiter_is_granted
 
 
 async def test_full_host_evicts_for_blocks_evicted_from_the_device():
-    """The host's oldest go first; a waiter always gets its blocks."""
+    """The oldest host blocks are evicted first, and a waiter always gets its blocks."""
     async with Cache(device_blocks=4, host_blocks=2, write_policy="write_back") as cache:
         for tokens in (A, B, C, D, BIG[:13]):
             task = asyncio.create_task(_serve_and_release(cache, tokens))
@@ -174,7 +174,7 @@ async def test_full_host_evicts_for_blocks_evicted_from_the_device():
 
 
 async def test_host_whose_blocks_are_all_being_read_delays_no_allocation():
-    """Its copies are on their way to the device: nothing can be saved, so it is dropped."""
+    """All host blocks are being onloaded: the victim cannot be saved and is dropped."""
     async with Cache(device_blocks=6, host_blocks=2, write_policy="write_back") as cache:
         await cache.fill(A)
         evicting = asyncio.create_task(cache.engine.evict(2))
@@ -193,7 +193,7 @@ async def test_host_whose_blocks_are_all_being_read_delays_no_allocation():
 
 
 async def test_extend_saves_the_blocks_that_it_needs():
-    """It does not wait; the save that it starts makes the next try succeed."""
+    """extend does not wait; the save that it starts makes the next attempt succeed."""
     async with Cache(device_blocks=5, write_policy="write_back") as cache:
         await cache.fill(A)
         lease = await cache.serve(B)  # 3 blocks: 2 are left, of A
@@ -240,7 +240,7 @@ async def test_low_watermark_keeps_that_many_blocks_free_or_clean():
 
 
 async def test_saved_block_that_is_used_again_no_longer_counts_for_the_watermark():
-    """It was counted as ready to go, though it had left for the end of the line."""
+    """A used block was once still counted as evictable soon."""
     async with Cache(device_blocks=8, write_policy="write_back", low_watermark_blocks=4) as cache:
         await cache.fill(A, B, C)
         await cache.finish()
@@ -255,7 +255,7 @@ async def test_saved_block_that_is_used_again_no_longer_counts_for_the_watermark
 
 
 async def test_host_copies_are_reclaimed_for_blocks_near_eviction():
-    """Host copies of blocks that are on the device as well are given up for the oldest blocks."""
+    """Host copies of blocks that are also on the device are reclaimed for the oldest blocks."""
     async with Cache(
         device_blocks=8, host_blocks=2, write_policy="write_through", low_watermark_blocks=5
     ) as cache:
@@ -271,7 +271,7 @@ async def test_host_copies_are_reclaimed_for_blocks_near_eviction():
 
 
 async def test_block_computed_again_beside_its_host_copy_is_on_both_tiers():
-    """``min_onload_tokens`` makes it so; its host copy can be reclaimed as any other's."""
+    """``min_onload_tokens`` causes the recomputation; the host copy can be reclaimed."""
     async with Cache(
         device_blocks=8, host_blocks=2, write_policy="write_through", low_watermark_blocks=5,
         min_onload_tokens=16,
@@ -288,7 +288,7 @@ async def test_block_computed_again_beside_its_host_copy_is_on_both_tiers():
 
 
 async def test_saving_ahead_keeps_host_copies_of_blocks_evicted_sooner():
-    """Twins near eviction stay: saving B in place of the older A would gain nothing."""
+    """Host copies near eviction are kept: saving B in place of the older A would gain nothing."""
     async with Cache(
         device_blocks=8, host_blocks=2, write_policy="write_through", low_watermark_blocks=8
     ) as cache:

@@ -57,7 +57,7 @@ class Verdict:
 
 
 class Judge:
-    """Tries one mutant after another in a scratch copy that it borrows."""
+    """Worker that tries one mutant after another in a scratch copy."""
 
     def __init__(self, scratches: list[Scratch], timeout_seconds: float, quick: bool) -> None:
         self._free: queue.SimpleQueue[Scratch] = queue.SimpleQueue()
@@ -152,7 +152,7 @@ def _folder(kept: Path | None) -> contextlib.AbstractContextManager[str]:
 
 
 def _survivors(report: Path, found: list[Mutant]) -> list[Mutant]:
-    """Those of an earlier report whose line is still there."""
+    """Return the mutants of an earlier report whose line still exists."""
     verdicts = json.loads(report.read_text())["verdicts"]
     wanted = {
         (each["path"], each["kind"], each["before"], each["after"])

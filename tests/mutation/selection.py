@@ -1,4 +1,4 @@
-"""Which files are mutated, and the tests that are likely to notice, the likeliest first."""
+"""Selection of mutated files and of the tests that are likely to fail, the likeliest first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random lives of leases while batches are in flight; every byte that a batch reads is compared.
+"""Random leases while batches are in flight; every byte that a batch reads is compared.
 
 A batch reads and writes its blocks late: on a device that computes in a stream when the stream gets
 there, else when its thread does, in any order. Requests are cancelled, released, preempted, forked,
@@ -52,7 +52,7 @@ class Part:
 
 
 class Work:
-    """What a batch does: it reads the blocks that are there, then writes its own."""
+    """Work of a batch: read the cached blocks, then write its own."""
 
     def __init__(self, world: World, who: str, reads: Part, writes: Part) -> None:
         self.world = world
@@ -69,7 +69,7 @@ class Work:
 
 
 class World:
-    """An engine, its memories, and what computes.
+    """An engine, its memories and its simulated compute.
 
     Args:
         engine: entered.
@@ -127,13 +127,13 @@ class World:
             self.threads.append(work)
 
     def record(self) -> ManualEvent:
-        """An event behind all that was launched."""
+        """Return an event behind all launched work."""
         event = ManualEvent()
         self.stream.append(event)
         return event
 
     def advance(self) -> None:
-        """Something on the device ends."""
+        """Complete some work on the device."""
         rng = self.rng
         if self.stream and rng.random() < 0.5:
             for _ in range(rng.randint(1, 4)):
@@ -205,7 +205,7 @@ class World:
             self.operator = None
 
     async def come_to_rest(self) -> None:
-        """Everything ends by itself; then all pools are full."""
+        """Complete all work, and check that all pools are full."""
         self.calm = True
         for number in range(PATIENCE):
             if number % 100 == 0:
@@ -288,7 +288,7 @@ class World:
             await asyncio.sleep(0)
 
     def prompt(self) -> tuple[np.ndarray, str]:
-        """Few prompts, which share beginnings."""
+        """Draw one of a few prompts with shared prefixes."""
         rng = self.rng
         blocks = [rng.choice((0, 0, 0, 1)) for _ in range(rng.randint(1, 5))]
         tokens = np.repeat(np.array(blocks, np.int32), BLOCK_TOKENS) * 100
@@ -297,7 +297,7 @@ class World:
 
 
 class Request:
-    """A client."""
+    """Run the requests of one client."""
 
     def __init__(self, world: World, name: str) -> None:
         self.world = world
@@ -372,7 +372,7 @@ class Request:
                 done = await self.arrive()
 
     async def arrive(self) -> int:
-        """Wait for what comes from the host; returns the positions that are there."""
+        """Wait for the onload; return the number of cached positions."""
         lease = self.lease
         assert lease is not None
         self.weights = self.world.weights
@@ -395,7 +395,7 @@ class Request:
         return lease.cached_tokens
 
     async def compute(self, done: int) -> int:
-        """A batch: from ``done`` to the end, or a chunk; returns what is computed then."""
+        """Run a batch from ``done`` to the end, or a chunk; return the computed positions."""
         rng, world, lease = self.rng, self.world, self.lease
         assert lease is not None
         end = min(len(self.tokens), lease.num_tokens)
@@ -442,7 +442,7 @@ class Request:
             self.tokens = np.concatenate([self.tokens, named])
 
     def truncate(self, done: int) -> None:
-        """Drafts go."""
+        """Truncate draft positions."""
         lease = self.lease
         if self.preempting is not None or lease.num_tokens <= done or not done:
             return
@@ -452,7 +452,7 @@ class Request:
         self.tokens = self.tokens[:to]
 
     async def fork(self, done: int) -> None:
-        """A sample that reads what is there, and goes."""
+        """Fork a sample that reads the computed blocks and ends."""
         if self.preempting is not None or len(self.world.memories) > 1:
             return
         if self.world.in_stream:  # the copy belongs to the stream
@@ -495,7 +495,7 @@ class Request:
                 raise
 
     async def settle(self) -> bool:
-        """Take blocks again after a preemption; returns whether there was one."""
+        """Resume after a preemption; return True if there was one."""
         lease = self.lease
         if self.preempting is None:
             return False

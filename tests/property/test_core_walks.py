@@ -1,4 +1,4 @@
-"""Random walks of the cache machine: Hypothesis shrinks, these dig.
+"""Random walks of the cache machine, longer than the runs that Hypothesis draws.
 
 The same rules, drawn with weights that fill the cache, and that differ from walk to walk: some do
 little but resize, others let most copies fail.
@@ -58,7 +58,7 @@ def walk(seed: int, steps: int = STEPS) -> CacheMachine:
         m.match(prompt(), number(9), number(5) == 0, flag(0.9), flag(0.9), shapes)
 
     def rest_and_forget() -> None:
-        """As ``sleep``: all leases go, all transfers end, then a tier is emptied."""
+        """Clear a tier as ``sleep`` does, after all leases and transfers ended."""
         while m.callers:
             m.give_back(0, "release", False)
         while m.batches:
@@ -120,7 +120,7 @@ def test_random_walk(seed: int) -> None:
 
 
 def test_walks_reach_onloads_failures_saves_and_evictions() -> None:
-    """The walks above are worth something only if they onload, fail, save and evict."""
+    """Negative control: the walks above onload, fail, save and evict."""
     statistics = [walk(seed).core.statistics() for seed in range(12)]
     for name in (
         "hit_device_tokens", "hit_host_tokens", "onloaded_blocks", "offloaded_blocks",

@@ -12,7 +12,7 @@ from tests.property.test_core_walks import walk
 
 
 class Recorder:
-    """Core, and a list of what it was asked and what it said."""
+    """Core with a list of its calls and results."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -39,7 +39,7 @@ def ask(verb: Any, args: tuple[Any, ...]) -> Any:
 
 
 def plain(answer: Any) -> Any:
-    """Comparable: arrays as lists, errors as text, statistics without addresses."""
+    """Return comparable values: arrays as lists, errors as text, statistics without addresses."""
     if isinstance(answer, AiokvError):
         return type(answer), str(answer)
     if hasattr(answer, "tolist"):

@@ -18,7 +18,7 @@ from tests.property.planned_core import PlannedCore
 
 
 def random_path(rng: Random) -> np.ndarray:
-    """Prompts that share prefixes and part again, 1 to 40 tokens."""
+    """Draw prompts of 1 to 40 tokens that share prefixes and then differ."""
     return np.array([rng.choice((1, 1, 1, 2, 3)) for _ in range(rng.randint(1, 40))], np.int32)
 
 

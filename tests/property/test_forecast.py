@@ -20,7 +20,7 @@ BT = 2
 
 
 class Walk:
-    """One core; attempts are made as the engine makes them."""
+    """One core whose attempts are made as the engine makes them."""
 
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
@@ -60,7 +60,7 @@ class Walk:
         self.leases.append(self.core.match(tokens.astype(np.int32))[0])
 
     def attempt(self, lease_id: int, num_tokens: int) -> bool:
-        """As ``EngineBase._grant``."""
+        """Grant as the engine does."""
         if self.core.allocate(lease_id, num_tokens):
             return True
         if not self.saves:

@@ -69,7 +69,7 @@ def test_host_ids_come_in_runs(sizes):
     )
 )
 def test_host_ids_are_the_lowest_run_that_holds_all_or_else_the_longest(calls):
-    """Whatever holes evictions have left: equal calls give equal ids (I9)."""
+    """In fragmented pools, equal calls give equal ids (I9)."""
     size = 70
     core = Core(
         block_tokens=1, device_blocks=size, host_blocks=size, write_policy=WritePolicy.WRITE_THROUGH

@@ -79,7 +79,7 @@ class WindowMachine(RuleBasedStateMachine):
     # --- the model ----------------------------------------------------------------------------
 
     def read_window(self, caller: Caller, position: int) -> None:
-        """What the attention of every group does for one position."""
+        """Run the attention of every group for one position."""
         for g, window in enumerate(self.windows):
             table = self.core.block_table(caller.id, g)
             first = max(position - window + 1, 0)
@@ -298,7 +298,7 @@ class Cache:
         return lease_id
 
     def serve(self, tokens: list[int], chunk: int = 2) -> int:
-        """Returns the blocks hit."""
+        """Return the number of blocks hit."""
         lease_id = self.granted(tokens)
         computed = cached = self.core.cached_tokens(lease_id)
         while computed < len(tokens):

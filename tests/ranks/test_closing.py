@@ -1,4 +1,4 @@
-"""What is left of a group's life: closing among peers and cancellations, and odd failures."""
+"""Closing of a group with peers and cancellations, and rare failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that split one tensor `[B, H, T, D]` by its heads: each moves its own, and no others."""
+"""Ranks that split one tensor `[B, H, T, D]` by its heads: each copies its own heads only."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SplitByHeads(Ranked):
 
 
 def values(layer: int, block: int) -> np.ndarray:
-    """Another number in each element of all heads: `[H, T, D]`."""
+    """Return a different number in each element of all heads: `[H, T, D]`."""
     size = HEADS * TOKENS * HEAD_DIM
     first = 1000 + (layer * BLOCKS + block) * size
     return np.arange(first, first + size, dtype=np.float32).reshape(HEADS, TOKENS, HEAD_DIM)

@@ -1,4 +1,4 @@
-"""An interrupt in a callback that sends to the other side: the rest leaves in the next pass."""
+"""An interrupt in a callback that sends messages: the rest is sent in the next pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One process owns the path of a socket at any time, and nothing of it is left on disk."""
+"""One process at a time owns the path of a socket, and no file remains on disk."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 def abandoned(path: Path) -> None:
-    """A socket file that nobody listens at."""
+    """Make a socket file without a listener."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as killed:
         killed.bind(str(path))
 
 
 def test_a_second_owner_between_probe_and_bind_is_refused(tmp_path, monkeypatch):
-    """Both have seen that nobody listens: only the first removes the stale socket and binds."""
+    """Both owners find no listener: only the first removes the stale socket and binds."""
     path = tmp_path / "s"
     abandoned(path)
     refusals = []

@@ -1,4 +1,4 @@
-"""Ranks that fail, lag, fall silent, or die: named, never trusted, never waited for for ever."""
+"""Ranks that fail, are slow, unresponsive or lost: named, not trusted, not waited for."""
 
 from __future__ import annotations
 

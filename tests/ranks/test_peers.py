@@ -1,4 +1,4 @@
-"""What a peer can make the manager hold or do before, at and after its Hello is bounded."""
+"""Limits on the memory and work that a peer can cause before, at and after its Hello."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def hello(rank: int = 0, protocol: int = PROTOCOL_VERSION) -> bytes:
 
 @contextmanager
 def connections() -> Iterator[list[Connection]]:
-    """Those that the manager accepts meanwhile."""
+    """Yield the connections that the manager accepts meanwhile."""
     accepted: list[Connection] = []
     init = Connection.__init__
 
@@ -134,7 +134,7 @@ async def test_too_many_connections_without_hello_cut_the_oldest(tmp_path, monke
 
 
 def _seen(ranked: Ranked, peers: list[Peer]) -> int:
-    """How many are open on both sides."""
+    """Return the number of open connections on both sides."""
     return max(
         len(ranked.group._membership._unauthenticated), sum(not peer.closed for peer in peers)
     )
@@ -194,7 +194,7 @@ async def test_a_message_nested_too_deeply_loses_its_rank_only(tmp_path):
 
 @pytest.mark.parametrize("depth", [3, 60_000])
 def test_message_with_unknown_fields_is_refused(depth):
-    """Fields that nobody knows would be skipped, however deep: so there are none."""
+    """Unknown fields would be skipped at any nesting depth, so they are refused."""
     more = encode(Ready(generation=1)).replace(b"\x92", b"\x93", 1) + b"\x91" * depth + b"\x00"
     with pytest.raises(msgspec.ValidationError, match="Expected `array` of at most length 1"):
         decode_from_rank(more)

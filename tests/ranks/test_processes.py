@@ -1,4 +1,4 @@
-"""Ranks as real processes: killed, restarted, and never left behind."""
+"""Ranks as real processes: killed, restarted, and ended with their manager."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class _Process:
-    """One rank: its tensors, and the line to its runner."""
+    """One rank: its tensors, and the connection to its runner."""
 
     def __init__(self, directory: Path, number: int, writer: asyncio.StreamWriter) -> None:
         self.number = number
@@ -54,11 +54,11 @@ class _Process:
         self._writer.close()
 
     def complete_all(self) -> None:
-        """The cpu device needs nobody."""
+        """The cpu device needs no help from the test."""
 
 
 class Processes(Model):
-    """Two processes, and an engine over them."""
+    """An engine over two rank processes."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -88,7 +88,7 @@ class Processes(Model):
         return self
 
     async def runners(self, count: int) -> None:
-        """Wait until so many are there."""
+        """Wait until that number of processes exists."""
         while len(self._by_rank) < count:
             self._came.clear()
             await self._came.wait()
@@ -178,7 +178,7 @@ def test_an_entry_is_a_function_of_a_module():
 
 
 def manager(tmp_path: Path, entry: str, how: str) -> subprocess.Popen[str]:
-    """Its process group is its own, as that of a program in a terminal; so is its TMPDIR."""
+    """Start a manager with its own process group, as in a terminal, and its own TMPDIR."""
     (tmp_path / "tmp").mkdir()
     return subprocess.Popen(
         [sys.executable, "-m", "tests.ranks.managed", entry, how, str(tmp_path)],
@@ -193,7 +193,7 @@ def manager(tmp_path: Path, entry: str, how: str) -> subprocess.Popen[str]:
 
 @contextmanager
 def pids_of(process: subprocess.Popen[str]) -> Iterator[list[int]]:
-    """Those of its two ranks; none is left behind, however the test ends."""
+    """Yield the pids of the two ranks; end them after the test."""
     assert process.stdout is not None
     pids = [int(pid) for pid in process.stdout.readline().split()]
     try:
@@ -218,7 +218,7 @@ def wait_for_the_end_of(pid: int) -> None:
 
 @pytest.mark.parametrize("entry", ["idle", "stuck"])
 def test_rank_processes_end_with_their_manager(tmp_path, entry):
-    """Neither those that see its end, nor those whose loop is blocked."""
+    """Ranks end when they see the end of the manager, and also when their loop is blocked."""
     process = manager(tmp_path, f"tests.ranks.process_rank:{entry}", "kills_itself")
     with pids_of(process) as pids:
         assert process.wait(30) == -signal.SIGKILL
@@ -335,7 +335,7 @@ async def test_restarts_cancelled_at_any_await_leave_one_process_per_rank(tmp_pa
 
 
 def children() -> list[int]:
-    """Processes of this one, the dead ones that were not reaped included."""
+    """Return the child processes, unreaped ones included."""
     path = Path(f"/proc/self/task/{os.getpid()}/children")
     return [int(pid) for pid in path.read_text().split()]
 

@@ -1,4 +1,4 @@
-"""The wire: who may speak, what is refused, what is said; the same bytes for the same decisions."""
+"""The wire protocol: accepted peers, refused messages, and equal bytes for equal decisions."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_only_the_user_may_open_the_socket(tmp_path):
 
 
 class Peer:
-    """A raw connection to a group."""
+    """Open a raw connection to a group."""
 
     def __init__(self) -> None:
         self.heard: list[bytes] = []
@@ -228,7 +228,7 @@ async def test_a_rank_of_another_layout_is_refused(tmp_path, regions, why):
 
 
 async def _enter_after(ranked: Ranked, rank: int) -> None:
-    """When the others are there."""
+    """Enter a rank after another one has connected."""
     group = ranked.group
     await run_until_idle(
         lambda: group._membership is not None and group._membership.layout is not None
@@ -284,7 +284,7 @@ def test_ranks_and_local_tensors_are_mutually_exclusive():
 
 
 async def _decisions(tmp_path, name: str) -> list[bytes]:
-    """What the ranks are told while requests come, in two passes of the loop."""
+    """Return the messages to the ranks while requests arrive, in two passes of the loop."""
     sent: list[bytes] = []
     (tmp_path / name).mkdir(mode=0o700)
     async with Ranked(tmp_path / name, device_blocks=32, host_blocks=32) as ranked:
@@ -359,7 +359,7 @@ async def test_plan_refused_by_a_rank_fails_and_names_the_rank(tmp_path):
 
 @contextmanager
 def refused_plans(worker: Rank) -> Iterator[None]:
-    """Its controller takes none."""
+    """Let the controller refuse all plans."""
 
     def refuse(plan: object) -> None:
         raise UsageError("no such id")

@@ -1,4 +1,4 @@
-"""What one plan comes to on several ranks, without a loop: the minimum over the ranks."""
+"""Results of one plan on several ranks, without a loop: the minimum over the ranks."""
 
 from __future__ import annotations
 

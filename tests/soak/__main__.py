@@ -70,7 +70,7 @@ class Totals(msgspec.Struct, kw_only=True):
 
 
 class Round:
-    """One engine and its life."""
+    """One round: an engine from opening to closing."""
 
     def __init__(self, seed: int, policy: str, device: str, verify: str, totals: Totals) -> None:
         self.rng = rng = random.Random(seed)
@@ -165,7 +165,7 @@ class Round:
             raise Violation("; ".join(violations[:5]))
 
     async def _end(self, engine: CacheEngine) -> None:
-        """Nothing is out: every pool is full again."""
+        """Check that every pool is full again."""
         await engine.quiesce(timeout=HANG_SECONDS)
         engine.resume()
         await engine.reset()
@@ -200,7 +200,7 @@ class Round:
 
 
 def _raise_failure(task: asyncio.Task[None]) -> None:
-    """Of a finished task: any exception but its cancellation."""
+    """Raise the exception of a finished task, unless it was cancelled."""
     if task.cancelled() or (error := task.exception()) is None:
         return
     if isinstance(error, Violation | WrongBytes):
@@ -215,7 +215,7 @@ def _collect_into(
 
 
 def soak(seconds: float, seed: int, progress: Callable[[int], None] = lambda count: None) -> Totals:
-    """Soak for so long.
+    """Soak for the given time.
 
     Args:
         progress: called with the number of whole seconds since the last call.
@@ -255,7 +255,7 @@ def soak(seconds: float, seed: int, progress: Callable[[int], None] = lambda cou
 
 
 class SoakFailure(Exception):
-    """A violation, and how to see it again."""
+    """A violation, and the arguments that reproduce it."""
 
     def __init__(self, seed: int, number: int, kind: str, one: Round) -> None:
         log = one.load.log if one.load is not None else ()

@@ -28,7 +28,7 @@ SALTS = ("", "tenant-a", "tenant-b")
 
 
 class Violation(Exception):
-    """The engine did what it must not do."""
+    """Error: the engine violated an invariant."""
 
 
 class Load:
@@ -59,7 +59,7 @@ class Load:
     # --- clients --------------------------------------------------------------------------------
 
     async def client(self, name: str) -> None:
-        """Requests one after the other, until told to stop."""
+        """Serve requests in sequence until stopped."""
         while not self.stopping:
             await self.act(name)
             await asyncio.sleep(0)
@@ -140,7 +140,7 @@ class Load:
             await asyncio.sleep(0)
 
     def prompt(self) -> np.ndarray:
-        """Prompts share prefixes: a few choices a block, the first ones the likeliest."""
+        """Draw prompts that share prefixes: a few choices per block, the first is likeliest."""
         rng, size = self.rng, self.memory.block_tokens
         blocks = min(1 + int(rng.expovariate(0.25)), 24)
         choices = [min(int(rng.expovariate(1.5)), 3) for _ in range(blocks)]
@@ -151,7 +151,7 @@ class Load:
     # --- the operator ---------------------------------------------------------------------------
 
     async def operate(self) -> None:
-        """Does one of its acts now and then."""
+        """Run one of the operator's actions at random intervals."""
         while not self.stopping:
             for _ in range(self.rng.randint(5, 100)):
                 await asyncio.sleep(0)
@@ -203,7 +203,7 @@ class Load:
         await self.read_spoilt(np.append(prefix, np.int32(0)), context.partition(":")[2])
 
     async def read_spoilt(self, tokens: np.ndarray, salt: str) -> None:
-        """Ask for it, before all who stand in line."""
+        """Allocate with a priority before all waiting requests."""
         async with self.engine.match(tokens, salt=salt, owner="operator") as lease:
             try:
                 await lease.allocate(len(tokens), priority=-1, timeout=0.05)
@@ -301,7 +301,7 @@ class Request:
         self.check(self.full_tokens)
 
     def fork(self) -> None:
-        """A sample beside this one reads what this one has computed."""
+        """Fork a sample that reads the computed blocks."""
         self.load.note(self.name, "fork")
         try:
             child = self.lease.fork()
@@ -315,7 +315,7 @@ class Request:
             child.release()
 
     async def preempt(self) -> bool:
-        """Give the blocks away and take them again; False when that took too long."""
+        """Preempt and resume; return False on a timeout."""
         lease, rng = self.lease, self.load.rng
         positions, swap = lease.num_tokens, rng.random() < 0.7
         self.load.note(self.name, "preempt", swap)
@@ -339,11 +339,11 @@ class Request:
 
     @property
     def full_tokens(self) -> int:
-        """Named positions that the table holds."""
+        """Return the allocated positions with known tokens."""
         return min(len(self.tokens), self.lease.num_tokens)
 
     async def arrive(self) -> int:
-        """Wait for the onload; returns what is there, in tokens."""
+        """Wait for the onload; return the cached tokens."""
         lease = self.lease
         try:
             await lease.layers.wait_all()
@@ -391,7 +391,7 @@ class Request:
                 await asyncio.sleep(0)
 
     async def commit(self, done: int) -> None:
-        """In chunks, as a prefill would."""
+        """Compute in chunks, as a prefill does."""
         lease, rng = self.lease, self.load.rng
         while done < lease.num_tokens:
             done = min(done + rng.randint(1, 6 * self.size), lease.num_tokens)
@@ -402,7 +402,7 @@ class Request:
                 await asyncio.sleep(0)
 
     async def decode(self) -> bool:
-        """Some more positions, named or drafts that are given back."""
+        """Append positions, or drafts that are truncated again."""
         lease, rng = self.lease, self.load.rng
         more = rng.randint(1, 2 * self.size)
         self.load.note(self.name, "extend", more)
@@ -428,7 +428,7 @@ class Request:
 
 
 class LateRunner:
-    """Writes blocks some passes of the loop later, even if their lease was released."""
+    """Runner that writes blocks some passes of the loop later, even after their release."""
 
     def __init__(self, memory: Memory, block_table: np.ndarray, words: np.ndarray) -> None:
         self.memory = memory

@@ -1,4 +1,4 @@
-"""The soak, a short one; and that it finds what it looks for."""
+"""A short soak, and negative controls of its checks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_three_seconds_of_soak():
 
 
 def test_failed_copy_reported_as_complete_is_detected(monkeypatch, capsys):
-    """Negative control: garbage is reported as moved."""
+    """Negative control: a failed copy is reported as complete."""
     monkeypatch.setattr(ChaosDevice, "ended", _forget_the_failure)
     monkeypatch.setattr(soak, "POLICIES", ("write_through",))
     monkeypatch.setattr(soak, "DEVICES", ("chaos",))
@@ -31,7 +31,7 @@ def test_failed_copy_reported_as_complete_is_detected(monkeypatch, capsys):
 
 
 def test_missing_checksum_comparison_is_detected(monkeypatch, capsys):
-    """Negative control: spoilt host blocks are taken for good."""
+    """Negative control: corrupted host blocks pass the checksum comparison."""
     monkeypatch.setattr(Checksums, "verify", lambda self, plan, failure: failure)
     monkeypatch.setattr(soak, "POLICIES", ("write_through",))
     monkeypatch.setattr(soak, "VERIFY", ("checksum",))

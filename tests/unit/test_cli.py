@@ -1,4 +1,4 @@
-"""The command line: statuses, messages, and that nothing prints a traceback."""
+"""The command line: exit statuses, messages, and no tracebacks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def fake_command(monkeypatch):
 
 @pytest.fixture
 def default_sigterm():
-    """Undo what a parent process of the tests may have done to SIGTERM."""
+    """Restore the default of SIGTERM, which a parent process of the tests may have changed."""
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGTERM, before)

@@ -1,4 +1,4 @@
-"""Time that only the test moves, on both kinds of loop."""
+"""Clock that only the test advances, on both kinds of loop."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def outcomes(worker: Worker) -> dict[int, str]:
 
 
 async def test_every_transfer_has_its_own_counter(new_worker: type[Worker]) -> None:
-    """Offloads have one as well."""
+    """Offloads have a counter as well."""
     async with new_worker(ManualDevice()) as worker:
         counters = [
             worker.submit("onload", [1], [1]),
@@ -42,7 +42,7 @@ async def test_every_transfer_has_its_own_counter(new_worker: type[Worker]) -> N
 async def test_transfer_is_reported_once_after_all_layers_arrived(
     new_worker: type[Worker],
 ) -> None:
-    """I4: not at submission, not after some of the layers."""
+    """I4: the report is sent neither at submission nor after some of the layers."""
     device = ManualDevice()
     async with new_worker(device) as worker:
         counter = worker.submit()
@@ -81,7 +81,7 @@ async def test_bad_plans_are_refused_and_change_nothing(
     host_ids: list[int],
     message: str,
 ) -> None:
-    """An error at once instead of a counter that never ends."""
+    """A bad plan raises immediately instead of returning a counter that never ends."""
     device = ManualDevice()
     async with new_worker(device) as worker:
         before = worker.contents()
@@ -141,7 +141,7 @@ async def test_the_real_bytes_move_layer_by_layer(
 async def test_a_failed_layer_fails_the_transfer_at_its_first_bad_block(
     new_worker: type[Worker],
 ) -> None:
-    """With the reason, and the counter ends too."""
+    """The report has the reason, and the counter ends too."""
     device = ManualDevice()
     async with new_worker(device) as worker:
         counter = worker.submit("onload", [1, 2, 3], [1, 2, 3])
@@ -161,7 +161,7 @@ async def test_a_failed_layer_fails_the_transfer_at_its_first_bad_block(
 
 
 async def test_a_device_that_refuses_is_a_failed_transfer(new_worker: type[Worker]) -> None:
-    """`submit()` does not raise, so a batch is not torn; the slot is free again."""
+    """`submit()` does not raise, so a batch is not split; the slot is free again."""
     device = ManualDevice()
     async with new_worker(device) as worker:
         device.refuse = DeviceError("out of ring slots")
@@ -194,7 +194,7 @@ async def test_failed_event_query_fails_the_transfer(new_worker: type[Worker]) -
 async def test_cancel_removes_only_unsubmitted_transfers(
     new_worker: type[Worker], same_bytes: Any
 ) -> None:
-    """I3: bytes on their way arrive and are reported as what they are."""
+    """I3: bytes in flight arrive and are reported with their real outcome."""
     device = ManualDevice()
     async with new_worker(device) as worker:
         before = worker.contents()
@@ -220,7 +220,7 @@ async def test_cancel_removes_only_unsubmitted_transfers(
 
 
 async def test_cancelling_a_waiter_leaves_the_transfer_alone(new_worker: type[Worker]) -> None:
-    """I7."""
+    """I7: the transfer continues."""
     device = ManualDevice()
     async with new_worker(device) as worker:
         counter = worker.submit()
@@ -275,7 +275,7 @@ async def test_layers_are_announced_one_by_one_while_later_ones_move(
 
 
 async def test_no_report_is_sent_from_inside_a_call(new_worker: type[Worker]) -> None:
-    """Of plans that are done, refused or without bytes: each in a later callback."""
+    """Plans that are done, refused or without bytes are reported in a later callback."""
     for layers in (0, 1):
         device = ManualDevice()
         async with new_worker(device, layers=layers) as worker:
@@ -298,7 +298,7 @@ async def test_no_report_is_sent_from_inside_a_call(new_worker: type[Worker]) ->
 async def test_a_failed_native_call_frees_its_place_in_the_device(
     new_worker: type[Worker],
 ) -> None:
-    """As many refusals as there are slots, and then some: the lane goes on."""
+    """The lane continues after more refusals than there are slots."""
     device = ManualDevice()
     async with new_worker(device) as worker:
         for i in range(MAX_SUBMITTED + 2):
@@ -532,7 +532,7 @@ async def test_close_cancels_queued_transfers_and_frees_no_memory_under_a_copy(
 
 
 async def test_a_cache_of_no_bytes_is_done_in_the_next_pass(new_worker: type[Worker]) -> None:
-    """Index only."""
+    """A cache without tensors, as in index-only use."""
     async with new_worker(ManualDevice(), layers=0) as worker:
         counter = worker.submit("onload", [10_000], [1])
         seen: list[str] = []
@@ -571,7 +571,7 @@ async def test_statistics_count_bytes_and_learn_the_bandwidth(
 async def test_bandwidth_is_measured_by_the_devices_clock(
     new_worker: type[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a late look makes transfers seem slow, and the poller sleep longer, and so on."""
+    """A late query must not make transfers seem slow, or the poller would sleep ever longer."""
     monkeypatch.setattr(lanes, "LEARN_BYTES", 1)
     device = ManualDevice()
     async with new_worker(device) as worker:

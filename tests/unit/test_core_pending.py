@@ -10,7 +10,7 @@ PROMPT = np.arange(9, dtype=np.int32)  # 4 blocks of 2 that an equal prompt can 
 
 
 def test_equal_prompt_keeps_waiting_while_the_owner_computes_in_chunks():
-    """Chunk by chunk KV is cached, and the state that a hit needs comes with the last."""
+    """KV is cached chunk by chunk, and the state that a hit needs arrives with the last chunk."""
     core = Core(block_tokens=2, device_blocks=16, state_slots=4)
     owner, *_ = core.match(PROMPT)
     core.allocate(owner, len(PROMPT))
@@ -48,7 +48,7 @@ def test_tokens_appended_after_the_grant_are_pending():
 
 
 def test_longest_of_many_pending_prefixes_is_found():
-    """Equal beginnings, of which one goes on as the waiting prompt does."""
+    """Of several owners with equal prefixes, one continues like the waiting prompt."""
     core = Core(block_tokens=2, device_blocks=2000)
     owners = []
     for number in range(200):

@@ -1,4 +1,4 @@
-"""Preempted leases: what they keep, who may take it, and when (I3)."""
+"""Preempted leases: the blocks and state that they keep, and when these are freed (I3)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def granted(core: Core, *tokens: int) -> int:
 
 
 def swapped(core: Core, *tokens: int, step: int = 0) -> int:
-    """A lease that computed all but the last token, which the next step would."""
+    """Swap out a lease that has computed all but the last token."""
     lease_id = granted(core, *tokens)
     core.commit(lease_id, len(tokens) - 1, step)
     assert core.swap_out(lease_id, step)
@@ -50,7 +50,7 @@ def swapped(core: Core, *tokens: int, step: int = 0) -> int:
 
 
 def pinned(core: Core, *tokens: int) -> int:
-    """All but the last token are cached, with their state, and held."""
+    """Pin a prompt of which all but the last token are cached, with their state."""
     first = granted(core, *tokens)
     core.commit(first, len(tokens) - 1)
     assert core.snapshot(first, len(tokens) - 1)[1] >= 0
@@ -117,7 +117,7 @@ def test_preempted_lease_keeps_its_state_when_dropping_it_frees_too_few_blocks()
 
 
 def test_swap_that_exceeds_the_host_evicts_no_host_block():
-    """Host copies that a preempted lease holds are no room, though nobody copies them now."""
+    """Host copies of a preempted lease are not evictable, even without a transfer."""
     core = Core(
         block_tokens=1, device_blocks=16, host_blocks=6, write_policy=WritePolicy.WRITE_THROUGH
     )

@@ -12,7 +12,7 @@ PROMPT = np.arange(13, dtype=np.int32)
 
 
 def filled() -> Core:
-    """Three blocks of PROMPT are cached."""
+    """Return a core with three cached blocks of PROMPT."""
     core = Core(block_tokens=4, device_blocks=16)
     use(core)
     return core

@@ -50,7 +50,7 @@ async def test_copied_bytes_arrive_and_others_do_not_change(
     direction: Direction,
     ids: tuple[list[int], list[int]],
 ) -> None:
-    """Every region of every layer; odd block sizes; neighbours on both sides."""
+    """Copy every region of every layer, with odd block sizes, and check the adjacent bytes."""
     async with new_worker(CpuDevice()) as worker:
         wanted = worker.after_plain_copy(worker.contents(), direction, *ids)
         await worker.submit(direction, *ids).wait_all()
@@ -233,7 +233,7 @@ def test_a_failed_step_fails_the_copy_behind_it(
 
 
 def test_memory_outlives_a_device_that_is_dropped_while_it_copies() -> None:
-    """Nothing is freed under a copy, even without close()."""
+    """No memory is freed under a copy, even without close()."""
     regions = Regions(num_layers=1)
     regions.add("k", layers=[np.zeros((4, 1 << 20), np.uint8)])
     arena = HostArena(num_blocks=4, block_bytes=regions.host_block_bytes)

@@ -1,4 +1,4 @@
-"""What of the cuda device needs no GPU: handles of foreign objects, and where memory should lie."""
+"""Helpers of the cuda device that need no GPU: handles of foreign objects, and NUMA placement."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_events_of_every_library_have_a_handle():
 
 
 class CupyEvent:
-    """What the device reads of ``cupy.cuda.Event``."""
+    """Attributes that the device reads of ``cupy.cuda.Event``."""
 
     done = False
 

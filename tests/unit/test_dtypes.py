@@ -34,7 +34,7 @@ _lent: list[Exported] = []
 
 
 class Exported:
-    """What PyTorch's tensors are to aiokv: memory that only ``__dlpack__`` describes."""
+    """Tensor with the interface of PyTorch's: memory that only ``__dlpack__`` describes."""
 
     def __init__(self, array: np.ndarray, code: int, bits: int, device_type: int = 1) -> None:
         self.array = array

@@ -1,4 +1,4 @@
-"""Effects of the scheduler's transitions: none for what leaves nothing to do, and none are lost."""
+"""Effects of the scheduler's transitions: none when nothing is left to do, and none are lost."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def scheduler_of(device_blocks: int = 16, host_blocks: int = 0, **config: Any) -
 
 
 def prompt(seed: int, blocks: int) -> np.ndarray:
-    """All of its blocks can be hit: one more token follows."""
+    """Return a prompt whose blocks can all be hit: one more token follows."""
     return np.arange(blocks * BLOCK_TOKENS + 1, dtype=np.int32) + 1000 * seed
 
 
 def applied(scheduler: CacheScheduler, effects: Effects) -> dict[str, Any]:
-    """Remove all effects, as the dispatcher does; return those that there were."""
+    """Remove all effects, as the dispatcher does, and return them."""
     found: dict[str, Any] = {}
     if effects is not NO_EFFECTS:
         for name in LISTS:

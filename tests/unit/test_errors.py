@@ -1,4 +1,4 @@
-"""Whose turn it is, by class."""
+"""Error classes: hints, base classes and exports."""
 
 from __future__ import annotations
 

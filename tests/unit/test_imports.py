@@ -22,7 +22,7 @@ def modules(folder: str = "") -> list[Path]:
 
 
 def imported(path: Path, package: str = "aiokv") -> set[str]:
-    """Modules of a package that a file names in an import, anywhere in it."""
+    """Return the modules of a package that a file imports, anywhere in it."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -45,7 +45,7 @@ def test_the_worker_does_not_import_the_scheduler(path: Path) -> None:
 
 
 def uses_of_the_core(path: Path) -> list[str]:
-    """Lines that take ``Core`` from the native module, or the attribute ``core`` of an object."""
+    """Return lines that use the native ``Core``, or the attribute ``core`` of an object."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module == "aiokv._native":

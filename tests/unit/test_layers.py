@@ -24,7 +24,7 @@ pytestmark = pytest.mark.asyncio
 
 
 class Copy:
-    """The least that a counter needs of a copy."""
+    """Minimal copy for a counter."""
 
     def __init__(self, num_layers: int) -> None:
         self.layer_events: Sequence[ManualEvent] = [ManualEvent() for _ in range(num_layers)]
@@ -43,7 +43,7 @@ class Copy:
 
 
 async def in_thread(function: Any, *args: Any) -> tuple[threading.Thread, list[Any]]:
-    """Runs on a thread of its own; the list gets the result or the exception."""
+    """Run a call on its own thread; the list gets the result or the exception."""
     result: list[Any] = []
 
     def run() -> None:
@@ -119,7 +119,7 @@ async def test_timeouts_name_the_layer() -> None:
 
 
 async def test_counter_without_layers_is_done_immediately() -> None:
-    """Where there is no transfer either."""
+    """A counter without layers and without a transfer."""
     assert DONE.is_done
     await DONE.wait_all()
     assert [layer async for layer in DONE] == []
@@ -202,7 +202,7 @@ async def test_layers_out_of_range_change_nothing(layer: int) -> None:
 
 
 async def test_events_are_freed_with_their_counter() -> None:
-    """Nothing is dropped before its last user."""
+    """Events are not freed before their last user."""
     copy, counter = Copy(1), LayerDoneCounter(1)
     counter.attach(copy)
     event = weakref.ref(copy.layer_events[0])
@@ -216,7 +216,7 @@ async def test_events_are_freed_with_their_counter() -> None:
 
 
 async def test_layer_is_done_at_its_event_not_at_submission() -> None:
-    """A submitted copy has not arrived; an arrived one is done before anyone looks."""
+    """A submitted copy has not arrived; an arrived one is done before the first query."""
     copy, counter = Copy(2), LayerDoneCounter(2)
     counter.attach(copy)
     assert not counter.is_done
@@ -228,7 +228,7 @@ async def test_layer_is_done_at_its_event_not_at_submission() -> None:
 
 
 async def test_a_cancelled_waiter_is_only_detached() -> None:
-    """I7, also when the mark and the cancellation meet in one pass."""
+    """I7, also when the mark and the cancellation happen in one pass."""
     counter = LayerDoneCounter(1)
     early, late, stays = (asyncio.create_task(counter.wait(0)) for _ in range(3))
     await spin()
@@ -390,7 +390,7 @@ async def test_an_interrupted_layer_callback_is_not_called_again_and_the_others_
 
 
 async def test_a_transfer_that_was_not_submitted_never_counts_as_ordered() -> None:
-    """The worker knows nothing of it any more, nor how it ended."""
+    """The worker has no record of the transfer or of its outcome."""
     counter = LayerDoneCounter(1, expedite=lambda: True)
     for gpu_wait in (lambda: counter.gpu_wait(0, []), lambda: counter.gpu_wait_all([])):
         with pytest.raises(TransferError, match="was not submitted"):

@@ -1,4 +1,4 @@
-"""Core.lease_state along the life of a lease, and the details of native errors."""
+"""Core.lease_state from match to release, and the details of native errors."""
 
 from __future__ import annotations
 

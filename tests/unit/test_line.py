@@ -1,4 +1,4 @@
-"""PriorityLine: priority first, then arrival; a waiter that leaves changes no other place."""
+"""PriorityLine: priority first, then arrival; removing a waiter keeps the order of others."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_first_of_an_empty_line_is_none():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_entries_and_departures_keep_the_order(seed: int):
-    """Against a sorted list; the line keeps no reference to a waiter that has left."""
+    """Compare with a sorted list; the line keeps no reference to a removed waiter."""
     random = Random(seed)
     line: PriorityLine[str] = PriorityLine()
     model: list[tuple[int, int, str]] = []

@@ -1,4 +1,4 @@
-"""`make mutate`: what it changes in a file, what it leaves alone, and what it says of survivors."""
+"""`make mutate`: changed places, unchanged places, and explanations of surviving mutants."""
 
 from __future__ import annotations
 

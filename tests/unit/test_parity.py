@@ -15,7 +15,7 @@ TEST = re.compile(r"(?:^\s*(?:async )?def |\bTEST\()(\w+)", re.MULTILINE)
 
 
 def rows() -> list[tuple[int, str]]:
-    """(line number, last cell) of every row of a table."""
+    """Return (line number, last cell) of every row of a table."""
     lines = (TESTS / "PARITY.md").read_text().splitlines()
     found = []
     for number, line in enumerate(lines, 1):
@@ -31,7 +31,7 @@ def names_in(path: Path) -> set[str]:
 
 
 def missing(cell: str) -> list[str]:
-    """What a cell names and nobody finds."""
+    """Return the tests and files of a cell that do not exist."""
     lost: list[str] = []
     path: Path | None = None
     for quoted in QUOTED.findall(cell):
@@ -90,7 +90,7 @@ def test_numbers_of_a_list_are_found(text: str):
 
 
 def drills() -> dict[str, str]:
-    """The file of each test of the drill, by name."""
+    """Return the file of each test of the drill, by name."""
     return {
         name: path.name
         for path in sorted((TESTS / "drill").glob("test_*.py"))

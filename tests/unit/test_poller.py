@@ -1,4 +1,4 @@
-"""EventPoller: who is asked, when, and what happens then (design section 8)."""
+"""EventPoller: queries of events, their times, and the callbacks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def opened_poller(loop: asyncio.AbstractEventLoop) -> EventPoller:
 
 
 class Countdown:
-    """Done at the n-th query, as a device that works while it is asked."""
+    """Event that is done at its n-th query."""
 
     def __init__(self, queries: int) -> None:
         self.left = queries
@@ -44,7 +44,7 @@ class Countdown:
 
 
 class CountingLoop:
-    """The loop, counting what is put on it."""
+    """Loop that counts scheduled callbacks."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -160,7 +160,7 @@ async def test_a_wrong_expectation_costs_latency_only() -> None:
 
 
 def poll_now(poller: EventPoller, key: str) -> None:
-    """As if the lead before the expected end had begun."""
+    """Poll as if the lead before the expected end had begun."""
     stream = poller._streams[key]
     stream.due = stream.next_query = 1e-9
     poller._pass()
@@ -278,7 +278,7 @@ async def test_cancelled_watch_in_the_middle_does_not_delay_the_stream() -> None
 
 
 async def test_waiter_cancelled_in_the_pass_that_finishes_the_event() -> None:
-    """I7: the hand-off and the cancellation meet in one loop pass."""
+    """I7: the hand-off and the cancellation happen in one loop pass."""
     poller = opened_poller(asyncio.get_running_loop())
     event = ManualEvent()
     task = asyncio.create_task(poller.wait(event))
@@ -312,7 +312,7 @@ async def test_a_raising_callback_is_reported_and_the_others_run(
 
 
 async def test_a_query_that_raises_ends_the_wait_with_a_device_error() -> None:
-    """A broken device is told to whoever waits."""
+    """The error of a broken device reaches the waiter."""
     poller = opened_poller(asyncio.get_running_loop())
     event = ManualEvent()
     task = asyncio.create_task(poller.wait(event))
@@ -353,7 +353,7 @@ async def test_statistics_report_latency_and_cpu_share() -> None:
 
 
 async def test_pass_dropped_by_an_interrupted_loop_is_scheduled_again() -> None:
-    """An interrupt inside the loop drops the callback that it was about to call."""
+    """An interrupt inside the loop drops the callback that the loop was about to call."""
     poller = opened_poller(asyncio.get_running_loop())
     seen: list[str] = []
     for times in (1, 2):
@@ -391,7 +391,7 @@ async def test_the_timer_stops_when_nothing_is_pending() -> None:
 
 
 class Interrupts:
-    """Raises KeyboardInterrupt when it is called for the first time."""
+    """Callback that raises KeyboardInterrupt in its first call."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -449,7 +449,7 @@ async def test_an_interrupted_close_is_completed_by_the_next() -> None:
 
 
 class SteppedClock:
-    """In place of ``time``: stands still but where a test moves it."""
+    """Replacement of ``time`` that only the test advances."""
 
     def __init__(self) -> None:
         self.now = 1.0

@@ -1,4 +1,4 @@
-"""What ``aiokv`` exports can be introspected, converted, and called with helpful errors."""
+"""Exports of ``aiokv``: introspection, conversion, and errors of wrong calls."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_types_of_fields_can_be_resolved(record):
 
 
 def sample(record: type) -> Any:
-    """Plain values that make one."""
+    """Return plain values that construct an instance."""
     if record in SAMPLES:
         return SAMPLES[record]
     plain: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Regions: any per-layer tensors, their layout on the host, what does not fit."""
+"""Regions: any per-layer tensors, their layout on the host, and refused tensors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_each_region_has_its_own_bytes_per_block() -> None:
 
 
 def test_a_region_may_exist_in_some_layers_only() -> None:
-    """Extra layers (MTP, indexer) are regions too, not left out."""
+    """Extra layers (MTP, indexer) are regions too."""
     regions = Regions(num_layers=3)
     regions.add("k", layers=[zeros(4, 10)] * 3)
     regions.add("index", layers=[zeros(4, 6)], layer_indices=[1])
@@ -198,7 +198,7 @@ def test_arena_is_block_first_aligned_zeroed_and_freed() -> None:
 
 
 def test_arena_without_blocks_or_with_too_many() -> None:
-    """A host tier of no blocks is no error."""
+    """A host tier of zero blocks is accepted."""
     HostArena(num_blocks=0, block_bytes=192).close()
     HostArena(num_blocks=7, block_bytes=0).close()
     with pytest.raises(ConfigError, match="host_blocks") as caught:

@@ -1,4 +1,4 @@
-"""What is counted as ready to be evicted really is (``Core.wants_write_backs``)."""
+"""Blocks that count for the low watermark are evictable (``Core.wants_write_backs``)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def save(core: Core, wanted: int) -> None:
 
 
 def test_unsaved_block_that_becomes_evictable_again_counts_before_saved_ones():
-    """It was out of line because its child was being loaded for nobody any more."""
+    """The block was out of the eviction queue during an abandoned onload of its child."""
     core = Core(
         block_tokens=1,
         device_blocks=4,

@@ -1,4 +1,4 @@
-"""The scripted device fails, delays and reorders exactly what it is told, and moves real bytes."""
+"""The scripted device fails, delays and reorders exactly the scripted copies, with real bytes."""
 
 from __future__ import annotations
 

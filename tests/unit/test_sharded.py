@@ -1,4 +1,4 @@
-"""A dict by lease id in pieces."""
+"""Dict by lease id, split into shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Mooncake trace format: what is read, what is refused, and how ids become tokens."""
+"""The Mooncake trace format: accepted lines, refused lines, and tokens by hash id."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which transfer goes next, and which has to wait for a step. No loop."""
+"""Order of transfers, and transfers that wait for a step, without a loop."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def numbers(queue: TransferQueue) -> list[int]:
 
 
 def test_transfers_are_ordered_by_priority_then_arrival() -> None:
-    """An onload somebody waits for goes before a backup."""
+    """A demand onload goes before a backup."""
     queue = TransferQueue()
     order = [Priority.BACKUP, Priority.DEMAND, Priority.PREFETCH, Priority.JOINED, Priority.DEMAND]
     for number, priority in enumerate(order):

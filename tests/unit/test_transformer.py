@@ -1,4 +1,4 @@
-"""The demo's transformer against a naive one, and the property its whole check rests on."""
+"""The demo's transformer compared with a naive one, and batch-invariant results."""
 
 import dataclasses
 

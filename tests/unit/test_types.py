@@ -1,4 +1,4 @@
-"""Token ids in, values out."""
+"""Conversion of token ids, and value types."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lines of the scheduler without an engine: what they return, and what their checks report."""
+"""Waiting lines of the scheduler without an engine: their results and their checks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def waiting(
 
 
 def granted_by(effects: Any) -> list[int]:
-    """The leases that an effect grants; they are noted as applied."""
+    """Return the leases that an effect grants, and mark them as applied."""
     lease_ids = [grant.lease_id for grant in effects.granted]
     effects.granted.clear()
     return lease_ids
@@ -165,7 +165,7 @@ def test_stop_waiting_retracts_a_grant_made_in_the_meantime():
 
 
 def test_stop_waiting_of_a_released_lease_leaves_its_blocks_with_the_batch():
-    """Another task has computed with it and released it, before the waiting task has run."""
+    """Another task computed with the lease and released it before the waiting task ran."""
     scheduler = scheduler_of(4, salt_quota_blocks=4)
     holder = granted(scheduler, 1, 4, salt="a")
     request = waiting(scheduler, 2, 4, salt="b")
@@ -277,7 +277,7 @@ def test_no_quota_has_nothing_to_check():
 
 
 def pinned(scheduler: CacheScheduler, seed: int, blocks: int, *, until_used: bool = False) -> int:
-    """A pin of a prompt that is cached by then."""
+    """Return a pin of a cached prompt."""
     lease_id = granted(scheduler, seed, blocks)
     scheduler.commit(lease_id, blocks * BLOCK_TOKENS)
     scheduler.release(lease_id)

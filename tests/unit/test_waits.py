@@ -17,7 +17,7 @@ def entries_of(line: PriorityLine[Entry], *ranks: int) -> list[Entry]:
 
 
 class Ended:
-    """Ends waits as a part of the scheduler does, and notes their order."""
+    """Part of the scheduler that ends waits and records their order."""
 
     def __init__(self) -> None:
         self.lease_ids: list[int] = []

@@ -1,4 +1,4 @@
-"""Reads a local Llama or Qwen checkpoint: ``config.json`` and safetensors files."""
+"""Reader of a local Llama or Qwen checkpoint: ``config.json`` and safetensors files."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ extern "C" __global__ void swiglu(const float* gate_up, float* out, int ffn) {
 
 
 def import_cupy() -> Any:
-    """CuPy, on a machine that has a GPU.
+    """Return CuPy, on a machine that has a GPU.
 
     Raises:
         ConfigError: it is not installed, or it sees no GPU.
@@ -161,7 +161,7 @@ def import_cupy() -> Any:
 
 
 class Kernels:
-    """The kernels, compiled for this GPU; launches go to CuPy's current stream."""
+    """Return the kernels, compiled for this GPU; launches go to CuPy's current stream."""
 
     def __init__(self, cupy: Any) -> None:
         module = cupy.RawModule(code=SOURCE, options=("--std=c++17",))
@@ -174,5 +174,5 @@ class Kernels:
 
 
 def blocks_for(count: int) -> int:
-    """Thread blocks for ``count`` threads."""
+    """Return the number of thread blocks for ``count`` threads."""
     return -(-count // THREADS)

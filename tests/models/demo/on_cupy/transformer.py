@@ -164,7 +164,7 @@ class CupyTransformer:
     def _layer(
         self, x: Any, index: int, layer: dict[str, Any], inputs: _Inputs, cache: CupyCache
     ) -> None:
-        """One layer, added to ``x`` in place."""
+        """Compute one layer and add the result to ``x`` in place."""
         qkv = self._product(
             self._norm(x, layer["attention_norm"]), layer["qkv"], bias=layer.get("qkv_bias")
         )
@@ -237,7 +237,7 @@ class CupyTransformer:
 
 
 def _row_tables(spans: list[Span]) -> NDArray[np.int32]:
-    """Each row's block table, ``[rows, blocks]``, filled up with zeros that are not read."""
+    """Return each row's block table, ``[rows, blocks]``, padded with zeros that are not read."""
     blocks = max(len(span.block_table) for span in spans)
     tables = np.zeros((spans[-1].stop, blocks), np.int32)
     for span in spans:
