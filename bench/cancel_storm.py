@@ -2,7 +2,7 @@
 
 * ``storm``: a full cache and ``waiters`` tasks that await ``allocate``, cancelled at once.
 * ``churn``: requests cancelled at a random pass of the loop while others run; afterwards every
-  block must be back (the bench fails otherwise).
+  block must be free (the bench fails otherwise).
 """
 
 from __future__ import annotations

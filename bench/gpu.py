@@ -1,8 +1,8 @@
 """Bandwidth of the cuda device, and the slowdown of compute that runs beside transfers.
 
-``python -m bench.gpu`` prints one table and writes JSON. Every row has its own yardstick ``C``:
-contiguous ``cudaMemcpyAsync`` of the same bytes, measured just before it. Baselines move a part of
-the same blocks, slice by slice: a copy each, one batch, and a kernel with a warp a slice.
+``python -m bench.gpu`` prints one table and writes JSON. Every row is compared with a contiguous
+``cudaMemcpyAsync`` of the same bytes, measured just before it. Baselines copy a part of the same
+blocks slice by slice: one memcpy per slice, one batch, and a kernel with one warp per slice.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--slices", type=int, nargs="*", default=SLICES_KIB)
     parser.add_argument("--layouts", nargs="*")
-    parser.add_argument("--quick", action="store_true", help="no baselines, no wake-ups")
+    parser.add_argument("--quick", action="store_true", help="skip baselines and wake-ups")
     args = parser.parse_args()
     out = args.out or harness.RESULTS / f"gpu-{gpu_name()}.json"
     layouts = args.layouts or ["random", "runs64", *(["replay"] if HISTOGRAM.exists() else [])]
@@ -51,7 +51,7 @@ def main() -> int:
     run = harness.Run(machine=machine(), benches={"gpu": results})
 
     def note(what: str) -> None:
-        harness.save(run, out)  # what is measured is kept, whatever comes after
+        harness.save(run, out)  # keep results measured so far if a later part fails
         print(f"bench.gpu: {what} at {time.perf_counter() - begin:.0f} s", file=sys.stderr)
 
     begin = time.perf_counter()
@@ -190,7 +190,7 @@ class Contiguous:
     def _once(self, directions: tuple[int, ...]) -> float:
         started = time.perf_counter()
         for offset in range(0, self._pools.transfer_bytes, self._chunk):
-            for direction in directions:  # the halves of the pool, so that they do not meet
+            for direction in directions:  # disjoint halves of the pool
                 host = self._pools.arena.pointer + offset + direction * self._pools.transfer_bytes
                 device = self._buffers[direction].data.ptr
                 to, source = (device, host) if direction == 0 else (host, device)
@@ -345,22 +345,24 @@ def measure_arena() -> dict[str, float]:
 
 
 def tables(results: dict[str, Any]) -> list[Table]:
-    transfers = Table("row", title="transfers; C = contiguous cudaMemcpyAsync in the same run")
+    transfers = Table(
+        "block size and ids", title="transfers; memcpy = contiguous cudaMemcpyAsync in the same run"
+    )
     columns = {
-        "onload_ratio": "onload/C",
-        "offload_ratio": "offload/C",
-        "both_ratio": "both/C",
+        "onload_ratio": "onload / memcpy",
+        "offload_ratio": "offload / memcpy",
+        "both_ratio": "both / memcpy",
         "onload_gbps": "onload GB/s",
         "offload_gbps": "offload GB/s",
         "both_gbps": "both GB/s",
-        "gemm_beside_onload_ratio": "GEMM on",
-        "gemm_beside_offload_ratio": "GEMM off",
-        "gemm_beside_both_ratio": "GEMM both",
-        "onload_submit_cpu_ms": "CPU on ms",
-        "offload_submit_cpu_ms": "CPU off ms",
-        "onload_loop_call_max_ms": "loop ms",
-        "first_group_share": "first",
-        "groups": "groups",
+        "gemm_beside_onload_ratio": "GEMM slowdown, onload",
+        "gemm_beside_offload_ratio": "GEMM slowdown, offload",
+        "gemm_beside_both_ratio": "GEMM slowdown, both",
+        "onload_submit_cpu_ms": "submit CPU, onload (ms)",
+        "offload_submit_cpu_ms": "submit CPU, offload (ms)",
+        "onload_loop_call_max_ms": "longest loop call (ms)",
+        "first_group_share": "time to first group / total",
+        "groups": "layers per group",
     }
     for title in columns.values():
         transfers.add_column(title, justify="right")

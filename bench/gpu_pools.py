@@ -64,7 +64,7 @@ class GpuPools:
         random = np.random.default_rng(seed)
         pool = 2 * self.num_blocks
         if layout == "random":
-            return (2 * random.permutation(self.num_blocks)).astype(np.int32)  # no neighbours
+            return (2 * random.permutation(self.num_blocks)).astype(np.int32)  # no adjacent ids
         lengths = np.full(pool // 65, 64) if layout == "runs64" else _replay_lengths(pool, random)
         # Runs one block apart, so that they stay runs, taken in random order until enough.
         starts = np.cumsum(lengths + 1) - lengths - 1
@@ -81,5 +81,5 @@ def _replay_lengths(pool: int, random: np.random.Generator) -> NDArray[np.int64]
     # A run of length n appears once for every n of its blocks.
     weights = np.array([blocks / int(length) for length, blocks in histogram.items()])
     drawn = random.choice(lengths, size=pool, p=weights / weights.sum())
-    drawn = np.minimum(drawn, pool // 8)  # a pool of few blocks has no room for the longest
+    drawn = np.minimum(drawn, pool // 8)  # the longest run must fit in a small pool
     return drawn[np.cumsum(drawn + 1) <= pool]

@@ -2,7 +2,7 @@
 
 The last command of a transfer writes a flag to mapped pinned memory; a native thread that spins on
 a core of its own stamps it; the coroutine stamps when it runs. Transfers run back to back, two in
-the queue, and the poller is told how long each takes.
+the queue, and the poller gets the expected time of each.
 """
 
 from __future__ import annotations

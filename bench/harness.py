@@ -26,7 +26,7 @@ RESULTS = ROOT / "bench" / "results"
 
 _HIGHER = "per_second|ratio|gbps"
 _LOWER = "seconds|ms|us|ns|share|per_block"
-# One slow wake-up moves these by any factor; they are shown and never judged.
+# One slow wake-up moves these by any factor; they are shown and never compared.
 _TAIL = "p99|p999|max"
 
 Better = Literal["higher", "lower"]
@@ -99,7 +99,7 @@ def better(metric: str) -> Better | None:
     *groups, name = metric.split(".")
     if _has_word(_TAIL, name):
         return None
-    # In "wake_us.p50" the unit stands further up.
+    # In "wake_us.p50" the unit is in an outer key.
     for part in (name, *reversed(groups)):
         if _has_word(_HIGHER, part):
             return "higher"

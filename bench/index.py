@@ -3,9 +3,9 @@
 * ``trace``: requests per CPU second of match, allocate, commit and release over a whole trace (the
   public one when it is here, a generated one otherwise), at three capacities and with both
   eviction policies; beside it the same calls on the native core alone.
-* ``deep``/``wide``: nanoseconds a block on a single long path, and on many short ones.
-* ``extend``: 64 decoding leases by one token, in one call.
-* ``memory``: bytes of the index a cached block, two tiers on, token ids left out.
+* ``deep``/``wide``: nanoseconds per block on a single long path, and on many short ones.
+* ``extend``: 64 decoding leases extended by one token in one call.
+* ``memory``: bytes of the index per cached block with two tiers, excluding token ids.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ async def _wide(prompts: int) -> dict[str, float]:
     async with _engine(prompts * blocks) as engine:
         insert_ns = await _cpu_ns(engine, wide)
         hit_ns = await _cpu_ns(engine, wide)
-        # Twice as many prompts as there is room for: each one evicts as many blocks as it adds.
+        # Twice as many prompts as fit: each one evicts as many blocks as it adds.
         others = [prompt + np.int32(1 << 30) for prompt in wide]
         evict_ns = await _cpu_ns(engine, others)
     return {

@@ -1,20 +1,20 @@
 """CPU time for which one call or one callback holds the loop in a large engine.
 
 One engine with 60,000 leases, 20,000 waiters (a quota line, a capacity line, and requests that wait
-for pending blocks), 10,000 pins, 1.6 million device blocks, and 1 million host blocks with holes.
-Each verb is called some hundred times; its callbacks count as calls of it.
+for pending blocks), 10,000 pins, 1.6 million device blocks, and 1 million host blocks, fragmented.
+Each method is called some hundred times; its callbacks count as calls of the method.
 
 * ``held_ms.VERB``: CPU time of the loop's thread in one call, the median and the longest. CPU time,
   not wall time, so that other processes do not count.
-* ``verbs_over_1_ms``: how many have a longest call above 1 ms. ``reset``, ``resize`` and ``dump``
-  visit everything by design and are not called.
+* ``verbs_over_1_ms``: number of methods whose longest call takes above 1 ms. ``reset``, ``resize``
+  and ``dump`` visit all leases or blocks by design and are not called.
 
 A second engine has a device that computes in a stream: there all leases are released in one step,
 whose end frees their blocks (``step``, ``step_done``).
 
 ``fill_*`` are the calls that fill the cache: some of these enlarge a table or sort the eviction
 queue. The garbage collector is off: one pass over the objects of this many requests takes longer
-than any verb, and a server calls ``gc.freeze()``.
+than any method, and a server calls ``gc.freeze()``.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class _Bench:
     def _granted(self, blocks: int = LEASE_BLOCKS) -> Lease:
         lease = self._match(self._prompt(blocks))
         if not lease.try_allocate(blocks * BLOCK_TOKENS):
-            raise InternalError("the bench has no room for its leases")
+            raise InternalError("the cache of the bench is too small for its leases")
         return lease
 
     async def _cache(self, prompts: int) -> list[tuple[np.ndarray, str]]:
@@ -346,7 +346,7 @@ class _Bench:
             await _passes()
         for tokens, salt in on_device[1::2]:
             await (await watch.start("prefetch", engine.prefetch(tokens, salt=salt)))
-        on_host = self.cached[:calls]  # the holder of the quota evicted the oldest
+        on_host = self.cached[:calls]  # the lease with the quota evicted the oldest
         for tokens, salt in on_host:
             await (await watch.start("prefetch_from_host", engine.prefetch(tokens, salt=salt)))
         for tokens, salt in self.cached[calls : 2 * calls]:
@@ -439,7 +439,7 @@ def _spread(tasks: list[asyncio.Task[Any]], number: int) -> list[asyncio.Task[An
 
 
 def main(argv: list[str] | None = None) -> int:
-    """One run of a chosen size, as a table."""
+    """Print one run of a chosen size as a table."""
     parser = argparse.ArgumentParser(prog="python -m bench.loop_held", description=__doc__)
     parser.add_argument("--divide", type=int, default=1, help="divide all sizes (%(default)s)")
     results = measure(Sizes().divided(parser.parse_args(argv).divide))

@@ -1,7 +1,8 @@
 """Hit tokens of the eviction policies as a share of the optimum (Belady's MIN).
 
-The public trace when it is here, and generated ones: conversations with short and long gaps, and
-more shared prompts than fit, asked for in turn. Blocks of 16 tokens; capacities in blocks of 512.
+The public trace when available, and generated ones: conversations with short and long gaps,
+and more shared prompts than fit, requested cyclically. Blocks of 16 tokens; capacities in blocks
+of 512.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Cost of several ranks: microseconds from the plans of a step to their reports.
 
 The same plans (32 onloads of 8 blocks of 4 KiB, 4 layers) go to the controller of this process and
-to groups of 1, 2 and 4 ranks, each in a process of its own. What a group adds is the border:
+to groups of 1, 2 and 4 ranks, each in its own process. A group adds the cost of messages:
 encoding, sockets, and the wake-ups of the ranks' loops.
 """
 

@@ -1,6 +1,6 @@
 """Time of ``aclose`` under load: with leases held, requests waiting and transfers in flight.
 
-The load is clients that go on until the engine refuses them; all are counted back in afterwards.
+Clients send requests until the engine refuses them; the bench checks that all of them ended.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 transfers; ``ratio`` is transfer / memcpy. ``contiguous``: one layer of consecutive blocks, merged
 into one run. ``random_*``: 8 layers of K and V pieces of that size, random ids on both sides.
 ``both`` moves the bytes in and out at once, on two streams. The best of the
-rounds counts: the others were disturbed by whatever else the machine does.
+rounds counts: other processes of the machine disturbed the others.
 """
 
 from __future__ import annotations

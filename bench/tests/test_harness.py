@@ -97,4 +97,4 @@ def test_command_refuses_an_unknown_bench(capsys):
     with pytest.raises(SystemExit) as caught:
         bench_main.main(["no-such-bench"])
     assert caught.value.code == 2
-    assert "no bench named no-such-bench" in capsys.readouterr().err
+    assert "unknown bench: no-such-bench" in capsys.readouterr().err

@@ -146,7 +146,7 @@ TEST(a_look_ahead_continues_after_the_last_node) {
 TEST(a_node_that_leaves_the_queue_is_not_counted) {
     Queue q(4);
     for (int i = 0; i < 3; ++i) q.ahead.add(q.ahead.next());
-    q.ahead.remove(q.nodes[2]);  // the last one: the walk goes on where it was
+    q.ahead.remove(q.nodes[2]);  // the last one: the walk continues from its position
     q.queue.remove(q.nodes[2]);
     CHECK_EQ(q.ahead.count(), 2u);
     CHECK_EQ(q.ahead.next(), q.nodes[3]);

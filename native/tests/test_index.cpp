@@ -193,7 +193,7 @@ TEST(ids_of_a_finished_step_are_free_and_none_is_allocated_twice) {
         pool.take(one);
         CHECK(!taken[static_cast<std::size_t>(one[0])]);
         taken[static_cast<std::size_t>(one[0])] = true;
-        CHECK_EQ(pool.after_step(one[0]), 0u);  // those of step 8 are the last to go
+        CHECK_EQ(pool.after_step(one[0]), 0u);  // ids of step 8 are allocated last
     }
     CHECK_EQ(pool.free_blocks(), 400u);
     pool.finish_step(8);
@@ -217,7 +217,7 @@ TEST(tree_finds_children_of_forks) {
         children.push_back(tree.find_or_add_child(root, tokens).node);
         CHECK(!tree.find_or_add_child(root, tokens).is_new);
     }
-    // every other one goes; the rest is still found, and what went is not
+    // remove every other node; the rest is found, and the removed ones are not
     for (std::size_t i = 0; i < children.size(); i += 2) {
         tree.unlink(children[i]);
         tree.free(children[i]);
@@ -345,7 +345,7 @@ TEST(host_blocks_are_onloaded) {
     const TransferId onload = cache.core.lease(id).onloads[0];
     CHECK_EQ(cache.core.lease(joined).onloads[0], onload);
     cache.release(id);
-    CHECK(cache.core.take_abandoned().empty());  // somebody else waits for it
+    CHECK(cache.core.take_abandoned().empty());  // another lease waits for it
     cache.complete(onload, Outcome::kDone);
     CHECK_EQ(cache.core.statistics().onloaded_blocks, 2u);
     cache.release(joined);

@@ -1,4 +1,4 @@
-// What ReturnRates learns from counts: order and signs, not digits.
+// Rates that ReturnRates learns from counts: order and signs, not digits.
 #include <algorithm>
 #include <vector>
 
@@ -30,8 +30,8 @@ void expect_learned(Comes comes) {
     });
     rates.pass_time(1000);
     rates.learn(1);
-    double least = 1e9;  // of those that come
-    double most = 0;     // of those that do not
+    double least = 1e9;  // of stretches that return
+    double most = 0;     // of stretches that do not
     double fewest = 1e9;
     for_each_class([&](const ReuseFeatures& features) {
         const double score = rates.score(features.reuse_class(), kAge);
@@ -94,7 +94,7 @@ TEST(no_gain_is_predicted_when_lru_hits_as_much) {
     for (int i = 0; i < 100; ++i) rates.count_return(features, 64);
     rates.pass_time(100);
     rates.learn(1);
-    CHECK_EQ(rates.predicted_gain(5), 0.0);    // half of those of the first age
+    CHECK_EQ(rates.predicted_gain(5), 0.0);    // half of the stretches of the first age
     CHECK_EQ(rates.predicted_gain(100), 0.0);  // all: LRU hits as much
 }
 

@@ -96,7 +96,7 @@ TEST(a_swap_without_room_changes_nothing) {
     CHECK(cache.core.lease(second).has_blocks());
     CHECK_EQ(cache.core.statistics().host_free, 2u);
     cache.core.release(first, 0);
-    CHECK(cache.swap_out(second));  // takes what nobody holds any more
+    CHECK(cache.swap_out(second));  // takes the blocks that are no longer held
     cache.complete(cache.core.lease(second).swap_transfer);
     cache.core.release(second, 0);
 }
@@ -207,7 +207,7 @@ TEST(a_fork_shares_what_is_indexed) {
     CHECK(fork.source_blocks == std::vector<BlockId>{ours[2]});
     CHECK(fork.target_blocks == std::vector<BlockId>{theirs[2]});
     CHECK_EQ(cache.core.lease(fork.lease).cached_tokens, 5u);
-    CHECK_EQ(cache.core.fork(id, 0).lease, 0u);  // no room
+    CHECK_EQ(cache.core.fork(id, 0).lease, 0u);  // no free blocks
     CHECK_EQ(cache.core.statistics().leases, 2u);
     cache.core.release(id, 0);
     cache.check();

@@ -84,7 +84,7 @@ async def test_other_users_cannot_open_the_memory_of_the_cache():
     def open_things() -> set[str]:
         names = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
         for number in os.listdir("/proc/self/fd"):
-            with suppress(FileNotFoundError):  # the one that lists the directory
+            with suppress(FileNotFoundError):  # the descriptor that lists the directory
                 names.add(os.readlink(f"/proc/self/fd/{number}"))
         return {name for name in names if name.startswith(("/dev/shm/", "socket:"))}
 

@@ -54,7 +54,7 @@ async def compute(engine, tensors, tokens, seed, stream):
     await lease.allocate(len(tokens))
     write(tensors, lease.block_table, seed, stream)
     lease.commit(len(tokens))
-    lease.release()  # in the step: what the open one uses can only be saved once it is closed
+    lease.release()  # blocks used by the open step can only be saved after it is closed
     event = cupy.cuda.Event(disable_timing=True)
     event.record(stream)
     engine.step(event)

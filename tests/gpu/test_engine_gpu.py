@@ -147,7 +147,7 @@ async def test_swap_includes_the_partial_block(spin):
         assert not swap.done()
         engine.step(record(stream))
         await swap
-        await engine.evict(32)  # full blocks stay on the device, too, until somebody needs room
+        await engine.evict(32)  # full blocks also stay on the device until they are evicted
         wipe(tensors)
         await lease.resume(length)
         assert lease.cached_tokens == length

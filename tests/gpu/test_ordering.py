@@ -70,7 +70,7 @@ def test_an_offload_waits_for_the_step_that_writes(spin, waits):
         )
         stream.synchronize()
         assert saw_new == waits
-        if not waits:  # then it copied what was there
+        if not waits:  # then it copied the old bytes
             np.testing.assert_array_equal(pools.arena.blocks[:8, pools.window(0, 0)], before[0])
 
 
@@ -169,7 +169,7 @@ def test_a_failure_at_the_last_layer():
         with pytest.raises(DeviceError, match="will not arrive") as caught:
             copy.wait_submitted(1)
         assert caught.value.cuda_code == 1
-        assert pools.device.failure is None  # the context is well
+        assert pools.device.failure is None  # the context is intact
         finish(pools.device.copy(ONLOAD, ids, ids, None))
         pools.expect("onload", ids, ids)
         pools.check()

@@ -43,7 +43,7 @@ async def test_host_blocks_are_onloaded_into_new_tensors_after_device_sleep():
         await engine.sleep(("device",), timeout=10.0)
         tensors.clear()
         gc.collect()
-        assert used - pool.used_bytes() >= held, "nobody holds the tensors"
+        assert used - pool.used_bytes() >= held, "the tensors are not referenced"
         assert device.pinned_bytes == pinned, "the arena stays pinned"
         regions, tensors = new_tensors()
         await engine.wake_up(regions=regions, timeout=10.0)

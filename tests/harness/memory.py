@@ -81,7 +81,7 @@ class Memory:
         for index, tensor in enumerate(self.tensors):
             tensor[ids] = self._bytes(index, words)
 
-    def check(self, ids: Any, words: np.ndarray, who: str = "") -> None:
+    def check(self, ids: Any, words: np.ndarray, reader: str = "") -> None:
         """Compare with ``words``; arguments as in :meth:`write`.
 
         Raises:
@@ -92,7 +92,7 @@ class Memory:
             if wrong.any():
                 first = int(wrong.reshape(len(words), -1).any(axis=1).argmax())
                 raise WrongBytes(
-                    f"{who}: number {first} of {len(words)} in {ids} (rank {self.rank}, tensor "
+                    f"{reader}: number {first} of {len(words)} in {ids} (rank {self.rank}, tensor "
                     f"{index}) does not hold the bytes of its prefix"
                 )
         self.checked_blocks += len(words)

@@ -51,7 +51,7 @@ class Hybrid(TwiceComputed):
         **config: Any,
     ) -> None:
         self.kv = [np.zeros((device_blocks, BLOCK_TOKENS), np.uint64) for _ in range(LAYERS)]
-        # dirty: a slot that is used without being zeroed shows
+        # dirty: use of a slot that was not zeroed is detected
         self.state = [np.full((state_slots, WIDTH), 99, np.uint64) for _ in STATE_LAYERS]
         self.device = device
         sizes = {"device_blocks": device_blocks, "state_slots": state_slots}

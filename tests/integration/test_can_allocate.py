@@ -33,13 +33,13 @@ async def test_blocks_that_write_back_must_save_first_are_not_available():
         statistics = cache.statistics
         assert statistics.device_free + statistics.evictable_blocks >= 4
         assert not lease.can_allocate(13)
-        assert cache.device.offloads == [], "asking saves nothing"
+        assert cache.device.offloads == [], "can_allocate saves nothing"
         assert not lease.try_allocate(13)
         assert not lease.can_allocate(13)
         await cache.finish()
         evicted = cache.statistics.evicted_device_blocks
         assert lease.can_allocate(13)
-        assert cache.statistics.evicted_device_blocks == evicted, "asking evicts nothing"
+        assert cache.statistics.evicted_device_blocks == evicted, "can_allocate evicts nothing"
         assert lease.try_allocate(13)
         lease.release()
 

@@ -13,7 +13,7 @@ from aiokv.testing import run_until_idle, spin
 from tests.harness.cache import BLOCK_TOKENS, Cache, prompt
 
 A, B = prompt(1, 4), prompt(2, 4)
-LONG = 1000.0  # seconds: who is not woken exceeds the time limit of a test
+LONG = 1000.0  # seconds: a missing wake-up exceeds the time limit of a test
 
 pytestmark = pytest.mark.asyncio
 
@@ -100,7 +100,7 @@ async def test_early_end_of_the_owner_makes_its_waiters_compute(end: str):
             with pytest.warns(ResourceWarning, match="never released"):
                 del owner
         elif end == "is preempted":
-            await owner.preempt(swap=False)  # and would stand in line for its blocks
+            await owner.preempt(swap=False)  # a resume would wait in line
         elif end == "is cancelled":
             request = asyncio.create_task(_hold(owner))
             await spin()
@@ -260,7 +260,7 @@ async def test_grant_examines_only_the_first_waiter(monkeypatch):
 
         monkeypatch.setattr(Granting, "attempt", counting)
         looking = cache.engine.match(B)
-        looking.release()  # each release looks for room for the first in line
+        looking.release()  # each release retries the first in line
         assert tries == 1
         holder.release()
         assert await asyncio.gather(*tasks) == [0] + [16] * 999

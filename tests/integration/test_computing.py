@@ -72,7 +72,7 @@ async def test_a_cancelled_request_keeps_its_blocks_while_its_thread_writes():
 
         client = asyncio.create_task(request())
         await spin(3)
-        for _ in range(3):  # anyio cancels again and again
+        for _ in range(3):  # anyio cancels repeatedly
             client.cancel()
             await spin()
         assert client.cancelled()
@@ -89,7 +89,7 @@ async def test_a_cancelled_request_keeps_its_blocks_while_its_thread_writes():
         while not waiting.done():
             cache.device.complete_all()
             await spin()
-        (await waiting).release()  # what was onloaded is what was computed
+        (await waiting).release()  # the onloaded bytes equal the computed ones
 
 
 async def test_run_returns_and_raises_what_the_function_does():
@@ -206,7 +206,7 @@ async def test_a_released_lease_publishes_what_it_committed():
             batch.ends_with(work)
             cache.compute(lease, longer)
         lease.release()
-        cache.device.complete_all()  # the onload that the batch reads goes on
+        cache.device.complete_all()  # the onload that the batch reads continues
         await spin(3)
         assert cache.hit(longer)[0] == 6
         work.set_result(None)
@@ -241,7 +241,7 @@ async def test_batch_without_event_on_a_stream_ends_with_the_open_step():
         lease.release()
         other = cache.engine.match(B)
         assert other.try_allocate(len(B))
-        assert other.cached_tokens == 0  # nothing may be copied into what the stream writes
+        assert other.cached_tokens == 0  # no copy may target blocks that the stream writes
         other.release()
         event = ManualEvent()
         cache.engine.step(event)
@@ -576,7 +576,7 @@ async def test_an_event_given_to_release_covers_the_blocks_of_a_lease_that_a_bat
         with cache.engine.computing([lease]):
             pass
         cache.engine.step()
-        event = ManualEvent()  # behind more work, which no batch has named
+        event = ManualEvent()  # behind more work, which belongs to no batch
         lease.release(after=event)
         other = cache.engine.match(B)
         assert other.try_allocate(len(B))

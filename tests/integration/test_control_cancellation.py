@@ -45,7 +45,7 @@ VERBS = {
     "drain": lambda cache: cache.engine.drain(),
     "quiesce": lambda cache: cache.engine.quiesce(),
     "sleep": lambda cache: cache.engine.sleep(),
-    "sleep_of_the_device": lambda cache: cache.engine.sleep(["device"]),  # saves what it can
+    "sleep_of_the_device": lambda cache: cache.engine.sleep(["device"]),  # saves as much as fits
     "wake_up": wake_up,
     "update_weights": update_weights,
     "prefetch": lambda cache: cache.engine.prefetch(A),
@@ -88,7 +88,7 @@ async def cancel_after(verb: str, passes: int) -> None:
             await cache.engine.resize(8)
         await cache.fill(A)
         cache.engine.step()
-        if verb in ("prefetch", "pin"):  # requests in line go before them
+        if verb in ("prefetch", "pin"):  # requests in line are served first
             await drive(cache, asyncio.create_task(cache.engine.evict(2)))
             assert cache.hit(A) == (0, 2)
         holder = await cache.serve(B)

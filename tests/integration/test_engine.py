@@ -143,7 +143,7 @@ async def test_requests_wait_in_order():
         ]
         await spin(2)
         assert engine.statistics().waiting == 3
-        holder.truncate(2)  # room for the small one, whose turn it is not
+        holder.truncate(2)  # the small request would fit, but is not first
         await spin(2)
         assert order == ["urgent"]
         assert not engine.match([5]).try_allocate(1)
@@ -233,9 +233,9 @@ async def test_released_and_foreign_leases_are_refused():
 
 async def test_a_collected_lease_frees_itself():
     async with Served() as served:
-        lease = served.engine.match([1, 2, 3], owner="forgotten")
+        lease = served.engine.match([1, 2, 3], owner="req-1")
         await lease.allocate(3)
-        with pytest.warns(UnreleasedLeaseWarning, match="forgotten"):
+        with pytest.warns(UnreleasedLeaseWarning, match="req-1"):
             del lease
         await spin(1)
         assert served.engine.statistics().leases == 0
@@ -264,7 +264,7 @@ async def test_other_threads_and_loops_are_refused():
                     call()
                 except UsageError as error:
                     errors.append(error)
-            assert len(lease.block_table) == 1  # this, any thread may
+            assert len(lease.block_table) == 1  # any thread may call this
 
         thread = threading.Thread(target=elsewhere)
         thread.start()

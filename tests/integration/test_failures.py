@@ -35,7 +35,7 @@ async def test_failed_onload_shortens_the_hit_of_all_joined_leases():
             await served.settle()
             results = await asyncio.gather(*waits, return_exceptions=True)
             assert [getattr(e, "first_bad_token", None) for e in results] == [2, 2, None]
-            assert results[2] is None  # what it needs has arrived
+            assert results[2] is None  # the blocks that it needs have arrived
             assert [x.cached_tokens for x in (first, second, front)] == [2, 2, 2]
             assert first.block_table.tolist() == table
             assert served.engine.match(A).hit == Hit(2, 0)  # never served

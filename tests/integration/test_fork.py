@@ -71,7 +71,7 @@ async def test_the_same_continuation_is_indexed_once():
         assert parent.block_table[3] != child.block_table[3]  # granted ids never change
         assert served.engine.statistics().published_blocks == 4
         parent.release()
-        grandchild = child.fork()  # shares the index's copy, whoever computed it
+        grandchild = child.fork()  # shares the copy of the index
         served.check(grandchild, [*A, 8], 8)
         assert grandchild.block_table[3] != child.block_table[3]
         child.release()
@@ -161,7 +161,7 @@ async def test_fork_of_a_lease_without_valid_blocks_is_refused():
         lease = served.engine.match(A)
         await lease.allocate(7)
         with pytest.raises(LeaseError):
-            lease.fork()  # its blocks are on their way
+            lease.fork()  # its blocks are being onloaded
         served.device.complete_all()
         await served.settle()
         lease.fork().release()
@@ -249,7 +249,7 @@ async def test_blocks_of_a_swap_stay_with_the_step_that_still_reads_them():
         await served.engine.evict(4)
         assert lease.cached_tokens <= 6
         await lease.resume(7)
-        assert served.device.onloads == []  # would overwrite what the open step reads
+        assert served.device.onloads == []  # would overwrite blocks that the open step reads
         second = ManualEvent()
         served.engine.step(second)
         second.complete()

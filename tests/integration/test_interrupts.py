@@ -123,7 +123,7 @@ async def serve_all(served: Served, *, in_stream: bool) -> None:
         engine.step()
         await swapping
         await first.resume(7)
-        engine.step()  # what was released before is free from here on
+        engine.step()  # blocks released earlier are free from here on
         await first.layers.wait_all(PATIENCE_SECONDS)
         served.check(first, A, 6)
         first.release()

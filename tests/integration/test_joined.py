@@ -81,7 +81,7 @@ async def test_gpu_wait_raises_only_failures_in_front_of_the_end_of_the_lease(bl
                     layers.raise_for_error,
                 ):
                     if block == 2:
-                        gpu_wait()  # the front needs blocks 0 and 1
+                        gpu_wait()  # the first tokens need blocks 0 and 1
                         continue
                     with pytest.raises(TransferError) as caught:
                         gpu_wait()

@@ -65,38 +65,38 @@ def refuses(cache: Cache) -> bool:
 # --- a wait that nothing would have ended ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("room", [True, False])
+@pytest.mark.parametrize("fits", [True, False])
 @pytest.mark.parametrize("end", ["close", "break"])
-async def test_quota_admission_in_the_pass_of_a_close_or_break(end, room):
+async def test_quota_admission_in_the_pass_of_a_close_or_break(end, fits):
     """An earlier grant is kept; a request that has reached the capacity line fails."""
     async with Cache(device_blocks=8, host_blocks=0, salt_quota_blocks=4) as cache:
         first = await granted(cache, 1, 4, "a")
         other = await granted(cache, 2, 4, "b")
         ahead = matched(cache, 4, 4, "c")
-        ahead_task = None if room else await begin(ahead.allocate(16))
+        ahead_task = None if fits else await begin(ahead.allocate(16))
         lease = matched(cache, 3, 4, "a", "waiter")
         task = await begin(lease.allocate(16))
         assert len(cache.engine.dump()["waiting_for_quota"]) == 1
-        first.release()  # the quota admits the waiter: in this call it comes to the capacity line
+        first.release()  # the quota admits the waiter, which enters the capacity line in this call
         assert cache.engine.dump()["waiting_for_quota"] == []
-        assert cache.statistics.waiting == (0 if room else 1)
+        assert cache.statistics.waiting == (0 if fits else 1)
         closing = cache.engine.aclose()
         if end == "close":
             closing.send(None)  # in this pass; it waits for the leases now
         else:
             break_engine(cache)
-        if room:
+        if fits:
             assert await asyncio.wait_for(task, SOON) is lease
         else:
             with pytest.raises(ClosedError if end == "close" else BrokenEngineError):
                 await asyncio.wait_for(task, SOON)
             assert await ahead_task is ahead
-        assert (lease if room else ahead).num_tokens == 16
+        assert (lease if fits else ahead).num_tokens == 16
         await run_until_idle(lambda: refuses(cache))
         closing.close()
         assert waits(cache) == 0
         assert cache.engine.check_invariants() == []
-        assert cache.engine.scheduler.read.quota_held("a") == (4 if room else 0)
+        assert cache.engine.scheduler.read.quota_held("a") == (4 if fits else 0)
         for x in (other, lease, ahead):
             x.release()
 
@@ -147,7 +147,7 @@ async def test_lease_that_timed_out_in_line_is_collected_and_frees_its_blocks():
         lease = matched(cache, 3, 2)
         with contextlib.suppress(AllocateTimeout):  # pytest.raises would keep its frames
             await lease.allocate(8, priority=1, timeout=0.0)
-            pytest.fail("there was room")
+            pytest.fail("the request was granted")
         await lease.allocate(8, priority=-1)
         gone = weakref.ref(lease)
         await spin()  # until then the loop refers to the cancelled future, and so to its frames
@@ -207,13 +207,13 @@ async def test_swapped_lease_is_not_resumed_before_a_higher_priority():
         small, large = await granted(cache, 2, 2), await granted(cache, 3, 6)
         resuming = await begin(swapped.resume(16, priority=5))
         urgent = matched(cache, 4, 8)
-        large.release()  # 6 blocks are free: the swapped lease is told
+        large.release()  # 6 blocks are free: the swapped lease is first in line
         step = urgent.allocate(32).__await__()
         next(step)  # needs 8: first in line, in the same pass
         await spin(3)
         assert not resuming.done()
         assert cache.engine.check_invariants() == []
-        step.close()  # the urgent one gives up: it is the swapped lease's turn again
+        step.close()  # the urgent one is cancelled: the swapped lease is first again
         await run_until_idle(resuming.done)
         assert resuming.result() is swapped
         await cache.finish()
@@ -229,11 +229,11 @@ async def test_commit_wakes_only_the_waiters_whose_part_is_indexed(monkeypatch):
         owner = cache.engine.match(prompt(1, 8))
         await owner.allocate(33)
         leases = [cache.engine.match(prompt(1, 8)[: 4 * n + 1]) for n in (2, 4, 8)]
-        asked: list[int] = []
+        queried: list[int] = []
         wait_pending = cache.engine.scheduler.wait_pending
 
         def counting(lease_id):
-            asked.append(lease_id)
+            queried.append(lease_id)
             return wait_pending(lease_id)
 
         monkeypatch.setattr(cache.engine.scheduler, "wait_pending", counting)
@@ -242,12 +242,12 @@ async def test_commit_wakes_only_the_waiters_whose_part_is_indexed(monkeypatch):
             for lease in leases
         ]
         await spin(2)
-        asked.clear()
+        queried.clear()
         for end, done in ((4, 0), (8, 1), (12, 1), (16, 2), (28, 2), (32, 3)):
             owner.commit(end)
             await spin(3)
             assert [task.done() for task in tasks] == [i < done for i in range(3)]
-        assert asked == [lease.id for lease in leases], "one look each"
+        assert queried == [lease.id for lease in leases], "one look each"
         for lease in (owner, *leases):
             lease.release()
 
@@ -400,14 +400,14 @@ async def test_pending_quiesce_visits_no_lease_at_each_release(monkeypatch):
     async with Cache(device_blocks=32, host_blocks=0) as cache:
         leases = [await granted(cache, i, 2) for i in range(1, 9)]
         quiescing = await begin(cache.engine.quiesce())
-        asked = []
+        queried = []
         read = cache.engine.scheduler.read
-        monkeypatch.setattr(read, "owners", lambda *which: asked.append(which) or [])
+        monkeypatch.setattr(read, "owners", lambda *which: queried.append(which) or [])
         for lease in leases:
             assert not quiescing.done()
             lease.release()
         await quiescing
-        assert asked == []
+        assert queried == []
         cache.engine.resume()
 
 
@@ -498,7 +498,7 @@ async def test_cancellations_at_every_await_of_all_lines_leave_the_engine_consis
                     if rng.random() < 0.5:
                         await asyncio.sleep(0)
             if live and rng.random() < 0.05:
-                rng.choice(live).release()  # its client has gone; its task has not
+                rng.choice(live).release()  # its client is gone; its task is not
             await asyncio.sleep(0)
             assert cache.engine.check_invariants() == []
         for task in tasks:

@@ -86,7 +86,7 @@ async def test_swap_without_host_room_changes_nothing():
         after = served.engine.dump()
         assert after == before
         served.check(second, B, 6)
-        await second.preempt()  # without swap it always goes
+        await second.preempt()  # without swap it is always freed
         assert served.engine.match(B).hit == Hit(6, 0)
         second.release()
         first.release()
@@ -153,7 +153,7 @@ async def test_calls_on_a_lease_are_refused_while_its_table_moves():
         with pytest.raises(LeaseError, match="5 computed"):
             await lease.resume(4)
         await resumed(served, lease, 7)
-        assert lease.cached_tokens == 5  # what was not committed did not move
+        assert lease.cached_tokens == 5  # uncommitted positions were not copied
         lease.release()
 
 
@@ -165,7 +165,7 @@ async def test_release_while_the_table_is_swapped_out():
         lease.release()
         assert served.engine.check_invariants() == []
         other = served.engine.match(B)
-        assert not other.try_allocate(16)  # I3: the tail's id is the copy's until that ends
+        assert not other.try_allocate(16)  # I3: the copy owns the tail's id until it ends
         assert served.device.offloads[0].device_ids[3:].tolist() == tail
         await served.complete_offloads()
         await task
@@ -206,7 +206,7 @@ async def test_preempt_without_swap_drops_a_swap_under_way():
         assert lease.cached_tokens == 6
         lease.release()
         await swapped_out(served, lease := await computed(served, B))
-        await lease.preempt()  # gives the host copies up
+        await lease.preempt()  # drops the host copies
         await served.engine.evict(8)
         await served.engine.evict(16, tier="host")
         assert served.engine.statistics().host_free == 16
@@ -243,7 +243,7 @@ async def test_reset_discards_a_swapped_table(when, tokens):
         lease.append([9] * (8 - len(tokens)))
         served.compute(lease, [*tokens, *[9] * (8 - len(tokens))], lease.cached_tokens)
         published = lease.commit(8)
-        assert published == (0 if when == "resuming" else 4)  # no KV of before the reset
+        assert published == (0 if when == "resuming" else 4)  # no KV from before the reset
         lease.release()
 
 
@@ -349,7 +349,7 @@ async def test_release_while_the_table_is_swapped_in():
         copy.complete_all()
         await served.settle()
         assert served.engine.match(A).hit == Hit(6, 0)
-        assert served.engine.statistics().host_free == 13  # the tail's copy went
+        assert served.engine.statistics().host_free == 13  # the tail's copy was dropped
 
 
 async def test_a_resume_in_line_can_be_cancelled():
@@ -409,7 +409,7 @@ async def test_a_resume_waits_in_line_and_later_requests_wait_behind_it():
         tasks = [await begin(served, c) for c in (lease.resume(16), small.allocate(1))]
         holders[0].release()
         await spin(3)
-        assert not any(task.done() for task in tasks), "there is room for the small one alone"
+        assert not any(task.done() for task in tasks), "only the small request fits"
         holders[1].release()
         await tasks[0]
         assert lease.num_tokens == 16
@@ -427,7 +427,7 @@ async def test_close_in_the_pass_of_a_grant_grants_nothing():
         await other.allocate(16)
         task = await begin(served, lease.resume(7))
         closing = asyncio.ensure_future(served.engine.aclose(0.0))
-        other.release()  # its turn comes, and in the same pass, before it wakes, the end
+        other.release()  # the resume is granted, and the engine closes in the same pass
         with pytest.raises(ClosedError):
             await task
         assert served.engine.statistics().grants == 2

@@ -112,7 +112,7 @@ async def test_cancellation_in_the_pass_of_the_quota_admission_admits_the_next_o
         first = await served.engine.match(prompt(1, 4), salt="a").allocate(8)
         leases = [served.engine.match(prompt(i, 4), salt="a") for i in (2, 3)]
         tasks = [await begin(lease.allocate(8)) for lease in leases]
-        first.release()  # it is the second's turn now
+        first.release()  # admits the second lease
         tasks[0].cancel()
         await tasks[1]
         leases[1].release()
@@ -124,7 +124,7 @@ async def test_cancellation_in_the_pass_of_the_quota_admission_admits_the_next_o
 async def test_growth_beyond_the_quota_delays_other_leases_only():
     async with quota_engine() as served:
         first = await served.engine.match(prompt(1, 3), salt="a").allocate(6)
-        served.engine.extend([first], 6)  # beyond the quota: decoding goes on
+        served.engine.extend([first], 6)  # beyond the quota: decoding continues
         second = served.engine.match(prompt(2, 1), salt="a")
         assert not second.try_allocate(2)
         first.truncate(8)

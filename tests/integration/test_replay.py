@@ -297,7 +297,7 @@ def test_the_eviction_policies_are_compared_with_each_other_and_with_min(tmp_pat
     assert list(points) == ["lru", "s3fifo"]
     for point in points.values():
         assert point["hit_tokens"]["device"] > 0
-        assert 0.1 < point["device_share_of_min"] < 1.1  # MIN leaves the rest of 512 tokens out
+        assert 0.1 < point["device_share_of_min"] < 1.1  # MIN ignores the remainder of 512 tokens
     assert result["hit_tokens"] == points["s3fifo"]["hit_tokens"]
     assert run_cli(SMALL, "--eviction-policy", "all", "--write-policy", "all") != 0
 

@@ -28,7 +28,7 @@ async def test_closing_fails_waiters_and_waits_for_leases():
         await task
     with pytest.raises(ClosedError):
         engine.match([3])
-    engine.extend([holder], 1)  # who is in may finish
+    engine.extend([holder], 1)  # granted leases may finish
     holder.commit(2)
     engine.step()
     assert not any(task.done() for task in closing)

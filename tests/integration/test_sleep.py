@@ -198,7 +198,7 @@ async def test_write_back_saves_device_blocks_before_sleep():
             cache.device.complete_all()
             await spin()
         await sleeping
-        assert cache.statistics.host_cached == 3, "as far as there is room"
+        assert cache.statistics.host_cached == 3, "as many as fit"
         await cache.engine.wake_up(regions=new_memory(cache))
         assert cache.hit(A)[1] + cache.hit(B)[1] == 3
 

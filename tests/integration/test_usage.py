@@ -80,7 +80,7 @@ async def test_cached_tokens_fall_when_the_onload_fails_and_rise_again_with_the_
             await lease.resume(7)
             usage = lease.usage
             assert (usage.cached_device_tokens, usage.cached_host_tokens) == (6, 0)
-            assert usage.onload_seconds == ended, "what was waited for is not forgotten"
+            assert usage.onload_seconds == ended, "the time waited remains"
 
 
 async def test_resumed_table_counts_as_host_hit_and_generated_tokens_are_not_prompt_tokens():
@@ -120,16 +120,16 @@ async def test_capacity_wait_is_counted_even_when_it_times_out():
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.002):
                     await lease.allocate(2)
-            in_vain = lease.usage.capacity_wait_seconds
-            assert in_vain is not None
-            assert in_vain > 0  # uvloop ends short timeouts early
+            timed_out = lease.usage.capacity_wait_seconds
+            assert timed_out is not None
+            assert timed_out > 0  # uvloop ends short timeouts early
             waiting = asyncio.ensure_future(lease.allocate(2))
             await spin(2)
             holder.release()
             await waiting
             total = lease.usage.capacity_wait_seconds
             assert total is not None
-            assert total > in_vain
+            assert total > timed_out
 
 
 async def test_wait_for_pending_blocks_is_counted_with_their_tokens():

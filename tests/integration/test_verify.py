@@ -61,7 +61,7 @@ async def test_corrupted_host_block_is_named_and_not_served(bad, layer):
         await served.engine.evict(8)
         lease, copy = await onloading(served)
         copy.complete_all()
-        await lease.layers.wait_all()  # what was computed anew is right
+        await lease.layers.wait_all()  # the recomputed blocks are right
         served.check(lease, A, 6)
         lease.release()
 
@@ -82,7 +82,7 @@ async def test_device_block_changed_after_commit_is_detected():
     async with verified(write_policy="write_back") as served:
         await served.serve(A)
         table = (lease := served.engine.match(A)).try_allocate(7) and lease.block_table
-        served.kv[1][table[1]] += 1  # somebody writes into a shared block
+        served.kv[1][table[1]] += 1  # an error in the runner writes into a shared block
         lease.release()
         evicting = asyncio.create_task(served.engine.evict(8))
         await served.complete_offloads()
@@ -121,7 +121,7 @@ async def test_a_swapped_table_is_verified_with_its_tail():
         assert np.array_equal(held(served, lease), before)
         await swapped_out(served, lease)
         await lease.resume(7)
-        (copy,) = served.device.onloads  # the tail alone: the rest has not left the device
+        (copy,) = served.device.onloads  # only the tail: the rest is still on the device
         corrupt(served, copy.host_ids[-1])
         copy.complete_all()
         await served.settle()
@@ -177,7 +177,7 @@ async def test_checksums_are_computed_when_the_step_is_done():
         lease.commit(7)
         task = asyncio.create_task(lease.preempt(swap=True))
         await spin(3)
-        served.compute(lease, A)  # the device gets there only now
+        served.compute(lease, A)  # the device computes the step only now
         for array in served.kv:
             array[lease.block_table[-1]] = 5
         event = ManualEvent()

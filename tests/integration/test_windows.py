@@ -132,7 +132,7 @@ async def test_requests_that_windows_cannot_serve_raise_typed_errors():
             lease.fork()
         others = [model.engine.match([n]) for n in range(3)]
         assert [other.try_allocate(30) for other in others] == [True, False, False]
-        assert others[1].try_allocate(1), "one block is left to be set aside"
+        assert others[1].try_allocate(1), "one block is left to reserve"
         with pytest.raises(WouldBlock):
             model.engine.extend([others[1]], 2)
         for one in (lease, *others):

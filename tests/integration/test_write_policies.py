@@ -106,7 +106,7 @@ async def test_new_attempts_during_a_save_do_not_split_the_rest_of_the_chain():
         await spin(3)
         for _ in range(2):
             looking = cache.engine.match(D)
-            looking.release()  # each release looks for room for the first in line
+            looking.release()  # each release retries the first in line
         transfers = 0
         while not all(task.done() for task in waiting):
             transfers += len(cache.device.offloads)
@@ -222,7 +222,7 @@ async def test_extend_drops_blocks_that_cannot_be_saved():
         reader.release()
 
 
-# ---- watermark and twins
+# ---- watermark and reclaimed host copies
 
 
 async def test_low_watermark_keeps_that_many_blocks_free_or_clean():

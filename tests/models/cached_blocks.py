@@ -27,8 +27,8 @@ class Block:
     attached: bool = True
     wants_backup: bool = False
     given_up: bool = False  # could not be saved, and was not used since
-    rank: int = 0  # of last use; the lowest goes first
-    passed_over: bool = False  # was blocked when its turn to be evicted came
+    rank: int = 0  # of last use; the lowest is evicted first
+    passed_over: bool = False  # was blocked when it was first in eviction order
     loading_by: int = 0
 
     @property
@@ -61,7 +61,7 @@ class Lease:
     onloads: set[int] = field(default_factory=set)
     granted: bool = False
     failed: bool = False
-    promises: bool = False  # others may wait for what it will publish behind its path
+    promises: bool = False  # others may wait for the blocks that it will publish
     epoch: int = 0
     last_step: int = 0  # newest step that computed with the blocks
     named: bool = False  # by a batch, since it was granted
@@ -231,7 +231,7 @@ class CachedBlocks:
     def _free_if_unowned(self, block: Block) -> None:
         if block.pins:
             return
-        if block.host is not None:  # the leases that are left use its device copy
+        if block.host is not None:  # the remaining leases use its device copy
             self._free_host(block.host)
             block.host, block.host_valid = None, False
         if block.device is not None and not block.refs:

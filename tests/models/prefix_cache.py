@@ -181,7 +181,7 @@ class PrefixCacheModel(Saving):
         assert len(new) == bool(missing), "one onload for what is on the host only"
         for transfer_id in new:
             self._start_onload(transfer_id, lease, missing, table[len(shared) :])
-        self._promise(lease)
+        self._update_pending(lease)
 
     def _start_onload(
         self, transfer_id: int, lease: Lease, path: list[Block], ids: list[int]
@@ -355,11 +355,11 @@ class PrefixCacheModel(Saving):
             self._ref(block)
             lease.path.append(block)
             if block.resident:
-                continue  # first proof wins: the lease's own copy stays private
+                continue  # the first valid copy wins: the lease's own copy stays private
             block.device, block.device_valid = lease.table[index], True
             published += 1
             self._use_once_more(block)
-        self._promise(lease)
+        self._update_pending(lease)
         return published
 
     def _take_back_detached(self, lease: Lease) -> bool:
@@ -380,9 +380,9 @@ class PrefixCacheModel(Saving):
         lease.failed = False
         return lease.cached_blocks * self.block_tokens
 
-    # --- promises -----------------------------------------------------------------------------
+    # --- pending blocks -----------------------------------------------------------------------
 
-    def _promise(self, lease: Lease) -> None:
+    def _update_pending(self, lease: Lease) -> None:
         """Note the blocks behind the indexed ones that the lease will compute and publish."""
         more = len(lease.path) < len(lease.tokens) // self.block_tokens
         alive = not (lease.failed or lease.released)

@@ -1,7 +1,7 @@
 """Model of the write policies: when blocks are saved, and which host copies are reclaimed.
 
-How many blocks are evicted before others are saved, and whose host copies are given up for them, is
-left to the implementation within bounds: these are checked when its choice is adopted.
+The implementation chooses, within bounds, how many blocks it evicts before others are saved, and
+which host copies it reclaims; the model checks these bounds when it adopts the choice.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class Saving(CachedBlocks):
         """Check the saves of the implementation that free ``wanted`` blocks.
 
         Args:
-            wanted: 0 when nobody waits.
-            reclaimed: blocks whose host copy was given up for others.
+            wanted: 0 when no request waits.
+            reclaimed: blocks whose host copy was reclaimed for others.
             evicted: host blocks that were evicted for others.
             saved: device ids of what is saved now.
 
@@ -121,9 +121,11 @@ class Saving(CachedBlocks):
         unsaved = [block for block in near if block.unsaved]
         reclaimable = [block for block in self.twins() if block not in near]
         assert set(reclaimed) <= set(reclaimable)
-        assert not evicted or len(reclaimed) == len(reclaimable), "twins first: they lose nothing"
+        assert not evicted or len(reclaimed) == len(reclaimable), (
+            "host copies of device blocks are reclaimed first"
+        )
         needed = max(0, len(unsaved) - len(self.host_free))
-        assert len(reclaimed) + evicted <= needed, "more room was made than was needed"
+        assert len(reclaimed) + evicted <= needed, "more host blocks were freed than needed"
         for block in reclaimed:
             assert block.host is not None
             self._free_host(block.host)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 NATIVE_TESTS = ("index", "eviction", "items", "lease_table", "rates", "state", "swap", "window")
 _MEMORY_BYTES = 12 << 30  # address space of one command: a mutant may allocate without end
 _FAILURE = re.compile(r"^FAILED |^ERROR |error: |Fatal|\(Failed\)|\(Timeout\)|SEGFAULT|Error")
-# One loop of the two is enough to notice.
+# One loop of the two is enough to detect a mutant.
 _PYTEST = (
     "-m",
     "pytest",

@@ -37,7 +37,7 @@ class Caller:
     def __init__(self, lease_id: int, model: Lease) -> None:
         self.id = lease_id
         self.model = model
-        self.computed = 0  # positions whose KV it has, or believes to have
+        self.computed = 0  # positions whose KV it has computed or expects to be cached
 
 
 class Batch:
@@ -215,7 +215,7 @@ class CacheSimulation(RuleBasedStateMachine):
                 self.core.cached_tokens(caller.id) // self.bt == caller.model.cached_blocks
             )
         for lease in joined:
-            if lease.cached_blocks < before[id(lease)]:  # what was computed on top is worthless
+            if lease.cached_blocks < before[id(lease)]:  # tokens computed after it are invalid
                 for device_id in lease.table[lease.cached_blocks :]:
                     self.device[device_id] = GARBAGE
         self.refused(Exception, self.core.transfer, plan.transfer_id)
@@ -241,7 +241,7 @@ class CacheSimulation(RuleBasedStateMachine):
     @rule(really=st.integers(0, 4))
     def reset(self, really: int) -> None:
         if really:
-            return  # an empty cache is not what most steps should see
+            return  # most steps should run with a filled cache
         self.core.reset()
         self.model.reset()
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 BLOCK_TOKENS = 4
 SALTS = ("", "tenant-a")
-PATIENCE = 4_000  # passes of the loop in which everything ends, once nothing is held back
+PATIENCE = 4_000  # passes of the loop until all work ends when nothing is delayed
 
 
 class Part:
@@ -259,7 +259,7 @@ class World:
                     pin.release()
                 case "weights":
                     async with engine.updating_weights(timeout):
-                        for _ in range(4):  # those granted before have taken note of the old ones
+                        for _ in range(4):  # earlier leases have recorded the old ones
                             await asyncio.sleep(0)
                         self.weights += 1
                 case "sleep":

@@ -37,7 +37,7 @@ def test_random_calls_keep_the_invariants(policy, write_policy):
     )
     core = manager.core
     live: list[int] = []
-    for i in range(4_000):  # long enough for the learnt order to take over
+    for i in range(4_000):  # long enough for the learned order to be used
         tokens = random_path(rng)
         lease = core.match(tokens, rng.choice(("", "tenant")))[0]
         while (grant := core.allocate(lease, len(tokens))) == 0:

@@ -100,7 +100,7 @@ class Walk:
         granted = self.attempt(lease_id, num_tokens)
         assert granted == expected
         self.seen["granted" if granted else "refused"] += 1
-        self.seen["promised"] += not granted and free + evictable >= -(-num_tokens // BT)
+        self.seen["overestimate"] += not granted and free + evictable >= -(-num_tokens // BT)
         if granted:
             self.transfers += [t for t in self.core.onloads(lease_id) if t not in self.transfers]
 
@@ -176,5 +176,5 @@ def test_forecasts_equal_attempts():
         seen += walk.seen
     assert seen["granted"] > 1000
     assert seen["refused"] > 1000
-    assert seen["promised"] > 100, "free + evictable promised too much"
-    assert seen["later attempt"] > 2, "the host had no room, so blocks were dropped unsaved"
+    assert seen["overestimate"] > 100, "free + evictable overestimates"
+    assert seen["later attempt"] > 2, "the host was full, so blocks were dropped unsaved"

@@ -78,7 +78,7 @@ def test_host_ids_are_the_lowest_run_that_holds_all_or_else_the_longest(calls):
         if call == "evict":
             core.evict_device(size)
             core.evict_host(blocks)
-        elif call == "touch":  # what was saved so long ago goes later, so holes are anywhere
+        elif call == "touch":  # blocks saved earlier are evicted later, so holes are anywhere
             lease, _, _ = core.match(np.full(13, max(0, number - blocks), np.int32))
             core.release(lease)
         else:

@@ -163,7 +163,7 @@ class StateMachine(RuleBasedStateMachine):
         hit = self.expected_hit(caller.tokens, len(caller.tokens))
         free, room = self.free_slots(), self.free_slots() + len(self.idle)
         if not self.moves and not any(core.is_granted(c.id) for c in self.callers):
-            # Nobody's end can be waited for: what swapped leases have kept is to be had.
+            # No lease will end: slots kept by swapped leases can be taken.
             room += sum(core.state_slot(c.id) != NO_SLOT for c in self.callers if c is not caller)
         known = set(core.onloads(caller.id))
         try:
@@ -192,7 +192,7 @@ class StateMachine(RuleBasedStateMachine):
         """Apply the snapshot that was held, evicted or taken over for the lease's slot."""
         moves = [t for t in self.core.onloads(caller.id) if self.core.is_state_move(t)]
         hit = tuple(caller.tokens[: caller.computed])
-        if before == NO_SLOT and self.snapshots.get(hit) == slot:  # the only slot to be had
+        if before == NO_SLOT and self.snapshots.get(hit) == slot:  # the only available slot
             assert not moves
             assert self.idle == [hit]
             del self.snapshots[hit]
@@ -385,7 +385,7 @@ class StateMachine(RuleBasedStateMachine):
             self.core.finish_step(self.step)
             self.finished, self.step = self.step, self.step + 1
             self.core.complete(transfer_id, Outcome.DONE)
-        self.forget_dropped()  # host blocks that made room
+        self.forget_dropped()  # host blocks that were evicted
 
     @rule()
     def close_step(self) -> None:

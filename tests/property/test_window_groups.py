@@ -371,7 +371,7 @@ def test_reserved_window_blocks_let_every_lease_continue():
     cache = Cache(device_blocks=8, window_tokens=4, step_tokens=2)  # 4 blocks a lease
     first, second = (cache.granted([seed, *range(30)]) for seed in (1, 2))
     third, *_ = cache.core.match(np.arange(50, dtype=np.int32))
-    assert cache.core.allocate(third, 20) == 0, "nothing is left to be set aside"
+    assert cache.core.allocate(third, 20) == 0, "no block is left to reserve"
     assert cache.core.window_statistics(0) == (0, 0, 8)
     for end in range(2, 31, 2):
         for lease_id in (first, second):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from aiokv import Lease
 
 LAYERS = 2
-PATIENT = RankTimeouts(heartbeat=1000.0, silence=500.0)  # only `pass_time` finds who lags
+PATIENT = RankTimeouts(heartbeat=1000.0, silence=500.0)  # only `pass_time` detects slow ranks
 BLOCK_TOKENS = 2
 
 
@@ -164,7 +164,7 @@ class Ranked(Model):
         return self
 
     async def __aexit__(self, exc_type: object, *exc: object) -> None:
-        await spin(2)  # leases of tests that only look are collected
+        await spin(2)  # unreleased leases of read-only tests are collected
         if exc_type is None:
             assert self.engine.check_invariants() == []
             assert self.engine.statistics().leases == 0

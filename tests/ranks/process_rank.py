@@ -29,7 +29,7 @@ def tensors(directory: Path, rank: int, mode: str) -> list[np.ndarray]:
 async def main(path: Path, rank: int) -> None:
     kv = tensors(path.parent, rank, "w+")
     for array in kv:
-        array[:] = 99  # nothing of a process before
+        array[:] = 99  # no bytes of an earlier process
     regions = Regions(num_layers=LAYERS)
     regions.add("kv", layers=kv)
     async with Rank(path, rank, regions) as worker:

@@ -64,7 +64,7 @@ async def test_closing_may_be_cancelled_at_its_last_await(tmp_path):
             await shard.leave()
 
 
-# --- failures that nobody foresaw -----------------------------------------------------------------
+# --- unexpected failures --------------------------------------------------------------------------
 
 
 @pytest.mark.asyncio
@@ -157,7 +157,7 @@ async def test_rank_that_finds_no_manager_names_the_path(tmp_path):
     [
         ("nowhere.at_all:main", "no module 'nowhere' in"),
         ("tests.ranks.nowhere:main", "no module 'tests.ranks.nowhere' in"),
-        ("tests.ranks.process_rank:nobody", "process_rank has no `async def nobody"),
+        ("tests.ranks.process_rank:missing", "process_rank has no `async def missing"),
         ("tests.ranks.process_rank:tensors", "process_rank has no `async def tensors"),
     ],
 )

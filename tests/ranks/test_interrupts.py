@@ -54,9 +54,9 @@ async def test_a_raised_priority_reaches_the_ranks(tmp_path: Any) -> None:
             controller = shard.worker._controller
             controller.raise_priority = lambda number, priority: raised.append((number, priority))
         broadcast = ranked.engine.worker._transfers
-        broadcast._transfers[77] = None  # under way, as far as this call looks
+        broadcast._transfers[77] = None  # in flight, as far as this call checks
         ranked.engine.worker.raise_priority(77, 0)
-        ranked.engine.worker.raise_priority(78, 0)  # not under way
+        ranked.engine.worker.raise_priority(78, 0)  # not in flight
         del broadcast._transfers[77]
         await run_until_idle(lambda: len(raised) == len(ranked.shards))
         assert set(raised) == {(77, 0)}

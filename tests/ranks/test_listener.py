@@ -55,7 +55,7 @@ def test_lock_on_a_removed_lock_file_is_taken_again(tmp_path, monkeypatch):
     others: list[int] = []
 
     def lock_a_removed_file(descriptor: int, operation: int) -> None:
-        if not others:  # its owner is done: the file that was opened is gone, another one is there
+        if not others:  # its owner is done: the opened file was removed and replaced
             others.append(descriptor)
             lock.unlink()
         flock(descriptor, operation)
@@ -84,8 +84,8 @@ def test_listener_with_a_full_backlog_counts_as_alive(tmp_path):
 async def test_closing_leaves_the_socket_of_another_owner(tmp_path):
     path = tmp_path / "s"
     listener = Listener(path)
-    assert await listener.open(lambda: pytest.fail("nobody connects")) == path
-    assert await listener.open(lambda: pytest.fail("nobody connects")) == path
+    assert await listener.open(lambda: pytest.fail("unexpected connection")) == path
+    assert await listener.open(lambda: pytest.fail("unexpected connection")) == path
     path.unlink()
     with listen(path) as other:
         listener.close()
@@ -104,7 +104,7 @@ async def test_a_private_socket_is_in_a_new_directory_per_opening(tmp_path, monk
     listener = Listener(None)
     paths = []
     for _ in range(2):
-        paths.append(await listener.open(lambda: pytest.fail("nobody connects")))
+        paths.append(await listener.open(lambda: pytest.fail("unexpected connection")))
         assert stat.S_IMODE(paths[-1].parent.stat().st_mode) == 0o700
         listener.close()
         assert list(tmp_path.iterdir()) == []
@@ -115,7 +115,7 @@ async def test_a_private_socket_is_in_a_new_directory_per_opening(tmp_path, monk
 async def test_a_directory_that_cannot_be_made_is_a_config_error(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match=r"cannot create a private directory.*TMPDIR"):
-        await Listener(None).open(lambda: pytest.fail("nobody connects"))
+        await Listener(None).open(lambda: pytest.fail("unexpected connection"))
 
 
 def test_directories_of_killed_managers_are_removed_and_no_others(tmp_path, monkeypatch):

@@ -35,7 +35,7 @@ async def test_slow_rank_is_named_and_its_late_report_is_ignored(tmp_path):
             lease.recompute_from()
         lease.release()
         in_flight = ranked.engine.statistics().device_in_flight
-        assert in_flight == 3  # nobody gets the ids that the second rank writes
+        assert in_flight == 3  # ids that the second rank writes are not reallocated
         second.complete_all()  # too late
         await run_until_idle(lambda: ranked.engine.statistics().device_in_flight == 0)
         assert ranked.engine.match(A).hit == Hit(0, 0)
@@ -192,7 +192,7 @@ async def test_rank_loss_during_a_swap_ends_it(tmp_path):
         await ranked.copies(onload=False)
         await ranked.lose(0)
         await ranked.restart(0)
-        await swap  # it holds nothing, as it was to be
+        await swap  # the lease holds no blocks, as after a preemption
         with pytest.raises(LeaseError, match="rank 0 is lost"):
             lease.recompute_from()
         await lease.resume(7)
@@ -250,7 +250,7 @@ async def test_repeatedly_blocked_manager_detects_an_unresponsive_rank(tmp_path)
     async with Ranked(tmp_path) as ranked:
         blocked = 3 * PATIENT.heartbeat  # longer than any rank may be silent
         ranks = ranked.group._membership.ranks
-        for _ in range(4):  # what ranks have said is read between two ticks
+        for _ in range(4):  # messages of ranks are read between two ticks
             ranked.pass_time(blocked)
             await run_until_idle(lambda: not any(state.unanswered for state in ranks))
         assert ranked.group.failure is None
@@ -273,7 +273,7 @@ async def test_blocked_manager_reads_reports_before_it_names_slow_ranks(tmp_path
         await lease.allocate(7)
         await ranked.copies()
         waiting = asyncio.create_task(lease.layers.wait_all())
-        ranked.pass_time(3 * PATIENT.heartbeat)  # reports may lie in the sockets
+        ranked.pass_time(3 * PATIENT.heartbeat)  # reports may wait in the sockets
         assert ranked.group.group_statistics().given_up == 0
         await spin(20)
         ranked.pass_time(3 * PATIENT.heartbeat)  # none did

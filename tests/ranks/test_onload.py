@@ -162,7 +162,7 @@ async def test_a_runner_waits_for_the_layers_of_its_own_rank(tmp_path):
             assert not lease.layers.is_done
             second.complete_all()
             await lease.layers.wait_all()
-            again = await late.worker.layers(lease.layers.transfer_ids)  # ended, but remembered
+            again = await late.worker.layers(lease.layers.transfer_ids)  # ended, but still recorded
             await again.wait_all()
             assert (await early.worker.layers([])).is_done
             ranked.step()

@@ -243,7 +243,9 @@ def test_ctrl_c_without_a_handler_shows_the_traceback_of_the_manager_only(tmp_pa
         stdout, stderr = process.communicate(timeout=30)
         assert (process.returncode, stdout) == (-signal.SIGINT, "")
         assert stderr.count("KeyboardInterrupt\n") == 1
-        assert stderr.count("Traceback") == 2  # the cancellation, and what it became
+        assert (
+            stderr.count("Traceback") == 2
+        )  # the cancellation, and the exception that replaced it
         assert "aiokv" not in stderr.replace("aiokv.engine", "").replace(str(ROOT), "")
         assert not any(is_alive(pid) for pid in pids)
     assert list((tmp_path / "tmp").iterdir()) == []
@@ -373,7 +375,7 @@ async def test_no_process_is_started_once_the_group_closes(tmp_path, monkeypatch
     processes = RankProcesses("tests.ranks.process_rank:idle", lambda: None)
     await processes.start([0], tmp_path / "s")
     starting = asyncio.create_task(processes.start([0], tmp_path / "s"))
-    await spin()  # it waits for the end of the process before
+    await spin()  # it waits for the end of the previous process
     await processes.kill_all()
     with pytest.raises(ClosedError):
         await starting

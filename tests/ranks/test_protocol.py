@@ -100,7 +100,7 @@ def test_only_the_user_may_open_the_socket(tmp_path):
         assert stat.S_IMODE((tmp_path / "s").stat().st_mode) == 0o600
         with pytest.raises(ConfigError, match="another process listens there"):
             channels.listen(tmp_path / "s")
-    with channels.listen(tmp_path / "s"):  # what the one before has left behind
+    with channels.listen(tmp_path / "s"):  # a socket file of an earlier group
         (tmp_path / "file").write_text("")
         with pytest.raises(ConfigError, match="not a socket"):
             channels.listen(tmp_path / "file")

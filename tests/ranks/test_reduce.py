@@ -28,16 +28,16 @@ def failed(first_bad_block: int) -> TransferReport:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
-    ("said", "believed"),
+    ("said", "expected"),
     [(-1, 0), (-(1 << 40), 0), (4, 0), (1 << 40, 0), (0, 0), (1, 1), (3, 3)],
 )
-async def test_failure_outside_the_plan_leaves_no_block_valid(said, believed):
+async def test_failure_outside_the_plan_leaves_no_block_valid(said, expected):
     counter = LayerDoneCounter(2, transfer_id=1, direction="onload")
     transfer = GroupTransfer(PLAN, counter, num_ranks=2, num_bytes=1, since=0.0)
     assert not transfer.end(0, TransferReport(transfer_id=1, outcome="done"))
     assert transfer.end(1, failed(said))
     report = transfer.report()
-    assert (report.outcome, report.first_bad_block) == ("failed", believed)
+    assert (report.outcome, report.first_bad_block) == ("failed", expected)
     assert report.reason == "rank 1: a bad page"
 
 

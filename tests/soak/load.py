@@ -43,8 +43,8 @@ class Load:
         self.cancelled = 0
         self.failed_onloads = 0
         self.late_writes = 0
-        self.spoilt_blocks = 0
-        self.spoilt_found = 0
+        self.corrupted_blocks = 0
+        self.corrupted_found = 0
         self.stopping = False
         self.log: deque[tuple[object, ...]] = deque(maxlen=60)
 
@@ -54,7 +54,7 @@ class Load:
 
     def note_failure(self, error: TransferError) -> None:
         self.failed_onloads += 1
-        self.spoilt_found += "checksum of host block" in str(error)
+        self.corrupted_found += "checksum of host block" in str(error)
 
     # --- clients --------------------------------------------------------------------------------
 
@@ -163,7 +163,7 @@ class Load:
         acts = [self.evict] * 3
         acts += [self.reset, self.resize, self.quiesce, self.hold, self.update_weights, self.sleep]
         if self.engine.config.verify == "checksum":
-            acts += [self.spoil] * 4
+            acts += [self.corrupt] * 4
         return acts
 
     async def evict(self) -> None:
@@ -185,9 +185,9 @@ class Load:
         except TimeoutError:
             self.note("operator", "resize timed out")
 
-    async def spoil(self) -> None:
+    async def corrupt(self) -> None:
         """Change a host block behind the engine's back: no request may get it any more."""
-        await self.engine.evict(4)  # so that some are on the host alone
+        await self.engine.evict(4)  # so that some are on the host only
         cached = self.engine.scheduler.read.cached_blocks()
         blocks = [
             (context, np.frombuffer(prefix, np.int32), host)
@@ -197,12 +197,12 @@ class Load:
         if not blocks:
             return
         context, prefix, host = self.rng.choice(blocks)
-        self.note("operator", "spoil host block", host)
+        self.note("operator", "corrupt host block", host)
         self.engine.worker.memory.arena.blocks[host] ^= 0xFF
-        self.spoilt_blocks += 1
-        await self.read_spoilt(np.append(prefix, np.int32(0)), context.partition(":")[2])
+        self.corrupted_blocks += 1
+        await self.read_corrupted(np.append(prefix, np.int32(0)), context.partition(":")[2])
 
-    async def read_spoilt(self, tokens: np.ndarray, salt: str) -> None:
+    async def read_corrupted(self, tokens: np.ndarray, salt: str) -> None:
         """Allocate with a priority before all waiting requests."""
         async with self.engine.match(tokens, salt=salt, owner="operator") as lease:
             try:
@@ -243,7 +243,7 @@ class Load:
         self.note("operator", "update weights")
         try:
             async with self.engine.updating_weights(timeout=0.05):
-                for _ in range(4):  # those granted before have taken note of the old weights
+                for _ in range(4):  # earlier leases have recorded the old weights
                     await asyncio.sleep(0)
                 self.memory.weights += 1
         except TimeoutError:
@@ -281,7 +281,7 @@ class Request:
         rng = self.load.rng
         self.load.hit_tokens += self.lease.cached_tokens
         if rng.random() < 0.05:
-            return  # lost interest while its onload runs
+            return  # the client ends while its onload runs
         cached = await self.arrive()
         self.check(cached)
         if rng.random() < 0.3:
@@ -331,7 +331,7 @@ class Request:
             return False
         cached = await self.arrive()
         if self.weights != self.memory.weights:
-            return False  # what is cached may be of either
+            return False  # cached blocks may be from either weights
         self.check(cached)
         self.compute(cached, lease.num_tokens)
         await self.commit(cached)
@@ -416,7 +416,7 @@ class Request:
             lease.truncate(before)
             self.tokens = self.tokens[:before]
             return True
-        begin = min(before, len(self.tokens))  # drafts before it have no name and no bytes yet
+        begin = min(before, len(self.tokens))  # earlier drafts have no token ids and no bytes yet
         room = lease.num_tokens - len(self.tokens)
         if room > 0:
             named = np.array([rng.randint(0, 1) for _ in range(room)], np.int32)

@@ -20,14 +20,14 @@ def test_three_seconds_of_soak():
 
 def test_failed_copy_reported_as_complete_is_detected(monkeypatch, capsys):
     """Negative control: a failed copy is reported as complete."""
-    monkeypatch.setattr(ChaosDevice, "ended", _forget_the_failure)
+    monkeypatch.setattr(ChaosDevice, "ended", _drop_the_failure)
     monkeypatch.setattr(soak, "POLICIES", ("write_through",))
     monkeypatch.setattr(soak, "DEVICES", ("chaos",))
     assert soak.main(["--seconds", "10", "--seed", "3"]) == 1
-    told = capsys.readouterr().err
-    assert "VIOLATION" in told
-    assert "seed 3, round" in told
-    assert " match " in told, "the last operations"
+    printed = capsys.readouterr().err
+    assert "VIOLATION" in printed
+    assert "seed 3, round" in printed
+    assert " match " in printed, "the last operations"
 
 
 def test_missing_checksum_comparison_is_detected(monkeypatch, capsys):
@@ -35,7 +35,7 @@ def test_missing_checksum_comparison_is_detected(monkeypatch, capsys):
     monkeypatch.setattr(Checksums, "verify", lambda self, plan, failure: failure)
     monkeypatch.setattr(soak, "POLICIES", ("write_through",))
     monkeypatch.setattr(soak, "VERIFY", ("checksum",))
-    monkeypatch.setattr(Load, "acts", lambda load: [load.spoil])
+    monkeypatch.setattr(Load, "acts", lambda load: [load.corrupt])
     assert soak.main(["--seconds", "10", "--seed", "3"]) == 1
     assert "VIOLATION" in capsys.readouterr().err
 
@@ -43,12 +43,12 @@ def test_missing_checksum_comparison_is_detected(monkeypatch, capsys):
 def test_corrupted_blocks_are_detected_and_named(monkeypatch):
     monkeypatch.setattr(soak, "POLICIES", ("write_through",))
     monkeypatch.setattr(soak, "VERIFY", ("checksum",))
-    monkeypatch.setattr(Load, "acts", lambda load: [load.spoil])
+    monkeypatch.setattr(Load, "acts", lambda load: [load.corrupt])
     totals = soak.soak(3.0, seed=2)
-    assert totals.spoilt_found > 0
+    assert totals.corrupted_found > 0
 
 
-def _forget_the_failure(self, copy):
+def _drop_the_failure(self, copy):
     copy._error = None
     super(ChaosDevice, self).ended(copy)
 

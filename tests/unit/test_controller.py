@@ -109,7 +109,7 @@ async def test_each_direction_has_two_slots_and_the_next_is_chosen_by_priority(
         assert len(device.offloads) == 1
         statistics = worker.controller.statistics()
         assert (statistics.onload.queued, statistics.onload.submitted) == (3, 2)
-        device.onloads[1].complete_all()  # the younger one first: ends may come in any order
+        device.onloads[1].complete_all()  # the younger one first: transfers may end in any order
         await worker.settle()
         assert [copy.host_ids.tolist() for copy in device.onloads] == [[0], [5]]
         device.complete_all()
@@ -206,7 +206,7 @@ async def test_cancel_removes_only_unsubmitted_transfers(
         assert worker.controller.cancel(3) == "too late"
         assert worker.controller.cancel(99) == "too late"
         await worker.settle()
-        assert worker.reports == []  # the caller knows
+        assert worker.reports == []  # the caller has cancelled it
         for counter in (counters[2], held):
             with pytest.raises(TransferError, match="cancelled before it was submitted"):
                 await counter.wait(0)
@@ -244,7 +244,7 @@ async def test_a_raised_priority_counts_for_queued_and_held_transfers(
             worker.submit("onload", [i], [i], priority=priority, after_step=int(held))
         worker.controller.raise_priority(5, Priority.DEMAND)
         worker.controller.raise_priority(5, Priority.BACKUP)  # less urgent: without effect
-        worker.controller.raise_priority(1, Priority.DEMAND)  # perhaps with the device already
+        worker.controller.raise_priority(1, Priority.DEMAND)  # it may already be in the device
         worker.controller.raise_priority(99, Priority.DEMAND)  # unknown
         if held:
             worker.controller.close_step(1, None)
@@ -292,7 +292,7 @@ async def test_no_report_is_sent_from_inside_a_call(new_worker: type[Worker]) ->
                 device.complete_all()
                 await worker.settle()
                 assert worker.reports
-            assert calls == [False] * 2  # who cancels a plan that waits knows
+            assert calls == [False] * 2  # a queued plan that is cancelled is not reported
 
 
 async def test_a_failed_native_call_frees_its_place_in_the_device(

@@ -46,7 +46,7 @@ class Exported:
         self._tensor = _Tensor(
             array.ctypes.data, device_type, 0, array.ndim, code, bits, 1, self._shape, self._strides
         )
-        _lent.append(self)  # there is no deleter that would say when the consumer has done
+        _lent.append(self)  # no deleter would report that the consumer has finished
 
     def __dlpack__(self) -> object:
         new_capsule = ctypes.pythonapi.PyCapsule_New

@@ -40,7 +40,7 @@ async def test_a_device_of_an_open_engine_is_refused_until_that_engine_closes(
             await second.__aenter__()
         lease = await first.match([1, 2, 3]).allocate(3)
         lease.release()
-        await first.sleep(["host"])  # its device is detached, and stays the engine's
+        await first.sleep(["host"])  # its device is detached, and still belongs to the engine
         with pytest.raises(UsageError, match="belongs to another engine that is open"):
             await second.__aenter__()
         await first.wake_up(["host"])

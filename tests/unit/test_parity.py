@@ -61,7 +61,7 @@ def test_each_named_test_and_file_exists():
     [
         ("`unit/test_parity.py` `test_every_row_names_a_test`", []),
         ("`unit/test_parity.py` `test_every_*`", []),
-        ("`unit/test_nobody.py`", ["unit/test_nobody.py"]),
+        ("`unit/test_missing.py`", ["unit/test_missing.py"]),
         ("`unit/test_parity.py` (`test_gone`, `test_every_*`)", ["test_parity.py: test_gone"]),
         ("`native/tests/test_index.cpp` `pool_resizes` `pool_gone`", ["test_index.cpp: pool_gone"]),
     ],

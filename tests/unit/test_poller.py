@@ -64,7 +64,7 @@ def into(results: list[Any], name: Any = None) -> Callback:
 
 async def closed(poller: EventPoller) -> None:
     poller.close()
-    await spin(2)  # the timer's descriptor goes one pass later
+    await spin(2)  # the timer's descriptor is closed one pass later
 
 
 async def test_nothing_is_scheduled_while_nothing_is_pending() -> None:
@@ -98,7 +98,7 @@ async def test_only_the_first_event_of_each_stream_is_queried() -> None:
     for key in (0, 1):
         poller.watch(heads[key], key, into(seen, f"head{key}"))
         poller.watch(tails[key], key, into(seen, f"tail{key}"))
-    tails[0].complete()  # cannot happen on a real stream; nobody must notice
+    tails[0].complete()  # cannot happen on a real stream; it must have no effect
     await spin(3)
     assert seen == []
     assert [tail.queries for tail in tails] == [0, 0]
@@ -143,7 +143,7 @@ async def test_a_callback_may_watch_the_next_event() -> None:
 
 async def test_no_query_long_before_the_expected_end() -> None:
     poller = opened_poller(asyncio.get_running_loop())
-    event = Countdown(3)  # wait() itself asks once
+    event = Countdown(3)  # wait() itself queries once
     started = time.monotonic()
     await poller.wait(event, work_seconds=0.0015)
     assert event.asked_at[1] - started >= 0.0015 - poller_module.FIRST_LEAD_SECONDS
@@ -284,7 +284,7 @@ async def test_waiter_cancelled_in_the_pass_that_finishes_the_event() -> None:
     task = asyncio.create_task(poller.wait(event))
     await spin(2)
     event.complete()
-    poller.watch(Countdown(1), "killer", lambda _: task.cancel())
+    poller.watch(Countdown(1), "canceller", lambda _: task.cancel())
     with pytest.raises(asyncio.CancelledError):
         await task
     assert poller.idle
@@ -346,7 +346,7 @@ async def test_statistics_report_latency_and_cpu_share() -> None:
         await poller.wait(Countdown(4))
     statistics = poller.statistics()
     assert (statistics.events, statistics.pending) == (10, 0)
-    assert statistics.queries == 30  # wait() asks once itself
+    assert statistics.queries == 30  # wait() queries once itself
     assert 0 < statistics.latency_p50_seconds <= statistics.latency_p99_seconds
     assert 0 < statistics.cpu_share < 1
     await closed(poller)

@@ -11,7 +11,7 @@ import aiokv
 
 PACKAGE = Path(aiokv.__file__).parent
 
-# Reaches that are left, per file. A number may only become smaller.
+# Remaining accesses to private attributes, per file. A number may only become smaller.
 LEFT: dict[str, int] = {}
 
 # Names that the standard library documents, or that have no public name.

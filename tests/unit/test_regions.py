@@ -194,7 +194,7 @@ def test_arena_is_block_first_aligned_zeroed_and_freed() -> None:
     arena.close()
     with pytest.raises(ClosedError):
         _ = arena.blocks
-    assert view.tolist() == [3] * 192  # somebody still looks: freed later
+    assert view.tolist() == [3] * 192  # a view still exists: freed later
 
 
 def test_arena_without_blocks_or_with_too_many() -> None:

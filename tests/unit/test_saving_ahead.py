@@ -63,5 +63,5 @@ def test_block_is_dropped_unsaved_when_no_host_block_can_be_evicted():
     assert core.statistics().dropped_blocks == 1
     core.release(lease)
     serve(core, 2)
-    assert core.evict_device(1) == 0, "there is room now: it has to be saved first"
+    assert core.evict_device(1) == 0, "a host block is free now: it must be saved first"
     assert core.violations() == []

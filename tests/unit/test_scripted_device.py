@@ -41,8 +41,8 @@ async def test_one_layer_of_one_copy_fails_and_leaves_garbage(new_worker: type[W
         assert [outcomes[i].outcome for i in (1, 2, 3, 4)] == ["done", "failed", "done", "done"]
         assert outcomes[2].first_bad_block == 1
         for piece in worker.regions.pieces():
-            spoilt = (piece.view()[3] == GARBAGE).all()
-            assert spoilt == (piece.layer == 2)
+            corrupted = (piece.view()[3] == GARBAGE).all()
+            assert corrupted == (piece.layer == 2)
             assert not (piece.view()[2] == GARBAGE).all()
 
 

@@ -114,7 +114,7 @@ def test_the_event_of_a_step_is_the_first_one_not_before_it() -> None:
     gate = StepGate()
     two, four = ManualEvent(), ManualEvent()
     gate.close(2, two)
-    gate.close(3, None)  # says that step 3 had finished when it was closed
+    gate.close(3, None)  # reports that step 3 had finished when it was closed
     gate.close(4, four)
     assert gate.event_for(1) is two
     assert gate.event_for(2) is two

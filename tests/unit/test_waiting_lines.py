@@ -299,7 +299,7 @@ def test_grant_ends_the_pins_that_it_uses_and_asks_for_all_of_them_at_once():
 
     pins = PinnedLeases(Used())  # type: ignore[arg-type]
     pins.add(1, until_used=False)
-    assert pins.num_until_used == 0, "the scheduler does not ask"
+    assert pins.num_until_used == 0, "the scheduler does not query the core"
     for pin in range(2, 1000):
         pins.add(pin, until_used=True)
     assert pins.num_until_used == 998

@@ -12,7 +12,7 @@ from typing import Any, Final
 from aiokv.errors import ConfigError
 
 THREADS: Final = 128  # of a block that works on one row; the trees below are of this size
-MAX_CONTEXT_TOKENS: Final = 8192  # its scores lie in 32 KiB of shared memory
+MAX_CONTEXT_TOKENS: Final = 8192  # its scores take 32 KiB of shared memory
 
 SOURCE: Final = r"""
 constexpr int kThreads = 128;
@@ -154,7 +154,7 @@ def import_cupy() -> Any:
             hint="pip install 'aiokv[cuda12]' or 'aiokv[cuda13]', or take --device cpu",
         ) from error
     try:
-        cupy.cuda.Device().compute_capability  # noqa: B018 (asks the driver)
+        cupy.cuda.Device().compute_capability  # noqa: B018 (queries the driver)
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise ConfigError(f"no GPU: {error}", hint="take --device cpu") from error
     return cupy

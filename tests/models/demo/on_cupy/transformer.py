@@ -105,7 +105,7 @@ class CupyTransformer:
                 f"{max_context_tokens}"
             )
         self._cupy = import_cupy()
-        self.new_device()  # complain now, not behind a run's beginning
+        self.new_device()  # raise now, not after the start of a run
         self.config = config
         self.stream = self._cupy.cuda.Stream(non_blocking=True)
         self._kernels = Kernels(self._cupy)

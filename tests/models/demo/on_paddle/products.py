@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 paddle = import_paddle()
 
-# Elementwise kernels treat what does not fill a vector register apart: rows are padded to this.
+# Elementwise kernels treat a partial vector register differently: rows are padded to this.
 PADDING_ROWS: Final = 16
 TILE_CANDIDATES: Final = (16, 8, 4, 2, 1)
 
