@@ -1,6 +1,6 @@
 """Helpers of all benches: the machine, result files, and the comparison of two runs.
 
-A bench returns a (nested) dict of numbers. The unit at the end of a name says which way is better,
+A bench returns a (nested) dict of numbers. The unit at the end of a name sets the better direction,
 so a comparison needs no table of its own: ``requests_per_second`` up, ``aclose_seconds`` down.
 """
 

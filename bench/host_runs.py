@@ -1,7 +1,7 @@
 """Lengths of the runs of host blocks in transfers: input of the GPU bench's ``replay`` rows.
 
 Replays the trace with a host tier of 320,000 blocks and, once that is full, counts for every onload
-how many of its blocks lie in runs of each length (consecutive host ids, after sorting).
+how many of its blocks are in runs of each length (consecutive host ids, after sorting).
 """
 
 from __future__ import annotations

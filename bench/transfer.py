@@ -1,6 +1,6 @@
 """Bandwidth of the cpu device: GB/s of one thread per direction, compared with plain memcpy.
 
-``memcpy`` copies the same bytes in one call of the C library, in the same run and in turn with the
+``memcpy`` copies the same bytes in one call of the C library, in the same run, alternating with the
 transfers; ``ratio`` is transfer / memcpy. ``contiguous``: one layer of consecutive blocks, merged
 into one run. ``random_*``: 8 layers of K and V pieces of that size, random ids on both sides.
 ``both`` moves the bytes in and out at once, on two streams. The best of the

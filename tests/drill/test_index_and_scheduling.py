@@ -423,8 +423,8 @@ async def test_each_shortage_is_reported_as_documented():
 
 
 @pytest.mark.clock
-async def test_capacity_is_granted_in_order_and_promised_once():
-    """Defect: Two requests are promised the same room and one of them fails; there is no waiting
+async def test_capacity_is_granted_in_order_and_only_once():
+    """Defect: Two requests are granted the same blocks and one of them fails; there is no waiting
     line.
     """
     clock = running_clock()

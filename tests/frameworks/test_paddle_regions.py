@@ -68,7 +68,7 @@ def test_missing_paddle_package_is_a_named_error(monkeypatch):
         import_paddle()
 
 
-def test_paddle_sees_what_the_engine_wrote_through_numpy(paddle, frameworks):
+def test_paddle_reads_the_bytes_that_the_engine_wrote(paddle, frameworks):
     """The bits of a bfloat16 survive a round trip through a region's bytes."""
     values = np.random.default_rng(0).standard_normal((2, 8)).astype(np.float32)
     source = paddle.to_tensor(values).cast("bfloat16")

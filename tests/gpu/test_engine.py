@@ -62,7 +62,7 @@ async def compute(engine, tensors, tokens, seed, stream):
 
 
 @pytest.mark.asyncio
-async def test_blocks_come_back_from_the_host():
+async def test_blocks_are_restored_from_the_host():
     import cupy
 
     engine, _, tensors = make()

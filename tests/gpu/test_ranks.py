@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.asyncio
 
 PROMPT = list(range(17))  # four full blocks, and a token that is computed each time
-SPOILT = 200
+OVERWRITTEN = 200
 
 
 class Runners:
@@ -64,7 +64,7 @@ async def test_both_ranks_get_their_own_bytes_back(tmp_path: Path) -> None:
         await engine.drain()
         assert await engine.evict(4) == 4
         for rank in range(2):
-            await runners.ask(rank, fill=SPOILT, blocks=list(range(BLOCKS)))
+            await runners.ask(rank, fill=OVERWRITTEN, blocks=list(range(BLOCKS)))
         async with engine.match(PROMPT) as lease:
             await lease.allocate(len(PROMPT))
             assert lease.hit == Hit(0, 16)

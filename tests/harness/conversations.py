@@ -78,7 +78,7 @@ class TwiceComputed(ABC):
             rng: decides.
             name: of the conversation; two of them share their beginning.
             turns: how many.
-            longest: number of tokens after which the conversation goes back.
+            longest: number of tokens after which the conversation is truncated.
             shortened: returns to which number.
         """
         tokens, found = [1, 2, 3, 4, name % 2], 0

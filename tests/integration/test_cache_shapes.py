@@ -180,7 +180,7 @@ def expected_of(shape: Shape, layer: int, table: np.ndarray) -> list[bytes]:
 
 
 @pytest.mark.asyncio
-async def test_a_prompt_goes_to_the_host_and_back_layer_by_layer(shape: Shape) -> None:
+async def test_prompt_is_offloaded_and_onloaded_layer_by_layer(shape: Shape) -> None:
     rng = np.random.default_rng(0)
     for tensor in owners(shape):
         tensor[:] = rng.integers(0, 256, tensor.shape, dtype=np.uint8)

@@ -92,7 +92,7 @@ async def test_a_cancelled_request_keeps_its_blocks_while_its_thread_writes():
         (await waiting).release()  # the onloaded bytes equal the computed ones
 
 
-async def test_run_returns_and_raises_what_the_function_does():
+async def test_run_returns_the_result_and_raises_the_error_of_its_function():
     async with Cache() as cache:
         lease = await granted(cache, A)
         with cache.engine.computing([lease]) as batch, ThreadPoolExecutor(1) as pool:

@@ -98,10 +98,10 @@ def test_prompts_with_different_images_are_not_confused(demo, monkeypatch):
     assert found["runs"][2]["reused_tokens"]["host"] > 0
     told = aiokv.CacheEngine.match
 
-    def not_told(engine, tokens, *, items, **more):
+    def without_items(engine, tokens, *, items, **more):
         return told(engine, tokens, **more)
 
-    monkeypatch.setattr(aiokv.CacheEngine, "match", not_told)
+    monkeypatch.setattr(aiokv.CacheEngine, "match", without_items)
     status, found = demo("--images", "2")
     assert status == 1
     assert found["logits_equal"] is False
@@ -319,7 +319,7 @@ def test_the_demo_works_with_closed_standard_streams(streams, tmp_path):
     assert ("equal in all runs" in ended.stdout) == (1 not in streams)
 
 
-def test_an_error_with_closed_standard_streams_is_a_status(tmp_path):
+def test_error_with_closed_standard_streams_sets_the_exit_status(tmp_path):
     for streams in ((1,), (2,), (0, 1, 2)):
         ended = run_with_closed(streams, "--trace", str(tmp_path / "absent"))
         assert ended.returncode == 2

@@ -85,7 +85,7 @@ async def serve(model, workload, *, device_blocks, host_blocks, reuse, device=No
     return server
 
 
-async def test_lost_onloads_are_computed_again():
+async def test_failed_onloads_are_recomputed():
     workload = chat_workload(SIZES, vocab=MODEL.vocab, seed=0)
     model = NumpyTransformer(
         MODEL, random_weights(MODEL), max_context_tokens=workload.max_context_tokens

@@ -75,7 +75,7 @@ async def test_swap_waits_for_a_backup_of_its_blocks_and_saves_those_that_failed
         lease.release()
 
 
-async def test_swap_without_host_room_changes_nothing():
+async def test_swap_to_a_full_host_changes_nothing():
     async with Served(host_blocks=6, write_policy="none") as served:
         first = await computed(served, A)
         await swapped_out(served, first)

@@ -343,9 +343,9 @@ def test_command_refuses_a_plot_with_another_suffix_than_svg(tmp_path, capsys, n
 
 def test_command_prints_a_result_that_cannot_be_written(capsys):
     assert run_cli(SMALL, "--json", "/dev/full") == 2
-    said = capsys.readouterr()
-    assert "requests: " in said.out
-    assert "cannot write /dev/full: No space left" in said.err
+    printed = capsys.readouterr()
+    assert "requests: " in printed.out
+    assert "cannot write /dev/full: No space left" in printed.err
 
 
 def test_command_hints_when_nothing_fits(capsys):

@@ -50,7 +50,7 @@ async def test_close_names_the_owners_of_leases_still_held(caplog):
     lease.release()
 
 
-async def test_memory_outlives_the_copies():
+async def test_memory_is_kept_until_all_copies_end():
     served = Served()
     await served.engine.__aenter__()
     await served.to_host(A)

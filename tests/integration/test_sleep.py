@@ -228,7 +228,7 @@ def layout(**change):
 
 
 @pytest.mark.parametrize(
-    ("regions", "said"),
+    ("regions", "message"),
     [
         (None, "needs its tensors"),
         (layout(layers=3), "3 layers, not 2"),
@@ -238,10 +238,10 @@ def layout(**change):
     ],
     ids=["none", "layers", "bytes", "names", "blocks"],
 )
-async def test_other_tensors_are_refused_with_the_numbers(regions, said):
+async def test_other_tensors_are_refused_with_the_numbers(regions, message):
     async with Cache() as cache:
         await cache.engine.sleep()
-        with pytest.raises(LayoutError, match=said):
+        with pytest.raises(LayoutError, match=message):
             await cache.engine.wake_up(regions=regions)
         assert cache.engine.asleep == set(BOTH)
         await cache.engine.wake_up(regions=new_memory(cache, blocks=9))

@@ -341,7 +341,7 @@ async def test_a_copy_that_raises_saves_nothing(monkeypatch: pytest.MonkeyPatch)
         lease.release()
 
 
-async def test_a_reset_forgets_the_snapshots():
+async def test_a_reset_clears_the_snapshots():
     async with Hybrid() as hybrid:
         await hybrid.serve(PROMPT)
         lease = await granted(hybrid)

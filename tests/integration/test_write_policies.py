@@ -33,7 +33,7 @@ async def test_write_through_saves_all_commits_of_a_pass_in_one_transfer():
         await _serve_from_host(cache, B)
 
 
-async def test_blocks_without_host_room_are_not_saved_and_dropped_later():
+async def test_blocks_that_exceed_the_host_are_skipped_and_dropped_later():
     async with Cache(write_policy="write_through", host_blocks=1) as cache:
         await cache.fill(A)
         await cache.finish()
@@ -133,7 +133,7 @@ async def test_a_match_rescues_blocks_that_are_being_saved():
         assert cache.hit(A) == (2, 0)
 
 
-async def test_eviction_waits_for_room_that_a_save_in_flight_will_make():
+async def test_eviction_waits_for_blocks_of_a_save_in_flight():
     """Three requests in line while one save is under way: all are served, none twice."""
     async with Cache(device_blocks=4, write_policy="write_back") as cache:
         await cache.fill(A)

@@ -80,8 +80,8 @@ class Transfer:
 class CachedBlocks:
     """Blocks, ids and recency.
 
-    Eviction: least recently used first, deepest first among equals. One that was blocked when its
-    turn came keeps it: it goes to the front as soon as it can be evicted.
+    Eviction: least recently used first, deepest first among equals. A block that was
+    first but blocked goes to the front again as soon as it can be evicted.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class CachedBlocks:
         self._newest = 0
         self._oldest = 0
 
-    # --- what is where ------------------------------------------------------------------------
+    # --- places of blocks ---------------------------------------------------------------------
 
     def children(self, block: Block) -> list[Block]:
         return [b for b in self.blocks.values() if b.parent is block]

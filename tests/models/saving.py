@@ -63,7 +63,7 @@ class Saving(CachedBlocks):
 
     # --- ahead of eviction --------------------------------------------------------------------
 
-    def twins(self) -> list[Block]:
+    def reclaimable_copies(self) -> list[Block]:
         """Return the blocks on the device whose host copy can be reclaimed."""
         return [b for b in self.blocks.values() if b.device_valid and b.host_valid and not b.pins]
 
@@ -72,7 +72,7 @@ class Saving(CachedBlocks):
         if self.policy != "write_back" or not block.unsaved:
             return False
         host = [b for b in self.idle("host") if not self.blocked(b)]
-        return bool(self.host_free or host or self.twins())
+        return bool(self.host_free or host or self.reclaimable_copies())
 
     def evict_as_seen(self, count: int, wanted: int) -> bool:
         """Apply ``count`` evictions by the implementation; return True if that is ``wanted``."""
@@ -119,7 +119,7 @@ class Saving(CachedBlocks):
             return []
         near = self.near_eviction(wanted)
         unsaved = [block for block in near if block.unsaved]
-        reclaimable = [block for block in self.twins() if block not in near]
+        reclaimable = [block for block in self.reclaimable_copies() if block not in near]
         assert set(reclaimed) <= set(reclaimable)
         assert not evicted or len(reclaimed) == len(reclaimable), (
             "host copies of device blocks are reclaimed first"

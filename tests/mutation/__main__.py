@@ -5,7 +5,7 @@ A sample of the mutants of ``aiokv/{scheduler,engine,worker}``, ``aiokv/lease.py
 
 - killed: a test fails, or crashes;
 - timeout: a test does not end;
-- explained: it survives, and ``explained.toml`` says why no test has to notice;
+- explained: it survives, and ``explained.toml`` states why no test must detect it;
 - survived: it survives all tests. Mend a test, or explain it;
 - invalid: it does not build, and counts for nothing.
 """

@@ -1,6 +1,6 @@
 """The core beside the naive model, with simulated bytes: transfers, capacity and invariants.
 
-After every rule: ``violations()`` is empty (I1-I6), every block is where the model says, with the
+After every rule: ``violations()`` is empty (I1-I6), every block is as the model predicts, with the
 same copies, refs and pins, and every VALID copy holds the KV of exactly its tokens (I4).
 """
 
@@ -150,7 +150,7 @@ class CacheSimulation(RuleBasedStateMachine):
     def reclaimed(self) -> list[Block]:
         """Return the blocks that had a valid host copy in the model and have none now."""
         without = {device for _, _, device, host, _, _, _ in self.core.blocks() if host < 0}
-        return [b for b in self.model.twins() if b.device in without]
+        return [b for b in self.model.reclaimable_copies() if b.device in without]
 
     # --- copies -------------------------------------------------------------------------------
 
@@ -302,7 +302,7 @@ class CacheSimulation(RuleBasedStateMachine):
         assert len(freed) == sum(x.released and x.batches == 1 for x in batch.model)
         self.abandoned |= self.model.end_batch(batch.model, step)
 
-    # --- what always holds --------------------------------------------------------------------
+    # --- invariants ---------------------------------------------------------------------------
 
     @invariant()
     def invariants_hold(self) -> None:

@@ -54,16 +54,16 @@ class Part:
 class Work:
     """Work of a batch: read the cached blocks, then write its own."""
 
-    def __init__(self, world: World, who: str, reads: Part, writes: Part) -> None:
+    def __init__(self, world: World, label: str, reads: Part, writes: Part) -> None:
         self.world = world
-        self.who = who
+        self.label = label
         self.reads = reads
         self.writes = writes
         self.done: ThreadFuture[None] = ThreadFuture()
         self.done.set_running_or_notify_cancel()
 
     def run(self) -> None:
-        self.world.check(self.reads, self.who)
+        self.world.check(self.reads, self.label)
         self.world.write(self.writes)
         self.done.set_result(None)
 
@@ -113,9 +113,9 @@ class World:
         for memory in self.memories:
             memory.write(part.places, part.words)
 
-    def check(self, part: Part, who: str) -> None:
+    def check(self, part: Part, label: str) -> None:
         for memory in self.memories:
-            memory.check(part.places, part.words, who)
+            memory.check(part.places, part.words, label)
         self.checked_positions += len(part.words)
 
     # --- the device -----------------------------------------------------------------------------
@@ -159,7 +159,7 @@ class World:
         else:
             work.run()
 
-    # --- what happens ---------------------------------------------------------------------------
+    # --- events ---------------------------------------------------------------------------------
 
     async def run(self, passes: int) -> None:
         for _ in range(passes):
@@ -168,7 +168,7 @@ class World:
             for _ in range(self.rng.randint(0, 3)):
                 await asyncio.sleep(0)
             self.verify()
-        await self.come_to_rest()
+        await self.finish_all()
 
     def act(self) -> None:
         rng = self.rng
@@ -176,7 +176,7 @@ class World:
         if draw < 0.25 and len(self.requests) < 6:
             self.number += 1
             request = Request(self, f"r{self.number}")
-            task = asyncio.create_task(request.live())
+            task = asyncio.create_task(request.run())
             self.requests[task] = request
         elif draw < 0.32 and self.requests:
             task = rng.choice(list(self.requests))
@@ -204,7 +204,7 @@ class World:
                 self.operator.result()
             self.operator = None
 
-    async def come_to_rest(self) -> None:
+    async def finish_all(self) -> None:
         """Complete all work, and check that all pools are full."""
         self.calm = True
         for number in range(PATIENCE):
@@ -323,9 +323,9 @@ class Request:
         words = memory.position_words(self.tokens[:end], self.salt, self.weights)
         return Part(self.lease.block_table, begin, words[begin:])
 
-    # --- life -----------------------------------------------------------------------------------
+    # --- the run ---------------------------------------------------------------------------------
 
-    async def live(self) -> None:
+    async def run(self) -> None:
         rng = self.rng
         self.lease = self.engine.match(self.tokens, salt=self.salt, owner=self.name)
         try:

@@ -140,7 +140,7 @@ class CacheMachine(CacheSimulation):
     def allocate_insisting(self, which: int) -> None:
         """Make free blocks as the engine does: save victims, or drop those that cannot be saved.
 
-        Nobody waits for ever: with no transfer under way, whoever fits gets its blocks.
+        No wait is endless: without transfers in flight, a request that fits gets its blocks.
         """
         caller = self.waiting()[which % len(self.waiting())]
         num_tokens = max(1, len(caller.model.tokens))

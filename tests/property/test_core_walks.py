@@ -57,7 +57,7 @@ def walk(seed: int, steps: int = STEPS) -> CacheMachine:
         shapes = [(number(1), number(3), 1 + number(3)) for _ in range(number(2))]
         m.match(prompt(), number(9), number(5) == 0, flag(0.9), flag(0.9), shapes)
 
-    def rest_and_forget() -> None:
+    def settle_and_clear() -> None:
         """Clear a tier as ``sleep`` does, after all leases and transfers ended."""
         while m.callers:
             m.give_back(0, "release", False)
@@ -95,7 +95,7 @@ def walk(seed: int, steps: int = STEPS) -> CacheMachine:
         (2, lambda: True, lambda: m.resize(random.randint(-2, 4))),
         (1, lambda: True, lambda: m.shrink_at_rest(1 + number(5), number(1))),
         (1, lambda: True, lambda: m.forget(random.choice(["device", "host"]))),
-        (0.3, lambda: True, rest_and_forget),
+        (0.3, lambda: True, settle_and_clear),
         (1, lambda: True, lambda: m.finish_step(number(1))),
         (2, m.granted, lambda: m.begin_batch(number(), random.choice([None, number()]))),
         (2, lambda: m.batches, lambda: m.end_batch(number(), flag())),

@@ -22,7 +22,7 @@ class Recorder:
         verb = getattr(self._core, name)
 
         def call(*args: Any) -> Any:
-            answer = ask(verb, args)
+            answer = result_of(verb, args)
             self.calls.append((name, args, answer))
             if isinstance(answer, AiokvError):
                 raise answer
@@ -31,7 +31,7 @@ class Recorder:
         return call
 
 
-def ask(verb: Any, args: tuple[Any, ...]) -> Any:
+def result_of(verb: Any, args: tuple[Any, ...]) -> Any:
     try:
         return verb(*args)
     except AiokvError as error:
@@ -65,4 +65,4 @@ def test_replayed_calls_give_equal_results(seed: int, monkeypatch: pytest.Monkey
     assert {"match", "allocate", "take_backups"} <= {name for name, _, _ in recorder.calls}
     replayed = Core(**arguments[0])
     for name, args, answer in recorder.calls:
-        assert plain(ask(getattr(replayed, name), args)) == plain(answer), name
+        assert plain(result_of(getattr(replayed, name), args)) == plain(answer), name

@@ -1,4 +1,4 @@
-"""Blocks that a batch in flight reads or writes are not reallocated, whatever its lease does."""
+"""Blocks that a batch in flight reads or writes are not reallocated, even if its lease ends."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ class Walk:
         for _ in range(self.random.choice((1, 1, 2))):  # an interrupt repeats a report
             self.apply(self.scheduler.complete(report))
 
-    # --- what requests do -----------------------------------------------------------------------
+    # --- actions of requests --------------------------------------------------------------------
 
     def prompt(self) -> np.ndarray:
         """Draw prompts that share prefixes: equal tokens, and one or two more."""

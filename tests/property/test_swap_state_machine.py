@@ -2,7 +2,7 @@
 
 After every rule: ``violations()`` is empty (I1-I6), every VALID block that can be matched holds the
 KV of exactly its tokens and of the present weights (I4), and so does every lease (I3, I7). A
-swapped table comes back whole unless the cache was reset or a copy failed meanwhile.
+swapped table is restored completely unless the cache was reset or a copy failed meanwhile.
 """
 
 from __future__ import annotations
@@ -302,7 +302,7 @@ class SwapMachine(RuleBasedStateMachine):
             self.weights += 1
             self.losses += 1
 
-    # --- what always holds --------------------------------------------------------------------
+    # --- invariants ---------------------------------------------------------------------------
 
     @invariant()
     def invariants_hold(self) -> None:

@@ -183,8 +183,8 @@ class Ranked(Model):
         self.now += seconds
         self.group.tick()
 
-    async def heard(self) -> None:
-        """Record a report of all ranks at the present time."""
+    async def wait_for_reports(self) -> None:
+        """Wait until all ranks have reported at the present time."""
         ranks = self.group._membership.ranks  # type: ignore[union-attr]
         await run_until_idle(lambda: all(state.progress_at == self.now for state in ranks))
 

@@ -71,7 +71,7 @@ async def test_opening_cancelled_at_any_await_leaves_nothing(tmp_path, again):
         directory = tmp_path / str(number)
         directory.mkdir(mode=0o700)
         ranked = Ranked(directory, new_device=None)
-        runners = [asyncio.create_task(live(shard.worker)) for shard in ranked.shards]
+        runners = [asyncio.create_task(enter_and_leave(shard.worker)) for shard in ranked.shards]
         was_cancelled = await cancelled_at(ranked.engine.__aenter__(), number, again=again)
         if not was_cancelled:
             break
@@ -87,7 +87,7 @@ async def test_opening_cancelled_at_any_await_leaves_nothing(tmp_path, again):
     assert cancelled >= 2
 
 
-async def live(worker: Rank) -> None:
+async def enter_and_leave(worker: Rank) -> None:
     """Enter and leave a rank as its process does."""
     async with worker:
         await worker.closed()

@@ -129,7 +129,7 @@ async def test_counters_keep_no_reference_to_cancelled_waiters():
     assert not counters._expected
 
 
-# --- what is said ---------------------------------------------------------------------------------
+# --- error messages -------------------------------------------------------------------------------
 
 
 @pytest.mark.asyncio

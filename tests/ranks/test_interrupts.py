@@ -15,10 +15,10 @@ pytestmark = pytest.mark.asyncio
 
 
 async def test_interrupted_outbox_sends_the_rest_in_the_next_pass() -> None:
-    said: list[Any] = []
+    sent: list[Any] = []
 
     def interrupt(message: object) -> None:
-        outbox._send = said.append
+        outbox._send = sent.append
         raise KeyboardInterrupt
 
     outbox = Outbox(interrupt)
@@ -27,7 +27,7 @@ async def test_interrupted_outbox_sends_the_rest_in_the_next_pass() -> None:
     with pytest.raises(KeyboardInterrupt):
         outbox.flush()
     await spin(2)
-    assert [report.transfer_id for report in said[0].ended] == [7]
+    assert [report.transfer_id for report in sent[0].ended] == [7]
 
 
 async def test_plans_of_an_interrupted_flush_leave_in_the_next_pass(tmp_path: Any) -> None:

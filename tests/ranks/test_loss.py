@@ -59,7 +59,7 @@ async def test_progress_on_anything_moves_the_deadline(tmp_path):
             ranked.pass_time(LATE / 2)
             for shard in ranked.shards:
                 shard.device.onloads[-1].complete(shard.device.onloads[-1].pending_layers[0])
-            await ranked.heard()
+            await ranked.wait_for_reports()
         assert ranked.group.group_statistics().given_up == 0
         for lease in leases:
             lease.release()

@@ -153,11 +153,11 @@ async def test_a_hello_with_absurd_sizes_is_refused(tmp_path):
 
 @pytest.mark.asyncio
 async def test_refused_connection_is_not_read_further(tmp_path, monkeypatch):
-    asked = []
+    hellos = []
     admit = membership.Membership.admit
 
     def counted(group: membership.Membership, channel: Channel, hello: Hello) -> Any:
-        asked.append(hello)
+        hellos.append(hello)
         return admit(group, channel, hello)
 
     async with Ranked(tmp_path) as ranked:
@@ -169,8 +169,8 @@ async def test_refused_connection_is_not_read_further(tmp_path, monkeypatch):
             peer.channel.send(hello(1, protocol=0) + hello(1) + bytes(100_000))
             await peer.ended()
             await run_until_idle(lambda: ranked.group._membership._unauthenticated == {})
-        assert len(asked) == len(peer.heard) == 1
-        assert b"protocol 0" in peer.heard[0]
+        assert len(hellos) == len(peer.received) == 1
+        assert b"protocol 0" in peer.received[0]
         assert ranked.group._membership.ranks[1].channel is None
         assert accepted[0].channel._buffer == b""
         await ranked.shards[1].leave()

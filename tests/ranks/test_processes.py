@@ -272,7 +272,7 @@ def test_a_manager_that_is_killed_leaves_no_files(tmp_path, number):
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-# --- what a rank imports --------------------------------------------------------------------------
+# --- imports of a rank ----------------------------------------------------------------------------
 
 SERVE = """
 import asyncio, numpy as np, aiokv

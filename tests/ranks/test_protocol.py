@@ -116,9 +116,9 @@ class Peer:
     """Open a raw connection to a group."""
 
     def __init__(self) -> None:
-        self.heard: list[bytes] = []
+        self.received: list[bytes] = []
         self.closed: list[str] = []
-        self.channel = Channel(self.heard.append, self.closed.append)
+        self.channel = Channel(self.received.append, self.closed.append)
 
     async def connect(self, ranked: Ranked) -> Peer:
         loop = asyncio.get_running_loop()
@@ -146,7 +146,7 @@ async def test_garbage_cuts_its_own_connection_only(tmp_path, garbage):
         peer = await Peer().connect(ranked)
         peer.channel.send(garbage)
         await peer.ended()
-        assert peer.heard == []
+        assert peer.received == []
         assert await ranked.serve(A) == 0
         assert await ranked.serve(A) == 6
 
@@ -163,7 +163,7 @@ async def test_rank_that_sends_garbage_is_lost(tmp_path):
 
 
 @pytest.mark.asyncio
-async def test_frames_may_come_in_pieces(tmp_path):
+async def test_frames_may_arrive_in_pieces(tmp_path):
     async with Ranked(tmp_path) as ranked:
         peer = await Peer().connect(ranked)
         hello = frame_of(encode(Hello(protocol=0, rank=0, layout=layout_of(regions_of(8, 8)))))
@@ -171,7 +171,7 @@ async def test_frames_may_come_in_pieces(tmp_path):
             peer.channel.send(bytes([byte]))
             await spin()
         await peer.ended()
-        assert b"protocol 0, not 2" in peer.heard[0]
+        assert b"protocol 0, not 2" in peer.received[0]
 
 
 @pytest.mark.asyncio

@@ -50,12 +50,12 @@ def test_use_is_reported_once_to_each_lease_whose_hit_it_covers():
 
 def test_released_or_retracted_lease_gets_no_use_report():
     core = filled()
-    released, retracted, told = held(core), held(core), held(core)
+    released, retracted, reported = held(core), held(core), held(core)
     core.release(released)
     core.retract(retracted)
     use(core)
     assert core.violations() == []
-    assert core.take_used() == [told]
+    assert core.take_used() == [reported]
     gone = held(core)
     use(core)
     core.release(gone)

@@ -98,7 +98,7 @@ async def test_copy_waits_on_the_device_for_its_step(
 async def test_a_compute_stream_waits_for_a_layer(
     new_worker: type[Worker], stream: CpuStream
 ) -> None:
-    """`gpu_wait` orders the stream; the host goes on."""
+    """`gpu_wait` orders the stream; the host does not wait."""
     async with new_worker(CpuDevice()) as worker:
         counter = worker.submit()
         counter.gpu_wait_all(stream)
@@ -232,7 +232,7 @@ def test_a_failed_step_fails_the_copy_behind_it(
     assert (arena.blocks == 5).all()
 
 
-def test_memory_outlives_a_device_that_is_dropped_while_it_copies() -> None:
+def test_memory_is_kept_while_a_dropped_device_copies() -> None:
     """No memory is freed under a copy, even without close()."""
     regions = Regions(num_layers=1)
     regions.add("k", layers=[np.zeros((4, 1 << 20), np.uint8)])

@@ -87,7 +87,7 @@ def sysfs(root: Path, *, nodes: int, gpu_node: int, free_kib: int = 1 << 20) -> 
     return root
 
 
-def test_the_arena_is_bound_to_the_node_of_the_gpu_when_it_has_room(tmp_path):
+def test_the_arena_is_bound_to_the_node_of_the_gpu_when_it_has_enough_memory(tmp_path):
     root = sysfs(tmp_path, nodes=2, gpu_node=1)
     assert placement("0000:3B:00.0", 1 << 20, root) == Placement(1, strict=True)
     assert placement("0000:3B:00.0", 1 << 40, root) == Placement(1, strict=False)

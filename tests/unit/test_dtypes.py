@@ -1,4 +1,4 @@
-"""Tensors of number formats that numpy has no name for become regions, or the error says how."""
+"""Tensors of number formats without a numpy name as regions, and errors that explain how."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_dlpack_strides_are_in_elements():
     assert next(iter(regions.pieces())).stride_bytes == 20
 
 
-def test_dlpack_of_a_cuda_tensor_needs_no_library_that_knows_its_type():
+def test_dlpack_of_a_cuda_tensor_needs_no_library_that_supports_its_type():
     regions = Regions(num_layers=1)
     regions.add("kv", layers=[Exported(np.zeros((4, 8), np.uint8), FLOAT8_E4M3FN, 8, 2)])
     assert regions.devices == {"cuda"}

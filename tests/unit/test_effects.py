@@ -181,7 +181,7 @@ def test_transition_that_raises_keeps_the_effects_of_the_one_before():
     assert [grant.lease_id for grant in effects.granted] == [waiting]
 
 
-def test_commit_asks_once_for_backups_and_collecting_submits_them():
+def test_commit_requests_backups_once_and_collecting_submits_them():
     scheduler = scheduler_of(8, 8, write_policy="write_through")
     lease_id, _ = scheduler.match(prompt(1, 3))
     scheduler.allocate(lease_id, 13, 0)

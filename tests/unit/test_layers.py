@@ -139,7 +139,7 @@ async def test_a_transfer_without_layers_ends_with_its_report() -> None:
 
 
 async def test_wait_all_and_iteration() -> None:
-    """Layers come in ascending order, whatever the order of arrival."""
+    """Layers are iterated in ascending order, independent of the order of arrival."""
     counter = LayerDoneCounter(3)
     seen: list[int] = []
 

@@ -458,7 +458,7 @@ class SteppedClock:
         return self.now
 
 
-async def test_busy_seconds_leave_out_what_callbacks_take(monkeypatch: Any) -> None:
+async def test_busy_seconds_exclude_the_time_of_callbacks(monkeypatch: Any) -> None:
     clock = SteppedClock()
     monkeypatch.setattr(poller_module, "time", clock)
     poller = opened_poller(asyncio.get_running_loop())

@@ -169,7 +169,7 @@ def test_devices_are_made_by_name(monkeypatch):
     assert made == [None, 0, 12]
 
 
-def test_the_name_of_a_gpu_without_cuda_says_what_to_do(monkeypatch):
+def test_gpu_name_without_cuda_raises_with_a_hint(monkeypatch):
     monkeypatch.setattr("aiokv.worker.device.cuda._cuda", None)
     with pytest.raises(ConfigError, match=r"built without CUDA.*nvcc"):
         CacheEngine(CacheConfig(device_blocks=8), device="cuda:0")

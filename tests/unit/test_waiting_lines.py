@@ -87,7 +87,7 @@ def test_quota_admits_a_request_and_grants_it_in_one_call():
     assert scheduler.read.quota_held("a") == 4
 
 
-def test_one_call_serves_a_bounded_number_and_asks_for_the_next():
+def test_one_call_serves_a_bounded_number_and_requests_the_next():
     scheduler = scheduler_of(100)
     holder = granted(scheduler, 1, 100)
     requests = [waiting(scheduler, 2, 1) for _ in range(2 * PER_CALL)]
@@ -206,7 +206,7 @@ def test_commit_resumes_the_leases_whose_blocks_are_indexed():
     assert scheduler.violations() == []
 
 
-# --- what the checks report -----------------------------------------------------------------------
+# --- reports of the checks ------------------------------------------------------------------------
 
 
 def test_violations_report_a_waiting_lease_that_is_released():
@@ -289,12 +289,12 @@ def pinned(scheduler: CacheScheduler, seed: int, blocks: int, *, until_used: boo
     return pin
 
 
-def test_grant_ends_the_pins_that_it_uses_and_asks_for_all_of_them_at_once():
-    asked = []
+def test_grant_ends_the_pins_that_it_uses_and_queries_all_of_them_at_once():
+    queries = []
 
     class Used:
         def take_used(self) -> list[int]:
-            asked.append(len(asked))
+            queries.append(len(queries))
             return [7]
 
     pins = PinnedLeases(Used())  # type: ignore[arg-type]
@@ -304,7 +304,7 @@ def test_grant_ends_the_pins_that_it_uses_and_asks_for_all_of_them_at_once():
         pins.add(pin, until_used=True)
     assert pins.num_until_used == 998
     assert pins.take_used() == [7]
-    assert asked == [0]
+    assert queries == [0]
 
 
 def test_pin_that_waits_for_a_use_ends_with_it():

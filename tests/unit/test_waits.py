@@ -99,7 +99,7 @@ def test_all_lines_and_all_ends_are_served():
     assert ended_later.lease_ids == [1, 2]
 
 
-def test_check_accepts_entries_that_stand_in_one_line_each():
+def test_check_accepts_entries_in_one_line_each():
     line: PriorityLine[Entry] = PriorityLine()
     entries = {entry.lease_id: entry for entry in entries_of(line, 0, 1)}
     assert check_entries("line", entries, [line, line], {1, 2}) == []
