@@ -1,5 +1,5 @@
 // The components of Core by themselves: the ledger of transfers, contexts and items of the index,
-// and what write-backs have looked at.
+// and the look-ahead of write-backs.
 #include <string>
 #include <vector>
 

@@ -1,4 +1,4 @@
-// Multimodal items: their keys a block, and matches that end before them.
+// Multimodal items: their keys per block, and matches that end before them.
 #include <numeric>
 
 #include "aiokv/core.hpp"

@@ -1,4 +1,4 @@
-// Promises against a walk over all leases.
+// Promises, compared with a walk over all leases.
 #include <algorithm>
 #include <random>
 #include <set>

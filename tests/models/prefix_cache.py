@@ -217,7 +217,7 @@ class PrefixCacheModel(Saving):
         lease.grown_blocks = max(lease.grown_blocks, len(table))
 
     def _last_use(self, lease: Lease, step: int) -> int:
-        """Only what batches name is known exactly."""
+        """Return the last step of the lease; without batches, count ``step`` as a use."""
         return lease.last_step if lease.named else max(lease.last_step, step)
 
     def _use(self, lease: Lease, first: int, last: int, step: int) -> None:

@@ -142,7 +142,7 @@ def test_host_events_begin_and_finish() -> None:
 
 
 def test_wait_for_an_unrecorded_event_is_refused(stream: CpuStream) -> None:
-    """To CUDA an unrecorded event is done; here it is an error."""
+    """CUDA treats an unrecorded event as done; here it is an error."""
     with pytest.raises(UsageError, match="never recorded"):
         CpuEvent().synchronize()
     with pytest.raises(UsageError, match="never recorded"):

@@ -272,7 +272,7 @@ async def test_failure_is_raised_after_all_copies_ended() -> None:
 
 
 async def test_gpu_wait_blocks_until_the_layer_is_submitted() -> None:
-    """To CUDA an unrecorded event is done: the runner would read too early."""
+    """CUDA treats an unrecorded event as done, so the runner would read too early."""
     copy, counter, stream = Copy(2), LayerDoneCounter(2), list[int]()
     thread, result = await in_thread(counter.gpu_wait, 1, stream)
     await spin(3)
