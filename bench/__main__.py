@@ -54,18 +54,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("benches", nargs="*", metavar="BENCH", help=f"of {', '.join(BENCHES)}")
-    parser.add_argument("--quick", action="store_true", help="smaller inputs, rougher numbers")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write the whole run here too")
     parser.add_argument(
-        "--compare", type=Path, metavar="FILE", help="a saved run; exit 1 if this one is worse"
+        "benches",
+        nargs="*",
+        metavar="BENCH",
+        help=f"benches to run, of {', '.join(BENCHES)}; default: all",
+    )
+    parser.add_argument("--quick", action="store_true", help="smaller inputs, less exact results")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="also write all results to FILE")
+    parser.add_argument(
+        "--compare", type=Path, metavar="FILE", help="compare with a saved run; exit 1 if worse"
     )
     parser.add_argument(
-        "--noise", type=float, default=0.25, help="loss that still counts as equal (%(default)s)"
+        "--noise", type=float, default=0.25, help="relative loss that counts as equal (%(default)s)"
     )
     args = parser.parse_args(argv)
     if unknown := sorted(set(args.benches) - set(BENCHES)):
-        parser.error(f"no bench named {', '.join(unknown)}; there are {', '.join(BENCHES)}")
+        parser.error(f"unknown bench: {', '.join(unknown)}; choose from {', '.join(BENCHES)}")
     return args
 
 
@@ -81,11 +86,11 @@ def _results_table(run: harness.Run) -> Table:
 
 
 def _changes_table(changes: Sequence[harness.Change], old: harness.Run, noise: float) -> Table:
-    title = f"against {old.machine.get('revision', 'unknown')} (new / old, noise {noise:.0%})"
+    title = f"compared with {old.machine.get('revision', 'unknown')} (new / old, noise {noise:.0%})"
     table = Table("metric", title=title)
     for column in ("old", "new", "ratio"):
         table.add_column(column, justify="right")
-    table.add_column("")
+    table.add_column("verdict")
     for change in changes:
         ratio = f"{change.ratio:.2f}"
         verdict = "[red]worse[/red]" if change.worse else ""

@@ -1,12 +1,12 @@
-"""How long does an allocation take that finds clean blocks, and how many may stand in line?
+"""Time of an allocation that finds clean blocks, by the number of waiting requests.
 
-The device is full of cached blocks that have a host copy, but for those of one lease. ``waiters``
-requests that want everything stand in line behind that lease; one with a better priority comes,
-takes clean blocks, computes and goes, again and again. What it waits must not grow with the line.
+The device is full of cached blocks that have a host copy, except those of one lease. ``waiters``
+requests for the whole device wait in line behind that lease; requests with a better priority
+repeatedly take clean blocks, compute and release. Their waiting time must not grow with the line.
 
 * ``allocate_us``: from the call to the grant, by the number of waiters; with none the call does not
   suspend, with some it takes a pass of the loop.
-* ``longest_line_ratio``: what it takes behind one waiter, over what it takes with the most.
+* ``longest_line_ratio``: time behind one waiter divided by the time with the most waiters.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ async def _median_us(waiters: int, repeats: int) -> float:
 
 
 async def _serve(engine: CacheEngine, seed: int) -> float:
-    """Microseconds that the allocation took; its blocks have host copies at the end."""
+    """Return the microseconds of the allocation; its blocks have host copies at the end."""
     async with engine.match(_prompt(seed)) as lease:
         begin = time.perf_counter_ns()
         await lease.allocate(PROMPT_TOKENS, priority=0)

@@ -1,8 +1,8 @@
-"""What does cancelling cost? Many requests wait for capacity; all are cancelled in one go.
+"""Cost of cancellation: many requests wait for capacity, and all are cancelled at once.
 
 * ``storm``: a full cache and ``waiters`` tasks that await ``allocate``, cancelled at once.
 * ``churn``: requests cancelled at a random pass of the loop while others run; afterwards every
-  block must be back (the bench fails otherwise).
+  block must be free (the bench fails otherwise).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ async def _storm(waiters: int) -> dict[str, float]:
 
 
 async def _churn(requests: int) -> dict[str, float]:
-    """Eight prompts' worth of room, 64 requests at a time, half of them cancelled on the way."""
+    """Serve 64 requests at a time in the blocks of eight; half of the requests are cancelled."""
     rng = random.Random(0)
     config = CacheConfig(block_tokens=BLOCK_TOKENS, device_blocks=8 * PROMPT_TOKENS // BLOCK_TOKENS)
     cancelled = 0

@@ -1,8 +1,8 @@
-"""How fast does the cuda device move blocks, and what does it cost those beside it?
+"""Bandwidth of the cuda device, and the slowdown of compute that runs beside transfers.
 
-``python -m bench.gpu`` prints one table and writes JSON. Every row has its own yardstick ``C``:
-contiguous ``cudaMemcpyAsync`` of the same bytes, measured just before it. Baselines move a part of
-the same blocks, slice by slice: a copy each, one batch, and a kernel with a warp a slice.
+``python -m bench.gpu`` prints one table and writes JSON. Every row is compared with a contiguous
+``cudaMemcpyAsync`` of the same bytes, measured just before it. Baselines copy a part of the same
+blocks slice by slice: one memcpy per slice, one batch, and a kernel with one warp per slice.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--slices", type=int, nargs="*", default=SLICES_KIB)
     parser.add_argument("--layouts", nargs="*")
-    parser.add_argument("--quick", action="store_true", help="no baselines, no wake-ups")
+    parser.add_argument("--quick", action="store_true", help="skip baselines and wake-ups")
     args = parser.parse_args()
     out = args.out or harness.RESULTS / f"gpu-{gpu_name()}.json"
     layouts = args.layouts or ["random", "runs64", *(["replay"] if HISTOGRAM.exists() else [])]
@@ -51,7 +51,7 @@ def main() -> int:
     run = harness.Run(machine=machine(), benches={"gpu": results})
 
     def note(what: str) -> None:
-        harness.save(run, out)  # what is measured is kept, whatever comes after
+        harness.save(run, out)  # keep results measured so far if a later part fails
         print(f"bench.gpu: {what} at {time.perf_counter() - begin:.0f} s", file=sys.stderr)
 
     begin = time.perf_counter()
@@ -77,7 +77,7 @@ def main() -> int:
 
 
 def gpu_name() -> str:
-    """As results are named: ``h100``, ``h200``, ``a10g``, ..."""
+    """Return the name of the GPU as in result files: ``h100``, ``h200``, ``a10g``, ..."""
     import cupy
 
     name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode().lower()
@@ -159,7 +159,7 @@ def _finish(copies: list[CudaCopy]) -> None:
 
 
 def _timed(pools: GpuPools, move: Callable[[], list[CudaCopy]]) -> tuple[float, float, float]:
-    """Seconds until the last layer, CPU seconds of all threads that submit, seconds of the call."""
+    """Return seconds to the last layer, CPU seconds of submitting threads, seconds of the call."""
     cpu = pools.device.submit_cpu_seconds
     own = time.thread_time()
     started = time.perf_counter()
@@ -171,7 +171,7 @@ def _timed(pools: GpuPools, move: Callable[[], list[CudaCopy]]) -> tuple[float, 
 
 
 class Contiguous:
-    """The yardstick: the host pool in one piece, as few calls as its registration allows."""
+    """Return the baseline: the host pool in one piece, in as few calls as registration allows."""
 
     def __init__(self, pools: GpuPools) -> None:
         import cupy
@@ -190,7 +190,7 @@ class Contiguous:
     def _once(self, directions: tuple[int, ...]) -> float:
         started = time.perf_counter()
         for offset in range(0, self._pools.transfer_bytes, self._chunk):
-            for direction in directions:  # the halves of the pool, so that they do not meet
+            for direction in directions:  # disjoint halves of the pool
                 host = self._pools.arena.pointer + offset + direction * self._pools.transfer_bytes
                 device = self._buffers[direction].data.ptr
                 to, source = (device, host) if direction == 0 else (host, device)
@@ -222,7 +222,7 @@ def _first_layer(pools: GpuPools, onload: Callable[[], list[CudaCopy]]) -> dict[
 
 
 def _gemms(*moves: Callable[[], list[CudaCopy]]) -> list[tuple[str, float]]:
-    """Mean time of a bf16 GEMM beside transfers over its mean time alone.
+    """Return the mean time of a bf16 GEMM beside transfers divided by its mean time alone.
 
     The GEMMs never stop, transfers come and go beside them: a GPU that rested runs faster for a
     while, and its clock then follows its power.
@@ -261,7 +261,7 @@ def _gemms(*moves: Callable[[], list[CudaCopy]]) -> list[tuple[str, float]]:
 
 
 class _Transfers:
-    """Transfers back to back from a thread: one moves, one is ready behind it."""
+    """Transfers back to back from a thread: one is running and the next one is submitted."""
 
     def __init__(self, move: Callable[[], list[CudaCopy]]) -> None:
         self._stop = threading.Event()
@@ -285,7 +285,7 @@ class _Transfers:
 
 
 def measure_baselines(pools: GpuPools) -> dict[str, float]:
-    """GB/s of three plain ways to move single slices of random blocks."""
+    """Return GB/s of three baseline copies of single slices of random blocks."""
     import cupy
 
     size = pools.slice_bytes
@@ -326,7 +326,7 @@ def measure_baselines(pools: GpuPools) -> dict[str, float]:
 
 
 def measure_arena() -> dict[str, float]:
-    """Touching and pinning fresh memory, in the background, with the default chunks."""
+    """Measure touching and pinning of new memory in the background, with the default chunks."""
     from aiokv import _native
     from aiokv.worker.arena import HostArena
 
@@ -345,22 +345,24 @@ def measure_arena() -> dict[str, float]:
 
 
 def tables(results: dict[str, Any]) -> list[Table]:
-    transfers = Table("row", title="transfers; C = contiguous cudaMemcpyAsync in the same run")
+    transfers = Table(
+        "block size and ids", title="transfers; memcpy = contiguous cudaMemcpyAsync in the same run"
+    )
     columns = {
-        "onload_ratio": "onload/C",
-        "offload_ratio": "offload/C",
-        "both_ratio": "both/C",
+        "onload_ratio": "onload / memcpy",
+        "offload_ratio": "offload / memcpy",
+        "both_ratio": "both / memcpy",
         "onload_gbps": "onload GB/s",
         "offload_gbps": "offload GB/s",
         "both_gbps": "both GB/s",
-        "gemm_beside_onload_ratio": "GEMM on",
-        "gemm_beside_offload_ratio": "GEMM off",
-        "gemm_beside_both_ratio": "GEMM both",
-        "onload_submit_cpu_ms": "CPU on ms",
-        "offload_submit_cpu_ms": "CPU off ms",
-        "onload_loop_call_max_ms": "loop ms",
-        "first_group_share": "first",
-        "groups": "groups",
+        "gemm_beside_onload_ratio": "GEMM slowdown, onload",
+        "gemm_beside_offload_ratio": "GEMM slowdown, offload",
+        "gemm_beside_both_ratio": "GEMM slowdown, both",
+        "onload_submit_cpu_ms": "submit CPU, onload (ms)",
+        "offload_submit_cpu_ms": "submit CPU, offload (ms)",
+        "onload_loop_call_max_ms": "longest loop call (ms)",
+        "first_group_share": "time to first group / total",
+        "groups": "layers per group",
     }
     for title in columns.values():
         transfers.add_column(title, justify="right")

@@ -1,4 +1,4 @@
-"""Compiles and loads ``gpu_baselines.cu``: the baselines, and the spinner of the wake-up bench."""
+"""Compile and load ``gpu_baselines.cu``: the baselines and the spinner of the wake-up bench."""
 
 from __future__ import annotations
 

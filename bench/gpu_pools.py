@@ -1,4 +1,4 @@
-"""Both tiers of a model's cache on a GPU, and id lists as a cache makes them.
+"""Both tiers of a model's cache on a GPU, and id lists like those of a real cache.
 
 32 layers, K and V, ``slice_bytes`` a block and region: 128 KiB are 64 tokens of 8 heads of 128 in
 bf16, 4 KiB are 16 tokens of one head.
@@ -60,11 +60,11 @@ class GpuPools:
         return random.permutation(2 * self.num_blocks)[: self.num_blocks].astype(np.int32)
 
     def host_ids(self, layout: str, seed: int) -> NDArray[np.int32]:
-        """``random``, ``runs64``, or ``replay``: runs as long as the replay's host pool has."""
+        """Ids of a transfer: ``random``, ``runs64``, or ``replay`` (run lengths of the replay)."""
         random = np.random.default_rng(seed)
         pool = 2 * self.num_blocks
         if layout == "random":
-            return (2 * random.permutation(self.num_blocks)).astype(np.int32)  # no neighbours
+            return (2 * random.permutation(self.num_blocks)).astype(np.int32)  # no adjacent ids
         lengths = np.full(pool // 65, 64) if layout == "runs64" else _replay_lengths(pool, random)
         # Runs one block apart, so that they stay runs, taken in random order until enough.
         starts = np.cumsum(lengths + 1) - lengths - 1
@@ -75,11 +75,11 @@ class GpuPools:
 
 
 def _replay_lengths(pool: int, random: np.random.Generator) -> NDArray[np.int64]:
-    """Lengths drawn by the blocks they hold, as the replay's transfers had them."""
+    """Return run lengths drawn from those of the replay's transfers, weighted by blocks."""
     histogram = json.loads(HISTOGRAM.read_text())["benches"]["host_runs"]["blocks_by_run_length"]
     lengths = np.array([int(length) for length in histogram])
     # A run of length n appears once for every n of its blocks.
     weights = np.array([blocks / int(length) for length, blocks in histogram.items()])
     drawn = random.choice(lengths, size=pool, p=weights / weights.sum())
-    drawn = np.minimum(drawn, pool // 8)  # a pool of few blocks has no room for the longest
+    drawn = np.minimum(drawn, pool // 8)  # the longest run must fit in a small pool
     return drawn[np.cumsum(drawn + 1) <= pool]

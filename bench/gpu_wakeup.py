@@ -1,8 +1,8 @@
-"""From the end of a transfer to the coroutine that waits for it.
+"""Latency from the end of a transfer to the coroutine that waits for it.
 
 The last command of a transfer writes a flag to mapped pinned memory; a native thread that spins on
 a core of its own stamps it; the coroutine stamps when it runs. Transfers run back to back, two in
-the queue, and the poller is told how long each takes.
+the queue, and the poller gets the expected time of each.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LARGE_SAMPLES = 400
 
 
 class Case:
-    """One way to run: transfer size, how many are in the queue, what else the loop does."""
+    """One case: transfer size, queue depth, and other work of the loop."""
 
     def __init__(
         self, num_bytes: int, samples: int, *, depth: int = 2, busy: bool = False, pin: bool = False
@@ -50,7 +50,7 @@ CASES = {
 
 
 def run() -> Iterator[tuple[str, dict[str, float]]]:
-    """Each case as it is measured."""
+    """Yield the result of each case."""
     for name, case in CASES.items():
         yield f"uvloop_{name}", _run(uvloop.new_event_loop, case)
     yield "asyncio_16_mib", _run(asyncio.new_event_loop, CASES["16_mib"])
@@ -148,7 +148,7 @@ async def _busy(stop: asyncio.Event) -> None:
 
 
 class _Pinning:
-    """Pins an arena that is larger than what the samples take; it is only unpinned after them.
+    """Pin an arena that pins longer than the samples take, and unpin it after the samples.
 
     Unpinning waits for the device, with the driver's lock held: nothing to do beside transfers.
     """

@@ -1,6 +1,6 @@
-"""What every bench shares: the machine, the files, and how one run is compared with another.
+"""Helpers of all benches: the machine, result files, and the comparison of two runs.
 
-A bench returns a (nested) dict of numbers. The unit at the end of a name says which way is better,
+A bench returns a (nested) dict of numbers. The unit at the end of a name sets the better direction,
 so a comparison needs no table of its own: ``requests_per_second`` up, ``aclose_seconds`` down.
 """
 
@@ -26,14 +26,14 @@ RESULTS = ROOT / "bench" / "results"
 
 _HIGHER = "per_second|ratio|gbps"
 _LOWER = "seconds|ms|us|ns|share|per_block"
-# One slow wake-up moves these by any factor; they are shown and never judged.
+# One slow wake-up moves these by any factor; they are shown and never compared.
 _TAIL = "p99|p999|max"
 
 Better = Literal["higher", "lower"]
 
 
 class Run(msgspec.Struct, kw_only=True):
-    """What ``bench/results/*.json`` hold."""
+    """Content of ``bench/results/*.json``."""
 
     machine: dict[str, str]
     benches: dict[str, dict[str, Any]]
@@ -53,7 +53,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def machine() -> dict[str, str]:
-    """The machine and the build, as far as they explain a number."""
+    """Return the properties of the machine and the build that affect results."""
     import uvloop
 
     return {
@@ -83,7 +83,7 @@ def _first_line(*command: str) -> str:
 
 
 def flatten(results: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """Numbers of a nested dict under dotted names; everything else is left out."""
+    """Return the numbers of a nested dict under dotted names; other values are left out."""
     flat: dict[str, float] = {}
     for key, value in results.items():
         name = f"{prefix}{key}"
@@ -95,11 +95,11 @@ def flatten(results: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
 
 
 def better(metric: str) -> Better | None:
-    """Which way is better, by the unit in the name; None when the metric is not judged."""
+    """Return the better direction by the unit in the name; None when the metric is not compared."""
     *groups, name = metric.split(".")
     if _has_word(_TAIL, name):
         return None
-    # In "wake_us.p50" the unit stands further up.
+    # In "wake_us.p50" the unit is in an outer key.
     for part in (name, *reversed(groups)):
         if _has_word(_HIGHER, part):
             return "higher"
@@ -113,7 +113,7 @@ def _has_word(words: str, name: str) -> bool:
 
 
 def compare(old: Run, new: Run, noise: float) -> list[Change]:
-    """Every metric that both runs have; worse when it lost more than ``noise`` (1 is all)."""
+    """Return a comparison per metric of both runs; worse after a loss beyond ``noise`` (0 to 1)."""
     changes = []
     before = flatten(old.benches)
     for metric, value in flatten(new.benches).items():

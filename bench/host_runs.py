@@ -1,7 +1,7 @@
-"""How long are the runs of host blocks that transfers see? Feeds the GPU bench's ``replay`` rows.
+"""Lengths of the runs of host blocks in transfers: input of the GPU bench's ``replay`` rows.
 
 Replays the trace with a host tier of 320,000 blocks and, once that is full, counts for every onload
-how many of its blocks lie in runs of each length (consecutive host ids, after sorting).
+how many of its blocks are in runs of each length (consecutive host ids, after sorting).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def run_lengths(ids: np.ndarray) -> Counter[int]:
-    """Blocks by the length of the run that they lie in."""
+    """Return the number of blocks by the length of their run."""
     borders = np.flatnonzero(np.diff(ids) != 1) + 1
     lengths = np.diff(np.concatenate(([0], borders, [len(ids)])))
     blocks: Counter[int] = Counter()

@@ -1,11 +1,11 @@
-"""How fast is the prefix index? CPU time through the public API, and memory of a block.
+"""Speed of the prefix index: CPU time through the public API, and memory per block.
 
 * ``trace``: requests per CPU second of match, allocate, commit and release over a whole trace (the
   public one when it is here, a generated one otherwise), at three capacities and with both
   eviction policies; beside it the same calls on the native core alone.
-* ``deep``/``wide``: nanoseconds a block on a single long path, and on many short ones.
-* ``extend``: 64 decoding leases by one token, in one call.
-* ``memory``: bytes of the index a cached block, two tiers on, token ids left out.
+* ``deep``/``wide``: nanoseconds per block on a single long path, and on many short ones.
+* ``extend``: 64 decoding leases extended by one token in one call.
+* ``memory``: bytes of the index per cached block with two tiers, excluding token ids.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ async def _trace(workload: Workload, device_blocks: int, policy: EvictionPolicy)
 
 
 def _native_seconds(workload: Workload, device_blocks: int, policy: EvictionPolicy) -> float:
-    """CPU time of the plain loop without engine and leases."""
+    """Return the CPU time of the plain loop without engine and leases."""
     config = CacheConfig(
         block_tokens=BLOCK_TOKENS, device_blocks=device_blocks, eviction_policy=policy
     )
@@ -97,7 +97,7 @@ def _native_seconds(workload: Workload, device_blocks: int, policy: EvictionPoli
 
 
 async def _deep(blocks: int) -> dict[str, float]:
-    """One prompt of ``blocks`` blocks: inserted, found again, grown by a block at a time."""
+    """Measure one prompt of ``blocks`` blocks: insert, match, growth by one block per call."""
     tokens = np.arange(blocks * BLOCK_TOKENS + 1, dtype=np.int32)
     async with _engine(2 * blocks) as engine:
         insert_ns = await _cpu_ns(engine, [tokens])
@@ -114,7 +114,7 @@ async def _deep(blocks: int) -> dict[str, float]:
 
 
 async def _wide(prompts: int) -> dict[str, float]:
-    """``prompts`` prompts of 8 blocks that share the first one: inserted, found again, evicted."""
+    """Measure ``prompts`` prompts of 8 blocks that share the first one: insert, match, evict."""
     blocks = 8
     shared = np.arange(BLOCK_TOKENS, dtype=np.int32)
     rest = np.arange(prompts * (blocks - 1) * BLOCK_TOKENS, dtype=np.int32) + BLOCK_TOKENS
@@ -124,7 +124,7 @@ async def _wide(prompts: int) -> dict[str, float]:
     async with _engine(prompts * blocks) as engine:
         insert_ns = await _cpu_ns(engine, wide)
         hit_ns = await _cpu_ns(engine, wide)
-        # Twice as many prompts as there is room for: each one evicts as many blocks as it adds.
+        # Twice as many prompts as fit: each one evicts as many blocks as it adds.
         others = [prompt + np.int32(1 << 30) for prompt in wide]
         evict_ns = await _cpu_ns(engine, others)
     return {
@@ -136,7 +136,7 @@ async def _wide(prompts: int) -> dict[str, float]:
 
 
 async def _extend(calls: int) -> dict[str, float]:
-    """Decoding: 64 leases grow by a token in one call; every 16th call takes 64 blocks."""
+    """Measure decoding: 64 leases grow by a token per call; every 16th call takes 64 blocks."""
     leases = []
     samples_us = []
     async with _engine(64 * (64 + calls // BLOCK_TOKENS + 2)) as engine:

@@ -1,20 +1,20 @@
 """CPU time for which one call or one callback holds the loop in a large engine.
 
 One engine with 60,000 leases, 20,000 waiters (a quota line, a capacity line, and requests that wait
-for pending blocks), 10,000 pins, 1.6 million device blocks, and 1 million host blocks with holes.
-Each verb is called some hundred times; its callbacks count as calls of it.
+for pending blocks), 10,000 pins, 1.6 million device blocks, and 1 million host blocks, fragmented.
+Each method is called some hundred times; its callbacks count as calls of the method.
 
 * ``held_ms.VERB``: CPU time of the loop's thread in one call, the median and the longest. CPU time,
   not wall time, so that other processes do not count.
-* ``verbs_over_1_ms``: how many have a longest call above 1 ms. ``reset``, ``resize`` and ``dump``
-  visit everything by design and are not called.
+* ``verbs_over_1_ms``: number of methods whose longest call takes above 1 ms. ``reset``, ``resize``
+  and ``dump`` visit all leases or blocks by design and are not called.
 
 A second engine has a device that computes in a stream: there all leases are released in one step,
 whose end frees their blocks (``step``, ``step_done``).
 
 ``fill_*`` are the calls that fill the cache: some of these enlarge a table or sort the eviction
 queue. The garbage collector is off: one pass over the objects of this many requests takes longer
-than any verb, and a server calls ``gc.freeze()``.
+than any method, and a server calls ``gc.freeze()``.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class LoopWatch:
 
     @contextlib.contextmanager
     def watching(self, own: asyncio.Task[Any] | None) -> Iterator[None]:
-        """Callbacks count from here on, but for the steps of the task ``own``."""
+        """Count callbacks from now on, except for the steps of the task ``own``."""
         run_handle = asyncio.Handle._run
 
         def timed(handle: asyncio.Handle) -> None:
@@ -119,7 +119,7 @@ class LoopWatch:
             self.held_ns[verb].append(time.thread_time_ns() - began)
 
     async def start(self, verb: str, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """A task, after its first steps."""
+        """Return a task after its first steps."""
         self.verb = verb
         task = asyncio.create_task(work)
         await _passes()
@@ -170,7 +170,7 @@ class _Bench:
         return {"set_up_seconds": set_up, **self.watch.results()}
 
     async def _run_in_stream(self) -> None:
-        """All leases end in one step, whose blocks are free when its event is done."""
+        """Release all leases in one step, whose blocks are free when its event is done."""
         watch, sizes = self.watch, self.sizes
         device = ManualDevice()
         device.computes_in_stream = True
@@ -197,7 +197,7 @@ class _Bench:
     # --- set-up ---------------------------------------------------------------------------------
 
     def _prompt(self, blocks: int, more_tokens: int = 1) -> tuple[np.ndarray, str]:
-        """A new prompt and its salt."""
+        """Return a new prompt and its salt."""
         self.prompts += 1
         tokens = np.full(blocks * BLOCK_TOKENS + more_tokens, 7, np.int32)
         tokens[0] = self.prompts
@@ -209,11 +209,11 @@ class _Bench:
     def _granted(self, blocks: int = LEASE_BLOCKS) -> Lease:
         lease = self._match(self._prompt(blocks))
         if not lease.try_allocate(blocks * BLOCK_TOKENS):
-            raise InternalError("the bench has no room for its leases")
+            raise InternalError("the cache of the bench is too small for its leases")
         return lease
 
     async def _cache(self, prompts: int) -> list[tuple[np.ndarray, str]]:
-        """Cache so many new prompts on both tiers."""
+        """Cache that number of new prompts on both tiers."""
         cached = [self._prompt(PROMPT_BLOCKS) for _ in range(prompts)]
         for i, prompt in enumerate(cached):
             lease = self.watch.call("fill_match", self._match, prompt)
@@ -226,7 +226,7 @@ class _Bench:
         return cached
 
     async def _fill(self) -> None:
-        """Leases, pins, a full device, and holes all over the host."""
+        """Create leases, pins, a full device, and a fragmented host pool."""
         engine, sizes = self.engine, self.sizes
         prompts = await self._cache(sizes.device_blocks * 5 // 8 // PROMPT_BLOCKS)
         for prompt in prompts[::2]:
@@ -252,7 +252,7 @@ class _Bench:
             await engine.pin(tokens, salt=salt)
 
     async def _wait_without_capacity_line(self) -> dict[str, list[asyncio.Task[Any]]]:
-        """Half of the waiters: for a salt's quota, and for the blocks of one lease."""
+        """Start half of the waiters: for a salt's quota and for the pending blocks of a lease."""
         engine, sizes = self.engine, self.sizes
         holder = engine.match(np.ones(1, np.int32), salt="full")
         await holder.allocate(sizes.quota_blocks * BLOCK_TOKENS)
@@ -317,7 +317,7 @@ class _Bench:
             watch.call("statistics", engine.statistics)
 
     def _batches(self, leases: list[Lease]) -> None:
-        """Batches of 256 leases, which stay, or are released while they are computed with."""
+        """Open batches of 256 leases, which stay granted or are released during the batch."""
         watch, engine = self.watch, self.engine
         for _ in range(self.sizes.calls // 10):
             batch = engine.computing(leases)
@@ -332,7 +332,7 @@ class _Bench:
             watch.call("computing_end_256_released", batch.__exit__, None, None, None)
 
     async def _backups_pass(self) -> None:
-        """The callback that sends what was committed to the host."""
+        """Measure the callback that sends committed blocks to the host."""
         self.watch.verb = "backups_pass"
         await _passes()
         await self.engine.drain()
@@ -346,7 +346,7 @@ class _Bench:
             await _passes()
         for tokens, salt in on_device[1::2]:
             await (await watch.start("prefetch", engine.prefetch(tokens, salt=salt)))
-        on_host = self.cached[:calls]  # the holder of the quota evicted the oldest
+        on_host = self.cached[:calls]  # the lease with the quota evicted the oldest
         for tokens, salt in on_host:
             await (await watch.start("prefetch_from_host", engine.prefetch(tokens, salt=salt)))
         for tokens, salt in self.cached[calls : 2 * calls]:
@@ -434,12 +434,12 @@ async def _cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 
 def _spread(tasks: list[asyncio.Task[Any]], number: int) -> list[asyncio.Task[Any]]:
-    """So many of them, from the first to the last."""
+    """Return that number of items, evenly spread from the first to the last."""
     return tasks[:: max(1, len(tasks) // number)][:number]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """One run of a chosen size, as a table."""
+    """Print one run of a chosen size as a table."""
     parser = argparse.ArgumentParser(prog="python -m bench.loop_held", description=__doc__)
     parser.add_argument("--divide", type=int, default=1, help="divide all sizes (%(default)s)")
     results = measure(Sizes().divided(parser.parse_args(argv).divide))

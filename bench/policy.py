@@ -1,4 +1,4 @@
-"""How many tokens do the eviction policies hit, compared with each other and with the optimum?
+"""Hit tokens of the eviction policies, beside each other and the optimum (Belady's MIN).
 
 For each family of generated traces, for the public trace when it is here, and for each capacity:
 hit tokens of ``lru`` and ``adaptive`` as shares of MIN's, and ``adaptive`` as a ratio of ``lru``.

@@ -1,6 +1,6 @@
 """``make profile``: cProfile of the plain replay loop, written to ``profile.pstats``.
 
-Figures under the profiler are for finding out where time goes, not for quoting.
+Figures under the profiler show where time is spent; do not quote them.
 """
 
 from __future__ import annotations

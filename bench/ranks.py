@@ -1,7 +1,7 @@
-"""What do several ranks cost? From a step's plans to their reports, in microseconds.
+"""Cost of several ranks: microseconds from the plans of a step to their reports.
 
 The same plans (32 onloads of 8 blocks of 4 KiB, 4 layers) go to the controller of this process and
-to groups of 1, 2 and 4 ranks, each in a process of its own. What a group adds is the border:
+to groups of 1, 2 and 4 ranks, each in its own process. A group adds the cost of messages:
 encoding, sockets, and the wake-ups of the ranks' loops.
 """
 
@@ -45,7 +45,7 @@ def run(quick: bool) -> dict[str, Any]:
 
 
 async def rank(path: Path, number: int) -> None:
-    """What runs in a rank's process."""
+    """Entry of a rank's process."""
     async with Rank(path, number, _regions()) as worker:
         await worker.closed()
 
@@ -109,7 +109,7 @@ async def _measure(worker: Worker, steps: int) -> dict[str, float]:
 
 
 async def _step(worker: Worker, step: int) -> tuple[float, float]:
-    """Seconds until all plans are submitted, and until all are reported."""
+    """Return the seconds until all plans are submitted and until all are reported."""
     ids = np.arange(BLOCKS, dtype=np.int32).reshape(PLANS, PLAN_BLOCKS)
     plans = [
         TransferPlan(

@@ -1,4 +1,4 @@
-"""What does the cache save in a serving loop? The demo's workload: no cache, device, device + host.
+"""Savings of the cache in a serving loop: the demo's workload without cache, with device, and both.
 
 Fails when a run's tokens or logits differ from those of the run without reuse.
 """

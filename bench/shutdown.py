@@ -1,6 +1,6 @@
-"""How long does ``aclose`` take under load? Leases live, requests wait, transfers are in flight.
+"""Time of ``aclose`` under load: with leases held, requests waiting and transfers in flight.
 
-The load is clients that go on until the engine refuses them; all are counted back in afterwards.
+Clients send requests until the engine refuses them; the bench checks that all of them ended.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ async def _shutdown(clients: int) -> dict[str, float]:
 async def _client(
     engine: CacheEngine, client: int, served: Counter[str], warm: asyncio.Event
 ) -> None:
-    """Asks for prompts at random, most of them on the host, until the engine is closed."""
+    """Request random prompts, most of them on the host, until the engine is closed."""
     rng = random.Random(client)
     try:
         while True:

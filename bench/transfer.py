@@ -1,10 +1,10 @@
-"""How fast does the cpu device move blocks? GB/s of one thread a direction, against plain memcpy.
+"""Bandwidth of the cpu device: GB/s of one thread per direction, compared with plain memcpy.
 
-``memcpy`` copies the same bytes in one call of the C library, in the same run and in turn with the
+``memcpy`` copies the same bytes in one call of the C library, in the same run, alternating with the
 transfers; ``ratio`` is transfer / memcpy. ``contiguous``: one layer of consecutive blocks, merged
 into one run. ``random_*``: 8 layers of K and V pieces of that size, random ids on both sides.
 ``both`` moves the bytes in and out at once, on two streams. The best of the
-rounds counts: the others were disturbed by whatever else the machine does.
+rounds counts: other processes of the machine disturbed the others.
 """
 
 from __future__ import annotations

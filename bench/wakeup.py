@@ -1,10 +1,10 @@
-"""How long from an event being done to the coroutine that awaits it running, and at what CPU price?
+"""Wake-up latency: time and CPU cost from the end of an event to the coroutine that awaits it.
 
 A native stream copies 8 MiB back to back; a coroutine awaits each copy's event. Compared, on
-asyncio and uvloop: ``poller`` knows the expected end (timerfd, then polling), ``poller_blind``
+asyncio and uvloop: ``poller`` has the expected end (timerfd, then polling), ``poller_blind``
 does not, ``executor`` blocks a pool thread in ``event.synchronize()``. ``cpu_share`` is the CPU
 time of the loop's thread and of the pool's over the elapsed time, the stream's thread not counted:
-1.0 is a whole core. Latencies run from the stamp that the stream's thread sets at the event's end.
+1.0 is one core. Latencies run from the stamp that the stream's thread sets at the event's end.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ async def _rounds(
 
 
 class _PoolSeconds:
-    """CPU time that the pool's thread spends on waiting."""
+    """Return the CPU time that the pool's thread spends waiting."""
 
     def __init__(self) -> None:
         self.total = 0.0
@@ -109,7 +109,7 @@ class _PoolSeconds:
 
     def synchronize(self, event: Event) -> None:
         event.synchronize()
-        # all of the thread's time since the last call: picking up the work counts as well
+        # the thread's CPU time since the last call, including taking the work
         now = time.thread_time()
         self.total += now - getattr(self._local, "seen", 0.0)
         self._local.seen = now

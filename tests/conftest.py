@@ -1,4 +1,4 @@
-"""Every async test runs on asyncio and on uvloop, and leaves nothing behind."""
+"""Fixtures of all tests: async tests run on asyncio and uvloop and leave no task or thread."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Each test collects garbage twice; let it not visit what imports and collection have made."""
+    """Freeze imported objects: each test collects garbage twice and need not visit them."""
     gc.collect()
     gc.freeze()
 
@@ -67,13 +67,13 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
 
 @pytest.fixture
 def loop_errors() -> list[dict[str, Any]]:
-    """What the loop's exception handler got; a test that provokes some clears the list."""
+    """Contexts of the loop's exception handler; a test that provokes some clears the list."""
     return _loop_errors
 
 
 @pytest.fixture(autouse=True)
 def no_leaks() -> Iterator[None]:
-    """Threads and descriptors that a test opens, it closes."""
+    """Check that the test closed the threads and descriptors that it opened."""
     before = running_threads(), open_descriptors()
     yield
     structlog.reset_defaults()  # the command line configures it for its process

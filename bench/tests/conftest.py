@@ -1,3 +1,3 @@
-"""The fixtures and checks of all tests: what a bench opens, it closes."""
+"""Fixtures and checks of all tests: a bench closes the resources that it opens."""
 
 from tests.conftest import *  # noqa: F403

@@ -13,7 +13,7 @@ from bench import harness
 @pytest.mark.parametrize(
     "name", ["index", "policy", "admission", "cancel_storm", "shutdown", "ranks", "loop_held"]
 )
-def test_bench_gives_finite_numbers_that_can_be_compared(name):
+def test_bench_returns_finite_comparable_numbers(name):
     numbers = harness.flatten(importlib.import_module(f"bench.{name}").run(quick=True))
     assert all(math.isfinite(value) for value in numbers.values())
     assert any(harness.better(metric) for metric in numbers)

@@ -31,7 +31,7 @@ def make_run(**metrics: float) -> harness.Run:
         ("cancel_storm.asyncio.cancel_us_per_waiter", "lower"),
     ],
 )
-def test_the_unit_says_which_way_is_better(metric, expected):
+def test_unit_determines_the_better_direction(metric, expected):
     assert harness.better(metric) == expected
 
 
@@ -40,7 +40,7 @@ def test_flatten_keeps_numbers_only():
     assert harness.flatten(results) == {"a.b": 1, "a.c.d": 2.5}
 
 
-def test_compare_judges_beyond_noise_only():
+def test_compare_ignores_differences_within_noise():
     old = make_run(requests_per_second=1000, wait_us=10.0, wait_p99_us=10.0, gone_us=1.0)
     new = make_run(requests_per_second=790, wait_us=12.4, wait_p99_us=99.0, added_us=1.0)
     changes = {change.metric: change for change in harness.compare(old, new, noise=0.25)}
@@ -59,7 +59,7 @@ def test_saved_runs_load_again(tmp_path):
     assert json.loads((tmp_path / "deep" / "run.json").read_text())["machine"]["revision"] == "abc"
 
 
-def test_machine_names_what_explains_a_number():
+def test_machine_record_has_hardware_and_build_fields():
     machine = harness.machine()
     assert {"cpu", "cores", "kernel", "python", "uvloop", "compiler", "revision"} <= set(machine)
     assert all(machine.values())
@@ -67,7 +67,7 @@ def test_machine_names_what_explains_a_number():
 
 @pytest.fixture
 def fake_bench(monkeypatch, tmp_path):
-    """A bench named ``fake``; results go to the test's folder."""
+    """Register a bench named ``fake``; results go to the test's folder."""
     module = SimpleNamespace(run=lambda quick: {"wait_us": 5.0 if quick else 20.0})
     monkeypatch.setitem(sys.modules, "bench.fake", module)
     monkeypatch.setattr(bench_main, "BENCHES", ("fake",))
@@ -97,4 +97,4 @@ def test_command_refuses_an_unknown_bench(capsys):
     with pytest.raises(SystemExit) as caught:
         bench_main.main(["no-such-bench"])
     assert caught.value.code == 2
-    assert "no bench named no-such-bench" in capsys.readouterr().err
+    assert "unknown bench: no-such-bench" in capsys.readouterr().err

@@ -1,5 +1,5 @@
 // The components of Core by themselves: the ledger of transfers, contexts and items of the index,
-// and what write-backs have looked at.
+// and the look-ahead of write-backs.
 #include <string>
 #include <vector>
 
@@ -116,7 +116,7 @@ TEST(a_context_is_closed_with_its_last_lease_unless_it_has_blocks) {
     CHECK_EQ(index.enter_context("other"), salted);  // its number is free again
 }
 
-TEST(items_are_cut_and_forgotten_with_their_keys) {
+TEST(items_are_truncated_and_cleared_with_their_keys) {
     LeaseTable leases(8);
     Index index(kConfig, leases);
     Lease& lease = leases.open(std::vector<std::int32_t>(8, 1), 0, {});
@@ -135,7 +135,7 @@ TEST(items_are_cut_and_forgotten_with_their_keys) {
 
 // -- look-ahead ------------------------------------------------------------------------------
 
-TEST(a_look_ahead_goes_on_behind_the_last_node) {
+TEST(a_look_ahead_continues_after_the_last_node) {
     Queue q(4);
     CHECK(!q.ahead.is_begun());
     for (int i = 0; i < 2; ++i) q.ahead.add(q.ahead.next());
@@ -146,7 +146,7 @@ TEST(a_look_ahead_goes_on_behind_the_last_node) {
 TEST(a_node_that_leaves_the_queue_is_not_counted) {
     Queue q(4);
     for (int i = 0; i < 3; ++i) q.ahead.add(q.ahead.next());
-    q.ahead.remove(q.nodes[2]);  // the last one: the walk goes on where it was
+    q.ahead.remove(q.nodes[2]);  // the last one: the walk continues from its position
     q.queue.remove(q.nodes[2]);
     CHECK_EQ(q.ahead.count(), 2u);
     CHECK_EQ(q.ahead.next(), q.nodes[3]);

@@ -110,12 +110,12 @@ TEST(bytes_arrive_and_nothing_else_changes) {
     }
 }
 
-TEST(a_source_may_be_named_twice) {
+TEST(a_source_may_be_listed_twice) {
     check_copy(Direction::kOnload, {4, 4, 5}, {1, 2, 3});
     check_copy(Direction::kOffload, {1, 2, 3}, {4, 4, 5});
 }
 
-TEST(dense_runs_and_streaming_stores) {
+TEST(dense_runs_and_streaming_stores_copy_equal_bytes) {
     constexpr std::size_t kBytes = 24'001, kBlocks = 800;  // 19 MB: over the streaming threshold
     auto host = Pools::filled(kBytes * kBlocks, 5), device = Pools::filled(kBytes * kBlocks, 6);
     auto map = std::make_shared<BlockMap>();
@@ -149,7 +149,7 @@ TEST(copy_bytes_at_every_alignment) {
     }
 }
 
-TEST(runs_join_neighbours_on_both_sides_only) {
+TEST(runs_join_blocks_adjacent_on_both_sides_only) {
     CHECK_EQ(merge_runs(range(3, 5), range(9, 5)).size(), 1u);
     CHECK_EQ(merge_runs(Ids{3, 4, 6}, Ids{7, 8, 9}).size(), 2u);
     CHECK_EQ(merge_runs(Ids{3, 4, 5}, Ids{7, 9, 8}).size(), 3u);
@@ -185,7 +185,7 @@ TEST(a_piece_must_fit_its_block) {
     CHECK_THROWS(LayoutError, pools.map->check());
 }
 
-TEST(one_event_a_layer_for_onload_one_for_offload) {
+TEST(an_onload_has_one_event_per_layer_and_an_offload_has_one) {
     Pools pools;
     Stream stream("test");
     CHECK_EQ(copy_blocks(stream, pools.map, Direction::kOnload, Ids{1}, Ids{1})->events().size(),
@@ -194,7 +194,7 @@ TEST(one_event_a_layer_for_onload_one_for_offload) {
              1u);
 }
 
-TEST(events_have_generations_and_a_first_one) {
+TEST(an_event_is_done_after_all_its_openings_finished) {
     Event event;
     CHECK(!event.done());
     CHECK_THROWS(UsageError, (event.synchronize(), 0));
@@ -213,7 +213,7 @@ TEST(events_have_generations_and_a_first_one) {
     CHECK_EQ(event.error(), "");
 }
 
-TEST(a_copy_waits_for_the_event_it_comes_after) {
+TEST(a_copy_waits_for_its_preceding_event) {
     Pools pools, untouched;
     Stream compute("compute"), copies("copies");
     Gate gate(compute);
@@ -239,7 +239,7 @@ TEST(a_failed_event_fails_the_copy_behind_it) {
     CHECK(pools == untouched);
 }
 
-TEST(abort_fails_what_is_queued_and_ends_waits) {
+TEST(abort_fails_queued_work_and_ends_waits) {
     Pools pools, untouched;
     Stream compute("compute"), copies("copies");
     Gate gate(compute);
@@ -255,7 +255,7 @@ TEST(abort_fails_what_is_queued_and_ends_waits) {
     gate.open();
 }
 
-TEST(close_does_what_is_queued) {
+TEST(close_completes_queued_work) {
     Pools pools, wanted;
     Stream stream("test");
     auto job = copy_blocks(stream, pools.map, Direction::kOnload, Ids{1, 2}, Ids{4, 3});
@@ -267,7 +267,7 @@ TEST(close_does_what_is_queued) {
     CHECK_EQ(stream.depth(), 0u);
 }
 
-TEST(both_directions_at_once) {
+TEST(both_directions_copy_at_once) {
     Pools pools, wanted;
     Stream in("in"), out("out");
     for (int i = 0; i < 200; ++i) {

@@ -121,7 +121,7 @@ TEST(groups_ramp_and_cover_all_layers) {
     CHECK(groups.back().path == Path::kStaged);
 }
 
-TEST(lone_small_blocks_go_by_kernel) {
+TEST(single_small_blocks_are_copied_by_kernel) {
     const Layout layout = make_layout(32, 1024);  // 64 KiB a block: less than a copy is worth
     for (const Group& group :
          plan_onload(layout, {512, 512}, std::size_t{64} << 20, PlannerOptions{}, Path::kAuto)) {
@@ -129,7 +129,7 @@ TEST(lone_small_blocks_go_by_kernel) {
     }
 }
 
-TEST(batches_have_no_more_copies_than_the_thread_can_afford) {
+TEST(batches_stay_below_the_copy_limit_of_the_thread) {
     const Layout layout = make_layout(32, 4096);  // 256 KiB a block: two copies of each
     const auto groups =
         plan_onload(layout, {512, 512}, std::size_t{64} << 20, PlannerOptions{}, Path::kAuto);

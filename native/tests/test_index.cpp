@@ -129,7 +129,7 @@ TEST(pool_of_many_words_gives_the_lowest_ids) {
     }
 }
 
-TEST(pool_refuses_what_is_not_out) {
+TEST(pool_refuses_ids_that_are_not_allocated) {
     BlockPool pool(10);
     lowest(pool, 5);
     pool.give_back(3);
@@ -159,7 +159,7 @@ TEST(pool_resizes) {
     CHECK(lowest(pool, 65) == range(0, 65));
 }
 
-TEST(cooling_ids_are_the_last_to_go) {
+TEST(cooling_ids_are_allocated_last) {
     DevicePool pool(4);
     std::vector<BlockId> ids(3);
     pool.take(ids);
@@ -177,7 +177,7 @@ TEST(cooling_ids_are_the_last_to_go) {
     CHECK_EQ(pool.after_step(next[1]), 0u);
 }
 
-TEST(ids_of_a_finished_step_are_free_and_none_is_given_out_twice) {
+TEST(ids_of_a_finished_step_are_free_and_none_is_allocated_twice) {
     DevicePool pool(1'000);
     std::vector<BlockId> ids(900);
     pool.take(ids);
@@ -193,7 +193,7 @@ TEST(ids_of_a_finished_step_are_free_and_none_is_given_out_twice) {
         pool.take(one);
         CHECK(!taken[static_cast<std::size_t>(one[0])]);
         taken[static_cast<std::size_t>(one[0])] = true;
-        CHECK_EQ(pool.after_step(one[0]), 0u);  // those of step 8 are the last to go
+        CHECK_EQ(pool.after_step(one[0]), 0u);  // ids of step 8 are allocated last
     }
     CHECK_EQ(pool.free_blocks(), 400u);
     pool.finish_step(8);
@@ -217,7 +217,7 @@ TEST(tree_finds_children_of_forks) {
         children.push_back(tree.find_or_add_child(root, tokens).node);
         CHECK(!tree.find_or_add_child(root, tokens).is_new);
     }
-    // every other one goes; the rest is still found, and what went is not
+    // remove every other node; the rest is found, and the removed ones are not
     for (std::size_t i = 0; i < children.size(); i += 2) {
         tree.unlink(children[i]);
         tree.free(children[i]);
@@ -238,7 +238,7 @@ TEST(tree_finds_children_of_forks) {
     CHECK_EQ(tree[root].child, kNone);
 }
 
-TEST(tree_is_deep_without_recursion) {
+TEST(a_deep_tree_is_walked_without_recursion) {
     Cache cache(50'001);
     std::vector<std::int32_t> tokens(100'001);
     for (std::size_t i = 0; i < tokens.size(); ++i) tokens[i] = static_cast<std::int32_t>(i % 7);
@@ -333,7 +333,7 @@ TEST(all_leases_are_extended_or_none) {
 
 // -- two tiers -------------------------------------------------------------------------------
 
-TEST(host_blocks_come_back) {
+TEST(host_blocks_are_onloaded) {
     Cache cache(4, 8);
     cache.to_host({1, 2, 3, 4});
     const LeaseId id = cache.match({1, 2, 3, 4, 5});
@@ -345,7 +345,7 @@ TEST(host_blocks_come_back) {
     const TransferId onload = cache.core.lease(id).onloads[0];
     CHECK_EQ(cache.core.lease(joined).onloads[0], onload);
     cache.release(id);
-    CHECK(cache.core.take_abandoned().empty());  // somebody else waits for it
+    CHECK(cache.core.take_abandoned().empty());  // another lease waits for it
     cache.complete(onload, Outcome::kDone);
     CHECK_EQ(cache.core.statistics().onloaded_blocks, 2u);
     cache.release(joined);
@@ -372,7 +372,7 @@ TEST(a_failed_onload_is_not_served) {
     cache.release(id);
 }
 
-TEST(what_others_computed_does_not_outlive_a_cancelled_onload) {  // I2
+TEST(blocks_computed_behind_a_cancelled_onload_are_not_kept) {  // I2
     Cache cache(12, 8);
     const LeaseId slow = cache.match({1, 2, 3, 4, 5});  // not cached yet: computes itself
     CHECK(cache.allocate(slow, 5) == Grant::kReady);
@@ -471,7 +471,7 @@ TEST(contexts_share_nothing) {
 
 // -- the limit of leases ---------------------------------------------------------------------
 
-TEST(a_refused_match_leaves_nothing_behind) {
+TEST(a_refused_match_changes_nothing) {
     CoreConfig config;
     config.block_tokens = 2;
     config.device_blocks = 8;

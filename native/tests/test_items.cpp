@@ -1,4 +1,4 @@
-// Multimodal items: their keys a block, and matches that end before them.
+// Multimodal items: their keys per block, and matches that end before them.
 #include <numeric>
 
 #include "aiokv/core.hpp"
@@ -79,7 +79,7 @@ TEST(all_items_of_a_block_are_in_its_key) {
           (std::vector<std::size_t>{3, 1}));
 }
 
-TEST(keys_tell_content_place_and_length_apart) {
+TEST(keys_differ_by_content_place_and_length) {
     const auto key = [](Item item) { return item_key_bytes({&item, 1}, 4)[0]; };
     CHECK(key({"a", 1, 2}) == key({"a", 1, 2}));
     CHECK(key({"a", 1, 2}) != key({"b", 1, 2}));
@@ -129,7 +129,7 @@ TEST(a_grant_is_cut_as_a_match_is) {
     cache.core.release(id, 0);
 }
 
-TEST(pending_blocks_are_those_of_the_same_items) {
+TEST(pending_blocks_match_equal_items_only) {
     Cache cache;
     const LeaseId owner = cache.serve({{"cat", 9, 3}}, 4);
     const LeaseId same = cache.match({{"cat", 9, 3}}).lease;
@@ -139,7 +139,7 @@ TEST(pending_blocks_are_those_of_the_same_items) {
     for (const LeaseId id : {owner, same, other}) cache.core.release(id, 0);
 }
 
-TEST(forks_keep_items_and_eviction_and_reset_forget_them) {
+TEST(forks_keep_items_and_eviction_and_reset_clear_them) {
     Cache cache;
     const std::vector<Item> items{{"cat", 9, 3}};
     const LeaseId parent = cache.serve(items, 8);
@@ -188,7 +188,7 @@ TEST(a_key_without_the_items_from_a_position_on) {
     CHECK(!item_key_before(item_key_bytes({&early, 1}, 4)[1], 2).empty());
 }
 
-TEST(truncation_in_front_of_an_item_forgets_it) {
+TEST(truncation_in_front_of_an_item_removes_it) {
     Cache cache;
     const std::vector<Item> items{{"a", 1, 2}, {"b", 6, 2}, {"c", 12, 4}};
     const std::vector<Item> front{{"a", 1, 2}};
@@ -238,7 +238,7 @@ TEST(truncation_inside_an_item_is_refused) {
     cache.core.release(id, 0);
 }
 
-TEST(a_fork_of_a_truncated_lease_has_its_items_and_the_parents_go_on) {
+TEST(truncation_of_a_parent_keeps_the_items_of_its_fork) {
     Cache cache;
     const std::vector<Item> items{{"a", 8, 4}};
     const LeaseId parent = cache.serve(items, 8);

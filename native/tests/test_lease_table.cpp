@@ -89,7 +89,7 @@ TEST(an_id_is_valid_until_its_lease_ends) {
     CHECK_THROWS(LeaseError, table.at(next + 1));
 }
 
-TEST(an_error_names_the_lease_and_what_to_do) {
+TEST(an_error_names_the_lease_and_has_a_hint) {
     LeaseTable table(1);
     const LeaseId id = table.open({}, 0, {}).id();
     try {

@@ -1,4 +1,4 @@
-// Promises against a walk over all leases.
+// Promises, compared with a walk over all leases.
 #include <algorithm>
 #include <random>
 #include <set>
@@ -99,7 +99,7 @@ std::vector<LeaseId> walk() {
 
 }  // namespace
 
-TEST(longest_promise_agrees_with_a_walk_over_all_leases) {
+TEST(longest_promise_equals_a_walk_over_all_leases) {
     walk();
 }
 
@@ -120,7 +120,7 @@ TEST(equal_promises_share_their_runs) {
     CHECK_EQ(promises.runs(), 1u);
     const Pending found = promises.find(3, prompts.leases[999], 0, 50);
     CHECK_EQ(found.blocks, 50u);
-    CHECK_EQ(static_cast<std::uint32_t>(found.owner), 0u);  // the oldest promise
+    CHECK_EQ(static_cast<std::uint32_t>(found.owner), 0u);  // the oldest one
     promises.remove(prompts.leases[0]);
     CHECK_EQ(static_cast<std::uint32_t>(promises.find(3, prompts.leases[999], 0, 50).owner), 1u);
     promises.clear();

@@ -1,4 +1,4 @@
-// What ReturnRates learns from counts: order and signs, not digits.
+// Rates that ReturnRates learns from counts: order and signs, not digits.
 #include <algorithm>
 #include <vector>
 
@@ -30,8 +30,8 @@ void expect_learned(Comes comes) {
     });
     rates.pass_time(1000);
     rates.learn(1);
-    double least = 1e9;  // of those that come
-    double most = 0;     // of those that do not
+    double least = 1e9;  // of stretches that return
+    double most = 0;     // of stretches that do not
     double fewest = 1e9;
     for_each_class([&](const ReuseFeatures& features) {
         const double score = rates.score(features.reuse_class(), kAge);
@@ -49,7 +49,7 @@ void expect_learned(Comes comes) {
 
 }  // namespace
 
-TEST(each_value_of_each_feature_has_a_factor_of_its_own) {
+TEST(each_value_of_each_feature_has_its_own_factor) {
     for (std::uint32_t value = 0; value < ReuseFeatures::kUses; ++value)
         expect_learned([value](const ReuseFeatures& f) { return f.uses == value; });
     for (std::uint32_t value = 0; value < ReuseFeatures::kAdded; ++value)
@@ -72,7 +72,7 @@ TEST(an_age_at_which_stretches_return_scores_highest_just_before_it) {
     CHECK(score(64) > 2 * score(512));
 }
 
-TEST(two_ages_an_octave_have_rates_of_their_own) {
+TEST(two_ages_per_octave_have_separate_rates) {
     const std::vector<std::uint64_t> ages{1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192};
     for (std::size_t i = 0; i + 1 < ages.size(); ++i) {
         ReturnRates rates(1024);
@@ -87,18 +87,18 @@ TEST(two_ages_an_octave_have_rates_of_their_own) {
 }
 
 // To be there at age 64, a stretch has to be kept from the first age on.
-TEST(no_gain_is_promised_for_stretches_that_nobody_has_room_to_keep) {
+TEST(no_gain_is_predicted_when_lru_hits_as_much) {
     ReturnRates rates(1024);
     const ReuseFeatures features{};
     for (std::uint64_t age = 1; age <= 64; age *= 2) rates.count_waiting(features, age, 1000);
     for (int i = 0; i < 100; ++i) rates.count_return(features, 64);
     rates.pass_time(100);
     rates.learn(1);
-    CHECK_EQ(rates.predicted_gain(5), 0.0);    // half of those of the first age
+    CHECK_EQ(rates.predicted_gain(5), 0.0);    // half of the stretches of the first age
     CHECK_EQ(rates.predicted_gain(100), 0.0);  // all: LRU hits as much
 }
 
-TEST(a_gain_is_promised_where_some_return_and_others_do_not) {
+TEST(a_gain_is_predicted_where_some_stretches_return_and_others_do_not) {
     ReturnRates rates(1024);
     const ReuseFeatures comes{0, 0, 0}, stays_away{1, 0, 0};
     for (std::uint64_t age = 1; age <= 64; age *= 2) {
@@ -112,7 +112,7 @@ TEST(a_gain_is_promised_where_some_return_and_others_do_not) {
     CHECK(gain <= 1.0);
 }
 
-TEST(what_was_counted_fades) {
+TEST(old_counts_decay) {
     ReturnRates rates(1024);
     const ReuseFeatures early{0, 0, 0}, late{1, 0, 0};
     const auto count = [&](const ReuseFeatures& comes, const ReuseFeatures& stays_away) {

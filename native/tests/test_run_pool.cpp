@@ -89,7 +89,7 @@ TEST(pool_refuses_ids_that_are_free_or_not_its_own) {
 }
 
 // Sizes around those of words and of the tree's levels.
-TEST(pool_agrees_with_a_naive_one) {
+TEST(pool_equals_a_naive_pool) {
     std::mt19937 random(1);
     for (const std::size_t capacity :
          {1u, 2u, 63u, 64u, 65u, 127u, 128u, 129u, 700u, 4096u, 5000u}) {

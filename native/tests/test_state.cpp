@@ -69,7 +69,7 @@ const Prompt kPrompt{1, 2, 3, 4, 5, 6, 7};
 
 }  // namespace
 
-TEST(idle_ids_go_least_recently_used_first) {
+TEST(idle_ids_are_evicted_least_recently_used_first) {
     AuxiliaryPool pool(3, 1);
     for (const NodeId node : {10u, 11u, 12u}) pool.attach(node, taken(pool));
     CHECK_EQ(pool.room(), 3u);
@@ -82,7 +82,7 @@ TEST(idle_ids_go_least_recently_used_first) {
     CHECK_EQ(taken(pool), oldest);  // free ids first
 }
 
-TEST(a_held_id_is_not_evicted_and_outlives_its_node) {
+TEST(a_held_id_is_not_evicted_and_remains_after_its_node) {
     AuxiliaryPool pool(2, 1);
     const BlockId held = taken(pool);
     pool.attach(1, held);
@@ -134,7 +134,7 @@ TEST(moves_name_the_snapshot_or_zeros_and_wait_for_its_step) {
     CHECK_EQ(cache.core.statistics().state_free, 2u);
 }
 
-TEST(the_only_slot_changes_hands_without_a_copy) {
+TEST(the_only_slot_passes_to_the_lease_without_a_copy) {
     Cache cache(2);
     cache.serve(kPrompt, 6);
     const LeaseId other = cache.granted({9, 9});
@@ -147,7 +147,7 @@ TEST(the_only_slot_changes_hands_without_a_copy) {
     for (const LeaseId lease : {other, id, late}) cache.core.release(lease, 0);
 }
 
-TEST(what_was_committed_while_the_state_moves_is_published_at_its_end) {
+TEST(commits_during_a_state_move_are_published_at_its_end) {
     Cache cache(3);
     const LeaseId id = cache.matched(kPrompt);
     CHECK(cache.core.allocate(id, 7) == Grant::kLoading);
@@ -158,7 +158,7 @@ TEST(what_was_committed_while_the_state_moves_is_published_at_its_end) {
     cache.core.release(id, 0);
 }
 
-TEST(a_failed_move_leaves_nothing_to_go_on_from) {
+TEST(a_failed_move_restarts_the_lease_from_the_beginning) {
     Cache cache(3);
     cache.serve(kPrompt, 6);
     const LeaseId id = cache.matched(kPrompt);

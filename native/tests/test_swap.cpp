@@ -96,12 +96,12 @@ TEST(a_swap_without_room_changes_nothing) {
     CHECK(cache.core.lease(second).has_blocks());
     CHECK_EQ(cache.core.statistics().host_free, 2u);
     cache.core.release(first, 0);
-    CHECK(cache.swap_out(second));  // takes what nobody holds any more
+    CHECK(cache.swap_out(second));  // takes the blocks that are no longer held
     cache.complete(cache.core.lease(second).swap_transfer);
     cache.core.release(second, 0);
 }
 
-TEST(a_failed_swap_leaves_the_table) {
+TEST(a_failed_swap_keeps_the_table) {
     Cache cache(4, 4);
     const LeaseId id = cache.computed(kPrompt);
     const std::vector<BlockId> table = cache.core.lease(id).table;
@@ -113,7 +113,7 @@ TEST(a_failed_swap_leaves_the_table) {
     cache.core.release(id, 0);
 }
 
-TEST(what_a_released_lease_was_moving_is_freed_at_the_end) {
+TEST(blocks_moving_for_a_released_lease_are_freed_at_the_end) {
     Cache cache(4, 4);
     const LeaseId id = cache.computed(kPrompt);
     CHECK(cache.swap_out(id));
@@ -134,7 +134,7 @@ TEST(what_a_released_lease_was_moving_is_freed_at_the_end) {
     CHECK_EQ(cache.core.statistics().device_free, 4u);
 }
 
-TEST(nothing_of_before_a_reset_is_published_after_a_resume) {
+TEST(blocks_from_before_a_reset_are_not_published_after_a_resume) {
     for (const Prompt& prompt : {kPrompt, Prompt{1}}) {
         Cache cache(4, 4);
         const LeaseId id = cache.swapped(prompt);
@@ -147,7 +147,7 @@ TEST(nothing_of_before_a_reset_is_published_after_a_resume) {
     }
 }
 
-TEST(a_swap_that_a_reset_crosses_keeps_nothing) {
+TEST(a_swap_interrupted_by_a_reset_keeps_nothing) {
     Cache cache(4, 4);
     const LeaseId id = cache.computed(kPrompt);
     CHECK(cache.swap_out(id));
@@ -158,7 +158,7 @@ TEST(a_swap_that_a_reset_crosses_keeps_nothing) {
     cache.core.release(id, 0);
 }
 
-TEST(a_swap_waits_for_backups_under_way) {
+TEST(a_swap_waits_for_backups_in_flight) {
     CoreConfig config;
     config.block_tokens = 2;
     config.device_blocks = config.host_blocks = 4;
@@ -207,7 +207,7 @@ TEST(a_fork_shares_what_is_indexed) {
     CHECK(fork.source_blocks == std::vector<BlockId>{ours[2]});
     CHECK(fork.target_blocks == std::vector<BlockId>{theirs[2]});
     CHECK_EQ(cache.core.lease(fork.lease).cached_tokens, 5u);
-    CHECK_EQ(cache.core.fork(id, 0).lease, 0u);  // no room
+    CHECK_EQ(cache.core.fork(id, 0).lease, 0u);  // no free blocks
     CHECK_EQ(cache.core.statistics().leases, 2u);
     cache.core.release(id, 0);
     cache.check();

@@ -67,7 +67,7 @@ class Cache {
 
 }  // namespace
 
-TEST(blocks_behind_the_window_go_back) {
+TEST(blocks_behind_the_window_are_freed) {
     Cache cache({6, 5, 2, 0});
     const LeaseId id = cache.granted(counting(20));
     CHECK_EQ(cache.table(id), "####......");
@@ -76,7 +76,7 @@ TEST(blocks_behind_the_window_go_back) {
     cache.core.release(id, 0);
 }
 
-TEST(the_sink_stays_and_is_set_aside) {
+TEST(the_sink_is_kept_and_reserved) {
     Cache cache({12, 5, 2, 3});
     const LeaseId id = cache.granted(counting(20));
     CHECK_EQ(cache.core.window_group(0).reserved, 6u);
@@ -112,7 +112,7 @@ TEST(a_hit_holds_the_sink_and_the_window) {
     CHECK_EQ(pool.idle(), pool.attached());
 }
 
-TEST(a_freed_sink_remembers_its_step) {
+TEST(a_freed_sink_keeps_its_step) {
     Cache cache({6, 5, 2, 1});
     const LeaseId id = cache.granted(counting(20));
     cache.commit(id, 2, 12, 7);
@@ -139,7 +139,7 @@ TEST(a_match_refreshes_the_sink_as_well_as_the_window) {
     cache.core.release(other, 0);
 }
 
-TEST(the_sink_of_a_swapped_lease_remembers_its_step) {
+TEST(the_sink_of_a_swapped_lease_keeps_its_step) {
     Cache cache({6, 5, 2, 1}, 16);
     const LeaseId id = cache.granted(counting(20));
     cache.commit(id, 2, 12, 7);

@@ -18,7 +18,7 @@ __all__ = ["BLOCK_TOKENS", "Drill", "Shaped", "prompt", "regions_of"]
 
 
 class Drill(Cache):
-    """Copies end by themselves, but for what ``drill.device`` was told."""
+    """Engine whose copies complete on their own, except for those scripted in ``drill.device``."""
 
     device: ScriptedDevice
 
@@ -30,7 +30,7 @@ class Drill(Cache):
         await super().__aexit__(exc_type, exc, traceback)
 
     async def to_host(self, *prompts: np.ndarray) -> None:
-        """Their full blocks are on the host only."""
+        """Leave the full blocks of the prompts on the host only."""
         await self.fill(*prompts)
         await self.engine.drain()
         await self.engine.evict(self.engine.config.device_blocks)
@@ -39,16 +39,16 @@ class Drill(Cache):
         ]
 
     async def running(self, direction: str, copies: int = 1) -> None:
-        """Wait until the device has that many copies which have not ended."""
+        """Wait until the device has that many unfinished copies."""
         await run_until_idle(lambda: len(self.device.running(direction)) == copies)  # type: ignore[arg-type]
 
     def check_all(self, lease: Lease, tokens: np.ndarray) -> None:
-        """The full blocks of the lease hold the bytes of its prompt, whoever wrote them."""
+        """Check that the full blocks of the lease hold the bytes of its prompt."""
         words = self.memory.words(tokens, "", self.memory.weights)
         self.memory.check(lease.block_table[: len(words)], words, lease.owner)
 
     async def nothing_lost(self) -> None:
-        """Without leases and transfers, every block can be had again."""
+        """Check that every block can be allocated again without leases and transfers."""
         await self.engine.drain()
         await spin(3)
         assert self.statistics.leases == 0
@@ -78,14 +78,14 @@ class Shaped:
         )
 
     def layer_bytes(self, table: np.ndarray) -> list[list[bytes]]:
-        """By layer: what its pieces hold in the blocks of ``table``."""
+        """Return the bytes of the blocks of ``table``, by layer."""
         return [
             [piece.view()[table].tobytes() for piece in self.regions.layer_pieces(layer)]
             for layer in range(self.regions.num_layers)
         ]
 
     async def to_host(self, tokens: np.ndarray) -> list[list[bytes]]:
-        """Commit what the blocks hold, keep it on the host only, and return it."""
+        """Commit the bytes of the blocks, keep them on the host only, and return them."""
         async with self.engine.match(tokens) as lease:
             await lease.allocate(len(tokens))
             held = self.layer_bytes(lease.block_table[: len(tokens)])

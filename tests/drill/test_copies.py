@@ -89,7 +89,7 @@ async def test_host_blocks_are_allocated_in_runs():
     """
     async with Drill(device_blocks=32, host_blocks=32) as drill:
         await drill.to_host(*(prompt(seed, 2) for seed in range(10, 18)))
-        await drill.engine.evict(8, "host")  # holes, and 16 ids that nobody has had
+        await drill.engine.evict(8, "host")  # holes, and 16 ids that were never allocated
         leases = [drill.engine.match(prompt(seed, 0)) for seed in range(20, 40)]
         for lease in leases:
             await lease.allocate(1)

@@ -1,4 +1,4 @@
-"""Defects of an idle engine, and of memory that is given back."""
+"""Defects of an idle engine, and of memory that is freed."""
 
 from __future__ import annotations
 

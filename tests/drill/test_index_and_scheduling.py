@@ -164,7 +164,7 @@ async def test_blocks_in_use_are_backed_up_and_host_copies_are_reclaimed():
         await drill.engine.drain()
         assert drill.statistics.host_free == 0
         others[0].release()
-        await others[1].preempt(swap=True)  # its partial block wants a host block
+        await others[1].preempt(swap=True)  # its partial block needs a host block
         assert drill.statistics.reclaimed_twins > 0
         for lease in (*hot, others[1]):
             lease.release()
@@ -358,7 +358,7 @@ async def test_requests_do_not_wait_for_copies_of_others():
         stuck = drill.engine.match(A)
         await stuck.allocate(len(A))
         await drill.running("onload")
-        lease = drill.engine.match(B)  # no await from here on: all of it happens now
+        lease = drill.engine.match(B)  # no await from here on: all calls run in this pass
         assert lease.try_allocate(len(B))
         drill.compute(lease, B)
         drill.engine.extend([lease], 4)
@@ -384,9 +384,9 @@ async def test_garbage_collected_lease_frees_its_blocks():
     """
     async with Drill(host_blocks=0) as drill:
         await drill.fill(A)
-        lease = drill.engine.match(A, owner="forgetful")
+        lease = drill.engine.match(A, owner="req-1")
         await lease.allocate(len(A))
-        with pytest.warns(UnreleasedLeaseWarning, match="forgetful"):
+        with pytest.warns(UnreleasedLeaseWarning, match="req-1"):
             del lease
         gc.collect()
         await spin(2)
@@ -423,8 +423,8 @@ async def test_each_shortage_is_reported_as_documented():
 
 
 @pytest.mark.clock
-async def test_capacity_is_granted_in_order_and_promised_once():
-    """Defect: Two requests are promised the same room and one of them fails; there is no waiting
+async def test_capacity_is_granted_in_order_and_only_once():
+    """Defect: Two requests are granted the same blocks and one of them fails; there is no waiting
     line.
     """
     clock = running_clock()
@@ -438,7 +438,9 @@ async def test_capacity_is_granted_in_order_and_promised_once():
             asyncio.create_task(small.allocate(1, timeout=60.0)),
         ]
         await clock.advance(59.0)
-        assert [task.done() for task in waits] == [False, False], "nobody overtakes the large one"
+        assert [task.done() for task in waits] == [False, False], (
+            "no request overtakes the large one"
+        )
         urgent = asyncio.create_task(drill.engine.match(prompt(8, 0)).allocate(1, priority=-1))
         await clock.advance(0.5)
         assert urgent.done()

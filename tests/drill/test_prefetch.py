@@ -1,6 +1,6 @@
 """Defects of prefetching, and of bytes that arrive from another tier.
 
-The tiers below the host, and what goes wrong with them, are not here: tests/PARITY.md.
+Tiers below the host do not exist here, so neither do their defects: see tests/PARITY.md.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ async def test_failed_prefetch_frees_its_own_blocks_only():
         await drill.nothing_lost()
 
 
-async def test_prefetch_evicts_to_make_room():
+async def test_prefetch_evicts_when_no_block_is_free():
     """Defect: A prefetch uses free blocks only: in a warm cache it brings nothing."""
     async with Drill(device_blocks=4, host_blocks=16) as drill:
         await drill.to_host(A)
@@ -84,7 +84,7 @@ async def test_other_users_cannot_open_the_memory_of_the_cache():
     def open_things() -> set[str]:
         names = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
         for number in os.listdir("/proc/self/fd"):
-            with suppress(FileNotFoundError):  # the one that lists the directory
+            with suppress(FileNotFoundError):  # the descriptor that lists the directory
                 names.add(os.readlink(f"/proc/self/fd/{number}"))
         return {name for name in names if name.startswith(("/dev/shm/", "socket:"))}
 

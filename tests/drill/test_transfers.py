@@ -100,10 +100,10 @@ async def test_wait_for_layers_keeps_its_deadline_without_spinning():
         waiting = asyncio.create_task(lease.layers.wait(1, timeout=5.0))
         await clock.advance(4.0)
         assert not waiting.done()
-        asked = drill.engine.poller_statistics().queries
+        before = drill.engine.poller_statistics().queries
         passes = 5_000
         await spin(passes)
-        assert drill.engine.poller_statistics().queries - asked < passes / 2
+        assert drill.engine.poller_statistics().queries - before < passes / 2
         await clock.advance(2.0)
         with pytest.raises(TimeoutError, match="layer 1 did not arrive within 5"):
             await waiting
@@ -199,7 +199,7 @@ async def test_failed_offload_does_not_delay_later_transfers():
         lease = await drill.serve(A)
         assert lease.cached_tokens == 8
         lease.release()
-        assert (clock.now, clock.timers) == (1000.0, 0), "nobody has waited, or waits, for time"
+        assert (clock.now, clock.timers) == (1000.0, 0), "no timer was used"
 
 
 async def test_missing_or_foreign_tensors_are_refused():
@@ -305,7 +305,7 @@ async def test_errors_reach_all_waiters_and_the_loop(loop_errors):
         lease.release()
 
 
-async def test_memory_outlives_its_copies_and_devices_implement_every_method():
+async def test_memory_is_kept_until_copies_end_and_devices_implement_every_method():
     """Defect: Memory is freed while copies run, by a shutdown that calls methods that do not
     exist.
     """
@@ -323,9 +323,9 @@ async def test_memory_outlives_its_copies_and_devices_implement_every_method():
     backup.open()
     await closing
     assert cache.device.closed
-    asked = {name for name, _ in inspect.getmembers(Device, inspect.isfunction)} - {"__init__"}
+    abstract = {name for name, _ in inspect.getmembers(Device, inspect.isfunction)} - {"__init__"}
     for device in (CpuDevice, CudaDevice, ManualDevice, ScriptedDevice, FlakyDevice, ChaosDevice):
-        for name in (name for name in asked if not name.startswith("_")):
+        for name in (name for name in abstract if not name.startswith("_")):
             wanted = list(inspect.signature(getattr(Device, name)).parameters)
             found = inspect.signature(getattr(device, name)).parameters
             assert list(found) in (wanted, ["self", "args"]), f"{device.__name__}.{name}"

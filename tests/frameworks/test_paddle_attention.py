@@ -1,4 +1,4 @@
-"""Attention in Paddle: a row depends on nothing but its own query and the context it may see."""
+"""Attention in Paddle: a row depends only on its own query and its visible context."""
 
 import numpy as np
 import pytest
@@ -48,7 +48,7 @@ def attention(request):
     return request.getfixturevalue(request.param)
 
 
-def test_huge_numbers_at_hidden_positions_do_not_change_a_bit(attention):
+def test_huge_values_at_masked_positions_change_no_bit(attention):
     run, queries, cached = attention
     hidden = hidden_tokens(FIRST_POSITION, ROWS)
     expected = run(queries, cached, hidden)
@@ -56,7 +56,7 @@ def test_huge_numbers_at_hidden_positions_do_not_change_a_bit(attention):
     np.testing.assert_array_equal(run(queries, cached, hidden), expected)
 
 
-def test_a_row_alone_has_the_bits_of_a_row_among_others(attention):
+def test_single_row_equals_the_same_row_in_a_batch(attention):
     run, queries, cached = attention
     hidden = hidden_tokens(FIRST_POSITION, ROWS)
     together = run(queries, cached, hidden)

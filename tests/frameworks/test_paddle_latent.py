@@ -65,7 +65,7 @@ def test_logits_equal_the_naive_model(kv_format, more):
 
 @pytest.mark.parametrize(("kv_format", "size"), ELEMENT_BYTES.items())
 @pytest.mark.usefixtures("paddle")
-def test_one_latent_a_token_is_cached_and_no_values(kv_format, size):
+def test_one_latent_per_token_is_cached_and_no_values(kv_format, size):
     block_tokens = 16
     regions = load(kv_format).new_cache(8, block_tokens).regions()
     scale_bytes = 4 if size == 1 else 0
@@ -78,7 +78,7 @@ def test_one_latent_a_token_is_cached_and_no_values(kv_format, size):
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize(("kv_format", "block_tokens"), [("float32", 24), ("bfloat16", 16)])
 @pytest.mark.usefixtures("paddle")
-def test_bits_do_not_depend_on_chunks_neighbours_or_blocks(kv_format, block_tokens, heads):
+def test_bits_do_not_depend_on_chunks_batch_or_blocks(kv_format, block_tokens, heads):
     model = load(kv_format, heads=heads)
     assert_bits_do_not_depend_on_the_batch(
         model, block_tokens, [0, 1, 13, 37, 64, 65, 80, 81, 82, 100]
@@ -86,7 +86,7 @@ def test_bits_do_not_depend_on_chunks_neighbours_or_blocks(kv_format, block_toke
 
 
 @pytest.mark.usefixtures("paddle")
-def test_a_corrupted_block_shows():
+def test_corrupted_block_changes_the_output():
     assert_a_corrupted_block_shows(load("bfloat16"))
 
 
@@ -109,14 +109,14 @@ def test_the_demo_computes_equal_bits(kv_format, tmp_path):
     assert json.loads(path.read_text())["runs"][2]["corrupted"]
 
 
-def test_numpy_does_not_know_latent_attention(capsys):
+def test_latent_attention_on_numpy_is_refused(capsys):
     with pytest.raises(UsageError, match="grouped-query attention only"):
         load_model("numpy", CONFIG, random_weights(CONFIG), max_context_tokens=64)
     assert main(["demo", *MODEL]) == 2
     assert "--framework paddle" in capsys.readouterr().err
 
 
-def test_checkpoints_have_their_own_attention(tmp_path, capsys):
+def test_attention_option_with_a_checkpoint_is_refused(tmp_path, capsys):
     assert main(["demo", *PADDLE, *MODEL, "--checkpoint", str(tmp_path)]) == 2
     assert "not mla" in capsys.readouterr().err
 

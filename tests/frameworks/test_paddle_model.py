@@ -1,4 +1,4 @@
-"""The Paddle transformer against the naive one, and the property its check rests on."""
+"""The Paddle transformer compared with the naive one, and batch-invariant results."""
 
 import dataclasses
 import json
@@ -52,13 +52,13 @@ def test_logits_equal_the_naive_model(paddle, kv_format, more):
 
 @pytest.mark.parametrize("kv_format", list(TOLERANCE))
 @pytest.mark.parametrize("block_tokens", [16, 24])
-def test_bits_do_not_depend_on_chunks_neighbours_or_blocks(paddle, kv_format, block_tokens):
+def test_bits_do_not_depend_on_chunks_batch_or_blocks(paddle, kv_format, block_tokens):
     model = load(paddle, kv_format)
     assert_bits_do_not_depend_on_the_batch(model, block_tokens, CUTS)
 
 
 @pytest.mark.parametrize("kv_format", list(TOLERANCE))
-def test_a_corrupted_block_shows(paddle, kv_format):
+def test_corrupted_block_changes_the_output(paddle, kv_format):
     assert_a_corrupted_block_shows(load(paddle, kv_format))
 
 

@@ -1,4 +1,4 @@
-"""Paddle tensors as regions: looked at where they are, whatever their dtype."""
+"""Paddle tensors as regions: used in place, with any dtype."""
 
 import numpy as np
 import pytest
@@ -48,7 +48,7 @@ def test_keys_and_values_of_one_tensor(paddle, frameworks, dtype):
     assert found.sum() == 8
 
 
-def test_what_has_gaps_inside_a_block_is_refused(paddle, frameworks):
+def test_tensor_with_gaps_inside_a_block_is_refused(paddle, frameworks):
     regions = Regions(num_layers=1)
     with pytest.raises(LayoutError, match="not C-contiguous"):
         frameworks.add_region(regions, "k", [paddle.zeros([4, 8, 6]).transpose([0, 2, 1])])
@@ -57,7 +57,7 @@ def test_what_has_gaps_inside_a_block_is_refused(paddle, frameworks):
     assert regions.names == ()
 
 
-def test_a_missing_paddle_is_said(monkeypatch):
+def test_missing_paddle_package_is_a_named_error(monkeypatch):
     import sys
 
     from aiokv.errors import UsageError
@@ -68,7 +68,7 @@ def test_a_missing_paddle_is_said(monkeypatch):
         import_paddle()
 
 
-def test_paddle_sees_what_the_engine_wrote_through_numpy(paddle, frameworks):
+def test_paddle_reads_the_bytes_that_the_engine_wrote(paddle, frameworks):
     """The bits of a bfloat16 survive a round trip through a region's bytes."""
     values = np.random.default_rng(0).standard_normal((2, 8)).astype(np.float32)
     source = paddle.to_tensor(values).cast("bfloat16")

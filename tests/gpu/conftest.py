@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def _missing() -> str:
-    """Why there can be no GPU test here; empty when there can."""
+    """Return the reason why GPU tests cannot run here; empty when they can."""
     from aiokv import _native
 
     if not hasattr(_native, "cuda"):
@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def no_leaks() -> Iterator[None]:
-    """As the suite's own, without descriptors: the driver opens some whenever it likes."""
+    """Replace the check of the suite: descriptors are not counted, since the driver opens some."""
     before = set(threading.enumerate())
     yield
     assert set(threading.enumerate()) <= before

@@ -89,7 +89,7 @@ class Pools:
                     self.host[host_ids, window] = self.blocks[region][layer][ids]
 
     def check(self) -> None:
-        """Every byte of both tiers, the untouched ones too; padding may have become zero."""
+        """Compare all bytes of both tiers, also untouched ones; padding may have become zero."""
         for region, wanted in enumerate(self.blocks):
             for layer, found in enumerate(self.read_device()[region]):
                 np.testing.assert_array_equal(found, wanted[layer])

@@ -1,4 +1,4 @@
-"""A rank on a GPU in a process of its own; the lines of a socket say what its runner does."""
+"""A rank on a GPU in its own process; the test controls its runner over a socket."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_pinning_keeps_the_bytes_and_can_be_cancelled():
     arena.close()
 
 
-def test_a_failure_names_what_to_change():
+def test_pinning_failure_names_the_limit_to_change():
     arena = HostArena(num_blocks=8, block_bytes=1 << 20)
     first = _native.cuda.HostRegistration(arena.pointer, arena.nbytes, device=0, chunk_bytes=CHUNK)
     first.wait_ready(arena.nbytes)

@@ -44,7 +44,7 @@ def test_bytes_of_every_path_and_id_list(sizes, path):
 
 @pytest.mark.parametrize("gap", [8, 7])
 @pytest.mark.parametrize("path", ["staged", "direct"])
-def test_blocks_that_lie_apart_or_unaligned(gap, path):
+def test_strided_and_unaligned_blocks_are_copied(gap, path):
     with Pools(sizes=(1000, 4096), gap=gap, path=path) as pools:
         host_ids, device_ids = ids_of("random", pools)
         finish(pools.device.copy(ONLOAD, host_ids, device_ids, None))

@@ -35,8 +35,8 @@ async def serve(engine, tensors, tokens, seed, stream):
         return cached_blocks * BLOCK
 
 
-async def test_requests_in_turn_on_a_full_device_hit_the_host():
-    """Each is released behind the step that computed it; its blocks are the next one's."""
+async def test_sequential_requests_on_a_full_device_hit_the_host():
+    """Each lease is released after the step that computed it; the next lease gets its blocks."""
     engine, _, tensors = make(device_blocks=BLOCKS)
     stream = new_stream()
     async with engine:
@@ -50,7 +50,7 @@ async def test_requests_in_turn_on_a_full_device_hit_the_host():
 
 
 @pytest.mark.parametrize("ends_with", ["event", "step"])
-async def test_an_onload_is_not_overwritten_by_a_kernel_of_a_request_that_has_gone(spin, ends_with):
+async def test_kernel_of_a_released_request_does_not_overwrite_an_onload(spin, ends_with):
     engine, _, tensors = make(device_blocks=BLOCKS)
     stream = new_stream()
     async with engine:
@@ -82,7 +82,7 @@ async def test_an_onload_is_not_overwritten_by_a_kernel_of_a_request_that_has_go
         assert engine.check_invariants() == []
 
 
-async def test_layers_are_not_waited_for_by_the_task_that_has_to_close_their_step():
+async def test_grant_does_not_wait_for_layers_of_the_step_that_its_task_closes():
     """Without a name, a released lease belongs to the step that is open then: the hit shrinks."""
     engine, _, tensors = make(device_blocks=BLOCKS)
     stream = new_stream()

@@ -1,4 +1,4 @@
-"""The demo's transformer on a GPU: against the naive one, and the bits its check rests on."""
+"""The demo's transformer on a GPU: compared with the naive one, and batch-invariant results."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def test_logits_equal_the_naive_model(more):
 
 
 @pytest.mark.parametrize("block_tokens", [1, 16, 24])
-def test_bits_do_not_depend_on_chunks_neighbours_or_blocks(block_tokens):
+def test_bits_do_not_depend_on_chunks_batch_or_blocks(block_tokens):
     assert_bits_do_not_depend_on_the_batch(make(), block_tokens, [0, 1, 13, 37, 64, 65, 100])
 
 
-def test_blocks_are_read_back_as_they_lie_in_the_regions():
+def test_read_blocks_equal_the_bytes_of_the_regions():
     model = make()
     cache = model.new_cache(device_blocks=8, block_tokens=16)
     run(model, cache, [(random_tokens(CONFIG, 100, seed=9), 0, range(1, 8))])
@@ -54,7 +54,7 @@ def test_blocks_are_read_back_as_they_lie_in_the_regions():
     assert not cache.read_blocks(blocks)[1].any()
 
 
-def test_the_demo_is_equal_and_its_control_is_not(tmp_path):
+def test_demo_outputs_are_equal_and_the_negative_control_differs(tmp_path):
     out = tmp_path / "demo.json"
     sizes = ["--conversations", "8", "--turns", "3", "--pressure-blocks", "48"]
     assert main(["demo", "--device", "cuda", *sizes, "--json", str(out)]) == 0

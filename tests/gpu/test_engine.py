@@ -31,7 +31,7 @@ def make(device_blocks: int = 32, host_blocks: int = 32, **options):
 
 
 def write(tensors, table, seed, stream):
-    """Block i of the prompt gets bytes that tell (seed, i, layer, name)."""
+    """Write bytes into block i of the prompt that identify (seed, i, layer, name)."""
     with stream:
         for n, layers in enumerate(tensors.values()):
             for layer, tensor in enumerate(layers):
@@ -54,7 +54,7 @@ async def compute(engine, tensors, tokens, seed, stream):
     await lease.allocate(len(tokens))
     write(tensors, lease.block_table, seed, stream)
     lease.commit(len(tokens))
-    lease.release()  # in the step: what the open one uses can only be saved once it is closed
+    lease.release()  # blocks used by the open step can only be saved after it is closed
     event = cupy.cuda.Event(disable_timing=True)
     event.record(stream)
     engine.step(event)
@@ -62,7 +62,7 @@ async def compute(engine, tensors, tokens, seed, stream):
 
 
 @pytest.mark.asyncio
-async def test_blocks_come_back_from_the_host():
+async def test_blocks_are_restored_from_the_host():
     import cupy
 
     engine, _, tensors = make()

@@ -1,4 +1,4 @@
-"""The engine's verbs on a GPU: what waits for a step's event, what moves, what breaks."""
+"""Methods of the engine on a GPU: waits for step events, transfers, and faults."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def prompt(number: int = 0, length: int = TOKENS) -> np.ndarray:
 
 
 def wipe(tensors) -> None:
-    """Nothing of what was computed is left on the device."""
+    """Evict all computed blocks from the device."""
     import cupy
 
     for layers in tensors.values():
@@ -34,7 +34,7 @@ def wipe(tensors) -> None:
 
 
 async def read_back(engine, tensors, tokens, seed, stream, blocks=TOKENS // BLOCK):
-    """Onload a prompt and look at every byte behind the stream's waits; the hit before it."""
+    """Onload a prompt, check every byte after the stream's waits, and return the hit."""
     lease = await engine.match(np.append(tokens, np.int32(1)))
     await lease.allocate(len(tokens) + 1)
     hit = lease.hit
@@ -77,7 +77,7 @@ async def test_a_backup_waits_for_the_event_of_its_step(spin, policy):
 
 
 async def test_freed_blocks_are_not_overwritten_before_the_step_that_reads_them(spin):
-    """A released table is read by a slow step while its ids are already someone else's onload."""
+    """A slow step reads a released table whose ids are already targets of another onload."""
     engine, _, tensors = make(device_blocks=12)
     stream, first, second = new_stream(), prompt(1), prompt(2)
     async with engine:
@@ -110,8 +110,8 @@ async def test_freed_blocks_are_not_overwritten_before_the_step_that_reads_them(
 
 
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
-async def test_prompts_come_back_under_pressure(policy):
-    """Four times what the device holds goes through it and back."""
+async def test_prompts_return_from_the_host_under_memory_pressure(policy):
+    """Prompts of four times the device's capacity are offloaded and onloaded."""
     engine, _, tensors = make(
         device_blocks=24, host_blocks=128, write_policy=policy, verify="checksum"
     )
@@ -129,7 +129,7 @@ async def test_prompts_come_back_under_pressure(policy):
         assert engine.check_invariants() == []
 
 
-async def test_a_swapped_lease_takes_its_partial_block_along(spin):
+async def test_swap_includes_the_partial_block(spin):
     """The tail is computed by the open step; the swap waits for it, and resume brings it back."""
     engine, _, tensors = make(verify="checksum")
     stream, length = new_stream(), TOKENS - 5
@@ -147,7 +147,7 @@ async def test_a_swapped_lease_takes_its_partial_block_along(spin):
         assert not swap.done()
         engine.step(record(stream))
         await swap
-        await engine.evict(32)  # full blocks stay on the device, too, until somebody needs room
+        await engine.evict(32)  # full blocks also stay on the device until they are evicted
         wipe(tensors)
         await lease.resume(length)
         assert lease.cached_tokens == length
@@ -206,8 +206,8 @@ async def test_a_checksum_finds_a_changed_host_block():
 
 
 @pytest.mark.parametrize("moment", ["onload", "backup"])
-async def test_closing_under_load_waits_for_what_moves(spin, moment):
-    """Transfers behind a slow step are in flight when the engine closes; nothing is freed early."""
+async def test_close_under_load_waits_for_transfers(spin, moment):
+    """The engine closes with transfers in flight behind a slow step; no memory is freed early."""
     engine, device, tensors = make(drain_timeout_seconds=0.0)
     stream, tokens = new_stream(), prompt()
     await engine.__aenter__()
@@ -274,8 +274,8 @@ asyncio.run(main())
 """
 
 
-async def test_a_fault_breaks_the_engine_for_everybody():
-    """In a process of its own: the fault poisons it."""
+async def test_device_fault_fails_all_waiters_of_the_engine():
+    """Run in a separate process, because the fault breaks its CUDA context."""
     process = await asyncio.to_thread(
         lambda: subprocess.run(
             [sys.executable, "-c", BROKEN], capture_output=True, text=True, timeout=100, check=False

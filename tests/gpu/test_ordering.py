@@ -1,4 +1,4 @@
-"""Transfers and compute wait for each other on the device. Each proof fails without its wait."""
+"""Transfers and compute wait for each other on the device; without the wait each test fails."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ extern "C" __global__ void spin(long long cycles) {
 
 @pytest.fixture(scope="module")
 def spin():
-    """``spin(stream)`` keeps a stream busy."""
+    """Return ``spin(stream)``, which keeps a stream busy."""
     import cupy
 
     kernel = cupy.RawKernel(SOURCE, "spin")
@@ -70,7 +70,7 @@ def test_an_offload_waits_for_the_step_that_writes(spin, waits):
         )
         stream.synchronize()
         assert saw_new == waits
-        if not waits:  # then it copied what was there
+        if not waits:  # then it copied the old bytes
             np.testing.assert_array_equal(pools.arena.blocks[:8, pools.window(0, 0)], before[0])
 
 
@@ -91,7 +91,7 @@ def test_an_onload_waits_for_the_step_that_reads(spin, waits, path):
 
 
 def test_gpu_wait_orders_and_does_not_block(spin):
-    """The transfer is made late on the device, and the stream still sees its bytes."""
+    """The transfer is delayed on the device, and the stream still reads its bytes."""
     with Pools(sizes=(4096,), layers=2) as pools:
         pools.device.wait_pinned()
         late, stream = new_stream(), new_stream()
@@ -136,7 +136,7 @@ def test_gpu_wait_blocks_until_the_layer_is_submitted():
         finish(copy)
 
 
-def test_layers_arrive_in_order_and_tell_their_times():
+def test_layers_arrive_in_order_and_report_their_times():
     with Pools(sizes=(65536,), layers=8, device_blocks=128, host_blocks=128, timing=True) as pools:
         ids = np.arange(128, dtype=np.int32)
         copy = pools.device.copy(ONLOAD, ids, ids, None)
@@ -150,7 +150,7 @@ def test_layers_arrive_in_order_and_tell_their_times():
 
 
 def test_a_failure_at_the_last_layer():
-    """No block is whole without its last layer."""
+    """A failure of the last layer invalidates the block."""
     from aiokv import _native
 
     onload = _native.cuda.Direction.ONLOAD
@@ -169,7 +169,7 @@ def test_a_failure_at_the_last_layer():
         with pytest.raises(DeviceError, match="will not arrive") as caught:
             copy.wait_submitted(1)
         assert caught.value.cuda_code == 1
-        assert pools.device.failure is None  # the context is well
+        assert pools.device.failure is None  # the context is intact
         finish(pools.device.copy(ONLOAD, ids, ids, None))
         pools.expect("onload", ids, ids)
         pools.check()

@@ -1,4 +1,4 @@
-"""Two ranks in processes of their own, on two GPUs where there are two."""
+"""Two ranks in separate processes, on two GPUs where available."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.asyncio
 
 PROMPT = list(range(17))  # four full blocks, and a token that is computed each time
-SPOILT = 200
+OVERWRITTEN = 200
 
 
 class Runners:
-    """What tells both ranks' runners what to do, and waits for their answers."""
+    """Controller that sends commands to the runners of both ranks and waits for their replies."""
 
     def __init__(self) -> None:
         self._streams: dict[int, tuple[asyncio.StreamReader, asyncio.StreamWriter]] = {}
@@ -64,7 +64,7 @@ async def test_both_ranks_get_their_own_bytes_back(tmp_path: Path) -> None:
         await engine.drain()
         assert await engine.evict(4) == 4
         for rank in range(2):
-            await runners.ask(rank, fill=SPOILT, blocks=list(range(BLOCKS)))
+            await runners.ask(rank, fill=OVERWRITTEN, blocks=list(range(BLOCKS)))
         async with engine.match(PROMPT) as lease:
             await lease.allocate(len(PROMPT))
             assert lease.hit == Hit(0, 16)

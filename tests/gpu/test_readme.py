@@ -1,4 +1,4 @@
-"""The README's code for a GPU runs as it stands, with torch; sizes are smaller."""
+"""The README's code for a GPU runs with torch, with smaller sizes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SMALLER = {"8192": "64", "65536": "128"}
 pytestmark = pytest.mark.asyncio
 
 
-async def test_a_second_request_hits_what_torch_computed():
+async def test_second_request_hits_kv_computed_by_torch():
     torch = pytest.importorskip("torch")
     (block,) = [
         code

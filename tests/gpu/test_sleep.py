@@ -1,4 +1,4 @@
-"""Sleep and wake-up on a GPU: tensors and pinned memory go, and come back."""
+"""Sleep and wake-up on a GPU: tensors and pinned memory are freed and reallocated."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def new_tensors(device_blocks: int = 32):
     return regions, tensors
 
 
-async def test_the_device_sleeps_and_host_blocks_come_back_into_new_tensors():
+async def test_host_blocks_are_onloaded_into_new_tensors_after_device_sleep():
     import cupy
 
     engine, device, tensors = make(verify="checksum")
@@ -43,7 +43,7 @@ async def test_the_device_sleeps_and_host_blocks_come_back_into_new_tensors():
         await engine.sleep(("device",), timeout=10.0)
         tensors.clear()
         gc.collect()
-        assert used - pool.used_bytes() >= held, "nobody holds the tensors"
+        assert used - pool.used_bytes() >= held, "the tensors are not referenced"
         assert device.pinned_bytes == pinned, "the arena stays pinned"
         regions, tensors = new_tensors()
         await engine.wake_up(regions=regions, timeout=10.0)
@@ -52,7 +52,7 @@ async def test_the_device_sleeps_and_host_blocks_come_back_into_new_tensors():
         assert engine.check_invariants() == []
 
 
-async def test_both_tiers_sleep_again_and_again():
+async def test_both_tiers_sleep_and_wake_up_repeatedly():
     engine, device, tensors = make()
     stream = new_stream()
     async with engine:

@@ -55,7 +55,7 @@ async def test_zeros_then_a_snapshot_then_its_copy(apart):
                 layer[slot] = 5 + n
         lease.commit(8)
         assert lease.snapshot(8, stream)
-        with stream:  # the next step, at once: the snapshot has to be that of before
+        with stream:  # the next step starts immediately: the snapshot must be the earlier state
             for layer in state:
                 layer[slot] = 77
         lease.commit(11)
@@ -77,7 +77,7 @@ async def test_zeros_then_a_snapshot_then_its_copy(apart):
 
 
 @pytest.mark.asyncio
-async def test_a_snapshot_without_a_stream_is_refused_and_nobody_hits_there():
+async def test_snapshot_without_a_stream_is_refused_and_not_hit():
     import cupy
 
     engine, _ = make()

@@ -1,4 +1,4 @@
-"""An engine over real bytes; every KV that is read is compared with its prefix."""
+"""An engine over real bytes that compares all KV that it reads with the prefix."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BLOCK_TOKENS = 4
 
 
 def prompt(seed: int, blocks: int) -> np.ndarray:
-    """All of its ``blocks`` can be hit: one more token follows, which is always computed."""
+    """Return a prompt whose ``blocks`` can all be hit: one more token is always computed."""
     return np.arange(blocks * BLOCK_TOKENS + 1, dtype=np.int32) + 1000 * seed
 
 
@@ -60,7 +60,7 @@ class OverBytes:
 
 
 class Cache(OverBytes):
-    """Blocks of four tokens whose copies the test completes; no lease may be left at its end."""
+    """Cache with blocks of four tokens whose copies the test completes; no lease may remain."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Cache(OverBytes):
     # --- requests -------------------------------------------------------------------------------
 
     async def serve(self, tokens: np.ndarray, **allocate: Any) -> Lease:
-        """A lease whose prompt is there: what was cached is compared, the rest is written."""
+        """Return a lease with its prompt: cached blocks are compared, the rest is written."""
         lease = self.engine.match(tokens)
         try:
             await lease.allocate(len(tokens), **allocate)
@@ -99,20 +99,20 @@ class Cache(OverBytes):
         return lease
 
     def check(self, lease: Lease, tokens: np.ndarray) -> None:
-        """Compare what the lease takes for cached, byte for byte."""
+        """Compare the cached tokens of the lease byte for byte."""
         blocks = lease.cached_tokens // BLOCK_TOKENS
         words = self.memory.words(tokens, "", self.memory.weights)[:blocks]
         self.memory.check(lease.block_table[:blocks], words, lease.owner)
 
     def compute(self, lease: Lease, tokens: np.ndarray, first: int | None = None) -> None:
-        """Write the blocks from ``first`` (what is not cached) on, and commit them."""
+        """Write the blocks from ``first`` (the first uncached one) on, and commit them."""
         begin = lease.cached_tokens // BLOCK_TOKENS if first is None else first
         words = self.memory.words(tokens, "", self.memory.weights)
         self.memory.write(lease.block_table[begin : len(words)], words[begin:])
         lease.commit(len(tokens))
 
     async def fill(self, *prompts: np.ndarray) -> None:
-        """Serve and release, one after the other; backups that follow stay in the device."""
+        """Serve and release prompts in sequence; the resulting backups stay in the device."""
         for tokens in prompts:
             (await self.serve(tokens)).release()
         await spin(2)
@@ -122,7 +122,7 @@ class Cache(OverBytes):
         await complete_during(self.engine.drain(), self.device)
 
     def hit(self, tokens: np.ndarray) -> tuple[int, int]:
-        """Device and host blocks that a match would find."""
+        """Return the numbers of device and host blocks that a match would hit."""
         lease = self.engine.match(tokens)
         hit = lease.hit
         lease.release()

@@ -1,4 +1,4 @@
-"""The end of an engine whose copies a test completes."""
+"""Shutdown of an engine whose copies a test completes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models small enough to compute twice, and conversations that compare both results."""
+"""Small models that are computed twice, and conversations that compare both results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TwiceComputed(ABC):
 
     @property
     def can_fork(self) -> bool:
-        """True if conversations fork leases now."""
+        """Return True if conversations currently fork leases."""
         return False
 
     async def __aenter__(self) -> Self:
@@ -41,7 +41,7 @@ class TwiceComputed(ABC):
 
     @abstractmethod
     def check(self, lease: Lease, tokens: Sequence[int], num_tokens: int) -> None:
-        """Compare the tensors with what computing from nothing gives: every bit."""
+        """Compare the tensors bit for bit with a recomputation from scratch."""
 
     @abstractmethod
     def prefill(self, lease: Lease, tokens: Sequence[int]) -> None:
@@ -78,7 +78,7 @@ class TwiceComputed(ABC):
             rng: decides.
             name: of the conversation; two of them share their beginning.
             turns: how many.
-            longest: number of tokens after which the conversation goes back.
+            longest: number of tokens after which the conversation is truncated.
             shortened: returns to which number.
         """
         tokens, found = [1, 2, 3, 4, name % 2], 0

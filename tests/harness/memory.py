@@ -1,4 +1,4 @@
-"""Device tensors whose bytes tell which tokens they were computed from."""
+"""Device tensors whose bytes identify the tokens that they were computed from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FACTORS = [np.uint64(f) for f in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9E3
 
 
 class WrongBytes(Exception):
-    """A block holds other bytes than those of its prefix."""
+    """Error: a block holds other bytes than those of its prefix."""
 
 
 class Memory:
@@ -48,7 +48,7 @@ class Memory:
         self.take(device_blocks)
 
     def take(self, device_blocks: int) -> None:
-        """Make new tensors; the bytes of the old ones are gone."""
+        """Make new tensors; the bytes of the old ones are lost."""
         shape = (device_blocks, self.block_tokens, WORDS)
         self.tensors = [np.zeros(shape, np.uint64) for _ in range(self.layers * len(self.names))]
         self.regions = Regions(num_layers=self.layers)
@@ -81,7 +81,7 @@ class Memory:
         for index, tensor in enumerate(self.tensors):
             tensor[ids] = self._bytes(index, words)
 
-    def check(self, ids: Any, words: np.ndarray, who: str = "") -> None:
+    def check(self, ids: Any, words: np.ndarray, reader: str = "") -> None:
         """Compare with ``words``; arguments as in :meth:`write`.
 
         Raises:
@@ -92,7 +92,7 @@ class Memory:
             if wrong.any():
                 first = int(wrong.reshape(len(words), -1).any(axis=1).argmax())
                 raise WrongBytes(
-                    f"{who}: number {first} of {len(words)} in {ids} (rank {self.rank}, tensor "
+                    f"{reader}: number {first} of {len(words)} in {ids} (rank {self.rank}, tensor "
                     f"{index}) does not hold the bytes of its prefix"
                 )
         self.checked_blocks += len(words)

@@ -1,4 +1,4 @@
-"""A hybrid model small enough to compute twice: recurrent state beside KV."""
+"""A small hybrid model that is computed twice: recurrent state beside KV."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Hybrid(TwiceComputed):
         **config: Any,
     ) -> None:
         self.kv = [np.zeros((device_blocks, BLOCK_TOKENS), np.uint64) for _ in range(LAYERS)]
-        # dirty: a slot that is used without being zeroed shows
+        # dirty: use of a slot that was not zeroed is detected
         self.state = [np.full((state_slots, WIDTH), 99, np.uint64) for _ in STATE_LAYERS]
         self.device = device
         sizes = {"device_blocks": device_blocks, "state_slots": state_slots}
@@ -81,7 +81,7 @@ class Hybrid(TwiceComputed):
                 kv[table[block], place] = mix(before, tokens[position], layer, state)
 
     def check(self, lease: Lease, tokens: Sequence[int], num_tokens: int) -> None:
-        """State and KV are what computing these tokens alone, from nothing, gives: every bit."""
+        """Compare state and KV bit for bit with a recomputation of these tokens from scratch."""
         slot, table = lease.state_slot, lease.block_table
         for state, layer in zip(self.state, STATE_LAYERS, strict=True):
             assert np.array_equal(state[slot], state_after(tokens[:num_tokens], layer))
@@ -95,7 +95,7 @@ class Hybrid(TwiceComputed):
                 assert kv[table[block], place] == expected, (layer, position)
 
     def prefill(self, lease: Lease, tokens: Sequence[int], *, save: bool = True) -> None:
-        """All positions that are not cached, in chunks that end where a snapshot is worth it."""
+        """Compute all uncached positions in chunks that end at snapshot points."""
         computed = lease.cached_tokens
         points = lease.snapshot_points if save else ()
         for end in [*points, len(tokens)]:

@@ -39,7 +39,7 @@ class Served(OverBytes):
 
     @property
     def kv(self) -> list[np.ndarray]:
-        """Views of the device tensors, uint64 ``[blocks, words]`` each."""
+        """Return views of the device tensors, uint64 ``[blocks, words]`` each."""
         return [tensor.reshape(len(tensor), -1) for tensor in self.memory.tensors]
 
     def compute(self, lease: Lease, tokens: Sequence[int], first: int = 0) -> None:
@@ -62,7 +62,7 @@ class Served(OverBytes):
             lease.commit(len(tokens))
 
     async def to_host(self, tokens: Sequence[int]) -> None:
-        """The full blocks of ``tokens`` are on the host only."""
+        """Leave the full blocks of ``tokens`` on the host only."""
         await self.serve(tokens)
         await self.complete_offloads()
         await self.engine.evict(len(tokens) // BLOCK_TOKENS)
@@ -76,7 +76,7 @@ class Served(OverBytes):
         await self.settle()
 
     async def settle(self) -> None:
-        """What the device has ended is reported."""
+        """Let the engine process all transfers that the device has ended."""
         statistics = self.engine.worker_statistics
 
         def reported() -> bool:
@@ -89,12 +89,12 @@ class Served(OverBytes):
 
 
 def held(served: Served, lease, num_blocks: int | None = None) -> np.ndarray:
-    """The bytes of the lease's first blocks, ``[layer, block, byte]``."""
+    """Return the bytes of the lease's first blocks, ``[layer, block, byte]``."""
     return np.stack([array[lease.block_table[:num_blocks]] for array in served.kv])
 
 
 async def computed(served: Served, tokens, **options):
-    """A lease whose positions are all computed and committed, the partial block included."""
+    """Return a lease whose positions are all computed and committed, partial block included."""
     lease = served.engine.match(tokens, **options)
     await lease.allocate(len(tokens))
     await lease.layers.wait_all()

@@ -1,4 +1,4 @@
-"""Traces and their hits: what tests and benches share."""
+"""Traces and their hits, shared by tests and benches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model with full attention and two groups of sliding windows, small enough to compute twice."""
+"""A small model with full attention and two groups of sliding windows, computed twice."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEP_TOKENS = 4
 
 
 def mix(token: int, seen: Sequence[int]) -> int:
-    """The KV of a position, from all that its layer sees."""
+    """Return the KV of a position, from all positions that its layer attends to."""
     value = token + 1
     for other in seen:
         value = (value * 6364136223846793005 + other + 1) % 2**64
@@ -29,7 +29,7 @@ def mix(token: int, seen: Sequence[int]) -> int:
 
 
 def seen_by(position: int, window: int, sink: int) -> list[int]:
-    """The positions that one position sees, itself left out."""
+    """Return the positions that one position attends to, without itself."""
     first = max(position - window + 1, 0)
     return [*range(min(sink, first)), *range(first, position)]
 
@@ -65,7 +65,7 @@ class Windowed(TwiceComputed):
         self.engine = CacheEngine(CacheConfig(windows=windows, **sizes, **config), regions)
 
     def tables(self, lease: Lease) -> list[tuple[int, int, np.ndarray, np.ndarray]]:
-        """(window, sink, table, memory) of every kind of layer; full attention sees everything."""
+        """Return (window, sink, table, memory) of every kind of layer."""
         found = [(10**9, 0, lease.block_table, self.kv)]
         for group, window in WINDOWS.items():
             table = lease.window_table(group)
@@ -85,7 +85,7 @@ class Windowed(TwiceComputed):
                 memory[block, position % BLOCK_TOKENS] = mix(tokens[position], seen)
 
     def check(self, lease: Lease, tokens: Sequence[int], num_tokens: int) -> None:
-        """All that the next position will see is what computing from nothing gives."""
+        """Compare all KV that the next position attends to with a recomputation from scratch."""
         for window, sink, table, memory in self.tables(lease):
             values: list[int] = []
             for position in range(num_tokens):

@@ -67,8 +67,8 @@ async def fork() -> int:
                 assert engine.check_invariants() == []
                 pin.release()
                 assert pin.released
-                return 0  # the tasks that wait are cancelled by the end of the loop
-            # Not in a thread: the end of the child's loop takes the parent's wake-up pipe away.
+                return 0  # the waiting tasks are cancelled by the end of the loop
+            # Not in a thread: the end of the child's loop closes the parent's wake-up pipe.
             _, status = os.waitpid(child, 0)  # noqa: ASYNC222
             assert status == 0, f"the child ended with status {status}"
             batch.__exit__(None, None, None)

@@ -1,4 +1,4 @@
-"""Batch verbs do what the verbs on one lease do, for many."""
+"""Batch methods have the effects of the single-lease methods, for many leases."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def test_a_batch_from_match_to_release():
         await served.complete_offloads()
 
 
-async def test_a_bad_prompt_releases_those_before_it():
+async def test_bad_prompt_in_a_batch_releases_the_earlier_leases():
     async with Served() as served:
         before = served.engine.statistics().leases
         with pytest.raises(UsageError):
@@ -46,7 +46,7 @@ async def test_a_bad_prompt_releases_those_before_it():
         assert served.engine.statistics().leases == before
 
 
-async def test_commit_many_stops_at_the_first_that_refuses():
+async def test_commit_many_stops_at_the_first_refused_lease():
     async with Served() as served:
         leases = served.engine.match_many([A, B])
         for lease, tokens in zip(leases, (A, B), strict=True):

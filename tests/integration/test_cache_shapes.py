@@ -1,4 +1,4 @@
-"""Every cache shape goes to the host and back layer by layer, byte for byte."""
+"""Every cache shape is offloaded and onloaded layer by layer, byte for byte."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def values_narrower_than_keys() -> Shape:
 
 
 def interleaved() -> Shape:
-    """`[B, K/V, T, H, D]`: blocks of a region lie two blocks apart."""
+    """`[B, K/V, T, H, D]`: blocks of a region have a stride of two blocks."""
     shape = shape_of(2)
     both = [np.zeros((DEVICE_BLOCKS, 2, BLOCK_TOKENS, HEADS, HEAD_DIM), "f2") for _ in range(2)]
     shape.add_views("k", [tensor[:, 0] for tensor in both])
@@ -165,7 +165,7 @@ def shape(request: pytest.FixtureRequest) -> Shape:
 
 
 def owners(shape: Shape) -> list[np.ndarray]:
-    """The tensors behind all views, each once, as bytes ``[blocks, bytes]``."""
+    """Return the tensors behind all views, each once, as bytes ``[blocks, bytes]``."""
     bases = {}
     for views in shape.tensors.values():
         for view in views:
@@ -175,12 +175,12 @@ def owners(shape: Shape) -> list[np.ndarray]:
 
 
 def expected_of(shape: Shape, layer: int, table: np.ndarray) -> list[bytes]:
-    """What a layer's pieces hold in the blocks of ``table``."""
+    """Return the bytes of a layer's pieces in the blocks of ``table``."""
     return [piece.view()[table].tobytes() for piece in shape.regions.layer_pieces(layer)]
 
 
 @pytest.mark.asyncio
-async def test_a_prompt_goes_to_the_host_and_back_layer_by_layer(shape: Shape) -> None:
+async def test_prompt_is_offloaded_and_onloaded_layer_by_layer(shape: Shape) -> None:
     rng = np.random.default_rng(0)
     for tensor in owners(shape):
         tensor[:] = rng.integers(0, 256, tensor.shape, dtype=np.uint8)
@@ -218,7 +218,7 @@ async def test_a_prompt_goes_to_the_host_and_back_layer_by_layer(shape: Shape) -
 
 
 def assert_nothing_else_changed(shape: Shape, table: np.ndarray) -> None:
-    """Blank what was moved: only the filler is left, beside, between and behind the blocks."""
+    """Clear the copied bytes: only filler remains beside, between and behind the blocks."""
     for piece in shape.regions.pieces():
         piece.view()[table] = 0xA5
     for tensor in owners(shape):
@@ -227,7 +227,7 @@ def assert_nothing_else_changed(shape: Shape, table: np.ndarray) -> None:
 
 @pytest.mark.asyncio
 async def test_native_threads_move_the_same_bytes(shape: Shape) -> None:
-    """As above on the cpu device, which copies by itself, with the worker's own checksums."""
+    """The same round trip on the cpu device, with the worker's checksums."""
     rng = np.random.default_rng(1)
     for tensor in owners(shape):
         tensor[:] = rng.integers(0, 256, tensor.shape, dtype=np.uint8)
@@ -291,14 +291,14 @@ def test_capacity_is_never_more_than_the_tensors_hold() -> None:
 
 
 @pytest.mark.parametrize("field", ["device_bytes", "host_bytes"])
-def test_less_than_one_block_is_refused(field: str) -> None:
+def test_memory_for_less_than_one_block_is_refused(field: str) -> None:
     with pytest.raises(ConfigError, match=f"{field} is 100; it must be at least"):
         CacheConfig.for_regions(gqa().regions, **{field: 100})
     with pytest.raises(ConfigError, match="regions has no tensors"):
         CacheConfig.for_regions(Regions(num_layers=2))
 
 
-def test_other_block_counts_must_be_meant() -> None:
+def test_different_block_counts_need_more_blocks() -> None:
     regions = Regions(num_layers=2)
     regions.add("k", layers=[np.zeros((4, 8))], layer_indices=[0])
     with pytest.raises(LayoutError, match="6 blocks; the other tensors have 4"):

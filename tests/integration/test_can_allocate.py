@@ -26,25 +26,25 @@ VERBS += ["copy", "fail", "pause", "cancel", "pass", "evict"]
 POLICIES = ("none", "write_through", "write_through_selective", "write_back")
 
 
-async def test_blocks_that_write_back_saves_first_are_not_promised():
+async def test_blocks_that_write_back_must_save_first_are_not_available():
     async with Cache(device_blocks=4, host_blocks=8, write_policy="write_back") as cache:
         await cache.fill(prompt(1, 3))
         lease = cache.engine.match(prompt(2, 3))
         statistics = cache.statistics
         assert statistics.device_free + statistics.evictable_blocks >= 4
         assert not lease.can_allocate(13)
-        assert cache.device.offloads == [], "asking saves nothing"
+        assert cache.device.offloads == [], "can_allocate saves nothing"
         assert not lease.try_allocate(13)
         assert not lease.can_allocate(13)
         await cache.finish()
         evicted = cache.statistics.evicted_device_blocks
         assert lease.can_allocate(13)
-        assert cache.statistics.evicted_device_blocks == evicted, "asking evicts nothing"
+        assert cache.statistics.evicted_device_blocks == evicted, "can_allocate evicts nothing"
         assert lease.try_allocate(13)
         lease.release()
 
 
-async def test_blocks_that_are_being_copied_are_not_promised():
+async def test_blocks_of_transfers_in_flight_are_not_available():
     async with Cache(device_blocks=4, host_blocks=8, write_policy="write_through") as cache:
         await cache.fill(prompt(1, 3))
         assert len(cache.device.offloads) == 1
@@ -55,7 +55,7 @@ async def test_blocks_that_are_being_copied_are_not_promised():
         lease.release()
 
 
-async def test_what_the_lease_hits_needs_no_room():
+async def test_device_hit_of_the_lease_needs_no_free_blocks():
     async with Cache(device_blocks=4, host_blocks=0) as cache:
         holder = await cache.serve(prompt(1, 3))
         lease = cache.engine.match(prompt(1, 3)[:12])
@@ -67,7 +67,7 @@ async def test_what_the_lease_hits_needs_no_room():
         holder.release()
 
 
-async def test_errors_are_those_of_an_attempt():
+async def test_can_allocate_raises_the_errors_of_try_allocate():
     cache = Cache(device_blocks=4, host_blocks=0, salt_quota_blocks=3)
     async with cache:
         lease = cache.engine.match(prompt(1, 3), salt="a")
@@ -91,7 +91,7 @@ async def test_errors_are_those_of_an_attempt():
 
 
 async def test_first_allocate_behind_the_hit_keeps_all_of_it():
-    """As the docstring of ``allocate`` tells those who prefill in chunks."""
+    """The first ``allocate`` of a chunked prefill covers the whole hit, as its docstring says."""
     async with Cache(device_blocks=16, host_blocks=0) as cache:
         tokens = prompt(1, 6)
         await cache.fill(tokens)

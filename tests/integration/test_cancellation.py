@@ -1,4 +1,4 @@
-"""I7: cancellation at every await, and in the very pass of a grant, leaves all pools whole."""
+"""I7: cancellation at every await, and in the pass of a grant, leaks no blocks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ A = [1, 2, 3, 4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("cancel_first", [True, False])
-async def test_a_cancellation_in_the_pass_of_the_grant(cancel_first):
-    """Whichever comes first, the waiter holds nothing and the one behind it gets the blocks."""
+async def test_cancellation_in_the_pass_of_the_grant_returns_the_blocks(cancel_first):
+    """In both orders the waiter holds no blocks and the next waiter gets them."""
     async with Served(device_blocks=4) as served:
         holder, first, second = (served.engine.match([i]) for i in range(3))
         await holder.allocate(8)
@@ -41,7 +41,7 @@ async def test_a_cancellation_in_the_pass_of_the_grant(cancel_first):
         assert served.engine.statistics().device_free == 4
 
 
-async def test_a_cancelled_grant_gives_up_its_onload():
+async def test_cancelled_grant_cancels_its_onload():
     async with Served(device_blocks=4) as served:
         await served.to_host(A)
         holder, lease = served.engine.match([9]), served.engine.match(A)

@@ -1,4 +1,4 @@
-"""Prompts that arrive together (issue 3, items 2 and 4): computed once, and nobody hangs."""
+"""Equal prompts that arrive together are computed once, and every wait ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from aiokv.testing import run_until_idle, spin
 from tests.harness.cache import BLOCK_TOKENS, Cache, prompt
 
 A, B = prompt(1, 4), prompt(2, 4)
-LONG = 1000.0  # seconds: who is not woken exceeds the time limit of a test
+LONG = 1000.0  # seconds: a missing wake-up exceeds the time limit of a test
 
 pytestmark = pytest.mark.asyncio
 
@@ -28,7 +28,7 @@ async def serve_and_release(cache: Cache, tokens, **allocate):
 
 
 async def owner_of(cache: Cache, tokens=A):
-    """A granted lease that has computed nothing yet."""
+    """Return a granted lease that has computed nothing yet."""
     lease = cache.engine.match(tokens, owner="owner")
     await lease.allocate(len(tokens))
     return lease
@@ -44,7 +44,7 @@ async def test_a_hundred_equal_prompts_compute_their_prefix_once():
         assert cache.statistics.published_blocks == 4
 
 
-async def test_without_wait_pending_each_computes_its_own():
+async def test_without_wait_pending_each_request_computes_its_prefix():
     async with Cache(device_blocks=16) as cache:
         leases = [await owner_of(cache) for _ in range(3)]
         assert [lease.cached_tokens for lease in leases] == [0, 0, 0]
@@ -55,7 +55,7 @@ async def test_without_wait_pending_each_computes_its_own():
         assert cache.statistics.published_blocks == 4, "the first proof wins"
 
 
-async def test_what_is_pending_is_said_and_longer_prompts_wait_for_the_common_part():
+async def test_pending_tokens_are_reported_and_longer_prompts_wait_for_the_common_part():
     longer = prompt(1, 6)
     async with Cache(device_blocks=32) as cache:
         owner = await owner_of(cache)
@@ -72,7 +72,7 @@ async def test_what_is_pending_is_said_and_longer_prompts_wait_for_the_common_pa
         lease.release()
 
 
-async def test_a_waiter_holds_nothing_and_follows_an_owner_that_commits_in_chunks():
+async def test_waiter_holds_no_blocks_and_follows_chunked_commits_of_the_owner():
     async with Cache(device_blocks=16) as cache:
         owner = await owner_of(cache)
         words = cache.memory.words(A, "", 0)
@@ -89,7 +89,7 @@ async def test_a_waiter_holds_nothing_and_follows_an_owner_that_commits_in_chunk
 
 
 @pytest.mark.parametrize("end", ["releases", "is cancelled", "is preempted", "is collected"])
-async def test_an_owner_that_ends_early_sends_its_waiters_to_compute(end: str):
+async def test_early_end_of_the_owner_makes_its_waiters_compute(end: str):
     async with Cache(device_blocks=16) as cache:
         owner = await owner_of(cache)
         tasks = [
@@ -100,7 +100,7 @@ async def test_an_owner_that_ends_early_sends_its_waiters_to_compute(end: str):
             with pytest.warns(ResourceWarning, match="never released"):
                 del owner
         elif end == "is preempted":
-            await owner.preempt(swap=False)  # and would stand in line for its blocks
+            await owner.preempt(swap=False)  # a resume would wait in line
         elif end == "is cancelled":
             request = asyncio.create_task(_hold(owner))
             await spin()
@@ -128,7 +128,7 @@ async def test_a_deadline_ends_the_wait_and_the_prefix_is_computed_again():
 
 
 async def test_an_owner_whose_onload_fails_wakes_its_waiters():
-    """What it has promised depends on blocks that did not arrive."""
+    """The pending blocks of the owner depend on blocks that did not arrive."""
     async with Cache(device_blocks=32) as cache:
         await cache.fill(prompt(1, 2))
         await cache.finish()
@@ -147,7 +147,7 @@ async def test_an_owner_whose_onload_fails_wakes_its_waiters():
         owner.release()
 
 
-async def test_a_grant_that_is_taken_back_wakes_who_waits_for_it():
+async def test_retracted_grant_wakes_the_waiters_for_its_pending_blocks():
     """The owner is cancelled in the pass in which it is granted."""
     async with Cache(device_blocks=6) as cache:
         holder = await owner_of(cache, B)
@@ -164,7 +164,7 @@ async def test_a_grant_that_is_taken_back_wakes_who_waits_for_it():
 
 
 @pytest.mark.parametrize("what", ["reset", "update"])
-async def test_after_a_reset_nobody_waits_for_what_will_not_be_published(what: str):
+async def test_reset_ends_waits_for_pending_blocks(what: str):
     async with Cache(device_blocks=16) as cache:
         owner = await owner_of(cache)
         waiting = asyncio.create_task(serve_and_release(cache, A, wait_pending=LONG))
@@ -180,7 +180,7 @@ async def test_after_a_reset_nobody_waits_for_what_will_not_be_published(what: s
         assert cache.hit(A) == (4, 0), "of the waiter"
 
 
-async def test_closing_ends_the_wait():
+async def test_close_ends_the_wait_for_pending_blocks():
     async with Cache(device_blocks=16) as cache:
         owner = await owner_of(cache)
         waiting = asyncio.create_task(serve_and_release(cache, A, wait_pending=LONG))
@@ -192,7 +192,7 @@ async def test_closing_ends_the_wait():
         await closing
 
 
-async def test_other_tenants_do_not_wait():
+async def test_requests_of_other_tenants_do_not_wait_for_pending_blocks():
     async with Cache(device_blocks=16) as cache:
         owner = await owner_of(cache)
         lease = cache.engine.match(A, salt="other")
@@ -209,7 +209,7 @@ async def test_other_tenants_do_not_wait():
 
 
 async def test_a_storm_of_a_thousand_requests_neither_starves_nor_leaks():
-    """Room for three at a time; a third is cancelled at a random pass, large ones wait in line."""
+    """Three requests fit at a time; a third is cancelled at random, and large ones wait in line."""
     rng = random.Random(5)
     async with Cache(device_blocks=16, host_blocks=32, write_policy="write_back") as cache:
         sizes = [rng.choice((1, 2, 4, 15)) for _ in range(1000)]
@@ -244,8 +244,8 @@ async def test_a_storm_of_a_thousand_requests_neither_starves_nor_leaks():
         assert statistics.device_free + statistics.device_cached == 16
 
 
-async def test_granting_does_not_look_at_those_behind(monkeypatch):
-    """A thousand wait: one that finds clean blocks is one try of the first in line."""
+async def test_grant_examines_only_the_first_waiter(monkeypatch):
+    """With a thousand waiters, a grant of clean blocks retries only the first in line."""
     async with Cache(device_blocks=8, host_blocks=0) as cache:
         holder = await owner_of(cache, prompt(1, 6))
         tasks = [asyncio.create_task(serve_and_release(cache, A)) for _ in range(1000)]
@@ -260,7 +260,7 @@ async def test_granting_does_not_look_at_those_behind(monkeypatch):
 
         monkeypatch.setattr(Granting, "attempt", counting)
         looking = cache.engine.match(B)
-        looking.release()  # each release looks for room for the first in line
+        looking.release()  # each release retries the first in line
         assert tries == 1
         holder.release()
         assert await asyncio.gather(*tasks) == [0] + [16] * 999

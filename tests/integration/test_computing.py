@@ -1,4 +1,4 @@
-"""Compute in flight: nobody gets a block that a batch may still read or write."""
+"""Compute in flight: blocks that a batch may still read or write are not reallocated."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def granted(cache: Cache, tokens: np.ndarray):
 
 
 class Runner:
-    """A model in a thread; it writes into its blocks when the test lets it."""
+    """Model in a thread that writes into its blocks when the test allows it."""
 
     def __init__(self, cache: Cache, table: np.ndarray) -> None:
         self.cache = cache
@@ -72,7 +72,7 @@ async def test_a_cancelled_request_keeps_its_blocks_while_its_thread_writes():
 
         client = asyncio.create_task(request())
         await spin(3)
-        for _ in range(3):  # anyio cancels again and again
+        for _ in range(3):  # anyio cancels repeatedly
             client.cancel()
             await spin()
         assert client.cancelled()
@@ -89,10 +89,10 @@ async def test_a_cancelled_request_keeps_its_blocks_while_its_thread_writes():
         while not waiting.done():
             cache.device.complete_all()
             await spin()
-        (await waiting).release()  # what was onloaded is what was computed
+        (await waiting).release()  # the onloaded bytes equal the computed ones
 
 
-async def test_run_returns_and_raises_what_the_function_does():
+async def test_run_returns_the_result_and_raises_the_error_of_its_function():
     async with Cache() as cache:
         lease = await granted(cache, A)
         with cache.engine.computing([lease]) as batch, ThreadPoolExecutor(1) as pool:
@@ -107,7 +107,7 @@ async def test_run_returns_and_raises_what_the_function_does():
 
 
 @pytest.mark.parametrize("how", ["release", "preempt", "truncate", "collect"])
-async def test_what_a_lease_gives_back_in_a_batch_comes_back_with_its_end(how, recwarn):
+async def test_blocks_that_a_lease_returns_during_a_batch_are_free_after_its_end(how, recwarn):
     async with Cache() as cache:
         lease = await granted(cache, A)
         table = lease.block_table.tolist()
@@ -206,7 +206,7 @@ async def test_a_released_lease_publishes_what_it_committed():
             batch.ends_with(work)
             cache.compute(lease, longer)
         lease.release()
-        cache.device.complete_all()  # the onload that the batch reads goes on
+        cache.device.complete_all()  # the onload that the batch reads continues
         await spin(3)
         assert cache.hit(longer)[0] == 6
         work.set_result(None)
@@ -228,7 +228,7 @@ async def test_an_event_ends_a_batch():
         assert cache.statistics.device_leased == 0
 
 
-async def test_in_a_stream_work_without_an_event_belongs_to_the_step_that_is_open_at_its_end():
+async def test_batch_without_event_on_a_stream_ends_with_the_open_step():
     async with Cache(device_blocks=4, device=in_stream()) as cache:
         await cache.fill(B)
         cache.engine.step()
@@ -241,7 +241,7 @@ async def test_in_a_stream_work_without_an_event_belongs_to_the_step_that_is_ope
         lease.release()
         other = cache.engine.match(B)
         assert other.try_allocate(len(B))
-        assert other.cached_tokens == 0  # nothing may be copied into what the stream writes
+        assert other.cached_tokens == 0  # no copy may target blocks that the stream writes
         other.release()
         event = ManualEvent()
         cache.engine.step(event)
@@ -259,8 +259,8 @@ async def test_in_a_stream_work_without_an_event_belongs_to_the_step_that_is_ope
 
 
 @pytest.mark.parametrize("named", [True, False])
-async def test_layers_never_wait_for_a_step_that_only_the_waiter_closes(named):
-    """The device holds one prompt of two that are served in turn, each in a step of its own."""
+async def test_hit_excludes_layers_behind_the_step_that_the_waiter_must_close(named):
+    """The device holds one of two prompts that are served alternately, each in its own step."""
     async with Cache(device_blocks=4, device=in_stream()) as cache:
         for n in range(6):
             tokens = (A, B)[n % 2]
@@ -284,7 +284,7 @@ async def test_layers_never_wait_for_a_step_that_only_the_waiter_closes(named):
 
 
 async def resumed_behind_the_open_step(cache: Cache):
-    """A lease whose table comes back into blocks that the open step uses."""
+    """Return a lease whose table is swapped in to blocks that the open step uses."""
     lease = await granted(cache, A)
     cache.compute(lease, A)
     event = ManualEvent()
@@ -303,7 +303,7 @@ async def resumed_behind_the_open_step(cache: Cache):
     return await lease.resume(len(A))
 
 
-async def test_a_wait_that_only_the_waiter_can_end_names_the_step():
+async def test_wait_for_layers_behind_the_own_open_step_raises_and_names_it():
     async with Cache(device=in_stream(), host_blocks=8) as cache:
         lease = await resumed_behind_the_open_step(cache)
         step = cache.engine.open_step
@@ -326,7 +326,7 @@ async def test_a_wait_that_only_the_waiter_can_end_names_the_step():
         await cache.finish()
 
 
-async def test_a_task_may_wait_for_a_step_that_another_one_closes_though_it_closed_the_last():
+async def test_task_that_closed_the_last_step_may_wait_for_a_step_of_another_task():
     async with Cache(device=in_stream(), host_blocks=8) as cache:
         may_close = asyncio.Event()
 
@@ -349,14 +349,14 @@ async def test_a_task_may_wait_for_a_step_that_another_one_closes_though_it_clos
 
 
 def complete_soon(cache: Cache, closing: asyncio.Task[None]) -> None:
-    """Complete what there is, once the task has closed its step."""
+    """Complete all copies after the task has closed its step."""
     if closing.done():
         cache.device.complete_all()
     else:
         asyncio.get_running_loop().call_soon(complete_soon, cache, closing)
 
 
-async def test_a_fork_in_a_batch_keeps_what_it_shares():
+async def test_fork_in_a_batch_keeps_the_shared_blocks():
     async with Cache() as cache:
         parent = await cache.serve(A)
         child = parent.fork()
@@ -494,8 +494,8 @@ async def test_an_exception_in_the_block_ends_the_batch():
         assert cache.statistics.device_free == 8
 
 
-async def test_a_new_match_does_not_join_an_onload_that_is_taken_back():
-    """The host copies stay, and the second request gets a transfer of its own."""
+async def test_a_new_match_does_not_join_a_cancelled_onload():
+    """The host copies remain, and the second request gets its own transfer."""
     async with Cache(device_blocks=12, host_blocks=12) as cache:
         prompts = [prompt(seed, 3) for seed in range(3)]
         await cache.fill(*prompts)
@@ -576,7 +576,7 @@ async def test_an_event_given_to_release_covers_the_blocks_of_a_lease_that_a_bat
         with cache.engine.computing([lease]):
             pass
         cache.engine.step()
-        event = ManualEvent()  # behind more work, which no batch has named
+        event = ManualEvent()  # behind more work, which belongs to no batch
         lease.release(after=event)
         other = cache.engine.match(B)
         assert other.try_allocate(len(B))
@@ -589,7 +589,7 @@ async def test_an_event_given_to_release_covers_the_blocks_of_a_lease_that_a_bat
         cache.engine.step()
 
 
-async def test_an_event_that_is_announced_twice_ends_its_batch_no_sooner(monkeypatch):
+async def test_event_announced_twice_does_not_end_its_batch_early(monkeypatch):
     """The poller repeats a callback that an interrupt has ended."""
     async with Cache(device=in_stream()) as cache:
         lease = await granted(cache, A)
@@ -614,14 +614,14 @@ async def test_an_event_that_is_announced_twice_ends_its_batch_no_sooner(monkeyp
 
 
 class LostEvent(ManualEvent):
-    """The device cannot tell whether it is done."""
+    """Event whose query fails, as on a broken device."""
 
     @property
     def done(self) -> bool:
         raise DeviceError("the device is lost")
 
 
-async def test_an_event_that_the_device_lost_breaks_the_engine():
+async def test_failed_event_query_breaks_the_engine():
     async with Cache(device=in_stream()) as cache:
         lease = await granted(cache, A)
         with cache.engine.computing([lease]) as batch:

@@ -1,4 +1,4 @@
-"""Pause, quiesce, reset, resize and new weights, while transfers fly and requests wait (item 6)."""
+"""Pause, quiesce, reset, resize and new weights with transfers in flight and requests waiting."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def test_resume_ends_a_quiesce_that_has_returned_and_none_that_waits():
             cache.engine.resume()
 
 
-async def test_a_pause_outlives_sleep_and_weight_update_and_its_resume_ends_neither():
+async def test_pause_lasts_through_sleep_and_weight_update_and_its_resume_ends_neither():
     async with Cache(host_blocks=0) as cache:
         cache.engine.pause()
         await cache.engine.sleep(["device"])
@@ -111,7 +111,7 @@ def in_streams(**options) -> Cache:
 
 
 @pytest.mark.parametrize("verb", ["quiesce", "sleep"])
-async def test_stillness_waits_for_the_event_of_a_released_leases_step(verb):
+async def test_quiesce_and_sleep_wait_for_the_event_of_a_released_leases_step(verb):
     async with in_streams() as cache:
         still = getattr(cache.engine, verb)
         event = ManualEvent()
@@ -178,7 +178,7 @@ async def test_quiesce_ends_when_the_engine_breaks():
 
 
 @pytest.mark.parametrize("verb", ["quiesce", "resize"])
-async def test_what_waits_for_leases_ends_when_the_engine_closes_over_them(verb):
+async def test_close_with_leases_out_ends_control_calls_that_wait_for_them(verb):
     cache = Cache(host_blocks=0)
     await cache.engine.__aenter__()
     lease = await cache.serve(A)
@@ -191,7 +191,7 @@ async def test_what_waits_for_leases_ends_when_the_engine_closes_over_them(verb)
     lease.release()
 
 
-async def test_live_leases_go_on_while_paused():
+async def test_granted_leases_continue_while_paused():
     async with Cache(write_policy="none") as cache:
         lease = await cache.serve(A)
         cache.engine.pause()
@@ -223,7 +223,7 @@ async def test_quiesce_waits_for_leases_and_for_transfers_that_follow_from_them(
         await waiting
 
 
-async def test_quiesce_that_times_out_names_owners_and_is_not_paused_any_more():
+async def test_quiesce_that_times_out_names_owners_and_ends_its_pause():
     async with Cache() as cache:
         lease = cache.engine.match(A, owner="req-7")
         await lease.allocate(9)
@@ -233,7 +233,7 @@ async def test_quiesce_that_times_out_names_owners_and_is_not_paused_any_more():
         lease.release()
 
 
-async def test_quiesce_cancelled_or_closed_under_is_not_paused_any_more():
+async def test_quiesce_that_is_cancelled_or_closed_ends_its_pause():
     async with Cache() as cache:
         lease = await cache.serve(A)
         quiet = asyncio.create_task(cache.engine.quiesce())
@@ -258,7 +258,7 @@ async def test_quiesce_cancelled_or_closed_under_is_not_paused_any_more():
 # ---- reset
 
 
-async def test_reset_while_transfers_fly_and_requests_wait():
+async def test_reset_with_transfers_in_flight_and_requests_waiting():
     async with Cache(device_blocks=6) as cache:
         await cache.fill(A)
         await cache.finish()
@@ -280,7 +280,7 @@ async def test_reset_while_transfers_fly_and_requests_wait():
         assert cache.hit(A) == (0, 0)
 
 
-async def test_a_reset_that_times_out_has_forgotten_all_the_same():
+async def test_reset_that_times_out_has_still_cleared_the_index():
     async with Cache(device_blocks=6) as cache:
         await cache.fill(A)
         with pytest.raises(TimeoutError):
@@ -290,8 +290,8 @@ async def test_a_reset_that_times_out_has_forgotten_all_the_same():
         await cache.engine.reset(LONG)
 
 
-async def test_reset_does_not_wait_for_what_begins_later():
-    """Under load something is always in flight; only what was, counts."""
+async def test_reset_does_not_wait_for_later_transfers():
+    """Transfers are always in flight under load; reset waits only for earlier ones."""
     async with Cache(device_blocks=16) as cache:
         await cache.fill(A)
         (first,) = cache.device.offloads
@@ -304,8 +304,8 @@ async def test_reset_does_not_wait_for_what_begins_later():
         await cache.finish()
 
 
-async def test_a_reset_frees_host_memory_under_live_leases():
-    """They use the device copies alone; the host copies were held until they ended."""
+async def test_reset_frees_host_blocks_of_granted_leases():
+    """The leases use the device copies only; host copies had been held until the leases ended."""
     async with Cache() as cache:
         lease = await cache.serve(A)
         await cache.finish()
@@ -316,7 +316,7 @@ async def test_a_reset_frees_host_memory_under_live_leases():
         lease.release()
 
 
-async def test_what_a_lease_from_before_the_reset_commits_is_not_cached():
+async def test_commit_of_a_lease_from_before_the_reset_is_not_cached():
     async with Cache() as cache:
         lease = cache.engine.match(A)
         await lease.allocate(9)
@@ -330,7 +330,7 @@ async def test_what_a_lease_from_before_the_reset_commits_is_not_cached():
 # ---- weights
 
 
-async def test_an_update_of_weights_holds_requests_and_forgets_all_before_it():
+async def test_an_update_of_weights_holds_requests_and_clears_the_index():
     async with Cache(device_blocks=16) as cache:
         await cache.fill(A)
         old = await cache.serve(B)
@@ -369,8 +369,8 @@ async def test_an_update_that_cannot_begin_changes_nothing():
         assert (await serve_and_release(cache, A)).device_tokens == 8
 
 
-async def test_an_update_whose_body_raises_forgets_all_the_same():
-    """Nobody knows which weights are there now."""
+async def test_an_update_whose_body_raises_still_clears_the_index():
+    """The weights are unknown after an update that raised."""
     async with Cache(host_blocks=0) as cache:
         await cache.fill(A)
         with pytest.raises(ZeroDivisionError):
@@ -383,7 +383,7 @@ async def test_an_update_whose_body_raises_forgets_all_the_same():
 # ---- resize
 
 
-async def test_shrinking_waits_for_leases_on_blocks_beyond():
+async def test_shrinking_waits_for_leases_on_removed_blocks():
     async with Cache(device_blocks=12, host_blocks=0) as cache:
         low, high = await cache.serve(A), await cache.serve(B)
         resizing = asyncio.create_task(cache.engine.resize(4, LONG))
@@ -400,8 +400,8 @@ async def test_shrinking_waits_for_leases_on_blocks_beyond():
         (await cache.serve(prompt(5, 4))).release()
 
 
-async def test_shrinking_notices_the_end_of_a_transfer():
-    """No lease ends: the blocks beyond are only being saved."""
+async def test_shrinking_completes_at_the_end_of_a_transfer():
+    """No lease ends: the removed blocks are only being saved."""
     async with Cache(device_blocks=12) as cache:
         await cache.fill(A, B, C)
         resizing = asyncio.create_task(cache.engine.resize(2))
@@ -412,8 +412,8 @@ async def test_shrinking_notices_the_end_of_a_transfer():
         assert cache.statistics.device_blocks == 2
 
 
-async def test_shrinking_keeps_what_has_a_host_copy():
-    """Blocks beyond the new size lost theirs, too."""
+async def test_shrinking_keeps_blocks_with_a_host_copy():
+    """Blocks beyond the new size lost their host copies, too."""
     async with Cache(device_blocks=12) as cache:
         await cache.fill(A, B, C)
         await cache.finish()
@@ -425,7 +425,7 @@ async def test_shrinking_keeps_what_has_a_host_copy():
         assert (await serving).host_tokens == 4
 
 
-async def test_shrinking_takes_what_lies_behind_a_block_along():
+async def test_shrinking_evicts_the_descendants_of_a_removed_block():
     """The second block has a low id, the first a high one, which has to go (I2)."""
     async with Cache(device_blocks=4, write_policy="write_through") as cache:
         held = [await cache.serve(prompt(seed, 1)[:4]) for seed in (7, 8, 9)]
@@ -444,7 +444,7 @@ async def test_shrinking_takes_what_lies_behind_a_block_along():
         assert cache.hit(A) == (0, 2)
 
 
-async def test_shrinking_notices_the_end_of_a_step():
+async def test_shrinking_completes_at_the_end_of_a_step():
     device = ManualDevice()
     device.computes_in_stream = True
     async with Cache(device_blocks=12, host_blocks=0, device=device) as cache:
@@ -460,7 +460,7 @@ async def test_shrinking_notices_the_end_of_a_step():
         await resizing
 
 
-async def test_shrinking_notices_truncation():
+async def test_shrinking_completes_at_a_truncation():
     async with Cache(device_blocks=12, host_blocks=0) as cache:
         lease = await cache.serve(A)
         cache.engine.extend([lease], 4 * 6)
@@ -486,7 +486,7 @@ async def test_a_resize_that_times_out_names_the_owners_and_changes_nothing():
 
 
 async def test_a_resize_that_times_out_evicts_nothing():
-    """The block in its way is in no lease and not in the index: a released lease's swap owns it."""
+    """The block beyond the new size is owned only by the swap of a released lease."""
     async with Cache(
         device_blocks=16, host_blocks=32, write_policy="write_back", low_watermark_blocks=0
     ) as cache:
@@ -516,7 +516,7 @@ async def test_a_resize_that_times_out_evicts_nothing():
         assert cache.statistics.device_blocks == 8
 
 
-async def test_a_waiting_request_that_does_not_fit_any_more_is_told():
+async def test_shrinking_fails_a_waiting_request_that_no_longer_fits():
     async with Cache(host_blocks=0) as cache:
         holder = await cache.serve(A)
         waiting = asyncio.create_task(cache.serve(prompt(5, 6)))
@@ -527,7 +527,7 @@ async def test_a_waiting_request_that_does_not_fit_any_more_is_told():
         holder.release()
 
 
-async def test_growing_lets_waiting_requests_in():
+async def test_growing_grants_waiting_requests():
     async with Cache(host_blocks=0) as cache:
         await cache.engine.resize(4)
         holder = await cache.serve(A)
@@ -539,7 +539,7 @@ async def test_growing_lets_waiting_requests_in():
         holder.release()
 
 
-async def test_a_closed_engine_controls_nothing():
+async def test_control_calls_on_a_closed_engine_are_refused():
     async with Cache() as cache:
         await cache.engine.aclose()
         for verb in (cache.engine.reset, cache.engine.quiesce):
@@ -549,7 +549,7 @@ async def test_a_closed_engine_controls_nothing():
             cache.engine.pause()
 
 
-async def test_quiesce_after_a_step_that_has_finished_at_once_returns():
+async def test_quiesce_returns_after_a_step_that_finished_while_being_closed():
     """A device that computes before it returns reports the step's end while the step is closed."""
     async with Cache(host_blocks=0) as cache:
         for _ in range(3):

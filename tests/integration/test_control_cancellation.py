@@ -1,4 +1,4 @@
-"""I7: the control plane, cancelled in each pass of the loop, leaves an engine that serves."""
+"""I7: an engine still serves after control calls are cancelled in any pass of the loop."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ VERBS = {
     "drain": lambda cache: cache.engine.drain(),
     "quiesce": lambda cache: cache.engine.quiesce(),
     "sleep": lambda cache: cache.engine.sleep(),
-    "sleep_of_the_device": lambda cache: cache.engine.sleep(["device"]),  # saves what it can
+    "sleep_of_the_device": lambda cache: cache.engine.sleep(["device"]),  # saves as much as fits
     "wake_up": wake_up,
     "update_weights": update_weights,
     "prefetch": lambda cache: cache.engine.prefetch(A),
@@ -63,7 +63,7 @@ async def drive(cache: Cache, task: asyncio.Task) -> None:
 
 
 async def undo(cache: Cache, verb: str) -> None:
-    """End the effect of a verb that had ended before it was cancelled."""
+    """End the effect of a control call that had completed before its cancellation."""
     if verb == "quiesce" and cache.engine.dump()["paused"]:
         cache.engine.resume()
     await drive(cache, asyncio.create_task(cache.engine.wake_up(regions=cache.memory.regions)))
@@ -80,7 +80,7 @@ async def test_a_control_verb_cancelled_in_any_pass_leaves_an_engine_that_serves
 
 
 async def cancel_after(verb: str, passes: int) -> None:
-    """Beside a lease, a step that runs, copies and a request in line."""
+    """Cancel each control call beside a lease, a running step, copies and a waiting request."""
     cache = Cache(device_blocks=12, host_blocks=12, write_policy="write_back")
     cache.device.computes_in_stream = True
     async with cache:
@@ -88,7 +88,7 @@ async def cancel_after(verb: str, passes: int) -> None:
             await cache.engine.resize(8)
         await cache.fill(A)
         cache.engine.step()
-        if verb in ("prefetch", "pin"):  # requests in line go before them
+        if verb in ("prefetch", "pin"):  # requests in line are served first
             await drive(cache, asyncio.create_task(cache.engine.evict(2)))
             assert cache.hit(A) == (0, 2)
         holder = await cache.serve(B)

@@ -1,4 +1,4 @@
-"""What pools and tree count, in the small numbers that others' tests use."""
+"""Counts of pools and tree in small caches, as in the tests of other cache managers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.asyncio
 
 
 class Books(CacheEngine):
-    """Blocks of one token, no bytes: ``hold([1, 2])`` is a path of two blocks."""
+    """Engine without tensors, blocks of one token: ``hold([1, 2])`` is a path of two blocks."""
 
     def __init__(self, device_blocks: int = 100, host_blocks: int = 0, **config: Any) -> None:
         super().__init__(
@@ -29,7 +29,7 @@ class Books(CacheEngine):
         )
 
     def hold(self, path: Sequence[int]) -> Lease:
-        """A lease that has computed the whole path."""
+        """Return a lease that has computed the whole path."""
         lease = self.match(path)
         assert lease.try_allocate(len(path))
         lease.commit(len(path))
@@ -40,7 +40,7 @@ class Books(CacheEngine):
             self.hold(path).release()
 
     def found(self, path: Sequence[int]) -> int:
-        """Blocks of the path that a match finds, its last one too."""
+        """Return the number of blocks of the path that a match hits, the last one included."""
         lease = self.match([*path, -1])
         total = lease.hit.total
         lease.release()
@@ -64,8 +64,8 @@ async def test_a_new_cache_is_empty():
             engine.match([])
 
 
-async def test_all_blocks_can_be_had_once_and_none_twice():
-    """Exactly all, never more, and all come back."""
+async def test_each_block_can_be_allocated_exactly_once():
+    """All blocks can be allocated, no more, and all are freed afterwards."""
     async with Books() as engine:
         five = engine.match(range(5))
         assert five.try_allocate(5)
@@ -84,8 +84,8 @@ async def test_all_blocks_can_be_had_once_and_none_twice():
 
 
 @pytest.mark.parametrize("nothing", [0, -1])
-async def test_nothing_cannot_be_allocated(nothing):
-    """And the refusal changes nothing."""
+async def test_allocation_of_zero_positions_is_refused(nothing):
+    """The refusal changes nothing."""
     async with Books() as engine:
         lease = engine.match([1])
         with pytest.raises(UsageError):
@@ -94,7 +94,7 @@ async def test_nothing_cannot_be_allocated(nothing):
         lease.release()
 
 
-async def test_paths_share_what_they_have_in_common():
+async def test_paths_share_their_common_prefix():
     async with Books() as engine:
         engine.insert([1, 2])
         engine.insert([1, 3])
@@ -110,8 +110,8 @@ async def test_paths_share_what_they_have_in_common():
         ]
 
 
-async def test_the_second_copy_of_a_block_goes_back():
-    """Ids (0, 1) stay; those of the lease that computed the same are wasted, and freed."""
+async def test_second_copy_of_a_block_is_freed():
+    """Ids (0, 1) remain; the duplicate ids of the second lease are freed."""
     async with Books() as engine:
         first, second = engine.match([1, 2]), engine.match([1, 2])
         assert first.try_allocate(2)
@@ -127,7 +127,7 @@ async def test_the_second_copy_of_a_block_goes_back():
         third.release()
 
 
-async def test_blocks_are_evictable_when_their_last_lease_is_gone():
+async def test_blocks_are_evictable_after_release_of_their_last_lease():
     async with Books() as engine:
         a, b = engine.hold([1, 2]), engine.hold([1, 3])
         assert engine.evictable == 0
@@ -144,7 +144,7 @@ async def test_blocks_are_evictable_when_their_last_lease_is_gone():
         assert engine.check_invariants() == []
 
 
-async def test_a_deep_chain_and_many_branches():
+async def test_deep_chains_and_many_branches_are_found():
     async with Books(device_blocks=300) as engine:
         chain = list(range(1000, 1020))
         engine.insert(chain)
@@ -159,8 +159,8 @@ async def test_a_deep_chain_and_many_branches():
         assert engine.evictable == 121
 
 
-async def test_eviction_takes_what_it_can_and_no_more():
-    """Never a block of a lease; nothing for nothing."""
+async def test_eviction_takes_evictable_blocks_only():
+    """No block of a lease is evicted; evicting 0 blocks evicts none."""
     async with Books(host_blocks=8) as engine:
         engine.insert([1, 2, 3])
         lease = engine.hold([4, 5])
@@ -177,7 +177,7 @@ async def test_eviction_takes_what_it_can_and_no_more():
         lease.release()
 
 
-async def test_without_a_host_tier_eviction_drops():
+async def test_eviction_without_a_host_tier_drops_blocks():
     async with Books() as engine:
         engine.insert([1, 2, 3])
         assert await engine.evict(2) == 2
@@ -185,8 +185,8 @@ async def test_without_a_host_tier_eviction_drops():
         assert engine.statistics().dropped_blocks == 2
 
 
-async def test_to_the_host_and_back_many_times():
-    """Found with its tier each time; nothing gets lost."""
+async def test_repeated_offload_and_onload_lose_no_block():
+    """Every match reports the right tier, and no block is lost."""
     async with Books(device_blocks=8, host_blocks=8) as engine:
         engine.insert([1, 2, 3])
         await engine.drain()
@@ -234,7 +234,7 @@ def _hit_counts(statistics: Statistics) -> tuple[int, int, int]:
     return statistics.hit_device_tokens, statistics.hit_host_tokens, statistics.prompt_tokens
 
 
-async def test_the_oldest_path_goes_first():
+async def test_oldest_path_is_evicted_first():
     """A match refreshes the recency of its path."""
     async with Books() as engine:
         engine.insert([1], [2], [3])
@@ -243,7 +243,7 @@ async def test_the_oldest_path_goes_first():
         assert [engine.found([path]) for path in (1, 2, 3)] == [1, 0, 0]
 
 
-async def test_reset_forgets_everything():
+async def test_reset_clears_the_index():
     async with Books(host_blocks=8) as engine:
         nodes = engine.statistics().nodes
         engine.insert([1, 2], [1, 3])
@@ -255,7 +255,7 @@ async def test_reset_forgets_everything():
         assert engine.found([1, 2]) == 0
 
 
-async def test_the_life_of_requests_in_numbers():
+async def test_counts_are_exact_from_match_to_release():
     async with Books() as engine:
         engine.insert([1, 2, 3])
         s = engine.statistics()
@@ -269,7 +269,7 @@ async def test_the_life_of_requests_in_numbers():
         assert engine.cached == 4
 
 
-async def test_a_full_device_makes_room_by_eviction():
+async def test_allocation_on_a_full_device_evicts():
     """Ten requests of ten blocks, and one more."""
     async with Books() as engine:
         engine.insert(*(range(100 * i, 100 * i + 10) for i in range(10)))
@@ -280,8 +280,8 @@ async def test_a_full_device_makes_room_by_eviction():
         assert engine.cached == 100
 
 
-async def test_without_caching_all_comes_back():
-    """Neither read nor written."""
+async def test_without_caching_all_blocks_are_freed():
+    """The cache is neither read nor written."""
     async with Books() as engine:
         for _ in range(2):
             lease = engine.match([1, 2, 3], read=False, write=False)
@@ -293,7 +293,7 @@ async def test_without_caching_all_comes_back():
 
 
 async def test_host_blocks_run_out_without_loss():
-    """A table that has no room in host memory stays where it is."""
+    """A table that does not fit in host memory stays on the device."""
     async with Books(host_blocks=3, write_policy="none") as engine:
         lease = engine.hold([1, 2, 3, 4])
         with pytest.raises(WouldBlock):
@@ -310,8 +310,8 @@ async def test_host_blocks_run_out_without_loss():
         await engine.drain()
 
 
-async def test_backups_are_taken_once():
-    """What was issued is not issued again, and nothing of nothing."""
+async def test_each_block_is_backed_up_once():
+    """A backup is issued once, and none is issued without blocks."""
     async with Books(host_blocks=50) as engine:
         await engine.drain()
         assert engine.worker_statistics().offload.done == 0
@@ -328,7 +328,7 @@ async def test_backups_are_taken_once():
 
 
 async def test_generated_tokens_complete_blocks_one_by_one():
-    """Only full blocks count, earlier ones stay as they are."""
+    """Only full blocks are indexed, and earlier ones do not change."""
     engine = CacheEngine(CacheConfig(block_tokens=4, device_blocks=20))
     async with engine:
         lease = engine.match([1, 2, 3, 4, 5, 6, 7])
@@ -350,9 +350,7 @@ async def test_generated_tokens_complete_blocks_one_by_one():
 
 @pytest.mark.parametrize("block_tokens", [1, 3, 16])
 @pytest.mark.parametrize("is_fork", [False, True], ids=["one_path", "forks"])
-async def test_a_block_that_differs_in_any_one_token_is_another_block(
-    block_tokens: int, is_fork: bool
-):
+async def test_block_that_differs_in_any_one_token_is_not_hit(block_tokens: int, is_fork: bool):
     """Every token of every block is compared, the first and the last of a block too."""
     config = CacheConfig(block_tokens=block_tokens, device_blocks=20 * block_tokens)
     async with CacheEngine(config) as engine:
@@ -394,7 +392,7 @@ def _compute(engine: CacheEngine, tokens: Sequence[int]) -> None:
 
 
 async def test_tasks_never_share_an_id():
-    """Many tasks take and give back; every id has one holder, and all come back."""
+    """Many tasks allocate and release; every id has one owner, and all are freed."""
     async with Books(device_blocks=12) as engine:
         held: set[int] = set()
 

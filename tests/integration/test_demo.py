@@ -35,7 +35,7 @@ TRACE = [
 
 @pytest.fixture
 def demo(tmp_path):
-    """Runs the command; returns its status and its ``--json``."""
+    """Return a function that runs the command and returns its status and ``--json``."""
 
     def run(*flags):
         path = tmp_path / "demo.json"
@@ -82,7 +82,7 @@ def test_three_runs_compute_equal_bits(demo, capsys):
 
 
 @pytest.mark.parametrize("policy", ["write_through_selective", "write_back"])
-def test_other_write_policies_compute_equal_bits_too(demo, capsys, policy):
+def test_each_write_policy_computes_equal_bits(demo, capsys, policy):
     status, found = demo("--write-policy", policy)
     assert status == 0
     assert found["runs"][2]["label"] == f"device + host, {policy}"
@@ -90,25 +90,25 @@ def test_other_write_policies_compute_equal_bits_too(demo, capsys, policy):
     assert policy in capsys.readouterr().out
 
 
-def test_images_are_told_apart(demo, monkeypatch):
-    """Equal placeholder tokens, different KV; a match that is not told serves wrong bytes."""
+def test_prompts_with_different_images_are_not_confused(demo, monkeypatch):
+    """Equal placeholder tokens with different KV: a match without items would serve wrong bytes."""
     status, found = demo("--images", "2")
     assert status == 0
     assert "2 images" in found["workload"]
     assert found["runs"][2]["reused_tokens"]["host"] > 0
     told = aiokv.CacheEngine.match
 
-    def not_told(engine, tokens, *, items, **more):
+    def without_items(engine, tokens, *, items, **more):
         return told(engine, tokens, **more)
 
-    monkeypatch.setattr(aiokv.CacheEngine, "match", not_told)
+    monkeypatch.setattr(aiokv.CacheEngine, "match", without_items)
     status, found = demo("--images", "2")
     assert status == 1
     assert found["logits_equal"] is False
     assert found["blocks_equal"] is False
 
 
-def test_products_that_depend_on_the_batch_are_not_called_wrong_bytes(demo, capsys, monkeypatch):
+def test_batch_dependent_products_are_not_reported_as_wrong_bytes(demo, capsys, monkeypatch):
     exact = RowTiles.matmul
 
     def depends_on_the_rows_beside(tiles, x, weight):
@@ -124,7 +124,7 @@ def test_products_that_depend_on_the_batch_are_not_called_wrong_bytes(demo, caps
     assert demo("--corrupt")[0] == 1
 
 
-def test_logits_that_are_not_a_number_are_not_called_equal(demo, capsys, monkeypatch):
+def test_nan_logits_are_not_reported_as_equal(demo, capsys, monkeypatch):
     def weights_with_nan(config):
         drawn = random_weights(config)
         drawn.final_norm[0] = np.nan
@@ -159,8 +159,8 @@ def test_requests_that_are_cancelled_while_computed_change_no_output(demo, capsy
     assert "requests were cancelled while they were computed" in capsys.readouterr().out
 
 
-def test_a_corrupted_block_is_noticed(demo, capsys):
-    """The negative control: a check that cannot fail would prove nothing."""
+def test_corrupted_block_is_detected(demo, capsys):
+    """Negative control: the check must be able to fail."""
     status, found = demo("--corrupt")
     assert status == 1
     assert found["logits_equal"] is False
@@ -172,7 +172,7 @@ def test_a_corrupted_block_is_noticed(demo, capsys):
     assert "control worked" in capsys.readouterr().out
 
 
-def test_a_control_with_nothing_to_spoil_fails(demo, capsys):
+def test_negative_control_without_a_block_to_corrupt_fails(demo, capsys):
     status, _ = demo("--corrupt", "--conversations", "1", "--turns", "1")
     assert status == 3
     assert "control FAILED" in capsys.readouterr().out
@@ -187,7 +187,7 @@ def test_a_trace_is_served(demo, trace_file):
     assert device["requests"] == 3
 
 
-def test_a_terminal_gets_a_bar(demo, capsys, monkeypatch):
+def test_terminal_output_has_a_progress_bar(demo, capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     status, _ = demo("--conversations", "2", "--turns", "1")
     assert status == 0
@@ -242,7 +242,9 @@ def test_options_of_a_checkout_are_explained_where_there_is_none(
     assert "make demo ARGS=" in message
 
 
-def test_another_package_named_tests_does_not_hide_that_of_the_repository(tmp_path, trace_file):
+def test_foreign_package_named_tests_does_not_hide_the_tests_of_the_repository(
+    tmp_path, trace_file
+):
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "__init__.py").touch()
     flags = [*SMALL, "--trace", str(trace_file), "--requests", "1"]
@@ -317,7 +319,7 @@ def test_the_demo_works_with_closed_standard_streams(streams, tmp_path):
     assert ("equal in all runs" in ended.stdout) == (1 not in streams)
 
 
-def test_an_error_with_closed_standard_streams_is_a_status(tmp_path):
+def test_error_with_closed_standard_streams_sets_the_exit_status(tmp_path):
     for streams in ((1,), (2,), (0, 1, 2)):
         ended = run_with_closed(streams, "--trace", str(tmp_path / "absent"))
         assert ended.returncode == 2
@@ -329,7 +331,7 @@ def test_importing_aiokv_does_not_import_the_demo():
     assert subprocess.run([sys.executable, "-c", command], check=False).returncode == 0
 
 
-def test_a_seed_makes_a_workload():
+def test_equal_seeds_make_equal_workloads():
     sizes = ChatSizes(conversations=5, system_prompts=2)
 
     def added(seed):
@@ -356,8 +358,8 @@ def test_equal_hash_ids_become_equal_tokens(trace_file):
     assert max(each.context_tokens for each in workload.conversations) <= 64
 
 
-def test_conversations_of_a_trace_are_taken_whole(tmp_path):
-    """Two conversations, interleaved; the second's first request comes second."""
+def test_workload_has_whole_conversations_of_the_trace(tmp_path):
+    """Two interleaved conversations; the second one starts with the second request."""
     path = tmp_path / "trace.jsonl"
     lines = [(0, 1), (0, 2), (0, 1, 3), (0, 2, 4), (0, 1, 3, 5)]
     path.write_text(

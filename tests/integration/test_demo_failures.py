@@ -26,7 +26,7 @@ BLOCK_TOKENS, HOST_BLOCKS = 4, 256
 
 
 class LosingCopy:
-    """A copy that wrote the wrong bytes from ``first_bad_block`` on, and says so."""
+    """Copy that wrote wrong bytes from ``first_bad_block`` on and reports the failure."""
 
     def __init__(self, copy, first_bad_block):
         self._copy = copy
@@ -40,7 +40,7 @@ class LosingCopy:
 
 
 class LosingDevice(CpuDevice):
-    """Loses the second half of every other onload."""
+    """Device that loses the second half of every other onload."""
 
     def __init__(self):
         super().__init__()
@@ -60,7 +60,7 @@ class LosingDevice(CpuDevice):
 
 
 class SilentDevice(CpuDevice):
-    """Onloads the last block of each transfer from another host block, and reports success."""
+    """Device that reads the last block of each onload from a wrong host block, without an error."""
 
     def copy(self, route, source_ids, target_ids, after):
         source_ids = source_ids.copy()
@@ -85,7 +85,7 @@ async def serve(model, workload, *, device_blocks, host_blocks, reuse, device=No
     return server
 
 
-async def test_lost_onloads_are_computed_again():
+async def test_failed_onloads_are_recomputed():
     workload = chat_workload(SIZES, vocab=MODEL.vocab, seed=0)
     model = NumpyTransformer(
         MODEL, random_weights(MODEL), max_context_tokens=workload.max_context_tokens
@@ -120,7 +120,7 @@ async def test_silently_wrong_onloads_are_reported_as_wrong_bytes():
 
 
 class HeldRunner(ModelRunner):
-    """Reports its third step when the test says so."""
+    """Runner that reports its third step when the test allows it."""
 
     def __init__(self, model, cache):
         super().__init__(model, cache)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.asyncio
 
 
 class Interrupts:
-    """Raises KeyboardInterrupt in the first calls of a method, before or after it has run."""
+    """Patch that raises KeyboardInterrupt in the first calls of a method, before or after it."""
 
     def __init__(self, method, *, count: int = 1, after: bool = False) -> None:
         self.method = method
@@ -72,7 +72,7 @@ async def test_interrupt_in_front_of_a_submission_does_not_lose_the_plan(monkeyp
 
 
 async def test_interrupt_between_two_grants_grants_both():
-    """The second comes with the next transition of any kind."""
+    """The next transition of any kind grants the second lease."""
     async with Cache(device_blocks=8, write_policy="write_through") as cache:
         await cache.fill(A, B)
         await cache.finish()
@@ -101,7 +101,7 @@ async def test_interrupt_between_two_grants_grants_both():
 
 
 async def test_grant_in_the_pass_of_its_deadline_shows_its_layers():
-    """The deadline has cancelled the wait already; the lease is granted nevertheless."""
+    """The deadline has already cancelled the wait, but the lease is granted."""
     async with Cache(device_blocks=8, write_policy="write_through") as cache:
         await cache.fill(A)
         await cache.finish()
@@ -143,7 +143,7 @@ async def test_grant_in_the_pass_of_a_cancellation_is_taken_back():
         assert cache.statistics.device_in_flight == 0
 
 
-async def test_applied_effects_do_not_come_again():
+async def test_applied_effects_are_not_returned_again():
     async with Cache(device_blocks=8, host_blocks=0) as cache:
         lease = await cache.serve(A)
         task = asyncio.create_task(cache.serve(prompt(3, 7)))

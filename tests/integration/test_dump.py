@@ -1,4 +1,4 @@
-"""engine.dump(): who holds what, as plain values."""
+"""engine.dump(): leases, pins and their blocks as plain values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def by_owner(served: Served) -> dict[str, dict]:
     return {lease["owner"]: lease for lease in dump["leases"]}
 
 
-async def test_leases_in_every_state():
+async def test_dump_shows_leases_in_every_state():
     async with Served(device_blocks=8) as served:
         await served.to_host(A)
         swapped = await computed(served, [31, 32, 33], owner="swapped")
@@ -56,7 +56,7 @@ async def test_leases_in_every_state():
         assert dump["pins"] == 0
 
 
-async def test_pins_and_pauses_are_seen():
+async def test_dump_shows_pins_and_pauses():
     async with Served() as served:
         await served.serve(A)
         pin = await served.engine.pin(A)
@@ -69,7 +69,7 @@ async def test_pins_and_pauses_are_seen():
         await served.complete_offloads()
 
 
-async def test_those_who_wait_for_quota_are_seen():
+async def test_dump_shows_leases_that_wait_for_quota():
     async with Served(salt_quota_blocks=4, write_policy="none") as served:
         first = await served.engine.match(A, salt="a", owner="first").allocate(7)
         second = served.engine.match(A, salt="a", owner="second")

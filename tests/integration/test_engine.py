@@ -56,7 +56,7 @@ async def test_a_commit_that_is_refused_leaves_the_step_open():
         assert served.engine.open_step == step + 1
 
 
-async def test_the_life_of_a_lease():
+async def test_lease_is_matched_granted_committed_and_released():
     async with Served() as served, served.engine.match(A, owner="a") as lease:
         assert lease.hit == Hit(0, 0)
         await lease.allocate(len(A))
@@ -78,7 +78,7 @@ async def test_the_life_of_a_lease():
 
 
 async def test_host_blocks_are_onloaded_and_joined():
-    """One transfer for two leases; the second needs only its front."""
+    """One transfer serves two leases; the second one needs only its first blocks."""
     async with Served() as served:
         await served.to_host(A)
         async with served.engine.match(A) as first, served.engine.match(B) as second:
@@ -125,7 +125,7 @@ async def test_prefetch_brings_host_blocks():
 
 
 async def test_requests_wait_in_order():
-    """Priority, then arrival; nobody overtakes the first, nothing is held while waiting."""
+    """Requests are granted by priority, then arrival; a waiting request holds no blocks."""
     async with Served(device_blocks=4) as served:
         engine = served.engine
         holder = engine.match([1])
@@ -143,7 +143,7 @@ async def test_requests_wait_in_order():
         ]
         await spin(2)
         assert engine.statistics().waiting == 3
-        holder.truncate(2)  # room for the small one, whose turn it is not
+        holder.truncate(2)  # the small request would fit, but is not first
         await spin(2)
         assert order == ["urgent"]
         assert not engine.match([5]).try_allocate(1)
@@ -215,7 +215,7 @@ async def test_bad_input_changes_nothing():
             await engine.evict(1, "disk")
 
 
-async def test_released_and_foreign_leases():
+async def test_released_and_foreign_leases_are_refused():
     async with Served() as one, Served() as two:
         first, second = one.engine.match([1]), two.engine.match([1])
         await first.allocate(1)
@@ -233,9 +233,9 @@ async def test_released_and_foreign_leases():
 
 async def test_a_collected_lease_frees_itself():
     async with Served() as served:
-        lease = served.engine.match([1, 2, 3], owner="forgotten")
+        lease = served.engine.match([1, 2, 3], owner="req-1")
         await lease.allocate(3)
-        with pytest.warns(UnreleasedLeaseWarning, match="forgotten"):
+        with pytest.warns(UnreleasedLeaseWarning, match="req-1"):
             del lease
         await spin(1)
         assert served.engine.statistics().leases == 0
@@ -264,7 +264,7 @@ async def test_other_threads_and_loops_are_refused():
                     call()
                 except UsageError as error:
                     errors.append(error)
-            assert len(lease.block_table) == 1  # this, any thread may
+            assert len(lease.block_table) == 1  # any thread may call this
 
         thread = threading.Thread(target=elsewhere)
         thread.start()

@@ -1,4 +1,4 @@
-"""Copies that fail: never served, and all who joined learn where to go on."""
+"""Failed copies are never served, and every joined lease learns where to recompute."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.asyncio
 A = [1, 2, 3, 4, 5, 6, 7]
 
 
-async def test_a_failed_onload_shortens_the_hit_of_all_who_joined():
+async def test_failed_onload_shortens_the_hit_of_all_joined_leases():
     async with Served() as served:
         await served.to_host(A)
         async with (
@@ -35,7 +35,7 @@ async def test_a_failed_onload_shortens_the_hit_of_all_who_joined():
             await served.settle()
             results = await asyncio.gather(*waits, return_exceptions=True)
             assert [getattr(e, "first_bad_token", None) for e in results] == [2, 2, None]
-            assert results[2] is None  # what it needs has arrived
+            assert results[2] is None  # the blocks that it needs have arrived
             assert [x.cached_tokens for x in (first, second, front)] == [2, 2, 2]
             assert first.block_table.tolist() == table
             assert served.engine.match(A).hit == Hit(2, 0)  # never served
@@ -62,7 +62,7 @@ async def test_a_failed_backup_leaves_the_device_copy():
         assert served.engine.statistics().failed_blocks == 2
 
 
-async def test_a_refused_submission_is_a_failure():
+async def test_refused_submission_fails_the_transfer():
     async with Served() as served:
         await served.to_host(A)
         served.device.refuse = DeviceError("no more copies")
@@ -75,7 +75,7 @@ async def test_a_refused_submission_is_a_failure():
             assert lease.cached_tokens == 0
 
 
-async def test_a_prefetch_that_fails_raises_and_keeps_the_front():
+async def test_failed_prefetch_raises_and_keeps_the_blocks_before_the_failure():
     async with Served() as served:
         await served.to_host(A)
         task = asyncio.create_task(served.engine.prefetch(A))
@@ -87,7 +87,7 @@ async def test_a_prefetch_that_fails_raises_and_keeps_the_front():
         assert served.engine.statistics().leases == 1
 
 
-async def test_a_device_that_breaks_fails_everybody():
+async def test_broken_device_fails_all_waiters():
     served = Served(device_blocks=2)
     served.device.computes_in_stream = True
     async with served:
@@ -108,8 +108,8 @@ async def test_a_device_that_breaks_fails_everybody():
 
 
 @pytest.mark.parametrize("how", ["refused", "failed"])
-async def test_recompute_from_says_so_when_a_known_failure_has_not_ended(how):
-    """The runner's gpu_wait has raised, so "nothing failed" would send it on with those blocks."""
+async def test_recompute_from_of_a_failed_transfer_in_flight_raises(how):
+    """gpu_wait has raised, so a result without a failure would let the runner use those blocks."""
     async with Served() as served:
         await served.to_host(A)
         async with served.engine.match(A) as lease:
@@ -140,7 +140,7 @@ async def test_recompute_from_says_so_when_a_known_failure_has_not_ended(how):
 
 @pytest.mark.parametrize("lost", [True, False])
 async def test_a_device_that_is_lost_inside_a_transfer_breaks_the_engine(lost: bool):
-    """One that only fails the transfer goes on."""
+    """A device error that fails only the transfer does not break the engine."""
     async with Served() as served:
         await served.to_host(A)
         lease = served.engine.match(A)

@@ -17,7 +17,7 @@ A = [1, 2, 3, 4, 5, 6, 7]
 
 
 def decode(served: Served, lease, tokens: list[int], token: int) -> None:
-    """One more position; the KV of a partial block is its tokens."""
+    """Append one position; the KV of a partial block is its tokens."""
     served.engine.extend([lease], 1)
     tokens.append(token)
     lease.append([token])
@@ -71,7 +71,7 @@ async def test_the_same_continuation_is_indexed_once():
         assert parent.block_table[3] != child.block_table[3]  # granted ids never change
         assert served.engine.statistics().published_blocks == 4
         parent.release()
-        grandchild = child.fork()  # shares the index's copy, whoever computed it
+        grandchild = child.fork()  # shares the copy of the index
         served.check(grandchild, [*A, 8], 8)
         assert grandchild.block_table[3] != child.block_table[3]
         child.release()
@@ -80,7 +80,7 @@ async def test_the_same_continuation_is_indexed_once():
         await served.complete_offloads()
 
 
-async def test_a_fork_of_a_fork_outlives_both():
+async def test_fork_of_a_fork_remains_valid_after_both_are_released():
     async with Served(write_policy="none") as served:
         parent = await computed(served, A)
         before = held(served, parent)
@@ -94,7 +94,7 @@ async def test_a_fork_of_a_fork_outlives_both():
         assert await served.engine.evict(8) == 3
 
 
-async def test_what_is_not_indexed_is_copied():
+async def test_fork_copies_blocks_that_are_not_indexed():
     async with Served(write_policy="none") as served:
         parent = await computed(served, A[:6], write=False)
         before = held(served, parent)
@@ -108,7 +108,7 @@ async def test_what_is_not_indexed_is_copied():
         child.release()
 
 
-async def test_positions_that_are_not_computed_are_not_copied():
+async def test_fork_does_not_copy_uncomputed_positions():
     async with Served(write_policy="none") as served:
         parent = served.engine.match(A)
         await parent.allocate(9)
@@ -126,7 +126,7 @@ async def test_positions_that_are_not_computed_are_not_copied():
         child.release()
 
 
-async def test_no_room_to_fork_changes_nothing():
+async def test_fork_without_free_blocks_changes_nothing():
     async with Served(device_blocks=4, write_policy="none") as served:
         parent = await computed(served, A)
         before = served.engine.dump()
@@ -151,7 +151,7 @@ async def test_a_fork_evicts_cached_blocks_but_not_its_parent():
         parent.release()
 
 
-async def test_what_cannot_be_forked():
+async def test_fork_of_a_lease_without_valid_blocks_is_refused():
     async with Served() as served:
         lease = served.engine.match(A)
         with pytest.raises(LeaseError):
@@ -161,7 +161,7 @@ async def test_what_cannot_be_forked():
         lease = served.engine.match(A)
         await lease.allocate(7)
         with pytest.raises(LeaseError):
-            lease.fork()  # its blocks are on their way
+            lease.fork()  # its blocks are being onloaded
         served.device.complete_all()
         await served.settle()
         lease.fork().release()
@@ -170,7 +170,7 @@ async def test_what_cannot_be_forked():
             lease.fork()
 
 
-async def test_forks_swap_and_come_back():
+async def test_forks_are_swapped_out_and_resumed():
     async with Served(device_blocks=12, write_policy="none") as served:
         parent = await computed(served, A)
         child = parent.fork()
@@ -249,7 +249,7 @@ async def test_blocks_of_a_swap_stay_with_the_step_that_still_reads_them():
         await served.engine.evict(4)
         assert lease.cached_tokens <= 6
         await lease.resume(7)
-        assert served.device.onloads == []  # would overwrite what the open step reads
+        assert served.device.onloads == []  # would overwrite blocks that the open step reads
         second = ManualEvent()
         served.engine.step(second)
         second.complete()

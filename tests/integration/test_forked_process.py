@@ -22,7 +22,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-def test_a_forked_child_unwinds_through_the_engine_and_the_parent_goes_on(loop):
+def test_forked_child_unwinds_through_the_engine_and_the_parent_continues(loop):
     ended = run("fork", loop)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 

@@ -1,4 +1,4 @@
-"""Ctrl-C at any instant of a callback of the loop: nothing is forgotten, and all is served."""
+"""Ctrl-C at any line of a loop callback: no event is lost and every request is served."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PATIENCE_SECONDS = 20.0
 
 
 class Interrupter:
-    """Raises KeyboardInterrupt before the n-th line that callbacks of the loop execute in aiokv.
+    """Tracer that raises KeyboardInterrupt before the n-th aiokv line of loop callbacks.
 
     Lines that a task executes do not count: there, the interrupt ends the user's own code.
     """
@@ -73,7 +73,7 @@ class Interrupter:
 
 
 def run(loop: asyncio.AbstractEventLoop, main: Coroutine[Any, Any, None]) -> int:
-    """Run it to its end, also after interrupts; returns how many there were."""
+    """Run a coroutine to its end, also after interrupts; return the number of interrupts."""
     task = loop.create_task(main)
     loop.call_later(PATIENCE_SECONDS, task.cancel)
     interrupts = 0
@@ -123,7 +123,7 @@ async def serve_all(served: Served, *, in_stream: bool) -> None:
         engine.step()
         await swapping
         await first.resume(7)
-        engine.step()  # what was released before is free from here on
+        engine.step()  # blocks released earlier are free from here on
         await first.layers.wait_all(PATIENCE_SECONDS)
         served.check(first, A, 6)
         first.release()
@@ -162,7 +162,7 @@ def prompt(number: int) -> np.ndarray:
 
 
 async def serve(engine: CacheEngine, kv: list[np.ndarray], number: int) -> None:
-    """A request whose blocks hold its number; what it hits was computed for that number."""
+    """Serve a request whose blocks hold its number, and check its hit."""
     tokens = prompt(number)
     async with engine.match(tokens) as lease:
         await lease.allocate(len(tokens))
@@ -231,7 +231,7 @@ def test_after_a_real_sigint_requests_are_served_and_closing_ends(new_loop: Loop
 async def test_a_report_that_is_sent_again_changes_nothing(
     outcome: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The interrupt came behind the last line of its first delivery."""
+    """The interrupt came after the last line of the first delivery."""
     async with Served() as served:
         await served.to_host(A)
         scheduler = served.engine.scheduler

@@ -1,4 +1,4 @@
-"""Transfers that several leases wait for: priority, and which failures concern whom."""
+"""Transfers that several leases wait for: priority, and the leases that a failure affects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def prompt(number: int) -> list[int]:
 
 
 async def with_busy_slots(served: Served, prompts: int) -> list[Lease]:
-    """Prompts are on the host only, and the onloads of the first two take the device's slots."""
+    """Put prompts on the host only; the onloads of the first two take the device's slots."""
     for number in range(prompts):
         await served.to_host(prompt(number))
     busy = [served.engine.match(prompt(number), owner="busy") for number in range(2)]
@@ -81,7 +81,7 @@ async def test_gpu_wait_raises_only_failures_in_front_of_the_end_of_the_lease(bl
                     layers.raise_for_error,
                 ):
                     if block == 2:
-                        gpu_wait()  # the front needs blocks 0 and 1
+                        gpu_wait()  # the first tokens need blocks 0 and 1
                         continue
                     with pytest.raises(TransferError) as caught:
                         gpu_wait()
@@ -113,7 +113,7 @@ async def test_a_failing_copy_that_still_moves_is_waited_for() -> None:
 
 
 async def test_every_wait_for_a_cancelled_transfer_raises() -> None:
-    """Also in the pass that cancels it, before its report."""
+    """Waits raise even in the pass of the cancellation, before its report."""
     async with Served(device_blocks=16, host_blocks=32) as served:
         busy = await with_busy_slots(served, 3)
         lease = served.engine.match(prompt(2))
@@ -184,7 +184,7 @@ async def test_a_plan_that_the_worker_refuses_is_reported_as_failed() -> None:
 
 
 async def test_an_onload_into_blocks_that_are_being_saved_starts_after_the_save() -> None:
-    """Each of two prompts takes the blocks of the other, and none loses its bytes."""
+    """Two prompts replace each other on the device, and neither loses its bytes."""
     prompts = prompt(1), prompt(2)
     async with Served(device_blocks=3, write_policy="write_back") as served:
         device, saves = served.device, 0

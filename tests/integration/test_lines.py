@@ -1,4 +1,4 @@
-"""The waiting lines: quota, pending blocks, capacity. Each wait ends, and costs others nothing."""
+"""Waiting lines (quota, pending blocks, capacity): each wait ends and delays no other request."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def begin(coroutine) -> asyncio.Task:
 
 
 async def granted(cache: Cache, seed: int, blocks: int, salt: str = "", owner: str = ""):
-    """A lease of so many blocks."""
+    """Return a granted lease of that many blocks."""
     lease = cache.engine.match(prompt(seed, blocks)[:-1], salt=salt, owner=owner)
     await lease.allocate(blocks * BLOCK_TOKENS)
     return lease
@@ -47,7 +47,7 @@ def waits(cache: Cache) -> int:
 
 
 def break_engine(cache: Cache) -> None:
-    """The poller finds in a later pass that the device cannot tell whether a step is done."""
+    """Break the engine: an event query of the poller fails in a later pass."""
     event = ManualEvent()
     event.query_error = DeviceError("the device was lost")
     cache.engine.step(event)
@@ -65,44 +65,44 @@ def refuses(cache: Cache) -> bool:
 # --- a wait that nothing would have ended ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("room", [True, False])
+@pytest.mark.parametrize("fits", [True, False])
 @pytest.mark.parametrize("end", ["close", "break"])
-async def test_quota_turn_in_the_pass_of_a_close_or_break(end, room):
-    """A grant that came before it stays; a request that has come to the capacity line fails."""
+async def test_quota_admission_in_the_pass_of_a_close_or_break(end, fits):
+    """An earlier grant is kept; a request that has reached the capacity line fails."""
     async with Cache(device_blocks=8, host_blocks=0, salt_quota_blocks=4) as cache:
         first = await granted(cache, 1, 4, "a")
         other = await granted(cache, 2, 4, "b")
         ahead = matched(cache, 4, 4, "c")
-        ahead_task = None if room else await begin(ahead.allocate(16))
+        ahead_task = None if fits else await begin(ahead.allocate(16))
         lease = matched(cache, 3, 4, "a", "waiter")
         task = await begin(lease.allocate(16))
         assert len(cache.engine.dump()["waiting_for_quota"]) == 1
-        first.release()  # the quota admits the waiter: in this call it comes to the capacity line
+        first.release()  # the quota admits the waiter, which enters the capacity line in this call
         assert cache.engine.dump()["waiting_for_quota"] == []
-        assert cache.statistics.waiting == (0 if room else 1)
+        assert cache.statistics.waiting == (0 if fits else 1)
         closing = cache.engine.aclose()
         if end == "close":
             closing.send(None)  # in this pass; it waits for the leases now
         else:
             break_engine(cache)
-        if room:
+        if fits:
             assert await asyncio.wait_for(task, SOON) is lease
         else:
             with pytest.raises(ClosedError if end == "close" else BrokenEngineError):
                 await asyncio.wait_for(task, SOON)
             assert await ahead_task is ahead
-        assert (lease if room else ahead).num_tokens == 16
+        assert (lease if fits else ahead).num_tokens == 16
         await run_until_idle(lambda: refuses(cache))
         closing.close()
         assert waits(cache) == 0
         assert cache.engine.check_invariants() == []
-        assert cache.engine.scheduler.read.quota_held("a") == (4 if room else 0)
+        assert cache.engine.scheduler.read.quota_held("a") == (4 if fits else 0)
         for x in (other, lease, ahead):
             x.release()
 
 
 @pytest.mark.parametrize("line", ["quota", "capacity", "pending"])
-async def test_lease_released_while_it_waits_fails_its_task_and_lets_others_pass(line):
+async def test_lease_released_while_it_waits_fails_its_task_and_unblocks_later_requests(line):
     async with Cache(device_blocks=8, host_blocks=0, salt_quota_blocks=8) as cache:
         first = await granted(cache, 1, 6, "a")
         waiting = matched(cache, 1 if line == "pending" else 2, 6, "a", "gone")
@@ -125,7 +125,7 @@ async def test_lease_released_while_it_waits_fails_its_task_and_lets_others_pass
         behind.release()
 
 
-async def test_lease_released_in_the_pass_of_its_quota_turn_counts_nothing():
+async def test_lease_released_in_the_pass_of_its_quota_admission_counts_nothing():
     async with Cache(device_blocks=8, host_blocks=0, salt_quota_blocks=4) as cache:
         first = await granted(cache, 1, 4, "a")
         waiting = matched(cache, 2, 4, "a")
@@ -139,7 +139,7 @@ async def test_lease_released_in_the_pass_of_its_quota_turn_counts_nothing():
 
 
 async def test_lease_that_timed_out_in_line_is_collected_and_frees_its_blocks():
-    """The line keeps no reference to a waiter that has left, wherever in line that stood."""
+    """The line keeps no reference to a removed waiter, regardless of its position."""
     async with Cache(device_blocks=4, host_blocks=0) as cache:
         first = await granted(cache, 1, 2)
         waiting = matched(cache, 2, 4)
@@ -147,7 +147,7 @@ async def test_lease_that_timed_out_in_line_is_collected_and_frees_its_blocks():
         lease = matched(cache, 3, 2)
         with contextlib.suppress(AllocateTimeout):  # pytest.raises would keep its frames
             await lease.allocate(8, priority=1, timeout=0.0)
-            pytest.fail("there was room")
+            pytest.fail("the request was granted")
         await lease.allocate(8, priority=-1)
         gone = weakref.ref(lease)
         await spin()  # until then the loop refers to the cancelled future, and so to its frames
@@ -161,7 +161,7 @@ async def test_lease_that_timed_out_in_line_is_collected_and_frees_its_blocks():
 
 
 @pytest.mark.parametrize("priority", [None, "high", float("nan"), 1.5, [1]])
-async def test_priority_that_is_no_integer_is_refused_and_nothing_changes(priority):
+async def test_non_integer_priority_is_refused_and_nothing_changes(priority):
     async with Cache(device_blocks=4, host_blocks=0) as cache:
         first = await granted(cache, 1, 4)
         bad, good = matched(cache, 2, 2), matched(cache, 3, 2)
@@ -196,8 +196,8 @@ async def test_numpy_integers_and_bools_are_priorities():
         assert order == [2, 1, 0]
 
 
-async def test_swapped_lease_does_not_take_its_turn_before_a_higher_priority():
-    """It was told that it is first; a pass later somebody else is."""
+async def test_swapped_lease_is_not_resumed_before_a_higher_priority():
+    """The swapped lease was first in line; one pass later another request is first."""
     async with Cache(device_blocks=8, host_blocks=32) as cache:
         swapped = await granted(cache, 1, 4)
         swapped.commit(16)
@@ -207,13 +207,13 @@ async def test_swapped_lease_does_not_take_its_turn_before_a_higher_priority():
         small, large = await granted(cache, 2, 2), await granted(cache, 3, 6)
         resuming = await begin(swapped.resume(16, priority=5))
         urgent = matched(cache, 4, 8)
-        large.release()  # 6 blocks are free: the swapped lease is told
+        large.release()  # 6 blocks are free: the swapped lease is first in line
         step = urgent.allocate(32).__await__()
         next(step)  # needs 8: first in line, in the same pass
         await spin(3)
         assert not resuming.done()
         assert cache.engine.check_invariants() == []
-        step.close()  # the urgent one gives up: it is the swapped lease's turn again
+        step.close()  # the urgent one is cancelled: the swapped lease is first again
         await run_until_idle(resuming.done)
         assert resuming.result() is swapped
         await cache.finish()
@@ -229,11 +229,11 @@ async def test_commit_wakes_only_the_waiters_whose_part_is_indexed(monkeypatch):
         owner = cache.engine.match(prompt(1, 8))
         await owner.allocate(33)
         leases = [cache.engine.match(prompt(1, 8)[: 4 * n + 1]) for n in (2, 4, 8)]
-        asked: list[int] = []
+        queried: list[int] = []
         wait_pending = cache.engine.scheduler.wait_pending
 
         def counting(lease_id):
-            asked.append(lease_id)
+            queried.append(lease_id)
             return wait_pending(lease_id)
 
         monkeypatch.setattr(cache.engine.scheduler, "wait_pending", counting)
@@ -242,18 +242,18 @@ async def test_commit_wakes_only_the_waiters_whose_part_is_indexed(monkeypatch):
             for lease in leases
         ]
         await spin(2)
-        asked.clear()
+        queried.clear()
         for end, done in ((4, 0), (8, 1), (12, 1), (16, 2), (28, 2), (32, 3)):
             owner.commit(end)
             await spin(3)
             assert [task.done() for task in tasks] == [i < done for i in range(3)]
-        assert asked == [lease.id for lease in leases], "one look each"
+        assert queried == [lease.id for lease in leases], "one look each"
         for lease in (owner, *leases):
             lease.release()
 
 
-async def test_waiter_is_woken_when_an_onload_lets_the_owner_index_what_it_committed():
-    """The commit came before the onload's end, so it indexed nothing."""
+async def test_waiter_wakes_when_an_onload_lets_the_owner_index_its_commit():
+    """The commit preceded the end of the onload, so it indexed nothing."""
     async with Cache(device_blocks=32) as cache:
         await cache.fill(prompt(1, 2))
         await cache.finish()
@@ -272,7 +272,7 @@ async def test_waiter_is_woken_when_an_onload_lets_the_owner_index_what_it_commi
         lease.release()
 
 
-async def test_truncating_owner_wakes_who_waits_for_what_it_cut_off():
+async def test_truncation_by_the_owner_wakes_waiters_for_the_truncated_blocks():
     async with Cache(device_blocks=32, host_blocks=0) as cache:
         owner = cache.engine.match(prompt(1, 4))
         await owner.allocate(17)
@@ -303,7 +303,7 @@ async def test_second_task_that_waits_for_pending_blocks_of_a_lease_is_refused()
 
 
 async def served_by_pass(tasks: list[asyncio.Task]) -> list[int]:
-    """How many of the tasks end in each pass of the loop, until all have."""
+    """Return the number of tasks that end in each pass of the loop, until all have ended."""
     counts = []
     left = set(tasks)
     while left:
@@ -374,7 +374,7 @@ async def test_thousand_waiters_for_pending_blocks_end_in_bounded_groups(end):
         await closing
 
 
-async def test_thousand_quota_turns_come_in_bounded_groups():
+async def test_thousand_quota_admissions_come_in_bounded_groups():
     async with Cache(device_blocks=1000, host_blocks=0, salt_quota_blocks=500) as cache:
         first = await granted(cache, 1, 500, "a")
         leases = [matched(cache, 2, 1, "a") for _ in range(1000)]
@@ -396,18 +396,18 @@ async def test_thousand_quota_turns_come_in_bounded_groups():
         assert cache.engine.check_invariants() == []
 
 
-async def test_pending_quiesce_asks_no_lease_at_each_release(monkeypatch):
+async def test_pending_quiesce_visits_no_lease_at_each_release(monkeypatch):
     async with Cache(device_blocks=32, host_blocks=0) as cache:
         leases = [await granted(cache, i, 2) for i in range(1, 9)]
         quiescing = await begin(cache.engine.quiesce())
-        asked = []
+        queried = []
         read = cache.engine.scheduler.read
-        monkeypatch.setattr(read, "owners", lambda *which: asked.append(which) or [])
+        monkeypatch.setattr(read, "owners", lambda *which: queried.append(which) or [])
         for lease in leases:
             assert not quiescing.done()
             lease.release()
         await quiescing
-        assert asked == []
+        assert queried == []
         cache.engine.resume()
 
 
@@ -428,7 +428,7 @@ async def test_second_try_of_a_granted_lease_keeps_its_quota():
 @pytest.mark.parametrize("place", ["submit", "layers"])
 @pytest.mark.parametrize("verb", ["try_allocate", "allocate"])
 async def test_grant_whose_layers_are_not_known_takes_nothing(verb, place, monkeypatch):
-    """An interrupt in the middle of a grant: the bytes that its onload brings are not there."""
+    """The grant was interrupted: the bytes of its onload have not arrived."""
     async with Cache(device_blocks=8, salt_quota_blocks=8) as cache:
         await cache.fill(prompt(1, 2))
         await cache.finish()
@@ -454,8 +454,8 @@ async def test_grant_whose_layers_are_not_known_takes_nothing(verb, place, monke
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_cancellations_at_every_await_of_all_lines_leave_the_engine_whole(seed):
-    """Tasks are cancelled several times in a row, released, timed out; turns cross all of that."""
+async def test_cancellations_at_every_await_of_all_lines_leave_the_engine_consistent(seed):
+    """Tasks are cancelled repeatedly, released and timed out while other tasks are granted."""
     rng = Random(seed)
     async with Cache(
         device_blocks=12, host_blocks=16, salt_quota_blocks=9, write_policy="write_back"
@@ -498,7 +498,7 @@ async def test_cancellations_at_every_await_of_all_lines_leave_the_engine_whole(
                     if rng.random() < 0.5:
                         await asyncio.sleep(0)
             if live and rng.random() < 0.05:
-                rng.choice(live).release()  # its client has gone; its task has not
+                rng.choice(live).release()  # its client is gone; its task is not
             await asyncio.sleep(0)
             assert cache.engine.check_invariants() == []
         for task in tasks:

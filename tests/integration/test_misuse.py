@@ -48,7 +48,7 @@ def new_engine(**config: Any) -> CacheEngine:
 
 
 async def granted(engine: CacheEngine) -> Lease:
-    """A lease of 12 positions, of which 4 are committed and 5 more have names."""
+    """Return a lease of 12 positions: 4 are committed and 5 more have token ids."""
     lease = engine.match(TOKENS)
     await lease.allocate(12)
     lease.commit(4)
@@ -56,7 +56,7 @@ async def granted(engine: CacheEngine) -> Lease:
 
 
 def state(engine: CacheEngine) -> dict[str, Any]:
-    """All but what a match counts and leaves: some calls match before they fail."""
+    """Return the state without the counters of matches: some calls match before they fail."""
     found: dict[str, Any] = engine.dump() | {"step": engine.open_step}
     found["statistics"] |= {"leases": 0, "prompt_tokens": 0, "hit_device_tokens": 0}
     found["leases"] = [lease for lease in found["leases"] if lease["granted"]]
@@ -190,7 +190,7 @@ async def test_bad_arguments_are_usage_errors_that_change_nothing():
 
 @contextmanager
 def note(name: str) -> Iterator[None]:
-    """Name the call in what pytest prints of another error, or of none."""
+    """Add the call to pytest's message when another error, or none, is raised."""
     try:
         yield
     except UsageError:
@@ -243,7 +243,7 @@ async def test_an_infinite_timeout_is_no_deadline(timeout):
         engine.resume()
 
 
-async def test_a_timeout_that_is_over_raises_at_once():
+async def test_expired_timeout_raises_immediately():
     async with new_engine() as engine:
         holder = engine.match(TOKENS)
         await holder.allocate(64)
@@ -264,7 +264,7 @@ class engine_lease:
         self.lease.release()
 
 
-async def test_an_infinite_time_to_live_never_ends(monkeypatch):
+async def test_infinite_ttl_never_expires(monkeypatch):
     loop = asyncio.get_running_loop()
     call_later, delays = loop.call_later, []
 
@@ -377,7 +377,7 @@ ARGUMENTS: dict[str, Callable[[CacheEngine, Lease], tuple[Any, ...]]] = {
 
 
 def public_members(cls: type) -> list[str]:
-    """Methods and properties; attributes are read as they are."""
+    """Return the names of methods and properties; plain attributes are not included."""
     return [
         name
         for name in dir(cls)
@@ -386,7 +386,7 @@ def public_members(cls: type) -> list[str]:
 
 
 def use(owner: object, name: str, arguments: tuple[Any, ...]) -> object:
-    """Call a method, to its end; or read a property."""
+    """Call a method and await its result, or read a property."""
     value = getattr(owner, name)
     if not inspect.ismethod(value):
         return value
@@ -399,7 +399,7 @@ def use(owner: object, name: str, arguments: tuple[Any, ...]) -> object:
 
 
 def outcome_in_thread(call: Callable[[], object]) -> object:
-    """What a call returns or raises in another thread."""
+    """Return the result or the exception of a call in another thread."""
     outcomes: list[object] = []
 
     def run() -> None:
@@ -415,7 +415,7 @@ def outcome_in_thread(call: Callable[[], object]) -> object:
 
 
 @pytest.mark.parametrize("cls", [CacheEngine, Lease])
-async def test_other_threads_are_refused_but_by_what_is_documented(cls):
+async def test_other_threads_are_refused_except_by_documented_methods(cls):
     async with new_engine() as engine:
         lease = await granted(engine)
         await engine.drain()
@@ -479,7 +479,7 @@ async def test_owners_of_resources_cannot_be_copied(way, tmp_path):
 
 async def test_events_with_query_are_wrapped_and_keep_their_handle():
     class LibraryEvent:
-        """As of PyTorch."""
+        """Event with the interface of PyTorch's events."""
 
         finished = False
         synchronized = False
@@ -504,13 +504,13 @@ async def test_events_with_query_are_wrapped_and_keep_their_handle():
     assert event_handle(event) == 77
 
 
-async def test_events_are_passed_on_as_they_are():
+async def test_events_are_passed_on_unchanged():
     event = CpuEvent()
     assert as_event("ready", event) is event
     assert as_event("ready", None) is None
 
 
 @pytest.mark.parametrize("event", ["x", 5, object(), CpuEvent])
-async def test_what_is_no_event_is_refused(event):
+async def test_object_that_is_not_an_event_is_refused(event):
     with pytest.raises(AiokvError, match=r"ready is .* an event or None"):
         as_event("ready", event)

@@ -1,4 +1,4 @@
-"""Multimodal items through the engine: who shares what, and a naive model of it."""
+"""Multimodal items through the engine: shared blocks, compared with a naive model."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def hit(engine: CacheEngine, tokens: np.ndarray, items: list[Item]) -> int:
 
 
 @pytest.mark.asyncio
-async def test_prompts_share_what_lies_before_their_images() -> None:
+async def test_prompts_share_the_blocks_before_their_images() -> None:
     cat, dog = Item(b"cat", 9, 6), Item(b"dog", 9, 6)
     tokens = prompt(30, [cat])
     async with CacheEngine(config()) as engine:
@@ -56,8 +56,8 @@ async def test_prompts_share_what_lies_before_their_images() -> None:
 
 
 @pytest.mark.asyncio
-async def test_chunks_that_end_inside_an_image_are_not_hit_until_it_is_whole() -> None:
-    """Chunked prefill commits inside the image; others are served up to where it begins."""
+async def test_chunk_that_ends_inside_an_image_is_not_hit_until_the_image_is_committed() -> None:
+    """A chunked prefill commits inside the image; other requests hit only the blocks before it."""
     image = Item(b"cat", 6, 11)
     tokens = prompt(30, [image])
     async with CacheEngine(config()) as engine:
@@ -127,7 +127,7 @@ async def test_impossible_items_are_refused(item: Item, message: str) -> None:
 
 @st.composite
 def requests(draw: st.DrawFn) -> tuple[int, list[Item]]:
-    """A length, and items with few hashes and places, so that they are often alike."""
+    """Draw a length and items with few hashes and places, so that they are often equal."""
     length = draw(st.integers(1, 40))
     items, position = [], 0
     for _ in range(draw(st.integers(0, 3))):
@@ -141,7 +141,7 @@ def requests(draw: st.DrawFn) -> tuple[int, list[Item]]:
 
 
 class NaiveCache:
-    """Every cached block as all that it depends on: the tokens and items of its prefix."""
+    """Every cached block, identified by the tokens and items of its prefix."""
 
     def __init__(self) -> None:
         self.blocks: set[tuple[object, ...]] = set()
@@ -170,7 +170,7 @@ class NaiveCache:
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(requests(), min_size=1, max_size=12))
-def test_hits_are_those_of_the_naive_cache(served: list[tuple[int, list[Item]]]) -> None:
+def test_hits_equal_the_naive_cache(served: list[tuple[int, list[Item]]]) -> None:
     async def run() -> None:
         naive = NaiveCache()
         async with CacheEngine(config()) as engine:
@@ -217,7 +217,7 @@ async def test_truncation_inside_an_image_is_refused_and_changes_nothing() -> No
 
 @pytest.mark.asyncio
 async def test_an_image_whose_onload_failed_is_computed_from_its_start() -> None:
-    """Not from the block that failed, which is inside the image."""
+    """Recomputation starts before the image, not at the failed block inside it."""
     image = Item(b"cat", 5, 10)
     tokens = prompt(21, [image])
     async with Cache(device_blocks=8, host_blocks=8) as cache:

@@ -1,4 +1,4 @@
-"""Pins and prefetch (issue 3, item 5)."""
+"""Pins and prefetches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.asyncio
 
 
 async def on_host(cache: Cache, *prompts):
-    """Cached on the host alone."""
+    """Leave the prompt cached on the host only."""
     for tokens in prompts:
         await cache.fill(tokens)
         await cache.finish()
@@ -41,7 +41,7 @@ async def test_a_pin_keeps_its_blocks_from_eviction_until_it_is_released():
         assert await cache.engine.evict(8) == 2
 
 
-async def test_a_pin_onloads_what_is_on_the_host():
+async def test_pin_onloads_host_blocks():
     async with Cache() as cache:
         await on_host(cache, A)
         pinning = asyncio.create_task(cache.engine.pin(A))
@@ -55,7 +55,7 @@ async def test_a_pin_onloads_what_is_on_the_host():
         pin.release()
 
 
-async def test_a_pin_without_room_says_so_and_one_of_nothing_is_empty():
+async def test_pin_without_free_blocks_raises_and_pin_without_a_hit_is_empty():
     async with Cache(device_blocks=6) as cache:
         await on_host(cache, A)
         holder = await cache.serve(BIG[:17])
@@ -88,7 +88,7 @@ async def test_cancelling_a_pin_pins_nothing():
         assert cache.hit(A) == (2, 0), "bytes on their way arrive"
 
 
-async def test_a_pin_ends_with_its_time():
+async def test_pin_ends_when_its_ttl_expires():
     async with Cache() as cache:
         await cache.fill(A)
         await cache.finish()
@@ -97,7 +97,7 @@ async def test_a_pin_ends_with_its_time():
         assert await cache.engine.evict(8) == 2
 
 
-async def test_prefetch_keeps_what_it_brought_until_it_is_used():
+async def test_prefetch_keeps_its_blocks_until_they_are_used():
     async with Cache() as cache:
         await on_host(cache, A, B)
         fetching = asyncio.create_task(cache.engine.prefetch(A, ttl_seconds=5.0))
@@ -111,7 +111,7 @@ async def test_prefetch_keeps_what_it_brought_until_it_is_used():
         assert await cache.engine.evict(8) == 2
 
 
-async def test_prefetch_lets_go_when_its_time_is_over():
+async def test_prefetch_releases_its_blocks_when_its_ttl_expires():
     async with Cache() as cache:
         await on_host(cache, A)
         fetching = asyncio.create_task(cache.engine.prefetch(A, ttl_seconds=0.001))
@@ -123,7 +123,7 @@ async def test_prefetch_lets_go_when_its_time_is_over():
 
 
 async def test_the_use_of_a_prefetch_does_not_grant_twice():
-    """The grant releases the pin, which sets room free for the next in line: in that order."""
+    """The grant releases the pin first, and then the freed blocks go to the next in line."""
     async with Cache(device_blocks=8) as cache:
         await on_host(cache, A)
         fetching = asyncio.create_task(cache.engine.prefetch(A, ttl_seconds=5.0))
@@ -147,7 +147,7 @@ async def _serve_and_release(cache: Cache, tokens):
     (await cache.serve(tokens)).release()
 
 
-async def test_prefetch_without_room_brings_nothing():
+async def test_prefetch_without_free_blocks_onloads_nothing():
     async with Cache(device_blocks=6) as cache:
         await on_host(cache, A)
         holder = await cache.serve(BIG[:17])
@@ -156,7 +156,7 @@ async def test_prefetch_without_room_brings_nothing():
 
 
 async def test_a_hit_larger_than_the_device_is_not_pinned_nor_fetched():
-    """It became so by a resize; no lease is left behind."""
+    """The hit exceeds the device after a resize; no lease remains."""
     async with Cache(device_blocks=8) as cache:
         await on_host(cache, BIG)
         await cache.engine.resize(4)
@@ -166,7 +166,7 @@ async def test_a_hit_larger_than_the_device_is_not_pinned_nor_fetched():
         assert cache.statistics.leases == 0
 
 
-async def test_closing_releases_pins_also_those_on_their_way():
+async def test_close_releases_pins_and_pins_that_are_loading():
     async with Cache() as cache:
         await on_host(cache, A)
         await cache.fill(B)
@@ -182,7 +182,7 @@ async def test_closing_releases_pins_also_those_on_their_way():
         await closing
 
 
-async def test_a_pin_outlives_the_uses_of_its_prefix():
+async def test_pin_remains_after_uses_of_its_prefix():
     async with Cache() as cache:
         await cache.fill(A)
         await cache.finish()
@@ -348,7 +348,7 @@ async def end_by_new_weights(cache: Cache) -> None:
 @pytest.mark.parametrize(
     ("end", "reason"), [(end_by_reset, "reset"), (end_by_new_weights, "weights")]
 )
-async def test_pins_end_when_what_is_cached_is_forgotten(end, reason):
+async def test_pins_end_when_the_index_is_cleared(end, reason):
     async with Cache() as cache:
         await cache.fill(A, B)
         await cache.finish()
@@ -415,7 +415,7 @@ async def test_read_false_hits_nothing_and_write_false_publishes_nothing():
 
 
 @pytest.mark.parametrize(("min_tokens", "onloaded"), [(8, 2), (9, 0)])
-async def test_a_hit_too_small_to_be_worth_its_transfer_is_computed(min_tokens, onloaded):
+async def test_hit_below_min_onload_tokens_is_computed(min_tokens, onloaded):
     async with Cache(min_onload_tokens=min_tokens) as cache:
         await on_host(cache, A)
         task = asyncio.create_task(cache.serve(A))
@@ -443,7 +443,7 @@ async def test_release_of_a_pin_resumes_leases_that_wait_for_its_blocks():
 
 @pytest.mark.parametrize("verb", ["pin", "prefetch"])
 async def test_no_lease_waits_for_blocks_that_a_pin_names(verb):
-    """A pin computes nothing: what it names and does not hold is for others to compute."""
+    """A pin computes nothing: other leases must compute the blocks that it does not hold."""
     async with Cache(device_blocks=16) as cache:
         await cache.fill(A)
         await cache.finish()

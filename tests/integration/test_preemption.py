@@ -1,4 +1,4 @@
-"""Preemption with swap: the table comes back byte for byte, or the lease keeps it (I3, I4, I7)."""
+"""Preemption with swap: the table is restored byte for byte, or the lease keeps it (I3, I4, I7)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ B = [11, 12, 13, 14, 15, 16, 17]
 
 @pytest.mark.parametrize("policy", ["none", "write_through", "write_back"])
 @pytest.mark.parametrize("tokens", [A, A[:6], A[:1]])
-async def test_the_whole_table_comes_back(policy, tokens):
+async def test_resume_restores_the_whole_table(policy, tokens):
     async with Served(write_policy=policy) as served:
         lease = await computed(served, tokens)
         before = held(served, lease)
@@ -38,7 +38,7 @@ async def test_the_whole_table_comes_back(policy, tokens):
         lease.release()
 
 
-async def test_only_the_tail_moves_of_what_is_backed_up():
+async def test_swap_of_backed_up_blocks_moves_the_tail_only():
     async with Served() as served:
         lease = await computed(served, A)
         await served.complete_offloads()
@@ -53,7 +53,7 @@ async def test_only_the_tail_moves_of_what_is_backed_up():
         lease.release()
 
 
-async def test_a_swap_waits_for_a_backup_of_its_blocks_and_takes_over_what_that_lost():
+async def test_swap_waits_for_a_backup_of_its_blocks_and_saves_those_that_failed():
     async with Served() as served:
         lease = await computed(served, A)
         await spin(2)
@@ -75,7 +75,7 @@ async def test_a_swap_waits_for_a_backup_of_its_blocks_and_takes_over_what_that_
         lease.release()
 
 
-async def test_no_host_room_changes_nothing():
+async def test_swap_to_a_full_host_changes_nothing():
     async with Served(host_blocks=6, write_policy="none") as served:
         first = await computed(served, A)
         await swapped_out(served, first)
@@ -86,13 +86,13 @@ async def test_no_host_room_changes_nothing():
         after = served.engine.dump()
         assert after == before
         served.check(second, B, 6)
-        await second.preempt()  # without swap it always goes
+        await second.preempt()  # without swap it is always freed
         assert served.engine.match(B).hit == Hit(6, 0)
         second.release()
         first.release()
 
 
-async def test_a_swap_in_vain_evicts_no_host_block():
+async def test_refused_swap_evicts_no_host_block():
     async with Served(host_blocks=4) as served:
         await served.to_host([21, 22, 23])
         lease = await computed(served, [*A, 8, 9], write=False)
@@ -128,7 +128,7 @@ async def test_a_swap_that_fails_leaves_the_lease_its_blocks(refused):
         lease.release()
 
 
-async def test_nobody_touches_the_table_while_it_moves():
+async def test_calls_on_a_lease_are_refused_while_its_table_moves():
     async with Served(write_policy="none") as served:
         lease = served.engine.match(A)
         await lease.allocate(9)
@@ -153,11 +153,11 @@ async def test_nobody_touches_the_table_while_it_moves():
         with pytest.raises(LeaseError, match="5 computed"):
             await lease.resume(4)
         await resumed(served, lease, 7)
-        assert lease.cached_tokens == 5  # what was not committed did not move
+        assert lease.cached_tokens == 5  # uncommitted positions were not copied
         lease.release()
 
 
-async def test_release_while_the_table_moves():
+async def test_release_while_the_table_is_swapped_out():
     async with Served(write_policy="none") as served:
         lease = await computed(served, A)
         tail = lease.block_table[3:].tolist()
@@ -165,7 +165,7 @@ async def test_release_while_the_table_moves():
         lease.release()
         assert served.engine.check_invariants() == []
         other = served.engine.match(B)
-        assert not other.try_allocate(16)  # I3: the tail's id is the copy's until that ends
+        assert not other.try_allocate(16)  # I3: the copy owns the tail's id until it ends
         assert served.device.offloads[0].device_ids[3:].tolist() == tail
         await served.complete_offloads()
         await task
@@ -174,7 +174,7 @@ async def test_release_while_the_table_moves():
         assert served.engine.statistics().leases == 0
 
 
-async def test_a_cancelled_preempt_ends_as_a_swap_and_tells_everybody():
+async def test_cancelled_preempt_completes_its_swap_for_all_waiters():
     async with Served(write_policy="none", salt_quota_blocks=4) as served:
         lease = await computed(served, A)
         quiet = asyncio.create_task(served.engine.quiesce(timeout=5))
@@ -206,7 +206,7 @@ async def test_preempt_without_swap_drops_a_swap_under_way():
         assert lease.cached_tokens == 6
         lease.release()
         await swapped_out(served, lease := await computed(served, B))
-        await lease.preempt()  # gives the host copies up
+        await lease.preempt()  # drops the host copies
         await served.engine.evict(8)
         await served.engine.evict(16, tier="host")
         assert served.engine.statistics().host_free == 16
@@ -215,7 +215,7 @@ async def test_preempt_without_swap_drops_a_swap_under_way():
 
 @pytest.mark.parametrize("when", ["moving", "swapped", "resuming"])
 @pytest.mark.parametrize("tokens", [A, A[:1]])
-async def test_reset_makes_a_swapped_table_worthless(when, tokens):
+async def test_reset_discards_a_swapped_table(when, tokens):
     async with Served(write_policy="none") as served:
         lease = await computed(served, tokens)
         task = await begin(served, lease.preempt(swap=True))
@@ -243,12 +243,12 @@ async def test_reset_makes_a_swapped_table_worthless(when, tokens):
         lease.append([9] * (8 - len(tokens)))
         served.compute(lease, [*tokens, *[9] * (8 - len(tokens))], lease.cached_tokens)
         published = lease.commit(8)
-        assert published == (0 if when == "resuming" else 4)  # no KV of before the reset
+        assert published == (0 if when == "resuming" else 4)  # no KV from before the reset
         lease.release()
 
 
 @pytest.mark.parametrize("moving", ["out", "in"])
-async def test_closing_while_the_table_moves(moving):
+async def test_close_while_the_table_is_swapped_out(moving):
     async with Served(write_policy="none") as served:
         lease = await computed(served, A)
         task = await begin(served, lease.preempt(swap=True))
@@ -306,7 +306,7 @@ async def test_resume_joins_the_transfer_of_another_lease():
 
 
 @pytest.mark.parametrize(("bad", "first_bad"), [(0, 0), (2, 4), (3, 6)])
-async def test_a_failed_resume_says_from_where_to_compute(bad, first_bad):
+async def test_failed_resume_reports_the_first_token_to_recompute(bad, first_bad):
     async with Served(write_policy="none") as served:
         tokens = [*A, 8, 9]  # 9 positions, 5 blocks; only A is named: 2 blocks of tail
         lease = served.engine.match(A)
@@ -336,7 +336,7 @@ async def test_a_failed_resume_says_from_where_to_compute(bad, first_bad):
         assert served.engine.statistics().host_free == 16 - (0 if bad == 0 else min(bad, 3))
 
 
-async def test_release_while_the_table_comes_back():
+async def test_release_while_the_table_is_swapped_in():
     async with Served(write_policy="none") as served:
         lease = await computed(served, A)
         await swapped_out(served, lease)
@@ -349,10 +349,10 @@ async def test_release_while_the_table_comes_back():
         copy.complete_all()
         await served.settle()
         assert served.engine.match(A).hit == Hit(6, 0)
-        assert served.engine.statistics().host_free == 13  # the tail's copy went
+        assert served.engine.statistics().host_free == 13  # the tail's copy was dropped
 
 
-async def test_a_resume_in_line_is_cancelled():
+async def test_a_resume_in_line_can_be_cancelled():
     async with Served(write_policy="none") as served:
         lease = await computed(served, A)
         before = held(served, lease)
@@ -374,8 +374,8 @@ async def test_a_resume_in_line_is_cancelled():
 
 
 @pytest.mark.parametrize("on_device", [True, False])
-async def test_a_resume_cancelled_in_the_pass_of_its_turn_can_be_resumed(on_device):
-    """Had it been granted, its table would be in pieces: it was lost."""
+async def test_a_resume_cancelled_in_the_pass_of_its_grant_can_be_repeated(on_device):
+    """The cancelled resume had been granted, which once lost the table."""
     num_tokens = 10 if on_device else 16
     async with Served(write_policy="none") as served:
         lease = await computed(served, A)
@@ -398,7 +398,7 @@ async def test_a_resume_cancelled_in_the_pass_of_its_turn_can_be_resumed(on_devi
         lease.release()
 
 
-async def test_a_resume_waits_its_turn_and_those_behind_wait_for_it():
+async def test_a_resume_waits_in_line_and_later_requests_wait_behind_it():
     async with Served(write_policy="none") as served:
         lease = await computed(served, A)
         await swapped_out(served, lease)
@@ -409,7 +409,7 @@ async def test_a_resume_waits_its_turn_and_those_behind_wait_for_it():
         tasks = [await begin(served, c) for c in (lease.resume(16), small.allocate(1))]
         holders[0].release()
         await spin(3)
-        assert not any(task.done() for task in tasks), "there is room for the small one alone"
+        assert not any(task.done() for task in tasks), "only the small request fits"
         holders[1].release()
         await tasks[0]
         assert lease.num_tokens == 16
@@ -419,7 +419,7 @@ async def test_a_resume_waits_its_turn_and_those_behind_wait_for_it():
         small.release()
 
 
-async def test_closing_in_the_pass_of_its_turn_grants_nothing():
+async def test_close_in_the_pass_of_a_grant_grants_nothing():
     async with Served(write_policy="none") as served:
         lease = await computed(served, A)
         await swapped_out(served, lease)
@@ -427,7 +427,7 @@ async def test_closing_in_the_pass_of_its_turn_grants_nothing():
         await other.allocate(16)
         task = await begin(served, lease.resume(7))
         closing = asyncio.ensure_future(served.engine.aclose(0.0))
-        other.release()  # its turn comes, and in the same pass, before it wakes, the end
+        other.release()  # the resume is granted, and the engine closes in the same pass
         with pytest.raises(ClosedError):
             await task
         assert served.engine.statistics().grants == 2
@@ -457,7 +457,7 @@ async def test_held_host_copies_stay_under_pressure():
 
 @pytest.mark.parametrize("swap", [True, False])
 async def test_lease_that_grew_into_the_reserve_can_be_resumed(swap):
-    """It is granted when the rest of the device is unused; it cannot grow while it waits."""
+    """The lease is granted when the device is otherwise unused, and cannot grow while it waits."""
     async with Served(write_policy="none", reserve_blocks=2) as served:
         lease = await computed(served, A)
         served.engine.extend([lease], 7)  # 7 of 8 blocks
@@ -496,7 +496,7 @@ async def test_a_swapped_lease_that_is_dropped_frees_its_host_blocks():
 
 
 async def test_many_swapped_leases_share_a_prefix():
-    """More than fit a byte."""
+    """More leases than fit in 8 bits."""
     async with Served(host_blocks=400, write_policy="none", manual=False) as served:
         leases = []
         for i in range(300):

@@ -1,4 +1,4 @@
-"""The salt quota: fair within a salt, salts do not wait for each other, nothing stays counted."""
+"""The salt quota is fair within a salt, independent between salts, and freed exactly."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ async def test_a_timeout_names_the_quota_and_counts_nothing():
 
 
 @pytest.mark.parametrize("how", ["cancel", "release"])
-async def test_who_gives_up_lets_the_next_one_in(how):
+async def test_cancelled_or_released_waiter_unblocks_the_next_one(how):
     async with quota_engine() as served:
         first = await served.engine.match(prompt(1, 3), salt="a").allocate(6)
         large = served.engine.match(prompt(2, 4), salt="a")
@@ -107,12 +107,12 @@ async def test_who_gives_up_lets_the_next_one_in(how):
         assert served.engine.scheduler.read.quota_held("a") == 0
 
 
-async def test_a_cancellation_that_crosses_its_turn():
+async def test_cancellation_in_the_pass_of_the_quota_admission_admits_the_next_one():
     async with quota_engine() as served:
         first = await served.engine.match(prompt(1, 4), salt="a").allocate(8)
         leases = [served.engine.match(prompt(i, 4), salt="a") for i in (2, 3)]
         tasks = [await begin(lease.allocate(8)) for lease in leases]
-        first.release()  # it is the second's turn now
+        first.release()  # admits the second lease
         tasks[0].cancel()
         await tasks[1]
         leases[1].release()
@@ -121,10 +121,10 @@ async def test_a_cancellation_that_crosses_its_turn():
         leases[0].release()
 
 
-async def test_growth_counts_and_holds_up_others_only():
+async def test_growth_beyond_the_quota_delays_other_leases_only():
     async with quota_engine() as served:
         first = await served.engine.match(prompt(1, 3), salt="a").allocate(6)
-        served.engine.extend([first], 6)  # beyond the quota: decoding goes on
+        served.engine.extend([first], 6)  # beyond the quota: decoding continues
         second = served.engine.match(prompt(2, 1), salt="a")
         assert not second.try_allocate(2)
         first.truncate(8)
@@ -137,7 +137,7 @@ async def test_growth_counts_and_holds_up_others_only():
         assert served.engine.scheduler.read.quota_held("a") == 0
 
 
-async def test_forks_count():
+async def test_forks_count_towards_the_quota():
     async with quota_engine() as served:
         first = await served.engine.match(prompt(1), salt="a").allocate(4)
         child = first.fork()
@@ -149,7 +149,7 @@ async def test_forks_count():
         assert served.engine.scheduler.read.quota_held("a") == 0
 
 
-async def test_preemption_makes_way_and_resume_stands_in_line():
+async def test_preemption_frees_quota_and_resume_waits_in_line():
     async with quota_engine() as served:
         first = await served.engine.match(prompt(1, 4), salt="a").allocate(8)
         first.commit(8)
@@ -169,7 +169,7 @@ async def test_preemption_makes_way_and_resume_stands_in_line():
         assert served.engine.scheduler.read.quota_held("a") == 0
 
 
-async def test_closing_sends_waiters_home():
+async def test_close_fails_quota_waiters():
     served = quota_engine()
     async with served:
         first = await served.engine.match(prompt(1, 4), salt="a").allocate(8)
@@ -183,7 +183,7 @@ async def test_closing_sends_waiters_home():
         await closing
 
 
-async def test_a_broken_device_sends_waiters_home():
+async def test_broken_device_fails_quota_waiters():
     served = quota_engine()
     served.device.computes_in_stream = True
     async with served:
@@ -200,7 +200,7 @@ async def test_a_broken_device_sends_waiters_home():
         second.release()
 
 
-async def test_a_storm_leaks_nothing_and_never_exceeds():
+async def test_random_cancellations_leak_no_quota_and_never_exceed_it():
     async with quota_engine(device_blocks=8) as served:
         random = Random(3)
         live: set[object] = set()

@@ -1,4 +1,4 @@
-"""The README's code blocks run as they stand."""
+"""The README's code blocks run unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replays end to end: the counts, the modes, what ``aiokv replay`` writes and refuses."""
+"""Replays end to end: counts, modes, and the output and errors of ``aiokv replay``."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def small() -> Workload:
 
 
 def hit_tokens_without_eviction(workload: Workload) -> int:
-    """What an endless cache hits: the longest known prefix in whole blocks, short of the end."""
+    """Return the hits of an unlimited cache: the longest known prefix in whole blocks."""
     known: set[bytes] = set()
     hits = 0
     for tokens in workload.prompts:
@@ -57,13 +57,13 @@ def hit_tokens_without_eviction(workload: Workload) -> int:
 
 
 @pytest.mark.timeout(60)
-def test_a_host_much_smaller_than_the_device_holds_no_allocation_up(small):
+def test_host_much_smaller_than_the_device_delays_no_allocation(small):
     """Unsaved parents of evicted blocks come to the front of the queue one by one."""
     run = run_replay(small, device_blocks=1_000, host_blocks=100, write_policy="write_back")
     assert run.requests == len(small.prompts)
 
 
-def test_an_endless_cache_hits_every_known_prefix(small):
+def test_cache_of_unlimited_size_hits_every_known_prefix(small):
     report = run_replay(small, device_blocks=100_000)
     assert report.hit_tokens["total"] == hit_tokens_without_eviction(small)
     assert report.hit_tokens == {"device": report.hit_tokens["total"], "host": 0} | {
@@ -83,7 +83,7 @@ def test_timed_pass_covers_every_operation(small):
         assert 0 < times.p50 <= times.p90 <= times.p99 <= times.max
 
 
-def test_window_of_one_hits_what_the_plain_loop_hits(small):
+def test_window_of_one_equals_the_hits_of_the_plain_loop(small):
     """The general loop, driven with real bytes, is the same sequence of decisions."""
     plain = run_replay(small, device_blocks=2_000)
     executed = run_replay(small, device_blocks=2_000, execute=True, execute_bytes=1 << 20)
@@ -93,7 +93,7 @@ def test_window_of_one_hits_what_the_plain_loop_hits(small):
     assert executed.execute.verified_blocks * BLOCK_TOKENS == plain.hit_tokens["total"]
 
 
-def test_host_tier_serves_what_the_device_lost(small):
+def test_host_tier_serves_blocks_evicted_from_the_device(small):
     device_only = run_replay(small, device_blocks=1_000)
     tiered = run_replay(
         small, device_blocks=1_000, host_blocks=50_000, execute=True, execute_bytes=2 << 20
@@ -105,8 +105,8 @@ def test_host_tier_serves_what_the_device_lost(small):
     assert tiered.execute.verified_blocks * BLOCK_TOKENS == tiered.hit_tokens["total"]
 
 
-def test_live_leases_hold_their_blocks(small):
-    """Eight live leases leave less room for what nobody uses."""
+def test_concurrent_leases_hold_their_blocks(small):
+    """Eight concurrent leases leave fewer blocks for unused prefixes."""
     report = run_replay(small, device_blocks=2_500, concurrency=8)
     assert report.requests == 400
     assert report.hit_tokens["total"] <= run_replay(small, device_blocks=2_500).hit_tokens["total"]
@@ -118,7 +118,7 @@ def test_a_window_that_does_not_fit_shrinks(small):
     assert (report.requests, report.rejected_requests) == (400, 0)
 
 
-def test_by_timestamps(small):
+def test_replay_by_timestamps_admits_each_request_once(small):
     """100 s of trace in 0.1 s; every request is admitted once, and waits are measured."""
     report = run_replay(small, device_blocks=20_000, concurrency=32, speed=1000.0)
     assert report.requests == 400
@@ -164,7 +164,7 @@ def test_a_request_larger_than_the_device_is_refused_before_it_is_expanded(long_
     assert "requests larger than the device: 1" in capsys.readouterr().out
 
 
-def test_the_demo_expands_only_what_it_serves_of_a_request(long_trace):
+def test_demo_expands_only_the_served_part_of_a_request(long_trace):
     def serve():
         workload = trace_workload(
             long_trace, requests=1, block_tokens=16, max_context_tokens=64, vocab=512, seed=0
@@ -174,7 +174,7 @@ def test_the_demo_expands_only_what_it_serves_of_a_request(long_trace):
     assert peak_mib(serve) < 64
 
 
-def test_prompts_that_would_fill_the_memory_are_refused(small):
+def test_prompts_that_exceed_the_memory_are_refused(small):
     tokens = small.prompt_tokens
     assert workload_of("t", small.requests, no_stages, max_bytes=4 * tokens).prompts
     with pytest.raises(UsageError, match=rf"prompts of t have {tokens:,} tokens") as caught:
@@ -200,7 +200,7 @@ def test_sweep_grows_with_capacity(small):
     assert rates[0] < rates[-1]
 
 
-def test_wrong_bytes_are_found(small, monkeypatch):
+def test_wrong_bytes_are_detected(small, monkeypatch):
     """Negative control of ``--execute``: one word written wrong fails the replay."""
     write = Payload.write_computed
 
@@ -297,7 +297,7 @@ def test_the_eviction_policies_are_compared_with_each_other_and_with_min(tmp_pat
     assert list(points) == ["lru", "adaptive"]
     for point in points.values():
         assert point["hit_tokens"]["device"] > 0
-        assert 0.1 < point["device_share_of_min"] < 1.1  # MIN leaves the rest of 512 tokens out
+        assert 0.1 < point["device_share_of_min"] < 1.1  # MIN ignores the remainder of 512 tokens
     assert result["hit_tokens"] == points["adaptive"]["hit_tokens"]
     assert run_cli(SMALL, "--eviction-policy", "all", "--write-policy", "all") != 0
 
@@ -325,7 +325,7 @@ def test_command_refuses_a_missing_trace(tmp_path, capsys):
     assert "absent.jsonl: No such file or directory" in capsys.readouterr().err
 
 
-def test_command_refuses_an_output_folder_that_is_not_there(tmp_path, capsys):
+def test_command_refuses_a_missing_output_folder(tmp_path, capsys):
     assert run_cli(SMALL, "--json", tmp_path / "absent" / "r.json") == 2
     assert "is not a folder" in capsys.readouterr().err
     assert run_cli(SMALL, "--json", tmp_path) == 2
@@ -343,9 +343,9 @@ def test_command_refuses_a_plot_with_another_suffix_than_svg(tmp_path, capsys, n
 
 def test_command_prints_a_result_that_cannot_be_written(capsys):
     assert run_cli(SMALL, "--json", "/dev/full") == 2
-    said = capsys.readouterr()
-    assert "requests: " in said.out
-    assert "cannot write /dev/full: No space left" in said.err
+    printed = capsys.readouterr()
+    assert "requests: " in printed.out
+    assert "cannot write /dev/full: No space left" in printed.err
 
 
 def test_command_hints_when_nothing_fits(capsys):

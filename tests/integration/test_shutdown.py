@@ -1,4 +1,4 @@
-"""I8: closing refuses new work, names who still holds leases, and never frees under a copy."""
+"""I8: closing refuses new work, names owners of held leases, and frees no memory under a copy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def test_closing_fails_waiters_and_waits_for_leases():
         await task
     with pytest.raises(ClosedError):
         engine.match([3])
-    engine.extend([holder], 1)  # who is in may finish
+    engine.extend([holder], 1)  # granted leases may finish
     holder.commit(2)
     engine.step()
     assert not any(task.done() for task in closing)
@@ -40,7 +40,7 @@ async def test_closing_fails_waiters_and_waits_for_leases():
         engine.match([3])
 
 
-async def test_the_owners_of_leases_that_stay_out_are_named(caplog):
+async def test_close_names_the_owners_of_leases_still_held(caplog):
     engine = CacheEngine(CacheConfig(device_blocks=2))
     async with engine:
         lease = engine.match([1], owner="req-7")
@@ -50,7 +50,7 @@ async def test_the_owners_of_leases_that_stay_out_are_named(caplog):
     lease.release()
 
 
-async def test_memory_outlives_the_copies():
+async def test_memory_is_kept_until_all_copies_end():
     served = Served()
     await served.engine.__aenter__()
     await served.to_host(A)

@@ -1,4 +1,4 @@
-"""Sleep and wake-up: memory goes and comes back, while transfers fly and requests wait (item 4)."""
+"""Sleep and wake-up: memory is freed and reallocated with transfers and requests waiting."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.asyncio
 
 
 def new_memory(cache: Cache, blocks: int = 8) -> Regions:
-    """The old tensors are gone; these hold nothing."""
+    """Make new, empty tensors in place of the freed ones."""
     weights = cache.memory.weights
     cache.memory = Memory(blocks, BLOCK_TOKENS)
     cache.memory.weights = weights
@@ -49,7 +49,7 @@ async def serve_and_release(cache: Cache, tokens):
     [(BOTH, (0, 0)), (("device",), (0, 2)), (("host",), (2, 0))],
     ids=["both", "device", "host"],
 )
-async def test_what_is_awake_keeps_what_it_has(tags, left):
+async def test_sleep_of_one_tier_keeps_the_blocks_of_the_other(tags, left):
     async with Cache() as cache:
         await cache.fill(A)
         sleeping = asyncio.create_task(cache.engine.sleep(tags))
@@ -98,7 +98,7 @@ async def test_sleep_waits_for_leases_and_holds_requests_back():
 
 @pytest.mark.clock
 @pytest.mark.parametrize("tags", [BOTH, ("device",), ("host",)], ids="+".join)
-async def test_a_deadline_that_passes_names_owners_and_leaves_all_as_before(tags):
+async def test_sleep_that_times_out_names_owners_and_changes_nothing(tags):
     clock = running_clock()
     async with Cache() as cache:
         await cache.fill(A)
@@ -143,7 +143,7 @@ async def test_a_swapped_table_keeps_the_host_awake_only():
 
 
 @pytest.mark.parametrize("passes", range(12))
-async def test_a_cancelled_sleep_can_be_slept_and_woken_again(passes):
+async def test_cancelled_sleep_can_be_repeated_and_woken(passes):
     async with Cache() as cache:
         await cache.fill(A)
         sleeping = asyncio.create_task(cache.engine.sleep())
@@ -189,7 +189,7 @@ async def test_tiers_sleep_and_wake_one_by_one():
         (await cache.serve(B)).release()
 
 
-async def test_write_back_saves_what_the_device_forgets():
+async def test_write_back_saves_device_blocks_before_sleep():
     async with Cache(write_policy="write_back", device_blocks=8, host_blocks=3) as cache:
         await cache.fill(A, B)
         assert cache.statistics.host_cached == 0
@@ -198,12 +198,12 @@ async def test_write_back_saves_what_the_device_forgets():
             cache.device.complete_all()
             await spin()
         await sleeping
-        assert cache.statistics.host_cached == 3, "as far as there is room"
+        assert cache.statistics.host_cached == 3, "as many as fit"
         await cache.engine.wake_up(regions=new_memory(cache))
         assert cache.hit(A)[1] + cache.hit(B)[1] == 3
 
 
-async def test_new_weights_while_asleep():
+async def test_weight_update_while_asleep_clears_the_index():
     async with Cache() as cache:
         await cache.fill(A)
         await cache.finish()
@@ -217,7 +217,7 @@ async def test_new_weights_while_asleep():
 
 
 def layout(**change):
-    """Regions as those of Memory, but for one thing."""
+    """Return regions that differ from those of Memory in one property."""
     shape = {"layers": 2, "blocks": 8, "words": 3, "names": ("k", "v")} | change
     regions = Regions(num_layers=shape["layers"])
     for name in shape["names"]:
@@ -228,7 +228,7 @@ def layout(**change):
 
 
 @pytest.mark.parametrize(
-    ("regions", "said"),
+    ("regions", "message"),
     [
         (None, "needs its tensors"),
         (layout(layers=3), "3 layers, not 2"),
@@ -238,18 +238,18 @@ def layout(**change):
     ],
     ids=["none", "layers", "bytes", "names", "blocks"],
 )
-async def test_other_tensors_are_refused_with_the_numbers(regions, said):
+async def test_other_tensors_are_refused_with_the_numbers(regions, message):
     async with Cache() as cache:
         await cache.engine.sleep()
-        with pytest.raises(LayoutError, match=said):
+        with pytest.raises(LayoutError, match=message):
             await cache.engine.wake_up(regions=regions)
         assert cache.engine.asleep == set(BOTH)
         await cache.engine.wake_up(regions=new_memory(cache, blocks=9))
         (await cache.serve(A)).release()
 
 
-async def test_both_memories_are_really_freed():
-    """On the device that copies in threads, which keep alive what they work on."""
+async def test_sleep_frees_device_and_host_memory():
+    """The memory is freed on the cpu device, whose threads reference the memory during copies."""
     tensors = [np.zeros((8, 24), np.uint8) for _ in range(2)]
     gone = [weakref.ref(tensor) for tensor in tensors]
     regions = Regions(num_layers=2)
@@ -280,7 +280,7 @@ async def test_both_memories_are_really_freed():
         assert engine.statistics().host_cached == 2
 
 
-async def test_closing_an_engine_that_sleeps_or_falls_asleep():
+async def test_close_of_an_engine_that_is_asleep_or_falling_asleep():
     cache = Cache()
     await cache.engine.__aenter__()
     await cache.engine.sleep()
@@ -308,7 +308,7 @@ async def test_closing_an_engine_that_sleeps_or_falls_asleep():
         await sleeping
 
 
-async def test_tags_that_do_not_exist():
+async def test_unknown_tags_are_refused():
     async with Cache() as cache:
         for verb in (cache.engine.sleep, cache.engine.wake_up):
             with pytest.raises(UsageError, match="kv_cache"):
@@ -318,7 +318,7 @@ async def test_tags_that_do_not_exist():
         (await cache.serve(A)).release()
 
 
-async def test_a_cache_of_books_only_sleeps_too():
+async def test_engine_without_tensors_sleeps_and_wakes_up():
     async with CacheEngine(CacheConfig(device_blocks=4, host_blocks=4)) as engine:
         await engine.sleep()
         await engine.wake_up()
@@ -326,7 +326,7 @@ async def test_a_cache_of_books_only_sleeps_too():
             await lease.allocate(1)
 
 
-async def test_a_device_that_does_not_take_the_memory_leaves_the_engine_asleep():
+async def test_device_that_refuses_the_new_memory_leaves_the_engine_asleep():
     async with Cache() as cache:
         await cache.engine.sleep()
         regions = new_memory(cache)

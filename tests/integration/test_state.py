@@ -19,7 +19,7 @@ pytestmark = pytest.mark.asyncio
 
 
 async def settle(hybrid: Hybrid) -> None:
-    """All that is under way ends, backups included."""
+    """Complete all transfers, backups included."""
     draining = asyncio.ensure_future(hybrid.engine.drain())
     while not draining.done():
         hybrid.device.complete_all()
@@ -44,7 +44,7 @@ async def test_a_prefix_is_hit_where_a_snapshot_was_saved_and_nowhere_else():
         assert await hybrid.serve([*PROMPT, 1, 2, 3]) == 6
 
 
-async def test_points_worth_a_snapshot_are_where_prompts_part_and_where_an_equal_one_can_hit():
+async def test_snapshot_points_are_at_branches_and_at_the_last_possible_hit():
     async with Hybrid() as hybrid:
         lease = await granted(hybrid)
         assert lease.snapshot_points == (6,)
@@ -76,7 +76,7 @@ async def test_a_lease_has_a_slot_of_its_own_while_it_is_granted():
         assert hybrid.engine.statistics().state_free == 3
 
 
-async def test_slots_are_zeroed_before_use_and_snapshots_outlive_who_saved_them():
+async def test_slots_are_zeroed_before_use_and_snapshots_remain_after_release():
     async with Hybrid(state_slots=2) as hybrid:
         for round_ in range(3):
             tokens = [round_, *PROMPT]
@@ -88,7 +88,7 @@ async def test_slots_are_zeroed_before_use_and_snapshots_outlive_who_saved_them(
         assert hybrid.engine.statistics().evicted_snapshots >= 2
 
 
-async def test_to_lose_a_snapshot_costs_no_block_and_the_oldest_goes_first():
+async def test_snapshot_eviction_evicts_no_block_and_takes_the_oldest():
     async with Hybrid(state_slots=3) as hybrid:
         prompts = [[first, *PROMPT] for first in range(3)]
         await hybrid.serve(prompts[0])
@@ -122,7 +122,7 @@ async def test_the_only_slot_is_taken_over_from_the_snapshot():
         lease.release()
 
 
-async def test_who_finds_no_slot_waits_for_one():
+async def test_request_without_a_free_slot_waits_for_one():
     async with Hybrid(state_slots=1) as hybrid:
         holder = await granted(hybrid)
         lease = hybrid.engine.match(PROMPT)
@@ -138,7 +138,7 @@ async def test_who_finds_no_slot_waits_for_one():
         lease.release()
 
 
-async def test_a_source_and_a_target_in_flight_are_nobody_elses():
+async def test_slots_of_a_copy_in_flight_are_not_reused():
     device = ManualDevice()
     async with Hybrid(state_slots=3, device=device) as hybrid:
         lease = hybrid.engine.match(PROMPT)
@@ -163,7 +163,7 @@ async def test_a_source_and_a_target_in_flight_are_nobody_elses():
         leases[1].release()
 
 
-async def test_nothing_is_published_before_the_state_is_proven_not_even_snapshots():
+async def test_blocks_and_snapshots_are_published_only_after_the_state_copy():
     device = ManualDevice()
     async with Hybrid(device=device) as hybrid:
         lease = hybrid.engine.match(PROMPT)
@@ -182,7 +182,7 @@ async def test_nothing_is_published_before_the_state_is_proven_not_even_snapshot
 
 
 @pytest.mark.parametrize("refused", [False, True])
-async def test_a_failed_restore_is_a_lease_that_starts_again(refused: bool):
+async def test_failed_restore_restarts_the_lease_from_position_zero(refused: bool):
     device = ManualDevice()
     async with Hybrid(device=device) as hybrid:
         lease = hybrid.engine.match(PROMPT)
@@ -212,7 +212,7 @@ async def test_a_failed_restore_is_a_lease_that_starts_again(refused: bool):
         lease.release()
 
 
-async def test_a_failed_onload_of_kv_costs_the_state_too():
+async def test_failed_onload_of_kv_discards_the_state():
     device = ManualDevice()
     async with Hybrid(device=device, host_blocks=16) as hybrid:
         lease = hybrid.engine.match(PROMPT)
@@ -249,7 +249,7 @@ async def test_a_swapped_lease_keeps_its_state():
         lease.release()
 
 
-async def test_swapped_leases_do_not_hold_up_who_is_in_front_of_them():
+async def test_swapped_leases_do_not_delay_requests_ahead_of_them():
     async with Hybrid(host_blocks=32, state_slots=2) as hybrid:
         leases = [await granted(hybrid, [name, *PROMPT], extra=1) for name in range(2)]
         for name, lease in enumerate(leases):
@@ -301,7 +301,7 @@ async def test_a_pin_keeps_the_snapshot_and_takes_no_slot():
         assert hit.device_tokens == 6
 
 
-async def test_state_is_saved_at_borders_that_are_committed_and_cannot_go_back():
+async def test_state_is_saved_at_committed_block_borders_and_cannot_be_rolled_back():
     async with Hybrid() as hybrid:
         lease = await granted(hybrid)
         hybrid.compute(lease, PROMPT, 0, 5)
@@ -341,7 +341,7 @@ async def test_a_copy_that_raises_saves_nothing(monkeypatch: pytest.MonkeyPatch)
         lease.release()
 
 
-async def test_a_reset_forgets_the_snapshots():
+async def test_a_reset_clears_the_snapshots():
     async with Hybrid() as hybrid:
         await hybrid.serve(PROMPT)
         lease = await granted(hybrid)
@@ -353,7 +353,7 @@ async def test_a_reset_forgets_the_snapshots():
         assert await hybrid.serve(PROMPT) == 0
 
 
-async def test_tensors_and_config_have_to_agree():
+async def test_state_tensors_that_contradict_the_config_are_refused():
     kv, state = [np.zeros((4, 8))], [np.zeros((3, 5))]
     regions = Regions(num_layers=1)
     regions.add("kv", layers=kv)
@@ -374,7 +374,7 @@ async def test_tensors_and_config_have_to_agree():
         lease.release()
 
 
-async def test_books_alone_are_kept_without_tensors():
+async def test_state_slots_are_tracked_without_tensors():
     async with CacheEngine(CacheConfig(device_blocks=8, block_tokens=2, state_slots=2)) as engine:
         for expected in (0, 2):
             async with engine.match([1, 2, 3]) as lease:
@@ -416,7 +416,7 @@ async def test_conversations_under_pressure_equal_recomputation_bit_for_bit(seed
         assert statistics.evicted_snapshots > 0
 
 
-async def test_sleep_forgets_the_state_and_waits_for_swapped_leases():
+async def test_sleep_discards_the_state_and_waits_for_swapped_leases():
     async with Hybrid(host_blocks=16) as hybrid:
         await hybrid.serve(PROMPT)
         lease = await granted(hybrid, [9, *PROMPT])

@@ -1,4 +1,4 @@
-"""What a lease says of itself: cached tokens by tier, blocks computed, and what it waited for."""
+"""lease.usage: cached tokens by tier, computed blocks, and waiting times."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROMPT = [1, 2, 3, 4, 5, 6, 7]  # 3 full blocks and a partial one
 pytestmark = pytest.mark.asyncio
 
 
-async def test_a_device_hit_has_waited_for_nothing():
+async def test_device_hit_reports_no_waiting_time():
     async with Served() as served:
         async with served.engine.match(PROMPT) as lease:
             before = lease.usage
@@ -80,10 +80,10 @@ async def test_cached_tokens_fall_when_the_onload_fails_and_rise_again_with_the_
             await lease.resume(7)
             usage = lease.usage
             assert (usage.cached_device_tokens, usage.cached_host_tokens) == (6, 0)
-            assert usage.onload_seconds == ended, "what was waited for is not forgotten"
+            assert usage.onload_seconds == ended, "the time waited remains"
 
 
-async def test_a_swapped_table_comes_back_from_the_host_and_generated_tokens_are_no_prompt():
+async def test_resumed_table_counts_as_host_hit_and_generated_tokens_are_not_prompt_tokens():
     async with Served() as served, served.engine.match(PROMPT) as lease:
         await lease.allocate(8)
         served.compute(lease, [*PROMPT, 8])
@@ -101,7 +101,7 @@ async def test_a_swapped_table_comes_back_from_the_host_and_generated_tokens_are
         assert (usage.cached_device_tokens, usage.cached_host_tokens) == (0, 7)
 
 
-async def test_a_fork_is_spared_what_its_parent_computed():
+async def test_fork_counts_the_blocks_of_its_parent_as_cached():
     async with Served() as served, served.engine.match(PROMPT) as parent:
         await parent.allocate(7)
         served.compute(parent, PROMPT)
@@ -112,7 +112,7 @@ async def test_a_fork_is_spared_what_its_parent_computed():
             assert (usage.cached_host_tokens, usage.computed_blocks) == (0, 0)
 
 
-async def test_waiting_in_line_is_counted_also_in_vain():
+async def test_capacity_wait_is_counted_even_when_it_times_out():
     async with Served(device_blocks=4) as served:
         holder = served.engine.match(PROMPT)
         await holder.allocate(7)
@@ -120,19 +120,19 @@ async def test_waiting_in_line_is_counted_also_in_vain():
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.002):
                     await lease.allocate(2)
-            in_vain = lease.usage.capacity_wait_seconds
-            assert in_vain is not None
-            assert in_vain > 0  # uvloop ends short timeouts early
+            timed_out = lease.usage.capacity_wait_seconds
+            assert timed_out is not None
+            assert timed_out > 0  # uvloop ends short timeouts early
             waiting = asyncio.ensure_future(lease.allocate(2))
             await spin(2)
             holder.release()
             await waiting
             total = lease.usage.capacity_wait_seconds
             assert total is not None
-            assert total > in_vain
+            assert total > timed_out
 
 
-async def test_waiting_for_pending_blocks_is_counted_with_what_they_were():
+async def test_wait_for_pending_blocks_is_counted_with_their_tokens():
     async with Served() as served:
         owner = served.engine.match(PROMPT)
         await owner.allocate(7)

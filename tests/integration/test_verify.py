@@ -1,4 +1,4 @@
-"""verify="checksum": bytes that are not what was committed are found, named and never served."""
+"""verify="checksum": changed bytes are detected, named in the error, and never served."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def onloading(served: Served):
 
 @pytest.mark.parametrize("bad", [0, 2])
 @pytest.mark.parametrize("layer", [0, 1])
-async def test_a_corrupt_host_block_is_named_and_not_served(bad, layer):
+async def test_corrupted_host_block_is_named_and_not_served(bad, layer):
     async with verified() as served:
         await served.to_host(A)
         lease, copy = await onloading(served)
@@ -61,12 +61,12 @@ async def test_a_corrupt_host_block_is_named_and_not_served(bad, layer):
         await served.engine.evict(8)
         lease, copy = await onloading(served)
         copy.complete_all()
-        await lease.layers.wait_all()  # what was computed anew is right
+        await lease.layers.wait_all()  # the recomputed blocks are right
         served.check(lease, A, 6)
         lease.release()
 
 
-async def test_sound_blocks_raise_no_alarm():
+async def test_intact_blocks_pass_verification():
     async with verified() as served:
         await served.to_host(A)
         for _ in range(2):
@@ -78,11 +78,11 @@ async def test_sound_blocks_raise_no_alarm():
             await served.engine.evict(8)
 
 
-async def test_a_device_block_that_changed_after_commit_is_found():
+async def test_device_block_changed_after_commit_is_detected():
     async with verified(write_policy="write_back") as served:
         await served.serve(A)
         table = (lease := served.engine.match(A)).try_allocate(7) and lease.block_table
-        served.kv[1][table[1]] += 1  # somebody writes into a shared block
+        served.kv[1][table[1]] += 1  # an error in the runner writes into a shared block
         lease.release()
         evicting = asyncio.create_task(served.engine.evict(8))
         await served.complete_offloads()
@@ -95,7 +95,7 @@ async def test_a_device_block_that_changed_after_commit_is_found():
         lease.release()
 
 
-async def test_blocks_before_a_failed_copy_are_proven_too():
+async def test_blocks_before_a_failed_copy_are_verified():
     async with verified() as served:
         await served.to_host(A)
         lease, copy = await onloading(served)
@@ -121,7 +121,7 @@ async def test_a_swapped_table_is_verified_with_its_tail():
         assert np.array_equal(held(served, lease), before)
         await swapped_out(served, lease)
         await lease.resume(7)
-        (copy,) = served.device.onloads  # the tail alone: the rest has not left the device
+        (copy,) = served.device.onloads  # only the tail: the rest is still on the device
         corrupt(served, copy.host_ids[-1])
         copy.complete_all()
         await served.settle()
@@ -131,7 +131,7 @@ async def test_a_swapped_table_is_verified_with_its_tail():
         lease.release()
 
 
-async def test_a_reused_id_does_not_keep_the_sum_of_what_it_held():
+async def test_reused_block_id_does_not_keep_its_old_checksum():
     async with verified(device_blocks=4, write_policy="none") as served:
         await served.serve([21, 22, 23, 24, 25, 26, 27, 28])
         await served.engine.evict(4)
@@ -143,7 +143,7 @@ async def test_a_reused_id_does_not_keep_the_sum_of_what_it_held():
         lease.release()
 
 
-async def test_a_fork_takes_the_sums_of_its_copies():
+async def test_fork_copies_the_checksums_of_its_blocks():
     async with verified(device_blocks=12) as served:
         for tokens in ([21, 22, 23, 24], [31, 32, 33, 34]):
             await served.serve(tokens)
@@ -167,8 +167,8 @@ async def test_a_fork_takes_the_sums_of_its_copies():
         lease.release()
 
 
-async def test_sums_are_taken_when_the_step_is_done():
-    """What is committed in an open step may not be written yet."""
+async def test_checksums_are_computed_when_the_step_is_done():
+    """KV that is committed in an open step may not be written yet."""
     served = verified(write_policy="none")
     served.device.computes_in_stream = True
     async with served:
@@ -177,7 +177,7 @@ async def test_sums_are_taken_when_the_step_is_done():
         lease.commit(7)
         task = asyncio.create_task(lease.preempt(swap=True))
         await spin(3)
-        served.compute(lease, A)  # the device gets there only now
+        served.compute(lease, A)  # the device computes the step only now
         for array in served.kv:
             array[lease.block_table[-1]] = 5
         event = ManualEvent()

@@ -1,4 +1,4 @@
-"""Sliding-window layers: ids that go back early, hits, and an attention sink that stays."""
+"""Sliding-window layers: early freed ids, hits, and the attention sink."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def test_a_long_prompt_needs_a_window_of_blocks_and_no_more():
         assert lease.owner == ""
 
 
-async def test_prefixes_are_hit_where_their_window_is_still_there():
+async def test_prefix_is_hit_where_its_whole_window_is_cached():
     async with Windowed(window_blocks=8) as model:
         tokens = list(range(24))
         await model.serve(tokens)
@@ -46,7 +46,7 @@ async def test_prefixes_are_hit_where_their_window_is_still_there():
         assert await model.serve([*tokens[:4], 98]) == 4, "computed again"
 
 
-async def test_decoding_gives_back_what_falls_behind():
+async def test_decoding_frees_blocks_behind_the_window():
     async with Windowed() as model:
         tokens = [1, 2, 3]
         lease = model.engine.match(tokens)
@@ -98,7 +98,7 @@ async def test_a_prefix_is_hit_with_its_sink_or_not_at_all():
         assert await model.serve([*tokens, 97]) == 24
 
 
-async def test_a_swapped_lease_goes_on_with_its_sink():
+async def test_swapped_lease_continues_with_its_sink():
     tokens = list(range(20))
     async with Windowed(sinks={"near": 3, "far": 2}, host_blocks=20) as model:
         lease = model.engine.match(tokens)
@@ -119,7 +119,7 @@ async def test_a_swapped_lease_goes_on_with_its_sink():
         lease.release()
 
 
-async def test_what_can_not_be_is_said():
+async def test_requests_that_windows_cannot_serve_raise_typed_errors():
     async with Windowed(window_blocks=13) as model:
         lease = model.engine.match(list(range(30)))
         with pytest.raises(UsageError, match="'wide'"):
@@ -132,7 +132,7 @@ async def test_what_can_not_be_is_said():
             lease.fork()
         others = [model.engine.match([n]) for n in range(3)]
         assert [other.try_allocate(30) for other in others] == [True, False, False]
-        assert others[1].try_allocate(1), "one block is left to be set aside"
+        assert others[1].try_allocate(1), "one block is left to reserve"
         with pytest.raises(WouldBlock):
             model.engine.extend([others[1]], 2)
         for one in (lease, *others):

@@ -1,4 +1,4 @@
-"""When blocks get their host copy, and what is lost when they cannot (issue 3, items 1 and 2)."""
+"""Write policies: when blocks are copied to the host, and which blocks are dropped otherwise."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.asyncio
 # ---- write_through
 
 
-async def test_write_through_saves_all_that_a_pass_commits_in_one_transfer():
+async def test_write_through_saves_all_commits_of_a_pass_in_one_transfer():
     async with Cache(write_policy="write_through") as cache:
         leases = [await cache.serve(tokens) for tokens in (A, B)]
         await spin(2)
@@ -33,7 +33,7 @@ async def test_write_through_saves_all_that_a_pass_commits_in_one_transfer():
         await _serve_from_host(cache, B)
 
 
-async def test_what_the_host_cannot_take_is_skipped_and_dropped_later():
+async def test_blocks_that_exceed_the_host_are_skipped_and_dropped_later():
     async with Cache(write_policy="write_through", host_blocks=1) as cache:
         await cache.fill(A)
         await cache.finish()
@@ -46,7 +46,7 @@ async def test_what_the_host_cannot_take_is_skipped_and_dropped_later():
 
 
 @pytest.mark.parametrize("threshold", [1, 2, 3])
-async def test_selective_saves_at_the_nth_use_though_the_block_is_hot(threshold: int):
+async def test_selective_saves_a_hot_block_at_its_nth_use(threshold: int):
     """The blocks are referenced all the time; only their uses count."""
     async with Cache(
         write_policy="write_through_selective", write_through_threshold=threshold
@@ -98,15 +98,15 @@ async def test_write_back_saves_before_it_evicts_and_not_before():
         assert cache.statistics.dropped_blocks == 0
 
 
-async def test_looking_again_during_a_save_does_not_tear_the_rest_of_the_chain_apart():
-    """It did: ancestors of what was being saved were saved one by one, a transfer each."""
+async def test_new_attempts_during_a_save_do_not_split_the_rest_of_the_chain():
+    """Ancestors of blocks being saved were once saved one by one, with a transfer each."""
     async with Cache(device_blocks=12, host_blocks=16, write_policy="write_back") as cache:
         await cache.fill(prompt(1, 11))
         waiting = [asyncio.create_task(_serve_and_release(cache, prompt(s, 5))) for s in (2, 3)]
         await spin(3)
         for _ in range(2):
             looking = cache.engine.match(D)
-            looking.release()  # each release looks for room for the first in line
+            looking.release()  # each release retries the first in line
         transfers = 0
         while not all(task.done() for task in waiting):
             transfers += len(cache.device.offloads)
@@ -133,7 +133,7 @@ async def test_a_match_rescues_blocks_that_are_being_saved():
         assert cache.hit(A) == (2, 0)
 
 
-async def test_eviction_waits_for_room_that_a_save_in_flight_will_make():
+async def test_eviction_waits_for_blocks_of_a_save_in_flight():
     """Three requests in line while one save is under way: all are served, none twice."""
     async with Cache(device_blocks=4, write_policy="write_back") as cache:
         await cache.fill(A)
@@ -148,7 +148,7 @@ async def test_eviction_waits_for_room_that_a_save_in_flight_will_make():
 
 
 @pytest.mark.parametrize("how", ["fails", "is refused", "fails from its second block on"])
-async def test_what_cannot_be_saved_is_dropped_and_the_waiter_goes_on(how: str):
+async def test_blocks_that_cannot_be_saved_are_dropped_and_the_waiter_is_granted(how: str):
     async with Cache(device_blocks=6, write_policy="write_back") as cache:
         await cache.fill(A, B)
         cache.device.refuse = DeviceError("no") if how == "is refused" else None
@@ -162,8 +162,8 @@ async def test_what_cannot_be_saved_is_dropped_and_the_waiter_goes_on(how: str):
         assert cache.statistics.failed_blocks == (3 if how.endswith("on") else 4)
 
 
-async def test_a_full_host_makes_room_for_what_is_evicted_now():
-    """The host's oldest go first; a waiter always gets its blocks."""
+async def test_full_host_evicts_for_blocks_evicted_from_the_device():
+    """The oldest host blocks are evicted first, and a waiter always gets its blocks."""
     async with Cache(device_blocks=4, host_blocks=2, write_policy="write_back") as cache:
         for tokens in (A, B, C, D, BIG[:13]):
             task = asyncio.create_task(_serve_and_release(cache, tokens))
@@ -173,8 +173,8 @@ async def test_a_full_host_makes_room_for_what_is_evicted_now():
         assert cache.statistics.host_cached > 0
 
 
-async def test_a_host_whose_blocks_are_all_being_read_is_no_reason_to_wait():
-    """Its copies are on their way to the device: nothing can be saved, so it is dropped."""
+async def test_host_whose_blocks_are_all_being_read_delays_no_allocation():
+    """All host blocks are being onloaded: the victim cannot be saved and is dropped."""
     async with Cache(device_blocks=6, host_blocks=2, write_policy="write_back") as cache:
         await cache.fill(A)
         evicting = asyncio.create_task(cache.engine.evict(2))
@@ -192,8 +192,8 @@ async def test_a_host_whose_blocks_are_all_being_read_is_no_reason_to_wait():
         other.release()
 
 
-async def test_extend_has_blocks_saved_that_stand_in_its_way():
-    """It does not wait; the save that it starts makes the next try succeed."""
+async def test_extend_saves_the_blocks_that_it_needs():
+    """extend does not wait; the save that it starts makes the next attempt succeed."""
     async with Cache(device_blocks=5, write_policy="write_back") as cache:
         await cache.fill(A)
         lease = await cache.serve(B)  # 3 blocks: 2 are left, of A
@@ -206,7 +206,7 @@ async def test_extend_has_blocks_saved_that_stand_in_its_way():
         assert cache.hit(A)[1] >= 1
 
 
-async def test_extend_drops_what_cannot_be_saved():
+async def test_extend_drops_blocks_that_cannot_be_saved():
     async with Cache(device_blocks=5, host_blocks=2, write_policy="write_back") as cache:
         held = await cache.serve(A)
         await held.preempt(swap=False)
@@ -222,10 +222,10 @@ async def test_extend_drops_what_cannot_be_saved():
         reader.release()
 
 
-# ---- watermark and twins
+# ---- watermark and reclaimed host copies
 
 
-async def test_eviction_ahead_keeps_blocks_that_can_go_at_once():
+async def test_low_watermark_keeps_that_many_blocks_free_or_clean():
     async with Cache(device_blocks=8, write_policy="write_back", low_watermark_blocks=4) as cache:
         await cache.fill(A, B)  # 4 free
         await cache.finish()
@@ -239,8 +239,8 @@ async def test_eviction_ahead_keeps_blocks_that_can_go_at_once():
         lease.release()
 
 
-async def test_a_saved_block_that_is_used_again_is_not_ahead_any_more():
-    """It was counted as ready to go, though it had left for the end of the line."""
+async def test_saved_block_that_is_used_again_no_longer_counts_for_the_watermark():
+    """A used block was once still counted as evictable soon."""
     async with Cache(device_blocks=8, write_policy="write_back", low_watermark_blocks=4) as cache:
         await cache.fill(A, B, C)
         await cache.finish()
@@ -254,8 +254,8 @@ async def test_a_saved_block_that_is_used_again_is_not_ahead_any_more():
         lease.release()
 
 
-async def test_twins_make_room_for_blocks_near_eviction():
-    """Host copies of blocks that are on the device as well are given up for the oldest blocks."""
+async def test_host_copies_are_reclaimed_for_blocks_near_eviction():
+    """Host copies of blocks that are also on the device are reclaimed for the oldest blocks."""
     async with Cache(
         device_blocks=8, host_blocks=2, write_policy="write_through", low_watermark_blocks=5
     ) as cache:
@@ -270,8 +270,8 @@ async def test_twins_make_room_for_blocks_near_eviction():
         hot.release()
 
 
-async def test_a_block_computed_again_beside_its_host_copy_has_a_twin():
-    """``min_onload_tokens`` makes it so; its host copy can be reclaimed as any other's."""
+async def test_block_computed_again_beside_its_host_copy_is_on_both_tiers():
+    """``min_onload_tokens`` causes the recomputation; the host copy can be reclaimed."""
     async with Cache(
         device_blocks=8, host_blocks=2, write_policy="write_through", low_watermark_blocks=5,
         min_onload_tokens=16,
@@ -287,8 +287,8 @@ async def test_a_block_computed_again_beside_its_host_copy_has_a_twin():
         hot.release()
 
 
-async def test_saving_ahead_does_not_unsave_what_goes_first():
-    """Twins near eviction stay: saving B in place of the older A would gain nothing."""
+async def test_saving_ahead_keeps_host_copies_of_blocks_evicted_sooner():
+    """Host copies near eviction are kept: saving B in place of the older A would gain nothing."""
     async with Cache(
         device_blocks=8, host_blocks=2, write_policy="write_through", low_watermark_blocks=8
     ) as cache:

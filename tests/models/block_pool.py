@@ -1,23 +1,23 @@
-"""What a block pool is, without the bitmap: a set of free ids."""
+"""Model of a block pool without the bitmap: a set of free ids."""
 
 from __future__ import annotations
 
 
 class PoolModel:
-    """Free ids of ``capacity``; what is not free is used."""
+    """Set of the free ids below ``capacity``; all others are used."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.free = set(range(capacity))
 
     def take(self, ids: list[int]) -> None:
-        """The pool said that it gave these out."""
+        """Record that the pool allocated these ids."""
         assert len(set(ids)) == len(ids), f"{ids} holds an id twice"
         assert self.free.issuperset(ids), f"{ids} were not all free"
         self.free -= set(ids)
 
     def take_runs(self, count: int) -> list[int]:
-        """The lowest run that holds all, else the longest (the lowest of equals), and so on."""
+        """Return the lowest run that holds all, else the longest (lowest of equals), and so on."""
         taken: list[int] = []
         while len(taken) < count:
             found = self._runs()
@@ -28,7 +28,7 @@ class PoolModel:
         return taken
 
     def _runs(self) -> list[list[int]]:
-        """Of free ids, the lowest first."""
+        """Return free ids, the lowest first."""
         found: list[list[int]] = []
         for i in sorted(self.free):
             if found and found[-1][-1] == i - 1:
@@ -51,7 +51,7 @@ class PoolModel:
 
 
 def runs(ids: list[int]) -> list[int]:
-    """Lengths of the runs of consecutive ids, in the order given."""
+    """Return the lengths of the runs of consecutive ids, in the given order."""
     lengths = [0]
     for before, now in zip([None, *ids], ids, strict=False):
         if before is not None and now != before + 1:

@@ -1,4 +1,4 @@
-"""What is cached, as a dict of prefixes that is scanned for every question; and what goes first."""
+"""Model of the cached blocks: a dict of prefixes that every query scans, and the eviction order."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Block:
     attached: bool = True
     wants_backup: bool = False
     given_up: bool = False  # could not be saved, and was not used since
-    rank: int = 0  # of last use; the lowest goes first
-    passed_over: bool = False  # was blocked when its turn to be evicted came
+    rank: int = 0  # of last use; the lowest is evicted first
+    passed_over: bool = False  # was blocked when it was first in eviction order
     loading_by: int = 0
 
     @property
@@ -37,7 +37,7 @@ class Block:
 
     @property
     def unsaved(self) -> bool:
-        """Nothing of it is on the host, or on its way there."""
+        """Return True if the block has no host copy and none is being written."""
         return self.host is None and not self.given_up
 
     @property
@@ -61,7 +61,7 @@ class Lease:
     onloads: set[int] = field(default_factory=set)
     granted: bool = False
     failed: bool = False
-    promises: bool = False  # others may wait for what it will publish behind its path
+    promises: bool = False  # others may wait for the blocks that it will publish
     epoch: int = 0
     last_step: int = 0  # newest step that computed with the blocks
     named: bool = False  # by a batch, since it was granted
@@ -80,8 +80,8 @@ class Transfer:
 class CachedBlocks:
     """Blocks, ids and recency.
 
-    Eviction: least recently used first, deepest first among equals. One that was blocked when its
-    turn came keeps it: it goes to the front as soon as it can be evicted.
+    Eviction: least recently used first, deepest first among equals. A block that was
+    first but blocked goes to the front again as soon as it can be evicted.
     """
 
     def __init__(
@@ -99,13 +99,13 @@ class CachedBlocks:
         self._newest = 0
         self._oldest = 0
 
-    # --- what is where ------------------------------------------------------------------------
+    # --- places of blocks ---------------------------------------------------------------------
 
     def children(self, block: Block) -> list[Block]:
         return [b for b in self.blocks.values() if b.parent is block]
 
     def idle(self, tier: str) -> list[Block]:
-        """Blocks that no lease holds, by the fastest tier that has them, oldest first."""
+        """Return the blocks that no lease holds, by their fastest tier, oldest first."""
         found = [b for b in self.blocks.values() if b.refs == 0]
         if tier == "device":
             found = [b for b in found if b.device_valid]
@@ -114,11 +114,11 @@ class CachedBlocks:
         return sorted(found, key=lambda b: b.rank)
 
     def in_line(self, tier: str) -> list[Block]:
-        """Those whose turn will come, in order."""
+        """Return the blocks that will be evicted, in order."""
         return [block for block in self.idle(tier) if not block.passed_over]
 
     def blocked(self, block: Block) -> bool:
-        """I6: not evictable although idle."""
+        """Return the blocks that are idle but not evictable (I6)."""
         children = self.children(block)
         if block.resident:
             children = [c for c in children if c.resident]
@@ -136,7 +136,7 @@ class CachedBlocks:
         self.close_step(step)
 
     def writable(self) -> int:
-        """Free ids that a transfer may write: not those of a step that is open."""
+        """Return the free ids that a transfer may write, without those of an open step."""
         return sum(self.after_step(i) <= self.closed_step for i in self.device_free)
 
     def _free_device(self, device_id: int) -> None:
@@ -191,7 +191,7 @@ class CachedBlocks:
     # --- eviction -----------------------------------------------------------------------------
 
     def victim(self, tier: str) -> Block | None:
-        """Who goes next; None also while that has to wait for the end of its save."""
+        """Return the next victim; None if there is none or its save has not ended."""
         for block in self.in_line(tier):
             if not self.blocked(block):
                 return block
@@ -207,7 +207,7 @@ class CachedBlocks:
         return block is not None
 
     def leave_device(self, block: Block) -> None:
-        """Its device copy goes; without another one, so does all of it."""
+        """Drop the device copy of the block; drop the block when it has no other copy."""
         if not block.host_valid:
             self.drop(block)
             return
@@ -218,7 +218,7 @@ class CachedBlocks:
         self._unblock(block.parent)
 
     def drop(self, block: Block) -> None:
-        """The block and all below it can be found no more; ids go with their last owner."""
+        """Remove the block and its descendants from the index; the last owner frees the ids."""
         for gone in [b for b in self.blocks.values() if b is block or block in b.ancestors]:
             del self.blocks[gone.key]
             self._detach(gone)
@@ -231,7 +231,7 @@ class CachedBlocks:
     def _free_if_unowned(self, block: Block) -> None:
         if block.pins:
             return
-        if block.host is not None:  # the leases that are left use its device copy
+        if block.host is not None:  # the remaining leases use its device copy
             self._free_host(block.host)
             block.host, block.host_valid = None, False
         if block.device is not None and not block.refs:

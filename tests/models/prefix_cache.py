@@ -1,4 +1,4 @@
-"""The prefix cache, slow and obviously right: a dict of prefixes, scanned for every question.
+"""Naive model of the prefix cache: a dict of prefixes that every query scans.
 
 It mirrors the design's rules, not the native code: no tree, no queues, no free lists. Ids are not
 predicted (any free id will do) but adopted from the implementation, and checked to be free.
@@ -11,7 +11,7 @@ from tests.models.saving import Saving
 
 
 class PrefixCacheModel(Saving):
-    """Predicts hits, grants, victims, promises and the effects of transfers."""
+    """Model that predicts hits, grants, victims, pending blocks and the effects of transfers."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class PrefixCacheModel(Saving):
     # --- leases -------------------------------------------------------------------------------
 
     def key(self, lease: Lease, blocks: int) -> Key:
-        """Of the block that ends behind ``blocks`` of them."""
+        """Return the key of the prefix of ``blocks`` blocks."""
         end = blocks * self.block_tokens
         items = tuple(item for item in lease.items if item[1] < end)
         return lease.context, tuple(lease.tokens[:end]), items
@@ -54,7 +54,7 @@ class PrefixCacheModel(Saving):
         return path[: self._before_cut_item(lease, len(path))]
 
     def cached(self, lease: Lease) -> list[Block]:
-        """Cached blocks of the prompt; a hit may end before the last, where that cuts an item."""
+        """Return the cached blocks of the prompt; a hit may end earlier, before a cut item."""
         path = []
         for index in range(1, self._most_blocks(lease) + 1):
             if self.key(lease, index) not in self.blocks:
@@ -63,13 +63,13 @@ class PrefixCacheModel(Saving):
         return path
 
     def _most_blocks(self, lease: Lease) -> int:
-        """That a match may find: some tokens are always computed, for the logits."""
+        """Return the most blocks that a match may hit: the last tokens are always computed."""
         if not lease.reads:
             return 0
         return max(0, len(lease.tokens) - self.leave_tokens) // self.block_tokens
 
     def _before_cut_item(self, lease: Lease, blocks: int) -> int:
-        """The most blocks, up to ``blocks``, that do not end inside an item."""
+        """Return the most blocks, up to ``blocks``, that do not end inside an item."""
 
         def cuts(end: int) -> bool:
             return any(offset < end < offset + length for _, offset, length in lease.items)
@@ -95,12 +95,12 @@ class PrefixCacheModel(Saving):
         return -(-num_tokens // self.block_tokens)
 
     def needs(self, lease: Lease, num_tokens: int) -> int:
-        """Device blocks that a grant takes besides those it shares."""
+        """Return the number of device blocks that a grant takes besides the shared ones."""
         path = self.granted_path(lease, num_tokens)
         return self.blocks_for(num_tokens) - sum(b.resident for b in path)
 
     def granted_path(self, lease: Lease, num_tokens: int) -> list[Block]:
-        """What a grant would share: without host blocks that are not worth their transfer."""
+        """Return the blocks that a grant would share, unless too few to onload."""
         path = self.walk(lease)
         if sum(not b.device_valid for b in path) < self.min_onload_blocks:
             path = [b for b in path if b.resident]
@@ -108,7 +108,7 @@ class PrefixCacheModel(Saving):
         return path[: self._before_cut_item(lease, usable)]
 
     def reserve_for(self, lease: Lease, num_tokens: int) -> int | None:
-        """Blocks that a grant leaves to extensions; None when it can never be granted."""
+        """Return the blocks that a grant leaves to extensions; None when it can never succeed."""
         blocks = self.blocks_for(num_tokens)
         if blocks + self.reserve_blocks > self.capacity and blocks > lease.grown_blocks:
             return None
@@ -116,7 +116,7 @@ class PrefixCacheModel(Saving):
         return reserve if reserve >= 0 else None
 
     def allocate(self, lease: Lease, num_tokens: int, evicted: int) -> bool:
-        """True: granted, and ``adopt`` comes next with the real table.
+        """Grant the lease and return True, or return False; ``adopt`` then takes the real table.
 
         Args:
             lease: not granted.
@@ -148,7 +148,7 @@ class PrefixCacheModel(Saving):
         return True
 
     def _fit_writable(self, lease: Lease, path: list[Block]) -> list[Block]:
-        """What is on the host only needs ids that may be written before the open step is closed."""
+        """Return the blocks to onload; their ids must be writable before the open step closes."""
         resident = sum(b.resident for b in path)
         writable = self.writable()
         if len(path) - resident <= writable:
@@ -181,7 +181,7 @@ class PrefixCacheModel(Saving):
         assert len(new) == bool(missing), "one onload for what is on the host only"
         for transfer_id in new:
             self._start_onload(transfer_id, lease, missing, table[len(shared) :])
-        self._promise(lease)
+        self._update_pending(lease)
 
     def _start_onload(
         self, transfer_id: int, lease: Lease, path: list[Block], ids: list[int]
@@ -217,7 +217,7 @@ class PrefixCacheModel(Saving):
         lease.grown_blocks = max(lease.grown_blocks, len(table))
 
     def _last_use(self, lease: Lease, step: int) -> int:
-        """Only what batches name is known exactly."""
+        """Return the last step of the lease; without batches, count ``step`` as a use."""
         return lease.last_step if lease.named else max(lease.last_step, step)
 
     def _use(self, lease: Lease, first: int, last: int, step: int) -> None:
@@ -241,13 +241,13 @@ class PrefixCacheModel(Saving):
             lease.items = tuple(item for item in lease.items if item[1] < num_tokens)
 
     def cuts_item(self, lease: Lease, num_tokens: int) -> bool:
-        """Whether a truncation would leave a part of an item."""
+        """Return True if a truncation would leave a part of an item."""
         return num_tokens < len(lease.tokens) and any(
             offset < num_tokens < offset + length for _, offset, length in lease.items
         )
 
     def give_back(self, lease: Lease, step: int) -> set[int]:
-        """Undo a grant; returns the onloads that nobody waits for any more."""
+        """Undo a grant; return the onloads that are abandoned."""
         if lease.batches:
             self._set_aside(lease)
             return set()
@@ -280,7 +280,7 @@ class PrefixCacheModel(Saving):
     # --- compute in flight --------------------------------------------------------------------
 
     def begin_batch(self, leases: list[Lease]) -> list[Lease]:
-        """The list is the batch: keepers of blocks that were given back take their place in it."""
+        """Return the batch as a list, in which keepers replace leases that returned blocks."""
         for lease in leases:
             lease.batches += 1
             lease.named = True
@@ -288,7 +288,7 @@ class PrefixCacheModel(Saving):
         return self.batches[-1]
 
     def end_batch(self, batch: list[Lease], step: int) -> set[int]:
-        """Give back what waited for it; returns the onloads that nobody waits for any more."""
+        """Free the blocks that waited for the batch; return the onloads that are abandoned."""
         self.batches = [other for other in self.batches if other is not batch]
         abandoned = set()
         for lease in batch:
@@ -299,7 +299,7 @@ class PrefixCacheModel(Saving):
         return abandoned
 
     def _set_aside(self, lease: Lease) -> None:
-        """All that it holds is kept for the batches; the lease itself is as after a match."""
+        """Keep all blocks of the lease for its batches; reset the lease to a matched one."""
         keeper = Lease(lease.context, [], writes=False, path=lease.path, table=lease.table)
         keeper.onloads, keeper.num_tokens = lease.onloads, lease.num_tokens
         keeper.cached_blocks, keeper.computed = lease.cached_blocks, lease.computed
@@ -338,7 +338,7 @@ class PrefixCacheModel(Saving):
         return self.publish(lease)
 
     def publish(self, lease: Lease) -> int:
-        """Computed, named, full blocks become findable, once all that they rest on is proven."""
+        """Index computed full blocks with known tokens whose prefix has arrived."""
         if not lease.writes or lease.epoch != self.epoch or lease.failed or lease.onloads:
             return 0
         target = min(lease.computed, len(lease.tokens)) // self.block_tokens
@@ -355,11 +355,11 @@ class PrefixCacheModel(Saving):
             self._ref(block)
             lease.path.append(block)
             if block.resident:
-                continue  # first proof wins: the lease's own copy stays private
+                continue  # the first valid copy wins: the lease's own copy stays private
             block.device, block.device_valid = lease.table[index], True
             published += 1
             self._use_once_more(block)
-        self._promise(lease)
+        self._update_pending(lease)
         return published
 
     def _take_back_detached(self, lease: Lease) -> bool:
@@ -380,16 +380,16 @@ class PrefixCacheModel(Saving):
         lease.failed = False
         return lease.cached_blocks * self.block_tokens
 
-    # --- promises -----------------------------------------------------------------------------
+    # --- pending blocks -----------------------------------------------------------------------
 
-    def _promise(self, lease: Lease) -> None:
-        """Its prompt goes on behind what is indexed: it will compute that, and publish it."""
+    def _update_pending(self, lease: Lease) -> None:
+        """Note the blocks behind the indexed ones that the lease will compute and publish."""
         more = len(lease.path) < len(lease.tokens) // self.block_tokens
         alive = not (lease.failed or lease.released)
         lease.promises = more and lease.writes and alive and lease.epoch == self.epoch
 
     def pending(self, lease: Lease) -> tuple[int, list[Lease]]:
-        """The most blocks behind what is cached that somebody will compute, and who will."""
+        """Return the most pending blocks behind the cached ones, and their owner."""
         if lease.granted:
             return 0, []
         path = self.cached(lease)
@@ -452,7 +452,7 @@ class PrefixCacheModel(Saving):
                 self.publish(lease)
 
     def _cancel_onload(self, transfer: Transfer) -> None:
-        """Nothing was moved and nobody waits: the blocks are on the host as before."""
+        """Undo an abandoned onload that copied nothing: the blocks remain on the host."""
         for block in reversed(transfer.blocks):
             if not block.attached:
                 self._free_if_unowned(block)
@@ -478,7 +478,7 @@ class PrefixCacheModel(Saving):
 
     @property
     def at_rest(self) -> bool:
-        """No lease and no transfer needs a block."""
+        """Return True if no lease and no transfer needs a block."""
         return not self.transfers and not any(lease.granted for lease in self.leases)
 
     def forget_device(self) -> None:
@@ -495,7 +495,7 @@ class PrefixCacheModel(Saving):
                 block.host, block.host_valid = None, False
 
     def leaving(self, capacity: int) -> list[Block]:
-        """What a shrunk pool has no room for, and what lies on the device behind it.
+        """Return the blocks beyond a shrunk pool, and their descendants on the device.
 
         In order of eviction, children before parents; those not in line last, by id.
         """

@@ -1,7 +1,7 @@
-"""The write policies: when blocks get their host copy, and which host copies make room for others.
+"""Model of the write policies: when blocks are saved, and which host copies are reclaimed.
 
-How many blocks are evicted before others are saved, and whose host copies are given up for them, is
-left to the implementation within bounds: these are checked when its choice is adopted.
+The implementation chooses, within bounds, how many blocks it evicts before others are saved, and
+which host copies it reclaims; the model checks these bounds when it adopts the choice.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Saving(CachedBlocks):
     # --- at use -------------------------------------------------------------------------------
 
     def _use_once_more(self, block: Block) -> None:
-        """Computing it is its first use."""
+        """Count the computation of a block as its first use."""
         block.uses += 1
         block.given_up = False
         due = self.policy == "write_through" or (
@@ -52,7 +52,7 @@ class Saving(CachedBlocks):
             self.backups.append(block)
 
     def backup(self) -> tuple[list[Block], int]:
-        """Candidates of the next offload, and how many of them find room on the host."""
+        """Return the candidates of the next offload, and how many of them fit on the host."""
         found = [b for b in self.backups if b.wants_backup and b.device_valid and b.host is None]
         for block in self.backups:
             block.wants_backup = False
@@ -63,19 +63,19 @@ class Saving(CachedBlocks):
 
     # --- ahead of eviction --------------------------------------------------------------------
 
-    def twins(self) -> list[Block]:
-        """Blocks on the device whose host copy could be given up."""
+    def reclaimable_copies(self) -> list[Block]:
+        """Return the blocks on the device whose host copy can be reclaimed."""
         return [b for b in self.blocks.values() if b.device_valid and b.host_valid and not b.pins]
 
     def has_to_be_saved(self, block: Block) -> bool:
-        """Evicting it would lose what the host could keep."""
+        """Return True if evicting the block would lose KV that the host could keep."""
         if self.policy != "write_back" or not block.unsaved:
             return False
         host = [b for b in self.idle("host") if not self.blocked(b)]
-        return bool(self.host_free or host or self.twins())
+        return bool(self.host_free or host or self.reclaimable_copies())
 
     def evict_as_seen(self, count: int, wanted: int) -> bool:
-        """The implementation evicted ``count`` device blocks of ``wanted``; whether that is all."""
+        """Apply ``count`` evictions by the implementation; return True if that is ``wanted``."""
         for _ in range(count):
             victim = self.victim("device")
             assert victim is not None, "something was evicted that could not be"
@@ -87,7 +87,7 @@ class Saving(CachedBlocks):
         return count == wanted
 
     def ready_ahead(self) -> int:
-        """Blocks that are free or would be evicted next without a save that is yet to begin."""
+        """Return the blocks that are free or could be evicted next without a new save."""
         ready = len(self.device_free)
         for block in self.in_line("device"):
             if block.unsaved:
@@ -96,18 +96,18 @@ class Saving(CachedBlocks):
         return ready
 
     def near_eviction(self, wanted: int) -> list[Block]:
-        """Those that make ``wanted`` blocks free, or as many as the watermark says."""
+        """Return the victims that make ``wanted`` blocks free, or the number of the watermark."""
         target = max(wanted, self.low_watermark) - len(self.device_free)
         return self.in_line("device")[: max(0, target)]
 
     def adopt_save_ahead(
         self, wanted: int, reclaimed: Sequence[Block], evicted: int, saved: Sequence[int]
     ) -> list[Block]:
-        """What was done to save the blocks that make ``wanted`` others free.
+        """Check the saves of the implementation that free ``wanted`` blocks.
 
         Args:
-            wanted: 0 when nobody waits.
-            reclaimed: blocks whose host copy was given up for others.
+            wanted: 0 when no request waits.
+            reclaimed: blocks whose host copy was reclaimed for others.
             evicted: host blocks that were evicted for others.
             saved: device ids of what is saved now.
 
@@ -119,11 +119,13 @@ class Saving(CachedBlocks):
             return []
         near = self.near_eviction(wanted)
         unsaved = [block for block in near if block.unsaved]
-        reclaimable = [block for block in self.twins() if block not in near]
+        reclaimable = [block for block in self.reclaimable_copies() if block not in near]
         assert set(reclaimed) <= set(reclaimable)
-        assert not evicted or len(reclaimed) == len(reclaimable), "twins first: they lose nothing"
+        assert not evicted or len(reclaimed) == len(reclaimable), (
+            "host copies of device blocks are reclaimed first"
+        )
         needed = max(0, len(unsaved) - len(self.host_free))
-        assert len(reclaimed) + evicted <= needed, "more room was made than was needed"
+        assert len(reclaimed) + evicted <= needed, "more host blocks were freed than needed"
         for block in reclaimed:
             assert block.host is not None
             self._free_host(block.host)

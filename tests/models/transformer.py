@@ -71,7 +71,7 @@ def random_tokens(config, count, seed):
 
 
 def assert_bits_do_not_depend_on_the_batch(model, block_tokens, cuts):
-    """A prompt computed whole, and in chunks beside a neighbour in other blocks: equal bits."""
+    """Compare a prompt computed at once with one computed in chunks beside another: equal bits."""
     tokens, other = (random_tokens(model.config, cuts[-1], seed) for seed in (5, 6))
     blocks = -(-cuts[-1] // block_tokens)
     ids = np.random.default_rng(7).permutation(2 * blocks)
@@ -85,7 +85,7 @@ def assert_bits_do_not_depend_on_the_batch(model, block_tokens, cuts):
 
 
 def assert_a_corrupted_block_shows(model):
-    """A cached prefix is read: equal bits, and other ones in each row after a corruption."""
+    """Check that a cached prefix gives equal bits, and different ones after a corruption."""
     tokens = random_tokens(model.config, 70, seed=8)
     cache = model.new_cache(device_blocks=8, block_tokens=16)
     before = [piece.pointer for piece in cache.regions().pieces()]

@@ -1,11 +1,11 @@
-"""Mutate the code, one place at a time, and see whether a test notices: ``make mutate``.
+"""Mutate the code, one place at a time, and report mutants that no test detects: ``make mutate``.
 
 A sample of the mutants of ``aiokv/{scheduler,engine,worker}``, ``aiokv/lease.py`` and
 ``native/src/index`` is built and tested in copies of the repository. A mutant is
 
 - killed: a test fails, or crashes;
 - timeout: a test does not end;
-- explained: it survives, and ``explained.toml`` says why no test has to notice;
+- explained: it survives, and ``explained.toml`` states why no test must detect it;
 - survived: it survives all tests. Mend a test, or explain it;
 - invalid: it does not build, and counts for nothing.
 """
@@ -52,12 +52,12 @@ class Verdict:
     before: str
     after: str
     status: str
-    by: str  # the test that noticed, or the explanation
+    by: str  # the test that failed, or the explanation
     seconds: float
 
 
 class Judge:
-    """Tries one mutant after another in a scratch copy that it borrows."""
+    """Worker that tries one mutant after another in a scratch copy."""
 
     def __init__(self, scratches: list[Scratch], timeout_seconds: float, quick: bool) -> None:
         self._free: queue.SimpleQueue[Scratch] = queue.SimpleQueue()
@@ -152,7 +152,7 @@ def _folder(kept: Path | None) -> contextlib.AbstractContextManager[str]:
 
 
 def _survivors(report: Path, found: list[Mutant]) -> list[Mutant]:
-    """Those of an earlier report whose line is still there."""
+    """Return the mutants of an earlier report whose line still exists."""
     verdicts = json.loads(report.read_text())["verdicts"]
     wanted = {
         (each["path"], each["kind"], each["before"], each["after"])
@@ -189,7 +189,7 @@ def _print_table(verdicts: list[Verdict]) -> None:
     noticed = total["killed"] + total["timeout"]
     if valid:
         share = (noticed + total["explained"]) / valid
-        print(f"{noticed} of {valid} noticed, {total['explained']} explained: {share:.1%}")
+        print(f"{noticed} of {valid} detected, {total['explained']} explained: {share:.1%}")
 
 
 def _parse() -> argparse.Namespace:
@@ -200,16 +200,21 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--python", type=int, default=60, metavar="N", help="sample size (60)")
     parser.add_argument("--native", type=int, default=40, metavar="N", help="sample size (40)")
-    parser.add_argument("--seed", type=int, default=1, help="of the sample (1)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the sample (1)")
     parser.add_argument("--only", default="", metavar="PART", help="files with PART in their path")
     parser.add_argument(
-        "--again", type=Path, metavar="FILE", help="only what survived in this earlier report"
+        "--again",
+        type=Path,
+        metavar="FILE",
+        help="only mutants that survived in this earlier report",
     )
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="mutants at a time (1)")
     parser.add_argument(
         "--timeout", type=float, default=60, metavar="S", help="seconds per test file (60)"
     )
-    parser.add_argument("--quick", action="store_true", help="only the tests likely to notice")
+    parser.add_argument(
+        "--quick", action="store_true", help="run only the tests that are likely to fail"
+    )
     parser.add_argument(
         "--unchecked", action="store_true", help="do not run all tests without a mutant first"
     )

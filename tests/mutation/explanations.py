@@ -1,4 +1,4 @@
-"""Mutants that survive for a reason that somebody has written down."""
+"""Surviving mutants with a documented reason."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FILE_NAME = "explained.toml"
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Of all mutants of a file, or of files, whose line matches; ``*`` stands for anything.
+    """Explanation of all mutants of some files whose line matches; ``*`` matches any text.
 
     Attributes:
         kinds: of mutants; empty for all.
@@ -28,7 +28,7 @@ class Explanation:
     kinds: tuple[str, ...] = ()
 
     def is_of(self, path: str, before: str) -> bool:
-        """Return whether the explanation is of mutants of this line."""
+        """Return True if the explanation applies to mutants of this line."""
         return fnmatchcase(path, self.path) and _matches(before, self.before)
 
     def explains(self, path: str, kind: str, before: str, after: str) -> bool:
@@ -45,5 +45,5 @@ def load(folder: Path) -> list[Explanation]:
 
 
 def _matches(line: str, pattern: str) -> bool:
-    """As fnmatch, but only ``*`` is special: code is full of brackets."""
+    """Match like fnmatch, with ``*`` as the only special character: code contains brackets."""
     return fnmatchcase(line, pattern.replace("[", "[[]").replace("?", "[?]"))

@@ -29,7 +29,7 @@ class Mutant:
         return source.count(b"\n", 0, self.start) + 1
 
     def shown(self, source: bytes) -> tuple[str, str]:
-        """The first line that the mutant touches, before and after, without indentation."""
+        """Return the first changed line, before and after, without indentation."""
         index = self.line(source) - 1
         before = source.splitlines()[index].decode().strip()
         after = self.apply(source).splitlines()[index].decode().strip()

@@ -45,7 +45,7 @@ _HIDDEN = re.compile(
 
 
 def native_mutants(path: str, source: bytes) -> list[Mutant]:
-    """All mutants of one file, in order."""
+    """Return all mutants of one file, in order."""
     visible = _HIDDEN.sub(lambda hidden: re.sub(rb"[^\n]", b"\x01", hidden[0]), source)
     found: list[Mutant] = []
     offset = 0
@@ -90,7 +90,7 @@ def _of(line: bytes, starts_statement: bool) -> Iterator[tuple[str, int, int, by
 
 
 def _closing(line: bytes, start: int) -> int | None:
-    """Behind the parenthesis that closes the one at `start`, on the same line."""
+    """Return the position after the parenthesis that closes the one at `start`, on that line."""
     depth = 0
     for index in range(start, len(line)):
         depth += {b"(": 1, b")": -1}.get(line[index : index + 1], 0)

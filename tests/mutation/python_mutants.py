@@ -34,7 +34,7 @@ _LOGS = ("log", "logger", "warnings")
 
 
 class PythonMutants:
-    """Lists the mutants of one module."""
+    """Generator of the mutants of one module."""
 
     def __init__(self, path: str, source: bytes) -> None:
         self._path = path
@@ -87,7 +87,7 @@ class PythonMutants:
                 yield from self._without(keyword)
 
     def _without(self, keyword: ast.keyword) -> Iterator[Mutant]:
-        """The call without that argument, which its default replaces."""
+        """Yield the call without that argument, which its default replaces."""
         if keyword.arg is None:
             return
         start, end = self._span(keyword)

@@ -34,7 +34,7 @@ NATIVE_TESTS = (
 )
 _MEMORY_BYTES = 12 << 30  # address space of one command: a mutant may allocate without end
 _FAILURE = re.compile(r"^FAILED |^ERROR |error: |Fatal|\(Failed\)|\(Timeout\)|SEGFAULT|Error")
-# One loop of the two is enough to notice.
+# One loop of the two is enough to detect a mutant.
 _PYTEST = (
     "-m",
     "pytest",
@@ -51,7 +51,7 @@ _PYTEST = (
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How a command ended; ``said`` is its last line that names a failure."""
+    """Result of a command; ``said`` is its last line that names a failure."""
 
     passed: bool
     timed_out: bool
@@ -76,7 +76,7 @@ class Scratch:
         self._extension = folder / "aiokv" / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
 
     def prepare(self, *, native: bool) -> None:
-        """Copies what git tracks, or would; builds the native core if it is to be mutated."""
+        """Copy the tracked and untracked files; build the native core if it is to be mutated."""
         for name in self._listed():
             source, target = self._root / name, self.folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -102,7 +102,7 @@ class Scratch:
         (self.folder / mutant.path).write_bytes(source)
 
     def build(self) -> Result:
-        """Rebuilds what a mutant touches: the index, its tests and the extension."""
+        """Rebuild the targets of a native mutant: the index, its tests and the extension."""
         targets = ["_native", *(f"test_{name}" for name in NATIVE_TESTS)]
         result = self._run(["cmake", "--build", str(self._build), "--target", *targets], 600)
         if result.passed:
@@ -141,7 +141,7 @@ class Scratch:
         )
 
     def _run(self, command: Sequence[str], timeout_seconds: float) -> Result:
-        """In a process group of its own, all of which ends with it."""
+        """Run a command in its own process group, which ends with it."""
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         process = subprocess.Popen(
             command,

@@ -1,4 +1,4 @@
-"""Which files are mutated, and the tests that are likely to notice, the likeliest first."""
+"""Selection of mutated files and of the tests that are likely to fail, the likeliest first."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NATIVE_FILES = ("native/src/index/*.cpp",)
 # CUDA devices have tests that need a GPU.
 LEFT_ALONE = ("cuda.py", "cuda_handles.py", "cuda_numa.py", "cuda_state.py")
 
-# By the longest prefix of a path; what follows is tried for every mutant that is left over.
+# By the longest prefix of a path; EVERYTHING runs for each mutant that survives these tests.
 LIKELY: dict[str, tuple[str, ...]] = {
     "aiokv/lease.py": (
         "integration/test_engine.py",
@@ -153,7 +153,7 @@ LIKELY: dict[str, tuple[str, ...]] = {
     ),
 }
 EVERYTHING = ("unit", "drill", "property", "integration", "ranks")
-# Of the whole command line: slow, and they notice nothing that others do not.
+# Tests of the whole command line: slow, and other tests detect the same mutants.
 TOO_SLOW = (
     "integration/test_demo.py",
     "integration/test_demo_failures.py",

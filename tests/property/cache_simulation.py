@@ -1,6 +1,6 @@
 """The core beside the naive model, with simulated bytes: transfers, capacity and invariants.
 
-After every rule: ``violations()`` is empty (I1-I6), every block is where the model says, with the
+After every rule: ``violations()`` is empty (I1-I6), every block is as the model predicts, with the
 same copies, refs and pins, and every VALID copy holds the KV of exactly its tokens (I4).
 """
 
@@ -32,16 +32,16 @@ DEVICE_VALID, DEVICE_LOADING, HOST_VALID, HOST_LOADING = 1, 2, 4, 8
 
 
 class Caller:
-    """What a serving loop knows of one request."""
+    """State of one request in a serving loop."""
 
     def __init__(self, lease_id: int, model: Lease) -> None:
         self.id = lease_id
         self.model = model
-        self.computed = 0  # positions whose KV it has, or believes to have
+        self.computed = 0  # positions whose KV it has computed or expects to be cached
 
 
 class Batch:
-    """What a runner computes with; it may write its targets until it ends."""
+    """Batch of a runner, which may write its targets until the batch ends."""
 
     def __init__(self, model: list[Lease], targets: set[int]) -> None:
         self.model = model
@@ -117,7 +117,7 @@ class CacheSimulation(RuleBasedStateMachine):
 
     @rule()
     def flush_backups(self) -> None:
-        """What was queued by use; then what the watermark wants saved."""
+        """Begin the saves queued by uses, then those of the watermark."""
         evicted = self.core.statistics().evicted_host_blocks
         known = len(self.model.idle("host"))
         candidates, count = self.model.backup()
@@ -148,9 +148,9 @@ class CacheSimulation(RuleBasedStateMachine):
             self.new_plan(plan)
 
     def reclaimed(self) -> list[Block]:
-        """Blocks that had a valid host copy according to the model, and have none any more."""
+        """Return the blocks that had a valid host copy in the model and have none now."""
         without = {device for _, _, device, host, _, _, _ in self.core.blocks() if host < 0}
-        return [b for b in self.model.twins() if b.device in without]
+        return [b for b in self.model.reclaimable_copies() if b.device in without]
 
     # --- copies -------------------------------------------------------------------------------
 
@@ -178,7 +178,7 @@ class CacheSimulation(RuleBasedStateMachine):
     @precondition(lambda self: self.submitted)
     @rule(which=pick, failed=st.booleans(), first_bad=pick)
     def complete(self, which: int, failed: bool, first_bad: int) -> None:
-        """I3: what a transfer reads and writes was nobody else's all the while."""
+        """I3: blocks of a transfer were not reallocated while it ran."""
         transfer_id = sorted(self.submitted)[which % len(self.submitted)]
         num_blocks = self.plans[transfer_id].num_blocks
         self.finish_copy(transfer_id, first_bad % num_blocks if failed else num_blocks)
@@ -198,7 +198,7 @@ class CacheSimulation(RuleBasedStateMachine):
     @precondition(lambda self: set(self.plans) - set(self.submitted))
     @rule(which=pick)
     def cancel(self, which: int) -> None:
-        """The worker takes back what it has not begun; somebody may have joined meanwhile."""
+        """Cancel a transfer that has not begun; another lease may have joined it meanwhile."""
         waiting = sorted(set(self.plans) - set(self.submitted))
         self.end(self.plans[waiting[which % len(waiting)]], "cancelled", 0)
 
@@ -215,7 +215,7 @@ class CacheSimulation(RuleBasedStateMachine):
                 self.core.cached_tokens(caller.id) // self.bt == caller.model.cached_blocks
             )
         for lease in joined:
-            if lease.cached_blocks < before[id(lease)]:  # what was computed on top is worthless
+            if lease.cached_blocks < before[id(lease)]:  # tokens computed after it are invalid
                 for device_id in lease.table[lease.cached_blocks :]:
                     self.device[device_id] = GARBAGE
         self.refused(Exception, self.core.transfer, plan.transfer_id)
@@ -241,13 +241,13 @@ class CacheSimulation(RuleBasedStateMachine):
     @rule(really=st.integers(0, 4))
     def reset(self, really: int) -> None:
         if really:
-            return  # an empty cache is not what most steps should see
+            return  # most steps should run with a filled cache
         self.core.reset()
         self.model.reset()
 
     @rule(tier=st.sampled_from(["device", "host"]))
     def forget(self, tier: str) -> None:
-        """What ``sleep`` does to the index; only at rest, and only after much else."""
+        """Clear a tier as ``sleep`` does; only without transfers, and only late in a run."""
         forget = self.core.forget_device if tier == "device" else self.core.forget_host
         if not self.model.at_rest:
             self.refused(UsageError, forget)
@@ -292,7 +292,7 @@ class CacheSimulation(RuleBasedStateMachine):
     @precondition(lambda self: self.batches)
     @rule(which=pick, in_step=st.booleans())
     def end_batch(self, which: int, in_step: bool) -> None:
-        """A runner that writes late: all that it was given and has not written yet."""
+        """Write the pending targets of a runner that writes late."""
         batch_id = sorted(self.batches)[which % len(self.batches)]
         batch = self.batches.pop(batch_id)
         self.device.update(dict.fromkeys(batch.targets, GARBAGE))
@@ -302,7 +302,7 @@ class CacheSimulation(RuleBasedStateMachine):
         assert len(freed) == sum(x.released and x.batches == 1 for x in batch.model)
         self.abandoned |= self.model.end_batch(batch.model, step)
 
-    # --- what always holds --------------------------------------------------------------------
+    # --- invariants ---------------------------------------------------------------------------
 
     @invariant()
     def invariants_hold(self) -> None:
@@ -356,7 +356,7 @@ class CacheSimulation(RuleBasedStateMachine):
                     assert self.device[lease.table[index]] == key, "a lease was served other KV"
 
     def teardown(self) -> None:
-        """I7: when all is given back and over, every pool is full again."""
+        """I7: after all releases and transfers, every pool is full again."""
         if not hasattr(self, "core"):
             return
         for caller in self.callers:

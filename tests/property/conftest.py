@@ -23,7 +23,7 @@ settings.register_profile(
     deadline=None,
     suppress_health_check=_quiet,
 )
-settings.register_profile(  # of `make mutate`: that an example fails is all it asks for
+settings.register_profile(  # of `make mutate`: it only needs to know that an example fails
     "mutation", settings.get_profile("quick"), phases=[Phase.explicit, Phase.generate]
 )
 if os.environ.get("AIOKV_MUTATION"):

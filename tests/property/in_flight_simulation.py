@@ -1,4 +1,4 @@
-"""Random lives of leases while batches are in flight; every byte that a batch reads is compared.
+"""Random leases while batches are in flight; every byte that a batch reads is compared.
 
 A batch reads and writes its blocks late: on a device that computes in a stream when the stream gets
 there, else when its thread does, in any order. Requests are cancelled, released, preempted, forked,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 BLOCK_TOKENS = 4
 SALTS = ("", "tenant-a")
-PATIENCE = 4_000  # passes of the loop in which everything ends, once nothing is held back
+PATIENCE = 4_000  # passes of the loop until all work ends when nothing is delayed
 
 
 class Part:
@@ -52,24 +52,24 @@ class Part:
 
 
 class Work:
-    """What a batch does: it reads the blocks that are there, then writes its own."""
+    """Work of a batch: read the cached blocks, then write its own."""
 
-    def __init__(self, world: World, who: str, reads: Part, writes: Part) -> None:
+    def __init__(self, world: World, label: str, reads: Part, writes: Part) -> None:
         self.world = world
-        self.who = who
+        self.label = label
         self.reads = reads
         self.writes = writes
         self.done: ThreadFuture[None] = ThreadFuture()
         self.done.set_running_or_notify_cancel()
 
     def run(self) -> None:
-        self.world.check(self.reads, self.who)
+        self.world.check(self.reads, self.label)
         self.world.write(self.writes)
         self.done.set_result(None)
 
 
 class World:
-    """An engine, its memories, and what computes.
+    """An engine, its memories and its simulated compute.
 
     Args:
         engine: entered.
@@ -113,9 +113,9 @@ class World:
         for memory in self.memories:
             memory.write(part.places, part.words)
 
-    def check(self, part: Part, who: str) -> None:
+    def check(self, part: Part, label: str) -> None:
         for memory in self.memories:
-            memory.check(part.places, part.words, who)
+            memory.check(part.places, part.words, label)
         self.checked_positions += len(part.words)
 
     # --- the device -----------------------------------------------------------------------------
@@ -127,13 +127,13 @@ class World:
             self.threads.append(work)
 
     def record(self) -> ManualEvent:
-        """An event behind all that was launched."""
+        """Return an event behind all launched work."""
         event = ManualEvent()
         self.stream.append(event)
         return event
 
     def advance(self) -> None:
-        """Something on the device ends."""
+        """Complete some work on the device."""
         rng = self.rng
         if self.stream and rng.random() < 0.5:
             for _ in range(rng.randint(1, 4)):
@@ -159,7 +159,7 @@ class World:
         else:
             work.run()
 
-    # --- what happens ---------------------------------------------------------------------------
+    # --- events ---------------------------------------------------------------------------------
 
     async def run(self, passes: int) -> None:
         for _ in range(passes):
@@ -168,7 +168,7 @@ class World:
             for _ in range(self.rng.randint(0, 3)):
                 await asyncio.sleep(0)
             self.verify()
-        await self.come_to_rest()
+        await self.finish_all()
 
     def act(self) -> None:
         rng = self.rng
@@ -176,7 +176,7 @@ class World:
         if draw < 0.25 and len(self.requests) < 6:
             self.number += 1
             request = Request(self, f"r{self.number}")
-            task = asyncio.create_task(request.live())
+            task = asyncio.create_task(request.run())
             self.requests[task] = request
         elif draw < 0.32 and self.requests:
             task = rng.choice(list(self.requests))
@@ -204,8 +204,8 @@ class World:
                 self.operator.result()
             self.operator = None
 
-    async def come_to_rest(self) -> None:
-        """Everything ends by itself; then all pools are full."""
+    async def finish_all(self) -> None:
+        """Complete all work, and check that all pools are full."""
         self.calm = True
         for number in range(PATIENCE):
             if number % 100 == 0:
@@ -259,7 +259,7 @@ class World:
                     pin.release()
                 case "weights":
                     async with engine.updating_weights(timeout):
-                        for _ in range(4):  # those granted before have taken note of the old ones
+                        for _ in range(4):  # earlier leases have recorded the old ones
                             await asyncio.sleep(0)
                         self.weights += 1
                 case "sleep":
@@ -288,7 +288,7 @@ class World:
             await asyncio.sleep(0)
 
     def prompt(self) -> tuple[np.ndarray, str]:
-        """Few prompts, which share beginnings."""
+        """Draw one of a few prompts with shared prefixes."""
         rng = self.rng
         blocks = [rng.choice((0, 0, 0, 1)) for _ in range(rng.randint(1, 5))]
         tokens = np.repeat(np.array(blocks, np.int32), BLOCK_TOKENS) * 100
@@ -297,7 +297,7 @@ class World:
 
 
 class Request:
-    """A client."""
+    """Run the requests of one client."""
 
     def __init__(self, world: World, name: str) -> None:
         self.world = world
@@ -323,9 +323,9 @@ class Request:
         words = memory.position_words(self.tokens[:end], self.salt, self.weights)
         return Part(self.lease.block_table, begin, words[begin:])
 
-    # --- life -----------------------------------------------------------------------------------
+    # --- the run ---------------------------------------------------------------------------------
 
-    async def live(self) -> None:
+    async def run(self) -> None:
         rng = self.rng
         self.lease = self.engine.match(self.tokens, salt=self.salt, owner=self.name)
         try:
@@ -372,7 +372,7 @@ class Request:
                 done = await self.arrive()
 
     async def arrive(self) -> int:
-        """Wait for what comes from the host; returns the positions that are there."""
+        """Wait for the onload; return the number of cached positions."""
         lease = self.lease
         assert lease is not None
         self.weights = self.world.weights
@@ -395,7 +395,7 @@ class Request:
         return lease.cached_tokens
 
     async def compute(self, done: int) -> int:
-        """A batch: from ``done`` to the end, or a chunk; returns what is computed then."""
+        """Run a batch from ``done`` to the end, or a chunk; return the computed positions."""
         rng, world, lease = self.rng, self.world, self.lease
         assert lease is not None
         end = min(len(self.tokens), lease.num_tokens)
@@ -442,7 +442,7 @@ class Request:
             self.tokens = np.concatenate([self.tokens, named])
 
     def truncate(self, done: int) -> None:
-        """Drafts go."""
+        """Truncate draft positions."""
         lease = self.lease
         if self.preempting is not None or lease.num_tokens <= done or not done:
             return
@@ -452,7 +452,7 @@ class Request:
         self.tokens = self.tokens[:to]
 
     async def fork(self, done: int) -> None:
-        """A sample that reads what is there, and goes."""
+        """Fork a sample that reads the computed blocks and ends."""
         if self.preempting is not None or len(self.world.memories) > 1:
             return
         if self.world.in_stream:  # the copy belongs to the stream
@@ -495,7 +495,7 @@ class Request:
                 raise
 
     async def settle(self) -> bool:
-        """Take blocks again after a preemption; returns whether there was one."""
+        """Resume after a preemption; return True if there was one."""
         lease = self.lease
         if self.preempting is None:
             return False

@@ -1,4 +1,4 @@
-"""A core, and the plans of the transfers that it begins: the decisions below the scheduler."""
+"""A core with the plans of the transfers that it begins."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class PlannedCore:
         return self._plans.onload(transfer_id, Priority.DEMAND)
 
     def backup_plans(self) -> list[TransferPlan]:
-        """Begin what the write policy wants saved now, and return the plans."""
+        """Begin the saves that the write policy wants now, and return the plans."""
         begun: deque[int] = deque()
         self._plans.take_backups(begun)
         return [self._plans.offload(transfer, Priority.BACKUP) for transfer in begun if transfer]
 
     def make_clean(self, num_blocks: int) -> TransferPlan | None:
-        """Save what stands in the way of evicting ``num_blocks``; None when nothing does."""
+        """Save the blocks that must be saved before ``num_blocks`` are evicted, or return None."""
         transfer_id = self.core.take_write_backs(num_blocks)
         return self._plans.offload(transfer_id, Priority.BACKUP) if transfer_id else None
 

@@ -1,4 +1,4 @@
-"""The core against the naive model, with bytes: no KV is ever served for the wrong tokens.
+"""The core compared with the naive model, with bytes: KV is never served for wrong tokens.
 
 Here are the rules of leases; ``cache_simulation`` has those of transfers and capacity, and what is
 checked after each. Swap and fork have a machine of their own.
@@ -61,7 +61,7 @@ class CacheMachine(CacheSimulation):
         self.callers.append(Caller(found[0], lease))
 
     def items_in(self, num_tokens: int, shapes: list[tuple[int, int, int]]) -> tuple[Item, ...]:
-        """Items of a content, a gap in front, and a length, as far as there is room for them."""
+        """Draw items by content, preceding gap and length, as far as they fit in the prompt."""
         items: list[Item] = []
         end = 0
         for content, gap, length in shapes if self.with_items else ():
@@ -114,7 +114,7 @@ class CacheMachine(CacheSimulation):
     @precondition(lambda self: self.waiting())
     @rule(which=pick, more=st.integers(0, 9))
     def allocate_once(self, which: int, more: int) -> None:
-        """As ``Lease.try_allocate``: more attempts while there is nothing to save."""
+        """Allocate as ``Lease.try_allocate`` does: repeat while nothing has to be saved."""
         caller = self.waiting()[which % len(self.waiting())]
         num_tokens = max(1, len(caller.model.tokens) + more)
         if self.model.reserve_for(caller.model, num_tokens) is None:
@@ -138,9 +138,9 @@ class CacheMachine(CacheSimulation):
     @precondition(lambda self: self.waiting())
     @rule(which=pick)
     def allocate_insisting(self, which: int) -> None:
-        """As the engine: what stands in the way is saved, or dropped where it cannot be.
+        """Make free blocks as the engine does: save victims, or drop those that cannot be saved.
 
-        Nobody waits for ever: with no transfer under way, whoever fits gets its blocks.
+        No wait is endless: without transfers in flight, a request that fits gets its blocks.
         """
         caller = self.waiting()[which % len(self.waiting())]
         num_tokens = max(1, len(caller.model.tokens))
@@ -162,7 +162,7 @@ class CacheMachine(CacheSimulation):
 
     @rule(tokens=prompts, fork=st.integers(0, 9), context=st.sampled_from([0, 0, 0, 1]))
     def pin(self, tokens: list[int], fork: int, context: int) -> None:
-        """A lease on what is cached of a prompt, and on no more."""
+        """Grant a lease on the cached part of a prompt only."""
         self.match(tokens, fork, context)
         caller = self.callers[-1]
         hit = len(self.model.walk(caller.model)) * self.bt
@@ -171,7 +171,7 @@ class CacheMachine(CacheSimulation):
 
     @rule(tokens=prompts, fork=st.integers(0, 9), back_up=st.booleans(), keep=st.booleans())
     def serve(self, tokens: list[int], fork: int, back_up: bool, keep: bool) -> None:
-        """A whole request; its onloads, if any, are left to other rules."""
+        """Serve a whole request; other rules complete its onloads."""
         self.match(tokens, fork, 0)
         caller = self.callers[-1]
         self.allocate(len(self.waiting()) - 1, 0)
@@ -201,7 +201,7 @@ class CacheMachine(CacheSimulation):
 
     @rule(fewer=st.integers(1, 6), really=st.integers(0, 2))
     def shrink_at_rest(self, fewer: int, really: int) -> None:
-        """Nobody holds anything: what is cached beyond the end leaves the device."""
+        """Without leases, blocks beyond the new size leave the device."""
         if really:
             return
         while self.callers:
@@ -242,7 +242,7 @@ class CacheMachine(CacheSimulation):
         assert published == self.model.commit(lease, caller.computed, step)
 
     def compute(self, caller: Caller, last: int) -> None:
-        """Write the KV of positions up to ``last``; right only if all before them is."""
+        """Write the KV of positions up to ``last``, correct only if all earlier positions are."""
         lease = caller.model
         for index in range(caller.computed // self.bt, self.model.blocks_for(last)):
             context, tokens, items = self.model.key(lease, index + 1)

@@ -1,4 +1,4 @@
-"""Random walks of the cache machine: Hypothesis shrinks, these dig.
+"""Random walks of the cache machine, longer than the runs that Hypothesis draws.
 
 The same rules, drawn with weights that fill the cache, and that differ from walk to walk: some do
 little but resize, others let most copies fail.
@@ -57,8 +57,8 @@ def walk(seed: int, steps: int = STEPS) -> CacheMachine:
         shapes = [(number(1), number(3), 1 + number(3)) for _ in range(number(2))]
         m.match(prompt(), number(9), number(5) == 0, flag(0.9), flag(0.9), shapes)
 
-    def rest_and_forget() -> None:
-        """As ``sleep``: all leases go, all transfers end, then a tier is emptied."""
+    def settle_and_clear() -> None:
+        """Clear a tier as ``sleep`` does, after all leases and transfers ended."""
         while m.callers:
             m.give_back(0, "release", False)
         while m.batches:
@@ -95,7 +95,7 @@ def walk(seed: int, steps: int = STEPS) -> CacheMachine:
         (2, lambda: True, lambda: m.resize(random.randint(-2, 4))),
         (1, lambda: True, lambda: m.shrink_at_rest(1 + number(5), number(1))),
         (1, lambda: True, lambda: m.forget(random.choice(["device", "host"]))),
-        (0.3, lambda: True, rest_and_forget),
+        (0.3, lambda: True, settle_and_clear),
         (1, lambda: True, lambda: m.finish_step(number(1))),
         (2, m.granted, lambda: m.begin_batch(number(), random.choice([None, number()]))),
         (2, lambda: m.batches, lambda: m.end_batch(number(), flag())),
@@ -119,8 +119,8 @@ def test_random_walk(seed: int) -> None:
     machine.teardown()
 
 
-def test_walks_reach_what_matters() -> None:
-    """The walks above are worth something only if they onload, fail, save and evict."""
+def test_walks_reach_onloads_failures_saves_and_evictions() -> None:
+    """Negative control: the walks above onload, fail, save and evict."""
     statistics = [walk(seed).core.statistics() for seed in range(12)]
     for name in (
         "hit_device_tokens", "hit_host_tokens", "onloaded_blocks", "offloaded_blocks",

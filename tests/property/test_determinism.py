@@ -12,7 +12,7 @@ from tests.property.test_core_walks import walk
 
 
 class Recorder:
-    """Core, and a list of what it was asked and what it said."""
+    """Core with a list of its calls and results."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -22,7 +22,7 @@ class Recorder:
         verb = getattr(self._core, name)
 
         def call(*args: Any) -> Any:
-            answer = ask(verb, args)
+            answer = result_of(verb, args)
             self.calls.append((name, args, answer))
             if isinstance(answer, AiokvError):
                 raise answer
@@ -31,7 +31,7 @@ class Recorder:
         return call
 
 
-def ask(verb: Any, args: tuple[Any, ...]) -> Any:
+def result_of(verb: Any, args: tuple[Any, ...]) -> Any:
     try:
         return verb(*args)
     except AiokvError as error:
@@ -39,7 +39,7 @@ def ask(verb: Any, args: tuple[Any, ...]) -> Any:
 
 
 def plain(answer: Any) -> Any:
-    """Comparable: arrays as lists, errors as text, statistics without addresses."""
+    """Return comparable values: arrays as lists, errors as text, statistics without addresses."""
     if isinstance(answer, AiokvError):
         return type(answer), str(answer)
     if hasattr(answer, "tolist"):
@@ -50,7 +50,7 @@ def plain(answer: Any) -> Any:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_replayed_calls_give_equal_answers(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replayed_calls_give_equal_results(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     recorders: list[Recorder] = []
     arguments: list[dict[str, Any]] = []
 
@@ -65,4 +65,4 @@ def test_replayed_calls_give_equal_answers(seed: int, monkeypatch: pytest.Monkey
     assert {"match", "allocate", "take_backups"} <= {name for name, _, _ in recorder.calls}
     replayed = Core(**arguments[0])
     for name, args, answer in recorder.calls:
-        assert plain(ask(getattr(replayed, name), args)) == plain(answer), name
+        assert plain(result_of(getattr(replayed, name), args)) == plain(answer), name

@@ -19,7 +19,7 @@ from tests.property.planned_core import PlannedCore
 
 
 def random_path(rng: Random) -> np.ndarray:
-    """Prompts that share prefixes and part again, 1 to 40 tokens."""
+    """Draw prompts of 1 to 40 tokens that share prefixes and then differ."""
     return np.array([rng.choice((1, 1, 1, 2, 3)) for _ in range(rng.randint(1, 40))], np.int32)
 
 
@@ -38,7 +38,7 @@ def test_random_calls_keep_the_invariants(policy, write_policy):
     )
     core = manager.core
     live: list[int] = []
-    for i in range(4_000):  # long enough for the learnt order to take over
+    for i in range(4_000):  # long enough for the learned order to be used
         tokens = random_path(rng)
         lease = core.match(tokens, rng.choice(("", "tenant")))[0]
         while (grant := core.allocate(lease, len(tokens))) == 0:
@@ -73,7 +73,7 @@ def finish(manager: PlannedCore, transfer_id: int, rng: Random) -> None:
     )
 
 
-def test_lru_hits_are_those_of_an_ordered_dict():
+def test_lru_hits_equal_an_ordered_dict():
     requests = generate_trace(300, seed=3, live_conversations=60)
     capacity = 120
     used: OrderedDict[int, None] = OrderedDict()
@@ -98,7 +98,7 @@ def test_lru_hits_are_those_of_an_ordered_dict():
     assert 0 < hits * 512 <= min_hit_tokens(requests, capacity)
 
 
-def test_decisions_repeat():
+def test_equal_calls_give_equal_evictions():
     prompts = trace_prompts(generate_trace(400, seed=5, live_conversations=80))
     first = hit_tokens(prompts, 100, "adaptive")
     assert first == hit_tokens(prompts, 100, "adaptive")

@@ -20,7 +20,7 @@ BT = 2
 
 
 class Walk:
-    """One core; attempts are made as the engine makes them."""
+    """One core whose attempts are made as the engine makes them."""
 
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
@@ -60,7 +60,7 @@ class Walk:
         self.leases.append(self.core.match(tokens.astype(np.int32))[0])
 
     def attempt(self, lease_id: int, num_tokens: int) -> bool:
-        """As ``EngineBase._grant``."""
+        """Grant as the engine does."""
         if self.core.allocate(lease_id, num_tokens):
             return True
         if not self.saves:
@@ -100,7 +100,7 @@ class Walk:
         granted = self.attempt(lease_id, num_tokens)
         assert granted == expected
         self.seen["granted" if granted else "refused"] += 1
-        self.seen["promised"] += not granted and free + evictable >= -(-num_tokens // BT)
+        self.seen["overestimate"] += not granted and free + evictable >= -(-num_tokens // BT)
         if granted:
             self.transfers += [t for t in self.core.onloads(lease_id) if t not in self.transfers]
 
@@ -176,5 +176,5 @@ def test_forecasts_equal_attempts():
         seen += walk.seen
     assert seen["granted"] > 1000
     assert seen["refused"] > 1000
-    assert seen["promised"] > 100, "free + evictable promised too much"
-    assert seen["later attempt"] > 2, "the host had no room, so blocks were dropped unsaved"
+    assert seen["overestimate"] > 100, "free + evictable overestimates"
+    assert seen["later attempt"] > 2, "the host was full, so blocks were dropped unsaved"

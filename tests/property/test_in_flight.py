@@ -1,4 +1,4 @@
-"""Nobody gets a block that a batch in flight reads or writes, whatever becomes of its lease."""
+"""Blocks that a batch in flight reads or writes are not reallocated, even if its lease ends."""
 
 from __future__ import annotations
 

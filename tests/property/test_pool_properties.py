@@ -17,7 +17,7 @@ PROMPT = np.array([1], np.int32)
     capacity=st.integers(1, 200),
     calls=st.lists(st.tuples(st.booleans(), st.integers(0, 250)), max_size=30),
 )
-def test_ids_are_given_out_once(capacity, calls):
+def test_each_id_is_allocated_once(capacity, calls):
     core = Core(block_tokens=1, device_blocks=capacity)
     model = PoolModel(capacity)
     tables: dict[int, list[int]] = {}
@@ -69,7 +69,7 @@ def test_host_ids_come_in_runs(sizes):
     )
 )
 def test_host_ids_are_the_lowest_run_that_holds_all_or_else_the_longest(calls):
-    """Whatever holes evictions have left: equal calls give equal ids (I9)."""
+    """In fragmented pools, equal calls give equal ids (I9)."""
     size = 70
     core = Core(
         block_tokens=1, device_blocks=size, host_blocks=size, write_policy=WritePolicy.WRITE_THROUGH
@@ -78,7 +78,7 @@ def test_host_ids_are_the_lowest_run_that_holds_all_or_else_the_longest(calls):
         if call == "evict":
             core.evict_device(size)
             core.evict_host(blocks)
-        elif call == "touch":  # what was saved so long ago goes later, so holes are anywhere
+        elif call == "touch":  # blocks saved earlier are evicted later, so holes are anywhere
             lease, _, _ = core.match(np.full(13, max(0, number - blocks), np.int32))
             core.release(lease)
         else:

@@ -1,4 +1,4 @@
-"""Random walks of CacheScheduler alone: each wait ends once, and all blocks come back.
+"""Random walks of CacheScheduler alone: each wait ends once, and all blocks are freed.
 
 A walk calls transitions in random order and applies their effects as the dispatcher does; the
 worker is a set of plans that end at random. After each transition ``violations()`` is empty.
@@ -111,7 +111,7 @@ class Walk:
                 self.end(transfer_id, "cancelled")
 
     def later(self) -> None:
-        """The end of a pass, or a later pass of the loop."""
+        """Apply the effects of the end of a pass or of a later pass of the loop."""
         if self.collects:
             self.collects = False
             self.apply(self.scheduler.collect_backups())
@@ -129,10 +129,10 @@ class Walk:
         for _ in range(self.random.choice((1, 1, 2))):  # an interrupt repeats a report
             self.apply(self.scheduler.complete(report))
 
-    # --- what requests do -----------------------------------------------------------------------
+    # --- actions of requests --------------------------------------------------------------------
 
     def prompt(self) -> np.ndarray:
-        """Prompts that share prefixes: equal tokens, and one or two more."""
+        """Draw prompts that share prefixes: equal tokens, and one or two more."""
         same, more = self.random.randint(0, 10), self.random.randint(1, 2)
         tokens = [self.random.randint(1, 4)] * same
         tokens += [self.random.choice((1, 2)) for _ in range(more)]
@@ -231,7 +231,7 @@ class Walk:
                     self.apply(self.scheduler.preempt(lease_id))
 
     def release(self) -> None:
-        """Also of a lease that waits: its task is told by an effect."""
+        """Release a lease, also a waiting one: an effect ends the wait of its task."""
         if (lease_id := self.pick(waiting=True)) is not None:
             del self.tokens[lease_id]
             self.apply(self.scheduler.release(lease_id))
@@ -274,7 +274,7 @@ class Walk:
         self.apply(self.scheduler.evict(self.random.randint(1, 4), tier))
 
     def hold(self) -> None:
-        """Pin or prefetch what is cached of a prompt."""
+        """Pin or prefetch the cached part of a prompt."""
         if len(self.pins) > 2:
             self.apply(self.scheduler.unpin(self.random.choice(sorted(self.pins)), "test"))
             return
@@ -297,7 +297,7 @@ class Walk:
         self.apply((None, effects))
 
     def gate(self) -> None:
-        """Waiting leases go on when a pause ends."""
+        """End a pause, after which waiting leases are granted."""
         self.apply(self.scheduler.change_gate("pause"))
         for _ in range(3):
             self.random.choice((self.match, self.allocate, self.release, self.transfer))()
@@ -326,7 +326,7 @@ class Walk:
         self.finish()
 
     def finish(self) -> None:
-        """Requests end; nothing is left but cached blocks."""
+        """End all requests; only cached blocks remain."""
         for lease_id in list(self.tokens):
             del self.tokens[lease_id]
             self.apply(self.scheduler.release(lease_id))
@@ -354,7 +354,7 @@ class Walk:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_random_transitions_end_each_wait_once_and_give_all_blocks_back(seed: int) -> None:
+def test_random_transitions_end_each_wait_once_and_free_all_blocks(seed: int) -> None:
     Walk(seed).run(400)
 
 

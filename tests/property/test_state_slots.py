@@ -1,4 +1,4 @@
-"""Recurrent state among leases, eviction, swaps and failures, against a naive model.
+"""Recurrent state with leases, eviction, swaps and failures, compared with a naive model.
 
 The model keeps a list of snapshots (prefix, slot), the least recently used first, and what every
 slot holds: the tokens that its state was computed from. After every rule: ``violations()`` is empty
@@ -66,7 +66,7 @@ class StateMachine(RuleBasedStateMachine):
     # --- the model ----------------------------------------------------------------------------
 
     def indexed(self) -> set[Prefix]:
-        """Prefixes whose KV is cached; that part of the index has tests of its own."""
+        """Return the prefixes whose KV is cached; other tests cover that part of the index."""
         return {tuple(np.frombuffer(block[1], "<i4").tolist()) for block in self.core.blocks()}
 
     def expected_hit(self, tokens: list[int], usable: int) -> Prefix:
@@ -94,13 +94,13 @@ class StateMachine(RuleBasedStateMachine):
         return self.slots - len(owned)
 
     def let_go(self, slot: int) -> None:
-        """Somebody holds the snapshot no more; the last one makes it the newest to be evicted."""
+        """Drop a reference to the snapshot; the last one makes it the newest to be evicted."""
         held = {source for source, _, _ in self.moves.values()} | {held for _, held in self.pins}
         if slot not in held:
             self.idle.extend(p for p, saved in self.snapshots.items() if saved == slot)
 
     def take_slot(self, free: int) -> None:
-        """The oldest idle snapshot goes when no slot is free."""
+        """Evict the oldest idle snapshot when no slot is free."""
         if not free:
             del self.snapshots[self.idle.pop(0)]
 
@@ -126,7 +126,7 @@ class StateMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.callers) < MAX_LEASES)
     @rule(tokens=prompts, stay=st.booleans(), cuts=st.lists(st.integers(1, 4), max_size=4))
     def serve(self, tokens: list[int], stay: bool, cuts: list[int]) -> None:
-        """A whole request, whose steps are cut anywhere; the state is saved where that can be."""
+        """Serve a whole request in random chunks; save the state wherever possible."""
         self.match(tokens)
         self.allocate_for(self.callers[-1])
         self.close_step()
@@ -163,7 +163,7 @@ class StateMachine(RuleBasedStateMachine):
         hit = self.expected_hit(caller.tokens, len(caller.tokens))
         free, room = self.free_slots(), self.free_slots() + len(self.idle)
         if not self.moves and not any(core.is_granted(c.id) for c in self.callers):
-            # Nobody's end can be waited for: what swapped leases have kept is to be had.
+            # No lease will end: slots kept by swapped leases can be taken.
             room += sum(core.state_slot(c.id) != NO_SLOT for c in self.callers if c is not caller)
         known = set(core.onloads(caller.id))
         try:
@@ -189,10 +189,10 @@ class StateMachine(RuleBasedStateMachine):
                 self.content[slot] = GARBAGE
 
     def note_state(self, caller: Caller, free: int, before: int, slot: int) -> None:
-        """Which snapshot was held, evicted or taken over for the lease's slot."""
+        """Apply the snapshot that was held, evicted or taken over for the lease's slot."""
         moves = [t for t in self.core.onloads(caller.id) if self.core.is_state_move(t)]
         hit = tuple(caller.tokens[: caller.computed])
-        if before == NO_SLOT and self.snapshots.get(hit) == slot:  # the only slot to be had
+        if before == NO_SLOT and self.snapshots.get(hit) == slot:  # the only available slot
             assert not moves
             assert self.idle == [hit]
             del self.snapshots[hit]
@@ -213,7 +213,7 @@ class StateMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.granted())
     @rule(which=pick, more=st.integers(1, 5), save=st.booleans())
     def compute(self, which: int, more: int, save: bool) -> None:
-        """A step of the model; the caller cuts it at a block border to save the state."""
+        """Run a step of the model; the caller ends it at a block border to save the state."""
         caller = self.pick_caller(which, granted=True)
         assert caller is not None
         self.compute_for(caller, more, save)
@@ -324,7 +324,7 @@ class StateMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.pins) < 2)
     @rule(tokens=prompts)
     def pin(self, tokens: list[int]) -> None:
-        """Holds a hit with its snapshot, and has no slot."""
+        """Pin a hit with its snapshot; the pin has no slot."""
         core = self.core
         lease_id, *_ = core.match(np.array(tokens, np.int32))
         hit = self.expected_hit(tokens, len(tokens))
@@ -385,7 +385,7 @@ class StateMachine(RuleBasedStateMachine):
             self.core.finish_step(self.step)
             self.finished, self.step = self.step, self.step + 1
             self.core.complete(transfer_id, Outcome.DONE)
-        self.forget_dropped()  # host blocks that made room
+        self.forget_dropped()  # host blocks that were evicted
 
     @rule()
     def close_step(self) -> None:

@@ -2,7 +2,7 @@
 
 After every rule: ``violations()`` is empty (I1-I6), every VALID block that can be matched holds the
 KV of exactly its tokens and of the present weights (I4), and so does every lease (I3, I7). A
-swapped table comes back whole unless the cache was reset or a copy failed meanwhile.
+swapped table is restored completely unless the cache was reset or a copy failed meanwhile.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class SwapMachine(RuleBasedStateMachine):
     # --- helpers ------------------------------------------------------------------------------
 
     def states(self) -> tuple[list[Caller], list[Caller], list[Caller]]:
-        """Waiting, granted and still, moving out."""
+        """Return the leases by state: waiting, granted, and swapping out."""
         waiting = [c for c in self.callers if not self.core.is_granted(c.id)]
         leaving = [c for c in self.callers if self.core.swap_transfer(c.id)]
         granted = [c for c in self.callers if c not in waiting and c not in leaving]
@@ -91,7 +91,7 @@ class SwapMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.states()[0])
     @rule(which=pick, more=st.integers(0, 3))
     def allocate(self, which: int, more: int) -> None:
-        """Of a new lease, or of one that was preempted."""
+        """Allocate for a new lease or for a preempted one."""
         waiting = self.states()[0]
         caller = waiting[which % len(waiting)]
         swapped = self.core.is_swapped(caller.id)
@@ -192,7 +192,7 @@ class SwapMachine(RuleBasedStateMachine):
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9), then=st.integers(0, 2))
     def serve_and_leave(self, tokens: list[int], then: int) -> None:
-        """A request that is computed, and perhaps preempted or forked."""
+        """Serve a request that may be preempted or forked."""
         if len(self.callers) == MAX_LEASES:
             self.give_back(0, False)
         self.match(tokens)
@@ -272,7 +272,7 @@ class SwapMachine(RuleBasedStateMachine):
         self.end(transfer_id, blocks if first_bad is None else blocks[: first_bad % len(blocks)])
 
     def end(self, transfer_id: int, good: list[int]) -> None:
-        """I3: what a transfer reads and writes was nobody else's all the while."""
+        """I3: blocks of a transfer were not reallocated while it ran."""
         self.start(transfer_id)
         moving = self.moving.pop(transfer_id)
         assert moving.contents is not None
@@ -302,7 +302,7 @@ class SwapMachine(RuleBasedStateMachine):
             self.weights += 1
             self.losses += 1
 
-    # --- what always holds --------------------------------------------------------------------
+    # --- invariants ---------------------------------------------------------------------------
 
     @invariant()
     def invariants_hold(self) -> None:
@@ -319,7 +319,7 @@ class SwapMachine(RuleBasedStateMachine):
 
     @invariant()
     def leases_hold_their_tokens(self) -> None:
-        """Up to what they have to compute again, and once nothing moves into them."""
+        """Check leases up to the first position to recompute, once no transfer writes them."""
         for caller in self.callers:
             if not self.core.is_granted(caller.id) or self.core.onloads(caller.id):
                 continue
@@ -331,7 +331,7 @@ class SwapMachine(RuleBasedStateMachine):
                 assert (weights, tokens[: len(expected[1])]) == expected
 
     def teardown(self) -> None:
-        """When all is over, nothing is held."""
+        """After all releases, no block is held."""
         if not hasattr(self, "core"):
             return
         for transfer_id in sorted(self.moving):

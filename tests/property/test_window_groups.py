@@ -79,7 +79,7 @@ class WindowMachine(RuleBasedStateMachine):
     # --- the model ----------------------------------------------------------------------------
 
     def read_window(self, caller: Caller, position: int) -> None:
-        """What the attention of every group does for one position."""
+        """Run the attention of every group for one position."""
         for g, window in enumerate(self.windows):
             table = self.core.block_table(caller.id, g)
             first = max(position - window + 1, 0)
@@ -298,7 +298,7 @@ class Cache:
         return lease_id
 
     def serve(self, tokens: list[int], chunk: int = 2) -> int:
-        """Returns the blocks hit."""
+        """Return the number of blocks hit."""
         lease_id = self.granted(tokens)
         computed = cached = self.core.cached_tokens(lease_id)
         while computed < len(tokens):
@@ -317,7 +317,7 @@ class Cache:
         return [int(id_ >= 0) for id_ in self.core.block_table(lease_id, 0)]
 
 
-def test_blocks_behind_the_window_go_back_and_indices_do_not_move():
+def test_blocks_behind_the_window_are_freed_and_indices_do_not_change():
     cache = Cache(device_blocks=6, window_tokens=5, step_tokens=2)
     tokens = list(range(20))
     lease_id = cache.granted(tokens)
@@ -367,11 +367,11 @@ def test_a_hit_needs_a_whole_window_before_its_end():
     assert cache.serve(tokens) == 2, "as far as those that were computed again"
 
 
-def test_what_is_set_aside_is_enough_for_every_lease_to_go_on():
+def test_reserved_window_blocks_let_every_lease_continue():
     cache = Cache(device_blocks=8, window_tokens=4, step_tokens=2)  # 4 blocks a lease
     first, second = (cache.granted([seed, *range(30)]) for seed in (1, 2))
     third, *_ = cache.core.match(np.arange(50, dtype=np.int32))
-    assert cache.core.allocate(third, 20) == 0, "nothing is left to be set aside"
+    assert cache.core.allocate(third, 20) == 0, "no block is left to reserve"
     assert cache.core.window_statistics(0) == (0, 0, 8)
     for end in range(2, 31, 2):
         for lease_id in (first, second):
@@ -443,7 +443,7 @@ def test_a_hit_needs_the_blocks_of_the_sink():
 
 
 @pytest.mark.parametrize(("sink_tokens", "hit_blocks"), [(0, 5), (2, 0)])
-def test_a_whole_window_is_hit_without_its_sink_only_where_none_is_asked_for(
+def test_window_without_its_sink_is_hit_only_when_sink_tokens_is_zero(
     sink_tokens: int, hit_blocks: int
 ):
     core = Core(block_tokens=2, device_blocks=64, windows=[(9, 3, 0, sink_tokens)])
@@ -468,7 +468,7 @@ def test_a_whole_window_is_hit_without_its_sink_only_where_none_is_asked_for(
     assert core.violations() == []
 
 
-def test_windows_that_cannot_work_are_refused():
+def test_impossible_windows_are_refused():
     with pytest.raises(ConfigError, match="need 4 blocks"):
         Core(block_tokens=2, device_blocks=9, windows=[(3, 4, 2, 0)])
     with pytest.raises(ConfigError, match=r"a sink of 5 tokens, .* need 7 blocks; the group has 6"):

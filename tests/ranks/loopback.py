@@ -1,4 +1,4 @@
-"""An engine and its ranks on one loop, over real sockets; every rank has KV of its own."""
+"""An engine and its ranks on one loop, over real sockets; every rank has its own KV."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from aiokv import Lease
 
 LAYERS = 2
-PATIENT = RankTimeouts(heartbeat=1000.0, silence=500.0)  # only `pass_time` finds who lags
+PATIENT = RankTimeouts(heartbeat=1000.0, silence=500.0)  # only `pass_time` detects slow ranks
 BLOCK_TOKENS = 2
 
 
 class Shard:
-    """One rank: its tensors, its device, and whatever connection it has."""
+    """One rank: its tensors, its device and its connection."""
 
     def __init__(
         self, path: Path, rank: int, device_blocks: int, new_device: Callable[[], Any] | None
@@ -35,7 +35,7 @@ class Shard:
         self.fresh()
 
     def fresh(self) -> None:
-        """As in a new process: no bytes of before."""
+        """Make tensors as in a new process, without the old bytes."""
         self.kv = [np.full((self.device_blocks, 8), 99, np.int8) for _ in range(LAYERS)]
         self.regions = Regions(num_layers=LAYERS)
         self.regions.add("kv", layers=self.kv)
@@ -43,7 +43,7 @@ class Shard:
         self.worker = Rank(self.path, self.number, self.regions, self.device)
 
     async def leave(self) -> None:
-        """The process ends: copies come to rest, and the connection with them."""
+        """Simulate the end of the process: its copies and its connection end."""
         closing = asyncio.create_task(self.worker.aclose())
         while not closing.done():
             self.complete_all()
@@ -67,7 +67,7 @@ class Model:
 
     @staticmethod
     def content(tokens: Sequence[int], block: int, layer: int, rank: int) -> np.ndarray:
-        """The KV of a block depends on all tokens up to its end, and is another on each rank."""
+        """Return the KV of a block, which depends on all tokens up to its end and on the rank."""
         prefix = list(tokens[: (block + 1) * BLOCK_TOKENS])
         seed = [rank, layer, *prefix, len(prefix)]
         return np.random.default_rng(seed).integers(-128, 127, 8).astype(np.int8)
@@ -80,7 +80,7 @@ class Model:
                     shard.kv[layer][table[block]] = self.content(tokens, block, layer, shard.number)
 
     def check(self, lease: Lease, tokens: Sequence[int]) -> None:
-        """What the lease takes for cached is there on every rank."""
+        """Check that the cached tokens of the lease are correct on every rank."""
         table = lease.block_table
         for block in range(lease.cached_tokens // BLOCK_TOKENS):
             for shard in self.shards:
@@ -90,13 +90,13 @@ class Model:
                     assert np.array_equal(actual, expected), (block, shard.number, layer)
 
     def step(self) -> None:
-        """Every rank has finished its work."""
+        """Finish the open step on every rank."""
         for shard in self.shards:
             shard.worker.step(self.engine.open_step)
         self.engine.step()
 
     async def serve(self, tokens: Sequence[int]) -> int:
-        """A whole request; returns what was cached."""
+        """Serve a whole request; return the cached tokens."""
         async with self.engine.match(tokens) as lease:
             await lease.allocate(len(tokens))
             await lease.layers.wait_all()
@@ -108,7 +108,7 @@ class Model:
         return cached
 
     async def to_host(self, tokens: Sequence[int]) -> None:
-        """The full blocks of ``tokens`` are on the host only."""
+        """Leave the full blocks of ``tokens`` on the host only."""
         await self.serve(tokens)
         await self.finish()
         await self.engine.evict(self.engine.config.device_blocks)
@@ -117,7 +117,7 @@ class Model:
                 array[:] = 77
 
     async def finish(self) -> None:
-        """Everything that is under way ends, on all ranks."""
+        """Complete all transfers on all ranks."""
         draining = asyncio.create_task(self.engine.drain())
         while not draining.done():
             for shard in self.shards:
@@ -164,7 +164,7 @@ class Ranked(Model):
         return self
 
     async def __aexit__(self, exc_type: object, *exc: object) -> None:
-        await spin(2)  # leases of tests that only look are collected
+        await spin(2)  # unreleased leases of read-only tests are collected
         if exc_type is None:
             assert self.engine.check_invariants() == []
             assert self.engine.statistics().leases == 0
@@ -179,17 +179,17 @@ class Ranked(Model):
             await shard.leave()
 
     def pass_time(self, seconds: float) -> None:
-        """So much later, who is silent and who lags?"""
+        """Advance the time, and detect unresponsive and slow ranks."""
         self.now += seconds
         self.group.tick()
 
-    async def heard(self) -> None:
-        """All ranks have reported something now."""
+    async def wait_for_reports(self) -> None:
+        """Wait until all ranks have reported at the present time."""
         ranks = self.group._membership.ranks  # type: ignore[union-attr]
         await run_until_idle(lambda: all(state.progress_at == self.now for state in ranks))
 
     async def lose(self, rank: int) -> None:
-        """A rank dies; another is there in its place, which has not connected yet."""
+        """Lose a rank, and prepare a replacement that has not connected yet."""
         shard = self.shards[rank]
         state = self.group._membership.ranks[rank]  # type: ignore[union-attr]
         shard.worker._channel.cut("killed")
@@ -198,7 +198,7 @@ class Ranked(Model):
         shard.fresh()
 
     async def restart(self, *ranks: int) -> None:
-        """Bring the lost ranks back."""
+        """Restart the lost ranks."""
         restarting = asyncio.create_task(self.engine.restart_ranks())
         entering = [asyncio.create_task(self.shards[r].worker.__aenter__()) for r in ranks]
         everything = asyncio.gather(restarting, *entering)
@@ -209,7 +209,7 @@ class Ranked(Model):
         await everything
 
     async def copies(self, *, onload: bool = True) -> list[Any]:
-        """The one copy that each rank has in its device, once it has come."""
+        """Wait for and return the single copy in the device of each rank."""
 
         def current() -> list[list[Any]]:
             devices = [shard.device for shard in self.shards if shard.device is not None]

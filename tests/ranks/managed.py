@@ -1,6 +1,6 @@
-"""A manager in a process of its own, for tests that end it: ``managed.py ENTRY HOW DIRECTORY``.
+"""A manager in its own process, for tests that end it: ``managed.py ENTRY HOW DIRECTORY``.
 
-It prints the pids of its ranks, then waits, as ``HOW`` says, for the signal that the test sends.
+It prints the pids of its ranks, then waits in the way of ``HOW`` for a signal of the test.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A rank in a process of its own, driven by the test: what a model runner would be.
+"""A rank in its own process, driven by the test in place of a model runner.
 
 Its tensors are files that the test maps, too; it does what the lines of a socket say.
 """
@@ -21,7 +21,7 @@ BLOCKS, LAYERS = 8, 2
 
 
 def tensors(directory: Path, rank: int, mode: str) -> list[np.ndarray]:
-    """``[BLOCKS, 8]`` int8 a layer; mode ``"w+"`` makes them anew."""
+    """Return ``[BLOCKS, 8]`` int8 per layer; mode ``"w+"`` makes new ones."""
     files = [directory / f"rank{rank}-layer{layer}" for layer in range(LAYERS)]
     return [np.memmap(file, np.int8, mode, shape=(BLOCKS, 8)) for file in files]
 
@@ -29,7 +29,7 @@ def tensors(directory: Path, rank: int, mode: str) -> list[np.ndarray]:
 async def main(path: Path, rank: int) -> None:
     kv = tensors(path.parent, rank, "w+")
     for array in kv:
-        array[:] = 99  # nothing of a process before
+        array[:] = 99  # no bytes of an earlier process
     regions = Regions(num_layers=LAYERS)
     regions.add("kv", layers=kv)
     async with Rank(path, rank, regions) as worker:
@@ -42,13 +42,13 @@ async def main(path: Path, rank: int) -> None:
 
 
 async def idle(path: Path, rank: int) -> None:
-    """Leaves when the group does."""
+    """Run until the group closes."""
     async with Rank(path, rank, _regions()) as worker:
         await worker.closed()
 
 
 async def stuck(path: Path, rank: int) -> None:
-    """A loop that is blocked for good sees nothing of its manager's end."""
+    """Block the loop forever, so that it cannot notice the end of its manager."""
     async with Rank(path, rank, _regions()):
         while True:
             signal.pause()

@@ -27,7 +27,7 @@ A = [1, 2, 3, 4, 5, 6, 7]
 
 @asynccontextmanager
 async def ranks(tmp_path: Any, number: int) -> AsyncIterator[Ranked]:
-    """Two ranks with devices of their own, in a directory of their own."""
+    """Make two ranks with their own devices, in their own directory."""
     directory = tmp_path / str(number)
     directory.mkdir(mode=0o700)
     async with Ranked(directory, new_device=None) as ranked:
@@ -58,7 +58,7 @@ async def at_each_await(
 
 
 async def nothing(ranked: Ranked) -> None:
-    """Neither to prepare nor to check."""
+    """Do nothing, as preparation or check."""
 
 
 # --- opening, closing, restarting -----------------------------------------------------------------
@@ -71,7 +71,7 @@ async def test_opening_cancelled_at_any_await_leaves_nothing(tmp_path, again):
         directory = tmp_path / str(number)
         directory.mkdir(mode=0o700)
         ranked = Ranked(directory, new_device=None)
-        runners = [asyncio.create_task(live(shard.worker)) for shard in ranked.shards]
+        runners = [asyncio.create_task(enter_and_leave(shard.worker)) for shard in ranked.shards]
         was_cancelled = await cancelled_at(ranked.engine.__aenter__(), number, again=again)
         if not was_cancelled:
             break
@@ -87,8 +87,8 @@ async def test_opening_cancelled_at_any_await_leaves_nothing(tmp_path, again):
     assert cancelled >= 2
 
 
-async def live(worker: Rank) -> None:
-    """As the process of a rank does."""
+async def enter_and_leave(worker: Rank) -> None:
+    """Enter and leave a rank as its process does."""
     async with worker:
         await worker.closed()
 
@@ -144,7 +144,7 @@ async def put_on_host(ranked: Ranked) -> None:
 
 
 async def is_served(ranked: Ranked) -> None:
-    """Nothing is wrong, and a prompt is cached after it was served."""
+    """Check that there is no violation and that a served prompt is cached."""
     await ranked.serve(A)
     await ranked.finish()
     assert await ranked.serve(A) == 6
@@ -217,7 +217,7 @@ VERBS: dict[str, Callable[[Ranked], Coroutine[Any, Any, Any]]] = {
 
 
 @pytest.mark.parametrize("verb", VERBS.values(), ids=VERBS)
-async def test_a_verb_cancelled_at_any_await_leaves_the_cache_whole(tmp_path, verb):
+async def test_a_verb_cancelled_at_any_await_leaves_the_cache_consistent(tmp_path, verb):
     async def check(ranked: Ranked) -> None:
         ranked.step()
         await is_served(ranked)

@@ -1,4 +1,4 @@
-"""Random requests on ranks that fail, lag and die: what is served is right, and nothing hangs."""
+"""Random requests on ranks that fail, are slow or end: served KV is right, and all waits end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPTS = [[1, 2, 3, 4, *range(10 * i, 10 * i + 4), 9] for i in range(1, 7)]
 
 
 class Chaos:
-    """Requests come, and ranks go, as a seed says."""
+    """Random requests and rank failures, drawn from a seed."""
 
     def __init__(self, ranked: Ranked, rng: random.Random) -> None:
         self.ranked = ranked
@@ -28,7 +28,7 @@ class Chaos:
         self.served = self.hits = self.failed = self.restarts = 0
 
     async def request(self, tokens: list[int]) -> None:
-        """Everything that the lease takes for cached is compared, on every rank."""
+        """Compare the cached tokens of the lease on every rank."""
         ranked = self.ranked
         try:
             async with ranked.engine.match(tokens) as lease:
@@ -47,7 +47,7 @@ class Chaos:
             self.failed += 1
 
     async def once(self) -> None:
-        """Some of what may happen in a pass of the loop."""
+        """Run some of the events that may occur in a pass of the loop."""
         rng, ranked = self.rng, self.ranked
         if len(self.tasks) < 5 and rng.random() < 0.5:
             task = asyncio.create_task(self.request(rng.choice(PROMPTS)))
@@ -72,7 +72,7 @@ class Chaos:
         assert ranked.engine.check_invariants() == []
 
     async def restart(self) -> None:
-        """Whoever is away comes back with other bytes."""
+        """Restart lost ranks, with other bytes."""
         lost = [s.rank for s in self.ranked.group._membership.ranks if s.channel is None]
         for rank in lost:
             await self.ranked.shards[rank].leave()
@@ -91,7 +91,7 @@ class Chaos:
 
 
 @pytest.mark.parametrize("seed", [1])
-async def test_nothing_wrong_is_ever_served(tmp_path, seed):
+async def test_random_rank_failures_never_serve_wrong_kv(tmp_path, seed):
     rng = random.Random(seed)
     async with Ranked(
         tmp_path,

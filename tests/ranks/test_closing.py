@@ -1,4 +1,4 @@
-"""What is left of a group's life: closing among peers and cancellations, and odd failures."""
+"""Closing of a group with peers and cancellations, and rare failures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ A = [1, 2, 3, 4, 5, 6, 7]
 
 
 @pytest.mark.asyncio
-async def test_a_stranger_that_comes_while_the_group_closes_does_not_hold_it_up(tmp_path):
+async def test_unauthenticated_peer_during_close_does_not_delay_it(tmp_path):
     async with Ranked(tmp_path) as ranked:
         closing = asyncio.create_task(ranked.engine.aclose())
         await run_until_idle(lambda: ranked.group._membership.closing)
@@ -64,11 +64,11 @@ async def test_closing_may_be_cancelled_at_its_last_await(tmp_path):
             await shard.leave()
 
 
-# --- failures that nobody foresaw -----------------------------------------------------------------
+# --- unexpected failures --------------------------------------------------------------------------
 
 
 @pytest.mark.asyncio
-async def test_an_error_whose_last_words_are_missing_is_one(tmp_path, monkeypatch):
+async def test_error_message_that_ends_in_a_colon_is_reported(tmp_path, monkeypatch):
     async with Ranked(tmp_path) as ranked:
         controller = ranked.shards[1].worker._controller
 
@@ -85,7 +85,7 @@ async def test_an_error_whose_last_words_are_missing_is_one(tmp_path, monkeypatc
 
 
 @pytest.mark.asyncio
-async def test_whatever_a_rank_raises_when_it_wakes_up_is_its_answer(tmp_path):
+async def test_any_exception_of_a_rank_in_wake_up_is_its_reply(tmp_path):
     async with Ranked(tmp_path) as ranked:
         await ranked.engine.sleep(["device"])
         for shard in ranked.shards:
@@ -100,7 +100,7 @@ async def test_whatever_a_rank_raises_when_it_wakes_up_is_its_answer(tmp_path):
 
 
 @pytest.mark.asyncio
-async def test_whatever_a_rank_raises_when_it_begins_is_told_at_once(tmp_path, monkeypatch):
+async def test_any_exception_of_a_rank_at_its_start_is_reported_immediately(tmp_path, monkeypatch):
     ranked = Ranked(tmp_path)
 
     def no_memory(host_blocks: int) -> None:
@@ -119,7 +119,7 @@ async def test_whatever_a_rank_raises_when_it_begins_is_told_at_once(tmp_path, m
 
 
 @pytest.mark.asyncio
-async def test_counters_forget_who_waited_in_vain():
+async def test_counters_keep_no_reference_to_cancelled_waiters():
     counters = Counters()
     for transfer_id in range(100):
         asking = asyncio.create_task(counters.get(transfer_id))
@@ -129,11 +129,11 @@ async def test_counters_forget_who_waited_in_vain():
     assert not counters._expected
 
 
-# --- what is said ---------------------------------------------------------------------------------
+# --- error messages -------------------------------------------------------------------------------
 
 
 @pytest.mark.asyncio
-async def test_a_socket_that_cannot_be_made_says_what_to_change(tmp_path):
+async def test_socket_creation_failure_names_the_field_to_change(tmp_path):
     long = tmp_path / ("s" * 120)
     for path, why in (
         (tmp_path / "nowhere" / "s", "nowhere does not exist"),
@@ -147,7 +147,7 @@ async def test_a_socket_that_cannot_be_made_says_what_to_change(tmp_path):
 
 
 @pytest.mark.asyncio
-async def test_a_rank_that_finds_nobody_says_where_it_looked(tmp_path):
+async def test_rank_that_finds_no_manager_names_the_path(tmp_path):
     with pytest.raises(TimeoutError, match=r"rank 3: no group listens at .*/s after 0.02 s"):
         await Rank(tmp_path / "s", 3, regions_of(8), connect_timeout=0.02).__aenter__()
 
@@ -157,7 +157,7 @@ async def test_a_rank_that_finds_nobody_says_where_it_looked(tmp_path):
     [
         ("nowhere.at_all:main", "no module 'nowhere' in"),
         ("tests.ranks.nowhere:main", "no module 'tests.ranks.nowhere' in"),
-        ("tests.ranks.process_rank:nobody", "process_rank has no `async def nobody"),
+        ("tests.ranks.process_rank:missing", "process_rank has no `async def missing"),
         ("tests.ranks.process_rank:tensors", "process_rank has no `async def tensors"),
     ],
 )

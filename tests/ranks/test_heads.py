@@ -1,4 +1,4 @@
-"""Ranks that split one tensor `[B, H, T, D]` by its heads: each moves its own, and no others."""
+"""Ranks that split one tensor `[B, H, T, D]` by its heads: each copies its own heads only."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SplitByHeads(Ranked):
 
 
 def values(layer: int, block: int) -> np.ndarray:
-    """Another number in each element of all heads: `[H, T, D]`."""
+    """Return a different number in each element of all heads: `[H, T, D]`."""
     size = HEADS * TOKENS * HEAD_DIM
     first = 1000 + (layer * BLOCKS + block) * size
     return np.arange(first, first + size, dtype=np.float32).reshape(HEADS, TOKENS, HEAD_DIM)
@@ -44,7 +44,7 @@ def values(layer: int, block: int) -> np.ndarray:
     [[slice(0, 2), slice(2, 4)], [slice(2, 4)], [slice(0, 1), slice(3, 4)]],
     ids=["two_halves", "second_half_only", "first_and_last"],
 )
-async def test_ranks_bring_back_their_own_heads_and_touch_no_others(tmp_path, slices):
+async def test_ranks_restore_their_own_heads_and_change_no_others(tmp_path, slices):
     async with SplitByHeads(tmp_path, slices) as ranked:
         async with ranked.engine.match(A) as lease:
             await lease.allocate(7)

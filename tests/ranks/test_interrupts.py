@@ -1,4 +1,4 @@
-"""An interrupt in a callback that sends to the other side: the rest leaves in the next pass."""
+"""An interrupt in a callback that sends messages: the rest is sent in the next pass."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.ranks.loopback import Ranked
 pytestmark = pytest.mark.asyncio
 
 
-async def test_an_interrupted_outbox_says_all_in_the_next_pass() -> None:
-    said: list[Any] = []
+async def test_interrupted_outbox_sends_the_rest_in_the_next_pass() -> None:
+    sent: list[Any] = []
 
     def interrupt(message: object) -> None:
-        outbox._send = said.append
+        outbox._send = sent.append
         raise KeyboardInterrupt
 
     outbox = Outbox(interrupt)
@@ -27,7 +27,7 @@ async def test_an_interrupted_outbox_says_all_in_the_next_pass() -> None:
     with pytest.raises(KeyboardInterrupt):
         outbox.flush()
     await spin(2)
-    assert [report.transfer_id for report in said[0].ended] == [7]
+    assert [report.transfer_id for report in sent[0].ended] == [7]
 
 
 async def test_plans_of_an_interrupted_flush_leave_in_the_next_pass(tmp_path: Any) -> None:
@@ -54,9 +54,9 @@ async def test_a_raised_priority_reaches_the_ranks(tmp_path: Any) -> None:
             controller = shard.worker._controller
             controller.raise_priority = lambda number, priority: raised.append((number, priority))
         broadcast = ranked.engine.worker._transfers
-        broadcast._transfers[77] = None  # under way, as far as this call looks
+        broadcast._transfers[77] = None  # in flight, as far as this call checks
         ranked.engine.worker.raise_priority(77, 0)
-        ranked.engine.worker.raise_priority(78, 0)  # not under way
+        ranked.engine.worker.raise_priority(78, 0)  # not in flight
         del broadcast._transfers[77]
         await run_until_idle(lambda: len(raised) == len(ranked.shards))
         assert set(raised) == {(77, 0)}

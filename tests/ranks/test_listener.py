@@ -1,4 +1,4 @@
-"""One process owns the path of a socket at any time, and nothing of it is left on disk."""
+"""One process at a time owns the path of a socket, and no file remains on disk."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 def abandoned(path: Path) -> None:
-    """A socket file that nobody listens at."""
+    """Make a socket file without a listener."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as killed:
         killed.bind(str(path))
 
 
 def test_a_second_owner_between_probe_and_bind_is_refused(tmp_path, monkeypatch):
-    """Both have seen that nobody listens: only the first removes the stale socket and binds."""
+    """Both owners find no listener: only the first removes the stale socket and binds."""
     path = tmp_path / "s"
     abandoned(path)
     refusals = []
@@ -48,14 +48,14 @@ def test_a_second_owner_between_probe_and_bind_is_refused(tmp_path, monkeypatch)
             listen(path)
 
 
-def test_a_lock_file_that_was_removed_while_it_was_waited_for_does_not_count(tmp_path, monkeypatch):
+def test_lock_on_a_removed_lock_file_is_taken_again(tmp_path, monkeypatch):
     path = tmp_path / "s"
     lock = tmp_path / "s.lock"
     flock = fcntl.flock
     others: list[int] = []
 
     def lock_a_removed_file(descriptor: int, operation: int) -> None:
-        if not others:  # its owner is done: the file that was opened is gone, another one is there
+        if not others:  # its owner is done: the opened file was removed and replaced
             others.append(descriptor)
             lock.unlink()
         flock(descriptor, operation)
@@ -68,7 +68,7 @@ def test_a_lock_file_that_was_removed_while_it_was_waited_for_does_not_count(tmp
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_listener_with_a_full_backlog_is_not_taken_for_dead(tmp_path):
+def test_listener_with_a_full_backlog_counts_as_alive(tmp_path):
     path = tmp_path / "s"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as busy:
         busy.bind(str(path))
@@ -84,8 +84,8 @@ def test_a_listener_with_a_full_backlog_is_not_taken_for_dead(tmp_path):
 async def test_closing_leaves_the_socket_of_another_owner(tmp_path):
     path = tmp_path / "s"
     listener = Listener(path)
-    assert await listener.open(lambda: pytest.fail("nobody connects")) == path
-    assert await listener.open(lambda: pytest.fail("nobody connects")) == path
+    assert await listener.open(lambda: pytest.fail("unexpected connection")) == path
+    assert await listener.open(lambda: pytest.fail("unexpected connection")) == path
     path.unlink()
     with listen(path) as other:
         listener.close()
@@ -104,7 +104,7 @@ async def test_a_private_socket_is_in_a_new_directory_per_opening(tmp_path, monk
     listener = Listener(None)
     paths = []
     for _ in range(2):
-        paths.append(await listener.open(lambda: pytest.fail("nobody connects")))
+        paths.append(await listener.open(lambda: pytest.fail("unexpected connection")))
         assert stat.S_IMODE(paths[-1].parent.stat().st_mode) == 0o700
         listener.close()
         assert list(tmp_path.iterdir()) == []
@@ -115,7 +115,7 @@ async def test_a_private_socket_is_in_a_new_directory_per_opening(tmp_path, monk
 async def test_a_directory_that_cannot_be_made_is_a_config_error(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match=r"cannot create a private directory.*TMPDIR"):
-        await Listener(None).open(lambda: pytest.fail("nobody connects"))
+        await Listener(None).open(lambda: pytest.fail("unexpected connection"))
 
 
 def test_directories_of_killed_managers_are_removed_and_no_others(tmp_path, monkeypatch):

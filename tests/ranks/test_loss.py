@@ -1,4 +1,4 @@
-"""Ranks that fail, lag, fall silent, or die: named, never trusted, never waited for for ever."""
+"""Ranks that fail, are slow, unresponsive or lost: named, not trusted, not waited for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ A = [1, 2, 3, 4, 5, 6, 7]
 LATE = PATIENT.transfer + 1  # later than any transfer here may be
 
 
-async def test_a_rank_that_lags_is_named_and_never_believed(tmp_path):
+async def test_slow_rank_is_named_and_its_late_report_is_ignored(tmp_path):
     async with Ranked(tmp_path) as ranked:
         await ranked.to_host(A)
         lease = ranked.engine.match(A)
@@ -35,7 +35,7 @@ async def test_a_rank_that_lags_is_named_and_never_believed(tmp_path):
             lease.recompute_from()
         lease.release()
         in_flight = ranked.engine.statistics().device_in_flight
-        assert in_flight == 3  # nobody gets the ids that the second rank writes
+        assert in_flight == 3  # ids that the second rank writes are not reallocated
         second.complete_all()  # too late
         await run_until_idle(lambda: ranked.engine.statistics().device_in_flight == 0)
         assert ranked.engine.match(A).hit == Hit(0, 0)
@@ -59,7 +59,7 @@ async def test_progress_on_anything_moves_the_deadline(tmp_path):
             ranked.pass_time(LATE / 2)
             for shard in ranked.shards:
                 shard.device.onloads[-1].complete(shard.device.onloads[-1].pending_layers[0])
-            await ranked.heard()
+            await ranked.wait_for_reports()
         assert ranked.group.group_statistics().given_up == 0
         for lease in leases:
             lease.release()
@@ -67,7 +67,7 @@ async def test_progress_on_anything_moves_the_deadline(tmp_path):
         ranked.step()
 
 
-async def test_a_transfer_whose_step_is_open_does_not_lag(tmp_path):
+async def test_transfer_of_an_open_step_has_no_deadline(tmp_path):
     async with Ranked(tmp_path) as ranked:
         async with ranked.engine.match(A) as lease:
             await lease.allocate(7)
@@ -102,7 +102,7 @@ async def test_a_rank_that_never_ends_a_transfer_is_lost(tmp_path):
         await ranked.finish()
 
 
-async def test_a_rank_that_dies_takes_all_that_was_cached_with_it(tmp_path):
+async def test_loss_of_a_rank_clears_the_index(tmp_path):
     B = [11, 12, 13, 14, 15]
     async with Ranked(tmp_path) as ranked:
         await ranked.to_host(A)
@@ -147,7 +147,7 @@ async def test_a_rank_that_dies_takes_all_that_was_cached_with_it(tmp_path):
         assert ranked.group.group_statistics().generation == 2
 
 
-async def test_an_idle_rank_that_dies_is_noticed(tmp_path):
+async def test_loss_of_an_idle_rank_is_detected(tmp_path):
     async with Ranked(tmp_path) as ranked:
         await ranked.serve(A)
         await ranked.finish()
@@ -163,7 +163,7 @@ async def test_an_idle_rank_that_dies_is_noticed(tmp_path):
         assert ranked.engine.match(A).hit == Hit(0, 0)
 
 
-async def test_all_ranks_may_die(tmp_path):
+async def test_loss_of_all_ranks_is_handled(tmp_path):
     async with Ranked(tmp_path, num_ranks=3) as ranked:
         await ranked.to_host(A)
         lease = ranked.engine.match(A)
@@ -180,7 +180,7 @@ async def test_all_ranks_may_die(tmp_path):
         ranked.step()
 
 
-async def test_a_swap_that_a_loss_interrupts(tmp_path):
+async def test_rank_loss_during_a_swap_ends_it(tmp_path):
     async with Ranked(tmp_path) as ranked:
         lease = ranked.engine.match(A)
         await lease.allocate(7)
@@ -192,7 +192,7 @@ async def test_a_swap_that_a_loss_interrupts(tmp_path):
         await ranked.copies(onload=False)
         await ranked.lose(0)
         await ranked.restart(0)
-        await swap  # it holds nothing, as it was to be
+        await swap  # the lease holds no blocks, as after a preemption
         with pytest.raises(LeaseError, match="rank 0 is lost"):
             lease.recompute_from()
         await lease.resume(7)
@@ -201,7 +201,7 @@ async def test_a_swap_that_a_loss_interrupts(tmp_path):
         ranked.step()
 
 
-async def test_nobody_waits_for_a_step_that_a_loss_leaves_open(tmp_path):
+async def test_rank_loss_ends_waits_for_its_open_step(tmp_path):
     async with Ranked(tmp_path) as ranked:
         lease = ranked.engine.match(A)
         await lease.allocate(7)
@@ -220,7 +220,7 @@ async def test_nobody_waits_for_a_step_that_a_loss_leaves_open(tmp_path):
         await ranked.finish()
 
 
-async def test_silence_is_death(tmp_path):
+async def test_unresponsive_rank_is_lost(tmp_path):
     async with Ranked(tmp_path) as ranked:
         ranked.pass_time(PATIENT.silence - 1)
         await run_until_idle(
@@ -239,18 +239,18 @@ async def test_silence_is_death(tmp_path):
         await ranked.restart(1)
 
 
-async def test_a_manager_that_was_blocked_blames_nobody(tmp_path):
+async def test_blocked_manager_reports_no_rank_as_slow(tmp_path):
     async with Ranked(tmp_path) as ranked:
         ranked.pass_time(3 * PATIENT.heartbeat)
         assert ranked.group.failure is None
         await spin(2)
 
 
-async def test_a_manager_that_is_blocked_again_and_again_finds_a_silent_rank(tmp_path):
+async def test_repeatedly_blocked_manager_detects_an_unresponsive_rank(tmp_path):
     async with Ranked(tmp_path) as ranked:
         blocked = 3 * PATIENT.heartbeat  # longer than any rank may be silent
         ranks = ranked.group._membership.ranks
-        for _ in range(4):  # what ranks have said is read between two ticks
+        for _ in range(4):  # messages of ranks are read between two ticks
             ranked.pass_time(blocked)
             await run_until_idle(lambda: not any(state.unanswered for state in ranks))
         assert ranked.group.failure is None
@@ -266,14 +266,14 @@ async def test_a_manager_that_is_blocked_again_and_again_finds_a_silent_rank(tmp
         await ranked.restart(1)
 
 
-async def test_a_manager_that_was_blocked_reads_before_it_says_who_lags(tmp_path):
+async def test_blocked_manager_reads_reports_before_it_names_slow_ranks(tmp_path):
     async with Ranked(tmp_path) as ranked:
         await ranked.to_host(A)
         lease = ranked.engine.match(A)
         await lease.allocate(7)
         await ranked.copies()
         waiting = asyncio.create_task(lease.layers.wait_all())
-        ranked.pass_time(3 * PATIENT.heartbeat)  # reports may lie in the sockets
+        ranked.pass_time(3 * PATIENT.heartbeat)  # reports may wait in the sockets
         assert ranked.group.group_statistics().given_up == 0
         await spin(20)
         ranked.pass_time(3 * PATIENT.heartbeat)  # none did
@@ -307,7 +307,7 @@ async def _complete(ranked):
     ranked.shards[0].complete_all()
 
 
-async def test_a_step_that_still_runs_on_the_rank_that_is_left_is_waited_for(tmp_path):
+async def test_step_still_running_on_a_remaining_rank_is_waited_for(tmp_path):
     async with Ranked(tmp_path) as ranked:
         event = ManualEvent()
         ranked.shards[0].worker.step(ranked.engine.open_step, event)
@@ -357,7 +357,7 @@ async def test_closing_while_a_rank_is_lost(tmp_path):
         lease.release()
 
 
-async def test_a_rank_that_does_not_leave_is_cut_off(tmp_path, caplog):
+async def test_rank_that_ignores_the_close_is_disconnected(tmp_path, caplog):
     timeouts = RankTimeouts(close=0.05, heartbeat=1000.0)
     ranked = Ranked(tmp_path, timeouts=timeouts)
     await ranked.__aenter__()

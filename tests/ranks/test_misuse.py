@@ -28,14 +28,14 @@ def test_a_timeout_that_is_no_finite_number_above_0_is_named(field, value):
         RankTimeouts(**{field: value})
 
 
-def test_numbers_of_other_libraries_are_numbers():
+def test_numbers_of_other_libraries_are_accepted():
     assert RankTimeouts(start=np.float32(2), close=3).start == 2
     assert RankGroup(np.int64(2), path="s").num_ranks == 2
     assert Rank(Path("s"), np.int32(1), regions_of(8), connect_timeout=1).rank == 1
 
 
 @pytest.mark.parametrize("num_ranks", [0, -1, MAX_RANKS + 1, 1.0, "2", None, True, math.nan])
-def test_a_number_of_ranks_that_is_none_is_named(num_ranks):
+def test_invalid_number_of_ranks_is_named(num_ranks):
     with pytest.raises(ConfigError, match=f"num_ranks is .*(an integer|between 1 and {MAX_RANKS})"):
         RankGroup(num_ranks, path="s")
 
@@ -80,7 +80,7 @@ def test_an_argument_of_a_rank_that_is_wrong_is_named(arguments, options, why):
 
 
 @pytest.mark.asyncio
-async def test_a_rank_before_async_with_says_so(tmp_path):
+async def test_use_of_a_rank_before_async_with_is_refused(tmp_path):
     worker = Rank(tmp_path / "s", 0, regions_of(8))
     for call in (
         lambda: worker.closed(),

@@ -17,7 +17,7 @@ A = [1, 2, 3, 4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
-async def test_bytes_come_back_on_every_rank(tmp_path, num_ranks):
+async def test_bytes_are_restored_on_every_rank(tmp_path, num_ranks):
     async with Ranked(tmp_path, num_ranks=num_ranks, new_device=None) as ranked:
         await ranked.to_host(A)
         assert ranked.engine.match(A).hit == Hit(0, 6)
@@ -27,7 +27,7 @@ async def test_bytes_come_back_on_every_rank(tmp_path, num_ranks):
         assert ranked.engine.worker_statistics().onload.moved_bytes == 3 * 16 * num_ranks
 
 
-async def test_restarting_ranks_of_which_none_is_lost_is_refused(tmp_path):
+async def test_restart_without_a_lost_rank_is_refused(tmp_path):
     async with Ranked(tmp_path) as ranked:
         await ranked.to_host(A)
         with pytest.raises(UsageError, match="no rank is lost"):
@@ -102,7 +102,7 @@ async def test_a_backup_waits_on_each_rank_for_its_own_step(tmp_path):
         assert ranked.engine.worker_statistics().offload.done == 1
 
 
-async def test_an_onload_that_nobody_waits_for_is_taken_back_on_every_rank(tmp_path):
+async def test_abandoned_onload_is_cancelled_on_every_rank(tmp_path):
     B = [11, 12, 13, 14, 15]
     C = [21, 22, 23, 24, 25]
     async with Ranked(tmp_path, device_blocks=16) as ranked:
@@ -123,7 +123,7 @@ async def test_an_onload_that_nobody_waits_for_is_taken_back_on_every_rank(tmp_p
         ranked.step()
 
 
-async def test_a_plan_that_one_rank_took_back_and_another_did_not_is_not_valid(tmp_path):
+async def test_plan_cancelled_on_one_rank_only_is_not_valid(tmp_path):
     async with Ranked(tmp_path) as ranked:
         await ranked.to_host(A)
         lease = ranked.engine.match(A)
@@ -162,7 +162,7 @@ async def test_a_runner_waits_for_the_layers_of_its_own_rank(tmp_path):
             assert not lease.layers.is_done
             second.complete_all()
             await lease.layers.wait_all()
-            again = await late.worker.layers(lease.layers.transfer_ids)  # ended, but remembered
+            again = await late.worker.layers(lease.layers.transfer_ids)  # ended, but still recorded
             await again.wait_all()
             assert (await early.worker.layers([])).is_done
             ranked.step()

@@ -1,4 +1,4 @@
-"""What a peer can make the manager hold or do before, at and after its Hello is bounded."""
+"""Limits on the memory and work that a peer can cause before, at and after its Hello."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def hello(rank: int = 0, protocol: int = PROTOCOL_VERSION) -> bytes:
 
 @contextmanager
 def connections() -> Iterator[list[Connection]]:
-    """Those that the manager accepts meanwhile."""
+    """Yield the connections that the manager accepts meanwhile."""
     accepted: list[Connection] = []
     init = Connection.__init__
 
@@ -94,7 +94,7 @@ async def test_no_other_message_is_decoded_before_hello(tmp_path, monkeypatch):
 
 @pytest.mark.asyncio
 @pytest.mark.clock
-async def test_a_connection_that_says_no_hello_in_time_is_cut(tmp_path):
+async def test_connection_without_hello_is_cut_at_the_deadline(tmp_path):
     async with Ranked(tmp_path) as ranked:
         with connections() as accepted:
             peer = await Peer().connect(ranked)
@@ -109,7 +109,7 @@ async def test_a_connection_that_says_no_hello_in_time_is_cut(tmp_path):
 
 @pytest.mark.asyncio
 @pytest.mark.clock
-async def test_a_rank_that_said_hello_has_no_deadline_any_more(tmp_path):
+async def test_rank_has_no_hello_deadline_after_hello(tmp_path):
     async with Ranked(tmp_path, new_device=None) as ranked:
         await running_clock().advance(2 * ranked.group.timeouts.hello)
         assert await ranked.serve(A) == 0
@@ -134,7 +134,7 @@ async def test_too_many_connections_without_hello_cut_the_oldest(tmp_path, monke
 
 
 def _seen(ranked: Ranked, peers: list[Peer]) -> int:
-    """How many are open on both sides."""
+    """Return the number of open connections on both sides."""
     return max(
         len(ranked.group._membership._unauthenticated), sum(not peer.closed for peer in peers)
     )
@@ -152,12 +152,12 @@ async def test_a_hello_with_absurd_sizes_is_refused(tmp_path):
 
 
 @pytest.mark.asyncio
-async def test_a_refused_connection_is_not_read_any_more(tmp_path, monkeypatch):
-    asked = []
+async def test_refused_connection_is_not_read_further(tmp_path, monkeypatch):
+    hellos = []
     admit = membership.Membership.admit
 
     def counted(group: membership.Membership, channel: Channel, hello: Hello) -> Any:
-        asked.append(hello)
+        hellos.append(hello)
         return admit(group, channel, hello)
 
     async with Ranked(tmp_path) as ranked:
@@ -169,8 +169,8 @@ async def test_a_refused_connection_is_not_read_any_more(tmp_path, monkeypatch):
             peer.channel.send(hello(1, protocol=0) + hello(1) + bytes(100_000))
             await peer.ended()
             await run_until_idle(lambda: ranked.group._membership._unauthenticated == {})
-        assert len(asked) == len(peer.heard) == 1
-        assert b"protocol 0" in peer.heard[0]
+        assert len(hellos) == len(peer.received) == 1
+        assert b"protocol 0" in peer.received[0]
         assert ranked.group._membership.ranks[1].channel is None
         assert accepted[0].channel._buffer == b""
         await ranked.shards[1].leave()
@@ -193,8 +193,8 @@ async def test_a_message_nested_too_deeply_loses_its_rank_only(tmp_path):
 
 
 @pytest.mark.parametrize("depth", [3, 60_000])
-def test_a_message_with_more_fields_than_it_has_is_refused(depth):
-    """Fields that nobody knows would be skipped, however deep: so there are none."""
+def test_message_with_unknown_fields_is_refused(depth):
+    """Unknown fields would be skipped at any nesting depth, so they are refused."""
     more = encode(Ready(generation=1)).replace(b"\x92", b"\x93", 1) + b"\x91" * depth + b"\x00"
     with pytest.raises(msgspec.ValidationError, match="Expected `array` of at most length 1"):
         decode_from_rank(more)

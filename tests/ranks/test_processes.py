@@ -1,4 +1,4 @@
-"""Ranks as real processes: killed, restarted, and never left behind."""
+"""Ranks as real processes: killed, restarted, and ended with their manager."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class _Process:
-    """One rank: its tensors, and the line to its runner."""
+    """One rank: its tensors, and the connection to its runner."""
 
     def __init__(self, directory: Path, number: int, writer: asyncio.StreamWriter) -> None:
         self.number = number
@@ -54,11 +54,11 @@ class _Process:
         self._writer.close()
 
     def complete_all(self) -> None:
-        """The cpu device needs nobody."""
+        """The cpu device needs no help from the test."""
 
 
 class Processes(Model):
-    """Two processes, and an engine over them."""
+    """An engine over two rank processes."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -88,7 +88,7 @@ class Processes(Model):
         return self
 
     async def runners(self, count: int) -> None:
-        """Wait until so many are there."""
+        """Wait until that number of processes exists."""
         while len(self._by_rank) < count:
             self._came.clear()
             await self._came.wait()
@@ -112,7 +112,7 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.mark.asyncio
-async def test_a_process_that_is_killed_in_an_onload_comes_back(tmp_path, monkeypatch):
+async def test_process_killed_during_an_onload_can_be_restarted(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     async with Processes(tmp_path) as ranked:
         await ranked.to_host(A)
@@ -178,7 +178,7 @@ def test_an_entry_is_a_function_of_a_module():
 
 
 def manager(tmp_path: Path, entry: str, how: str) -> subprocess.Popen[str]:
-    """Its process group is its own, as that of a program in a terminal; so is its TMPDIR."""
+    """Start a manager with its own process group, as in a terminal, and its own TMPDIR."""
     (tmp_path / "tmp").mkdir()
     return subprocess.Popen(
         [sys.executable, "-m", "tests.ranks.managed", entry, how, str(tmp_path)],
@@ -193,7 +193,7 @@ def manager(tmp_path: Path, entry: str, how: str) -> subprocess.Popen[str]:
 
 @contextmanager
 def pids_of(process: subprocess.Popen[str]) -> Iterator[list[int]]:
-    """Those of its two ranks; none is left behind, however the test ends."""
+    """Yield the pids of the two ranks; end them after the test."""
     assert process.stdout is not None
     pids = [int(pid) for pid in process.stdout.readline().split()]
     try:
@@ -217,8 +217,8 @@ def wait_for_the_end_of(pid: int) -> None:
 
 
 @pytest.mark.parametrize("entry", ["idle", "stuck"])
-def test_ranks_do_not_outlive_their_manager(tmp_path, entry):
-    """Neither those that see its end, nor those whose loop is blocked."""
+def test_rank_processes_end_with_their_manager(tmp_path, entry):
+    """Ranks end when they see the end of the manager, and also when their loop is blocked."""
     process = manager(tmp_path, f"tests.ranks.process_rank:{entry}", "kills_itself")
     with pids_of(process) as pids:
         assert process.wait(30) == -signal.SIGKILL
@@ -243,7 +243,9 @@ def test_ctrl_c_without_a_handler_shows_the_traceback_of_the_manager_only(tmp_pa
         stdout, stderr = process.communicate(timeout=30)
         assert (process.returncode, stdout) == (-signal.SIGINT, "")
         assert stderr.count("KeyboardInterrupt\n") == 1
-        assert stderr.count("Traceback") == 2  # the cancellation, and what it became
+        assert (
+            stderr.count("Traceback") == 2
+        )  # the cancellation, and the exception that replaced it
         assert "aiokv" not in stderr.replace("aiokv.engine", "").replace(str(ROOT), "")
         assert not any(is_alive(pid) for pid in pids)
     assert list((tmp_path / "tmp").iterdir()) == []
@@ -270,7 +272,7 @@ def test_a_manager_that_is_killed_leaves_no_files(tmp_path, number):
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-# --- what a rank imports --------------------------------------------------------------------------
+# --- imports of a rank ----------------------------------------------------------------------------
 
 SERVE = """
 import asyncio, numpy as np, aiokv
@@ -335,7 +337,7 @@ async def test_restarts_cancelled_at_any_await_leave_one_process_per_rank(tmp_pa
 
 
 def children() -> list[int]:
-    """Processes of this one, the dead ones that were not reaped included."""
+    """Return the child processes, unreaped ones included."""
     path = Path(f"/proc/self/task/{os.getpid()}/children")
     return [int(pid) for pid in path.read_text().split()]
 
@@ -373,7 +375,7 @@ async def test_no_process_is_started_once_the_group_closes(tmp_path, monkeypatch
     processes = RankProcesses("tests.ranks.process_rank:idle", lambda: None)
     await processes.start([0], tmp_path / "s")
     starting = asyncio.create_task(processes.start([0], tmp_path / "s"))
-    await spin()  # it waits for the end of the process before
+    await spin()  # it waits for the end of the previous process
     await processes.kill_all()
     with pytest.raises(ClosedError):
         await starting

@@ -1,4 +1,4 @@
-"""The wire: who may speak, what is refused, what is said; the same bytes for the same decisions."""
+"""The wire protocol: accepted peers, refused messages, and equal bytes for equal decisions."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def regions_of(*widths: int, blocks: int = 8) -> Regions:
 # --- messages -------------------------------------------------------------------------------------
 
 
-def test_messages_survive_the_border():
+def test_messages_are_equal_after_encoding_and_decoding():
     batch = TransferBatch(generation=1, plans=[PLAN], cancels=[1, 2])
     assert decode_from_manager(encode(batch)) == batch
     reports = Reports(
@@ -77,7 +77,7 @@ def test_messages_survive_the_border():
         decode_from_manager(encode(Ready(generation=1)))
 
 
-def test_a_layout_is_told_by_regions_names_and_bytes_and_not_by_blocks():
+def test_layout_is_compared_by_region_names_and_bytes_not_by_blocks():
     same = layout_of(regions_of(8, 8)).fingerprint
     assert layout_of(regions_of(8, 8, blocks=9)).fingerprint == same
     assert layout_of(regions_of(8, 9)).fingerprint != same
@@ -87,7 +87,7 @@ def test_a_layout_is_told_by_regions_names_and_bytes_and_not_by_blocks():
     assert layout_of(other).fingerprint != same
 
 
-def test_a_message_that_nobody_would_accept_is_not_sent():
+def test_message_above_the_frame_limit_is_not_sent():
     with pytest.raises(ChannelError, match="the limit is"):
         frame_of(bytes(MAX_FRAME_BYTES + 1))
 
@@ -100,7 +100,7 @@ def test_only_the_user_may_open_the_socket(tmp_path):
         assert stat.S_IMODE((tmp_path / "s").stat().st_mode) == 0o600
         with pytest.raises(ConfigError, match="another process listens there"):
             channels.listen(tmp_path / "s")
-    with channels.listen(tmp_path / "s"):  # what the one before has left behind
+    with channels.listen(tmp_path / "s"):  # a socket file of an earlier group
         (tmp_path / "file").write_text("")
         with pytest.raises(ConfigError, match="not a socket"):
             channels.listen(tmp_path / "file")
@@ -113,12 +113,12 @@ def test_only_the_user_may_open_the_socket(tmp_path):
 
 
 class Peer:
-    """A raw connection to a group."""
+    """Open a raw connection to a group."""
 
     def __init__(self) -> None:
-        self.heard: list[bytes] = []
+        self.received: list[bytes] = []
         self.closed: list[str] = []
-        self.channel = Channel(self.heard.append, self.closed.append)
+        self.channel = Channel(self.received.append, self.closed.append)
 
     async def connect(self, ranked: Ranked) -> Peer:
         loop = asyncio.get_running_loop()
@@ -146,13 +146,13 @@ async def test_garbage_cuts_its_own_connection_only(tmp_path, garbage):
         peer = await Peer().connect(ranked)
         peer.channel.send(garbage)
         await peer.ended()
-        assert peer.heard == []
+        assert peer.received == []
         assert await ranked.serve(A) == 0
         assert await ranked.serve(A) == 6
 
 
 @pytest.mark.asyncio
-async def test_a_rank_that_talks_garbage_is_lost(tmp_path):
+async def test_rank_that_sends_garbage_is_lost(tmp_path):
     async with Ranked(tmp_path) as ranked:
         ranked.shards[1].worker._channel.send(GARBAGE["no message"])
         await run_until_idle(lambda: ranked.group.failure is not None)
@@ -163,7 +163,7 @@ async def test_a_rank_that_talks_garbage_is_lost(tmp_path):
 
 
 @pytest.mark.asyncio
-async def test_frames_may_come_in_pieces(tmp_path):
+async def test_frames_may_arrive_in_pieces(tmp_path):
     async with Ranked(tmp_path) as ranked:
         peer = await Peer().connect(ranked)
         hello = frame_of(encode(Hello(protocol=0, rank=0, layout=layout_of(regions_of(8, 8)))))
@@ -171,11 +171,11 @@ async def test_frames_may_come_in_pieces(tmp_path):
             peer.channel.send(bytes([byte]))
             await spin()
         await peer.ended()
-        assert b"protocol 0, not 2" in peer.heard[0]
+        assert b"protocol 0, not 2" in peer.received[0]
 
 
 @pytest.mark.asyncio
-async def test_another_user_is_not_listened_to(tmp_path, monkeypatch):
+async def test_connection_of_another_user_is_refused(tmp_path, monkeypatch):
     async with Ranked(tmp_path) as ranked:
         mine = channels.peer_uid
         monkeypatch.setattr(channels, "peer_uid", lambda transport: mine(transport) + 1)
@@ -194,7 +194,7 @@ async def test_another_user_is_not_listened_to(tmp_path, monkeypatch):
         (1, regions_of(8, 8), "rank 1 is connected already"),
     ],
 )
-async def test_a_rank_that_has_no_place_is_refused(tmp_path, rank, regions, why):
+async def test_rank_number_that_is_taken_or_out_of_range_is_refused(tmp_path, rank, regions, why):
     async with Ranked(tmp_path) as ranked:
         worker = Rank(ranked.group.path, 0, regions)
         worker.rank = rank
@@ -228,7 +228,7 @@ async def test_a_rank_of_another_layout_is_refused(tmp_path, regions, why):
 
 
 async def _enter_after(ranked: Ranked, rank: int) -> None:
-    """When the others are there."""
+    """Enter a rank after another one has connected."""
     group = ranked.group
     await run_until_idle(
         lambda: group._membership is not None and group._membership.layout is not None
@@ -240,7 +240,7 @@ async def _enter_after(ranked: Ranked, rank: int) -> None:
 
 
 @pytest.mark.asyncio
-async def test_ranks_that_do_not_come_are_named_and_nothing_is_left(tmp_path):
+async def test_ranks_that_do_not_connect_are_named_and_nothing_is_left(tmp_path):
     group = RankGroup(2, path=tmp_path / "s", timeouts=RankTimeouts(start=0.05))
     with pytest.raises(RankLost, match=r"rank 0: it has not connected, after 0.05 s"):
         await CacheEngine(CacheConfig(device_blocks=4), ranks=group).__aenter__()
@@ -259,12 +259,12 @@ async def test_opening_may_be_cancelled(tmp_path):
 
 
 @pytest.mark.asyncio
-async def test_a_rank_that_finds_nobody_gives_up(tmp_path):
+async def test_rank_without_a_manager_times_out(tmp_path):
     with pytest.raises(TimeoutError):
         await Rank(tmp_path / "s", 0, regions_of(8), connect_timeout=0.02).__aenter__()
 
 
-def test_ranks_exclude_tensors_here():
+def test_ranks_and_local_tensors_are_mutually_exclusive():
     group = RankGroup(1, path="s")
     for config, here, why in (
         (CacheConfig(device_blocks=4), {"regions": regions_of(8)}, "regions has tensors, but"),
@@ -284,7 +284,7 @@ def test_ranks_exclude_tensors_here():
 
 
 async def _decisions(tmp_path, name: str) -> list[bytes]:
-    """What the ranks are told while requests come, in two passes of the loop."""
+    """Return the messages to the ranks while requests arrive, in two passes of the loop."""
     sent: list[bytes] = []
     (tmp_path / name).mkdir(mode=0o700)
     async with Ranked(tmp_path / name, device_blocks=32, host_blocks=32) as ranked:
@@ -340,7 +340,7 @@ async def test_reports_of_an_earlier_generation_are_ignored(tmp_path):
 
 
 @pytest.mark.asyncio
-async def test_a_plan_that_a_rank_cannot_take_fails_there_and_is_named(tmp_path):
+async def test_plan_refused_by_a_rank_fails_and_names_the_rank(tmp_path):
     async with Ranked(tmp_path, new_device=None) as ranked:
         await ranked.to_host(A)
         lease = ranked.engine.match(A)
@@ -359,7 +359,7 @@ async def test_a_plan_that_a_rank_cannot_take_fails_there_and_is_named(tmp_path)
 
 @contextmanager
 def refused_plans(worker: Rank) -> Iterator[None]:
-    """Its controller takes none."""
+    """Let the controller refuse all plans."""
 
     def refuse(plan: object) -> None:
         raise UsageError("no such id")

@@ -1,4 +1,4 @@
-"""The README's program with several ranks runs as it stands."""
+"""The README's program with several ranks runs unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one plan comes to on several ranks, without a loop: the minimum over the ranks."""
+"""Results of one plan on several ranks, without a loop: the minimum over the ranks."""
 
 from __future__ import annotations
 
@@ -28,24 +28,22 @@ def failed(first_bad_block: int) -> TransferReport:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
-    ("said", "believed"),
+    ("bad_block", "expected"),
     [(-1, 0), (-(1 << 40), 0), (4, 0), (1 << 40, 0), (0, 0), (1, 1), (3, 3)],
 )
-async def test_a_failure_at_no_block_of_the_plan_proves_no_block(said, believed):
+async def test_failure_outside_the_plan_leaves_no_block_valid(bad_block, expected):
     counter = LayerDoneCounter(2, transfer_id=1, direction="onload")
     transfer = GroupTransfer(PLAN, counter, num_ranks=2, num_bytes=1, since=0.0)
     assert not transfer.end(0, TransferReport(transfer_id=1, outcome="done"))
-    assert transfer.end(1, failed(said))
+    assert transfer.end(1, failed(bad_block))
     report = transfer.report()
-    assert (report.outcome, report.first_bad_block) == ("failed", believed)
+    assert (report.outcome, report.first_bad_block) == ("failed", expected)
     assert report.reason == "rank 1: a bad page"
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize(("said", "good_tokens"), [(-1, 0), (99, 0), (2, 4)])
-async def test_a_lease_keeps_no_block_of_a_rank_that_fails_without_saying_where(
-    tmp_path, said, good_tokens
-):
+@pytest.mark.parametrize(("bad_block", "good_tokens"), [(-1, 0), (99, 0), (2, 4)])
+async def test_rank_failure_without_a_block_leaves_no_block_valid(tmp_path, bad_block, good_tokens):
     async with Ranked(tmp_path) as ranked:
         await ranked.to_host(A)
         lease = ranked.engine.match(A)
@@ -54,7 +52,7 @@ async def test_a_lease_keeps_no_block_of_a_rank_that_fails_without_saying_where(
         first, second = await ranked.copies()
         first.complete_all()
         report = TransferReport(
-            transfer_id=transfer_id, outcome="failed", first_bad_block=said, reason="somewhere"
+            transfer_id=transfer_id, outcome="failed", first_bad_block=bad_block, reason="somewhere"
         )
         state = ranked.group._membership.ranks[1]
         ranks = Reports(generation=1, arrived=[], ended=[report], finished_step=0)

@@ -34,7 +34,7 @@ async def test_all_ranks_sleep_and_wake_up_with_their_own_tensors(tmp_path):
         assert await ranked.serve(A) == 6
 
 
-async def test_a_rank_that_is_lost_asleep_comes_back_asleep(tmp_path):
+async def test_rank_lost_while_asleep_is_restarted_asleep(tmp_path):
     async with Ranked(tmp_path, new_device=None) as ranked:
         await ranked.engine.sleep(["host"])
         await ranked.lose(1)
@@ -46,7 +46,7 @@ async def test_a_rank_that_is_lost_asleep_comes_back_asleep(tmp_path):
         assert await ranked.serve(A) == 0
 
 
-async def test_a_rank_that_dies_on_the_question_is_named(tmp_path):
+async def test_rank_lost_during_a_control_request_is_named(tmp_path):
     async with Ranked(tmp_path, new_device=None) as ranked:
         shard = ranked.shards[0]
         shard.worker._channel._transport.pause_reading()

@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 
 POLICIES = ("none", "write_through", "write_through_selective", "write_back")
 DEVICES = ("chaos", "flaky")
-VERIFY = ("off", "checksum", "off")  # in turn: other ones whenever policy and device come round
+VERIFY = ("off", "checksum", "off")  # cycled, so that each policy and device gets several
 LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "uvloop": uvloop.new_event_loop,
     "asyncio": asyncio.new_event_loop,
 }
 CLIENTS = 24
 MAX_ROUND_SECONDS = 5.0
-CHECK_OPERATIONS = 50  # between two looks at the invariants
+CHECK_OPERATIONS = 50  # between two checks of the invariants
 CANCEL_SHARE = 0.1  # of the passes of the loop that cancel a client
 HANG_SECONDS = 20.0  # no operation may take so long
 
@@ -61,8 +61,8 @@ class Totals(msgspec.Struct, kw_only=True):
     faults: int = 0
     failed_onloads: int = 0
     late_writes: int = 0
-    spoilt_blocks: int = 0
-    spoilt_found: int = 0
+    corrupted_blocks: int = 0
+    corrupted_found: int = 0
     onloaded_blocks: int = 0
     offloaded_blocks: int = 0
     evicted_blocks: int = 0
@@ -74,7 +74,7 @@ class Totals(msgspec.Struct, kw_only=True):
 
 
 class Round:
-    """One engine and its life."""
+    """One round: an engine from opening to closing."""
 
     def __init__(self, seed: int, policy: str, device: str, verify: str, totals: Totals) -> None:
         self.rng = rng = random.Random(seed)
@@ -115,7 +115,7 @@ class Round:
             mover.cancel()
             await asyncio.wait([mover])
         if left := asyncio.all_tasks() - {asyncio.current_task()}:
-            raise Violation(f"tasks are left: {left}")
+            raise Violation(f"tasks remain: {left}")
 
     async def _load(self, engine: CacheEngine, seconds: float) -> None:
         self.load = load = Load(engine, self.memory, self.rng)
@@ -176,7 +176,7 @@ class Round:
             raise Violation("; ".join(violations[:5]))
 
     async def _end(self, engine: CacheEngine) -> None:
-        """Nothing is out: every pool is full again."""
+        """Check that every pool is full again."""
         await engine.quiesce(timeout=HANG_SECONDS)
         engine.resume()
         await engine.reset()
@@ -201,8 +201,8 @@ class Round:
         totals.cancelled += load.cancelled
         totals.failed_onloads += load.failed_onloads
         totals.late_writes += load.late_writes
-        totals.spoilt_blocks += load.spoilt_blocks
-        totals.spoilt_found += load.spoilt_found
+        totals.corrupted_blocks += load.corrupted_blocks
+        totals.corrupted_found += load.corrupted_found
         totals.checked_blocks += self.memory.checked_blocks
         totals.faults += self.device.faults.count
         totals.onloaded_blocks += statistics.onloaded_blocks
@@ -211,7 +211,7 @@ class Round:
 
 
 def _raise_failure(task: asyncio.Task[None]) -> None:
-    """Of a finished task: any exception but its cancellation."""
+    """Raise the exception of a finished task, unless it was cancelled."""
     if task.cancelled() or (error := task.exception()) is None:
         return
     if isinstance(error, Violation | WrongBytes):
@@ -261,7 +261,7 @@ def soak(
             if loop_errors:
                 raise Violation(f"the loop's exception handler got: {loop_errors[:3]}")
             if number and (left := _open() - before):
-                raise Violation(f"threads or descriptors are left: {left}")
+                raise Violation(f"threads or descriptors remain: {left}")
         except (Violation, WrongBytes) as error:
             raise SoakFailure(seed, number, f"{policy}, {device}, {verify}, {loop}", one) from error
         before = before if number else _open()  # the first loop opens libuv's own pipes
@@ -274,7 +274,7 @@ def soak(
 
 
 class SoakFailure(Exception):
-    """A violation, and how to see it again."""
+    """A violation, and the arguments that reproduce it."""
 
     def __init__(self, seed: int, number: int, kind: str, one: Round) -> None:
         log = one.load.log if one.load is not None else ()
@@ -288,8 +288,10 @@ def _open() -> set[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=300.0, help="default: %(default)s")
-    parser.add_argument("--seed", type=int, help="default: a random one, printed")
+    parser.add_argument(
+        "--seconds", type=float, default=300.0, help="duration in seconds (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, help="seed of the run (default: random, printed)")
     parser.add_argument(
         "--log",
         type=Path,

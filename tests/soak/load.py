@@ -28,7 +28,7 @@ SALTS = ("", "tenant-a", "tenant-b")
 
 
 class Violation(Exception):
-    """The engine did what it must not do."""
+    """Error: the engine violated an invariant."""
 
 
 class Load:
@@ -43,8 +43,8 @@ class Load:
         self.cancelled = 0
         self.failed_onloads = 0
         self.late_writes = 0
-        self.spoilt_blocks = 0
-        self.spoilt_found = 0
+        self.corrupted_blocks = 0
+        self.corrupted_found = 0
         self.stopping = False
         self.log: deque[tuple[object, ...]] = deque(maxlen=60)
 
@@ -54,12 +54,12 @@ class Load:
 
     def note_failure(self, error: TransferError) -> None:
         self.failed_onloads += 1
-        self.spoilt_found += "checksum of host block" in str(error)
+        self.corrupted_found += "checksum of host block" in str(error)
 
     # --- clients --------------------------------------------------------------------------------
 
     async def client(self, name: str) -> None:
-        """Requests one after the other, until told to stop."""
+        """Serve requests in sequence until stopped."""
         while not self.stopping:
             await self.act(name)
             await asyncio.sleep(0)
@@ -140,7 +140,7 @@ class Load:
             await asyncio.sleep(0)
 
     def prompt(self) -> np.ndarray:
-        """Prompts share prefixes: a few choices a block, the first ones the likeliest."""
+        """Draw prompts that share prefixes: a few choices per block, the first is likeliest."""
         rng, size = self.rng, self.memory.block_tokens
         blocks = min(1 + int(rng.expovariate(0.25)), 24)
         choices = [min(int(rng.expovariate(1.5)), 3) for _ in range(blocks)]
@@ -151,7 +151,7 @@ class Load:
     # --- the operator ---------------------------------------------------------------------------
 
     async def operate(self) -> None:
-        """Does one of its acts now and then."""
+        """Run one of the operator's actions at random intervals."""
         while not self.stopping:
             for _ in range(self.rng.randint(5, 100)):
                 await asyncio.sleep(0)
@@ -163,7 +163,7 @@ class Load:
         acts = [self.evict] * 3
         acts += [self.reset, self.resize, self.quiesce, self.hold, self.update_weights, self.sleep]
         if self.engine.config.verify == "checksum":
-            acts += [self.spoil] * 4
+            acts += [self.corrupt] * 4
         return acts
 
     async def evict(self) -> None:
@@ -185,9 +185,9 @@ class Load:
         except TimeoutError:
             self.note("operator", "resize timed out")
 
-    async def spoil(self) -> None:
+    async def corrupt(self) -> None:
         """Change a host block behind the engine's back: no request may get it any more."""
-        await self.engine.evict(4)  # so that some are on the host alone
+        await self.engine.evict(4)  # so that some are on the host only
         cached = self.engine.scheduler.read.cached_blocks()
         blocks = [
             (context, np.frombuffer(prefix, np.int32), host)
@@ -197,13 +197,13 @@ class Load:
         if not blocks:
             return
         context, prefix, host = self.rng.choice(blocks)
-        self.note("operator", "spoil host block", host)
+        self.note("operator", "corrupt host block", host)
         self.engine.worker.memory.arena.blocks[host] ^= 0xFF
-        self.spoilt_blocks += 1
-        await self.read_spoilt(np.append(prefix, np.int32(0)), context.partition(":")[2])
+        self.corrupted_blocks += 1
+        await self.read_corrupted(np.append(prefix, np.int32(0)), context.partition(":")[2])
 
-    async def read_spoilt(self, tokens: np.ndarray, salt: str) -> None:
-        """Ask for it, before all who stand in line."""
+    async def read_corrupted(self, tokens: np.ndarray, salt: str) -> None:
+        """Allocate with a priority before all waiting requests."""
         async with self.engine.match(tokens, salt=salt, owner="operator") as lease:
             try:
                 await lease.allocate(len(tokens), priority=-1, timeout=0.05)
@@ -243,7 +243,7 @@ class Load:
         self.note("operator", "update weights")
         try:
             async with self.engine.updating_weights(timeout=0.05):
-                for _ in range(4):  # those granted before have taken note of the old weights
+                for _ in range(4):  # earlier leases have recorded the old weights
                     await asyncio.sleep(0)
                 self.memory.weights += 1
         except TimeoutError:
@@ -281,7 +281,7 @@ class Request:
         rng = self.load.rng
         self.load.hit_tokens += self.lease.cached_tokens
         if rng.random() < 0.05:
-            return  # lost interest while its onload runs
+            return  # the client ends while its onload runs
         cached = await self.arrive()
         self.check(cached)
         if rng.random() < 0.3:
@@ -301,7 +301,7 @@ class Request:
         self.check(self.full_tokens)
 
     def fork(self) -> None:
-        """A sample beside this one reads what this one has computed."""
+        """Fork a sample that reads the computed blocks."""
         self.load.note(self.name, "fork")
         try:
             child = self.lease.fork()
@@ -315,7 +315,7 @@ class Request:
             child.release()
 
     async def preempt(self) -> bool:
-        """Give the blocks away and take them again; False when that took too long."""
+        """Preempt and resume; return False on a timeout."""
         lease, rng = self.lease, self.load.rng
         positions, swap = lease.num_tokens, rng.random() < 0.7
         self.load.note(self.name, "preempt", swap)
@@ -331,7 +331,7 @@ class Request:
             return False
         cached = await self.arrive()
         if self.weights != self.memory.weights:
-            return False  # what is cached may be of either
+            return False  # cached blocks may be from either weights
         self.check(cached)
         self.compute(cached, lease.num_tokens)
         await self.commit(cached)
@@ -339,11 +339,11 @@ class Request:
 
     @property
     def full_tokens(self) -> int:
-        """Named positions that the table holds."""
+        """Return the allocated positions with known tokens."""
         return min(len(self.tokens), self.lease.num_tokens)
 
     async def arrive(self) -> int:
-        """Wait for the onload; returns what is there, in tokens."""
+        """Wait for the onload; return the cached tokens."""
         lease = self.lease
         try:
             await lease.layers.wait_all()
@@ -391,7 +391,7 @@ class Request:
                 await asyncio.sleep(0)
 
     async def commit(self, done: int) -> None:
-        """In chunks, as a prefill would."""
+        """Compute in chunks, as a prefill does."""
         lease, rng = self.lease, self.load.rng
         while done < lease.num_tokens:
             done = min(done + rng.randint(1, 6 * self.size), lease.num_tokens)
@@ -402,7 +402,7 @@ class Request:
                 await asyncio.sleep(0)
 
     async def decode(self) -> bool:
-        """Some more positions, named or drafts that are given back."""
+        """Append positions, or drafts that are truncated again."""
         lease, rng = self.lease, self.load.rng
         more = rng.randint(1, 2 * self.size)
         self.load.note(self.name, "extend", more)
@@ -416,7 +416,7 @@ class Request:
             lease.truncate(before)
             self.tokens = self.tokens[:before]
             return True
-        begin = min(before, len(self.tokens))  # drafts before it have no name and no bytes yet
+        begin = min(before, len(self.tokens))  # earlier drafts have no token ids and no bytes yet
         room = lease.num_tokens - len(self.tokens)
         if room > 0:
             named = np.array([rng.randint(0, 1) for _ in range(room)], np.int32)
@@ -428,7 +428,7 @@ class Request:
 
 
 class LateRunner:
-    """Writes blocks some passes of the loop later, even if their lease was released."""
+    """Runner that writes blocks some passes of the loop later, even after their release."""
 
     def __init__(self, memory: Memory, block_table: np.ndarray, words: np.ndarray) -> None:
         self.memory = memory

@@ -1,4 +1,4 @@
-"""The soak, a short one; and that it finds what it looks for."""
+"""A short soak, and negative controls of its checks."""
 
 from __future__ import annotations
 
@@ -21,45 +21,47 @@ def test_three_seconds_of_soak(tmp_path):
     assert replay_transitions(TransitionLog.load(log)) > 100, "those of the last round"
 
 
-def test_a_copy_that_lies_is_found_and_leaves_the_transitions(monkeypatch, capsys, tmp_path):
-    """Negative control: garbage is reported as moved."""
-    monkeypatch.setattr(ChaosDevice, "ended", _forget_the_failure)
+def test_failed_copy_reported_as_complete_is_detected_and_leaves_its_log(
+    monkeypatch, capsys, tmp_path
+):
+    """Negative control: a failed copy is reported as complete."""
+    monkeypatch.setattr(ChaosDevice, "ended", _drop_the_failure)
     monkeypatch.setattr(soak, "POLICIES", ("write_through",))
     monkeypatch.setattr(soak, "DEVICES", ("chaos",))
     log = tmp_path / "transitions.jsonl"
     assert soak.main(["--seconds", "10", "--seed", "3", "--log", str(log)]) == 1
-    told = capsys.readouterr().err
-    assert "VIOLATION" in told
-    assert "seed 3, round" in told
-    assert " match " in told, "the last operations"
-    assert str(log) in told
+    printed = capsys.readouterr().err
+    assert "VIOLATION" in printed
+    assert "seed 3, round" in printed
+    assert " match " in printed, "the last operations"
+    assert str(log) in printed
     assert replay_transitions(TransitionLog.load(log)) > 10
 
 
-def test_a_checksum_that_nobody_compares_is_found(monkeypatch, capsys, tmp_path):
-    """Negative control: spoilt host blocks are taken for good."""
+def test_missing_checksum_comparison_is_detected(monkeypatch, capsys, tmp_path):
+    """Negative control: corrupted host blocks pass the checksum comparison."""
     monkeypatch.setattr(Checksums, "verify", lambda self, plan, failure: failure)
     monkeypatch.setattr(soak, "POLICIES", ("write_through",))
     monkeypatch.setattr(soak, "VERIFY", ("checksum",))
-    monkeypatch.setattr(Load, "acts", lambda load: [load.spoil])
+    monkeypatch.setattr(Load, "acts", lambda load: [load.corrupt])
     log = tmp_path / "transitions.jsonl"
     assert soak.main(["--seconds", "10", "--seed", "3", "--log", str(log)]) == 1
     assert "VIOLATION" in capsys.readouterr().err
 
 
-def test_spoilt_blocks_are_found_and_named(monkeypatch, tmp_path):
+def test_corrupted_blocks_are_detected_and_named(monkeypatch, tmp_path):
     monkeypatch.setattr(soak, "POLICIES", ("write_through",))
     monkeypatch.setattr(soak, "VERIFY", ("checksum",))
-    monkeypatch.setattr(Load, "acts", lambda load: [load.spoil])
+    monkeypatch.setattr(Load, "acts", lambda load: [load.corrupt])
     totals = soak.soak(3.0, seed=2, log=tmp_path / "transitions.jsonl")
-    assert totals.spoilt_found > 0
+    assert totals.corrupted_found > 0
 
 
-def _forget_the_failure(self, copy):
+def _drop_the_failure(self, copy):
     copy._error = None
     super(ChaosDevice, self).ended(copy)
 
 
-def test_the_command_refuses_nonsense():
+def test_command_refuses_invalid_arguments():
     with pytest.raises(SystemExit):
         soak.main(["--seconds", "soon"])

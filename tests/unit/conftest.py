@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Worker:
-    """A controller and all that it needs; leaves nothing behind.
+    """A controller and its dependencies; checks that nothing remains afterwards.
 
     Blocks have 37 and 18 bytes a layer, and layer 1 has 5 more: nothing is a multiple of 8.
     """
@@ -99,7 +99,7 @@ class Worker:
         return self.controller.submit(plan)
 
     async def settle(self, passes: int = 10) -> None:
-        """Let everything that is done be noticed, without waiting for the poller's timer."""
+        """Let the poller see all finished events without waiting for its timer."""
         for _ in range(passes):
             for stream in self.poller._streams.values():
                 stream.next_query = 0.0
@@ -107,7 +107,7 @@ class Worker:
             await asyncio.sleep(0)
 
     def contents(self) -> dict[str, np.ndarray]:
-        """Copies of all bytes: the arena's and every tensor's."""
+        """Return copies of all bytes: the arena's and every tensor's."""
         found = {f"{p.region}{p.layer}": p.view().copy() for p in self.regions.pieces()}
         found["host"] = self.controller.memory.arena.blocks.copy()
         return found
@@ -119,7 +119,7 @@ class Worker:
         device_ids: Sequence[int],
         host_ids: Sequence[int],
     ) -> dict[str, np.ndarray]:
-        """The specification: what contents() must be after a transfer."""
+        """Return the expected contents() after a transfer."""
         after = {name: array.copy() for name, array in before.items()}
         for piece in self.regions.pieces():
             begin = piece.host_offset_bytes

@@ -135,7 +135,7 @@ def test_narrow_formats_are_widened_and_tied_embeddings_used_twice(tmp_path, dty
         ({"model_type": "llama"}, "vocab_size"),
     ],
 )
-def test_what_is_not_known_is_refused(tmp_path, sizes, message):
+def test_unknown_model_kinds_and_options_are_refused(tmp_path, sizes, message):
     config = GroupedConfig(vocab=40, hidden=16, layers=2, heads=4, kv_heads=2, ffn=24, head_size=6)
     write(tmp_path, sizes, [stored(random_weights(config), config)])
     with pytest.raises(UsageError, match=message):
@@ -264,7 +264,7 @@ def test_hostile_header_entry_is_a_usage_error(tmp_path, change):
     ],
     ids=lambda content: content[:10].hex(),
 )
-def test_what_is_no_safetensors_file_is_a_usage_error(tmp_path, content):
+def test_invalid_safetensors_file_is_a_usage_error(tmp_path, content):
     small_model(tmp_path).write_bytes(content)
     with pytest.raises(UsageError, match=r"model-0\.safetensors: "):
         read_checkpoint(tmp_path)
@@ -302,7 +302,7 @@ def test_flipped_bits_in_the_header_are_usage_errors_or_read_the_same_bytes(tmp_
 
 @pytest.mark.parametrize("name", ["config.json", "model-0.safetensors"])
 @pytest.mark.parametrize("kind", ["fifo", "folder", "null"])
-def test_what_is_no_regular_file_is_refused_without_blocking(tmp_path, name, kind):
+def test_non_regular_file_is_refused_without_blocking(tmp_path, name, kind):
     small_model(tmp_path)
     path = tmp_path / name
     path.unlink()

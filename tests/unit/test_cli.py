@@ -1,4 +1,4 @@
-"""The command line: statuses, messages, and that nothing prints a traceback."""
+"""The command line: exit statuses, messages, and no tracebacks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def fake_command(monkeypatch):
 
 @pytest.fixture
 def default_sigterm():
-    """Undo what a parent process of the tests may have done to SIGTERM."""
+    """Restore the default of SIGTERM, which a parent process of the tests may have changed."""
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGTERM, before)
@@ -101,7 +101,7 @@ def test_termination_has_no_traceback_and_restores_the_signal(fake_command, caps
 
 
 @pytest.mark.usefixtures("default_sigterm")
-def test_termination_of_a_loop_cancels_what_it_runs(fake_command, capsys):
+def test_termination_of_a_loop_cancels_its_main_task(fake_command, capsys):
     ended = []
 
     async def serve():

@@ -1,4 +1,4 @@
-"""Time that only the test moves, on both kinds of loop."""
+"""Clock that only the test advances, on both kinds of loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.clock
 
 
 @pytest.mark.asyncio
-async def test_timeouts_pass_when_the_test_says_so():
+async def test_timeouts_expire_when_the_test_advances_the_clock():
     clock = running_clock()
     ended: list[tuple[str, float]] = []
 
@@ -36,7 +36,7 @@ async def test_timeouts_pass_when_the_test_says_so():
 
 
 @pytest.mark.asyncio
-async def test_cancelled_timers_do_not_go_off():
+async def test_cancelled_timers_do_not_fire():
     clock, loop, calls = running_clock(), asyncio.get_running_loop(), []
     timers = [loop.call_later(seconds, calls.append, seconds) for seconds in (1, 2, 3)]
     loop.call_at(clock.now + 1.5, timers[1].cancel)
@@ -49,7 +49,7 @@ async def test_cancelled_timers_do_not_go_off():
 
 
 @pytest.mark.asyncio
-async def test_a_timer_that_raises_is_told_to_the_loop(loop_errors):
+async def test_timer_exception_reaches_the_loop_exception_handler(loop_errors):
     def fail() -> None:
         raise ZeroDivisionError
 

@@ -69,7 +69,7 @@ def test_for_regions_refuses_bytes_that_are_no_integers(field, value):
         CacheConfig.for_regions(regions, **{field: value})
 
 
-def test_is_frozen():
+def test_config_is_frozen():
     config = CacheConfig(device_blocks=8)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.device_blocks = 9

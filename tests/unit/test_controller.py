@@ -27,7 +27,7 @@ def outcomes(worker: Worker) -> dict[int, str]:
 
 
 async def test_every_transfer_has_its_own_counter(new_worker: type[Worker]) -> None:
-    """Offloads have one as well."""
+    """Offloads have a counter as well."""
     async with new_worker(ManualDevice()) as worker:
         counters = [
             worker.submit("onload", [1], [1]),
@@ -39,10 +39,10 @@ async def test_every_transfer_has_its_own_counter(new_worker: type[Worker]) -> N
         assert not any(counter.is_done for counter in counters)
 
 
-async def test_the_report_comes_once_from_the_loop_when_all_layers_are_proven(
+async def test_transfer_is_reported_once_after_all_layers_arrived(
     new_worker: type[Worker],
 ) -> None:
-    """I4: not at submission, not after some of the layers."""
+    """I4: the report is sent neither at submission nor after some of the layers."""
     device = ManualDevice()
     async with new_worker(device) as worker:
         counter = worker.submit()
@@ -81,7 +81,7 @@ async def test_bad_plans_are_refused_and_change_nothing(
     host_ids: list[int],
     message: str,
 ) -> None:
-    """An error at once instead of a counter that never ends."""
+    """A bad plan raises immediately instead of returning a counter that never ends."""
     device = ManualDevice()
     async with new_worker(device) as worker:
         before = worker.contents()
@@ -95,7 +95,9 @@ async def test_bad_plans_are_refused_and_change_nothing(
             worker.submit("onload", [2], [2], transfer_id=1)
 
 
-async def test_two_slots_a_direction_and_the_next_by_priority(new_worker: type[Worker]) -> None:
+async def test_each_direction_has_two_slots_and_the_next_is_chosen_by_priority(
+    new_worker: type[Worker],
+) -> None:
     """Directions do not wait for each other, demand goes before backup."""
     device = ManualDevice()
     async with new_worker(device) as worker:
@@ -107,7 +109,7 @@ async def test_two_slots_a_direction_and_the_next_by_priority(new_worker: type[W
         assert len(device.offloads) == 1
         statistics = worker.controller.statistics()
         assert (statistics.onload.queued, statistics.onload.submitted) == (3, 2)
-        device.onloads[1].complete_all()  # the younger one first: ends may come in any order
+        device.onloads[1].complete_all()  # the younger one first: transfers may end in any order
         await worker.settle()
         assert [copy.host_ids.tolist() for copy in device.onloads] == [[0], [5]]
         device.complete_all()
@@ -139,7 +141,7 @@ async def test_the_real_bytes_move_layer_by_layer(
 async def test_a_failed_layer_fails_the_transfer_at_its_first_bad_block(
     new_worker: type[Worker],
 ) -> None:
-    """With the reason, and the counter ends too."""
+    """The report has the reason, and the counter ends too."""
     device = ManualDevice()
     async with new_worker(device) as worker:
         counter = worker.submit("onload", [1, 2, 3], [1, 2, 3])
@@ -159,7 +161,7 @@ async def test_a_failed_layer_fails_the_transfer_at_its_first_bad_block(
 
 
 async def test_a_device_that_refuses_is_a_failed_transfer(new_worker: type[Worker]) -> None:
-    """`submit()` does not raise, so a batch is not torn; the slot is free again."""
+    """`submit()` does not raise, so a batch is not split; the slot is free again."""
     device = ManualDevice()
     async with new_worker(device) as worker:
         device.refuse = DeviceError("out of ring slots")
@@ -175,7 +177,7 @@ async def test_a_device_that_refuses_is_a_failed_transfer(new_worker: type[Worke
         assert outcomes(worker) == {1: "failed", 2: "done"}
 
 
-async def test_an_event_that_cannot_be_asked_fails_the_transfer(new_worker: type[Worker]) -> None:
+async def test_failed_event_query_fails_the_transfer(new_worker: type[Worker]) -> None:
     """A sticky device error reaches the scheduler, once."""
     device = ManualDevice()
     async with new_worker(device) as worker:
@@ -189,10 +191,10 @@ async def test_an_event_that_cannot_be_asked_fails_the_transfer(new_worker: type
             await counter.wait_all()
 
 
-async def test_cancel_takes_back_only_what_is_not_submitted(
+async def test_cancel_removes_only_unsubmitted_transfers(
     new_worker: type[Worker], same_bytes: Any
 ) -> None:
-    """I3: bytes on their way arrive and are reported as what they are."""
+    """I3: bytes in flight arrive and are reported with their real outcome."""
     device = ManualDevice()
     async with new_worker(device) as worker:
         before = worker.contents()
@@ -204,7 +206,7 @@ async def test_cancel_takes_back_only_what_is_not_submitted(
         assert worker.controller.cancel(3) == "too late"
         assert worker.controller.cancel(99) == "too late"
         await worker.settle()
-        assert worker.reports == []  # the caller knows
+        assert worker.reports == []  # the caller has cancelled it
         for counter in (counters[2], held):
             with pytest.raises(TransferError, match="cancelled before it was submitted"):
                 await counter.wait(0)
@@ -218,7 +220,7 @@ async def test_cancel_takes_back_only_what_is_not_submitted(
 
 
 async def test_cancelling_a_waiter_leaves_the_transfer_alone(new_worker: type[Worker]) -> None:
-    """I7."""
+    """I7: the transfer continues."""
     device = ManualDevice()
     async with new_worker(device) as worker:
         counter = worker.submit()
@@ -242,7 +244,7 @@ async def test_a_raised_priority_counts_for_queued_and_held_transfers(
             worker.submit("onload", [i], [i], priority=priority, after_step=int(held))
         worker.controller.raise_priority(5, Priority.DEMAND)
         worker.controller.raise_priority(5, Priority.BACKUP)  # less urgent: without effect
-        worker.controller.raise_priority(1, Priority.DEMAND)  # perhaps with the device already
+        worker.controller.raise_priority(1, Priority.DEMAND)  # it may already be in the device
         worker.controller.raise_priority(99, Priority.DEMAND)  # unknown
         if held:
             worker.controller.close_step(1, None)
@@ -273,7 +275,7 @@ async def test_layers_are_announced_one_by_one_while_later_ones_move(
 
 
 async def test_no_report_is_sent_from_inside_a_call(new_worker: type[Worker]) -> None:
-    """Of plans that are done, refused or without bytes: each in a later callback."""
+    """Plans that are done, refused or without bytes are reported in a later callback."""
     for layers in (0, 1):
         device = ManualDevice()
         async with new_worker(device, layers=layers) as worker:
@@ -290,13 +292,13 @@ async def test_no_report_is_sent_from_inside_a_call(new_worker: type[Worker]) ->
                 device.complete_all()
                 await worker.settle()
                 assert worker.reports
-            assert calls == [False] * 2  # who cancels a plan that waits knows
+            assert calls == [False] * 2  # a queued plan that is cancelled is not reported
 
 
 async def test_a_failed_native_call_frees_its_place_in_the_device(
     new_worker: type[Worker],
 ) -> None:
-    """As many refusals as there are slots, and then some: the lane goes on."""
+    """The lane continues after more refusals than there are slots."""
     device = ManualDevice()
     async with new_worker(device) as worker:
         for i in range(MAX_SUBMITTED + 2):
@@ -316,7 +318,7 @@ async def test_a_failed_native_call_frees_its_place_in_the_device(
         assert len(device.onloads) == 1
 
 
-async def test_a_report_that_raises_does_not_stop_those_that_wait(
+async def test_a_report_that_raises_does_not_stop_queued_transfers(
     new_worker: type[Worker], loop_errors: list[dict[str, Any]]
 ) -> None:
     device = ManualDevice()
@@ -442,7 +444,7 @@ async def test_gpu_wait_from_the_runners_thread(new_worker: type[Worker]) -> Non
         assert worker.reports == []
 
 
-async def test_gpu_wait_on_the_loops_thread_submits_out_of_turn(new_worker: type[Worker]) -> None:
+async def test_gpu_wait_on_the_loops_thread_submits_out_of_order(new_worker: type[Worker]) -> None:
     device = ManualDevice()
     async with new_worker(device) as worker:
         for i in range(2):
@@ -463,7 +465,7 @@ async def test_gpu_wait_on_the_loops_thread_submits_out_of_turn(new_worker: type
         assert set(outcomes(worker).values()) == {"done"}
 
 
-async def test_a_report_that_raises_is_told_and_the_worker_goes_on(
+async def test_report_that_raises_reaches_the_loop_and_the_worker_continues(
     new_worker: type[Worker], loop_errors: list[dict[str, Any]]
 ) -> None:
     device = ManualDevice()
@@ -483,7 +485,7 @@ async def test_a_report_that_raises_is_told_and_the_worker_goes_on(
         assert outcomes(worker) == {2: "done"}
 
 
-async def test_drain_waits_for_all_and_survives_cancellation(new_worker: type[Worker]) -> None:
+async def test_drain_waits_for_all_transfers_and_can_be_cancelled(new_worker: type[Worker]) -> None:
     device = ManualDevice()
     async with new_worker(device) as worker:
         await worker.controller.drain()
@@ -502,7 +504,7 @@ async def test_drain_waits_for_all_and_survives_cancellation(new_worker: type[Wo
         assert len(worker.reports) == 3
 
 
-async def test_close_cancels_what_waits_and_frees_nothing_under_a_copy(
+async def test_close_cancels_queued_transfers_and_frees_no_memory_under_a_copy(
     new_worker: type[Worker],
 ) -> None:
     """I8: close waits for all that is in flight."""
@@ -530,7 +532,7 @@ async def test_close_cancels_what_waits_and_frees_nothing_under_a_copy(
 
 
 async def test_a_cache_of_no_bytes_is_done_in_the_next_pass(new_worker: type[Worker]) -> None:
-    """Index only."""
+    """A cache without tensors, as in index-only use."""
     async with new_worker(ManualDevice(), layers=0) as worker:
         counter = worker.submit("onload", [10_000], [1])
         seen: list[str] = []
@@ -569,7 +571,7 @@ async def test_statistics_count_bytes_and_learn_the_bandwidth(
 async def test_bandwidth_is_measured_by_the_devices_clock(
     new_worker: type[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a late look makes transfers seem slow, and the poller sleep longer, and so on."""
+    """A late query must not make transfers seem slow, or the poller would sleep ever longer."""
     monkeypatch.setattr(lanes, "LEARN_BYTES", 1)
     device = ManualDevice()
     async with new_worker(device) as worker:

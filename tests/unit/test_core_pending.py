@@ -9,8 +9,8 @@ from aiokv._native import Core, Outcome
 PROMPT = np.arange(9, dtype=np.int32)  # 4 blocks of 2 that an equal prompt can hit
 
 
-def test_an_equal_prompt_goes_on_waiting_while_the_owner_computes_in_chunks():
-    """Chunk by chunk KV is cached, and the state that a hit needs comes with the last."""
+def test_equal_prompt_keeps_waiting_while_the_owner_computes_in_chunks():
+    """KV is cached chunk by chunk, and the state that a hit needs arrives with the last chunk."""
     core = Core(block_tokens=2, device_blocks=16, state_slots=4)
     owner, *_ = core.match(PROMPT)
     core.allocate(owner, len(PROMPT))
@@ -30,7 +30,7 @@ def test_an_equal_prompt_goes_on_waiting_while_the_owner_computes_in_chunks():
     assert core.violations() == []
 
 
-def test_tokens_named_after_the_grant_are_promised_too():
+def test_tokens_appended_after_the_grant_are_pending():
     core = Core(block_tokens=2, device_blocks=16)
     owner, *_ = core.match(PROMPT[:4])
     core.allocate(owner, len(PROMPT))
@@ -47,8 +47,8 @@ def test_tokens_named_after_the_grant_are_promised_too():
     assert core.pending(waiting) == (0, 0)
 
 
-def test_the_longest_of_many_promises_is_found():
-    """Equal beginnings, of which one goes on as the waiting prompt does."""
+def test_longest_of_many_pending_prefixes_is_found():
+    """Of several owners with equal prefixes, one continues like the waiting prompt."""
     core = Core(block_tokens=2, device_blocks=2000)
     owners = []
     for number in range(200):

@@ -1,4 +1,4 @@
-"""Preempted leases: what they keep, who may take it, and when (I3)."""
+"""Preempted leases: the blocks and state that they keep, and when these are freed (I3)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def granted(core: Core, *tokens: int) -> int:
 
 
 def swapped(core: Core, *tokens: int, step: int = 0) -> int:
-    """A lease that computed all but the last token, which the next step would."""
+    """Swap out a lease that has computed all but the last token."""
     lease_id = granted(core, *tokens)
     core.commit(lease_id, len(tokens) - 1, step)
     assert core.swap_out(lease_id, step)
@@ -50,7 +50,7 @@ def swapped(core: Core, *tokens: int, step: int = 0) -> int:
 
 
 def pinned(core: Core, *tokens: int) -> int:
-    """All but the last token are cached, with their state, and held."""
+    """Pin a prompt of which all but the last token are cached, with their state."""
     first = granted(core, *tokens)
     core.commit(first, len(tokens) - 1)
     assert core.snapshot(first, len(tokens) - 1)[1] >= 0
@@ -79,7 +79,7 @@ def test_the_slot_of_a_swapped_lease_is_written_only_when_its_last_step_is_over(
     assert core.violations() == []
 
 
-def test_a_table_that_comes_back_cannot_be_cut_while_it_is_being_written():
+def test_table_cannot_be_truncated_while_it_is_swapped_in():
     core = saving_core()
     lease_id = swapped(core, 1, 2, 3, 4)
     assert core.allocate(lease_id, 4) == LOADING
@@ -91,7 +91,7 @@ def test_a_table_that_comes_back_cannot_be_cut_while_it_is_being_written():
     assert core.violations() == []
 
 
-def test_a_pin_does_not_keep_a_preempted_lease_from_making_room():
+def test_preempted_lease_frees_its_state_despite_a_pin():
     core = saving_core(state_slots=2)
     pin = pinned(core, 1, 2, 3, 4, 5)
     preempted = swapped(core, 9, 8, 7, 6, 5)
@@ -103,7 +103,7 @@ def test_a_pin_does_not_keep_a_preempted_lease_from_making_room():
     assert core.violations() == []
 
 
-def test_a_preempted_lease_keeps_its_state_where_giving_it_up_would_not_help():
+def test_preempted_lease_keeps_its_state_when_dropping_it_frees_too_few_blocks():
     core = saving_core(state_slots=2, device_blocks=6)
     pin = pinned(core, 1, 2, 3, 4, 5)
     preempted = swapped(core, 9, 8, 7, 6, 5)
@@ -116,8 +116,8 @@ def test_a_preempted_lease_keeps_its_state_where_giving_it_up_would_not_help():
     assert core.violations() == []
 
 
-def test_a_swap_that_the_host_cannot_take_evicts_nothing_there():
-    """Host copies that a preempted lease holds are no room, though nobody copies them now."""
+def test_swap_that_exceeds_the_host_evicts_no_host_block():
+    """Host copies of a preempted lease are not evictable, even without a transfer."""
     core = Core(
         block_tokens=1, device_blocks=16, host_blocks=6, write_policy=WritePolicy.WRITE_THROUGH
     )

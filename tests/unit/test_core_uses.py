@@ -12,7 +12,7 @@ PROMPT = np.arange(13, dtype=np.int32)
 
 
 def filled() -> Core:
-    """Three blocks of PROMPT are cached."""
+    """Return a core with three cached blocks of PROMPT."""
     core = Core(block_tokens=4, device_blocks=16)
     use(core)
     return core
@@ -35,7 +35,7 @@ def held(core: Core, tokens: int = 13) -> int:
     return lease
 
 
-def test_a_use_is_told_once_to_all_whose_whole_hit_it_covers():
+def test_use_is_reported_once_to_each_lease_whose_hit_it_covers():
     core = filled()
     short, whole, same = held(core, 9), held(core), held(core)
     assert core.take_used() == []
@@ -48,14 +48,14 @@ def test_a_use_is_told_once_to_all_whose_whole_hit_it_covers():
     assert core.take_used() == []
 
 
-def test_a_released_or_retracted_lease_is_not_told():
+def test_released_or_retracted_lease_gets_no_use_report():
     core = filled()
-    released, retracted, told = held(core), held(core), held(core)
+    released, retracted, reported = held(core), held(core), held(core)
     core.release(released)
     core.retract(retracted)
     use(core)
     assert core.violations() == []
-    assert core.take_used() == [told]
+    assert core.take_used() == [reported]
     gone = held(core)
     use(core)
     core.release(gone)
@@ -63,7 +63,7 @@ def test_a_released_or_retracted_lease_is_not_told():
     assert core.take_used() == []
 
 
-def test_a_reset_leaves_nothing_to_use():
+def test_reset_ends_all_expected_uses():
     core = filled()
     lease = held(core)
     assert core.is_current(lease)

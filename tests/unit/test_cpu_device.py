@@ -44,13 +44,13 @@ def stream() -> Iterator[CpuStream]:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("ids", IDS.values(), ids=IDS.keys())
 @pytest.mark.parametrize("direction", ["onload", "offload"])
-async def test_the_bytes_arrive_and_all_others_stay(
+async def test_copied_bytes_arrive_and_others_do_not_change(
     new_worker: type[Worker],
     same_bytes: Any,
     direction: Direction,
     ids: tuple[list[int], list[int]],
 ) -> None:
-    """Every region of every layer; odd block sizes; neighbours on both sides."""
+    """Copy every region of every layer, with odd block sizes, and check the adjacent bytes."""
     async with new_worker(CpuDevice()) as worker:
         wanted = worker.after_plain_copy(worker.contents(), direction, *ids)
         await worker.submit(direction, *ids).wait_all()
@@ -74,7 +74,7 @@ async def test_both_directions_at_once(new_worker: type[Worker], same_bytes: Any
 
 
 @pytest.mark.asyncio
-async def test_a_step_holds_back_the_copy_on_the_device(
+async def test_copy_waits_on_the_device_for_its_step(
     new_worker: type[Worker], same_bytes: Any, stream: CpuStream
 ) -> None:
     """Order comes from events on explicit streams."""
@@ -98,7 +98,7 @@ async def test_a_step_holds_back_the_copy_on_the_device(
 async def test_a_compute_stream_waits_for_a_layer(
     new_worker: type[Worker], stream: CpuStream
 ) -> None:
-    """`gpu_wait` orders the stream; the host goes on."""
+    """`gpu_wait` orders the stream; the host does not wait."""
     async with new_worker(CpuDevice()) as worker:
         counter = worker.submit()
         counter.gpu_wait_all(stream)
@@ -141,8 +141,8 @@ def test_host_events_begin_and_finish() -> None:
     assert (event.done, event.error, event.generation) == (True, "no memory", 2)
 
 
-def test_what_was_never_recorded_cannot_be_waited_for(stream: CpuStream) -> None:
-    """To CUDA an unrecorded event is done; here it is an error."""
+def test_wait_for_an_unrecorded_event_is_refused(stream: CpuStream) -> None:
+    """CUDA treats an unrecorded event as done; here it is an error."""
     with pytest.raises(UsageError, match="never recorded"):
         CpuEvent().synchronize()
     with pytest.raises(UsageError, match="never recorded"):
@@ -197,7 +197,7 @@ def ids(*numbers: int) -> np.ndarray:
     return np.array(numbers, np.int32)
 
 
-def test_one_event_a_layer_one_for_an_offload(
+def test_onload_has_one_event_per_layer_and_offload_has_one(
     attached: tuple[CpuDevice, Regions, HostArena],
 ) -> None:
     """Streams of the two directions are different ones."""
@@ -232,8 +232,8 @@ def test_a_failed_step_fails_the_copy_behind_it(
     assert (arena.blocks == 5).all()
 
 
-def test_memory_outlives_a_device_that_is_dropped_while_it_copies() -> None:
-    """Nothing is freed under a copy, even without close()."""
+def test_memory_is_kept_while_a_dropped_device_copies() -> None:
+    """No memory is freed under a copy, even without close()."""
     regions = Regions(num_layers=1)
     regions.add("k", layers=[np.zeros((4, 1 << 20), np.uint8)])
     arena = HostArena(num_blocks=4, block_bytes=regions.host_block_bytes)
@@ -248,7 +248,7 @@ def test_memory_outlives_a_device_that_is_dropped_while_it_copies() -> None:
     gate.finish()
 
 
-def test_attach_first_and_only_plain_memory() -> None:
+def test_use_before_attach_and_unsupported_memory_are_refused() -> None:
     device = CpuDevice()
     with pytest.raises(UsageError, match="attach"):
         device.copy(ONLOAD, ids(1), ids(1), None)

@@ -1,4 +1,4 @@
-"""What of the cuda device needs no GPU: handles of foreign objects, and where memory should lie."""
+"""Helpers of the cuda device that need no GPU: handles of foreign objects, and NUMA placement."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_events_of_every_library_have_a_handle():
 
 
 class CupyEvent:
-    """What the device reads of ``cupy.cuda.Event``."""
+    """Attributes that the device reads of ``cupy.cuda.Event``."""
 
     done = False
 
@@ -56,7 +56,7 @@ class CupyEvent:
     def synchronize(self) -> None: ...
 
 
-def test_the_device_checks_that_an_event_can_be_asked_and_was_recorded():
+def test_device_checks_that_an_event_can_be_queried_and_was_recorded():
     device = object.__new__(CudaDevice)  # needs no GPU for that
     device.check_event(CupyEvent(5))
     with pytest.raises(UsageError, match="never recorded"):
@@ -87,13 +87,13 @@ def sysfs(root: Path, *, nodes: int, gpu_node: int, free_kib: int = 1 << 20) -> 
     return root
 
 
-def test_the_arena_is_bound_to_the_node_of_the_gpu_when_it_has_room(tmp_path):
+def test_the_arena_is_bound_to_the_node_of_the_gpu_when_it_has_enough_memory(tmp_path):
     root = sysfs(tmp_path, nodes=2, gpu_node=1)
     assert placement("0000:3B:00.0", 1 << 20, root) == Placement(1, strict=True)
     assert placement("0000:3B:00.0", 1 << 40, root) == Placement(1, strict=False)
 
 
-def test_a_machine_with_one_node_or_an_unknown_gpu_is_left_alone(tmp_path):
+def test_arena_is_not_bound_on_one_node_or_for_an_unknown_gpu(tmp_path):
     root = sysfs(tmp_path / "one", nodes=1, gpu_node=0)
     assert placement("0000:3b:00.0", 1, root) == Placement(-1, strict=False)
     root = sysfs(tmp_path / "two", nodes=2, gpu_node=-1)
@@ -101,7 +101,7 @@ def test_a_machine_with_one_node_or_an_unknown_gpu_is_left_alone(tmp_path):
     assert placement("0000:99:00.0", 1, root) == Placement(-1, strict=False)
 
 
-def test_state_rows_that_lie_equally_far_apart_are_one_copy():
+def test_equally_spaced_state_rows_are_one_copy():
     whole = np.zeros((3, 4, 2, 8), np.float32)  # [layers, slots, ...]
     lone = np.zeros((4, 5), np.float32)
     regions = Regions(num_layers=4)

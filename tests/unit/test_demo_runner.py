@@ -55,7 +55,7 @@ def one_block():
 
 
 @pytest.mark.asyncio
-async def test_a_layer_is_computed_while_the_next_one_is_on_its_way(model):
+async def test_layer_is_computed_while_the_next_one_is_loading(model):
     cache = model.new_cache(device_blocks=1, block_tokens=4)
     arrival = Arrival()
     with ModelRunner(model, cache) as runner:
@@ -74,7 +74,7 @@ async def test_a_layer_is_computed_while_the_next_one_is_on_its_way(model):
 
 
 @pytest.mark.asyncio
-async def test_what_did_not_arrive_fails_the_step_and_not_the_next(model):
+async def test_failed_onload_fails_its_step_and_not_the_next_one(model):
     cache = model.new_cache(device_blocks=1, block_tokens=4)
     arrival = Arrival()
     for layer in arrival.arrived:
@@ -120,7 +120,7 @@ class HeldLease:
 
 
 @pytest.mark.asyncio
-async def test_first_and_last_step_check_all_blocks_and_others_what_they_complete():
+async def test_first_and_last_step_check_all_blocks_and_others_their_completed_blocks():
     request = Request("r", list(range(14)), prompt_length=14, stop_length=18)
     sequence = Sequence(request, HeldLease())
     assert sequence.blocks_to_check(3, block_tokens=4) == range(2)

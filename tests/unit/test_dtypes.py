@@ -1,4 +1,4 @@
-"""Tensors of number formats that numpy has no name for become regions, or the error says how."""
+"""Tensors of number formats without a numpy name as regions, and errors that explain how."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _lent: list[Exported] = []
 
 
 class Exported:
-    """What PyTorch's tensors are to aiokv: memory that only ``__dlpack__`` describes."""
+    """Tensor with the interface of PyTorch's: memory that only ``__dlpack__`` describes."""
 
     def __init__(self, array: np.ndarray, code: int, bits: int, device_type: int = 1) -> None:
         self.array = array
@@ -46,7 +46,7 @@ class Exported:
         self._tensor = _Tensor(
             array.ctypes.data, device_type, 0, array.ndim, code, bits, 1, self._shape, self._strides
         )
-        _lent.append(self)  # there is no deleter that would say when the consumer has done
+        _lent.append(self)  # no deleter would report that the consumer has finished
 
     def __dlpack__(self) -> object:
         new_capsule = ctypes.pythonapi.PyCapsule_New
@@ -81,7 +81,7 @@ def test_dlpack_strides_are_in_elements():
     assert next(iter(regions.pieces())).stride_bytes == 20
 
 
-def test_dlpack_of_a_cuda_tensor_needs_no_library_that_knows_its_type():
+def test_dlpack_of_a_cuda_tensor_needs_no_library_that_supports_its_type():
     regions = Regions(num_layers=1)
     regions.add("kv", layers=[Exported(np.zeros((4, 8), np.uint8), FLOAT8_E4M3FN, 8, 2)])
     assert regions.devices == {"cuda"}
@@ -103,7 +103,7 @@ def test_a_layout_that_cannot_be_used_is_refused_with_the_reason(tensor, message
     assert regions.names == ()
 
 
-def test_a_tensor_that_refuses_dlpack_says_which_view_to_register():
+def test_error_of_a_tensor_without_dlpack_names_the_view_to_register():
     class Refusing:
         dtype = "float8_e4m3fn"
 

@@ -1,4 +1,4 @@
-"""Effects of the scheduler's transitions: none for what leaves nothing to do, and none are lost."""
+"""Effects of the scheduler's transitions: none when nothing is left to do, and none are lost."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def scheduler_of(device_blocks: int = 16, host_blocks: int = 0, **config: Any) -
 
 
 def prompt(seed: int, blocks: int) -> np.ndarray:
-    """All of its blocks can be hit: one more token follows."""
+    """Return a prompt whose blocks can all be hit: one more token follows."""
     return np.arange(blocks * BLOCK_TOKENS + 1, dtype=np.int32) + 1000 * seed
 
 
 def applied(scheduler: CacheScheduler, effects: Effects) -> dict[str, Any]:
-    """Remove all effects, as the dispatcher does; return those that there were."""
+    """Remove all effects, as the dispatcher does, and return them."""
     found: dict[str, Any] = {}
     if effects is not NO_EFFECTS:
         for name in LISTS:
@@ -153,7 +153,7 @@ def test_shared_object_is_never_changed():
 # --- effects --------------------------------------------------------------------------------------
 
 
-def test_effects_that_were_not_applied_come_again_with_the_next_transition():
+def test_unapplied_effects_are_returned_by_the_next_transition():
     scheduler = scheduler_of(4)
     holder, _ = scheduler.match(prompt(1, 3))
     scheduler.allocate(holder, 13, 0)
@@ -181,7 +181,7 @@ def test_transition_that_raises_keeps_the_effects_of_the_one_before():
     assert [grant.lease_id for grant in effects.granted] == [waiting]
 
 
-def test_commit_asks_once_for_backups_and_collecting_submits_them():
+def test_commit_requests_backups_once_and_collecting_submits_them():
     scheduler = scheduler_of(8, 8, write_policy="write_through")
     lease_id, _ = scheduler.match(prompt(1, 3))
     scheduler.allocate(lease_id, 13, 0)
@@ -217,7 +217,7 @@ def test_grant_from_the_host_submits_one_onload_that_others_join():
     assert scheduler.read.statistics().device_in_flight == 0
 
 
-def test_report_of_a_transfer_changes_nothing_when_it_is_repeated():
+def test_repeated_transfer_report_changes_nothing():
     scheduler = scheduler_of(16, 8, write_policy="write_through")
     on_host(scheduler, prompt(1, 3))
     lease_id, _ = scheduler.match(prompt(1, 3))
@@ -254,7 +254,7 @@ def test_swap_names_the_partial_block_and_submits_the_table():
     assert [blocks.tolist() for blocks in found["computed"]] == [table[3:]]
 
 
-def test_effects_are_true_when_one_of_any_kind_is_left():
+def test_effects_are_truthy_when_any_field_is_set():
     for name in (*LISTS, "collect", "advance"):
         outbox = Outbox()
         assert not outbox.pending

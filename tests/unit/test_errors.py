@@ -1,4 +1,4 @@
-"""Whose turn it is, by class."""
+"""Error classes: hints, base classes and exports."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_hint_is_printed_with_the_message():
         (aiokv.UnreleasedLeaseWarning, (ResourceWarning,)),
     ],
 )
-def test_hierarchy(cls, bases):
+def test_each_error_has_its_documented_base_class(cls, bases):
     for base in bases:
         assert issubclass(cls, base)
 

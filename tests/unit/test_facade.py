@@ -24,7 +24,7 @@ def test_engine_has_no_base_class_with_behaviour():
 
 
 def public_functions(cls: type) -> dict[str, Any]:
-    """Methods and getters of properties by name."""
+    """Return methods and getters of properties by name."""
     found = {}
     for name, value in vars(cls).items():
         function = value.fget if isinstance(value, property) else value
@@ -41,7 +41,7 @@ def test_each_public_method_is_documented(cls: type):
 
 
 def statements(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Number of simple and compound statements, without the docstring."""
+    """Return the number of simple and compound statements, without the docstring."""
     nodes = [node for node in ast.walk(function) if isinstance(node, ast.stmt)]
     return len(nodes) - 1 - (ast.get_docstring(function) is not None)
 
@@ -63,7 +63,7 @@ def test_each_method_of_the_engine_is_short():
 
 
 def attributes(part: object, seen: dict[int, object] | None = None) -> dict[str, set[str]]:
-    """Names of the attributes of an object and of all parts that it reaches, by class."""
+    """Return the attribute names of an object and of all parts that it references, by class."""
     seen = {} if seen is None else seen
     seen[id(part)] = part
     cls = type(part)

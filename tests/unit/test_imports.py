@@ -22,7 +22,7 @@ def modules(folder: str = "") -> list[Path]:
 
 
 def imported(path: Path, package: str = "aiokv") -> set[str]:
-    """Modules of a package that a file names in an import, anywhere in it."""
+    """Return the modules of a package that a file imports, anywhere in it."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -34,18 +34,18 @@ def imported(path: Path, package: str = "aiokv") -> set[str]:
 
 
 @pytest.mark.parametrize("path", modules("scheduler"), ids=lambda p: p.stem)
-def test_the_scheduler_only_decides(path: Path) -> None:
+def test_the_scheduler_imports_neither_worker_nor_asyncio(path: Path) -> None:
     assert {n for n in imported(path) if not n.startswith((*DECIDES, "aiokv.scheduler"))} == set()
     assert "asyncio" not in path.read_text()
 
 
 @pytest.mark.parametrize("path", modules("worker"), ids=lambda p: p.stem)
-def test_the_worker_never_decides(path: Path) -> None:
+def test_the_worker_does_not_import_the_scheduler(path: Path) -> None:
     assert {n for n in imported(path) if n.startswith(("aiokv.scheduler", "aiokv.engine"))} == set()
 
 
 def uses_of_the_core(path: Path) -> list[str]:
-    """Lines that take ``Core`` from the native module, or the attribute ``core`` of an object."""
+    """Return lines that use the native ``Core``, or the attribute ``core`` of an object."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module == "aiokv._native":
@@ -75,7 +75,7 @@ def test_uses_of_the_core_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", modules("ranks"), ids=lambda p: p.stem)
-def test_ranks_never_decide(path: Path) -> None:
+def test_ranks_do_not_import_the_scheduler(path: Path) -> None:
     assert {n for n in imported(path) if n.startswith(("aiokv.scheduler", "aiokv.engine"))} == set()
 
 

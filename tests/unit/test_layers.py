@@ -24,7 +24,7 @@ pytestmark = pytest.mark.asyncio
 
 
 class Copy:
-    """The least that a counter needs of a copy."""
+    """Minimal copy for a counter."""
 
     def __init__(self, num_layers: int) -> None:
         self.layer_events: Sequence[ManualEvent] = [ManualEvent() for _ in range(num_layers)]
@@ -43,7 +43,7 @@ class Copy:
 
 
 async def in_thread(function: Any, *args: Any) -> tuple[threading.Thread, list[Any]]:
-    """Runs on a thread of its own; the list gets the result or the exception."""
+    """Run a call on its own thread; the list gets the result or the exception."""
     result: list[Any] = []
 
     def run() -> None:
@@ -57,14 +57,14 @@ async def in_thread(function: Any, *args: Any) -> tuple[threading.Thread, list[A
     return thread, result
 
 
-async def test_a_new_counter_owes_every_layer() -> None:
+async def test_every_layer_of_a_new_counter_is_pending() -> None:
     counter = LayerDoneCounter(3)
     assert counter.pending_layers == [0, 1, 2]
     assert not counter.is_done
     assert counter.layer_times() == [None, None, None]
 
 
-async def test_marking_counts_once_and_tells_the_last() -> None:
+async def test_mark_counts_each_layer_once_and_reports_the_last() -> None:
     counter = LayerDoneCounter(2)
     assert counter.mark_layer_done(1) is False
     assert counter.mark_layer_done(1) is False
@@ -118,8 +118,8 @@ async def test_timeouts_name_the_layer() -> None:
     await counter.wait_all(timeout=0.001)
 
 
-async def test_no_layers_are_done_at_once() -> None:
-    """Where there is no transfer either."""
+async def test_counter_without_layers_is_done_immediately() -> None:
+    """A counter without layers and without a transfer."""
     assert DONE.is_done
     await DONE.wait_all()
     assert [layer async for layer in DONE] == []
@@ -139,7 +139,7 @@ async def test_a_transfer_without_layers_ends_with_its_report() -> None:
 
 
 async def test_wait_all_and_iteration() -> None:
-    """Layers come in ascending order, whatever the order of arrival."""
+    """Layers are iterated in ascending order, independent of the order of arrival."""
     counter = LayerDoneCounter(3)
     seen: list[int] = []
 
@@ -161,7 +161,7 @@ async def test_wait_all_and_iteration() -> None:
     assert seen == [0, 1, 2]
 
 
-async def test_times_come_from_the_device_where_it_tells_them() -> None:
+async def test_layer_times_come_from_the_device_where_available() -> None:
     counter = LayerDoneCounter(2)
     assert counter.layer_done_seconds(0) is None
     elapsed = counter.elapsed_seconds
@@ -201,8 +201,8 @@ async def test_layers_out_of_range_change_nothing(layer: int) -> None:
     assert counter.pending_layers == [0, 1]
 
 
-async def test_events_live_as_long_as_the_counter_and_no_longer() -> None:
-    """Nothing is dropped before its last user."""
+async def test_events_are_freed_with_their_counter() -> None:
+    """Events are not freed before their last user."""
     copy, counter = Copy(1), LayerDoneCounter(1)
     counter.attach(copy)
     event = weakref.ref(copy.layer_events[0])
@@ -215,8 +215,8 @@ async def test_events_live_as_long_as_the_counter_and_no_longer() -> None:
     assert event() is None
 
 
-async def test_done_is_what_the_device_says_not_what_was_submitted() -> None:
-    """A submitted copy has not arrived; an arrived one is done before anyone looks."""
+async def test_layer_is_done_at_its_event_not_at_submission() -> None:
+    """A submitted copy has not arrived; an arrived one is done before the first query."""
     copy, counter = Copy(2), LayerDoneCounter(2)
     counter.attach(copy)
     assert not counter.is_done
@@ -228,7 +228,7 @@ async def test_done_is_what_the_device_says_not_what_was_submitted() -> None:
 
 
 async def test_a_cancelled_waiter_is_only_detached() -> None:
-    """I7, also when the mark and the cancellation meet in one pass."""
+    """I7, also when the mark and the cancellation happen in one pass."""
     counter = LayerDoneCounter(1)
     early, late, stays = (asyncio.create_task(counter.wait(0)) for _ in range(3))
     await spin()
@@ -245,7 +245,7 @@ async def test_a_cancelled_waiter_is_only_detached() -> None:
     assert counter._waiters == {0: []}
 
 
-async def test_a_failure_is_raised_when_nothing_moves_any_more() -> None:
+async def test_failure_is_raised_after_all_copies_ended() -> None:
     """A failed layer is never marked done, and its waiters do not hang."""
     copy, counter = Copy(3), LayerDoneCounter(3, transfer_id=7)
     counter.attach(copy)
@@ -272,7 +272,7 @@ async def test_a_failure_is_raised_when_nothing_moves_any_more() -> None:
 
 
 async def test_gpu_wait_blocks_until_the_layer_is_submitted() -> None:
-    """To CUDA an unrecorded event is done: the runner would read too early."""
+    """CUDA treats an unrecorded event as done, so the runner would read too early."""
     copy, counter, stream = Copy(2), LayerDoneCounter(2), list[int]()
     thread, result = await in_thread(counter.gpu_wait, 1, stream)
     await spin(3)
@@ -300,7 +300,7 @@ async def test_gpu_wait_all_waits_for_every_layer() -> None:
     assert stream == [0, 2]
 
 
-async def test_gpu_wait_raises_when_the_transfer_never_comes() -> None:
+async def test_gpu_wait_raises_when_the_transfer_is_never_submitted() -> None:
     counter = LayerDoneCounter(2)
     thread, result = await in_thread(counter.gpu_wait, 0, [])
     counter.finish(CopyError(0, "cancelled"))
@@ -347,7 +347,7 @@ async def test_a_view_waits_for_all_its_transfers() -> None:
     assert [layer async for layer in view] == [0, 1]
 
 
-async def test_a_view_tells_the_first_token_to_compute_again() -> None:
+async def test_view_reports_the_first_token_to_recompute() -> None:
     first, second = LayerDoneCounter(1, transfer_id=1), LayerDoneCounter(1, transfer_id=2)
     view = LayerView([first, second], locate=lambda transfer, block: 1000 // transfer + 16 * block)
     first.finish(CopyError(0, "late"))
@@ -390,7 +390,7 @@ async def test_an_interrupted_layer_callback_is_not_called_again_and_the_others_
 
 
 async def test_a_transfer_that_was_not_submitted_never_counts_as_ordered() -> None:
-    """The worker knows nothing of it any more, nor how it ended."""
+    """The worker has no record of the transfer or of its outcome."""
     counter = LayerDoneCounter(1, expedite=lambda: True)
     for gpu_wait in (lambda: counter.gpu_wait(0, []), lambda: counter.gpu_wait_all([])):
         with pytest.raises(TransferError, match="was not submitted"):

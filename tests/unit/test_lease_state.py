@@ -1,4 +1,4 @@
-"""Core.lease_state along the life of a lease, and the details of native errors."""
+"""Core.lease_state from match to release, and the details of native errors."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_native_errors_name_their_lease():
     assert core.violations() == []
 
 
-def test_native_errors_say_what_to_do_and_which_field_sets_the_limit():
+def test_native_errors_have_a_hint_and_the_config_field_of_the_limit():
     core = saving_core(device_blocks=2)
     lease = core.match(PROMPT)[0]
     with pytest.raises(RequestTooLarge, match=r"need 3 blocks .*\(hint: raise") as caught:

@@ -1,4 +1,4 @@
-"""PriorityLine: priority first, then arrival; a waiter that leaves changes no other place."""
+"""PriorityLine: priority first, then arrival; removing a waiter keeps the order of others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_lower_priority_number_first_then_arrival():
     assert len(line) == 0
 
 
-def test_waiters_that_have_left_are_skipped():
+def test_removed_waiters_are_skipped():
     line: PriorityLine[int] = PriorityLine()
     tickets = [line.push(number, 0) for number in range(1000)]
     for ticket in tickets[::2]:
@@ -37,7 +37,7 @@ def test_waiters_that_have_left_are_skipped():
     assert served(line) == list(range(1, 1000, 2))
 
 
-def test_order_holds_when_most_waiters_have_left():
+def test_order_holds_after_most_waiters_were_removed():
     rng = Random(3)
     line: PriorityLine[tuple[int, int]] = PriorityLine()
     tickets = {}
@@ -52,13 +52,13 @@ def test_order_holds_when_most_waiters_have_left():
     assert served(line) == expected
 
 
-def test_first_of_an_empty_line():
+def test_first_of_an_empty_line_is_none():
     assert PriorityLine().first() is None
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_entries_and_departures_keep_the_order(seed: int):
-    """Against a sorted list; the line keeps no reference to a waiter that has left."""
+    """Compare with a sorted list; the line keeps no reference to a removed waiter."""
     random = Random(seed)
     line: PriorityLine[str] = PriorityLine()
     model: list[tuple[int, int, str]] = []

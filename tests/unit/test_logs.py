@@ -50,7 +50,7 @@ logging.getLogger().addHandler(handler)
 
 
 def lines_of(set_up: str) -> list[str]:
-    """What a process prints that configures its logs so, and then logs two lines."""
+    """Return the output of a process that configures its logs and then logs two lines."""
     process = subprocess.run(
         [sys.executable, "-c", set_up + "\n" + EMIT], capture_output=True, check=True, text=True
     )

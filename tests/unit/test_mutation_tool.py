@@ -1,4 +1,4 @@
-"""`make mutate`: what it changes in a file, what it leaves alone, and what it says of survivors."""
+"""`make mutate`: changed places, unchanged places, and explanations of surviving mutants."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_each_place_of_a_python_module_is_changed(source: str, expected: list | 
         '"""Text of 1."""\n',
     ],
 )
-def test_messages_and_annotations_of_python_are_left_alone(source: str):
+def test_messages_and_annotations_of_python_are_not_mutated(source: str):
     assert python_lines(source) == []
 
 
@@ -100,7 +100,7 @@ def test_each_place_of_a_native_file_is_changed(source: str, expected: list[tupl
         "void A::check_group(Report& report, int g) const {\n    c();\n}\n",
     ],
 )
-def test_comments_strings_errors_and_checks_of_native_files_are_left_alone(source: str):
+def test_comments_strings_errors_and_checks_of_native_files_are_not_mutated(source: str):
     assert native_lines(source) == []
 
 
@@ -115,7 +115,7 @@ def test_mutants_of_python_are_valid_python_and_differ():
         ast.parse(text)
 
 
-def test_what_is_mutated_and_the_tests_that_should_notice_exist():
+def test_mutated_files_and_their_likely_tests_exist():
     paths = {mutant.path for mutant in selection.native_mutants_of(ROOT)}
     assert len(paths) > 15
     assert not any(path.endswith(selection.LEFT_ALONE) for path in paths)
@@ -132,7 +132,7 @@ def test_what_is_mutated_and_the_tests_that_should_notice_exist():
         assert selection.likely_tests(path) == selection.LIKELY[prefix]
 
 
-def test_an_explanation_is_of_its_lines_only():
+def test_explanation_applies_to_its_lines_only():
     each = Explanation("aiokv/*", "x[*] = zip(*)", "*", "because", kinds=("constant",))
     assert each.explains("aiokv/a.py", "constant", "x[1] = zip(a, 1)", "x[2] = zip(a, 1)")
     assert not each.explains("aiokv/a.py", "comparison", "x[1] = zip(a, 1)", "y")
@@ -145,7 +145,7 @@ def test_each_explanation_has_a_reason():
         assert len(each.reason.split()) > 3, each
 
 
-def test_each_explanation_is_of_a_line_that_exists():
+def test_each_explanation_matches_an_existing_line():
     mutated = [*selection.python_mutants_of(ROOT), *selection.native_mutants_of(ROOT)]
     lines = {mutant.path: (ROOT / mutant.path).read_text().splitlines() for mutant in mutated}
     stale = [

@@ -1,4 +1,4 @@
-"""Options: each is used, none comes from the environment, and none promises what is not there."""
+"""Options: each is used, none comes from the environment, and none names a missing feature."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CACHE = ("engine", "scheduler", "worker", "ranks")
 
 
 def attributes_read() -> set[str]:
-    """Names of attributes that the code behind the options reads."""
+    """Return the names of attributes that the code behind the options reads."""
     names = set()
     for folder in CACHE:
         for path in (PACKAGE / folder).rglob("*.py"):
@@ -30,7 +30,7 @@ def attributes_read() -> set[str]:
 
 @pytest.mark.parametrize("options", [CacheConfig, WindowGroup])
 def test_each_option_is_read_by_the_code_that_it_configures(options: type):
-    """Options that nothing reads look like promises."""
+    """An option that no code reads would have no effect."""
     derived = {  # read through a property of CacheConfig
         "low_watermark_blocks": "watermark_blocks",
         "min_onload_tokens": "min_onload_blocks",
@@ -54,14 +54,14 @@ def test_no_option_of_the_cache_comes_from_the_environment():
         assert not [name for name in reads if name in text], path
 
 
-def test_what_is_not_there_has_no_stub():
-    """No handler that carries an error in place of a transfer."""
+def test_missing_features_have_no_stub():
+    """No code raises NotImplementedError in place of a transfer."""
     for path in PACKAGE.rglob("*.py"):
         assert "NotImplementedError" not in path.read_text(), path
 
 
 @pytest.mark.parametrize("tier", ["storage", "mooncake", "rdma"])
-def test_a_tier_that_is_not_there_cannot_be_configured(tier: str):
+def test_unsupported_tier_cannot_be_configured(tier: str):
     """Tiers are fields of the configuration, and there are two of them."""
     with pytest.raises((TypeError, ConfigError), match=f"{tier}_blocks"):
         CacheConfig(device_blocks=8, **{f"{tier}_blocks": 8})

@@ -40,7 +40,7 @@ async def test_a_device_of_an_open_engine_is_refused_until_that_engine_closes(
             await second.__aenter__()
         lease = await first.match([1, 2, 3]).allocate(3)
         lease.release()
-        await first.sleep(["host"])  # its device is detached, and stays the engine's
+        await first.sleep(["host"])  # its device is detached, and still belongs to the engine
         with pytest.raises(UsageError, match="belongs to another engine that is open"):
             await second.__aenter__()
         await first.wake_up(["host"])
@@ -69,7 +69,7 @@ async def test_a_tensor_of_a_sleeping_tier_may_be_used_by_another_engine() -> No
         (await first.match([1, 2, 3]).allocate(3)).release()
 
 
-async def test_interleaved_tensors_belong_to_an_engine_each() -> None:
+async def test_interleaved_tensors_may_belong_to_different_engines() -> None:
     """Two tensor-parallel ranks may hold halves of the rows of one array."""
     both = np.zeros((4, 2, 8), np.int8)
     async with CacheEngine(CONFIG, regions(both[:, 0])), CacheEngine(CONFIG, regions(both[:, 1])):
@@ -81,7 +81,7 @@ async def test_engines_without_tensors_do_not_conflict() -> None:
         pass
 
 
-async def test_a_failed_entry_leaves_the_device_to_others() -> None:
+async def test_failed_entry_releases_the_device() -> None:
     device = ManualDevice()
     attach = device.attach
     device.attach = None  # type: ignore[assignment, method-assign]

@@ -15,7 +15,7 @@ TEST = re.compile(r"(?:^\s*(?:async )?def |\bTEST\()(\w+)", re.MULTILINE)
 
 
 def rows() -> list[tuple[int, str]]:
-    """(line number, last cell) of every row of a table."""
+    """Return (line number, last cell) of every row of a table."""
     lines = (TESTS / "PARITY.md").read_text().splitlines()
     found = []
     for number, line in enumerate(lines, 1):
@@ -31,7 +31,7 @@ def names_in(path: Path) -> set[str]:
 
 
 def missing(cell: str) -> list[str]:
-    """What a cell names and nobody finds."""
+    """Return the tests and files of a cell that do not exist."""
     lost: list[str] = []
     path: Path | None = None
     for quoted in QUOTED.findall(cell):
@@ -52,7 +52,7 @@ def test_every_row_names_a_test():
     assert [number for number, cell in found if not QUOTED.search(cell)] == []
 
 
-def test_everything_named_exists():
+def test_each_named_test_and_file_exists():
     assert {number: lost for number, cell in rows() if (lost := missing(cell))} == {}
 
 
@@ -61,12 +61,12 @@ def test_everything_named_exists():
     [
         ("`unit/test_parity.py` `test_every_row_names_a_test`", []),
         ("`unit/test_parity.py` `test_every_*`", []),
-        ("`unit/test_nobody.py`", ["unit/test_nobody.py"]),
+        ("`unit/test_missing.py`", ["unit/test_missing.py"]),
         ("`unit/test_parity.py` (`test_gone`, `test_every_*`)", ["test_parity.py: test_gone"]),
         ("`native/tests/test_index.cpp` `pool_resizes` `pool_gone`", ["test_index.cpp: pool_gone"]),
     ],
 )
-def test_what_does_not_exist_is_found(cell: str, lost: list[str]):
+def test_missing_test_or_file_is_reported(cell: str, lost: list[str]):
     assert missing(cell) == lost
 
 
@@ -90,7 +90,7 @@ def test_numbers_of_a_list_are_found(text: str):
 
 
 def drills() -> dict[str, str]:
-    """The file of each test of the drill, by name."""
+    """Return the file of each test of the drill, by name."""
     return {
         name: path.name
         for path in sorted((TESTS / "drill").glob("test_*.py"))

@@ -1,4 +1,4 @@
-"""EventPoller: who is asked, when, and what happens then (design section 8)."""
+"""EventPoller: queries of events, their times, and the callbacks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def opened_poller(loop: asyncio.AbstractEventLoop) -> EventPoller:
 
 
 class Countdown:
-    """Done at the n-th query, as a device that works while it is asked."""
+    """Event that is done at its n-th query."""
 
     def __init__(self, queries: int) -> None:
         self.left = queries
@@ -44,7 +44,7 @@ class Countdown:
 
 
 class CountingLoop:
-    """The loop, counting what is put on it."""
+    """Loop that counts scheduled callbacks."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -64,7 +64,7 @@ def into(results: list[Any], name: Any = None) -> Callback:
 
 async def closed(poller: EventPoller) -> None:
     poller.close()
-    await spin(2)  # the timer's descriptor goes one pass later
+    await spin(2)  # the timer's descriptor is closed one pass later
 
 
 async def test_nothing_is_scheduled_while_nothing_is_pending() -> None:
@@ -83,7 +83,7 @@ async def test_nothing_is_scheduled_while_nothing_is_pending() -> None:
     await closed(poller)
 
 
-async def test_a_done_event_is_not_even_watched() -> None:
+async def test_done_event_is_not_watched() -> None:
     loop = CountingLoop(asyncio.get_running_loop())
     poller = opened_poller(loop)  # type: ignore[arg-type]
     await poller.wait(Countdown(1))
@@ -92,13 +92,13 @@ async def test_a_done_event_is_not_even_watched() -> None:
     poller.close()
 
 
-async def test_only_the_head_of_each_stream_is_asked() -> None:
+async def test_only_the_first_event_of_each_stream_is_queried() -> None:
     poller = opened_poller(asyncio.get_running_loop())
     heads, tails, seen = [ManualEvent(), ManualEvent()], [ManualEvent(), ManualEvent()], []
     for key in (0, 1):
         poller.watch(heads[key], key, into(seen, f"head{key}"))
         poller.watch(tails[key], key, into(seen, f"tail{key}"))
-    tails[0].complete()  # cannot happen on a real stream; nobody must notice
+    tails[0].complete()  # cannot happen on a real stream; it must have no effect
     await spin(3)
     assert seen == []
     assert [tail.queries for tail in tails] == [0, 0]
@@ -143,7 +143,7 @@ async def test_a_callback_may_watch_the_next_event() -> None:
 
 async def test_no_query_long_before_the_expected_end() -> None:
     poller = opened_poller(asyncio.get_running_loop())
-    event = Countdown(3)  # wait() itself asks once
+    event = Countdown(3)  # wait() itself queries once
     started = time.monotonic()
     await poller.wait(event, work_seconds=0.0015)
     assert event.asked_at[1] - started >= 0.0015 - poller_module.FIRST_LEAD_SECONDS
@@ -160,7 +160,7 @@ async def test_a_wrong_expectation_costs_latency_only() -> None:
 
 
 def poll_now(poller: EventPoller, key: str) -> None:
-    """As if the lead before the expected end had begun."""
+    """Poll as if the lead before the expected end had begun."""
     stream = poller._streams[key]
     stream.due = stream.next_query = 1e-9
     poller._pass()
@@ -181,7 +181,7 @@ async def test_the_next_expectation_starts_where_an_end_was_seen() -> None:
     await closed(poller)
 
 
-async def test_the_lead_grows_by_an_end_slept_over_and_shrinks_by_one_seen() -> None:
+async def test_lead_grows_after_a_missed_end_and_shrinks_after_a_seen_end() -> None:
     poller = opened_poller(asyncio.get_running_loop())
     first, second, seen = Countdown(1), Countdown(2), []
     poller.watch(first, "s", into(seen, "first"), work_seconds=60.0)
@@ -198,7 +198,7 @@ async def test_the_lead_grows_by_an_end_slept_over_and_shrinks_by_one_seen() -> 
     await closed(poller)
 
 
-async def test_work_that_nobody_waits_for_any_more_still_takes_its_time() -> None:
+async def test_abandoned_work_still_delays_the_expected_end_of_later_work() -> None:
     poller = opened_poller(asyncio.get_running_loop())
     seen: list[Any] = []
     watches = [poller.watch(ManualEvent(), "s", into(seen), work_seconds=60.0) for _ in range(3)]
@@ -226,7 +226,7 @@ async def test_a_nearer_expectation_rearms_the_timer(monkeypatch: Any) -> None:
     assert seen == ["near", "far"]  # by the ClosedError
 
 
-async def test_an_overdue_event_is_asked_less_and_less_often() -> None:
+async def test_overdue_event_is_queried_less_and_less_often() -> None:
     budget, first = watches.POLL_BUDGET_SECONDS, watches.MIN_BACKOFF_SECONDS
     due = 100.0
     assert watches.next_query(due, due - 1e-3) == due
@@ -262,7 +262,7 @@ async def test_cancelling_a_waiter_detaches_it_and_stops_the_polling() -> None:
     await closed(poller)
 
 
-async def test_a_cancelled_watch_in_the_middle_does_not_hold_up_the_stream() -> None:
+async def test_cancelled_watch_in_the_middle_does_not_delay_the_stream() -> None:
     poller = opened_poller(asyncio.get_running_loop())
     events, seen = [ManualEvent() for _ in range(3)], []
     watches = [poller.watch(event, "s", into(seen, i)) for i, event in enumerate(events)]
@@ -278,13 +278,13 @@ async def test_a_cancelled_watch_in_the_middle_does_not_hold_up_the_stream() -> 
 
 
 async def test_waiter_cancelled_in_the_pass_that_finishes_the_event() -> None:
-    """I7: the hand-off and the cancellation meet in one loop pass."""
+    """I7: the hand-off and the cancellation happen in one loop pass."""
     poller = opened_poller(asyncio.get_running_loop())
     event = ManualEvent()
     task = asyncio.create_task(poller.wait(event))
     await spin(2)
     event.complete()
-    poller.watch(Countdown(1), "killer", lambda _: task.cancel())
+    poller.watch(Countdown(1), "canceller", lambda _: task.cancel())
     with pytest.raises(asyncio.CancelledError):
         await task
     assert poller.idle
@@ -312,7 +312,7 @@ async def test_a_raising_callback_is_reported_and_the_others_run(
 
 
 async def test_a_query_that_raises_ends_the_wait_with_a_device_error() -> None:
-    """A broken device is told to whoever waits."""
+    """The error of a broken device reaches the waiter."""
     poller = opened_poller(asyncio.get_running_loop())
     event = ManualEvent()
     task = asyncio.create_task(poller.wait(event))
@@ -323,7 +323,7 @@ async def test_a_query_that_raises_ends_the_wait_with_a_device_error() -> None:
     await closed(poller)
 
 
-async def test_close_tells_the_waiters_and_refuses_new_ones() -> None:
+async def test_close_fails_the_waiters_and_refuses_new_ones() -> None:
     poller = opened_poller(asyncio.get_running_loop())
     seen: list[Any] = []
     poller.watch(ManualEvent(), "s", into(seen))
@@ -339,21 +339,21 @@ async def test_close_tells_the_waiters_and_refuses_new_ones() -> None:
     await spin(2)
 
 
-async def test_statistics_tell_latency_and_share() -> None:
+async def test_statistics_report_latency_and_cpu_share() -> None:
     poller = opened_poller(asyncio.get_running_loop())
     assert poller.statistics().cpu_share == 0.0
     for _ in range(10):
         await poller.wait(Countdown(4))
     statistics = poller.statistics()
     assert (statistics.events, statistics.pending) == (10, 0)
-    assert statistics.queries == 30  # wait() asks once itself
+    assert statistics.queries == 30  # wait() queries once itself
     assert 0 < statistics.latency_p50_seconds <= statistics.latency_p99_seconds
     assert 0 < statistics.cpu_share < 1
     await closed(poller)
 
 
-async def test_a_pass_that_the_loop_forgot_is_made_up_for() -> None:
-    """An interrupt inside the loop drops the callback that it was about to call."""
+async def test_pass_dropped_by_an_interrupted_loop_is_scheduled_again() -> None:
+    """An interrupt inside the loop drops the callback that the loop was about to call."""
     poller = opened_poller(asyncio.get_running_loop())
     seen: list[str] = []
     for times in (1, 2):
@@ -368,7 +368,7 @@ async def test_a_pass_that_the_loop_forgot_is_made_up_for() -> None:
     await closed(poller)
 
 
-async def test_after_an_interrupt_the_rest_of_soon_comes_in_the_next_pass() -> None:
+async def test_remaining_actions_of_soon_run_in_the_pass_after_an_interrupt() -> None:
     poller = opened_poller(asyncio.get_running_loop())
     interrupts, seen = Interrupts(), []
     poller.soon(interrupts)
@@ -391,7 +391,7 @@ async def test_the_timer_stops_when_nothing_is_pending() -> None:
 
 
 class Interrupts:
-    """Raises KeyboardInterrupt when it is called for the first time."""
+    """Callback that raises KeyboardInterrupt in its first call."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -449,7 +449,7 @@ async def test_an_interrupted_close_is_completed_by_the_next() -> None:
 
 
 class SteppedClock:
-    """In place of ``time``: stands still but where a test moves it."""
+    """Replacement of ``time`` that only the test advances."""
 
     def __init__(self) -> None:
         self.now = 1.0
@@ -458,7 +458,7 @@ class SteppedClock:
         return self.now
 
 
-async def test_busy_seconds_leave_out_what_callbacks_take(monkeypatch: Any) -> None:
+async def test_busy_seconds_exclude_the_time_of_callbacks(monkeypatch: Any) -> None:
     clock = SteppedClock()
     monkeypatch.setattr(poller_module, "time", clock)
     poller = opened_poller(asyncio.get_running_loop())

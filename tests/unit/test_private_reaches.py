@@ -11,7 +11,7 @@ import aiokv
 
 PACKAGE = Path(aiokv.__file__).parent
 
-# Reaches that are left, per file. A number may only become smaller.
+# Remaining accesses to private attributes, per file. A number may only become smaller.
 LEFT: dict[str, int] = {}
 
 # Names that the standard library documents, or that have no public name.
@@ -59,5 +59,5 @@ class A:
     assert reaches(source) == ["line 4: other._x", "line 4: self.b._y"]
 
 
-def test_the_list_of_what_is_left_names_existing_files() -> None:
+def test_the_list_of_exceptions_names_existing_files() -> None:
     assert [name for name in LEFT if not (PACKAGE / name).is_file()] == []

@@ -1,4 +1,4 @@
-"""What ``aiokv`` exports can be introspected, converted, and called with helpful errors."""
+"""Exports of ``aiokv``: introspection, conversion, and errors of wrong calls."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_types_of_fields_can_be_resolved(record):
 
 
 def sample(record: type) -> Any:
-    """Plain values that make one."""
+    """Return plain values that construct an instance."""
     if record in SAMPLES:
         return SAMPLES[record]
     plain: dict[str, Any] = {}
@@ -169,7 +169,7 @@ def test_devices_are_made_by_name(monkeypatch):
     assert made == [None, 0, 12]
 
 
-def test_the_name_of_a_gpu_without_cuda_says_what_to_do(monkeypatch):
+def test_gpu_name_without_cuda_raises_with_a_hint(monkeypatch):
     monkeypatch.setattr("aiokv.worker.device.cuda._cuda", None)
     with pytest.raises(ConfigError, match=r"built without CUDA.*nvcc"):
         CacheEngine(CacheConfig(device_blocks=8), device="cuda:0")
@@ -182,7 +182,7 @@ def test_the_name_of_a_gpu_without_cuda_says_what_to_do(monkeypatch):
         (RuntimeError("cudaErrorNoDevice"), None, "no GPU can be used: cudaErrorNoDevice"),
     ],
 )
-def test_a_gpu_that_is_not_there_is_a_config_error(monkeypatch, count, ordinal, message):
+def test_missing_gpu_is_a_config_error(monkeypatch, count, ordinal, message):
     def get_device_count() -> int:
         if isinstance(count, Exception):
             raise count

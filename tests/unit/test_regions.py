@@ -1,4 +1,4 @@
-"""Regions: any per-layer tensors, their layout on the host, what does not fit."""
+"""Regions: any per-layer tensors, their layout on the host, and refused tensors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_each_region_has_its_own_bytes_per_block() -> None:
 
 
 def test_a_region_may_exist_in_some_layers_only() -> None:
-    """Extra layers (MTP, indexer) are regions too, not left out."""
+    """Extra layers (MTP, indexer) are regions too."""
     regions = Regions(num_layers=3)
     regions.add("k", layers=[zeros(4, 10)] * 3)
     regions.add("index", layers=[zeros(4, 6)], layer_indices=[1])
@@ -51,7 +51,7 @@ def test_pieces_are_aligned_and_disjoint_in_the_host_block() -> None:
     assert regions.block_bytes == 214
 
 
-def test_blocks_may_be_any_distance_apart() -> None:
+def test_blocks_may_have_any_stride() -> None:
     both = zeros(6, 2, 32)  # [B, K/V, ...]: keys and values interleaved block by block
     regions = Regions(num_layers=1)
     regions.add("k", layers=[both[:, 0]])
@@ -76,7 +76,7 @@ def test_blocks_may_be_any_distance_apart() -> None:
         ([1, 2, 3], "list has neither"),
     ],
 )
-def test_what_cannot_be_copied_by_block_is_refused(tensor: object, message: str) -> None:
+def test_tensor_that_cannot_be_copied_by_block_is_refused(tensor: object, message: str) -> None:
     regions = Regions(num_layers=1)
     with pytest.raises(LayoutError, match=message):
         regions.add("k", layers=[tensor])
@@ -123,7 +123,7 @@ def test_state_tensors_of_other_numbers_of_slots_are_refused() -> None:
     assert (regions.num_state_slots, regions.state_slot_bytes) == (4, 8 + 8 + 16)
 
 
-def test_dlpack_and_array_interface_are_looked_at_without_a_copy() -> None:
+def test_dlpack_and_array_interface_are_used_without_a_copy() -> None:
     class OnlyDLPack:
         def __init__(self, array: np.ndarray) -> None:
             self.array = array
@@ -194,11 +194,11 @@ def test_arena_is_block_first_aligned_zeroed_and_freed() -> None:
     arena.close()
     with pytest.raises(ClosedError):
         _ = arena.blocks
-    assert view.tolist() == [3] * 192  # somebody still looks: freed later
+    assert view.tolist() == [3] * 192  # a view still exists: freed later
 
 
 def test_arena_without_blocks_or_with_too_many() -> None:
-    """A host tier of no blocks is no error."""
+    """A host tier of zero blocks is accepted."""
     HostArena(num_blocks=0, block_bytes=192).close()
     HostArena(num_blocks=7, block_bytes=0).close()
     with pytest.raises(ConfigError, match="host_blocks") as caught:

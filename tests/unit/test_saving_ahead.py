@@ -1,4 +1,4 @@
-"""What is counted as ready to be evicted really is (``Core.wants_write_backs``)."""
+"""Blocks that count for the low watermark are evictable (``Core.wants_write_backs``)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def save(core: Core, wanted: int) -> None:
     core.complete(transfer, Outcome.DONE)
 
 
-def test_an_unsaved_block_that_comes_back_to_the_front_is_ahead_of_saved_ones():
-    """It was out of line because its child was being loaded for nobody any more."""
+def test_unsaved_block_that_becomes_evictable_again_counts_before_saved_ones():
+    """The block was out of the eviction queue during an abandoned onload of its child."""
     core = Core(
         block_tokens=1,
         device_blocks=4,
@@ -49,7 +49,7 @@ def test_an_unsaved_block_that_comes_back_to_the_front_is_ahead_of_saved_ones():
     assert core.violations() == []
 
 
-def test_a_block_is_dropped_unsaved_when_the_host_can_make_no_room():
+def test_block_is_dropped_unsaved_when_no_host_block_can_be_evicted():
     """All host blocks are the table of a preempted lease, which nothing may evict."""
     core = Core(block_tokens=1, device_blocks=8, host_blocks=2, write_policy=WritePolicy.WRITE_BACK)
     lease = core.match(np.array([8, 9], np.int32), writes=False)[0]
@@ -63,5 +63,5 @@ def test_a_block_is_dropped_unsaved_when_the_host_can_make_no_room():
     assert core.statistics().dropped_blocks == 1
     core.release(lease)
     serve(core, 2)
-    assert core.evict_device(1) == 0, "there is room now: it has to be saved first"
+    assert core.evict_device(1) == 0, "a host block is free now: it must be saved first"
     assert core.violations() == []

@@ -1,4 +1,4 @@
-"""The scripted device fails, delays and reorders exactly what it is told, and moves real bytes."""
+"""The scripted device fails, delays and reorders exactly the scripted copies, with real bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.asyncio
 
 
-async def test_without_a_script_copies_end_by_themselves(new_worker: type[Worker], same_bytes: Any):
+async def test_without_a_script_copies_complete_on_their_own(
+    new_worker: type[Worker], same_bytes: Any
+):
     async with new_worker(ScriptedDevice()) as worker:
         wanted = worker.after_plain_copy(worker.contents(), "onload", (1, 2), (3, 4))
         wanted = worker.after_plain_copy(wanted, "offload", (5, 6), (7, 8))
@@ -39,8 +41,8 @@ async def test_one_layer_of_one_copy_fails_and_leaves_garbage(new_worker: type[W
         assert [outcomes[i].outcome for i in (1, 2, 3, 4)] == ["done", "failed", "done", "done"]
         assert outcomes[2].first_bad_block == 1
         for piece in worker.regions.pieces():
-            spoilt = (piece.view()[3] == GARBAGE).all()
-            assert spoilt == (piece.layer == 2)
+            corrupted = (piece.view()[3] == GARBAGE).all()
+            assert corrupted == (piece.layer == 2)
             assert not (piece.view()[2] == GARBAGE).all()
 
 
@@ -91,7 +93,7 @@ async def test_a_delay_is_by_the_loops_clock(new_worker: type[Worker]):
         assert clock.timers == 0
 
 
-async def test_the_end_of_the_script_lets_everything_go(new_worker: type[Worker]):
+async def test_end_of_the_script_completes_all_copies(new_worker: type[Worker]):
     device = ScriptedDevice()
     device.hold("onload")
     device.fail("onload")

@@ -1,4 +1,4 @@
-"""A dict by lease id in pieces."""
+"""Dict by lease id, split into shards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_sharded_dict_behaves_as_a_dict():
     assert sorted(sharded) == [SHARDS, SHARDS + 1, (5 << 32) | 1]
 
 
-def test_leases_in_a_row_fill_the_pieces_evenly():
+def test_consecutive_leases_fill_the_shards_evenly():
     sharded: Sharded[int] = Sharded()
     for slot in range(10 * SHARDS):
         sharded[(3 << 32) | slot] = slot

@@ -1,4 +1,4 @@
-"""StepClock and Gate: the numbers of steps, and what keeps the scheduler from granting."""
+"""StepClock and Gate: step numbers, and pauses that prevent grants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The committed stub is the one that the built extension has."""
+"""The committed stub equals the stub of the built extension."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Mooncake trace format: what is read, what is refused, and how ids become tokens."""
+"""The Mooncake trace format: accepted lines, refused lines, and tokens by hash id."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def with_changes(**changes: object) -> str:
     return json.dumps({key: value for key, value in (GOOD | changes).items() if value != "drop"})
 
 
-def test_reads_a_line(tmp_path):
+def test_line_of_a_trace_is_read(tmp_path):
     path = write_lines(tmp_path / "t.jsonl", json.dumps(GOOD))
     assert read_trace(path) == [
         TraceRequest(timestamp_ms=5, input_tokens=600, output_tokens=7, hash_ids=[3, 9])
@@ -76,7 +76,7 @@ def test_malformed_line_names_file_and_line(tmp_path, line, reason):
     assert (caught.value.path, caught.value.line) == (str(path), 3)
 
 
-def test_bytes_that_are_not_utf8(tmp_path):
+def test_bytes_that_are_not_utf8_are_refused(tmp_path):
     path = tmp_path / "t.jsonl"
     path.write_bytes(b'{"timestamp": "\xff\xfe"}\n')
     with pytest.raises(TraceError, match=":1: "):
@@ -92,7 +92,7 @@ def test_empty_file(tmp_path, text):
     assert caught.value.line == 0
 
 
-def test_missing_file_and_folder(tmp_path):
+def test_missing_file_and_folder_are_refused(tmp_path):
     with pytest.raises(TraceError, match="No such file"):
         read_trace(tmp_path / "absent.jsonl")
     with pytest.raises(TraceError, match="Is a directory"):

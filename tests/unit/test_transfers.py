@@ -1,4 +1,4 @@
-"""Which transfer goes next, and which has to wait for a step. No loop."""
+"""Order of transfers, and transfers that wait for a step, without a loop."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def numbers(queue: TransferQueue) -> list[int]:
     return found
 
 
-def test_priority_first_then_first_come() -> None:
-    """An onload somebody waits for goes before a backup."""
+def test_transfers_are_ordered_by_priority_then_arrival() -> None:
+    """A demand onload goes before a backup."""
     queue = TransferQueue()
     order = [Priority.BACKUP, Priority.DEMAND, Priority.PREFETCH, Priority.JOINED, Priority.DEMAND]
     for number, priority in enumerate(order):
@@ -43,7 +43,7 @@ def test_priority_first_then_first_come() -> None:
     assert len(queue) == 0
 
 
-def test_removed_transfers_are_skipped_and_forgotten() -> None:
+def test_removed_transfers_are_skipped_and_not_referenced() -> None:
     queue = TransferQueue()
     waiting = [transfer(number) for number in range(100)]
     for each in waiting:
@@ -55,7 +55,7 @@ def test_removed_transfers_are_skipped_and_forgotten() -> None:
     assert numbers(queue) == [99]
 
 
-def test_a_raised_priority_goes_first_and_keeps_its_age() -> None:
+def test_raised_priority_moves_a_transfer_forward_and_keeps_its_age() -> None:
     queue = TransferQueue()
     waiting = [transfer(number, priority=2) for number in range(4)]
     for each in waiting:
@@ -78,7 +78,7 @@ def test_an_interrupt_while_held_transfers_are_freed_loses_none() -> None:
     assert [freed.plan.transfer_id for freed in gate.free()] == [0, 1, 2]
 
 
-def test_an_open_step_holds_back_and_closing_frees_in_order() -> None:
+def test_open_step_holds_transfers_and_its_close_queues_them_in_order() -> None:
     gate = StepGate()
     assert not gate.is_open(0)
     for number, step in enumerate([3, 1, 2, 1, 5]):
@@ -114,7 +114,7 @@ def test_the_event_of_a_step_is_the_first_one_not_before_it() -> None:
     gate = StepGate()
     two, four = ManualEvent(), ManualEvent()
     gate.close(2, two)
-    gate.close(3, None)  # says that step 3 had finished when it was closed
+    gate.close(3, None)  # reports that step 3 had finished when it was closed
     gate.close(4, four)
     assert gate.event_for(1) is two
     assert gate.event_for(2) is two

@@ -1,4 +1,4 @@
-"""The demo's transformer against a naive one, and the property its whole check rests on."""
+"""The demo's transformer compared with a naive one, and batch-invariant results."""
 
 import dataclasses
 
@@ -42,15 +42,15 @@ def test_logits_equal_the_naive_model(more):
 
 @pytest.mark.parametrize("block_tokens", [1, 16, 24])
 @pytest.mark.parametrize("cuts", [[0, 1, 13, 37, 64, 65, 100], range(101)], ids=["chunks", "each"])
-def test_bits_do_not_depend_on_chunks_neighbours_or_blocks(model, block_tokens, cuts):
+def test_bits_do_not_depend_on_chunks_batch_or_blocks(model, block_tokens, cuts):
     assert_bits_do_not_depend_on_the_batch(model, block_tokens, cuts)
 
 
-def test_a_cached_prefix_is_read_and_a_corrupted_one_shows(model):
+def test_cached_prefix_is_read_and_a_corrupted_one_changes_the_output(model):
     assert_a_corrupted_block_shows(model)
 
 
-def test_huge_numbers_at_hidden_positions_do_not_change_attention():
+def test_huge_values_at_masked_positions_do_not_change_attention():
     rng = np.random.default_rng(10)
     queries = rng.standard_normal((12, 4, 16), dtype=np.float32)
     keys, values = rng.standard_normal((2, 128, 2, 16), dtype=np.float32)

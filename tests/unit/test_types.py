@@ -1,4 +1,4 @@
-"""Token ids in, values out."""
+"""Conversion of token ids, and value types."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_integer_sequences_become_contiguous_int32(tokens):
         (["a"], "integers"),
     ],
 )
-def test_refuses_what_is_not_token_ids(tokens, message):
+def test_refuses_values_that_are_not_token_ids(tokens, message):
     with pytest.raises(UsageError, match=message):
         as_tokens(tokens)
 

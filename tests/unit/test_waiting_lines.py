@@ -1,4 +1,4 @@
-"""The lines of the scheduler without an engine: what they return, and what their checks report."""
+"""Waiting lines of the scheduler without an engine: their results and their checks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def waiting(
 
 
 def granted_by(effects: Any) -> list[int]:
-    """The leases that an effect grants; they are noted as applied."""
+    """Return the leases that an effect grants, and mark them as applied."""
     lease_ids = [grant.lease_id for grant in effects.granted]
     effects.granted.clear()
     return lease_ids
@@ -87,7 +87,7 @@ def test_quota_admits_a_request_and_grants_it_in_one_call():
     assert scheduler.read.quota_held("a") == 4
 
 
-def test_one_call_serves_a_bounded_number_and_asks_for_the_next():
+def test_one_call_serves_a_bounded_number_and_requests_the_next():
     scheduler = scheduler_of(100)
     holder = granted(scheduler, 1, 100)
     requests = [waiting(scheduler, 2, 1) for _ in range(2 * PER_CALL)]
@@ -152,7 +152,7 @@ def test_lease_that_waits_cannot_wait_twice():
     assert scheduler.violations() == []
 
 
-def test_stop_waiting_takes_back_a_grant_that_came_meanwhile():
+def test_stop_waiting_retracts_a_grant_made_in_the_meantime():
     scheduler = scheduler_of(4, salt_quota_blocks=4)
     holder = granted(scheduler, 1, 4, salt="a")
     request, behind = waiting(scheduler, 2, 4, salt="b"), waiting(scheduler, 3, 4, salt="c")
@@ -165,7 +165,7 @@ def test_stop_waiting_takes_back_a_grant_that_came_meanwhile():
 
 
 def test_stop_waiting_of_a_released_lease_leaves_its_blocks_with_the_batch():
-    """Another task has computed with it and released it, before the waiting task has run."""
+    """Another task computed with the lease and released it before the waiting task ran."""
     scheduler = scheduler_of(4, salt_quota_blocks=4)
     holder = granted(scheduler, 1, 4, salt="a")
     request = waiting(scheduler, 2, 4, salt="b")
@@ -206,7 +206,7 @@ def test_commit_resumes_the_leases_whose_blocks_are_indexed():
     assert scheduler.violations() == []
 
 
-# --- what the checks report -----------------------------------------------------------------------
+# --- reports of the checks ------------------------------------------------------------------------
 
 
 def test_violations_report_a_waiting_lease_that_is_released():
@@ -277,7 +277,7 @@ def test_no_quota_has_nothing_to_check():
 
 
 def pinned(scheduler: CacheScheduler, seed: int, blocks: int, *, until_used: bool = False) -> int:
-    """A pin of a prompt that is cached by then."""
+    """Return a pin of a cached prompt."""
     lease_id = granted(scheduler, seed, blocks)
     scheduler.commit(lease_id, blocks * BLOCK_TOKENS)
     scheduler.release(lease_id)
@@ -289,22 +289,22 @@ def pinned(scheduler: CacheScheduler, seed: int, blocks: int, *, until_used: boo
     return pin
 
 
-def test_grant_ends_the_pins_that_it_uses_and_asks_for_all_of_them_at_once():
-    asked = []
+def test_grant_ends_the_pins_that_it_uses_and_queries_all_of_them_at_once():
+    queries = []
 
     class Used:
         def take_used(self) -> list[int]:
-            asked.append(len(asked))
+            queries.append(len(queries))
             return [7]
 
     pins = PinnedLeases(Used())  # type: ignore[arg-type]
     pins.add(1, until_used=False)
-    assert pins.num_until_used == 0, "the scheduler does not ask"
+    assert pins.num_until_used == 0, "the scheduler does not query the core"
     for pin in range(2, 1000):
         pins.add(pin, until_used=True)
     assert pins.num_until_used == 998
     assert pins.take_used() == [7]
-    assert asked == [0]
+    assert queries == [0]
 
 
 def test_pin_that_waits_for_a_use_ends_with_it():

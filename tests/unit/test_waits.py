@@ -17,7 +17,7 @@ def entries_of(line: PriorityLine[Entry], *ranks: int) -> list[Entry]:
 
 
 class Ended:
-    """Ends waits as a part of the scheduler does, and notes their order."""
+    """Part of the scheduler that ends waits and records their order."""
 
     def __init__(self) -> None:
         self.lease_ids: list[int] = []
@@ -47,7 +47,7 @@ def test_entries_end_one_per_call_in_order_of_rank_up_to_the_given_one():
     assert ended.lease_ids == [2, 3, 1]
 
 
-def test_entry_that_left_before_its_turn_is_not_ended():
+def test_removed_entry_is_not_ended():
     line: PriorityLine[Entry] = PriorityLine()
     entries = entries_of(line, 0, 0, 0)
     endings: Endings[Entry] = Endings()
@@ -99,7 +99,7 @@ def test_all_lines_and_all_ends_are_served():
     assert ended_later.lease_ids == [1, 2]
 
 
-def test_check_accepts_entries_that_stand_in_one_line_each():
+def test_check_accepts_entries_in_one_line_each():
     line: PriorityLine[Entry] = PriorityLine()
     entries = {entry.lease_id: entry for entry in entries_of(line, 0, 1)}
     assert check_entries("line", entries, [line, line], {1, 2}) == []

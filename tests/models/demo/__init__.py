@@ -1,1 +1,1 @@
-"""What `aiokv demo` offers in a checkout only: other models, their weights, and traces."""
+"""Parts of `aiokv demo` that need a checkout: other models, their weights, and traces."""

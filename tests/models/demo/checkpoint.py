@@ -1,4 +1,4 @@
-"""Reads a local Llama or Qwen checkpoint: ``config.json`` and safetensors files."""
+"""Reader of a local Llama or Qwen checkpoint: ``config.json`` and safetensors files."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ class _Tensors:
         return found
 
     def matrix(self, name: str, inputs: int, outputs: int) -> Array:
-        """As ``[in, out]``; files have ``[out, in]``."""
+        """Return a matrix as ``[in, out]``; files have ``[out, in]``."""
         return np.ascontiguousarray(self.read(name, outputs, inputs).T)
 
 

@@ -39,12 +39,12 @@ class LatentConfig(ModelConfig):
 
     @property
     def query_dim(self) -> int:
-        """Numbers of a head's query, both kinds."""
+        """Return the size of a head's query, both parts together."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def cached_dim(self) -> int:
-        """Numbers that a layer caches of a token."""
+        """Return the numbers that a layer caches per token."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property

@@ -29,7 +29,7 @@ def trace_workload(
     """The first conversations of a Mooncake trace, each 512-token block shrunk to one cache block.
 
     Conversations are taken whole, so that what they reuse is what they reuse in the trace; they
-    are told apart by their first two blocks. All requests arrive at once, in the trace's order.
+    are told apart by their first two blocks. All requests arrive together, in trace order.
     Requests longer than ``max_context_tokens`` after that are cut at their end.
 
     Raises:

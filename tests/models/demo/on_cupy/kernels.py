@@ -12,7 +12,7 @@ from typing import Any, Final
 from aiokv.errors import ConfigError
 
 THREADS: Final = 128  # of a block that works on one row; the trees below are of this size
-MAX_CONTEXT_TOKENS: Final = 8192  # its scores lie in 32 KiB of shared memory
+MAX_CONTEXT_TOKENS: Final = 8192  # its scores take 32 KiB of shared memory
 
 SOURCE: Final = r"""
 constexpr int kThreads = 128;
@@ -141,7 +141,7 @@ extern "C" __global__ void swiglu(const float* gate_up, float* out, int ffn) {
 
 
 def import_cupy() -> Any:
-    """CuPy, on a machine that has a GPU.
+    """Return CuPy, on a machine that has a GPU.
 
     Raises:
         ConfigError: it is not installed, or it sees no GPU.
@@ -154,14 +154,14 @@ def import_cupy() -> Any:
             hint="pip install 'aiokv[cuda12]' or 'aiokv[cuda13]', or take --device cpu",
         ) from error
     try:
-        cupy.cuda.Device().compute_capability  # noqa: B018 (asks the driver)
+        cupy.cuda.Device().compute_capability  # noqa: B018 (queries the driver)
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise ConfigError(f"no GPU: {error}", hint="take --device cpu") from error
     return cupy
 
 
 class Kernels:
-    """The kernels, compiled for this GPU; launches go to CuPy's current stream."""
+    """Return the kernels, compiled for this GPU; launches go to CuPy's current stream."""
 
     def __init__(self, cupy: Any) -> None:
         module = cupy.RawModule(code=SOURCE, options=("--std=c++17",))
@@ -174,5 +174,5 @@ class Kernels:
 
 
 def blocks_for(count: int) -> int:
-    """Thread blocks for ``count`` threads."""
+    """Return the number of thread blocks for ``count`` threads."""
     return -(-count // THREADS)

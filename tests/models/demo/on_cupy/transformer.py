@@ -105,7 +105,7 @@ class CupyTransformer:
                 f"{max_context_tokens}"
             )
         self._cupy = import_cupy()
-        self.new_device()  # complain now, not behind a run's beginning
+        self.new_device()  # raise now, not after the start of a run
         self.config = config
         self.stream = self._cupy.cuda.Stream(non_blocking=True)
         self._kernels = Kernels(self._cupy)
@@ -164,7 +164,7 @@ class CupyTransformer:
     def _layer(
         self, x: Any, index: int, layer: dict[str, Any], inputs: _Inputs, cache: CupyCache
     ) -> None:
-        """One layer, added to ``x`` in place."""
+        """Compute one layer and add the result to ``x`` in place."""
         qkv = self._product(
             self._norm(x, layer["attention_norm"]), layer["qkv"], bias=layer.get("qkv_bias")
         )
@@ -237,7 +237,7 @@ class CupyTransformer:
 
 
 def _row_tables(spans: list[Span]) -> NDArray[np.int32]:
-    """Each row's block table, ``[rows, blocks]``, filled up with zeros that are not read."""
+    """Return each row's block table, ``[rows, blocks]``, padded with zeros that are not read."""
     blocks = max(len(span.block_table) for span in spans)
     tables = np.zeros((spans[-1].stop, blocks), np.int32)
     for span in spans:

@@ -1,4 +1,4 @@
-"""What the transformer knows of its attention, whichever it is."""
+"""Interface between the transformer and its attention."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Where the rows of a batch stand.
+    """Positions of the rows of a batch.
 
     Attributes:
         spans: together all rows.
@@ -51,11 +51,11 @@ class Attention(ABC):
     @property
     @abstractmethod
     def rotary_dim(self) -> int:
-        """Numbers per head that rotary embedding rotates."""
+        """Return the numbers per head that rotary embedding rotates."""
 
     @property
     def cached(self) -> str:
-        """What is cached, and in which format."""
+        """Return the cached regions and their format."""
         return f"{self.kind} as {self.kv_format.name}"
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""How the demo stores what it caches: as they are, narrower, or quantised with scales."""
+"""Storage formats of the demo's cache: unchanged, narrower, or quantised with scales."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class KVFormat:
     largest: float | None = None
 
     def encode(self, rows: Any) -> tuple[Any, Any | None]:
-        """Rows ``[rows, heads, dim]`` as stored, and their scales ``[rows, heads]``."""
+        """Encode rows ``[rows, heads, dim]``; return them with their scales ``[rows, heads]``."""
         if self.largest is None:
             return rows.cast(self.stored), None
         scales = paddle.clip(rows.abs().max(-1), min=_SMALLEST_SCALE) / self.largest
@@ -37,7 +37,7 @@ class KVFormat:
         return scaled.round().cast(self.stored)
 
     def decode(self, stored: Any, scales: Any | None) -> Any:
-        """What :meth:`encode` made, back as float32."""
+        """Decode the result of :meth:`encode` to float32."""
         if self.name == "fp8":
             stored = stored.view("float8_e4m3fn")
         widened = stored.cast("float32")

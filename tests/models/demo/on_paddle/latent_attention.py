@@ -59,7 +59,7 @@ class LatentAttention(Attention):
         return self.products.matmul(heads.flatten(1), weights["out"])
 
     def _compress(self, weights: dict[str, Any], x: Any, rows: Rows) -> Any:
-        """What is cached of the rows, ``[rows, 1, cached_dim]``."""
+        """Return the cached values of the rows, ``[rows, 1, cached_dim]``."""
         config = self.config
         compressed = self.products.matmul(x, weights["compress"])
         latent, key = paddle.split(
@@ -70,7 +70,7 @@ class LatentAttention(Attention):
         return paddle.concat([latent.unsqueeze(1), key], axis=-1)
 
     def _queries(self, weights: dict[str, Any], x: Any, rows: Rows) -> Any:
-        """Scaled queries of what is cached, ``[rows, heads, cached_dim]``."""
+        """Return the scaled queries in the cached space, ``[rows, heads, cached_dim]``."""
         config = self.config
         heads = self.products.matmul(x, weights["query"])
         heads = heads.reshape([x.shape[0], config.heads, config.query_dim])

@@ -1,4 +1,4 @@
-"""The paged cache as Paddle tensors, whatever an attention keeps in it."""
+"""The paged cache as Paddle tensors, for any attention."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PagedTensors:
             self.scales[layer][blocks, offsets] = scales
 
     def read(self, layer: int, block_ids: Any) -> Any:
-        """Blocks as ``[tokens, heads, dim]`` float32."""
+        """Return blocks as ``[tokens, heads, dim]`` float32."""
         scales = paddle.gather(self.scales[layer], block_ids) if self.scales else None
         rows = self._format.decode(paddle.gather(self.stored[layer], block_ids), scales)
         return rows.flatten(0, 1)
@@ -52,7 +52,7 @@ class PagedTensors:
 
 @dataclass(frozen=True, slots=True)
 class CachedContext:
-    """What rows ``[start, stop)`` of a batch attend to.
+    """Context that rows ``[start, stop)`` of a batch attend to.
 
     Attributes:
         rows: by name ``[tokens, heads, dim]`` float32.
@@ -66,7 +66,7 @@ class CachedContext:
 
 
 class PaddleCache:
-    """What an attention caches, by name; one block table leads to all of it."""
+    """Cache tensors of an attention by name; all share one block table."""
 
     def __init__(self, tensors: Mapping[str, PagedTensors], block_tokens: int) -> None:
         self._tensors = tensors
@@ -81,7 +81,7 @@ class PaddleCache:
         return regions
 
     def corrupt(self, block: int) -> None:
-        """Move one block's numbers to their neighbours' places, in every layer."""
+        """Shift the numbers of one block by one place in every layer."""
         for tensors in self._tensors.values():
             for tensor in tensors.stored:
                 numbers = np.from_dlpack(as_integers(tensor))
@@ -98,7 +98,7 @@ class PaddleCache:
             tensors.write(layer, blocks, offsets, rows[name])
 
     def read(self, layer: int, spans: list[Span]) -> Iterator[CachedContext]:
-        """The contexts of all rows of the spans, in row order."""
+        """Yield the contexts of all rows of the spans, in row order."""
         for context in contexts(spans, self._block_tokens):
             block_ids = paddle.to_tensor(context.block_ids)
             rows = {name: each.read(layer, block_ids) for name, each in self._tensors.items()}

@@ -1,4 +1,4 @@
-"""What the Paddle model's layers are made of: products in tiles, norms, rotary embedding."""
+"""Operations of the Paddle model's layers: products in tiles, norms, rotary embedding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 paddle = import_paddle()
 
-# Elementwise kernels treat what does not fill a vector register apart: rows are padded to this.
+# Elementwise kernels treat a partial vector register differently: rows are padded to this.
 PADDING_ROWS: Final = 16
 TILE_CANDIDATES: Final = (16, 8, 4, 2, 1)
 
@@ -25,7 +25,7 @@ def compute_on_one_cpu_thread() -> None:
 
 
 class Products:
-    """Products of rows with weights, whose rows do not depend on their neighbours."""
+    """Products of rows with weights; a row's result does not depend on other rows."""
 
     def __init__(self, weights: Weights) -> None:
         """Find the largest tile that treats all rows of products with ``weights`` alike."""
@@ -55,7 +55,7 @@ def padded_rows(rows: int) -> int:
 
 
 def pad(x: Any) -> Any:
-    """Rows of zeros behind ``x``."""
+    """Append rows of zeros to ``x``."""
     rows, *shape = x.shape
     return paddle.concat([x, paddle.zeros([padded_rows(rows) - rows, *shape])])
 
