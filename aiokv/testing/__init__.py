@@ -1,9 +1,9 @@
 """Helpers for tests of code that uses aiokv: devices and a clock that the test controls.
 
 ``ScriptedDevice`` fails, delays or reorders the copies that a script names. ``ManualDevice`` lets
-the test complete every copy. ``clocked_loop`` creates loops whose time the test advances. ``record`` writes
-the transitions of an engine's scheduler, and ``replay_transitions`` runs them again and compares
-every result.
+the test complete every copy. ``clocked_loop`` creates loops whose time the test advances.
+``record`` writes the transitions of an engine's scheduler, and ``replay_transitions`` runs them
+again and compares every result.
 """
 
 from aiokv.testing.clock import Clock, clocked_loop, running_clock
