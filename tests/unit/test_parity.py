@@ -11,6 +11,7 @@ import pytest
 TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent
 QUOTED = re.compile(r"`([^`]+)`")
+SOURCE = re.compile(r"(?:aiokv|native|bench)/[\w/]+\.(?:py|cpp|hpp|cu)")
 TEST = re.compile(r"(?:^\s*(?:async )?def |\bTEST\()(\w+)", re.MULTILINE)
 
 
@@ -112,3 +113,11 @@ def test_each_drill_states_its_defect():
         text = path.read_text()
         stated = re.findall(r'def (test_\w+)\([^)]*\)[^:]*:\n    """Defect: ', text)
         assert stated == [name for name in TEST.findall(text) if name.startswith("test_")]
+
+
+def test_each_named_source_file_exists():
+    """A path in backquotes that begins with a folder of the repository."""
+    text = (TESTS / "PARITY.md").read_text()
+    paths = {path for path in QUOTED.findall(text) if SOURCE.fullmatch(path)}
+    assert len(paths) > 20
+    assert sorted(path for path in paths if not (ROOT / path).exists()) == []
