@@ -205,7 +205,11 @@ class CacheScheduler:
         if self._granting.onloads:
             self._granting.cancel_abandoned()
         if (self._requests or self._waiters) and not self._advances:
-            self._serve()
+            if self._outbox.pending.cancel:
+                # The worker may cancel these onloads at once: no grant may join them until then.
+                self._advances = self._outbox.effects.advance = True
+            else:
+                self._serve()
         return self._outbox.pending
 
     def _serve(self) -> None:
@@ -225,8 +229,8 @@ class CacheScheduler:
 
     def advance(self) -> Done:
         """Serve more of the waiting leases; called in the pass after the request."""
-        self._serve()
-        return None, self._outbox.pending
+        self._advances = False
+        return None, self._settle()
 
     # --- match, grant and release ---------------------------------------------------------------
 
