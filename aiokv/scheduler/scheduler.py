@@ -316,7 +316,7 @@ class CacheScheduler:
         if self._salts is not None:
             self._core.check_request(lease_id, num_tokens)
             self._quota.check_request(self._blocks_for(num_tokens))
-        if (self._admission or self._gate.closed) and self._admission.must_wait(lease_id, priority):
+        if (self._requests or self._gate.closed) and self._admission.must_wait(lease_id, priority):
             self._core.check_request(lease_id, num_tokens)
             return True
         return False
@@ -751,8 +751,7 @@ class CacheScheduler:
         if report.outcome != "done":
             # Leases of the transfer may not compute the blocks that other leases wait for.
             self._pending.all_withdrawn()
-        elif self._waiters:
-            self._pending.reported(transfer_id)
+        self._pending.reported(transfer_id)
         self._saver.want()  # the end of an onload publishes the blocks committed after it
         return None, self._settle()
 
