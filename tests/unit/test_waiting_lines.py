@@ -363,3 +363,16 @@ def test_refused_request_lets_the_next_request_of_its_salt_follow():
         _, effects = scheduler.advance()
     assert granted_by(effects) == [follower]
     assert scheduler.violations() == []
+
+
+def test_lease_whose_wait_is_being_ended_is_not_granted_in_another_task():
+    scheduler = scheduler_of(2 * PER_CALL)
+    scheduler.change_gate("pause")
+    leases = [waiting(scheduler, seed, 1) for seed in range(PER_CALL + 1)]
+    _, effects = scheduler.fail("the device failed")
+    assert len(effects.refused) == PER_CALL
+    scheduler.change_gate("resume")
+    assert scheduler.try_allocate(leases[-1], BLOCK_TOKENS)[0] is None
+    _, effects = scheduler.advance()
+    assert [lease_id for lease_id, _ in effects.refused] == leases
+    assert scheduler.violations() == []
