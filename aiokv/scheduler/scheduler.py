@@ -8,6 +8,8 @@ lines, quotas, pins and step numbers.
 from __future__ import annotations
 
 import functools
+from collections import deque
+from itertools import chain
 from typing import (
     TYPE_CHECKING,
     Concatenate,
@@ -171,6 +173,8 @@ class CacheScheduler:
         self._pins = PinnedLeases(core)
         self._requests = self._admission.requests
         self._waiters = self._pending.waiters
+        self._batches: dict[int, int] = {}  # ids of the batches in flight, each by itself
+        self._freed: deque[int] = deque()  # freed in the core by the end of a batch
         self._swaps: dict[int, int] = {}  # transfer -> lease whose table it moves to host memory
         self._reported: dict[int, None] = {}  # transfers of the newest reports, oldest first
         self._advances = False  # True when an effect has requested `advance`
@@ -448,8 +452,8 @@ class CacheScheduler:
             self._admission.refuse(lease_id, error)
 
     def _forget(self, lease_id: int) -> None:
-        """Remove a lease that has given back all its blocks."""
-        del self._owners.shards[lease_id % SHARDS][lease_id]
+        """Remove a lease that has given back all its blocks. Idempotent."""
+        self._owners.shards[lease_id % SHARDS].pop(lease_id, None)
         if self._granting.lost:
             self._granting.lost.pop(lease_id, None)
         if self._salts is not None:
@@ -688,17 +692,25 @@ class CacheScheduler:
         Raises:
             LeaseError: a lease is not granted, is being swapped, or is listed twice.
         """
-        return self._core.begin_batch(lease_ids), self._outbox.pending
+        batch_id = self._core.begin_batch(lease_ids)
+        self._batches[batch_id] = batch_id
+        return batch_id, self._outbox.pending
 
     def end_batch(self, batch_id: int, *, in_open_step: bool) -> Done:
-        """End a batch and free the blocks of its released leases.
+        """End a batch and free the blocks of its released leases. Idempotent.
 
         With ``in_open_step``, the blocks are freed when the open step has finished.
         """
-        freed = self._core.end_batch(batch_id, self._clock.open if in_open_step else 0)
-        for lease_id in freed:
-            self._forget(lease_id)
-            self._pending.withdrawn(lease_id)
+        step = self._clock.open if in_open_step else 0
+        if batch_id in self._batches:
+            # `extend` calls `pop` and the core without Python code in between, where a signal
+            # handler could raise and lose the leases that the core has freed.
+            ended = map(self._core.end_batch, map(self._batches.pop, (batch_id,)), (step,))
+            self._freed.extend(chain.from_iterable(ended))
+        while self._freed:
+            self._forget(self._freed[0])
+            self._pending.withdrawn(self._freed[0])
+            self._freed.popleft()
         return None, self._settle()
 
     def track_steps(self, tracked: bool) -> Done:
