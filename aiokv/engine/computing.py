@@ -164,12 +164,16 @@ class ComputeBatch:
         self._ended(watched)
 
     def _ended(self, work: object) -> None:
-        """Note the end of some work. Idempotent: the poller repeats an interrupted callback."""
+        """Note the end of some work, even if an interrupt ends this call."""
+        self._computing.poller.surely(partial(self._note_end, work))
+
+    def _note_end(self, work: object) -> None:
+        """Note the end of some work. Idempotent; after an interrupt it is called again."""
         if work not in self._unended:
             return
-        self._unended.remove(work)
-        if not self._unended:
+        if len(self._unended) == 1:
             self._computing.end(self._batch_id, in_open_step=not self._event)
+        self._unended.remove(work)
 
     def __repr__(self) -> str:
         if not self._batch_id:
@@ -243,14 +247,13 @@ class Computing:
         self._on_failure(error)
 
     def end(self, batch_id: int, *, in_open_step: bool) -> None:
-        """End a batch whose ``with`` block, work and events have ended."""
-        del self._batches[batch_id]
-        if self._closed:
-            return
-        self._dispatcher.apply(self._scheduler.end_batch(batch_id, in_open_step=in_open_step))
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+        """End a batch whose ``with`` block, work and events have ended. Idempotent."""
+        if not self._closed:
+            self._dispatcher.apply(self._scheduler.end_batch(batch_id, in_open_step=in_open_step))
+            for waiter in self._waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
+        self._batches.pop(batch_id, None)
 
     async def wait_ended(self, lease: Lease) -> None:
         """Wait until no batch computes with the lease.

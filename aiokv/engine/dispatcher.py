@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from aiokv.engine.conditions import Conditions
 from aiokv.errors import BrokenEngineError
 from aiokv.plan import TransferReport
 from aiokv.scheduler.effects import NO_EFFECTS
+from aiokv.worker.interrupts import call_surely
 
 if TYPE_CHECKING:
     import asyncio
@@ -59,6 +62,7 @@ class Dispatcher:
         self._errors: dict[int, BaseException] = {}  # by lease id; raised by the next `granted`
         self._pending_waits: dict[int, asyncio.Future[None]] = {}
         self._on_unpinned: Callable[[int, str], None] = lambda lease_id, reason: None
+        self._answers: deque[Callable[[], tuple[None, Effects]]] = deque()  # of cancellations
         self._advance: asyncio.Handle | None = None
         self._wants_advance = False
         self._stopped = False
@@ -78,8 +82,9 @@ class Dispatcher:
     def apply(self, result: tuple[T, Effects]) -> T:
         """Apply the effects of a transition, and return its value."""
         value, effects = result
-        if effects is not NO_EFFECTS and not self._stopped:
-            self._apply(effects)
+        if (effects is not NO_EFFECTS or self._answers) and not self._stopped:
+            # After an interrupt, `advance` returns the effects that are left.
+            call_surely(partial(self._apply, effects), self._schedule_advance)
         if self._condition_waiters:
             self.conditions.test()
         return value
@@ -89,21 +94,21 @@ class Dispatcher:
 
         No entry makes a transition; those that follow from a cancellation are made at the end.
         """
-        follow_ups: list[Callable[[], tuple[None, Effects]]] = []
-        if effects.has_entries:
-            self._apply_entries(effects)
-            if effects.cancel:
-                follow_ups = self._cancel(effects)
-            effects.has_entries = False
-        if effects.collect:
-            self._schedule_collect()
-            effects.collect = False
-        if effects.advance:
-            self._schedule_advance()
-            effects.advance = False
-        self._scheduler.applied()
-        for transition in follow_ups:
-            self.apply(transition())
+        while True:
+            if effects.has_entries:
+                self._apply_entries(effects)
+                effects.has_entries = False
+            if effects.collect:
+                self._schedule_collect()
+                effects.collect = False
+            if effects.advance:
+                self._schedule_advance()
+                effects.advance = False
+            self._scheduler.applied()
+            if not self._answers:
+                return
+            _, effects = self._answers[0]()
+            self._answers.popleft()
 
     def _apply_entries(self, effects: Effects) -> None:
         while effects.computed:
@@ -131,21 +136,19 @@ class Dispatcher:
         while effects.unpinned:
             self._on_unpinned(*effects.unpinned[0])
             effects.unpinned.popleft()
-
-    def _cancel(self, effects: Effects) -> list[Callable[[], tuple[None, Effects]]]:
-        """Cancel transfers; return the transitions that follow from the worker's answers."""
-        scheduler = self._scheduler
-        follow_ups: list[Callable[[], tuple[None, Effects]]] = []
         while effects.cancel:
-            transfer_id = effects.cancel[0]
-            answer = self._transfers.cancel(transfer_id)
-            if answer == "at once":  # a new match of the same prompt must not join the transfer
-                report = TransferReport(transfer_id=transfer_id, outcome="cancelled")
-                follow_ups.append(lambda report=report: scheduler.complete(report))  # type: ignore[misc]
-            elif answer == "asked":
-                follow_ups.append(lambda tid=transfer_id: scheduler.note_cancelling(tid))  # type: ignore[misc]
+            self._cancel(effects.cancel[0])
             effects.cancel.popleft()
-        return follow_ups
+
+    def _cancel(self, transfer_id: int) -> None:
+        """Cancel a transfer; note the transition that follows from the worker's answer."""
+        scheduler = self._scheduler
+        answer = self._transfers.cancel(transfer_id)
+        if answer == "at once":  # a new match of the same prompt must not join the transfer
+            report = TransferReport(transfer_id=transfer_id, outcome="cancelled")
+            self._answers.append(partial(scheduler.complete, report))
+        elif answer == "asked":
+            self._answers.append(partial(scheduler.note_cancelling, transfer_id))
 
     # --- transitions at the end of this pass, and in later passes -------------------------------
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from aiokv import checks
@@ -186,7 +185,13 @@ class Leases:
         """
         lease_id = lease.live_id()
         began = time.monotonic()
-        on_grant = partial(self._show_layers, lease)
+        is_shown = False
+
+        def on_grant(grant: Grant) -> None:
+            nonlocal is_shown
+            self._show_layers(lease, grant)
+            is_shown = True
+
         try:
             async with asyncio.timeout(timeout):
                 while not await self._dispatcher.granted(lease_id, on_grant):
@@ -196,7 +201,7 @@ class Leases:
                         break
             lease.live_id()  # raises if the lease was released in the same pass as its grant
         except TimeoutError:
-            if lease.id and self.read.is_granted(lease_id):
+            if is_shown and lease.id and self.read.is_granted(lease_id):
                 return  # the grant came just before the deadline
             reason, hint = self.read.explain_wait(lease.salt, num_tokens, self._open_step.explain())
             self._stop_waiting(lease, lease_id)

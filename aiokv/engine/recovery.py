@@ -32,8 +32,9 @@ class Recovery:
         failure = self._worker.failure if report.outcome == "failed" else None
         if failure is not None and self._lifetime.failure is None:
             self.fail(failure)  # the device failed, not only this transfer
-        self._transfers.forget(report)
+        # Effects that an interrupt has left may need the transfer: forget it after them.
         self._dispatcher.apply(self._scheduler.complete(report))
+        self._transfers.forget(report)
         self._transfers.announce(report)
 
     def on_step(self, step: int, error: BaseException | None) -> None:

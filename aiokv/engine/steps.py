@@ -25,9 +25,12 @@ class Steps:
             UsageError: the worker cannot wait for an event of this type. The step stays open.
         """
         self._worker.check_event(event)
-        self._worker.close_step(self._scheduler.read.next_step, event)
+        # The scheduler goes first: after an interrupt, blocks of the next step must not count as
+        # blocks of this step, whose event may be done. The worker closes both with the next event.
+        step = self._dispatcher.apply(self._scheduler.close_step())
         self._open_step.note_closer()
-        return self._dispatcher.apply(self._scheduler.close_step())
+        self._worker.close_step(step, event)
+        return step
 
     def finish(self, step: int) -> None:
         """Account for the end of a step and of all earlier steps."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from aiokv.errors import AiokvError
 from aiokv.observe.logs import Log
 from aiokv.plan import ONLOAD, Priority, TransferReport
 from aiokv.worker.device.base import CopyError
@@ -71,8 +70,8 @@ class Transfers:
             return
         try:
             counter = self._worker.counter(plan.transfer_id) or self._worker.submit(plan)
-        except AiokvError as error:
-            counter = self._refused(plan, CopyError(0, str(error)))
+        except Exception as error:  # a repeated call would raise it in every later transition
+            counter = self._refused(plan, CopyError(0, str(error) or type(error).__name__))
         else:
             self._open_step.note_transfer(plan.after_step)
         self._counters[plan.transfer_id] = (plan, counter)

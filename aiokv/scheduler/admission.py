@@ -157,7 +157,7 @@ class Admission:
                     break
             else:
                 is_left = True
-        return is_left
+        return is_left or self._quota.is_due  # a refused request has given back its quota
 
     def _serve_quota(self) -> bool:
         if not self._quota.is_due:

@@ -66,10 +66,6 @@ class PriorityLine(Generic[W]):
         """Return the priority of the first waiter. Requires a waiter."""
         return self._heap[0]
 
-    def drop_first(self) -> None:
-        """Remove the first waiter. Requires a waiter."""
-        self.leave(next(iter(self._queues[self._heap[0]])))
-
     def in_order(self) -> list[W]:
         """Return all waiters, from the first to the last."""
         return [

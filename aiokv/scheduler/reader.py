@@ -94,10 +94,6 @@ class CacheReader:
             self._core.is_granted(lease_id) or self._core.is_swapped(lease_id)
         )
 
-    def is_waiting(self, lease_id: int) -> bool:
-        """Return True if the lease waits for capacity or for its salt's quota."""
-        return lease_id in self._admission.requests
-
     def hit(self, lease_id: int) -> Hit:
         """Return the cached prefix in tokens by tier."""
         device_blocks, host_blocks = self._core.hit(lease_id)
@@ -253,11 +249,6 @@ class CacheReader:
     def room(self) -> tuple[int, int, int]:
         """Return (free device blocks, evictable device blocks, state slots) in constant time."""
         return self._core.room()
-
-    @property
-    def is_paused(self) -> bool:
-        """True when nothing is granted."""
-        return self._gate.closed
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return the number of blocks of ``num_tokens`` positions."""

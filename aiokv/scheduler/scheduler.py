@@ -8,6 +8,8 @@ lines, quotas, pins and step numbers.
 from __future__ import annotations
 
 import functools
+from collections import deque
+from itertools import chain
 from typing import (
     TYPE_CHECKING,
     Concatenate,
@@ -171,6 +173,8 @@ class CacheScheduler:
         self._pins = PinnedLeases(core)
         self._requests = self._admission.requests
         self._waiters = self._pending.waiters
+        self._batches: dict[int, int] = {}  # ids of the batches in flight, each by itself
+        self._freed: deque[int] = deque()  # freed in the core by the end of a batch
         self._swaps: dict[int, int] = {}  # transfer -> lease whose table it moves to host memory
         self._reported: dict[int, None] = {}  # transfers of the newest reports, oldest first
         self._advances = False  # True when an effect has requested `advance`
@@ -205,7 +209,12 @@ class CacheScheduler:
         if self._granting.onloads:
             self._granting.cancel_abandoned()
         if (self._requests or self._waiters) and not self._advances:
-            self._serve()
+            if self._outbox.pending.cancel:
+                # The worker may cancel these onloads at once: no grant may join them until then.
+                self._advances = True
+                self._outbox.request_advance(True)
+            else:
+                self._serve()
         return self._outbox.pending
 
     def _serve(self) -> None:
@@ -227,8 +236,8 @@ class CacheScheduler:
 
     def advance(self) -> Done:
         """Serve more of the waiting leases; called in the pass after the request."""
-        self._serve()
-        return None, self._outbox.pending
+        self._advances = False
+        return None, self._settle()
 
     # --- match, grant and release ---------------------------------------------------------------
 
@@ -314,7 +323,7 @@ class CacheScheduler:
         if self._salts is not None:
             self._core.check_request(lease_id, num_tokens)
             self._quota.check_request(self._blocks_for(num_tokens))
-        if (self._admission or self._gate.closed) and self._admission.must_wait(lease_id, priority):
+        if (self._requests or self._gate.closed) and self._admission.must_wait(lease_id, priority):
             self._core.check_request(lease_id, num_tokens)
             return True
         return False
@@ -446,8 +455,8 @@ class CacheScheduler:
             self._admission.refuse(lease_id, error)
 
     def _forget(self, lease_id: int) -> None:
-        """Remove a lease that has given back all its blocks."""
-        del self._owners.shards[lease_id % SHARDS][lease_id]
+        """Remove a lease that has given back all its blocks. Idempotent."""
+        self._owners.shards[lease_id % SHARDS].pop(lease_id, None)
         if self._granting.lost:
             self._granting.lost.pop(lease_id, None)
         if self._salts is not None:
@@ -689,17 +698,25 @@ class CacheScheduler:
         Raises:
             LeaseError: a lease is not granted, is being swapped, or is listed twice.
         """
-        return self._core.begin_batch(lease_ids), self._outbox.pending
+        batch_id = self._core.begin_batch(lease_ids)
+        self._batches[batch_id] = batch_id
+        return batch_id, self._outbox.pending
 
     def end_batch(self, batch_id: int, *, in_open_step: bool) -> Done:
-        """End a batch and free the blocks of its released leases.
+        """End a batch and free the blocks of its released leases. Idempotent.
 
         With ``in_open_step``, the blocks are freed when the open step has finished.
         """
-        freed = self._core.end_batch(batch_id, self._clock.open if in_open_step else 0)
-        for lease_id in freed:
-            self._forget(lease_id)
-            self._pending.withdrawn(lease_id)
+        step = self._clock.open if in_open_step else 0
+        if batch_id in self._batches:
+            # `extend` calls `pop` and the core without Python code in between, where a signal
+            # handler could raise and lose the leases that the core has freed.
+            ended = map(self._core.end_batch, map(self._batches.pop, (batch_id,)), (step,))
+            self._freed.extend(chain.from_iterable(ended))
+        while self._freed:
+            self._forget(self._freed[0])
+            self._pending.withdrawn(self._freed[0])
+            self._freed.popleft()
         return None, self._settle()
 
     def track_steps(self, tracked: bool) -> Done:
@@ -752,8 +769,7 @@ class CacheScheduler:
         if report.outcome != "done":
             # Leases of the transfer may not compute the blocks that other leases wait for.
             self._pending.all_withdrawn()
-        elif self._waiters:
-            self._pending.reported(transfer_id)
+        self._pending.reported(transfer_id)
         self._saver.want()  # the end of an onload publishes the blocks committed after it
         return None, self._settle()
 

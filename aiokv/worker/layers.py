@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final
 
 from aiokv.checks import timeout as checked_timeout
@@ -66,7 +67,9 @@ class LayerDoneCounter:
         self._ended_seconds: float | None = None
         self._failure: CopyError | None = None
         self._copy: Copy | None = None
-        self._accepted = threading.Event()  # set with the copy, or with the end
+        # Wakes threads that wait for the copy or the end. `put` is one call of C: an interrupt
+        # leaves no lock, and the call may be repeated.
+        self._signals: SimpleQueue[None] = SimpleQueue()
         self._waiters: dict[int, list[asyncio.Future[None]]] = {}
         self._callbacks: list[Callable[[int], None]] = []
         self._uncalled: dict[int, int] = {}  # layer -> index of the callback that gets it next
@@ -258,9 +261,9 @@ class LayerDoneCounter:
         return CopyError(0, "the transfer was not submitted")
 
     def _accepted_copy(self) -> Copy | None:
-        if not self._accepted.is_set():
+        if not self._is_accepted:
             if threading.get_ident() != self._thread:
-                self._accepted.wait()
+                self._wait_accepted()
             elif self._expedite is None or not self._expedite():
                 raise UsageError(
                     f"gpu_wait on the loop's thread would never return: {self.direction} "
@@ -268,6 +271,19 @@ class LayerDoneCounter:
                     hint="close the step first, or call gpu_wait in another thread",
                 )
         return self._copy
+
+    @property
+    def _is_accepted(self) -> bool:
+        """True when the device has the copy, or will never get it."""
+        return self._copy is not None or self._failure is not None or self._ended
+
+    def _wait_accepted(self) -> None:
+        """Block the calling thread, without the GIL, until ``_is_accepted``."""
+        try:
+            while not self._is_accepted:
+                self._signals.get()
+        finally:
+            self._signals.put(None)  # for the next thread that waits
 
     # --- callbacks --------------------------------------------------------------------------
 
@@ -285,13 +301,13 @@ class LayerDoneCounter:
     def attach(self, copy: Copy) -> None:
         """Note that the device has accepted the copy."""
         self._copy = copy
-        self._accepted.set()
+        self._signals.put(None)
 
     def refuse(self, failure: CopyError) -> None:
         """Note that no device gets the copy: ``gpu_wait`` raises from now on, and coroutines wait
         until ``finish``."""
         self._failure = failure
-        self._accepted.set()
+        self._signals.put(None)
 
     def mark_layer_done(self, layer: int, finished_seconds: float | None = None) -> bool:
         """Note that a layer has arrived; return True when it was the last one.
@@ -333,7 +349,7 @@ class LayerDoneCounter:
     def _release_all(self) -> None:
         if not self._ended:
             self._ended, self._ended_seconds = True, time.monotonic()
-        self._accepted.set()
+        self._signals.put(None)
         for layer in list(self._waiters):
             self._release(layer)
 

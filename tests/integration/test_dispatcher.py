@@ -7,8 +7,10 @@ import asyncio
 import pytest
 
 from aiokv.engine.transfers import Transfers
+from aiokv.errors import AllocateTimeout, TransferError
 from aiokv.scheduler.effects import NO_EFFECTS
-from aiokv.testing import run_until_idle, spin
+from aiokv.scheduler.scheduler import CacheScheduler
+from aiokv.testing import ManualDevice, ManualEvent, run_until_idle, spin
 from tests.harness.cache import Cache, prompt
 
 A, B = prompt(1, 2), prompt(2, 2)
@@ -176,3 +178,105 @@ async def test_device_hits_leave_no_effects(monkeypatch):
         (await cache.serve(A)).release()
         assert set(returned) == {"match", "allocate", "commit", "release"}
         assert all(effects is NO_EFFECTS for effects in returned.values())
+
+
+async def test_wait_whose_layers_were_not_shown_ends_with_its_deadline():
+    """Without its layers, a lease would read blocks before they arrive."""
+    async with Cache(device_blocks=8, write_policy="write_through") as cache:
+        await cache.fill(A)
+        await cache.finish()
+        await cache.engine.evict(8)
+        holder = cache.engine.match(prompt(3, 8)[:-1])
+        assert holder.try_allocate(32)
+        lease = cache.engine.match(A)
+        task = asyncio.create_task(lease.allocate(len(A), timeout=0.0))
+
+        def free() -> None:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Transfers, "view", Interrupts(Transfers.view))
+                with pytest.raises(KeyboardInterrupt):
+                    holder.release()
+
+        loop = asyncio.get_running_loop()
+        loop.call_soon(loop.call_soon, free)  # in the pass of the deadline, behind it
+        with pytest.raises(AllocateTimeout):
+            await task
+        assert not cache.engine.scheduler.read.is_granted(lease.id)
+        assert lease.layers.is_done
+        assert await lease.allocate(len(A)) is lease
+        assert not lease.layers.is_done
+        cache.device.complete_all()
+        await lease.layers.wait_all()
+        cache.check(lease, A)
+        lease.release()
+
+
+@pytest.mark.parametrize("after", [False, True])
+async def test_interrupt_after_a_cancellation_does_not_lose_the_answer(monkeypatch, after):
+    """Without the worker's answer, the blocks of the transfer would never be free again."""
+    prompts = [prompt(seed, 2) for seed in (1, 2, 3)]
+    async with Cache(device_blocks=16, write_policy="write_through") as cache:
+        await cache.fill(*prompts)
+        await cache.finish()
+        await cache.engine.evict(16)
+        *others, lease = [cache.engine.match(tokens) for tokens in prompts]
+        for each in (*others, lease):
+            assert each.try_allocate(9)
+        complete = Interrupts(CacheScheduler.complete, after=after)
+        with monkeypatch.context() as patch:
+            patch.setattr(CacheScheduler, "complete", complete)
+            with pytest.raises(KeyboardInterrupt):
+                lease.release()  # the device has no room for a third onload: it is cancelled
+        assert complete.left == 0
+        await spin(2)
+        assert cache.statistics.device_in_flight == 4
+        lease = await cache.engine.match(prompts[2]).allocate(9)
+        await cache.finish()
+        await lease.layers.wait_all()
+        cache.check(lease, prompts[2])
+        for each in (*others, lease):
+            each.release()
+
+
+@pytest.mark.parametrize("after", [False, True])
+async def test_interrupt_while_a_step_is_closed_does_not_stop_later_steps(monkeypatch, after):
+    """Blocks that are committed after the interrupt wait for the event of a later step."""
+    device = ManualDevice()
+    device.computes_in_stream = True
+    async with Cache(device=device, write_policy="write_through") as cache:
+        first = await cache.serve(A)
+        close = Interrupts(CacheScheduler.close_step, after=after)
+        monkeypatch.setattr(CacheScheduler, "close_step", close)
+        with pytest.raises(KeyboardInterrupt):
+            cache.engine.step()
+        second = await cache.serve(B)
+        event = ManualEvent()
+        cache.engine.step(event)
+        await spin(3)
+        assert all(copy.after is event for copy in device.copies)
+        event.complete()
+        await cache.finish()
+        assert cache.statistics.offloaded_blocks == 4
+        first.release()
+        second.release()
+
+
+async def test_plan_that_the_worker_cannot_take_fails_and_blocks_no_later_call(monkeypatch):
+    """An effect that raised in every later transition would stop the whole engine."""
+    async with Cache(write_policy="write_through") as cache:
+        await cache.fill(A)
+        await cache.finish()
+        await cache.engine.evict(8)
+
+        def broken(plan):
+            raise MemoryError("no memory for the plan")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(cache.engine.worker, "submit", broken)
+            lease = await cache.engine.match(A).allocate(len(A))
+        with pytest.raises(TransferError, match="no memory for the plan"):
+            await lease.layers.wait_all()
+        assert lease.recompute_from() == 0
+        lease.release()
+        (await cache.serve(A)).release()
+        await cache.finish()

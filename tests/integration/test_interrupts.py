@@ -118,6 +118,10 @@ async def serve_all(served: Served, *, in_stream: bool) -> None:
             assert lease.cached_tokens == 6
             served.check(lease, A, 6)
         second.release()
+        with engine.computing([first]) as batch:  # its end is in a callback
+            computed = ManualEvent()
+            batch.ends_with(computed)
+        computed.complete()
         swapping = asyncio.create_task(first.preempt(swap=True))
         await asyncio.sleep(0)
         engine.step()

@@ -267,3 +267,31 @@ def test_effects_are_truthy_when_any_field_is_set():
         assert outbox.pending, name
         outbox.pending.clear()
         assert not outbox.pending, name
+
+
+# --- cancelled onloads ----------------------------------------------------------------------------
+
+
+def test_no_grant_joins_an_onload_while_its_cancellation_is_not_answered():
+    """The worker may cancel the onload at once, so the grant comes after its answer."""
+    scheduler = scheduler_of(8, 8, write_policy="write_through")
+    on_host(scheduler, prompt(1, 3))
+    filler, _ = scheduler.match(prompt(9, 4)[:-1])
+    assert scheduler.try_allocate(filler, 16)[0] is not None
+    holder, _ = scheduler.match(prompt(1, 3))
+    grant, effects = scheduler.try_allocate(holder, 13)
+    (plan,) = applied(scheduler, effects)["submit"]
+    waiting, _ = scheduler.match(prompt(1, 3))
+    grant, effects = scheduler.allocate(waiting, 16, 0)
+    assert grant is None
+    applied(scheduler, effects)
+    found = applied(scheduler, scheduler.release(holder)[1])
+    assert found == {"cancel": [plan.transfer_id], "advance": True}
+    report = TransferReport(transfer_id=plan.transfer_id, outcome="cancelled")
+    assert "granted" not in applied(scheduler, scheduler.complete(report)[1])
+    found = applied(scheduler, scheduler.advance()[1])
+    (grant,) = found["granted"]
+    (again,) = found["submit"]
+    assert grant == Grant(waiting, (again.transfer_id,))
+    assert again.transfer_id != plan.transfer_id
+    assert scheduler.violations() == []

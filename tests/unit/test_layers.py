@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import threading
 import time
 import weakref
@@ -19,6 +20,7 @@ from aiokv.worker.views import DONE, LayerView, done_view
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from types import FrameType
 
 pytestmark = pytest.mark.asyncio
 
@@ -395,3 +397,44 @@ async def test_a_transfer_that_was_not_submitted_never_counts_as_ordered() -> No
     for gpu_wait in (lambda: counter.gpu_wait(0, []), lambda: counter.gpu_wait_all([])):
         with pytest.raises(TransferError, match="was not submitted"):
             gpu_wait()
+
+
+async def test_an_interrupt_at_any_line_of_attach_leaves_no_lock() -> None:
+    """The repeated call ends, and wakes all threads that wait."""
+    interrupted = True
+    at = 0
+    while interrupted:
+        counter, copy = LayerDoneCounter(1), Copy(1)
+        copy.submitted.set()
+        waiting = [await in_thread(counter.gpu_wait, 0, []) for _ in range(2)]
+        interrupted = raises_at_line(at, counter.attach, copy)
+        attaching, _ = await in_thread(counter.attach, copy)
+        for thread, _ in ((attaching, []), *waiting):
+            thread.join(5.0)
+            assert not thread.is_alive(), f"an interrupt before line {at} has left a lock"
+        assert [result for _, result in waiting] == [[None], [None]]
+        at += 1
+    assert at > 1
+
+
+def raises_at_line(at: int, function: Any, *args: Any) -> bool:
+    """Call it, and raise KeyboardInterrupt before its line ``at``, also in what it calls."""
+    left = at
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal left
+        if event == "line":
+            left -= 1
+            if left < 0:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function(*args)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False

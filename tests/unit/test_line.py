@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import weakref
 from random import Random
+from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 
 from aiokv.scheduler.line import PriorityLine
 
+if TYPE_CHECKING:
+    from aiokv.scheduler.line import Ticket
 
-def served(line: PriorityLine[str]) -> list[str]:
+W = TypeVar("W")
+
+
+def served(line: PriorityLine[W], tickets: dict[W, Ticket]) -> list[W]:
+    """Let the first waiter leave until the line is empty; return the waiters in this order."""
     order = []
     while (waiter := line.first()) is not None:
         order.append(waiter)
-        line.drop_first()
+        line.leave(tickets[waiter])
     return order
 
 
 def test_lower_priority_number_first_then_arrival():
     line: PriorityLine[str] = PriorityLine()
-    for name, priority in [("a", 1), ("b", 0), ("c", 1), ("d", 0), ("e", -1)]:
-        line.push(name, priority)
+    priorities = {"a": 1, "b": 0, "c": 1, "d": 0, "e": -1}
+    tickets = {name: line.push(name, priority) for name, priority in priorities.items()}
     assert line.in_order() == ["e", "b", "d", "a", "c"]
-    assert served(line) == ["e", "b", "d", "a", "c"]
+    assert served(line, tickets) == ["e", "b", "d", "a", "c"]
     assert len(line) == 0
 
 
@@ -34,7 +41,7 @@ def test_removed_waiters_are_skipped():
         line.leave(ticket)
         line.leave(ticket)  # idempotent
     assert len(line) == 500
-    assert served(line) == list(range(1, 1000, 2))
+    assert served(line, dict(enumerate(tickets))) == list(range(1, 1000, 2))
 
 
 def test_order_holds_after_most_waiters_were_removed():
@@ -49,7 +56,8 @@ def test_order_holds_after_most_waiters_were_removed():
         del tickets[ticket]
     expected = sorted(tickets.values())
     assert line.in_order() == expected
-    assert served(line) == expected
+    by_waiter = {waiter: ticket for ticket, waiter in tickets.items()}
+    assert served(line, by_waiter) == expected
 
 
 def test_first_of_an_empty_line_is_none():
@@ -72,8 +80,9 @@ def test_random_entries_and_departures_keep_the_order(seed: int):
             line.leave(gone[1])
             line.leave(gone[1])
         elif model:
-            model.remove(min(model))
-            line.drop_first()
+            first = model.pop(0)
+            assert line.first() == first[2]
+            line.leave(first[1])
         model.sort()
         assert line.check() == []
         assert line.in_order() == [name for *_, name in model]

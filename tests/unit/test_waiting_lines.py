@@ -348,3 +348,31 @@ def test_pin_check_reports_a_pin_whose_blocks_cannot_be_hit():
     assert pins.remove(pin)
     assert not pins.remove(pin)
     assert pins.check() == []
+
+
+def test_refused_request_lets_the_next_request_of_its_salt_follow():
+    """The device has shrunk below the first request, which gives back its quota."""
+    scheduler = scheduler_of(8, salt_quota_blocks=7)
+    granted(scheduler, 1, 2, salt="other")
+    too_large = waiting(scheduler, 2, 7, salt="a")
+    follower = waiting(scheduler, 3, 2, salt="a")
+    _, effects = scheduler.resize(6)
+    assert [lease_id for lease_id, _ in effects.refused] == [too_large]
+    while effects.advance:
+        effects.advance = False
+        _, effects = scheduler.advance()
+    assert granted_by(effects) == [follower]
+    assert scheduler.violations() == []
+
+
+def test_lease_whose_wait_is_being_ended_is_not_granted_in_another_task():
+    scheduler = scheduler_of(2 * PER_CALL)
+    scheduler.change_gate("pause")
+    leases = [waiting(scheduler, seed, 1) for seed in range(PER_CALL + 1)]
+    _, effects = scheduler.fail("the device failed")
+    assert len(effects.refused) == PER_CALL
+    scheduler.change_gate("resume")
+    assert scheduler.try_allocate(leases[-1], BLOCK_TOKENS)[0] is None
+    _, effects = scheduler.advance()
+    assert [lease_id for lease_id, _ in effects.refused] == leases
+    assert scheduler.violations() == []

@@ -246,14 +246,10 @@ class CudaDevice(Unique):
         """Block, without the GIL, until the whole arena is pinned; return the seconds it took.
 
         Raises:
-            DeviceError: pinning failed or was cancelled.
+            DeviceError: pinning failed, or the device was closed.
         """
         self._host.wait_ready(self._host.total_bytes)
         return float(self._host.elapsed_seconds)
-
-    def cancel_pinning(self) -> None:
-        """Pin no further chunk; transfers of blocks that are not pinned fail."""
-        self._host.cancel()
 
     # --- transfers --------------------------------------------------------------------------
 
