@@ -119,12 +119,21 @@ class Admission:
             self._remove(request)
         return grant
 
-    def leave(self, lease_id: int) -> None:
-        """Stop waiting. Idempotent."""
-        if request := self.requests.get(lease_id):
-            self._remove(request)
-            self._quota.give_back(lease_id)
-            self._quota.left(request.salt)
+    def leave(self, lease_id: int) -> bool:
+        """End the wait of a lease. Idempotent.
+
+        Returns:
+            True if another request may be granted now: the lease was first in line, or its blocks
+            were counted by a quota.
+        """
+        request = self.requests.get(lease_id)
+        if request is None:
+            return False
+        lets_others_pass = request is self._line.first() or self._quota.limit_blocks is not None
+        self._remove(request)
+        self._quota.give_back(lease_id)
+        self._quota.left(request.salt)
+        return lets_others_pass
 
     def _remove(self, request: Request) -> None:
         request.leave()

@@ -400,7 +400,8 @@ class CacheScheduler:
     def stop_waiting(self, lease_id: int) -> Done:
         """End the wait of a lease whose task no longer waits; undo a grant that came meanwhile."""
         if lease_id in self._requests:
-            self._admission.leave(lease_id)
+            if not self._admission.leave(lease_id):
+                return None, self._outbox.pending
         elif self.read.state(lease_id) in (LeaseState.GRANTED, LeaseState.FAILED):
             self._retract(lease_id)
             self._quota.give_back(lease_id)
@@ -436,7 +437,10 @@ class CacheScheduler:
             used_in: closed step that used the blocks, in addition to batches; 0 for none.
         """
         if self._requests or self._waiters:
-            self._end_waits(lease_id)
+            waited = self._end_waits(lease_id)
+            if not (waited or self._core.is_granted(lease_id) or self._core.is_swapped(lease_id)):
+                self._release(lease_id, used_in)  # it frees no blocks that leases wait for
+                return None, self._outbox.pending
         self._release(lease_id, used_in)
         return None, self._settle()
 
@@ -446,13 +450,15 @@ class CacheScheduler:
         if self._waiters:
             self._pending.withdrawn(lease_id)
 
-    def _end_waits(self, lease_id: int) -> None:
-        """End, with an error, the waits of a lease that is being released."""
-        if lease_id in self._requests or lease_id in self._waiters:
-            owner = self._owners[lease_id] or "unnamed"
-            error = LeaseError(f"lease {owner!r} was released while it waited")
-            self._pending.fail(lease_id, error)
-            self._admission.refuse(lease_id, error)
+    def _end_waits(self, lease_id: int) -> bool:
+        """Fail the waits of a lease that is being released; return False if there are none."""
+        if lease_id not in self._requests and lease_id not in self._waiters:
+            return False
+        owner = self._owners[lease_id] or "unnamed"
+        error = LeaseError(f"lease {owner!r} was released while it waited")
+        self._pending.fail(lease_id, error)
+        self._admission.refuse(lease_id, error)
+        return True
 
     def _forget(self, lease_id: int) -> None:
         """Remove a lease that has given back all its blocks. Idempotent."""
