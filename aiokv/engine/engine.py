@@ -340,6 +340,8 @@ class CacheEngine(Unique):
 
         Raises:
             UsageError: the worker cannot wait for an event of this type. The step stays open.
+            DeviceError: with ``verify="checksum"``, the event has failed. The next call of ``step``
+                ends this step, too.
             ClosedError: the engine is closed.
         """
         self._lifetime.check_loop()

@@ -23,6 +23,7 @@ class Steps:
 
         Raises:
             UsageError: the worker cannot wait for an event of this type. The step stays open.
+            DeviceError: the event has failed. The next call ends this step, too.
         """
         self._worker.check_event(event)
         # The scheduler goes first: after an interrupt, blocks of the next step must not count as

@@ -206,6 +206,8 @@ class CacheScheduler:
 
     def _settle(self) -> Effects:
         """End a transition that may have freed blocks: serve the leases that wait for them."""
+        if self._pins.num_until_used:
+            self._release_used_pins()
         if self._granting.onloads:
             self._granting.cancel_abandoned()
         if (self._requests or self._waiters) and not self._advances:
@@ -307,7 +309,6 @@ class CacheScheduler:
             else:
                 grant = self._grant_counted(lease_id, num_tokens, onload_priority)
             if self._pins.num_until_used and grant is not None:
-                self._release_used_pins()
                 return grant, self._settle()
             return grant, self._outbox.pending
         except AiokvError as error:
@@ -649,6 +650,8 @@ class CacheScheduler:
 
     def _retract(self, lease_id: int) -> None:
         """Undo a grant; a new lease without a handle keeps the blocks of batches in flight."""
+        if transfer_id := self._core.swap_transfer(lease_id):
+            self._swaps.pop(transfer_id, None)  # its end no longer concerns the lease
         keeper = self._core.retract(lease_id, self._clock.open)
         if keeper:
             self._owners[keeper] = self._owners[lease_id]

@@ -189,6 +189,8 @@ class Worker(Protocol):
         Raises:
             UsageError: the step was closed before, or ``check_event`` refuses the event. The step
                 stays open; nothing changed.
+            DeviceError: the event of a step whose checksums are recorded has failed. The step
+                stays open; the next call may close it with a later one.
         """
 
     def clone(self, plan: TransferPlan, stream: Any = None) -> None:

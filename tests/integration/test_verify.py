@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from aiokv import Hit, TransferError
-from aiokv.testing import ManualEvent, spin
+from aiokv.errors import DeviceError
+from aiokv.testing import ManualDevice, ManualEvent, spin
+from tests.harness.cache import Cache, prompt
 from tests.harness.served import Served, computed, held, resumed, swapped_out
 
 pytestmark = pytest.mark.asyncio
@@ -209,3 +211,26 @@ async def test_the_cpu_device_verifies_too():
             pass
         served.check(lease, A, 6)
         lease.release()
+
+
+class FailingEvent(ManualEvent):
+    def synchronize(self) -> None:
+        raise RuntimeError("illegal address")
+
+
+async def test_step_whose_event_fails_is_closed_by_the_next_step():
+    device = ManualDevice()
+    device.computes_in_stream = True
+    async with Cache(device=device, verify="checksum", write_policy="write_through") as cache:
+        lease = await cache.serve(prompt(1, 2))
+        with pytest.raises(DeviceError, match="illegal address"):
+            cache.engine.step(FailingEvent())
+        await spin(2)
+        assert not device.copies  # the blocks are not known to be computed
+        cache.engine.step()
+        await cache.finish()
+        assert cache.statistics.offloaded_blocks == 2
+        lease.release()
+        await cache.engine.evict(8)
+        (await cache.engine.match(prompt(1, 2)).allocate(9)).release()
+        await cache.finish()

@@ -9,6 +9,7 @@ import pytest
 
 from aiokv import CacheConfig, ClosedError, LeaseError, RequestTooLarge
 from aiokv.errors import BrokenEngineError
+from aiokv.plan import TransferReport
 from aiokv.scheduler.admission import Request
 from aiokv.scheduler.pins import PinnedLeases
 from aiokv.scheduler.plans import new_core
@@ -375,4 +376,21 @@ def test_lease_whose_wait_is_being_ended_is_not_granted_in_another_task():
     assert scheduler.try_allocate(leases[-1], BLOCK_TOKENS)[0] is None
     _, effects = scheduler.advance()
     assert [lease_id for lease_id, _ in effects.refused] == leases
+    assert scheduler.violations() == []
+
+
+def test_end_of_a_swap_that_a_preemption_has_ended_keeps_the_quota_of_the_next_wait():
+    scheduler = scheduler_of(8, host_blocks=8, salt_quota_blocks=6)
+    lease_id = granted(scheduler, 1, 4, salt="a")
+    scheduler.commit(lease_id, 16)
+    transfer_id, effects = scheduler.swap_out(lease_id)
+    assert transfer_id
+    scheduler.preempt(lease_id)
+    scheduler.change_gate("pause")
+    assert scheduler.allocate(lease_id, 16, 0)[0] is None
+    assert scheduler.read.quota_held("a") == 4
+    scheduler.complete(TransferReport(transfer_id=transfer_id, outcome="done", first_bad_block=4))
+    assert scheduler.read.quota_held("a") == 4
+    _, effects = scheduler.change_gate("resume")
+    assert granted_by(effects) == [lease_id]
     assert scheduler.violations() == []
