@@ -82,8 +82,8 @@ class Dispatcher:
     def apply(self, result: tuple[T, Effects]) -> T:
         """Apply the effects of a transition, and return its value."""
         value, effects = result
-        if (effects is not NO_EFFECTS or self._answers) and not self._stopped:
-            # After an interrupt, `advance` returns the effects that are left.
+        if effects is not NO_EFFECTS and not self._stopped:
+            # After an interrupt, the next pass applies the effects and answers that are left.
             call_surely(partial(self._apply, effects), self._schedule_advance)
         if self._condition_waiters:
             self.conditions.test()
@@ -170,6 +170,8 @@ class Dispatcher:
         self._advance = self._lifetime.loop.call_soon(self._run_advance)
         self._wants_advance = False
         self.apply(self._scheduler.advance())
+        if self._answers and not self._stopped:
+            self._apply(NO_EFFECTS)
         if not self._wants_advance:
             self._advance.cancel()
             self._advance = None
