@@ -637,7 +637,7 @@ class CacheScheduler:
         """Take back the blocks of a lease, or the table that an earlier swap has moved.
 
         Raises:
-            LeaseError: the lease waits for capacity, or its table is being moved.
+            LeaseError: the lease waits for capacity, or it holds no blocks and no swapped table.
         """
         self._check_not_waiting(lease_id)
         self._retract(lease_id)
