@@ -109,6 +109,7 @@ class EvictionQueue {
     void close_run(RunId id);
     void enter_cell(RunId id, Cell cell);
     void leave_cell(RunId id);
+    void choose_victim(Cell cell);
     Cell lowest_cell(Rank above) const;
     void age();
 
@@ -124,7 +125,8 @@ class EvictionQueue {
     RunId oldest_ = kFront;
     RunId newest_ = kFront;
     std::vector<Class> classes_;
-    Cell victim_ = kNoCell;  // the lowest cell, when it is known and has a run
+    Cell victim_ = kNoCell;      // the lowest cell, when it is known and has a run
+    RunId victim_run_ = kFront;  // its oldest run
 };
 
 }  // namespace aiokv

@@ -8,7 +8,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
-#include <vector>
+
+#include "aiokv/slab.hpp"
 
 namespace aiokv {
 
@@ -31,6 +32,8 @@ class GhostList {
     static std::uint64_t age(const Entry& entry, std::uint64_t now) {
         return (now - entry.time) % (2 * kWindowUnits);
     }
+    // The entries that may have that name are needed soon.
+    void prefetch(std::uint64_t key) { __builtin_prefetch(set_of(key).data(), 1); }
     Entry* find(std::uint64_t key, std::uint64_t now);
     // The entry of that name if there is one, else an empty one, else the oldest; cleared.
     Entry& replace(std::uint64_t key, std::uint64_t now);
@@ -51,17 +54,16 @@ class GhostList {
         }
     }
     std::size_t size() const { return table_.size(); }
-    std::size_t bytes() const { return table_.capacity() * sizeof(Entry); }
+    std::size_t bytes() const { return table_.bytes(); }
 
   private:
     static constexpr std::size_t kWays = 8;
 
     std::span<Entry> set_of(std::uint64_t key) {
-        return std::span(table_).subspan(((key >> 32) * (table_.size() / kWays) >> 32) * kWays,
-                                         kWays);
+        return {&table_[((key >> 32) * (table_.size() / kWays) >> 32) * kWays], kWays};
     }
 
-    std::vector<Entry> table_;
+    Slab<Entry> table_;  // read at random: huge pages save a page walk per stretch
     std::size_t sweep_at_ = 0;
 };
 

@@ -61,10 +61,9 @@ void EvictionQueue<Nodes>::remove(Id node) {
 template <class Nodes>
 typename EvictionQueue<Nodes>::Id EvictionQueue<Nodes>::front() {
     if (runs_[kFront].head != kNil) return runs_[kFront].head;
-    if (by_score_ && victim_ == kNoCell) victim_ = lowest_cell(kLowest);
-    if (by_score_ && victim_ == kNoCell) return kNil;
-    const Id node = head_of(by_score_ ? oldest_in(victim_) : oldest_);
-    return node;
+    if (!by_score_) return head_of(oldest_);
+    if (victim_ == kNoCell) choose_victim(lowest_cell(kLowest));
+    return head_of(victim_run_);
 }
 
 template <class Nodes>
@@ -98,7 +97,7 @@ void EvictionQueue<Nodes>::open_run(std::uint64_t kind) {
     if (c.newest != kFront) runs_[c.newest].newer_of_class = id;
     c.newest = id;
     enter_cell(id, run.reuse_class() * ReturnRates::kBuckets + newest_bucket_);
-    if (victim_ != kNoCell && rank_of(run.cell) < rank_of(victim_)) victim_ = run.cell;
+    if (victim_ != kNoCell && rank_of(run.cell) < rank_of(victim_)) choose_victim(run.cell);
 }
 
 template <class Nodes>
@@ -135,9 +134,14 @@ void EvictionQueue<Nodes>::leave_cell(RunId id) {
     Class& c = classes_[cell / ReturnRates::kBuckets];
     if (c.oldest[bucket] != id) return;
     c.oldest[bucket] = next_in_bucket(id);
-    if (c.oldest[bucket] != kFront) return;
-    c.buckets &= ~(1u << bucket);
-    if (victim_ == cell) victim_ = kNoCell;
+    if (c.oldest[bucket] == kFront) c.buckets &= ~(1u << bucket);
+    if (victim_ == cell) choose_victim(c.oldest[bucket] == kFront ? kNoCell : cell);
+}
+
+template <class Nodes>
+void EvictionQueue<Nodes>::choose_victim(Cell cell) {
+    victim_ = cell;
+    victim_run_ = cell == kNoCell ? kFront : oldest_in(cell);
 }
 
 // The older cell is lower where scores are equal.
@@ -174,8 +178,8 @@ bool EvictionQueue<Nodes>::choose(bool by_score) {
     epoch_ = model_->epoch();
     const bool changes = by_score || by_score_;
     by_score_ = by_score;
-    age();
-    victim_ = kNoCell;
+    if (by_score) age();
+    choose_victim(kNoCell);
     return changes;
 }
 

@@ -12,7 +12,10 @@ constexpr std::uint32_t tag_of(std::uint64_t key) {
 }  // namespace
 
 GhostList::GhostList(std::size_t entries)
-    : table_(std::max<std::size_t>(128, entries / kWays) * kWays) {}
+    : table_(std::max<std::size_t>(128, entries / kWays) * kWays,
+             std::max<std::size_t>(128, entries / kWays) * kWays) {
+    table_.grow(std::max<std::size_t>(128, entries / kWays) * kWays);
+}
 
 GhostList::Entry* GhostList::find(std::uint64_t key, std::uint64_t now) {
     for (Entry& entry : set_of(key)) {

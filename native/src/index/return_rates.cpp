@@ -151,15 +151,18 @@ void ReturnRates::rank(std::uint32_t level) {
         double waiting = 1;
         double came = 0;
         double time = 0;
-        double best = 0;
+        double best_came = 0;
+        double best_time = 1;
         for (std::uint32_t b = from; b < kBuckets; ++b) {
             const double left = waiting * stay[b];
             came += waiting - left;
             time += bucket_width(b) * (waiting + left) / 2;
             waiting = left;
-            best = std::max(best, came / time);
+            if (came * best_time <= best_came * time) continue;
+            best_came = came;
+            best_time = time;
         }
-        scores_[level][from] = best;
+        scores_[level][from] = best_came / best_time;
     }
 }
 

@@ -41,7 +41,7 @@ std::uint32_t gap_of(std::uint64_t age) {
     return gap;
 }
 
-std::uint32_t used_again(std::uint32_t uses, std::uint64_t random) {
+std::uint32_t used_again(std::uint32_t uses, std::uint32_t random) {
     if (uses + 1 == ReuseFeatures::kUses) return uses;
     return uses + (random % kUsesPerStep[uses] == 0);
 }
@@ -65,6 +65,7 @@ void ReuseModel::fingerprint(std::span<const std::int32_t> tokens, std::uint64_t
     std::uint64_t key = seed;
     for (std::size_t end = stretch_tokens; end <= tokens.size(); end += stretch_tokens) {
         keys_.push_back(key = hash_block(&tokens[end - block_tokens_], block_tokens_, key));
+        ghosts_.prefetch(key);
     }
 }
 
@@ -104,11 +105,12 @@ void ReuseModel::observe(std::span<const std::int32_t> tokens, std::uint64_t see
     find_known();
     const std::uint64_t asked_at = now_;
     const ReuseFeatures rest = first_use_of_rest();
-    const std::uint64_t random = mix(clock_, seed) >> 32;
+    const auto random = static_cast<std::uint32_t>(mix(clock_, seed) >> 32);
     clock_ += (tokens.size() + block_tokens_ - 1) / block_tokens_;
     now_ = clock_ / unit_;  // blocks wait from when the prompt has been served
     ReuseFeatures features = rest;
     classes.clear();
+    classes.reserve(keys_.size() + 1);
     for (std::size_t i = 0; i < keys_.size(); ++i) {
         const bool is_known = i < known_.size() && known_[i] != nullptr;
         if (is_known) {
