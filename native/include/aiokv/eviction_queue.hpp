@@ -96,7 +96,16 @@ class EvictionQueue {
     // What decides between cells: the score, then the age.
     using Rank = std::pair<double, Cell>;
 
-    Rank rank_of(Cell cell) const;
+    static_assert(ReuseFeatures::kClasses <= 128);
+
+    // The older cell is lower where scores are equal.
+    Rank rank_of(std::uint32_t reuse_class, std::uint32_t bucket) const {
+        return {model_->score(static_cast<ReuseClass>(reuse_class), bucket),
+                (ReturnRates::kBuckets - bucket) * ReuseFeatures::kClasses + reuse_class};
+    }
+    Rank rank_of(Cell cell) const {
+        return rank_of(cell / ReturnRates::kBuckets, cell % ReturnRates::kBuckets);
+    }
     RunId oldest_in(Cell cell) const {
         return classes_[cell / ReturnRates::kBuckets].oldest[cell % ReturnRates::kBuckets];
     }
@@ -125,6 +134,7 @@ class EvictionQueue {
     RunId oldest_ = kFront;
     RunId newest_ = kFront;
     std::vector<Class> classes_;
+    std::array<std::uint64_t, 2> used_classes_{};  // bit: the class has a run
     Cell victim_ = kNoCell;      // the lowest cell, when it is known and has a run
     RunId victim_run_ = kFront;  // its oldest run
 };

@@ -7,7 +7,9 @@
 // longer can bring: Gittins' index.
 #pragma once
 
+#include <algorithm>
 #include <array>
+#include <bit>
 #include <cstdint>
 
 namespace aiokv {
@@ -33,7 +35,7 @@ struct ReuseFeatures {
 class ReturnRates {
   public:
     // Ages count units up to `window`.
-    explicit ReturnRates(double window) : window_(window) { learn(1); }
+    explicit ReturnRates(double window);
 
     void count_return(const ReuseFeatures& features, std::uint64_t age) {
         returns_[features.reuse_class()][bucket_of(age)] += 1;
@@ -56,7 +58,12 @@ class ReturnRates {
     }
 
     static constexpr std::uint32_t kBuckets = 21;  // two an octave of age
-    static std::uint32_t bucket_of(std::uint64_t age);
+    static std::uint32_t bucket_of(std::uint64_t age) {
+        if (age < 2) return 0;
+        const auto octave = static_cast<std::uint32_t>(std::bit_width(age)) - 1;
+        const auto half = static_cast<std::uint32_t>(age >> (octave - 1)) & 1;
+        return std::min(2 * octave - 1 + half, kBuckets - 1);
+    }
 
   private:
     static constexpr std::uint32_t kLevels = 32;  // three an octave of factors
@@ -69,7 +76,7 @@ class ReturnRates {
     void fit_base();
     void fit_factors();
     void center_factors();
-    void rank(std::uint32_t level);
+    void rank();
 
     double window_;
     std::array<Ages, ReuseFeatures::kClasses> returns_{};  // came back at that age
@@ -78,6 +85,7 @@ class ReturnRates {
     Ages base_{};      // returns of one stretch in one unit
     std::array<std::array<double, 8>, 3> factors_ = {
         {{1, 1, 1, 1, 1, 1, 1, 1}, {1, 1, 1, 1, 1, 1, 1, 1}, {1, 1, 1, 1, 1, 1, 1, 1}}};
+    std::array<double, kLevels> relative_of_level_{};
     std::array<std::uint8_t, ReuseFeatures::kClasses> levels_{};
     std::array<Ages, kLevels> scores_{};
 };

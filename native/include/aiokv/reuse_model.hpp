@@ -1,7 +1,9 @@
 // When do prefixes come back? The classes of what is cached, learned from a ghost list.
 //
 // A prompt is looked at in stretches of 512 tokens. The ghost list says which of them were asked
-// for lately and how; the model counts who came back and ranks by that. See ReturnRates.
+// for lately and how; the model counts who came back and ranks by that. See ReturnRates. For a
+// large tier the list has a sample of the stretches, chosen by fingerprint; a stretch between two
+// of the sample has the class of the second.
 #pragma once
 
 #include <algorithm>
@@ -38,7 +40,9 @@ class ReuseModel {
     std::uint32_t stretches_in(std::uint32_t blocks) const { return blocks >> stretch_shift_; }
 
     // By how much the scores should beat LRU where `room` stretches fit, as a share of LRU's hits.
-    double predicted_gain(std::uint32_t room) const { return rates_.predicted_gain(room); }
+    double predicted_gain(std::uint32_t room) const {
+        return rates_.predicted_gain(room >> sample_shift_);
+    }
     bool is_warm() const { return clock_ >= kWarmCapacities * capacity_; }
     // Changes with the scores.
     std::uint64_t learnt() const { return last_learnt_; }
@@ -77,9 +81,13 @@ class ReuseModel {
     std::uint64_t last_learnt_ = 0;
     std::uint64_t epoch_ = 0;
 
+    std::uint32_t sample_shift_;  // one stretch of 1 << sample_shift_ is in the ghost list
+    std::uint64_t sample_mask_;   // of the bits that are 0 in its key
+
     GhostList ghosts_;
     ReturnRates rates_;
-    std::vector<std::uint64_t> keys_;  // of the prompt being observed
+    std::vector<std::uint64_t> keys_;    // of the prompt being observed
+    std::vector<std::uint32_t> sample_;  // positions in keys_ of what the ghost list may know
     std::vector<GhostList::Entry*> known_;
 };
 

@@ -1,6 +1,7 @@
 #include "aiokv/eviction_queue.hpp"
 
 #include <bit>
+#include <limits>
 
 #include "aiokv/prefix_tree.hpp"
 #include "aiokv/shadow_cache.hpp"
@@ -125,6 +126,8 @@ void EvictionQueue<Nodes>::enter_cell(RunId id, Cell cell) {
     runs_[id].cell = cell;
     if (c.oldest[bucket] == kFront) c.oldest[bucket] = id;
     c.buckets |= 1u << bucket;
+    const std::uint32_t reuse_class = cell / ReturnRates::kBuckets;
+    used_classes_[reuse_class / 64] |= std::uint64_t{1} << reuse_class % 64;
 }
 
 template <class Nodes>
@@ -135,6 +138,8 @@ void EvictionQueue<Nodes>::leave_cell(RunId id) {
     if (c.oldest[bucket] != id) return;
     c.oldest[bucket] = next_in_bucket(id);
     if (c.oldest[bucket] == kFront) c.buckets &= ~(1u << bucket);
+    const std::uint32_t reuse_class = cell / ReturnRates::kBuckets;
+    if (c.buckets == 0) used_classes_[reuse_class / 64] &= ~(std::uint64_t{1} << reuse_class % 64);
     if (victim_ == cell) choose_victim(c.oldest[bucket] == kFront ? kNoCell : cell);
 }
 
@@ -144,28 +149,23 @@ void EvictionQueue<Nodes>::choose_victim(Cell cell) {
     victim_run_ = cell == kNoCell ? kFront : oldest_in(cell);
 }
 
-// The older cell is lower where scores are equal.
-template <class Nodes>
-typename EvictionQueue<Nodes>::Rank EvictionQueue<Nodes>::rank_of(Cell cell) const {
-    const std::uint32_t bucket = cell % ReturnRates::kBuckets;
-    const std::uint32_t reuse_class = cell / ReturnRates::kBuckets;
-    return {model_->score(static_cast<ReuseClass>(reuse_class), bucket),
-            (ReturnRates::kBuckets - bucket) * ReuseFeatures::kClasses + reuse_class};
-}
-
 // The lowest of the cells with runs that rank above `above`.
 template <class Nodes>
 typename EvictionQueue<Nodes>::Cell EvictionQueue<Nodes>::lowest_cell(Rank above) const {
     Cell lowest = kNoCell;
-    Rank lowest_rank;
-    for (std::uint32_t c = 0; c < ReuseFeatures::kClasses; ++c) {
-        for (std::uint32_t rest = classes_[c].buckets; rest != 0; rest &= rest - 1) {
-            const Cell cell =
-                c * ReturnRates::kBuckets + static_cast<std::uint32_t>(std::countr_zero(rest));
-            const Rank rank = rank_of(cell);
-            if (rank <= above || (lowest != kNoCell && rank >= lowest_rank)) continue;
-            lowest = cell;
-            lowest_rank = rank;
+    Rank lowest_rank{std::numeric_limits<double>::infinity(), 0};
+    for (std::uint32_t word = 0; word < used_classes_.size(); ++word) {
+        for (std::uint64_t some = used_classes_[word]; some != 0; some &= some - 1) {
+            const std::uint32_t c = word * 64 + static_cast<std::uint32_t>(std::countr_zero(some));
+            for (std::uint32_t rest = classes_[c].buckets; rest != 0; rest &= rest - 1) {
+                const auto bucket = static_cast<std::uint32_t>(std::countr_zero(rest));
+                const Rank rank = rank_of(c, bucket);
+                if (rank.first > lowest_rank.first || rank <= above || rank >= lowest_rank) {
+                    continue;
+                }
+                lowest = c * ReturnRates::kBuckets + bucket;
+                lowest_rank = rank;
+            }
         }
     }
     return lowest;

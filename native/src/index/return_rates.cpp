@@ -33,13 +33,6 @@ double bucket_start(std::uint32_t bucket) {
 
 }  // namespace
 
-std::uint32_t ReturnRates::bucket_of(std::uint64_t age) {
-    if (age < 2) return 0;
-    const auto octave = static_cast<std::uint32_t>(std::bit_width(age)) - 1;
-    const auto half = static_cast<std::uint32_t>(age >> (octave - 1)) & 1;
-    return std::min(2 * octave - 1 + half, kBuckets - 1);
-}
-
 double ReturnRates::bucket_width(std::uint32_t bucket) const {
     return (bucket + 1 < kBuckets ? bucket_start(bucket + 1) : window_) - bucket_start(bucket);
 }
@@ -51,20 +44,23 @@ double ReturnRates::factor(std::uint32_t reuse_class) const {
     return product;
 }
 
+ReturnRates::ReturnRates(double window) : window_(window) {
+    for (std::uint32_t level = 0; level < kLevels; ++level) {
+        relative_of_level_[level] = std::exp2((level - kLevelOfOne) / kLevelsPerOctave);
+    }
+    learn(1);
+}
+
 void ReturnRates::learn(double keep) {
     fade(keep);
     fit_base();
     fit_factors();
     center_factors();
-    std::uint32_t used_levels = 0;  // bits
     for (std::uint32_t c = 0; c < ReuseFeatures::kClasses; ++c) {
         const double level = std::round(std::log2(factor(c)) * kLevelsPerOctave) + kLevelOfOne;
         levels_[c] = static_cast<std::uint8_t>(std::clamp(level, 0.0, kLevels - 1.0));
-        used_levels |= 1u << levels_[c];
     }
-    for (; used_levels != 0; used_levels &= used_levels - 1) {
-        rank(static_cast<std::uint32_t>(std::countr_zero(used_levels)));
-    }
+    rank();
 }
 
 void ReturnRates::fade(double keep) {
@@ -139,30 +135,36 @@ void ReturnRates::center_factors() {
     for (double& rate : base_) rate *= mean;
 }
 
-// For each age, the best ratio of hits to time over all times to keep waiting.
-void ReturnRates::rank(std::uint32_t level) {
-    const double relative = std::exp2((level - kLevelOfOne) / kLevelsPerOctave);
-    Ages stay{};  // share of those at the start of the bucket that are still waiting at its end
+// For each level and age, the best ratio of hits to time over all times to keep waiting. The inner
+// loops are over the levels, so that they can be vectorized.
+void ReturnRates::rank() {
+    using Levels = std::array<double, kLevels>;
+    std::array<Levels, kBuckets> stay;  // share of those at the start of the bucket that are still
+                                        // waiting at its end
     for (std::uint32_t b = 0; b < kBuckets; ++b) {
-        const double r = base_[b] * relative * bucket_width(b);
-        stay[b] = 1 / (1 + r + r * r / 2);
+        for (std::uint32_t l = 0; l < kLevels; ++l) {
+            const double r = base_[b] * relative_of_level_[l] * bucket_width(b);
+            stay[b][l] = 1 / (1 + r + r * r / 2);
+        }
     }
     for (std::uint32_t from = 0; from < kBuckets; ++from) {
-        double waiting = 1;
-        double came = 0;
-        double time = 0;
-        double best_came = 0;
-        double best_time = 1;
+        Levels waiting;
+        waiting.fill(1);
+        Levels came{};
+        Levels time{};
+        Levels best{};
         for (std::uint32_t b = from; b < kBuckets; ++b) {
-            const double left = waiting * stay[b];
-            came += waiting - left;
-            time += bucket_width(b) * (waiting + left) / 2;
-            waiting = left;
-            if (came * best_time <= best_came * time) continue;
-            best_came = came;
-            best_time = time;
+            const double width = bucket_width(b);
+            for (std::uint32_t l = 0; l < kLevels; ++l) {
+                const double left = waiting[l] * stay[b][l];
+                came[l] += waiting[l] - left;
+                time[l] += width * (waiting[l] + left) / 2;
+                waiting[l] = left;
+                const double rate = came[l] / time[l];
+                best[l] = best[l] < rate ? rate : best[l];
+            }
         }
-        scores_[level][from] = best_came / best_time;
+        for (std::uint32_t l = 0; l < kLevels; ++l) scores_[l][from] = best[l];
     }
 }
 

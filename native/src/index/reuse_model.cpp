@@ -8,9 +8,12 @@ namespace aiokv {
 namespace {
 
 constexpr std::uint64_t kMinEpochBlocks = 1024;
-constexpr std::uint64_t kMinLearnBlocks = 16384;
-constexpr std::uint64_t kSweepCapacities = 4;  // asked for, until the whole list was looked at
-constexpr double kFade = 0.008;                // of what was learnt, a capacity asked for
+constexpr std::uint64_t kMinLearnBlocks = 32768;
+constexpr std::uint64_t kSweepCapacities = 8;  // asked for, until the whole list was looked at
+constexpr std::uint32_t kSampledRoom =
+    8192;  // stretches that fit a tier; above, a sample is listed
+constexpr std::uint32_t kMaxSampleShift = 3;
+constexpr double kFade = 0.008;  // of what was learnt, a capacity asked for
 // A step up in uses is taken by one of so many.
 constexpr std::array<std::uint32_t, ReuseFeatures::kUses> kUsesPerStep{1, 1, 1, 1, 4, 8, 24, 0};
 constexpr std::array<std::uint64_t, 3> kGapUnits{96, 256, 768};  // 1.5, 4, 12 capacities
@@ -29,6 +32,11 @@ std::uint64_t hash_block(const std::int32_t* tokens, std::uint32_t count, std::u
     }
     if (i < count) hash = mix(hash, static_cast<std::uint32_t>(tokens[i]));
     return hash ^ (hash >> 32);
+}
+
+std::uint32_t sample_shift_of(std::uint32_t room) {
+    if (room < kSampledRoom) return 0;
+    return std::min<std::uint32_t>(std::bit_width(room / kSampledRoom) + 1, kMaxSampleShift);
 }
 
 std::uint32_t added_of(std::size_t stretches) {
@@ -55,28 +63,33 @@ ReuseModel::ReuseModel(std::uint32_t block_tokens, std::uint32_t capacity_blocks
       capacity_(capacity_blocks),
       unit_(std::max(1u, capacity_blocks / kUnitsPerCapacity)),
       epoch_blocks_(std::max<std::uint64_t>(kMinEpochBlocks, capacity_blocks / 16)),
-      ghosts_((GhostList::kWindowUnits * unit_) >> stretch_shift_),
+      sample_shift_(sample_shift_of(capacity_blocks >> stretch_shift_)),
+      sample_mask_(((std::uint64_t{1} << sample_shift_) - 1) << 16),
+      ghosts_((GhostList::kWindowUnits * unit_) >> (stretch_shift_ + sample_shift_)),
       rates_(GhostList::kWindowUnits) {}
 
 // The last block of a stretch stands for it.
 void ReuseModel::fingerprint(std::span<const std::int32_t> tokens, std::uint64_t seed) {
     const std::size_t stretch_tokens = std::size_t{block_tokens_} << stretch_shift_;
     keys_.clear();
+    sample_.clear();
     std::uint64_t key = seed;
     for (std::size_t end = stretch_tokens; end <= tokens.size(); end += stretch_tokens) {
         keys_.push_back(key = hash_block(&tokens[end - block_tokens_], block_tokens_, key));
+        if ((key & sample_mask_) != 0) continue;
+        sample_.push_back(static_cast<std::uint32_t>(keys_.size() - 1));
         ghosts_.prefetch(key);
     }
 }
 
-// known_: the entries of the leading stretches that the list knows; a lone gap, whose entry was
-// replaced, is bridged (nullptr).
+// known_: the entries of the leading stretches of the sample that the list knows; a lone gap, whose
+// entry was replaced, is bridged (nullptr).
 void ReuseModel::find_known() {
     known_.clear();
-    for (std::size_t i = 0; i < keys_.size(); ++i) {
-        GhostList::Entry* entry = ghosts_.find(keys_[i], now_);
+    for (std::size_t i = 0; i < sample_.size(); ++i) {
+        GhostList::Entry* entry = ghosts_.find(keys_[sample_[i]], now_);
         if (entry == nullptr &&
-            (i + 1 == keys_.size() || ghosts_.find(keys_[i + 1], now_) == nullptr)) {
+            (i + 1 == sample_.size() || ghosts_.find(keys_[sample_[i + 1]], now_) == nullptr)) {
             break;
         }
         known_.push_back(entry);
@@ -86,7 +99,7 @@ void ReuseModel::find_known() {
 // A conversation that goes on hands its uses and its gap on to what it adds; a shared prefix,
 // where prompts part again and again, says nothing about what follows it.
 ReuseFeatures ReuseModel::first_use_of_rest() {
-    const std::size_t added = keys_.size() - known_.size();
+    const std::size_t added = (sample_.size() - known_.size()) << sample_shift_;
     ReuseFeatures features{0, added_of(added), 0};
     if (known_.empty() || added == 0) return features;
     GhostList::Entry& last = *known_.back();
@@ -111,7 +124,7 @@ void ReuseModel::observe(std::span<const std::int32_t> tokens, std::uint64_t see
     ReuseFeatures features = rest;
     classes.clear();
     classes.reserve(keys_.size() + 1);
-    for (std::size_t i = 0; i < keys_.size(); ++i) {
+    for (std::size_t i = 0; i < sample_.size(); ++i) {
         const bool is_known = i < known_.size() && known_[i] != nullptr;
         if (is_known) {
             const ReuseFeatures before = features_of(*known_[i]);
@@ -121,13 +134,14 @@ void ReuseModel::observe(std::span<const std::int32_t> tokens, std::uint64_t see
         } else if (i >= known_.size()) {
             features = rest;
         }
-        GhostList::Entry& entry = is_known ? *known_[i] : ghosts_.replace(keys_[i], now_);
+        GhostList::Entry& entry = is_known ? *known_[i] : ghosts_.replace(keys_[sample_[i]], now_);
         entry.uses = features.uses & 7;
         entry.added = (features.added + 1) & 3;
         entry.gap = features.gap & 7;
         entry.time = now_ & 0xfff;
-        classes.push_back(features.reuse_class());
+        classes.resize(sample_[i] + 1, features.reuse_class());  // and of those before it
     }
+    classes.resize(keys_.size(), features.reuse_class());
     // What follows the last full stretch was seen once: the next turn may write it differently.
     classes.push_back(ReuseFeatures{0, rest.added, 0}.reuse_class());
 }
@@ -136,7 +150,7 @@ void ReuseModel::close_epoch() {
     if (clock_ - last_epoch_ < epoch_blocks_) return;
     sweep(clock_ - last_epoch_);
     last_epoch_ = clock_;
-    if (clock_ - last_learnt_ >= std::max(kMinLearnBlocks, epoch_blocks_)) {
+    if (clock_ - last_learnt_ >= std::max(kMinLearnBlocks, 2 * epoch_blocks_)) {
         const auto capacities =
             static_cast<double>(clock_ - last_learnt_) / static_cast<double>(capacity_);
         rates_.learn(1 / (1 + kFade * capacities));
@@ -145,7 +159,7 @@ void ReuseModel::close_epoch() {
     ++epoch_;
 }
 
-// Count who waits, in a part of the list that stands for all of it: the whole in four capacities.
+// Count who waits, in a part of the list that stands for all of it: the whole in eight capacities.
 void ReuseModel::sweep(std::uint64_t blocks) {
     const std::size_t size = ghosts_.size();
     const auto part = static_cast<std::size_t>(
