@@ -12,7 +12,7 @@ constexpr double kPromise = 0.015;  // predicted gain, a share of LRU's hits, th
 constexpr double kToleratedLoss = 0.005;  // a share of LRU's hits; then the scores are not followed
 constexpr double kSignificance = 3;       // standard deviations that the other order must lead by
 constexpr double kMemoryCapacities = 64;  // asked for, until a count has faded
-constexpr std::uint32_t kSampledRoom = 128;  // stretches that fit a shadow cache, at least
+constexpr std::uint32_t kSampledRoom = 256;  // stretches that fit a shadow cache, at least
 
 std::uint32_t sample_shift_of(std::uint32_t room) {
     return std::max<int>(0, std::bit_width(room / kSampledRoom) - 1);

@@ -9,7 +9,7 @@ namespace {
 
 constexpr std::uint64_t kMinEpochBlocks = 1024;
 constexpr std::uint64_t kMinLearnBlocks = 32768;
-constexpr std::uint64_t kSweepCapacities = 8;  // asked for, until the whole list was looked at
+constexpr std::uint64_t kSweepCapacities = 4;  // asked for, until the whole list was looked at
 constexpr std::uint32_t kSampledRoom =
     8192;  // stretches that fit a tier; above, a sample is listed
 constexpr std::uint32_t kMaxSampleShift = 3;
@@ -159,7 +159,7 @@ void ReuseModel::close_epoch() {
     ++epoch_;
 }
 
-// Count who waits, in a part of the list that stands for all of it: the whole in eight capacities.
+// Count who waits, in a part of the list that stands for all of it: the whole in four capacities.
 void ReuseModel::sweep(std::uint64_t blocks) {
     const std::size_t size = ghosts_.size();
     const auto part = static_cast<std::size_t>(
