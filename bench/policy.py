@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 TRACE_CAPACITIES = (100, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000)
 FAMILY_CAPACITIES = (100, 300, 1_000, 3_000, 10_000)
 SEEDS = (200, 201)
+CHANGING_SEEDS = range(200, 240)
+CHANGING_CAPACITIES = (100, 300, 1_000, 3_000)
 
 
 def run(quick: bool) -> dict[str, Any]:
@@ -32,12 +34,35 @@ def run(quick: bool) -> dict[str, Any]:
             requests = generate_family(name, 300 if quick else 6_000, seed=seed)
             capacities = FAMILY_CAPACITIES[:2] if quick else FAMILY_CAPACITIES
             results[f"{name}_{seed}"] = _ratios(requests, capacities, block_tokens=64)
+    results["changing_traffic"] = _changing_traffic(CHANGING_SEEDS[:2] if quick else CHANGING_SEEDS)
     path = find_trace()
     if path is not None:
         requests = list(read_trace(path))
         capacities = (1_000,) if quick else TRACE_CAPACITIES
         results["trace"] = _ratios(requests[:2_000] if quick else requests, capacities)
     return results
+
+
+def _changing_traffic(seeds: Sequence[int]) -> dict[str, float]:
+    """Compare the policies where the traffic changes within the first capacities of a trace."""
+    ratios: list[float] = []
+    for seed in seeds:
+        prompts = trace_prompts(generate_family("mixture", 3_000, seed=seed))
+        hits = [
+            (
+                hit_tokens(prompts, capacity, "adaptive", 64),
+                hit_tokens(prompts, capacity, "lru", 64),
+            )
+            for capacity in CHANGING_CAPACITIES
+        ]
+        ratios += [adaptive / lru for adaptive, lru in hits if lru]
+    ratios.sort()
+    return {
+        "cases": len(ratios),
+        "least_adaptive_lru_ratio": ratios[0],
+        "second_least_adaptive_lru_ratio": ratios[1],
+        "cases_below_0.99": sum(ratio < 0.99 for ratio in ratios),
+    }
 
 
 def _ratios(

@@ -113,7 +113,11 @@ R = TypeVar("R")
 def _naming_owner(
     transition: Callable[Concatenate[CacheScheduler, P], R],
 ) -> Callable[Concatenate[CacheScheduler, P], R]:
-    """Add the owner of the lease to the errors that the core raises about it."""
+    """Add the owner of the lease to the errors that the core raises about it.
+
+    ``commit``, ``extend`` and ``try_allocate`` do so themselves: they are called most often, and
+    save the call of this wrapper.
+    """
 
     def call(self: CacheScheduler, /, *args: P.args, **kwargs: P.kwargs) -> R:
         try:

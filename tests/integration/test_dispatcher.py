@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,6 +13,9 @@ from aiokv.scheduler.effects import NO_EFFECTS
 from aiokv.scheduler.scheduler import CacheScheduler
 from aiokv.testing import ManualDevice, ManualEvent, run_until_idle, spin
 from tests.harness.cache import Cache, prompt
+
+if TYPE_CHECKING:
+    from aiokv import Lease
 
 A, B = prompt(1, 2), prompt(2, 2)
 
@@ -102,14 +106,20 @@ async def test_interrupt_between_two_grants_grants_both():
             lease.release()
 
 
+async def full_device_with_host_copies(cache: Cache) -> Lease:
+    """Bring the blocks of A to the host, and return a lease that holds all device blocks."""
+    await cache.fill(A)
+    await cache.finish()
+    await cache.engine.evict(8)
+    holder = cache.engine.match(prompt(3, 8)[:-1])
+    assert holder.try_allocate(32)
+    return holder
+
+
 async def test_grant_in_the_pass_of_its_deadline_shows_its_layers():
     """The deadline has already cancelled the wait, but the lease is granted."""
     async with Cache(device_blocks=8, write_policy="write_through") as cache:
-        await cache.fill(A)
-        await cache.finish()
-        await cache.engine.evict(8)
-        holder = cache.engine.match(prompt(3, 8)[:-1])
-        assert holder.try_allocate(32)
+        holder = await full_device_with_host_copies(cache)
         lease = cache.engine.match(A)
         task = asyncio.create_task(lease.allocate(len(A), timeout=0.0))
         loop = asyncio.get_running_loop()
@@ -126,11 +136,7 @@ async def test_grant_in_the_pass_of_its_deadline_shows_its_layers():
 
 async def test_grant_in_the_pass_of_a_cancellation_is_taken_back():
     async with Cache(device_blocks=8, write_policy="write_through") as cache:
-        await cache.fill(A)
-        await cache.finish()
-        await cache.engine.evict(8)
-        holder = cache.engine.match(prompt(3, 8)[:-1])
-        assert holder.try_allocate(32)
+        holder = await full_device_with_host_copies(cache)
         lease = cache.engine.match(A)
         task = asyncio.create_task(lease.allocate(len(A)))
         await spin(2)
@@ -183,11 +189,7 @@ async def test_device_hits_leave_no_effects(monkeypatch):
 async def test_wait_whose_layers_were_not_shown_ends_with_its_deadline():
     """Without its layers, a lease would read blocks before they arrive."""
     async with Cache(device_blocks=8, write_policy="write_through") as cache:
-        await cache.fill(A)
-        await cache.finish()
-        await cache.engine.evict(8)
-        holder = cache.engine.match(prompt(3, 8)[:-1])
-        assert holder.try_allocate(32)
+        holder = await full_device_with_host_copies(cache)
         lease = cache.engine.match(A)
         task = asyncio.create_task(lease.allocate(len(A), timeout=0.0))
 
