@@ -126,6 +126,10 @@ class DeviceError(AiokvError):
         self.cuda_code = cuda_code
 
 
+class StoreError(AiokvError):
+    """An operation of a store failed: its server, file or connection; a request computes instead."""
+
+
 class RankLost(DeviceError):
     """A rank ended, became unresponsive, or failed; the cache is lost on all ranks.
 

@@ -19,21 +19,27 @@ if TYPE_CHECKING:
 ID_DTYPE = np.dtype("<i4")
 ZEROS: Final = -1  # source id of a target that is filled with zeros
 
-Pool = Literal["device", "host", "state"]
-Direction = Literal["onload", "offload", "state", "clone"]
+Pool = Literal["device", "host", "state", "store"]
+Direction = Literal["onload", "offload", "state", "clone", "fetch", "save"]
 Outcome = Literal["done", "failed", "cancelled"]
 
-_LEVELS: Final[dict[Pool, int]] = {"device": 0, "host": 1}  # distance from the GPU
+_NAMES: Final[dict[tuple[Pool, Pool], Direction]] = {
+    ("host", "device"): "onload",
+    ("device", "host"): "offload",
+    ("device", "device"): "clone",
+    ("state", "state"): "state",
+    ("store", "host"): "fetch",
+    ("host", "store"): "save",
+}
 
 
 class Route(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Where the bytes of a transfer come from and go to.
 
-    A new tier is a new pool, with a level behind the host's.
-
     Attributes:
         source: pool of the source ids: ``"device"`` and ``"host"`` have blocks, ``"state"`` has
-            slots of recurrent state, on the device.
+            slots of recurrent state, on the device. ``"store"`` is all stores together: its blocks
+            have digests, and its ids are their indices in the plan.
         target: pool of the target ids.
     """
 
@@ -43,9 +49,7 @@ class Route(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     @property
     def direction(self) -> Direction:
         """Name of the route in errors, reports and statistics."""
-        if self.source == self.target:
-            return "state" if self.source == "state" else "clone"
-        return "onload" if _LEVELS[self.target] < _LEVELS[self.source] else "offload"
+        return _NAMES[self.source, self.target]
 
     def __str__(self) -> str:
         return f"{self.source} -> {self.target}"
@@ -55,6 +59,8 @@ ONLOAD: Final = Route("host", "device")
 OFFLOAD: Final = Route("device", "host")
 CLONE: Final = Route("device", "device")
 STATE: Final = Route("state", "state")
+FETCH: Final = Route("store", "host")
+SAVE: Final = Route("host", "store")
 
 
 class Priority(IntEnum):
@@ -78,6 +84,7 @@ class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
         priority: see :class:`Priority`.
         after_step: the step whose work must be finished on the device before the first byte
             moves; 0 when there is nothing to wait for.
+        digests: 32 bytes per block for routes from or to ``"store"``; empty for the others.
     """
 
     transfer_id: int
@@ -86,6 +93,7 @@ class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
     target_blocks: bytes
     priority: int = Priority.DEMAND
     after_step: int = 0
+    digests: bytes = b""
 
     @property
     def direction(self) -> Direction:
@@ -133,9 +141,11 @@ class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
             has been copied.
         first_bad_block: index into the plan's blocks.
         reason: text of the first failure.
+        results: of a save, one ``aiokv.stores.Result`` per block as a byte; empty for the others.
     """
 
     transfer_id: int
     outcome: Outcome
     first_bad_block: int = 0
     reason: str = ""
+    results: bytes = b""

@@ -1,0 +1,163 @@
+"""Store: a set of blocks below the host tier, found by key.
+
+A store moves *objects* between its medium and blocks of the host arena. An object is the payload of
+one host block, followed by a trailer of ``TRAILER_BYTES`` with the length, the key and a checksum of
+the payload. The :class:`~aiokv.stores.guard.StoreGuard` writes the trailer before a save and
+verifies it after a load: a store need not look into an object.
+
+A store may drop any block at any time. It must never return the bytes of another save for a key.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING, Final, Protocol
+
+import msgspec
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+KEY_BYTES: Final = 32
+TRAILER_BYTES: Final = 64
+PITCH_BYTES: Final = 4096  # host blocks begin at multiples of this when there are stores
+
+
+class Result(IntEnum):
+    """Result of one key of ``load``, ``save`` or ``remove``.
+
+    Attributes:
+        DONE: the object was loaded, is stored (also when it already was), or is removed.
+        MISSING: the store does not have the key. Not an error.
+        WRONG: the object was found, but its length, key or checksum is wrong.
+        REFUSED: the store has no room for the object, or does not admit it.
+        FAILED: an I/O error, or the operation did not finish in time.
+    """
+
+    DONE = 0
+    MISSING = 1
+    WRONG = 2
+    REFUSED = 3
+    FAILED = 4
+
+
+class StoreMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """The host arena, as stores see it. Block ``i`` begins at ``address + i * pitch_bytes``.
+
+    Attributes:
+        address: address of block 0, a multiple of ``PITCH_BYTES``.
+        num_blocks: number of blocks.
+        pitch_bytes: distance between blocks, a multiple of ``PITCH_BYTES``; a store may read and
+            overwrite all of it.
+        payload_bytes: bytes of a block that the device tier copies.
+        view: all blocks as one writable buffer.
+    """
+
+    address: int
+    num_blocks: int
+    pitch_bytes: int
+    payload_bytes: int
+    view: memoryview
+
+    @property
+    def object_bytes(self) -> int:
+        """Bytes of an object, payload and trailer; at most ``pitch_bytes``."""
+        return self.payload_bytes + TRAILER_BYTES
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all blocks."""
+        return self.num_blocks * self.pitch_bytes
+
+    def object(self, block: int) -> memoryview:
+        """Return the bytes of the object of a block, not copied."""
+        begin = block * self.pitch_bytes
+        return self.view[begin : begin + self.object_bytes]
+
+
+class StoreStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters of a store since it was opened, and its present size.
+
+    Attributes:
+        blocks: objects in the store; -1 if unknown.
+        used_bytes: bytes of these objects on the medium; -1 if unknown.
+        capacity_bytes: limit of ``used_bytes``; -1 if unknown or unlimited.
+        evicted_blocks: objects dropped to make room.
+        quarantined_blocks: objects or slots that are no longer used because their bytes were wrong.
+        details: further counters of the kind of store, by name.
+    """
+
+    blocks: int = -1
+    used_bytes: int = -1
+    capacity_bytes: int = -1
+    evicted_blocks: int = 0
+    quarantined_blocks: int = 0
+    details: dict[str, int] = {}
+
+
+class Store(Protocol):
+    """Blocks by key. Used on one event loop, by one guard.
+
+    Keys are ``bytes`` of ``N * KEY_BYTES``: N keys, one behind the other, distinct. Results are
+    arrays with one entry per key. ``lookup``, ``load``, ``save`` and ``remove`` run concurrently;
+    the guard limits their number. They raise ``StoreError`` when the whole batch failed, such as
+    for a lost connection; the guard then counts each key as ``FAILED``.
+
+    Blocks given to ``load`` and ``save`` belong to the call until its coroutine ends, also when it
+    raises or is cancelled: a cancelled call ends as soon as the store no longer accesses them.
+
+    Attributes:
+        kind: ``"disk"``, ``"mooncake"``, ``"redis"``, ``"s3"``, ``"directory"``.
+        url: address without secrets, for messages and statistics.
+        max_concurrent: operations that the guard runs at a time.
+    """
+
+    kind: str
+    url: str
+    max_concurrent: int
+
+    async def open(self, memory: StoreMemory) -> None:
+        """Connect or recover, and register the memory. Called once, before all other methods.
+
+        A server that cannot be reached is not an error: the store connects when it is used next.
+
+        Raises:
+            ConfigError: the arguments of the store are wrong, a package is missing (the message
+                names it), or another process uses the path. Nothing is left behind.
+            LayoutError: existing data has another block size. Nothing is left behind.
+
+        Cancellation: nothing is left behind.
+        """
+
+    async def lookup(self, keys: bytes) -> NDArray[np.bool_]:
+        """Return for each key whether the store has it, ``[N]`` bool."""
+
+    async def load(self, keys: bytes, blocks: NDArray[np.int32]) -> NDArray[np.uint8]:
+        """Read object ``i`` into host block ``blocks[i]``; return ``[N]`` uint8 ``Result``.
+
+        The bytes of a block whose result is not ``DONE`` are undefined.
+        """
+
+    async def save(self, keys: bytes, blocks: NDArray[np.int32]) -> NDArray[np.uint8]:
+        """Store the object in host block ``blocks[i]``; return ``[N]`` uint8 ``Result``.
+
+        After ``DONE`` the object is found with the same bytes, or not at all (I10).
+        """
+
+    async def remove(self, keys: bytes) -> NDArray[np.uint8]:
+        """Remove objects; return ``[N]`` uint8 ``Result``. Keys that are missing are ``DONE``."""
+
+    def statistics(self) -> StoreStatistics:
+        """Return counters; does not suspend, and does no I/O."""
+
+    async def aclose(self) -> None:
+        """End operations in flight and close. Idempotent; may be called after a failed ``open``.
+
+        The memory is not accessed afterwards.
+        """
+
+
+def split_keys(keys: bytes) -> list[bytes]:
+    """Return the single keys of a batch."""
+    return [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]
