@@ -24,6 +24,7 @@ class ReusedTokens(msgspec.Struct):
 
     device: int = 0
     host: int = 0
+    store: int = 0
     total: int = 0
 
 
@@ -73,12 +74,14 @@ class ServingStatistics(msgspec.Struct, kw_only=True):
 
     def add(self, request: Request) -> None:
         """Count a request that has ended."""
-        reused, device, host = self.reused_tokens, *request.reused_tokens
+        reused, (device, host, store) = self.reused_tokens, request.reused_tokens
         self.requests += 1
         self.prompt_tokens += request.prompt_length
-        self.computed_tokens += request.prompt_length - device - host
-        reused.device, reused.host = reused.device + device, reused.host + host
-        reused.total += device + host
+        self.computed_tokens += request.prompt_length - device - host - store
+        reused.device += device
+        reused.host += host
+        reused.store += store
+        reused.total += device + host + store
         self.generated_tokens += len(request.generated)
 
 
@@ -136,6 +139,7 @@ ROWS: tuple[tuple[str, Cell], ...] = (
     ("  computed", lambda run: _share(run.computed_tokens, run)),
     ("  reused, device", lambda run: _share(run.reused_tokens.device, run)),
     ("  reused, host", lambda run: _share(run.reused_tokens.host, run)),
+    ("  reused, store", lambda run: _share(run.reused_tokens.store, run)),
     ("computed again, preempted", lambda run: f"{run.repeated_tokens:,} ({run.preemptions:,}x)"),
     ("disconnected and sent again", lambda run: f"{run.disconnections:,}x"),
     ("generated tokens", lambda run: f"{run.generated_tokens:,}"),
