@@ -1,9 +1,9 @@
 """Store: a set of blocks below the host tier, found by key.
 
-A store moves *objects* between its medium and blocks of the host arena. An object is the payload of
-one host block, followed by a trailer of ``TRAILER_BYTES`` with the length, the key and a checksum of
-the payload. The :class:`~aiokv.stores.guard.StoreGuard` writes the trailer before a save and
-verifies it after a load: a store need not look into an object.
+A store moves *objects* between its medium and blocks of the host arena. An object is the payload
+of one host block, followed by a trailer of ``TRAILER_BYTES`` with the length, the key and a
+checksum of the payload. The :class:`~aiokv.stores.guard.StoreGuard` writes the trailer before a
+save and verifies it after a load: a store need not look into an object.
 
 A store may drop any block at any time. It must never return the bytes of another save for a key.
 """
