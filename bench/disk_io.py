@@ -12,7 +12,6 @@ Set ``AIOKV_BENCH_DISK`` to a folder on the disk to measure; default: ``bench/re
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import mmap
 import os
@@ -130,9 +129,7 @@ async def _measure(
     results = {}
     for direction in ("read", "write"):
         write = direction == "write"
-        blocks = _Blocks(
-            fd, write, block_bytes, count, addresses.ctypes.data, offsets.ctypes.data
-        )
+        blocks = _Blocks(fd, write, block_bytes, count, addresses.ctypes.data, offsets.ctypes.data)
         move = io.write if write else io.read
 
         async def through_disk_io(move: Any = move) -> None:
@@ -175,5 +172,3 @@ async def _compare(
         "threads_ratio": wall["threads"] / wall["aiokv"],
         "cpu_share_of_threads": cpu["aiokv"] / cpu["threads"],
     }
-
-
