@@ -1,0 +1,33 @@
+// IoBackend: how an IoQueue moves bytes. RingBackend uses io_uring, ThreadBackend a few threads.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "completions.hpp"
+
+namespace aiokv {
+
+// A backend ends each job by IoCompletions::end(). Methods are thread-safe, but for close().
+class IoBackend {
+  public:
+    IoBackend() = default;
+    virtual ~IoBackend() = default;
+    IoBackend(const IoBackend&) = delete;
+    IoBackend& operator=(const IoBackend&) = delete;
+
+    virtual const char* name() const = 0;
+
+    // Ends `job`, whose request is ignored, when the kernel has mapped the memory or has refused.
+    virtual void register_buffer(std::uint64_t address, std::size_t num_bytes, IoJob job) = 0;
+
+    virtual void submit(std::span<const IoJob> jobs) = 0;
+    virtual void cancel(std::span<const std::uint64_t> tags) = 0;
+
+    // Cancels the jobs that have not started, waits for the others, and joins the threads.
+    virtual void close() = 0;
+};
+
+}  // namespace aiokv

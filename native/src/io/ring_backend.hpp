@@ -1,0 +1,30 @@
+// RingBackend: an IoBackend on io_uring, with one thread that submits and collects.
+#pragma once
+
+#include <thread>
+
+#include "backend.hpp"
+#include "ring_commands.hpp"
+
+namespace aiokv {
+
+// The thread sleeps in the kernel until a request ends or a command is there. It submits (which
+// maps memory and notifies the device), continues short transfers and starts the next jobs, while
+// the caller's thread is free, or busy with something else.
+class RingBackend final : public IoBackend {
+  public:
+    RingBackend(std::size_t entries, IoCompletions& completions);  // throws RingRefused
+    ~RingBackend() override { close(); }
+
+    const char* name() const override { return "io_uring"; }
+    void register_buffer(std::uint64_t address, std::size_t num_bytes, IoJob job) override;
+    void submit(std::span<const IoJob> jobs) override;
+    void cancel(std::span<const std::uint64_t> tags) override;
+    void close() override;
+
+  private:
+    RingCommands commands_;
+    std::thread thread_;
+};
+
+}  // namespace aiokv
