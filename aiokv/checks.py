@@ -109,7 +109,7 @@ def positive(name: str, value: object, error: type[AiokvError] = UsageError) -> 
     Raises:
         AiokvError: of the class ``error``; not a finite number above 0.
     """
-    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+    if not isinstance(value, bool) and isinstance(value, numbers.Real):
         try:
             number = float(value)
         except OverflowError:  # an int that no float can hold
