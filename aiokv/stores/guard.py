@@ -156,6 +156,13 @@ class StoreGuard:
 
     Args:
         use: the store, and how it is used.
+
+    Attributes:
+        use: as given.
+        is_open: ``open`` has succeeded, and ``aclose`` was not called since.
+        lookup_cost: duration of lookups.
+        load_cost: duration of loads, verification included.
+        save_cost: duration of saves.
     """
 
     def __init__(self, use: StoreUse) -> None:
@@ -173,7 +180,7 @@ class StoreGuard:
         self._overdue: set[asyncio.Task[_Ended]] = set()
         self._background: set[asyncio.Task[None]] = set()
         self._closing: asyncio.Task[None] | None = None
-        self._is_open = False
+        self.is_open = False
         self._counts = _Counts()
         self._payload_bytes = 0
         self._has_logged_wrong = False
@@ -199,7 +206,7 @@ class StoreGuard:
         self._memory, self._proof = memory, proof
         self._payload_bytes = memory.payload_bytes
         self._closing = None
-        self._is_open = True
+        self.is_open = True
 
     async def aclose(self) -> bool:
         """Cancel operations in flight, and close the store. Idempotent.
@@ -210,7 +217,7 @@ class StoreGuard:
 
         Cancellation: the operations are cancelled; call it again.
         """
-        self._is_open = False
+        self.is_open = False
         if self._closing is None:
             for task in (*self._running, *self._background):
                 task.cancel()
@@ -232,7 +239,7 @@ class StoreGuard:
 
     def close_without_loop(self) -> bool:
         """Stop after the loop was closed; return False when the store may still access memory."""
-        self._is_open = False
+        self.is_open = False
         if self._running:
             _native.keep_forever(self._memory)
         return not self._running
@@ -242,7 +249,7 @@ class StoreGuard:
     @property
     def can_read(self) -> bool:
         """True when a lookup or a load would be passed to the store."""
-        return self._is_open and self.use.read and self._reads.state == "closed"
+        return self.is_open and self.use.read and self._reads.state == "closed"
 
     async def lookup(self, keys: bytes) -> NDArray[np.bool_]:
         """Return for each key whether the store has it, ``[N]`` bool; all False without a result.
@@ -408,7 +415,7 @@ class StoreGuard:
 
     def _admits_read(self) -> bool:
         """Return True when the store may be read; begin a probe when one is due."""
-        if self._is_open and self.use.read:
+        if self.is_open and self.use.read:
             if self._reads.state == "closed":
                 return True
             if self._reads.may_probe(_now()):
@@ -422,7 +429,7 @@ class StoreGuard:
     def _admits_save(self) -> bool:
         """Return True when the store may be written to: no request waits for a save, so that a save
         is its own probe."""
-        if not self._is_open or not self.use.save:
+        if not self.is_open or not self.use.save:
             return False
         if self._saves.state == "closed" or self._saves.may_probe(_now()):
             return True
@@ -475,7 +482,7 @@ class StoreGuard:
             self._counts.busy += 1
             breaker.skip_probe(loop.time())
             return None, None
-        if not self._is_open or breaker.state == "open":  # since the operation waits for a slot
+        if not self.is_open or breaker.state == "open":  # since the operation waits for a slot
             slots.give_back()
             return None, None
         task = loop.create_task(_attempt(call))

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+from typing import TYPE_CHECKING
+
 import msgspec
+
+from aiokv.config import WindowGroup  # noqa: TC001  (msgspec needs it)
+
+if TYPE_CHECKING:
+    from aiokv.worker.regions import Regions
 
 
 class StoreIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -12,6 +20,7 @@ class StoreIdentity(msgspec.Struct, frozen=True, kw_only=True):
         model: ``CacheConfig.model``.
         weights_version: version of the weights that compute the blocks now.
         block_tokens: ``CacheConfig.block_tokens``.
+        windows: ``CacheConfig.windows``.
         rank: number of the rank.
         num_ranks: number of ranks.
     """
@@ -19,5 +28,11 @@ class StoreIdentity(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     weights_version: str
     block_tokens: int
+    windows: dict[str, WindowGroup] = {}
     rank: int = 0
     num_ranks: int = 1
+
+    def fingerprint(self, regions: Regions) -> bytes:
+        """Return the fingerprint of blocks of these tensors, 32 bytes."""
+        pieces = [(p.layer, p.region, p.block_bytes) for p in regions.pieces()]
+        return hashlib.sha256(repr((self, pieces)).encode()).digest()

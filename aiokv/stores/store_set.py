@@ -111,12 +111,14 @@ class StoreSet:
             raise
 
     async def reopen(self, memory: StoreMemory, fingerprint: bytes) -> None:
-        """Open all stores on a new arena, after ``aclose``. A store that fails stays unused.
+        """Open the closed stores on a new arena. A store that fails stays unused.
 
-        Cancellation: call ``aclose``.
+        Cancellation: call it again, or ``aclose``.
         """
         proof = self._begin(memory, fingerprint)
         for guard in self._guards:
+            if guard.is_open:
+                continue
             try:
                 await guard.open(memory, proof)
             except Exception as error:
@@ -125,7 +127,8 @@ class StoreSet:
     def _begin(self, memory: StoreMemory, fingerprint: bytes) -> Proof:
         self._fingerprint = fingerprint
         self._payload_bytes = memory.payload_bytes
-        self._proof = Proof(memory)
+        if self._proof is None:
+            self._proof = Proof(memory)
         return self._proof
 
     def change_fingerprint(self, fingerprint: bytes) -> None:

@@ -30,7 +30,7 @@ class Arena:
             num_blocks=num_blocks,
             pitch_bytes=pitch,
             payload_bytes=payload_bytes,
-            view=memoryview(self._arena.blocks).cast("B"),
+            view=self._arena.blocks.reshape(-1).data,
         )
 
     def write(self, blocks: Iterable[int], numbers: Iterable[int]) -> None:
