@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 from aiokv.stores.base import Result, Store, StoreMemory, StoreStatistics
+from aiokv.stores.use import StoreUse
 
 if TYPE_CHECKING:
     from aiokv.stores.directory import DirectoryStore
@@ -23,6 +24,7 @@ __all__ = [
     "Store",
     "StoreMemory",
     "StoreStatistics",
+    "StoreUse",
 ]
 
 _MODULES: Final = {

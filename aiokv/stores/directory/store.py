@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
@@ -66,7 +66,7 @@ class DirectoryStore:
         self._fsync = fsync
         self._num_threads = threads
         self._quota = DirectoryQuota(None if bytes is None else parse_bytes(bytes))
-        self._quarantined = 0
+        self._wrong_lengths = 0
         self._refusal = ""  # the last reason that was logged
         self._is_closing = False
         self._sweep: asyncio.Task[None] | None = None
@@ -84,7 +84,7 @@ class DirectoryStore:
         path = unquote(urlsplit(url).path)
         if not path:
             raise ConfigError(f"{url!r} names no folder", hint="write directory:/mnt/shared/kv")
-        options = {"bytes": parse_bytes, "fsync": parse_flag, "threads": int}
+        options: dict[str, Callable[[str], Any]] = {"bytes": parse_bytes, "fsync": parse_flag, "threads": int}
         return cls(path, **url_options(url, options))
 
     async def open(self, memory: StoreMemory) -> None:
@@ -97,6 +97,7 @@ class DirectoryStore:
         limit = self._quota.limit
         if limit is not None and limit < memory.object_bytes:
             raise ConfigError(f"bytes is {limit}; one object takes {memory.object_bytes} bytes")
+        self._is_closing = False
         files = ObjectFiles(self._path, memory.object_bytes, fsync=self._fsync)
         threads = StoreThreads("directory", self._num_threads + 1)  # one lists the folder
         try:
@@ -122,7 +123,8 @@ class DirectoryStore:
         return (await self._for_each(len(names), has)).astype(np.bool_)
 
     async def load(self, keys: bytes, blocks: NDArray[np.int32]) -> NDArray[np.uint8]:
-        """Read files into host blocks; see :class:`Store`. A file of another length is removed.
+        """Read files into host blocks; see :class:`Store`. A file of another length is ``WRONG``,
+        and the next save of its key replaces it.
 
         Raises:
             StoreError: the folder cannot be reached, or a file cannot be read.
@@ -135,9 +137,7 @@ class DirectoryStore:
                 return Result.DONE
             if size < 0:
                 return Result.MISSING
-            files.remove(names[index])
-            self._quota.count(-1, -size)
-            self._quarantined += 1
+            self._wrong_lengths += 1
             return Result.WRONG
 
         names = _names(keys)
@@ -196,7 +196,7 @@ class DirectoryStore:
             used_bytes=quota.used_bytes,
             capacity_bytes=-1 if quota.limit is None else quota.limit,
             evicted_blocks=quota.evicted_blocks,
-            quarantined_blocks=self._quarantined,
+            details={"wrong_lengths": self._wrong_lengths},
         )
 
     async def aclose(self) -> None:

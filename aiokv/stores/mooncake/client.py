@@ -157,7 +157,7 @@ class MooncakeClient:
         with self._in_use():
             codes = np.array(self._store.batch_is_exist(names), np.int64)
         _raise_if_lost(codes)
-        return codes == 1
+        return np.equal(codes, 1)
 
     def load(self, names: list[str], blocks: NDArray[np.int32]) -> NDArray[np.uint8]:
         """Read objects into host blocks; return ``Result`` codes.
