@@ -11,6 +11,7 @@ The protocol is RESP2, which every version of Valkey and Redis speaks.
 from __future__ import annotations
 
 import socket
+from ssl import SSLWantReadError
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
@@ -115,12 +116,17 @@ class Connection:
         if self._begin != self._end:
             return False
         try:
-            found = socket.socket.recv(self._socket, 1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
+            if self._tls is None:
+                self._socket.recv(1, socket.MSG_DONTWAIT)
+            else:
+                self._tls.setblocking(False)
+                self._tls.recv(1)  # takes records of TLS itself, and ends with SSLWantReadError
+        except (BlockingIOError, SSLWantReadError):
+            self._socket.setblocking(True)
             return True
         except OSError:
             return False
-        return bool(found) and self._tls is not None  # TLS sends records of its own
+        return False
 
     # --- requests ---------------------------------------------------------------------------------
 

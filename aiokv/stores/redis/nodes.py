@@ -172,7 +172,9 @@ class Nodes:
                     reply = await self._small.run(address, _ask_slots)
                 slots = _slot_map(address, reply)
             except TimeoutError:
-                error = StoreError(f"redis store: {address} did not reply in time")
+                error = StoreError(
+                    f"redis store: {address} did not reply within {self._connect_seconds:g} s"
+                )
                 first_error = first_error or error
             except StoreError as error:
                 first_error = first_error or error

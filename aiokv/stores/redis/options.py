@@ -100,10 +100,12 @@ def parse_server(url: str, username: str | None, password: str | None) -> Server
 
 def without_secrets(url: str) -> str:
     """Return a URL without user, password and secret options, for messages."""
-    scheme, separator, rest = url.partition("://")
-    place, _, query = rest.rpartition("@")[2].partition("?")
+    scheme, separator, _ = url.partition("://")
+    beginning = f"{scheme}://" if separator else ""
+    # All before the last @ may be the password, also when its characters were not quoted.
+    place, _, query = url.removeprefix(beginning).rpartition("@")[2].partition("?")
     shown = [(name, value) for name, value in parse_qsl(query) if name not in SECRET_OPTIONS]
-    return f"{scheme}{separator}{place}" + (f"?{urlencode(shown)}" if shown else "")
+    return f"{beginning}{place}" + (f"?{urlencode(shown)}" if shown else "")
 
 
 def _wrong(url: str, reason: str) -> ConfigError:

@@ -89,7 +89,7 @@ class ConnectionPool:
                 connection = await self._connect(address)
         except TimeoutError as error:
             raise StoreError(
-                f"redis store: connecting to {address} took more than {self._connect_seconds:g} s"
+                f"redis store: {address} did not reply within {self._connect_seconds:g} s"
             ) from error
         except OSError as error:
             raise StoreError(f"redis store: cannot connect to {address}: {error}") from error
