@@ -132,7 +132,7 @@ def _database(url: str, number: int) -> int:
 
 def _tls(redis: ModuleType, url: str, options: dict[str, Any]) -> ssl.SSLContext:
     """Return the context of the options ``ssl_*`` of the URL, as redis-py reads them."""
-    options.setdefault("ssl_check_hostname", True)
+    options.setdefault("ssl_check_hostname", options.get("ssl_cert_reqs") != "none")
     try:
         context: ssl.SSLContext = redis.asyncio.SSLConnection(**options).ssl_context.get()
     except (TypeError, ValueError, OSError, redis.RedisError) as error:
