@@ -5,46 +5,40 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-import signal
 import socket
-import subprocess
-import time
 from typing import TYPE_CHECKING, Any, Self
 
 import pytest
+
+from tests.stores.servers import HINT, Server, free_port, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-redis = pytest.importorskip("redis", reason="redis-py is not installed; run `make services`")
+redis = pytest.importorskip("redis", reason=f"redis-py is not installed; {HINT}")
 
 PROGRAM = shutil.which("valkey-server") or shutil.which("redis-server")
 needs_server = pytest.mark.skipif(
-    PROGRAM is None, reason="neither valkey-server nor redis-server is installed; `make services`"
+    PROGRAM is None, reason=f"neither valkey-server nor redis-server is installed; {HINT}"
 )
 
 READY_SECONDS = 30.0  # for a server that starts on a loaded machine
 
 
-def until(condition: Callable[[], Any], what: str, seconds: float = READY_SECONDS) -> Any:
-    """Poll a condition until it returns a true value, and return the value."""
-    deadline = time.monotonic() + seconds
-    while True:
-        with contextlib.suppress(redis.RedisError, OSError):
-            if value := condition():
-                return value
-        assert time.monotonic() < deadline, f"{what}: not within {seconds} s"
-        time.sleep(0.01)
+def until(condition: Callable[[], Any]) -> None:
+    """Wait until a condition returns a true value; an error of a client counts as false."""
+
+    def holds() -> bool:
+        try:
+            return bool(condition())
+        except (redis.RedisError, OSError):
+            return False
+
+    wait_until(holds, READY_SECONDS)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-class RedisServer:
+class RedisServer(Server):
     """One server process without persistence; its files are in ``directory``.
 
     Args:
@@ -53,45 +47,26 @@ class RedisServer:
     """
 
     def __init__(self, directory: Path, **options: str) -> None:
-        self.directory = directory
-        self.options = options
-        self.port = 0
-        self._process: subprocess.Popen[bytes] | None = None
         directory.mkdir(parents=True, exist_ok=True)
-
-    @property
-    def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}"
-
-    def start(self) -> Self:
-        """Start the process, on the same port as before; return when it answers."""
-        for _ in range(5):
-            if self._start(self.port or free_port()):
-                return self
-        raise AssertionError((self.directory / "log").read_text())
-
-    def _start(self, port: int) -> bool:
+        self.options = options
         settings = {
             "bind": "127.0.0.1",
-            "port": str(port),
-            "dir": str(self.directory),
+            "dir": str(directory),
             "save": "",
             "appendonly": "no",
             "loglevel": "warning",
         }
-        if "cluster_enabled" in self.options:
-            settings["cluster-port"] = str(free_port())
-        settings |= {name.replace("_", "-"): value for name, value in self.options.items()}
+        settings |= {name.replace("_", "-"): value for name, value in options.items()}
         arguments = [part for name, value in settings.items() for part in (f"--{name}", value)]
-        assert PROGRAM is not None
-        with (self.directory / "log").open("ab") as log:
-            self._process = subprocess.Popen([PROGRAM, *arguments], stdout=log, stderr=log)
-        process = self._process
-        until(lambda: process.poll() is not None or _answers(port), "start of a server")
-        if process.poll() is not None:  # another process took the port
-            return False
-        self.port = port
-        return True
+        super().__init__(
+            lambda port: [str(PROGRAM), "--port", str(port), *arguments],
+            directory / "log",
+            is_ready=self._is_answering,
+        )
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}"
 
     def client(self, **options: Any) -> Any:
         """Return a plain synchronous client."""
@@ -111,35 +86,19 @@ class RedisServer:
             return bool(self.command("ROLE")[0] == b"master")
         return False
 
-    def signal(self, number: signal.Signals) -> None:
-        assert self._process is not None
-        self._process.send_signal(number)
-
-    def stop(self) -> None:
-        """Stop the process (SIGSTOP) until ``resume``."""
-        self.signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        self.signal(signal.SIGCONT)
-
-    def kill(self) -> None:
-        """Kill the process (SIGKILL), and reap it. Idempotent."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-
     def restart(self) -> None:
         """Kill the process, and start it empty on the same port."""
         self.kill()
         self.start()
 
-
-def _answers(port: int) -> bool:
-    """Return whether a server on the port replies, be it with an error."""
-    with socket.create_connection(("127.0.0.1", port), READY_SECONDS) as connected:
-        connected.sendall(b"PING\r\n")
-        return connected.recv(1) in (b"+", b"-")
+    def _is_answering(self) -> bool:
+        """Return whether the server replies, be it with an error."""
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), READY_SECONDS) as connected:
+                connected.sendall(b"PING\r\n")
+                return connected.recv(1) in (b"+", b"-")
+        except OSError:
+            return False
 
 
 @contextlib.contextmanager
@@ -147,7 +106,8 @@ def running_server(directory: Path, **options: str) -> Iterator[RedisServer]:
     """Run one server."""
     server = RedisServer(directory, **options)
     try:
-        yield server.start()
+        server.start()
+        yield server
     finally:
         server.kill()
 
@@ -160,6 +120,7 @@ class Cluster:
             RedisServer(
                 directory / str(number),
                 cluster_enabled="yes",
+                cluster_port=str(free_port()),
                 cluster_config_file="nodes.conf",
                 cluster_node_timeout="1500",
                 cluster_replica_validity_factor="0",
@@ -181,17 +142,18 @@ class Cluster:
             server.command("CLUSTER", "ADDSLOTSRANGE", borders[number], borders[number + 1] - 1)
             server.command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
         for server in self.servers[1:]:
-            bus = self.servers[0].command("CONFIG", "GET", "cluster-port")
-            server.command("CLUSTER", "MEET", "127.0.0.1", self.servers[0].port, bus[1])
-        until(lambda: all(map(self.knows_all, self.servers)), "meeting of the nodes")
+            first = self.servers[0]
+            bus = first.options["cluster_port"]
+            server.command("CLUSTER", "MEET", "127.0.0.1", first.port, bus)
+        until(lambda: all(map(self.knows_all, self.servers)))
         for replica, master in zip(replicas, masters, strict=True):
             name = master.command("CLUSTER", "MYID")
-            until(lambda r=replica, n=name: r.command("CLUSTER", "REPLICATE", n), "replication")
+            until(lambda r=replica, n=name: r.command("CLUSTER", "REPLICATE", n))
         self.until_ready()
 
     def until_ready(self) -> None:
         """Wait until every server that runs serves, with a master or as one."""
-        until(lambda: all(map(self.is_ready, self.servers)), "a cluster that serves")
+        until(lambda: all(map(self.is_ready, self.servers)))
 
     def is_ready(self, server: RedisServer) -> bool:
         """Return whether a server serves all slots, and is linked to its master if it has one."""
@@ -200,6 +162,11 @@ class Cluster:
         slots = server.command("CLUSTER", "SHARDS")
         role = server.command("ROLE")
         return len(slots) == 3 and (role[0] == b"master" or role[3] == b"connected")
+
+    @staticmethod
+    def until_replicated(master: RedisServer, replica: RedisServer) -> None:
+        """Wait until a replica has all that its master has."""
+        until(lambda: replica.command("ROLE")[4] >= master.command("ROLE")[1])
 
     @staticmethod
     def knows_all(server: RedisServer) -> bool:

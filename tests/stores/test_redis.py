@@ -31,11 +31,11 @@ from tests.stores.conformance import (
     save,
     saved_and_loaded,
 )
+from tests.stores.servers import free_port
 from tests.stores.servers_redis import (
     Proxy,
     RedisServer,
     ScriptedServer,
-    free_port,
     needs_server,
     running_server,
 )
@@ -740,9 +740,26 @@ async def test_options_of_the_url(server: RedisServer) -> None:
 
 
 def test_option_that_is_no_number() -> None:
-    with pytest.raises(ConfigError, match=r"connections in redis://host\?.* is not a number") as e:
+    with pytest.raises(
+        ConfigError, match="option 'connections' of redis://host: invalid literal"
+    ) as e:
         from_url(f"redis://:{SECRET}@host?connections=many")
     assert SECRET not in every_text(e.value)
+
+
+@pytest.mark.asyncio
+async def test_store_is_opened_again_with_other_memory(server: RedisServer) -> None:
+    blocks, others = Blocks(), Blocks()
+    store = RedisStore(server.url)
+    await store.open(blocks.memory)
+    keys = await save(store, blocks, range(3))
+    await store.aclose()
+    blocks.fill(0x22)
+    await store.open(others.memory)
+    assert (await store.load(keys, ids(5, 6, 7))).tolist() == [DONE] * 3
+    await store.aclose()
+    assert others.read(7) == object_of(keys_of([2]), 9_984)
+    assert (blocks.array == 0x22).all()
 
 
 @pytest.mark.asyncio

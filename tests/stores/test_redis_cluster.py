@@ -23,6 +23,7 @@ from tests.stores.conformance import (
     save,
     saved_and_loaded,
 )
+from tests.stores.servers import free_port
 from tests.stores.servers_redis import Cluster, RedisServer, needs_server, redis, until
 
 if TYPE_CHECKING:
@@ -148,9 +149,9 @@ async def test_replica_that_is_promoted(cluster: Cluster) -> None:
         keys = await save(store, blocks, range(8))
         master = cluster.master_of(name_of(0))
         replica = cluster.replica_of(master)
-        until(lambda: replica.command("DBSIZE") == master.command("DBSIZE"), "replication")
+        cluster.until_replicated(master, replica)
         replica.command("CLUSTER", "FAILOVER")
-        until(lambda: replica.is_master() and not master.is_master(), "promotion")
+        until(lambda: replica.is_master() and not master.is_master())
         results = await store.load(keys, np.arange(8, 16, dtype=np.int32))
         assert results.tolist() == [DONE] * 8
         assert store.statistics().details["redirections"] > 0
@@ -165,7 +166,7 @@ async def test_master_that_fails(cluster: Cluster, failure: str) -> None:
         keys = await save(store, blocks, range(8))
         master = cluster.master_of(name_of(0))
         replica = cluster.replica_of(master)
-        until(lambda: replica.command("DBSIZE") == master.command("DBSIZE"), "replication")
+        cluster.until_replicated(master, replica)
         getattr(master, failure)()
         try:
             if failure == "kill":
@@ -192,14 +193,15 @@ async def test_master_that_fails(cluster: Cluster, failure: str) -> None:
             else:
                 master.resume()
         cluster.until_ready()
-        until(lambda: not master.is_master(), "the former master's new role")
+        until(lambda: not master.is_master())
         assert (await store.lookup(keys)).all()
         assert (await store.load(keys, np.arange(8, 16, dtype=np.int32))).tolist() == [DONE] * 8
 
 
 @pytest.mark.asyncio
 async def test_cluster_without_slots(tmp_path_factory: pytest.TempPathFactory) -> None:
-    server = RedisServer(tmp_path_factory.mktemp("alone"), cluster_enabled="yes")
+    options = {"cluster_enabled": "yes", "cluster_port": str(free_port())}
+    server = RedisServer(tmp_path_factory.mktemp("alone"), **options)
     try:
         server.start()
         async with opened(ClusterMedium(Cluster.__new__(Cluster), server.url), Blocks()) as store:

@@ -13,6 +13,7 @@ import numpy as np
 
 from aiokv.errors import ConfigError, StoreError
 from aiokv.stores.base import Result, StoreMemory, StoreStatistics, split_keys
+from aiokv.stores.options import url_options
 from aiokv.stores.redis import commands
 from aiokv.stores.redis.commands import Item
 from aiokv.stores.redis.nodes import Nodes
@@ -130,18 +131,15 @@ class RedisStore:
         For example ``redis://host:6379/0?ttl_seconds=86400&connections=8``.
 
         Raises:
-            ConfigError: an option is out of range.
+            ConfigError: an option is out of range, is no number, or is given twice.
         """
         parts = urlsplit(url)
-        options = dict(parse_qsl(parts.query, keep_blank_values=True))
-        chosen: dict[str, Any] = {}
-        for name, kind in _URL_OPTIONS.items():
-            if name in options:
-                try:
-                    chosen[name] = kind(options.pop(name))
-                except ValueError:
-                    raise ConfigError(f"{name} in {without_secrets(url)} is not a number") from None
-        return cls(parts._replace(query=urlencode(options)).geturl(), **chosen)
+        pairs = parse_qsl(parts.query, keep_blank_values=True)
+        own = urlencode([pair for pair in pairs if pair[0] in _URL_OPTIONS])
+        rest = urlencode([pair for pair in pairs if pair[0] not in _URL_OPTIONS])
+        place = without_secrets(parts._replace(query="", fragment="").geturl())
+        options = url_options(f"{place}?{own}", _URL_OPTIONS)
+        return cls(parts._replace(query=rest).geturl(), **options)
 
     def __repr__(self) -> str:
         return f"RedisStore({self.url!r})"
@@ -149,7 +147,7 @@ class RedisStore:
     # --- Store ------------------------------------------------------------------------------------
 
     async def open(self, memory: StoreMemory) -> None:
-        """Check the URL and the size of objects; connects when it is used first.
+        """Check the URL and the size of objects; the first use connects. Again after ``aclose``.
 
         Raises:
             ConfigError: redis-py is not installed, the URL is wrong, or an object is larger than a
@@ -165,6 +163,7 @@ class RedisStore:
         executor = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="aiokv-redis")
         self._memory = memory
         self._executor = executor
+        self._is_closed = False
         self._nodes = Nodes(server, executor, self._connections, self._connect_seconds)
 
     async def lookup(self, keys: bytes) -> NDArray[np.bool_]:
