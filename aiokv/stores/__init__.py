@@ -14,11 +14,13 @@ from aiokv.stores.use import StoreUse
 if TYPE_CHECKING:
     from aiokv.stores.directory import DirectoryStore
     from aiokv.stores.mooncake import MooncakeStore
+    from aiokv.stores.redis import RedisStore
     from aiokv.stores.s3 import S3Store
 
 __all__ = [
     "DirectoryStore",
     "MooncakeStore",
+    "RedisStore",
     "Result",
     "S3Store",
     "Store",
@@ -30,6 +32,7 @@ __all__ = [
 _MODULES: Final = {
     "DirectoryStore": "aiokv.stores.directory",
     "MooncakeStore": "aiokv.stores.mooncake",
+    "RedisStore": "aiokv.stores.redis",
     "S3Store": "aiokv.stores.s3",
 }
 
