@@ -1,6 +1,36 @@
-"""Stores: sets of blocks below the host tier, shared by restarts and by servers."""
+"""Stores: sets of blocks below the host tier, shared by restarts and by servers.
+
+Each kind of store is imported when its name is first used; so is the package that it needs.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
 
 from aiokv.stores.base import Result, Store, StoreMemory, StoreStatistics
 from aiokv.stores.use import StoreUse
 
-__all__ = ["Result", "Store", "StoreMemory", "StoreStatistics", "StoreUse"]
+if TYPE_CHECKING:
+    from aiokv.stores.urls import stores_from, stores_from_environment
+
+__all__ = [
+    "Result",
+    "Store",
+    "StoreMemory",
+    "StoreStatistics",
+    "StoreUse",
+    "stores_from",
+    "stores_from_environment",
+]
+
+_MODULES: Final = {
+    "stores_from": "aiokv.stores.urls",
+    "stores_from_environment": "aiokv.stores.urls",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)
