@@ -26,6 +26,7 @@ from aiokv.ranks.membership import Membership
 from aiokv.ranks.messages import Sleep, WakeUp
 from aiokv.ranks.processes import RankProcesses, check_entry
 from aiokv.ranks.rank_state import MAX_RANKS, RankTimeouts
+from aiokv.stores.store_set import NOTHING
 from aiokv.worker.base import UNLIMITED_BLOCKS, Capabilities
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.ids import check_ids
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
     from aiokv.plan import Pool, TransferPlan, TransferReport
     from aiokv.ranks.messages import Layout, Reports
     from aiokv.ranks.rank_state import RankState
+    from aiokv.stores.guard import GuardStatistics
+    from aiokv.stores.identity import StoreIdentity
+    from aiokv.stores.store_set import StoreAnswer
     from aiokv.types import Tier
     from aiokv.worker.base import Cancelled
     from aiokv.worker.device.base import Event
@@ -165,6 +169,7 @@ class RankGroup(Unique):
         on_report: Callable[[TransferReport], None],
         on_step: Callable[[int, BaseException | None], None],
         on_lost: Callable[[RankLost], None],
+        identity: StoreIdentity | None = None,
     ) -> None:
         """Listen, start the ranks if ``entry`` names them, and wait until all are ready.
 
@@ -175,6 +180,7 @@ class RankGroup(Unique):
             on_report: see :meth:`Worker.open`.
             on_step: called when a step has finished on all ranks.
             on_lost: called when a rank is lost; no transfer can succeed until ``restart``.
+            identity: not used: the ranks have no stores.
 
         Raises:
             UsageError: opened before.
@@ -364,6 +370,17 @@ class RankGroup(Unique):
             UsageError: always.
         """
         raise UsageError("record_checksums: ranks do not verify checksums")
+
+    async def lookup(self, digests: bytes) -> StoreAnswer:
+        """Return nothing: the ranks have no stores."""
+        return NOTHING
+
+    def change_weights(self, version: str) -> None:
+        """Do nothing: the ranks have no stores."""
+
+    def store_statistics(self) -> list[GuardStatistics]:
+        """Return an empty list: the ranks have no stores."""
+        return []
 
     async def drain(self) -> None:
         """Wait until every plan submitted so far, and since, has been reported.

@@ -12,6 +12,7 @@ from aiokv.stores.base import Result, Store, StoreMemory, StoreStatistics
 from aiokv.stores.use import StoreUse
 
 if TYPE_CHECKING:
+<<<<<<< HEAD
     from aiokv.stores.directory import DirectoryStore
     from aiokv.stores.mooncake import MooncakeStore
     from aiokv.stores.redis import RedisStore
@@ -23,10 +24,17 @@ __all__ = [
     "RedisStore",
     "Result",
     "S3Store",
+=======
+    from aiokv.stores.urls import stores_from, stores_from_environment
+
+__all__ = [
+    "Result",
+>>>>>>> engine
     "Store",
     "StoreMemory",
     "StoreStatistics",
     "StoreUse",
+<<<<<<< HEAD
 ]
 
 _MODULES: Final = {
@@ -34,6 +42,15 @@ _MODULES: Final = {
     "MooncakeStore": "aiokv.stores.mooncake",
     "RedisStore": "aiokv.stores.redis",
     "S3Store": "aiokv.stores.s3",
+=======
+    "stores_from",
+    "stores_from_environment",
+]
+
+_MODULES: Final = {
+    "stores_from": "aiokv.stores.urls",
+    "stores_from_environment": "aiokv.stores.urls",
+>>>>>>> engine
 }
 
 
