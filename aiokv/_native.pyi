@@ -1,4 +1,6 @@
-"""Native core of aiokv: prefix index, block pools, block copies."""
+"""
+Native core of aiokv: prefix index, block pools, block copies, file I/O.
+"""
 
 from collections.abc import Sequence
 import enum
@@ -632,3 +634,59 @@ def session_record(boot: bytes) -> bytes:
 
 def stamp_records(records: bytes, epoch: int, position: int) -> bytes:
     """Return the records with checksums for their place in the journal."""
+class IoQueue:
+    """
+    Reads and writes of files that end asynchronously, announced by an eventfd. Used by the thread that creates it.
+    """
+
+    def __init__(self, entries: int = 64, backend: str = 'auto') -> None:
+        """
+        At most `entries` requests are in the kernel at a time. backend: 'auto', 'io_uring' or 'threads'.
+        """
+
+    @property
+    def backend(self) -> str:
+        """'io_uring' or 'threads'."""
+
+    @property
+    def reason(self) -> str:
+        """Why io_uring is not used; '' when it is."""
+
+    @property
+    def fd(self) -> int:
+        """The eventfd, readable when reap() has results; -1 when closed."""
+
+    def fileno(self) -> int:
+        """See fd."""
+
+    @property
+    def pending(self) -> int:
+        """Requests that reap() has not returned."""
+
+    def register_buffer(self, address: int, num_bytes: int) -> int:
+        """
+        Let the kernel map the memory once for all requests. Return 0, or the errno with which it refused: requests are then slower. Raises UsageError while requests are pending.
+        """
+
+    def submit(self, fd: int, write: bool, addresses: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], lengths: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], tags: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> int:
+        """
+        Start one request per element and return their number. Raises LayoutError, before the first one starts, on a request that is too long, or that is not aligned for a file with O_DIRECT.
+        """
+
+    def flush(self, fd: int, tag: int) -> None:
+        """Start an fdatasync of the file."""
+
+    def cancel(self, tags: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None:
+        """
+        Ask to end requests early. Each still has a result: -ECANCELED when it was cancelled in time.
+        """
+
+    def reap(self) -> tuple[Annotated[NDArray[numpy.uint64], dict(shape=(None,))], Annotated[NDArray[numpy.int32], dict(shape=(None,))]]:
+        """
+        Return (tags, results) of requests that have ended. A result is the number of bytes (fewer than requested: the file ended), 0 for a flush, or -errno.
+        """
+
+    def close(self) -> None:
+        """
+        Cancel the requests that have not started, and block until the kernel accesses no memory of the others. reap() returns their results. Idempotent.
+        """
