@@ -634,6 +634,7 @@ def session_record(boot: bytes) -> bytes:
 
 def stamp_records(records: bytes, epoch: int, position: int) -> bytes:
     """Return the records with checksums for their place in the journal."""
+
 class IoQueue:
     """
     Reads and writes of files that end asynchronously, announced by an eventfd. Used by the thread that creates it.
