@@ -226,6 +226,33 @@ class CoreStatistics:
     def evicted_snapshots(self) -> int: ...
 
     @property
+    def hit_store_tokens(self) -> int: ...
+
+    @property
+    def fetches(self) -> int: ...
+
+    @property
+    def fetched_blocks(self) -> int: ...
+
+    @property
+    def unfetched_blocks(self) -> int: ...
+
+    @property
+    def saved_blocks(self) -> int: ...
+
+    @property
+    def dropped_saves(self) -> int: ...
+
+    @property
+    def rejected_saves(self) -> int: ...
+
+    @property
+    def refused_saves(self) -> int: ...
+
+    @property
+    def failed_saves(self) -> int: ...
+
+    @property
     def index_bytes(self) -> int: ...
 
     @property
@@ -246,6 +273,18 @@ class WritePolicy(enum.Enum):
     WRITE_THROUGH_SELECTIVE = 2
 
     WRITE_BACK = 3
+
+class StorePolicy(enum.Enum):
+    AT_COMMIT = 0
+
+    AT_NTH_USE = 1
+
+    ON_EVICTION = 2
+
+class StoreConfig:
+    """When host blocks are saved to the stores."""
+
+    def __init__(self, *, policy: StorePolicy = StorePolicy.AT_COMMIT, uses: int = 2, only_reused: bool = False, queue_blocks: int = 4096, ahead_blocks: int = 0) -> None: ...
 
 class EvictionKind(enum.Enum):
     LRU = 0
@@ -274,7 +313,7 @@ class LeaseState(enum.Enum):
 class Core:
     """Prefix index, block pools, leases and eviction; not thread-safe."""
 
-    def __init__(self, *, block_tokens: int, device_blocks: int, host_blocks: int = 0, leave_tokens: int = 1, reserve_blocks: int = 0, write_policy: WritePolicy = WritePolicy.NONE, write_through_threshold: int = 2, low_watermark_blocks: int = 0, min_onload_blocks: int = 0, eviction: EvictionKind = EvictionKind.LRU, state_slots: int = 0, windows: Sequence[tuple[int, int, int, int]] = [], max_leases: int = 1048575) -> None: ...
+    def __init__(self, *, block_tokens: int, device_blocks: int, host_blocks: int = 0, leave_tokens: int = 1, reserve_blocks: int = 0, write_policy: WritePolicy = WritePolicy.NONE, write_through_threshold: int = 2, low_watermark_blocks: int = 0, min_onload_blocks: int = 0, eviction: EvictionKind = EvictionKind.LRU, state_slots: int = 0, windows: Sequence[tuple[int, int, int, int]] = [], max_leases: int = 1048575, stores: StoreConfig | None = None) -> None: ...
 
     def match(self, tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], context: str = '', reads: bool = True, writes: bool = True) -> tuple[int, int, int]:
         """
@@ -393,6 +432,31 @@ class Core:
         (prompt_tokens, cached_device_tokens, cached_host_tokens, computed_blocks).
         """
 
+    def cached_store_tokens(self, lease: int) -> int:
+        """
+        Of the cached tokens: those whose blocks a fetch brought for this lease.
+        """
+
+    def missing(self, lease: int) -> tuple[int, bytes]:
+        """
+        (first block, digests) of the blocks behind the cached ones that stores may have.
+        """
+
+    def begin_fetch(self, lease: int, blocks: int) -> int:
+        """
+        Begin to fetch missing blocks, or join the fetch that brings the first; 0: none.
+        """
+
+    def wants_saves(self) -> bool: ...
+
+    def take_saves(self) -> int:
+        """Begin a save; 0: there is nothing to save."""
+
+    def store_transfer(self, transfer: int) -> tuple[bytes, bytes]:
+        """(host_blocks, digests) of a fetch or a save in flight."""
+
+    def is_in_flight(self, transfer: int) -> bool: ...
+
     def saving(self, lease: int) -> int:
         """
         A backup of the lease's blocks that is under way and that a swap has to wait for; 0: none.
@@ -454,7 +518,8 @@ class Core:
     def transfer(self, transfer: int) -> tuple[bytes, bytes, int]:
         """(device_blocks, host_blocks, after_step)."""
 
-    def complete(self, transfer: int, outcome: Outcome, first_bad_block: int = 0) -> None: ...
+    def complete(self, transfer: int, outcome: Outcome, first_bad_block: int = 0, results: bytes = ...) -> None:
+        """`results`: of a save, one byte per block, or none."""
 
     def take_abandoned(self) -> list[int]: ...
 
