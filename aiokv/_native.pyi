@@ -568,10 +568,144 @@ class Core:
         What can be matched: (context, prefix tokens, device id, host id, flags, refs, pins); flags are 1, 2: device valid, loading; 4, 8: host valid, loading.
         """
 
+<<<<<<< HEAD
 def sha256_implementation() -> str:
     """Name the implementation that digests use on this processor."""
 
 def root_digest(block_tokens: int, context: str) -> bytes:
+=======
+class SlotTable:
+    """Slots of a disk store: keys, free slots and recency. Not thread-safe."""
+
+    def __init__(self, capacity: int) -> None: ...
+
+    def contains(self, keys: bytes, oldest: int = 0) -> Annotated[NDArray[numpy.bool_], dict(shape=(None,))]:
+        """
+        Return for each key whether it is stored, and was saved at `oldest` (Unix time) or later.
+        """
+
+    def pin(self, keys: bytes, oldest: int = 0) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]:
+        """
+        Return the slot of each key, or -1. Until unpin(), the slots found are not reused.
+        """
+
+    def unpin(self, slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None:
+        """Undo pin() for these slots."""
+
+    def reserve(self, count: int) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]:
+        """Take up to `count` free slots, in rising order."""
+
+    def release(self, slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None:
+        """Give back reserved slots about which no record was written."""
+
+    def commit(self, keys: bytes, slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], seconds: int) -> None:
+        """Let the keys be found; their data and records are written."""
+
+    def discard(self, keys: bytes, slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None:
+        """Give back reserved slots whose records may have been written."""
+
+    def grow(self, count: int) -> None:
+        """Let reserve() use `count` more slots."""
+
+    def remove(self, keys: bytes) -> int:
+        """Remove the keys that are stored; return their number."""
+
+    def quarantine(self, keys: bytes) -> int:
+        """Remove the keys that are stored and never reuse their slots."""
+
+    def evict(self, count: int) -> int:
+        """
+        Remove the least recently used keys that are not pinned; return their number.
+        """
+
+    def take_records(self) -> bytes:
+        """Return the records of removals since the last call, without checksums."""
+
+    def settle(self, total: int) -> None:
+        """
+        Free the slots that were unsettled when `unsettled_total` had this value.
+        """
+
+    @property
+    def unsettled_total(self) -> int: ...
+
+    def begin_snapshot(self) -> None: ...
+
+    def snapshot(self, count: int) -> bytes:
+        """Return the next records of the snapshot, b"" at its end."""
+
+    @property
+    def capacity(self) -> int: ...
+
+    @property
+    def limit(self) -> int:
+        """Slots that exist on the medium."""
+
+    @property
+    def stored(self) -> int: ...
+
+    @property
+    def available(self) -> int:
+        """Slots that reserve() can take."""
+
+    @property
+    def unsettled(self) -> int: ...
+
+    @property
+    def quarantined(self) -> int: ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory in use."""
+
+    def check(self) -> str:
+        """Return the first violated invariant, or ""."""
+
+class JournalReplay:
+    """Rebuilds a slot table from a journal."""
+
+    def __init__(self, table: SlotTable, epoch: int, boot: bytes) -> None: ...
+
+    def feed(self, bytes: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None:
+        """Read the next bytes: whole records, except at the end of the file."""
+
+    def finish(self) -> None:
+        """Apply the records that are proven; slots without a key become free."""
+
+    @property
+    def end(self) -> int:
+        """Position behind the last valid record."""
+
+    @property
+    def damaged(self) -> int:
+        """Invalid records before `end`."""
+
+    @property
+    def torn(self) -> int:
+        """Invalid records behind `end`."""
+
+    @property
+    def unproven(self) -> int:
+        """Adds that were dropped: a power cut may have lost their data."""
+
+    @property
+    def outside(self) -> int:
+        """Adds to slots above the capacity."""
+
+def add_records(keys: bytes, slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], seconds: int) -> bytes:
+    """Return records that add the keys, without checksums."""
+
+def synced_record() -> bytes:
+    """Return the record that proves the adds before it, without checksum."""
+
+def session_record(boot: bytes) -> bytes:
+    """Return the record that begins a session, without checksum."""
+
+def stamp_records(records: bytes, epoch: int, position: int) -> bytes:
+    """Return the records with checksums for their place in the journal."""
+
+class IoQueue:
+>>>>>>> disk
     """
     Return the digest (32 bytes) that the first blocks of prompts of a context chain to.
     """

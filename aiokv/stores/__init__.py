@@ -12,45 +12,36 @@ from aiokv.stores.base import Result, Store, StoreMemory, StoreStatistics
 from aiokv.stores.use import StoreUse
 
 if TYPE_CHECKING:
-<<<<<<< HEAD
     from aiokv.stores.directory import DirectoryStore
+    from aiokv.stores.disk import DiskStore
     from aiokv.stores.mooncake import MooncakeStore
     from aiokv.stores.redis import RedisStore
     from aiokv.stores.s3 import S3Store
+    from aiokv.stores.urls import stores_from, stores_from_environment
 
 __all__ = [
     "DirectoryStore",
+    "DiskStore",
     "MooncakeStore",
     "RedisStore",
     "Result",
     "S3Store",
-=======
-    from aiokv.stores.urls import stores_from, stores_from_environment
-
-__all__ = [
-    "Result",
->>>>>>> engine
     "Store",
     "StoreMemory",
     "StoreStatistics",
     "StoreUse",
-<<<<<<< HEAD
-]
-
-_MODULES: Final = {
-    "DirectoryStore": "aiokv.stores.directory",
-    "MooncakeStore": "aiokv.stores.mooncake",
-    "RedisStore": "aiokv.stores.redis",
-    "S3Store": "aiokv.stores.s3",
-=======
     "stores_from",
     "stores_from_environment",
 ]
 
 _MODULES: Final = {
+    "DirectoryStore": "aiokv.stores.directory",
+    "DiskStore": "aiokv.stores.disk",
+    "MooncakeStore": "aiokv.stores.mooncake",
+    "RedisStore": "aiokv.stores.redis",
+    "S3Store": "aiokv.stores.s3",
     "stores_from": "aiokv.stores.urls",
     "stores_from_environment": "aiokv.stores.urls",
->>>>>>> engine
 }
 
 
