@@ -224,6 +224,21 @@ class CoreStatistics:
     def evicted_snapshots(self) -> int: ...
 
     @property
+    def host_state_free(self) -> int: ...
+
+    @property
+    def host_state_snapshots(self) -> int: ...
+
+    @property
+    def saved_snapshots(self) -> int: ...
+
+    @property
+    def onloaded_states(self) -> int: ...
+
+    @property
+    def evicted_host_snapshots(self) -> int: ...
+
+    @property
     def index_bytes(self) -> int: ...
 
     @property
@@ -244,6 +259,13 @@ class WritePolicy(enum.Enum):
     WRITE_THROUGH_SELECTIVE = 2
 
     WRITE_BACK = 3
+
+class StateRoute(enum.Enum):
+    ON_DEVICE = 0
+
+    FROM_HOST = 1
+
+    TO_HOST = 2
 
 class EvictionKind(enum.Enum):
     LRU = 0
@@ -272,7 +294,7 @@ class LeaseState(enum.Enum):
 class Core:
     """Prefix index, block pools, leases and eviction; not thread-safe."""
 
-    def __init__(self, *, block_tokens: int, device_blocks: int, host_blocks: int = 0, leave_tokens: int = 1, reserve_blocks: int = 0, write_policy: WritePolicy = WritePolicy.NONE, write_through_threshold: int = 2, low_watermark_blocks: int = 0, min_onload_blocks: int = 0, eviction: EvictionKind = EvictionKind.LRU, state_slots: int = 0, windows: Sequence[tuple[int, int, int, int]] = [], max_leases: int = 1048575) -> None: ...
+    def __init__(self, *, block_tokens: int, device_blocks: int, host_blocks: int = 0, leave_tokens: int = 1, reserve_blocks: int = 0, write_policy: WritePolicy = WritePolicy.NONE, write_through_threshold: int = 2, low_watermark_blocks: int = 0, min_onload_blocks: int = 0, eviction: EvictionKind = EvictionKind.LRU, state_slots: int = 0, windows: Sequence[tuple[int, int, int, int]] = [], max_leases: int = 1048575, host_state_slots: int = 0) -> None: ...
 
     def match(self, tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], context: str = '', reads: bool = True, writes: bool = True) -> tuple[int, int, int]:
         """
@@ -435,6 +457,13 @@ class Core:
 
     def state_move(self, transfer: int) -> tuple[int, int, int]:
         """(source, target, after_step) of slots; source -1: zeros."""
+
+    def state_route(self, transfer: int) -> StateRoute: ...
+
+    def take_state_save(self) -> int:
+        """
+        Begin to copy one snapshot to host memory; 0: there is nothing to copy.
+        """
 
     def take_backups(self) -> int: ...
 

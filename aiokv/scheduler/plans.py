@@ -5,10 +5,18 @@ from __future__ import annotations
 from itertools import starmap
 from typing import TYPE_CHECKING
 
-from aiokv._native import Core, EvictionKind, Outcome
+from aiokv._native import Core, EvictionKind, Outcome, StateRoute
 from aiokv._native import WritePolicy as NativePolicy
 from aiokv.errors import UsageError
-from aiokv.plan import OFFLOAD, ONLOAD, STATE, TransferPlan, id_bytes
+from aiokv.plan import (
+    OFFLOAD,
+    ONLOAD,
+    STATE,
+    STATE_OFFLOAD,
+    STATE_ONLOAD,
+    TransferPlan,
+    id_bytes,
+)
 
 if TYPE_CHECKING:
     from collections import deque
@@ -23,6 +31,11 @@ _POLICIES = {
     "write_back": NativePolicy.WRITE_BACK,
 }
 _EVICTION = {"lru": EvictionKind.LRU, "adaptive": EvictionKind.ADAPTIVE}
+_STATE_ROUTES = {
+    StateRoute.ON_DEVICE: STATE,
+    StateRoute.FROM_HOST: STATE_ONLOAD,
+    StateRoute.TO_HOST: STATE_OFFLOAD,
+}
 _OUTCOMES = {
     "done": Outcome.DONE,
     "failed": Outcome.FAILED,
@@ -44,6 +57,7 @@ def new_core(config: CacheConfig) -> Core:
         min_onload_blocks=config.min_onload_blocks,
         eviction=_EVICTION[config.eviction_policy],
         state_slots=config.state_slots,
+        host_state_slots=config.host_state_slots,
         windows=[
             (
                 group.device_blocks,
@@ -59,21 +73,14 @@ def new_core(config: CacheConfig) -> Core:
 class Plans:
     """Makes the plans of one core's transfers, and reports their ends to the core."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, *, saves_states: bool = False) -> None:
         self._core = core
+        self._saves_states = saves_states
 
     def onload(self, transfer_id: int, priority: Priority) -> TransferPlan:
         """Return the plan of an onload, or of the move of a state slot, that a grant has begun."""
         if self._core.is_state_move(transfer_id):
-            source, target, after_step = self._core.state_move(transfer_id)
-            return TransferPlan(
-                transfer_id=transfer_id,
-                route=STATE,
-                source_blocks=id_bytes([source]),
-                target_blocks=id_bytes([target]),
-                priority=priority,
-                after_step=after_step,
-            )
+            return self._state_move(transfer_id, priority)
         device_blocks, host_blocks, after_step = self._core.transfer(transfer_id)
         return TransferPlan(
             transfer_id=transfer_id,
@@ -85,7 +92,9 @@ class Plans:
         )
 
     def offload(self, transfer_id: int, priority: Priority) -> TransferPlan:
-        """Return the plan of a backup, or of a swap of a preempted lease's table."""
+        """Return the plan of a backup of blocks or a snapshot, or of a swap of a table."""
+        if self._core.is_state_move(transfer_id):
+            return self._state_move(transfer_id, priority)
         device_blocks, host_blocks, after_step = self._core.transfer(transfer_id)
         return TransferPlan(
             transfer_id=transfer_id,
@@ -96,16 +105,30 @@ class Plans:
             after_step=after_step,
         )
 
+    def _state_move(self, transfer_id: int, priority: Priority) -> TransferPlan:
+        source, target, after_step = self._core.state_move(transfer_id)
+        return TransferPlan(
+            transfer_id=transfer_id,
+            route=_STATE_ROUTES[self._core.state_route(transfer_id)],
+            source_blocks=id_bytes([source]),
+            target_blocks=id_bytes([target]),
+            priority=priority,
+            after_step=after_step,
+        )
+
     def take_backups(self, transfer_ids: deque[int]) -> None:
         """Append the ids of the backups that the write policy begins now; 0 for no backup.
 
-        The core begins at most one offload of the queued blocks, and one that keeps evictable
-        blocks available ahead of demand. ``extend`` calls the core without Python code in between,
-        where a signal handler could raise and lose the id of a transfer that has begun.
+        The core begins at most one offload of the queued blocks, one that keeps evictable blocks
+        available ahead of demand, and one per snapshot of recurrent state. ``extend`` calls the
+        core without Python code in between, where a signal handler could raise and lose the id of a
+        transfer that has begun.
         """
         transfer_ids.extend(starmap(self._core.take_backups, ((),)))
         if self._core.wants_write_backs():
             transfer_ids.extend(starmap(self._core.take_write_backs, ((),)))
+        if self._saves_states:
+            transfer_ids.extend(iter(self._core.take_state_save, 0))
 
     def complete(self, report: TransferReport) -> None:
         """Commit the verified blocks of a transfer, and roll back its other blocks."""

@@ -57,9 +57,17 @@ class CacheController:
         device: attached by ``open()``, closed by ``aclose()``.
         checksums: record the checksums of computed blocks, and verify each onload after its last
             byte; its layers are announced only then.
+        host_state_slots: slots of recurrent state in host memory.
     """
 
-    def __init__(self, regions: Regions, device: Device, *, checksums: bool = False) -> None:
+    def __init__(
+        self,
+        regions: Regions,
+        device: Device,
+        *,
+        checksums: bool = False,
+        host_state_slots: int = 0,
+    ) -> None:
         self._device = device
         self._checksums = Checksums(regions) if checksums else None
         self._uncomputed: list[NDArray[np.int32]] = []  # recorded when the open step is closed
@@ -73,7 +81,9 @@ class CacheController:
         self._report_waiters = ReportWaiters()
         self._closing = False
         self._closed = False
-        self.memory = WorkerMemory(regions, device, self._checksums)
+        self.memory = WorkerMemory(
+            regions, device, self._checksums, host_state_slots=host_state_slots
+        )
         self.capabilities = Capabilities(
             routes=device.routes,
             clone_routes=frozenset((CLONE, STATE)),

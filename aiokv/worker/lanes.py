@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from aiokv.plan import OFFLOAD, ONLOAD, STATE
+from aiokv.plan import OFFLOAD, ONLOAD, STATE, STATE_OFFLOAD, STATE_ONLOAD
 from aiokv.worker.transfers import TransferQueue
 
 if TYPE_CHECKING:
@@ -50,13 +50,17 @@ class WorkerStatistics(msgspec.Struct, frozen=True, kw_only=True):
         held: transfers whose step is still open.
         onload: host to device.
         offload: device to host.
-        state: slots of recurrent state.
+        state: slots of recurrent state, within the device.
+        state_onload: slots of recurrent state, host to device.
+        state_offload: slots of recurrent state, device to host.
     """
 
     held: int
     onload: LaneStatistics
     offload: LaneStatistics
     state: LaneStatistics
+    state_onload: LaneStatistics
+    state_offload: LaneStatistics
 
 
 _IDLE_LANE: Final = LaneStatistics(
@@ -78,6 +82,8 @@ def worker_statistics(held: int, routes: Mapping[Route, LaneStatistics]) -> Work
         onload=routes.get(ONLOAD, _IDLE_LANE),
         offload=routes.get(OFFLOAD, _IDLE_LANE),
         state=routes.get(STATE, _IDLE_LANE),
+        state_onload=routes.get(STATE_ONLOAD, _IDLE_LANE),
+        state_offload=routes.get(STATE_OFFLOAD, _IDLE_LANE),
     )
 
 

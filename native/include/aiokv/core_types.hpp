@@ -49,6 +49,7 @@ struct CoreConfig {
     std::uint32_t state_slots = 0;  // of recurrent state; 0: the model has none
     std::vector<WindowConfig> windows = {};
     std::uint32_t max_leases = kMaxLeases;  // open at a time
+    std::uint32_t host_state_slots = 0;     // of snapshots in host memory
 
     std::uint32_t blocks_for(std::uint64_t num_tokens) const {
         return static_cast<std::uint32_t>((num_tokens + block_tokens - 1) / block_tokens);
@@ -107,12 +108,21 @@ struct StateCopy {
     BlockId target = kNoBlock;  // kNoBlock: none
 };
 
-// Makes a lease's state slot ready: a copy of a snapshot, or zeros.
+// Where the slots of a state move lie.
+enum class StateRoute : std::uint8_t {
+    kOnDevice,
+    kFromHost,  // the source is in host memory
+    kToHost,    // the target is in host memory: a snapshot is saved
+};
+
+// Makes a lease's state slot ready, with a copy of a snapshot or with zeros; or saves a snapshot.
 struct StateMove {
-    LeaseId lease = 0;          // 0: it was released or retracted, and the move owns the target
+    LeaseId lease = 0;          // 0: a save; or it was released or retracted. The move owns the
+                                // target
     BlockId source = kNoBlock;  // the move is one of its readers; kNoBlock: zeros
     BlockId target = kNoBlock;
     Step after_step = 0;
+    StateRoute route = StateRoute::kOnDevice;
 };
 
 struct Fork {
@@ -131,6 +141,8 @@ struct CoreStatistics {
         reclaimed_host_copies;
     std::uint32_t state_free, state_snapshots;
     std::uint64_t restored_states, evicted_snapshots;
+    std::uint32_t host_state_free, host_state_snapshots;
+    std::uint64_t saved_snapshots, onloaded_states, evicted_host_snapshots;
     std::size_t index_bytes, token_bytes;
 };
 
