@@ -1,4 +1,6 @@
-"""Native core of aiokv: prefix index, block pools, block copies."""
+"""
+Native core of aiokv: prefix index, block pools, block copies, file I/O.
+"""
 
 from collections.abc import Sequence
 import enum
@@ -251,6 +253,21 @@ class CoreStatistics:
     def failed_saves(self) -> int: ...
 
     @property
+    def host_state_free(self) -> int: ...
+
+    @property
+    def host_state_snapshots(self) -> int: ...
+
+    @property
+    def saved_snapshots(self) -> int: ...
+
+    @property
+    def onloaded_states(self) -> int: ...
+
+    @property
+    def evicted_host_snapshots(self) -> int: ...
+
+    @property
     def index_bytes(self) -> int: ...
 
     @property
@@ -284,6 +301,13 @@ class StoreConfig:
 
     def __init__(self, *, policy: StorePolicy = StorePolicy.AT_COMMIT, uses: int = 2, only_reused: bool = False, queue_blocks: int = 4096, ahead_blocks: int = 0) -> None: ...
 
+class StateRoute(enum.Enum):
+    ON_DEVICE = 0
+
+    FROM_HOST = 1
+
+    TO_HOST = 2
+
 class EvictionKind(enum.Enum):
     LRU = 0
 
@@ -311,7 +335,7 @@ class LeaseState(enum.Enum):
 class Core:
     """Prefix index, block pools, leases and eviction; not thread-safe."""
 
-    def __init__(self, *, block_tokens: int, device_blocks: int, host_blocks: int = 0, leave_tokens: int = 1, reserve_blocks: int = 0, write_policy: WritePolicy = WritePolicy.NONE, write_through_threshold: int = 2, low_watermark_blocks: int = 0, min_onload_blocks: int = 0, eviction: EvictionKind = EvictionKind.LRU, state_slots: int = 0, windows: Sequence[tuple[int, int, int, int]] = [], max_leases: int = 1048575, stores: StoreConfig | None = None) -> None: ...
+    def __init__(self, *, block_tokens: int, device_blocks: int, host_blocks: int = 0, leave_tokens: int = 1, reserve_blocks: int = 0, write_policy: WritePolicy = WritePolicy.NONE, write_through_threshold: int = 2, low_watermark_blocks: int = 0, min_onload_blocks: int = 0, eviction: EvictionKind = EvictionKind.LRU, state_slots: int = 0, windows: Sequence[tuple[int, int, int, int]] = [], max_leases: int = 1048575, stores: StoreConfig | None = None, host_state_slots: int = 0) -> None: ...
 
     def match(self, tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], context: str = '', reads: bool = True, writes: bool = True) -> tuple[int, int, int]:
         """
@@ -500,6 +524,13 @@ class Core:
     def state_move(self, transfer: int) -> tuple[int, int, int]:
         """(source, target, after_step) of slots; source -1: zeros."""
 
+    def state_route(self, transfer: int) -> StateRoute: ...
+
+    def take_state_save(self) -> int:
+        """
+        Begin to copy one snapshot to host memory; 0: there is nothing to copy.
+        """
+
     def take_backups(self) -> int: ...
 
     def take_write_backs(self, wanted_blocks: int = 0) -> int: ...
@@ -568,12 +599,39 @@ class Core:
         What can be matched: (context, prefix tokens, device id, host id, flags, refs, pins); flags are 1, 2: device valid, loading; 4, 8: host valid, loading.
         """
 
-<<<<<<< HEAD
 def sha256_implementation() -> str:
     """Name the implementation that digests use on this processor."""
 
 def root_digest(block_tokens: int, context: str) -> bytes:
-=======
+    """
+    Return the digest (32 bytes) that the first blocks of prompts of a context chain to.
+    """
+
+def block_digests(root: bytes, tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], block_tokens: int, items: Sequence[tuple[bytes, int, int]] = [], *, portable: bool = False) -> bytes:
+    """
+    Return the digests of the whole blocks of a prompt, 32 bytes each; items are (hash, offset, length). portable=True does without special instructions. Raises UsageError.
+    """
+
+def derive_keys(fingerprint: bytes, digests: bytes, *, portable: bool = False) -> bytes:
+    """
+    Return the keys, 32 bytes each, of block digests in the stores of a fingerprint. Raises UsageError.
+    """
+
+def seal_blocks(address: int, pitch_bytes: int, payload_bytes: int, blocks: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], keys: bytes, *, num_blocks: int) -> None:
+    """
+    Write the trailers of host blocks behind their payloads. Block i of num_blocks begins at address + i * pitch_bytes. Call it in a thread: it releases the GIL and reads all payloads. Raises UsageError before the first access.
+    """
+
+def verify_blocks(address: int, pitch_bytes: int, payload_bytes: int, blocks: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], keys: bytes, *, num_blocks: int) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
+    """
+    Return Result.DONE or Result.WRONG for each block: whether its trailer is that of the key and of the payload. Arguments, threads and errors as of seal_blocks().
+    """
+
+def verify_object(buffer: object, key: bytes) -> bool:
+    """
+    Return True if a contiguous buffer is a payload and the trailer of the payload and key. Releases the GIL. Raises UsageError on a key of another length than 32 bytes.
+    """
+
 class SlotTable:
     """Slots of a disk store: keys, free slots and recency. Not thread-safe."""
 
@@ -705,32 +763,63 @@ def stamp_records(records: bytes, epoch: int, position: int) -> bytes:
     """Return the records with checksums for their place in the journal."""
 
 class IoQueue:
->>>>>>> disk
     """
-    Return the digest (32 bytes) that the first blocks of prompts of a context chain to.
-    """
-
-def block_digests(root: bytes, tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], block_tokens: int, items: Sequence[tuple[bytes, int, int]] = [], *, portable: bool = False) -> bytes:
-    """
-    Return the digests of the whole blocks of a prompt, 32 bytes each; items are (hash, offset, length). portable=True does without special instructions. Raises UsageError.
+    Reads and writes of files that end asynchronously, announced by an eventfd.
     """
 
-def derive_keys(fingerprint: bytes, digests: bytes, *, portable: bool = False) -> bytes:
-    """
-    Return the keys, 32 bytes each, of block digests in the stores of a fingerprint. Raises UsageError.
-    """
+    def __init__(self, entries: int = 64, backend: str = 'auto') -> None:
+        """
+        At most `entries` requests are in the kernel at a time. backend: 'auto', 'io_uring' or 'threads'.
+        """
 
-def seal_blocks(address: int, pitch_bytes: int, payload_bytes: int, blocks: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], keys: bytes, *, num_blocks: int) -> None:
-    """
-    Write the trailers of host blocks behind their payloads. Block i of num_blocks begins at address + i * pitch_bytes. Call it in a thread: it releases the GIL and reads all payloads. Raises UsageError before the first access.
-    """
+    @property
+    def backend(self) -> str:
+        """'io_uring' or 'threads'."""
 
-def verify_blocks(address: int, pitch_bytes: int, payload_bytes: int, blocks: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], keys: bytes, *, num_blocks: int) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
-    """
-    Return Result.DONE or Result.WRONG for each block: whether its trailer is that of the key and of the payload. Arguments, threads and errors as of seal_blocks().
-    """
+    @property
+    def reason(self) -> str:
+        """Why io_uring is not used; '' when it is."""
 
-def verify_object(buffer: object, key: bytes) -> bool:
-    """
-    Return True if a contiguous buffer is a payload and the trailer of the payload and key. Releases the GIL. Raises UsageError on a key of another length than 32 bytes.
-    """
+    @property
+    def fd(self) -> int:
+        """
+        The eventfd: readable from the end of the last request of a submit() until pop() has removed all results; -1 when closed.
+        """
+
+    @property
+    def pending(self) -> int:
+        """Requests whose results were not removed."""
+
+    def register_buffer(self, address: int, num_bytes: int, tag: int) -> None:
+        """
+        Let the kernel map memory once for all later requests. The result, with the tag, is 0, or the -errno with which it refused: requests are then slower.
+        """
+
+    def submit(self, fd: int, write: bool, addresses: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], lengths: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], tags: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> int:
+        """
+        Start one request per element and return their number. Raises LayoutError, before the first one starts, on a request that is too long, or that is not aligned for a file with O_DIRECT.
+        """
+
+    def flush(self, fd: int, tag: int) -> None:
+        """Start an fdatasync of the file."""
+
+    def cancel(self, tags: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None:
+        """
+        Ask to end requests early. Each still has a result: -ECANCELED when it was cancelled in time.
+        """
+
+    def peek(self, limit: int = 4096) -> tuple[Annotated[NDArray[numpy.uint64], dict(shape=(None,))], Annotated[NDArray[numpy.int32], dict(shape=(None,))]]:
+        """
+        Return the oldest results, (tags, results), and keep them. A result is the number of bytes (fewer than requested: the file ended), 0 for a flush, or -errno.
+        """
+
+    def pop(self, count: int) -> None:
+        """Remove the oldest results."""
+
+    def reap(self) -> tuple[Annotated[NDArray[numpy.uint64], dict(shape=(None,))], Annotated[NDArray[numpy.int32], dict(shape=(None,))]]:
+        """Return results as peek() does, and remove them."""
+
+    def close(self) -> None:
+        """
+        Cancel the requests that have not started, and block until the kernel accesses no memory of the others. Results can be read afterwards. Idempotent.
+        """
