@@ -63,9 +63,9 @@ class Request:
     def note_usage(self, usage: aiokv.Usage) -> None:
         """Count what the first attempt reused; a later one finds the request's own blocks."""
         if self.attempts == 0:
-            stored = usage.cached_store_tokens
-            host = usage.cached_host_tokens - stored
-            self.reused_tokens = usage.cached_device_tokens, host, stored
+            store = usage.fetched_tokens
+            host = max(usage.cached_host_tokens - store, 0)
+            self.reused_tokens = usage.cached_tokens - host - store, host, store
         self.capacity_wait_seconds += usage.capacity_wait_seconds or 0.0
         self.attempts += 1
 

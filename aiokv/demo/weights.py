@@ -116,10 +116,10 @@ class Weights:
         """Digest of all weights."""
         hashed = blake2b(digest_size=16)
         for array in (self.embedding, self.final_norm, self.unembedding):
-            hashed.update(np.ascontiguousarray(array))
+            hashed.update(array.tobytes())
         for layer in self.layers:
             for name in sorted(layer):
-                hashed.update(np.ascontiguousarray(layer[name]))
+                hashed.update(layer[name].tobytes())
         return hashed.hexdigest()
 
 
