@@ -42,7 +42,7 @@ async def filled(*prompts: np.ndarray, **config: Any) -> dict[bytes, bytes]:
 
 async def restarted(*prompts: np.ndarray) -> ScriptedStore:
     """Return a store that an earlier engine has filled."""
-    return ScriptedStore(objects=await filled(*prompts))
+    return ScriptedStore(objects=await filled(*prompts, device_blocks=16, host_blocks=16))
 
 
 # --- the ways down and up -------------------------------------------------------------------------
