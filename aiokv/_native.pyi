@@ -1,4 +1,6 @@
-"""Native core of aiokv: prefix index, block pools, block copies."""
+"""
+Native core of aiokv: prefix index, block pools, block copies, file I/O.
+"""
 
 from collections.abc import Sequence
 import enum
@@ -224,6 +226,33 @@ class CoreStatistics:
     def evicted_snapshots(self) -> int: ...
 
     @property
+    def hit_store_tokens(self) -> int: ...
+
+    @property
+    def fetches(self) -> int: ...
+
+    @property
+    def fetched_blocks(self) -> int: ...
+
+    @property
+    def unfetched_blocks(self) -> int: ...
+
+    @property
+    def saved_blocks(self) -> int: ...
+
+    @property
+    def dropped_saves(self) -> int: ...
+
+    @property
+    def rejected_saves(self) -> int: ...
+
+    @property
+    def refused_saves(self) -> int: ...
+
+    @property
+    def failed_saves(self) -> int: ...
+
+    @property
     def index_bytes(self) -> int: ...
 
     @property
@@ -244,6 +273,18 @@ class WritePolicy(enum.Enum):
     WRITE_THROUGH_SELECTIVE = 2
 
     WRITE_BACK = 3
+
+class StorePolicy(enum.Enum):
+    AT_COMMIT = 0
+
+    AT_NTH_USE = 1
+
+    ON_EVICTION = 2
+
+class StoreConfig:
+    """When host blocks are saved to the stores."""
+
+    def __init__(self, *, policy: StorePolicy = StorePolicy.AT_COMMIT, uses: int = 2, only_reused: bool = False, queue_blocks: int = 4096, ahead_blocks: int = 0) -> None: ...
 
 class EvictionKind(enum.Enum):
     LRU = 0
@@ -272,7 +313,7 @@ class LeaseState(enum.Enum):
 class Core:
     """Prefix index, block pools, leases and eviction; not thread-safe."""
 
-    def __init__(self, *, block_tokens: int, device_blocks: int, host_blocks: int = 0, leave_tokens: int = 1, reserve_blocks: int = 0, write_policy: WritePolicy = WritePolicy.NONE, write_through_threshold: int = 2, low_watermark_blocks: int = 0, min_onload_blocks: int = 0, eviction: EvictionKind = EvictionKind.LRU, state_slots: int = 0, windows: Sequence[tuple[int, int, int, int]] = [], max_leases: int = 1048575) -> None: ...
+    def __init__(self, *, block_tokens: int, device_blocks: int, host_blocks: int = 0, leave_tokens: int = 1, reserve_blocks: int = 0, write_policy: WritePolicy = WritePolicy.NONE, write_through_threshold: int = 2, low_watermark_blocks: int = 0, min_onload_blocks: int = 0, eviction: EvictionKind = EvictionKind.LRU, state_slots: int = 0, windows: Sequence[tuple[int, int, int, int]] = [], max_leases: int = 1048575, stores: StoreConfig | None = None) -> None: ...
 
     def match(self, tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], context: str = '', reads: bool = True, writes: bool = True) -> tuple[int, int, int]:
         """
@@ -391,6 +432,31 @@ class Core:
         (prompt_tokens, cached_device_tokens, cached_host_tokens, computed_blocks).
         """
 
+    def cached_store_tokens(self, lease: int) -> int:
+        """
+        Of the cached tokens: those whose blocks a fetch brought for this lease.
+        """
+
+    def missing(self, lease: int) -> tuple[int, bytes]:
+        """
+        (first block, digests) of the blocks behind the cached ones that stores may have.
+        """
+
+    def begin_fetch(self, lease: int, blocks: int) -> int:
+        """
+        Begin to fetch missing blocks, or join the fetch that brings the first; 0: none.
+        """
+
+    def wants_saves(self) -> bool: ...
+
+    def take_saves(self) -> int:
+        """Begin a save; 0: there is nothing to save."""
+
+    def store_transfer(self, transfer: int) -> tuple[bytes, bytes]:
+        """(host_blocks, digests) of a fetch or a save in flight."""
+
+    def is_in_flight(self, transfer: int) -> bool: ...
+
     def saving(self, lease: int) -> int:
         """
         A backup of the lease's blocks that is under way and that a swap has to wait for; 0: none.
@@ -452,7 +518,8 @@ class Core:
     def transfer(self, transfer: int) -> tuple[bytes, bytes, int]:
         """(device_blocks, host_blocks, after_step)."""
 
-    def complete(self, transfer: int, outcome: Outcome, first_bad_block: int = 0) -> None: ...
+    def complete(self, transfer: int, outcome: Outcome, first_bad_block: int = 0, results: bytes = ...) -> None:
+        """`results`: of a save, one byte per block, or none."""
 
     def take_abandoned(self) -> list[int]: ...
 
@@ -535,3 +602,190 @@ def verify_object(buffer: object, key: bytes) -> bool:
     """
     Return True if a contiguous buffer is a payload and the trailer of the payload and key. Releases the GIL. Raises UsageError on a key of another length than 32 bytes.
     """
+
+class SlotTable:
+    """Slots of a disk store: keys, free slots and recency. Not thread-safe."""
+
+    def __init__(self, capacity: int) -> None: ...
+
+    def contains(self, keys: bytes, oldest: int = 0) -> Annotated[NDArray[numpy.bool_], dict(shape=(None,))]:
+        """
+        Return for each key whether it is stored, and was saved at `oldest` (Unix time) or later.
+        """
+
+    def pin(self, keys: bytes, oldest: int = 0) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]:
+        """
+        Return the slot of each key, or -1. Until unpin(), the slots found are not reused.
+        """
+
+    def unpin(self, slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None:
+        """Undo pin() for these slots."""
+
+    def reserve(self, count: int) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]:
+        """Take up to `count` free slots, in rising order."""
+
+    def release(self, slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None:
+        """Give back reserved slots about which no record was written."""
+
+    def commit(self, keys: bytes, slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], seconds: int) -> None:
+        """Let the keys be found; their data and records are written."""
+
+    def discard(self, keys: bytes, slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None:
+        """Give back reserved slots whose records may have been written."""
+
+    def grow(self, count: int) -> None:
+        """Let reserve() use `count` more slots."""
+
+    def remove(self, keys: bytes) -> int:
+        """Remove the keys that are stored; return their number."""
+
+    def quarantine(self, keys: bytes) -> int:
+        """Remove the keys that are stored and never reuse their slots."""
+
+    def evict(self, count: int) -> int:
+        """
+        Remove the least recently used keys that are not pinned; return their number.
+        """
+
+    def take_records(self) -> bytes:
+        """Return the records of removals since the last call, without checksums."""
+
+    def settle(self, total: int) -> None:
+        """
+        Free the slots that were unsettled when `unsettled_total` had this value.
+        """
+
+    @property
+    def unsettled_total(self) -> int: ...
+
+    def begin_snapshot(self) -> None: ...
+
+    def snapshot(self, count: int) -> bytes:
+        """Return the next records of the snapshot, b"" at its end."""
+
+    @property
+    def capacity(self) -> int: ...
+
+    @property
+    def limit(self) -> int:
+        """Slots that exist on the medium."""
+
+    @property
+    def stored(self) -> int: ...
+
+    @property
+    def available(self) -> int:
+        """Slots that reserve() can take."""
+
+    @property
+    def unsettled(self) -> int: ...
+
+    @property
+    def quarantined(self) -> int: ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory in use."""
+
+    def check(self) -> str:
+        """Return the first violated invariant, or ""."""
+
+class JournalReplay:
+    """Rebuilds a slot table from a journal."""
+
+    def __init__(self, table: SlotTable, epoch: int, boot: bytes) -> None: ...
+
+    def feed(self, bytes: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None:
+        """Read the next bytes: whole records, except at the end of the file."""
+
+    def finish(self) -> None:
+        """Apply the records that are proven; slots without a key become free."""
+
+    @property
+    def end(self) -> int:
+        """Position behind the last valid record."""
+
+    @property
+    def damaged(self) -> int:
+        """Invalid records before `end`."""
+
+    @property
+    def torn(self) -> int:
+        """Invalid records behind `end`."""
+
+    @property
+    def unproven(self) -> int:
+        """Adds that were dropped: a power cut may have lost their data."""
+
+    @property
+    def outside(self) -> int:
+        """Adds to slots above the capacity."""
+
+def add_records(keys: bytes, slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], seconds: int) -> bytes:
+    """Return records that add the keys, without checksums."""
+
+def synced_record() -> bytes:
+    """Return the record that proves the adds before it, without checksum."""
+
+def session_record(boot: bytes) -> bytes:
+    """Return the record that begins a session, without checksum."""
+
+def stamp_records(records: bytes, epoch: int, position: int) -> bytes:
+    """Return the records with checksums for their place in the journal."""
+
+class IoQueue:
+    """
+    Reads and writes of files that end asynchronously, announced by an eventfd. Used by the thread that creates it.
+    """
+
+    def __init__(self, entries: int = 64, backend: str = 'auto') -> None:
+        """
+        At most `entries` requests are in the kernel at a time. backend: 'auto', 'io_uring' or 'threads'.
+        """
+
+    @property
+    def backend(self) -> str:
+        """'io_uring' or 'threads'."""
+
+    @property
+    def reason(self) -> str:
+        """Why io_uring is not used; '' when it is."""
+
+    @property
+    def fd(self) -> int:
+        """The eventfd, readable when reap() has results; -1 when closed."""
+
+    def fileno(self) -> int:
+        """See fd."""
+
+    @property
+    def pending(self) -> int:
+        """Requests that reap() has not returned."""
+
+    def register_buffer(self, address: int, num_bytes: int) -> int:
+        """
+        Let the kernel map the memory once for all requests. Return 0, or the errno with which it refused: requests are then slower. Raises UsageError while requests are pending.
+        """
+
+    def submit(self, fd: int, write: bool, addresses: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], lengths: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], tags: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> int:
+        """
+        Start one request per element and return their number. Raises LayoutError, before the first one starts, on a request that is too long, or that is not aligned for a file with O_DIRECT.
+        """
+
+    def flush(self, fd: int, tag: int) -> None:
+        """Start an fdatasync of the file."""
+
+    def cancel(self, tags: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None:
+        """
+        Ask to end requests early. Each still has a result: -ECANCELED when it was cancelled in time.
+        """
+
+    def reap(self) -> tuple[Annotated[NDArray[numpy.uint64], dict(shape=(None,))], Annotated[NDArray[numpy.int32], dict(shape=(None,))]]:
+        """
+        Return (tags, results) of requests that have ended. A result is the number of bytes (fewer than requested: the file ended), 0 for a flush, or -errno.
+        """
+
+    def close(self) -> None:
+        """
+        Cancel the requests that have not started, and block until the kernel accesses no memory of the others. reap() returns their results. Idempotent.
+        """

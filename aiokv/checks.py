@@ -103,20 +103,36 @@ def timeout(value: object, name: str = "timeout") -> float | None:
     return None if limit == math.inf else max(limit, 0.0)
 
 
-def text(name: str, value: object) -> str:
+def positive(name: str, value: object, error: type[AiokvError] = UsageError) -> float:
+    """Return ``value`` as a float above 0.
+
+    Raises:
+        AiokvError: of the class ``error``; not a finite number above 0.
+    """
+    if not isinstance(value, bool) and isinstance(value, numbers.Real):
+        try:
+            number = float(value)
+        except OverflowError:  # an int that no float can hold
+            number = math.inf
+        if 0 < number < math.inf:
+            return number
+    raise error(f"{name} is {shown(value)}; it must be a finite number above 0")
+
+
+def text(name: str, value: object, error: type[AiokvError] = UsageError) -> str:
     """Return ``value``, which must be a str that UTF-8 can encode.
 
     Raises:
-        UsageError: it is not.
+        AiokvError: of the class ``error``; it is not.
     """
     if not isinstance(value, str):
-        raise UsageError(f"{name} is {shown(value)}; it must be a str")
+        raise error(f"{name} is {shown(value)}; it must be a str")
     if not value.isascii():
         try:
             value.encode()
-        except UnicodeEncodeError as error:
-            raise UsageError(
-                f"{name} is {shown(value)}, which is not valid Unicode: {error}"
+        except UnicodeEncodeError as problem:
+            raise error(
+                f"{name} is {shown(value)}, which is not valid Unicode: {problem}"
             ) from None
     return value
 

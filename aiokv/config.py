@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from aiokv import checks
 from aiokv.errors import ConfigError
+from aiokv.stores.base import store_pitch_bytes
 
 if TYPE_CHECKING:
     from aiokv.worker.regions import Regions
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 Verify = Literal["off", "checksum"]
 WritePolicy = Literal["none", "write_through", "write_through_selective", "write_back"]
 EvictionPolicy = Literal["lru", "adaptive"]
+StorePolicy = Literal["at_commit", "at_nth_use", "on_eviction"]
+StoreAdmission = Literal["all", "reused"]
 _RENAMED_POLICIES = {"s3fifo": "adaptive"}
 
 
@@ -84,6 +87,20 @@ class CacheConfig:
         windows: groups of sliding-window layers, by name; see ``lease.window_table``.
         salt_quota_blocks: device blocks that the leases of one salt may hold at a time; a shared
             block counts for each lease. None for no limit. ``extend`` may exceed the limit.
+        model: name of the model, such as its path and revision; part of the key of each block in a
+            store. Required with stores: two models with equal names and layouts would share blocks.
+        weights_version: version of the model's weights; part of the key, too. Each value of
+            ``engine.updating_weights(version=...)`` replaces it.
+        store_policy: when to copy blocks from host memory to the stores. ``"at_commit"``: as soon
+            as they are in host memory; ``"at_nth_use"``: at their n-th use; ``"on_eviction"``:
+            shortly before their eviction from host memory.
+        store_uses: the n of ``"at_nth_use"``; computing a block is its first use.
+        store_admission: ``"reused"`` saves a block only when the same block was offered before, so
+            that blocks which are used once do not wear the disk; ``"all"`` saves each block.
+        store_queue_blocks: blocks that may wait for a save; further blocks are not saved, and
+            counted in ``dropped_saves`` of the statistics.
+        prefill_tokens_per_second: speed at which the model computes a prompt. A prefix is fetched
+            from a store only as far as that is faster than computing it. None to measure the speed.
 
     Raises:
         ConfigError: a value is out of range.
@@ -104,6 +121,13 @@ class CacheConfig:
     state_slots: int = 0
     windows: Mapping[str, WindowGroup] = field(default_factory=dict, hash=False)
     salt_quota_blocks: int | None = None
+    model: str = ""
+    weights_version: str = ""
+    store_policy: StorePolicy = "at_commit"
+    store_uses: int = 2
+    store_admission: StoreAdmission = "all"
+    store_queue_blocks: int = 4_096
+    prefill_tokens_per_second: float | None = None
 
     def __post_init__(self) -> None:
         _require_int("device_blocks", self.device_blocks, 1)
@@ -137,6 +161,20 @@ class CacheConfig:
             "drain_timeout_seconds", self.drain_timeout_seconds, error=ConfigError, minimum=0.0
         )
         _check_windows(self.windows)
+        self._check_stores()
+
+    def _check_stores(self) -> None:
+        checks.text("model", self.model, ConfigError)
+        checks.text("weights_version", self.weights_version, ConfigError)
+        checks.choice("store_policy", self.store_policy, get_args(StorePolicy), ConfigError)
+        checks.choice(
+            "store_admission", self.store_admission, get_args(StoreAdmission), ConfigError
+        )
+        _require_int("store_uses", self.store_uses, 1)
+        _require_int("store_queue_blocks", self.store_queue_blocks, 1)
+        speed = self.prefill_tokens_per_second
+        if speed is not None:
+            checks.positive("prefill_tokens_per_second", speed, ConfigError)
 
     @classmethod
     def for_regions(
@@ -145,6 +183,7 @@ class CacheConfig:
         *,
         device_bytes: int | None = None,
         host_bytes: int = 0,
+        with_stores: bool = False,
         **options: Any,
     ) -> Self:
         """Return a configuration whose capacities are computed from bytes.
@@ -154,6 +193,7 @@ class CacheConfig:
                 of one block and call ``num_blocks_for(device_bytes, regions.block_bytes)``.
             device_bytes: bytes of the tensors to use; None for all.
             host_bytes: bytes of host memory, alignment included; 0 for no host tier.
+            with_stores: True if the engine gets stores: its host blocks are larger then.
             options: the other fields.
 
         Raises:
@@ -171,7 +211,10 @@ class CacheConfig:
             device_blocks = min(device_blocks, fitting)
         host_blocks = 0
         if host_bytes:
-            host_blocks = _fitting_blocks("host_bytes", host_bytes, regions.host_block_bytes)
+            block_bytes = regions.host_block_bytes
+            if checks.flag("with_stores", with_stores, ConfigError):
+                block_bytes = store_pitch_bytes(block_bytes)
+            host_blocks = _fitting_blocks("host_bytes", host_bytes, block_bytes)
         return cls(device_blocks=device_blocks, host_blocks=host_blocks, **options)
 
     @property

@@ -127,7 +127,7 @@ class DeviceError(AiokvError):
 
 
 class StoreError(AiokvError):
-    """An operation of a store failed: its server, file or connection; a request computes instead."""
+    """An operation of a store failed at its server, file or connection: a request computes."""
 
 
 class RankLost(DeviceError):

@@ -73,6 +73,13 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     *in flight* blocks are the destination of a transfer. A state slot is free, holds a snapshot, or
     belongs to a lease. *Releasing* leases are released, but a batch in flight computes with their
     blocks.
+
+    ``hit_store_tokens`` is a part of the hits of device and host: tokens of blocks that a fetch
+    from a store had brought. Only the first lease that is granted with such a block counts; leases
+    of pins and prefetches do not. *Fetched* blocks arrived and were verified, *unfetched* ones were
+    missing, wrong or late. Blocks that were to be saved to the stores and were not are *dropped*
+    (the queue was full, or the block was evicted before), *rejected* by
+    ``CacheConfig.store_admission``, *refused* by all stores, or *failed*.
     """
 
     device_blocks: int
@@ -91,6 +98,7 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     hit_device_tokens: int
     hit_host_tokens: int
+    hit_store_tokens: int
     grants: int
     published_blocks: int
     evicted_device_blocks: int
@@ -106,6 +114,14 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     state_snapshots: int
     restored_states: int
     evicted_snapshots: int
+    fetches: int
+    fetched_blocks: int
+    unfetched_blocks: int
+    saved_blocks: int
+    dropped_saves: int
+    rejected_saves: int
+    refused_saves: int
+    failed_saves: int
     nodes: int
     index_bytes: int
     token_bytes: int

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from aiokv.scheduler.effects import Outbox
     from aiokv.scheduler.gate import Gate
     from aiokv.scheduler.granting import Granting
+    from aiokv.scheduler.line import Ticket
     from aiokv.scheduler.quota import SaltQuota
 
 
@@ -50,6 +51,8 @@ class Request(Entry):
 class Admission:
     """Grants in order of priority, then of arrival. Only the first request in line is tried.
 
+    A request that waits for a store keeps the place of its arrival, and lets other requests pass.
+
     Attributes:
         requests: all requests that wait, for their quota or for capacity, by lease id.
     """
@@ -62,7 +65,8 @@ class Admission:
         self._quota = quota
         self._granting = granting
         self._outbox = outbox
-        self._line: PriorityLine[Request] = PriorityLine()
+        self._line: PriorityLine[Request] = PriorityLine(quota.sequence)
+        self._store_waits: PriorityLine[Request] = PriorityLine(quota.sequence)
         self.requests: dict[int, Request] = {}
         self._endings: Endings[Request] = Endings()
 
@@ -95,11 +99,32 @@ class Admission:
         else:
             self._quota.join(request)
 
-    def _enter(self, request: Request) -> None:
-        """Let a request wait for capacity."""
+    def join_store(self, request: Request) -> None:
+        """Let a request take its place, and wait for a store before it is served."""
+        self.requests[request.lease_id] = request
+        request.enter(self._store_waits, request.priority)
+
+    def end_store_wait(self, lease_id: int) -> None:
+        """Serve a request in its place from now on. Idempotent."""
+        request = self.requests.get(lease_id)
+        if request is None or not request.is_in(self._store_waits):
+            return
+        ticket = request.ticket
+        request.leave()
+        if self._quota.passes(request.salt, request.num_blocks, ticket[1]):
+            self._quota.count(lease_id, request.salt, request.num_blocks)
+            self._enter(request, ticket)
+        else:
+            self._quota.join(request, ticket[1])
+
+    def _enter(self, request: Request, ticket: Ticket | None = None) -> None:
+        """Let a request wait for capacity, at the place of a ticket or at the last place."""
         # A swapped table is split between the tiers once granted: taking the grant back loses it.
         request.takes_turn = self._core.is_swapped(request.lease_id)
-        request.enter(self._line, request.priority)
+        if ticket is None:
+            request.enter(self._line, request.priority)
+        else:
+            request.enter_at(self._line, ticket)
 
     def take_turn(self, lease_id: int) -> Grant | None:
         """Grant a request that was told that it is first in line.
@@ -151,7 +176,10 @@ class Admission:
     def refuse_all(self, error: Callable[[], AiokvError]) -> None:
         """End all waits, each with an error of its own."""
         lines = [self._line, *self._quota.take_lines()]
-        self._line = PriorityLine()
+        if self._store_waits:
+            lines.append(self._store_waits)
+        self._line = PriorityLine(self._quota.sequence)
+        self._store_waits = PriorityLine(self._quota.sequence)
         self._endings.add(lines, lambda request: self._refuse(request, error()))
 
     def serve(self) -> bool:
@@ -207,13 +235,17 @@ class Admission:
         """Return the requests that wait for capacity, the first in line first."""
         return self._line.in_order()
 
+    def store_waits(self) -> list[Request]:
+        """Return the requests that wait for a store, in order of their places."""
+        return self._store_waits.in_order()
+
     def check(self, live: Collection[int]) -> list[str]:
         """Return a description of each violated invariant.
 
         Args:
             live: ids of the leases that are not released.
         """
-        lines = [self._line, *self._quota.lines, *self._endings.lines()]
+        lines = [self._line, self._store_waits, *self._quota.lines, *self._endings.lines()]
         found = check_entries("capacity line", self.requests, lines, live)
         found += [
             f"capacity line: lease {lease_id:#x} waits, but it is granted"

@@ -2,13 +2,69 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
 from itertools import count
-from typing import Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 W = TypeVar("W")
 
 Ticket: TypeAlias = tuple[int, int]  # priority, sequence number
+
+
+class _Queue(Generic[W]):
+    """Waiters of one priority, in order of their tickets."""
+
+    __slots__ = ("_late", "_order", "_waiters")
+
+    def __init__(self) -> None:
+        self._waiters: OrderedDict[Ticket, W] = OrderedDict()  # in order of arrival
+        # Waiters that took their place before they entered, and a heap of their tickets; a ticket
+        # whose waiter has left is removed when it is the first.
+        self._late: dict[Ticket, W] = {}
+        self._order: list[Ticket] = []
+
+    def __len__(self) -> int:
+        return len(self._waiters) + len(self._late)
+
+    def __contains__(self, ticket: Ticket) -> bool:
+        return ticket in self._waiters or ticket in self._late
+
+    def add(self, ticket: Ticket, waiter: W) -> None:
+        if not self._waiters or next(reversed(self._waiters)) < ticket:
+            self._waiters[ticket] = waiter
+        else:
+            self._late[ticket] = waiter
+            heapq.heappush(self._order, ticket)
+
+    def remove(self, ticket: Ticket) -> None:
+        if ticket in self._late:
+            del self._late[ticket]
+            if len(self._order) > 2 * len(self._late) + 16:
+                self._order = sorted(self._late)
+        else:
+            del self._waiters[ticket]
+
+    def first(self) -> W:
+        """Return the waiter with the lowest ticket. Requires a waiter."""
+        while self._order and self._order[0] not in self._late:
+            heapq.heappop(self._order)
+        ticket = next(iter(self._waiters), None)
+        if self._order and (ticket is None or self._order[0] < ticket):
+            return self._late[self._order[0]]
+        assert ticket is not None
+        return self._waiters[ticket]
+
+    def in_order(self) -> list[W]:
+        waiters = {**self._waiters, **self._late}
+        return [waiters[ticket] for ticket in sorted(waiters)]
+
+    def check(self) -> bool:
+        """Return True if each late waiter is in the heap, and the others are in order."""
+        return set(self._late) <= set(self._order) and list(self._waiters) == sorted(self._waiters)
 
 
 class PriorityLine(Generic[W]):
@@ -19,13 +75,17 @@ class PriorityLine(Generic[W]):
     priorities) otherwise, at any position in the line. The line keeps no reference to a waiter that
     has left. The scheduler tries only the first waiter: small requests do not starve a large one,
     and the cost of a try does not depend on the number of waiters.
+
+    Args:
+        sequence: numbers of the arrivals, of lines that share their tickets; None for numbers of
+            the line's own.
     """
 
-    def __init__(self) -> None:
-        self._queues: dict[int, OrderedDict[Ticket, W]] = {}  # by priority; without empty queues
+    def __init__(self, sequence: Iterator[int] | None = None) -> None:
+        self._queues: dict[int, _Queue[W]] = {}  # by priority; without empty queues
         self._heap: list[int] = []  # the priorities of the queues
         self._places: dict[int, int] = {}  # priority -> index in the heap
-        self._sequence = count()
+        self._sequence = count() if sequence is None else sequence
         self._length = 0
 
     def __len__(self) -> int:
@@ -34,14 +94,19 @@ class PriorityLine(Generic[W]):
     def push(self, waiter: W, priority: int) -> Ticket:
         """Add a waiter; return its ticket for ``leave``."""
         ticket = (priority, next(self._sequence))
+        self.insert(waiter, ticket)
+        return ticket
+
+    def insert(self, waiter: W, ticket: Ticket) -> None:
+        """Add a waiter at the place of a ticket from a line with the same sequence."""
+        priority = ticket[0]
         queue = self._queues.get(priority)
         if queue is None:
-            queue = self._queues[priority] = OrderedDict()
+            queue = self._queues[priority] = _Queue()
             self._heap.append(priority)
             self._rise(len(self._heap) - 1)
-        queue[ticket] = waiter
+        queue.add(ticket, waiter)
         self._length += 1
-        return ticket
 
     def leave(self, ticket: Ticket) -> None:
         """Remove a waiter. Idempotent."""
@@ -49,7 +114,7 @@ class PriorityLine(Generic[W]):
         queue = self._queues.get(priority)
         if queue is None or ticket not in queue:
             return
-        del queue[ticket]
+        queue.remove(ticket)
         self._length -= 1
         if not queue:
             del self._queues[priority]
@@ -59,8 +124,7 @@ class PriorityLine(Generic[W]):
         """Return the first waiter, or None."""
         if not self._heap:
             return None
-        queue = self._queues[self._heap[0]]
-        return queue[next(iter(queue))]
+        return self._queues[self._heap[0]].first()
 
     def first_priority(self) -> int:
         """Return the priority of the first waiter. Requires a waiter."""
@@ -71,7 +135,7 @@ class PriorityLine(Generic[W]):
         return [
             waiter
             for priority in sorted(self._queues)
-            for waiter in self._queues[priority].values()
+            for waiter in self._queues[priority].in_order()
         ]
 
     def check(self) -> list[str]:
@@ -84,6 +148,11 @@ class PriorityLine(Generic[W]):
             found.append(f"line: {len(heap)} priorities, {len(self._queues)} queues differ")
         if (waiters := sum(map(len, self._queues.values()))) != self._length:
             found.append(f"line: {waiters} waiters, counted {self._length}")
+        found += [
+            f"line: the queue of priority {priority} is not in order"
+            for priority, queue in self._queues.items()
+            if not queue.check()
+        ]
         found += [
             f"line: entry {place} is in front of its parent"
             for place in range(1, len(heap))

@@ -5,16 +5,28 @@ from __future__ import annotations
 from itertools import starmap
 from typing import TYPE_CHECKING
 
-from aiokv._native import Core, EvictionKind, Outcome
+import numpy as np
+
+from aiokv._native import Core, EvictionKind, Outcome, StoreConfig
+from aiokv._native import StorePolicy as NativeStorePolicy
 from aiokv._native import WritePolicy as NativePolicy
-from aiokv.errors import UsageError
-from aiokv.plan import OFFLOAD, ONLOAD, STATE, TransferPlan, id_bytes
+from aiokv.plan import (
+    FETCH,
+    ID_DTYPE,
+    OFFLOAD,
+    ONLOAD,
+    SAVE,
+    STATE,
+    Priority,
+    TransferPlan,
+    id_bytes,
+)
 
 if TYPE_CHECKING:
     from collections import deque
 
     from aiokv.config import CacheConfig
-    from aiokv.plan import Priority, TransferReport
+    from aiokv.plan import TransferReport
 
 _POLICIES = {
     "none": NativePolicy.NONE,
@@ -23,6 +35,12 @@ _POLICIES = {
     "write_back": NativePolicy.WRITE_BACK,
 }
 _EVICTION = {"lru": EvictionKind.LRU, "adaptive": EvictionKind.ADAPTIVE}
+_STORE_POLICIES = {
+    "at_commit": NativeStorePolicy.AT_COMMIT,
+    "at_nth_use": NativeStorePolicy.AT_NTH_USE,
+    "on_eviction": NativeStorePolicy.ON_EVICTION,
+}
+_MAX_AHEAD_BLOCKS = 1024  # host blocks that on_eviction saves ahead: one scan takes 10 us
 _OUTCOMES = {
     "done": Outcome.DONE,
     "failed": Outcome.FAILED,
@@ -30,7 +48,7 @@ _OUTCOMES = {
 }
 
 
-def new_core(config: CacheConfig) -> Core:
+def new_core(config: CacheConfig, has_stores: bool = False) -> Core:
     """Return the native state of an empty cache."""
     return Core(
         block_tokens=config.block_tokens,
@@ -53,6 +71,17 @@ def new_core(config: CacheConfig) -> Core:
             )
             for group in config.windows.values()
         ],
+        stores=_store_config(config) if has_stores else None,
+    )
+
+
+def _store_config(config: CacheConfig) -> StoreConfig:
+    return StoreConfig(
+        policy=_STORE_POLICIES[config.store_policy],
+        uses=config.store_uses,
+        only_reused=config.store_admission == "reused",
+        queue_blocks=config.store_queue_blocks,
+        ahead_blocks=min(-(-config.host_blocks // 32), _MAX_AHEAD_BLOCKS),
     )
 
 
@@ -96,6 +125,30 @@ class Plans:
             after_step=after_step,
         )
 
+    def fetch(self, transfer_id: int, priority: Priority) -> TransferPlan:
+        """Return the plan of a fetch; its source ids are the indices of the digests."""
+        host_blocks, digests = self._core.store_transfer(transfer_id)
+        return TransferPlan(
+            transfer_id=transfer_id,
+            route=FETCH,
+            source_blocks=_indices(host_blocks),
+            target_blocks=host_blocks,
+            priority=priority,
+            digests=digests,
+        )
+
+    def save(self, transfer_id: int) -> TransferPlan:
+        """Return the plan of a save; its target ids are the indices of the digests."""
+        host_blocks, digests = self._core.store_transfer(transfer_id)
+        return TransferPlan(
+            transfer_id=transfer_id,
+            route=SAVE,
+            source_blocks=host_blocks,
+            target_blocks=_indices(host_blocks),
+            priority=Priority.BACKUP,
+            digests=digests,
+        )
+
     def take_backups(self, transfer_ids: deque[int]) -> None:
         """Append the ids of the backups that the write policy begins now; 0 for no backup.
 
@@ -109,15 +162,15 @@ class Plans:
 
     def complete(self, report: TransferReport) -> None:
         """Commit the verified blocks of a transfer, and roll back its other blocks."""
-        self._core.complete(report.transfer_id, _OUTCOMES[report.outcome], report.first_bad_block)
+        self._core.complete(
+            report.transfer_id, _OUTCOMES[report.outcome], report.first_bad_block, report.results
+        )
 
     def is_in_flight(self, transfer_id: int) -> bool:
         """Return True if the transfer has begun and has not been completed."""
-        try:
-            if self._core.is_state_move(transfer_id):
-                self._core.state_move(transfer_id)
-            else:
-                self._core.transfer(transfer_id)
-        except UsageError:
-            return False
-        return True
+        return self._core.is_in_flight(transfer_id)
+
+
+def _indices(blocks: bytes) -> bytes:
+    """Return the ids of a store's blocks: their indices."""
+    return id_bytes(np.arange(len(blocks) // ID_DTYPE.itemsize))

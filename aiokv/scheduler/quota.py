@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from itertools import count
 from typing import TYPE_CHECKING
 
 from aiokv.errors import RequestTooLarge
@@ -22,6 +23,9 @@ class SaltQuota:
 
     Args:
         limit_blocks: blocks per salt; None for no limit, in which case no method has an effect.
+
+    Attributes:
+        sequence: numbers of the arrivals, in all lines of requests.
     """
 
     def __init__(self, limit_blocks: int | None) -> None:
@@ -29,6 +33,7 @@ class SaltQuota:
         self._held: dict[str, int] = {}
         self._by_lease: Sharded[tuple[str, int]] = Sharded()
         self._lines: dict[str, PriorityLine[Request]] = {}  # salts with waiting requests only
+        self.sequence = count()
         self._due: OrderedDict[str, None] = OrderedDict()  # salts whose requests may fit now
 
     # --- blocks ---------------------------------------------------------------------------------
@@ -53,6 +58,19 @@ class SaltQuota:
     def admits(self, salt: str, num_blocks: int) -> bool:
         """Return True if the blocks fit and no request of the salt waits."""
         return not self._lines.get(salt) and self.fits(salt, num_blocks)
+
+    def passes(self, salt: str, num_blocks: int, arrival: int) -> bool:
+        """Return True if the blocks fit and no earlier request of the salt waits.
+
+        Args:
+            salt: salt of a request that took its place before.
+            num_blocks: its blocks.
+            arrival: its number of ``sequence``.
+        """
+        line = self._lines.get(salt)
+        first = line.first() if line else None
+        is_first = first is None or arrival < first.ticket[1]
+        return is_first and self.fits(salt, num_blocks)
 
     def count(self, lease_id: int, salt: str, num_blocks: int) -> None:
         """Count the blocks of a lease for the salt, even beyond the limit."""
@@ -102,9 +120,21 @@ class SaltQuota:
 
     # --- requests -------------------------------------------------------------------------------
 
-    def join(self, request: Request) -> None:
-        """Let a request wait until its blocks fit."""
-        request.enter(self._lines.setdefault(request.salt, PriorityLine()), 0)
+    def join(self, request: Request, arrival: int | None = None) -> None:
+        """Let a request wait until its blocks fit.
+
+        Args:
+            request: the request.
+            arrival: its number of ``sequence``, if it took its place before; None for the last
+                place.
+        """
+        line = self._lines.get(request.salt)
+        if line is None:
+            line = self._lines[request.salt] = PriorityLine(self.sequence)
+        if arrival is None:
+            request.enter(line, 0)
+        else:
+            request.enter_at(line, (0, arrival))
 
     def left(self, salt: str) -> None:
         """Note that a request of the salt has left its line: the next request may fit."""

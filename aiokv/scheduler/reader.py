@@ -120,6 +120,19 @@ class CacheReader:
         """Return (prompt_tokens, cached_device_tokens, cached_host_tokens, computed_blocks)."""
         return self._core.usage(lease_id)
 
+    def cached_store_tokens(self, lease_id: int) -> int:
+        """Return the cached tokens that were fetched from a store, and hit first by this lease."""
+        return self._core.cached_store_tokens(lease_id)
+
+    def missing(self, lease_id: int) -> tuple[int, bytes]:
+        """Return the blocks of a matched lease's prompt that no tier has, up to the hit limit.
+
+        Returns:
+            (block, digests): index of the first one, and 32 bytes per block. No digests if there is
+            none, there are no stores, or the model has recurrent state or sliding windows.
+        """
+        return self._core.missing(lease_id)
+
     def block_table(self, lease_id: int, group: str | None = None) -> NDArray[np.int32]:
         """Return a copy of the block table of a window group, or of all other layers. Any thread.
 
@@ -285,8 +298,10 @@ class CacheReader:
 
     @property
     def num_waiting(self) -> int:
-        """Number of leases that wait for their quota, for capacity or for pending blocks."""
-        return len(self._admission) + len(self._quota.requests()) + len(self._pending.waiters)
+        """Number of leases that wait for a store, their quota, capacity or pending blocks."""
+        admission = self._admission
+        in_line = len(admission) + len(self._quota.requests()) + len(admission.store_waits())
+        return in_line + len(self._pending.waiters)
 
     def quota_held(self, salt: str) -> int:
         """Return the number of blocks that are counted for the salt."""
@@ -324,6 +339,10 @@ class CacheReader:
                     "num_blocks": request.num_blocks,
                 }
                 for request in self._quota.requests()
+            ],
+            "waiting_for_store": [
+                {"owner": self.owner(request.lease_id), "num_tokens": request.num_tokens}
+                for request in self._admission.store_waits()
             ],
             "quota": self._quota.held_by_salt(),
             "pins": len(self._pins),

@@ -32,6 +32,7 @@ from aiokv.plan import Priority
 from aiokv.scheduler.admission import Admission, Request, already_waits
 from aiokv.scheduler.clock import StepClock
 from aiokv.scheduler.effects import Effects, Grant, Outbox
+from aiokv.scheduler.fetches import Fetches
 from aiokv.scheduler.gate import Gate
 from aiokv.scheduler.granting import Granting
 from aiokv.scheduler.pending import PendingBlocks
@@ -41,6 +42,7 @@ from aiokv.scheduler.quota import SaltQuota
 from aiokv.scheduler.reader import CacheReader
 from aiokv.scheduler.saver import Saver
 from aiokv.scheduler.sharded import SHARDS, Sharded
+from aiokv.scheduler.store_saver import StoreSaver
 from aiokv.scheduler.waits import PER_CALL
 from aiokv.types import LeaseState
 
@@ -65,6 +67,7 @@ TRANSITIONS: Final = (
     "try_allocate",
     "allocate",
     "take_turn",
+    "end_store_wait",
     "stop_waiting",
     "wait_pending",
     "stop_wait_pending",
@@ -85,6 +88,8 @@ TRANSITIONS: Final = (
     "close_step",
     "finish_step",
     "collect_backups",
+    "fetch",
+    "collect_saves",
     "save",
     "complete",
     "note_cancelling",
@@ -153,12 +158,18 @@ class CacheScheduler:
     dispatcher applies the effects before the next transition. A transition that raises has changed
     nothing. The id of a released lease raises ``LeaseError``.
 
+    Args:
+        config: sizes and rules of the cache.
+        has_stores: True if blocks can be fetched from stores and saved to them.
+
     Attributes:
         read: read access to the state.
+        has_stores: as given.
     """
 
-    def __init__(self, config: CacheConfig) -> None:
-        core = new_core(config)
+    def __init__(self, config: CacheConfig, has_stores: bool = False) -> None:
+        core = new_core(config, has_stores)
+        self.has_stores = has_stores
         self._core = core
         self._records_checksums = config.verify == "checksum"
         self._block_tokens = config.block_tokens
@@ -170,6 +181,8 @@ class CacheScheduler:
         self._gate = Gate()
         self._plans = Plans(core)
         self._saver = Saver(config, core, self._plans, self._outbox)
+        self._store_saver = StoreSaver(core, self._gate, self._plans, self._outbox)
+        self._fetches = Fetches(core, self._plans, self._outbox)
         self._granting = Granting(core, self._plans, self._saver, self._outbox, config.block_tokens)
         self._quota = SaltQuota(config.salt_quota_blocks)
         self._admission = Admission(core, self._gate, self._quota, self._granting, self._outbox)
@@ -312,8 +325,11 @@ class CacheScheduler:
                 grant = self._granting.attempt(lease_id, num_tokens, onload_priority)
             else:
                 grant = self._grant_counted(lease_id, num_tokens, onload_priority)
-            if self._pins.num_until_used and grant is not None:
-                return grant, self._settle()
+            if grant is not None:
+                if self.has_stores:
+                    self._store_saver.want()
+                if self._pins.num_until_used:
+                    return grant, self._settle()
             return grant, self._outbox.pending
         except AiokvError as error:
             self._name_owner(error)
@@ -362,7 +378,7 @@ class CacheScheduler:
         )
 
     def allocate(
-        self, lease_id: int, num_tokens: int, priority: int
+        self, lease_id: int, num_tokens: int, priority: int, waits_for_store: bool = False
     ) -> tuple[Grant | None, Effects]:
         """Grant now, or let the lease wait: first for its salt's quota, then for capacity.
 
@@ -370,6 +386,8 @@ class CacheScheduler:
             lease_id: a matched or preempted lease.
             num_tokens: absolute number of positions.
             priority: lower numbers are granted first, equal numbers in order of arrival.
+            waits_for_store: True to take the place in line, and let other requests pass until
+                ``end_store_wait`` is called.
 
         Returns:
             The grant; None when the lease waits: a later effect ends the wait.
@@ -378,11 +396,13 @@ class CacheScheduler:
             LeaseError: the lease is granted or waits already, or ``num_tokens`` is out of range.
             RequestTooLarge: the device or the salt's quota can never hold the request.
         """
+        if waits_for_store:
+            self._take_place(lease_id, num_tokens, priority)
+            return None, self._outbox.pending
         grant, effects = self.try_allocate(lease_id, num_tokens, priority)
         if grant is not None:
             return grant, effects
-        if lease_id in self._requests:
-            raise already_waits(self._owners[lease_id])
+        self._check_not_waiting(lease_id)
         salt = self._salt(lease_id)
         num_blocks = self._blocks_for(num_tokens)
         counted = self._quota.admits(salt, num_blocks)
@@ -391,6 +411,22 @@ class CacheScheduler:
         request = Request(lease_id, salt, num_tokens, num_blocks, priority)
         self._admission.join(request, counted=counted)
         return None, self._outbox.pending
+
+    @_naming_owner
+    def _take_place(self, lease_id: int, num_tokens: int, priority: int) -> None:
+        """Let a lease wait for a store, in the place that it has now."""
+        self._check_not_waiting(lease_id)
+        self._core.check_request(lease_id, num_tokens)
+        num_blocks = self._blocks_for(num_tokens)
+        self._quota.check_request(num_blocks)
+        self._admission.join_store(
+            Request(lease_id, self._salt(lease_id), num_tokens, num_blocks, priority)
+        )
+
+    def end_store_wait(self, lease_id: int) -> Done:
+        """Serve a lease that waits for a store in its place from now on. Idempotent."""
+        self._admission.end_store_wait(lease_id)
+        return None, self._settle()
 
     def take_turn(self, lease_id: int) -> tuple[Grant | None, Effects]:
         """Grant a lease that an effect has told that it is first in line.
@@ -756,6 +792,34 @@ class CacheScheduler:
         """Begin the backups of the write policy; return False if there are none."""
         return self._saver.collect(), self._outbox.pending
 
+    def fetch(self, lease_id: int, num_blocks: int, priority: Priority) -> tuple[int, Effects]:
+        """Begin to fetch up to ``num_blocks`` blocks that follow the cached prefix of a lease.
+
+        A lease joins the fetch in flight that brings its next missing block. Blocks that have
+        arrived are cached on the host, also when the lease has ended; room is made by evicting
+        host blocks.
+
+        Args:
+            lease_id: a matched lease.
+            num_blocks: blocks that a store has, of ``read.missing``.
+            priority: of the transfer; it becomes more urgent if the lease joins it with a lower
+                one.
+
+        Returns:
+            The transfer; 0 when there is nothing to fetch, no host room can be made, admission is
+            paused, or a tier is asleep.
+        """
+        if not self.has_stores or not self._store_saver.is_active:
+            return 0, self._outbox.pending
+        return self._fetches.begin(lease_id, num_blocks, priority), self._outbox.pending
+
+    def collect_saves(self) -> tuple[bool, Effects]:
+        """Begin a save of blocks to the stores; return False if there are none.
+
+        ``Effects.collect`` requests this call, too.
+        """
+        return self.has_stores and self._store_saver.collect(), self._outbox.pending
+
     def save(self, num_blocks: int) -> tuple[int, Effects]:
         """Begin to save the blocks that must be saved before ``num_blocks`` can be evicted.
 
@@ -774,6 +838,9 @@ class CacheScheduler:
         if not is_known or self._plans.is_in_flight(transfer_id):
             self._plans.complete(report)
         self._granting.ended(transfer_id)
+        if self.has_stores:
+            self._fetches.ended(transfer_id)
+            self._store_saver.want()
         if transfer_id in self._swaps:
             self._note_preempted(self._swaps[transfer_id])
             del self._swaps[transfer_id]
@@ -846,6 +913,8 @@ class CacheScheduler:
             UsageError: ``"resume"`` without a pause.
         """
         self._gate.change(change)
+        if self.has_stores:
+            self._store_saver.want()
         return None, self._settle()
 
     def evict(self, num_blocks: int, tier: Tier) -> tuple[tuple[int, int], Effects]:
@@ -884,13 +953,16 @@ class CacheScheduler:
             self._core.forget_device()
         if "host" in tiers:
             self._core.forget_host()
-        self._saver.stopped = True
+        self._stop_offloads(True)
         return None, self._outbox.pending
 
     def wake_up(self) -> Done:
         """Allow offloads again: no tier is asleep any more."""
-        self._saver.stopped = False
+        self._stop_offloads(False)
         return None, self._outbox.pending
+
+    def _stop_offloads(self, stopped: bool) -> None:
+        self._saver.stopped = self._store_saver.stopped = stopped
 
     def close(self) -> Done:
         """End all waits and pins: the engine closes."""
@@ -904,7 +976,7 @@ class CacheScheduler:
 
     def stop_saving(self) -> Done:
         """Begin no more offloads: the engine closes, and has waited for all leases."""
-        self._saver.stopped = True
+        self._stop_offloads(True)
         return None, self._outbox.pending
 
     def fail(self, reason: str) -> Done:
@@ -949,7 +1021,7 @@ class CacheScheduler:
             if core.is_granted(lease_id)
         }
         found = core.violations() + self._admission.check(live) + self._pending.check(live)
-        found += self._quota.check(held, live) + self._pins.check()
+        found += self._quota.check(held, live) + self._pins.check() + self._fetches.check()
         if self._is_closed and (len(self._admission) or self._quota.requests()):
             found.append("lines: leases wait for capacity of a closed engine")
         statistics = core.statistics()

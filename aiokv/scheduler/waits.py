@@ -41,6 +41,22 @@ class Entry:
         self._ticket = line.push(self, rank)
         self._line = line
 
+    def enter_at(self, line: PriorityLine[Any], ticket: Ticket) -> None:
+        """Join a line at the place of a ticket. Requires that the entry is in no line."""
+        self.rank = ticket[0]
+        self._ticket = ticket
+        line.insert(self, ticket)
+        self._line = line
+
+    def is_in(self, line: PriorityLine[Any]) -> bool:
+        """Return True if the entry waits in this line."""
+        return self._line is line
+
+    @property
+    def ticket(self) -> Ticket:
+        """Ticket in the line that the entry has joined last."""
+        return self._ticket
+
     def leave(self) -> None:
         """Leave the line. Idempotent."""
         if self._line is not None:

@@ -1,5 +1,40 @@
-"""Stores: sets of blocks below the host tier, shared by restarts and by servers."""
+"""Stores: sets of blocks below the host tier, shared by restarts and by servers.
+
+Each kind of store is imported when its name is first used; so is the package that it needs.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
 
 from aiokv.stores.base import Result, Store, StoreMemory, StoreStatistics
+from aiokv.stores.use import StoreUse
 
-__all__ = ["Result", "Store", "StoreMemory", "StoreStatistics"]
+if TYPE_CHECKING:
+    from aiokv.stores.directory import DirectoryStore
+    from aiokv.stores.mooncake import MooncakeStore
+    from aiokv.stores.s3 import S3Store
+
+__all__ = [
+    "DirectoryStore",
+    "MooncakeStore",
+    "Result",
+    "S3Store",
+    "Store",
+    "StoreMemory",
+    "StoreStatistics",
+    "StoreUse",
+]
+
+_MODULES: Final = {
+    "DirectoryStore": "aiokv.stores.directory",
+    "MooncakeStore": "aiokv.stores.mooncake",
+    "S3Store": "aiokv.stores.s3",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)

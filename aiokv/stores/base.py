@@ -1,9 +1,10 @@
 """Store: a set of blocks below the host tier, found by key.
 
-A store moves *objects* between its medium and blocks of the host arena. An object is the payload of
-one host block, followed by a trailer of ``TRAILER_BYTES`` with the length, the key and a checksum of
-the payload. The :class:`~aiokv.stores.guard.StoreGuard` writes the trailer before a save and
-verifies it after a load: a store need not look into an object.
+A store moves *objects* between its medium and blocks of the host arena. An object is the payload
+of one host block, followed by a trailer of ``TRAILER_BYTES`` with the length, the key and a
+checksum of the payload. The :class:`~aiokv.stores.store_set.StoreSet` writes the trailer before a
+save, and the :class:`~aiokv.stores.guard.StoreGuard` verifies it after a load: a store need not
+look into an object.
 
 A store may drop any block at any time. It must never return the bytes of another save for a key.
 """
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
 KEY_BYTES: Final = 32
 TRAILER_BYTES: Final = 64
 PITCH_BYTES: Final = 4096  # host blocks begin at multiples of this when there are stores
+
+
+def store_pitch_bytes(payload_bytes: int) -> int:
+    """Return the bytes from one host block to the next where there are stores."""
+    return -(-(payload_bytes + TRAILER_BYTES) // PITCH_BYTES) * PITCH_BYTES
 
 
 class Result(IntEnum):
@@ -118,7 +124,9 @@ class Store(Protocol):
     max_concurrent: int
 
     async def open(self, memory: StoreMemory) -> None:
-        """Connect or recover, and register the memory. Called once, before all other methods.
+        """Connect or recover, and register the memory. Called before all other methods.
+
+        Called again after ``aclose``, with other memory, when the host tier has been asleep.
 
         A server that cannot be reached is not an error: the store connects when it is used next.
 

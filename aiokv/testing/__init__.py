@@ -2,6 +2,7 @@
 
 ``ScriptedDevice`` fails, delays or reorders the copies that a script names. ``ManualDevice`` lets
 the test complete every copy. ``clocked_loop`` creates loops whose time the test advances.
+``ScriptedStore`` is a store in memory that follows a script, too.
 ``record`` writes the transitions of an engine's scheduler, and ``replay_transitions`` runs them
 again and compares every result.
 """
@@ -10,6 +11,7 @@ from aiokv.testing.clock import Clock, clocked_loop, running_clock
 from aiokv.testing.loops import run_until_idle, spin
 from aiokv.testing.manual import ManualCopy, ManualDevice, ManualEvent
 from aiokv.testing.scripted import End, Gate, ScriptedDevice
+from aiokv.testing.store import ScriptedStore
 from aiokv.testing.transitions import (
     Mismatch,
     Recording,
@@ -29,6 +31,7 @@ __all__ = [
     "Mismatch",
     "Recording",
     "ScriptedDevice",
+    "ScriptedStore",
     "Transition",
     "TransitionLog",
     "clocked_loop",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 import msgspec
 
-from aiokv.plan import STATE, Route
+from aiokv.plan import FETCH, STATE, Route
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
     from aiokv.errors import RankLost
     from aiokv.plan import TransferPlan, TransferReport
+    from aiokv.stores.guard import GuardStatistics
+    from aiokv.stores.identity import StoreIdentity
+    from aiokv.stores.store_set import StoreAnswer
     from aiokv.types import Tier
     from aiokv.worker.device.base import Event
     from aiokv.worker.lanes import WorkerStatistics
@@ -58,6 +61,11 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     def recurrent_state(self) -> bool:
         """The worker moves slots of recurrent state."""
         return STATE in self.routes
+
+    @property
+    def stores(self) -> bool:
+        """The worker has stores: it looks up, fetches and saves blocks."""
+        return FETCH in self.routes
 
 
 class Worker(Protocol):
@@ -109,8 +117,9 @@ class Worker(Protocol):
         on_report: Callable[[TransferReport], None],
         on_step: Callable[[int, BaseException | None], None],
         on_lost: Callable[[RankLost], None],
+        identity: StoreIdentity | None = None,
     ) -> None:
-        """Take host memory, and bind the worker to the running loop. Called once.
+        """Take host memory, open the stores, and bind the worker to the running loop. Called once.
 
         Args:
             device_blocks: blocks that the tensors must hold at least.
@@ -122,12 +131,14 @@ class Worker(Protocol):
                 finished, or with the error of its event. Idempotent.
             on_lost: called when a part of the worker is gone; no transfer can succeed until
                 ``restart``.
+            identity: origin of the blocks, for their keys in the stores; required with stores.
 
         Raises:
             UsageError: opened before; or another open worker of this process has the device or a
                 tensor. Nothing changed.
             ConfigError: the tensors hold fewer blocks, or there is no memory. Nothing changed.
             RankLost: a rank is missing; nothing is left behind.
+            AiokvError: a store cannot be opened; nothing is left behind.
 
         Cancellation: nothing is left behind.
         """
@@ -217,6 +228,31 @@ class Worker(Protocol):
         Raises:
             UsageError: the worker was made without checksums.
         """
+
+    async def lookup(self, digests: bytes) -> StoreAnswer:
+        """Return how many leading blocks the stores have, and how long fetching them takes.
+
+        Returns at the latest when the lookup deadline of each store has passed.
+
+        Args:
+            digests: digests of consecutive blocks, 32 bytes each.
+
+        Cancellation: nothing changed.
+        """
+
+    async def change_weights(self, version: str) -> None:
+        """Find and save blocks of another version of the weights from now on.
+
+        Fetches in flight bring no block. No save is in flight.
+
+        Args:
+            version: of the weights; blocks of an earlier version are found again with it.
+
+        Cancellation: call it again, with any version, before the next lookup or plan.
+        """
+
+    def store_statistics(self) -> list[GuardStatistics]:
+        """Return the statistics of each store, in the configured order; empty without stores."""
 
     async def drain(self) -> None:
         """Wait until every plan submitted so far, and since, has been reported.

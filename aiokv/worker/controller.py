@@ -16,10 +16,12 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 import numpy as np
 
 from aiokv.errors import ClosedError, ConfigError, DeviceError, UsageError
 from aiokv.plan import CLONE, ONLOAD, STATE, TransferReport
+from aiokv.stores.store_set import NOTHING
 from aiokv.worker.base import Capabilities
 from aiokv.worker.blocks import clone_rows
 from aiokv.worker.checksums import Checksums
@@ -29,6 +31,7 @@ from aiokv.worker.layers import LayerDoneCounter
 from aiokv.worker.memory import WorkerMemory
 from aiokv.worker.poller import EventPoller
 from aiokv.worker.settling import ReportWaiters
+from aiokv.worker.store_transfers import STORE_ROUTES, StoreTransfers
 from aiokv.worker.transfers import StepGate, Transfer
 
 if TYPE_CHECKING:
@@ -38,6 +41,9 @@ if TYPE_CHECKING:
 
     from aiokv.errors import RankLost
     from aiokv.plan import Outcome, TransferPlan
+    from aiokv.stores.guard import GuardStatistics
+    from aiokv.stores.identity import StoreIdentity
+    from aiokv.stores.store_set import StoreAnswer, StoreSet
     from aiokv.types import Tier
     from aiokv.worker.base import Cancelled
     from aiokv.worker.device.base import Copy, Device, Event
@@ -57,9 +63,17 @@ class CacheController:
         device: attached by ``open()``, closed by ``aclose()``.
         checksums: record the checksums of computed blocks, and verify each onload after its last
             byte; its layers are announced only then.
+        stores: opened and closed with the controller; None without stores.
     """
 
-    def __init__(self, regions: Regions, device: Device, *, checksums: bool = False) -> None:
+    def __init__(
+        self,
+        regions: Regions,
+        device: Device,
+        *,
+        checksums: bool = False,
+        stores: StoreSet | None = None,
+    ) -> None:
         self._device = device
         self._checksums = Checksums(regions) if checksums else None
         self._uncomputed: list[NDArray[np.int32]] = []  # recorded when the open step is closed
@@ -71,11 +85,17 @@ class CacheController:
         self._lanes = {route: Lane(route) for route in device.routes}
         self._transfers: dict[int, Transfer] = {}
         self._report_waiters = ReportWaiters()
+        self._stores = stores
+        self._store_transfers = (
+            None if stores is None else StoreTransfers(stores, self._report_waiters.note_report)
+        )
+        self._stores_sleep = False
+        self._identity: StoreIdentity | None = None
         self._closing = False
         self._closed = False
-        self.memory = WorkerMemory(regions, device, self._checksums)
+        self.memory = WorkerMemory(regions, device, self._checksums, has_stores=stores is not None)
         self.capabilities = Capabilities(
-            routes=device.routes,
+            routes=device.routes if stores is None else device.routes | STORE_ROUTES,
             clone_routes=frozenset((CLONE, STATE)),
             checksums=True,
             step_events=True,
@@ -92,8 +112,11 @@ class CacheController:
         on_report: Callable[[TransferReport], None],
         on_step: Callable[[int, BaseException | None], None],
         on_lost: Callable[[RankLost], None],
+        identity: StoreIdentity | None = None,
     ) -> None:
-        """Take host memory and the device; see :meth:`Worker.open`. Does not suspend.
+        """Take host memory and the device, and open the stores; see :meth:`Worker.open`.
+
+        Does not suspend without stores.
 
         ``on_lost`` is never called: a controller has no ranks.
         """
@@ -106,6 +129,14 @@ class CacheController:
                 hint="register larger tensors, or lower CacheConfig.device_blocks",
             )
         self.memory.open(host_blocks)
+        if self._stores is not None and self._store_transfers is not None:
+            self._identity = identity
+            try:
+                await self._stores.open(self.memory.store_memory, self._fingerprint())
+            except BaseException:
+                self.memory.close()
+                raise
+            self._store_transfers.open(poller, on_report)
         self._poller, self._on_report, self._on_step = poller, on_report, on_step
         self._opened = True
 
@@ -164,9 +195,11 @@ class CacheController:
                 f"transfer {plan.transfer_id}: the tiers {sorted(self.memory.asleep)} are asleep",
                 hint="await engine.wake_up() first",
             )
-        if plan.transfer_id in self._transfers:
+        if self.counter(plan.transfer_id) is not None:
             raise UsageError(f"transfer {plan.transfer_id} is in flight already")
         num_bytes = self.memory.check(plan)
+        if self._store_transfers is not None and plan.route in STORE_ROUTES:
+            return self._store_transfers.submit(plan, num_bytes)
         counter = LayerDoneCounter(
             self.memory.regions.num_layers,
             transfer_id=plan.transfer_id,
@@ -181,6 +214,8 @@ class CacheController:
     def counter(self, transfer_id: int) -> LayerDoneCounter | None:
         """Return the counter of a plan in flight; None for an unknown id."""
         transfer = self._transfers.get(transfer_id)
+        if transfer is None and self._store_transfers is not None:
+            return self._store_transfers.counter(transfer_id)
         return None if transfer is None else transfer.counter
 
     def cancel(self, transfer_id: int) -> Cancelled:
@@ -193,6 +228,8 @@ class CacheController:
             before the cancellation.
         """
         transfer = self._transfers.get(transfer_id)
+        if transfer is None and self._store_transfers is not None:
+            return self._store_transfers.cancel(transfer_id)
         if transfer is None or transfer.state not in _WAITING:
             return "too late"
         transfer.reported = True  # the caller knows that it has ended
@@ -279,25 +316,62 @@ class CacheController:
         self._checksums.record(np.concatenate(self._uncomputed))
         self._uncomputed.clear()
 
+    # --- stores -----------------------------------------------------------------------------
+
+    async def lookup(self, digests: bytes) -> StoreAnswer:
+        """Ask the stores for blocks; see :meth:`Worker.lookup`."""
+        if self._stores is None or self._closing or not self._opened:
+            return NOTHING
+        return await self._stores.lookup(digests)
+
+    async def change_weights(self, version: str) -> None:
+        """Use other keys from now on; see :meth:`Worker.change_weights`. Does not suspend."""
+        if self._stores is not None and self._identity is not None:
+            self._identity = msgspec.structs.replace(self._identity, weights_version=version)
+            self._stores.change_fingerprint(self._fingerprint())
+
+    def store_statistics(self) -> list[GuardStatistics]:
+        """Return the statistics of each store; see :meth:`Worker.store_statistics`."""
+        return [] if self._stores is None else self._stores.statistics()
+
+    def _fingerprint(self) -> bytes:
+        if self._identity is None:
+            raise UsageError("open: identity is None; stores need it", hint="pass a StoreIdentity")
+        return self._identity.fingerprint(self.memory.regions)
+
     # --- sleep ------------------------------------------------------------------------------
 
     async def sleep(self, tiers: frozenset[Tier]) -> None:
-        """Free the memory of these tiers; see :meth:`WorkerMemory.sleep`. Does not suspend.
+        """Free the memory of these tiers; see :meth:`WorkerMemory.sleep`.
 
-        Nothing can be submitted until all tiers are awake.
+        Nothing can be submitted until all tiers are awake. The stores are closed while the host
+        tier is asleep. Does not suspend without stores.
 
         Raises:
             UsageError: a transfer is in flight. Nothing changed.
+
+        Cancellation: call it again, or ``wake_up``.
         """
-        if self._transfers:
+        if in_flight := self._in_flight():
             raise UsageError(
-                f"sleep: {len(self._transfers)} transfers are in flight", hint="drain() first"
+                f"sleep: {len(in_flight)} transfers are in flight", hint="drain() first"
             )
+        if self._stores is not None and "host" in tiers:
+            self._stores_sleep = True
+            await self._stores.aclose()
         self.memory.sleep(tiers)
 
     async def wake_up(self, tiers: frozenset[Tier], regions: Regions | None = None) -> None:
-        """Reallocate the memory; see :meth:`WorkerMemory.wake_up`. Does not suspend."""
+        """Reallocate the memory, and open the stores again; see :meth:`WorkerMemory.wake_up`.
+
+        Does not suspend without stores.
+
+        Cancellation: call it again, or ``sleep``.
+        """
         self.memory.wake_up(tiers, regions)
+        if self._stores is not None and self._stores_sleep and "host" not in self.memory.asleep:
+            await self._stores.reopen(self.memory.store_memory, self._fingerprint())
+            self._stores_sleep = False
 
     # --- end --------------------------------------------------------------------------------
 
@@ -308,12 +382,17 @@ class CacheController:
 
         Cancellation: stops waiting; the transfers go on.
         """
-        while self._transfers:
+        while self._in_flight():
             await self.settle()
 
     async def settle(self) -> None:
         """As drain(), but only for the plans submitted so far."""
-        await self._report_waiters.wait(self._transfers)
+        await self._report_waiters.wait(self._in_flight())
+
+    def _in_flight(self) -> list[int]:
+        """Return the ids of the plans that were not reported yet."""
+        stores = () if self._store_transfers is None else self._store_transfers.in_flight
+        return [*self._transfers, *stores]
 
     async def abandon(self) -> None:
         """Cancel and report waiting plans; wait for the transfers that the device has.
@@ -333,6 +412,10 @@ class CacheController:
         Cancellation: memory is kept; call it again.
         """
         self._closing = True
+        if self._stores is not None and self._store_transfers is not None:
+            await self._store_transfers.finish()
+            await self._stores.aclose()
+            await self._store_transfers.aclose()
         await self.abandon()
         if not self._closed:
             self.memory.close()
@@ -344,13 +427,16 @@ class CacheController:
         self._closing = True
         if not self._closed:
             self._closed = True
+            if self._stores is not None:
+                self._stores.close_without_loop()
             self.memory.close()
 
     def statistics(self) -> WorkerStatistics:
         """Return the counts of each route. Any thread."""
-        return worker_statistics(
-            len(self._gate), {route: lane.statistics() for route, lane in self._lanes.items()}
-        )
+        routes = {route: lane.statistics() for route, lane in self._lanes.items()}
+        if self._store_transfers is not None:
+            routes |= self._store_transfers.statistics()
+        return worker_statistics(len(self._gate), routes)
 
     def _check_open(self) -> None:
         """Raises:

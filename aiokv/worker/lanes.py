@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from aiokv.plan import OFFLOAD, ONLOAD, STATE
+from aiokv.plan import FETCH, OFFLOAD, ONLOAD, SAVE, STATE
 from aiokv.worker.transfers import TransferQueue
 
 if TYPE_CHECKING:
@@ -51,12 +51,16 @@ class WorkerStatistics(msgspec.Struct, frozen=True, kw_only=True):
         onload: host to device.
         offload: device to host.
         state: slots of recurrent state.
+        fetch: stores to host; ``done`` when all blocks of the plan arrived.
+        save: host to stores; ``moved_bytes`` are those of the blocks that a store has taken.
     """
 
     held: int
     onload: LaneStatistics
     offload: LaneStatistics
     state: LaneStatistics
+    fetch: LaneStatistics
+    save: LaneStatistics
 
 
 _IDLE_LANE: Final = LaneStatistics(
@@ -78,6 +82,8 @@ def worker_statistics(held: int, routes: Mapping[Route, LaneStatistics]) -> Work
         onload=routes.get(ONLOAD, _IDLE_LANE),
         offload=routes.get(OFFLOAD, _IDLE_LANE),
         state=routes.get(STATE, _IDLE_LANE),
+        fetch=routes.get(FETCH, _IDLE_LANE),
+        save=routes.get(SAVE, _IDLE_LANE),
     )
 
 

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Final
 from weakref import WeakValueDictionary
 
 from aiokv.errors import ClosedError, LayoutError, UsageError
-from aiokv.plan import STATE
+from aiokv.plan import FETCH, SAVE, STATE
+from aiokv.stores.base import KEY_BYTES, StoreMemory, store_pitch_bytes
 from aiokv.worker.arena import HostArena
 from aiokv.worker.base import UNLIMITED_BLOCKS
 from aiokv.worker.device.cpu import device_blocks
@@ -34,14 +35,23 @@ class WorkerMemory:
         regions: the device tensors, borrowed until ``close()``.
         device: attached by ``open()``, closed by ``close()``.
         checksums: gets the new tensors whenever they change.
+        has_stores: stores access the host blocks, which are aligned and have a trailer then.
 
     Attributes:
         regions: the device tensors now; without memory while the device tier sleeps.
         asleep: tiers whose memory was released.
     """
 
-    def __init__(self, regions: Regions, device: Device, checksums: Checksums | None) -> None:
+    def __init__(
+        self,
+        regions: Regions,
+        device: Device,
+        checksums: Checksums | None,
+        *,
+        has_stores: bool = False,
+    ) -> None:
         self.regions = regions
+        self._has_stores = has_stores
         self._host_blocks = 0
         self._device = device
         self._checksums = checksums
@@ -84,6 +94,22 @@ class WorkerMemory:
         return self._arena
 
     @property
+    def store_memory(self) -> StoreMemory:
+        """Host blocks as the stores see them.
+
+        Raises:
+            ClosedError: the worker was not opened, or the host tier is asleep.
+        """
+        arena = self.arena
+        return StoreMemory(
+            address=arena.pointer,
+            num_blocks=arena.num_blocks,
+            pitch_bytes=arena.block_bytes,
+            payload_bytes=self.regions.host_block_bytes,
+            view=arena.blocks.reshape(-1).data,
+        )
+
+    @property
     def device_blocks(self) -> int:
         """Blocks that the tensors hold; ``UNLIMITED_BLOCKS`` without tensors."""
         return device_blocks(self.regions)
@@ -92,9 +118,17 @@ class WorkerMemory:
         """Return the bytes that a plan moves.
 
         Raises:
-            UsageError: no blocks, unequal lists, ids out of range, a duplicate destination, or a
-                route that the device does not have.
+            UsageError: no blocks, unequal lists, ids out of range, a duplicate destination, a
+                missing digest, or a route that the worker does not have.
         """
+        if self._has_stores and plan.route in (FETCH, SAVE):
+            check_ids(plan, self._num_blocks)
+            if len(plan.digests) != KEY_BYTES * plan.num_blocks:
+                raise UsageError(
+                    f"transfer {plan.transfer_id}: digests has {len(plan.digests)} bytes; it must "
+                    f"have {KEY_BYTES} for each of the {plan.num_blocks} blocks"
+                )
+            return self.regions.host_block_bytes * plan.num_blocks
         if plan.route not in self._device.routes:
             raise UsageError(
                 f"transfer {plan.transfer_id}: the device {self._device.name!r} has no route "
@@ -202,7 +236,10 @@ class WorkerMemory:
             self._checksums.bind(regions)
 
     def _new_arena(self) -> HostArena:
-        return HostArena(num_blocks=self._host_blocks, block_bytes=self.regions.host_block_bytes)
+        block_bytes = self.regions.host_block_bytes
+        if self._has_stores:
+            block_bytes = store_pitch_bytes(block_bytes)
+        return HostArena(num_blocks=self._host_blocks, block_bytes=block_bytes)
 
     def _sizes(self) -> dict[Pool, int]:
         slots = self.regions.num_state_slots
@@ -210,4 +247,5 @@ class WorkerMemory:
             "device": self.device_blocks,
             "host": self._host_blocks,
             "state": UNLIMITED_BLOCKS if slots is None else slots,
+            "store": UNLIMITED_BLOCKS,
         }

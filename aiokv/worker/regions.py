@@ -245,7 +245,7 @@ class Regions:
 
     @property
     def host_block_bytes(self) -> int:
-        """Bytes from one host block to the next: block_bytes and the alignment between pieces."""
+        """Bytes of a block in host memory: block_bytes and the alignment between pieces."""
         return sum(_aligned(piece.block_bytes) for piece in self.pieces())
 
     def layer_bytes(self, layer: int) -> int:

@@ -19,8 +19,8 @@ Layout make_layout(std::uint32_t num_layers, std::size_t piece_bytes) {
     for (std::uint32_t layer = 0; layer < num_layers; ++layer) {
         for (int region = 0; region < 2; ++region) {
             layout.slices.push_back(
-                {4096, piece_bytes, piece_bytes, layout.host_block_bytes, piece_bytes});
-            layout.host_block_bytes += piece_bytes;
+                {4096, piece_bytes, piece_bytes, layout.host_pitch, piece_bytes});
+            layout.host_pitch += piece_bytes;
         }
         layout.layer_begin.push_back(static_cast<std::uint32_t>(layout.slices.size()));
     }
@@ -38,7 +38,7 @@ std::size_t total_bytes(const std::vector<HostCopy>& copies) {
 
 TEST(windows_cover_a_block) {
     const Layout layout = make_layout(4, 64);
-    CHECK_EQ(layout.window(0, 4).bytes, layout.host_block_bytes);
+    CHECK_EQ(layout.window(0, 4).bytes, layout.host_pitch);
     CHECK_EQ(layout.window(1, 3).offset, 128u);
     CHECK_EQ(layout.window(1, 3).bytes, 256u);
     CHECK_EQ(layout.max_layer_bytes(), 128u);
@@ -47,6 +47,21 @@ TEST(windows_cover_a_block) {
 TEST(a_hole_between_slices_is_refused) {
     Layout layout = make_layout(2, 64);
     layout.slices[1].host_offset += 64;
+    CHECK_THROWS(LayoutError, layout.validate());
+}
+
+TEST(copies_leave_the_end_of_a_larger_pitch_alone) {
+    Layout layout = make_layout(4, 64);
+    layout.host_pitch = 4096;
+    layout.validate();
+    CHECK_EQ(layout.window(0, 4).bytes, 512u);
+    CHECK_EQ(layout.window(3, 4).bytes, 128u);
+    std::vector<HostCopy> copies;
+    append_host_copies(layout, std::size_t{1} << 30, Ids{2, 3}, layout.window(0, 4), copies);
+    CHECK_EQ(copies.size(), 1u);
+    CHECK_EQ(copies[0].bytes, 512u);
+    CHECK_EQ(copies[0].host_pitch, 4096u);
+    layout.host_pitch = 511;
     CHECK_THROWS(LayoutError, layout.validate());
 }
 
@@ -67,7 +82,7 @@ TEST(runs_become_one_copy_each) {
                        copies);
     CHECK_EQ(copies.size(), 4u);
     CHECK_EQ(copies[0].rows, 3u);
-    CHECK_EQ(copies[0].host, layout.host_base + 2 * layout.host_block_bytes + 128);
+    CHECK_EQ(copies[0].host, layout.host_base + 2 * layout.host_pitch + 128);
     CHECK_EQ(copies[1].staging_offset, 3 * 128u);
     CHECK_EQ(total_bytes(copies), 6 * 128u);
 }

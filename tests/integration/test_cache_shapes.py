@@ -277,6 +277,10 @@ def test_host_capacity_counts_the_padding_between_the_pieces_of_a_block() -> Non
         assert CacheConfig.for_regions(regions, host_bytes=host_bytes).host_blocks == blocks
     with pytest.raises(ConfigError, match="host_bytes is 127; it must be at least 128"):
         CacheConfig.for_regions(regions, host_bytes=127)
+    config = CacheConfig.for_regions(regions, host_bytes=2 * 4096 - 1, with_stores=True)
+    assert config.host_blocks == 1  # with the trailer, and aligned for direct I/O
+    with pytest.raises(ConfigError, match="with_stores"):
+        CacheConfig.for_regions(regions, host_bytes=4096, with_stores=1)
     arena = HostArena(num_blocks=10, block_bytes=regions.host_block_bytes)
     assert arena.nbytes >= 10 * 128
     arena.close()

@@ -12,7 +12,7 @@ from aiokv import CacheConfig, ConfigError, WindowGroup
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "aiokv"
-CACHE = ("engine", "scheduler", "worker", "ranks")
+CACHE = ("engine", "scheduler", "worker", "stores", "ranks")
 
 
 def attributes_read() -> set[str]:

@@ -341,14 +341,14 @@ class CudaDevice(Unique):
         )
 
     def _make_engine(self, regions: Regions, arena: HostArena) -> Any:
-        slices, layer_begin = _layout(regions, arena.block_bytes)
+        slices, layer_begin = _layout(regions)
         handles = [stream.ptr for stream in self._streams]
         return _cuda.SwapEngine(
             self._host,
             device_blocks=regions.num_blocks,
             host_blocks=arena.num_blocks,
             host_base=arena.pointer,
-            host_block_bytes=arena.block_bytes,
+            host_pitch=arena.block_bytes,
             slices=slices,
             layer_begin=layer_begin,
             onload_streams=(handles[0], handles[1]),
@@ -365,12 +365,12 @@ class CudaDevice(Unique):
 
 
 def _layout(
-    regions: Regions, host_block_bytes: int
+    regions: Regions,
 ) -> tuple[list[tuple[int, int, int, int, int]], list[int]]:
     """Return ``(device base, stride, bytes, host offset, host bytes)`` per piece, and each layer's
     first index."""
     pieces = list(regions.pieces())
-    ends = [piece.host_offset_bytes for piece in pieces[1:]] + [host_block_bytes]
+    ends = [piece.host_offset_bytes for piece in pieces[1:]] + [regions.host_block_bytes]
     slices = [
         (
             piece.pointer,

@@ -11,6 +11,7 @@
 #include "aiokv/matching.hpp"
 #include "aiokv/publication.hpp"
 #include "aiokv/residency.hpp"
+#include "aiokv/store_saver.hpp"
 #include "aiokv/swaps.hpp"
 #include "aiokv/transfer_ledger.hpp"
 
@@ -21,7 +22,7 @@ class Completions {
     Completions(const CoreConfig& config, DevicePool& device, LeaseTable& leases, Index& index,
                 RecurrentState& state, AuxiliaryPools& auxiliary, const Matching& matching,
                 Residency& residency, TransferLedger& transfers, Promises& promises,
-                Publication& publication, Swaps& swaps)
+                Publication& publication, Swaps& swaps, StoreSaver& store_saver)
         : config_(config),
           device_(device),
           leases_(leases),
@@ -33,7 +34,8 @@ class Completions {
           transfers_(transfers),
           promises_(promises),
           publication_(publication),
-          swaps_(swaps) {}
+          swaps_(swaps),
+          store_saver_(store_saver) {}
 
     // Blocks before `first_bad_block` are proven when the transfer failed.
     void complete(TransferId id, Outcome outcome, std::uint32_t first_bad_block);
@@ -59,6 +61,7 @@ class Completions {
     Promises& promises_;
     Publication& publication_;
     Swaps& swaps_;
+    StoreSaver& store_saver_;
 };
 
 }  // namespace aiokv

@@ -8,9 +8,11 @@
 //   device_ host_ ids of the two tiers
 //   index_        the tree, its contexts and items
 //   transfers_    the ledger of what is in flight
+//   stored_       digests of blocks, and which of them the stores have
 //   state_ windows_ auxiliary_   ids beside full attention: recurrent state, sliding windows
 //   residency_    copies of indexed blocks, refs and holds, eviction
 //   saver_        when blocks get their host copy
+//   store_saver_ fetches_   the ways from the host tier to the stores, and back
 //   promises_ uses_ batches_     what leases will compute, wait for, and compute now
 //   matching_ publication_ swaps_ grants_ releases_ completions_ tiers_   the transitions
 //
@@ -29,6 +31,7 @@
 #include "aiokv/completions.hpp"
 #include "aiokv/core_types.hpp"
 #include "aiokv/device_pool.hpp"
+#include "aiokv/fetches.hpp"
 #include "aiokv/grants.hpp"
 #include "aiokv/index.hpp"
 #include "aiokv/lease_table.hpp"
@@ -39,6 +42,8 @@
 #include "aiokv/residency.hpp"
 #include "aiokv/run_pool.hpp"
 #include "aiokv/saver.hpp"
+#include "aiokv/store_saver.hpp"
+#include "aiokv/stored_blocks.hpp"
 #include "aiokv/swaps.hpp"
 #include "aiokv/tiers.hpp"
 #include "aiokv/transfer_ledger.hpp"
@@ -126,11 +131,26 @@ class Core {
     std::uint32_t reach_tokens(LeaseId id) const { return windows_.reach_tokens(leases_.at(id)); }
     const WindowGroup& window_group(std::size_t group) const { return windows_.group(group); }
 
+    // -- stores: nothing without CoreConfig::stores
+    Missing missing(LeaseId id) { return fetches_.missing(leases_.at(id)); }
+    TransferId begin_fetch(LeaseId id, std::size_t blocks) {
+        return fetches_.begin(leases_.at(id), blocks);
+    }
+    bool wants_saves() const { return store_saver_.wants_saves(); }
+    TransferId take_saves() { return store_saver_.take(); }
+    bool is_fetch(TransferId id) const { return fetches_.has(id); }
+    bool is_save(TransferId id) const { return store_saver_.has(id); }
+    const Fetch& fetch(TransferId id) const;  // these two throw UsageError
+    const Save& save(TransferId id) const;
+
     // -- transfers
     const Transfer& transfer(TransferId id) const { return transfers_.get(id); }
-    void complete(TransferId id, Outcome outcome, std::uint32_t first_bad_block) {
-        completions_.complete(id, outcome, first_bad_block);
+    bool is_in_flight(TransferId id) const {
+        return transfers_.has(id) || fetches_.has(id) || store_saver_.has(id);
     }
+    // `results`: of a save, a SaveResult per block, or none.
+    void complete(TransferId id, Outcome outcome, std::uint32_t first_bad_block,
+                  std::span<const std::uint8_t> results = {});
     std::vector<TransferId> take_abandoned() { return transfers_.take_abandoned(); }
     void mark_cancelling(TransferId id) { transfers_.mark_cancelling(id); }
     // Steps finish in the order of their numbers.
@@ -176,15 +196,18 @@ class Core {
     RunPool host_;
     Index index_;
     TransferLedger transfers_;
+    StoredBlocks stored_;
     RecurrentState state_;
     SlidingWindows windows_;
     AuxiliaryPools auxiliary_;
     Residency residency_;
     Saver saver_;
+    StoreSaver store_saver_;
     Promises promises_;
     Uses uses_;
     Batches batches_;
     Matching matching_;
+    Fetches fetches_;
     Publication publication_;
     Swaps swaps_;
     Grants grants_;

@@ -26,6 +26,22 @@ enum class WritePolicy : std::uint8_t {
     kWriteBack,              // when eviction comes near; nothing is dropped that was not saved
 };
 
+enum class StorePolicy : std::uint8_t {
+    kAtCommit,    // as soon as a block is in host memory
+    kAtNthUse,    // at the n-th use, in host memory
+    kOnEviction,  // shortly before the host copy is evicted
+};
+
+// When host blocks are saved to the stores.
+struct StoreConfig {
+    bool exist = false;
+    StorePolicy policy = StorePolicy::kAtCommit;
+    std::uint32_t uses = 2;             // the n; the lease that computed a block is its first use
+    bool only_reused = false;           // a block is saved when it is offered the second time
+    std::uint32_t queue_blocks = 4096;  // that may wait for a save
+    std::uint32_t ahead_blocks = 0;     // on_eviction: host blocks that are kept free or saved
+};
+
 // Layers whose attention sees the first `sink_tokens` positions and the last `window_tokens`, its
 // own included.
 struct WindowConfig {
@@ -49,6 +65,7 @@ struct CoreConfig {
     std::uint32_t state_slots = 0;  // of recurrent state; 0: the model has none
     std::vector<WindowConfig> windows = {};
     std::uint32_t max_leases = kMaxLeases;  // open at a time
+    StoreConfig stores = {};
 
     std::uint32_t blocks_for(std::uint64_t num_tokens) const {
         return static_cast<std::uint32_t>((num_tokens + block_tokens - 1) / block_tokens);
@@ -66,7 +83,8 @@ struct Usage {
     std::uint32_t prompt_tokens;
     std::uint32_t cached_device_tokens;  // of the prompt, at the last grant
     std::uint32_t cached_host_tokens;
-    std::uint32_t computed_blocks;  // again after a preemption
+    std::uint32_t computed_blocks;      // again after a preemption
+    std::uint32_t cached_store_tokens;  // of the cached ones, what a fetch brought
 };
 
 // Device blocks and state slots that could be granted now.
@@ -131,6 +149,8 @@ struct CoreStatistics {
         reclaimed_host_copies;
     std::uint32_t state_free, state_snapshots;
     std::uint64_t restored_states, evicted_snapshots;
+    std::uint64_t hit_store_tokens, fetches, fetched_blocks, unfetched_blocks;
+    std::uint64_t saved_blocks, dropped_saves, rejected_saves, refused_saves, failed_saves;
     std::size_t index_bytes, token_bytes;
 };
 

@@ -28,14 +28,16 @@ struct Layout {
     std::uint32_t device_blocks = 0;
     std::uint32_t host_blocks = 0;
     std::uintptr_t host_base = 0;
-    std::size_t host_block_bytes = 0;
+    std::size_t host_pitch = 0;              // bytes from one host block to the next
     std::vector<Slice> slices;               // in host order
     std::vector<std::uint32_t> layer_begin;  // [num_layers + 1] into slices
 
     std::uint32_t num_layers() const { return static_cast<std::uint32_t>(layer_begin.size() - 1); }
+    std::size_t host_bytes() const;  // of one block: the rest of the pitch is not copied
     Window window(std::uint32_t first_layer, std::uint32_t end_layer) const;
     std::size_t max_layer_bytes() const;
-    // Throws LayoutError unless the slices tile a host block in order and fit their strides.
+    // Throws LayoutError unless the slices tile the begin of a host block in order and fit their
+    // strides.
     void validate() const;
 };
 

@@ -7,12 +7,14 @@
 #include "aiokv/auxiliary_pools.hpp"
 #include "aiokv/core_types.hpp"
 #include "aiokv/device_pool.hpp"
+#include "aiokv/fetches.hpp"
 #include "aiokv/index.hpp"
 #include "aiokv/lease_table.hpp"
 #include "aiokv/matching.hpp"
 #include "aiokv/publication.hpp"
 #include "aiokv/residency.hpp"
 #include "aiokv/saver.hpp"
+#include "aiokv/store_saver.hpp"
 #include "aiokv/swaps.hpp"
 #include "aiokv/transfer_ledger.hpp"
 #include "aiokv/uses.hpp"
@@ -24,7 +26,8 @@ class Grants {
     Grants(const CoreConfig& config, DevicePool& device, LeaseTable& leases, Index& index,
            RecurrentState& state, SlidingWindows& windows, AuxiliaryPools& auxiliary,
            const Matching& matching, Residency& residency, Saver& saver, TransferLedger& transfers,
-           Publication& publication, Uses& uses, Swaps& swaps)
+           Publication& publication, Uses& uses, Swaps& swaps, StoreSaver& store_saver,
+           Fetches& fetches)
         : config_(config),
           device_(device),
           leases_(leases),
@@ -38,7 +41,9 @@ class Grants {
           transfers_(transfers),
           publication_(publication),
           uses_(uses),
-          swaps_(swaps) {}
+          swaps_(swaps),
+          store_saver_(store_saver),
+          fetches_(fetches) {}
 
     // Throws what allocate would, of a request that can never be granted.
     void check_request(const Lease& lease, std::int64_t num_tokens) const;
@@ -77,6 +82,8 @@ class Grants {
     Publication& publication_;
     Uses& uses_;
     Swaps& swaps_;
+    StoreSaver& store_saver_;
+    Fetches& fetches_;
 
     std::uint64_t grants_ = 0;
     std::uint64_t prompt_tokens_ = 0;

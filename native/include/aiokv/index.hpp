@@ -30,11 +30,21 @@ class Index {
     std::uint32_t enter_context(std::string_view key);
     void enter_context(std::uint32_t context) { ++contexts_[context].leases; }
     void leave_context(std::uint32_t context);
-    // Closes the context of a root that has lost its last child, unless it has leases.
+    // A fetch of blocks of the context is in flight, or has ended.
+    void begin_fetch(std::uint32_t context) { ++contexts_[context].fetches; }
+    void end_fetch(std::uint32_t context) {
+        --contexts_[context].fetches;
+        close_if_unused(context);
+    }
+    std::uint32_t fetches(std::uint32_t context) const { return contexts_[context].fetches; }
+    // Closes the context of a root that has lost its last child, unless it has leases or fetches.
     void close_context_if_unused(NodeId root) {
         close_if_unused(static_cast<std::uint32_t>(tree_[root].device));
     }
     void close_unused_contexts();
+    std::string_view context_of_root(NodeId root) const {
+        return contexts_[static_cast<std::size_t>(tree_[root].device)].key;
+    }
     NodeId root_of(const Lease& lease) const { return contexts_[lease.context].root; }
     // Of the fingerprints of its prompts; the same in every process.
     std::uint64_t seed_of(const Lease& lease) const { return contexts_[lease.context].seed; }
@@ -80,6 +90,7 @@ class Index {
         std::string key;
         NodeId root = kNone;
         std::uint32_t leases = 0;
+        std::uint32_t fetches = 0;
         std::uint64_t seed = 0;
     };
 

@@ -81,6 +81,7 @@ struct Lease {
     std::uint32_t computed_tokens = 0;  // as far as commit was called
     std::uint32_t device_hit = 0;       // blocks, at match or grant
     std::uint32_t host_hit = 0;
+    std::uint32_t store_hit = 0;        // of host_hit: blocks that a fetch brought, first hit by it
     std::uint32_t cached_tokens = 0;    // of the grant; falls when an onload fails
     std::uint32_t prompt_tokens = 0;    // as matched
     std::uint32_t computed_blocks = 0;  // begun by commit, over all grants

@@ -31,6 +31,15 @@ class Matching {
     // Shortens the path; a later grant walks again.
     static void shorten(Lease& lease, std::size_t blocks);
 
+    // Where the cached blocks of a prompt end, also where no hit may end, and the block behind the
+    // last one that a hit may have.
+    struct Frontier {
+        NodeId end;
+        std::size_t first;  // block behind `end`
+        std::size_t limit;
+    };
+    Frontier frontier(Lease& lease) const;
+
     // The longest run of full blocks behind what is cached that one granted lease will compute. A
     // hit may end before that: where its owner has not saved the state yet, or inside an item.
     Pending pending(Lease& lease, const Promises& promises) const;

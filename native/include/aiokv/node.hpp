@@ -20,6 +20,7 @@ enum NodeFlag : std::uint16_t {
     kParked = 1 << 6,       // left that queue because it was blocked; returns to its front
     kBackupQueued = 1 << 7,
     kRoot = 1 << 8,           // no block; `device` holds the context's index
+    kHasStoreEntry = 1 << 9,  // StoredBlocks knows its digest, or of its saves
     kBackupFailed = 1 << 10,  // may be dropped without another try
     kHasItems = 1 << 11,      // multimodal items touch it; ItemKeys has its key
     kAhead = 1 << 12,         // counted by Core::clean_ahead_
@@ -39,7 +40,7 @@ struct Node {
     BlockId device = kNoBlock;
     BlockId host = kNoBlock;
     std::uint32_t refs : 20 = 0;  // granted leases whose path holds the node
-    std::uint32_t holds : 9 = 0;  // swapped leases that need its host copy; saturates
+    std::uint32_t holds : 9 = 0;  // swapped leases, fetches and saves that need it; saturates
     std::uint32_t pins : 3 = 0;   // transfers that read or write one of its copies; at most two
     std::uint16_t flags = 0;
     std::uint8_t reuse_class = 0;  // of the last lease: where it waits for eviction

@@ -1,8 +1,9 @@
 // Copies of indexed blocks on device and host: refs, holds and pins on them, and eviction.
 //
 //   ref    of a granted lease, on each node of its path: the block is not evicted
-//   hold   of a swapped lease, on each node of its path: the host copy is not evicted
-//   pin    of a transfer that reads or writes one of the copies
+//   hold   of a swapped lease, on each node of its path, of a fetch, on the node above its blocks,
+//          and of a save, on its nodes: the host copy is not evicted
+//   pin    of a transfer between the tiers that reads or writes one of the copies
 //
 // A *dirty* block is on the device only; a *clean* one has a host copy too, so that its device copy
 // can be evicted without another copy. The host copy of a clean block can be reclaimed: its bytes
@@ -21,13 +22,14 @@
 #include "aiokv/host_copy_list.hpp"
 #include "aiokv/index.hpp"
 #include "aiokv/run_pool.hpp"
+#include "aiokv/stored_blocks.hpp"
 
 namespace aiokv {
 
 class Residency {
   public:
-    Residency(const CoreConfig& config, Index& index, AuxiliaryPools& auxiliary, DevicePool& device,
-              RunPool& host);
+    Residency(const CoreConfig& config, Index& index, StoredBlocks& stored,
+              AuxiliaryPools& auxiliary, DevicePool& device, RunPool& host);
 
     // -- refs and holds, a path at a time
     // Returns the number of blocks that are on the device, or on the way there.
@@ -88,6 +90,20 @@ class Residency {
     void begin_offload(const Transfer& transfer);
     void finish_offload(const Transfer& transfer, std::uint32_t good);
 
+    // -- transfers of the stores; see residency_stores.cpp
+    // The host ids of a fetch, as far as there is room: it comes from blocks on the host alone
+    // first, then from host copies of clean blocks. The fetch owns them.
+    std::vector<BlockId> take_fetch_room(std::size_t blocks);
+    // The fetched block of a node: the index takes its host id. Returns false, changing nothing,
+    // when the node has a host copy, or is getting one.
+    bool give_host_copy(PrefixTree::Found found, BlockId host);
+    // New nodes, in path order, are evictable from now on.
+    void enqueue_fetched(std::span<const NodeId> nodes);
+    void begin_save(std::span<const NodeId> nodes);
+    void finish_save(std::span<const NodeId> nodes);
+    // The next `blocks` of the host queue, the next victim first.
+    std::vector<NodeId> next_on_host(std::size_t blocks);
+
     // -- whole tiers; see residency_tiers.cpp
     // Requires that no lease and no transfer needs a device block.
     void forget_device() { evict(beyond_device(0)); }
@@ -100,6 +116,7 @@ class Residency {
     // when one of them is leased, being copied, or used by an unfinished step.
     void resize_device(std::uint32_t blocks);
 
+    std::uint64_t evicted_unsaved() const { return evicted_unsaved_; }
     void add_to(CoreStatistics& statistics) const;
     // To be called last: compares with the owners that the other components have declared.
     void check(Report& report) const;
@@ -133,6 +150,7 @@ class Residency {
 
     const CoreConfig& config_;
     Index& index_;
+    StoredBlocks& stored_;
     PrefixTree& tree_;
     AuxiliaryPools& auxiliary_;
     DevicePool& device_;
@@ -146,6 +164,7 @@ class Residency {
 
     std::uint64_t evicted_device_ = 0;
     std::uint64_t evicted_host_ = 0;
+    std::uint64_t evicted_unsaved_ = 0;  // host blocks that a save was to copy
     std::uint64_t dropped_ = 0;
     std::uint64_t onloaded_ = 0;
     std::uint64_t offloaded_ = 0;

@@ -12,6 +12,7 @@
 #include "aiokv/promises.hpp"
 #include "aiokv/residency.hpp"
 #include "aiokv/saver.hpp"
+#include "aiokv/store_saver.hpp"
 #include "aiokv/swaps.hpp"
 #include "aiokv/transfer_ledger.hpp"
 
@@ -21,7 +22,8 @@ class Tiers {
   public:
     Tiers(const CoreConfig& config, const DevicePool& device, LeaseTable& leases, Index& index,
           AuxiliaryPools& auxiliary, Residency& residency, Saver& saver,
-          const TransferLedger& transfers, Promises& promises, Swaps& swaps)
+          const TransferLedger& transfers, Promises& promises, Swaps& swaps,
+          StoreSaver& store_saver)
         : config_(config),
           device_(device),
           leases_(leases),
@@ -31,7 +33,8 @@ class Tiers {
           saver_(saver),
           transfers_(transfers),
           promises_(promises),
-          swaps_(swaps) {}
+          swaps_(swaps),
+          store_saver_(store_saver) {}
 
     // Empties the device tier; blocks with a host copy stay on the host. Throws UsageError,
     // changing nothing, while a lease or a transfer needs blocks.
@@ -65,6 +68,7 @@ class Tiers {
     const TransferLedger& transfers_;
     Promises& promises_;
     Swaps& swaps_;
+    StoreSaver& store_saver_;
     ResizeTry refused_resize_;
     std::size_t resize_from_ = 0;  // index of the lease that was in the way of the last one
 };

@@ -1,4 +1,5 @@
-// The ledger of what is in flight: copies between the tiers, and moves of recurrent state.
+// The ledger of what is in flight: copies between the tiers, and moves of recurrent state. It
+// numbers and counts the transfers of the stores, too.
 #pragma once
 
 #include <cstdint>
@@ -47,10 +48,21 @@ class TransferLedger {
     bool has_moves() const { return !moves_.empty(); }
     const std::unordered_map<TransferId, StateMove>& moves() const { return moves_; }
 
-    // -- both
+    // -- fetches and saves; see Fetches and StoreSaver, which have their records
+    TransferId begin_store_transfer() {
+        ++store_transfers_;
+        return ++last_;
+    }
+    void end_store_transfer() {
+        --store_transfers_;
+        ++ended_;
+    }
+
+    // -- all
     // Onloads and moves whose last lease was released: worth cancelling where they have not begun.
     std::vector<TransferId> take_abandoned();
-    std::size_t in_flight() const { return transfers_.size() + moves_.size(); }
+    std::size_t in_flight() const { return transfers_.size() + moves_.size() + store_transfers_; }
+    bool has(TransferId id) const { return transfers_.contains(id) || is_move(id); }
     std::uint64_t ended() const { return ended_; }  // copies, so far
 
     void add_to(CoreStatistics& statistics) const;
@@ -61,6 +73,7 @@ class TransferLedger {
     std::unordered_map<TransferId, Transfer> transfers_;
     std::unordered_map<TransferId, StateMove> moves_;
     std::vector<TransferId> abandoned_;
+    std::size_t store_transfers_ = 0;
     TransferId last_ = 0;
     std::uint64_t ended_ = 0;
 };

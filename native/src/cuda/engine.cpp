@@ -43,10 +43,10 @@ SwapEngine::SwapEngine(Layout layout, EngineOptions options, LaneStreams onload,
     layout_.validate();
     validate_streams(onload);
     validate_streams(offload);
-    if (host.total_bytes() < layout_.host_block_bytes * layout_.host_blocks) {
+    if (host.total_bytes() < layout_.host_pitch * layout_.host_blocks) {
         throw LayoutError("the host arena has " + std::to_string(host.total_bytes()) +
                           " bytes, the host pool needs " +
-                          std::to_string(layout_.host_block_bytes * layout_.host_blocks));
+                          std::to_string(layout_.host_pitch * layout_.host_blocks));
     }
     if (options_.num_slots == 0 || options_.queued_pieces == 0 || options_.staged_blocks <= 0 ||
         options_.direct_blocks <= 0) {

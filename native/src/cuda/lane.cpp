@@ -173,7 +173,7 @@ void Lane::execute(Transfer& transfer) {
                       : plan_offload(layout, slot_bytes_));
     if (n > 0) {
         context_.host.wait_ready((static_cast<std::size_t>(job.host_ids.back()) + 1) *
-                                 layout.host_block_bytes);
+                                 layout.host_pitch);
     }
     job.ids->upload(job.device_ids, job.host_ids, streams_.kernel);
     if (request.after != nullptr) {
@@ -227,7 +227,7 @@ void Lane::submit_piece(Job& job, const Group& group, std::size_t first_row, std
         copy_rows(job, window, first_row, num_rows, staging);
     } else if (group.path == Path::kDirect) {
         const Rows host{reinterpret_cast<std::uint8_t*>(context_.layout.host_base),
-                        job.ids->host_ids() + first_row, context_.layout.host_block_bytes, 0};
+                        job.ids->host_ids() + first_row, context_.layout.host_pitch, 0};
         launch_direct(kernel_copy(job, group, first_row, num_rows, host), options.direct_blocks,
                       streams_.kernel);
     } else {

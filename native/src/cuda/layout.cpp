@@ -10,10 +10,14 @@ namespace aiokv::cuda {
 Window Layout::window(std::uint32_t first_layer, std::uint32_t end_layer) const {
     auto offset_of = [this](std::uint32_t layer) {
         const std::uint32_t slice = layer_begin[layer];
-        return slice == slices.size() ? host_block_bytes : slices[slice].host_offset;
+        return slice == slices.size() ? host_bytes() : slices[slice].host_offset;
     };
     const std::size_t begin = offset_of(first_layer);
     return {begin, offset_of(end_layer) - begin};
+}
+
+std::size_t Layout::host_bytes() const {
+    return slices.empty() ? 0 : slices.back().host_offset + slices.back().host_bytes;
 }
 
 std::size_t Layout::max_layer_bytes() const {
@@ -46,9 +50,9 @@ void Layout::validate() const {
         }
         end += slice.host_bytes;
     }
-    if (end != host_block_bytes) {
-        throw LayoutError("a host block has " + std::to_string(host_block_bytes) +
-                          " bytes, its slices " + std::to_string(end));
+    if (end > host_pitch) {
+        throw LayoutError("host blocks lie " + std::to_string(host_pitch) +
+                          " bytes apart, but their slices have " + std::to_string(end) + " bytes");
     }
 }
 
@@ -97,7 +101,7 @@ void IdCheck::distinct(Pool& pool, std::span<const std::int32_t> ids) {
 void append_host_copies(const Layout& layout, std::size_t chunk_bytes,
                         std::span<const std::int32_t> ids, Window window,
                         std::vector<HostCopy>& out) {
-    const std::size_t pitch = layout.host_block_bytes;
+    const std::size_t pitch = layout.host_pitch;
     std::size_t row = 0;
     while (row < ids.size()) {
         std::size_t run = 1;

@@ -35,7 +35,7 @@ std::uint32_t fitting(const Layout& layout, std::uint32_t first, std::uint32_t w
 // have the longest, so the first ones go by kernel.
 void limit_batches(std::vector<Group>& groups, const Layout& layout,
                    const PlannerOptions& options) {
-    std::size_t left = layout.host_block_bytes / options.bytes_per_batched_copy;
+    std::size_t left = layout.host_bytes() / options.bytes_per_batched_copy;
     for (auto group = groups.rbegin(); group != groups.rend(); ++group) {
         if (group->path != Path::kStaged) continue;
         if (left == 0) {

@@ -16,6 +16,7 @@ void Completions::complete(TransferId id, Outcome outcome, std::uint32_t first_b
                                                              : 0;
     if (transfer.direction == Direction::kOffload) {
         residency_.finish_offload(transfer, std::min(good, nodes));
+        store_saver_.note_host_copies(std::span(transfer.nodes).first(std::min(good, nodes)));
     } else if (outcome == Outcome::kCancelled && transfer.leases.empty()) {
         residency_.cancel_onload(transfer);
     } else {

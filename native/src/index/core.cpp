@@ -51,27 +51,30 @@ Core::Core(const CoreConfig& config)
       host_(config_.host_blocks),
       index_(config_, leases_),
       transfers_(index_.tree()),
+      stored_(config_, index_),
       state_(config_, index_, leases_, transfers_),
       windows_(config_, index_, leases_),
       auxiliary_(state_, windows_),
-      residency_(config_, index_, auxiliary_, device_, host_),
+      residency_(config_, index_, stored_, auxiliary_, device_, host_),
       saver_(config_, index_.tree(), device_, host_, residency_, transfers_),
+      store_saver_(config_, index_.tree(), host_, stored_, residency_, transfers_),
       promises_(leases_.records(), config_.block_tokens),
       uses_(index_.tree(), leases_),
       batches_(leases_),
       matching_(config_, index_, auxiliary_, transfers_),
+      fetches_(config_, index_, stored_, matching_, residency_, transfers_),
       publication_(config_, device_, index_, state_, windows_, residency_, saver_, promises_,
                    uses_),
       swaps_(config_, device_, host_, leases_, index_, state_, windows_, auxiliary_, matching_,
              residency_, saver_, transfers_, promises_, uses_, publication_),
       grants_(config_, device_, leases_, index_, state_, windows_, auxiliary_, matching_,
-              residency_, saver_, transfers_, publication_, uses_, swaps_),
+              residency_, saver_, transfers_, publication_, uses_, swaps_, store_saver_, fetches_),
       releases_(config_, device_, leases_, index_, state_, windows_, auxiliary_, residency_,
                 transfers_, promises_, uses_, batches_, swaps_),
       completions_(config_, device_, leases_, index_, state_, auxiliary_, matching_, residency_,
-                   transfers_, promises_, publication_, swaps_),
+                   transfers_, promises_, publication_, swaps_, store_saver_),
       tiers_(config_, device_, leases_, index_, auxiliary_, residency_, saver_, transfers_,
-             promises_, swaps_) {}
+             promises_, swaps_, store_saver_) {}
 
 Hit Core::match(Tokens tokens, std::string_view context, bool reads, bool writes,
                 std::span<const Item> items) {
@@ -109,12 +112,33 @@ std::vector<LeaseId> Core::end_batch(BatchId id, Step step) {
     return ended;
 }
 
+const Fetch& Core::fetch(TransferId id) const {
+    if (!fetches_.has(id)) throw UsageError("no fetch " + str(id) + " is in flight");
+    return fetches_.get(id);
+}
+
+const Save& Core::save(TransferId id) const {
+    if (!store_saver_.has(id)) throw UsageError("no save " + str(id) + " is in flight");
+    return store_saver_.get(id);
+}
+
+void Core::complete(TransferId id, Outcome outcome, std::uint32_t first_bad_block,
+                    std::span<const std::uint8_t> results) {
+    if (store_saver_.has(id)) return store_saver_.complete(id, outcome, results);
+    if (!fetches_.has(id)) return completions_.complete(id, outcome, first_bad_block);
+    const auto blocks = static_cast<std::uint32_t>(fetches_.get(id).host_blocks.size());
+    fetches_.complete(id, outcome == Outcome::kDone     ? blocks
+                          : outcome == Outcome::kFailed ? first_bad_block
+                                                        : 0);
+}
+
 Usage Core::usage(LeaseId id) const {
     const Lease& lease = leases_.at(id);
     const std::uint32_t cached = std::min(lease.cached_tokens, lease.prompt_tokens);
     const std::uint32_t device =
         std::min<std::uint64_t>(std::uint64_t{lease.device_hit} * config_.block_tokens, cached);
-    return {lease.prompt_tokens, device, cached - device, lease.computed_blocks};
+    const std::uint32_t store = std::min(lease.store_hit * config_.block_tokens, cached);
+    return {lease.prompt_tokens, device, cached - device, lease.computed_blocks, store};
 }
 
 bool Core::is_current(LeaseId id) const {
@@ -168,8 +192,11 @@ CoreStatistics Core::statistics() const {
     state_.add_to(s);
     residency_.add_to(s);
     saver_.add_to(s);
+    store_saver_.add_to(s);
+    fetches_.add_to(s);
     publication_.add_to(s);
     grants_.add_to(s);
+    s.index_bytes += stored_.bytes();
     s.device_cached -= transfers_.onloading_blocks();
     s.device_leased = device_.capacity() - s.device_free - s.device_cached - s.device_in_flight;
     s.host_cached = host_.capacity() - s.host_free - s.host_in_flight;
@@ -179,11 +206,13 @@ CoreStatistics Core::statistics() const {
 std::vector<std::string> Core::violations() const {
     Report report(device_.capacity(), host_.capacity(), index_.tree().end_id());
     leases_.check(report);
+    fetches_.check(report);
     index_.check(report);
     transfers_.check(report);
     state_.check(report);
     windows_.check(report);
     saver_.check(report);
+    store_saver_.check(report);
     promises_.check(report);
     uses_.check(report);
     batches_.check(report);

@@ -119,6 +119,8 @@ void Grants::take_blocks(Lease& lease, std::uint32_t total_blocks) {
     lease.table.resize(total_blocks);
     const std::uint32_t resident = take_resident(lease);
     saver_.count_uses(std::span(lease.path).first(resident));
+    store_saver_.note_uses(lease, resident);
+    fetches_.note_hits(lease);
     device_.take(std::span(lease.table).subspan(resident));
     lease.host_hit = hits - lease.device_hit;
     if (!resumes) lease.computed_tokens = hits * config_.block_tokens;

@@ -52,14 +52,14 @@ std::uint32_t Index::open_context(std::string_view key) {
     }
     const NodeId root = tree_.add_root();
     tree_[root].device = static_cast<BlockId>(index);
-    contexts_[index] = Context{std::string(key), root, 0, seed_of_key(key)};
+    contexts_[index] = Context{std::string(key), root, 0, 0, seed_of_key(key)};
     entry->second = index;
     return index;
 }
 
 void Index::close_if_unused(std::uint32_t index) {
     Context& context = contexts_[index];
-    if (context.leases > 0 || tree_[context.root].child != kNone) return;
+    if (context.leases > 0 || context.fetches > 0 || tree_[context.root].child != kNone) return;
     tree_.free(context.root);
     context_ids_.erase(context.key);
     context = Context{};
@@ -153,7 +153,7 @@ void Index::add_to(CoreStatistics& statistics) const {
 }
 
 void Index::check(Report& report) const {
-    std::uint64_t item_refs = tree_.item_keys().nodes();
+    std::uint64_t item_refs = report.item_refs + tree_.item_keys().nodes();
     std::vector<std::uint32_t> leases(contexts_.size(), 0);
     for (const Lease& lease : leases_) {
         for (const ItemKey key : lease.item_keys) item_refs += key != kNoItems;

@@ -103,6 +103,7 @@ Lease& LeaseTable::open(std::span<const std::int32_t> tokens, std::uint32_t cont
     lease.prompt_tokens = static_cast<std::uint32_t>(tokens.size());
     lease.grown_blocks = 0;
     lease.computed_blocks = lease.device_hit = lease.host_hit = lease.known_blocks = 0;
+    lease.store_hit = 0;
     move(lease, kMatched);
     return lease;
 }

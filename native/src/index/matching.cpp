@@ -97,8 +97,7 @@ std::size_t Matching::writable_path(const Lease& lease, std::size_t resident,
     return reachable(lease, resident);
 }
 
-Pending Matching::pending(Lease& lease, const Promises& promises) const {
-    if (!lease.is(LeaseState::kMatched) || promises.empty()) return {0, 0};
+Matching::Frontier Matching::frontier(Lease& lease) const {
     refresh(lease);
     const PrefixTree& tree = index_.tree();
     const std::size_t limit = hit_limit(lease);
@@ -110,7 +109,13 @@ Pending Matching::pending(Lease& lease, const Promises& promises) const {
         if (child == kNone) break;
         end = child;
     }
-    return promises.find(end, lease, first, limit);
+    return {end, first, limit};
+}
+
+Pending Matching::pending(Lease& lease, const Promises& promises) const {
+    if (!lease.is(LeaseState::kMatched) || promises.empty()) return {0, 0};
+    const Frontier cached = frontier(lease);
+    return promises.find(cached.end, lease, cached.first, cached.limit);
 }
 
 std::vector<std::uint32_t> Matching::snapshot_points(const Lease& lease) const {

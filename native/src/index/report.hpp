@@ -83,6 +83,7 @@ class Report {
     std::vector<std::uint32_t> refs;   // by node
     std::vector<std::uint32_t> holds;  // by node
     std::vector<std::uint32_t> pins;   // by node
+    std::uint64_t item_refs = 0;       // of fetches, on the keys of items
 };
 
 }  // namespace aiokv

@@ -5,10 +5,11 @@
 
 namespace aiokv {
 
-Residency::Residency(const CoreConfig& config, Index& index, AuxiliaryPools& auxiliary,
-                     DevicePool& device, RunPool& host)
+Residency::Residency(const CoreConfig& config, Index& index, StoredBlocks& stored,
+                     AuxiliaryPools& auxiliary, DevicePool& device, RunPool& host)
     : config_(config),
       index_(index),
+      stored_(stored),
       tree_(index.tree()),
       auxiliary_(auxiliary),
       device_(device),
@@ -20,7 +21,7 @@ Residency::Residency(const CoreConfig& config, Index& index, AuxiliaryPools& aux
 // with it.
 void Residency::free_if_unowned(NodeId node) {
     Node& n = tree_[node];
-    if (n.pins > 0) return;
+    if (n.pins > 0 || (n.holds > 0 && stored_.has(node, kSaving))) return;
     if (n.host != kNoBlock) {
         host_copies_.remove(n.host);
         host_.give_back(n.host);
@@ -117,6 +118,7 @@ bool Residency::evict_one_host() {
         const Node& n = tree_[node];
         if (n.pins == 0 && n.holds == 0 && n.child == kNone) {
             ++evicted_host_;
+            evicted_unsaved_ += stored_.awaits_save(node);
             drop(node);
             return true;
         }

@@ -35,6 +35,7 @@ void Tiers::forget_host() {
 void Tiers::reset() {
     index_.begin_epoch();
     saver_.forget_queue();
+    store_saver_.forget_queue();
     promises_.clear();  // no open lease will publish what it promised
     for (Lease& lease : leases_) lease.frontier = kNone;
     residency_.detach_all();

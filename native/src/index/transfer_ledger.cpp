@@ -105,8 +105,7 @@ void TransferLedger::orphan_move(TransferId id) {
     abandoned_.push_back(id);
 }
 
-// -- both
-// ------------------------------------------------------------------------------------------
+// -- all -----------------------------------------------------------------------------------------
 
 std::vector<TransferId> TransferLedger::take_abandoned() {
     std::vector<TransferId> ids;

@@ -38,6 +38,8 @@ using RoomTuple = nb::typed<nb::tuple, std::uint32_t, std::uint32_t, std::uint32
 using HitTuple = nb::typed<nb::tuple, std::uint32_t, std::uint32_t>;
 using PendingTuple = nb::typed<nb::tuple, LeaseId, std::uint32_t>;
 using UsageTuple = nb::typed<nb::tuple, std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t>;
+using MissingTuple = nb::typed<nb::tuple, std::size_t, nb::bytes>;
+using StoreTransferTuple = nb::typed<nb::tuple, nb::bytes, nb::bytes>;
 // (device_blocks, window_tokens, step_tokens, sink_tokens)
 using WindowTuple = std::tuple<std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t>;
 using WindowStatisticsTuple = nb::typed<nb::tuple, std::uint32_t, std::uint32_t, std::uint32_t>;
@@ -66,6 +68,25 @@ MatchTuple match_items(Core& core, TokenArray tokens, const std::vector<ItemTupl
 TransferTuple transfer(const Core& core, TransferId id) {
     const Transfer& t = core.transfer(id);
     return nb::make_tuple(id_bytes(t.device_blocks), id_bytes(t.host_blocks), t.after_step);
+}
+
+nb::bytes digest_bytes(const std::vector<Digest>& digests) {
+    return nb::bytes(digests.data(), digests.size() * sizeof(Digest));
+}
+
+MissingTuple missing(Core& core, LeaseId id) {
+    const Missing found = core.missing(id);
+    return nb::make_tuple(found.first_block, digest_bytes(found.digests));
+}
+
+// A fetch or a save.
+StoreTransferTuple store_transfer(const Core& core, TransferId id) {
+    if (core.is_save(id)) {
+        const Save& save = core.save(id);
+        return nb::make_tuple(id_bytes(save.host_blocks), digest_bytes(save.digests));
+    }
+    const Fetch& fetch = core.fetch(id);
+    return nb::make_tuple(id_bytes(fetch.host_blocks), digest_bytes(fetch.digests));
 }
 
 HitTuple hit(const Core& core, LeaseId id) {
@@ -119,6 +140,15 @@ void bind_statistics(nb::module_& m) {
         .def_ro("state_snapshots", &S::state_snapshots)
         .def_ro("restored_states", &S::restored_states)
         .def_ro("evicted_snapshots", &S::evicted_snapshots)
+        .def_ro("hit_store_tokens", &S::hit_store_tokens)
+        .def_ro("fetches", &S::fetches)
+        .def_ro("fetched_blocks", &S::fetched_blocks)
+        .def_ro("unfetched_blocks", &S::unfetched_blocks)
+        .def_ro("saved_blocks", &S::saved_blocks)
+        .def_ro("dropped_saves", &S::dropped_saves)
+        .def_ro("rejected_saves", &S::rejected_saves)
+        .def_ro("refused_saves", &S::refused_saves)
+        .def_ro("failed_saves", &S::failed_saves)
         .def_ro("index_bytes", &S::index_bytes)
         .def_ro("token_bytes", &S::token_bytes);
 }
@@ -136,6 +166,19 @@ void bind_core(nb::module_& m) {
         .value("WRITE_THROUGH", WritePolicy::kWriteThrough)
         .value("WRITE_THROUGH_SELECTIVE", WritePolicy::kWriteThroughSelective)
         .value("WRITE_BACK", WritePolicy::kWriteBack);
+    nb::enum_<StorePolicy>(m, "StorePolicy")
+        .value("AT_COMMIT", StorePolicy::kAtCommit)
+        .value("AT_NTH_USE", StorePolicy::kAtNthUse)
+        .value("ON_EVICTION", StorePolicy::kOnEviction);
+    nb::class_<StoreConfig>(m, "StoreConfig", "When host blocks are saved to the stores.")
+        .def(
+            "__init__",
+            [](StoreConfig* self, StorePolicy policy, std::uint32_t uses, bool only_reused,
+               std::uint32_t queue_blocks, std::uint32_t ahead_blocks) {
+                new (self) StoreConfig{true, policy, uses, only_reused, queue_blocks, ahead_blocks};
+            },
+            nb::kw_only(), "policy"_a = StorePolicy::kAtCommit, "uses"_a = 2,
+            "only_reused"_a = false, "queue_blocks"_a = 4096, "ahead_blocks"_a = 0);
     nb::enum_<EvictionKind>(m, "EvictionKind")
         .value("LRU", EvictionKind::kLru)
         .value("ADAPTIVE", EvictionKind::kAdaptive);
@@ -157,20 +200,23 @@ void bind_core(nb::module_& m) {
                WritePolicy write_policy, std::uint32_t write_through_threshold,
                std::uint32_t low_watermark_blocks, std::uint32_t min_onload_blocks,
                EvictionKind eviction, std::uint32_t state_slots,
-               const std::vector<WindowTuple>& windows, std::uint32_t max_leases) {
+               const std::vector<WindowTuple>& windows, std::uint32_t max_leases,
+               const StoreConfig* stores) {
                 std::vector<WindowConfig> groups;
                 for (const auto& [blocks, window, step, sink] : windows)
                     groups.push_back({blocks, window, step, sink});
                 new (self) Core(CoreConfig{block_tokens, device_blocks, host_blocks, leave_tokens,
                                            reserve_blocks, write_policy, write_through_threshold,
                                            low_watermark_blocks, min_onload_blocks, eviction,
-                                           state_slots, std::move(groups), max_leases});
+                                           state_slots, std::move(groups), max_leases,
+                                           stores != nullptr ? *stores : StoreConfig{}});
             },
             nb::kw_only(), "block_tokens"_a, "device_blocks"_a, "host_blocks"_a = 0,
             "leave_tokens"_a = 1, "reserve_blocks"_a = 0, "write_policy"_a = WritePolicy::kNone,
             "write_through_threshold"_a = 2, "low_watermark_blocks"_a = 0,
             "min_onload_blocks"_a = 0, "eviction"_a = EvictionKind::kLru, "state_slots"_a = 0,
-            "windows"_a = std::vector<WindowTuple>(), "max_leases"_a = kMaxLeases)
+            "windows"_a = std::vector<WindowTuple>(), "max_leases"_a = kMaxLeases,
+            "stores"_a.none() = nb::none())
         .def("match", &match, "tokens"_a, "context"_a = "", "reads"_a = true, "writes"_a = true,
              "Open a lease: (lease, device_blocks, host_blocks) of the longest cached prefix.")
         .def("match_items", &match_items, "tokens"_a, "items"_a, "context"_a = "", "reads"_a = true,
@@ -289,6 +335,19 @@ void bind_core(nb::module_& m) {
             },
             "lease"_a,
             "(prompt_tokens, cached_device_tokens, cached_host_tokens, computed_blocks).")
+        .def(
+            "cached_store_tokens",
+            [](const Core& core, LeaseId id) { return core.usage(id).cached_store_tokens; },
+            "lease"_a, "Of the cached tokens: those whose blocks a fetch brought for this lease.")
+        .def("missing", &missing, "lease"_a,
+             "(first block, digests) of the blocks behind the cached ones that stores may have.")
+        .def("begin_fetch", &Core::begin_fetch, "lease"_a, "blocks"_a,
+             "Begin to fetch missing blocks, or join the fetch that brings the first; 0: none.")
+        .def("wants_saves", &Core::wants_saves)
+        .def("take_saves", &Core::take_saves, "Begin a save; 0: there is nothing to save.")
+        .def("store_transfer", &store_transfer, "transfer"_a,
+             "(host_blocks, digests) of a fetch or a save in flight.")
+        .def("is_in_flight", &Core::is_in_flight, "transfer"_a)
         .def("saving", &Core::saving, "lease"_a,
              "A backup of the lease's blocks that is under way and that a swap has to wait for; 0: "
              "none.")
@@ -347,7 +406,15 @@ void bind_core(nb::module_& m) {
         .def("must_look_further", &Core::must_look_further,
              "Return whether eviction stopped at a block that take_write_backs(more) has not seen.")
         .def("transfer", &transfer, "transfer"_a, "(device_blocks, host_blocks, after_step).")
-        .def("complete", &Core::complete, "transfer"_a, "outcome"_a, "first_bad_block"_a = 0)
+        .def(
+            "complete",
+            [](Core& core, TransferId id, Outcome outcome, std::uint32_t first_bad_block,
+               const nb::bytes& results) {
+                core.complete(id, outcome, first_bad_block,
+                              {static_cast<const std::uint8_t*>(results.data()), results.size()});
+            },
+            "transfer"_a, "outcome"_a, "first_bad_block"_a = 0, "results"_a = nb::bytes("", 0),
+            "`results`: of a save, one byte per block, or none.")
         .def("take_abandoned", &Core::take_abandoned)
         .def("mark_cancelling", &Core::mark_cancelling, "transfer"_a,
              "Note that a worker was asked to cancel a transfer: no other lease joins it.")

@@ -34,14 +34,14 @@ struct LayerEvent {
 };
 
 cuda::Layout make_layout(std::uint32_t device_blocks, std::uint32_t host_blocks,
-                         std::uintptr_t host_base, std::size_t host_block_bytes,
+                         std::uintptr_t host_base, std::size_t host_pitch,
                          const std::vector<SliceTuple>& slices,
                          const std::vector<std::uint32_t>& layer_begin) {
     cuda::Layout layout;
     layout.device_blocks = device_blocks;
     layout.host_blocks = host_blocks;
     layout.host_base = host_base;
-    layout.host_block_bytes = host_block_bytes;
+    layout.host_pitch = host_pitch;
     layout.layer_begin = layer_begin;
     for (const auto& [base, stride, bytes, offset, host_bytes] : slices) {
         layout.slices.push_back({base, stride, bytes, offset, host_bytes});
@@ -129,7 +129,7 @@ void bind_transfer(nb::module_& m) {
 }
 
 void init_engine(cuda::SwapEngine* self, cuda::HostRegistration& host, std::uint32_t device_blocks,
-                 std::uint32_t host_blocks, std::uintptr_t host_base, std::size_t host_block_bytes,
+                 std::uint32_t host_blocks, std::uintptr_t host_base, std::size_t host_pitch,
                  const std::vector<SliceTuple>& slices,
                  const std::vector<std::uint32_t>& layer_begin,
                  std::tuple<std::uintptr_t, std::uintptr_t> onload_streams,
@@ -155,7 +155,7 @@ void init_engine(cuda::SwapEngine* self, cuda::HostRegistration& host, std::uint
                                  handle<cudaStream_t>(std::get<1>(pair))};
     };
     new (self) cuda::SwapEngine(
-        make_layout(device_blocks, host_blocks, host_base, host_block_bytes, slices, layer_begin),
+        make_layout(device_blocks, host_blocks, host_base, host_pitch, slices, layer_begin),
         options, streams(onload_streams), streams(offload_streams), host);
 }
 
@@ -164,7 +164,7 @@ void bind_engine(nb::module_& m) {
     const cuda::EngineOptions defaults;
     nb::class_<SwapEngine>(m, "SwapEngine", "The staged swap engine of one GPU.")
         .def("__init__", &init_engine, nb::keep_alive<1, 2>(), "host"_a, nb::kw_only(),
-             "device_blocks"_a, "host_blocks"_a, "host_base"_a, "host_block_bytes"_a, "slices"_a,
+             "device_blocks"_a, "host_blocks"_a, "host_base"_a, "host_pitch"_a, "slices"_a,
              "layer_begin"_a, "onload_streams"_a, "offload_streams"_a, "device"_a,
              "timing"_a = false, "slot_bytes"_a = defaults.slot_bytes,
              "num_slots"_a = defaults.num_slots, "queued_pieces"_a = defaults.queued_pieces,

@@ -1,0 +1,56 @@
+"""StoreSaver: begins the saves of host blocks to the stores."""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import starmap
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from aiokv._native import Core
+    from aiokv.scheduler.effects import Outbox
+    from aiokv.scheduler.gate import Gate
+    from aiokv.scheduler.plans import Plans
+
+
+class StoreSaver:
+    """Begins the saves of one cache; nothing waits for them.
+
+    No save begins while the gate is closed: what closes it may wait for the transfers in flight.
+
+    Attributes:
+        stopped: True when no save may begin: the engine is closing, or a tier is asleep.
+    """
+
+    def __init__(self, core: Core, gate: Gate, plans: Plans, outbox: Outbox) -> None:
+        self._core = core
+        self._gate = gate
+        self._plans = plans
+        self._outbox = outbox
+        self._begun: deque[int] = deque()  # begun in the core, not submitted yet
+        self.stopped = False
+
+    @property
+    def is_active(self) -> bool:
+        """True when saves may begin."""
+        return not self.stopped and not self._gate.closed
+
+    def want(self) -> None:
+        """Request a call of ``collect`` if blocks may have to be saved."""
+        if self._core.wants_saves() and self.is_active:
+            self._outbox.request_collect()
+
+    def collect(self) -> bool:
+        """Begin one save of the blocks that are due; return False if there are none."""
+        if self.is_active:
+            # As in Saver: an interrupt must not lose the id of a save that has begun.
+            self._begun.extend(starmap(self._core.take_saves, ((),)))
+        submitted = False
+        while self._begun:
+            if transfer_id := self._begun[0]:
+                self._outbox.effects.submit.append(self._plans.save(transfer_id))
+                submitted = True
+            self._begun.popleft()
+        if submitted:
+            self.want()
+        return submitted

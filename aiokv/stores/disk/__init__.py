@@ -1,0 +1,1 @@
+"""Disk store: blocks in files of a local disk."""

@@ -1,0 +1,578 @@
+"""StoreGuard: keeps the failures of one store away from requests.
+
+Each operation has a deadline, and a slot among a bounded number of operations. A breaker refuses
+calls while the store is unavailable. Loaded blocks count only after their bytes are verified.
+
+An operation has two ends. The caller gets its results at the deadline at the latest. The blocks
+belong to the operation until the store's coroutine has really ended: ``Reply.overdue``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+
+from aiokv import _native
+from aiokv.errors import AiokvError, StoreError
+from aiokv.observe.logs import Log
+from aiokv.plan import Priority
+from aiokv.stores.base import KEY_BYTES, Result, StoreStatistics
+from aiokv.stores.breaker import Breaker
+from aiokv.stores.cost import Cost
+from aiokv.stores.slots import Slots
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Coroutine
+
+    from numpy.typing import NDArray
+
+    from aiokv.stores.base import Store, StoreMemory
+    from aiokv.stores.breaker import State
+    from aiokv.stores.proof import Proof
+    from aiokv.stores.use import StoreUse
+
+T = TypeVar("T")
+log = Log(__name__)
+
+PART_BYTES: Final = 256 << 20  # of one operation, and so of one deadline
+CLOSE_SECONDS: Final = 10.0  # for operations in flight to end
+_PROBE_KEY: Final = bytes(KEY_BYTES)
+
+
+class Reply(NamedTuple):
+    """Results of a load or a save.
+
+    Attributes:
+        results: ``[N]`` uint8 ``Result``.
+        overdue: set when the store still accesses blocks beyond its deadline; done when it has
+            stopped.
+    """
+
+    results: NDArray[np.uint8]
+    overdue: asyncio.Task[Any] | None = None
+
+
+class GuardStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Use of one store since its engine was made.
+
+    Attributes:
+        kind: ``Store.kind``.
+        url: ``Store.url``.
+        reading: ``"closed"`` while lookups and loads pass, ``"open"`` or ``"probing"`` while the
+            store counts as unavailable, ``"off"`` for a store that is not read.
+        saving: likewise for saves.
+        opened: number of times that the store became unavailable.
+        lookups: calls, and ``lookup_keys`` the keys asked for, of which ``found_keys`` were found.
+        loaded_blocks: blocks that were loaded and verified.
+        saved_blocks: blocks that the store has acknowledged.
+        missing_blocks: blocks that a load did not find.
+        wrong_blocks: blocks whose bytes were wrong; they were removed from the store.
+        refused_blocks: blocks that the store did not take.
+        failed_blocks: blocks of operations that failed.
+        loaded_bytes: payload of ``loaded_blocks``.
+        saved_bytes: payload of ``saved_blocks``.
+        timeouts: operations that exceeded their deadline.
+        rejected: calls that were refused because the store was unavailable.
+        busy: operations that got no slot before their deadline.
+        running: operations that the store executes now, ``overdue`` of them beyond their deadline.
+        lookup_seconds: moving average of the duration of a lookup.
+        load_seconds: likewise, of a load of less than 256 KiB.
+        load_bytes_per_second: likewise, of larger loads, verification included.
+        save_seconds: as ``load_seconds``.
+        save_bytes_per_second: as ``load_bytes_per_second``.
+        store: counters of the store itself.
+    """
+
+    kind: str
+    url: str
+    reading: str
+    saving: str
+    opened: int
+    lookups: int
+    lookup_keys: int
+    found_keys: int
+    loaded_blocks: int
+    saved_blocks: int
+    missing_blocks: int
+    wrong_blocks: int
+    refused_blocks: int
+    failed_blocks: int
+    loaded_bytes: int
+    saved_bytes: int
+    timeouts: int
+    rejected: int
+    busy: int
+    running: int
+    overdue: int
+    lookup_seconds: float
+    load_seconds: float
+    load_bytes_per_second: float
+    save_seconds: float
+    save_bytes_per_second: float
+    store: StoreStatistics
+
+
+class _Counts:
+    """Counters of :class:`GuardStatistics`."""
+
+    def __init__(self) -> None:
+        self.lookups = 0
+        self.lookup_keys = 0
+        self.found_keys = 0
+        self.loaded_blocks = 0
+        self.saved_blocks = 0
+        self.missing_blocks = 0
+        self.wrong_blocks = 0
+        self.refused_blocks = 0
+        self.failed_blocks = 0
+        self.timeouts = 0
+        self.rejected = 0
+        self.busy = 0
+
+    def note(self, results: NDArray[np.uint8]) -> None:
+        """Count results of a load or a save that are not ``DONE``."""
+        self.missing_blocks += int(np.count_nonzero(results == Result.MISSING))
+        self.wrong_blocks += int(np.count_nonzero(results == Result.WRONG))
+        self.refused_blocks += int(np.count_nonzero(results == Result.REFUSED))
+        self.failed_blocks += int(np.count_nonzero(results == Result.FAILED))
+
+
+class _Ended(NamedTuple):
+    """End of an operation: its value, or the reason why there is none."""
+
+    value: Any = None
+    reason: str = ""
+
+
+class StoreGuard:
+    """One store, behind deadlines, a breaker and the proof of its bytes.
+
+    No error of the store leaves the guard, except from ``open``: a key without a result is missing,
+    or ``FAILED``. Used on one loop.
+
+    Args:
+        use: the store, and how it is used.
+
+    Attributes:
+        use: as given.
+        is_open: ``open`` has succeeded, and ``aclose`` was not called since.
+        lookup_cost: duration of lookups.
+        load_cost: duration of loads, verification included.
+        save_cost: duration of saves.
+    """
+
+    def __init__(self, use: StoreUse) -> None:
+        self.use = use
+        self._store: Store = use.store
+        self._url: str = use.store.url
+        self._memory: StoreMemory | None = None
+        self._proof: Proof | None = None
+        self._reads = Breaker(partial(self._log_change, "read"))
+        self._saves = Breaker(partial(self._log_change, "save"))
+        limit = max(1, use.store.max_concurrent)
+        self._slots = Slots(limit)
+        self._lookup_slots = Slots(limit)
+        self._running: set[asyncio.Task[_Ended]] = set()
+        self._overdue: set[asyncio.Task[_Ended]] = set()
+        self._background: set[asyncio.Task[None]] = set()
+        self._closing: asyncio.Task[None] | None = None
+        self.is_open = False
+        self._counts = _Counts()
+        self._payload_bytes = 0
+        self._has_logged_wrong = False
+        self.lookup_cost, self.load_cost, self.save_cost = Cost(), Cost(), Cost()
+
+    # --- opening and closing ----------------------------------------------------------------------
+
+    async def open(self, memory: StoreMemory, proof: Proof) -> None:
+        """Open the store on the host arena. Also called again, after ``aclose``, with a new arena.
+
+        Raises:
+            AiokvError: as ``Store.open``.
+            StoreError: the store raised any other error.
+
+        Cancellation: nothing is left behind.
+        """
+        try:
+            await self._store.open(memory)
+        except AiokvError:
+            raise
+        except Exception as error:
+            raise StoreError(f"store {self._url} cannot be opened: {_text(error)}") from error
+        self._memory, self._proof = memory, proof
+        self._payload_bytes = memory.payload_bytes
+        self._closing = None
+        self.is_open = True
+
+    async def aclose(self) -> bool:
+        """Cancel operations in flight, and close the store. Idempotent.
+
+        Returns:
+            True when the store accesses the memory no more. False when it has not stopped within
+            ``CLOSE_SECONDS``: the memory must not be freed.
+
+        Cancellation: the operations are cancelled; call it again.
+        """
+        self.is_open = False
+        if self._closing is None:
+            for task in (*self._running, *self._background):
+                task.cancel()
+            self._closing = asyncio.get_running_loop().create_task(self._close_store())
+        tasks = {self._closing, *self._running, *self._background}
+        _, stuck = await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
+        if stuck:
+            log.error("store.stuck", url=self._url, waited_seconds=CLOSE_SECONDS)
+            _native.keep_forever(self._memory)
+        else:
+            self._memory = self._proof = None
+        return not stuck
+
+    async def _close_store(self) -> None:
+        try:
+            await self._store.aclose()
+        except Exception as error:
+            log.warning("store.close_failed", url=self._url, reason=_text(error))
+
+    def close_without_loop(self) -> bool:
+        """Stop after the loop was closed; return False when the store may still access memory."""
+        self.is_open = False
+        if self._running:
+            _native.keep_forever(self._memory)
+        return not self._running
+
+    # --- operations -------------------------------------------------------------------------------
+
+    @property
+    def can_read(self) -> bool:
+        """True when a lookup or a load would be passed to the store."""
+        return self.is_open and self.use.read and self._reads.state == "closed"
+
+    async def lookup(self, keys: bytes) -> NDArray[np.bool_]:
+        """Return for each key whether the store has it, ``[N]`` bool; all False without a result.
+
+        Cancellation: the store's lookup is cancelled.
+        """
+        num_keys = len(keys) // KEY_BYTES
+        nothing = np.zeros(num_keys, np.bool_)
+        if not num_keys or not self._admits_read():
+            return nothing
+        self._counts.lookups += 1
+        self._counts.lookup_keys += num_keys
+        began = _now()
+        ended, _ = await self._run(
+            "lookup",
+            lambda: self._store.lookup(keys),
+            self._lookup_slots,
+            self._reads,
+            Priority.DEMAND,
+        )
+        if ended is None:
+            return nothing
+        found, reason = _array(ended, num_keys, np.bool_)
+        if found is None:
+            self._reads.fail("lookup", reason, _now())
+            return nothing
+        self._reads.succeed("lookup")
+        self.lookup_cost.note(0, _now() - began, _now())
+        self._counts.found_keys += int(np.count_nonzero(found))
+        return found
+
+    async def load(
+        self, keys: bytes, blocks: NDArray[np.int32], priority: int = Priority.DEMAND
+    ) -> Reply:
+        """Load object ``i`` into host block ``blocks[i]``, and verify it.
+
+        Cancellation: the store's load is cancelled; ``aclose`` waits for its end.
+        """
+        results = np.full(len(blocks), Result.FAILED, np.uint8)
+        for part in self._parts(len(blocks)):
+            if not self._admits_read():
+                break
+            began = _now()
+            part_keys = keys[part.start * KEY_BYTES : part.stop * KEY_BYTES]
+            ended, overdue = await self._run(
+                "load",
+                partial(self._store.load, part_keys, blocks[part]),
+                self._slots,
+                self._reads,
+                priority,
+            )
+            if ended is None:
+                self._counts.note(results[part.start :])
+                return Reply(results, overdue)
+            loaded, reason = _array(ended, part.stop - part.start, np.uint8)
+            if loaded is None:
+                self._reads.fail("load", reason, _now())
+                break
+            results[part] = await self._verified(part_keys, blocks[part], loaded)
+            self._note_load(results[part], _now() - began)
+        self._counts.note(results)
+        return Reply(results)
+
+    async def save(self, keys: bytes, blocks: NDArray[np.int32]) -> Reply:
+        """Store the sealed object in host block ``blocks[i]``.
+
+        Cancellation: the store's save is cancelled; ``aclose`` waits for its end.
+        """
+        results = np.full(len(blocks), Result.FAILED, np.uint8)
+        for part in self._parts(len(blocks)):
+            if not self._admits_save():
+                break
+            began = _now()
+            part_keys = keys[part.start * KEY_BYTES : part.stop * KEY_BYTES]
+            ended, overdue = await self._run(
+                "save",
+                partial(self._store.save, part_keys, blocks[part]),
+                self._slots,
+                self._saves,
+                Priority.BACKUP,
+            )
+            if ended is None:
+                self._counts.note(results[part.start :])
+                return Reply(results, overdue)
+            saved, reason = _array(ended, part.stop - part.start, np.uint8)
+            if saved is None:
+                self._saves.fail("save", reason, _now())
+                break
+            results[part] = saved
+            self._note_save(saved, _now() - began)
+        self._counts.note(results)
+        return Reply(results)
+
+    def _parts(self, num_blocks: int) -> list[slice]:
+        step = max(1, PART_BYTES // max(self._payload_bytes, 1))
+        return [slice(first, min(first + step, num_blocks)) for first in range(0, num_blocks, step)]
+
+    async def _verified(
+        self, keys: bytes, blocks: NDArray[np.int32], results: NDArray[np.uint8]
+    ) -> NDArray[np.uint8]:
+        """Return the results after the proof of the loaded blocks; remove the wrong ones."""
+        loaded = np.flatnonzero(results == Result.DONE)
+        results = results.copy()
+        if len(loaded) and self._proof is not None:
+            loaded_keys = _selected(keys, loaded)
+            results[loaded] = await self._proof.verify(loaded_keys, blocks[loaded])
+        wrong = np.flatnonzero(results == Result.WRONG)
+        if len(wrong):
+            wrong_keys = _selected(keys, wrong)
+            if not self._has_logged_wrong:
+                self._has_logged_wrong = True
+                log.warning(
+                    "store.wrong_block",
+                    url=self._url,
+                    key=wrong_keys[:KEY_BYTES].hex(),
+                    expected_bytes=self._payload_bytes,
+                )
+            if self.use.save and self._saves.state == "closed":
+                self._spawn(self._remove(wrong_keys))
+        return results
+
+    def _note_load(self, results: NDArray[np.uint8], seconds: float) -> None:
+        done = int(np.count_nonzero(results == Result.DONE))
+        failed = int(np.count_nonzero(results == Result.FAILED))
+        wrong = int(np.count_nonzero(results == Result.WRONG))
+        self._counts.loaded_blocks += done
+        if failed:
+            self._reads.fail("load", f"{failed} of {len(results)} blocks failed", _now())
+        elif wrong and not done:
+            self._reads.fail("load", f"{wrong} of {len(results)} blocks were wrong", _now())
+        else:
+            self._reads.succeed("load")
+        if done and not failed:
+            self.load_cost.note(done * self._payload_bytes, seconds, _now())
+
+    def _note_save(self, results: NDArray[np.uint8], seconds: float) -> None:
+        done = int(np.count_nonzero(results == Result.DONE))
+        failed = int(np.count_nonzero(results == Result.FAILED))
+        self._counts.saved_blocks += done
+        if failed:
+            self._saves.fail("save", f"{failed} of {len(results)} blocks failed", _now())
+        else:
+            self._saves.succeed("save")
+        if done and not failed:
+            self.save_cost.note(done * self._payload_bytes, seconds, _now())
+
+    async def _remove(self, keys: bytes) -> None:
+        """Remove wrong objects, so that no later load finds them."""
+        ended, _ = await self._run(
+            "remove",
+            lambda: self._store.remove(keys),
+            self._slots,
+            self._saves,
+            Priority.BACKUP,
+        )
+        if ended is not None:
+            if ended.reason:
+                self._saves.fail("remove", ended.reason, _now())
+            else:
+                self._saves.succeed("remove")
+
+    # --- availability -----------------------------------------------------------------------------
+
+    def _admits_read(self) -> bool:
+        """Return True when the store may be read; begin a probe when one is due."""
+        if self.is_open and self.use.read:
+            if self._reads.state == "closed":
+                return True
+            if self._reads.may_probe(_now()):
+                if self._lookup_slots.is_free:
+                    self._spawn(self._probe())
+                else:
+                    self._reads.skip_probe(_now())
+            self._counts.rejected += 1
+        return False
+
+    def _admits_save(self) -> bool:
+        """Return True when the store may be written to: no request waits for a save, so that a save
+        is its own probe."""
+        if not self.is_open or not self.use.save:
+            return False
+        if self._saves.state == "closed" or self._saves.may_probe(_now()):
+            return True
+        self._counts.rejected += 1
+        return False
+
+    async def _probe(self) -> None:
+        """Look up one key, in the background: no request waits for a probe."""
+        ended, _ = await self._run(
+            "probe",
+            lambda: self._store.lookup(_PROBE_KEY),
+            self._lookup_slots,
+            self._reads,
+            Priority.BACKUP,
+        )
+        if ended is None:
+            return
+        found, reason = _array(ended, 1, np.bool_)
+        if found is None:
+            self._reads.fail("probe", reason, _now())
+        else:
+            self._reads.succeed("probe")
+
+    def _log_change(self, direction: str, state: State, reason: str) -> None:
+        if state == "open":
+            log.warning("store.unavailable", url=self._url, operations=direction, reason=reason)
+        else:
+            log.warning("store.available", url=self._url, operations=direction)
+
+    # --- one operation ----------------------------------------------------------------------------
+
+    async def _run(
+        self,
+        operation: str,
+        call: Callable[[], Awaitable[Any]],
+        slots: Slots,
+        breaker: Breaker,
+        priority: int,
+    ) -> tuple[_Ended | None, asyncio.Task[_Ended] | None]:
+        """Run an operation of the store until its deadline.
+
+        Returns:
+            The end of the operation; or None, and its task if it has not ended yet.
+        """
+        loop = asyncio.get_running_loop()
+        short = slots is self._lookup_slots
+        seconds = self.use.lookup_deadline_seconds if short else self.use.deadline_seconds
+        deadline = loop.time() + seconds
+        if not await slots.take(priority, deadline):
+            self._counts.busy += 1
+            breaker.skip_probe(loop.time())
+            return None, None
+        if not self.is_open or breaker.state == "open":  # since the operation waits for a slot
+            slots.give_back()
+            return None, None
+        task = loop.create_task(_attempt(call))
+        self._running.add(task)
+        task.add_done_callback(partial(self._note_end, slots))
+        try:
+            await asyncio.wait({task}, timeout=deadline - loop.time())
+        except BaseException:
+            task.cancel()
+            raise
+        if task.done():
+            if task.cancelled():
+                breaker.skip_probe(loop.time())
+                return None, None
+            return task.result(), None
+        self._overdue.add(task)
+        task.cancel()
+        self._counts.timeouts += 1
+        breaker.fail(operation, f"{operation} exceeded its deadline of {seconds} s", loop.time())
+        return None, task
+
+    def _note_end(self, slots: Slots, task: asyncio.Task[_Ended]) -> None:
+        self._running.discard(task)
+        self._overdue.discard(task)
+        slots.give_back()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    # --- statistics -------------------------------------------------------------------------------
+
+    def statistics(self) -> GuardStatistics:
+        """Return the counters of the guard and of its store."""
+        counts = self._counts
+        try:
+            store = self._store.statistics()
+        except Exception:  # such as before it was opened
+            store = StoreStatistics()
+        return GuardStatistics(
+            kind=self._store.kind,
+            url=self._url,
+            reading=self._reads.state if self.use.read else "off",
+            saving=self._saves.state if self.use.save else "off",
+            opened=self._reads.opened + self._saves.opened,
+            loaded_bytes=counts.loaded_blocks * self._payload_bytes,
+            saved_bytes=counts.saved_blocks * self._payload_bytes,
+            running=len(self._running),
+            overdue=len(self._overdue),
+            lookup_seconds=self.lookup_cost.latency_seconds,
+            load_seconds=self.load_cost.latency_seconds,
+            load_bytes_per_second=self.load_cost.bytes_per_second,
+            save_seconds=self.save_cost.latency_seconds,
+            save_bytes_per_second=self.save_cost.bytes_per_second,
+            store=store,
+            **vars(counts),
+        )
+
+
+async def _attempt(call: Callable[[], Awaitable[Any]]) -> _Ended:
+    try:
+        return _Ended(await call())
+    except Exception as error:
+        return _Ended(reason=_text(error))
+
+
+def _array(ended: _Ended, length: int, dtype: type[np.generic]) -> tuple[NDArray[Any] | None, str]:
+    """Return the array that an operation has returned; or None, and the reason."""
+    if ended.reason:
+        return None, ended.reason
+    try:
+        array = np.asarray(ended.value, dtype)
+    except (TypeError, ValueError) as error:
+        return None, f"the results are no array: {error}"
+    if array.shape != (length,):
+        return None, f"{length} keys have results of shape {array.shape}"
+    if dtype is np.uint8 and length and int(array.max()) > max(Result):
+        return None, f"a result is {int(array.max())}"
+    return array, ""
+
+
+def _selected(keys: bytes, indices: NDArray[np.intp]) -> bytes:
+    """Return some keys of a batch."""
+    return np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)[indices].tobytes()
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _text(error: BaseException) -> str:
+    return str(error) or type(error).__name__

@@ -1,0 +1,38 @@
+"""StoreIdentity: the part of a fingerprint that the tensors do not tell."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from aiokv.config import WindowGroup  # noqa: TC001  (msgspec needs it)
+
+if TYPE_CHECKING:
+    from aiokv.worker.regions import Regions
+
+
+class StoreIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """Origin of the blocks of one rank; blocks of different identities never share a key.
+
+    Attributes:
+        model: ``CacheConfig.model``.
+        weights_version: version of the weights that compute the blocks now.
+        block_tokens: ``CacheConfig.block_tokens``.
+        windows: ``CacheConfig.windows``.
+        rank: number of the rank.
+        num_ranks: number of ranks.
+    """
+
+    model: str
+    weights_version: str
+    block_tokens: int
+    windows: dict[str, WindowGroup] = {}
+    rank: int = 0
+    num_ranks: int = 1
+
+    def fingerprint(self, regions: Regions) -> bytes:
+        """Return the fingerprint of blocks of these tensors, 32 bytes."""
+        pieces = [(p.layer, p.region, p.block_bytes) for p in regions.pieces()]
+        return hashlib.sha256(repr((self, pieces)).encode()).digest()

@@ -1,0 +1,375 @@
+"""StoreSet: all stores of a worker, in the order in which they are asked.
+
+lookup ─► every store at the same time ─► the longest prefix that all stores together have
+fetch  ─► one batch per store ─► blocks that a store could not bring ─► the next store ─► ...
+save   ─► every store that takes saves
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+
+from aiokv.observe.logs import Log
+from aiokv.stores.base import KEY_BYTES, Result
+from aiokv.stores.guard import StoreGuard
+from aiokv.stores.proof import Proof, derive_keys
+from aiokv.stores.use import StoreUse
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from aiokv.plan import TransferPlan
+    from aiokv.stores.base import Store, StoreMemory
+    from aiokv.stores.guard import GuardStatistics, Reply
+
+log = Log(__name__)
+
+REMEMBERED_LOOKUPS: Final = 256
+
+
+class StoreAnswer(NamedTuple):
+    """Blocks that stores have of a list of digests.
+
+    Attributes:
+        blocks: number of leading digests whose blocks are in a store.
+        seconds: ``[blocks]`` float64, ascending: expected time to fetch the first i + 1 blocks.
+    """
+
+    blocks: int
+    seconds: NDArray[np.float64]
+
+
+NOTHING: Final = StoreAnswer(0, np.zeros(0))
+
+
+class Fetched(NamedTuple):
+    """End of a fetch for those who wait for its blocks.
+
+    Attributes:
+        blocks: number of leading blocks that are in their host blocks, and verified.
+        reason: of the first block that is not; empty if all are there.
+        overdue: operations that still access host blocks of the plan.
+    """
+
+    blocks: int
+    reason: str = ""
+    overdue: tuple[asyncio.Task[Any], ...] = ()
+
+
+class Saved(NamedTuple):
+    """End of a save.
+
+    Attributes:
+        results: one ``Result`` per block; ``DONE`` when at least one store has the block.
+        overdue: operations that still access host blocks of the plan.
+    """
+
+    results: bytes
+    overdue: tuple[asyncio.Task[Any], ...] = ()
+
+
+class StoreSet:
+    """Guards of all stores of a worker. Used on one loop.
+
+    Args:
+        stores: in the order in which blocks are taken from them.
+    """
+
+    def __init__(self, stores: Sequence[Store | StoreUse]) -> None:
+        self._guards = [
+            StoreGuard(store if isinstance(store, StoreUse) else StoreUse(store))
+            for store in stores
+        ]
+        self._fingerprint = b""
+        self._payload_bytes = 0
+        self._proof: Proof | None = None
+        self._lookups = _Lookups()
+        self._asking: set[asyncio.Task[NDArray[np.bool_]]] = set()
+
+    # --- opening and closing ----------------------------------------------------------------------
+
+    async def open(self, memory: StoreMemory, fingerprint: bytes) -> None:
+        """Open all stores on the host arena.
+
+        Raises:
+            AiokvError: a store cannot be opened; all are closed.
+
+        Cancellation: all are closed.
+        """
+        proof = self._begin(memory, fingerprint)
+        try:
+            for guard in self._guards:
+                await guard.open(memory, proof)
+        except BaseException:
+            await self.aclose()
+            raise
+
+    async def reopen(self, memory: StoreMemory, fingerprint: bytes) -> None:
+        """Open the closed stores on a new arena. A store that fails stays unused.
+
+        Cancellation: call it again, or ``aclose``.
+        """
+        proof = self._begin(memory, fingerprint)
+        for guard in self._guards:
+            if guard.is_open:
+                continue
+            try:
+                await guard.open(memory, proof)
+            except Exception as error:
+                log.error("store.not_reopened", url=guard.use.store.url, reason=str(error))
+
+    def _begin(self, memory: StoreMemory, fingerprint: bytes) -> Proof:
+        self._fingerprint = fingerprint
+        self._payload_bytes = memory.payload_bytes
+        if self._proof is None:
+            self._proof = Proof(memory)
+        return self._proof
+
+    def change_fingerprint(self, fingerprint: bytes) -> None:
+        """Use other keys from now on. Fetches in flight bring no block."""
+        self._fingerprint = fingerprint
+
+    async def aclose(self) -> bool:
+        """Cancel operations in flight and close all stores. Idempotent.
+
+        Returns:
+            True when no store accesses the memory any more. False when a store has not stopped in
+            time: the memory must not be freed.
+
+        Cancellation: call it again.
+        """
+        for task in self._asking:
+            task.cancel()
+        ends = await asyncio.gather(*(guard.aclose() for guard in self._guards))
+        if self._asking:
+            await asyncio.wait(self._asking)
+        self._close_proof()
+        return all(ends)
+
+    def close_without_loop(self) -> bool:
+        """As ``aclose``, after the loop was closed: the stores themselves stay open."""
+        ends = [guard.close_without_loop() for guard in self._guards]
+        self._close_proof()
+        return all(ends)
+
+    def _close_proof(self) -> None:
+        if self._proof is not None:
+            self._proof.close()
+            self._proof = None
+
+    # --- operations -------------------------------------------------------------------------------
+
+    async def lookup(self, digests: bytes) -> StoreAnswer:
+        """Return how many leading blocks the stores have, and how long fetching them takes.
+
+        Args:
+            digests: digests of consecutive blocks, ``KEY_BYTES`` each.
+
+        Cancellation: the lookups of the stores are cancelled.
+        """
+        num_blocks = len(digests) // KEY_BYTES
+        if not num_blocks or self._proof is None:
+            return NOTHING
+        keys = derive_keys(self._fingerprint, digests)
+        found = await self._ask(keys, num_blocks)
+        anywhere = found.any(axis=0)
+        blocks = num_blocks if anywhere.all() else int(anywhere.argmin())
+        if not blocks:
+            return NOTHING
+        holders = found[:, :blocks]
+        self._lookups.remember(keys[: blocks * KEY_BYTES], holders)
+        return StoreAnswer(blocks, self._fetch_seconds(holders))
+
+    async def _ask(self, keys: bytes, num_blocks: int) -> NDArray[np.bool_]:
+        """Return which stores may have which blocks, ``[stores, N]``.
+
+        Stops when the first stores in order have all blocks: the others may have them, too.
+        """
+        found = np.zeros((len(self._guards), num_blocks), np.bool_)
+        readable = [guard.can_read for guard in self._guards]
+        if sum(readable) <= 1:  # the calls of the others do not suspend
+            for i, guard in enumerate(self._guards):
+                found[i] = await guard.lookup(keys)
+            return found
+        loop = asyncio.get_running_loop()
+        tasks = [loop.create_task(guard.lookup(keys)) for guard in self._guards]
+        self._asking.update(tasks)
+        for task in tasks:
+            task.add_done_callback(self._asking.discard)
+        try:
+            for i, task in enumerate(tasks):
+                found[i] = await task
+                if found.any(axis=0).all():
+                    found[i + 1 :] = True
+                    break
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            raise
+        return found
+
+    def _fetch_seconds(self, holders: NDArray[np.bool_]) -> NDArray[np.float64]:
+        """Return the expected time per prefix; the stores work at the same time."""
+        now = asyncio.get_running_loop().time()
+        seconds = np.zeros(holders.shape[1])
+        first = holders.argmax(axis=0)
+        for i, guard in enumerate(self._guards):
+            counts = np.cumsum(first == i)
+            latency, per_byte = guard.load_cost.parts(now)
+            cost = latency + counts * (per_byte * self._payload_bytes)
+            np.maximum(seconds, np.where(counts, cost, 0.0), out=seconds)
+        return seconds
+
+    async def fetch(self, plan: TransferPlan) -> Fetched:
+        """Load the blocks of a plan into its host blocks, and verify them.
+
+        Returns:
+            The end of the fetch, at the latest when the deadline of each store that was asked has
+            passed.
+
+        Cancellation: the loads of the stores are cancelled; ``aclose`` waits for their ends.
+        """
+        if self._proof is None:
+            return Fetched(0, "the stores are closed")
+        fingerprint = self._fingerprint
+        keys = derive_keys(fingerprint, plan.digests)
+        fetch = _Fetch(self._guards, plan, keys, self._lookups.holders(keys, len(self._guards)))
+        while batches := fetch.batches():
+            replies = await _all_of([fetch.load(guard, indices) for guard, indices in batches])
+            for (guard, indices), reply in zip(batches, replies, strict=True):
+                fetch.note(guard, indices, reply)
+        if self._fingerprint != fingerprint:
+            return Fetched(0, "the version of the weights has changed", tuple(fetch.overdue))
+        return fetch.end()
+
+    async def save(self, plan: TransferPlan) -> Saved:
+        """Seal the host blocks of a plan, and save them to all stores that take saves.
+
+        Cancellation: the saves of the stores are cancelled; ``aclose`` waits for their ends.
+        """
+        results = np.full(plan.num_blocks, Result.FAILED, np.uint8)
+        if self._proof is None:
+            return Saved(results.tobytes())
+        keys = derive_keys(self._fingerprint, plan.digests)
+        await self._proof.seal(keys, plan.source_ids)
+        replies = await _all_of([guard.save(keys, plan.source_ids) for guard in self._guards])
+        for reply in replies:
+            results[reply.results == Result.REFUSED] = np.minimum(
+                results[reply.results == Result.REFUSED], Result.REFUSED
+            )
+        for reply in replies:
+            results[reply.results == Result.DONE] = Result.DONE
+        overdue = tuple(reply.overdue for reply in replies if reply.overdue is not None)
+        return Saved(results.tobytes(), overdue)
+
+    def statistics(self) -> list[GuardStatistics]:
+        """Return the statistics of each store, in order."""
+        return [guard.statistics() for guard in self._guards]
+
+
+class _Fetch:
+    """Progress of one fetch.
+
+    Attributes:
+        overdue: operations that still access host blocks of the plan.
+    """
+
+    def __init__(
+        self,
+        guards: list[StoreGuard],
+        plan: TransferPlan,
+        keys: bytes,
+        holders: NDArray[np.bool_],
+    ) -> None:
+        self._guards = guards
+        self._plan = plan
+        self._keys = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
+        self._left = holders  # [stores, N]: stores that were not asked for a block yet
+        self._arrived = np.zeros(plan.num_blocks, np.bool_)
+        self._end = plan.num_blocks  # the first block that no store can bring
+        self._last: NDArray[np.uint8] = np.full(plan.num_blocks, Result.MISSING, np.uint8)
+        self.overdue: list[asyncio.Task[Any]] = []
+
+    def batches(self) -> list[tuple[int, NDArray[np.intp]]]:
+        """Return for each store the blocks to be loaded from it next; empty at the end."""
+        missing = ~self._arrived[: self._end]
+        left = self._left[:, : self._end] & missing
+        lost = missing & ~left.any(axis=0)
+        if lost.any():  # blocks behind a missing one are of no use
+            self._end = int(lost.argmax())
+            left = left[:, : self._end]
+        if not left.any():
+            return []
+        first = np.where(left.any(axis=0), left.argmax(axis=0), -1)
+        return [(i, np.flatnonzero(first == i)) for i in np.unique(first).tolist() if i >= 0]
+
+    async def load(self, guard: int, indices: NDArray[np.intp]) -> Reply:
+        """Load blocks from a store."""
+        return await self._guards[guard].load(
+            self._keys[indices].tobytes(), self._plan.target_ids[indices], self._plan.priority
+        )
+
+    def note(self, guard: int, indices: NDArray[np.intp], reply: Reply) -> None:
+        """Note the results of a batch."""
+        self._last[indices] = reply.results
+        self._left[guard, indices] = False
+        arrived = reply.results == Result.DONE
+        self._arrived[indices[arrived]] = True
+        if reply.overdue is not None:  # no other store may write into these blocks
+            self.overdue.append(reply.overdue)
+            self._left[:, indices[~arrived]] = False
+
+    def end(self) -> Fetched:
+        """Return the result."""
+        if self._end == self._plan.num_blocks:
+            return Fetched(self._end)
+        reason = f"block {self._end}: {Result(int(self._last[self._end])).name.lower()}"
+        return Fetched(self._end, reason, tuple(self.overdue))
+
+
+class _Lookups:
+    """Answers of the latest lookups: which store has which key. A hint, for the fetches."""
+
+    def __init__(self) -> None:
+        self._answers: OrderedDict[bytes, tuple[bytes, NDArray[np.bool_]]] = OrderedDict()
+
+    def remember(self, keys: bytes, holders: NDArray[np.bool_]) -> None:
+        """Remember that store i has key n where ``holders[i, n]``."""
+        first = keys[:KEY_BYTES]
+        self._answers[first] = (keys, holders)
+        self._answers.move_to_end(first)
+        if len(self._answers) > REMEMBERED_LOOKUPS:
+            self._answers.popitem(last=False)
+
+    def holders(self, keys: bytes, num_stores: int) -> NDArray[np.bool_]:
+        """Return the stores to be asked for keys, ``[stores, N]``: all, where nothing is known."""
+        holders = np.ones((num_stores, len(keys) // KEY_BYTES), np.bool_)
+        known, found = self._find(keys[:KEY_BYTES])
+        length = min(len(known), len(keys))
+        if length and known[:length] == keys[:length]:
+            num_known = length // KEY_BYTES
+            holders[:, :num_known] = found[:, :num_known]
+        return holders
+
+    def _find(self, first: bytes) -> tuple[bytes, NDArray[np.bool_]]:
+        """Return the answer from a key on; an empty one if no lookup had the key."""
+        if first in self._answers:
+            return self._answers[first]
+        for keys, holders in reversed(self._answers.values()):
+            offset = keys.find(first)
+            if offset >= 0 and offset % KEY_BYTES == 0:
+                return keys[offset:], holders[:, offset // KEY_BYTES :]
+        return b"", np.zeros((0, 0), np.bool_)
+
+
+async def _all_of(calls: list[Any]) -> list[Reply]:
+    """Await calls at the same time; one call needs no task."""
+    if len(calls) == 1:
+        return [await calls[0]]
+    return list(await asyncio.gather(*calls))

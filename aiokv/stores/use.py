@@ -1,0 +1,55 @@
+"""StoreUse: a store, and how an engine uses it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from aiokv import checks
+from aiokv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from aiokv.stores.base import Store
+
+_METHODS: Final = ("open", "lookup", "load", "save", "remove", "statistics", "aclose")
+
+
+@checks.arguments()
+@dataclass(frozen=True, slots=True)
+class StoreUse:
+    """A store, and how an engine uses it.
+
+    ::
+
+        stores=[DiskStore("/nvme/kv", bytes="400GiB"), StoreUse(RedisStore(url), save=False)]
+
+    Attributes:
+        store: the store; it belongs to one engine.
+        read: False to bring no block from the store.
+        save: False to save no block to the store, and to remove none.
+        deadline_seconds: limit of one load or save. Requests continue without the blocks after it.
+            A batch of more than 256 MiB is loaded in parts, each with this deadline.
+        lookup_deadline_seconds: limit of one lookup.
+
+    Raises:
+        ConfigError: a value is out of range, or ``store`` is not a store.
+    """
+
+    store: Store
+    read: bool = True
+    save: bool = True
+    deadline_seconds: float = 5.0
+    lookup_deadline_seconds: float = 0.25
+
+    def __post_init__(self) -> None:
+        if any(not callable(getattr(self.store, method, None)) for method in _METHODS):
+            raise ConfigError(
+                f"store is {checks.shown(self.store)}; it must be a Store",
+                hint="pass DiskStore(path), RedisStore(url), ..., or stores_from(urls)",
+            )
+        checks.flag("read", self.read, ConfigError)
+        checks.flag("save", self.save, ConfigError)
+        checks.positive("deadline_seconds", self.deadline_seconds, ConfigError)
+        checks.positive("lookup_deadline_seconds", self.lookup_deadline_seconds, ConfigError)
+        if not self.read and not self.save:
+            raise ConfigError(f"store {self.store.url}: read and save are both False")

@@ -1,0 +1,239 @@
+"""StoreTransfers: plans between host blocks and stores. Each is one task, and ends with a report.
+
+The waiters of a fetch are released when its outcome is known, at the latest at the deadlines of the
+stores. The report follows when no store accesses the blocks any more (I3).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from aiokv.plan import FETCH, SAVE, TransferReport
+from aiokv.stores.base import Result
+from aiokv.stores.guard import CLOSE_SECONDS
+from aiokv.worker.device.base import CopyError
+from aiokv.worker.lanes import LaneStatistics
+from aiokv.worker.layers import LayerDoneCounter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from aiokv.plan import Outcome, Route, TransferPlan
+    from aiokv.stores.store_set import StoreSet
+    from aiokv.worker.base import Cancelled
+    from aiokv.worker.poller import EventPoller
+
+STORE_ROUTES: Final = frozenset((FETCH, SAVE))
+
+
+class _Counts:
+    """Counts of one route, for :class:`LaneStatistics`."""
+
+    def __init__(self) -> None:
+        self.outcomes: dict[Outcome, int] = {"done": 0, "failed": 0, "cancelled": 0}
+        self.moved_bytes = 0
+        self.running = 0
+        self.busy_seconds = 0.0
+        self._busy_since = 0.0
+
+    def begin(self) -> None:
+        if not self.running:
+            self._busy_since = time.monotonic()
+        self.running += 1
+
+    def end(self, outcome: Outcome, moved_bytes: int) -> None:
+        self.running -= 1
+        self.outcomes[outcome] += 1
+        self.moved_bytes += moved_bytes
+        if not self.running:
+            self.busy_seconds += time.monotonic() - self._busy_since
+
+    def statistics(self) -> LaneStatistics:
+        seconds = self.busy_seconds
+        return LaneStatistics(
+            queued=0,
+            submitted=self.running,
+            done=self.outcomes["done"],
+            failed=self.outcomes["failed"],
+            cancelled=self.outcomes["cancelled"],
+            moved_bytes=self.moved_bytes,
+            busy_seconds=seconds,
+            bytes_per_second=self.moved_bytes / seconds if seconds else 0.0,
+        )
+
+
+class _StoreTransfer:
+    """A plan in flight.
+
+    Attributes:
+        began: its task has run.
+        report: set when the outcome is known.
+        reported: ``on_report`` has returned.
+    """
+
+    def __init__(self, plan: TransferPlan, counter: LayerDoneCounter, block_bytes: int) -> None:
+        self.plan = plan
+        self.counter = counter
+        self.block_bytes = block_bytes
+        self.began = False
+        self.moved_blocks = 0
+        self.failure: CopyError | None = None
+        self.report = TransferReport(
+            transfer_id=plan.transfer_id, outcome="failed", reason="the operation was interrupted"
+        )
+        self.reported = False
+        self.task: asyncio.Task[None] | None = None
+
+
+class StoreTransfers:
+    """Plans of the store routes of one worker.
+
+    Args:
+        stores: execute the plans.
+        on_end: called with the id of each plan after its report.
+    """
+
+    def __init__(self, stores: StoreSet, on_end: Callable[[int], None]) -> None:
+        self._stores = stores
+        self._on_end = on_end
+        self._on_report: Callable[[TransferReport], None] = lambda report: None
+        self._poller: EventPoller | None = None
+        self._transfers: dict[int, _StoreTransfer] = {}
+        self._counts = {FETCH: _Counts(), SAVE: _Counts()}
+
+    def open(self, poller: EventPoller, on_report: Callable[[TransferReport], None]) -> None:
+        """Report through ``on_report`` from now on."""
+        self._poller, self._on_report = poller, on_report
+
+    @property
+    def in_flight(self) -> Iterable[int]:
+        """Ids of the plans that were not reported yet."""
+        return self._transfers.keys()
+
+    def submit(self, plan: TransferPlan, num_bytes: int) -> LayerDoneCounter:
+        """Take a plan that was checked; its task runs from the next pass of the loop on."""
+        counter = LayerDoneCounter(0, transfer_id=plan.transfer_id, direction=plan.direction)
+        transfer = _StoreTransfer(plan, counter, num_bytes // plan.num_blocks)
+        self._transfers[plan.transfer_id] = transfer
+        self._counts[plan.route].begin()
+        transfer.task = asyncio.get_running_loop().create_task(self._execute(transfer))
+        transfer.task.add_done_callback(partial(self._task_done, transfer))
+        return counter
+
+    def counter(self, transfer_id: int) -> LayerDoneCounter | None:
+        """Return the counter of a plan in flight; None for an unknown id."""
+        transfer = self._transfers.get(transfer_id)
+        return None if transfer is None else transfer.counter
+
+    def cancel(self, transfer_id: int) -> Cancelled:
+        """Cancel a plan that no store has yet; see ``Worker.cancel``."""
+        transfer = self._transfers.get(transfer_id)
+        if transfer is None or transfer.began or transfer.task is None:
+            return "too late"
+        transfer.reported = True  # the caller knows that it has ended
+        transfer.failure = CopyError(0, "cancelled before it was submitted")
+        transfer.report = TransferReport(transfer_id=transfer_id, outcome="cancelled")
+        transfer.task.cancel()
+        return "at once"
+
+    async def finish(self) -> None:
+        """Wait for the plans in flight: their operations end at the deadlines of the stores.
+
+        Operations that do not end within ``CLOSE_SECONDS`` are left to ``StoreSet.aclose``.
+
+        Cancellation: the plans go on.
+        """
+        if tasks := self._tasks():
+            await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
+
+    async def aclose(self) -> None:
+        """Cancel the tasks that are left after the stores were closed, and report their plans.
+
+        Cancellation: call it again.
+        """
+        tasks = self._tasks()
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def _tasks(self) -> list[asyncio.Task[None]]:
+        return [t.task for t in self._transfers.values() if t.task is not None]
+
+    def statistics(self) -> dict[Route, LaneStatistics]:
+        """Return the counts of each route. Any thread."""
+        return {route: counts.statistics() for route, counts in self._counts.items()}
+
+    # --- one plan ---------------------------------------------------------------------------
+
+    async def _execute(self, transfer: _StoreTransfer) -> None:
+        transfer.began = True
+        if transfer.plan.route == FETCH:
+            overdue = await self._fetch(transfer)
+        else:
+            overdue = await self._save(transfer)
+        if overdue:
+            await asyncio.wait(overdue)
+
+    async def _fetch(self, transfer: _StoreTransfer) -> tuple[asyncio.Task[Any], ...]:
+        plan = transfer.plan
+        fetched = await self._stores.fetch(plan)
+        transfer.moved_blocks = fetched.blocks
+        whole = fetched.blocks == plan.num_blocks
+        transfer.report = TransferReport(
+            transfer_id=plan.transfer_id,
+            outcome="done" if whole else "failed",
+            first_bad_block=fetched.blocks,
+            reason=fetched.reason,
+        )
+        if not whole:
+            transfer.failure = CopyError(fetched.blocks, fetched.reason)
+            if fetched.overdue:
+                transfer.counter.give_up(transfer.failure)
+        return fetched.overdue
+
+    async def _save(self, transfer: _StoreTransfer) -> tuple[asyncio.Task[Any], ...]:
+        saved = await self._stores.save(transfer.plan)
+        transfer.moved_blocks = saved.results.count(Result.DONE)
+        transfer.report = TransferReport(
+            transfer_id=transfer.plan.transfer_id, outcome="done", results=saved.results
+        )
+        return saved.overdue
+
+    def _task_done(self, transfer: _StoreTransfer, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Exception):
+            asyncio.get_running_loop().call_exception_handler(
+                {"message": "aiokv: a transfer of the stores raised", "exception": error}
+            )
+        if self._poller is not None:
+            self._poller.surely(partial(self._end, transfer))
+
+    def _end(self, transfer: _StoreTransfer) -> None:
+        """Report a plan whose task has ended. Idempotent."""
+        plan, report = transfer.plan, transfer.report
+        if self._transfers.get(plan.transfer_id) is not transfer:
+            return
+        if report.outcome == "failed" and transfer.failure is None:
+            transfer.failure = CopyError(report.first_bad_block, report.reason)
+        transfer.counter.finish(transfer.failure)
+        if not transfer.reported:
+            self._report(report)
+            transfer.reported = True
+        del self._transfers[plan.transfer_id]
+        self._counts[plan.route].end(report.outcome, transfer.moved_blocks * transfer.block_bytes)
+        self._on_end(plan.transfer_id)
+
+    def _report(self, report: TransferReport) -> None:
+        try:
+            self._on_report(report)
+        except Exception as error:
+            asyncio.get_running_loop().call_exception_handler(
+                {
+                    "message": f"aiokv: on_report raised for transfer {report.transfer_id}",
+                    "exception": error,
+                }
+            )

@@ -1,0 +1,93 @@
+// Fetches: blocks behind the cached prefix of a prompt that a store brings to the host tier.
+//
+// A fetch owns its host ids outside the tree, and knows the tokens of its blocks, because its lease
+// may end first. Only complete() puts them into the tree, the proven ones (I4). The node above them
+// is held meanwhile; when it is dropped all the same, such as by a reset, nothing is inserted.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <unordered_map>
+#include <vector>
+
+#include "aiokv/core_types.hpp"
+#include "aiokv/digest.hpp"
+#include "aiokv/index.hpp"
+#include "aiokv/matching.hpp"
+#include "aiokv/residency.hpp"
+#include "aiokv/stored_blocks.hpp"
+#include "aiokv/transfer_ledger.hpp"
+
+namespace aiokv {
+
+struct Fetch {
+    std::vector<BlockId> host_blocks;  // in path order
+    std::vector<Digest> digests;
+    std::vector<std::int32_t> tokens;  // of all blocks
+    std::vector<ItemKey> item_keys;    // one per block, refs each but 0
+    NodeId above = kNone;              // block or root, held
+    std::uint32_t context = 0;
+    std::uint64_t epoch = 0;
+};
+
+// Blocks of a prompt that no tier has, up to the last one that a hit may have.
+struct Missing {
+    std::size_t first_block = 0;
+    std::vector<Digest> digests;
+};
+
+class Fetches {
+  public:
+    Fetches(const CoreConfig& config, Index& index, StoredBlocks& stored, const Matching& matching,
+            Residency& residency, TransferLedger& transfers)
+        : config_(config),
+          index_(index),
+          stored_(stored),
+          matching_(matching),
+          residency_(residency),
+          transfers_(transfers) {}
+
+    // Of a matched lease; none without stores, and for models with recurrent state or windows.
+    Missing missing(Lease& lease);
+    // Begins to fetch the first `blocks` of them or fewer, or returns the fetch in flight that
+    // brings the first one. 0: there are none, or no host room can be made.
+    TransferId begin(Lease& lease, std::size_t blocks);
+    bool has(TransferId id) const { return fetches_.contains(id); }
+    const Fetch& get(TransferId id) const { return fetches_.at(id); }
+    // The first `good_blocks` are proven.
+    void complete(TransferId id, std::uint32_t good_blocks);
+
+    // A lease is granted: counts the blocks of its path that it is the first to hit after a fetch.
+    void note_hits(Lease& lease);
+
+    void add_to(CoreStatistics& statistics) const;
+    void check(Report& report) const;
+
+  private:
+    struct HashDigest {
+        std::size_t operator()(const Digest& digest) const {
+            std::size_t hash;
+            std::memcpy(&hash, digest.data(), sizeof(hash));
+            return hash;
+        }
+    };
+
+    bool may_fetch(const Lease& lease) const;
+    Digest digest_of(const Digest& parent, const Lease& lease, std::size_t block) const;
+    void insert(const Fetch& fetch, std::uint32_t good_blocks);
+
+    const CoreConfig& config_;
+    Index& index_;
+    StoredBlocks& stored_;
+    const Matching& matching_;
+    Residency& residency_;
+    TransferLedger& transfers_;
+    std::unordered_map<TransferId, Fetch> fetches_;                // in flight
+    std::unordered_map<Digest, TransferId, HashDigest> by_block_;  // of their blocks
+    std::uint64_t begun_ = 0;
+    std::uint64_t fetched_ = 0;
+    std::uint64_t unfetched_ = 0;
+    std::uint64_t hit_blocks_ = 0;
+};
+
+}  // namespace aiokv

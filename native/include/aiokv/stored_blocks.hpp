@@ -1,0 +1,75 @@
+// Digests of indexed blocks, and which of them the stores have.
+//
+// A side table by node, only for caches with stores. A digest is computed when it is first needed,
+// from that of the parent. An entry belongs to its node while the node has the flag kHasStoreEntry:
+// a node that is made has none, so nothing is undone when a node is freed.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "aiokv/core_types.hpp"
+#include "aiokv/digest.hpp"
+#include "aiokv/index.hpp"
+#include "aiokv/slab.hpp"
+
+namespace aiokv {
+
+enum StoreFlag : std::uint8_t {
+    kStored = 1 << 0,       // a store has the block, or had it
+    kSaveQueued = 1 << 1,   // waits for a save
+    kSaving = 1 << 2,       // a save reads its host copy
+    kSaveRefused = 1 << 3,  // the last save was refused or failed; tried again after its next use
+    kFetched = 1 << 4,      // a fetch brought it, and no lease has hit it since then
+};
+
+class StoredBlocks {
+  public:
+    StoredBlocks(const CoreConfig& config, Index& index);
+
+    // False: no block has a digest or a flag. Blocks of models with recurrent state or windows
+    // cannot be hit without those, which stores do not have.
+    bool exist() const { return exist_; }
+
+    const Digest& digest(NodeId node);
+    // Of the block behind `parent`.
+    Digest digest_below(const Digest& parent, Tokens tokens, ItemKey items) const;
+
+    bool has(NodeId node, std::uint8_t flags) const {
+        return tree_[node].has(kHasStoreEntry) && (flags_[node] & flags) != 0;
+    }
+    void set(NodeId node, std::uint8_t flags) {
+        open(node);
+        flags_[node] = static_cast<std::uint8_t>(flags_[node] | flags);
+    }
+    void clear(NodeId node, std::uint8_t flags) {
+        if (!tree_[node].has(kHasStoreEntry)) return;
+        flags_[node] = static_cast<std::uint8_t>(flags_[node] & ~flags);
+    }
+
+    // The host block should be saved, and is not.
+    bool awaits_save(NodeId node) const {
+        if (!exist_) return false;
+        return config_.stores.policy == StorePolicy::kOnEviction
+                   ? !has(node, kStored | kSaveRefused)
+                   : has(node, kSaveQueued);
+    }
+
+    std::size_t bytes() const { return digests_.bytes() + flags_.bytes(); }
+
+  private:
+    static constexpr std::uint8_t kDigestKnown = 1 << 7;
+
+    void open(NodeId node);
+
+    const CoreConfig& config_;
+    const bool exist_;
+    Index& index_;
+    PrefixTree& tree_;
+    Slab<Digest> digests_;
+    Slab<std::uint8_t> flags_;
+    std::vector<NodeId> unknown_;  // scratch of digest()
+};
+
+}  // namespace aiokv

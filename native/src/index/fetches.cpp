@@ -1,0 +1,164 @@
+#include "aiokv/fetches.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "core_detail.hpp"
+#include "report.hpp"
+
+namespace aiokv {
+
+bool Fetches::may_fetch(const Lease& lease) const {
+    return stored_.exist() && lease.is(LeaseState::kMatched);
+}
+
+Digest Fetches::digest_of(const Digest& parent, const Lease& lease, std::size_t block) const {
+    const std::size_t size = config_.block_tokens;
+    return stored_.digest_below(parent, Tokens(lease.tokens).subspan(block * size, size),
+                                key_of(lease.item_keys, block));
+}
+
+Missing Fetches::missing(Lease& lease) {
+    if (!may_fetch(lease)) return {lease.path.size(), {}};
+    const Matching::Frontier cached = matching_.frontier(lease);
+    Missing missing{cached.first, {}};
+    for (std::size_t block = cached.first; block < cached.limit; ++block) {
+        const Digest& parent =
+            missing.digests.empty() ? stored_.digest(cached.end) : missing.digests.back();
+        missing.digests.push_back(digest_of(parent, lease, block));
+    }
+    return missing;
+}
+
+TransferId Fetches::begin(Lease& lease, std::size_t blocks) {
+    if (!may_fetch(lease) || blocks == 0) return 0;
+    const Matching::Frontier cached = matching_.frontier(lease);
+    blocks = std::min(blocks, cached.limit - cached.first);
+    Fetch fetch;
+    while (fetch.digests.size() < blocks) {
+        const Digest& parent =
+            fetch.digests.empty() ? stored_.digest(cached.end) : fetch.digests.back();
+        const Digest digest = digest_of(parent, lease, cached.first + fetch.digests.size());
+        if (const auto found = by_block_.find(digest); found != by_block_.end()) {
+            if (fetch.digests.empty()) return found->second;
+            break;  // the other fetch brings the rest
+        }
+        fetch.digests.push_back(digest);
+    }
+    fetch.above = cached.end;
+    const bool is_root = index_.tree()[fetch.above].has(kRoot);
+    residency_.touch(lease.path);
+    if (!is_root) residency_.hold({&fetch.above, 1});
+    fetch.host_blocks = residency_.take_fetch_room(fetch.digests.size());
+    blocks = fetch.host_blocks.size();
+    if (blocks == 0) {
+        if (!is_root) residency_.unhold({&fetch.above, 1});
+        return 0;
+    }
+    fetch.digests.resize(blocks);
+    const auto begin =
+        lease.tokens.begin() + static_cast<std::ptrdiff_t>(cached.first * config_.block_tokens);
+    fetch.tokens.assign(begin, begin + static_cast<std::ptrdiff_t>(blocks * config_.block_tokens));
+    for (std::size_t i = 0; i < blocks; ++i) {
+        fetch.item_keys.push_back(key_of(lease.item_keys, cached.first + i));
+        if (fetch.item_keys.back() != kNoItems) index_.tree().item_keys().ref(fetch.item_keys[i]);
+    }
+    fetch.context = lease.context;
+    fetch.epoch = index_.epoch();
+    index_.begin_fetch(fetch.context);
+    const TransferId id = transfers_.begin_store_transfer();
+    for (const Digest& digest : fetch.digests) by_block_.emplace(digest, id);
+    fetches_.emplace(id, std::move(fetch));
+    ++begun_;
+    return id;
+}
+
+void Fetches::complete(TransferId id, std::uint32_t good_blocks) {
+    const Fetch fetch = std::move(fetches_.extract(id).mapped());
+    const auto blocks = static_cast<std::uint32_t>(fetch.host_blocks.size());
+    good_blocks = std::min(good_blocks, blocks);
+    fetched_ += good_blocks;
+    unfetched_ += blocks - good_blocks;
+    const PrefixTree& tree = index_.tree();
+    const bool connects = fetch.epoch == index_.epoch() && !tree[fetch.above].has(kDetached);
+    if (!connects) good_blocks = 0;
+    insert(fetch, good_blocks);
+    residency_.free_host(std::span(fetch.host_blocks).subspan(good_blocks));
+    if (!tree[fetch.above].has(kRoot)) residency_.unhold({&fetch.above, 1});
+    for (const Digest& digest : fetch.digests) by_block_.erase(digest);
+    for (const ItemKey key : fetch.item_keys) {
+        if (key != kNoItems) index_.tree().item_keys().unref(key);
+    }
+    index_.end_fetch(fetch.context);
+    transfers_.end_store_transfer();
+}
+
+// First proof wins: a block that has a host copy by now keeps it.
+void Fetches::insert(const Fetch& fetch, std::uint32_t good_blocks) {
+    PrefixTree& tree = index_.tree();
+    std::vector<NodeId> added;
+    NodeId node = fetch.above;
+    for (std::size_t i = 0; i < good_blocks; ++i) {
+        const PrefixTree::Found found = tree.find_or_add_child(
+            node, &fetch.tokens[i * config_.block_tokens], fetch.item_keys[i]);
+        node = found.node;
+        if (!residency_.give_host_copy(found, fetch.host_blocks[i])) {
+            residency_.free_host({&fetch.host_blocks[i], 1});
+        }
+        stored_.set(node, kStored);
+        if (!found.is_new) continue;
+        stored_.set(node, kFetched);
+        added.push_back(node);
+    }
+    residency_.enqueue_fetched(added);
+    if (good_blocks > 0) index_.change();
+}
+
+void Fetches::note_hits(Lease& lease) {
+    lease.store_hit = 0;
+    if (!stored_.exist() || !lease.flags.computes) return;
+    for (const NodeId node : lease.path) {
+        if (!stored_.has(node, kFetched)) continue;
+        stored_.clear(node, kFetched);
+        ++lease.store_hit;
+    }
+    hit_blocks_ += lease.store_hit;
+}
+
+void Fetches::add_to(CoreStatistics& statistics) const {
+    statistics.fetches = begun_;
+    statistics.fetched_blocks = fetched_;
+    statistics.unfetched_blocks = unfetched_;
+    statistics.hit_store_tokens = hit_blocks_ * config_.block_tokens;
+    for (const auto& [id, fetch] : fetches_) {
+        statistics.host_in_flight += static_cast<std::uint32_t>(fetch.host_blocks.size());
+    }
+}
+
+void Fetches::check(Report& report) const {
+    const PrefixTree& tree = index_.tree();
+    std::size_t blocks = 0;
+    std::unordered_map<std::uint32_t, std::uint32_t> fetches;  // by context
+    for (const auto& [id, fetch] : fetches_) {
+        ++fetches[fetch.context];
+        blocks += fetch.host_blocks.size();
+        for (const BlockId host : fetch.host_blocks) report.host.own(host, "a fetch");
+        for (const Digest& digest : fetch.digests) {
+            const auto found = by_block_.find(digest);
+            report.require(found != by_block_.end() && found->second == id, "I3: fetch ", id,
+                           " cannot be joined by the digest of a block");
+        }
+        for (const ItemKey key : fetch.item_keys) report.item_refs += key != kNoItems;
+        if (tree[fetch.above].has(kRoot)) continue;
+        report.require(tree.is_live(fetch.above), "I3: fetch ", id, " continues a freed node");
+        ++report.holds[fetch.above];
+    }
+    report.require(blocks == by_block_.size(), "I3: fetches bring ", blocks, " blocks, ",
+                   by_block_.size(), " can be joined");
+    for (const auto& [context, count] : fetches) {
+        report.require(index_.fetches(context) == count, "I5: context ", context, " counts ",
+                       index_.fetches(context), " fetches of ", count);
+    }
+}
+
+}  // namespace aiokv

@@ -1,0 +1,286 @@
+"""StoreSet: lookups, fetches and saves over several stores."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+import pytest
+
+from aiokv import ConfigError, StoreError
+from aiokv.plan import FETCH, SAVE, TransferPlan, id_bytes
+from aiokv.stores import StoreUse
+from aiokv.stores.base import Result
+from aiokv.stores.proof import derive_keys
+from aiokv.stores.store_set import StoreSet
+from aiokv.testing import ScriptedStore, running_clock, spin
+from tests.unit.store_memory import Arena, digests
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from aiokv.stores.store_set import Fetched
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.clock]
+
+DONE, MISSING, WRONG, REFUSED, FAILED = map(int, Result)
+FINGERPRINT = bytes(range(32))
+SHIFT = 32  # host blocks of a fetch, from the numbers of its payloads
+
+
+class Stores:
+    """A StoreSet on scripted stores, opened; block n is saved from host block n."""
+
+    def __init__(self, *stores: ScriptedStore | StoreUse) -> None:
+        self.set = StoreSet(stores)
+        self.stores = [s.store if isinstance(s, StoreUse) else s for s in stores]
+        self.arena = Arena()
+
+    async def __aenter__(self) -> Self:
+        await self.set.open(self.arena.memory, FINGERPRINT)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        for store in self.stores:
+            store.end_script()
+        await self.set.aclose()
+
+    async def save(self, *numbers: int) -> list[int]:
+        self.arena.write(numbers, numbers)
+        plan = TransferPlan(
+            transfer_id=1,
+            route=SAVE,
+            source_blocks=id_bytes(numbers),
+            target_blocks=id_bytes(range(len(numbers))),
+            digests=digests(numbers),
+        )
+        return list((await self.set.save(plan)).results)
+
+    async def fetch(self, *numbers: int) -> Fetched:
+        plan = TransferPlan(
+            transfer_id=2,
+            route=FETCH,
+            source_blocks=id_bytes(range(len(numbers))),
+            target_blocks=id_bytes([n + SHIFT for n in numbers]),
+            digests=digests(numbers),
+        )
+        fetched = await self.set.fetch(plan)
+        assert all(self.arena.holds(n + SHIFT, n) for n in numbers[: fetched.blocks])
+        return fetched
+
+    async def lookup(self, *numbers: int) -> int:
+        return (await self.set.lookup(digests(numbers))).blocks
+
+
+async def put(store: ScriptedStore, numbers: Iterable[int]) -> ScriptedStore:
+    """Put blocks into a store, as an earlier process would."""
+    async with Stores(StoreUse(store)) as stores:
+        await stores.save(*numbers)
+    store.calls.clear()
+    store.keys.clear()
+    return store
+
+
+async def test_longest_unbroken_run_counts_whatever_store_has_the_blocks():
+    first = await put(ScriptedStore("a"), [1, 3, 6])
+    second = await put(ScriptedStore("b"), [2, 4, 6])
+    async with Stores(first, second) as s:
+        assert await s.lookup(1, 2, 3, 4, 5, 6) == 4
+        assert await s.lookup(5, 6) == 0
+        assert (await s.fetch(1, 2, 3, 4)).blocks == 4
+        assert (first.calls["load"], second.calls["load"]) == (1, 1)  # one batch per store
+        assert len(first.keys[-1][1]) == 2
+
+
+async def test_stores_are_asked_at_the_same_time_and_the_first_one_suffices():
+    first = await put(ScriptedStore("a"), [1, 2])
+    second = ScriptedStore("b")
+    async with Stores(first, second) as s:
+        second.delay("lookup", seconds=0.2)
+        first.delay("lookup", seconds=0.1)
+        call = asyncio.create_task(s.lookup(1, 2))
+        await running_clock().advance(0.15)
+        assert call.result() == 2
+        call = asyncio.create_task(s.lookup(1, 2, 3))  # the second may have block 3
+        await running_clock().advance(0.15)
+        assert not call.done()
+        await running_clock().advance(0.06)
+        assert call.result() == 2
+
+
+async def test_configured_order_decides_where_a_block_comes_from():
+    first = await put(ScriptedStore("a"), [1, 2])
+    second = await put(ScriptedStore("b"), [1, 2])
+    async with Stores(second, first) as s:
+        assert await s.lookup(1, 2) == 2
+        assert (await s.fetch(1, 2)).blocks == 2
+        assert (first.calls["load"], second.calls["load"]) == (0, 1)
+
+
+@pytest.mark.parametrize("fault", ["missing", "error", "wrong", "refused by the breaker"])
+async def test_next_store_brings_the_blocks_that_the_first_cannot(fault):
+    first = await put(ScriptedStore("a"), [1, 2, 3])
+    second = await put(ScriptedStore("b"), [1, 2, 3])
+    async with Stores(first, second) as s:
+        assert await s.lookup(1, 2, 3) == 3
+        if fault == "missing":
+            first.objects.pop(derive_keys(FINGERPRINT, digests([2])))
+        elif fault == "wrong":
+            first.corrupt("load", block=1)
+        else:
+            first.fail("load")
+        if fault == "refused by the breaker":
+            for _ in range(3):
+                await s.fetch(1)
+            calls = first.calls["load"]
+        assert await s.fetch(1, 2, 3) == (3, "", ())
+        if fault == "refused by the breaker":
+            assert first.calls["load"] == calls
+        if fault in ("missing", "wrong"):
+            assert len(second.keys[-1][1]) == 1  # only the block that was not there
+
+
+async def test_fetch_without_a_lookup_asks_all_stores_in_order():
+    first = await put(ScriptedStore("a"), [1])
+    second = await put(ScriptedStore("b"), [2])
+    async with Stores(first, second) as s:
+        assert (await s.fetch(1, 2)).blocks == 2
+        assert await s.fetch(1, 3, 2) == (1, "block 1: missing", ())
+
+
+async def test_blocks_behind_a_lost_one_are_not_fetched_from_the_next_store():
+    first = await put(ScriptedStore("a"), [1, 2])
+    second = await put(ScriptedStore("b"), [3])
+    async with Stores(first, second) as s:
+        first.objects.clear()
+        assert (await s.fetch(1, 2, 3)).blocks == 0
+        assert second.calls["load"] == 1
+        assert second.keys[-1] == ("load", second.keys[-1][1])
+        second.calls.clear()
+        second.objects.clear()
+        assert (await s.fetch(1, 2, 3)).blocks == 0
+
+
+async def test_a_part_of_an_answer_serves_a_fetch_that_begins_later():
+    first = ScriptedStore("a")
+    second = await put(ScriptedStore("b"), range(8))
+    async with Stores(first, second) as s:
+        assert await s.lookup(*range(8)) == 8
+        assert (await s.fetch(4, 5)).blocks == 2
+        assert first.calls["load"] == 0  # known not to have them
+        assert (await s.fetch(7, 9)).blocks == 1
+        assert [len(keys) for _, keys in first.keys] == [8, 1]
+
+
+async def test_deadline_ends_a_fetch_and_another_store_does_not_write_into_its_blocks():
+    first = await put(ScriptedStore("a"), [1, 2])
+    second = await put(ScriptedStore("b"), [0, 1, 2])
+    async with Stores(first, second) as s:
+        assert await s.lookup(0, 1, 2) == 3
+        gate = first.hold("load")
+        call = asyncio.create_task(s.fetch(0, 1, 2))
+        await running_clock().advance(5.1)
+        fetched = call.result()
+        assert (fetched.blocks, fetched.reason) == (1, "block 1: failed")
+        assert second.calls["load"] == 1
+        (overdue,) = fetched.overdue
+        assert first.in_use[33] == 1
+        gate.open()
+        await asyncio.wait({overdue})
+        assert first.in_use[33] == 0
+
+
+async def test_seconds_grow_with_the_blocks_and_stores_work_at_the_same_time():
+    first = await put(ScriptedStore("a"), [1, 2])
+    second = await put(ScriptedStore("b"), [1, 2, 3, 4])
+    async with Stores(first, second) as s:
+        answer = await s.set.lookup(digests([1, 2, 3, 4]))
+        assert answer.seconds.tolist() == [0.0] * 4  # nothing is measured yet
+        first.delay("load", seconds=0.3)
+        second.delay("load", seconds=0.1)
+        call = asyncio.create_task(s.fetch(1, 2, 3, 4))
+        await running_clock().advance(0.4)
+        assert call.result().blocks == 4
+        answer = await s.set.lookup(digests([1, 2, 3, 4]))
+        assert answer.seconds == pytest.approx([0.3] * 4, rel=0.01)
+        answer = await s.set.lookup(digests([3, 4]))
+        assert answer.seconds == pytest.approx([0.1] * 2, rel=0.01)
+
+
+async def test_save_goes_to_all_stores_that_take_saves():
+    stores = [ScriptedStore(name) for name in "abc"]
+    async with Stores(stores[0], StoreUse(stores[1], save=False), stores[2]) as s:
+        assert await s.save(1, 2) == [DONE, DONE]
+        assert [len(store.objects) for store in stores] == [2, 0, 2]
+
+
+async def test_block_counts_as_saved_when_one_store_has_it():
+    full, failing, good = ScriptedStore("a", capacity_blocks=0), ScriptedStore("b"), None
+    failing.fail("save")
+    async with Stores(full, failing) as s:
+        assert await s.save(1) == [REFUSED]
+    good = ScriptedStore("c")
+    async with Stores(ScriptedStore("a", capacity_blocks=0), good) as s:
+        assert await s.save(1) == [DONE]
+    only = ScriptedStore("d")
+    only.fail("save")
+    async with Stores(only) as s:
+        assert await s.save(1) == [FAILED]
+
+
+async def test_another_fingerprint_finds_nothing_and_ends_fetches_in_flight():
+    store = await put(ScriptedStore(), [1, 2])
+    async with Stores(store) as s:
+        assert await s.lookup(1, 2) == 2
+        store.delay("load", seconds=1.0)
+        call = asyncio.create_task(s.fetch(1, 2))
+        await spin(5)
+        s.set.change_fingerprint(bytes(32))
+        await running_clock().advance(1.1)
+        assert call.result().blocks == 0
+        assert await s.lookup(1, 2) == 0
+        s.set.change_fingerprint(FINGERPRINT)
+        assert await s.lookup(1, 2) == 2
+
+
+async def test_store_that_cannot_be_opened_closes_the_others():
+    first, second = ScriptedStore("a"), ScriptedStore("b")
+    second.fail("open", error=ConfigError("locked by another process"))
+    with pytest.raises(ConfigError, match="locked"):
+        await Stores(first, second).__aenter__()
+    assert (first.opened, first.is_open) == (1, False)
+
+
+async def test_reopened_stores_use_the_new_arena(caplog):
+    first, second = ScriptedStore("a"), ScriptedStore("b")
+    async with Stores(first, second) as s:
+        await s.save(1, 2)
+        assert await s.set.aclose()
+        assert await s.lookup(1) == 0
+        assert (await s.fetch(1)).blocks == 0
+        assert await s.save(1) == [FAILED]
+        s.arena = Arena()
+        second.fail("open", error=StoreError("no server"))
+        await s.set.reopen(s.arena.memory, FINGERPRINT)
+        assert await s.lookup(1, 2) == 2
+        assert (await s.fetch(1, 2)).blocks == 2
+    assert "store.not_reopened" in [record.event for record in caplog.records]
+
+
+async def test_cancelled_lookup_leaves_no_task():
+    first, second = ScriptedStore("a"), ScriptedStore("b")
+    async with Stores(first, second) as s:
+        first.delay("lookup", seconds=0.1)
+        call = asyncio.create_task(s.lookup(1))
+        await spin(3)
+        call.cancel()
+        await spin(5)
+        assert len(asyncio.all_tasks()) == 1
+
+
+async def test_no_stores_or_blocks_cost_nothing():
+    async with Stores(ScriptedStore()) as s:
+        assert await s.lookup() == 0
+        assert s.stores[0].calls["lookup"] == 0
+        assert np.array_equal((await s.set.lookup(b"")).seconds, [])
