@@ -13,11 +13,13 @@ from aiokv.stores.use import StoreUse
 
 if TYPE_CHECKING:
     from aiokv.stores.directory import DirectoryStore
+    from aiokv.stores.disk import DiskStore
     from aiokv.stores.mooncake import MooncakeStore
     from aiokv.stores.s3 import S3Store
 
 __all__ = [
     "DirectoryStore",
+    "DiskStore",
     "MooncakeStore",
     "Result",
     "S3Store",
@@ -29,6 +31,7 @@ __all__ = [
 
 _MODULES: Final = {
     "DirectoryStore": "aiokv.stores.directory",
+    "DiskStore": "aiokv.stores.disk",
     "MooncakeStore": "aiokv.stores.mooncake",
     "S3Store": "aiokv.stores.s3",
 }
