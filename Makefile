@@ -8,7 +8,7 @@ CXX_FILES := $(filter %.cpp %.hpp %.cu %.cuh,$(NATIVE))
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-native test-paddle lint type fmt stubs sanitize bench soak profile test-gpu bench-gpu mutate clean
+.PHONY: help setup demo test test-all test-native test-paddle services lint type fmt stubs sanitize bench soak profile test-gpu bench-gpu mutate clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -48,6 +48,9 @@ $(VENV)/.paddle: $(STAMP)
 
 test-paddle: $(VENV)/.paddle ## the tests that need Paddle (cpu), which it installs
 	$(BIN)/python -m pytest tests/frameworks $(ARGS)
+
+services: $(STAMP) ## install servers and clients that the tests of stores need; says what it did
+	@$(BIN)/python tests/services.py
 
 lint: $(VENV)/.tools ## ruff and clang-format, no changes made
 	$(BIN)/ruff check .

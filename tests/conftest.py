@@ -40,7 +40,12 @@ def pytest_asyncio_loop_factories(
             "asyncio": _watched(clocked_loop(asyncio.SelectorEventLoop)),
             "uvloop": _watched(clocked_loop(uvloop.Loop)),
         }
-    return {"asyncio": _watched(asyncio.new_event_loop), "uvloop": _watched(uvloop.new_event_loop)}
+    factories = {
+        "asyncio": _watched(asyncio.new_event_loop),
+        "uvloop": _watched(uvloop.new_event_loop),
+    }
+    only = item.get_closest_marker("loop")
+    return factories if only is None else {only.args[0]: factories[only.args[0]]}
 
 
 def _watched(factory: LoopFactory) -> LoopFactory:

@@ -12,9 +12,15 @@ from aiokv.stores.base import Result, Store, StoreMemory, StoreStatistics
 from aiokv.stores.use import StoreUse
 
 if TYPE_CHECKING:
+    from aiokv.stores.directory import DirectoryStore
+    from aiokv.stores.disk import DiskStore
+    from aiokv.stores.mooncake import MooncakeStore
     from aiokv.stores.urls import stores_from, stores_from_environment
 
 __all__ = [
+    "DirectoryStore",
+    "DiskStore",
+    "MooncakeStore",
     "Result",
     "Store",
     "StoreMemory",
@@ -25,6 +31,11 @@ __all__ = [
 ]
 
 _MODULES: Final = {
+    "DirectoryStore": "aiokv.stores.directory",
+    "DiskStore": "aiokv.stores.disk",
+    "MooncakeStore": "aiokv.stores.mooncake",
+    "RedisStore": "aiokv.stores.redis",
+    "S3Store": "aiokv.stores.s3",
     "stores_from": "aiokv.stores.urls",
     "stores_from_environment": "aiokv.stores.urls",
 }
