@@ -710,7 +710,12 @@ class CacheEngine(Unique):
         return self._worker.statistics()
 
     def store_statistics(self) -> list[GuardStatistics]:
-        """Return the use and the state of each store, in the configured order. Any thread."""
+        """Return the use and the state of each store, in the configured order.
+
+        Raises:
+            UsageError: the call is made in another thread.
+        """
+        self._lifetime.check_thread()
         return self._worker.store_statistics()
 
     def poller_statistics(self) -> PollerStatistics:

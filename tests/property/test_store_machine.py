@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 from aiokv.plan import FETCH, SAVE, TransferReport
-from tests.models.digests import digest_of
+from tests.models.prompt_digests import digest_of
 from tests.models.storing import DONE, REFUSED, StoringModel
 from tests.property.cache_simulation import pick
 from tests.property.test_core_state_machine import CacheMachine
