@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Final
+from functools import partial
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from aiokv._native import derive_keys, seal_blocks, verify_blocks
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy as np
     from numpy.typing import NDArray
 
     from aiokv.stores.base import StoreMemory
+
+T = TypeVar("T")
 
 __all__ = ["Proof", "derive_keys", "seal_blocks", "verify_blocks"]
 
@@ -35,13 +40,7 @@ class Proof:
 
         Cancellation: trailers may still be written until ``close`` has returned.
         """
-        memory = self._memory
-        arguments = (memory.address, memory.pitch_bytes, memory.payload_bytes, blocks, keys)
-        if len(blocks) * memory.payload_bytes < INLINE_BYTES:
-            seal_blocks(*arguments)
-        else:
-            loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._threads, seal_blocks, *arguments)
+        await self._run(seal_blocks, keys, blocks)
 
     async def verify(self, keys: bytes, blocks: NDArray[np.int32]) -> NDArray[np.uint8]:
         """Return ``DONE`` or ``WRONG`` for each block: the length, the key and the checksum of its
@@ -49,12 +48,22 @@ class Proof:
 
         Cancellation: blocks may still be read until ``close`` has returned.
         """
+        return await self._run(verify_blocks, keys, blocks)
+
+    async def _run(self, function: Callable[..., T], keys: bytes, blocks: NDArray[np.int32]) -> T:
         memory = self._memory
-        arguments = (memory.address, memory.pitch_bytes, memory.payload_bytes, blocks, keys)
+        call = partial(
+            function,
+            memory.address,
+            memory.pitch_bytes,
+            memory.payload_bytes,
+            blocks,
+            keys,
+            num_blocks=memory.num_blocks,
+        )
         if len(blocks) * memory.payload_bytes < INLINE_BYTES:
-            return verify_blocks(*arguments)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, verify_blocks, *arguments)
+            return call()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     def close(self) -> None:
         """Wait until no thread accesses the memory. Idempotent."""

@@ -356,7 +356,7 @@ OF_THE_HANDLE: dict[str, set[str]] = {
         "note_capacity_wait",
         "note_pending_wait",
         "note_store_wait",
-    },  # fmt: skip
+    },
 }
 ARGUMENTS: dict[str, Callable[[CacheEngine, Lease], tuple[Any, ...]]] = {
     "match": lambda e, lease: (TOKENS,),

@@ -27,8 +27,6 @@ from aiokv.observe.logs import Log
 from aiokv.stores.disk.journal import Journal
 
 if TYPE_CHECKING:
-    import threading
-
     import numpy as np
     from numpy.typing import NDArray
 
