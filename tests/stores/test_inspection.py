@@ -361,6 +361,48 @@ def test_clean_up_that_fails_changes_nothing(disk, writes):
     assert verify(disk).is_good
 
 
+class RecordingVolume(Volume):
+    """Records the order in which files become durable, get their names, and are cut."""
+
+    def __init__(self, path):
+        super().__init__(path)
+        self.calls = []
+
+    def open(self, name, **options):
+        fd = super().open(name, **options)
+        self.calls.append(f"open {name} as {fd}")
+        return fd
+
+    def sync(self, fd):
+        name = next(c.split()[1] for c in reversed(self.calls) if c.endswith(f" as {fd}"))
+        self.calls.append(f"sync {name}")
+        super().sync(fd)
+
+    def rename(self, old, new):
+        self.calls.append(f"rename {old}")
+        super().rename(old, new)
+
+    def sync_directory(self):
+        self.calls.append("sync names")
+        super().sync_directory()
+
+    def truncate(self, fd, num_bytes):
+        self.calls.append("truncate")
+        super().truncate(fd, num_bytes)
+
+
+def test_data_and_new_journal_are_durable_before_bytes_are_removed(disk):
+    volume = RecordingVolume(disk)
+    DiskFiles(disk, volume).clean(
+        no_stages, older_than_seconds=None, verify=False, threads=1, dry_run=False
+    )
+    order = [call for call in volume.calls if not call.startswith("open")]
+    journal = order.index("rename journal.new")
+    assert order.index("sync segment-00000") < journal
+    assert order.index("sync journal.new") < journal
+    assert journal < order.index("sync names") < order.index("truncate")
+
+
 # -- directory stores ------------------------------------------------------------------------
 
 
