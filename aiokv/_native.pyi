@@ -570,6 +570,39 @@ class Core:
         What can be matched: (context, prefix tokens, device id, host id, flags, refs, pins); flags are 1, 2: device valid, loading; 4, 8: host valid, loading.
         """
 
+def sha256_implementation() -> str:
+    """Name the implementation that digests use on this processor."""
+
+def root_digest(block_tokens: int, context: str) -> bytes:
+    """
+    Return the digest (32 bytes) that the first blocks of prompts of a context chain to.
+    """
+
+def block_digests(root: bytes, tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], block_tokens: int, items: Sequence[tuple[bytes, int, int]] = [], *, portable: bool = False) -> bytes:
+    """
+    Return the digests of the whole blocks of a prompt, 32 bytes each; items are (hash, offset, length). portable=True does without special instructions. Raises UsageError.
+    """
+
+def derive_keys(fingerprint: bytes, digests: bytes, *, portable: bool = False) -> bytes:
+    """
+    Return the keys, 32 bytes each, of block digests in the stores of a fingerprint. Raises UsageError.
+    """
+
+def seal_blocks(address: int, pitch_bytes: int, payload_bytes: int, blocks: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], keys: bytes, *, num_blocks: int) -> None:
+    """
+    Write the trailers of host blocks behind their payloads. Block i of num_blocks begins at address + i * pitch_bytes. Call it in a thread: it releases the GIL and reads all payloads. Raises UsageError before the first access.
+    """
+
+def verify_blocks(address: int, pitch_bytes: int, payload_bytes: int, blocks: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], keys: bytes, *, num_blocks: int) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
+    """
+    Return Result.DONE or Result.WRONG for each block: whether its trailer is that of the key and of the payload. Arguments, threads and errors as of seal_blocks().
+    """
+
+def verify_object(buffer: object, key: bytes) -> bool:
+    """
+    Return True if a contiguous buffer is a payload and the trailer of the payload and key. Releases the GIL. Raises UsageError on a key of another length than 32 bytes.
+    """
+
 class SlotTable:
     """Slots of a disk store: keys, free slots and recency. Not thread-safe."""
 
