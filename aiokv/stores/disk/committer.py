@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import time
 from typing import TYPE_CHECKING, Final
 
@@ -25,6 +26,7 @@ from aiokv import _native
 from aiokv.errors import StoreError
 from aiokv.observe.logs import Log
 from aiokv.stores.disk.journal import Journal
+from aiokv.stores.disk.layout import segment_name
 
 if TYPE_CHECKING:
     import numpy as np
@@ -258,7 +260,8 @@ class Committer:
         failed = [(n, -code) for n, code in zip(dirty, flushed, strict=True) if code != 0]
         if failed:
             self._segments.dirty.update(n for n, _ in failed)
-            raise OSError(failed[0][1], f"flush of segment {failed[0][0]} failed")
+            number, code = failed[0]
+            raise OSError(code, f"{os.strerror(code)} in a flush of {segment_name(number)}")
         await self._threads.run(lambda _: self._segments.sync_names())
 
     def _log_failure(self, error: Exception) -> None:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _GROWTH_BYTES: Final = 256 << 20  # allocated at a time
 _EVICTED_AT_ONCE: Final = 1_024  # about 0.5 ms of the loop
 _MAX_SPARE_SLOTS: Final = 4_096
+_JOURNAL_BYTES: Final = 4 << 20  # a journal that is not compacted yet, and its replacement
+_JOURNAL_BYTES_PER_SLOT: Final = 256
 _TRIES: Final = 8  # other saves may take slots that were made free for one
 
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -58,7 +60,9 @@ class Room:
         self._committer = committer
         self._threads = threads
         self._slot_bytes = slot_bytes
-        self._min_free_bytes = min_free_bytes
+        self._min_free_bytes = max(
+            min_free_bytes, _JOURNAL_BYTES + table.capacity * _JOURNAL_BYTES_PER_SLOT
+        )
         self._spare_slots = min(_MAX_SPARE_SLOTS, table.capacity // 64)
         self._is_full = False  # the files cannot grow
         self._lock = asyncio.Lock()
@@ -126,7 +130,7 @@ class Room:
         return 0
 
     async def _evict(self, missing: int) -> bool:
-        left = missing + self._spare_slots
+        left = missing + self._spare_slots - self._table.unsettled
         while left > 0:
             evicted = self._table.evict(min(left, _EVICTED_AT_ONCE))
             self.evicted_blocks += evicted
