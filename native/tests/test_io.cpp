@@ -457,9 +457,9 @@ TEST(queue_returns_fewer_bytes_where_the_file_ends) {
                 IoQueue queue(4, choice);
                 File file(file_bytes, flags);
                 Memory memory(2 * kPage, 3);
-                CHECK_EQ(run_one(queue, {.fd = file.fd, .length = 2 * kPage,
-                                         .address = memory.at(0)}),
-                         std::int32_t(file_bytes));
+                CHECK_EQ(
+                    run_one(queue, {.fd = file.fd, .length = 2 * kPage, .address = memory.at(0)}),
+                    std::int32_t(file_bytes));
             }
         }
     });
@@ -666,9 +666,8 @@ TEST(threads_replace_an_io_uring_that_is_refused) {
     File file(kPage);
     Memory memory(kPage);
     const IoRequest request{.fd = file.fd, .length = 8, .address = memory.at(0)};
-    const std::pair<long, int> refusals[] = {{uring::kSysSetup, ENOSYS},
-                                             {uring::kSysSetup, EPERM},
-                                             {uring::kSysEnter, EPERM}};
+    const std::pair<long, int> refusals[] = {
+        {uring::kSysSetup, ENOSYS}, {uring::kSysSetup, EPERM}, {uring::kSysEnter, EPERM}};
     for (const auto& [call, error] : refusals) {
         CHECK_EQ(code_of_child([&, call = call, error = error] {
                      refuse_call(call, error);

@@ -22,7 +22,7 @@ class Transfer {
     std::uint64_t offset() const { return job_.request.offset + moved_; }
     std::uint32_t length() const { return job_.request.length - moved_; }
 
-    bool ended() const { return ended_; }  // true when there was no job
+    bool ended() const { return ended_; }            // true when there was no job
     std::int32_t result() const { return result_; }  // when it has ended
 
     bool cancelled() const { return cancelled_; }
