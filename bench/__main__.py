@@ -30,6 +30,7 @@ BENCHES = (
     "shutdown",
     "ranks",
     "loop_held",
+    "disk_io",
 )
 
 
