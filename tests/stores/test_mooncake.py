@@ -9,7 +9,8 @@ import pytest
 
 from aiokv.stores import MooncakeStore
 from aiokv.testing.leftovers import open_descriptors
-from tests.stores.conformance import Blocks, Medium, StoreConformance, ids, keys_of, save
+from tests.stores.conformance import Blocks, StoreConformance, ids, keys_of, save
+from tests.stores.failures import ObjectFailures, ServerFailures, ServerRig
 from tests.stores.mooncake_cluster import MooncakeCluster, why_absent
 
 if TYPE_CHECKING:
@@ -19,17 +20,45 @@ REASON = why_absent()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 
-class MooncakeMedium(Medium):
+class MooncakeRig(ServerRig):
+    """The master is the server: without it, no object is found."""
+
     def __init__(self, cluster: MooncakeCluster) -> None:
         self.cluster = cluster
 
     def store(self) -> MooncakeStore:
-        return MooncakeStore(self.cluster.address)
+        return self.store_at(self.port)
+
+    def store_at(self, port: int) -> MooncakeStore:
+        return MooncakeStore(f"127.0.0.1:{port}")
+
+    def full(self) -> MooncakeStore:
+        self.cluster.fill()
+        return self.store()
+
+    def replace(self, key: bytes, content: bytes) -> None:
+        self.cluster.put(f"aiokv/{key.hex()}", content)
 
     async def restart(self) -> bool:
-        self.cluster.master.kill()
-        self.cluster.start()
+        self.kill()
+        self.start()
         return True
+
+    @property
+    def port(self) -> int:
+        return self.cluster.master.port
+
+    def kill(self) -> None:
+        self.cluster.master.kill()
+
+    def start(self) -> None:
+        self.cluster.start()
+
+    def stop(self) -> None:
+        self.cluster.master.stop()
+
+    def resume(self) -> None:
+        self.cluster.master.resume()
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +84,27 @@ async def use_once(store: MooncakeStore) -> None:
 
 
 @pytest.fixture
-def medium(cluster: MooncakeCluster) -> MooncakeMedium:
+def rig(cluster: MooncakeCluster) -> MooncakeRig:
     cluster.start()
     cluster.clear()
-    return MooncakeMedium(cluster)
+    return MooncakeRig(cluster)
+
+
+@pytest.fixture
+def medium(rig: MooncakeRig) -> MooncakeRig:
+    return rig
 
 
 @pytest.mark.loop("asyncio")  # a client takes a second to close
 class TestConformance(StoreConformance):
+    pass
+
+
+@pytest.mark.loop("asyncio")
+class TestObjectFailures(ObjectFailures):
+    pass
+
+
+@pytest.mark.loop("asyncio")
+class TestServerFailures(ServerFailures):
     pass
