@@ -32,11 +32,11 @@ from tests.stores.conformance import (
     ids,
     keys_of,
 )
-from tests.stores.proxy import Proxy
-from tests.stores.servers import free_port
+from tests.stores.servers import ProxyServer, free_port
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
+    from pathlib import Path
 
 DEADLINE_SECONDS: Final = 0.5
 SLACK_SECONDS: Final = 2.0  # of a loaded machine
@@ -264,14 +264,19 @@ class ServerFailures:
                 rig.resume()
             await eventually(requests.are_served_again)
 
-    async def test_a_slow_server_is_not_waited_for(self, rig: ServerRig) -> None:
-        async with Proxy(rig.port) as proxy, guarded(rig.store_at(proxy.port)) as requests:
-            assert await requests.save([1]) == [DONE]
-            proxy.limit(100)
-            await requests.until_refused()
-            await requests.cost_a_millisecond()
-            proxy.resume()
-            await eventually(requests.are_served_again)
+    async def test_a_slow_server_is_not_waited_for(self, rig: ServerRig, tmp_path: Path) -> None:
+        proxy = ProxyServer(rig.port, tmp_path / "proxy.log")
+        proxy.start()
+        try:
+            async with guarded(rig.store_at(proxy.port)) as requests:
+                assert await requests.save([1]) == [DONE]
+                proxy.slow_down()
+                await requests.until_refused()
+                await requests.cost_a_millisecond()
+                proxy.speed_up()
+                await eventually(requests.are_served_again)
+        finally:
+            proxy.kill()
 
     async def test_a_server_that_is_absent_at_first_is_used_when_it_comes(
         self, rig: ServerRig
