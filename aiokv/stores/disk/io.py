@@ -1,12 +1,13 @@
-"""DiskIo: reads and writes of files as coroutines, without a thread where io_uring is permitted.
+"""DiskIo: reads and writes of files as coroutines.
 
 io = DiskIo()
 io.register_buffer(memory.address, memory.num_bytes)
 results = await io.read(fd, addresses, lengths, offsets)   # int32[N]: bytes or -errno
 await io.aclose()
 
-Requests go to a native queue, which announces their ends through an eventfd on the loop. The queue
-uses io_uring; where the kernel or a sandbox refuses it, up to 8 threads with blocking calls.
+Requests go to a native queue, which announces the end of each call through an eventfd on the loop.
+The queue has one thread that uses io_uring; where the kernel or a sandbox refuses it, up to 8
+threads with blocking calls.
 ``AIOKV_IO=threads`` or ``AIOKV_IO=io_uring`` forces one of them.
 """
 
@@ -136,8 +137,15 @@ class DiskIo:
     def backend(self) -> str:
         return self._queue.backend
 
+    @property
+    def pending(self) -> int:
+        """Requests in flight: their memory may be accessed."""
+        return self._queue.pending
+
     def register_buffer(self, address: int, num_bytes: int) -> None:
-        """Let the kernel map memory once for all requests; without it they only are slower.
+        """Let the kernel map memory once for all later requests; without it they only are slower.
+
+        Returns at once. A refusal of the kernel is logged.
 
         Args:
             address: address of the first byte.
@@ -214,8 +222,13 @@ class DiskIo:
 
         Waiting coroutines get ``-ECANCELED`` for dropped requests.
 
+        Called on another loop, because the loop of this object has ended, it blocks instead.
+
         Cancellation: the queue is closed all the same, when the kernel accesses no memory.
         """
+        if asyncio.get_running_loop() is not self._loop:
+            self._close_without_loop()
+            return
         if not self._closing:
             self._closing = True
             for batch in self._batches.values():
@@ -297,6 +310,13 @@ class DiskIo:
             error=os.strerror(error),
             hint="raise RLIMIT_MEMLOCK (ulimit -l): reads and writes then use less CPU time",
         )
+
+    def _close_without_loop(self) -> None:
+        self._closing = True
+        self._batches.clear()
+        if self._queue.fd >= 0 and not self._loop.is_closed():
+            self._loop.remove_reader(self._queue.fd)
+        self._queue.close()
 
     def _close_when_idle(self) -> None:
         if not self._batches and not self._closed.done():

@@ -28,7 +28,7 @@ RingLoop::RingLoop(std::size_t entries, RingCommands& commands, IoCompletions& c
 void RingLoop::run() {
     while (true) {
         RingCommands::Taken taken = commands_.take();
-        if (!taken.cancelled_tags.empty()) cancel(taken.cancelled_tags);
+        if (taken.closing || !taken.cancelled_tags.empty()) cancel(taken);
         for (const auto& registration : taken.registrations) registrations_.push_back(registration);
         do_registrations();
         start_jobs();
@@ -41,13 +41,12 @@ void RingLoop::run() {
     }
 }
 
-void RingLoop::cancel(const TagSet& tags) {
-    std::vector<bool> idle(transfers_.size());
-    for (const Slot slot : free_) idle[slot] = true;
+void RingLoop::cancel(const RingCommands::Taken& taken) {
     for (Slot slot = 0; slot < transfers_.size(); ++slot) {
         Transfer& transfer = transfers_[slot];
-        if (idle[slot] || transfer.cancelled()) continue;
-        if (!tags.contains(transfer.job().request.tag)) continue;
+        if (transfer.ended() || transfer.cancelled()) continue;
+        const std::uint64_t tag = transfer.job().request.tag;
+        if (!taken.closing && !taken.cancelled_tags.contains(tag)) continue;
         transfer.cancel();
         uring::Sqe& entry = ring_.prepare();
         entry.opcode = uring::kAsyncCancel;
@@ -77,7 +76,13 @@ void RingLoop::register_buffer(const Registration& registration) {
 }
 
 void RingLoop::start_jobs() {
-    for (const Slot slot : std::exchange(continued_, {})) start(slot);
+    for (const Slot slot : std::exchange(continued_, {})) {
+        if (transfers_[slot].stop_if_cancelled()) {
+            end(slot);
+        } else {
+            start(slot);
+        }
+    }
     if (!registrations_.empty()) return;
     commands_.take_jobs([this] { return !free_.empty(); },
                         [this](const IoJob& job) {
@@ -146,13 +151,16 @@ void RingLoop::handle(const uring::Cqe& completion) {
         return;
     }
     const auto slot = static_cast<Slot>(completion.user_data);
-    Transfer& transfer = transfers_[slot];
-    if (transfer.advance(completion.result)) {
-        completions_.end(transfer.job(), transfer.result());
-        free_.push_back(slot);
+    if (transfers_[slot].advance(completion.result)) {
+        end(slot);
     } else {
         continued_.push_back(slot);
     }
+}
+
+void RingLoop::end(Slot slot) {
+    completions_.end(transfers_[slot].job(), transfers_[slot].result());
+    free_.push_back(slot);
 }
 
 }  // namespace aiokv

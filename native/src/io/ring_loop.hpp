@@ -23,7 +23,7 @@ class RingLoop {
   private:
     using Slot = std::uint32_t;
 
-    void cancel(const TagSet& tags);
+    void cancel(const RingCommands::Taken& taken);
     void do_registrations();
     void register_buffer(const Registration& registration);
     void start_jobs();
@@ -31,6 +31,7 @@ class RingLoop {
     void watch_commands();
     void wait();
     void handle(const uring::Cqe& completion);
+    void end(Slot slot);
 
     RingCommands& commands_;
     IoCompletions& completions_;

@@ -14,7 +14,7 @@ inline constexpr std::uint32_t kSectorBytes = 512;  // a read that ends elsewher
 class Transfer {
   public:
     Transfer() = default;
-    explicit Transfer(const IoJob& job) : job_(job) {}
+    explicit Transfer(const IoJob& job) : job_(job), ended_(false) {}
 
     const IoJob& job() const { return job_; }
     // Of the part that is left:
@@ -22,6 +22,7 @@ class Transfer {
     std::uint64_t offset() const { return job_.request.offset + moved_; }
     std::uint32_t length() const { return job_.request.length - moved_; }
 
+    bool ended() const { return ended_; }            // true when there was no job
     std::int32_t result() const { return result_; }  // when it has ended
 
     bool cancelled() const { return cancelled_; }
@@ -42,18 +43,19 @@ class Transfer {
         return at_end ? end(static_cast<std::int32_t>(moved_)) : stop_if_cancelled();
     }
 
+    // Ends the request, of which a part is left, if it was cancelled. Returns true if it was.
+    bool stop_if_cancelled() { return cancelled_ && end(-ECANCELED); }
+
   private:
     bool end(std::int32_t result) {
         result_ = result;
+        ended_ = true;
         return true;
     }
 
-    bool stop_if_cancelled() { return cancelled_ && end(-ECANCELED); }
-
     bool fail(int error) {
         if (error == EINTR || error == EAGAIN) {
-            if (cancelled_) return end(-ECANCELED);
-            return ++attempts_ >= kMaxAttempts && end(-error);
+            return stop_if_cancelled() || (++attempts_ >= kMaxAttempts && end(-error));
         }
         // The rest of a short O_DIRECT read may begin at the end of the file, between two of its
         // logical blocks, where the kernel refuses to read.
@@ -67,6 +69,7 @@ class Transfer {
     std::uint32_t moved_ = 0;
     int attempts_ = 0;
     std::int32_t result_ = 0;
+    bool ended_ = true;
     bool cancelled_ = false;
 };
 
