@@ -2,16 +2,16 @@
 
 ``load`` and ``save`` of ``RedisStore`` on asyncio and uvloop, per size of an object, in turns with:
 
-* ``recv_into`` and ``send``: a loop over one blocking socket that copies the same replies into a
-  buffer of 1 MiB, or sends the same requests, and looks at nothing;
+* ``recv_into`` and ``send``: a loop over one blocking socket that receives the same replies into
+  the arena, one behind the other, or sends the same requests, and looks at nothing;
 * ``redis_py``: ``GET`` and ``SET`` one after the other, and ``redis_py_asyncio`` the same on
   uvloop; ``redis_py_gathered`` has 4 calls at a time on 4 connections;
 * ``buffered_protocol``: values read into blocks on the thread of the loop.
 
 Each number is the median of the rounds. A ``ratio`` is the median of the ratios within each round:
 the store on uvloop over the other. ``beside_busy_loop`` repeats loads while a task of the loop
-computes 2 ms in each pass. ``held_ms`` is the CPU time for which one callback of the store holds the
-loop; the server has the other cores.
+computes 2 ms in each pass. ``held_ms`` is the CPU time for which one callback of the store holds
+the loop. ``lookup_us_per_key`` is the time of a lookup of 1,000 keys, over their number.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import uvloop
 
 from aiokv.stores.base import KEY_BYTES, TRAILER_BYTES, Result, StoreMemory
 from aiokv.stores.redis import RedisStore
+from aiokv.stores.redis.commands import WINDOW_BYTES
 from aiokv.worker.arena import HostArena
 from bench.loop_held import LoopWatch
 
@@ -40,8 +41,9 @@ if TYPE_CHECKING:
 
 SIZES = {"128_kib": 128 << 10, "1_mib": 1 << 20, "4_mib": 4 << 20}
 TOTAL_BYTES = 128 << 20
-WINDOW_BYTES = 4 << 20  # as the store has it
-SCRATCH_BYTES = 1 << 20
+LOOKUP_KEYS = 1_000
+WARM_UP = 8  # objects before the clock starts, on the same connection
+RECEIVE_BYTES = 128 << 10  # of one recv_into
 BUSY_SECONDS = 0.002
 
 
@@ -76,7 +78,7 @@ class _Bench:
         self.redis = redis
         self.port = port
         self.object_bytes = object_bytes
-        self.rounds = 2 if quick else 7
+        self.rounds = 2 if quick else 9
         total = TOTAL_BYTES // 8 if quick else TOTAL_BYTES
         self.count = max(4, total // object_bytes)
         self.arena = HostArena(num_blocks=self.count, block_bytes=object_bytes)
@@ -98,9 +100,10 @@ class _Bench:
     def run(self) -> dict[str, Any]:
         try:
             held = asyncio.run(self.held_ms())
+            lookup_us = uvloop.run(self.lookup_us_per_key())
             results = {"load": self.measure(self.loads()), "save": self.measure(self.saves())}
             results["beside_busy_loop"] = self.measure(self.busy_loads())
-            return {**results, "held_ms": held}
+            return {**results, "held_ms": held, "lookup_us_per_key": lookup_us}
         finally:
             self.client().flushall()
             self.view.release()
@@ -155,7 +158,7 @@ class _Bench:
 
     async def load(self) -> float:
         store = await self.opened()
-        await store.lookup(self.keys[:KEY_BYTES])  # connects, and asks for the slots
+        await store.load(self.keys[: WARM_UP * KEY_BYTES], self.ids[:WARM_UP])
         began = time.perf_counter()
         results = await store.load(self.keys, self.ids)
         seconds = time.perf_counter() - began
@@ -191,6 +194,17 @@ class _Bench:
         held: dict[str, dict[str, float]] = watch.results()["held_ms"]
         return held
 
+    async def lookup_us_per_key(self) -> float:
+        store = await self.opened()
+        keys = np.random.default_rng(2).integers(0, 256, (LOOKUP_KEYS, KEY_BYTES), np.uint8)
+        seconds = []
+        for _ in range(1 + self.rounds):
+            began = time.perf_counter()
+            await store.lookup(keys.tobytes())
+            seconds.append(time.perf_counter() - began)
+        await store.aclose()
+        return statistics.median(seconds[1:]) / LOOKUP_KEYS * 1e6
+
     async def opened(self) -> RedisStore:
         store = RedisStore(f"redis://127.0.0.1:{self.port}")
         await store.open(self.memory)
@@ -210,14 +224,20 @@ class _Bench:
 
     def recv_into(self) -> float:
         reply_bytes = len(b"$%d\r\n" % self.object_bytes) + self.object_bytes + 2
-        scratch = memoryview(bytearray(SCRATCH_BYTES))
         with self.connected() as plain:
+            plain.sendall(b"".join(_request(b"GET", name) for name in self.names[:WARM_UP]))
+            rest = min(WARM_UP, self.count) * reply_bytes
+            while rest:
+                rest -= plain.recv_into(self.view[: min(rest, RECEIVE_BYTES)])
+            at = 0
             began = time.perf_counter()
             for now, behind in self.windows():
                 plain.sendall(b"".join(_request(b"GET", name) for name in behind))
                 rest = len(now) * reply_bytes
                 while rest:
-                    rest -= plain.recv_into(scratch[: min(rest, SCRATCH_BYTES)])
+                    received = plain.recv_into(self.view[at : at + min(rest, RECEIVE_BYTES)])
+                    rest -= received
+                    at = (at + received) % (len(self.view) - RECEIVE_BYTES)
             return time.perf_counter() - began
 
     def send(self) -> float:
