@@ -6,24 +6,29 @@ Requests are pipelined: a window of them is sent before their replies are read.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 from aiokv.stores.base import Result
-from aiokv.stores.redis.connection import ReplyError, WrongLength, encode, encode_around
+from aiokv.stores.redis.connection import (
+    ReplyError,
+    WrongLength,
+    encode,
+    encode_around,
+    simple_reply,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from aiokv.stores.redis.connection import Connection
     from aiokv.stores.redis.options import Address
 
-    Buffers: TypeAlias = list[bytes | memoryview]
-
-# Bytes of values in flight on a connection. A server keeps replies that it could not send in its
-# memory, so a window bounds what a slow client costs the server.
-WINDOW_BYTES: Final = 4 << 20
-MAX_WINDOW: Final = 256  # requests; three buffers each are less than IOV_MAX
-SMALL_WINDOW: Final = 1024  # requests without values
+# Bytes of values in flight on a connection, at least two values. A server keeps replies that it
+# could not send yet in its memory. More in flight is slower: the bytes leave the CPU's caches.
+WINDOW_BYTES: Final = 512 << 10
+# Requests in flight. A thread holds the GIL while it makes the requests of half a window, and while
+# it reads their replies.
+WINDOW_KEYS: Final = 256
 
 _ASKING: Final = encode(b"ASKING")
 
@@ -66,35 +71,34 @@ _RESULTS: Final = {"OOM": Result.REFUSED, "WRONGTYPE": Result.WRONG}
 
 def lookup(connection: Connection, items: Sequence[Item], object_bytes: int) -> None:
     """Set the result of each item: ``DONE``, ``MISSING``, or ``WRONG`` for another length."""
-
-    def read(item: Item) -> None:
-        length = connection.read_reply()
-        if isinstance(length, ReplyError):
-            item.refuse(length)
-        elif length == object_bytes:
-            item.result = Result.DONE
-        else:
-            item.result = Result.WRONG if length else Result.MISSING
-
-    _pipeline(connection, items, lambda item: [encode(b"STRLEN", item.name)], read, SMALL_WINDOW)
+    known = {b":%d" % object_bytes: Result.DONE, b":0": Result.MISSING}
+    for item, line in _ask(connection, items, b"STRLEN"):
+        result = known.get(line)
+        if result is not None:
+            item.result = result
+        elif not _is_refused(item, line):
+            item.result = Result.WRONG
 
 
 def load(connection: Connection, items: Sequence[Item], ttl_seconds: int) -> None:
     """Read values into blocks; with a TTL, an object expires that long after the last load."""
-    expire = (b"EX", b"%d" % ttl_seconds) if ttl_seconds else ()
-    verb = b"GETEX" if ttl_seconds else b"GET"
+    verb, expire = (b"GETEX", (b"EX", b"%d" % ttl_seconds)) if ttl_seconds else (b"GET", ())
 
-    def read(item: Item) -> None:
-        found = connection.read_value(item.block)
-        if isinstance(found, ReplyError):
-            item.refuse(found)
-        elif isinstance(found, WrongLength):
-            item.result = Result.WRONG
-        else:
-            item.result = Result.DONE if found else Result.MISSING
+    def send(group: Sequence[Item]) -> Sequence[Item]:
+        connection.send([_encode_each(group, verb, expire)])
+        return group
 
-    window = _window(items)
-    _pipeline(connection, items, lambda item: [encode(verb, item.name, *expire)], read, window)
+    for group in _overlapped(items, _values_at_a_time(items), send):
+        for item in group:
+            if item.asking:
+                connection.read_lines(1)
+            found = connection.read_value(item.block)
+            if isinstance(found, ReplyError):
+                item.refuse(found)
+            elif isinstance(found, WrongLength):
+                item.result = Result.WRONG
+            else:
+                item.result = Result.DONE if found else Result.MISSING
 
 
 def save(connection: Connection, items: Sequence[Item], ttl_seconds: int) -> None:
@@ -105,94 +109,118 @@ def save(connection: Connection, items: Sequence[Item], ttl_seconds: int) -> Non
     items are refused without sending them.
     """
     lookup(connection, items, len(items[0].block))
-    present = [item for item in items if item.result is Result.DONE]
     if ttl_seconds:
-        _extend(connection, present, ttl_seconds)
-    expire = (b"EX", b"%d" % ttl_seconds) if ttl_seconds else ()
-    absent = [item for item in items if item.result in (Result.MISSING, Result.WRONG)]
-    for item in present:
+        _extend(connection, [item for item in items if item.result is Result.DONE], ttl_seconds)
+    absent = []
+    for item in items:
         item.was_present = item.result is Result.DONE
-    for item in absent:
-        item.result, item.error = Result.FAILED, None
-    full: list[ReplyError] = []
+        if item.result in (Result.MISSING, Result.WRONG):
+            item.result, item.error = Result.FAILED, None
+            absent.append(item)
+    expire = (b"EX", b"%d" % ttl_seconds) if ttl_seconds else ()
+    refusals: list[ReplyError] = []
 
-    def request(item: Item) -> Buffers:
-        head, tail = encode_around((b"SET", item.name), len(item.block), expire)
-        return [head, item.block, tail]
+    def send(group: Sequence[Item]) -> Sequence[Item]:
+        if refusals:
+            for item in group:
+                item.refuse(refusals[0])
+            return ()
+        connection.send(_encode_values(group, expire))
+        return group
 
-    def read(item: Item) -> None:
-        reply = connection.read_reply()
-        if isinstance(reply, ReplyError):
-            item.refuse(reply)
-            if item.result is Result.REFUSED:
-                full.append(reply)
-        else:
-            item.result = Result.DONE
-
-    answered = _pipeline(connection, absent, request, read, _window(absent), lambda: bool(full))
-    for item in absent[answered:]:
-        item.refuse(full[0])
-
-
-def _extend(connection: Connection, items: Sequence[Item], ttl_seconds: int) -> None:
-    """Let objects that are present expire later; one that expired meanwhile is missing."""
-
-    def read(item: Item) -> None:
-        reply = connection.read_reply()
-        if isinstance(reply, ReplyError):
-            item.refuse(reply)
-        elif reply == 0:
-            item.result = Result.MISSING
-
-    seconds = b"%d" % ttl_seconds
-    _pipeline(
-        connection, items, lambda item: [encode(b"EXPIRE", item.name, seconds)], read, SMALL_WINDOW
-    )
+    for group in _overlapped(absent, _values_at_a_time(absent), send):
+        for item, line in _read_lines(connection, group):
+            if not _is_refused(item, line):
+                item.result = Result.DONE
+            elif item.error is not None and item.result is Result.REFUSED:
+                refusals.append(item.error)
 
 
 def remove(connection: Connection, items: Sequence[Item]) -> None:
     """Remove keys; the server frees the memory in a thread of its own."""
-
-    def read(item: Item) -> None:
-        reply = connection.read_reply()
-        if isinstance(reply, ReplyError):
-            item.refuse(reply)
-        else:
+    for item, line in _ask(connection, items, b"UNLINK"):
+        if not _is_refused(item, line):
             item.result = Result.DONE
 
-    _pipeline(connection, items, lambda item: [encode(b"UNLINK", item.name)], read, SMALL_WINDOW)
+
+def _extend(connection: Connection, items: Sequence[Item], ttl_seconds: int) -> None:
+    """Let objects that are present expire later; one that expired meanwhile is missing."""
+    for item, line in _ask(connection, items, b"EXPIRE", b"%d" % ttl_seconds):
+        if not _is_refused(item, line) and line == b":0":
+            item.result = Result.MISSING
 
 
-def _window(items: Sequence[Item]) -> int:
-    object_bytes = len(items[0].block) if items else 1
-    return max(2, min(MAX_WINDOW, WINDOW_BYTES // object_bytes))
+# --- pipelines ------------------------------------------------------------------------------------
 
 
-def _pipeline(
-    connection: Connection,
-    items: Sequence[Item],
-    request: Callable[[Item], Buffers],
-    read: Callable[[Item], None],
-    window: int,
-    stops: Callable[[], bool] = lambda: False,
-) -> int:
-    """Send the requests of items, at most ``window`` ahead of the replies that were read.
+def _overlapped(
+    items: Sequence[Item], size: int, send: Callable[[Sequence[Item]], Sequence[Item]]
+) -> Iterator[Sequence[Item]]:
+    """Yield groups of items whose replies are due; the next group was sent before.
 
-    Return the number of items that were sent and read: fewer than all once ``stops()`` is true.
+    Args:
+        items: of one node, all with the same ``asking``.
+        size: items of a group.
+        send: sends the requests of a group, and returns the items that it has sent.
     """
-    sent = answered = 0
-    while answered < len(items) and not (stops() and answered == sent):
-        if sent < len(items) and sent - answered <= window // 2 and not stops():
-            upto = min(len(items), answered + window)
-            buffers: Buffers = []
-            for item in items[sent:upto]:
-                if item.asking:
-                    buffers.append(_ASKING)
-                buffers += request(item)
-            connection.send(buffers)
-            sent = upto
-        if items[answered].asking:
-            connection.read_reply()
-        read(items[answered])
-        answered += 1
-    return answered
+    sent: Sequence[Item] = ()
+    for begin in range(0, len(items), size):
+        behind = send(items[begin : begin + size])
+        if sent:
+            yield sent
+        sent = behind
+    if sent:
+        yield sent
+
+
+def _ask(
+    connection: Connection, items: Sequence[Item], verb: bytes, *arguments: bytes
+) -> Iterator[tuple[Item, bytes]]:
+    """Send a request per item, without a value, and yield its reply line."""
+
+    def send(group: Sequence[Item]) -> Sequence[Item]:
+        connection.send([_encode_each(group, verb, arguments)])
+        return group
+
+    for group in _overlapped(items, WINDOW_KEYS // 2, send):
+        yield from _read_lines(connection, group)
+
+
+def _read_lines(connection: Connection, group: Sequence[Item]) -> Iterator[tuple[Item, bytes]]:
+    if group[0].asking:
+        lines = connection.read_lines(2 * len(group))[1::2]
+    else:
+        lines = connection.read_lines(len(group))
+    return zip(group, lines, strict=True)
+
+
+def _is_refused(item: Item, line: bytes) -> bool:
+    """Return whether a reply line is an error, and set it as the item's outcome."""
+    reply = simple_reply(line)
+    if isinstance(reply, ReplyError):
+        item.refuse(reply)
+        return True
+    return False
+
+
+def _encode_each(group: Sequence[Item], verb: bytes, behind: Sequence[bytes]) -> bytes:
+    """Return the requests of a group; all names have the same length."""
+    head, tail = encode_around((verb,), len(group[0].name), behind)
+    if group[0].asking:
+        head = _ASKING + head
+    return head + (tail + head).join([item.name for item in group]) + tail
+
+
+def _encode_values(group: Sequence[Item], behind: Sequence[bytes]) -> list[bytes | memoryview]:
+    buffers: list[bytes | memoryview] = []
+    for item in group:
+        head, tail = encode_around((b"SET", item.name), len(item.block), behind)
+        buffers += [_ASKING + head if item.asking else head, item.block, tail]
+    return buffers
+
+
+def _values_at_a_time(items: Sequence[Item]) -> int:
+    """Return the number of values that are half a window."""
+    if not items:
+        return 1
+    return max(1, min(WINDOW_KEYS, WINDOW_BYTES // len(items[0].block)) // 2)

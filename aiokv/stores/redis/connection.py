@@ -150,13 +150,13 @@ class Connection:
 
     def read_reply(self) -> Reply:
         """Return the next reply."""
-        kind, text = self._read_line(_BUFFER_BYTES)
-        if kind in b"+-:":
-            return _simple_reply(kind, text)
-        length = _integer(text)
+        line = self._read_line(_BUFFER_BYTES)
+        if not line.startswith((b"$", b"*")):
+            return simple_reply(line)
+        length = _integer(line[1:])
         if length < 0:
             return None
-        if kind == b"*":
+        if line.startswith(b"*"):
             return [self.read_reply() for _ in range(length)]
         value = bytearray(length)
         self._receive_into(memoryview(value))
@@ -171,13 +171,13 @@ class Connection:
         """
         # Bytes behind the first line belong into the block: read no more than the line.
         ahead = len(b"$%d\r\n" % len(block))
-        kind, text = self._read_line(ahead)
-        if kind != b"$":
-            reply = _simple_reply(kind, text)
+        line = self._read_line(ahead)
+        if not line.startswith(b"$"):
+            reply = simple_reply(line)
             if isinstance(reply, ReplyError):
                 return reply
             raise ConnectionError(f"expected a value, but the server replied {reply!r}")
-        length = _integer(text)
+        length = _integer(line[1:])
         if length < 0:
             return False
         if length != len(block):
@@ -188,18 +188,37 @@ class Connection:
         self._end_value(ahead)
         return True
 
-    def _read_line(self, ahead: int) -> tuple[bytes, bytes]:
-        """Return type and rest of the next line; receive at most ``ahead`` bytes at once."""
+    def read_lines(self, count: int) -> list[bytes]:
+        """Return the next replies, each of which is one line, without the ends of the lines."""
+        lines: list[bytes] = []
+        while len(lines) < count:
+            end = self._bytes.rfind(_CRLF, self._begin, self._end)
+            if end < 0:
+                self._receive_line(_BUFFER_BYTES)
+                continue
+            found = bytes(self._buffer[self._begin : end]).split(_CRLF, count - len(lines))
+            if len(found) > count - len(lines):
+                end -= len(found.pop()) + 2
+            lines += found
+            self._begin = end + 2
+        return lines
+
+    def _read_line(self, ahead: int) -> bytes:
+        """Return the next line without its end; receive at most ``ahead`` bytes at once."""
         while True:
             end = self._bytes.find(_CRLF, self._begin, self._end)
             if end >= 0:
-                line = self._bytes[self._begin : end]
+                line = bytes(self._buffer[self._begin : end])
                 self._begin = end + 2
-                return bytes(line[:1]), bytes(line[1:])
-            received = self._end - self._begin
-            if received > _MAX_LINE_BYTES:
-                raise ConnectionError("the server sent no reply of RESP, but a line without an end")
-            self._receive_more(max(1, ahead - received))
+                return line
+            self._receive_line(ahead)
+
+    def _receive_line(self, ahead: int) -> None:
+        """Receive more of a line that is not complete."""
+        received = self._end - self._begin
+        if received > _MAX_LINE_BYTES:
+            raise ConnectionError("the server sent no reply of RESP, but a line without an end")
+        self._receive_more(max(1, ahead - received))
 
     def _end_value(self, ahead: int) -> None:
         """Take the end of a value, and up to ``ahead`` bytes of the reply behind it."""
@@ -249,14 +268,20 @@ class Connection:
             raise ConnectionAbortedError("the operation was cancelled")
 
 
-def _simple_reply(kind: bytes, text: bytes) -> int | bytes | ReplyError:
+def simple_reply(line: bytes) -> int | bytes | ReplyError:
+    """Return the reply that is one line, without its end.
+
+    Raises:
+        ConnectionError: the line is no such reply.
+    """
+    kind, text = line[:1], line[1:]
     if kind == b"-":
         return ReplyError(text.decode(errors="replace"))
     if kind == b":":
         return _integer(text)
     if kind == b"+":
         return text
-    raise ConnectionError(f"the server sent no reply of RESP, but {(kind + text)[:40]!r}")
+    raise ConnectionError(f"the server sent no reply of RESP, but {line[:40]!r}")
 
 
 def _integer(text: bytes) -> int:

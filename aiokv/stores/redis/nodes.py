@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 from aiokv.errors import StoreError
 from aiokv.stores.base import Result
@@ -14,7 +14,7 @@ from aiokv.stores.redis.pool import ConnectionPool
 from aiokv.stores.redis.slots import SlotMap
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterable, Sequence
     from concurrent.futures import Executor
 
     from aiokv.stores.redis.commands import Item
@@ -23,9 +23,12 @@ if TYPE_CHECKING:
 
     Job: TypeAlias = Callable[[Connection, Sequence[Item]], None]
 
+T = TypeVar("T")
+
+KEYS_PER_PASS: Final = 256
 MAX_ROUNDS: Final = 5  # a key is redirected at most 4 times in one call
 SMALL_CONNECTIONS: Final = 2  # per node, for requests that must not wait behind values
-PART_BYTES: Final = 8 << 20  # a batch of more is spread over several connections
+PART_BYTES: Final = 16 << 20  # a batch of more is spread over several connections
 
 
 class Nodes:
@@ -77,29 +80,40 @@ class Nodes:
 
         Cancellation: all jobs have ended.
         """
-        rest = list(items)
+        rest = items
         errors: list[StoreError] = []
         for _ in range(MAX_ROUNDS):
             if not rest:
                 break
-            slots = await self._known_slots()
-            groups: dict[Address, list[Item]] = defaultdict(list)
-            for item in rest:
-                groups[item.node or slots.node(item.name)].append(item)
-            parts = [
-                (address, part) for address, group in groups.items() for part in self._split(group)
-            ]
+            parts = await self._parts(rest)
             errors += await self._run_parts(parts, job)
             rest = [
-                item for address, part in parts for item in part if self._redirects(address, item)
+                item
+                for address, part in parts
+                for item in part
+                if item.error is not None and self._redirects(address, item, item.error)
             ]
         if items and all(item.result is Result.FAILED for item in items):
             raise errors[0] if errors else _refusal(items)
 
+    async def _parts(self, items: Sequence[Item]) -> list[tuple[Address, list[Item]]]:
+        """Return the items by node, in parts that run at the same time."""
+        slots = await self._known_slots()
+        groups: dict[tuple[Address, bool], list[Item]] = defaultdict(list)
+        async for some in in_passes(items):
+            for item in some:
+                groups[item.node or slots.node(item.name), item.asking].append(item)
+        return [
+            (address, part) for (address, _), group in groups.items() for part in self._split(group)
+        ]
+
     def _split(self, group: list[Item]) -> Iterable[list[Item]]:
-        """Return the parts of a batch that run at the same time."""
+        """Return the parts of a batch that run at the same time.
+
+        A batch takes at most half of the connections to a node; other calls have the rest.
+        """
         num_bytes = len(group) * len(group[0].block)
-        parts = max(1, min(self._connections, len(group), num_bytes // PART_BYTES))
+        parts = max(1, min(self._connections // 2, len(group), num_bytes // PART_BYTES))
         return (group[i::parts] for i in range(parts))
 
     async def _run_parts(
@@ -129,11 +143,9 @@ class Nodes:
         self._is_stale = True
         self._failed.add(address)
 
-    def _redirects(self, address: Address, item: Item) -> bool:
+    def _redirects(self, address: Address, item: Item, error: ReplyError) -> bool:
         """Prepare an item for the node that the reply names; return False if it names none."""
-        if item.error is None:
-            return False
-        code, _, place = item.error.text.partition(" ")
+        code, _, place = error.text.partition(" ")
         if code in ("CLUSTERDOWN", "READONLY", "MASTERDOWN"):
             self._suspect(address)
         if code not in ("MOVED", "ASK"):
@@ -184,6 +196,14 @@ class Nodes:
                 self._failed.clear()
                 return slots
         raise first_error or StoreError("redis store: no node is known")
+
+
+async def in_passes(items: Sequence[T]) -> AsyncIterator[Sequence[T]]:
+    """Yield the items in parts, one per pass of the loop, so that no pass takes long."""
+    for begin in range(0, len(items), KEYS_PER_PASS):
+        if begin:
+            await asyncio.sleep(0)
+        yield items[begin : begin + KEYS_PER_PASS]
 
 
 def _ask_slots(connection: Connection) -> Reply:

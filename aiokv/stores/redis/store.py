@@ -16,7 +16,7 @@ from aiokv.stores.base import Result, StoreMemory, StoreStatistics, split_keys
 from aiokv.stores.options import url_options
 from aiokv.stores.redis import commands
 from aiokv.stores.redis.commands import Item
-from aiokv.stores.redis.nodes import Nodes
+from aiokv.stores.redis.nodes import Nodes, in_passes
 from aiokv.stores.redis.options import parse_server, without_secrets
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ class RedisStore:
 
     async def lookup(self, keys: bytes) -> NDArray[np.bool_]:
         """Return for each key whether the store has an object of the right length."""
-        items = self._items(keys)
+        items = await self._items(keys)
         await self._run(items, partial(commands.lookup, object_bytes=self._object_bytes))
         return np.array([item.result is Result.DONE for item in items], np.bool_)
 
@@ -177,7 +177,7 @@ class RedisStore:
 
         Cancellation: the connections of the call are closed, and no byte arrives afterwards.
         """
-        items = self._items(keys, blocks)
+        items = await self._items(keys, blocks)
         await self._run(items, partial(commands.load, ttl_seconds=self._ttl_seconds))
         return self._results("load", items)
 
@@ -187,14 +187,14 @@ class RedisStore:
         Cancellation: the connections of the call are closed. Objects that the server received
         whole are stored, and all others are not.
         """
-        items = self._items(keys, blocks)
+        items = await self._items(keys, blocks)
         await self._run(items, partial(commands.save, ttl_seconds=self._ttl_seconds))
         self._counts["save_was_present"] += sum(item.was_present for item in items)
         return self._results("save", items)
 
     async def remove(self, keys: bytes) -> NDArray[np.uint8]:
         """Remove objects; return ``[N]`` uint8 ``Result``. Keys that are missing are ``DONE``."""
-        items = self._items(keys)
+        items = await self._items(keys)
         await self._run(items, commands.remove)
         return self._results("remove", items)
 
@@ -231,12 +231,19 @@ class RedisStore:
     def _object_bytes(self) -> int:
         return 0 if self._memory is None else self._memory.object_bytes
 
-    def _items(self, keys: bytes, blocks: NDArray[np.int32] | None = None) -> list[Item]:
-        names = [self._prefix + key.hex().encode() for key in split_keys(keys)]
-        if blocks is None or self._memory is None:
-            return [Item(name, _NO_BLOCK) for name in names]
-        pairs = zip(names, blocks.tolist(), strict=True)
-        return [Item(name, self._memory.object(block)) for name, block in pairs]
+    async def _items(self, keys: bytes, blocks: NDArray[np.int32] | None = None) -> list[Item]:
+        """Return an item per key; without blocks, for a request that moves no value."""
+        items: list[Item] = []
+        ids = None if blocks is None else blocks.tolist()
+        async for some in in_passes(split_keys(keys)):
+            names = [self._prefix + key.hex().encode() for key in some]
+            if ids is None or self._memory is None:
+                items += [Item(name, _NO_BLOCK) for name in names]
+            else:
+                numbers = ids[len(items) : len(items) + len(names)]
+                objects = map(self._memory.object, numbers)
+                items += map(Item, names, objects)
+        return items
 
     async def _run(self, items: Sequence[Item], job: Job) -> None:
         """Run a job in a task that ``aclose`` can end.
@@ -258,9 +265,10 @@ class RedisStore:
             self._running.discard(task)
 
     def _results(self, operation: str, items: Sequence[Item]) -> NDArray[np.uint8]:
-        for item in items:
-            self._counts[f"{operation}_{item.result.name.lower()}"] += 1
-        return np.array([item.result for item in items], np.uint8)
+        results = [item.result for item in items]
+        for result, count in Counter(results).items():
+            self._counts[f"{operation}_{result.name.lower()}"] += count
+        return np.array(results, np.uint8)
 
 
 def _is_cancelling() -> bool:
