@@ -98,6 +98,8 @@ class RunResult(ServingStatistics, kw_only=True):
     capacity_wait_ms: Percentiles
     onload: Traffic
     offload: Traffic
+    fetch: Traffic
+    save: Traffic
     wakeup_us: Percentiles
     rows_not_finite: int
     corrupted: str
@@ -147,6 +149,8 @@ ROWS: tuple[tuple[str, Cell], ...] = (
     ("waited for blocks, p50 / p99", lambda run: _pair(run.capacity_wait_ms, 1e-3)),
     ("onload", lambda run: _traffic(run.onload)),
     ("offload", lambda run: _traffic(run.offload)),
+    ("loaded from the store", lambda run: _traffic(run.fetch)),
+    ("saved to the store", lambda run: _traffic(run.save)),
     ("runner waited for layers", lambda run: format_seconds(run.layer_wait_ms * 1e-3)),
     ("wake-up latency, p50 / p99", lambda run: _pair(run.wakeup_us, 1e-6)),
     ("run time", lambda run: format_seconds(run.seconds)),

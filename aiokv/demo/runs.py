@@ -6,17 +6,15 @@ store, the later two runs are processes of their own, which share nothing but th
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
-from multiprocessing import get_context
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 import aiokv
+from aiokv.demo.processes import call_in_new_process
 from aiokv.demo.report import DemoResult, Percentiles, RunResult, Traffic
 from aiokv.demo.runner import ModelRunner
 from aiokv.demo.serving import Server, ServingConfig
@@ -157,41 +155,33 @@ async def run_demo(make_scenario: MakeScenario, config: DemoConfig, stages: Stag
     workload = scenario.workload
     config.check_fits(workload)
     reference: Ledger | None = None
-    computed: dict[bytes, set[bytes]] = {}  # by the processes so far
+    computed: dict[bytes, set[bytes]] = {}
     results = []
     for run in _plan_runs(config):
         advance = stages(run.label, workload.requests)
         if run.store:
-            result, ledger = await _in_new_process(make_scenario, config, run, reference, computed)
-            computed = ledger.computed_blocks
+            # The store may have blocks of earlier processes: what the first run has computed is
+            # right for them, too.
+            result, ledger = await call_in_new_process(
+                _run_alone, make_scenario, config, run, reference, computed
+            )
             advance(workload.requests)
         else:
             result, ledger = await _run_once(scenario, config, run, reference, advance, {})
         results.append(result)
         reference = reference or ledger
+        computed = ledger.computed_blocks
     return DemoResult.of(results, workload=workload.title, model=scenario.model.description)
 
 
-async def _in_new_process(
+def _run_alone(
     make_scenario: MakeScenario,
     config: DemoConfig,
     run: _Run,
     reference: Ledger | None,
     computed_blocks: dict[bytes, set[bytes]],
 ) -> tuple[RunResult, Ledger]:
-    """Make a run in a process that ends with it: only the store keeps cached blocks."""
-    arguments = (make_scenario, config, run, reference, computed_blocks)
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-        return await asyncio.get_running_loop().run_in_executor(process, _main, *arguments)
-
-
-def _main(
-    make_scenario: MakeScenario,
-    config: DemoConfig,
-    run: _Run,
-    reference: Ledger | None,
-    computed_blocks: dict[bytes, set[bytes]],
-) -> tuple[RunResult, Ledger]:
+    """Make a run in a process of its own: only the store keeps cached blocks."""
     import uvloop
 
     return uvloop.run(
@@ -249,6 +239,8 @@ async def _run_once(
         capacity_wait_ms=Percentiles.of(server.capacity_wait_seconds, 1e3),
         onload=_traffic(worker.onload),
         offload=_traffic(worker.offload),
+        fetch=_traffic(worker.fetch),
+        save=_traffic(worker.save),
         wakeup_us=Percentiles(*(round(1e6 * seconds, 3) for seconds in wakeups)),
         rows_not_finite=ledger.rows_not_finite,
         corrupted=corruptor.done if corruptor is not None else "",

@@ -48,7 +48,7 @@ def block_digests(root, tokens, block_tokens, items=()):
 
 
 def digest_of(block_tokens, key):
-    """Return the digest of a block of a ``CachedBlocks`` model, by its context, tokens and items."""
+    """Return the digest of a block of the ``CachedBlocks`` model."""
     context, tokens, items = key
     return block_digests(root_digest(block_tokens, context), tokens, block_tokens, items)[-1]
 
