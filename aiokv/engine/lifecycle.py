@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from aiokv import _native, checks
 from aiokv.engine.lifetime import Phase
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from aiokv.engine.steps import Steps
 
 log = Log(__name__)
+
+SAVE_SECONDS: Final = 30.0  # when the engine closes
 
 _opened: weakref.WeakSet[Lifecycle] = weakref.WeakSet()
 
@@ -111,16 +113,20 @@ class Lifecycle:
         self._dispatcher.conditions.test()
 
     async def _save(self, timeout: float | None) -> None:
-        """Save the committed blocks to the stores, for the next process."""
+        """Save the committed blocks to the stores, for the next process.
+
+        Stops after ``SAVE_SECONDS``: a store that is stuck does not keep the engine open.
+        """
+        limit = SAVE_SECONDS if timeout is None else min(timeout, SAVE_SECONDS)
         if self._scheduler.read.open_step:
             self._steps.close(None)
         apply, scheduler = self._dispatcher.apply, self._scheduler
         try:
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(limit):
                 while apply(scheduler.collect_backups()) or apply(scheduler.collect_saves()):
                     await self._worker.drain()
         except TimeoutError:
-            log.warning("engine.not_saved", waited_seconds=timeout)
+            log.warning("engine.not_saved", waited_seconds=limit)
 
     async def _wait_for_leases(self, timeout: float | None) -> None:
         read = self._scheduler.read

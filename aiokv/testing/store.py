@@ -274,7 +274,7 @@ class ScriptedStore:
 
 
 async def _opened(hold: _Hold) -> None:
-    """Wait for the gate; raise a cancellation after it was opened."""
+    """Wait for the gate; raise a cancellation after it was opened, or when the loop ends."""
     cancelled: asyncio.CancelledError | None = None
     while not hold.gate.opened:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -282,6 +282,8 @@ async def _opened(hold: _Hold) -> None:
         try:
             await waiter
         except asyncio.CancelledError as error:
+            if all(task.cancelling() for task in asyncio.all_tasks()):
+                raise
             cancelled = error
     if cancelled is not None:
         raise cancelled

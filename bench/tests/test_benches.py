@@ -12,7 +12,10 @@ from bench import harness
 
 @pytest.mark.parametrize(
     "name",
-    ["index", "policy", "admission", "cancel_storm", "shutdown", "ranks", "loop_held", "disk_io"],
+    [
+        "index", "digest", "policy", "admission", "cancel_storm", "shutdown", "ranks", "loop_held",
+        "disk_io",
+    ],  # fmt: skip
 )
 def test_bench_returns_finite_comparable_numbers(name):
     numbers = harness.flatten(importlib.import_module(f"bench.{name}").run(quick=True))

@@ -5,9 +5,11 @@
 //                          [| u32 bytes of the item key | item key, if an item touches the block])
 //   key          = SHA-256(fingerprint | block digest)
 //
-// Numbers are little-endian. The parent digest chains all earlier tokens, the context (salt and
-// adapter) and block_tokens. The fingerprint tells the model, its weights, and the layout of the
-// bytes (aiokv/stores/fingerprint.py).
+// An item key has, for each item that touches the block, in order: i64 bytes of its content hash |
+// content hash | i64 offset of the item from the first position of the block | i64 positions of the
+// item. Numbers are little-endian. The parent digest chains all earlier tokens, the context (salt
+// and adapter) and block_tokens. The fingerprint tells the model, its weights, and the layout of
+// the bytes (aiokv/stores/fingerprint.py).
 #pragma once
 
 #include <cstdint>
