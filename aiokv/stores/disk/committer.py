@@ -309,10 +309,10 @@ class Committer:
             await self._threads.run(lambda _: new.discard())
             raise
         old, self._journal = self._journal, new
-        old.close()
         self._rewrite = False
         self._next_compaction = 0
         self.compactions += 1
+        await self._threads.run(lambda _: old.close())  # takes long: its blocks become free
 
     async def _write_snapshot(self, new: Journal) -> None:
         async def write(records: bytes) -> None:
