@@ -679,9 +679,9 @@ class SlotTable:
     def take_records(self) -> bytes:
         """Return the records of removals since the last call, without checksums."""
 
-    def settle(self, total: int) -> None:
+    def settle(self, total: int, count: int) -> bool:
         """
-        Free the slots that were unsettled when `unsettled_total` had this value.
+        Free up to `count` of the slots that were unsettled when `unsettled_total` had this value; return True when none of them is left.
         """
 
     @property

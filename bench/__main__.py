@@ -31,6 +31,7 @@ BENCHES = (
     "ranks",
     "loop_held",
     "disk_io",
+    "disk",
 )
 
 

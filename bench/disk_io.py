@@ -177,3 +177,49 @@ async def _compare(
     found["threads_ratio"] = wall["threads"] / wall["aiokv"]
     found["cpu_share_of_threads"] = cpu["aiokv"] / cpu["threads"]
     return found
+
+
+class PlainLoop:
+    """The io_uring loop of ``disk_baselines.cpp`` over a file, for other benches.
+
+    Args:
+        folder: where the file is made; it is removed by ``close``.
+        address: page-aligned memory of ``num_bytes``, as many as the file has.
+
+    Raises:
+        OSError: io_uring is refused.
+    """
+
+    def __init__(self, folder: Path, address: int, num_bytes: int) -> None:
+        self._address = address
+        self._num_bytes = num_bytes
+        self._ring = _library().ring_open(ENTRIES, address, num_bytes)
+        if not self._ring:
+            _check(ctypes.get_errno())
+        with tempfile.NamedTemporaryFile(dir=folder, prefix="disk-loop-") as file:
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+            self._fd = os.open(file.name, os.O_RDWR | os.O_DIRECT)
+        self.move(write=True, block_bytes=MIB)
+
+    def move(self, *, write: bool, block_bytes: int) -> None:
+        """Move the whole file, block by block."""
+        offsets = np.arange(self._num_bytes // block_bytes, dtype=np.uint64) * block_bytes
+        addresses = self._address + offsets
+        _check(
+            _library().ring_run(
+                self._ring,
+                _Blocks(
+                    self._fd,
+                    write,
+                    block_bytes,
+                    len(offsets),
+                    addresses.ctypes.data,
+                    offsets.ctypes.data,
+                ),
+            )
+        )
+
+    def close(self) -> None:
+        """Close the ring and the file."""
+        _library().ring_close(self._ring)
+        os.close(self._fd)

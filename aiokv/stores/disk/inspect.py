@@ -250,7 +250,7 @@ def _blocks(table: _native.SlotTable, header: Header) -> Iterator[StoredBlock]:
 
 def _new_table(volume: Volume, header: Header) -> _native.SlotTable:
     segments = sum(name.startswith("segment-") for name in volume.names())
-    return _native.SlotTable(max(1, segments * header.segment_slots))
+    return _native.SlotTable(max(1, segments) * header.segment_slots)
 
 
 @contextmanager

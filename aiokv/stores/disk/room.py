@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _GROWTH_BYTES: Final = 256 << 20  # allocated at a time
 _EVICTED_AT_ONCE: Final = 1_024  # about 0.5 ms of the loop
 _MAX_SPARE_SLOTS: Final = 4_096
+_SPARE_BYTES: Final = 256 << 20  # written per flush of a full store, if that is 1/16 of it
 _JOURNAL_BYTES: Final = 4 << 20  # a journal that is not compacted yet, and its replacement
 _JOURNAL_BYTES_PER_SLOT: Final = 256
 _TRIES: Final = 8  # other saves may take slots that were made free for one
@@ -63,7 +64,10 @@ class Room:
         self._min_free_bytes = max(
             min_free_bytes, _JOURNAL_BYTES + table.capacity * _JOURNAL_BYTES_PER_SLOT
         )
-        self._spare_slots = min(_MAX_SPARE_SLOTS, table.capacity // 64)
+        self._spare_slots = min(
+            _MAX_SPARE_SLOTS,
+            max(table.capacity // 256, min(table.capacity // 16, _SPARE_BYTES // slot_bytes)),
+        )
         self._is_full = False  # the files cannot grow
         self._lock = asyncio.Lock()
 
