@@ -26,6 +26,7 @@
 #include "aiokv/io_queue.hpp"
 #include "check.hpp"
 #include "completions.hpp"
+#include "job_line.hpp"
 #include "registered_buffers.hpp"
 #include "transfer.hpp"
 #include "uring_abi.hpp"
@@ -354,6 +355,26 @@ TEST(completions_are_announced_when_their_batch_is_complete) {
     CHECK_THROWS(UsageError, completions.pop(2));
     completions.pop(1);
     CHECK_EQ(completions.pending(), 0u);
+}
+
+TEST(reads_go_before_writes_which_still_have_their_turn) {
+    IoCompletions completions;
+    JobLine line(completions);
+    std::vector<IoRequest> requests(40);
+    for (std::size_t i = 0; i < requests.size(); ++i) {
+        requests[i].tag = i;
+        requests[i].operation = i < 10 ? IoOperation::kWrite : IoOperation::kRead;
+    }
+    line.append(requests, completions.open(requests.size()));
+    std::vector<std::uint64_t> taken;
+    for (int i = 0; i < 16; ++i) taken.push_back(line.take().request.tag);
+    CHECK((taken == std::vector<std::uint64_t>{10, 11, 12, 13, 14, 15, 16, 0, 17, 18, 19, 20, 21,
+                                               22, 23, 1}));
+    line.cancel({2, 24});
+    CHECK_EQ(completions.peek(9).size(), 2u);
+    std::size_t left = 0;
+    for (; !line.empty(); ++left) line.take();
+    CHECK_EQ(left, 22u);
 }
 
 TEST(wake_pace_sleeps_for_several_only_while_many_are_in_flight) {
