@@ -3,6 +3,7 @@
 #include <linux/filter.h>
 #include <linux/seccomp.h>
 #include <poll.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
@@ -609,6 +610,24 @@ TEST(commands_are_taken_while_requests_are_in_the_kernel) {
     CHECK_EQ(results[1], 8);
     CHECK(results[2] == 0 || results[2] == -ENOMEM);
     CHECK_EQ(results[3], 8);
+}
+
+TEST(queue_continues_a_short_read_behind_its_first_bytes) {
+    if (!can_use(IoBackendChoice::kIoUring)) return;
+    Pipe pipe;
+    Memory source(2 * kPage, 9), found(3 * kPage);
+    IoQueue queue(2, IoBackendChoice::kIoUring);
+    queue.register_buffer(found.at(0), found.size, 1);
+    wait_for(queue, 1);
+    const IoRequest request{
+        .fd = pipe.ends[0], .length = 2 * kPage, .address = found.at(kPage), .tag = 2};
+    queue.submit({&request, 1});
+    for (const std::size_t part : {std::size_t{0}, kPage}) {
+        CHECK_EQ(::write(pipe.ends[1], source.data + part, kPage), int(kPage));
+        for (int left = 1; left > 0;) ::ioctl(pipe.ends[0], FIONREAD, &left);  // until it is read
+    }
+    CHECK_EQ(wait_for(queue, 1)[2], int(2 * kPage));
+    CHECK(std::memcmp(found.data + kPage, source.data, source.size) == 0);
 }
 
 TEST(destroyed_queue_does_not_touch_memory_any_more) {

@@ -384,7 +384,7 @@ async def test_refused_registration_is_logged_and_io_works(
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-@pytest.mark.parametrize("part", ["refused", "fork"])
+@pytest.mark.parametrize("part", ["refused", "fork", "imports"])
 def test_in_a_process_of_its_own(part: str, loop: str, path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-W", "error", PROGRAM, part, loop, path],
