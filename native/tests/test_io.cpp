@@ -3,6 +3,7 @@
 #include <linux/filter.h>
 #include <linux/seccomp.h>
 #include <poll.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
@@ -26,6 +27,7 @@
 #include "aiokv/io_queue.hpp"
 #include "check.hpp"
 #include "completions.hpp"
+#include "job_line.hpp"
 #include "registered_buffers.hpp"
 #include "transfer.hpp"
 #include "uring_abi.hpp"
@@ -356,6 +358,26 @@ TEST(completions_are_announced_when_their_batch_is_complete) {
     CHECK_EQ(completions.pending(), 0u);
 }
 
+TEST(reads_go_before_writes_which_still_have_their_turn) {
+    IoCompletions completions;
+    JobLine line(completions);
+    std::vector<IoRequest> requests(40);
+    for (std::size_t i = 0; i < requests.size(); ++i) {
+        requests[i].tag = i;
+        requests[i].operation = i < 10 ? IoOperation::kWrite : IoOperation::kRead;
+    }
+    line.append(requests, completions.open(requests.size()));
+    std::vector<std::uint64_t> taken;
+    for (int i = 0; i < 16; ++i) taken.push_back(line.take().request.tag);
+    CHECK((taken == std::vector<std::uint64_t>{10, 11, 12, 13, 14, 15, 16, 0, 17, 18, 19, 20, 21,
+                                               22, 23, 1}));
+    line.cancel({2, 24});
+    CHECK_EQ(completions.peek(9).size(), 2u);
+    std::size_t left = 0;
+    for (; !line.empty(); ++left) line.take();
+    CHECK_EQ(left, 22u);
+}
+
 TEST(wake_pace_sleeps_for_several_only_while_many_are_in_flight) {
     WakePace pace;
     CHECK_EQ(pace.wanted(64), 1u);  // nothing is known about the device
@@ -588,6 +610,24 @@ TEST(commands_are_taken_while_requests_are_in_the_kernel) {
     CHECK_EQ(results[1], 8);
     CHECK(results[2] == 0 || results[2] == -ENOMEM);
     CHECK_EQ(results[3], 8);
+}
+
+TEST(queue_continues_a_short_read_behind_its_first_bytes) {
+    if (!can_use(IoBackendChoice::kIoUring)) return;
+    Pipe pipe;
+    Memory source(2 * kPage, 9), found(3 * kPage);
+    IoQueue queue(2, IoBackendChoice::kIoUring);
+    queue.register_buffer(found.at(0), found.size, 1);
+    wait_for(queue, 1);
+    const IoRequest request{
+        .fd = pipe.ends[0], .length = 2 * kPage, .address = found.at(kPage), .tag = 2};
+    queue.submit({&request, 1});
+    for (const std::size_t part : {std::size_t{0}, kPage}) {
+        CHECK_EQ(::write(pipe.ends[1], source.data + part, kPage), int(kPage));
+        for (int left = 1; left > 0;) ::ioctl(pipe.ends[0], FIONREAD, &left);  // until it is read
+    }
+    CHECK_EQ(wait_for(queue, 1)[2], int(2 * kPage));
+    CHECK(std::memcmp(found.data + kPage, source.data, source.size) == 0);
 }
 
 TEST(destroyed_queue_does_not_touch_memory_any_more) {

@@ -19,7 +19,7 @@ import pytest
 
 from aiokv import _native
 from aiokv.errors import ConfigError, LayoutError, UsageError
-from aiokv.stores.disk.io import BACKEND_VARIABLE, DiskIo
+from aiokv.stores.disk.io import BACKEND_VARIABLE, CALL_REQUESTS, DiskIo
 from aiokv.testing import run_until_idle, spin
 
 if TYPE_CHECKING:
@@ -139,6 +139,22 @@ async def test_calls_that_run_at_once_get_their_own_results(backend: str, path: 
             for i in range(0, 190, 7):
                 assert (blocks.bytes[i : i + 1 + i % 7] == wanted[i : i + 1 + i % 7]).all()
                 assert (blocks.bytes[i + 1 + i % 7 : i + 7] == 0).all()
+
+
+@pytest.mark.asyncio
+async def test_call_with_more_requests_than_one_native_call(backend: str, path: Path) -> None:
+    with blocks_at(path, 1, flags=0) as blocks:
+        async with opened(backend) as io:
+            os.ftruncate(blocks.fd, CALL_REQUESTS + 5)
+            count = 2 * CALL_REQUESTS + 3
+            addresses = np.full(count, blocks.address, np.uint64)
+            lengths = np.full(count, 7, np.uint32)
+            offsets = np.arange(count, dtype=np.uint64)
+            results = await io.read(blocks.fd, addresses, lengths, offsets)
+            wanted = [min(7, max(0, CALL_REQUESTS + 5 - i)) for i in range(count)]
+            assert results.tolist() == wanted
+            with pytest.raises(UsageError, match="their numbers must be equal"):
+                await io.read(blocks.fd, addresses, lengths[1:], offsets)
 
 
 @pytest.mark.asyncio
@@ -368,7 +384,7 @@ async def test_refused_registration_is_logged_and_io_works(
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-@pytest.mark.parametrize("part", ["refused", "fork"])
+@pytest.mark.parametrize("part", ["refused", "fork", "imports"])
 def test_in_a_process_of_its_own(part: str, loop: str, path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-W", "error", PROGRAM, part, loop, path],

@@ -23,7 +23,7 @@ class IoBackend {
     // Ends `job`, whose request is ignored, when the kernel has mapped the memory or has refused.
     virtual void register_buffer(std::uint64_t address, std::size_t num_bytes, IoJob job) = 0;
 
-    virtual void submit(std::span<const IoJob> jobs) = 0;
+    virtual void submit(std::span<const IoRequest> requests, std::uint64_t batch) = 0;
     virtual void cancel(std::span<const std::uint64_t> tags) = 0;
 
     // Cancels the jobs that have not started, waits for the others, and joins the threads.

@@ -125,11 +125,7 @@ void IoQueue::submit(std::span<const IoRequest> requests) {
     check_usable("submit");
     check_all(requests);
     if (requests.empty()) return;
-    const std::uint64_t batch = completions_->open(requests.size());
-    std::vector<IoJob> jobs;
-    jobs.reserve(requests.size());
-    for (const auto& request : requests) jobs.push_back({request, batch});
-    backend_->submit(jobs);
+    backend_->submit(requests, completions_->open(requests.size()));
 }
 
 void IoQueue::cancel(std::span<const std::uint64_t> tags) {

@@ -34,8 +34,8 @@ void RingBackend::register_buffer(std::uint64_t address, std::size_t num_bytes, 
     commands_.register_buffer({address, num_bytes, job});
 }
 
-void RingBackend::submit(std::span<const IoJob> jobs) {
-    commands_.submit(jobs);
+void RingBackend::submit(std::span<const IoRequest> requests, std::uint64_t batch) {
+    commands_.submit(requests, batch);
 }
 
 void RingBackend::cancel(std::span<const std::uint64_t> tags) {

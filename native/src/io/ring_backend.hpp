@@ -18,7 +18,7 @@ class RingBackend final : public IoBackend {
 
     const char* name() const override { return "io_uring"; }
     void register_buffer(std::uint64_t address, std::size_t num_bytes, IoJob job) override;
-    void submit(std::span<const IoJob> jobs) override;
+    void submit(std::span<const IoRequest> requests, std::uint64_t batch) override;
     void cancel(std::span<const std::uint64_t> tags) override;
     void close() override;
 

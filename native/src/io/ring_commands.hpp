@@ -32,9 +32,9 @@ class RingCommands {
     int fd() const { return event_.fd(); }
     void drain() const { event_.drain(); }
 
-    void submit(std::span<const IoJob> jobs) {
+    void submit(std::span<const IoRequest> requests, std::uint64_t batch) {
         std::lock_guard lock(mutex_);
-        line_.append(jobs);
+        line_.append(requests, batch);
         event_.signal();
     }
 

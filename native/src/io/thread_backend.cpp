@@ -47,12 +47,12 @@ void ThreadBackend::register_buffer(std::uint64_t, std::size_t, IoJob job) {
     completions_.end(job, 0);
 }
 
-void ThreadBackend::submit(std::span<const IoJob> jobs) {
+void ThreadBackend::submit(std::span<const IoRequest> requests, std::uint64_t batch) {
     {
         std::lock_guard lock(mutex_);
-        line_.append(jobs);
+        line_.append(requests, batch);
     }
-    if (jobs.size() == 1) {
+    if (requests.size() == 1) {
         wakeup_.notify_one();
     } else {
         wakeup_.notify_all();
