@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Iterator
 
 SIZES = {"128_kib": 128 << 10, "1_mib": 1 << 20, "4_mib": 4 << 20}
-TOTAL_BYTES = 128 << 20
+TOTAL_BYTES = 64 << 20
 LOOKUP_KEYS = 1_000
 WARM_UP = 8  # objects before the clock starts, on the same connection
 RECEIVE_BYTES = 128 << 10  # of one recv_into
