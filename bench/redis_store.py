@@ -80,7 +80,7 @@ class _Bench:
         self.redis = redis
         self.port = port
         self.object_bytes = object_bytes
-        self.rounds = 2 if quick else 9
+        self.rounds = 2 if quick else 7
         total = TOTAL_BYTES // 8 if quick else TOTAL_BYTES
         self.count = max(4, total // object_bytes)
         self.arena = HostArena(num_blocks=self.count, block_bytes=object_bytes)
@@ -103,18 +103,22 @@ class _Bench:
         try:
             held = asyncio.run(self.held_ms())
             lookup_us = uvloop.run(self.lookup_us_per_key())
-            results = {"load": self.measure(self.loads()), "save": self.measure(self.saves())}
-            results["beside_busy_loop"] = self.measure(self.busy_loads())
-            return {**results, "held_ms": held, "lookup_us_per_key": lookup_us}
+            return {
+                "load": self.measure(self.loads(), self.rounds),
+                "save": self.measure(self.saves(), self.rounds),
+                "beside_busy_loop": self.measure(self.busy_loads(), min(3, self.rounds)),
+                "held_ms": held,
+                "lookup_us_per_key": lookup_us,
+            }
         finally:
             self.client().flushall()
             self.view.release()
             self.arena.close()
 
-    def measure(self, ways: dict[str, Callable[[], float]]) -> dict[str, float]:
+    def measure(self, ways: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:
         """Run all ways in turns; each returns its seconds."""
         seconds: dict[str, list[float]] = defaultdict(list)
-        for _ in range(self.rounds):
+        for _ in range(rounds):
             for name, way in ways.items():
                 seconds[name].append(way())
         moved = self.count * self.object_bytes / 1e9
