@@ -29,6 +29,7 @@ BENCHES = (
     "shutdown",
     "ranks",
     "loop_held",
+    "remote_stores",
 )
 
 
