@@ -4,7 +4,7 @@
 a program without aiokv would make: ``batch_get_into`` and ``batch_put_from`` of Mooncake Store on
 registered memory, ``get`` and ``put`` of obstore with as many requests at a time (its buffers are
 not copied), and ``preadv`` and ``pwritev`` of whole files in as many threads. Both take turns;
-``ratio`` is store over library, of the medians. All servers run on this machine, over loopback.
+``ratio`` is store over library, the median over the turns. All servers run on this machine, over loopback.
 A store whose package or server is absent is left out; `make services` installs them.
 """
 
@@ -102,10 +102,11 @@ async def compared(
             if turn:  # the first one warms up
                 seconds[name].append(time.perf_counter() - began)
     medians = {name: statistics.median(taken) for name, taken in seconds.items()}
+    pairs = zip(seconds["library"], seconds["store"], strict=True)
     return {
         "store_gbps": batch.num_bytes / medians["store"] / 1e9,
         "library_gbps": batch.num_bytes / medians["library"] / 1e9,
-        "ratio": medians["library"] / medians["store"],
+        "ratio": statistics.median(library / store for library, store in pairs),
     }
 
 
