@@ -4,7 +4,7 @@
 a program without aiokv would make: ``batch_get_into`` and ``batch_put_from`` of Mooncake Store on
 registered memory, ``get`` and ``put`` of obstore with as many requests at a time (its buffers are
 not copied), and ``preadv`` and ``pwritev`` of whole files in as many threads. Both take turns;
-``ratio`` is store over library, the median over the turns. All servers run on this machine, over loopback.
+``ratio`` is store over library, the median over the turns. All servers run on this machine.
 A store whose package or server is absent is left out; `make services` installs them.
 """
 
