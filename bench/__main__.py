@@ -30,6 +30,7 @@ BENCHES = (
     "ranks",
     "loop_held",
     "redis_store",
+    "remote_stores",
 )
 
 
