@@ -32,6 +32,8 @@ BENCHES = (
     "loop_held",
     "disk_io",
     "disk",
+    "redis_store",
+    "remote_stores",
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self
 from urllib.parse import urlsplit
 
@@ -12,15 +13,19 @@ import numpy as np
 from aiokv.errors import ConfigError, StoreError
 from aiokv.stores.base import Result, StoreMemory, StoreStatistics, split_keys
 from aiokv.stores.options import url_options, without_query
+from aiokv.stores.threads import StoreThreads
 from aiokv.stores.waiting import all_ended
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Callable, Coroutine, Mapping
 
     from numpy.typing import NDArray
 
 _SCHEMES: Final = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
-_CHUNK_BYTES: Final = 1 << 20  # copied into a block at a time, so that the loop is held briefly
+INLINE_BYTES: Final = 256 << 10  # larger objects are copied into blocks by threads
+_THREADS: Final = 8
+_CHUNK_BYTES: Final = 64 << 10
 _LOOKUP_WAVE: Final = 64  # keys that are asked for at the same time
 _NO_ROOM: Final = ("507", "StorageFull", "InsufficientStorage", "QuotaExceeded")
 
@@ -83,6 +88,7 @@ class S3Store:
         self._concurrency = concurrency
         self._gate = asyncio.Semaphore(concurrency)
         self._tasks: set[asyncio.Task[int]] = set()
+        self._threads = StoreThreads("s3", 1)
         self._requests = 0
         self._memory: StoreMemory | None = None
         self._client: _Client | None = None
@@ -112,6 +118,7 @@ class S3Store:
         """
         self._client = _Client(self.url, self._config, self._timeout, allow_http=self._allows_http)
         self._gate = asyncio.Semaphore(self._concurrency)
+        self._threads = StoreThreads("s3", min(_THREADS, self._concurrency))
         self._memory = memory
 
     async def lookup(self, keys: bytes) -> NDArray[np.bool_]:
@@ -140,13 +147,20 @@ class S3Store:
 
         Raises:
             StoreError: no request was answered, or access is denied.
+
+        Cancellation: ends when no thread writes into a block, after ``timeout_seconds`` at most.
         """
         client, memory = self._opened()
+        threads = self._threads
         names = _names(keys)
 
         async def get(index: int) -> int:
-            async with self._gate:
-                size = await client.read(names[index], memory.object(int(blocks[index])))
+            view = memory.object(int(blocks[index]))
+            if memory.object_bytes <= INLINE_BYTES:
+                async with self._gate:
+                    size = await client.read(names[index], view)
+            else:
+                size = await threads.run(partial(client.read_in_thread, names[index], view))
             if size < 0:
                 return Result.MISSING
             return Result.DONE if size == memory.object_bytes else Result.WRONG
@@ -195,13 +209,16 @@ class S3Store:
     async def aclose(self) -> None:
         """Cancel operations in flight, and close the connections. Idempotent.
 
-        Cancellation: takes effect when no request reads a block.
+        Cancellation: takes effect when no request accesses a block.
         """
         self._client = self._memory = None
         for task in self._tasks:
             task.cancel()
-        if self._tasks:
-            await all_ended(self._tasks)
+        try:
+            if self._tasks:
+                await all_ended(self._tasks)
+        finally:
+            await self._threads.aclose()
 
     def _opened(self) -> tuple[_Client, StoreMemory]:
         if self._client is None or self._memory is None:
@@ -303,12 +320,23 @@ class _Client:
         size = int(answer.meta["size"])
         if size != len(view):
             return size
-        if size <= _CHUNK_BYTES:
-            content = memoryview(await answer.bytes_async())
-            view[: len(content)] = content
-            return len(content)
+        content = memoryview(await answer.bytes_async())
+        view[: len(content)] = content
+        return len(content)
+
+    def read_in_thread(self, name: str, view: memoryview, unwanted: threading.Event) -> int:
+        """Read an object as ``read`` does, without an intermediate copy; blocks."""
+        try:
+            answer = self._api.get(self._store, name)
+        except FileNotFoundError:
+            return -1
+        size = int(answer.meta["size"])
+        if size != len(view):
+            return size
         position = 0
-        async for chunk in answer.stream(min_chunk_size=_CHUNK_BYTES):
+        for chunk in answer.stream(min_chunk_size=_CHUNK_BYTES):
+            if unwanted.is_set():
+                break
             content = memoryview(chunk)
             view[position : position + len(content)] = content
             position += len(content)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 
 from aiokv.errors import ConfigError, StoreError
 from aiokv.stores.redis import RedisStore, from_url
+from aiokv.stores.redis.connection import Connection, ReplyError
 from tests.stores.conformance import (
     DONE,
     FAILED,
@@ -41,7 +43,7 @@ from tests.stores.servers_redis import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Iterable, Iterator
     from pathlib import Path
 
     from aiokv.stores.base import Store
@@ -208,12 +210,17 @@ async def test_batch_over_several_connections(server: RedisServer) -> None:
 async def test_full_server_refuses_and_serves(tmp_path: Path) -> None:
     blocks = Blocks(payload_bytes=(1 << 20) - 64)
     with running_server(tmp_path, maxmemory="14mb", maxmemory_policy="noeviction") as server:
-        async with opened_at(server.url, blocks) as store:
+        async with opened_at(server.url, blocks, connections=1) as store:
             keys = keys_of(range(20))
             results = await store.save(keys, np.arange(20, dtype=np.int32))
             stored = int((results == DONE).sum())
             assert 0 < stored < 20
             assert set(results.tolist()) == {DONE, REFUSED}
+            # What follows a first refusal is not sent, except for what was on its way.
+            (rejected,) = re.findall(
+                rb"cmdstat_set:.*rejected_calls=([0-9]+)", server.command("INFO", "commandstats")
+            )
+            assert 0 < int(rejected) <= 2
             assert (await store.lookup(keys)).tolist() == (results == DONE).tolist()
             assert (await store.load(keys[:32], ids(20))).tolist() == [DONE]
             refused = keys_of([int(np.flatnonzero(results == REFUSED)[0])])
@@ -354,6 +361,19 @@ async def test_server_that_does_not_reply_to_a_new_connection(tmp_path: Path) ->
             with pytest.raises(StoreError, match=r"did not reply within 0\.05 s") as caught:
                 await store.lookup(keys_of([1]))
         assert SECRET not in every_text(caught.value)
+
+
+@pytest.mark.asyncio
+async def test_stopped_server_does_not_log_in(tmp_path: Path) -> None:
+    blocks = Blocks()
+    with running_server(tmp_path, requirepass=SECRET) as server:
+        url = server.url.replace("//", f"//:{SECRET}@")
+        async with opened_at(url, blocks, connect_timeout_seconds=0.1) as store:
+            keys = keys_of([1])
+            await store.lookup(keys)
+            server.stop()
+            with pytest.raises(StoreError, match=r"did not reply within 0\.1 s"):
+                await store.load(keys, ids(0))  # on another connection than the lookup
 
 
 @pytest.mark.asyncio
@@ -585,6 +605,35 @@ async def test_redirections_in_a_circle_end(server: RedisServer) -> None:
         with pytest.raises(StoreError, match="no reply"):
             await store.load(keys_of([1]), ids(0))
         assert store.statistics().details["redirections"] == 5
+
+
+class ShortSocket(socket.socket):
+    """A socket that sends at most 7 bytes at a time, as after a signal."""
+
+    def sendmsg(self, buffers: Iterable[bytes | memoryview]) -> int:  # type: ignore[override]
+        return self.send(b"".join(buffers)[:7])
+
+
+def test_short_sends_are_continued() -> None:
+    left, right = socket.socketpair()
+    with right, ShortSocket(fileno=left.detach()) as short:
+        parts = [b"some", b"", memoryview(b"bytes of a block"), b"and", memoryview(b"others")]
+        Connection(short).send(parts)
+        assert right.recv(1000) == b"".join(parts)
+
+
+def test_replies_of_all_kinds() -> None:
+    left, right = socket.socketpair()
+    with right, left:
+        right.sendall(
+            b"*4\r\n$3\r\na\r\n\r\n:-7\r\n*-1\r\n*1\r\n+OK\r\n-ERR no\r\n:1\r\n:2\r\n+x\r\n"
+        )
+        connection = Connection(left)
+        assert connection.read_reply() == [b"a\r\n", -7, None, [b"OK"]]
+        assert connection.read_reply() == ReplyError("ERR no")
+        assert connection.read_lines(2) == [b":1", b":2"]
+        assert connection.read_lines(1) == [b"+x"]
+        assert connection.is_usable()
 
 
 # --- TLS ------------------------------------------------------------------------------------------

@@ -162,7 +162,7 @@ async def test_replica_that_is_promoted(cluster: Cluster) -> None:
 @pytest.mark.asyncio
 async def test_master_that_fails(cluster: Cluster, failure: str) -> None:
     blocks = Blocks()
-    async with opened(ClusterMedium(cluster, connect_timeout_seconds=0.2), blocks) as store:
+    async with opened(ClusterMedium(cluster, connect_timeout_seconds=0.5), blocks) as store:
         keys = await save(store, blocks, range(8))
         master = cluster.master_of(name_of(0))
         replica = cluster.replica_of(master)
@@ -177,7 +177,7 @@ async def test_master_that_fails(cluster: Cluster, failure: str) -> None:
 
             async def is_served() -> bool:
                 try:
-                    async with asyncio.timeout(0.3):
+                    async with asyncio.timeout(1.0):
                         found = await store.load(keys, np.arange(8, 16, dtype=np.int32))
                         return bool((found == DONE).all())
                 except (StoreError, TimeoutError):

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from aiokv.errors import StoreError
-from aiokv.stores import S3Store
+from aiokv.errors import ConfigError, StoreError
+from aiokv.stores import S3Store, s3
 from aiokv.testing.leftovers import open_descriptors
 from tests.stores.conformance import (
     DONE,
@@ -120,6 +120,15 @@ class TestConformance(StoreConformance):
     pass
 
 
+@pytest.mark.loop("asyncio")
+class TestConformanceInThreads(StoreConformance):
+    """Large objects are copied by threads; here all are."""
+
+    @pytest.fixture(autouse=True)
+    def all_in_threads(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(s3, "INLINE_BYTES", 0)
+
+
 @pytest.mark.loop("uvloop")
 class TestObjectFailures(ObjectFailures):
     pass
@@ -148,3 +157,61 @@ class TestServerFailures(ServerFailures):
             ):
                 with pytest.raises(StoreError, match=r"access is denied.*check the credentials"):
                     await operation
+
+
+@pytest.mark.asyncio
+@pytest.mark.loop("asyncio")
+async def test_a_stopped_server_in_threads(rig: S3Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3, "INLINE_BYTES", 0)
+    async with guarded(rig.store()) as requests:
+        assert await requests.save([1]) == [DONE]
+        rig.stop()
+        try:
+            await requests.until_refused()
+            await requests.cost_a_millisecond()
+        finally:
+            rig.resume()
+        await eventually(requests.are_served_again)
+
+
+@pytest.mark.asyncio
+async def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    store = S3Store("s3://bucket/prefix")
+    with pytest.raises(ConfigError, match=r"aiokv\[s3\]"):
+        await store.open(Blocks().memory)
+    await store.aclose()
+
+
+@pytest.mark.asyncio
+async def test_an_unknown_option_of_the_package_is_refused() -> None:
+    store = S3Store("s3://bucket/prefix", options={"no_such_option": "1"})
+    with pytest.raises(ConfigError, match="no_such_option"):
+        await store.open(Blocks().memory)
+    await store.aclose()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("scheme", ["gs", "az"])
+async def test_other_clouds_are_opened_by_scheme(scheme: str) -> None:
+    options = {"account_name": "test", "account_key": "dGVzdA=="} if scheme == "az" else {}
+    if scheme == "gs":
+        options = {"skip_signature": "true"}
+    store = S3Store(f"{scheme}://bucket/prefix", options=options)
+    await store.open(Blocks().memory)
+    await store.aclose()
+
+
+def test_arguments_and_url() -> None:
+    store = S3Store.from_url("s3://bucket/prefix?endpoint=http://127.0.0.1:9000&concurrency=8")
+    assert store.url == "s3://bucket/prefix"
+    assert S3Store("s3://user:secret@bucket/prefix").url == "s3://bucket/prefix"
+    for url, reason in (
+        ("bucket/prefix", "it must be scheme://bucket/prefix"),
+        ("ftp://bucket/prefix", "the scheme is one of"),
+        ("s3://bucket?concurrency=0", "concurrency is 0"),
+        ("s3://bucket?timeout_seconds=0", "timeout_seconds is 0.0"),
+        ("s3://bucket?secret_access_key=x", "option 'secret_access_key' .* is unknown"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            S3Store.from_url(url)

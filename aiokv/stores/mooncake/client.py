@@ -27,11 +27,12 @@ ENVIRONMENT: Final = {
     "MC_HANDSHAKE_CONNECT_TIMEOUT": "1",
     "MC_STORE_CLIENT_SETUP_RETRIES": "1",
     "MC_TCP_ADMISSION_TIMEOUT_MS": "1000",
+    "MC_TCP_LANES_PER_PEER": "16",  # each times out on its own: one second per 16 transfers
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "1",
     "MC_TCP_STATUS_TIMEOUT_SEC": "1",
     "MC_LOG_LEVEL": "ERROR",
 }
-_KEYS_PER_CALL: Final = 32  # a stopped process costs a second for every few keys of a call
+_KEYS_PER_CALL: Final = 64  # a call cannot be interrupted, also when a process is stopped
 _LOCAL_BUFFER_BYTES: Final = 16 << 20  # of the library, for calls that are not used here
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # Bytes of values in flight on a connection, at least two values. A server keeps replies that it
 # could not send yet in its memory. More in flight is slower: the bytes leave the CPU's caches.
-WINDOW_BYTES: Final = 512 << 10
+WINDOW_BYTES: Final = 256 << 10
 # Requests in flight. A thread holds the GIL while it makes the requests of half a window, and while
 # it reads their replies.
 WINDOW_KEYS: Final = 256
@@ -104,8 +104,8 @@ def load(connection: Connection, items: Sequence[Item], ttl_seconds: int) -> Non
 def save(connection: Connection, items: Sequence[Item], ttl_seconds: int) -> None:
     """Send values of keys that the server does not have.
 
-    An object with the same length under a key has the same bytes: keys are digests of the content.
-    A value of another length is replaced. After a first refusal for want of memory the remaining
+    An object of the right length is kept: objects of one key are interchangeable. A value of
+    another length is replaced. After a first refusal for want of memory the remaining
     items are refused without sending them.
     """
     lookup(connection, items, len(items[0].block))

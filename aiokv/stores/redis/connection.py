@@ -1,9 +1,10 @@
 """Connection: one blocking socket to a server, used by one thread at a time.
 
 A thread reads a value from the socket straight into a host block, and sends a value straight from
-one: Python copies no payload, and the thread does not hold the GIL while the kernel copies. The
-event loop copies nothing. On a loop that computes between its passes this is 3 to 20 times as fast
-as a ``BufferedProtocol``, and on an idle loop as fast.
+a host block: Python copies no payload, and the thread does not hold the GIL while the kernel
+copies. A ``BufferedProtocol`` on the event loop is as fast on an idle loop, but its copies hold the
+loop, and beside a task that computes on an asyncio loop it is 1.4 to 41 times slower, the more the
+smaller the blocks (``bench/redis_store.py``).
 
 The protocol is RESP2, which every version of Valkey and Redis speaks.
 """

@@ -12,7 +12,7 @@ from aiokv.stores.redis.connection import Connection, ReplyError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from concurrent.futures import Executor
+    from concurrent.futures import Executor, Future
 
     from aiokv.stores.redis.options import Address, Server
 
@@ -130,18 +130,26 @@ class ConnectionPool:
 
     async def _in_thread(self, connection: Connection, job: Callable[[Connection], T]) -> T:
         """Run a job in a thread; when cancelled, abort the connection and await the job's end."""
-        future = asyncio.wrap_future(self._executor.submit(job, connection))
-        cancelled: asyncio.CancelledError | None = None
-        while not future.done():
-            try:
-                await asyncio.wait([future])
-            except asyncio.CancelledError as error:
-                cancelled = error
-                connection.abort()
-        if cancelled is not None:
-            future.exception()  # the abort is the cause, and the caller asked for it
-            raise cancelled
-        return future.result()
+        return await until_ended(self._executor.submit(job, connection), connection.abort)
+
+
+async def until_ended(job: Future[T], abort: Callable[[], None] = lambda: None) -> T:
+    """Return the result of a job in a thread.
+
+    Cancellation: calls ``abort``, and waits until the job has ended.
+    """
+    future = asyncio.wrap_future(job)
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait([future])
+        except asyncio.CancelledError as error:
+            cancelled = error
+            abort()
+    if cancelled is not None:
+        future.exception()  # marks it as retrieved: the abort is its cause
+        raise cancelled
+    return future.result()
 
 
 async def _connected_socket(address: Address) -> socket.socket:

@@ -18,6 +18,7 @@ from aiokv.stores.redis import commands
 from aiokv.stores.redis.commands import Item
 from aiokv.stores.redis.nodes import Nodes, in_passes
 from aiokv.stores.redis.options import parse_server, without_secrets
+from aiokv.stores.redis.pool import until_ended
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -43,36 +44,38 @@ class RedisStore:
     """Blocks in the memory of Valkey or Redis: one server, or a cluster.
 
     An object is a string under the key ``prefix`` + 64 hexadecimal digits. All engines with the
-    same model, weights and layout share it, on every machine that reaches the server. Needs
-    redis-py (``pip install 'aiokv[redis]'``), which reads the URL and the TLS options and computes
-    the slots of a cluster; the values do not pass through it.
+    same model, weights and layout share it, on every machine that reaches the server. The store
+    needs redis-py (``pip install 'aiokv[redis]'``) to read the URL and the TLS options and to
+    compute the slots of a cluster; values do not pass through redis-py.
 
     **Sockets.** The store listens on no port. It opens up to ``connections`` + 2 TCP connections
-    to each master, when they are needed, and keeps them. A socket is used by one thread at a time,
-    which reads values into host blocks and sends them from there. The thread of the event loop
-    moves no payload. A cluster is recognised by itself; the store follows its redirections and its
-    fail-overs and reads only from masters.
+    to each master, each when it is first needed, and keeps them. One thread at a time uses a
+    socket: it reads values into host blocks and sends values from host blocks. The event loop
+    moves no payload. The store asks the server for the slots of a cluster, follows redirections
+    and fail-overs, and reads from masters only.
 
-    **Authentication.** With a password the store sends ``AUTH``, with a user name if there is one
-    (an ACL user needs ``+get +getex +set +strlen +expire +unlink +select +asking +cluster|slots``
-    on the keys of the prefix). A password in ``redis://`` travels as plain text, and so do the
-    blocks: use ``rediss://`` where others can read the network. The password is in no message and
-    in no statistics. Whoever may write to the server can replace blocks: the checksum of a block
-    finds errors and truncation, but it is no signature.
+    **Authentication.** With a password, the store sends ``AUTH``, with the user name if there is
+    one. An ACL user needs ``~aiokv:* +get +set +strlen +unlink``; with ``ttl_seconds`` also
+    ``+getex +expire``, with a database ``+select``, and in a cluster ``+asking +cluster|slots``.
+    With ``redis://``, the password and the blocks travel as plain text: use ``rediss://`` on a
+    network that others can read. No message and no statistics contain the password. A client that
+    may write to the server can replace blocks: the checksum of a block detects errors, but it is
+    not a signature.
 
-    **Memory.** The server decides which blocks it keeps. Set ``maxmemory``. With
-    ``maxmemory-policy allkeys-lru`` (or ``allkeys-lfu``) a full server drops blocks that were not
-    used for long; this is the usual choice. With ``noeviction``, the default of both servers, a
-    full server refuses saves (``Result.REFUSED``) until blocks are removed or expire.
-    ``ttl_seconds`` lets blocks expire that long after they were saved or loaded last. Persistence
-    (RDB, AOF) doubles the memory during a snapshot and is not needed for a cache: set ``save ""``
-    and ``appendonly no``.
+    **Memory.** The server decides which blocks it keeps. Set its ``maxmemory``. With
+    ``maxmemory-policy allkeys-lru`` or ``allkeys-lfu``, a full server drops blocks that were not
+    used for long: the usual choice. With ``noeviction``, the default, a full server refuses saves
+    (``Result.REFUSED``) until blocks are removed or expire. With ``ttl_seconds``, a block expires
+    that long after its last save or load. A cache needs no persistence, and a snapshot can double
+    the memory of the server: set ``save ""`` and ``appendonly no``.
 
     **Promises.** A load fills a block only with a value of the length of an object; the guard
-    then checks key and checksum. A save sends only objects that the server does not have with the
-    right length: it asks with ``STRLEN`` first, then sends ``SET`` without ``NX``. Keys are digests
-    of the content, so two writers of a key write the same bytes. A server that restarts without
-    persistence, or a fail-over to a replica that lags, loses blocks: they are missing.
+    then verifies key and checksum. A save first asks with ``STRLEN`` which objects the server has,
+    and sends the others, and those of a wrong length, with ``SET`` without ``NX``. The server
+    stores an object whole or not at all. A key is a digest of the tokens and the model that
+    determine a block, so it does not matter which of two saves of a key is kept. A server that
+    restarts without persistence, or a fail-over to a replica that lags, loses blocks: they are
+    missing afterwards.
 
     Args:
         url: ``redis://[user:password@]host[:port][,host2[:port2]...][/database]``; ``rediss://``
@@ -159,8 +162,13 @@ class RedisStore:
                 f"{MAX_VALUE_BYTES} bytes",
                 hint="lower block_tokens",
             )
-        server = parse_server(self._secret_url, *self._credentials)
         executor = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="aiokv-redis")
+        try:  # in a thread: importing redis-py and reading certificates takes a while
+            parsed = executor.submit(parse_server, self._secret_url, *self._credentials)
+            server = await until_ended(parsed)
+        except BaseException:
+            executor.shutdown()
+            raise
         self._memory = memory
         self._executor = executor
         self._is_closed = False
@@ -223,7 +231,7 @@ class RedisStore:
             self._nodes.close_idle()
         if self._executor is not None:
             self._executor.shutdown()  # its threads have no jobs
-            self._executor = None
+        self._executor = self._memory = None
 
     # --- batches ----------------------------------------------------------------------------------
 
