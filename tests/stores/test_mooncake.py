@@ -6,14 +6,15 @@ import asyncio
 import os
 import sys
 import types
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from aiokv.errors import ConfigError
+from aiokv.errors import ConfigError, StoreError
 from aiokv.stores import MooncakeStore
+from aiokv.stores.mooncake import store as store_module
 from aiokv.stores.mooncake.client import import_library
-from aiokv.testing.leftovers import open_descriptors
+from aiokv.testing.leftovers import open_descriptors, running_threads
 from tests.stores.conformance import DONE, Blocks, StoreConformance, eventually, ids, keys_of, save
 from tests.stores.failures import ObjectFailures, ServerFailures, ServerRig, guarded
 from tests.stores.mooncake_cluster import MooncakeCluster, why_absent
@@ -100,13 +101,81 @@ def medium(rig: MooncakeRig) -> MooncakeRig:
     return rig
 
 
-@pytest.mark.loop("asyncio")  # a client takes a second to close
-class TestConformance(StoreConformance):
+class KeptClients:
+    """The module ``mooncake.store``, with clients that are used again: closing one takes 1 s."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        self._idle: list[Any] = []
+        self.ReplicateConfig = library.ReplicateConfig
+
+    def MooncakeDistributedStore(self) -> KeptClient:
+        return KeptClient(self)
+
+    def take(self, arguments: tuple[Any, ...]) -> Any:
+        """Return a client that is set up."""
+        if self._idle:
+            return self._idle.pop()
+        client = self._library.MooncakeDistributedStore()
+        assert client.setup(*arguments) == 0
+        return client
+
+    def keep(self, client: Any) -> None:
+        self._idle.append(client)
+
+    def close(self) -> None:
+        for client in self._idle:
+            client.close()
+
+
+class KeptClient:
+    """A client that is set up and closed once for several tests."""
+
+    def __init__(self, clients: KeptClients) -> None:
+        self._clients = clients
+        self._client: Any = None
+
+    def setup(self, *arguments: Any) -> int:
+        self._client = self._clients.take(arguments)
+        return 0
+
+    def close(self) -> None:
+        self._clients.keep(self._client)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+
+@pytest.fixture(scope="module")
+def kept_clients(cluster: MooncakeCluster) -> Iterator[KeptClients]:
+    clients = KeptClients(import_library())
+    arguments = ("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", cluster.address)
+    for client in [clients.take(arguments), clients.take(arguments)]:  # as many as a test uses
+        clients.keep(client)
+    yield clients
+    clients.close()
+
+
+@pytest.fixture
+def keeps_clients(kept_clients: KeptClients, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "import_library", lambda: kept_clients)
+
+
+@pytest.mark.usefixtures("keeps_clients")
+class KeepsClients:
+    @pytest.fixture(autouse=True)
+    def no_leaks(self) -> Iterator[None]:
+        """Check that the test closed its threads; clients that are kept have descriptors."""
+        before = running_threads()
+        yield
+        assert not running_threads() - before
+
+
+class TestConformance(KeepsClients, StoreConformance):
     pass
 
 
-@pytest.mark.loop("asyncio")
-class TestObjectFailures(ObjectFailures):
+class TestObjectFailures(KeepsClients, ObjectFailures):
     pass
 
 
@@ -134,9 +203,9 @@ class HolderRig(MooncakeRig):
 async def test_a_holder_that_does_not_answer_costs_one_deadline(
     cluster: MooncakeCluster, *, is_killed: bool
 ) -> None:
-    rig = HolderRig(cluster)
+    cluster.kill()  # the master may still give memory of a holder that was killed
     cluster.start()
-    cluster.clear()
+    rig = HolderRig(cluster)
     async with guarded(rig.store()) as requests:
         assert await requests.save([1]) == [DONE]
         (rig.kill if is_killed else rig.stop)()
@@ -146,6 +215,27 @@ async def test_a_holder_that_does_not_answer_costs_one_deadline(
         finally:
             (rig.start if is_killed else rig.resume)()
         await eventually(requests.are_served_again)
+
+
+@pytest.mark.asyncio
+async def test_no_client_is_set_up_for_a_stopped_master(
+    rig: MooncakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Setting up holds the interpreter's lock until the master answers."""
+    monkeypatch.setattr(store_module, "MooncakeClient", must_not_be_called)
+    store = rig.store()
+    rig.stop()
+    try:
+        await store.open(Blocks().memory)
+        with pytest.raises(StoreError, match="does not answer"):
+            await store.lookup(keys_of([1]))
+    finally:
+        rig.resume()
+        await store.aclose()
+
+
+def must_not_be_called(*arguments: object) -> None:
+    pytest.fail("a client was set up")
 
 
 def test_an_address_without_a_port_is_refused() -> None:
