@@ -1,4 +1,4 @@
-"""Snapshots of recurrent state in host memory: saved by policy, restored where the device has none."""
+"""Snapshots of recurrent state in host memory: saved by the policy, restored where needed."""
 
 from __future__ import annotations
 
