@@ -650,9 +650,9 @@ class SlotTable:
     def take_records(self) -> bytes:
         """Return the records of removals since the last call, without checksums."""
 
-    def settle(self, total: int) -> None:
+    def settle(self, total: int, count: int) -> bool:
         """
-        Free the slots that were unsettled when `unsettled_total` had this value.
+        Free up to `count` of the slots that were unsettled when `unsettled_total` had this value; return True when none of them is left.
         """
 
     @property
@@ -735,7 +735,7 @@ def stamp_records(records: bytes, epoch: int, position: int) -> bytes:
 
 class IoQueue:
     """
-    Reads and writes of files that end asynchronously, announced by an eventfd. Used by the thread that creates it.
+    Reads and writes of files that end asynchronously, announced by an eventfd.
     """
 
     def __init__(self, entries: int = 64, backend: str = 'auto') -> None:
@@ -753,18 +753,17 @@ class IoQueue:
 
     @property
     def fd(self) -> int:
-        """The eventfd, readable when reap() has results; -1 when closed."""
-
-    def fileno(self) -> int:
-        """See fd."""
+        """
+        The eventfd: readable from the end of the last request of a submit() until pop() has removed all results; -1 when closed.
+        """
 
     @property
     def pending(self) -> int:
-        """Requests that reap() has not returned."""
+        """Requests whose results were not removed."""
 
-    def register_buffer(self, address: int, num_bytes: int) -> int:
+    def register_buffer(self, address: int, num_bytes: int, tag: int) -> None:
         """
-        Let the kernel map the memory once for all requests. Return 0, or the errno with which it refused: requests are then slower. Raises UsageError while requests are pending.
+        Let the kernel map memory once for all later requests. The result, with the tag, is 0, or the -errno with which it refused: requests are then slower.
         """
 
     def submit(self, fd: int, write: bool, addresses: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], lengths: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], tags: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> int:
@@ -780,12 +779,18 @@ class IoQueue:
         Ask to end requests early. Each still has a result: -ECANCELED when it was cancelled in time.
         """
 
+    def peek(self, limit: int = 4096) -> tuple[Annotated[NDArray[numpy.uint64], dict(shape=(None,))], Annotated[NDArray[numpy.int32], dict(shape=(None,))]]:
+        """
+        Return the oldest results, (tags, results), and keep them. A result is the number of bytes (fewer than requested: the file ended), 0 for a flush, or -errno.
+        """
+
+    def pop(self, count: int) -> None:
+        """Remove the oldest results."""
+
     def reap(self) -> tuple[Annotated[NDArray[numpy.uint64], dict(shape=(None,))], Annotated[NDArray[numpy.int32], dict(shape=(None,))]]:
-        """
-        Return (tags, results) of requests that have ended. A result is the number of bytes (fewer than requested: the file ended), 0 for a flush, or -errno.
-        """
+        """Return results as peek() does, and remove them."""
 
     def close(self) -> None:
         """
-        Cancel the requests that have not started, and block until the kernel accesses no memory of the others. reap() returns their results. Idempotent.
+        Cancel the requests that have not started, and block until the kernel accesses no memory of the others. Results can be read afterwards. Idempotent.
         """

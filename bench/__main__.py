@@ -30,6 +30,8 @@ BENCHES = (
     "shutdown",
     "ranks",
     "loop_held",
+    "disk_io",
+    "disk",
 )
 
 

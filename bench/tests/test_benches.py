@@ -12,7 +12,18 @@ from bench import harness
 
 @pytest.mark.parametrize(
     "name",
-    ["index", "digest", "policy", "admission", "cancel_storm", "shutdown", "ranks", "loop_held"],
+    [
+        "index",
+        "digest",
+        "policy",
+        "admission",
+        "cancel_storm",
+        "shutdown",
+        "ranks",
+        "loop_held",
+        "disk_io",
+        "disk",
+    ],
 )
 def test_bench_returns_finite_comparable_numbers(name):
     numbers = harness.flatten(importlib.import_module(f"bench.{name}").run(quick=True))

@@ -84,7 +84,11 @@ class DirectoryStore:
         path = unquote(urlsplit(url).path)
         if not path:
             raise ConfigError(f"{url!r} names no folder", hint="write directory:/mnt/shared/kv")
-        options: dict[str, Callable[[str], Any]] = {"bytes": parse_bytes, "fsync": parse_flag, "threads": int}
+        options: dict[str, Callable[[str], Any]] = {
+            "bytes": parse_bytes,
+            "fsync": parse_flag,
+            "threads": int,
+        }
         return cls(path, **url_options(url, options))
 
     async def open(self, memory: StoreMemory) -> None:
