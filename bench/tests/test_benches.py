@@ -13,9 +13,17 @@ from bench import harness, redis_store
 @pytest.mark.parametrize(
     "name",
     [
-        "index", "digest", "policy", "admission", "cancel_storm", "shutdown", "ranks", "loop_held",
-        "disk_io", "disk",
-    ],  # fmt: skip
+        "index",
+        "digest",
+        "policy",
+        "admission",
+        "cancel_storm",
+        "shutdown",
+        "ranks",
+        "loop_held",
+        "disk_io",
+        "disk",
+    ],
 )
 def test_bench_returns_finite_comparable_numbers(name):
     numbers = harness.flatten(importlib.import_module(f"bench.{name}").run(quick=True))
