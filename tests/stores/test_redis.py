@@ -809,6 +809,8 @@ async def test_tls_certificates_are_verified(
         (f"redis://:a/{SECRET}@host", "quoted"),
         (f"redis://:a?{SECRET}@host", "quoted"),
         (f"redis://:a#{SECRET}@host", "quoted"),
+        (f"redis://:a[{SECRET}@host", "quoted"),
+        (f"redis://:a\u2100{SECRET}@host", "quoted"),
         (f"redis://:{SECRET}@host/zero", "database zero"),
         (f"redis://:{SECRET}@host?db=zero", "db"),
         (f"redis://:{SECRET}@host?db=-1", "database -1"),
@@ -824,6 +826,9 @@ async def test_wrong_url(url: str, expected: str) -> None:
     store = RedisStore(url)
     with pytest.raises(ConfigError, match=expected) as caught:
         await store.open(Blocks().memory)
+    with pytest.raises(ConfigError) as of_url:
+        await from_url(url).open(Blocks().memory)
+    assert SECRET not in every_text(of_url.value)
     assert SECRET not in every_text(caught.value)
     assert SECRET not in f"{store.url} {store!r}"
     await store.aclose()
