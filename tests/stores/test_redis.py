@@ -26,6 +26,7 @@ from tests.stores.conformance import (
     Blocks,
     Medium,
     StoreConformance,
+    eventually,
     ids,
     keys_of,
     object_of,
@@ -33,6 +34,7 @@ from tests.stores.conformance import (
     save,
     saved_and_loaded,
 )
+from tests.stores.failures import ObjectFailures, ServerFailures, ServerRig, guarded
 from tests.stores.servers import free_port
 from tests.stores.servers_redis import (
     Proxy,
@@ -103,6 +105,73 @@ class TestRedisStoreWithTtl(StoreConformance):
     @pytest.fixture
     def medium(self, server: RedisServer) -> ServerMedium:
         return ServerMedium(server, ttl_seconds=1000, prefix="{ttl}", connections=1)
+
+
+class RedisRig(ServerRig):
+    """A server of its own, and another one that is full."""
+
+    def __init__(self, server: RedisServer, full_server: RedisServer) -> None:
+        self.server = server
+        self._full_server = full_server
+
+    def store(self) -> Store:
+        return self.store_at(self.server.port)
+
+    def store_at(self, port: int) -> Store:
+        return RedisStore(f"redis://127.0.0.1:{port}")
+
+    def full(self) -> Store:
+        self._full_server.start()
+        used = re.findall(rb"used_memory:([0-9]+)", self._full_server.command("INFO", "memory"))
+        self._full_server.command("CONFIG", "SET", "maxmemory", int(used[0]) + 200_000)
+        return self.store_at(self._full_server.port)
+
+    def replace(self, key: bytes, content: bytes) -> None:
+        self.server.command("SET", f"aiokv:{key.hex()}", content)
+
+    @property
+    def port(self) -> int:
+        return self.server.port
+
+    def kill(self) -> None:
+        self.server.kill()
+
+    def start(self) -> None:
+        self.server.start()
+
+    def stop(self) -> None:
+        self.server.stop()
+
+    def resume(self) -> None:
+        self.server.resume()
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[RedisRig]:
+    full_server = RedisServer(tmp_path / "full")
+    with running_server(tmp_path / "server") as server:
+        try:
+            yield RedisRig(server, full_server)
+        finally:
+            full_server.kill()
+
+
+class TestObjectFailures(ObjectFailures):
+    pass
+
+
+@pytest.mark.loop("uvloop")
+class TestServerFailures(ServerFailures):
+    async def test_a_changed_password_is_no_failure_of_requests(self, rig: RedisRig) -> None:
+        async with guarded(rig.store()) as requests:
+            assert await requests.save([1]) == [DONE]
+            with rig.server.client() as client:
+                client.config_set("requirepass", SECRET)
+                client.client_kill_filter(_type="normal", skipme=True)
+                await requests.until_refused()
+                await requests.cost_a_millisecond()
+                client.config_set("requirepass", "")
+            await eventually(requests.are_served_again)
 
 
 # --- objects ------------------------------------------------------------------------------------
@@ -602,7 +671,7 @@ async def test_redirections_in_a_circle_end(server: RedisServer) -> None:
     blocks = Blocks()
     async with ScriptedServer(b"") as fake, opened_at(fake.url, blocks) as store:
         fake.reply = f"-MOVED 1 :{fake.port}\r\n".encode()
-        with pytest.raises(StoreError, match="no reply"):
+        with pytest.raises(StoreError, match="redirected the keys more than 5 times"):
             await store.load(keys_of([1]), ids(0))
         assert store.statistics().details["redirections"] == 5
 
@@ -740,6 +809,8 @@ async def test_tls_certificates_are_verified(
         (f"redis://:a/{SECRET}@host", "quoted"),
         (f"redis://:a?{SECRET}@host", "quoted"),
         (f"redis://:a#{SECRET}@host", "quoted"),
+        (f"redis://:a[{SECRET}@host", "quoted"),
+        (f"redis://:a\u2100{SECRET}@host", "quoted"),
         (f"redis://:{SECRET}@host/zero", "database zero"),
         (f"redis://:{SECRET}@host?db=zero", "db"),
         (f"redis://:{SECRET}@host?db=-1", "database -1"),
@@ -755,6 +826,9 @@ async def test_wrong_url(url: str, expected: str) -> None:
     store = RedisStore(url)
     with pytest.raises(ConfigError, match=expected) as caught:
         await store.open(Blocks().memory)
+    with pytest.raises(ConfigError) as of_url:
+        await from_url(url).open(Blocks().memory)
+    assert SECRET not in every_text(of_url.value)
     assert SECRET not in every_text(caught.value)
     assert SECRET not in f"{store.url} {store!r}"
     await store.aclose()

@@ -158,44 +158,75 @@ async def test_replica_that_is_promoted(cluster: Cluster) -> None:
         assert await saved_and_loaded(store, blocks)
 
 
-@pytest.mark.parametrize("failure", ["kill", "stop"])
+@pytest.mark.loop("asyncio")
 @pytest.mark.asyncio
-async def test_master_that_fails(cluster: Cluster, failure: str) -> None:
+async def test_replica_takes_over_from_a_killed_master(cluster: Cluster) -> None:
     blocks = Blocks()
-    async with opened(ClusterMedium(cluster, connect_timeout_seconds=0.5), blocks) as store:
+    async with opened(ClusterMedium(cluster), blocks) as store:
         keys = await save(store, blocks, range(8))
         master = cluster.master_of(name_of(0))
         replica = cluster.replica_of(master)
         cluster.until_replicated(master, replica)
-        getattr(master, failure)()
+        master.kill()
         try:
-            if failure == "kill":
-                # The keys of the other masters are served meanwhile, or the cluster is down.
-                results = await store.load(keys, np.arange(8, 16, dtype=np.int32))
-                assert FAILED in results
-                assert set(results.tolist()) <= {DONE, FAILED}
-
-            async def is_served() -> bool:
-                try:
-                    async with asyncio.timeout(1.0):
-                        found = await store.load(keys, np.arange(8, 16, dtype=np.int32))
-                        return bool((found == DONE).all())
-                except (StoreError, TimeoutError):
-                    return False
-
-            await eventually(is_served)
-            assert replica.is_master()
-            assert (blocks.array[:8] == blocks.array[8:16]).all()
-            await save(store, blocks, range(20, 28))
+            results = await store.load(keys, np.arange(8, 16, dtype=np.int32))
+            assert FAILED in results
+            assert set(results.tolist()) <= {DONE, FAILED}  # other masters serve their keys
+            await check_taken_over(store, blocks, keys, replica)
         finally:
-            if failure == "kill":
-                master.start()
-            else:
-                master.resume()
-        cluster.until_ready()
-        until(lambda: not master.is_master())
-        assert (await store.lookup(keys)).all()
-        assert (await store.load(keys, np.arange(8, 16, dtype=np.int32))).tolist() == [DONE] * 8
+            master.start()
+        await check_former_master(cluster, store, blocks, keys, master)
+
+
+@pytest.mark.loop("uvloop")
+@pytest.mark.asyncio
+async def test_replica_takes_over_from_a_stopped_master(cluster: Cluster) -> None:
+    blocks = Blocks()
+    medium = ClusterMedium(cluster, connect_timeout_seconds=0.5)
+    async with opened(medium, blocks) as store:
+        keys = await save(store, blocks, range(8))
+        master = cluster.master_of(name_of(0))
+        replica = cluster.replica_of(master)
+        cluster.until_replicated(master, replica)
+        master.stop()
+        try:
+            await check_taken_over(store, blocks, keys, replica)
+        finally:
+            master.resume()
+        await check_former_master(cluster, store, blocks, keys, master)
+
+
+async def check_taken_over(store: Store, blocks: Blocks, keys: bytes, replica: RedisServer) -> None:
+    """Load the objects of blocks 0 to 7 until the replica serves, and save others."""
+    last: object = None
+
+    async def is_served() -> bool:
+        nonlocal last
+        try:
+            async with asyncio.timeout(1.0):
+                last = await store.load(keys, np.arange(8, 16, dtype=np.int32))
+        except (StoreError, TimeoutError) as error:
+            last = error
+            return False
+        return bool((last == DONE).all())
+
+    try:
+        await eventually(is_served)
+    except TimeoutError:
+        pytest.fail(f"the replica does not serve; last: {last}")
+    assert replica.is_master()
+    assert (blocks.array[:8] == blocks.array[8:16]).all()
+    await save(store, blocks, range(20, 28))
+
+
+async def check_former_master(
+    cluster: Cluster, store: Store, blocks: Blocks, keys: bytes, former: RedisServer
+) -> None:
+    """Load the objects when the server that failed is back, as a replica."""
+    cluster.until_ready()
+    until(lambda: not former.is_master())
+    assert (await store.lookup(keys)).all()
+    assert (await store.load(keys, np.arange(8, 16, dtype=np.int32))).tolist() == [DONE] * 8
 
 
 @pytest.mark.asyncio

@@ -2,9 +2,9 @@
 
 A thread reads a value from the socket straight into a host block, and sends a value straight from
 a host block: Python copies no payload, and the thread does not hold the GIL while the kernel
-copies. A ``BufferedProtocol`` on the event loop is as fast on an idle loop, but its copies hold the
-loop, and beside a task that computes on an asyncio loop it is 1.4 to 41 times slower, the more the
-smaller the blocks (``bench/redis_store.py``).
+copies. A ``BufferedProtocol`` on the event loop is as fast while the loop is idle. But its copies
+hold the loop, and beside tasks that compute it waits for them with each part of a value: it is
+slower then, on asyncio by an order of magnitude for small blocks (``bench/redis_store.py``).
 
 The protocol is RESP2, which every version of Valkey and Redis speaks.
 """

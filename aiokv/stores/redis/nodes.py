@@ -219,5 +219,7 @@ def _slot_map(address: Address, reply: Reply) -> SlotMap:
 
 
 def _refusal(items: Sequence[Item]) -> StoreError:
-    text = next((item.error.text for item in items if item.error is not None), "no reply")
+    text = next((item.error.text for item in items if item.error is not None), "")
+    if not text:
+        return StoreError(f"redis store: nodes redirected the keys more than {MAX_ROUNDS} times")
     return StoreError(f"redis store: the server replied {text!r}")

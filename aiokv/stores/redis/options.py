@@ -11,6 +11,7 @@ from aiokv.errors import ConfigError
 if TYPE_CHECKING:
     import ssl
     from types import ModuleType
+    from urllib.parse import SplitResult
 
 DEFAULT_PORT: Final = 6379
 SCHEMES: Final = ("redis", "rediss", "valkey", "valkeys")
@@ -69,7 +70,7 @@ def parse_server(url: str, username: str | None, password: str | None) -> Server
         ConfigError: redis-py is not installed, or the URL is wrong. The text has no password.
     """
     redis = redis_py()
-    parts = urlsplit(url)
+    parts = split_url(url)
     if parts.scheme not in SCHEMES:
         raise _wrong(url, f"the scheme must be one of {', '.join(SCHEMES)}")
     if any("@" in part for part in (parts.path, parts.query, parts.fragment)):
@@ -96,6 +97,18 @@ def parse_server(url: str, username: str | None, password: str | None) -> Server
         password=found[1] if password is None else password,
         tls=_tls(redis, url, tls_options) if uses_tls else None,
     )
+
+
+def split_url(url: str) -> SplitResult:
+    """Return the parts of a URL.
+
+    Raises:
+        ConfigError: it has none; the text has no password.
+    """
+    try:
+        return urlsplit(url)
+    except ValueError:
+        raise _wrong(url, "a special character is not quoted with %") from None
 
 
 def without_secrets(url: str) -> str:

@@ -7,7 +7,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self
-from urllib.parse import parse_qsl, urlencode, urlsplit
+from urllib.parse import parse_qsl, urlencode
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from aiokv.stores.options import url_options
 from aiokv.stores.redis import commands
 from aiokv.stores.redis.commands import Item
 from aiokv.stores.redis.nodes import Nodes, in_passes
-from aiokv.stores.redis.options import parse_server, without_secrets
+from aiokv.stores.redis.options import parse_server, split_url, without_secrets
 from aiokv.stores.redis.pool import until_ended
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class RedisStore:
         Raises:
             ConfigError: an option is out of range, is no number, or is given twice.
         """
-        parts = urlsplit(url)
+        parts = split_url(url)
         pairs = parse_qsl(parts.query, keep_blank_values=True)
         own = urlencode([pair for pair in pairs if pair[0] in _URL_OPTIONS])
         rest = urlencode([pair for pair in pairs if pair[0] not in _URL_OPTIONS])
