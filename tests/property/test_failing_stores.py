@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.clock]
 
-STEPS = 60
+STEPS = 300
 SIZES = {"device_blocks": 24, "host_blocks": 12}
 
 
@@ -47,7 +47,7 @@ class Load:
         self.cache = Cache(
             device=ScriptedDevice(),
             stores=uses,
-            store_policy=self.rng.choice(("at_commit", "at_nth_use", "on_eviction")),
+            store_policy=self.rng.choice(("at_commit", "at_commit", "at_nth_use", "on_eviction")),
             store_admission=self.rng.choice(("all", "all", "reused")),
             store_queue_blocks=self.rng.choice((2, 4096)),
             **SIZES,
@@ -55,14 +55,14 @@ class Load:
         self.requests: set[asyncio.Task[None]] = set()
 
     def prompt(self) -> np.ndarray:
-        return prompt(self.rng.randrange(6), self.rng.randrange(1, 7))
+        return prompt(self.rng.randrange(8), self.rng.randrange(3, 7))
 
     async def request(self, tokens: np.ndarray) -> None:
         lease: Lease | None = None
         try:
             lease = await self.cache.serve(
                 tokens,
-                wait_store=self.rng.choice((0.0, 0.3, 2.0, math.inf)),
+                wait_store=self.rng.choice((0.3, 2.0, math.inf, math.inf)),
                 timeout=self.rng.choice((None, 3.0)),
             )
             await spin(self.rng.randrange(4))
@@ -91,7 +91,7 @@ class Load:
             case 1:
                 store.delay(operation, call, seconds=rng.choice((0.1, 0.5, 3.0, 20.0)))
             case 2:
-                store.corrupt(rng.choice(("load", "save")), call, block=rng.choice((None, 0, 1)))
+                store.corrupt(rng.choice(("load", "save")), block=rng.choice((None, 0, 1)))
             case 3:
                 store.answer(operation, call, results=rng.choice(((), (0,), (1, 1, 1, 1))))
             case 4:
@@ -102,7 +102,7 @@ class Load:
 
     async def step(self) -> None:
         rng = self.rng
-        match rng.randrange(16):
+        match rng.randrange(18):
             case 0 | 1 | 2 | 3 | 4 | 5:
                 self.begin()
             case 6:
@@ -112,9 +112,11 @@ class Load:
             case 9:
                 rng.choice(self.stores).end_script()
             case 10:
-                await self.cache.engine.evict(rng.randrange(24))
+                await self.cache.engine.evict(24, rng.choice(("device", "host")))
             case 11:
                 await self.control()
+            case 12 | 13:
+                await self.finish_stores(self.cache.engine.reset())
             case _:
                 await running_clock().advance(rng.choice((0.05, 0.3, 1.0, 6.0)))
         await spin(rng.randrange(6))
@@ -127,13 +129,11 @@ class Load:
         return list(store.in_use.values())
 
     async def control(self) -> None:
-        """Reset, change the weights, or prefetch; requests in flight may hold blocks."""
-        match self.rng.randrange(3):
+        """Change the weights, or prefetch."""
+        match self.rng.randrange(2):
             case 0:
-                await self.finish_stores(self.cache.engine.reset())
-            case 1:
                 await self.settle()
-                version = self.rng.choice(("", "1", None))
+                version = self.rng.choice(("", "", "1", None))
                 async with self.cache.engine.updating_weights(version=version):
                     self.cache.memory.weights = {"": 0, "1": 1}.get(
                         "?" if version is None else version, self.rng.randrange(2, 10**6)
