@@ -333,17 +333,20 @@ import numpy as np
 from aiokv.stores import DirectoryStore
 from tests.stores.conformance import DONE, MISSING, Blocks, keys_of, object_of
 
+PAYLOAD = 1 << 20  # large enough for others to see a file that is being written
+OBJECTS = [object_of(keys_of([number]), PAYLOAD) for number in range(4)]
+
 async def main(path, seed):
     rng = np.random.default_rng(seed)
-    blocks = Blocks()
+    blocks = Blocks(6, PAYLOAD)
     store = DirectoryStore(path)
     await store.open(blocks.memory)
     loaded = 0
-    for _ in range(150):
-        numbers = rng.permutation(6)[:3]
-        keys = keys_of(int(number) for number in numbers)
+    for _ in range(60):
+        numbers = [int(number) for number in rng.permutation(4)[:3]]
+        keys = keys_of(numbers)
         for block, number in enumerate(numbers):
-            blocks.write(block, keys_of([int(number)]))
+            blocks.memory.object(block)[:] = OBJECTS[number]
         results = await store.save(keys, np.arange(3, dtype=np.int32))
         assert set(results.tolist()) == {DONE}, results
         results = await store.load(keys, np.arange(3, 6, dtype=np.int32))
@@ -351,8 +354,8 @@ async def main(path, seed):
             assert result in (DONE, MISSING), result
             if result == DONE:
                 loaded += 1
-                assert blocks.read(block) == object_of(keys_of([int(number)]), 9_984)
-        await store.remove(keys[:32])
+                assert blocks.read(block) == OBJECTS[number]
+        await store.remove(keys)
     await store.aclose()
     assert loaded > 0
 
