@@ -1,4 +1,6 @@
-"""Native core of aiokv: prefix index, block pools, block copies."""
+"""
+Native core of aiokv: prefix index, block pools, block copies, file I/O.
+"""
 
 from collections.abc import Sequence
 import enum
@@ -566,4 +568,224 @@ class Core:
     def blocks(self) -> list[tuple[str, bytes, int, int, int, int, int]]:
         """
         What can be matched: (context, prefix tokens, device id, host id, flags, refs, pins); flags are 1, 2: device valid, loading; 4, 8: host valid, loading.
+        """
+
+def sha256_implementation() -> str:
+    """Name the implementation that digests use on this processor."""
+
+def root_digest(block_tokens: int, context: str) -> bytes:
+    """
+    Return the digest (32 bytes) that the first blocks of prompts of a context chain to.
+    """
+
+def block_digests(root: bytes, tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], block_tokens: int, items: Sequence[tuple[bytes, int, int]] = [], *, portable: bool = False) -> bytes:
+    """
+    Return the digests of the whole blocks of a prompt, 32 bytes each; items are (hash, offset, length). portable=True does without special instructions. Raises UsageError.
+    """
+
+def derive_keys(fingerprint: bytes, digests: bytes, *, portable: bool = False) -> bytes:
+    """
+    Return the keys, 32 bytes each, of block digests in the stores of a fingerprint. Raises UsageError.
+    """
+
+def seal_blocks(address: int, pitch_bytes: int, payload_bytes: int, blocks: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], keys: bytes, *, num_blocks: int) -> None:
+    """
+    Write the trailers of host blocks behind their payloads. Block i of num_blocks begins at address + i * pitch_bytes. Call it in a thread: it releases the GIL and reads all payloads. Raises UsageError before the first access.
+    """
+
+def verify_blocks(address: int, pitch_bytes: int, payload_bytes: int, blocks: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], keys: bytes, *, num_blocks: int) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
+    """
+    Return Result.DONE or Result.WRONG for each block: whether its trailer is that of the key and of the payload. Arguments, threads and errors as of seal_blocks().
+    """
+
+def verify_object(buffer: object, key: bytes) -> bool:
+    """
+    Return True if a contiguous buffer is a payload and the trailer of the payload and key. Releases the GIL. Raises UsageError on a key of another length than 32 bytes.
+    """
+
+class SlotTable:
+    """Slots of a disk store: keys, free slots and recency. Not thread-safe."""
+
+    def __init__(self, capacity: int) -> None: ...
+
+    def contains(self, keys: bytes, oldest: int = 0) -> Annotated[NDArray[numpy.bool_], dict(shape=(None,))]:
+        """
+        Return for each key whether it is stored, and was saved at `oldest` (Unix time) or later.
+        """
+
+    def pin(self, keys: bytes, oldest: int = 0) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]:
+        """
+        Return the slot of each key, or -1. Until unpin(), the slots found are not reused.
+        """
+
+    def unpin(self, slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None:
+        """Undo pin() for these slots."""
+
+    def reserve(self, count: int) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]:
+        """Take up to `count` free slots, in rising order."""
+
+    def release(self, slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None:
+        """Give back reserved slots about which no record was written."""
+
+    def commit(self, keys: bytes, slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], seconds: int) -> None:
+        """Let the keys be found; their data and records are written."""
+
+    def discard(self, keys: bytes, slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None:
+        """Give back reserved slots whose records may have been written."""
+
+    def grow(self, count: int) -> None:
+        """Let reserve() use `count` more slots."""
+
+    def remove(self, keys: bytes) -> int:
+        """Remove the keys that are stored; return their number."""
+
+    def quarantine(self, keys: bytes) -> int:
+        """Remove the keys that are stored and never reuse their slots."""
+
+    def evict(self, count: int) -> int:
+        """
+        Remove the least recently used keys that are not pinned; return their number.
+        """
+
+    def take_records(self) -> bytes:
+        """Return the records of removals since the last call, without checksums."""
+
+    def settle(self, total: int) -> None:
+        """
+        Free the slots that were unsettled when `unsettled_total` had this value.
+        """
+
+    @property
+    def unsettled_total(self) -> int: ...
+
+    def begin_snapshot(self) -> None: ...
+
+    def snapshot(self, count: int) -> bytes:
+        """Return the next records of the snapshot, b"" at its end."""
+
+    @property
+    def capacity(self) -> int: ...
+
+    @property
+    def limit(self) -> int:
+        """Slots that exist on the medium."""
+
+    @property
+    def stored(self) -> int: ...
+
+    @property
+    def available(self) -> int:
+        """Slots that reserve() can take."""
+
+    @property
+    def unsettled(self) -> int: ...
+
+    @property
+    def quarantined(self) -> int: ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory in use."""
+
+    def check(self) -> str:
+        """Return the first violated invariant, or ""."""
+
+class JournalReplay:
+    """Rebuilds a slot table from a journal."""
+
+    def __init__(self, table: SlotTable, epoch: int, boot: bytes) -> None: ...
+
+    def feed(self, bytes: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None:
+        """Read the next bytes: whole records, except at the end of the file."""
+
+    def finish(self) -> None:
+        """Apply the records that are proven; slots without a key become free."""
+
+    @property
+    def end(self) -> int:
+        """Position behind the last valid record."""
+
+    @property
+    def damaged(self) -> int:
+        """Invalid records before `end`."""
+
+    @property
+    def torn(self) -> int:
+        """Invalid records behind `end`."""
+
+    @property
+    def unproven(self) -> int:
+        """Adds that were dropped: a power cut may have lost their data."""
+
+    @property
+    def outside(self) -> int:
+        """Adds to slots above the capacity."""
+
+def add_records(keys: bytes, slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], seconds: int) -> bytes:
+    """Return records that add the keys, without checksums."""
+
+def synced_record() -> bytes:
+    """Return the record that proves the adds before it, without checksum."""
+
+def session_record(boot: bytes) -> bytes:
+    """Return the record that begins a session, without checksum."""
+
+def stamp_records(records: bytes, epoch: int, position: int) -> bytes:
+    """Return the records with checksums for their place in the journal."""
+
+class IoQueue:
+    """
+    Reads and writes of files that end asynchronously, announced by an eventfd. Used by the thread that creates it.
+    """
+
+    def __init__(self, entries: int = 64, backend: str = 'auto') -> None:
+        """
+        At most `entries` requests are in the kernel at a time. backend: 'auto', 'io_uring' or 'threads'.
+        """
+
+    @property
+    def backend(self) -> str:
+        """'io_uring' or 'threads'."""
+
+    @property
+    def reason(self) -> str:
+        """Why io_uring is not used; '' when it is."""
+
+    @property
+    def fd(self) -> int:
+        """The eventfd, readable when reap() has results; -1 when closed."""
+
+    def fileno(self) -> int:
+        """See fd."""
+
+    @property
+    def pending(self) -> int:
+        """Requests that reap() has not returned."""
+
+    def register_buffer(self, address: int, num_bytes: int) -> int:
+        """
+        Let the kernel map the memory once for all requests. Return 0, or the errno with which it refused: requests are then slower. Raises UsageError while requests are pending.
+        """
+
+    def submit(self, fd: int, write: bool, addresses: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], lengths: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], tags: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> int:
+        """
+        Start one request per element and return their number. Raises LayoutError, before the first one starts, on a request that is too long, or that is not aligned for a file with O_DIRECT.
+        """
+
+    def flush(self, fd: int, tag: int) -> None:
+        """Start an fdatasync of the file."""
+
+    def cancel(self, tags: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None:
+        """
+        Ask to end requests early. Each still has a result: -ECANCELED when it was cancelled in time.
+        """
+
+    def reap(self) -> tuple[Annotated[NDArray[numpy.uint64], dict(shape=(None,))], Annotated[NDArray[numpy.int32], dict(shape=(None,))]]:
+        """
+        Return (tags, results) of requests that have ended. A result is the number of bytes (fewer than requested: the file ended), 0 for a flush, or -errno.
+        """
+
+    def close(self) -> None:
+        """
+        Cancel the requests that have not started, and block until the kernel accesses no memory of the others. reap() returns their results. Idempotent.
         """

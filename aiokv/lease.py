@@ -97,6 +97,7 @@ class Lease(Unique):
         priority: int = 0,
         timeout: float | None = None,
         wait_pending: float = _NO_WAIT,
+        wait_store: float = _NO_WAIT,
     ) -> Self:
         """Wait for capacity, then take the blocks of ``num_tokens`` positions at once.
 
@@ -115,6 +116,10 @@ class Lease(Unique):
             timeout: seconds to wait for capacity; None or ``math.inf`` for no limit.
             wait_pending: seconds to wait first for blocks that another lease is computing; when
                 the time has passed, this lease computes the blocks again.
+            wait_store: seconds to wait for blocks that a store has. The lease stands in line
+                meanwhile, and lets other leases pass. 0 asks no store, ``math.inf`` sets no limit.
+                A block that the model computes sooner is not waited for. Blocks that arrive later
+                are cached for the next lease.
 
         Returns:
             The lease itself, granted.
@@ -143,6 +148,12 @@ class Lease(Unique):
             wait_pending = checks.seconds("wait_pending", wait_pending)
             if wait_pending > 0 and self.pending_tokens:
                 await self.leases.wait_pending(self, checks.timeout(wait_pending))
+        if wait_store is not _NO_WAIT:
+            wait_store = checks.seconds("wait_store", wait_store)
+            if wait_store > 0:
+                limit = checks.timeout(wait_store)
+                await self.leases.allocate_from_stores(self, num_tokens, priority, timeout, limit)
+                return self
         if not self.leases.allocate(self, num_tokens, priority):
             await self.leases.wait_granted(self, num_tokens, timeout)
         return self
@@ -345,10 +356,12 @@ class Lease(Unique):
             prompt_tokens=prompt_tokens,
             cached_device_tokens=cached_device,
             cached_host_tokens=cached_host,
+            fetched_tokens=self._read.cached_store_tokens(self.id),
             pending_tokens=waits.pending_tokens,
             computed_blocks=computed_blocks,
             capacity_wait_seconds=waits.capacity_seconds,
             pending_wait_seconds=waits.pending_seconds,
+            store_wait_seconds=waits.store_seconds,
             onload_seconds=onload_seconds,
         )
 
@@ -547,6 +560,10 @@ class Lease(Unique):
     def note_capacity_wait(self, seconds: float) -> None:
         """Add ``seconds`` to the time that the lease waited for capacity, for ``usage``."""
         self._noted_waits().add_capacity(seconds)
+
+    def note_store_wait(self, seconds: float) -> None:
+        """Add ``seconds`` to the time that the lease waited for stores, for ``usage``."""
+        self._noted_waits().add_store(seconds)
 
     def note_pending_wait(self, tokens: int, seconds: float) -> None:
         """Add a wait for ``tokens`` that another lease was computing, for ``usage``."""

@@ -18,12 +18,15 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
         prompt_tokens: tokens of the matched prompt; a fork has the number of its parent.
         cached_device_tokens: prompt tokens that were on the device and need no computing.
         cached_host_tokens: prompt tokens that were onloaded from host memory.
+        fetched_tokens: tokens of the two above that a store has brought, and that no other lease
+            had used before.
         pending_tokens: prompt tokens after the match that another lease was computing while this
             lease waited for them.
         computed_blocks: blocks that ``commit`` has begun, including blocks of generated tokens and
             blocks that were computed again.
         capacity_wait_seconds: wait for capacity and for the salt's quota.
         pending_wait_seconds: wait until another lease had computed the blocks, or had stopped.
+        store_wait_seconds: wait for blocks from the stores.
         onload_seconds: time from each grant until the last byte of its onloads had arrived, whether
             or not a coroutine waited; increases while an onload is in flight.
     """
@@ -31,10 +34,12 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     cached_device_tokens: int
     cached_host_tokens: int
+    fetched_tokens: int
     pending_tokens: int
     computed_blocks: int
     capacity_wait_seconds: float | None
     pending_wait_seconds: float | None
+    store_wait_seconds: float | None
     onload_seconds: float | None
 
     @property
@@ -50,6 +55,7 @@ class Waits:
     pending_tokens: int = 0
     capacity_seconds: float | None = None
     pending_seconds: float | None = None
+    store_seconds: float | None = None
     onload_seconds: float | None = None
 
     def add_capacity(self, seconds: float) -> None:
@@ -58,6 +64,9 @@ class Waits:
     def add_pending(self, tokens: int, seconds: float) -> None:
         self.pending_tokens += tokens
         self.pending_seconds = (self.pending_seconds or 0.0) + seconds
+
+    def add_store(self, seconds: float) -> None:
+        self.store_seconds = (self.store_seconds or 0.0) + seconds
 
     def add_onload(self, seconds: float) -> None:
         self.onload_seconds = (self.onload_seconds or 0.0) + seconds

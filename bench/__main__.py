@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 BENCHES = (
     "index",
+    "digest",
     "policy",
     "wakeup",
     "transfer",

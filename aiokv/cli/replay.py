@@ -14,10 +14,13 @@ from aiokv.observe.units import format_seconds
 if TYPE_CHECKING:
     from aiokv.cli.progress import Stages
     from aiokv.config import EvictionPolicy
+    from aiokv.trace.disk_tier import DiskAdmission, DiskOptions, DiskPolicy
     from aiokv.trace.replay import ReplayOptions
     from aiokv.trace.report import ReplayReport
 
 EVICTION_POLICIES: tuple[EvictionPolicy, ...] = ("adaptive", "lru")
+DISK_POLICIES: tuple[DiskPolicy, ...] = ("at_commit", "at_nth_use")
+DISK_ADMISSIONS: tuple[DiskAdmission, ...] = ("all", "reused")
 PLOT_SUFFIXES = (".svg",)
 DEFAULT_CAPACITIES = "8000,16000,32000,64000,128000,256000,512000,1024000"
 
@@ -46,6 +49,26 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         choices=(*EVICTION_POLICIES, "all"),
         default=EVICTION_POLICIES[0],
         help="which blocks to evict first; all: compare the policies with each other and with MIN",
+    )
+    add_count(
+        parser,
+        "--disk-blocks",
+        0,
+        "capacity in blocks of a simulated disk below the host tier; 0: none",
+        minimum=0,
+    )
+    add(
+        "--disk-policy",
+        choices=DISK_POLICIES,
+        default=DISK_POLICIES[0],
+        help="when to save blocks on the simulated disk",
+    )
+    add_count(parser, "--disk-uses", 2, "the n of --disk-policy at_nth_use")
+    add(
+        "--disk-admission",
+        choices=DISK_ADMISSIONS,
+        default=DISK_ADMISSIONS[0],
+        help="reused: save a block on the simulated disk only when it was offered before",
     )
     add_count(parser, "--block-kib", 2048, "nominal KiB per block, for the reported bytes", "KIB")
     add_count(parser, "--concurrency", 1, "leases held at once")
@@ -150,6 +173,26 @@ def _make_options(args: argparse.Namespace) -> ReplayOptions:
         token_seconds=args.token_ms / 1e3,
         execute=args.execute,
         execute_bytes=args.execute_mib << 20,
+        disk=_disk_options(args),
+    )
+
+
+def _disk_options(args: argparse.Namespace) -> DiskOptions | None:
+    from aiokv.trace.disk_tier import DiskOptions
+
+    if args.disk_blocks == 0:
+        return None
+    if args.write_policy == "all":
+        raise UsageError(
+            f"--disk-blocks is {args.disk_blocks} with --write-policy all; the disk is simulated "
+            "for 'write_through' only",
+            hint="use --write-policy write_through",
+        )
+    return DiskOptions(
+        blocks=args.disk_blocks,
+        policy=args.disk_policy,
+        uses=args.disk_uses,
+        admission=args.disk_admission,
     )
 
 
@@ -228,6 +271,15 @@ def _traffic_rows(report: ReplayReport) -> list[tuple[str, str]]:
         ("copied to host memory", _moved(traffic.offloaded_blocks, traffic.offloaded_bytes)),
         ("copied to the device", _moved(traffic.onloaded_blocks, traffic.onloaded_bytes)),
     ]
+    if report.disk is not None:
+        disk = report.disk
+        rows += [
+            ("saved on disk", _moved(disk.saved_blocks, disk.saved_bytes)),
+            ("loaded from disk", _moved(disk.loaded_blocks, disk.loaded_bytes)),
+            ("evicted disk blocks", f"{disk.evicted_blocks:,}"),
+        ]
+        if disk.rejected_blocks:
+            rows.append(("blocks not admitted to disk", f"{disk.rejected_blocks:,}"))
     for point in report.write_policies or ():
         hits, moved = point.hit_tokens, point.traffic
         text = (

@@ -215,6 +215,7 @@ class Computing:
         self._scheduler = parts.scheduler
         self._dispatcher = parts.dispatcher
         self._on_failure = on_failure
+        self._speed = parts.speed
         self._batches: dict[int, ComputeBatch] = {}
         self._waiters: list[asyncio.Future[None]] = []
         self._closed = False  # True: the ends of batches free no blocks any more
@@ -240,6 +241,7 @@ class Computing:
         """
         batch_id = self._dispatcher.apply(self._scheduler.begin_batch(lease_ids))
         self._batches[batch_id] = batch
+        self._speed.batch_begins(batch_id)
         return batch_id
 
     def fail(self, error: BaseException) -> None:
@@ -248,6 +250,8 @@ class Computing:
 
     def end(self, batch_id: int, *, in_open_step: bool) -> None:
         """End a batch whose ``with`` block, work and events have ended. Idempotent."""
+        if not self.worker.computes_in_stream:
+            self._speed.batch_ends(batch_id)
         if not self._closed:
             self._dispatcher.apply(self._scheduler.end_batch(batch_id, in_open_step=in_open_step))
             for waiter in self._waiters:

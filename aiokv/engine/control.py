@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, get_args
+from uuid import uuid4
 
 from aiokv import checks
 from aiokv.errors import ControlTimeout, UsageError
@@ -71,9 +72,16 @@ class Control:
 
     async def settle_all(self) -> None:
         """Wait until no transfer is in flight, including the backups of committed blocks."""
-        while self._dispatcher.apply(self._scheduler.collect_backups()):
+        while self._collect():
             await self._worker.drain()  # completed onloads publish blocks, which need backups, too
         await self._worker.drain()
+
+    def _collect(self) -> bool:
+        """Begin backups, or else saves to the stores; return False if there are none."""
+        apply, scheduler = self._dispatcher.apply, self._scheduler
+        if apply(scheduler.collect_backups()):
+            return True
+        return scheduler.has_stores and apply(scheduler.collect_saves())
 
     async def quiesce(self, timeout: float | None) -> None:
         """See ``CacheEngine.quiesce``."""
@@ -156,16 +164,25 @@ class Control:
         )
 
     @asynccontextmanager
-    async def updating_weights(self, timeout: float | None) -> AsyncIterator[None]:
+    async def updating_weights(
+        self, timeout: float | None, version: str | None
+    ) -> AsyncIterator[None]:
         """See ``CacheEngine.updating_weights``."""
-        self.change_gate("hold")
+        nonce = f"unnamed {uuid4().hex}"  # finds no block of a store
+        next_version = nonce if version is None else checks.text("version", version)
+        self.change_gate("hold")  # from here on, nothing is saved to the stores
         try:
             async with self.deadline("updating_weights", timeout):
                 await self._worker.settle()
             try:
                 yield
+            except BaseException:
+                next_version = nonce  # the weights may have been updated in part
+                raise
             finally:
                 self._dispatcher.apply(self._scheduler.reset("the weights were updated"))
+                if self._scheduler.has_stores:
+                    self._worker.change_weights(next_version)
         finally:
             self.let_go()
 

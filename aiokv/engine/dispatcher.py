@@ -159,6 +159,8 @@ class Dispatcher:
 
     def _collect(self) -> None:
         self.apply(self._scheduler.collect_backups())
+        if self._scheduler.has_stores:
+            self.apply(self._scheduler.collect_saves())
 
     def _schedule_advance(self) -> None:
         self._wants_advance = True

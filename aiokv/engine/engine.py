@@ -18,6 +18,7 @@ from aiokv.checks import Unique, arguments
 from aiokv.engine.batches import Batches
 from aiokv.engine.computing import Computing
 from aiokv.engine.control import Control
+from aiokv.engine.fetches import Fetches
 from aiokv.engine.leases import NO_NAME, Leases
 from aiokv.engine.lifecycle import Lifecycle
 from aiokv.engine.lifetime import Phase
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
     from aiokv.lease import Lease
     from aiokv.ranks.group import RankGroup
     from aiokv.scheduler.scheduler import CacheScheduler
+    from aiokv.stores.base import Store
+    from aiokv.stores.guard import GuardStatistics
+    from aiokv.stores.use import StoreUse
     from aiokv.types import Hit, Item, Statistics, Tier, TokenIds
     from aiokv.worker.base import Worker
     from aiokv.worker.device.base import Device, Event
@@ -62,7 +66,11 @@ class CacheEngine(Unique):
             move no bytes and complete in the next pass of the event loop.
         device: the device of the tensors: ``"cpu"`` (the default), ``"cuda"`` for the current GPU,
             ``"cuda:1"``, or a :class:`CpuDevice` or :class:`CudaDevice`.
-        ranks: the processes that own the tensors; replaces ``regions`` and ``device``.
+        ranks: the processes that own the tensors; replaces ``regions``, ``device`` and ``stores``.
+        stores: stores below the host tier, in the order in which they are asked: a ``DiskStore``
+            and the like from :mod:`aiokv.stores`, or URLs such as ``"disk:/nvme/kv?bytes=400GiB"``.
+            They belong to the engine, which opens and closes them. ``CacheConfig.model`` must name
+            the model.
 
     ``async with`` binds the engine to the running event loop. Call every method on that loop.
     Read-only methods may also be called before ``async with`` and after closing. Any thread may
@@ -82,14 +90,16 @@ class CacheEngine(Unique):
         device: Device | str | None = None,
         *,
         ranks: RankGroup | None = None,
+        stores: Sequence[Store | StoreUse | str] = (),
     ) -> None:
-        check_arguments(config, regions, device, ranks)
+        check_arguments(config, regions, device, ranks, stores)
         regions = Regions(num_layers=0) if regions is None else regions
         parts = Parts.new(
             config,
             regions,
             device,
             ranks,
+            stores,
             on_report=lambda report: self._recovery.on_report(report),
         )
         self.config = config
@@ -100,9 +110,10 @@ class CacheEngine(Unique):
         self._steps = Steps(parts)
         self._recovery = Recovery(parts, self._steps)
         computing = Computing(parts, on_failure=self._recovery.fail)
-        self._leases = Leases(parts, self._steps, computing)
+        fetches = Fetches(parts)
+        self._leases = Leases(parts, self._steps, computing, fetches)
         self._batches = Batches(parts, self._leases, computing)
-        self._pins = Pins(parts, self._leases)
+        self._pins = Pins(parts, self._leases, fetches)
         self._control = Control(parts)
         self._sleep = Sleep(parts, regions, self._control)
         self._lifecycle = Lifecycle(parts, self._steps, computing, self._leases, self._recovery)
@@ -387,8 +398,9 @@ class CacheEngine(Unique):
         adapter: str = "",
         items: Sequence[Item] = (),
         ttl_seconds: float = 0.0,
+        timeout: float | None = None,
     ) -> Hit:
-        """Copy the cached prefix of a prompt from host memory to the device.
+        """Copy the cached prefix of a prompt from the stores and host memory to the device.
 
         Does not wait for capacity: without room, the blocks stay in host memory.
 
@@ -400,6 +412,8 @@ class CacheEngine(Unique):
             ttl_seconds: seconds to keep the prefix on the device, or until a lease has hit all of
                 the prefix; other prefetches and pins do not count as hits. 0 does not protect it
                 from eviction, ``math.inf`` sets no time limit.
+            timeout: seconds to wait for blocks of the stores; None for no limit, 0 to ask no store.
+                Blocks that arrive later are cached in host memory.
 
         Returns:
             The prefix that is on the device at the end, as ``device_tokens``.
@@ -412,7 +426,12 @@ class CacheEngine(Unique):
         Cancellation: copies in flight complete, and their blocks stay cached on the device.
         """
         return await self._pins.prefetch(
-            tokens, salt=salt, adapter=adapter, items=items, ttl_seconds=ttl_seconds
+            tokens,
+            salt=salt,
+            adapter=adapter,
+            items=items,
+            ttl_seconds=ttl_seconds,
+            timeout=timeout,
         )
 
     async def pin(
@@ -423,8 +442,11 @@ class CacheEngine(Unique):
         adapter: str = "",
         items: Sequence[Item] = (),
         ttl_seconds: float | None = None,
+        timeout: float | None = None,
     ) -> Pin:
-        """Keep the cached prefix of a prompt on the device; host blocks are onloaded first.
+        """Keep the cached prefix of a prompt on the device.
+
+        Blocks that are in the stores or in host memory are brought to the device first.
 
         The pin covers all cached full blocks of the prompt, including the last one. ``reset`` and
         ``updating_weights`` release the pin, because its blocks can no longer be hit.
@@ -435,6 +457,7 @@ class CacheEngine(Unique):
             adapter: as for ``match``.
             items: as for ``match``.
             ttl_seconds: seconds after which the pin is released; None for no limit.
+            timeout: seconds to wait for blocks of the stores, as for ``prefetch``.
 
         Returns:
             The pin. When no block is cached, or the cache was reset during the call, the pin has
@@ -449,7 +472,12 @@ class CacheEngine(Unique):
         Cancellation: nothing is pinned.
         """
         return await self._pins.pin(
-            tokens, salt=salt, adapter=adapter, items=items, ttl_seconds=ttl_seconds
+            tokens,
+            salt=salt,
+            adapter=adapter,
+            items=items,
+            ttl_seconds=ttl_seconds,
+            timeout=timeout,
         )
 
     # --- control ----------------------------------------------------------------------------------
@@ -522,7 +550,9 @@ class CacheEngine(Unique):
         """
         await self._control.quiesce(timeout)
 
-    def updating_weights(self, timeout: float | None = None) -> AbstractAsyncContextManager[None]:
+    def updating_weights(
+        self, timeout: float | None = None, *, version: str | None = None
+    ) -> AbstractAsyncContextManager[None]:
         """Stop granting inside the ``async with`` block, and drop all cached blocks at its end.
 
         KV that was computed with the old weights is wrong for the new ones. Open leases keep their
@@ -530,6 +560,8 @@ class CacheEngine(Unique):
 
         Args:
             timeout: seconds to wait on entry for transfers in flight; None for no limit.
+            version: version of the new weights: blocks of this version are found in the stores
+                from now on. None, or an exception in the block, gives them a random version.
 
         Returns:
             An async context manager.
@@ -540,7 +572,7 @@ class CacheEngine(Unique):
         Cancellation: before the block is entered, nothing changed; inside the block, the engine
         drops all cached blocks and grants again.
         """
-        return self._control.updating_weights(timeout)
+        return self._control.updating_weights(timeout, version)
 
     async def resize(self, device_blocks: int, timeout: float | None = None) -> None:
         """Change the capacity of the device tier.
@@ -677,6 +709,15 @@ class CacheEngine(Unique):
         """Return counters of the transfers; zeros before ``async with``. Any thread."""
         return self._worker.statistics()
 
+    def store_statistics(self) -> list[GuardStatistics]:
+        """Return the use and the state of each store, in the configured order.
+
+        Raises:
+            UsageError: the call is made in another thread.
+        """
+        self._lifetime.check_thread()
+        return self._worker.store_statistics()
+
     def poller_statistics(self) -> PollerStatistics:
         """Return counters and latencies of the event poller; zeros before ``async with``.
 
@@ -699,6 +740,7 @@ class CacheEngine(Unique):
             "asleep": sorted(self.asleep),
             "statistics": msgspec.to_builtins(self.statistics()),
             "worker": msgspec.to_builtins(self.worker_statistics()),
+            "stores": msgspec.to_builtins(self.store_statistics()),
             "ranks": self._worker.describe(),
         }
 

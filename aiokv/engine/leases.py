@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from aiokv.engine.computing import Computing
+    from aiokv.engine.fetches import Fetches, StoreWait
     from aiokv.engine.parts import Parts
     from aiokv.engine.steps import Steps
     from aiokv.scheduler.effects import Effects, Grant
@@ -40,7 +41,7 @@ class Leases:
         read: read access to the scheduler's state.
     """
 
-    def __init__(self, parts: Parts, steps: Steps, computing: Computing) -> None:
+    def __init__(self, parts: Parts, steps: Steps, computing: Computing, fetches: Fetches) -> None:
         self.read = parts.scheduler.read
         self._lifetime = parts.lifetime
         self._scheduler = parts.scheduler
@@ -51,6 +52,8 @@ class Leases:
         self._open_step = parts.open_step
         self._steps = steps
         self._computing = computing
+        self._fetches = fetches
+        self._speed = parts.speed
         self._verifies = parts.config.verify == "checksum"
         self._done = done_view(parts.worker.num_layers)
 
@@ -145,6 +148,36 @@ class Leases:
             return True  # there is nothing to apply, and no condition depends on a grant
         return self._take_grant(lease, result)
 
+    async def allocate_from_stores(
+        self,
+        lease: Lease,
+        num_tokens: int,
+        priority: int,
+        timeout: float | None,
+        wait_store: float | None,
+    ) -> None:
+        """Allocate after the missing blocks have come up from the stores; see ``Lease.allocate``.
+
+        Cancellation: the lease holds no blocks; fetches in flight go on.
+        """
+        self._lifetime.check_open()
+        lease_id = lease.live_id()
+        if not self._fetches.has_stores or not self.read.missing(lease_id)[1]:
+            if not self.allocate(lease, num_tokens, priority):
+                await self.wait_granted(lease, num_tokens, timeout)
+            return
+        self._apply(self._scheduler.allocate(lease_id, num_tokens, priority, waits_for_store=True))
+        try:
+            wait = self._fetches.begin(lease_id, wait_store)
+        except BaseException:
+            self._stop_waiting(lease, lease_id)
+            raise
+        try:
+            await self.wait_granted(lease, num_tokens, timeout, wait)
+        finally:
+            wait.stop()
+            lease.note_store_wait(wait.seconds)
+
     def try_allocate(
         self, lease: Lease, num_tokens: int, onload_priority: Priority = Priority.DEMAND
     ) -> bool:
@@ -175,8 +208,20 @@ class Leases:
         self._lifetime.check_open()
         return self._scheduler.can_allocate(lease.live_id(), num_tokens)
 
-    async def wait_granted(self, lease: Lease, num_tokens: int, timeout: float | None) -> None:
+    async def wait_granted(
+        self,
+        lease: Lease,
+        num_tokens: int,
+        timeout: float | None,
+        store_wait: StoreWait | None = None,
+    ) -> None:
         """Wait until a lease that waits for capacity is granted.
+
+        Args:
+            lease: the lease.
+            num_tokens: absolute number of positions.
+            timeout: seconds; None for no limit.
+            store_wait: wait for a store that comes first, in the place of the lease.
 
         Raises:
             AllocateTimeout: after ``timeout`` seconds; and the other errors of ``Lease.allocate``.
@@ -215,7 +260,8 @@ class Leases:
             raise
         finally:
             self._dispatcher.forget_wait(lease_id)
-            lease.note_capacity_wait(time.monotonic() - began)
+            elsewhere = 0.0 if store_wait is None else store_wait.seconds
+            lease.note_capacity_wait(max(time.monotonic() - began - elsewhere, 0.0))
 
     def _stop_waiting(self, lease: Lease, lease_id: int) -> None:
         self._apply(self._scheduler.stop_waiting(lease_id))
@@ -257,11 +303,15 @@ class Leases:
         """See ``Lease.commit``."""
         self._lifetime.check_loop()
         if ready is None:
-            return self._apply(self._scheduler.commit(lease.id or lease.live_id(), num_tokens))
+            published = self._apply(self._scheduler.commit(lease.id or lease.live_id(), num_tokens))
+            if published:
+                self._speed.published(published)
+            return published
         self._worker.check_event(ready)
         published = self._apply(
             self._scheduler.commit(lease.live_id(), num_tokens, closes_step=True)
         )
+        self._speed.published(published)
         self._steps.close(ready)
         return published
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from aiokv import _native, checks
 from aiokv.engine.lifetime import Phase
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from aiokv.engine.steps import Steps
 
 log = Log(__name__)
+
+SAVE_SECONDS: Final = 30.0  # when the engine closes
 
 _opened: weakref.WeakSet[Lifecycle] = weakref.WeakSet()
 
@@ -46,6 +48,7 @@ class Lifecycle:
         self._worker = parts.worker
         self._poller = parts.poller
         self._open_step = parts.open_step
+        self._identity = parts.identity
         self._steps = steps
         self._computing = computing
         self._leases = leases
@@ -70,6 +73,7 @@ class Lifecycle:
                 on_report=self._recovery.on_report,
                 on_step=self._recovery.on_step,
                 on_lost=self._recovery.on_lost,
+                identity=self._identity,
             )
         except BaseException:
             self._poller.close()
@@ -97,6 +101,8 @@ class Lifecycle:
         self._dispatcher.apply(self._scheduler.close())
         await self._wait_for_leases(timeout_seconds)
         self._computing.close()
+        if self._scheduler.has_stores and timeout_seconds != 0.0:
+            await self._save(timeout_seconds)
         self._dispatcher.apply(self._scheduler.stop_saving())
         if self._scheduler.read.open_step:  # no task would close the step that transfers wait for
             self._steps.close(None)
@@ -105,6 +111,22 @@ class Lifecycle:
         self._poller.close()
         lifetime.close(Phase.CLOSED)
         self._dispatcher.conditions.test()
+
+    async def _save(self, timeout: float | None) -> None:
+        """Save the committed blocks to the stores, for the next process.
+
+        Stops after ``SAVE_SECONDS``: a store that is stuck does not keep the engine open.
+        """
+        limit = SAVE_SECONDS if timeout is None else min(timeout, SAVE_SECONDS)
+        if self._scheduler.read.open_step:
+            self._steps.close(None)
+        apply, scheduler = self._dispatcher.apply, self._scheduler
+        try:
+            async with asyncio.timeout(limit):
+                while apply(scheduler.collect_backups()) or apply(scheduler.collect_saves()):
+                    await self._worker.drain()
+        except TimeoutError:
+            log.warning("engine.not_saved", waited_seconds=limit)
 
     async def _wait_for_leases(self, timeout: float | None) -> None:
         read = self._scheduler.read

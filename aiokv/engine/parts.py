@@ -9,19 +9,25 @@ from aiokv.config import CacheConfig
 from aiokv.engine.dispatcher import Dispatcher
 from aiokv.engine.lifetime import Lifetime
 from aiokv.engine.open_step import OpenStep
+from aiokv.engine.speed import PrefillSpeed
 from aiokv.engine.transfers import Transfers
 from aiokv.errors import ConfigError, UsageError
 from aiokv.scheduler.scheduler import CacheScheduler
+from aiokv.stores.identity import StoreIdentity
+from aiokv.stores.store_set import StoreSet
+from aiokv.stores.urls import stores_from
 from aiokv.worker.controller import CacheController
 from aiokv.worker.device.names import named_device
 from aiokv.worker.poller import EventPoller
 from aiokv.worker.regions import Regions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from aiokv.plan import TransferReport
     from aiokv.ranks.group import RankGroup
+    from aiokv.stores.base import Store
+    from aiokv.stores.use import StoreUse
     from aiokv.worker.base import Worker
     from aiokv.worker.device.base import Device
 
@@ -38,6 +44,8 @@ class Parts:
     open_step: OpenStep
     transfers: Transfers
     dispatcher: Dispatcher
+    speed: PrefillSpeed
+    identity: StoreIdentity | None
 
     @classmethod
     def new(
@@ -46,6 +54,7 @@ class Parts:
         regions: Regions,
         device: Device | str | None,
         ranks: RankGroup | None,
+        stores: Sequence[Store | StoreUse | str],
         on_report: Callable[[TransferReport], None],
     ) -> Self:
         """Make the parts of an empty cache.
@@ -54,7 +63,8 @@ class Parts:
             config: a checked configuration.
             regions: device tensors of this process; without layers if there are none.
             device: device of the tensors.
-            ranks: worker that replaces ``regions`` and ``device``.
+            ranks: worker that replaces ``regions``, ``device`` and ``stores``.
+            stores: stores of this process, in the order in which they are asked.
             on_report: called with the report of a plan that the worker has refused.
 
         Raises:
@@ -63,8 +73,8 @@ class Parts:
             UsageError: the tensors hold fewer blocks or state slots than ``config`` asks for.
         """
         lifetime, poller = Lifetime(), EventPoller()
-        worker = _worker_of(config, regions, device, ranks)
-        scheduler = _new_scheduler(config)
+        worker = _worker_of(config, regions, device, ranks, stores)
+        scheduler = _new_scheduler(config, has_stores=worker.capabilities.stores)
         open_step = OpenStep(lifetime, scheduler.read, worker)
         transfers = Transfers(
             config, lifetime, scheduler.read, worker, poller, open_step, on_report
@@ -78,10 +88,14 @@ class Parts:
             open_step=open_step,
             transfers=transfers,
             dispatcher=Dispatcher(scheduler, lifetime, worker, poller, transfers),
+            speed=PrefillSpeed(config.prefill_tokens_per_second, config.block_tokens),
+            identity=_identity_of(config) if worker.capabilities.stores else None,
         )
 
 
-def check_arguments(config: object, regions: object, device: object, ranks: object) -> None:
+def check_arguments(
+    config: object, regions: object, device: object, ranks: object, stores: object
+) -> None:
     """Check the types of the arguments of ``CacheEngine``, and that they do not contradict.
 
     Raises:
@@ -101,6 +115,11 @@ def check_arguments(config: object, regions: object, device: object, ranks: obje
         return
     if not hasattr(ranks, "restart"):
         raise ConfigError(f"ranks is {ranks!r}; it must be an aiokv.ranks.RankGroup")
+    if stores:
+        raise ConfigError(
+            "stores is given, but ranks is given, too; pass only one of them",
+            hint="pass the stores to each Rank, and has_stores=True to the RankGroup",
+        )
     if device is not None:
         raise ConfigError(
             f"device is {device!r}, but ranks is given, too; pass only one of them",
@@ -109,7 +128,11 @@ def check_arguments(config: object, regions: object, device: object, ranks: obje
 
 
 def _worker_of(
-    config: CacheConfig, regions: Regions, device: Device | str | None, ranks: RankGroup | None
+    config: CacheConfig,
+    regions: Regions,
+    device: Device | str | None,
+    ranks: RankGroup | None,
+    stores: Sequence[Store | StoreUse | str],
 ) -> Worker:
     """Return the worker of the engine.
 
@@ -121,10 +144,16 @@ def _worker_of(
     if ranks is not None:
         worker = ranks
     else:
+        uses = stores_from(stores)
         worker = CacheController(
-            regions, named_device(device), checksums=config.verify == "checksum"
+            regions,
+            named_device(device),
+            checksums=config.verify == "checksum",
+            stores=StoreSet(uses) if uses else None,
         )
     can = worker.capabilities
+    if can.stores:
+        _check_stores(config)
     blocks = regions.num_blocks
     if not can.owns_tensors and blocks is not None:
         raise ConfigError(
@@ -148,6 +177,28 @@ def _worker_of(
     return worker
 
 
+def _check_stores(config: CacheConfig) -> None:
+    if not config.model:
+        raise ConfigError(
+            "CacheConfig.model is empty; with stores it must name the model",
+            hint="blocks of two models without a name could not be told apart",
+        )
+    if not config.host_blocks:
+        raise ConfigError(
+            "CacheConfig.host_blocks is 0; with stores it must be at least 1",
+            hint="blocks move between the stores and the device through host memory",
+        )
+
+
+def _identity_of(config: CacheConfig) -> StoreIdentity:
+    return StoreIdentity(
+        model=config.model,
+        weights_version=config.weights_version,
+        block_tokens=config.block_tokens,
+        windows=dict(config.windows),
+    )
+
+
 def _check_state(config: CacheConfig, regions: Regions) -> None:
     slots = regions.num_state_slots
     if slots is None and (not config.state_slots or regions.num_blocks is None):
@@ -160,14 +211,14 @@ def _check_state(config: CacheConfig, regions: Regions) -> None:
         )
 
 
-def _new_scheduler(config: CacheConfig) -> CacheScheduler:
+def _new_scheduler(config: CacheConfig, *, has_stores: bool) -> CacheScheduler:
     """Return the scheduler of an empty cache.
 
     Raises:
         ConfigError: there is not enough memory for the index.
     """
     try:
-        return CacheScheduler(config)
+        return CacheScheduler(config, has_stores)
     except MemoryError:
         sizes = ("device_blocks", "host_blocks", "block_tokens", "state_slots")
         raise ConfigError(

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Sequence
 
+    from aiokv.engine.fetches import Fetches
     from aiokv.engine.leases import Leases
     from aiokv.engine.parts import Parts
     from aiokv.lease import Lease
@@ -78,12 +79,13 @@ class Pin(Unique):
 class Pins:
     """Pins of one engine, and the onloads of their prefixes."""
 
-    def __init__(self, parts: Parts, leases: Leases) -> None:
+    def __init__(self, parts: Parts, leases: Leases, fetches: Fetches) -> None:
         self._lifetime = parts.lifetime
         self._scheduler = parts.scheduler
         self._dispatcher = parts.dispatcher
         self._transfers = parts.transfers
         self._leases = leases
+        self._fetches = fetches
         self._pins: dict[int, tuple[Pin, Lease]] = {}  # by lease id
         parts.dispatcher.tell_unpinned(self._ended)
 
@@ -95,12 +97,20 @@ class Pins:
         adapter: str,
         items: Sequence[Item],
         ttl_seconds: float,
+        timeout: float | None,
     ) -> Hit:
         """See ``CacheEngine.prefetch``."""
         ttl_seconds = checks.seconds("ttl_seconds", ttl_seconds, minimum=0.0)
-        lease = self._leases.match_to_hold(
-            tokens, salt=salt, adapter=adapter, items=items, owner="prefetch", whole=False
+        match = partial(
+            self._leases.match_to_hold,
+            tokens,
+            salt=salt,
+            adapter=adapter,
+            items=items,
+            owner="prefetch",
+            whole=False,
         )
+        lease = await self._fetched(match, timeout)
         found = lease.hit
         pin = await self._bring(lease, until_used=ttl_seconds > 0)
         if pin is None:
@@ -119,13 +129,21 @@ class Pins:
         adapter: str,
         items: Sequence[Item],
         ttl_seconds: float | None,
+        timeout: float | None,
     ) -> Pin:
         """See ``CacheEngine.pin``."""
         if ttl_seconds is not None:
             ttl_seconds = checks.seconds("ttl_seconds", ttl_seconds, minimum=0.0)
-        lease = self._leases.match_to_hold(
-            tokens, salt=salt, adapter=adapter, items=items, owner="pin", whole=True
+        match = partial(
+            self._leases.match_to_hold,
+            tokens,
+            salt=salt,
+            adapter=adapter,
+            items=items,
+            owner="pin",
+            whole=True,
         )
+        lease = await self._fetched(match, timeout)
         found = lease.hit
         pin = await self._bring(lease, until_used=False)
         if pin is None:
@@ -139,6 +157,21 @@ class Pins:
         if ttl_seconds is not None and not pin.released:
             pin.expire_after(self._lifetime.loop, ttl_seconds)
         return pin
+
+    async def _fetched(self, match: Callable[[], Lease], timeout: float | None) -> Lease:
+        """Match a prompt after the stores have brought what they have of it.
+
+        Cancellation: no lease is left; fetches in flight go on.
+        """
+        timeout = checks.timeout(timeout)
+        lease = match()
+        if not self._fetches.has_stores or timeout == 0.0:
+            return lease
+        try:
+            await self._fetches.bring(lease.live_id(), timeout, Priority.PREFETCH, at_any_cost=True)
+        finally:
+            lease.release()
+        return match()
 
     async def _bring(self, lease: Lease, *, until_used: bool) -> Pin | None:
         """Onload and pin the whole hit.

@@ -6,9 +6,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from aiokv.observe.logs import Log
-from aiokv.plan import ONLOAD, Priority, TransferReport
+from aiokv.plan import FETCH, ONLOAD, Priority, TransferReport
 from aiokv.worker.device.base import CopyError
-from aiokv.worker.layers import LayerDoneCounter
+from aiokv.worker.layers import ALL, LayerDoneCounter
 from aiokv.worker.views import LayerView
 
 if TYPE_CHECKING:
@@ -139,9 +139,27 @@ class Transfers:
         self._ends.setdefault(transfer_id, []).append(ended)
         await ended
 
+    async def settled(self, transfer_id: int) -> None:
+        """Wait until the outcome of a fetch is known; its report may still follow.
+
+        Cancellation: the transfer continues.
+        """
+        if transfer_id in self._counters:
+            await self._counters[transfer_id][1].settled(ALL)
+
     def forget(self, report: TransferReport) -> None:
         """Forget a transfer whose report has arrived: no further lease joins it. Idempotent."""
-        self._counters.pop(report.transfer_id, None)
+        if report.transfer_id not in self._counters:
+            return
+        plan = self._counters[report.transfer_id][0]
+        if report.outcome == "failed" and plan.route != FETCH:  # a miss of a store is no failure
+            log.warning(
+                "transfer.failed",
+                transfer_id=report.transfer_id,
+                first_bad_block=report.first_bad_block,
+                reason=report.reason,
+            )
+        del self._counters[report.transfer_id]
 
     def announce(self, report: TransferReport) -> None:
         """Wake the coroutines that wait for the report of a transfer. Idempotent."""
@@ -149,13 +167,6 @@ class Transfers:
             if not ended.done():
                 ended.set_result(None)
         self._ends.pop(report.transfer_id, None)
-        if report.outcome == "failed":
-            log.warning(
-                "transfer.failed",
-                transfer_id=report.transfer_id,
-                first_bad_block=report.first_bad_block,
-                reason=report.reason,
-            )
 
 
 def _position_finder(

@@ -10,6 +10,7 @@ import warnings
 from typing import TYPE_CHECKING, Any, Final
 
 from aiokv.errors import LayoutError, UsageError
+from aiokv.worker.arrays import dtype_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,7 +54,10 @@ def add_region(
         LayoutError: the tensors do not fit; the registry is unchanged.
     """
     regions.add(
-        name, layers=[as_integers(tensor) for tensor in layers], layer_indices=layer_indices
+        name,
+        layers=[as_integers(tensor) for tensor in layers],
+        layer_indices=layer_indices,
+        dtypes=[dtype_name(tensor) for tensor in layers],
     )
 
 

@@ -17,6 +17,7 @@ from aiokv.worker.interrupts import call_surely
 from aiokv.worker.lanes import worker_statistics
 from aiokv.worker.layers import LayerDoneCounter
 from aiokv.worker.settling import ReportWaiters
+from aiokv.worker.store_transfers import STORE_ROUTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 log = Log(__name__)
 
 ROUTES: Final = frozenset((ONLOAD, OFFLOAD))
+_ALL_ROUTES: Final = ROUTES | STORE_ROUTES
 
 BATCH_BYTES: Final = MAX_FRAME_BYTES // 4  # of block ids in one batch
 
@@ -62,7 +64,7 @@ class TransferBroadcast:
         self._on_report: Callable[[TransferReport], None] = _ignore_report
         self._transfers: dict[int, GroupTransfer] = {}
         self._report_waiters = ReportWaiters()
-        self._counts = {route: RouteCounts() for route in ROUTES}
+        self._counts = {route: RouteCounts() for route in _ALL_ROUTES}
         self._new_plans: list[TransferPlan] = []
         self._new_cancels: list[int] = []
         self._new_priorities: dict[int, int] = {}  # by transfer id
@@ -109,7 +111,7 @@ class TransferBroadcast:
         """
         if plan.transfer_id in self._transfers:
             raise UsageError(f"transfer {plan.transfer_id} is in flight already")
-        id_bytes = len(plan.source_blocks) + len(plan.target_blocks)
+        id_bytes = len(plan.source_blocks) + len(plan.target_blocks) + len(plan.digests)
         if id_bytes > MAX_FRAME_BYTES // 2:
             raise UsageError(
                 f"transfer {plan.transfer_id} has {plan.num_blocks} blocks; a message holds the "
@@ -264,6 +266,8 @@ class TransferBroadcast:
         """
         now = self._clock()
         for transfer in list(self._transfers.values()):
+            if transfer.plan.route in STORE_ROUTES and not transfer.may_give_up:
+                continue
             late = next(
                 (state for state in self._owing(transfer) if self._is_late(transfer, state, now)),
                 None,

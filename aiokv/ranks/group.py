@@ -15,20 +15,24 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from aiokv.checks import Unique, arguments, integer
+from aiokv.checks import Unique, arguments, flag, integer
 from aiokv.errors import ClosedError, ConfigError, UsageError
 from aiokv.observe.logs import Log
 from aiokv.ranks.broadcast import ROUTES, TransferBroadcast
-from aiokv.ranks.channel import checked_path
+from aiokv.ranks.channel import checked_path, frame_of
 from aiokv.ranks.control_requests import ControlRequests
 from aiokv.ranks.listener import Listener
+from aiokv.ranks.lookups import GroupLookups
 from aiokv.ranks.membership import Membership
-from aiokv.ranks.messages import Sleep, WakeUp
+from aiokv.ranks.messages import ChangeWeights, Sleep, WakeUp, encode
 from aiokv.ranks.processes import RankProcesses, check_entry
 from aiokv.ranks.rank_state import MAX_RANKS, RankTimeouts
+from aiokv.stores.base import KEY_BYTES
+from aiokv.stores.store_set import NOTHING
 from aiokv.worker.base import UNLIMITED_BLOCKS, Capabilities
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.ids import check_ids
+from aiokv.worker.store_transfers import STORE_ROUTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,6 +45,9 @@ if TYPE_CHECKING:
     from aiokv.plan import Pool, TransferPlan, TransferReport
     from aiokv.ranks.messages import Layout, Reports
     from aiokv.ranks.rank_state import RankState
+    from aiokv.stores.guard import GuardStatistics
+    from aiokv.stores.identity import StoreIdentity
+    from aiokv.stores.store_set import StoreAnswer
     from aiokv.types import Tier
     from aiokv.worker.base import Cancelled
     from aiokv.worker.device.base import Event
@@ -87,6 +94,8 @@ class RankGroup(Unique):
             of this process, and do not get the terminal's Ctrl-C. Without it the ranks are started
             externally.
         timeouts: see :class:`RankTimeouts`.
+        has_stores: True if each rank has stores, ``Rank(..., stores=[...])``, for its shard of the
+            blocks. A block is in the stores when all ranks have their shard of it.
         clock: returns seconds; tests pass their own, and call ``tick`` themselves.
 
     Raises:
@@ -95,14 +104,6 @@ class RankGroup(Unique):
     """
 
     computes_in_stream: Final = True  # each rank finishes a step in its own time
-    capabilities: Final = Capabilities(
-        routes=ROUTES,
-        clone_routes=frozenset(),
-        checksums=False,
-        step_events=False,
-        owns_tensors=False,
-        restart=True,
-    )
 
     def __init__(
         self,
@@ -111,6 +112,7 @@ class RankGroup(Unique):
         path: Path | str | None = None,
         entry: str | None = None,
         timeouts: RankTimeouts | None = None,
+        has_stores: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         num_ranks = integer("num_ranks", num_ranks, minimum=1, maximum=MAX_RANKS, error=ConfigError)
@@ -120,10 +122,21 @@ class RankGroup(Unique):
             check_entry(entry)
         if timeouts is not None and not isinstance(timeouts, RankTimeouts):
             raise ConfigError(f"timeouts is {timeouts!r}; it must be a RankTimeouts")
+        flag("has_stores", has_stores, ConfigError)
         if not callable(clock):
             raise ConfigError(f"clock is {clock!r}; it must be a function that returns seconds")
         self.num_ranks = num_ranks
         self.timeouts = timeouts or RankTimeouts()
+        self.capabilities = Capabilities(
+            routes=ROUTES | STORE_ROUTES if has_stores else ROUTES,
+            clone_routes=frozenset(),
+            checksums=False,
+            step_events=False,
+            owns_tensors=False,
+            restart=True,
+        )
+        self._identity: StoreIdentity | None = None
+        self._lookups = GroupLookups(self.timeouts)
         self._clock = clock
         self._host_blocks = 0
         self._failure: RankLost | None = None
@@ -150,6 +163,8 @@ class RankGroup(Unique):
             clock=clock,
             on_reports=self._on_reports,
             on_reply=self._control.on_reply,
+            on_lookup=self._lookups.on_reply,
+            has_stores=has_stores,
             on_lost=self._on_rank_lost,
         )
         self._transfers = TransferBroadcast(self._membership, self.timeouts, clock)
@@ -165,6 +180,7 @@ class RankGroup(Unique):
         on_report: Callable[[TransferReport], None],
         on_step: Callable[[int, BaseException | None], None],
         on_lost: Callable[[RankLost], None],
+        identity: StoreIdentity | None = None,
     ) -> None:
         """Listen, start the ranks if ``entry`` names them, and wait until all are ready.
 
@@ -175,6 +191,7 @@ class RankGroup(Unique):
             on_report: see :meth:`Worker.open`.
             on_step: called when a step has finished on all ranks.
             on_lost: called when a rank is lost; no transfer can succeed until ``restart``.
+            identity: origin of the blocks; each rank fills in its number.
 
         Raises:
             UsageError: opened before.
@@ -188,10 +205,12 @@ class RankGroup(Unique):
         self._opened = True
         self._on_step, self._on_lost = on_step, on_lost
         self._host_blocks = host_blocks
+        if identity is not None:
+            self._identity = msgspec.structs.replace(identity, num_ranks=self.num_ranks)
         self._transfers.open(on_report)
         try:
             await self._membership.open(device_blocks)
-            await self._membership.begin(host_blocks, self._closed_step, [])
+            await self._membership.begin(host_blocks, self._closed_step, [], self._identity)
         except BaseException:
             try:
                 await self.aclose()
@@ -200,7 +219,11 @@ class RankGroup(Unique):
                 raise
             raise
         self._membership.device_blocks = self.device_blocks
-        self._num_blocks = {"device": self.device_blocks, "host": host_blocks}
+        self._num_blocks = {
+            "device": self.device_blocks,
+            "host": host_blocks,
+            "store": UNLIMITED_BLOCKS,
+        }
         self._schedule_tick()
 
     async def restart(self) -> None:
@@ -220,7 +243,9 @@ class RankGroup(Unique):
         self._transfers.flush()
         self._restarting = True
         try:
-            await self._membership.begin(self._host_blocks, self._closed_step, sorted(self._asleep))
+            await self._membership.begin(
+                self._host_blocks, self._closed_step, sorted(self._asleep), self._identity
+            )
         finally:
             self._restarting = False
         self._transfers.end_all()
@@ -233,6 +258,7 @@ class RankGroup(Unique):
         Cancellation: call it again.
         """
         self._closing = True
+        self._lookups.end_all()
         if self._timer is not None:
             self._timer.cancel()
         if self._opened and not self._membership.closed:
@@ -302,7 +328,7 @@ class RankGroup(Unique):
         if self._closing or layout is None:
             state = "closing" if self._closing else "not open"
             raise ClosedError(f"transfer {plan.transfer_id}: the group of ranks is {state}")
-        if plan.route not in ROUTES:
+        if plan.route not in self.capabilities.routes:
             raise UsageError(f"transfer {plan.transfer_id}: ranks have no route {plan.route}")
         check_ids(plan, self._num_blocks)
         return self._transfers.submit(plan, layout, self._failure)
@@ -364,6 +390,32 @@ class RankGroup(Unique):
             UsageError: always.
         """
         raise UsageError("record_checksums: ranks do not verify checksums")
+
+    async def lookup(self, digests: bytes) -> StoreAnswer:
+        """Ask the stores of all ranks; see :meth:`Worker.lookup`.
+
+        Returns the blocks that all ranks have, and the times of the slowest rank; nothing when a
+        rank is lost, or has not answered within ``RankTimeouts.lookup``.
+
+        Cancellation: nothing changed.
+        """
+        if not self.capabilities.stores or self._closing or self._failure is not None:
+            return NOTHING
+        return await self._lookups.ask(self._membership, digests, len(digests) // KEY_BYTES)
+
+    def change_weights(self, version: str) -> None:
+        """Use other keys on all ranks; see :meth:`Worker.change_weights`.
+
+        Ranks receive the change before all later plans.
+        """
+        if self._identity is not None:
+            self._identity = msgspec.structs.replace(self._identity, weights_version=version)
+            self._transfers.flush()
+            self._membership.send(frame_of(encode(ChangeWeights(version=version))))
+
+    def store_statistics(self) -> list[GuardStatistics]:
+        """Return an empty list: each rank has its own, see ``Rank.store_statistics``."""
+        return []
 
     async def drain(self) -> None:
         """Wait until every plan submitted so far, and since, has been reported.
@@ -477,6 +529,7 @@ class RankGroup(Unique):
 
     def _on_rank_lost(self, lost: RankLost) -> None:
         """Fail all transfers; the other ranks still report the ones that they move."""
+        self._lookups.end_all()
         if self._failure is None:
             self._failure = lost
             self._transfers.give_up_all(CopyError(0, str(lost), lost.rank))

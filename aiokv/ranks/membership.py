@@ -16,6 +16,7 @@ from aiokv.ranks.messages import (
     Broken,
     Close,
     ControlReply,
+    LookupReply,
     Ping,
     Pong,
     Ready,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from aiokv.ranks.messages import Hello, Layout
     from aiokv.ranks.processes import RankProcesses
     from aiokv.ranks.rank_state import RankTimeouts
+    from aiokv.stores.identity import StoreIdentity
     from aiokv.types import Tier
 
 log = Log(__name__)
@@ -50,6 +52,8 @@ class Membership:
         clock: seconds.
         on_reports: gets the reports of the current generation.
         on_reply: gets the replies to ``Sleep`` and ``WakeUp``.
+        on_lookup: gets the replies to ``Lookup``.
+        has_stores: True if each rank must have stores, False if none may have any.
         on_lost: called when a rank that took part is lost.
 
     Attributes:
@@ -72,7 +76,9 @@ class Membership:
         clock: Callable[[], float],
         on_reports: Callable[[RankState, Reports], None],
         on_reply: Callable[[RankState, ControlReply], None],
+        on_lookup: Callable[[RankState, LookupReply], None],
         on_lost: Callable[[RankLost], None],
+        has_stores: bool = False,
     ) -> None:
         self._listener = listener
         self._timeouts = timeouts
@@ -80,6 +86,8 @@ class Membership:
         self.device_blocks = 0
         self._on_reports = on_reports
         self._on_reply = on_reply
+        self._on_lookup = on_lookup
+        self._has_stores = has_stores
         self._on_lost = on_lost
         self._unauthenticated: dict[Channel, None] = {}  # peers without a Hello, oldest first
         self._change_waiters: list[asyncio.Future[None]] = []
@@ -108,7 +116,13 @@ class Membership:
         self._ticked_at = self._clock()
         await self._listener.open(self._new_channel)
 
-    async def begin(self, host_blocks: int, closed_step: int, asleep: list[Tier]) -> None:
+    async def begin(
+        self,
+        host_blocks: int,
+        closed_step: int,
+        asleep: list[Tier],
+        identity: StoreIdentity | None,
+    ) -> None:
         """Start the missing ranks, and a new generation on all ranks.
 
         When it returns, no transfer of an earlier generation moves on any rank.
@@ -134,6 +148,7 @@ class Membership:
                     host_blocks=host_blocks,
                     closed_step=closed_step,
                     asleep=asleep,
+                    identity=identity,
                 )
                 for state in self.ranks:
                     state.finished_step = closed_step
@@ -329,6 +344,11 @@ class Membership:
                 f"device_blocks is {self.device_blocks}, but the tensors of rank {hello.rank} hold "
                 f"only {hello.layout.num_blocks} blocks"
             )
+        if hello.has_stores != self._has_stores:
+            raise ChannelError(
+                f"rank {hello.rank} has {'' if hello.has_stores else 'no '}stores, but the "
+                f"RankGroup was made with has_stores={self._has_stores}"
+            )
         if self.layout is None:
             self.layout = hello.layout
         elif hello.layout.fingerprint != self.layout.fingerprint:
@@ -349,7 +369,9 @@ class Membership:
         state.unanswered = 0
 
     def on_message(
-        self, state: RankState, message: Ready | Reports | ControlReply | Pong | Broken
+        self,
+        state: RankState,
+        message: Ready | Reports | ControlReply | LookupReply | Pong | Broken,
     ) -> None:
         """Process a message of a connected rank."""
         self._note_message(state)
@@ -365,6 +387,8 @@ class Membership:
         elif isinstance(message, ControlReply):
             self._on_reply(state, message)
             self.notify()
+        elif isinstance(message, LookupReply):
+            self._on_lookup(state, message)
         elif isinstance(message, Ready) and message.generation == self.generation:
             state.progress_at = state.heard_at
             state.ready = True

@@ -4,12 +4,14 @@
 
     rank                             manager
     Hello(layout, version) ────────►
-          ◄───────────────────────── Begin(generation, host blocks)      or Refuse(why)
+          ◄───────────────────────── Begin(generation, host blocks, identity)   or Refuse(why)
     Ready(generation) ─────────────►                     all are ready: plans may be sent
           ◄───────────────────────── TransferBatch, the same bytes to all ranks
     Reports ───────────────────────►
           ◄───────────────────────── Sleep, WakeUp
     ControlReply ──────────────────►
+          ◄───────────────────────── Lookup(digests), ChangeWeights(version): with stores only
+    LookupReply ───────────────────►
           ◄───────────────────────── Ping                     and Pong, while nothing else is sent
           ◄───────────────────────── Close
 
@@ -25,13 +27,14 @@ from typing import TYPE_CHECKING, Annotated, Final
 import msgspec
 
 from aiokv.plan import TransferPlan, TransferReport  # noqa: TC001  (msgspec needs them)
+from aiokv.stores.identity import StoreIdentity  # noqa: TC001
 from aiokv.types import Tier  # noqa: TC001
 from aiokv.worker.device.cpu import device_blocks
 
 if TYPE_CHECKING:
     from aiokv.worker.regions import Regions
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 MAX_LAYERS: Final = 1 << 16  # the manager keeps a counter per layer and transfer
 
 
@@ -61,11 +64,16 @@ class Layout(_Message, frozen=True):
 
 
 class Hello(_Message, frozen=True, tag="hello"):
-    """The first message on a connection."""
+    """The first message on a connection.
+
+    Attributes:
+        has_stores: the rank has stores for its shard of the blocks.
+    """
 
     protocol: int
     rank: int
     layout: Layout
+    has_stores: bool = False
 
 
 class Ready(_Message, frozen=True, tag="ready"):
@@ -96,6 +104,17 @@ class ControlReply(_Message, frozen=True, tag="reply"):
     error: str
 
 
+class LookupReply(_Message, frozen=True, tag="lookup_reply"):
+    """Reply to ``Lookup``.
+
+    Attributes:
+        seconds: expected time to fetch the first i + 1 blocks, one number per block of the run.
+    """
+
+    number: int
+    seconds: list[float]
+
+
 class Pong(_Message, frozen=True, tag="pong"):
     """The rank's loop runs."""
 
@@ -115,12 +134,14 @@ class Begin(_Message, frozen=True, tag="begin"):
     Attributes:
         closed_step: all steps up to this one have finished.
         asleep: tiers without memory.
+        identity: origin of the blocks, for their keys in the stores; ``rank`` is the receiver's.
     """
 
     generation: int
     host_blocks: int
     closed_step: int
     asleep: list[Tier]
+    identity: StoreIdentity | None = None
 
 
 class Refuse(_Message, frozen=True, tag="refuse"):
@@ -158,6 +179,23 @@ class WakeUp(_Message, frozen=True, tag="wake_up"):
     tiers: list[Tier]
 
 
+class Lookup(_Message, frozen=True, tag="lookup"):
+    """Ask the stores of the rank for blocks.
+
+    Attributes:
+        digests: 32 bytes per block, of consecutive blocks.
+    """
+
+    number: int
+    digests: bytes
+
+
+class ChangeWeights(_Message, frozen=True, tag="change_weights"):
+    """Use keys of this version of the weights, from the next message on."""
+
+    version: str
+
+
 class Ping(_Message, frozen=True, tag="ping"):
     """Ask for a Pong."""
 
@@ -166,8 +204,10 @@ class Close(_Message, frozen=True, tag="close"):
     """Finish moving transfers, free the memory, and end the connection."""
 
 
-FromRank = Hello | Ready | Reports | ControlReply | Pong | Broken
-FromManager = Begin | Refuse | TransferBatch | Sleep | WakeUp | Ping | Close
+FromRank = Hello | Ready | Reports | ControlReply | LookupReply | Pong | Broken
+FromManager = (
+    Begin | Refuse | TransferBatch | Sleep | WakeUp | Lookup | ChangeWeights | Ping | Close
+)
 
 encode: Final = msgspec.msgpack.Encoder().encode
 decode_hello: Final = msgspec.msgpack.Decoder(Hello).decode

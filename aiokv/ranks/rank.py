@@ -13,6 +13,8 @@ import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
+import msgspec
+
 from aiokv.checks import Unique, arguments, integer, sequence
 from aiokv.checks import timeout as timeout_of
 from aiokv.errors import AiokvError, ClosedError, ConfigError, RankLost, UsageError
@@ -24,13 +26,15 @@ from aiokv.ranks.messages import (
     PROTOCOL_VERSION,
     Begin,
     Broken,
+    ChangeWeights,
     ControlReply,
     Hello,
+    Lookup,
+    LookupReply,
     Ping,
     Pong,
     Ready,
     Refuse,
-    Reports,
     Sleep,
     TransferBatch,
     WakeUp,
@@ -40,6 +44,8 @@ from aiokv.ranks.messages import (
 )
 from aiokv.ranks.outbox import Outbox
 from aiokv.ranks.rank_state import MAX_RANKS, check_positive
+from aiokv.stores.store_set import StoreSet
+from aiokv.stores.urls import stores_from
 from aiokv.worker.controller import CacheController
 from aiokv.worker.device.base import CopyError, as_event
 from aiokv.worker.device.names import named_device
@@ -49,10 +55,14 @@ from aiokv.worker.regions import Regions
 from aiokv.worker.views import LayerView, done_view
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterable
+    from collections.abc import Coroutine, Iterable, Sequence
     from types import TracebackType
 
     from aiokv.plan import TransferPlan
+    from aiokv.ranks.messages import FromRank
+    from aiokv.stores.base import Store
+    from aiokv.stores.guard import GuardStatistics
+    from aiokv.stores.use import StoreUse
     from aiokv.worker.device.base import Device, Event
     from aiokv.worker.lanes import WorkerStatistics
 
@@ -72,6 +82,8 @@ class Rank(Unique):
         rank: 0 <= rank < num_ranks.
         regions: this rank's tensors; layers, regions and bytes per block are equal on all ranks.
         device: device of the tensors, as for ``CacheEngine``; ``"cpu"`` by default.
+        stores: stores of this rank's shard of the blocks, as for ``CacheEngine``. All ranks of a
+            group have stores (``RankGroup(has_stores=True)``), or none.
         connect_timeout: seconds to wait for the group to listen.
 
     Its loop must not be blocked: run the model in a thread.
@@ -92,6 +104,7 @@ class Rank(Unique):
         regions: Regions,
         device: Device | str | None = None,
         *,
+        stores: Sequence[Store | StoreUse | str] = (),
         connect_timeout: float = 60.0,
     ) -> None:
         rank = integer("rank", rank, minimum=0, maximum=MAX_RANKS - 1, error=ConfigError)
@@ -104,7 +117,8 @@ class Rank(Unique):
         self._bare: Regions | None = None  # in place of tensors that sleep
         self._connect_timeout = connect_timeout
         self._device = named_device(device)
-        self._controller = CacheController(regions, self._device)
+        self._stores = stores_from(stores)
+        self._controller = self._new_controller()
         self._poller = EventPoller()
         self._outbox = Outbox(self._send)
         self._counters = Counters()
@@ -136,7 +150,7 @@ class Rank(Unique):
             )
         self._entered = True
         loop = asyncio.get_running_loop()
-        self._controller = CacheController(self.regions, self._device)  # tensors may have been set
+        self._controller = self._new_controller()  # tensors may have been set
         self._poller.open(loop)
         self._ended: asyncio.Future[str] = loop.create_future()  # why the group ended
         self._begun: asyncio.Future[None] = loop.create_future()
@@ -144,7 +158,14 @@ class Rank(Unique):
         try:
             await self._connect()
             layout = layout_of(self.regions)
-            self._send(Hello(protocol=PROTOCOL_VERSION, rank=self.rank, layout=layout))
+            self._send(
+                Hello(
+                    protocol=PROTOCOL_VERSION,
+                    rank=self.rank,
+                    layout=layout,
+                    has_stores=bool(self._stores),
+                )
+            )
             await asyncio.wait((self._begun, self._ended), return_when=asyncio.FIRST_COMPLETED)
             if not self._begun.done():
                 raise RankLost(f"rank {self.rank}: {self._ended.result()}", rank=self.rank)
@@ -196,6 +217,10 @@ class Rank(Unique):
         if self.connected and not self._disconnected.done():
             await asyncio.wait((self._disconnected,), timeout=HANG_UP_SECONDS)
             self._channel.cut("the manager does not read")
+
+    def _new_controller(self) -> CacheController:
+        stores = StoreSet(self._stores) if self._stores else None
+        return CacheController(self.regions, self._device, stores=stores)
 
     async def _connect(self) -> None:
         check_length(Path(self._path))
@@ -266,6 +291,14 @@ class Rank(Unique):
         """
         return self._entered_controller().statistics()
 
+    def store_statistics(self) -> list[GuardStatistics]:
+        """Return the use and the state of each store of this rank.
+
+        Raises:
+            UsageError: the rank was not entered.
+        """
+        return self._entered_controller().store_statistics()
+
     def _entered_controller(self) -> CacheController:
         if not self._opened:
             raise UsageError(_NOT_ENTERED)
@@ -287,15 +320,27 @@ class Rank(Unique):
             self._run(self._begin(message, self._task))
         elif isinstance(message, Sleep | WakeUp):
             self._run(self._change_tiers(message, self._task))
+        elif isinstance(message, Lookup):
+            self._spawn(self._look_up(message))
+        elif isinstance(message, ChangeWeights):
+            self._controller.change_weights(message.version)
         elif isinstance(message, Refuse):
             self._end(f"refused: {message.reason}")
         else:
             self._end("the group is closing")
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        self._task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(self._task)
-        self._task.add_done_callback(self._tasks.discard)
+        self._task = self._spawn(work)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _look_up(self, lookup: Lookup) -> None:
+        answer = await self._controller.lookup(lookup.digests)
+        self._send(LookupReply(number=lookup.number, seconds=answer.seconds.tolist()))
 
     def _on_closed(self, reason: str) -> None:
         self._disconnected.set_result(None)
@@ -315,7 +360,9 @@ class Rank(Unique):
         self._counters.clear("the group restarts")
         try:
             if not self._opened:
-                await self._open(begin.host_blocks)
+                await self._open(begin)
+            elif begin.identity is not None:
+                self._controller.change_weights(begin.identity.weights_version)
             await self._controller.abandon()
             await self._steps_finished()
             await self._controller.sleep(frozenset(begin.asleep))
@@ -355,14 +402,18 @@ class Rank(Unique):
             regions = None if self.regions is self._bare else self.regions
             await controller.wake_up(tiers, regions)
 
-    async def _open(self, host_blocks: int) -> None:
+    async def _open(self, begin: Begin) -> None:
+        identity = begin.identity
+        if identity is not None:
+            identity = msgspec.structs.replace(identity, rank=self.rank)
         await self._controller.open(
             device_blocks=0,  # the manager has checked them
-            host_blocks=host_blocks,
+            host_blocks=begin.host_blocks,
             poller=self._poller,
             on_report=self._on_report,
             on_step=self._on_step,
             on_lost=lambda lost: None,
+            identity=identity,
         )
         self._opened = True
 
@@ -418,7 +469,7 @@ class Rank(Unique):
             self._step_waiter = asyncio.get_running_loop().create_future()
             await self._step_waiter
 
-    def _send(self, message: Hello | Ready | Reports | ControlReply | Pong | Broken) -> None:
+    def _send(self, message: FromRank) -> None:
         self._channel.send(frame_of(encode(message)))
 
     def __repr__(self) -> str:

@@ -40,6 +40,7 @@ class RankTimeouts:
         transfer: for a transfer on a rank, in addition to its bytes at ``min_bytes_per_second``;
             counted from the last progress of the rank.
         min_bytes_per_second: bandwidth that a rank is expected to reach at least.
+        lookup: for all ranks to look up blocks in their stores; later the blocks count as missing.
         close: for ranks to finish moving transfers when the group closes.
 
     Raises:
@@ -52,6 +53,7 @@ class RankTimeouts:
     silence: float = 30.0
     transfer: float = 30.0
     min_bytes_per_second: float = 100e6
+    lookup: float = 1.0
     close: float = 30.0
 
     def __post_init__(self) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from aiokv.plan import TransferReport
+from aiokv.plan import FETCH, SAVE, TransferReport
 from aiokv.ranks.channel import ChannelError
+from aiokv.stores.base import Result
 from aiokv.worker.device.base import CopyError
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class GroupTransfer:
         "_cancelled",
         "_done",
         "_left",
+        "_results",
         "counter",
         "given_up",
         "num_bytes",
@@ -72,6 +74,7 @@ class GroupTransfer:
         self._left = counter.num_layers  # not announced
         self._bad: dict[int, tuple[int, str]] = {}  # rank -> first bad block, reason
         self._cancelled = False
+        self._results = bytes(plan.num_blocks) if plan.route == SAVE else b""
 
     def arrive(self, rank: int, layers: Sequence[int]) -> None:
         """Note that these layers have arrived on a rank.
@@ -106,16 +109,31 @@ class GroupTransfer:
             self._cancelled = True
         else:
             self._done |= 1 << rank
+        if self.plan.route == SAVE:
+            self._reduce_results(report)
         self.owing.discard(rank)
         if self.owing:
             self._announce(range(len(self._arrived)))
         return not self.owing
+
+    def _reduce_results(self, report: TransferReport) -> None:
+        """Note the results of a save: a block is stored when all ranks have stored it."""
+        results = report.results
+        if report.outcome != "done" or len(results) != self.plan.num_blocks:
+            results = bytes([Result.FAILED]) * self.plan.num_blocks
+        self._results = bytes(map(max, self._results, results))
 
     def fail(self, rank: int, first_bad_block: int, reason: str) -> None:
         """Note that the blocks from ``first_bad_block`` on did not arrive on the rank."""
         if not 0 <= first_bad_block < self.plan.num_blocks:
             first_bad_block = 0  # the report names no block of the plan
         self._bad[rank] = (first_bad_block, reason)
+
+    @property
+    def may_give_up(self) -> bool:
+        """True for a fetch whose waiters are not released yet. A rank whose store is stuck is not
+        lost: its loop runs, and the plan's blocks stay its own until the store has ended."""
+        return self.plan.route == FETCH and self.given_up is None
 
     def give_up(self, failure: CopyError) -> None:
         """Fail all waiters, though bytes may still move. The first reason is kept."""
@@ -131,7 +149,9 @@ class GroupTransfer:
                 self.counter.mark_layer_done(layer)
         self.counter.finish(failure)
         if failure is None:
-            return TransferReport(transfer_id=self.plan.transfer_id, outcome="done")
+            return TransferReport(
+                transfer_id=self.plan.transfer_id, outcome="done", results=self._results
+            )
         return TransferReport(
             transfer_id=self.plan.transfer_id,
             outcome="cancelled" if failure is CANCELLED else "failed",

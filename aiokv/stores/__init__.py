@@ -13,24 +13,31 @@ from aiokv.stores.use import StoreUse
 
 if TYPE_CHECKING:
     from aiokv.stores.directory import DirectoryStore
+    from aiokv.stores.disk import DiskStore
     from aiokv.stores.mooncake import MooncakeStore
-    from aiokv.stores.s3 import S3Store
+    from aiokv.stores.urls import stores_from, stores_from_environment
 
 __all__ = [
     "DirectoryStore",
+    "DiskStore",
     "MooncakeStore",
     "Result",
-    "S3Store",
     "Store",
     "StoreMemory",
     "StoreStatistics",
     "StoreUse",
+    "stores_from",
+    "stores_from_environment",
 ]
 
 _MODULES: Final = {
     "DirectoryStore": "aiokv.stores.directory",
+    "DiskStore": "aiokv.stores.disk",
     "MooncakeStore": "aiokv.stores.mooncake",
+    "RedisStore": "aiokv.stores.redis",
     "S3Store": "aiokv.stores.s3",
+    "stores_from": "aiokv.stores.urls",
+    "stores_from_environment": "aiokv.stores.urls",
 }
 
 

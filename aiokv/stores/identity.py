@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from aiokv.config import WindowGroup  # noqa: TC001  (msgspec needs it)
+from aiokv.stores.fingerprint import fingerprint
 
 if TYPE_CHECKING:
     from aiokv.worker.regions import Regions
@@ -34,5 +34,12 @@ class StoreIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
     def fingerprint(self, regions: Regions) -> bytes:
         """Return the fingerprint of blocks of these tensors, 32 bytes."""
-        pieces = [(p.layer, p.region, p.block_bytes) for p in regions.pieces()]
-        return hashlib.sha256(repr((self, pieces)).encode()).digest()
+        return fingerprint(
+            regions,
+            model=self.model,
+            weights_version=self.weights_version,
+            block_tokens=self.block_tokens,
+            rank=self.rank,
+            num_ranks=self.num_ranks,
+            windows=self.windows,
+        )

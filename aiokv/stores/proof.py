@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import struct
-import zlib
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Final
+from functools import partial
+from typing import TYPE_CHECKING, Final, TypeVar
 
-import numpy as np
-
-from aiokv.stores.base import KEY_BYTES, Result
+from aiokv._native import derive_keys, seal_blocks, verify_blocks
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
     from numpy.typing import NDArray
 
     from aiokv.stores.base import StoreMemory
+
+T = TypeVar("T")
+
+__all__ = ["Proof", "derive_keys", "seal_blocks", "verify_blocks"]
 
 INLINE_BYTES: Final = 256 << 10  # fewer bytes are read on the loop: a thread would take longer
 
@@ -37,13 +40,7 @@ class Proof:
 
         Cancellation: trailers may still be written until ``close`` has returned.
         """
-        memory = self._memory
-        arguments = (memory.address, memory.pitch_bytes, memory.payload_bytes, blocks, keys)
-        if len(blocks) * memory.payload_bytes < INLINE_BYTES:
-            seal_blocks(*arguments)
-        else:
-            loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._threads, seal_blocks, *arguments)
+        await self._run(seal_blocks, keys, blocks)
 
     async def verify(self, keys: bytes, blocks: NDArray[np.int32]) -> NDArray[np.uint8]:
         """Return ``DONE`` or ``WRONG`` for each block: the length, the key and the checksum of its
@@ -51,60 +48,23 @@ class Proof:
 
         Cancellation: blocks may still be read until ``close`` has returned.
         """
+        return await self._run(verify_blocks, keys, blocks)
+
+    async def _run(self, function: Callable[..., T], keys: bytes, blocks: NDArray[np.int32]) -> T:
         memory = self._memory
-        arguments = (memory.address, memory.pitch_bytes, memory.payload_bytes, blocks, keys)
+        call = partial(
+            function,
+            memory.address,
+            memory.pitch_bytes,
+            memory.payload_bytes,
+            blocks,
+            keys,
+            num_blocks=memory.num_blocks,
+        )
         if len(blocks) * memory.payload_bytes < INLINE_BYTES:
-            return verify_blocks(*arguments)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, verify_blocks, *arguments)
+            return call()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     def close(self) -> None:
         """Wait until no thread accesses the memory. Idempotent."""
         self._threads.shutdown(wait=True, cancel_futures=True)
-
-
-# --- the native functions, in Python --------------------------------------------------------------
-
-_MAGIC: Final = b"aiokv\x00ob"
-_TRAILER: Final = struct.Struct("<8sIQ32sQ4x")
-
-
-def _buffer(address: int, num_bytes: int) -> memoryview:
-    import ctypes
-
-    return memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
-
-
-def _trailer(payload: memoryview, key: bytes) -> bytes:
-    return _TRAILER.pack(_MAGIC, 1, len(payload), key, zlib.crc32(payload, zlib.crc32(key)))
-
-
-def seal_blocks(
-    address: int, pitch_bytes: int, payload_bytes: int, blocks: NDArray[np.int32], keys: bytes
-) -> None:
-    """Write the trailers of blocks behind their payloads."""
-    for i, block in enumerate(blocks.tolist()):
-        key = keys[i * KEY_BYTES : (i + 1) * KEY_BYTES]
-        whole = _buffer(address + block * pitch_bytes, payload_bytes + _TRAILER.size)
-        whole[payload_bytes:] = _trailer(whole[:payload_bytes], key)
-
-
-def verify_blocks(
-    address: int, pitch_bytes: int, payload_bytes: int, blocks: NDArray[np.int32], keys: bytes
-) -> NDArray[np.uint8]:
-    """Compare the trailers of blocks with their payloads and keys."""
-    results = np.full(len(blocks), Result.WRONG, np.uint8)
-    for i, block in enumerate(blocks.tolist()):
-        key = keys[i * KEY_BYTES : (i + 1) * KEY_BYTES]
-        whole = _buffer(address + block * pitch_bytes, payload_bytes + _TRAILER.size)
-        if whole[payload_bytes:] == _trailer(whole[:payload_bytes], key):
-            results[i] = Result.DONE
-    return results
-
-
-def derive_keys(fingerprint: bytes, digests: bytes) -> bytes:
-    """Return the keys of blocks in stores, as bytes of ``N * KEY_BYTES``."""
-    return b"".join(
-        hashlib.sha256(fingerprint + digests[i : i + KEY_BYTES]).digest()
-        for i in range(0, len(digests), KEY_BYTES)
-    )

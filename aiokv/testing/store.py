@@ -11,7 +11,7 @@ async with CacheEngine(config, regions, stores=[store]) as engine:
 assert store.calls["load"] == 5
 
 Calls are numbered from 0 per operation; ``call=None`` is every call. Rules may be added at any
-time. ``store.objects`` is what the store holds; a second store made with
+time. A load that is cancelled writes garbage before it ends. ``store.objects`` is what the store holds; a second store made with
 ``ScriptedStore(objects=store.objects)`` finds the same, as after a restart.
 """
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 Operation = Literal["open", "lookup", "load", "save", "remove", "aclose"]
 _FLIPPED: Final = 0xFF
+_GARBAGE: Final = 0xEE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,12 +180,23 @@ class ScriptedStore:
     async def load(self, keys: bytes, blocks: NDArray[np.int32]) -> NDArray[np.uint8]:
         """See ``Store.load``."""
         with _InUse(self.in_use, blocks):
-            number = await self._play("load", keys)
+            try:
+                number = await self._play("load", keys)
+            except asyncio.CancelledError:
+                self._spoil(blocks)
+                raise
             results = [
                 self._load(number, i, key, block)
                 for i, (key, block) in enumerate(zip(split_keys(keys), blocks, strict=True))
             ]
         return np.array(self._answered("load", number, results), np.uint8)
+
+    def _spoil(self, blocks: NDArray[np.int32]) -> None:
+        """Write garbage into the blocks of a load that ends late: they are still its own."""
+        if self._memory is not None:
+            for block in blocks.tolist():
+                target = self._memory.object(block)
+                target[:] = bytes([_GARBAGE]) * len(target)
 
     def _load(self, number: int, index: int, key: bytes, block: int) -> Result:
         if key not in self.objects:
@@ -274,7 +286,7 @@ class ScriptedStore:
 
 
 async def _opened(hold: _Hold) -> None:
-    """Wait for the gate; raise a cancellation after it was opened."""
+    """Wait for the gate; raise a cancellation after it was opened, or when the loop ends."""
     cancelled: asyncio.CancelledError | None = None
     while not hold.gate.opened:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -282,6 +294,8 @@ async def _opened(hold: _Hold) -> None:
         try:
             await waiter
         except asyncio.CancelledError as error:
+            if all(task.cancelling() for task in asyncio.all_tasks()):
+                raise
             cancelled = error
     if cancelled is not None:
         raise cancelled

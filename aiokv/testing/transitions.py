@@ -59,10 +59,12 @@ class TransitionLog(msgspec.Struct, kw_only=True):
 
     Attributes:
         config: keyword arguments of its ``CacheConfig``.
+        has_stores: True if it fetches blocks from stores and saves blocks to them.
         transitions: in the order in which they were made.
     """
 
     config: dict[str, Plain]
+    has_stores: bool = False
     transitions: list[Transition] = []
 
     @classmethod
@@ -87,12 +89,13 @@ class TransitionLog(msgspec.Struct, kw_only=True):
                     transitions.append(decoder.decode(line))
                 except msgspec.DecodeError as error:
                     raise UsageError(f"{path}, line {number}: {error}") from error
-        return cls(config=head.config, transitions=transitions)
+        return cls(config=head.config, has_stores=head.has_stores, transitions=transitions)
 
 
 class _Head(msgspec.Struct):
     version: int
     config: dict[str, Plain]
+    has_stores: bool = False
 
 
 class Mismatch(AssertionError):
@@ -130,13 +133,14 @@ class Recording(Unique):
     def __init__(
         self, scheduler: CacheScheduler, config: CacheConfig, file: BinaryIO | None
     ) -> None:
-        self.log = TransitionLog(config=_plain_config(config))
+        has_stores = scheduler.has_stores
+        self.log = TransitionLog(config=_plain_config(config), has_stores=has_stores)
         self._file = file
         self._inside = False  # a transition that another one makes is not recorded
         self._names: tuple[str, ...] = TRANSITIONS
         self._scheduler = scheduler
         if file is not None:
-            self._write(_Head(VERSION, self.log.config))
+            self._write(_Head(VERSION, self.log.config, has_stores))
         for name in TRANSITIONS:
             setattr(scheduler, name, self._recorded(name, getattr(scheduler, name)))
 
@@ -235,7 +239,7 @@ def replay_transitions(log: TransitionLog) -> int:
             to do: a plan, a grant, the end of a wait.
         UsageError: the log has a transition that this version lacks.
     """
-    scheduler = CacheScheduler(_config_of(log.config))
+    scheduler = CacheScheduler(_config_of(log.config), log.has_stores)
     for index, (recorded, replayed) in enumerate(
         zip(log.transitions, _run(scheduler, log.transitions), strict=True)
     ):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiokv import CacheEngine, Lease
+    from aiokv.trace.disk_tier import DiskTier
     from aiokv.trace.payload import Payload
 
     Prompt = NDArray[np.int32]
@@ -131,17 +132,23 @@ class Replayer:
     """Serves requests by match, allocate, onload, commit and release, and times each call.
 
     Attributes:
-        clock: CPU and wall-clock time of the replay, without the payload.
+        clock: CPU and wall-clock time of the replay, without payload and disk tier.
         samples: times of the calls.
         failed_onloads: number of leases whose onload failed and that computed the blocks again.
     """
 
     def __init__(
-        self, engine: CacheEngine, *, block_tokens: int, payload: Payload | None = None
+        self,
+        engine: CacheEngine,
+        *,
+        block_tokens: int,
+        payload: Payload | None = None,
+        disk: DiskTier | None = None,
     ) -> None:
         self._engine = engine
         self._block_tokens = block_tokens
         self._payload = payload
+        self._disk = disk
         self.clock = LoopClock()
         self.samples = Samples()
         self.failed_onloads = 0
@@ -247,11 +254,12 @@ class Replayer:
             self.failed_onloads += 1
 
     def _compute(self, lease: Lease, tokens: Prompt) -> None:
-        if self._payload is None:
-            return
         with self.clock.paused():
-            self._payload.verify_cached(lease, tokens, self._block_tokens)
-            self._payload.write_computed(lease, tokens, self._block_tokens)
+            if self._disk is not None:
+                self._disk.serve(tokens, lease.cached_tokens)
+            if self._payload is not None:
+                self._payload.verify_cached(lease, tokens, self._block_tokens)
+                self._payload.write_computed(lease, tokens, self._block_tokens)
 
     def _release(self, lease: Lease) -> None:
         started = time.perf_counter_ns()

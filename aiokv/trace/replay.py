@@ -13,6 +13,7 @@ from aiokv.config import (  # noqa: TC001 - msgspec reads the annotations
     WritePolicy,
 )
 from aiokv.errors import UsageError
+from aiokv.trace.disk_tier import DiskOptions, DiskTier
 from aiokv.trace.format import (
     HASH_BLOCK_TOKENS,
     TOKEN_BYTES,
@@ -25,6 +26,7 @@ from aiokv.trace.min_oracle import min_hit_tokens
 from aiokv.trace.payload import Payload
 from aiokv.trace.report import (
     CapacityPoint,
+    DiskReport,
     EvictionPoint,
     ExecuteReport,
     MemoryReport,
@@ -73,6 +75,7 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
         token_seconds: decode time per output token in trace time, when ``speed`` is set.
         execute: move real bytes on the cpu device and check them.
         execute_bytes: memory of both tiers together in bytes, with ``execute``.
+        disk: simulated disk tier below the host tier; None for none.
         latencies: time each operation in a second pass over the trace. Replays that are not plain
             always time the operations, in their only pass.
     """
@@ -88,6 +91,7 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
     token_seconds: float = 0.02
     execute: bool = False
     execute_bytes: int = 256 << 20
+    disk: DiskOptions | None = None
     latencies: bool = True
 
     @property
@@ -230,8 +234,9 @@ async def replay(workload: Workload, options: ReplayOptions, stages: Stages) -> 
 
     Raises:
         InternalError: with ``execute``, a cached block held the wrong bytes.
-        UsageError: no request fits the device.
+        UsageError: no request fits the device, or the disk tier cannot be simulated.
     """
+    _check_disk(options)
     fitting = workload.fitting(options.device_blocks * options.block_tokens)
     gc.collect()
     rss_before = resident_bytes()
@@ -241,6 +246,30 @@ async def replay(workload: Workload, options: ReplayOptions, stages: Stages) -> 
         run = await _replay_general(fitting, options, stages)
     rejected = workload.num_requests - fitting.num_requests
     return _make_report(fitting, options, run, rss_before, rejected)
+
+
+def _check_disk(options: ReplayOptions) -> None:
+    """Raise if the disk tier cannot be simulated exactly with the other options."""
+    if options.disk is None:
+        return
+    if options.host_blocks == 0:
+        raise UsageError(
+            f"disk_blocks is {options.disk.blocks}, but host_blocks is 0; blocks move between disk "
+            "and device through host memory",
+            hint="add --host-blocks",
+        )
+    if options.write_policy != "write_through":
+        raise UsageError(
+            f"disk_blocks is {options.disk.blocks} with the write policy {options.write_policy!r}; "
+            "the simulated disk saves blocks when they are committed, which needs 'write_through'",
+            hint="use --write-policy write_through",
+        )
+    if options.execute:
+        raise UsageError(
+            f"disk_blocks is {options.disk.blocks} with execute; the disk tier is simulated, and "
+            "moves no bytes",
+            hint="leave out --execute or --disk-blocks",
+        )
 
 
 class _Run(msgspec.Struct, kw_only=True):
@@ -253,6 +282,7 @@ class _Run(msgspec.Struct, kw_only=True):
     samples: Samples
     failed_onloads: int = 0
     payload: Payload | None = None
+    disk: DiskTier | None = None
 
 
 async def _replay_plain(workload: Workload, options: ReplayOptions, stages: Stages) -> _Run:
@@ -279,9 +309,10 @@ async def _replay_plain(workload: Workload, options: ReplayOptions, stages: Stag
 async def _replay_general(workload: Workload, options: ReplayOptions, stages: Stages) -> _Run:
     payload = _make_payload(options)
     regions = payload.regions if payload else None
+    disk = DiskTier(options.disk, block_tokens=options.block_tokens) if options.disk else None
     progress = stages(_stage("replay", options), len(workload.prompts))
     async with CacheEngine(_make_config(options), regions=regions) as engine:
-        replayer = Replayer(engine, block_tokens=options.block_tokens, payload=payload)
+        replayer = Replayer(engine, block_tokens=options.block_tokens, payload=payload, disk=disk)
         if options.speed is None:
             await replayer.window(workload.prompts, options.concurrency, progress)
         else:
@@ -300,6 +331,7 @@ async def _replay_general(workload: Workload, options: ReplayOptions, stages: St
             samples=replayer.samples,
             failed_onloads=replayer.failed_onloads,
             payload=payload,
+            disk=disk,
         )
 
 
@@ -421,7 +453,7 @@ def _make_report(
     workload: Workload, options: ReplayOptions, run: _Run, rss_before: int, rejected: int
 ) -> ReplayReport:
     requests, prompt_tokens = len(workload.prompts), workload.prompt_tokens
-    hit_tokens = _hit_tokens(run.statistics)
+    hit_tokens = _hit_tokens(run)
     return ReplayReport(
         trace=workload.trace,
         config=msgspec.to_builtins(options),
@@ -438,16 +470,19 @@ def _make_report(
         latency_us=percentiles_us(run.samples.by_operation()),
         memory=_memory(run, rss_before),
         traffic=_traffic(run, options),
+        disk=_disk(run.disk, options),
         execute=_execute(run.payload),
     )
 
 
-def _hit_tokens(statistics: Statistics) -> dict[str, int]:
-    return {
-        "device": statistics.hit_device_tokens,
-        "host": statistics.hit_host_tokens,
-        "total": statistics.hit_tokens,
+def _hit_tokens(run: _Run) -> dict[str, int]:
+    tiers = {
+        "device": run.statistics.hit_device_tokens,
+        "host": run.statistics.hit_host_tokens,
     }
+    if run.disk is not None:
+        tiers["disk"] = run.disk.hit_tokens
+    return tiers | {"total": sum(tiers.values())}
 
 
 def _memory(run: _Run, rss_before: int) -> MemoryReport:
@@ -476,6 +511,21 @@ def _traffic(run: _Run, options: ReplayOptions) -> TrafficReport:
         skipped_backups=statistics.skipped_backups,
         reclaimed_twins=statistics.reclaimed_twins,
         dropped_blocks=statistics.dropped_blocks,
+    )
+
+
+def _disk(disk: DiskTier | None, options: ReplayOptions) -> DiskReport | None:
+    if disk is None or options.disk is None:
+        return None
+    return DiskReport(
+        capacity_blocks=options.disk.blocks,
+        blocks=len(disk),
+        loaded_blocks=disk.loaded_blocks,
+        saved_blocks=disk.saved_blocks,
+        loaded_bytes=disk.loaded_blocks * options.block_bytes,
+        saved_bytes=disk.saved_blocks * options.block_bytes,
+        evicted_blocks=disk.evicted_blocks,
+        rejected_blocks=disk.rejected_blocks,
     )
 
 

@@ -83,6 +83,30 @@ class TrafficReport(msgspec.Struct, frozen=True, kw_only=True):
         return self.onloaded_bytes + self.offloaded_bytes
 
 
+class DiskReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The simulated disk tier.
+
+    Attributes:
+        capacity_blocks: capacity of the tier.
+        blocks: blocks on disk at the end.
+        loaded_blocks: blocks that were found on disk.
+        saved_blocks: blocks that were written.
+        loaded_bytes: bytes of the loaded blocks.
+        saved_bytes: bytes of the saved blocks.
+        evicted_blocks: blocks that were evicted to make room.
+        rejected_blocks: blocks that the admission rule did not let in; counted once per offer.
+    """
+
+    capacity_blocks: int
+    blocks: int
+    loaded_blocks: int
+    saved_blocks: int
+    loaded_bytes: int
+    saved_bytes: int
+    evicted_blocks: int
+    rejected_blocks: int
+
+
 class PolicyPoint(msgspec.Struct, frozen=True, kw_only=True):
     """Results of one write policy on the same trace; fields as in :class:`ReplayReport`."""
 
@@ -132,7 +156,8 @@ class ReplayReport(msgspec.Struct, kw_only=True):
         rejected_requests: number of requests that need more blocks than the device has; these did
             not run.
         prompt_tokens: prompt tokens of the requests that ran.
-        hit_tokens: prompt tokens found in the cache, by tier, and their ``total``.
+        hit_tokens: prompt tokens found in the cache, by tier, and their ``total``; ``disk`` is one
+            of the tiers if it is simulated.
         hit_rate: ``total / prompt_tokens``.
         evicted_blocks: cached blocks that were evicted from the device.
         failed_onloads: number of leases whose onload failed and that computed the blocks again.
@@ -142,7 +167,9 @@ class ReplayReport(msgspec.Struct, kw_only=True):
         wall_seconds: wall-clock time of the same loop.
         latency_us: wall-clock microseconds per call, by operation.
         memory: memory of the engine.
-        traffic: blocks that were copied between the tiers.
+        traffic: blocks that were copied between the tiers; blocks found on disk count as copied to
+            host memory.
+        disk: the simulated disk tier, if there is one.
         execute: blocks written and verified, with ``execute``.
         capacities: results by device capacity, if several were replayed.
         write_policies: results by write policy, if they were compared.
@@ -164,6 +191,7 @@ class ReplayReport(msgspec.Struct, kw_only=True):
     latency_us: dict[str, Percentiles]
     memory: MemoryReport
     traffic: TrafficReport
+    disk: DiskReport | None = None
     execute: ExecuteReport | None = None
     capacities: list[CapacityPoint] | None = None
     write_policies: list[PolicyPoint] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -35,6 +36,7 @@ class Piece:
         block_bytes: bytes of one block that move.
         host_offset_bytes: offset of these bytes in a host block.
         device: ``"cpu"`` or ``"cuda"``.
+        dtype: name of the element type, such as ``"bfloat16"``.
         owner: keeps the memory alive.
     """
 
@@ -46,6 +48,7 @@ class Piece:
     block_bytes: int
     host_offset_bytes: int
     device: str
+    dtype: str
     owner: Any
 
     def view(self) -> NDArray[np.uint8]:
@@ -83,6 +86,7 @@ class DescribedArray:
     stride_bytes: int
     block_bytes: int
     device: str
+    dtype: str
     owner: Any
 
     def grouped(self, rows_per_block: int, what: str) -> DescribedArray:
@@ -121,12 +125,18 @@ class DescribedArray:
             block_bytes=self.block_bytes,
             host_offset_bytes=0,
             device=self.device,
+            dtype=self.dtype,
             owner=self.owner,
         )
 
 
-def describe(tensor: Any, what: str) -> DescribedArray:
+def describe(tensor: Any, what: str, dtype: str | None = None) -> DescribedArray:
     """Read a tensor's memory layout.
+
+    Args:
+        tensor: anything with an array interface or DLPack.
+        what: the tensor's name in messages.
+        dtype: name of the element type; None for the tensor's own.
 
     Raises:
         LayoutError: it exports no layout, has no blocks, or has gaps inside a block.
@@ -153,7 +163,27 @@ def describe(tensor: Any, what: str) -> DescribedArray:
         raise LayoutError(
             f"{what}: blocks of {block_bytes} bytes are {stride_bytes} bytes apart and overlap"
         )
-    return DescribedArray(int(pointer), shape[0], stride_bytes, block_bytes, device, owner)
+    return DescribedArray(
+        pointer=int(pointer),
+        num_blocks=shape[0],
+        stride_bytes=stride_bytes,
+        block_bytes=block_bytes,
+        device=device,
+        dtype=dtype or dtype_name(tensor, interface["typestr"]),
+        owner=owner,
+    )
+
+
+def dtype_name(tensor: Any, typestr: str = "") -> str:
+    """Return the name of an element type: ``"bfloat16"`` for numpy's and ``torch.bfloat16``.
+
+    Args:
+        tensor: of any library.
+        typestr: element type of its array interface, for tensors without ``dtype``.
+    """
+    name = str(getattr(tensor, "dtype", typestr))
+    with_module = re.fullmatch(r"\w+\.(\w+)", name)
+    return name if with_module is None else with_module[1]
 
 
 def _interface(tensor: Any, what: str) -> tuple[Any, dict[str, Any], str]:

@@ -240,15 +240,13 @@ class Worker(Protocol):
         Cancellation: nothing changed.
         """
 
-    async def change_weights(self, version: str) -> None:
+    def change_weights(self, version: str) -> None:
         """Find and save blocks of another version of the weights from now on.
 
         Fetches in flight bring no block. No save is in flight.
 
         Args:
             version: of the weights; blocks of an earlier version are found again with it.
-
-        Cancellation: call it again, with any version, before the next lookup or plan.
         """
 
     def store_statistics(self) -> list[GuardStatistics]:

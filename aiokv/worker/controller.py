@@ -324,8 +324,8 @@ class CacheController:
             return NOTHING
         return await self._stores.lookup(digests)
 
-    async def change_weights(self, version: str) -> None:
-        """Use other keys from now on; see :meth:`Worker.change_weights`. Does not suspend."""
+    def change_weights(self, version: str) -> None:
+        """Use other keys from now on; see :meth:`Worker.change_weights`."""
         if self._stores is not None and self._identity is not None:
             self._identity = msgspec.structs.replace(self._identity, weights_version=version)
             self._stores.change_fingerprint(self._fingerprint())

@@ -45,6 +45,7 @@ class Regions:
         layer_indices: Sequence[int] | None = None,
         rows_per_block: int = 1,
         more_blocks: bool = False,
+        dtypes: Sequence[str] | None = None,
     ) -> None:
         """Register a region.
 
@@ -58,16 +59,26 @@ class Regions:
                 blocks (such as one head per row); they follow each other without gaps.
             more_blocks: the tensors may have more blocks than the other regions; the additional
                 blocks belong to the caller and are never moved.
+            dtypes: name of the element type of each tensor, such as ``"float8_e4m3fn"``, where the
+                tensors are views as integers; None for the tensors' own. A block in a store is
+                found only with the same names.
 
         Raises:
             LayoutError: shapes, strides, device or the number of layers do not fit; the registry
                 is unchanged.
         """
         indices = self._check_layers(name, len(layers), layer_indices)
+        names: Sequence[str | None] = [None] * len(layers) if dtypes is None else dtypes
+        if isinstance(names, str) or len(names) != len(layers):
+            raise LayoutError(
+                f"region {name!r}: dtypes is {dtypes!r} for {len(layers)} tensors; pass one name "
+                "per tensor"
+            )
         pieces = []
-        for layer, tensor in zip(indices, layers, strict=True):
+        for layer, tensor, dtype in zip(indices, layers, names, strict=True):
             what = f"region {name!r}, layer {layer}"
-            pieces.append(describe(tensor, what).grouped(rows_per_block, what).piece(layer, name))
+            array = describe(tensor, what, dtype).grouped(rows_per_block, what)
+            pieces.append(array.piece(layer, name))
         num_blocks = self._common_blocks(name, pieces, more_blocks=more_blocks)
         self.add_pieces(name, pieces, num_blocks)
 

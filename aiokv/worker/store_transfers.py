@@ -82,7 +82,10 @@ class _StoreTransfer:
         self.moved_blocks = 0
         self.failure: CopyError | None = None
         self.report = TransferReport(
-            transfer_id=plan.transfer_id, outcome="failed", reason="the operation was interrupted"
+            transfer_id=plan.transfer_id,
+            outcome="failed",
+            reason="the operation was interrupted",
+            results=bytes([Result.FAILED]) * plan.num_blocks if plan.route == SAVE else b"",
         )
         self.reported = False
         self.task: asyncio.Task[None] | None = None

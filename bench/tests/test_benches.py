@@ -11,7 +11,8 @@ from bench import harness
 
 
 @pytest.mark.parametrize(
-    "name", ["index", "policy", "admission", "cancel_storm", "shutdown", "ranks", "loop_held"]
+    "name",
+    ["index", "digest", "policy", "admission", "cancel_storm", "shutdown", "ranks", "loop_held"],
 )
 def test_bench_returns_finite_comparable_numbers(name):
     numbers = harness.flatten(importlib.import_module(f"bench.{name}").run(quick=True))

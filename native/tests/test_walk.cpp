@@ -20,7 +20,7 @@ class Walk {
     // Calls that the core refuses as wrong have to change nothing that breaks an invariant.
     void step() {
         try {
-            call(below(20));
+            call(below(22));
         } catch (const LeaseError&) {
         } catch (const UsageError&) {
         } catch (const RequestTooLarge&) {
@@ -56,6 +56,14 @@ class Walk {
         config.min_onload_blocks = below(3);
         config.state_slots = below(3) == 0 ? 2 + below(8) : 0;
         if (below(3) == 0) config.windows.push_back({16 + below(20), 1 + below(6), 8, below(3)});
+        if (below(2) == 0) return config;
+        if (below(3) != 0) {
+            config.state_slots = 0;
+            config.windows.clear();
+        }
+        config.stores = {true,           static_cast<StorePolicy>(below(3)),
+                         1 + below(3),   below(4) == 0,
+                         1 + below(300), below(20)};
         return config;
     }
 
@@ -101,7 +109,13 @@ class Walk {
         const Outcome outcome = luck == 0   ? Outcome::kCancelled
                                 : luck == 1 ? Outcome::kFailed
                                             : Outcome::kDone;
-        core_.complete(id, outcome, below(5));
+        std::vector<std::uint8_t> results;
+        if (core_.is_save(id) && below(2) == 0) {
+            for (std::size_t i = 0; i < core_.save(id).nodes.size(); ++i) {
+                results.push_back(static_cast<std::uint8_t>(below(5)));
+            }
+        }
+        core_.complete(id, outcome, below(5), results);
     }
 
     void end_batch() {
@@ -206,6 +220,10 @@ class Walk {
                 core_.take_abandoned();
                 core_.recompute_from(any_lease());
                 return;
+            case 19:
+                return save(core_.begin_fetch(any_lease(), 1 + below(8)));
+            case 20:
+                return save(core_.take_saves());
             default:
                 pass_step();
                 if (below(8) == 0) change_tiers();

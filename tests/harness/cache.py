@@ -12,6 +12,8 @@ from tests.harness.closing import close, complete_during
 from tests.harness.memory import Memory
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from aiokv import Lease
     from aiokv.worker.device.base import Device
 
@@ -28,6 +30,7 @@ class OverBytes:
 
     Args:
         device: None for the cpu device.
+        stores: stores of the engine, which then has a model.
         config: more fields of the configuration.
     """
 
@@ -38,13 +41,19 @@ class OverBytes:
         block_tokens: int,
         device_blocks: int,
         host_blocks: int,
+        stores: Sequence[Any] = (),
         **config: Any,
     ) -> None:
+        if stores:
+            config = {"model": "tests", **config}
         self.memory = Memory(device_blocks, block_tokens)
         self.device: Any = device
         sizes = {"device_blocks": device_blocks, "host_blocks": host_blocks}
         self.engine = CacheEngine(
-            CacheConfig(block_tokens=block_tokens, **sizes, **config), self.memory.regions, device
+            CacheConfig(block_tokens=block_tokens, **sizes, **config),
+            self.memory.regions,
+            device,
+            stores=stores,
         )
 
     async def __aenter__(self) -> Self:

@@ -349,7 +349,14 @@ ANY_THREAD = {
 # engine's state.
 OF_THE_HANDLE: dict[str, set[str]] = {
     "CacheEngine": set(),
-    "Lease": {"held_id", "leave_layers", "live_id", "note_capacity_wait", "note_pending_wait"},
+    "Lease": {
+        "held_id",
+        "leave_layers",
+        "live_id",
+        "note_capacity_wait",
+        "note_pending_wait",
+        "note_store_wait",
+    },
 }
 ARGUMENTS: dict[str, Callable[[CacheEngine, Lease], tuple[Any, ...]]] = {
     "match": lambda e, lease: (TOKENS,),

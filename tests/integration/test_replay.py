@@ -12,6 +12,7 @@ import uvloop
 
 from aiokv import cli
 from aiokv.errors import InternalError, UsageError
+from aiokv.trace.disk_tier import DiskOptions
 from aiokv.trace.payload import Payload
 from aiokv.trace.replay import (
     ReplayOptions,
@@ -73,6 +74,49 @@ def test_cache_of_unlimited_size_hits_every_known_prefix(small):
     assert report.requests == len(small.prompts) == 400
     assert report.prompt_tokens == sum(map(len, small.prompts))
     assert report.requests_per_second == pytest.approx(400 / report.index_seconds)
+
+
+def test_unlimited_disk_below_small_tiers_hits_every_known_prefix(small):
+    report = run_replay(
+        small, device_blocks=1_500, host_blocks=1_000, disk=DiskOptions(blocks=100_000)
+    )
+    without = run_replay(small, device_blocks=1_500, host_blocks=1_000)
+    assert report.hit_tokens["total"] == hit_tokens_without_eviction(small)
+    assert report.hit_tokens["device"] == without.hit_tokens["device"]
+    assert report.hit_tokens["host"] == without.hit_tokens["host"]
+    assert report.hit_tokens["disk"] > 0
+    assert "disk" not in without.hit_tokens
+    assert without.disk is None
+    assert report.disk is not None
+    assert report.disk.loaded_blocks * BLOCK_TOKENS == report.hit_tokens["disk"]
+    assert report.disk.loaded_bytes == report.disk.loaded_blocks * (2 << 20)
+    assert report.disk.saved_blocks == report.disk.blocks
+    assert report.disk.evicted_blocks == 0
+
+
+def test_smaller_disks_hit_less_and_keep_their_capacity(small):
+    reports = [
+        run_replay(small, device_blocks=1_500, host_blocks=1_000, disk=DiskOptions(blocks=blocks))
+        for blocks in (2_000, 4_000, 8_000)
+    ]
+    hits = [report.hit_tokens["disk"] for report in reports]
+    assert 0 < hits[0] < hits[1] < hits[2]
+    assert [report.disk.blocks for report in reports] == [2_000, 4_000, 8_000]
+    assert all(r.disk.saved_blocks - r.disk.evicted_blocks == r.disk.blocks for r in reports)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"host_blocks": 0}, "disk_blocks is 9, but host_blocks is 0"),
+        ({"write_policy": "write_back"}, "disk_blocks is 9 with the write policy 'write_back'"),
+        ({"execute": True}, "disk_blocks is 9 with execute"),
+    ],
+    ids=str,
+)
+def test_disk_that_cannot_be_simulated_is_refused(small, options, message):
+    with pytest.raises(UsageError, match=message):
+        run_replay(small, **{"host_blocks": 100, "disk": DiskOptions(blocks=9)} | options)
 
 
 def test_timed_pass_covers_every_operation(small):
@@ -310,6 +354,29 @@ def test_bytes_moved_are_nominal_without_real_ones(small):
     none = run_replay(small, device_blocks=1_000, host_blocks=9_000, write_policy="none")
     assert none.traffic.moved_bytes == 0
     assert none.hit_tokens["host"] == 0
+
+
+def test_command_reports_the_disk_tier(tmp_path, capsys):
+    flags = ["--device-blocks", "1500", "--host-blocks", "1000", "--disk-blocks", "8000"]
+    result = tmp_path / "result.json"
+    policy = ["--disk-policy", "at_nth_use", "--disk-uses", "1", "--disk-admission", "reused"]
+    assert cli.main(["replay", str(SMALL), *flags, *policy, "--json", str(result)]) == 0
+    report = json.loads(result.read_bytes())
+    disk, output = report["disk"], capsys.readouterr().out
+    assert report["config"]["disk"] == {
+        "blocks": 8000, "policy": "at_nth_use", "uses": 1, "admission": "reused",
+    }  # fmt: skip
+    assert f"hit tokens, disk: {report['hit_tokens']['disk']:,} (" in output
+    assert f"saved on disk: {disk['saved_blocks']:,} blocks, " in output
+    assert f"loaded from disk: {disk['loaded_blocks']:,} blocks, " in output
+    assert f"evicted disk blocks: {disk['evicted_blocks']:,}" in output
+    assert f"blocks not admitted to disk: {disk['rejected_blocks']:,}" in output
+
+
+def test_command_refuses_a_disk_with_all_write_policies(capsys):
+    flags = ["--host-blocks", "100", "--disk-blocks", "8", "--write-policy", "all"]
+    assert cli.main(["replay", str(SMALL), *flags]) == 2
+    assert "--disk-blocks is 8 with --write-policy all" in capsys.readouterr().err
 
 
 def test_command_names_file_and_line_of_a_malformed_trace(tmp_path, capsys):

@@ -30,6 +30,13 @@ class Block:
     rank: int = 0  # of last use; the lowest is evicted first
     passed_over: bool = False  # was blocked when it was first in eviction order
     loading_by: int = 0
+    # Of stores:
+    holds: int = 0  # saves of the block, and fetches that continue it
+    saving: bool = False
+    stored: bool = False
+    save_queued: bool = False
+    save_refused: bool = False
+    fetched: bool = False  # and not hit since then
 
     @property
     def resident(self) -> bool:

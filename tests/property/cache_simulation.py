@@ -7,7 +7,7 @@ same copies, refs and pins, and every VALID copy holds the KV of exactly its tok
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from hypothesis import strategies as st
@@ -49,6 +49,8 @@ class Batch:
 
 
 class CacheSimulation(RuleBasedStateMachine):
+    store_options: ClassVar[dict[str, Any]] = {}  # of the configuration; empty: no stores
+
     @initialize(
         block_tokens=st.integers(1, 3),
         device_blocks=st.integers(3, 9),
@@ -77,11 +79,13 @@ class CacheSimulation(RuleBasedStateMachine):
                 write_policy=sizes["policy"],
                 write_through_threshold=sizes["threshold"],
                 low_watermark_blocks=min(sizes["low_watermark"], sizes["device_blocks"]),
-            )
+                **self.store_options,
+            ),
+            has_stores=bool(self.store_options),
         )
         sizes["low_watermark"] = min(sizes["low_watermark"], sizes["device_blocks"])
         self.core = self.manager.core
-        self.model = PrefixCacheModel(**sizes)
+        self.model = self.new_model(sizes)
         self.callers: list[Caller] = []
         self.plans: dict[int, TransferPlan] = {}
         self.submitted: dict[int, list[Any]] = {}  # transfer -> what its sources held
@@ -90,6 +94,9 @@ class CacheSimulation(RuleBasedStateMachine):
         self.host: dict[int, Any] = {}
         self.step = 1
         self.batches: dict[int, Batch] = {}
+
+    def new_model(self, sizes: dict[str, Any]) -> PrefixCacheModel:
+        return PrefixCacheModel(**sizes)
 
     def refused(self, error: type[Exception], call: Any, *args: Any) -> None:
         before = sorted(self.core.blocks())

@@ -21,9 +21,9 @@ class PlannedCore:
         core: its native state.
     """
 
-    def __init__(self, config: CacheConfig) -> None:
+    def __init__(self, config: CacheConfig, *, has_stores: bool = False) -> None:
         self.config = config
-        self.core = new_core(config)
+        self.core = new_core(config, has_stores)
         self._plans = Plans(self.core)
 
     def onload_plan(self, transfer_id: int) -> TransferPlan:
@@ -40,6 +40,15 @@ class PlannedCore:
         """Save the blocks that must be saved before ``num_blocks`` are evicted, or return None."""
         transfer_id = self.core.take_write_backs(num_blocks)
         return self._plans.offload(transfer_id, Priority.BACKUP) if transfer_id else None
+
+    def fetch_plan(self, transfer_id: int) -> TransferPlan:
+        """Return the plan of a fetch in flight."""
+        return self._plans.fetch(transfer_id, Priority.DEMAND)
+
+    def save_plan(self) -> TransferPlan | None:
+        """Begin a save, and return its plan; None when there is nothing to save."""
+        transfer_id = self.core.take_saves()
+        return self._plans.save(transfer_id) if transfer_id else None
 
     def complete(self, report: TransferReport) -> None:
         """Account for the end of a transfer."""

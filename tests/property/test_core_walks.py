@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 
@@ -19,10 +19,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 STEPS = 250
+M = TypeVar("M", bound=CacheMachine)
 
 
-def begun(random: Random) -> CacheMachine:
-    machine = CacheMachine()
+Rule = tuple[float, "Callable[[], Any]", "Callable[[], Any]"]  # weight, precondition, action
+
+
+def begun(random: Random, machine: M) -> M:
     machine.begin(
         block_tokens=random.randint(1, 3),
         device_blocks=random.randint(3, 9),
@@ -39,9 +42,14 @@ def begun(random: Random) -> CacheMachine:
     return machine
 
 
-def walk(seed: int, steps: int = STEPS) -> CacheMachine:
+def walk(
+    seed: int,
+    steps: int = STEPS,
+    machine: type[M] = CacheMachine,  # type: ignore[assignment]
+    more_rules: Callable[[M, Random], list[Rule]] = lambda machine, random: [],
+) -> M:
     random = Random(seed)
-    m = begun(random)
+    m = begun(random, machine())
     failing = random.choice((0.1, 0.3, 0.8))
 
     def number(limit: int = 7) -> int:
@@ -70,7 +78,7 @@ def walk(seed: int, steps: int = STEPS) -> CacheMachine:
                 m.complete(number(), flag(failing), number())
         m.forget(random.choice(["device", "host"]))
 
-    rules: list[tuple[float, Callable[[], Any], Callable[[], Any]]] = [
+    rules: list[Rule] = [
         (6, lambda: True, lambda: m.serve(prompt(), number(9), flag(), flag())),
         (6, lambda: True, match),
         (5, m.waiting, lambda: m.allocate_once(number(), number(5) if flag(0.3) else 0)),
@@ -99,6 +107,7 @@ def walk(seed: int, steps: int = STEPS) -> CacheMachine:
         (1, lambda: True, lambda: m.finish_step(number(1))),
         (2, m.granted, lambda: m.begin_batch(number(), random.choice([None, number()]))),
         (2, lambda: m.batches, lambda: m.end_batch(number(), flag())),
+        *more_rules(m, random),
     ]
     weights = [weight * random.choice((0.2, 1, 1, 4)) for weight, _, _ in rules]
     for _ in range(steps):

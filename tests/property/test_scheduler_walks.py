@@ -6,6 +6,7 @@ worker is a set of plans that end at random. After each transition ``violations(
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from contextlib import suppress
 from random import Random
@@ -16,9 +17,11 @@ import pytest
 
 from aiokv import CacheConfig, LeaseState
 from aiokv.errors import AiokvError, LeaseError, RequestTooLarge, WouldBlock
-from aiokv.plan import Priority, TransferReport
+from aiokv.plan import FETCH, SAVE, Priority, TransferReport
 from aiokv.scheduler.effects import NO_EFFECTS
 from aiokv.scheduler.scheduler import CacheScheduler
+from aiokv.stores.base import Result
+from aiokv.testing.transitions import Recording, replay_transitions
 
 if TYPE_CHECKING:
     from aiokv.plan import TransferPlan
@@ -32,32 +35,39 @@ UNGRANTED = (LeaseState.MATCHED, LeaseState.SWAPPED)
 
 
 class Walk:
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, has_stores: bool = False) -> None:
         self.random = random = Random(seed)
         self.seen: Counter[str] = Counter()
-        self.scheduler = CacheScheduler(
-            CacheConfig(
-                block_tokens=BLOCK_TOKENS,
-                device_blocks=DEVICE_BLOCKS,
-                host_blocks=random.choice((0, HOST_BLOCKS, HOST_BLOCKS)),
-                write_policy=random.choice(
-                    ("none", "write_through", "write_through", "write_back")
-                ),
-                eviction_policy="lru",
-                salt_quota_blocks=random.choice((None, 7)),
-                verify=random.choice(("off", "checksum")),
-            )
+        self.has_stores = has_stores
+        config = CacheConfig(
+            block_tokens=BLOCK_TOKENS,
+            device_blocks=DEVICE_BLOCKS,
+            host_blocks=random.choice((0, HOST_BLOCKS, HOST_BLOCKS)),
+            write_policy=random.choice(("none", "write_through", "write_through", "write_back")),
+            eviction_policy="lru",
+            salt_quota_blocks=random.choice((None, 7)),
+            verify=random.choice(("off", "checksum")),
         )
+        if has_stores:
+            config = dataclasses.replace(
+                config,
+                store_policy=random.choice(("at_commit", "at_nth_use", "on_eviction")),
+                store_admission=random.choice(("all", "all", "reused")),
+                store_queue_blocks=random.choice((2, 64)),
+            )
+        self.scheduler = CacheScheduler(config, has_stores)
+        self.recording = Recording(self.scheduler, config, None)
         self.tracked = random.random() < 0.5
-        self.apply(self.scheduler.track_steps(self.tracked))
         self.tokens: dict[int, np.ndarray] = {}  # of the leases with a handle
         self.in_line: set[int] = set()
+        self.store_waits: set[int] = set()  # of the leases in line
         self.pending: set[int] = set()
         self.in_flight: dict[int, TransferPlan] = {}
         self.batches: dict[int, list[int]] = {}
         self.pins: set[int] = set()
         self.step = 0  # the newest closed one
         self.advances = self.collects = False
+        self.apply(self.scheduler.track_steps(self.tracked))
 
     # --- the dispatcher -------------------------------------------------------------------------
 
@@ -84,12 +94,14 @@ class Walk:
         while effects.granted:
             grant = effects.granted.popleft()
             self.in_line.remove(grant.lease_id)
+            assert grant.lease_id not in self.store_waits
             assert set(grant.onloads) <= set(self.in_flight) - set(cancelled)
             assert self.scheduler.read.is_granted(grant.lease_id)
         while effects.refused:
             lease_id, error = effects.refused.popleft()
             assert isinstance(error, AiokvError)
             self.in_line.remove(lease_id)
+            self.store_waits.discard(lease_id)
         while effects.resumed:
             self.pending.remove(effects.resumed.popleft()[0])
         while effects.unpinned:
@@ -103,7 +115,7 @@ class Walk:
         effects.collect = effects.advance = False
         self.scheduler.applied()
         for lease_id in turns:
-            assert lease_id in self.in_line
+            assert lease_id in self.in_line - self.store_waits
             if self.apply(self.scheduler.take_turn(lease_id)) is not None:
                 self.in_line.remove(lease_id)
         for transfer_id in cancelled:
@@ -115,6 +127,8 @@ class Walk:
         if self.collects:
             self.collects = False
             self.apply(self.scheduler.collect_backups())
+            if self.apply(self.scheduler.collect_saves()):
+                self.seen["saves"] += 1
         if self.advances:
             self.advances = False
             self.apply(self.scheduler.advance())
@@ -134,9 +148,15 @@ class Walk:
             transfer_id=transfer_id,
             outcome=outcome,
             first_bad_block=plan.num_blocks if outcome == "done" else first_bad,
+            results=self.results(plan),
         )
         for _ in range(self.random.choice((1, 1, 2))):  # an interrupt repeats a report
             self.apply(self.scheduler.complete(report))
+
+    def results(self, plan: TransferPlan) -> bytes:
+        if plan.route != SAVE or self.random.random() < 0.5:
+            return b""
+        return bytes(self.random.choice(list(Result)) for _ in range(plan.num_blocks))
 
     # --- actions of requests --------------------------------------------------------------------
 
@@ -168,11 +188,15 @@ class Walk:
             return
         num_tokens = self.random.randint(1, len(self.tokens[lease_id]) + 3)
         with suppress(RequestTooLarge, LeaseError):  # the latter: fewer than a swap has kept
+            waits_for_store = self.has_stores and self.random.random() < 0.3
             grant, effects = self.scheduler.allocate(
-                lease_id, num_tokens, self.random.randint(0, 2)
+                lease_id, num_tokens, self.random.randint(0, 2), waits_for_store
             )
             if grant is None:
                 self.in_line.add(lease_id)
+            if waits_for_store:
+                assert grant is None
+                self.store_waits.add(lease_id)
             self.apply((grant, effects))
 
     def try_allocate(self) -> None:
@@ -187,6 +211,24 @@ class Walk:
             )
             assert (grant is not None) == expected
 
+    def end_store_wait(self) -> None:
+        if self.store_waits:
+            lease_id = self.random.choice(sorted(self.store_waits))
+            self.store_waits.remove(lease_id)
+            self.apply(self.scheduler.end_store_wait(lease_id))
+
+    def fetch(self) -> None:
+        """Fetch for a lease, also while it waits in line."""
+        if (lease_id := self.pick(waiting=True)) is not None:
+            urgency = self.random.choice((Priority.DEMAND, Priority.PREFETCH))
+            num_blocks = self.random.randint(0, 6)
+            _, digests = self.scheduler.read.missing(lease_id)
+            fetched = self.apply(self.scheduler.fetch(lease_id, num_blocks, urgency))
+            assert not fetched or digests
+            if fetched:
+                assert self.in_flight[fetched].route == FETCH
+                self.seen["fetches"] += 1
+
     def wait_pending(self) -> None:
         if (lease_id := self.pick(granted=False)) is None:
             return
@@ -199,6 +241,7 @@ class Walk:
         if self.in_line and self.random.random() < 0.5:
             lease_id = self.random.choice(sorted(self.in_line))
             self.in_line.remove(lease_id)
+            self.store_waits.discard(lease_id)
             self.apply(self.scheduler.stop_waiting(lease_id))
         elif self.pending:
             lease_id = self.random.choice(sorted(self.pending))
@@ -334,6 +377,8 @@ class Walk:
             *[self.close_step] * 2, *[self.transfer] * 4, *[self.evict] * 3, self.hold, self.gate,
             self.reset, self.resize,
         ]  # fmt: skip
+        if self.has_stores:
+            verbs += [*[self.fetch] * 4, *[self.end_store_wait] * 2]
         for _ in range(steps):
             verb = self.random.choice(verbs)
             self.seen[verb.__name__] += 1
@@ -362,6 +407,7 @@ class Walk:
                 if transfer_id in self.in_flight:
                     self.end(transfer_id)
         assert (self.in_line, self.pending, self.pins) == (set(), set(), set())
+        assert not self.store_waits
         read = self.scheduler.read
         assert (read.num_leases, read.num_waiting) == (0, 0)
         assert [read.quota_held(salt) for salt in ("a", "b", "")] == [0, 0, 0]
@@ -369,6 +415,23 @@ class Walk:
         assert statistics.device_free + statistics.device_cached == DEVICE_BLOCKS
         assert (statistics.device_in_flight, statistics.host_in_flight) == (0, 0)
         assert read.steps_finished
+        self.fall_asleep()
+        assert replay_transitions(self.recording.log) == len(self.recording.log.transitions)
+
+    def fall_asleep(self) -> None:
+        """With all transfers ended, both tiers can be forgotten, and nothing begins until then."""
+        self.match()
+        self.apply(self.scheduler.sleep(frozenset(("device", "host"))))
+        (lease_id,) = self.tokens
+        assert not self.apply(self.scheduler.fetch(lease_id, 9, Priority.DEMAND))
+        assert not self.apply(self.scheduler.collect_saves())
+        self.apply(self.scheduler.release(lease_id))
+        statistics = self.scheduler.read.statistics()
+        assert (statistics.host_free, statistics.device_free) == (
+            statistics.host_blocks,
+            statistics.device_blocks,
+        )
+        self.apply(self.scheduler.wake_up())
 
 
 @pytest.mark.parametrize("seed", [*range(40), 1219, 1259, 1578])
@@ -376,17 +439,22 @@ def test_random_transitions_end_each_wait_once_and_free_all_blocks(seed: int) ->
     Walk(seed).run(400)
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_random_transitions_with_stores_end_each_wait_once_and_free_all_blocks(seed: int) -> None:
+    Walk(seed, has_stores=True).run(400)
+
+
 def test_walks_reach_the_effects() -> None:
     seen: Counter[str] = Counter()
     offloads = 0
     for seed in range(100, 120):
-        walk = Walk(seed)
+        walk = Walk(seed, has_stores=seed % 2 == 0)
         walk.run(400)
         seen += walk.seen
         offloads += walk.scheduler.read.statistics().offloaded_blocks
     for name in (
         "submit", "granted", "turns", "refused", "resumed", "unpinned", "computed",
-        "cancel", "collect",
+        "cancel", "collect", "urge", "fetches", "saves", "end_store_wait",
     ):  # fmt: skip
         assert seen[name] > 0, (name, seen)
     assert offloads > 0

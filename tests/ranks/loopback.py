@@ -26,8 +26,14 @@ class Shard:
     """One rank: its tensors, its device and its connection."""
 
     def __init__(
-        self, path: Path, rank: int, device_blocks: int, new_device: Callable[[], Any] | None
+        self,
+        path: Path,
+        rank: int,
+        device_blocks: int,
+        new_device: Callable[[], Any] | None,
+        stores: Sequence[Any] = (),
     ) -> None:
+        self.stores = stores
         self.number = rank
         self.path = path
         self.new_device = new_device
@@ -40,7 +46,7 @@ class Shard:
         self.regions = Regions(num_layers=LAYERS)
         self.regions.add("kv", layers=self.kv)
         self.device = self.new_device() if self.new_device is not None else None
-        self.worker = Rank(self.path, self.number, self.regions, self.device)
+        self.worker = Rank(self.path, self.number, self.regions, self.device, stores=self.stores)
 
     async def leave(self) -> None:
         """Simulate the end of the process: its copies and its connection end."""
@@ -95,10 +101,10 @@ class Model:
             shard.worker.step(self.engine.open_step)
         self.engine.step()
 
-    async def serve(self, tokens: Sequence[int]) -> int:
+    async def serve(self, tokens: Sequence[int], **allocate: Any) -> int:
         """Serve a whole request; return the cached tokens."""
         async with self.engine.match(tokens) as lease:
-            await lease.allocate(len(tokens))
+            await lease.allocate(len(tokens), **allocate)
             await lease.layers.wait_all()
             cached = lease.cached_tokens
             self.check(lease, tokens)
@@ -138,14 +144,20 @@ class Ranked(Model):
         host_blocks: int = 16,
         new_device: Callable[[], Any] | None = ManualDevice,
         timeouts: RankTimeouts | None = None,
+        stores: Sequence[Any] = (),
         **config: Any,
     ) -> None:
         self.now = 0.0
         self.group = RankGroup(
-            num_ranks, path=path / "ranks", timeouts=timeouts or PATIENT, clock=lambda: self.now
+            num_ranks,
+            path=path / "ranks",
+            timeouts=timeouts or PATIENT,
+            has_stores=bool(stores),
+            clock=lambda: self.now,
         )
         self.shards = [
-            Shard(path / "ranks", rank, device_blocks, new_device) for rank in range(num_ranks)
+            Shard(path / "ranks", rank, device_blocks, new_device, stores[rank : rank + 1])
+            for rank in range(num_ranks)
         ]
         self.engine = CacheEngine(
             CacheConfig(

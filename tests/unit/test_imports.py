@@ -44,6 +44,12 @@ def test_the_worker_does_not_import_the_scheduler(path: Path) -> None:
     assert {n for n in imported(path) if n.startswith(("aiokv.scheduler", "aiokv.engine"))} == set()
 
 
+@pytest.mark.parametrize("path", modules("stores"), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_stores_import_neither_scheduler_nor_engine(path: Path) -> None:
+    above = ("aiokv.scheduler", "aiokv.engine", "aiokv.ranks", "aiokv.lease")
+    assert {n for n in imported(path) if n.startswith(above)} == set()
+
+
 def uses_of_the_core(path: Path) -> list[str]:
     """Return lines that use the native ``Core``, or the attribute ``core`` of an object."""
     found = []
@@ -92,8 +98,19 @@ def test_import_loads_no_framework() -> None:
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, check=True, text=True
     )
-    heavy = {"cupy", "paddle", "torch", "uvloop", "rich", "structlog"}
-    assert heavy.isdisjoint(loaded.stdout.split())
+    heavy = {
+        "cupy",
+        "paddle",
+        "torch",
+        "uvloop",
+        "rich",
+        "structlog",
+        "redis",
+        "obstore",
+        "mooncake",
+    }
+    kinds = {f"aiokv.stores.{kind}" for kind in ("disk", "redis", "mooncake", "s3", "directory")}
+    assert (heavy | kinds).isdisjoint(loaded.stdout.split())
 
 
 def test_tests_import_nothing_from_the_benches() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from itertools import count
 from random import Random
 from typing import TYPE_CHECKING, TypeVar
 
@@ -111,3 +112,33 @@ def test_check_sees_entries_out_of_order():
         "line: 3 entries, 3 places differ",
         "line: entry 1 is in front of its parent",
     ]
+
+
+def test_waiter_that_took_its_place_before_enters_at_that_place():
+    rng = Random(7)
+    sequence = count()
+    places: PriorityLine[int] = PriorityLine(sequence)
+    line: PriorityLine[int] = PriorityLine(sequence)
+    tickets: dict[int, Ticket] = {}
+    reserved: dict[int, Ticket] = {}
+    for number in range(2000):
+        if rng.random() < 0.4:
+            reserved[number] = places.push(number, rng.randrange(3))
+        else:
+            tickets[number] = line.push(number, rng.randrange(3))
+        if reserved and rng.random() < 0.4:
+            late = rng.choice(sorted(reserved))
+            places.leave(reserved[late])
+            tickets[late] = reserved.pop(late)
+            line.insert(late, tickets[late])
+        if tickets and rng.random() < 0.5:
+            gone = rng.choice([line.first(), rng.choice(sorted(tickets))])
+            assert gone is not None
+            line.leave(tickets.pop(gone))
+        expected = sorted(tickets, key=tickets.__getitem__)
+        assert line.first() == (expected[0] if expected else None)
+        assert len(line) == len(expected)
+        assert line.check() == []
+        if number % 50 == 0:
+            assert line.in_order() == expected
+    assert served(line, tickets) == expected

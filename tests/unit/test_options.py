@@ -42,11 +42,14 @@ def test_each_option_is_read_by_the_code_that_it_configures(options: type):
 
 
 def test_no_option_of_the_cache_comes_from_the_environment():
-    """Two engines of one process may differ in all of their options."""
+    """Two engines of one process may differ in all of their options.
+
+    Credentials of stores, and their list on request, may come from the environment.
+    """
     reads = ("environ", "getenv")
     native = [*(ROOT / "native/src").rglob("*.c*"), *(ROOT / "native/include").rglob("*.hpp")]
     python = [PACKAGE / "config.py", PACKAGE / "lease.py"]
-    for folder in CACHE:
+    for folder in set(CACHE) - {"stores"}:
         python += (PACKAGE / folder).rglob("*.py")
     assert min(len(native), len(python)) > 20
     for path in (*native, *python):

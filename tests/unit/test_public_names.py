@@ -112,7 +112,7 @@ def test_no_public_constructor_or_method_hides_its_parameters():
 
 def test_the_signature_of_the_engine_is_real():
     assert list(inspect.signature(CacheEngine).parameters) == [
-        "config", "regions", "device", "ranks",
+        "config", "regions", "device", "ranks", "stores",
     ]  # fmt: skip
 
 
@@ -120,7 +120,7 @@ def test_the_signature_of_the_engine_is_real():
     ("make", "message"),
     [
         (lambda: CacheEngine({"device_blocks": 8}), r"config is \{'device_.*': 8\}.*CacheConfig"),
-        (lambda: CacheEngine(), "missing.*'config'.*config, regions, device, ranks"),
+        (lambda: CacheEngine(), "missing.*'config'.*config, regions, device, ranks, stores"),
         (
             lambda: CacheEngine(CacheConfig(device_blocks=8), devise="cpu"),
             "unexpected keyword argument 'devise'.*config, regions, device, ranks",
@@ -200,7 +200,7 @@ def test_missing_gpu_is_a_config_error(monkeypatch, count, ordinal, message):
 
 
 def test_a_cache_too_large_for_memory_is_a_config_error(monkeypatch):
-    def fail(config: CacheConfig) -> None:
+    def fail(config: CacheConfig, has_stores: bool) -> None:
         raise MemoryError("std::bad_alloc")
 
     monkeypatch.setattr("aiokv.engine.parts.CacheScheduler", fail)

@@ -1,20 +1,34 @@
-// Identity of blocks outside the process: a chain of SHA-256 digests, the same on every machine.
+// Digests of blocks, and their keys in the stores. Equal in every process and on every machine.
+//
+//   root digest  = SHA-256("aiokv root 1\0" | u32 block_tokens | u32 bytes of the context |
+//   context) block digest = SHA-256(parent digest | int32 tokens of the block
+//                          [| u32 bytes of the item key | item key, if an item touches the block])
+//   key          = SHA-256(fingerprint | block digest)
+//
+// An item key has, for each item that touches the block, in order: i64 bytes of its content hash |
+// content hash | i64 offset of the item from the first position of the block | i64 positions of the
+// item. Numbers are little-endian. The parent digest chains all earlier tokens, the context (salt
+// and adapter) and block_tokens. The fingerprint tells the model, its weights, and the layout of
+// the bytes (aiokv/stores/fingerprint.py).
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <span>
 #include <string_view>
 
+#include "aiokv/sha256.hpp"
+
 namespace aiokv {
 
-using Digest = std::array<std::uint8_t, 32>;
+Digest root_digest(std::uint32_t block_tokens, std::string_view context,
+                   Sha256Blocks add_blocks = sha256_blocks_fastest());
 
-// Of the empty prefix of a context.
-Digest root_digest(std::uint32_t block_tokens, std::string_view context);
-
-// Of the block behind `parent`. `items`: key bytes of the items that touch the block; empty: none.
+// The digest of the block with all its tokens behind `parent`. `items` is the item key of the
+// block (item_key_bytes); empty if no item touches it.
 Digest block_digest(const Digest& parent, std::span<const std::int32_t> tokens,
-                    std::string_view items);
+                    std::string_view items, Sha256Blocks add_blocks = sha256_blocks_fastest());
+
+Digest derive_key(const Digest& fingerprint, const Digest& digest,
+                  Sha256Blocks add_blocks = sha256_blocks_fastest());
 
 }  // namespace aiokv

@@ -45,6 +45,7 @@ TransferId Fetches::begin(Lease& lease, std::size_t blocks) {
         }
         fetch.digests.push_back(digest);
     }
+    if (fetch.digests.empty()) return 0;
     fetch.above = cached.end;
     const bool is_root = index_.tree()[fetch.above].has(kRoot);
     residency_.touch(lease.path);

@@ -10,6 +10,9 @@ void bind_core(nanobind::module_& m);
 #ifdef AIOKV_HAS_CUDA
 void bind_cuda(nanobind::module_& m);
 #endif
+void bind_digest(nanobind::module_& m);
 void bind_errors(nanobind::module_& m);
+void bind_store(nanobind::module_& m);
+void bind_io(nanobind::module_& m);
 
 }  // namespace aiokv

@@ -4,7 +4,7 @@
 using namespace nanobind::literals;
 
 NB_MODULE(_native, m) {
-    m.doc() = "Native core of aiokv: prefix index, block pools, block copies.";
+    m.doc() = "Native core of aiokv: prefix index, block pools, block copies, file I/O.";
     m.def(
         "keep_forever",
         [](nanobind::object object) {
@@ -16,6 +16,9 @@ NB_MODULE(_native, m) {
     aiokv::bind_errors(m);
     aiokv::bind_copy(m);
     aiokv::bind_core(m);
+    aiokv::bind_digest(m);
+    aiokv::bind_store(m);
+    aiokv::bind_io(m);
 #ifdef AIOKV_HAS_CUDA
     aiokv::bind_cuda(m);
 #endif

@@ -1,0 +1,154 @@
+"""Fetches: bring blocks of prompts from the stores to the host tier, as far as that pays.
+
+    read.missing ─► worker.lookup ─► fetch or compute? ─► scheduler.fetch ─► its end ─► missing ...
+
+A fetch belongs to no lease: blocks that arrive after a lease has stopped waiting are cached, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from aiokv.errors import AiokvError
+from aiokv.plan import Priority
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from aiokv.engine.parts import Parts
+
+
+class StoreWait:
+    """A lease that stands in line while its blocks come up from the stores.
+
+    Attributes:
+        task: brings the blocks; None once the wait has ended.
+    """
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._ended: float | None = None
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Time until the wait has ended; else until now."""
+        return (time.monotonic() if self._ended is None else self._ended) - self._began
+
+    def end(self) -> None:
+        """Note that the lease waits for no store any more. Idempotent."""
+        if self._ended is None:
+            self._ended = time.monotonic()
+
+    def stop(self) -> None:
+        """End the wait, and begin no more fetches; those in flight go on."""
+        self.end()
+        if self.task is not None:
+            self.task.cancel()
+
+
+class Fetches:
+    """Waits for stores of one engine.
+
+    Attributes:
+        has_stores: False when the engine has no stores: no method may be called.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self.has_stores = parts.worker.capabilities.stores
+        self._block_tokens = parts.config.block_tokens
+        self._read = parts.scheduler.read
+        self._scheduler = parts.scheduler
+        self._dispatcher = parts.dispatcher
+        self._worker = parts.worker
+        self._transfers = parts.transfers
+        self._lifetime = parts.lifetime
+        self._speed = parts.speed
+        self._tasks: set[asyncio.Task[None]] = set()  # the loop keeps weak references only
+
+    def begin(self, lease_id: int, timeout: float | None) -> StoreWait:
+        """Bring the missing blocks of a lease that has its place in line, then let it be served.
+
+        Args:
+            lease_id: a lease that waits for a store in line.
+            timeout: seconds after which the lease is served without them; None for no limit.
+
+        Returns:
+            The wait. The caller must call ``stop``.
+        """
+        wait = StoreWait()
+        wait.task = self._lifetime.loop.create_task(self._bring_and_serve(lease_id, timeout, wait))
+        self._tasks.add(wait.task)
+        wait.task.add_done_callback(self._tasks.discard)
+        return wait
+
+    async def _bring_and_serve(self, lease_id: int, timeout: float | None, wait: StoreWait) -> None:
+        try:
+            await self.bring(lease_id, timeout, Priority.DEMAND)
+        finally:
+            wait.end()
+            if self._lifetime.is_running:
+                self._dispatcher.apply(self._scheduler.end_store_wait(lease_id))
+
+    async def bring(
+        self, lease_id: int, timeout: float | None, priority: Priority, *, at_any_cost: bool = False
+    ) -> None:
+        """Fetch the missing blocks of a matched lease to the host tier; return when they are there.
+
+        Returns earlier when ``timeout`` seconds have passed, when nothing more can be brought, and
+        when the lease or the engine has ended.
+
+        Args:
+            lease_id: the lease.
+            timeout: seconds; None for no limit.
+            priority: of the fetches.
+            at_any_cost: True to fetch what the model could compute sooner, too.
+
+        Cancellation: begins no more fetches; those in flight go on.
+        """
+        try:
+            async with asyncio.timeout(timeout):
+                await self._bring(lease_id, priority, at_any_cost=at_any_cost)
+        except TimeoutError:
+            return
+        except AiokvError:  # the lease was released, or the engine fails: its waiters are told
+            return
+
+    async def _bring(self, lease_id: int, priority: Priority, *, at_any_cost: bool) -> None:
+        first, digests = self._read.missing(lease_id)
+        while digests:
+            answer = await self._worker.lookup(digests)
+            blocks = answer.blocks if at_any_cost else self._worthwhile(answer.seconds)
+            end = first + blocks
+            reached, digests = self._read.missing(lease_id)
+            while digests and reached < end:
+                before = reached
+                fetching = self._scheduler.fetch(lease_id, end - reached, priority)
+                transfer_id = self._dispatcher.apply(fetching)
+                if not transfer_id:
+                    return
+                await self._transfers.settled(transfer_id)
+                reached, digests = self._read.missing(lease_id)
+                if reached <= before:
+                    return
+            if reached <= end:
+                return
+            first = reached  # another lease has brought or computed more blocks meanwhile
+
+    def _worthwhile(self, seconds: NDArray[np.float64]) -> int:
+        """Return how many blocks to fetch, so that the prompt is ready first.
+
+        Args:
+            seconds: ``[N]`` expected time to fetch the first i + 1 blocks.
+        """
+        speed = self._speed.tokens_per_second
+        if not speed or not len(seconds):
+            return len(seconds)
+        computing = np.arange(1, len(seconds) + 1) * (self._block_tokens / speed)
+        gains = computing - seconds
+        best = int(gains.argmax())
+        return best + 1 if gains[best] > 0 else 0

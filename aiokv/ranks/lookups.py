@@ -1,0 +1,88 @@
+"""GroupLookups: lookups in the stores of all ranks, each of which has its shard of a block."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import count
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from aiokv.ranks.channel import frame_of
+from aiokv.ranks.messages import Lookup, encode
+from aiokv.stores.store_set import NOTHING, StoreAnswer
+
+if TYPE_CHECKING:
+    from aiokv.ranks.membership import Membership
+    from aiokv.ranks.messages import LookupReply
+    from aiokv.ranks.rank_state import RankState, RankTimeouts
+
+
+class _GroupLookup:
+    """One lookup; its future is done when all ranks have answered, or one is lost."""
+
+    def __init__(self, num_ranks: int, num_blocks: int) -> None:
+        self.owing = set(range(num_ranks))
+        self.blocks = num_blocks
+        self.seconds = np.zeros(num_blocks)
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def note(self, rank: int, seconds: list[float]) -> None:
+        """Note the answer of a rank: the shortest run and the longest times count."""
+        self.owing.discard(rank)
+        self.blocks = min(self.blocks, len(seconds))
+        both = [self.seconds[: self.blocks], np.asarray(seconds[: self.blocks], np.float64)]
+        self.seconds = np.maximum(*both)
+        if not self.owing or not self.blocks:
+            self.end()
+
+    def end(self) -> None:
+        """Resume the waiting coroutine. Idempotent."""
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def answer(self) -> StoreAnswer:
+        """Return the blocks that all ranks have; none while a rank owes its answer."""
+        return NOTHING if self.owing or not self.blocks else StoreAnswer(self.blocks, self.seconds)
+
+
+class GroupLookups:
+    """Lookups of one group in flight.
+
+    Args:
+        timeouts: time limits.
+    """
+
+    def __init__(self, timeouts: RankTimeouts) -> None:
+        self._timeouts = timeouts
+        self._numbers = count(1)
+        self._lookups: dict[int, _GroupLookup] = {}
+
+    async def ask(self, membership: Membership, digests: bytes, num_blocks: int) -> StoreAnswer:
+        """Ask all ranks for the leading blocks that all of them have.
+
+        Returns nothing when a rank has not answered within ``RankTimeouts.lookup``.
+
+        Cancellation: the answers are ignored.
+        """
+        number = next(self._numbers)
+        lookup = self._lookups[number] = _GroupLookup(len(membership.ranks), num_blocks)
+        try:
+            membership.send(frame_of(encode(Lookup(number=number, digests=digests))))
+            async with asyncio.timeout(self._timeouts.lookup):
+                await lookup.ended
+        except TimeoutError:
+            return NOTHING
+        finally:
+            del self._lookups[number]
+        return lookup.answer()
+
+    def on_reply(self, state: RankState, reply: LookupReply) -> None:
+        """Note the answer of a rank; one that comes late is ignored."""
+        if reply.number in self._lookups:
+            self._lookups[reply.number].note(state.rank, reply.seconds)
+
+    def end_all(self) -> None:
+        """End all lookups without an answer: a rank is lost, or the group closes."""
+        for lookup in self._lookups.values():
+            lookup.end()

@@ -1,0 +1,7 @@
+"""Disk store: blocks in files of a local disk."""
+
+from aiokv.stores.disk.store import DiskStore
+
+__all__ = ["DiskStore", "from_url"]
+
+from_url = DiskStore.from_url

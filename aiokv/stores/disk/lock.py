@@ -1,0 +1,60 @@
+"""DirectoryLock: one process at a time uses a disk store."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from typing import TYPE_CHECKING, Final
+
+from aiokv.errors import ConfigError
+from aiokv.stores.disk.layout import LOCK
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_READ_ONLY: Final = (errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+class DirectoryLock:
+    """The lock of a directory, held until ``release`` or the end of the process.
+
+    Args:
+        path: the directory.
+
+    Raises:
+        ConfigError: another process (the message names its id) or another store of this process
+            holds the lock.
+        OSError: the lock file cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        file = path / LOCK
+        writable = True
+        try:
+            self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        except OSError as error:
+            if error.errno not in _READ_ONLY:
+                raise
+            self._fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            writable = False
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if writable:
+                os.ftruncate(self._fd, 0)
+                os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        except BlockingIOError:
+            holder = os.pread(self._fd, 32, 0).decode(errors="replace").strip() or "unknown"
+            os.close(self._fd)
+            raise ConfigError(
+                f"the disk store {str(path)!r} is in use by process {holder}",
+                hint="give each engine and each rank a path of its own",
+            ) from None
+        except OSError:
+            pass  # a full disk has no room for the process id, which is only for messages
+
+    def release(self) -> None:
+        """Let other processes use the directory. Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

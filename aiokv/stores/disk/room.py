@@ -1,0 +1,137 @@
+"""Room: free slots for saves, by growth of the files or by eviction."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from aiokv.errors import StoreError
+from aiokv.observe.logs import Log
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from aiokv._native import SlotTable
+    from aiokv.stores.disk.committer import Committer
+    from aiokv.stores.disk.segments import Segments
+    from aiokv.stores.disk.volume import Volume
+    from aiokv.stores.threads import StoreThreads
+
+_GROWTH_BYTES: Final = 256 << 20  # allocated at a time
+_EVICTED_AT_ONCE: Final = 1_024  # about 0.5 ms of the loop
+_MAX_SPARE_SLOTS: Final = 4_096
+_TRIES: Final = 8  # other saves may take slots that were made free for one
+
+_log: Final = Log(__name__)
+
+
+class Room:
+    """Reserves slots.
+
+    A full store keeps a few slots free ahead of the next saves, so that these need not wait until
+    the removal of a key is durable.
+
+    Args:
+        min_free_bytes: bytes of the file system that growth of the store leaves free.
+
+    Attributes:
+        evicted_blocks: keys that were removed to make room.
+    """
+
+    def __init__(
+        self,
+        volume: Volume,
+        table: SlotTable,
+        segments: Segments,
+        committer: Committer,
+        threads: StoreThreads,
+        *,
+        slot_bytes: int,
+        min_free_bytes: int,
+    ) -> None:
+        self.evicted_blocks = 0
+        self._volume = volume
+        self._table = table
+        self._segments = segments
+        self._committer = committer
+        self._threads = threads
+        self._slot_bytes = slot_bytes
+        self._min_free_bytes = min_free_bytes
+        self._spare_slots = min(_MAX_SPARE_SLOTS, table.capacity // 64)
+        self._is_full = False  # the files cannot grow
+        self._lock = asyncio.Lock()
+
+    async def reserve(self, count: int) -> NDArray[np.int32]:
+        """Take ``count`` slots, or as many as there can be.
+
+        Raises:
+            StoreError: the disk failed.
+
+        Cancellation: no slot is taken.
+        """
+        if self._committer.settlements == 0:  # free slots may have a key again after a power cut
+            await self._committer.settle()
+        slots = self._table.reserve(count)
+        if len(slots) < count:
+            try:
+                async with self._lock:
+                    for _ in range(_TRIES):
+                        missing = count - len(slots)
+                        if missing == 0 or not await self._make_free(missing):
+                            break
+                        slots = np.concatenate([slots, self._table.reserve(missing)])
+            except BaseException:
+                self._table.release(slots)
+                raise
+        elif self._is_full and self._table.available + self._table.unsettled < self._spare_slots:
+            self.evicted_blocks += self._table.evict(min(self._spare_slots, _EVICTED_AT_ONCE))
+            self._committer.settle_soon()
+        return slots
+
+    async def _make_free(self, missing: int) -> bool:
+        """Make up to ``missing`` slots free; return False if there can be none."""
+        if self._table.available > 0:
+            return True
+        return await self._grow(missing) or await self._evict(missing)
+
+    async def _grow(self, missing: int) -> bool:
+        room = self._table.capacity - self._table.limit
+        if room <= 0:
+            self._is_full = True
+            return False
+        wanted = min(room, max(missing, _GROWTH_BYTES // self._slot_bytes))
+        try:
+            grown = await self._threads.run(lambda _: self._extend(wanted))
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise StoreError(
+                    f"the disk store {str(self._volume.path)!r} cannot grow: {error}"
+                ) from error
+            _log.warning("disk.full", path=str(self._volume.path), error=str(error))
+            grown = 0
+        self._table.grow(grown)
+        self._is_full = grown == 0
+        return grown > 0
+
+    def _extend(self, wanted: int) -> int:
+        """Extend the files by up to ``wanted`` slots, in the thread; return the number."""
+        spare = self._volume.free_bytes() - self._min_free_bytes
+        wanted = min(wanted, spare // self._slot_bytes)
+        return self._segments.extend(wanted) if wanted > 0 else 0
+
+    async def _evict(self, missing: int) -> bool:
+        left = missing + self._spare_slots
+        while left > 0:
+            evicted = self._table.evict(min(left, _EVICTED_AT_ONCE))
+            self.evicted_blocks += evicted
+            left -= evicted
+            if evicted == 0:
+                break
+            await asyncio.sleep(0)
+        if self._table.unsettled == 0:
+            return self._table.available > 0
+        await self._committer.settle()
+        return True

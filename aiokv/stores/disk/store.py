@@ -1,0 +1,257 @@
+"""DiskStore: blocks in files of a local disk."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import math
+import os
+import time
+from typing import TYPE_CHECKING, Final, Self
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+
+from aiokv import checks
+from aiokv.errors import ConfigError, StoreError
+from aiokv.stores.base import KEY_BYTES, Result, StoreStatistics
+from aiokv.stores.disk.opened import OpenStore
+from aiokv.stores.disk.transfers import SHORT, error_text
+from aiokv.stores.disk.volume import Volume
+from aiokv.stores.options import parse_bytes, url_options
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from aiokv.stores.base import StoreMemory
+
+_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class DiskStore:
+    """Blocks in segment files of one directory, for one process at a time.
+
+    A saved block survives the end of the process, ``kill -9`` included. After a power cut, blocks
+    that were saved within the last ``fsync_seconds`` are missing; with 0, none is, and each save
+    waits for the disk. A block is never found with bytes of another one: see
+    :mod:`aiokv.stores.disk.committer`.
+
+    Blocks are not encrypted. The files are readable by their owner and group; a prompt can be
+    reconstructed from its blocks.
+
+    Args:
+        path: directory, created when it is absent; each rank needs one of its own.
+        bytes: most bytes of all blocks, as a number or as ``"400GiB"``. The least recently used
+            ones are evicted. The journal takes up to 192 bytes per block beside it.
+        min_free_bytes: the store stops growing when the file system has less space left, and
+            evicts instead.
+        fsync_seconds: most seconds of saves that a power cut may lose; 0 for none, infinity to
+            flush only when slots are reused and when the store is closed.
+        ttl_seconds: blocks that were saved longer ago are not found; None for no limit.
+        volume: file operations of the directory; tests replace them.
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+
+    kind: str = "disk"
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        bytes: int | str,  # noqa: A002 - the name in all stores
+        min_free_bytes: int | str = "1GiB",
+        fsync_seconds: float = 1.0,
+        ttl_seconds: float | None = None,
+        volume: Volume | None = None,
+    ) -> None:
+        self.url = f"disk:{os.path.abspath(path)}"
+        self.max_concurrent = 8
+        self._capacity_bytes = parse_bytes(bytes)
+        self._min_free_bytes = 0 if min_free_bytes in (0, "0") else parse_bytes(min_free_bytes)
+        self._fsync_seconds = checks.seconds(
+            "fsync_seconds", fsync_seconds, error=ConfigError, minimum=0
+        )
+        self._ttl_seconds = (
+            math.inf
+            if ttl_seconds is None
+            else checks.seconds("ttl_seconds", ttl_seconds, error=ConfigError, minimum=0)
+        )
+        self._volume = Volume(os.path.abspath(path)) if volume is None else volume
+        self._open: OpenStore | None = None
+        self._closing: asyncio.Future[None] | None = None
+
+    @classmethod
+    def from_url(cls, url: str) -> Self:
+        """Return the store of ``disk:/nvme/kv?bytes=400GiB&fsync_seconds=0``.
+
+        Raises:
+            ConfigError: the URL has no path or no ``bytes``, or an option is unknown or out of
+                range.
+        """
+        path = unquote(urlsplit(url).path)
+        options = url_options(
+            url,
+            {
+                "bytes": parse_bytes,
+                "min_free_bytes": str,
+                "fsync_seconds": float,
+                "ttl_seconds": float,
+            },
+        )
+        if not path or "bytes" not in options:
+            raise ConfigError(
+                f"{url!r} needs a path and bytes", hint="write disk:/nvme/kv?bytes=400GiB"
+            )
+        return cls(path, **options)
+
+    async def open(self, memory: StoreMemory) -> None:
+        """Lock the directory, replay its journal, and register the memory; see :class:`Store`.
+
+        Raises:
+            ConfigError: another process uses the directory, it cannot be created or read, or
+                ``bytes`` is smaller than one block.
+            LayoutError: the directory has blocks of another size, or of another version of aiokv.
+        """
+        try:
+            self._open = await OpenStore.open(
+                self._volume,
+                memory,
+                capacity_bytes=self._capacity_bytes,
+                min_free_bytes=self._min_free_bytes,
+                fsync_seconds=self._fsync_seconds,
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"the disk store {str(self._volume.path)!r} cannot be opened: {error}"
+            ) from error
+
+    async def lookup(self, keys: bytes) -> NDArray[np.bool_]:
+        """Return for each key whether it is stored; see :class:`Store`. Does not suspend."""
+        return self._opened().table.contains(keys, self._oldest())
+
+    async def load(self, keys: bytes, blocks: NDArray[np.int32]) -> NDArray[np.uint8]:
+        """Read blocks; see :class:`Store`.
+
+        A slot beyond the end of its file is ``WRONG``.
+
+        Raises:
+            StoreError: no block of those stored could be read.
+        """
+        opened = self._opened()
+        opened.transfers.check_blocks(blocks, len(keys) // KEY_BYTES)
+        slots = opened.table.pin(keys, self._oldest())
+        found = np.flatnonzero(slots >= 0)
+        results = np.full(len(slots), Result.MISSING, np.uint8)
+        with opened.operation():
+            try:
+                errors = await opened.transfers.read(slots[found], blocks[found])
+            finally:
+                opened.table.unpin(slots[found])
+        results[found] = np.select(
+            [errors == 0, errors == SHORT], [Result.DONE, Result.WRONG], Result.FAILED
+        )
+        opened.read_errors += int((errors != 0).sum())
+        self._raise_if_all_failed("read", results, errors)
+        return results
+
+    async def save(self, keys: bytes, blocks: NDArray[np.int32]) -> NDArray[np.uint8]:
+        """Write blocks, then their records; see :class:`Store`.
+
+        Raises:
+            StoreError: the directory is not writable, or the disk failed.
+        """
+        opened = self._opened()
+        opened.transfers.check_blocks(blocks, len(keys) // KEY_BYTES)
+        results = np.full(len(blocks), Result.DONE, np.uint8)
+        wanted = np.flatnonzero(~opened.table.contains(keys, self._oldest()))
+        if len(wanted) == 0:
+            return results
+        committer, room = opened.writers()
+        wanted = wanted[np.argsort(blocks[wanted])]  # neighbours go to neighbouring slots
+        with opened.operation():
+            slots = await room.reserve(len(wanted))
+            results[wanted[len(slots) :]] = Result.REFUSED
+            wanted = wanted[: len(slots)]
+            try:
+                errors = await opened.transfers.write(slots, blocks[wanted])
+            except BaseException:
+                opened.table.release(slots)
+                raise
+            written = errors == 0
+            opened.table.release(slots[~written])
+            no_room = np.isin(errors, _NO_ROOM)
+            results[wanted[~written]] = np.where(no_room, Result.REFUSED, Result.FAILED)[~written]
+            opened.write_errors += int((~written).sum())
+            self._raise_if_all_failed("write", results, errors)
+            if written.any():
+                chosen = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)[wanted[written]]
+                await committer.add(chosen.tobytes(), slots[written])
+        return results
+
+    async def remove(self, keys: bytes) -> NDArray[np.uint8]:
+        """Remove blocks; see :class:`Store`.
+
+        Raises:
+            StoreError: the directory is not writable, or the disk failed. The blocks are missing
+                until the store is opened again.
+        """
+        opened = self._opened()
+        committer, _ = opened.writers()
+        if opened.table.remove(keys) > 0:
+            with opened.operation():
+                await committer.write_removals()
+        return np.full(len(keys) // KEY_BYTES, Result.DONE, np.uint8)
+
+    async def quarantine(self, keys: bytes) -> NDArray[np.uint8]:
+        """Remove blocks whose bytes were wrong, and never use their slots again.
+
+        Raises:
+            StoreError: as :meth:`remove` does.
+        """
+        opened = self._opened()
+        if opened.table.quarantine(keys) > 0:
+            committer, _ = opened.writers()
+            with opened.operation():
+                await committer.write_removals()
+        return np.full(len(keys) // KEY_BYTES, Result.DONE, np.uint8)
+
+    def statistics(self) -> StoreStatistics:
+        """Return counters; see :class:`Store`."""
+        if self._open is None:
+            return StoreStatistics(capacity_bytes=self._capacity_bytes)
+        return self._open.statistics(self._capacity_bytes)
+
+    async def aclose(self) -> None:
+        """End operations in flight, flush and close; see :class:`Store`.
+
+        Cancellation: takes effect when the store is closed.
+        """
+        if self._open is not None:
+            opened, self._open = self._open, None
+            self._closing = asyncio.ensure_future(opened.aclose())
+        cancelled: asyncio.CancelledError | None = None
+        while self._closing is not None and not self._closing.done():
+            try:
+                await asyncio.wait([self._closing])
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
+
+    def _opened(self) -> OpenStore:
+        if self._open is None:
+            raise StoreError(f"{self.url} is not open")
+        return self._open
+
+    def _oldest(self) -> int:
+        """Unix time of the oldest saves that are found."""
+        return 0 if math.isinf(self._ttl_seconds) else max(0, int(time.time() - self._ttl_seconds))
+
+    def _raise_if_all_failed(
+        self, verb: str, results: NDArray[np.uint8], errors: NDArray[np.int32]
+    ) -> None:
+        failed = errors[errors > 0]
+        if len(failed) and not (results == Result.DONE).any() and (results == Result.FAILED).any():
+            raise StoreError(f"{self.url} cannot {verb}: {error_text(int(failed[0]))}")

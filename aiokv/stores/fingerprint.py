@@ -1,0 +1,120 @@
+"""Fingerprint of a cache: all that its blocks in a store depend on besides their tokens.
+
+The key of a block is the hash of a fingerprint and of the block's digest, so a cache finds only
+blocks of the same fingerprint. The fingerprint is the SHA-256 of a text, one fact per line::
+
+    aiokv blocks 1
+    model 11 "llama-3-70b"
+    ...
+    layer 0 region 1 "k" dtype 8 "bfloat16" bytes 32768 at 0
+
+Names have their length in UTF-8 bytes in front, so that no name can imitate further lines.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Final
+
+from aiokv import checks
+from aiokv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from aiokv.config import WindowGroup
+    from aiokv.worker.arrays import Piece
+    from aiokv.worker.regions import Regions
+
+# To be raised when the bytes of a block change their meaning. Then no older block is found.
+FORMAT_VERSION: Final = 1
+
+
+def fingerprint(
+    regions: Regions,
+    *,
+    model: str,
+    weights_version: str,
+    block_tokens: int,
+    rank: int = 0,
+    num_ranks: int = 1,
+    windows: Mapping[str, WindowGroup] | None = None,
+) -> bytes:
+    """Return the fingerprint of one rank's blocks, 32 bytes.
+
+    Args:
+        regions: the rank's tensors. Layers, names, element types, bytes per block, and places in a
+            host block are part of the fingerprint; addresses, strides and numbers of blocks are
+            not.
+        model: name of the model, with its revision; not empty.
+        weights_version: version of the weights; may be empty.
+        block_tokens: token positions per block.
+        rank: number of this rank.
+        num_ranks: number of ranks.
+        windows: groups of sliding-window layers; their windows and sinks count, not their blocks.
+
+    Raises:
+        ConfigError: ``model`` is empty, or a number is out of range.
+        UsageError: a name is not valid Unicode.
+    """
+    lines = describe(
+        regions,
+        model=model,
+        weights_version=weights_version,
+        block_tokens=block_tokens,
+        rank=rank,
+        num_ranks=num_ranks,
+        windows=windows,
+    )
+    return hashlib.sha256(lines.encode()).digest()
+
+
+def describe(
+    regions: Regions,
+    *,
+    model: str,
+    weights_version: str,
+    block_tokens: int,
+    rank: int = 0,
+    num_ranks: int = 1,
+    windows: Mapping[str, WindowGroup] | None = None,
+) -> str:
+    """Return the text whose hash is the fingerprint; arguments and errors as there."""
+    if not checks.text("model", model):
+        raise ConfigError(
+            "model is empty; with stores it must name the model",
+            hint="set CacheConfig.model to the model's name and revision: blocks of two models "
+            "without names could not be told apart",
+        )
+    checks.integer("block_tokens", block_tokens, minimum=1, error=ConfigError)
+    checks.integer("num_ranks", num_ranks, minimum=1, error=ConfigError)
+    checks.integer("rank", rank, minimum=0, maximum=num_ranks - 1, error=ConfigError)
+    lines = [
+        f"aiokv blocks {FORMAT_VERSION}",
+        f"model {_quoted('model', model)}",
+        f"weights {_quoted('weights_version', weights_version)}",
+        f"block_tokens {block_tokens}",
+        f"rank {rank} of {num_ranks}",
+        f"layers {regions.num_layers}",
+        *_region_lines(regions),
+    ]
+    for name, group in sorted((windows or {}).items()):
+        quoted = _quoted("the name of a window", name)
+        lines.append(f"window {quoted} {group.window_tokens} sink {group.sink_tokens}")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _region_lines(regions: Regions) -> Iterator[str]:
+    for piece in regions.pieces():
+        yield f"layer {piece.layer} region {_array(piece)} at {piece.host_offset_bytes}"
+    for piece in regions.state_pieces:
+        yield f"layer {piece.layer} state {_array(piece)}"
+
+
+def _array(piece: Piece) -> str:
+    name, dtype = _quoted("the name of a region", piece.region), _quoted("dtype", piece.dtype)
+    return f"{name} dtype {dtype} bytes {piece.block_bytes}"
+
+
+def _quoted(what: str, name: str) -> str:
+    return f'{len(checks.text(what, name).encode())} "{name}"'

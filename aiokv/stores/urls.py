@@ -1,0 +1,115 @@
+"""Stores from URLs, for configuration files and environment variables.
+
+``disk:/nvme/kv?bytes=400GiB``, ``redis://host:6379/0``, ``mooncake://host:50051``,
+``s3://bucket/prefix``, ``directory:/mnt/shared/kv``. The options ``read``, ``save``, ``deadline``
+and ``lookup_deadline`` (see :class:`StoreUse`) apply to all kinds; further ones to one kind.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import parse_qsl, urlencode, urlsplit
+
+from aiokv import checks
+from aiokv.errors import ConfigError
+from aiokv.stores.use import StoreUse
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from urllib.parse import SplitResult
+
+    from aiokv.stores.base import Store
+
+VARIABLE: Final = "AIOKV_STORES"
+_KINDS: Final = {  # scheme -> (module, class)
+    "disk": ("aiokv.stores.disk", "DiskStore"),
+    "redis": ("aiokv.stores.redis", "RedisStore"),
+    "rediss": ("aiokv.stores.redis", "RedisStore"),
+    "valkey": ("aiokv.stores.redis", "RedisStore"),
+    "valkeys": ("aiokv.stores.redis", "RedisStore"),
+    "mooncake": ("aiokv.stores.mooncake", "MooncakeStore"),
+    "s3": ("aiokv.stores.s3", "S3Store"),
+    "directory": ("aiokv.stores.directory", "DirectoryStore"),
+}
+_USE_OPTIONS: Final = ("read", "save", "deadline", "lookup_deadline")
+_FLAGS: Final = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+
+def stores_from(stores: Sequence[Store | StoreUse | str]) -> list[StoreUse]:
+    """Return the stores of URLs; stores that are objects are taken as they are.
+
+    Args:
+        stores: URLs and stores, in the order in which they are asked.
+
+    Raises:
+        ConfigError: a URL has an unknown scheme or option, or a bad value; or an element is no
+            store, or is listed twice.
+    """
+    if isinstance(stores, str):
+        raise ConfigError(
+            f"stores is {stores!r}; it must be a sequence", hint=f"stores=[{stores!r}]"
+        )
+    try:
+        elements = list(stores)
+    except TypeError:
+        raise ConfigError(f"stores is {checks.shown(stores)}; it must be a sequence") from None
+    uses = [_use(store) for store in elements]
+    for i, use in enumerate(uses):
+        if any(use.store is other.store for other in uses[:i]):
+            raise ConfigError(f"stores: {use.store.url} is listed twice")
+    return uses
+
+
+def stores_from_environment() -> list[StoreUse]:
+    """Return the stores of the environment variable ``AIOKV_STORES``.
+
+    The variable holds URLs, separated by spaces. The engine does not read it by itself.
+
+    Raises:
+        ConfigError: as ``stores_from``.
+    """
+    return stores_from(os.environ.get(VARIABLE, "").split())
+
+
+def _use(store: Store | StoreUse | str) -> StoreUse:
+    if isinstance(store, StoreUse):
+        return store
+    return _parsed(store) if isinstance(store, str) else StoreUse(store)
+
+
+def _parsed(url: str) -> StoreUse:
+    parts = urlsplit(url)
+    if parts.scheme not in _KINDS:
+        raise ConfigError(
+            f"stores: the scheme {parts.scheme!r} of a URL is unknown; it must be one of "
+            + ", ".join(f"{scheme!r}" for scheme in _KINDS)
+        )
+    options, rest = _split_options(parts)
+    module, name = _KINDS[parts.scheme]
+    kind: Any = getattr(import_module(module), name)
+    return StoreUse(kind.from_url(parts._replace(query=urlencode(rest)).geturl()), **options)
+
+
+def _split_options(parts: SplitResult) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """Return the options of :class:`StoreUse`, and those of the kind of store."""
+    options: dict[str, Any] = {}
+    rest = []
+    for name, value in parse_qsl(parts.query, keep_blank_values=True):
+        if name not in _USE_OPTIONS:
+            rest.append((name, value))
+        elif name in ("read", "save"):
+            if value.lower() not in _FLAGS:
+                raise ConfigError(
+                    f"stores: {name} of a {parts.scheme} URL is {value!r}; it must be true or false"
+                )
+            options[name] = _FLAGS[value.lower()]
+        else:
+            try:
+                options[f"{name}_seconds"] = float(value)
+            except ValueError:
+                raise ConfigError(
+                    f"stores: {name} of a {parts.scheme} URL is {value!r}; it must be in seconds"
+                ) from None
+    return options, rest

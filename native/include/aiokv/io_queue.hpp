@@ -1,0 +1,91 @@
+// IoQueue: reads and writes of files that end asynchronously and are announced by an eventfd.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "aiokv/error.hpp"
+
+namespace aiokv {
+
+enum class IoOperation : std::uint8_t { kRead, kWrite, kFlush };
+
+// kFlush is fdatasync(): address, length and offset are ignored.
+struct IoRequest {
+    int fd = -1;
+    IoOperation operation = IoOperation::kRead;
+    std::uint32_t length = 0;  // bytes, at most kMaxIoBytes
+    std::uint64_t address = 0;
+    std::uint64_t offset = 0;
+    std::uint64_t tag = 0;  // the caller's
+};
+
+// `result`: bytes that were moved, 0 for a flush, or -errno. Fewer bytes than requested: the file
+// ended. A write that moved a part of its bytes and then failed has the errno of the failure.
+struct IoResult {
+    std::uint64_t tag = 0;
+    std::int32_t result = 0;
+};
+
+inline constexpr std::uint32_t kMaxIoBytes = 0x7ffff000;   // the kernel's limit for one request
+inline constexpr std::uint32_t kDirectIoAlignment = 4096;  // of files that are open with O_DIRECT
+inline constexpr std::size_t kMaxIoEntries = 4096;
+
+enum class IoBackendChoice { kAuto, kIoUring, kThreads };
+
+class IoBackend;
+
+// Requests end in any order. The memory of a request belongs to the kernel until reap() returns
+// its result. All methods except close() return without waiting for the medium, and are called by
+// the thread that created the queue, except for the destructor. A forked child can only destroy it.
+class IoQueue {
+  public:
+    // At most `entries` requests are in the kernel at a time; the queue holds the others.
+    // Throws ConfigError when `entries` is out of range, or io_uring is demanded and refused.
+    IoQueue(std::size_t entries, IoBackendChoice choice);
+    ~IoQueue();  // close()
+    IoQueue(const IoQueue&) = delete;
+    IoQueue& operator=(const IoQueue&) = delete;
+
+    const char* backend() const { return name_; }         // "io_uring" or "threads"
+    const std::string& reason() const { return why_; }    // why io_uring is not used, or ""
+    int fd() const;                                       // readable when reap() has results, or -1
+    std::size_t pending() const { return num_pending_; }  // submitted and not reaped
+
+    // Lets the kernel map memory once for all requests inside of it. Returns 0, or the errno with
+    // which the kernel refused; such requests are then slower. Throws UsageError while requests
+    // are pending.
+    int register_buffer(std::uint64_t address, std::size_t num_bytes);
+
+    // Starts all requests. Throws LayoutError, before the first one starts, when a request is too
+    // long, or is not aligned and its file is open with O_DIRECT.
+    void submit(std::span<const IoRequest> requests);
+
+    // Asks to end the requests with these tags early. Each still has a result: -ECANCELED when it
+    // was cancelled in time.
+    void cancel(std::span<const std::uint64_t> tags);
+
+    // Appends results, at most `limit`. The eventfd stays readable while there are more.
+    void reap(std::vector<IoResult>& results, std::size_t limit);
+
+    // Cancels the requests that have not started and blocks until the kernel accesses no memory
+    // of the others. reap() returns their results. Idempotent.
+    void close();
+
+  private:
+    void check_usable(const char* method) const;
+    void check_process(const char* method) const;
+
+    std::unique_ptr<IoBackend> backend_;  // null when closed
+    const char* name_ = "";
+    std::string why_;
+    std::vector<IoResult> last_results_;  // of a closed queue
+    std::size_t num_pending_ = 0;
+    std::uint64_t fork_generation_;
+};
+
+}  // namespace aiokv

@@ -1,0 +1,41 @@
+// SHA-256 (FIPS 180-4), with the SHA instructions of the processor where it has them.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace aiokv {
+
+using Digest = std::array<std::uint8_t, 32>;
+
+// Adds whole blocks of 64 bytes to the state.
+using Sha256Blocks = void (*)(std::uint32_t* state, const std::uint8_t* bytes, std::size_t blocks);
+
+void sha256_blocks_portable(std::uint32_t* state, const std::uint8_t* bytes, std::size_t blocks);
+
+// The same with SHA instructions; null if the processor, or the target of the build, lacks them.
+Sha256Blocks sha256_blocks_native();
+
+// The fastest implementation on this processor; found once, by cpuid.
+Sha256Blocks sha256_blocks_fastest();
+
+class Sha256 {
+  public:
+    explicit Sha256(Sha256Blocks add_blocks = sha256_blocks_fastest());
+
+    void add(std::span<const std::uint8_t> bytes);
+    // The digest of all bytes so far; nothing may be added afterwards.
+    Digest finish();
+
+  private:
+    static constexpr std::size_t kBlockBytes = 64;
+
+    Sha256Blocks add_blocks_;
+    std::array<std::uint32_t, 8> state_;
+    std::array<std::uint8_t, kBlockBytes> buffer_;  // the first num_bytes_ % 64 bytes of a block
+    std::uint64_t num_bytes_ = 0;
+};
+
+}  // namespace aiokv

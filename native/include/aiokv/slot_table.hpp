@@ -1,0 +1,146 @@
+// State of the slots of a disk store: which key is where, which slots are free, and which block to
+// evict next. At most 56 bytes per slot, index included.
+//
+//   reserve -> (write the data) -> (journal the add) -> commit -> pin, unpin -> evict or remove
+//           -> (journal the removal, make it durable) -> settle -> free again
+//
+// A slot that lost its key is reused only after `settle`: until the removal is durable, a power cut
+// may bring the old record back, which must then find its old data.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "aiokv/journal_record.hpp"
+#include "aiokv/key_index.hpp"
+#include "aiokv/slab.hpp"
+
+namespace aiokv {
+
+enum class SlotState : std::uint8_t {
+    kUnused,       // above the high-water mark, or free
+    kReserved,     // a save writes its data
+    kStored,       // in the index
+    kRemoved,      // not in the index; loads may still read it
+    kUnsettled,    // waits until its removal is durable
+    kQuarantined,  // its bytes were wrong
+};
+
+// The links belong to the list of the state: recency, free slots, unsettled, quarantined.
+struct Slot {
+    StoreKey key;
+    std::uint32_t previous;
+    std::uint32_t next;
+    std::uint32_t seconds;  // Unix time of the save
+    std::uint16_t pins;
+    SlotState state;
+};
+static_assert(sizeof(Slot) == 48);
+
+// Doubly linked through the slots.
+class SlotList {
+  public:
+    std::uint32_t front() const { return front_; }
+    std::size_t size() const { return size_; }
+    void push_back(Slab<Slot>& slots, std::uint32_t slot);
+    void unlink(Slab<Slot>& slots, std::uint32_t slot);
+
+  private:
+    std::uint32_t front_ = kNoSlot;
+    std::uint32_t back_ = kNoSlot;
+    std::size_t size_ = 0;
+};
+
+class SlotTable {
+  public:
+    // Throws ConfigError unless 1 <= capacity < 2^31.
+    explicit SlotTable(std::size_t capacity);
+
+    // Keys saved before `oldest` (Unix time) are missing in these two.
+    void contains(std::span<const StoreKey> keys, std::uint32_t oldest, std::span<bool> found);
+    // Slots of keys, or -1. Each slot found becomes the most recently used, and is not reused
+    // before unpin().
+    void pin(std::span<const StoreKey> keys, std::uint32_t oldest, std::span<std::int32_t> slots);
+    void unpin(std::span<const std::int32_t> slots);
+
+    // Up to `count` slots in rising order, of those that are free and below the limit of grow().
+    std::vector<std::int32_t> reserve(std::size_t count);
+    // Give back slots of reserve() about which no record was written.
+    void release(std::span<const std::int32_t> slots);
+    // The data of reserved slots and the records about them are written: they can be found. A key
+    // that was stored meanwhile moves to the new slot.
+    void commit(std::span<const StoreKey> keys, std::span<const std::int32_t> slots,
+                std::uint32_t seconds);
+    // Give back reserved slots about which a record may have been written.
+    void discard(std::span<const StoreKey> keys, std::span<const std::int32_t> slots);
+    // `count` more slots exist on the medium.
+    void grow(std::size_t count);
+
+    // Keys that were there; the rest is ignored.
+    std::size_t remove(std::span<const StoreKey> keys);
+    std::size_t quarantine(std::span<const StoreKey> keys);
+    // Remove the least recently used keys that are not pinned; returns their number.
+    std::size_t evict(std::size_t count);
+
+    // Records of removals since the last call, to be written before they can be durable.
+    std::vector<JournalRecord> take_records();
+    // Number of slots that became unsettled so far; when the records taken until now are durable,
+    // settle(this number) makes these slots free.
+    std::uint64_t unsettled_total() const { return unsettled_total_; }
+    void settle(std::uint64_t total);
+
+    // Start to list all slots with a key, least recently used first, behind those in quarantine;
+    // snapshot() returns the next ones, and nothing at the end. Changes in between are allowed:
+    // a slot is then listed as it is when the listing reaches it, or twice.
+    void begin_snapshot();
+    std::vector<JournalRecord> snapshot(std::size_t count);
+
+    // Replay of the journal, before all other calls. finish_replay() makes slots without key free.
+    bool replay(const JournalRecord& record);
+    void finish_replay();
+
+    std::size_t capacity() const { return capacity_; }
+    std::size_t limit() const { return limit_; }
+    std::size_t stored() const { return recency_.size(); }
+    std::size_t quarantined() const { return quarantine_.size(); }
+    std::size_t unsettled() const { return unsettled_.size(); }
+    std::size_t available() const { return free_.size() + limit_ - high_water_; }
+    std::size_t bytes() const { return slots_.bytes() + index_.bytes(); }
+
+    // Description of the first violated invariant; empty if all hold. For tests.
+    std::string check() const;
+
+  private:
+    std::uint32_t find(const StoreKey& key) const;
+    template <class Visit>
+    void find_all(std::span<const StoreKey> keys, std::uint32_t oldest, Visit visit);
+    void touch(std::uint32_t slot);
+    void unlink_stored(std::uint32_t slot);
+    // A stored slot loses its key.
+    void drop(std::uint32_t slot, RecordKind kind);
+    void make_unsettled(std::uint32_t slot);
+    void require(std::int32_t slot, SlotState state, const char* operation) const;
+    void store(std::uint32_t slot, const StoreKey& key, std::uint32_t seconds);
+    void erase_replayed(std::uint32_t slot);
+    void raise_high_water(std::uint32_t slot);
+
+    std::size_t capacity_;
+    std::size_t limit_ = 0;       // slots that exist on the medium
+    std::size_t high_water_ = 0;  // slots that were ever reserved
+    Slab<Slot> slots_;
+    KeyIndex index_;
+    SlotList recency_;  // front: least recently used
+    SlotList free_;
+    SlotList unsettled_;
+    SlotList quarantine_;
+    std::vector<JournalRecord> records_;
+    std::uint64_t unsettled_total_ = 0;
+    std::uint64_t settled_total_ = 0;
+    std::uint32_t cursor_ = kNoSlot;  // next slot of the snapshot
+    bool cursor_in_quarantine_ = false;
+};
+
+}  // namespace aiokv

@@ -1,0 +1,116 @@
+#include "aiokv/checksum.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <string_view>
+
+#include "aiokv/sha256.hpp"
+
+namespace aiokv {
+namespace {
+
+using U128 = unsigned __int128;
+
+constexpr std::size_t kLineBytes = 64, kPrefetchBytes = 2048;
+constexpr U128 kPrime = (U128{1} << 127) - 1;
+constexpr std::string_view kConstantsTag{"aiokv checksum 1\0", 17};
+
+struct Constants {
+    std::array<std::uint64_t, Checksum::kChunkBytes / 8> words;
+    U128 factor;
+};
+
+const Constants& constants() {
+    static const Constants computed = [] {
+        constexpr std::size_t kDigests = Checksum::kChunkBytes / 32 + 1;
+        std::array<std::uint8_t, kDigests * 32> bytes;
+        for (std::uint32_t i = 0; i < kDigests; ++i) {
+            Sha256 hash;
+            hash.add({reinterpret_cast<const std::uint8_t*>(kConstantsTag.data()),
+                      kConstantsTag.size()});
+            hash.add({reinterpret_cast<const std::uint8_t*>(&i), sizeof i});
+            std::ranges::copy(hash.finish(), bytes.begin() + 32 * i);
+        }
+        Constants made;
+        std::memcpy(made.words.data(), bytes.data(), sizeof made.words);
+        std::memcpy(&made.factor, bytes.data() + sizeof made.words, sizeof made.factor);
+        made.factor &= kPrime;
+        return made;
+    }();
+    return computed;
+}
+
+std::uint64_t load(const std::uint8_t* bytes) {
+    std::uint64_t word;
+    std::memcpy(&word, bytes, sizeof word);
+    return word;
+}
+
+U128 product(const std::uint8_t* pair, const std::uint64_t* keys) {
+    return U128{load(pair) + keys[0]} * (load(pair + 8) + keys[1]);
+}
+
+// Two sums, so that one addition need not wait for the other. The processor looks less far ahead in
+// memory than this needs; a prefetch behind the end of the input does nothing.
+U128 nh_of_chunk(const std::uint8_t* bytes, const std::uint64_t* keys) {
+    U128 even = 0, odd = 0;
+    for (std::size_t i = 0; i < Checksum::kChunkBytes; i += kLineBytes) {
+        __builtin_prefetch(bytes + i + kPrefetchBytes);
+        for (std::size_t j = i; j < i + kLineBytes; j += 32) {
+            even += product(bytes + j, keys + j / 8);
+            odd += product(bytes + j + 16, keys + j / 8 + 2);
+        }
+    }
+    return even + odd;
+}
+
+U128 nh_of_tail(std::span<const std::uint8_t> bytes, const std::uint64_t* keys) {
+    U128 sum = 0;
+    std::size_t i = 0;
+    for (; i + 16 <= bytes.size(); i += 16) sum += product(bytes.data() + i, keys + i / 8);
+    if (i < bytes.size()) {
+        std::array<std::uint8_t, 16> last{};
+        std::ranges::copy(bytes.subspan(i), last.begin());
+        sum += product(last.data(), keys + i / 8);
+    }
+    return sum;
+}
+
+// x mod kPrime, for any x.
+U128 reduced(U128 x) {
+    x = (x & kPrime) + (x >> 127);
+    return x >= kPrime ? x - kPrime : x;
+}
+
+// a * b mod kPrime, for a and b of at most 127 bits.
+U128 multiplied(U128 a, U128 b) {
+    const auto a0 = static_cast<std::uint64_t>(a), a1 = static_cast<std::uint64_t>(a >> 64);
+    const auto b0 = static_cast<std::uint64_t>(b), b1 = static_cast<std::uint64_t>(b >> 64);
+    const U128 low = U128{a0} * b0;
+    const U128 middle = U128{a0} * b1 + U128{a1} * b0;  // each below 2^127
+    const U128 high = U128{a1} * b1;
+    const U128 low_bits = low + (middle << 64);
+    const U128 high_bits = high + (middle >> 64) + (low_bits < low);  // below 2^126
+    return reduced(reduced(low_bits) + (high_bits << 1));             // 2^128 is 2 mod kPrime
+}
+
+}  // namespace
+
+void Checksum::add(std::span<const std::uint8_t> bytes) {
+    const Constants& k = constants();
+    const auto add_chunk = [&](U128 nh) {
+        sum_ = reduced(multiplied(sum_, k.factor) + reduced(nh));
+    };
+    for (; bytes.size() >= kChunkBytes; bytes = bytes.subspan(kChunkBytes)) {
+        add_chunk(nh_of_chunk(bytes.data(), k.words.data()));
+    }
+    if (!bytes.empty()) add_chunk(nh_of_tail(bytes, k.words.data()));
+}
+
+std::array<std::uint8_t, Checksum::kBytes> Checksum::value() const {
+    std::array<std::uint8_t, kBytes> bytes;
+    std::memcpy(bytes.data(), &sum_, sizeof sum_);
+    return bytes;
+}
+
+}  // namespace aiokv

@@ -1,0 +1,177 @@
+#include "ring.hpp"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+
+namespace aiokv {
+namespace {
+
+// From the cheapest way to run completions to the one that all kernels have. The first: completions
+// run when this thread asks, and not as an interruption of whatever it does.
+constexpr std::array<std::uint32_t, 3> kSetupFlags = {
+    uring::kSetupSingleIssuer | uring::kSetupDeferTaskrun | uring::kSetupTaskrunFlag,
+    uring::kSetupCoopTaskrun | uring::kSetupTaskrunFlag,
+    0,
+};
+constexpr std::uint32_t kNeeded =
+    uring::kFeatureSingleMmap | uring::kFeatureNoDrop | uring::kFeatureRwCurPos;
+
+void store(std::uint32_t* value, std::uint32_t to) {
+    std::atomic_ref(*value).store(to, std::memory_order_release);
+}
+
+[[noreturn]] void refuse(const std::string& call, int error) {
+    std::string text = call + ": " + std::strerror(error);
+    if (error == EPERM || error == EACCES) text += " (a sandbox or kernel.io_uring_disabled)";
+    throw RingRefused(text);
+}
+
+template <class T>
+T* at(void* base, std::uint32_t offset) {
+    return reinterpret_cast<T*>(static_cast<char*>(base) + offset);
+}
+
+}  // namespace
+
+Ring::Mapping::~Mapping() {
+    if (address != nullptr) ::munmap(address, num_bytes);
+}
+
+void Ring::Mapping::map(int fd, std::size_t bytes, std::int64_t offset) {
+    void* mapped =
+        ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, offset);
+    if (mapped == MAP_FAILED) refuse("mmap of the io_uring", errno);
+    address = mapped;
+    num_bytes = bytes;
+    ::madvise(address, num_bytes, MADV_DONTFORK);
+}
+
+Ring::Descriptor::~Descriptor() {
+    if (fd >= 0) ::close(fd);
+}
+
+Ring::Ring(unsigned entries, int event_fd) {
+    setup(entries);
+    map();
+    check_that_it_runs();
+    if (const int error = register_(uring::kRegisterEventfd, &event_fd, 1)) {
+        refuse("io_uring_register of the eventfd", error);
+    }
+}
+
+Ring::~Ring() = default;
+
+void Ring::setup(unsigned entries) {
+    int error = 0;
+    for (const auto flags : kSetupFlags) {
+        params_ = {};
+        params_.flags = flags;
+        ring_.fd = static_cast<int>(::syscall(uring::kSysSetup, entries, &params_));
+        if (ring_.fd >= 0) break;
+        error = errno;
+        if (error != EINVAL) break;  // EINVAL: the kernel does not know the flags
+    }
+    if (ring_.fd < 0) refuse("io_uring_setup", error);
+    if ((params_.features & kNeeded) != kNeeded) {
+        throw RingRefused("io_uring of this kernel lacks plain reads (needs Linux 5.6)");
+    }
+    deferred_ = (params_.flags & uring::kSetupDeferTaskrun) != 0;
+}
+
+void Ring::map() {
+    const std::size_t sq_bytes = params_.sq.array + params_.sq_entries * sizeof(std::uint32_t);
+    const std::size_t cq_bytes = params_.cq.cqes + params_.cq_entries * sizeof(uring::Cqe);
+    rings_.map(ring_.fd, std::max(sq_bytes, cq_bytes), uring::kOffsetSqRing);
+    sqes_mapping_.map(ring_.fd, params_.sq_entries * sizeof(uring::Sqe), uring::kOffsetSqes);
+
+    sq_head_ = at<std::uint32_t>(rings_.address, params_.sq.head);
+    sq_shared_tail_ = at<std::uint32_t>(rings_.address, params_.sq.tail);
+    sq_flags_ = at<std::uint32_t>(rings_.address, params_.sq.flags);
+    sq_entries_ = params_.sq_entries;
+    sqes_ = at<uring::Sqe>(sqes_mapping_.address, 0);
+    cq_shared_head_ = at<std::uint32_t>(rings_.address, params_.cq.head);
+    cq_tail_ = at<std::uint32_t>(rings_.address, params_.cq.tail);
+    cq_mask_ = params_.cq_entries - 1;
+    cqes_ = at<uring::Cqe>(rings_.address, params_.cq.cqes);
+
+    auto* order = at<std::uint32_t>(rings_.address, params_.sq.array);
+    for (std::uint32_t i = 0; i < sq_entries_; ++i) order[i] = i;
+}
+
+// A sandbox may permit the set-up of a ring and refuse its use.
+void Ring::check_that_it_runs() {
+    prepare()->opcode = uring::kNop;
+    if (const int error = enter(1)) refuse("io_uring_enter", error);
+    if (!next_completion()) throw RingRefused("io_uring did not complete a request");
+}
+
+std::uint32_t Ring::load(const std::uint32_t* value) {
+    return std::atomic_ref(*const_cast<std::uint32_t*>(value)).load(std::memory_order_acquire);
+}
+
+uring::Sqe* Ring::prepare() {
+    if (prepared() == sq_entries_) return nullptr;
+    uring::Sqe* entry = &sqes_[sq_tail_++ & (sq_entries_ - 1)];
+    *entry = {};
+    return entry;
+}
+
+int Ring::enter(unsigned wait_for) {
+    store(sq_shared_tail_, sq_tail_);
+    const unsigned flags = wait_for > 0 ? uring::kEnterGetEvents : 0;
+    while (true) {
+        const unsigned count = prepared();
+        if (count == 0 && wait_for == 0) return 0;
+        const long accepted =
+            ::syscall(uring::kSysEnter, ring_.fd, count, wait_for, flags, nullptr, std::size_t{0});
+        if (accepted < 0 && errno != EINTR) return errno;
+        if (accepted >= 0 && prepared() == 0) return 0;
+        // The kernel stops at an entry that is wrong, whose completion says so, and takes the next
+        // ones in the next call. It waits only if it took all.
+        if (accepted == 0) return EAGAIN;
+    }
+}
+
+void Ring::collect() {
+    // A pending overflow is flushed by the same call.
+    const std::uint32_t flags = load(sq_flags_);
+    if ((flags & (uring::kSqTaskrun | uring::kSqCqOverflow)) == 0) return;
+    ::syscall(uring::kSysEnter, ring_.fd, 0, 0, uring::kEnterGetEvents, nullptr, std::size_t{0});
+}
+
+std::optional<uring::Cqe> Ring::next_completion() {
+    if (!has_completion()) return std::nullopt;
+    const uring::Cqe completion = cqes_[cq_head_ & cq_mask_];
+    store(cq_shared_head_, ++cq_head_);
+    return completion;
+}
+
+bool Ring::has_completion() const {
+    return cq_head_ != load(cq_tail_);
+}
+
+int Ring::register_buffers(const void* iovecs, unsigned count) {
+    if (has_buffers_) {
+        if (const int error = register_(uring::kUnregisterBuffers, nullptr, 0)) return error;
+        has_buffers_ = false;
+    }
+    if (count == 0) return 0;
+    const int error = register_(uring::kRegisterBuffers, iovecs, count);
+    has_buffers_ = error == 0;
+    return error;
+}
+
+int Ring::register_(unsigned opcode, const void* argument, unsigned count) {
+    while (true) {
+        if (::syscall(uring::kSysRegister, ring_.fd, opcode, argument, count) >= 0) return 0;
+        if (errno != EINTR) return errno;
+    }
+}
+
+}  // namespace aiokv

@@ -1,0 +1,86 @@
+// Ring: the submission and the completion ring of one io_uring, shared with the kernel.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+#include "uring_abi.hpp"
+
+namespace aiokv {
+
+// The kernel, or the sandbox of the process, refuses io_uring.
+struct RingRefused : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+class Ring {
+  public:
+    // `event_fd` becomes readable when there may be completions.
+    // Throws RingRefused, with the reason.
+    Ring(unsigned entries, int event_fd);
+    ~Ring();  // the kernel must have ended all requests
+    Ring(const Ring&) = delete;
+    Ring& operator=(const Ring&) = delete;
+
+    unsigned entries() const { return sq_entries_; }
+
+    // A zeroed entry, or nullptr when as many are prepared as the ring has.
+    uring::Sqe* prepare();
+
+    // Entries that are prepared and not accepted by the kernel.
+    unsigned prepared() const { return sq_tail_ - load(sq_head_); }
+
+    // Gives prepared entries to the kernel, and blocks until `wait_for` completions are there.
+    // Returns 0 or the errno; entries that were not accepted stay prepared.
+    int enter(unsigned wait_for = 0);
+
+    // Fetches completions that the kernel holds back until it is asked.
+    void collect();
+
+    std::optional<uring::Cqe> next_completion();
+    bool has_completion() const;
+
+    // Replaces the registered buffers. Returns 0 or the errno. `iovecs`: struct iovec[count].
+    int register_buffers(const void* iovecs, unsigned count);
+
+  private:
+    struct Mapping {
+        void* address = nullptr;
+        std::size_t num_bytes = 0;
+        ~Mapping();
+        void map(int fd, std::size_t bytes, std::int64_t offset);
+    };
+    struct Descriptor {
+        int fd = -1;
+        ~Descriptor();
+    };
+
+    static std::uint32_t load(const std::uint32_t* value);
+    void setup(unsigned entries);
+    void map();
+    void check_that_it_runs();
+    int register_(unsigned opcode, const void* argument, unsigned count);
+
+    uring::Params params_{};
+    Descriptor ring_;
+    Mapping rings_;
+    Mapping sqes_mapping_;
+    bool deferred_ = false;  // completions appear when this thread enters the kernel
+    bool has_buffers_ = false;
+    std::uint32_t* sq_head_ = nullptr;
+    std::uint32_t* sq_shared_tail_ = nullptr;
+    std::uint32_t* sq_flags_ = nullptr;
+    std::uint32_t sq_tail_ = 0;
+    std::uint32_t sq_entries_ = 0;
+    uring::Sqe* sqes_ = nullptr;
+    std::uint32_t* cq_shared_head_ = nullptr;
+    std::uint32_t* cq_tail_ = nullptr;
+    std::uint32_t cq_head_ = 0;
+    std::uint32_t cq_mask_ = 0;
+    uring::Cqe* cqes_ = nullptr;
+};
+
+}  // namespace aiokv

@@ -1,0 +1,220 @@
+// The disk store: the table of its slots, and the records of its journal. Keys travel as bytes, one
+// behind the other, and slots as int32 arrays.
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "aiokv/error.hpp"
+#include "aiokv/journal_record.hpp"
+#include "aiokv/journal_replay.hpp"
+#include "aiokv/slot_table.hpp"
+#include "bindings.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace aiokv {
+namespace {
+
+using SlotArray = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using NewSlots = nb::ndarray<nb::numpy, std::int32_t, nb::ndim<1>>;
+using NewFlags = nb::ndarray<nb::numpy, bool, nb::ndim<1>>;
+using Buffer = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+static_assert(alignof(StoreKey) == 1);
+
+std::span<const StoreKey> keys_of(const nb::bytes& keys) {
+    if (keys.size() % sizeof(StoreKey) != 0) {
+        throw UsageError("keys have " + std::to_string(keys.size()) +
+                         " bytes; that must be a multiple of 32");
+    }
+    return {reinterpret_cast<const StoreKey*>(keys.data()), keys.size() / sizeof(StoreKey)};
+}
+
+StoreKey key_of(const nb::bytes& key) {
+    if (key.size() != sizeof(StoreKey)) throw UsageError("a key must have 32 bytes");
+    return keys_of(key)[0];
+}
+
+std::span<const std::int32_t> slots_of(const SlotArray& slots) {
+    return {slots.data(), slots.size()};
+}
+
+template <class Array, class T>
+Array array_of(std::unique_ptr<T[]> data, std::size_t size) {
+    T* pointer = data.release();
+    nb::capsule owner(pointer, [](void* p) noexcept { delete[] static_cast<T*>(p); });
+    return Array(pointer, {size}, owner);
+}
+
+NewSlots new_slots(const std::vector<std::int32_t>& slots) {
+    auto data = std::make_unique<std::int32_t[]>(slots.size() + 1);
+    std::copy(slots.begin(), slots.end(), data.get());
+    return array_of<NewSlots>(std::move(data), slots.size());
+}
+
+nb::bytes record_bytes(const std::vector<JournalRecord>& records) {
+    return nb::bytes(records.data(), records.size() * sizeof(JournalRecord));
+}
+
+void check_batch(const nb::bytes& keys, const SlotArray& slots) {
+    if (keys_of(keys).size() == slots.size()) return;
+    throw UsageError(std::to_string(keys_of(keys).size()) + " keys for " +
+                     std::to_string(slots.size()) + " slots");
+}
+
+NewFlags contains(SlotTable& table, const nb::bytes& keys, std::uint32_t oldest) {
+    const auto batch = keys_of(keys);
+    auto found = std::make_unique<bool[]>(batch.size() + 1);
+    table.contains(batch, oldest, {found.get(), batch.size()});
+    return array_of<NewFlags>(std::move(found), batch.size());
+}
+
+NewSlots pin(SlotTable& table, const nb::bytes& keys, std::uint32_t oldest) {
+    const auto batch = keys_of(keys);
+    auto slots = std::make_unique<std::int32_t[]>(batch.size() + 1);
+    table.pin(batch, oldest, {slots.get(), batch.size()});
+    return array_of<NewSlots>(std::move(slots), batch.size());
+}
+
+// Records without checksums: stamp_records() adds them when their place in the file is known.
+nb::bytes add_records(const nb::bytes& keys, const SlotArray& slots, std::uint32_t seconds) {
+    check_batch(keys, slots);
+    const auto batch = keys_of(keys);
+    std::vector<JournalRecord> records;
+    for (std::size_t i = 0; i < batch.size(); ++i) {
+        records.push_back({.kind = RecordKind::kAdd,
+                           .slot = static_cast<std::uint32_t>(slots.data()[i]),
+                           .key = batch[i],
+                           .seconds = seconds});
+    }
+    return record_bytes(records);
+}
+
+nb::bytes stamped(const nb::bytes& raw, std::uint64_t epoch, std::uint64_t position) {
+    std::vector<JournalRecord> records(raw.size() / sizeof(JournalRecord));
+    std::copy_n(static_cast<const std::uint8_t*>(raw.data()),
+                records.size() * sizeof(JournalRecord),
+                reinterpret_cast<std::uint8_t*>(records.data()));
+    stamp_records(records, epoch, position);
+    return record_bytes(records);
+}
+
+void bind_table(nb::module_& m) {
+    nb::class_<SlotTable>(m, "SlotTable",
+                          "Slots of a disk store: keys, free slots and recency. Not thread-safe.")
+        .def(nb::init<std::size_t>(), "capacity"_a)
+        .def("contains", &contains, "keys"_a, "oldest"_a = 0,
+             "Return for each key whether it is stored, and was saved at `oldest` (Unix time) or "
+             "later.")
+        .def("pin", &pin, "keys"_a, "oldest"_a = 0,
+             "Return the slot of each key, or -1. Until unpin(), the slots found are not reused.")
+        .def(
+            "unpin", [](SlotTable& table, const SlotArray& slots) { table.unpin(slots_of(slots)); },
+            "slots"_a, "Undo pin() for these slots.")
+        .def(
+            "reserve",
+            [](SlotTable& table, std::size_t count) { return new_slots(table.reserve(count)); },
+            "count"_a, "Take up to `count` free slots, in rising order.")
+        .def(
+            "release",
+            [](SlotTable& table, const SlotArray& slots) { table.release(slots_of(slots)); },
+            "slots"_a, "Give back reserved slots about which no record was written.")
+        .def(
+            "commit",
+            [](SlotTable& table, const nb::bytes& keys, const SlotArray& slots,
+               std::uint32_t seconds) {
+                check_batch(keys, slots);
+                table.commit(keys_of(keys), slots_of(slots), seconds);
+            },
+            "keys"_a, "slots"_a, "seconds"_a,
+            "Let the keys be found; their data and records are written.")
+        .def(
+            "discard",
+            [](SlotTable& table, const nb::bytes& keys, const SlotArray& slots) {
+                check_batch(keys, slots);
+                table.discard(keys_of(keys), slots_of(slots));
+            },
+            "keys"_a, "slots"_a, "Give back reserved slots whose records may have been written.")
+        .def("grow", &SlotTable::grow, "count"_a, "Let reserve() use `count` more slots.")
+        .def(
+            "remove",
+            [](SlotTable& table, const nb::bytes& keys) { return table.remove(keys_of(keys)); },
+            "keys"_a, "Remove the keys that are stored; return their number.")
+        .def(
+            "quarantine",
+            [](SlotTable& table, const nb::bytes& keys) { return table.quarantine(keys_of(keys)); },
+            "keys"_a, "Remove the keys that are stored and never reuse their slots.")
+        .def("evict", &SlotTable::evict, "count"_a,
+             "Remove the least recently used keys that are not pinned; return their number.")
+        .def(
+            "take_records", [](SlotTable& table) { return record_bytes(table.take_records()); },
+            "Return the records of removals since the last call, without checksums.")
+        .def("settle", &SlotTable::settle, "total"_a,
+             "Free the slots that were unsettled when `unsettled_total` had this value.")
+        .def_prop_ro("unsettled_total", &SlotTable::unsettled_total)
+        .def("begin_snapshot", &SlotTable::begin_snapshot)
+        .def(
+            "snapshot",
+            [](SlotTable& table, std::size_t count) { return record_bytes(table.snapshot(count)); },
+            "count"_a, "Return the next records of the snapshot, b\"\" at its end.")
+        .def_prop_ro("capacity", &SlotTable::capacity)
+        .def_prop_ro("limit", &SlotTable::limit, "Slots that exist on the medium.")
+        .def_prop_ro("stored", &SlotTable::stored)
+        .def_prop_ro("available", &SlotTable::available, "Slots that reserve() can take.")
+        .def_prop_ro("unsettled", &SlotTable::unsettled)
+        .def_prop_ro("quarantined", &SlotTable::quarantined)
+        .def_prop_ro("num_bytes", &SlotTable::bytes, "Memory in use.")
+        .def("check", &SlotTable::check, "Return the first violated invariant, or \"\".");
+}
+
+void bind_replay(nb::module_& m) {
+    nb::class_<JournalReplay>(m, "JournalReplay", "Rebuilds a slot table from a journal.")
+        .def(
+            "__init__",
+            [](JournalReplay* self, SlotTable& table, std::uint64_t epoch, const nb::bytes& boot) {
+                new (self) JournalReplay(table, epoch, key_of(boot));
+            },
+            "table"_a, "epoch"_a, "boot"_a, nb::keep_alive<1, 2>())
+        .def(
+            "feed",
+            [](JournalReplay& replay, const Buffer& bytes) {
+                const std::span<const std::uint8_t> view(bytes.data(), bytes.size());
+                nb::gil_scoped_release released;
+                replay.feed(view);
+            },
+            "bytes"_a, "Read the next bytes: whole records, except at the end of the file.")
+        .def("finish", &JournalReplay::finish, nb::call_guard<nb::gil_scoped_release>(),
+             "Apply the records that are proven; slots without a key become free.")
+        .def_prop_ro("end", &JournalReplay::end, "Position behind the last valid record.")
+        .def_prop_ro("damaged", &JournalReplay::damaged, "Invalid records before `end`.")
+        .def_prop_ro("torn", &JournalReplay::torn, "Invalid records behind `end`.")
+        .def_prop_ro("unproven", &JournalReplay::unproven,
+                     "Adds that were dropped: a power cut may have lost their data.")
+        .def_prop_ro("outside", &JournalReplay::outside, "Adds to slots above the capacity.");
+}
+
+}  // namespace
+
+void bind_store(nb::module_& m) {
+    bind_table(m);
+    bind_replay(m);
+    m.def("add_records", &add_records, "keys"_a, "slots"_a, "seconds"_a,
+          "Return records that add the keys, without checksums.");
+    m.def(
+        "synced_record", [] { return record_bytes({{.kind = RecordKind::kSynced}}); },
+        "Return the record that proves the adds before it, without checksum.");
+    m.def(
+        "session_record",
+        [](const nb::bytes& boot) {
+            return record_bytes({{.kind = RecordKind::kSession, .key = key_of(boot)}});
+        },
+        "boot"_a, "Return the record that begins a session, without checksum.");
+    m.def("stamp_records", &stamped, "records"_a, "epoch"_a, "position"_a,
+          "Return the records with checksums for their place in the journal.");
+}
+
+}  // namespace aiokv

@@ -1,0 +1,243 @@
+// SHA-256 in both implementations, digests, the checksum, and trailers.
+#include "aiokv/digest.hpp"
+
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "aiokv/checksum.hpp"
+#include "aiokv/error.hpp"
+#include "aiokv/trailer.hpp"
+#include "check.hpp"
+
+using namespace aiokv;
+
+namespace {
+
+std::vector<Sha256Blocks> implementations() {
+    std::vector<Sha256Blocks> all{sha256_blocks_portable};
+    if (sha256_blocks_native() != nullptr) all.push_back(sha256_blocks_native());
+    return all;
+}
+
+template <typename Bytes>
+std::string hex(const Bytes& bytes) {
+    std::string text;
+    for (const std::uint8_t byte : bytes) {
+        text += "0123456789abcdef"[byte >> 4];
+        text += "0123456789abcdef"[byte & 15];
+    }
+    return text;
+}
+
+std::vector<std::uint8_t> numbered(std::size_t size) {
+    std::vector<std::uint8_t> bytes(size);
+    for (std::size_t i = 0; i < size; ++i) bytes[i] = static_cast<std::uint8_t>(i * 7 + i / 256);
+    return bytes;
+}
+
+std::string sha256(Sha256Blocks add_blocks, std::span<const std::uint8_t> bytes) {
+    Sha256 hash(add_blocks);
+    hash.add(bytes);
+    return hex(hash.finish());
+}
+
+std::span<const std::uint8_t> bytes_of(std::string_view text) {
+    return {reinterpret_cast<const std::uint8_t*>(text.data()), text.size()};
+}
+
+std::string checksum(std::span<const std::uint8_t> bytes) {
+    Checksum sum;
+    sum.add(bytes);
+    return hex(sum.value());
+}
+
+const Digest kKey = root_digest(16, "key");
+
+// Objects of `payload_bytes` in blocks of a larger pitch, with the keys of their numbers.
+struct Arena {
+    explicit Arena(std::uint64_t payload_bytes, std::uint64_t num_blocks)
+        : memory(numbered(num_blocks * (payload_bytes + 100))),
+          blocks{memory.data(), num_blocks, payload_bytes + 100, payload_bytes} {
+        for (std::uint32_t i = 0; i < num_blocks; ++i) {
+            const Digest key = root_digest(i + 1, "");
+            keys.insert(keys.end(), key.begin(), key.end());
+            ids.push_back(static_cast<std::int32_t>(num_blocks - 1 - i));
+        }
+    }
+
+    std::vector<StoreResult> verify() const {
+        std::vector<StoreResult> results(ids.size());
+        verify_blocks(blocks, ids, keys, results.data());
+        return results;
+    }
+
+    std::vector<std::uint8_t> memory;
+    ObjectBlocks blocks;
+    std::vector<std::uint8_t> keys;
+    std::vector<std::int32_t> ids;
+};
+
+}  // namespace
+
+TEST(sha256_has_the_digests_of_the_standard_in_each_implementation) {
+    for (const Sha256Blocks add_blocks : implementations()) {
+        CHECK_EQ(sha256(add_blocks, {}),
+                 "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855");
+        CHECK_EQ(sha256(add_blocks, bytes_of("abc")),
+                 "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
+        CHECK_EQ(sha256(add_blocks,
+                        bytes_of("abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq")),
+                 "248d6a61d20638b8e5c026930c3e6039a33ce45964ff2167f6ecedd419db06c1");
+        CHECK_EQ(sha256(add_blocks, std::vector<std::uint8_t>(1'000'000, 'a')),
+                 "cdc76e5c9914fb9281a1c7e284d73e67f1809a48a497200e046d39ccc7112cd0");
+    }
+}
+
+TEST(implementations_of_sha256_agree_on_every_length) {
+    const auto bytes = numbered(300);
+    for (std::size_t length = 0; length <= bytes.size(); ++length) {
+        const auto part = std::span(bytes).first(length);
+        for (const Sha256Blocks add_blocks : implementations()) {
+            CHECK_EQ(sha256(add_blocks, part), sha256(sha256_blocks_portable, part));
+        }
+    }
+}
+
+TEST(sha256_does_not_depend_on_the_pieces_that_are_added) {
+    const auto bytes = numbered(200);
+    for (const Sha256Blocks add_blocks : implementations()) {
+        for (std::size_t first = 0; first <= 130; ++first) {
+            for (const std::size_t second : {0, 1, 63, 64, 65}) {
+                Sha256 hash(add_blocks);
+                hash.add(std::span(bytes).first(first));
+                hash.add(std::span(bytes).subspan(first, second));
+                hash.add(std::span(bytes).subspan(first + second));
+                CHECK_EQ(hex(hash.finish()), sha256(add_blocks, bytes));
+            }
+        }
+    }
+}
+
+TEST(fastest_implementation_uses_the_instructions_of_the_processor) {
+    CHECK(sha256_blocks_fastest() ==
+          (sha256_blocks_native() != nullptr ? sha256_blocks_native() : sha256_blocks_portable));
+}
+
+TEST(digests_are_hashes_of_the_documented_bytes) {
+    for (const Sha256Blocks add_blocks : implementations()) {
+        const std::string_view root_bytes("aiokv root 1\0\x10\0\0\0\x03\0\0\0abc", 24);
+        const Digest root = root_digest(16, "abc", add_blocks);
+        CHECK_EQ(hex(root), sha256(add_blocks, bytes_of(root_bytes)));
+
+        std::string block_bytes(root.begin(), root.end());
+        block_bytes += std::string_view("\x01\0\0\0\xff\xff\xff\xff", 8);
+        const std::vector<std::int32_t> tokens{1, -1};
+        CHECK_EQ(hex(block_digest(root, tokens, "", add_blocks)),
+                 sha256(add_blocks, bytes_of(block_bytes)));
+        block_bytes += std::string_view("\x04\0\0\0item", 8);
+        CHECK_EQ(hex(block_digest(root, tokens, "item", add_blocks)),
+                 sha256(add_blocks, bytes_of(block_bytes)));
+
+        std::string key_bytes(root.begin(), root.end());
+        key_bytes.append(kKey.begin(), kKey.end());
+        CHECK_EQ(hex(derive_key(root, kKey, add_blocks)), sha256(add_blocks, bytes_of(key_bytes)));
+    }
+}
+
+TEST(checksum_depends_on_every_bit_and_on_the_place_of_each_word) {
+    for (const std::size_t size : {1, 15, 16, 17, 1023, 1024, 1025, 2064}) {
+        auto bytes = numbered(size);
+        const std::string right = checksum(bytes);
+        for (std::size_t bit = 0; bit < 8 * size; ++bit) {
+            bytes[bit / 8] ^= static_cast<std::uint8_t>(1 << bit % 8);
+            CHECK(checksum(bytes) != right);
+            bytes[bit / 8] ^= static_cast<std::uint8_t>(1 << bit % 8);
+        }
+        for (std::size_t i = 8; i + 8 <= size; i += 8) {
+            std::swap_ranges(&bytes[i - 8], &bytes[i], &bytes[i]);
+            CHECK(checksum(bytes) != right);
+            std::swap_ranges(&bytes[i - 8], &bytes[i], &bytes[i]);
+        }
+        CHECK_EQ(checksum(bytes), right);
+    }
+}
+
+TEST(checksum_of_zeros_depends_on_the_number_of_chunks) {
+    const std::vector<std::uint8_t> zeros(4096);
+    CHECK(checksum(std::span(zeros).first(1024)) != checksum(std::span(zeros).first(2048)));
+    CHECK(checksum(std::span(zeros).first(2048)) != checksum(zeros));
+    CHECK(checksum({}) != checksum(zeros));
+}
+
+TEST(sealed_object_is_right_with_its_key_only) {
+    for (const std::size_t payload : {0, 1, 64, 1000, 1024, 5000}) {
+        auto object = numbered(payload + kTrailerBytes);
+        CHECK(!verify_object(object, kKey));
+        seal_object(object, kKey);
+        CHECK(verify_object(object, kKey));
+        CHECK(!verify_object(object, root_digest(16, "another key")));
+    }
+}
+
+TEST(every_changed_bit_and_every_other_length_of_an_object_is_found) {
+    auto object = numbered(1100 + kTrailerBytes);
+    seal_object(object, kKey);
+    for (std::size_t bit = 0; bit < 8 * object.size(); ++bit) {
+        object[bit / 8] ^= static_cast<std::uint8_t>(1 << bit % 8);
+        CHECK(!verify_object(object, kKey));
+        object[bit / 8] ^= static_cast<std::uint8_t>(1 << bit % 8);
+    }
+    for (std::size_t size = 0; size < object.size(); ++size) {
+        CHECK(!verify_object(std::span(object).first(size), kKey));
+        CHECK(!verify_object(std::span(object).last(size), kKey));
+    }
+    // The trailer of a shorter object at the end of a longer one.
+    object.insert(object.begin(), 0);
+    CHECK(!verify_object(object, kKey));
+}
+
+TEST(blocks_are_sealed_and_verified_with_the_key_of_their_index) {
+    Arena arena(2000, 5);
+    CHECK(arena.verify() == std::vector(5, StoreResult::kWrong));
+    const auto before = arena.memory;
+    seal_blocks(arena.blocks, arena.ids, arena.keys);
+    CHECK(arena.verify() == std::vector(5, StoreResult::kDone));
+    for (std::size_t i = 0; i < before.size(); ++i) {
+        const std::size_t place = i % arena.blocks.pitch_bytes;
+        if (place < 2000 || place >= 2000 + kTrailerBytes) CHECK_EQ(arena.memory[i], before[i]);
+    }
+    arena.memory[3 * arena.blocks.pitch_bytes + 1999] ^= 1;
+    auto expected = std::vector(5, StoreResult::kDone);
+    expected[1] = StoreResult::kWrong;  // ids[1] is block 3
+    CHECK(arena.verify() == expected);
+}
+
+TEST(wrong_batches_are_refused_and_change_nothing) {
+    Arena arena(100, 3);
+    const auto before = arena.memory;
+    const auto refused = [&](const Arena& bad) {
+        std::vector<StoreResult> results(bad.ids.size());
+        CHECK_THROWS(UsageError, seal_blocks(bad.blocks, bad.ids, bad.keys));
+        CHECK_THROWS(UsageError, verify_blocks(bad.blocks, bad.ids, bad.keys, results.data()));
+    };
+    for (const std::int32_t id : {-1, 3, 1}) {  // ids are 2, 1, 0
+        Arena bad = arena;
+        bad.blocks.address = arena.memory.data();
+        bad.ids[2] = id;
+        refused(bad);
+    }
+    Arena bad = arena;
+    bad.keys.pop_back();
+    refused(bad);
+    for (const ObjectBlocks& blocks :
+         {ObjectBlocks{nullptr, 3, 200, 100}, ObjectBlocks{arena.memory.data(), 3, 163, 100},
+          ObjectBlocks{arena.memory.data(), 3, 200, ~std::uint64_t{0}},
+          ObjectBlocks{arena.memory.data(), 3, ~std::uint64_t{0}, 100},
+          ObjectBlocks{arena.memory.data(), ~std::uint64_t{0}, 200, 100}}) {
+        Arena other = arena;
+        other.blocks = blocks;
+        refused(other);
+    }
+    CHECK(arena.memory == before);
+}

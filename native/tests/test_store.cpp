@@ -1,0 +1,255 @@
+// The slot table against a map, and the replay of damaged journals.
+#include <cstring>
+#include <map>
+#include <random>
+#include <set>
+#include <string>
+
+#include "aiokv/error.hpp"
+#include "aiokv/journal_replay.hpp"
+#include "aiokv/slot_table.hpp"
+#include "check.hpp"
+
+using namespace aiokv;
+
+namespace {
+
+StoreKey key(std::uint32_t number) {
+    StoreKey bytes{};
+    std::memcpy(bytes.data() + 28, &number, 4);
+    return bytes;
+}
+
+std::vector<std::int32_t> add(SlotTable& table, const std::vector<StoreKey>& keys) {
+    auto slots = table.reserve(keys.size());
+    table.commit(std::span(keys).first(slots.size()), slots, 7);
+    return slots;
+}
+
+std::int32_t slot_of(SlotTable& table, const StoreKey& wanted) {
+    std::int32_t slot = -2;
+    table.pin({&wanted, 1}, 0, {&slot, 1});
+    if (slot >= 0) table.unpin({&slot, 1});
+    return slot;
+}
+
+const StoreKey kBoot = key(99), kOtherBoot = key(98);
+constexpr std::uint64_t kEpoch = 0x1234;
+
+JournalRecord added(std::uint32_t number, std::uint32_t slot) {
+    return {.kind = RecordKind::kAdd, .slot = slot, .key = key(number), .seconds = 7};
+}
+JournalRecord removed(std::uint32_t number, std::uint32_t slot) {
+    return {.kind = RecordKind::kRemove, .slot = slot, .key = key(number)};
+}
+JournalRecord session(const StoreKey& boot) {
+    return {.kind = RecordKind::kSession, .key = boot};
+}
+const JournalRecord kSyncedRecord{.kind = RecordKind::kSynced};
+
+struct Replayed {
+    SlotTable table{64};
+    JournalReplay replay{table, kEpoch, kBoot};
+    explicit Replayed(std::vector<JournalRecord> records, std::size_t cut = 0, int flipped = -1) {
+        stamp_records(records, kEpoch, 0);
+        std::vector<std::uint8_t> bytes(records.size() * sizeof(JournalRecord));
+        std::memcpy(bytes.data(), records.data(), bytes.size());
+        bytes.resize(bytes.size() - cut);
+        if (flipped >= 0) bytes[static_cast<std::size_t>(flipped)] ^= 0x10;
+        replay.feed(bytes);
+        replay.finish();
+        CHECK_EQ(table.check(), "");
+    }
+};
+
+}  // namespace
+
+TEST(slots_are_reserved_found_and_evicted_in_order_of_use) {
+    SlotTable table(8);
+    CHECK_EQ(table.reserve(3).size(), 0u);
+    table.grow(8);
+    const auto slots = add(table, {key(0), key(1), key(2), key(3)});
+    CHECK_EQ(slots.size(), 4u);
+    CHECK_EQ(slot_of(table, key(0)), slots[0]);  // key 1 is now the oldest
+    CHECK_EQ(table.evict(1), 1u);
+    CHECK_EQ(slot_of(table, key(1)), -1);
+    CHECK_EQ(slot_of(table, key(0)), slots[0]);
+    CHECK_EQ(table.take_records().size(), 1u);
+    CHECK_EQ(table.available(), 4u);
+    table.settle(table.unsettled_total());
+    CHECK_EQ(table.available(), 5u);
+    CHECK_EQ(table.check(), "");
+}
+
+TEST(a_pinned_slot_is_reused_only_after_unpin_and_settle) {
+    SlotTable table(1);
+    table.grow(1);
+    add(table, {key(1)});
+    const StoreKey wanted = key(1);
+    std::int32_t slot;
+    table.pin({&wanted, 1}, 0, {&slot, 1});
+    CHECK_EQ(table.evict(1), 0u);
+    CHECK_EQ(table.remove({&wanted, 1}), 1u);
+    table.settle(table.unsettled_total());
+    CHECK_EQ(table.available(), 0u);
+    table.unpin({&slot, 1});
+    CHECK_EQ(table.available(), 0u);
+    table.settle(table.unsettled_total());
+    CHECK_EQ(table.available(), 1u);
+    CHECK_THROWS(InternalError, (table.unpin({&slot, 1}), 0));
+}
+
+TEST(a_second_save_of_a_key_moves_it) {
+    SlotTable table(4);
+    table.grow(4);
+    const auto first = add(table, {key(1)});
+    const auto second = add(table, {key(1)});
+    CHECK_EQ(slot_of(table, key(1)), second[0]);
+    CHECK_EQ(table.stored(), 1u);
+    CHECK_EQ(table.unsettled(), 1u);
+    const auto records = table.take_records();
+    CHECK_EQ(records.size(), 1u);
+    CHECK_EQ(records[0].slot, static_cast<std::uint32_t>(first[0]));
+}
+
+TEST(expired_keys_are_missing) {
+    SlotTable table(1);
+    table.grow(1);
+    add(table, {key(1)});
+    const StoreKey wanted = key(1);
+    bool found = false;
+    table.contains({&wanted, 1}, 7, {&found, 1});
+    CHECK(found);
+    table.contains({&wanted, 1}, 8, {&found, 1});
+    CHECK(!found);
+}
+
+TEST(random_operations_agree_with_a_map) {
+    std::mt19937 rng(3);
+    SlotTable table(64);
+    table.grow(64);
+    std::map<std::uint32_t, std::int32_t> model;
+    for (int step = 0; step < 20000; ++step) {
+        const std::uint32_t number = rng() % 200;
+        const StoreKey wanted = key(number);
+        switch (rng() % 5) {
+            case 0:
+            case 1: {
+                const auto slots = table.reserve(1);
+                if (slots.empty()) break;
+                for (const auto& [other, slot] : model) CHECK(other == number || slot != slots[0]);
+                table.commit({&wanted, 1}, slots, 7);
+                model[number] = slots[0];
+                break;
+            }
+            case 2:
+                CHECK_EQ(table.remove({&wanted, 1}), model.erase(number));
+                break;
+            case 3:
+                CHECK_EQ(slot_of(table, wanted), model.contains(number) ? model[number] : -1);
+                break;
+            default:
+                table.settle(table.unsettled_total());
+        }
+        if (step % 500 == 0) CHECK_EQ(table.check(), "");
+        CHECK_EQ(table.stored(), model.size());
+    }
+}
+
+TEST(a_snapshot_lists_all_keys_while_slots_are_used) {
+    std::mt19937 rng(5);
+    for (int round = 0; round < 200; ++round) {
+        SlotTable table(32);
+        table.grow(32);
+        std::set<std::uint32_t> kept;
+        for (std::uint32_t i = 0; i < 32; ++i) {
+            add(table, {key(i)});
+            kept.insert(i);
+        }
+        std::set<std::uint32_t> listed;
+        table.begin_snapshot();
+        for (auto records = table.snapshot(3); !records.empty(); records = table.snapshot(3)) {
+            for (const auto& record : records) {
+                std::uint32_t number;
+                std::memcpy(&number, record.key.data() + 28, 4);
+                listed.insert(number);
+            }
+            for (int i = 0; i < 2; ++i) slot_of(table, key(rng() % 32));
+            const std::uint32_t number = rng() % 32;
+            const StoreKey gone = key(number);
+            if (rng() % 2 == 0 && table.remove({&gone, 1}) == 1) kept.erase(number);
+        }
+        for (const std::uint32_t number : kept) CHECK(listed.contains(number));
+    }
+}
+
+TEST(replay_restores_what_was_written) {
+    Replayed result({session(kBoot), added(1, 5), added(2, 6), removed(1, 5), added(3, 5)});
+    CHECK_EQ(slot_of(result.table, key(1)), -1);
+    CHECK_EQ(slot_of(result.table, key(2)), 6);
+    CHECK_EQ(slot_of(result.table, key(3)), 5);
+    CHECK_EQ(result.replay.end(), 5u);
+    CHECK_EQ(result.table.available(), 5u);  // slots 0 to 4
+}
+
+TEST(an_add_supersedes_the_key_of_its_slot_and_the_slot_of_its_key) {
+    Replayed result({session(kBoot), added(1, 5), added(2, 5), added(2, 6)});
+    CHECK_EQ(slot_of(result.table, key(1)), -1);
+    CHECK_EQ(slot_of(result.table, key(2)), 6);
+    CHECK_EQ(result.table.stored(), 1u);
+}
+
+TEST(adds_of_another_boot_count_only_when_they_are_proven) {
+    Replayed result({session(kOtherBoot), added(1, 1), kSyncedRecord, added(2, 2), removed(1, 1)});
+    CHECK_EQ(slot_of(result.table, key(1)), -1);
+    CHECK_EQ(slot_of(result.table, key(2)), -1);
+    CHECK_EQ(result.replay.unproven(), 1u);
+    Replayed proven({session(kOtherBoot), added(1, 1), kSyncedRecord, session(kBoot), added(2, 2)});
+    CHECK_EQ(proven.table.stored(), 2u);
+    Replayed later({session(kOtherBoot), added(1, 1), session(kBoot), added(2, 2), kSyncedRecord});
+    CHECK_EQ(slot_of(later.table, key(1)), -1);
+    CHECK_EQ(slot_of(later.table, key(2)), 2);
+}
+
+TEST(each_flipped_byte_skips_one_record) {
+    const std::vector<JournalRecord> records{session(kBoot), added(1, 1), added(2, 2), added(3, 3)};
+    for (std::size_t byte = 64; byte < records.size() * 64; ++byte) {
+        Replayed result(records, 0, static_cast<int>(byte));
+        CHECK_EQ(result.table.stored(), 2u);
+        CHECK_EQ(slot_of(result.table, key(static_cast<std::uint32_t>(byte / 64))), -1);
+        CHECK_EQ(result.replay.damaged() + result.replay.torn(), 1u);
+    }
+}
+
+TEST(each_cut_keeps_the_whole_records_before_it) {
+    const std::vector<JournalRecord> records{session(kBoot), added(1, 1), added(2, 2)};
+    for (std::size_t cut = 0; cut <= 128; ++cut) {
+        Replayed result(records, cut);
+        CHECK_EQ(result.table.stored(), 2 - (cut + 63) / 64);
+        CHECK_EQ(result.replay.end(), 3 - (cut + 63) / 64);
+    }
+}
+
+TEST(records_of_another_file_or_place_are_invalid) {
+    std::vector<JournalRecord> records{session(kBoot), added(1, 1)};
+    stamp_records(records, kEpoch, 0);
+    CHECK(record_checksum(records[1], kEpoch, 1) == records[1].checksum);
+    CHECK(record_checksum(records[1], kEpoch, 2) != records[1].checksum);
+    CHECK(record_checksum(records[1], kEpoch + 1, 1) != records[1].checksum);
+}
+
+TEST(quarantined_slots_stay_out_of_use) {
+    SlotTable table(2);
+    table.grow(2);
+    add(table, {key(1)});
+    const StoreKey wanted = key(1);
+    CHECK_EQ(table.quarantine({&wanted, 1}), 1u);
+    const auto records = table.take_records();
+    CHECK_EQ(records.size(), 1u);
+    CHECK(records[0].kind == RecordKind::kQuarantine);
+    table.settle(table.unsettled_total());
+    CHECK_EQ(table.available(), 1u);
+    Replayed result({session(kBoot), added(1, 0), records[0]});
+    CHECK_EQ(result.table.quarantined(), 1u);
+    CHECK_EQ(result.table.stored(), 0u);
+}

@@ -1,0 +1,491 @@
+"""An engine with stores: blocks survive restarts, and a failing store costs no request."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from aiokv import (
+    CacheConfig,
+    CacheEngine,
+    ClosedError,
+    ConfigError,
+    LeaseError,
+    RequestTooLarge,
+    UsageError,
+)
+from aiokv.stores import StoreUse
+from aiokv.testing import ScriptedDevice, ScriptedStore, running_clock, spin
+from tests.harness.cache import BLOCK_TOKENS, Cache, prompt
+
+if TYPE_CHECKING:
+    import numpy as np
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.clock]
+
+A, B = prompt(1, 4), prompt(2, 4)
+LONG = prompt(3, 6)
+
+
+def cache(*stores: Any, **config: Any) -> Cache:
+    return Cache(device=ScriptedDevice(), stores=stores, **config)
+
+
+async def filled(*prompts: np.ndarray, **config: Any) -> dict[bytes, bytes]:
+    """Return the objects of a store after an engine has served the prompts and was closed."""
+    store = ScriptedStore()
+    async with cache(store, **config) as c:
+        await c.fill(*prompts)
+    return store.objects
+
+
+async def restarted(*prompts: np.ndarray) -> ScriptedStore:
+    """Return a store that an earlier engine has filled."""
+    return ScriptedStore(objects=await filled(*prompts, device_blocks=16, host_blocks=16))
+
+
+# --- the ways down and up -------------------------------------------------------------------------
+
+
+async def test_closing_saves_what_was_committed_and_a_restart_finds_it():
+    store = await restarted(A)
+    assert len(store.objects) == 4
+    async with cache(store) as c:
+        assert c.hit(A) == (0, 0)
+        lease = await c.serve(A, wait_store=math.inf)
+        assert lease.cached_tokens == 4 * BLOCK_TOKENS
+        usage = lease.usage
+        lease.release()
+        assert (usage.cached_host_tokens, usage.fetched_tokens) == (16, 16)
+        assert usage.store_wait_seconds is not None
+        statistics = c.statistics
+        assert (statistics.fetches, statistics.fetched_blocks) == (1, 4)
+        assert statistics.hit_store_tokens == 16
+        assert c.hit(A) == (4, 0)
+
+
+async def test_without_wait_store_no_store_is_asked():
+    store = await restarted(A)
+    async with cache(store) as c:
+        lease = await c.serve(A)
+        assert lease.cached_tokens == 0
+        assert lease.usage.store_wait_seconds is None
+        lease.release()
+        lease = await c.serve(A, wait_store=0.0)
+        lease.release()
+        assert store.calls["lookup"] == 0
+
+
+async def test_full_hit_asks_no_store():
+    store = await restarted(A)
+    async with cache(store) as c:
+        (await c.serve(A, wait_store=1.0)).release()
+        calls = store.calls.copy()
+        (await c.serve(A, wait_store=1.0)).release()
+        assert store.calls["lookup"] == calls["lookup"]
+
+
+async def test_longer_prompt_is_fetched_behind_its_cached_prefix():
+    store = ScriptedStore(objects=await filled(LONG))
+    async with cache(store, device_blocks=16, host_blocks=16) as c:
+        await c.fill(LONG[: 2 * BLOCK_TOKENS + 1])
+        lease = await c.serve(LONG, wait_store=math.inf)
+        assert lease.cached_tokens == 6 * BLOCK_TOKENS
+        lease.release()
+        assert c.statistics.fetched_blocks == 4
+
+
+async def test_two_leases_share_one_fetch():
+    store = await restarted(A)
+    async with cache(store) as c:
+        gate = store.hold("load")
+        first = asyncio.create_task(c.serve(A, wait_store=math.inf))
+        second = asyncio.create_task(c.serve(A, wait_store=math.inf))
+        await spin(20)
+        gate.open()
+        for lease in await asyncio.gather(first, second):
+            assert lease.cached_tokens == 16
+            lease.release()
+        assert (store.calls["load"], c.statistics.fetches) == (1, 1)
+
+
+async def test_deadline_serves_the_lease_and_late_blocks_are_cached():
+    store = await restarted(A)
+    async with cache(store) as c:
+        store.delay("load", seconds=3.0)
+        lease = c.engine.match(A)
+        serving = asyncio.create_task(lease.allocate(len(A), wait_store=1.0))
+        await running_clock().advance(0.9)
+        assert not serving.done()
+        await running_clock().advance(0.2)
+        await serving
+        assert lease.cached_tokens == 0
+        lease.release()
+        await running_clock().advance(3.0)
+        assert c.hit(A) == (0, 4)
+
+
+async def test_others_pass_a_lease_that_waits_for_a_store():
+    store = await restarted(A)
+    async with cache(store) as c:
+        gate = store.hold("load")
+        waiting = asyncio.create_task(c.serve(A, wait_store=math.inf))
+        await spin(20)
+        (await c.serve(B)).release()
+        assert not waiting.done()
+        gate.open()
+        (await waiting).release()
+
+
+async def test_allocate_timeout_covers_the_wait_for_the_store():
+    store = await restarted(A)
+    async with cache(store) as c:
+        store.hold("load")
+        lease = c.engine.match(A)
+        serving = asyncio.create_task(lease.allocate(len(A), timeout=1.0, wait_store=math.inf))
+        await running_clock().advance(1.1)
+        with pytest.raises(TimeoutError):
+            await serving
+        lease.release()
+        store.end_script()
+        await spin(10)
+
+
+async def test_impossible_request_is_refused_without_waiting():
+    store = await restarted(A)
+    async with cache(store) as c:
+        store.hold("lookup")
+        lease = c.engine.match(A)
+        with pytest.raises(RequestTooLarge):
+            await lease.allocate(10_000, wait_store=math.inf)
+        await lease.allocate(4)
+        with pytest.raises(LeaseError):
+            await lease.allocate(4, wait_store=math.inf)
+        lease.release()
+
+
+# --- cancellation and the end ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("operation", ["lookup", "load"])
+async def test_cancelled_wait_leaves_nothing_behind(operation):
+    store = await restarted(A)
+    async with cache(store) as c:
+        gate = store.hold(operation)
+        serving = asyncio.create_task(c.serve(A, wait_store=math.inf))
+        await spin(20)
+        serving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await serving
+        assert c.statistics.waiting == 0
+        gate.open()
+        await spin(20)
+        assert c.hit(A) == ((0, 4) if operation == "load" else (0, 0))
+        assert c.engine.check_invariants() == []
+
+
+@pytest.mark.parametrize("operation", ["lookup", "load"])
+async def test_released_lease_ends_its_wait(operation):
+    store = await restarted(A)
+    async with cache(store) as c:
+        store.hold(operation)
+        lease = c.engine.match(A)
+        serving = asyncio.create_task(lease.allocate(len(A), wait_store=math.inf))
+        await spin(20)
+        lease.release()
+        with pytest.raises(LeaseError):
+            await serving
+        store.end_script()
+        await spin(20)
+
+
+@pytest.mark.parametrize("operation", ["lookup", "load"])
+async def test_close_ends_waits_for_stores(operation):
+    store = await restarted(A)
+    c = await cache(store).__aenter__()
+    store.hold(operation)
+    lease = c.engine.match(A)
+    serving = asyncio.create_task(lease.allocate(len(A), wait_store=math.inf))
+    await spin(20)
+    closing = asyncio.create_task(c.engine.aclose(0.0))
+    await spin(20)
+    with pytest.raises(ClosedError):
+        await serving
+    store.end_script()
+    await running_clock().advance(6)
+    await closing
+    assert not store.is_open
+
+
+async def test_close_does_not_wait_for_a_stuck_store_for_ever(caplog):
+    store = await restarted(A)
+    c = await cache(store).__aenter__()
+    store.hold("load")
+    lease = c.engine.match(A)
+    serving = asyncio.create_task(lease.allocate(len(A), wait_store=1.0))
+    await running_clock().advance(1.1)
+    await serving
+    lease.release()
+    closing = asyncio.create_task(c.engine.aclose())
+    await running_clock().advance(60)
+    await closing
+    assert "store.stuck" in [r.event for r in caplog.records]
+    store.end_script()
+    await spin(20)
+
+
+# --- failing stores -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("operation", ["lookup", "load", "save"])
+async def test_failing_store_costs_no_request(operation):
+    store = await restarted(A)
+    async with cache(store) as c:
+        store.fail(operation, error=OSError(5, "EIO"))
+        for tokens in (A, B, A):
+            (await c.serve(tokens, wait_store=math.inf)).release()
+        await c.finish()
+        assert c.engine.check_invariants() == []
+
+
+async def test_wrong_blocks_end_the_fetch_before_them():
+    store = await restarted(A)
+    async with cache(store) as c:
+        store.corrupt("load", block=2)
+        lease = await c.serve(A, wait_store=math.inf)
+        assert lease.cached_tokens == 2 * BLOCK_TOKENS
+        lease.release()
+        assert c.engine.store_statistics()[0].wrong_blocks == 1
+
+
+async def test_blocks_of_an_overdue_load_are_not_reused_before_it_ends():
+    store = await restarted(A)
+    async with cache(store, host_blocks=4) as c:
+        gate = store.hold("load")
+        serving = asyncio.create_task(c.serve(A, wait_store=math.inf))
+        await running_clock().advance(5.1)
+        lease = await serving
+        assert lease.cached_tokens == 0
+        lease.release()
+        assert c.statistics.host_in_flight == 4  # still the transfer's
+        await c.fill(B)
+        assert c.engine.check_invariants() == []
+        gate.open()
+        await spin(20)
+        assert c.statistics.host_in_flight == 0
+
+
+async def test_dead_store_is_waited_for_once_and_then_costs_nothing():
+    store = await restarted(A)
+    async with cache(store) as c:
+        store.hold("lookup")
+        for _ in range(3):
+            serving = asyncio.create_task(c.serve(B, wait_store=math.inf))
+            await running_clock().advance(0.3)
+            (await serving).release()
+            await c.engine.reset()
+        assert c.engine.store_statistics()[0].reading == "open"
+        for _ in range(20):
+            (await c.serve(B, wait_store=math.inf)).release()  # the clock stands still
+            await c.engine.reset()
+        store.end_script()
+        await running_clock().advance(1)
+
+
+# --- fetch or compute -----------------------------------------------------------------------------
+
+
+async def test_prefix_that_the_model_computes_sooner_is_not_fetched():
+    store = await restarted(A, B)
+    async with cache(store, device_blocks=16, prefill_tokens_per_second=100.0) as c:
+        store.delay("load", seconds=1.0)  # 16 tokens take 0.16 s to compute
+        serving = asyncio.create_task(c.serve(A, wait_store=math.inf))
+        await running_clock().advance(1.1)
+        (await serving).release()  # fetched: nothing was known about the store
+        assert c.statistics.fetches == 1
+        (await c.serve(B, wait_store=math.inf)).release()  # the clock stands still
+        assert c.statistics.fetches == 1
+        hit = asyncio.create_task(c.engine.prefetch(prompt(2, 4)))
+        await running_clock().advance(1.1)
+        assert (await hit).device_tokens == 16
+
+
+# --- prefetch and pin -----------------------------------------------------------------------------
+
+
+async def test_prefetch_and_pin_bring_blocks_from_stores():
+    store = await restarted(A, B)
+    async with cache(store, device_blocks=16, host_blocks=16) as c:
+        assert (await c.engine.prefetch(A, timeout=0)).device_tokens == 0
+        assert (await c.engine.prefetch(A)).device_tokens == 16
+        pin = await c.engine.pin(B)
+        assert pin.tokens == 16
+        pin.release()
+
+
+async def test_prefetch_ends_at_its_timeout():
+    store = await restarted(A)
+    async with cache(store) as c:
+        store.delay("load", seconds=3.0)
+        prefetch = asyncio.create_task(c.engine.prefetch(A, timeout=1.0))
+        await running_clock().advance(1.1)
+        assert (await prefetch).device_tokens == 0
+        await running_clock().advance(3.0)
+        assert c.hit(A) == (0, 4)
+
+
+async def test_cancelled_prefetch_leaves_no_lease():
+    store = await restarted(A)
+    async with cache(store) as c:
+        store.hold("lookup")
+        prefetch = asyncio.create_task(c.engine.prefetch(A))
+        await spin(20)
+        prefetch.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await prefetch
+        store.end_script()
+        await spin(20)
+
+
+# --- fingerprints, sleep, weights -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("other", [{"model": "other"}, {"weights_version": "2"}])
+async def test_other_models_and_versions_find_nothing(other):
+    store = await restarted(A)
+    async with cache(store, **other) as c:
+        lease = await c.serve(A, wait_store=math.inf)
+        assert lease.cached_tokens == 0
+        lease.release()
+
+
+async def test_updated_weights_find_blocks_of_their_version_only():
+    store = await restarted(A)
+    async with cache(store) as c:
+        async with c.engine.updating_weights(version="2"):
+            c.memory.weights += 1
+        lease = await c.serve(A, wait_store=math.inf)
+        assert lease.cached_tokens == 0
+        lease.release()
+        await c.finish()
+        assert len(store.objects) == 8
+        async with c.engine.updating_weights(version=""):
+            c.memory.weights -= 1
+        lease = await c.serve(A, wait_store=math.inf)
+        assert lease.cached_tokens == 16
+        lease.release()
+        async with c.engine.updating_weights():
+            c.memory.weights += 5
+        lease = await c.serve(A, wait_store=math.inf)
+        assert lease.cached_tokens == 0
+        lease.release()
+
+
+async def test_failed_update_finds_no_block_of_either_version():
+    store = await restarted(A)
+    async with cache(store) as c:
+        update = c.engine.updating_weights(version="")
+        await update.__aenter__()
+        c.memory.weights += 1
+        error = ValueError("half way")
+        assert not await update.__aexit__(ValueError, error, None)
+        lease = await c.serve(A, wait_store=math.inf)
+        assert lease.cached_tokens == 0
+        lease.release()
+
+
+async def test_nothing_is_saved_while_the_weights_are_updated():
+    store = ScriptedStore()
+    async with cache(store) as c:
+        lease = c.engine.match(A)
+        await lease.allocate(len(A))
+        async with c.engine.updating_weights(version="2"):
+            c.compute(lease, A)
+            await c.engine.drain()
+            assert not store.objects
+        lease.release()
+        await c.finish()
+        assert not store.objects
+
+
+async def test_stores_follow_the_host_tier_to_sleep_and_back():
+    store = ScriptedStore()
+    async with cache(store) as c:
+        await c.fill(A)
+        await c.finish()
+        await c.engine.sleep(["host"])
+        assert not store.is_open
+        await c.engine.wake_up(["host"])
+        assert (store.is_open, store.opened) == (True, 2)
+        await c.engine.reset()
+        lease = await c.serve(A, wait_store=math.inf)
+        assert lease.cached_tokens == 16
+        lease.release()
+
+
+async def test_reset_during_a_fetch_drops_what_it_brings():
+    store = await restarted(A)
+    async with cache(store) as c:
+        gate = store.hold("load")
+        serving = asyncio.create_task(c.serve(A, wait_store=math.inf))
+        await spin(20)
+        resetting = asyncio.create_task(c.engine.reset())
+        await spin(5)
+        gate.open()
+        await resetting
+        (await serving).release()
+        assert c.engine.check_invariants() == []
+
+
+# --- what is shown, what is refused ---------------------------------------------------------------
+
+
+async def test_statistics_and_dump_show_the_stores():
+    store = await restarted(A)
+    async with cache(store) as c:
+        (await c.serve(A, wait_store=math.inf)).release()
+        await c.finish()
+        (shown,) = c.engine.dump()["stores"]  # type: ignore[misc]
+        assert (shown["url"], shown["loaded_blocks"], shown["reading"]) == (
+            "scripted:memory", 4, "closed",
+        )  # fmt: skip
+        assert c.engine.worker_statistics().fetch.done == 1
+        assert c.engine.worker_statistics().fetch.moved_bytes == shown["loaded_bytes"]
+
+
+async def test_stores_that_cannot_be_opened_leave_nothing_open():
+    first, second = ScriptedStore("a"), ScriptedStore("b")
+    second.fail("open", error=ConfigError("another process uses the path"))
+    c = cache(first, second)
+    with pytest.raises(ConfigError, match="another process"):
+        await c.engine.__aenter__()
+    assert not first.is_open
+
+
+async def test_wrong_configurations_are_refused():
+    store = ScriptedStore()
+    sizes = {"device_blocks": 8, "host_blocks": 8}
+    for config, stores, message in [
+        (CacheConfig(**sizes), [store], "model is empty"),
+        (CacheConfig(device_blocks=8, model="m"), [store], "host_blocks is 0"),
+        (CacheConfig(**sizes, model="m"), "disk:/x", "must be a sequence"),
+        (CacheConfig(**sizes, model="m"), [5], "must be a Store"),
+        (CacheConfig(**sizes, model="m"), [store, StoreUse(store)], "listed twice"),
+        (CacheConfig(**sizes, model="m"), ["ftp://x"], "scheme 'ftp'.*'disk'"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            CacheEngine(config, stores=stores)
+
+
+async def test_wait_store_is_checked():
+    async with cache(ScriptedStore()) as c:
+        lease = c.engine.match(A)
+        for value in ("1", float("nan"), None):
+            with pytest.raises(UsageError, match="wait_store"):
+                await lease.allocate(4, wait_store=value)
+        lease.release()
+    async with Cache() as c:
+        (await c.serve(A, wait_store=5.0)).release()  # no stores: nothing to wait for

@@ -1,0 +1,219 @@
+"""Ranks with stores: each keeps its shard, and a block is there when all have it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import TYPE_CHECKING
+
+import pytest
+
+from aiokv import RankLost
+from aiokv.plan import FETCH, SAVE, TransferPlan, TransferReport, id_bytes
+from aiokv.ranks import RankTimeouts
+from aiokv.ranks.messages import (
+    Begin,
+    Lookup,
+    LookupReply,
+    decode_from_manager,
+    decode_from_rank,
+    encode,
+)
+from aiokv.ranks.reduce import GroupTransfer
+from aiokv.stores.identity import StoreIdentity
+from aiokv.testing import ScriptedStore, run_until_idle, spin
+from aiokv.worker.layers import LayerDoneCounter
+from tests.ranks.loopback import PATIENT, Ranked
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from aiokv.plan import Route
+
+pytestmark = pytest.mark.asyncio
+
+A = list(range(9))  # four blocks can be hit
+SIZES = {"device_blocks": 16, "host_blocks": 16}
+
+
+def ranked(path: Path, stores: list[ScriptedStore], **options: object) -> Ranked:
+    return Ranked(path, stores=stores, new_device=None, model="tests", **SIZES, **options)
+
+
+async def filled(path: Path) -> list[ScriptedStore]:
+    """Return the stores of two ranks after an engine has served a prompt."""
+    stores = [ScriptedStore(f"rank {i}") for i in range(2)]
+    (path / "first").mkdir()
+    async with ranked(path / "first", stores) as r:
+        await r.serve(A)
+        await r.finish()
+    return stores
+
+
+async def test_each_rank_brings_its_shard_after_a_restart(tmp_path):
+    stores = await filled(tmp_path)
+    assert [len(store.objects) for store in stores] == [4, 4]
+    assert not set(stores[0].objects) & set(stores[1].objects)  # the rank is in the key
+    async with ranked(tmp_path, stores) as r:
+        assert await r.serve(A, wait_store=math.inf) == 8
+        assert [s.worker.store_statistics()[0].loaded_blocks for s in r.shards] == [4, 4]
+
+
+async def test_block_that_one_rank_lacks_is_missing_on_all(tmp_path):
+    stores = await filled(tmp_path)
+    async with ranked(tmp_path, stores) as r:
+        stores[1].answer("lookup", results=[1, 1, 0, 1])
+        assert await r.serve(A, wait_store=math.inf) == 4
+
+
+async def test_block_that_one_rank_cannot_load_is_fetched_by_no_rank(tmp_path):
+    stores = await filled(tmp_path)
+    async with ranked(tmp_path, stores) as r:
+        stores[1].corrupt("load", block=2)
+        assert await r.serve(A, wait_store=math.inf) == 4
+
+
+@pytest.mark.parametrize("operation", ["lookup", "load", "save"])
+async def test_dead_store_of_one_rank_makes_misses_and_no_errors(tmp_path, operation):
+    stores = await filled(tmp_path)
+    async with ranked(tmp_path, stores) as r:
+        stores[1].fail(operation)
+        cached = await r.serve(A, wait_store=math.inf)
+        assert cached == (8 if operation == "save" else 0)
+        await r.serve(list(range(50, 59)), wait_store=math.inf)
+        await r.finish()
+        saved = r.engine.statistics().saved_blocks
+        assert saved == (0 if operation == "save" else 8)
+        assert r.group.failure is None
+
+
+async def test_rank_that_does_not_answer_a_lookup_makes_a_miss(tmp_path):
+    stores = await filled(tmp_path)
+    timeouts = RankTimeouts(heartbeat=1000.0, silence=500.0, lookup=0.01)
+    async with ranked(tmp_path, stores, timeouts=timeouts) as r:
+        stores[1].hold("lookup")
+        assert await r.serve(A, wait_store=math.inf) == 0
+        stores[1].end_script()
+        await spin(20)
+
+
+async def test_stuck_load_releases_its_waiters_and_does_not_lose_the_rank(tmp_path):
+    stores = await filled(tmp_path)
+    async with ranked(tmp_path, stores) as r:
+        gate = stores[1].hold("load")
+        serving = asyncio.create_task(r.serve(A, wait_store=math.inf))
+        await run_until_idle(lambda: stores[1].calls["load"] == 1)
+        r.pass_time(PATIENT.transfer + 1)
+        assert await serving == 0
+        for _ in range(3):
+            r.pass_time(PATIENT.transfer + 1)
+        assert r.group.failure is None
+        assert r.engine.statistics().host_in_flight >= 4
+        gate.open()
+        await r.finish()
+        assert r.engine.statistics().host_in_flight == 0
+
+
+async def test_updated_weights_change_the_keys_of_all_ranks(tmp_path):
+    stores = await filled(tmp_path)
+    async with ranked(tmp_path, stores) as r:
+        async with r.engine.updating_weights(version="2"):
+            pass
+        assert await r.serve(A, wait_store=math.inf) == 0
+        await r.finish()
+        assert [len(store.objects) for store in stores] == [8, 8]
+        async with r.engine.updating_weights(version=""):
+            pass
+        assert await r.serve(A, wait_store=math.inf) == 8
+
+
+async def test_lost_rank_ends_waits_for_stores_and_comes_back(tmp_path):
+    stores = await filled(tmp_path)
+    async with ranked(tmp_path, stores) as r:
+        gate = stores[0].hold("lookup")
+        lease = r.engine.match(A)
+        serving = asyncio.create_task(lease.allocate(len(A), wait_store=math.inf))
+        await run_until_idle(lambda: stores[0].calls["lookup"] == 1)
+        losing = asyncio.create_task(r.lose(1))
+        with pytest.raises(Exception, match="rank 1"):
+            await serving
+        gate.open()
+        await losing
+        lease.release()
+        await r.restart(1)
+        assert await r.serve(A, wait_store=math.inf) == 8
+
+
+@pytest.mark.parametrize("has_stores", [True, False])
+async def test_group_and_rank_must_agree_about_stores(tmp_path, has_stores):
+    stores = [ScriptedStore("rank 0"), ScriptedStore("rank 1")]
+    r = ranked(tmp_path, stores)
+    if has_stores:
+        r.shards[1].stores = ()
+        r.shards[1].fresh()
+    else:
+        r = Ranked(tmp_path, new_device=None, **SIZES)
+        r.shards[1].stores = stores[1:]
+        r.shards[1].fresh()
+    with pytest.raises(RankLost, match="stores, but the RankGroup was made with has_stores"):
+        await r.__aenter__()
+    for shard in r.shards:
+        await shard.worker.aclose()
+    await r.engine.aclose()
+    await spin(5)
+
+
+# --- messages and reduction -----------------------------------------------------------------------
+
+
+async def test_messages_with_stores_are_encoded_and_decoded():
+    identity = StoreIdentity(model="m", weights_version="1", block_tokens=16, num_ranks=4)
+    begin = Begin(generation=1, host_blocks=8, closed_step=0, asleep=[], identity=identity)
+    assert decode_from_manager(encode(begin)) == begin
+    lookup = Lookup(number=3, digests=bytes(64))
+    assert decode_from_manager(encode(lookup)) == lookup
+    reply = LookupReply(number=3, seconds=[0.1, 0.25])
+    assert decode_from_rank(encode(reply)) == reply
+
+
+def transfer(route: Route) -> GroupTransfer:
+    plan = TransferPlan(
+        transfer_id=1,
+        route=route,
+        source_blocks=id_bytes([0, 1, 2]),
+        target_blocks=id_bytes([4, 5, 6]),
+        digests=bytes(96),
+    )
+    counter = LayerDoneCounter(2, transfer_id=1)
+    return GroupTransfer(plan, counter, num_ranks=2, num_bytes=3, since=0.0)
+
+
+async def test_save_is_stored_where_all_ranks_have_stored_it():
+    group = transfer(SAVE)
+    group.end(1, TransferReport(transfer_id=1, outcome="done", results=bytes([0, 3, 0])))
+    assert group.end(0, TransferReport(transfer_id=1, outcome="done", results=bytes([0, 0, 4])))
+    report = group.report()
+    assert (report.outcome, report.results) == ("done", bytes([0, 3, 4]))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        TransferReport(transfer_id=1, outcome="done", results=b"\0"),
+        TransferReport(transfer_id=1, outcome="cancelled"),
+    ],
+)
+async def test_save_without_results_of_a_rank_is_not_stored(bad):
+    group = transfer(SAVE)
+    group.end(0, TransferReport(transfer_id=1, outcome="done", results=bytes(3)))
+    group.end(1, bad)
+    report = group.report()
+    assert report.outcome != "done" or report.results == bytes([4, 4, 4])
+
+
+async def test_fetch_is_proven_up_to_the_first_block_that_a_rank_lacks():
+    group = transfer(FETCH)
+    group.end(0, TransferReport(transfer_id=1, outcome="done", first_bad_block=3))
+    group.end(1, TransferReport(transfer_id=1, outcome="failed", first_bad_block=2))
+    report = group.report()
+    assert (report.outcome, report.first_bad_block) == ("failed", 2)

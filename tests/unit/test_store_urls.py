@@ -1,0 +1,63 @@
+"""Stores from URLs and from the environment."""
+
+from __future__ import annotations
+
+import pytest
+
+from aiokv import ConfigError, stores
+from aiokv.stores import StoreUse, stores_from, stores_from_environment
+from aiokv.testing import ScriptedStore
+
+
+def test_url_options_of_the_use_are_separated_from_those_of_the_store(tmp_path):
+    url = f"directory:{tmp_path}?bytes=1GiB&save=false&read=1&deadline=2.5&lookup_deadline=0.1"
+    (use,) = stores_from([url])
+    assert use.store.kind == "directory"
+    assert (use.read, use.save) == (True, False)
+    assert (use.deadline_seconds, use.lookup_deadline_seconds) == (2.5, 0.1)
+
+
+def test_stores_and_uses_are_taken_as_they_are():
+    store = ScriptedStore()
+    use = StoreUse(store, save=False)
+    assert stores_from([use]) == [use]
+    assert stores_from([store]) == [StoreUse(store)]
+    assert stores_from([]) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("disk:/x", "must be a sequence"),
+        (5, "must be a sequence"),
+        (["ftp://host/x"], "'ftp'.*'disk'.*'redis'.*'mooncake'.*'s3'.*'directory'"),
+        (["/x"], "scheme ''"),
+        (["directory:/x?save=maybe"], "save.*'maybe'.*true or false"),
+        (["directory:/x?deadline=soon"], "deadline.*'soon'.*seconds"),
+        (["directory:/x?deadline=-1"], "deadline_seconds is -1.0"),
+        (["directory:/x?speed=9"], "'speed'.*unknown"),
+        ([None], "must be a Store"),
+    ],
+)
+def test_wrong_urls_are_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
+        stores_from(given)
+
+
+def test_errors_do_not_show_the_password_of_a_url():
+    with pytest.raises(ConfigError) as caught:
+        stores_from(["redys://user:secret@host/0"])
+    assert "secret" not in str(caught.value)
+
+
+def test_stores_of_the_environment_are_separated_by_spaces(monkeypatch, tmp_path):
+    monkeypatch.delenv("AIOKV_STORES", raising=False)
+    assert stores_from_environment() == []
+    monkeypatch.setenv("AIOKV_STORES", f" directory:{tmp_path}/a  directory:{tmp_path}/b?read=no ")
+    first, second = stores_from_environment()
+    assert (first.read, second.read) == (True, False)
+
+
+def test_unknown_names_of_the_package_are_attribute_errors():
+    with pytest.raises(AttributeError, match="TapeStore"):
+        stores.TapeStore  # noqa: B018
