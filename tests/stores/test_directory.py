@@ -333,26 +333,30 @@ import numpy as np
 from aiokv.stores import DirectoryStore
 from tests.stores.conformance import DONE, MISSING, Blocks, keys_of, object_of
 
+PAYLOAD = 1 << 20  # large enough for others to see a file that is being written
+OBJECTS = [object_of(keys_of([number]), PAYLOAD) for number in range(4)]
+
 async def main(path, seed):
-    rng = np.random.default_rng(seed)
-    blocks = Blocks()
+    blocks = Blocks(8, PAYLOAD)
     store = DirectoryStore(path)
     await store.open(blocks.memory)
+    keys = keys_of(range(4))
     loaded = 0
-    for _ in range(150):
-        numbers = rng.permutation(6)[:3]
-        keys = keys_of(int(number) for number in numbers)
-        for block, number in enumerate(numbers):
-            blocks.write(block, keys_of([int(number)]))
-        results = await store.save(keys, np.arange(3, dtype=np.int32))
-        assert set(results.tolist()) == {DONE}, results
-        results = await store.load(keys, np.arange(3, 6, dtype=np.int32))
-        for block, number, result in zip(range(3, 6), numbers, results):
-            assert result in (DONE, MISSING), result
-            if result == DONE:
-                loaded += 1
-                assert blocks.read(block) == object_of(keys_of([int(number)]), 9_984)
-        await store.remove(keys[:32])
+    for turn in range(150):
+        for number in range(4):
+            blocks.memory.object(number)[:] = OBJECTS[number]
+        if turn % 2 == seed % 2:  # at any time, some processes write and others read
+            results = await store.save(keys, np.arange(4, dtype=np.int32))
+            assert set(results.tolist()) == {DONE}, results
+            await store.remove(keys)
+        else:
+            for _ in range(3):
+                results = await store.load(keys, np.arange(4, 8, dtype=np.int32))
+                for number, result in enumerate(results):
+                    assert result in (DONE, MISSING), result
+                    if result == DONE:
+                        loaded += 1
+                        assert blocks.read(4 + number) == OBJECTS[number]
     await store.aclose()
     assert loaded > 0
 

@@ -13,9 +13,18 @@ import pytest
 from aiokv.errors import ConfigError, StoreError
 from aiokv.stores import MooncakeStore
 from aiokv.stores.mooncake import store as store_module
-from aiokv.stores.mooncake.client import import_library
+from aiokv.stores.mooncake.client import MooncakeClient, import_library
 from aiokv.testing.leftovers import open_descriptors, running_threads
-from tests.stores.conformance import DONE, Blocks, StoreConformance, eventually, ids, keys_of, save
+from tests.stores.conformance import (
+    DONE,
+    Blocks,
+    StoreConformance,
+    eventually,
+    ids,
+    keys_of,
+    opened,
+    save,
+)
 from tests.stores.failures import ObjectFailures, ServerFailures, ServerRig, guarded
 from tests.stores.mooncake_cluster import MooncakeCluster, why_absent
 
@@ -234,8 +243,24 @@ async def test_no_client_is_set_up_for_a_stopped_master(
         await store.aclose()
 
 
+@pytest.mark.asyncio
+@pytest.mark.loop("asyncio")
+async def test_a_killed_master_is_known_without_asking_the_library(
+    rig: MooncakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call of the library takes seconds to fail."""
+    async with opened(rig, Blocks()) as store:
+        assert not (await store.lookup(keys_of([1]))).any()
+        monkeypatch.setattr(MooncakeClient, "exist", must_not_be_called)
+        rig.kill()
+        for _ in range(10):
+            await asyncio.sleep(0)  # the loop sees the end of the connection
+        with pytest.raises(StoreError, match="is unreachable: Connect call failed"):
+            await store.lookup(keys_of([1]))
+
+
 def must_not_be_called(*arguments: object) -> None:
-    pytest.fail("a client was set up")
+    pytest.fail("the library was called")
 
 
 def test_an_address_without_a_port_is_refused() -> None:
