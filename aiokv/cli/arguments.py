@@ -51,6 +51,19 @@ def positive_float(text: str) -> float:
     return value
 
 
+_AGE_SECONDS: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
+
+
+def age(text: str) -> float:
+    """Parse an age with its unit, such as ``7d``, ``12h``, ``30m`` or ``90s``; return seconds."""
+    number, unit = text.strip()[:-1], text.strip()[-1:]
+    if not number.isdecimal() or unit not in _AGE_SECONDS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a whole number with a unit, such as 7d, 12h, 30m or 90s"
+        )
+    return float(int(number) * _AGE_SECONDS[unit])
+
+
 def add_count(
     group: argparse._ActionsContainer,
     flag: str,

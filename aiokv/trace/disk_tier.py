@@ -89,7 +89,7 @@ class DiskTier:
             self._blocks.move_to_end(digest)
         self.loaded_blocks += found
         self.hit_tokens += found * self._block_tokens
-        self._save(digests, first, first + found)
+        self._save(digests, first + found)
         return found * self._block_tokens
 
     def _digests(self, tokens: NDArray[np.int32]) -> list[int]:
@@ -97,13 +97,11 @@ class DiskTier:
         words: list[int] = np.frombuffer(digests, np.uint64)[:: len(self._root) // 8].tolist()
         return words
 
-    def _save(self, digests: Sequence[int], cached: int, known: int) -> None:
-        """Offer blocks: those from ``known`` on are computed, those before ``cached`` are used."""
+    def _save(self, digests: Sequence[int], computed: int) -> None:
+        """Offer the blocks that are due; those from index ``computed`` on were not cached."""
         needed = 1 if self._options.policy == "at_commit" else self._options.uses
-        for digest in reversed(digests[known:]):
+        for digest in digests[computed:]:
             self._unsaved[digest] = 0
-        for digest in digests[cached:known]:
-            self._unsaved.pop(digest, None)
         for digest in reversed(digests):
             uses = self._unsaved.get(digest)
             if uses is None:

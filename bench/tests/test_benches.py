@@ -14,6 +14,7 @@ from bench import harness
     "name",
     [
         "index",
+        "digest",
         "policy",
         "admission",
         "cancel_storm",

@@ -58,6 +58,14 @@ def test_least_recently_used_block_is_evicted_and_deeper_blocks_first():
     assert disk.serve(prompt(4), 0) == 0  # the save of block 2 has evicted it
 
 
+def test_loaded_blocks_are_evicted_from_the_deepest_on():
+    disk = tier(blocks=2)
+    disk.serve(prompt(1, 2), 0)
+    disk.serve(prompt(1, 2), 0)
+    disk.serve(prompt(3), 0)
+    assert disk.serve(prompt(1, 2), 0) == BLOCK
+
+
 def test_hits_end_at_the_first_missing_block():
     disk = tier(blocks=2)
     disk.serve(prompt(1, 2, 3), 0)  # keeps 1 and 2

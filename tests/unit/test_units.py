@@ -1,11 +1,11 @@
-"""Durations as text."""
+"""Durations and sizes as text."""
 
 from __future__ import annotations
 
 import pytest
 
 from aiokv.observe.percentiles import percentile
-from aiokv.observe.units import format_seconds
+from aiokv.observe.units import format_bytes, format_seconds
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,23 @@ from aiokv.observe.units import format_seconds
 )
 def test_durations_have_three_digits_and_a_unit(seconds, text):
     assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 bytes"),
+        (1023, "1023 bytes"),
+        (1024, "1.00 KiB"),
+        (10_048, "9.81 KiB"),
+        (2**20 - 1, "1.00 MiB"),
+        (99 << 20, "99.0 MiB"),
+        (400 << 30, "400 GiB"),
+        (2**60, "1,024 PiB"),
+    ],
+)
+def test_sizes_have_a_binary_unit(num_bytes, text):
+    assert format_bytes(num_bytes) == text
 
 
 def test_percentile_is_nearest_rank():

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 INCOMING: Final = "incoming"  # files that are being written
-_IDENTITY: Final = "aiokv-store"  # a file with a random name of the folder
+IDENTITY: Final = "aiokv-store"  # a file with a random name of the folder
 _UNREACHABLE: Final = frozenset(
     {errno.ESTALE, errno.ENOTCONN, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ETIMEDOUT, errno.EIO}
 )
@@ -316,7 +316,7 @@ def _in_folder(folder: str, root: int, action: Callable[[], _T]) -> _T:
 def _identity_of(root: int, *, create: bool) -> bytes:
     """Return the random name of a folder; empty when it has none and cannot be given one."""
     with suppress(OSError):
-        file = os.open(_IDENTITY, os.O_RDONLY | os.O_CLOEXEC, dir_fd=root)
+        file = os.open(IDENTITY, os.O_RDONLY | os.O_CLOEXEC, dir_fd=root)
         try:
             return os.read(file, 64)
         finally:
@@ -324,7 +324,7 @@ def _identity_of(root: int, *, create: bool) -> bytes:
     if not create:
         return b""
     with suppress(OSError):
-        file = _create(_IDENTITY, root)
+        file = _create(IDENTITY, root)
         try:
             identity = secrets.token_hex(16).encode()
             os.write(file, identity)

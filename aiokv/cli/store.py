@@ -1,0 +1,189 @@
+"""``aiokv store ls|verify|gc PATH``: the files of a DiskStore or a DirectoryStore."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from aiokv.cli.arguments import add_count, age
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from aiokv.stores.inspection import Cleaning, Listing, Verification
+
+EXIT_GOOD: Final = 0
+EXIT_BAD: Final = 1
+
+READ_THREADS: Final = 4
+
+EPILOG = """\
+ls and gc show what is known without reading the blocks; verify reads all of them. A disk store that
+an engine uses can be listed, but not verified or cleaned up; a directory store can be, at any time.
+
+Keys are hashes, so the model and the prompt of a block cannot be listed.
+
+exit status: 0 done, 1 verify found wrong blocks or damaged records, 2 bad usage, or a store that
+cannot be read
+"""
+
+
+_LS: Final = "List the blocks of a store by file. Reads no block, and changes nothing."
+_VERIFY: Final = (
+    "Read every block of a store, and compare its length, key and checksum. Changes nothing."
+)
+_GC: Final = (
+    "Remove incomplete files, and the data of removed and quarantined blocks. Quarantined slots of "
+    "a DiskStore can be used again: replace a failing disk first."
+)
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the ``store`` command."""
+    parser = subparsers.add_parser(
+        "store",
+        help="list, verify or clean up the files of a store",
+        description="List, verify or clean up the files of a DiskStore or a DirectoryStore.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action", required=True)
+    listing = actions.add_parser("ls", help="list blocks and bytes, by file", description=_LS)
+    verify = actions.add_parser("verify", help="read and check every block", description=_VERIFY)
+    clean = actions.add_parser("gc", help="remove what no engine can use", description=_GC)
+    clean.add_argument(
+        "--older-than",
+        type=age,
+        metavar="AGE",
+        help="also remove blocks that were saved (DiskStore) or used for the last time "
+        "(DirectoryStore) longer ago than 7d, 12h, 30m or 90s",
+    )
+    clean.add_argument(
+        "--verify", action="store_true", help="also read every block, and remove the wrong ones"
+    )
+    clean.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    for action in (verify, clean):
+        add_count(action, "--threads", READ_THREADS, "threads that read blocks")
+    for action in (listing, verify, clean):
+        action.add_argument("path", metavar="PATH", type=Path, help="folder of the store")
+        action.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the action; print the result on stdout and progress on stderr.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        AiokvError: see :mod:`aiokv.stores.inspection`; or an output file cannot be written.
+        OSError: a file of the store cannot be read or removed.
+    """
+    from aiokv.cli.files import check_writable, write_json
+    from aiokv.cli.progress import show_progress
+    from aiokv.stores.inspection import open_files
+
+    check_writable(args.json)
+    files = open_files(args.path)
+    result: Listing | Verification | Cleaning
+    status = EXIT_GOOD
+    if args.action == "ls":
+        result = files.listing()
+        rows = _listing_rows(result)
+    elif args.action == "verify":
+        with show_progress("blocks", sys.stderr) as stages:
+            result = files.verify(stages, threads=args.threads)
+        rows = _verification_rows(result)
+        status = EXIT_GOOD if result.is_good else EXIT_BAD
+    else:
+        with show_progress("blocks", sys.stderr) as stages:
+            result = files.clean(
+                stages,
+                older_than_seconds=args.older_than,
+                verify=args.verify,
+                threads=args.threads,
+                dry_run=args.dry_run,
+            )
+        rows = _cleaning_rows(result, dry_run=args.dry_run)
+    for name, value in rows:
+        print(f"{name}: {value}")
+    if args.json:
+        write_json(args.json, result)
+    return status
+
+
+def _listing_rows(listing: Listing) -> Iterator[tuple[str, str]]:
+    from aiokv.observe.units import format_bytes
+
+    yield f"{listing.kind} store", listing.path
+    if listing.used_by is not None:
+        yield "in use by", f"process {listing.used_by}"
+    yield "blocks", _blocks(listing.blocks, listing.block_bytes)
+    yield "bytes on disk", format_bytes(listing.disk_bytes)
+    if listing.oldest_seconds is not None and listing.newest_seconds is not None:
+        what = "saved" if listing.kind == "disk" else "used"
+        yield f"first {what}", _time(listing.oldest_seconds)
+        yield f"last {what}", _time(listing.newest_seconds)
+    if listing.quarantined_blocks:
+        yield "quarantined slots", f"{listing.quarantined_blocks:,}"
+    if listing.incomplete_files:
+        yield "incomplete files", f"{listing.incomplete_files:,}"
+    yield from _record_rows(listing)
+    for group in listing.groups:
+        text = (
+            f"{_blocks(group.blocks, group.block_bytes)}, {format_bytes(group.disk_bytes)} on disk"
+        )
+        if group.quarantined_blocks:
+            text += f", {group.quarantined_blocks:,} quarantined"
+        yield group.name, text
+
+
+def _verification_rows(result: Verification) -> Iterator[tuple[str, str]]:
+    from aiokv.observe.units import format_seconds
+
+    yield f"{result.kind} store", result.path
+    yield from _record_rows(result)
+    for block in result.bad:
+        slot = "" if block.slot is None else f", slot {block.slot}"
+        yield "wrong", f"{block.file}{slot}, key {block.key}: {block.reason}"
+    yield "read", _blocks(result.blocks, result.block_bytes)
+    yield "wall-clock time", format_seconds(result.seconds)
+    yield "wrong blocks", f"{len(result.bad):,}"
+
+
+def _record_rows(result: Listing | Verification) -> Iterator[tuple[str, str]]:
+    for damage in result.damage:
+        yield "damage", damage
+    for note in result.notes:
+        yield "note", note
+
+
+def _cleaning_rows(result: Cleaning, *, dry_run: bool) -> Iterator[tuple[str, str]]:
+    from aiokv.observe.units import format_bytes
+
+    yield f"{result.kind} store", result.path
+    counts = (
+        ("old blocks", result.old_blocks),
+        ("wrong blocks", result.bad_blocks),
+        ("quarantined slots", result.quarantined_blocks),
+        ("incomplete files", result.incomplete_files),
+    )
+    for name, count in counts:
+        yield f"{name} {'to remove' if dry_run else 'removed'}", f"{count:,}"
+    if not dry_run:
+        yield "freed", format_bytes(result.freed_bytes)
+    yield "blocks kept", f"{result.kept_blocks:,}"
+
+
+def _blocks(count: int, num_bytes: int) -> str:
+    from aiokv.observe.units import format_bytes
+
+    return f"{count:,}, {format_bytes(num_bytes)}"
+
+
+def _time(seconds: float) -> str:
+    from datetime import datetime
+
+    return datetime.fromtimestamp(seconds).astimezone().isoformat(sep=" ", timespec="seconds")
