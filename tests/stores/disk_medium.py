@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ from aiokv.stores.disk import DiskStore
 from tests.stores.conformance import Blocks
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable
+    from collections.abc import AsyncIterator, Callable, Iterable
     from pathlib import Path
 
     from aiokv.stores.disk.volume import Volume
@@ -87,3 +88,10 @@ async def load(store: DiskStore, blocks: Blocks, numbers: Iterable[int]) -> list
 
 def small_blocks(num_blocks: int = 32) -> Blocks:
     return Blocks(num_blocks, PAYLOAD_BYTES)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the loop run until a condition holds."""
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0)

@@ -2,115 +2,80 @@
 
 from __future__ import annotations
 
-import errno
+import ctypes
 import itertools
 import os
 from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
 
 from aiokv.stores.disk.volume import Volume
+from aiokv.testing.flaky_io import FlakyIo
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Iterator
     from pathlib import Path
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from aiokv.stores.disk.io import BlockIo
 
 SECTOR_BYTES = 512
 
-Addresses = "NDArray[np.uint64]"
-
-
-class WrappedIo:
-    """I/O that passes everything on."""
-
-    def __init__(self, io: BlockIo) -> None:
-        self._io = io
-
-    @property
-    def backend(self) -> str:
-        return self._io.backend
-
-    def register_buffer(self, address: int, num_bytes: int) -> None:
-        self._io.register_buffer(address, num_bytes)
-
-    async def read(self, fd, addresses, lengths, offsets) -> NDArray[np.int32]:
-        return await self._io.read(fd, addresses, lengths, offsets)
-
-    async def write(self, fd, addresses, lengths, offsets) -> NDArray[np.int32]:
-        return await self._io.write(fd, addresses, lengths, offsets)
-
-    async def flush(self, fd: int) -> int:
-        return await self._io.flush(fd)
-
-    async def aclose(self) -> None:
-        await self._io.aclose()
-
 
 class FailingVolume(Volume):
-    """A volume whose operations fail while their name is in ``failures``.
+    """A volume whose operations fail: those of blocks, and ``journal.write`` (in the middle),
+    ``journal.sync``, ``allocate`` and ``rename``.
 
-    Names: ``read``, ``write`` and ``flush`` of blocks; ``journal.write``, ``journal.sync``,
-    ``allocate``, ``rename``.
+    Attributes:
+        io: the blocks, once the store is open.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self.failures: dict[str, int] = {}  # errno by operation
+        self.io: FlakyIo
+        self._failures: dict[str, int] = {}
 
-    def check(self, operation: str) -> None:
-        if operation in self.failures:
-            code = self.failures[operation]
-            raise OSError(code, os.strerror(code))
+    def fail(self, operation: str, code: int) -> None:
+        """Let an operation fail with an errno from now on."""
+        if operation in ("read", "write", "flush"):
+            self.io.fail(operation, code)
+        else:
+            self._failures[operation] = code
+
+    def heal(self) -> None:
+        """Let all operations succeed."""
+        self._failures.clear()
+        self.io.heal()
 
     def write(self, fd: int, data: bytes, offset: int) -> None:
-        if "journal.write" in self.failures:
-            super().write(fd, data[: len(data) // 2], offset)  # a part is written
-        self.check("journal.write")
+        if "journal.write" in self._failures:
+            super().write(fd, data[: len(data) // 2], offset)
+        self._check("journal.write")
         super().write(fd, data, offset)
 
     def sync(self, fd: int) -> None:
-        self.check("journal.sync")
+        self._check("journal.sync")
         super().sync(fd)
 
     def allocate(self, fd: int, num_bytes: int, offset: int) -> None:
-        self.check("allocate")
+        self._check("allocate")
         super().allocate(fd, num_bytes, offset)
 
     def rename(self, old: str, new: str) -> None:
-        self.check("rename")
+        self._check("rename")
         super().rename(old, new)
 
     def open_io(self) -> BlockIo:
-        return FailingIo(super().open_io(), self)
+        self.io = FlakyIo(super().open_io())
+        return self.io
 
-
-class FailingIo(WrappedIo):
-    """The blocks of a failing volume."""
-
-    def __init__(self, io: BlockIo, volume: FailingVolume) -> None:
-        super().__init__(io)
-        self._volume = volume
-
-    async def read(self, fd, addresses, lengths, offsets) -> NDArray[np.int32]:
-        if (code := self._volume.failures.get("read")) is not None:
-            return np.full(len(lengths), -code, np.int32)
-        return await super().read(fd, addresses, lengths, offsets)
-
-    async def write(self, fd, addresses, lengths, offsets) -> NDArray[np.int32]:
-        if (code := self._volume.failures.get("write")) is not None:
-            return np.full(len(lengths), -code, np.int32)
-        return await super().write(fd, addresses, lengths, offsets)
-
-    async def flush(self, fd: int) -> int:
-        if (code := self._volume.failures.get("flush")) is not None:
-            return -code
-        return await super().flush(fd)
+    def _check(self, operation: str) -> None:
+        if operation in self._failures:
+            code = self._failures[operation]
+            raise OSError(code, os.strerror(code))
 
 
 class Event(msgspec.Struct):
@@ -211,16 +176,18 @@ class RecordingVolume(Volume):
         return RecordingIo(super().open_io(), self)
 
 
-class RecordingIo(WrappedIo):
+class RecordingIo:
     """The blocks of a recording volume."""
 
     def __init__(self, io: BlockIo, volume: RecordingVolume) -> None:
-        super().__init__(io)
+        self._io = io
         self._volume = volume
+        self.backend = io.backend
+        self.register_buffer = io.register_buffer
+        self.read = io.read
+        self.aclose = io.aclose
 
     async def write(self, fd, addresses, lengths, offsets) -> NDArray[np.int32]:
-        import ctypes
-
         events = [
             self._volume.begin(
                 "write",
@@ -230,14 +197,14 @@ class RecordingIo(WrappedIo):
             )
             for address, length, offset in zip(addresses, lengths, offsets, strict=True)
         ]
-        results = await super().write(fd, addresses, lengths, offsets)
+        results = await self._io.write(fd, addresses, lengths, offsets)
         for event in events:
             self._volume.end(event)
         return results
 
     async def flush(self, fd: int) -> int:
         event = self._volume.begin("sync", file=self._volume.number(fd))
-        result = await super().flush(fd)
+        result = await self._io.flush(fd)
         self._volume.end(event)
         return result
 
@@ -297,6 +264,3 @@ def _content(events: list[Event], count: int, file: int, rng: random.Random) -> 
 def _sectors(event: Event) -> Iterator[tuple[int, bytes]]:
     for begin in range(0, len(event.data), SECTOR_BYTES):
         yield event.offset + begin, event.data[begin : begin + SECTOR_BYTES]
-
-
-NO_SPACE = errno.ENOSPC

@@ -15,7 +15,6 @@ import pytest
 from aiokv.errors import StoreError
 from aiokv.stores.base import Result
 from aiokv.stores.disk import DiskStore, committer
-from aiokv.stores.disk.volume import Volume
 from tests.stores.disk_medium import (
     keys_of,
     load,
@@ -23,14 +22,13 @@ from tests.stores.disk_medium import (
     save,
     small_blocks,
     small_store,
+    until,
 )
-from tests.stores.disk_volumes import FailingVolume, WrappedIo
+from tests.stores.disk_volumes import FailingVolume
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-
-    from aiokv.stores.disk.io import BlockIo
 
 
 @contextmanager
@@ -57,7 +55,7 @@ async def test_failed_operation_is_a_store_error_and_the_store_recovers(
     async with opened(store, blocks):
         if operation != "allocate":
             await save(store, blocks, range(4))
-        volume.failures[operation] = errno.EIO
+        volume.fail(operation, errno.EIO)
         failing = load if operation == "read" else save
         numbers = range(4) if operation == "read" else range(4, 8)
         with pytest.raises(StoreError, match=r"EIO|Input/output error"):
@@ -65,7 +63,7 @@ async def test_failed_operation_is_a_store_error_and_the_store_recovers(
         assert not (await store.lookup(keys_of(range(4, 8)))).any()
         if operation not in ("read", "allocate"):
             assert await load(store, blocks, range(4)) == [0, 1, 2, 3], "reads still work"
-        del volume.failures[operation]
+        volume.heal()
         assert await save(store, blocks, range(4, 8)) == [Result.DONE] * 4
         assert await load(store, blocks, range(4, 8)) == [4, 5, 6, 7]
     async with opened(small_store(tmp_path / "kv"), blocks) as store:
@@ -80,10 +78,10 @@ async def test_failed_flush_of_the_journal_replaces_the_journal(tmp_path: Path) 
         small_store(tmp_path / "kv", volume=volume, fsync_seconds=0), blocks
     ) as store:
         await save(store, blocks, range(4))
-        volume.failures["journal.sync"] = errno.EIO
+        volume.fail("journal.sync", errno.EIO)
         with pytest.raises(StoreError, match="Input/output error"):
             await save(store, blocks, range(4, 8))
-        volume.failures.clear()
+        volume.heal()
         assert await save(store, blocks, range(8, 12)) == [Result.DONE] * 4
         assert store.statistics().details["compactions"] == 1
         assert await load(store, blocks, range(12)) == [0, 1, 2, 3, 8, 9, 10, 11]
@@ -100,12 +98,12 @@ async def test_failed_compaction_keeps_the_journal(
     volume_store = small_store(tmp_path / "kv", slots=8, volume=volume)
     blocks = small_blocks()
     async with opened(volume_store, blocks) as store:
-        volume.failures["rename"] = errno.ENOSPC
+        volume.fail("rename", errno.ENOSPC)
         for first in range(0, 80, 4):
             assert await save(store, blocks, range(first, first + 4)) == [Result.DONE] * 4
         assert store.statistics().details["compactions"] == 0
         assert "journal.new" not in os.listdir(tmp_path / "kv")
-        del volume.failures["rename"]
+        volume.heal()
         for first in range(80, 200, 4):
             assert await save(store, blocks, range(first, first + 4)) == [Result.DONE] * 4
         assert store.statistics().details["compactions"] > 0
@@ -120,10 +118,10 @@ async def test_write_without_room_is_refused(tmp_path: Path, code: int) -> None:
     volume = FailingVolume(tmp_path / "kv")
     blocks = small_blocks()
     async with opened(small_store(tmp_path / "kv", volume=volume), blocks) as store:
-        volume.failures["write"] = code
+        volume.fail("write", code)
         assert await save(store, blocks, range(4)) == [Result.REFUSED] * 4
-        volume.failures["allocate"] = code
-        volume.failures.pop("write")
+        volume.heal()
+        volume.fail("allocate", code)
         # Slots that exist are used, further ones cannot be made: blocks are evicted for them.
         assert await save(store, blocks, range(4)) == [Result.DONE] * 4
 
@@ -183,66 +181,61 @@ async def test_read_only_directory_is_read_and_refuses_saves(tmp_path: Path) -> 
     assert {file.name: file.read_bytes() for file in path.iterdir()} == files
 
 
-class SlowIo(WrappedIo):
-    """Requests that end when the test says so."""
-
-    def __init__(self, io: BlockIo, gate: asyncio.Event) -> None:
-        super().__init__(io)
-        self._gate = gate
-
-    async def read(self, fd, addresses, lengths, offsets):
-        await self._gate.wait()
-        return await super().read(fd, addresses, lengths, offsets)
-
-    async def write(self, fd, addresses, lengths, offsets):
-        await self._gate.wait()
-        return await super().write(fd, addresses, lengths, offsets)
-
-
-class SlowVolume(Volume):
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.gate = asyncio.Event()
-        self.gate.set()
-
-    def open_io(self) -> BlockIo:
-        return SlowIo(super().open_io(), self.gate)
-
-
 @pytest.mark.asyncio
 async def test_slow_disk_does_not_delay_lookups_and_cancelled_operations_return_their_slots(
     tmp_path: Path,
 ) -> None:
-    volume = SlowVolume(tmp_path / "kv")
+    volume = FailingVolume(tmp_path / "kv")
     blocks = small_blocks()
     async with opened(small_store(tmp_path / "kv", slots=8, volume=volume), blocks) as store:
         await save(store, blocks, range(4))
-        volume.gate.clear()
+        volume.io.hold("read")
+        volume.io.hold("write")
         slow_save = asyncio.create_task(save(store, blocks, range(4, 8)))
         slow_load = asyncio.create_task(store.load(keys_of(range(4)), np.arange(4, dtype=np.int32)))
-        await asyncio.sleep(0)
+        await until(lambda: volume.io.held == 2)
         assert (await store.lookup(keys_of(range(5)))).tolist() == [True] * 4 + [False]
         # Both hold all slots: a save finds no room, and does not evict blocks that are read.
         assert await save(store, blocks, range(8, 10)) == [Result.REFUSED] * 2
         for task in (slow_save, slow_load):
             task.cancel()
         await asyncio.wait([slow_save, slow_load])
-        volume.gate.set()
+        volume.io.heal()
         assert await save(store, blocks, range(8, 12)) == [Result.DONE] * 4
         assert await load(store, blocks, range(12)) == [0, 1, 2, 3, 8, 9, 10, 11]
 
 
 @pytest.mark.asyncio
 async def test_reused_slots_wait_for_their_readers(tmp_path: Path) -> None:
-    volume = SlowVolume(tmp_path / "kv")
+    volume = FailingVolume(tmp_path / "kv")
     blocks = small_blocks()
     async with opened(small_store(tmp_path / "kv", slots=4, volume=volume), blocks) as store:
         await save(store, blocks, range(4))
-        volume.gate.clear()
+        volume.io.hold("read")
         reading = asyncio.create_task(load(store, blocks, [0]))
-        await asyncio.sleep(0)
+        await until(lambda: volume.io.held == 1)
         await store.remove(keys_of([0]))
-        volume.gate.set()
+        volume.io.heal()
         assert await reading == [0]
         assert await save(store, blocks, [4]) == [Result.DONE]
         assert await load(store, blocks, range(5)) == [1, 2, 3, 4]
+
+
+@pytest.mark.asyncio
+async def test_short_transfers_are_not_taken_for_whole_ones(tmp_path: Path) -> None:
+    volume = FailingVolume(tmp_path / "kv")
+    blocks = small_blocks()
+    async with opened(small_store(tmp_path / "kv", volume=volume), blocks) as store:
+        volume.io.cut("write", 2 * 4_096, times=1)  # of one request for four blocks
+        assert await save(store, blocks, range(4)) == [Result.DONE] * 2 + [Result.FAILED] * 2
+        assert await load(store, blocks, range(4)) == [0, 1]
+        assert await save(store, blocks, range(4)) == [Result.DONE] * 4
+        volume.io.cut("read", 4_096, times=1)
+        ids = np.arange(2, dtype=np.int32)
+        assert (await store.load(keys_of([0, 1]), ids)).tolist() == [Result.DONE, Result.WRONG]
+        volume.io.fail("read", times=1, covers=lambda request: request.offset > 0)
+        ids = np.arange(0, 8, 2, dtype=np.int32)  # four requests
+        results = await store.load(keys_of(range(4)), ids)
+        assert sorted(results.tolist()) == [Result.DONE] * 3 + [Result.FAILED]
+        assert store.statistics().details["read_errors"] == 2
+        assert store.statistics().details["write_errors"] == 2

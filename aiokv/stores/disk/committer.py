@@ -220,7 +220,7 @@ class Committer:
             self._table.commit(add.keys, add.slots, now)
         if settles:
             self.settlements += 1
-            while not self._table.settle(unsettled_total, _SETTLED_AT_ONCE):
+            while not self._table.settle(unsettled_total, _SETTLED_AT_ONCE):  # noqa: ASYNC110
                 await asyncio.sleep(0)
         else:
             self._settle_later()

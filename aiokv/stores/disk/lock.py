@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -40,9 +41,6 @@ class DirectoryLock:
             writable = False
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if writable:
-                os.ftruncate(self._fd, 0)
-                os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
         except BlockingIOError:
             holder = os.pread(self._fd, 32, 0).decode(errors="replace").strip() or "unknown"
             os.close(self._fd)
@@ -51,7 +49,13 @@ class DirectoryLock:
                 hint="give each engine and each rank a path of its own",
             ) from None
         except OSError:
-            pass  # a full disk has no room for the process id, which is only for messages
+            os.close(self._fd)
+            raise
+        if writable:
+            # A full disk has no room for the process id, which is only for messages.
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, 0)
+                os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 
     def release(self) -> None:
         """Let other processes use the directory. Idempotent."""

@@ -86,8 +86,6 @@ def recover(volume: Volume, memory: StoreMemory, capacity_bytes: int, *, write: 
         segments = Segments(volume, fresh if journal is None else journal.header)
         on_error.callback(segments.close)
         segments.open(table.limit, write=write)
-        if write:
-            segments.shrink(table.capacity)
         table.grow(max(0, min(segments.slots, table.capacity) - table.limit))
         on_error.pop_all()
     if not write and journal is not None:

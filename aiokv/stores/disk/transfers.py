@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         Awaitable[NDArray[np.int32]],
     ]
 
-MERGED_BYTES: Final = 1 << 20  # neighbours are moved together up to this size
+MERGED_BYTES: Final = 4 << 20  # neighbours are moved together up to this size
 
 SHORT: Final = -1  # the file ends within the slot
 

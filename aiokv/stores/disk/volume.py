@@ -32,8 +32,8 @@ class Volume:
         self.path = Path(path)
 
     def make(self) -> None:
-        """Create the directory, if it is missing."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        """Create the directory, if it is missing, for the owner and the group."""
+        self.path.mkdir(0o750, parents=True, exist_ok=True)
 
     def is_writable(self) -> bool:
         """Return whether files can be created."""
