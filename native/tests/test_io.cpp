@@ -575,13 +575,16 @@ TEST(cancel_ends_what_has_not_started) {
 TEST(cancel_and_close_end_a_request_that_the_kernel_cannot_end) {
     if (!can_use(IoBackendChoice::kIoUring)) return;
     Pipe pipe;
+    File file(kPage);
     Memory memory(kPage);
     const std::vector<IoRequest> requests = {
         {.fd = pipe.ends[0], .length = 8, .address = memory.at(0), .tag = 1},
         {.fd = pipe.ends[0], .length = 8, .address = memory.at(8), .tag = 2},
     };
-    IoQueue queue(2, IoBackendChoice::kIoUring);
+    IoQueue queue(3, IoBackendChoice::kIoUring);
     for (const auto& request : requests) queue.submit({&request, 1});
+    // When a later request has ended, these are in the kernel.
+    CHECK_EQ(run_one(queue, {.fd = file.fd, .length = 8, .address = memory.at(16)}), 8);
     const std::uint64_t first = 1;
     queue.cancel({&first, 1});
     CHECK_EQ(wait_for(queue, 1)[1], -ECANCELED);
