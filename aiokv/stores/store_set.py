@@ -307,7 +307,7 @@ class _Fetch:
         if not left.any():
             return []
         first = np.where(left.any(axis=0), left.argmax(axis=0), -1)
-        return [(i, np.flatnonzero(first == i)) for i in np.unique(first).tolist() if i >= 0]
+        return [(i, np.flatnonzero(first == i)) for i in sorted(set(first.tolist())) if i >= 0]
 
     async def load(self, guard: int, indices: NDArray[np.intp]) -> Reply:
         """Load blocks from a store."""

@@ -51,7 +51,7 @@ class SlotTransfers:
     async def write(self, slots: NDArray[np.int32], blocks: NDArray[np.int32]) -> NDArray[np.int32]:
         """Write blocks to slots; otherwise as :meth:`read`."""
         errors = await self._move(self._io.write, slots, blocks)
-        self._segments.dirty.update(np.unique(slots // self._segment_slots).tolist())
+        self._segments.dirty.update((slots // self._segment_slots).tolist())
         return errors
 
     def check_blocks(self, blocks: NDArray[np.int32], num_keys: int) -> None:
