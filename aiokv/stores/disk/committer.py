@@ -209,7 +209,8 @@ class Committer:
                 records += _native.synced_record()
                 if self._rewrite:
                     await self._compact()
-            await self._threads.run(lambda _: self._write(records, settles=settles))
+            if records:
+                await self._threads.run(lambda _: self._write(records, settles=settles))
         except Exception as error:
             self._unwritten = removals
             self._fail(adds, waiters, error)

@@ -199,9 +199,9 @@ class DiskStore:
         """
         opened = self._opened()
         committer, _ = opened.writers()
-        if opened.table.remove(keys) > 0:
-            with opened.operation():
-                await committer.write_removals()
+        opened.table.remove(keys)
+        with opened.operation():
+            await committer.write_removals()  # also of keys that were evicted just before
         return np.full(len(keys) // KEY_BYTES, Result.DONE, np.uint8)
 
     async def quarantine(self, keys: bytes) -> NDArray[np.uint8]:
@@ -211,10 +211,10 @@ class DiskStore:
             StoreError: as :meth:`remove` does.
         """
         opened = self._opened()
-        if opened.table.quarantine(keys) > 0:
-            committer, _ = opened.writers()
-            with opened.operation():
-                await committer.write_removals()
+        committer, _ = opened.writers()
+        opened.table.quarantine(keys)
+        with opened.operation():
+            await committer.write_removals()
         return np.full(len(keys) // KEY_BYTES, Result.DONE, np.uint8)
 
     def statistics(self) -> StoreStatistics:
