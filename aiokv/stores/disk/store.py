@@ -198,8 +198,8 @@ class DiskStore:
                 until the store is opened again.
         """
         opened = self._opened()
-        committer, _ = opened.writers()
         opened.table.remove(keys)
+        committer, _ = opened.writers()
         with opened.operation():
             await committer.write_removals()  # also of keys that were evicted just before
         return np.full(len(keys) // KEY_BYTES, Result.DONE, np.uint8)
@@ -211,8 +211,8 @@ class DiskStore:
             StoreError: as :meth:`remove` does.
         """
         opened = self._opened()
-        committer, _ = opened.writers()
         opened.table.quarantine(keys)
+        committer, _ = opened.writers()
         with opened.operation():
             await committer.write_removals()
         return np.full(len(keys) // KEY_BYTES, Result.DONE, np.uint8)
