@@ -394,3 +394,22 @@ def test_volume_reads_zeros_where_the_medium_fails(tmp_path: Path, monkeypatch) 
     monkeypatch.setattr(os, "pread", pread)
     assert volume.read(fd, 20_000, 0)[:10_000] == b"a" * 4_096 + bytes(4_096) + b"a" * 1_808
     volume.close(fd)
+
+
+@pytest.mark.asyncio
+async def test_removal_of_an_evicted_block_waits_for_the_record_of_its_eviction(
+    tmp_path: Path,
+) -> None:
+    volume = GatedVolume(tmp_path)
+    blocks = small_blocks()
+    async with opened(small_store(tmp_path, slots=8, volume=volume), blocks) as store:
+        await save(store, blocks, range(8))
+        volume.gate.clear()
+        saving = asyncio.create_task(save(store, blocks, [8]))
+        await until(lambda: store.statistics().evicted_blocks > 0)
+        removal = asyncio.create_task(store.remove(key_of(0)))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not removal.done()
+        volume.gate.set()
+        assert (await removal).tolist() == await saving == [DONE]

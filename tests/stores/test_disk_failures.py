@@ -15,6 +15,10 @@ import pytest
 from aiokv.errors import StoreError
 from aiokv.stores.base import Result
 from aiokv.stores.disk import DiskStore, committer
+from aiokv.stores.disk.layout import segment_name
+from aiokv.stores.disk.recovery import recover
+from aiokv.stores.disk.volume import Volume
+from tests.stores.conformance import Blocks
 from tests.stores.disk_medium import (
     keys_of,
     load,
@@ -25,10 +29,55 @@ from tests.stores.disk_medium import (
     until,
 )
 from tests.stores.disk_volumes import FailingVolume
+from tests.stores.failures import ObjectFailures, ObjectRig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from aiokv.stores.disk.io import BlockIo
+
+
+class DiskRig(ObjectRig):
+    """A directory whose slots a test overwrites."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def store(self) -> DiskStore:
+        return DiskStore(self.path, bytes="1MiB", min_free_bytes=0)
+
+    def replace(self, key: bytes, content: bytes) -> None:
+        memory = Blocks().memory
+        state = recover(Volume(self.path), memory, 1 << 20, write=False)
+        (slot,) = state.table.pin(key).tolist()
+        state.segments.close()
+        if slot < 0:
+            return
+        with (self.path / segment_name(0)).open("r+b") as file:
+            file.seek(slot * memory.pitch_bytes)
+            file.write(content[: memory.pitch_bytes].ljust(memory.pitch_bytes, b"\0"))
+            os.fsync(file.fileno())
+
+    def full(self) -> DiskStore:
+        return DiskStore(self.path, bytes="1MiB", min_free_bytes=0, volume=FullVolume(self.path))
+
+
+class FullVolume(FailingVolume):
+    """A volume that has room for ten slots."""
+
+    def open_io(self) -> BlockIo:
+        io = super().open_io()
+        self.io.fail("write", errno.ENOSPC, covers=lambda request: request.offset >= 10 * 12_288)
+        return io
+
+
+class TestDiskObjects(ObjectFailures):
+    test_values_of_other_lengths_are_wrong = None  # a slot has one length; see test_disk_damage
+
+    @pytest.fixture
+    def rig(self, tmp_path: Path) -> DiskRig:
+        return DiskRig(tmp_path / "kv")
 
 
 @contextmanager

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from aiokv.stores.threads import StoreThreads
 
 MIN_RECORDS = 16_384  # a journal with fewer records is not compacted
+_RETRY_SECONDS: Final = 1.0  # after a failure, at least
 _SNAPSHOT_RECORDS: Final = 1_024  # encoded at a time: about 0.1 ms of the loop
 _SETTLED_AT_ONCE: Final = 16_384  # about 0.3 ms of the loop
 _SNAPSHOT_WRITE_BYTES: Final = 1 << 20
@@ -94,6 +95,7 @@ class Committer:
         self._timer: asyncio.TimerHandle | None = None
         self._wanted = asyncio.Event()
         self._closing = False
+        self._failure = ""  # the last one, until a cycle succeeds
         self._rewrite = recovered.damage.needs_new_journal
         self._next_compaction = 0
         self._task: asyncio.Task[None] | None = None
@@ -187,6 +189,8 @@ class Committer:
             except Exception as error:  # the next cycle repeats what failed
                 self._next_compaction = self._journal.position + MIN_RECORDS
                 self._log_failure(error)
+                if not last:
+                    self._settle_later(at_least=_RETRY_SECONDS)
 
     async def _cycle(self, *, settles: bool) -> None:
         """Write the records that have gathered; their waiters end.
@@ -209,12 +213,14 @@ class Committer:
                 records += _native.synced_record()
                 if self._rewrite:
                     await self._compact()
-            await self._threads.run(lambda _: self._write(records, settles=settles))
+            if records:
+                await self._threads.run(lambda _: self._write(records, settles=settles))
         except Exception as error:
             self._unwritten = removals
             self._fail(adds, waiters, error)
             raise
         self._unwritten = b""
+        self._failure = ""
         self.commits += 1
         for add in adds:
             self._table.commit(add.keys, add.slots, now)
@@ -267,11 +273,15 @@ class Committer:
         await self._threads.run(lambda _: self._segments.sync_names())
 
     def _log_failure(self, error: Exception) -> None:
-        _log.warning("disk.journal_failed", path=str(self._volume.path), error=str(error))
+        """Log the first of several equal failures."""
+        if str(error) != self._failure:
+            self._failure = str(error)
+            _log.warning("disk.journal_failed", path=str(self._volume.path), error=str(error))
 
-    def _settle_later(self) -> None:
+    def _settle_later(self, at_least: float = 0.0) -> None:
         if self._timer is None and not math.isinf(self._settle_seconds):
-            self._timer = self._loop.call_later(self._settle_seconds, self._settle_now)
+            delay = max(self._settle_seconds, at_least)
+            self._timer = self._loop.call_later(delay, self._settle_now)
 
     def _settle_now(self) -> None:
         self._timer = None

@@ -42,7 +42,8 @@ class DiskStore:
     Args:
         path: directory, created when it is absent; each rank needs one of its own.
         bytes: most bytes of all blocks, as a number or as ``"400GiB"``. The least recently used
-            ones are evicted. The journal takes up to 192 bytes per block beside it.
+            ones are evicted; loads are not recorded, so that a restart may forget their order. The
+            journal and its replacement take up to 256 bytes per block and 4 MiB beside it.
         min_free_bytes: the store stops growing when the file system has less space left, and
             evicts instead.
         fsync_seconds: most seconds of saves that a power cut may lose; 0 for none, infinity to
@@ -198,10 +199,10 @@ class DiskStore:
                 until the store is opened again.
         """
         opened = self._opened()
+        opened.table.remove(keys)
         committer, _ = opened.writers()
-        if opened.table.remove(keys) > 0:
-            with opened.operation():
-                await committer.write_removals()
+        with opened.operation():
+            await committer.write_removals()  # also of keys that were evicted just before
         return np.full(len(keys) // KEY_BYTES, Result.DONE, np.uint8)
 
     async def quarantine(self, keys: bytes) -> NDArray[np.uint8]:
@@ -211,10 +212,10 @@ class DiskStore:
             StoreError: as :meth:`remove` does.
         """
         opened = self._opened()
-        if opened.table.quarantine(keys) > 0:
-            committer, _ = opened.writers()
-            with opened.operation():
-                await committer.write_removals()
+        opened.table.quarantine(keys)
+        committer, _ = opened.writers()
+        with opened.operation():
+            await committer.write_removals()
         return np.full(len(keys) // KEY_BYTES, Result.DONE, np.uint8)
 
     def statistics(self) -> StoreStatistics:
