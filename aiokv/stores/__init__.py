@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from aiokv.stores.directory import DirectoryStore
     from aiokv.stores.disk import DiskStore
     from aiokv.stores.mooncake import MooncakeStore
+    from aiokv.stores.s3 import S3Store
     from aiokv.stores.urls import stores_from, stores_from_environment
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "DiskStore",
     "MooncakeStore",
     "Result",
+    "S3Store",
     "Store",
     "StoreMemory",
     "StoreStatistics",
