@@ -96,7 +96,8 @@ async def compared(
     """Return GB/s of both, measured in turns."""
     seconds: dict[str, list[float]] = {"store": [], "library": []}
     for turn in range(rounds + 1):
-        for name, move in (("store", store), ("library", library)):
+        both = [("store", store), ("library", library)]
+        for name, move in both if turn % 2 else reversed(both):
             began = time.perf_counter()
             await move()
             if turn:  # the first one warms up

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-_SCHEMES: Final = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
+_SCHEMES: Final = ("s3", "gs", "az")
 INLINE_BYTES: Final = 256 << 10  # larger objects are copied into blocks by threads
 _THREADS: Final = 8
 _CHUNK_BYTES: Final = 64 << 10

@@ -31,6 +31,8 @@ _KINDS: Final = {  # scheme -> (module, class)
     "valkeys": ("aiokv.stores.redis", "RedisStore"),
     "mooncake": ("aiokv.stores.mooncake", "MooncakeStore"),
     "s3": ("aiokv.stores.s3", "S3Store"),
+    "gs": ("aiokv.stores.s3", "S3Store"),
+    "az": ("aiokv.stores.s3", "S3Store"),
     "directory": ("aiokv.stores.directory", "DirectoryStore"),
 }
 _USE_OPTIONS: Final = ("read", "save", "deadline", "lookup_deadline")

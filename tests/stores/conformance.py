@@ -305,6 +305,23 @@ class StoreConformance:
         await store.aclose()
         await store.aclose()
 
+    async def test_a_closed_store_is_opened_again_with_other_memory(self, medium: Medium) -> None:
+        store = medium.store()
+        first, second = Blocks(), Blocks()
+        await store.open(first.memory)
+        keys = await save(store, first, range(2))
+        expected = [first.read(block) for block in range(2)]
+        await store.aclose()
+        first.fill(0x22)
+        try:
+            await store.open(second.memory)
+            assert (await store.load(keys, ids(5, 6))).tolist() == [DONE, DONE]
+            await save(store, second, [2])
+        finally:
+            await store.aclose()
+        assert [second.read(block) for block in (5, 6)] == expected
+        assert (first.array == 0x22).all()
+
     async def test_aclose_ends_operations_in_flight(self, medium: Medium) -> None:
         blocks = Blocks()
         store = medium.store()

@@ -32,7 +32,7 @@ ENVIRONMENT: Final = {
     "MC_TCP_STATUS_TIMEOUT_SEC": "1",
     "MC_LOG_LEVEL": "ERROR",
 }
-_KEYS_PER_CALL: Final = 64  # a call cannot be interrupted, also when a process is stopped
+_KEYS_PER_CALL: Final = 128  # a call cannot be interrupted, also when a process is stopped
 _LOCAL_BUFFER_BYTES: Final = 16 << 20  # of the library, for calls that are not used here
 
 
