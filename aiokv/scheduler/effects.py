@@ -40,7 +40,8 @@ class Effects:
         resumed: leases that must call ``wait_pending`` again, and the error of each, or None.
         unpinned: pins that have ended, and the reason of each.
         cancel: transfers that no lease needs; the worker cancels them if they have not begun.
-        collect: True if ``collect_backups`` must be called at the end of this pass of the loop.
+        collect: True if ``collect_backups`` and, with stores, ``collect_saves`` must be called at
+            the end of this pass of the loop.
         advance: True if ``advance`` must be called in a later pass of the loop.
         has_entries: False if there is nothing but ``collect`` and ``advance``.
     """
@@ -112,7 +113,7 @@ class Outbox:
         return self._effects
 
     def request_collect(self) -> None:
-        """Let ``collect_backups`` be called at the end of this pass of the loop."""
+        """Let backups and saves be collected at the end of this pass of the loop."""
         self.pending = self._effects
         self._effects.collect = True
 

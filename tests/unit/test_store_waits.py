@@ -139,6 +139,16 @@ def test_request_whose_quota_fits_after_its_store_wait_passes_a_later_one_that_d
     assert scheduler.read.state(later) is LeaseState.WAITING
 
 
+def test_request_does_not_pass_an_earlier_one_of_its_salt_after_its_store_wait():
+    scheduler = scheduler_of(8, salt_quota_blocks=4)
+    holder = allocated(scheduler, 1, 2, salt="a")
+    earlier = allocated(scheduler, 2, 4, salt="a")
+    waits = allocated(scheduler, 3, 2, waits_for_store=True, salt="a")
+    assert granted_by(scheduler.end_store_wait(waits)) == []
+    assert granted_by(scheduler.release(holder)) == [earlier]
+    assert granted_by(scheduler.release(earlier)) == [waits]
+
+
 @pytest.mark.parametrize(
     ("end", "error"),
     [
@@ -205,9 +215,10 @@ def test_lease_joins_a_fetch_and_makes_it_more_urgent():
     assert joined == transfer_id
     assert list(effects.urge) == [(transfer_id, Priority.DEMAND)]
     effects.clear()
-    joined, effects = scheduler.fetch(first, 9, Priority.PREFETCH)
-    assert joined == transfer_id
-    assert not effects.urge
+    for priority in (Priority.DEMAND, Priority.PREFETCH):
+        joined, effects = scheduler.fetch(first, 9, priority)
+        assert joined == transfer_id
+        assert not effects.urge
     completed(scheduler, transfer_id)
     assert scheduler.fetch(second, 9, Priority.DEMAND)[0] == 0
 

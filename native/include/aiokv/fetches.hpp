@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <span>
 #include <unordered_map>
 #include <vector>
 
@@ -33,7 +34,7 @@ struct Fetch {
 // Blocks of a prompt that no tier has, up to the last one that a hit may have.
 struct Missing {
     std::size_t first_block = 0;
-    std::vector<Digest> digests;
+    std::span<const Digest> digests;  // of the lease, until it is granted or released
 };
 
 class Fetches {
@@ -73,7 +74,7 @@ class Fetches {
     };
 
     bool may_fetch(const Lease& lease) const;
-    Digest digest_of(const Digest& parent, const Lease& lease, std::size_t block) const;
+    std::span<const Digest> digests_of(Lease& lease, const Matching::Frontier& cached);
     void insert(const Fetch& fetch, std::uint32_t good_blocks);
 
     const CoreConfig& config_;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "aiokv/device_pool.hpp"
+#include "aiokv/digest.hpp"
 #include "aiokv/item_keys.hpp"
 #include "aiokv/node.hpp"
 #include "aiokv/return_rates.hpp"
@@ -71,6 +72,7 @@ struct Lease {
     std::vector<ItemSpan> items;       // multimodal items of the prompt, in order
     std::vector<BlockId> table;        // block i is the index's iff path[i] has this device id
     std::vector<ReuseClass> classes;   // of the prompt, once granted; empty with lru
+    std::vector<Digest> digests;       // with stores, while matched: of blocks from first_digest on
     std::vector<TransferId> onloads;   // unfinished ones that write blocks of the table
     std::vector<BlockId> tail_host;    // while swapped: what follows the path, computed, in host
     TransferId swap_transfer = 0;      // of kSwapping
@@ -81,6 +83,7 @@ struct Lease {
     std::uint32_t computed_tokens = 0;  // as far as commit was called
     std::uint32_t device_hit = 0;       // blocks, at match or grant
     std::uint32_t host_hit = 0;
+    std::uint32_t first_digest = 0;     // a block
     std::uint32_t store_hit = 0;        // of host_hit: blocks that a fetch brought, first hit by it
     std::uint32_t cached_tokens = 0;    // of the grant; falls when an onload fails
     std::uint32_t prompt_tokens = 0;    // as matched

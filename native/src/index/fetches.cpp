@@ -12,33 +12,36 @@ bool Fetches::may_fetch(const Lease& lease) const {
     return stored_.exist() && lease.is(LeaseState::kMatched);
 }
 
-Digest Fetches::digest_of(const Digest& parent, const Lease& lease, std::size_t block) const {
+// Of the blocks that no tier has. The digests are computed once: several calls ask for them until
+// the lease is granted, and its tokens do not change before that.
+std::span<const Digest> Fetches::digests_of(Lease& lease, const Matching::Frontier& cached) {
+    std::vector<Digest>& digests = lease.digests;
+    if (cached.first < lease.first_digest || cached.first > lease.first_digest + digests.size()) {
+        digests.clear();
+    }
+    if (digests.empty()) lease.first_digest = static_cast<std::uint32_t>(cached.first);
     const std::size_t size = config_.block_tokens;
-    return stored_.digest_below(parent, Tokens(lease.tokens).subspan(block * size, size),
-                                key_of(lease.item_keys, block));
+    for (std::size_t block = lease.first_digest + digests.size(); block < cached.limit; ++block) {
+        const Digest parent = digests.empty() ? stored_.digest(cached.end) : digests.back();
+        digests.push_back(stored_.digest_below(parent,
+                                               Tokens(lease.tokens).subspan(block * size, size),
+                                               key_of(lease.item_keys, block)));
+    }
+    return std::span(digests).subspan(cached.first - lease.first_digest);
 }
 
 Missing Fetches::missing(Lease& lease) {
     if (!may_fetch(lease)) return {lease.path.size(), {}};
     const Matching::Frontier cached = matching_.frontier(lease);
-    Missing missing{cached.first, {}};
-    for (std::size_t block = cached.first; block < cached.limit; ++block) {
-        const Digest& parent =
-            missing.digests.empty() ? stored_.digest(cached.end) : missing.digests.back();
-        missing.digests.push_back(digest_of(parent, lease, block));
-    }
-    return missing;
+    return {cached.first, digests_of(lease, cached)};
 }
 
 TransferId Fetches::begin(Lease& lease, std::size_t blocks) {
     if (!may_fetch(lease) || blocks == 0) return 0;
     const Matching::Frontier cached = matching_.frontier(lease);
-    blocks = std::min(blocks, cached.limit - cached.first);
+    const std::span<const Digest> digests = digests_of(lease, cached);
     Fetch fetch;
-    while (fetch.digests.size() < blocks) {
-        const Digest& parent =
-            fetch.digests.empty() ? stored_.digest(cached.end) : fetch.digests.back();
-        const Digest digest = digest_of(parent, lease, cached.first + fetch.digests.size());
+    for (const Digest& digest : digests.first(std::min(blocks, digests.size()))) {
         if (const auto found = by_block_.find(digest); found != by_block_.end()) {
             if (fetch.digests.empty()) return found->second;
             break;  // the other fetch brings the rest
@@ -117,6 +120,7 @@ void Fetches::insert(const Fetch& fetch, std::uint32_t good_blocks) {
 
 void Fetches::note_hits(Lease& lease) {
     lease.store_hit = 0;
+    if (!lease.digests.empty()) std::vector<Digest>().swap(lease.digests);
     if (!stored_.exist() || !lease.flags.computes) return;
     for (const NodeId node : lease.path) {
         if (!stored_.has(node, kFetched)) continue;

@@ -104,6 +104,7 @@ Lease& LeaseTable::open(std::span<const std::int32_t> tokens, std::uint32_t cont
     lease.grown_blocks = 0;
     lease.computed_blocks = lease.device_hit = lease.host_hit = lease.known_blocks = 0;
     lease.store_hit = 0;
+    lease.digests.clear();
     move(lease, kMatched);
     return lease;
 }
@@ -118,6 +119,7 @@ void LeaseTable::close(Lease& lease) {
         free_memory(lease.items);
         free_memory(lease.table);
         free_memory(lease.classes);
+        free_memory(lease.digests);
         free_memory(lease.onloads);
         free_memory(lease.tail_host);
         free_memory(lease.recurrent.snapshots);

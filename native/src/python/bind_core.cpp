@@ -70,8 +70,8 @@ TransferTuple transfer(const Core& core, TransferId id) {
     return nb::make_tuple(id_bytes(t.device_blocks), id_bytes(t.host_blocks), t.after_step);
 }
 
-nb::bytes digest_bytes(const std::vector<Digest>& digests) {
-    return nb::bytes(digests.data(), digests.size() * sizeof(Digest));
+nb::bytes digest_bytes(std::span<const Digest> digests) {
+    return nb::bytes(digests.data(), digests.size_bytes());
 }
 
 MissingTuple missing(Core& core, LeaseId id) {
