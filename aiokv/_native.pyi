@@ -253,6 +253,21 @@ class CoreStatistics:
     def failed_saves(self) -> int: ...
 
     @property
+    def host_state_free(self) -> int: ...
+
+    @property
+    def host_state_snapshots(self) -> int: ...
+
+    @property
+    def saved_snapshots(self) -> int: ...
+
+    @property
+    def onloaded_states(self) -> int: ...
+
+    @property
+    def evicted_host_snapshots(self) -> int: ...
+
+    @property
     def index_bytes(self) -> int: ...
 
     @property
@@ -286,6 +301,13 @@ class StoreConfig:
 
     def __init__(self, *, policy: StorePolicy = StorePolicy.AT_COMMIT, uses: int = 2, only_reused: bool = False, queue_blocks: int = 4096, ahead_blocks: int = 0) -> None: ...
 
+class StateRoute(enum.Enum):
+    ON_DEVICE = 0
+
+    FROM_HOST = 1
+
+    TO_HOST = 2
+
 class EvictionKind(enum.Enum):
     LRU = 0
 
@@ -313,7 +335,7 @@ class LeaseState(enum.Enum):
 class Core:
     """Prefix index, block pools, leases and eviction; not thread-safe."""
 
-    def __init__(self, *, block_tokens: int, device_blocks: int, host_blocks: int = 0, leave_tokens: int = 1, reserve_blocks: int = 0, write_policy: WritePolicy = WritePolicy.NONE, write_through_threshold: int = 2, low_watermark_blocks: int = 0, min_onload_blocks: int = 0, eviction: EvictionKind = EvictionKind.LRU, state_slots: int = 0, windows: Sequence[tuple[int, int, int, int]] = [], max_leases: int = 1048575, stores: StoreConfig | None = None) -> None: ...
+    def __init__(self, *, block_tokens: int, device_blocks: int, host_blocks: int = 0, leave_tokens: int = 1, reserve_blocks: int = 0, write_policy: WritePolicy = WritePolicy.NONE, write_through_threshold: int = 2, low_watermark_blocks: int = 0, min_onload_blocks: int = 0, eviction: EvictionKind = EvictionKind.LRU, state_slots: int = 0, windows: Sequence[tuple[int, int, int, int]] = [], max_leases: int = 1048575, stores: StoreConfig | None = None, host_state_slots: int = 0) -> None: ...
 
     def match(self, tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], context: str = '', reads: bool = True, writes: bool = True) -> tuple[int, int, int]:
         """
@@ -502,6 +524,13 @@ class Core:
     def state_move(self, transfer: int) -> tuple[int, int, int]:
         """(source, target, after_step) of slots; source -1: zeros."""
 
+    def state_route(self, transfer: int) -> StateRoute: ...
+
+    def take_state_save(self) -> int:
+        """
+        Begin to copy one snapshot to host memory; 0: there is nothing to copy.
+        """
+
     def take_backups(self) -> int: ...
 
     def take_write_backs(self, wanted_blocks: int = 0) -> int: ...
@@ -650,9 +679,9 @@ class SlotTable:
     def take_records(self) -> bytes:
         """Return the records of removals since the last call, without checksums."""
 
-    def settle(self, total: int) -> None:
+    def settle(self, total: int, count: int) -> bool:
         """
-        Free the slots that were unsettled when `unsettled_total` had this value.
+        Free up to `count` of the slots that were unsettled when `unsettled_total` had this value; return True when none of them is left.
         """
 
     @property
@@ -735,7 +764,7 @@ def stamp_records(records: bytes, epoch: int, position: int) -> bytes:
 
 class IoQueue:
     """
-    Reads and writes of files that end asynchronously, announced by an eventfd. Used by the thread that creates it.
+    Reads and writes of files that end asynchronously, announced by an eventfd.
     """
 
     def __init__(self, entries: int = 64, backend: str = 'auto') -> None:
@@ -753,18 +782,17 @@ class IoQueue:
 
     @property
     def fd(self) -> int:
-        """The eventfd, readable when reap() has results; -1 when closed."""
-
-    def fileno(self) -> int:
-        """See fd."""
+        """
+        The eventfd: readable from the end of the last request of a submit() until pop() has removed all results; -1 when closed.
+        """
 
     @property
     def pending(self) -> int:
-        """Requests that reap() has not returned."""
+        """Requests whose results were not removed."""
 
-    def register_buffer(self, address: int, num_bytes: int) -> int:
+    def register_buffer(self, address: int, num_bytes: int, tag: int) -> None:
         """
-        Let the kernel map the memory once for all requests. Return 0, or the errno with which it refused: requests are then slower. Raises UsageError while requests are pending.
+        Let the kernel map memory once for all later requests. The result, with the tag, is 0, or the -errno with which it refused: requests are then slower.
         """
 
     def submit(self, fd: int, write: bool, addresses: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], lengths: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], tags: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> int:
@@ -780,12 +808,18 @@ class IoQueue:
         Ask to end requests early. Each still has a result: -ECANCELED when it was cancelled in time.
         """
 
+    def peek(self, limit: int = 4096) -> tuple[Annotated[NDArray[numpy.uint64], dict(shape=(None,))], Annotated[NDArray[numpy.int32], dict(shape=(None,))]]:
+        """
+        Return the oldest results, (tags, results), and keep them. A result is the number of bytes (fewer than requested: the file ended), 0 for a flush, or -errno.
+        """
+
+    def pop(self, count: int) -> None:
+        """Remove the oldest results."""
+
     def reap(self) -> tuple[Annotated[NDArray[numpy.uint64], dict(shape=(None,))], Annotated[NDArray[numpy.int32], dict(shape=(None,))]]:
-        """
-        Return (tags, results) of requests that have ended. A result is the number of bytes (fewer than requested: the file ended), 0 for a flush, or -errno.
-        """
+        """Return results as peek() does, and remove them."""
 
     def close(self) -> None:
         """
-        Cancel the requests that have not started, and block until the kernel accesses no memory of the others. reap() returns their results. Idempotent.
+        Cancel the requests that have not started, and block until the kernel accesses no memory of the others. Results can be read afterwards. Idempotent.
         """

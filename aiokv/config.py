@@ -84,6 +84,10 @@ class CacheConfig:
             bugs; it reads every byte.
         state_slots: rows of the recurrent state's tensors (:meth:`Regions.add_state`), for leases
             and snapshots; 0 for models without recurrent state.
+        host_state_slots: snapshots of recurrent state that host memory holds besides
+            ``host_blocks``; 0 for none. They are saved by ``write_policy``, and a prefix can be hit
+            at them after their device slots were used for something else. ``"write_back"`` saves
+            the snapshots that are evicted next, and does not wait for a save.
         windows: groups of sliding-window layers, by name; see ``lease.window_table``.
         salt_quota_blocks: device blocks that the leases of one salt may hold at a time; a shared
             block counts for each lease. None for no limit. ``extend`` may exceed the limit.
@@ -119,6 +123,7 @@ class CacheConfig:
     drain_timeout_seconds: float = 30.0
     verify: Verify = "off"
     state_slots: int = 0
+    host_state_slots: int = 0
     windows: Mapping[str, WindowGroup] = field(default_factory=dict, hash=False)
     salt_quota_blocks: int | None = None
     model: str = ""
@@ -134,6 +139,7 @@ class CacheConfig:
         _require_int("block_tokens", self.block_tokens, 1)
         _require_int("host_blocks", self.host_blocks, 0)
         _require_int("state_slots", self.state_slots, 0)
+        _require_int("host_state_slots", self.host_state_slots, 0)
         _require_int("leave_tokens", self.leave_tokens, 1)
         _require_int("reserve_blocks", self.reserve_blocks, 0)
         _require_int("write_through_threshold", self.write_through_threshold, 1)
@@ -144,6 +150,13 @@ class CacheConfig:
             raise ConfigError(
                 f"reserve_blocks ({self.reserve_blocks}) must be below "
                 f"device_blocks ({self.device_blocks})"
+            )
+        if self.host_state_slots and not (self.state_slots and self.host_blocks):
+            missing = "host_blocks" if self.state_slots else "state_slots"
+            raise ConfigError(
+                f"host_state_slots is {self.host_state_slots}, but {missing} is 0; a snapshot in "
+                "host memory needs a state slot on the device, and belongs to a block",
+                hint=f"set {missing}, or host_state_slots=0",
             )
         checks.choice("write_policy", self.write_policy, get_args(WritePolicy), ConfigError)
         checks.choice("verify", self.verify, get_args(Verify), ConfigError)

@@ -94,7 +94,7 @@ class TransferError(AiokvError):
     """A transfer failed, or was cancelled.
 
     Attributes:
-        direction: ``"onload"``, ``"offload"`` or ``"state"``.
+        direction: name of the route, such as ``"onload"``; see ``aiokv.plan``.
         first_bad_token: first position of the lease whose KV must be recomputed.
         rank: number of the rank that failed; None without ranks.
     """

@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 ID_DTYPE = np.dtype("<i4")
 ZEROS: Final = -1  # source id of a target that is filled with zeros
 
-Pool = Literal["device", "host", "state", "store"]
-Direction = Literal["onload", "offload", "state", "clone", "fetch", "save"]
+Pool = Literal["device", "host", "state", "host_state", "store"]
+Direction = Literal[
+    "onload", "offload", "state", "state_onload", "state_offload", "clone", "fetch", "save"
+]
 Outcome = Literal["done", "failed", "cancelled"]
 
 _NAMES: Final[dict[tuple[Pool, Pool], Direction]] = {
@@ -28,6 +30,8 @@ _NAMES: Final[dict[tuple[Pool, Pool], Direction]] = {
     ("device", "host"): "offload",
     ("device", "device"): "clone",
     ("state", "state"): "state",
+    ("host_state", "state"): "state_onload",
+    ("state", "host_state"): "state_offload",
     ("store", "host"): "fetch",
     ("host", "store"): "save",
 }
@@ -38,7 +42,8 @@ class Route(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
     Attributes:
         source: pool of the source ids: ``"device"`` and ``"host"`` have blocks, ``"state"`` has
-            slots of recurrent state, on the device. ``"store"`` is all stores together: its blocks
+            slots of recurrent state, on the device, and ``"host_state"`` has those in host
+            memory. ``"store"`` is all stores together: its blocks
             have digests, and its ids are their indices in the plan.
         target: pool of the target ids.
     """
@@ -59,6 +64,9 @@ ONLOAD: Final = Route("host", "device")
 OFFLOAD: Final = Route("device", "host")
 CLONE: Final = Route("device", "device")
 STATE: Final = Route("state", "state")
+STATE_ONLOAD: Final = Route("host_state", "state")
+STATE_OFFLOAD: Final = Route("state", "host_state")
+STATE_ROUTES: Final = frozenset((STATE, STATE_ONLOAD, STATE_OFFLOAD))
 FETCH: Final = Route("store", "host")
 SAVE: Final = Route("host", "store")
 

@@ -71,8 +71,9 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     The capacity of a pool is ``free + cached + leased + in_flight`` blocks: *leased* blocks belong
     to one lease alone, *cached* blocks to the index (with or without leases that use them), and
     *in flight* blocks are the destination of a transfer. A state slot is free, holds a snapshot, or
-    belongs to a lease. *Releasing* leases are released, but a batch in flight computes with their
-    blocks.
+    belongs to a lease; one in host memory is free, holds a snapshot, or is the destination of a
+    transfer. ``restored_states`` counts ``onloaded_states``, which came from host memory, too.
+    *Releasing* leases are released, but a batch in flight computes with their blocks.
 
     ``hit_store_tokens`` is a part of the hits of device and host: tokens of blocks that a fetch
     from a store had brought. Only the first lease that is granted with such a block counts; leases
@@ -122,6 +123,12 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     rejected_saves: int
     refused_saves: int
     failed_saves: int
+    host_state_slots: int
+    host_state_free: int
+    host_state_snapshots: int
+    saved_snapshots: int
+    onloaded_states: int
+    evicted_host_snapshots: int
     nodes: int
     index_bytes: int
     token_bytes: int

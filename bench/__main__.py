@@ -30,6 +30,10 @@ BENCHES = (
     "shutdown",
     "ranks",
     "loop_held",
+    "disk_io",
+    "disk",
+    "redis_store",
+    "remote_stores",
 )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvloop
 
-from aiokv.demo.runs import DemoConfig, run_demo
+from aiokv.demo.runs import DemoConfig, Scenario, run_demo
 from aiokv.demo.transformer import NumpyTransformer
 from aiokv.demo.weights import GroupedConfig, random_weights
 from aiokv.demo.workload import ChatSizes, chat_workload
@@ -25,10 +25,10 @@ def run(quick: bool) -> dict[str, Any]:
     config = GroupedConfig()
     sizes = ChatSizes(conversations=8, turns=3) if quick else ChatSizes()
     workload = chat_workload(sizes, vocab=config.vocab, seed=0)
-    model = NumpyTransformer(
-        config, random_weights(config), max_context_tokens=workload.max_context_tokens
-    )
-    result = uvloop.run(run_demo(model, workload, DemoConfig(), _no_progress))
+    weights = random_weights(config)
+    model = NumpyTransformer(config, weights, max_context_tokens=workload.max_context_tokens)
+    scenario = Scenario(model, workload, weights.version)
+    result = uvloop.run(run_demo(lambda: scenario, DemoConfig(), _no_progress))
     if not result.equal:
         raise InternalError("the serving runs differ: the cache served wrong bytes")
     return {run.name: _metrics(run) for run in result.runs}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from aiokv.demo.report import DemoResult
-    from aiokv.demo.runs import DemoConfig
+    from aiokv.demo.runs import DemoConfig, Scenario
     from aiokv.demo.transformer import NumpyTransformer
     from aiokv.demo.weights import ModelConfig, Weights
     from aiokv.demo.workload import Workload
@@ -40,6 +41,8 @@ EPILOG = """\
 The same workload runs three times: without reuse, with a device tier, and with a small device tier
 and a host tier. Every row of logits and every token of the later runs must equal those of the first
 run, and every cached block that a request reads must hold the bytes that were computed for it.
+
+With --store, the later two runs are two processes, one after the other, which share only the store.
 
 --trace, --images, --checkpoint, --attention mla, --framework paddle, --device cuda and --kv-format
 need modules that only the repository has: use them in a checkout.
@@ -94,6 +97,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         choices=SAVING_POLICIES,
         default=SAVING_POLICIES[0],
         help="when the run with a host tier copies blocks to host memory (default: %(default)s)",
+    )
+    cache.add_argument(
+        "--store",
+        default="",
+        metavar="URL",
+        help="serve with a store below the host tier, such as disk:PATH or redis://HOST, in two "
+        "processes one after the other: the second one reuses what the first one has saved",
     )
     serving = parser.add_argument_group("serving")
     add_count(serving, "--max-running", 8, "maximum number of requests per batch")
@@ -168,15 +178,11 @@ def run(args: argparse.Namespace) -> int:
     from aiokv.demo.runs import run_demo
 
     check_writable(args.json)
-    model_config, weights = _weights(args)
-    workload, config = _workload(args, model_config.vocab), _config(args)
-    config.check_fits(workload)
-    model = _model(args, model_config, weights, workload.max_context_tokens)
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = PLAIN_COLUMNS
     with show_progress("requests", sys.stdout, prefix="") as stages:
-        result = run_async(run_demo(model, workload, config, stages))
+        result = run_async(run_demo(partial(_scenario, args), _config(args), stages))
     print_table(console, result)
     if args.json is not None:
         write_json(args.json, result)
@@ -232,6 +238,17 @@ def _print_differences(console: Console, result: DemoResult) -> None:
             console.print(f"{run.label}: first difference at {run.compared.first_difference}")
         if run.compared.first_wrong_block:
             console.print(f"{run.label}: first wrong bytes in {run.compared.first_wrong_block}")
+
+
+def _scenario(args: argparse.Namespace) -> Scenario:
+    """Return the model, its weights' version and the workload."""
+    from aiokv.demo.runs import Scenario
+
+    model_config, weights = _weights(args)
+    workload = _workload(args, model_config.vocab)
+    _config(args).check_fits(workload)
+    model = _model(args, model_config, weights, workload.max_context_tokens)
+    return Scenario(model, workload, weights.version)
 
 
 def _workload(args: argparse.Namespace, vocab: int) -> Workload:
@@ -319,6 +336,7 @@ def _config(args: argparse.Namespace) -> DemoConfig:
         pressure_blocks=args.pressure_blocks,
         host_blocks=args.host_blocks,
         write_policy=args.write_policy,
+        store=args.store,
         corrupt=args.corrupt,
         serving=ServingConfig(
             max_running=args.max_running,

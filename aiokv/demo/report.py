@@ -24,6 +24,7 @@ class ReusedTokens(msgspec.Struct):
 
     device: int = 0
     host: int = 0
+    store: int = 0
     total: int = 0
 
 
@@ -73,12 +74,14 @@ class ServingStatistics(msgspec.Struct, kw_only=True):
 
     def add(self, request: Request) -> None:
         """Count a request that has ended."""
-        reused, device, host = self.reused_tokens, *request.reused_tokens
+        reused, (device, host, store) = self.reused_tokens, request.reused_tokens
         self.requests += 1
         self.prompt_tokens += request.prompt_length
-        self.computed_tokens += request.prompt_length - device - host
-        reused.device, reused.host = reused.device + device, reused.host + host
-        reused.total += device + host
+        self.computed_tokens += request.prompt_length - device - host - store
+        reused.device += device
+        reused.host += host
+        reused.store += store
+        reused.total += device + host + store
         self.generated_tokens += len(request.generated)
 
 
@@ -95,6 +98,8 @@ class RunResult(ServingStatistics, kw_only=True):
     capacity_wait_ms: Percentiles
     onload: Traffic
     offload: Traffic
+    fetch: Traffic
+    save: Traffic
     wakeup_us: Percentiles
     rows_not_finite: int
     corrupted: str
@@ -136,6 +141,7 @@ ROWS: tuple[tuple[str, Cell], ...] = (
     ("  computed", lambda run: _share(run.computed_tokens, run)),
     ("  reused, device", lambda run: _share(run.reused_tokens.device, run)),
     ("  reused, host", lambda run: _share(run.reused_tokens.host, run)),
+    ("  reused, store", lambda run: _share(run.reused_tokens.store, run)),
     ("computed again, preempted", lambda run: f"{run.repeated_tokens:,} ({run.preemptions:,}x)"),
     ("disconnected and sent again", lambda run: f"{run.disconnections:,}x"),
     ("generated tokens", lambda run: f"{run.generated_tokens:,}"),
@@ -143,6 +149,8 @@ ROWS: tuple[tuple[str, Cell], ...] = (
     ("waited for blocks, p50 / p99", lambda run: _pair(run.capacity_wait_ms, 1e-3)),
     ("onload", lambda run: _traffic(run.onload)),
     ("offload", lambda run: _traffic(run.offload)),
+    ("loaded from the store", lambda run: _traffic(run.fetch)),
+    ("saved to the store", lambda run: _traffic(run.save)),
     ("runner waited for layers", lambda run: format_seconds(run.layer_wait_ms * 1e-3)),
     ("wake-up latency, p50 / p99", lambda run: _pair(run.wakeup_us, 1e-6)),
     ("run time", lambda run: format_seconds(run.seconds)),

@@ -18,7 +18,8 @@ class Request:
     """One turn. ``tokens`` grows while it is served; it outlives its leases.
 
     Attributes:
-        reused_tokens: prompt tokens that its first attempt found on the device, and on the host.
+        reused_tokens: prompt tokens that its first attempt found on the device, on the host, and in
+            a store.
         disconnect_in_step: the step of an attempt in which its client leaves; None for never.
         disconnected: its client left; the request is sent again.
         prefix_keys: digests of the first block, the first two, and so on; see :meth:`prefix_key`.
@@ -31,7 +32,7 @@ class Request:
     items: tuple[aiokv.Item, ...] = ()
     arrived_seconds: float = field(default_factory=time.perf_counter)
     attempts: int = 0
-    reused_tokens: tuple[int, int] = (0, 0)
+    reused_tokens: tuple[int, int, int] = (0, 0, 0)
     capacity_wait_seconds: float = 0.0
     ttft_seconds: float | None = None
     disconnect_in_step: int | None = None
@@ -62,7 +63,9 @@ class Request:
     def note_usage(self, usage: aiokv.Usage) -> None:
         """Count what the first attempt reused; a later one finds the request's own blocks."""
         if self.attempts == 0:
-            self.reused_tokens = usage.cached_device_tokens, usage.cached_host_tokens
+            store = usage.fetched_tokens
+            host = max(usage.cached_host_tokens - store, 0)
+            self.reused_tokens = usage.cached_tokens - host - store, host, store
         self.capacity_wait_seconds += usage.capacity_wait_seconds or 0.0
         self.attempts += 1
 

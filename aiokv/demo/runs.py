@@ -1,14 +1,20 @@
-"""The demo's runs: one workload, served with nothing cached, one tier and two, and compared."""
+"""The demo's runs: one workload, served with and without caches, and compared.
+
+Without a store, the runs are: nothing cached, a device tier, a device and a host tier. With a
+store, the later two runs are processes of their own, which share nothing but the store.
+"""
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 import aiokv
+from aiokv.demo.processes import call_in_new_process
 from aiokv.demo.report import DemoResult, Percentiles, RunResult, Traffic
 from aiokv.demo.runner import ModelRunner
 from aiokv.demo.serving import Server, ServingConfig
@@ -25,6 +31,7 @@ if TYPE_CHECKING:
 
     # (stage, total) -> what to call with the number of requests done since the last call
     Stages = Callable[[str, int], Callable[[int], None]]
+    MakeScenario = Callable[[], "Scenario"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +42,7 @@ class DemoConfig:
         device_blocks: of the runs without pressure.
         pressure_blocks: device blocks of the run with a host tier.
         write_policy: of the run with a host tier.
+        store: URL of a store below the host tier; ``""`` for none.
         corrupt: corrupt one cached block of the last run.
         serving: of the later runs; in the first, nothing is reused and no client leaves.
     """
@@ -44,6 +52,7 @@ class DemoConfig:
     pressure_blocks: int = 128
     host_blocks: int = 1024
     write_policy: WritePolicy = "write_through"
+    store: str = ""
     corrupt: bool = False
     serving: ServingConfig = field(default_factory=ServingConfig)
 
@@ -63,6 +72,20 @@ class DemoConfig:
                 )
 
 
+class Scenario(NamedTuple):
+    """What the runs serve.
+
+    Attributes:
+        model: has positions up to ``workload.max_context_tokens``.
+        workload: the requests.
+        weights_version: digest of the weights, for stores.
+    """
+
+    model: NumpyTransformer
+    workload: Workload
+    weights_version: str
+
+
 @dataclass(frozen=True, slots=True)
 class _Run:
     name: str
@@ -70,14 +93,29 @@ class _Run:
     device_blocks: int
     host_blocks: int = 0
     reuse: bool = True
+    store: str = ""
     corrupt: bool = False
 
 
 def _plan_runs(config: DemoConfig) -> list[_Run]:
     """Return the three runs, the reference first."""
     small, label = config.pressure_blocks, f"device + host, {config.write_policy}"
+    no_cache = _Run("no_cache", "no cache", config.device_blocks, reuse=False)
+    if config.store:
+        sizes = (config.device_blocks, config.host_blocks)
+        return [
+            no_cache,
+            _Run("first_process", "1st process", *sizes, store=config.store),
+            _Run(
+                "second_process",
+                "2nd process",
+                *sizes,
+                store=config.store,
+                corrupt=config.corrupt,
+            ),
+        ]
     return [
-        _Run("no_cache", "no cache", config.device_blocks, reuse=False),
+        no_cache,
         _Run("device", "device only", config.device_blocks),
         _Run("device_host", label, small, config.host_blocks, corrupt=config.corrupt),
     ]
@@ -101,55 +139,87 @@ class _Corruptor:
         self.done = f"device block {block} (block {place} of {lease.owner})"
 
 
-async def run_demo(
-    model: NumpyTransformer, workload: Workload, config: DemoConfig, stages: Stages
-) -> DemoResult:
+async def run_demo(make_scenario: MakeScenario, config: DemoConfig, stages: Stages) -> DemoResult:
     """Run the workload three times and compare the later runs with the first.
 
     Args:
-        model: has positions up to ``workload.max_context_tokens``.
-        workload: what to serve.
+        make_scenario: returns what to serve. With a store, the function is pickled, and called in
+            each new process, too.
         config: sizes of the cache and of the batch.
         stages: reports progress.
 
     Raises:
         ConfigError: a conversation does not fit into the device blocks.
     """
+    scenario = make_scenario()
+    workload = scenario.workload
     config.check_fits(workload)
     reference: Ledger | None = None
+    computed: dict[bytes, set[bytes]] = {}
     results = []
     for run in _plan_runs(config):
         advance = stages(run.label, workload.requests)
-        result, ledger = await _run_once(model, workload, config, run, reference, advance)
+        if run.store:
+            # The store may have blocks of earlier processes: what the first run has computed is
+            # right for them, too.
+            result, ledger = await call_in_new_process(
+                _run_alone, make_scenario, config, run, reference, computed
+            )
+            advance(workload.requests)
+        else:
+            result, ledger = await _run_once(scenario, config, run, reference, advance, {})
         results.append(result)
         reference = reference or ledger
-    return DemoResult.of(results, workload=workload.title, model=model.description)
+        computed = ledger.computed_blocks
+    return DemoResult.of(results, workload=workload.title, model=scenario.model.description)
+
+
+def _run_alone(
+    make_scenario: MakeScenario,
+    config: DemoConfig,
+    run: _Run,
+    reference: Ledger | None,
+    computed_blocks: dict[bytes, set[bytes]],
+) -> tuple[RunResult, Ledger]:
+    """Make a run in a process of its own: only the store keeps cached blocks."""
+    import uvloop
+
+    return uvloop.run(
+        _run_once(make_scenario(), config, run, reference, lambda count: None, computed_blocks)
+    )
 
 
 async def _run_once(
-    model: NumpyTransformer,
-    workload: Workload,
+    scenario: Scenario,
     config: DemoConfig,
     run: _Run,
     reference: Ledger | None,
     advance: Callable[[int], None],
+    computed_blocks: dict[bytes, set[bytes]],
 ) -> tuple[RunResult, Ledger]:
+    model = scenario.model
     cache = model.new_cache(run.device_blocks, config.block_tokens)
     cache_config = aiokv.CacheConfig(
         block_tokens=config.block_tokens,
         device_blocks=run.device_blocks,
         host_blocks=run.host_blocks,
         write_policy=config.write_policy,
+        model=f"aiokv demo, {model.description}" if run.store else "",
+        weights_version=scenario.weights_version if run.store else "",
     )
-    serving = config.serving
+    stores = [run.store] if run.store else []
+    serving = replace(config.serving, wait_store=math.inf if run.store else 0.0)
     if not run.reuse:
         serving = replace(serving, reuse=False, disconnect=0.0)
     corruptor = _Corruptor(cache, config.block_tokens) if run.corrupt else None
-    async with aiokv.CacheEngine(cache_config, cache.regions(), model.new_device()) as engine:
+    async with aiokv.CacheEngine(
+        cache_config, cache.regions(), model.new_device(), stores=stores
+    ) as engine:
         with ModelRunner(model, cache) as runner:
             server = Server(engine, runner, serving, on_hit=corruptor, on_done=lambda: advance(1))
+            server.ledger.computed_blocks.update(computed_blocks)
             start = time.perf_counter()
-            await server.serve(workload)
+            await server.serve(scenario.workload)
             seconds = time.perf_counter() - start
         await engine.drain()
         if violations := engine.check_invariants():
@@ -169,6 +239,8 @@ async def _run_once(
         capacity_wait_ms=Percentiles.of(server.capacity_wait_seconds, 1e3),
         onload=_traffic(worker.onload),
         offload=_traffic(worker.offload),
+        fetch=_traffic(worker.fetch),
+        save=_traffic(worker.save),
         wakeup_us=Percentiles(*(round(1e6 * seconds, 3) for seconds in wakeups)),
         rows_not_finite=ledger.rows_not_finite,
         corrupted=corruptor.done if corruptor is not None else "",

@@ -43,6 +43,7 @@ class ServingConfig:
         max_running: requests in the batch at once.
         chunk_tokens: prompt tokens of a step.
         reuse: False gives every attempt a salt of its own, so that nothing is ever found.
+        wait_store: seconds for which a request waits for the blocks that stores have.
         disconnect: share of requests whose client leaves while they are computed, at a random
             instant of a random step, and sends them again.
         seed: for the random choice of these.
@@ -51,6 +52,7 @@ class ServingConfig:
     max_running: int = 8
     chunk_tokens: int = 32
     reuse: bool = True
+    wait_store: float = 0.0
     disconnect: float = 0.0
     seed: int = 0
 
@@ -155,7 +157,7 @@ class Server:
         async with self._engine.match(
             tokens, salt=salt, items=request.items, owner=request.name
         ) as lease:
-            await lease.allocate(len(tokens))
+            await lease.allocate(len(tokens), wait_store=self._config.wait_store)
             sequence = Sequence(request, lease)
             self._running.append(sequence)
             self._admitted.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,17 @@ class Weights:
     layers: list[dict[str, Array]]
     final_norm: Array
     unembedding: Array
+
+    @property
+    def version(self) -> str:
+        """Digest of all weights."""
+        hashed = blake2b(digest_size=16)
+        for array in (self.embedding, self.final_norm, self.unembedding):
+            hashed.update(array.tobytes())
+        for layer in self.layers:
+            for name in sorted(layer):
+                hashed.update(layer[name].tobytes())
+        return hashed.hexdigest()
 
 
 def random_weights(config: GroupedConfig) -> Weights:

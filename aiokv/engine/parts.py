@@ -12,6 +12,7 @@ from aiokv.engine.open_step import OpenStep
 from aiokv.engine.speed import PrefillSpeed
 from aiokv.engine.transfers import Transfers
 from aiokv.errors import ConfigError, UsageError
+from aiokv.plan import STATE_OFFLOAD, STATE_ONLOAD
 from aiokv.scheduler.scheduler import CacheScheduler
 from aiokv.stores.identity import StoreIdentity
 from aiokv.stores.store_set import StoreSet
@@ -150,6 +151,7 @@ def _worker_of(
             named_device(device),
             checksums=config.verify == "checksum",
             stores=StoreSet(uses) if uses else None,
+            host_state_slots=config.host_state_slots,
         )
     can = worker.capabilities
     if can.stores:
@@ -166,6 +168,12 @@ def _worker_of(
         raise ConfigError(
             f"CacheConfig.state_slots is {config.state_slots}; with ranks, which do not support "
             "recurrent state, it must be 0"
+        )
+    if config.host_state_slots and not can.routes >= {STATE_ONLOAD, STATE_OFFLOAD}:
+        raise ConfigError(
+            f"CacheConfig.host_state_slots is {config.host_state_slots}, but the worker does not "
+            "copy recurrent state to host memory",
+            hint="use the cpu or the cuda device, or set host_state_slots=0",
         )
     if blocks is not None and blocks < config.device_blocks:
         raise UsageError(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aiokv._native import Core, EvictionKind, Outcome, StoreConfig
+from aiokv._native import Core, EvictionKind, Outcome, StateRoute, StoreConfig
 from aiokv._native import StorePolicy as NativeStorePolicy
 from aiokv._native import WritePolicy as NativePolicy
 from aiokv.plan import (
@@ -17,6 +17,8 @@ from aiokv.plan import (
     ONLOAD,
     SAVE,
     STATE,
+    STATE_OFFLOAD,
+    STATE_ONLOAD,
     Priority,
     TransferPlan,
     id_bytes,
@@ -41,6 +43,11 @@ _STORE_POLICIES = {
     "on_eviction": NativeStorePolicy.ON_EVICTION,
 }
 _MAX_AHEAD_BLOCKS = 1024  # host blocks that on_eviction saves ahead: one scan takes 10 us
+_STATE_ROUTES = {
+    StateRoute.ON_DEVICE: STATE,
+    StateRoute.FROM_HOST: STATE_ONLOAD,
+    StateRoute.TO_HOST: STATE_OFFLOAD,
+}
 _OUTCOMES = {
     "done": Outcome.DONE,
     "failed": Outcome.FAILED,
@@ -62,6 +69,7 @@ def new_core(config: CacheConfig, has_stores: bool = False) -> Core:
         min_onload_blocks=config.min_onload_blocks,
         eviction=_EVICTION[config.eviction_policy],
         state_slots=config.state_slots,
+        host_state_slots=config.host_state_slots,
         windows=[
             (
                 group.device_blocks,
@@ -88,21 +96,14 @@ def _store_config(config: CacheConfig) -> StoreConfig:
 class Plans:
     """Makes the plans of one core's transfers, and reports their ends to the core."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, *, saves_states: bool = False) -> None:
         self._core = core
+        self._saves_states = saves_states
 
     def onload(self, transfer_id: int, priority: Priority) -> TransferPlan:
         """Return the plan of an onload, or of the move of a state slot, that a grant has begun."""
         if self._core.is_state_move(transfer_id):
-            source, target, after_step = self._core.state_move(transfer_id)
-            return TransferPlan(
-                transfer_id=transfer_id,
-                route=STATE,
-                source_blocks=id_bytes([source]),
-                target_blocks=id_bytes([target]),
-                priority=priority,
-                after_step=after_step,
-            )
+            return self._state_move(transfer_id, priority)
         device_blocks, host_blocks, after_step = self._core.transfer(transfer_id)
         return TransferPlan(
             transfer_id=transfer_id,
@@ -114,7 +115,9 @@ class Plans:
         )
 
     def offload(self, transfer_id: int, priority: Priority) -> TransferPlan:
-        """Return the plan of a backup, or of a swap of a preempted lease's table."""
+        """Return the plan of a backup of blocks or a snapshot, or of a swap of a table."""
+        if self._core.is_state_move(transfer_id):
+            return self._state_move(transfer_id, priority)
         device_blocks, host_blocks, after_step = self._core.transfer(transfer_id)
         return TransferPlan(
             transfer_id=transfer_id,
@@ -149,16 +152,30 @@ class Plans:
             digests=digests,
         )
 
+    def _state_move(self, transfer_id: int, priority: Priority) -> TransferPlan:
+        source, target, after_step = self._core.state_move(transfer_id)
+        return TransferPlan(
+            transfer_id=transfer_id,
+            route=_STATE_ROUTES[self._core.state_route(transfer_id)],
+            source_blocks=id_bytes([source]),
+            target_blocks=id_bytes([target]),
+            priority=priority,
+            after_step=after_step,
+        )
+
     def take_backups(self, transfer_ids: deque[int]) -> None:
         """Append the ids of the backups that the write policy begins now; 0 for no backup.
 
-        The core begins at most one offload of the queued blocks, and one that keeps evictable
-        blocks available ahead of demand. ``extend`` calls the core without Python code in between,
-        where a signal handler could raise and lose the id of a transfer that has begun.
+        The core begins at most one offload of the queued blocks, one that keeps evictable blocks
+        available ahead of demand, and one per snapshot of recurrent state. ``extend`` calls the
+        core without Python code in between, where a signal handler could raise and lose the id of a
+        transfer that has begun.
         """
         transfer_ids.extend(starmap(self._core.take_backups, ((),)))
         if self._core.wants_write_backs():
             transfer_ids.extend(starmap(self._core.take_write_backs, ((),)))
+        if self._saves_states:
+            transfer_ids.extend(iter(self._core.take_state_save, 0))
 
     def complete(self, report: TransferReport) -> None:
         """Commit the verified blocks of a transfer, and roll back its other blocks."""

@@ -317,6 +317,7 @@ class CacheReader:
             device_blocks=self._core.device_blocks,
             host_blocks=self._config.host_blocks,
             state_slots=self._config.state_slots,
+            host_state_slots=self._config.host_state_slots,
             waiting=len(self._admission),
             **fields,
         )
@@ -384,5 +385,5 @@ _STATES = {
 _CORE_FIELDS = tuple(
     name
     for name in Statistics.__struct_fields__
-    if name not in ("device_blocks", "host_blocks", "state_slots", "waiting")
+    if name not in ("device_blocks", "host_blocks", "state_slots", "host_state_slots", "waiting")
 )

@@ -174,12 +174,13 @@ class CacheScheduler:
         self._records_checksums = config.verify == "checksum"
         self._block_tokens = config.block_tokens
         self._state_slots = config.state_slots
+        self._saves_states = config.host_state_slots > 0
         self._owners: Sharded[str] = Sharded()  # names of all existing leases
         self._salts: dict[int, str] | None = None if config.salt_quota_blocks is None else {}
         self._outbox = Outbox()
         self._clock = StepClock()
         self._gate = Gate()
-        self._plans = Plans(core)
+        self._plans = Plans(core, saves_states=config.host_state_slots > 0)
         self._saver = Saver(config, core, self._plans, self._outbox)
         self._store_saver = StoreSaver(core, self._gate, self._plans, self._outbox)
         self._fetches = Fetches(core, self._plans, self._outbox)
@@ -663,6 +664,8 @@ class CacheScheduler:
             UsageError: the model has no recurrent state.
         """
         source, target = self._core.snapshot(lease_id, num_tokens, self._clock.open)
+        if self._saves_states and not self._clock.tracked:
+            self._saver.want()
         return None if target < 0 else (source, target), self._outbox.pending
 
     def discard_snapshot(self, lease_id: int, slot: int) -> Done:

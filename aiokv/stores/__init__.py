@@ -15,13 +15,17 @@ if TYPE_CHECKING:
     from aiokv.stores.directory import DirectoryStore
     from aiokv.stores.disk import DiskStore
     from aiokv.stores.mooncake import MooncakeStore
+    from aiokv.stores.redis import RedisStore
+    from aiokv.stores.s3 import S3Store
     from aiokv.stores.urls import stores_from, stores_from_environment
 
 __all__ = [
     "DirectoryStore",
     "DiskStore",
     "MooncakeStore",
+    "RedisStore",
     "Result",
+    "S3Store",
     "Store",
     "StoreMemory",
     "StoreStatistics",

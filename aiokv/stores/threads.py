@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
 from aiokv.errors import StoreError
+from aiokv.stores.waiting import all_ended
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,19 +87,10 @@ class _Running:
 
     async def ended(self) -> None:
         """Wait until no copy runs. A failed copy, and a cancellation, stop the others."""
-        cancelled: asyncio.CancelledError | None = None
         waiters = [asyncio.wrap_future(future) for future in self._futures]
-        pending = set(waiters)
-        while pending:
-            try:
-                _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_EXCEPTION)
-            except asyncio.CancelledError as error:
-                cancelled = error
-                pending = {waiter for waiter in pending if not waiter.done()}
-            if pending:
+        try:
+            await asyncio.wait(waiters, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            if not all(waiter.done() for waiter in waiters):
                 self.stop()
-        for waiter in waiters:
-            if not waiter.cancelled():
-                waiter.exception()  # marks it as retrieved
-        if cancelled is not None:
-            raise cancelled
+            await all_ended(waiters)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from aiokv.errors import DeviceError
-from aiokv.plan import STATE
+from aiokv.plan import OFFLOAD, ONLOAD, STATE
 from aiokv.testing.manual import ManualDevice, fill_with_garbage
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.device.cpu import CpuDevice
@@ -105,9 +105,10 @@ class FlakyDevice(CpuDevice):
         if (refusal := self.faults.refusal()) is not None:
             raise refusal
         good = self.faults.first_bad(len(target_ids), at_least=1)
-        if good is None or self._memory is None:
+        if good is None or self._memory is None or route not in (ONLOAD, OFFLOAD):
             return super().copy(route, source_ids, target_ids, after)
-        fill_with_garbage(*self._memory, route, target_ids[good:])
+        regions, arena, _ = self._memory
+        fill_with_garbage(regions, arena, route, target_ids[good:])
         copy = super().copy(route, source_ids[:good], target_ids[:good], after)
         return FlakyCopy(copy, CopyError(good, "failed at random"))
 

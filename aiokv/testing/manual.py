@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from aiokv.errors import DeviceError, UsageError
-from aiokv.plan import OFFLOAD, ONLOAD, STATE
+from aiokv.plan import OFFLOAD, ONLOAD, STATE, STATE_OFFLOAD, STATE_ONLOAD
 from aiokv.worker.device.base import CopyError, check_event_type
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from aiokv.worker.device.base import Event
     from aiokv.worker.regions import Regions
 
+_ONLOADS: Final = (ONLOAD, STATE_ONLOAD)
 GARBAGE: Final = 0xEE  # bytes of blocks that a failed copy has not copied
 
 
@@ -111,12 +112,12 @@ class ManualCopy:
     @property
     def host_ids(self) -> NDArray[np.int32]:
         """Host blocks of an onload or offload."""
-        return self.source_ids if self.route == ONLOAD else self.target_ids
+        return self.source_ids if self.route in _ONLOADS else self.target_ids
 
     @property
     def device_ids(self) -> NDArray[np.int32]:
         """Device blocks of an onload or offload."""
-        return self.target_ids if self.route == ONLOAD else self.source_ids
+        return self.target_ids if self.route in _ONLOADS else self.source_ids
 
     # --- the test's side --------------------------------------------------------------------
 
@@ -139,15 +140,14 @@ class ManualCopy:
         """End one layer of which the blocks from index ``block`` on are not copied.
 
         They are filled with ``GARBAGE``, so that tests detect their use; slots of recurrent state
-        are left as they are. The other layers are still to be completed or failed.
+        that are copied within the device are left as they are. The other layers are still to be
+        completed or failed.
         """
         self._check_turn(layer)
         self._move(layer, block)
         if self.route != STATE:
-            device = self._device
-            fill_with_garbage(
-                device.regions, device.arena, self.route, self.target_ids[block:], layer
-            )
+            tiers = self._device.tiers(self.route)
+            fill_with_garbage(*tiers, self.route, self.target_ids[block:], layer)
         if self._error is None or block < self._error.first_bad_block:
             self._error = CopyError(block, reason)
         self._end(layer)
@@ -173,9 +173,10 @@ class ManualCopy:
                     view = piece.view()
                     view[targets] = np.where((sources >= 0)[:, None], view[sources], 0)
             return
-        for piece in self._device.regions.layer_pieces(layer):
-            host, device = _host_view(piece, self._device.arena), piece.view()
-            if self.route == ONLOAD:
+        regions, arena = self._device.tiers(self.route)
+        for piece in regions.layer_pieces(layer):
+            host, device = _host_view(piece, arena), piece.view()
+            if self.route in _ONLOADS:
                 device[targets] = host[sources]
             else:
                 host[targets] = device[sources]
@@ -221,26 +222,29 @@ class ManualDevice:
     """
 
     name = "manual"
-    routes = frozenset((ONLOAD, OFFLOAD, STATE))
+    routes = frozenset((ONLOAD, OFFLOAD, STATE, STATE_ONLOAD, STATE_OFFLOAD))
     in_order = False
     computes_in_stream = False
 
     def __init__(self) -> None:
-        self._copies: dict[Route, list[ManualCopy]] = {ONLOAD: [], OFFLOAD: [], STATE: []}
+        self._copies: dict[Route, list[ManualCopy]] = {
+            route: [] for route in (ONLOAD, OFFLOAD, STATE, STATE_ONLOAD, STATE_OFFLOAD)
+        }
         self.delayed_layers: frozenset[int] = frozenset()
         self.refuse: DeviceError | None = None
         self.closed = False
         self._memory: tuple[Regions, HostArena] | None = None
+        self._state_memory: tuple[Regions, HostArena] | None = None
 
     @property
     def regions(self) -> Regions:
         """The attached tensors."""
-        return self._attached[0]
+        return self.tiers(ONLOAD)[0]
 
     @property
     def arena(self) -> HostArena:
         """The attached host memory."""
-        return self._attached[1]
+        return self.tiers(ONLOAD)[1]
 
     @property
     def onloads(self) -> list[ManualCopy]:
@@ -260,18 +264,40 @@ class ManualDevice:
     @property
     def copies(self) -> list[ManualCopy]:
         """All copies that have not ended, onloads first."""
-        return [*self.onloads, *self.offloads, *self.state_moves]
+        return [copy for copies in self._copies.values() for copy in copies]
 
-    def attach(self, regions: Regions, arena: HostArena) -> None:
+    @property
+    def state_onloads(self) -> list[ManualCopy]:
+        """Copies of state slots from host memory that have not ended."""
+        return self._copies[STATE_ONLOAD]
+
+    @property
+    def state_offloads(self) -> list[ManualCopy]:
+        """Copies of state slots to host memory that have not ended."""
+        return self._copies[STATE_OFFLOAD]
+
+    def tiers(self, route: Route) -> tuple[Regions, HostArena]:
+        """Return the device tensors and the host memory of a route between the two tiers."""
+        memory = self._memory if route in (ONLOAD, OFFLOAD) else self._state_memory
+        if memory is None:
+            raise UsageError(f"the manual device has no memory for {route}: attach() it first")
+        return memory
+
+    def attach(
+        self, regions: Regions, arena: HostArena, state_arena: HostArena | None = None
+    ) -> None:
         """Bind the memory."""
         self._memory = (regions, arena)
+        self._state_memory = None
+        if state_arena is not None:
+            self._state_memory = (regions.state_blocks(), state_arena)
 
     def detach(self, *, keep_host: bool) -> None:
         """Raises:
         UsageError: a copy is in flight.
         """
         self._check_idle()
-        self._memory = None
+        self._memory = self._state_memory = None
 
     def copy(
         self,
@@ -320,12 +346,6 @@ class ManualDevice:
                 f"{len(self.copies)} copies are in flight", hint="complete or fail them first"
             )
 
-    @property
-    def _attached(self) -> tuple[Regions, HostArena]:
-        if self._memory is None:
-            raise UsageError("the manual device has no memory: attach() it first")
-        return self._memory
-
 
 def fill_with_garbage(
     regions: Regions,
@@ -337,15 +357,15 @@ def fill_with_garbage(
     """Fill the target blocks of an onload or offload with ``GARBAGE``.
 
     Args:
-        regions: the device tensors.
-        arena: the host memory.
-        route: ``ONLOAD`` or ``OFFLOAD``.
+        regions: the device tensors of the route.
+        arena: the host memory of the route.
+        route: between the two tiers.
         target_ids: [N] int32.
         layer: the layer to fill; None for all layers.
     """
     for piece in regions.pieces():
         if layer is None or piece.layer == layer:
-            blocks = piece.view() if route == ONLOAD else _host_view(piece, arena)
+            blocks = piece.view() if route in _ONLOADS else _host_view(piece, arena)
             blocks[target_ids] = GARBAGE
 
 

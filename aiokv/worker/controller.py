@@ -64,6 +64,7 @@ class CacheController:
         checksums: record the checksums of computed blocks, and verify each onload after its last
             byte; its layers are announced only then.
         stores: opened and closed with the controller; None without stores.
+        host_state_slots: slots of recurrent state in host memory.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class CacheController:
         *,
         checksums: bool = False,
         stores: StoreSet | None = None,
+        host_state_slots: int = 0,
     ) -> None:
         self._device = device
         self._checksums = Checksums(regions) if checksums else None
@@ -93,7 +95,13 @@ class CacheController:
         self._identity: StoreIdentity | None = None
         self._closing = False
         self._closed = False
-        self.memory = WorkerMemory(regions, device, self._checksums, has_stores=stores is not None)
+        self.memory = WorkerMemory(
+            regions,
+            device,
+            self._checksums,
+            has_stores=stores is not None,
+            host_state_slots=host_state_slots,
+        )
         self.capabilities = Capabilities(
             routes=device.routes if stores is None else device.routes | STORE_ROUTES,
             clone_routes=frozenset((CLONE, STATE)),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from aiokv.plan import FETCH, OFFLOAD, ONLOAD, SAVE, STATE
+from aiokv.plan import FETCH, OFFLOAD, ONLOAD, SAVE, STATE, STATE_OFFLOAD, STATE_ONLOAD
 from aiokv.worker.transfers import TransferQueue
 
 if TYPE_CHECKING:
@@ -50,7 +50,9 @@ class WorkerStatistics(msgspec.Struct, frozen=True, kw_only=True):
         held: transfers whose step is still open.
         onload: host to device.
         offload: device to host.
-        state: slots of recurrent state.
+        state: slots of recurrent state, within the device.
+        state_onload: slots of recurrent state, host to device.
+        state_offload: slots of recurrent state, device to host.
         fetch: stores to host; ``done`` when all blocks of the plan arrived.
         save: host to stores; ``moved_bytes`` are those of the blocks that a store has taken.
     """
@@ -61,6 +63,8 @@ class WorkerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     state: LaneStatistics
     fetch: LaneStatistics
     save: LaneStatistics
+    state_onload: LaneStatistics
+    state_offload: LaneStatistics
 
 
 _IDLE_LANE: Final = LaneStatistics(
@@ -84,6 +88,8 @@ def worker_statistics(held: int, routes: Mapping[Route, LaneStatistics]) -> Work
         state=routes.get(STATE, _IDLE_LANE),
         fetch=routes.get(FETCH, _IDLE_LANE),
         save=routes.get(SAVE, _IDLE_LANE),
+        state_onload=routes.get(STATE_ONLOAD, _IDLE_LANE),
+        state_offload=routes.get(STATE_OFFLOAD, _IDLE_LANE),
     )
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 from weakref import WeakValueDictionary
 
 from aiokv.errors import ClosedError, LayoutError, UsageError
-from aiokv.plan import FETCH, SAVE, STATE
+from aiokv.plan import FETCH, SAVE, STATE_ROUTES
 from aiokv.stores.base import KEY_BYTES, StoreMemory, store_pitch_bytes
 from aiokv.worker.arena import HostArena
 from aiokv.worker.base import UNLIMITED_BLOCKS
@@ -36,6 +36,7 @@ class WorkerMemory:
         device: attached by ``open()``, closed by ``close()``.
         checksums: gets the new tensors whenever they change.
         has_stores: stores access the host blocks, which are aligned and have a trailer then.
+        host_state_slots: slots of recurrent state in host memory.
 
     Attributes:
         regions: the device tensors now; without memory while the device tier sleeps.
@@ -49,15 +50,18 @@ class WorkerMemory:
         checksums: Checksums | None,
         *,
         has_stores: bool = False,
+        host_state_slots: int = 0,
     ) -> None:
         self.regions = regions
         self._has_stores = has_stores
+        self._host_state_slots = host_state_slots
         self._host_blocks = 0
         self._device = device
         self._checksums = checksums
         self._block_bytes = 0
         self._addresses: set[int] = set()  # of the tensors that are this worker's
         self._arena: HostArena | None = None
+        self._state_arena: HostArena | None = None  # None without slots in host memory
         self._num_blocks: dict[Pool, int] = {}
         self.asleep: frozenset[Tier] = frozenset()
 
@@ -74,12 +78,12 @@ class WorkerMemory:
         self._claim_tensors(self.regions)
         try:
             self._claim_device()
-            arena = self._new_arena()
-            self._device.attach(self.regions, arena)
+            arena, state_arena = self._new_arena(), self._new_state_arena()
+            self._attach(arena, state_arena)
         except BaseException:
             self._disclaim()
             raise
-        self._arena = arena
+        self._arena, self._state_arena = arena, state_arena
         self._num_blocks = self._sizes()
 
     @property
@@ -135,7 +139,7 @@ class WorkerMemory:
                 f"{plan.route}"
             )
         check_ids(plan, self._num_blocks)
-        if plan.route == STATE:
+        if plan.route in STATE_ROUTES:
             return self.regions.state_slot_bytes * plan.num_blocks
         return self._block_bytes * plan.num_blocks
 
@@ -149,7 +153,7 @@ class WorkerMemory:
         if "device" in falling:
             self._bind(self.regions.without_tensors())
         if "host" in falling:
-            self.arena.close()
+            self._close_arenas()
 
     def wake_up(self, tiers: frozenset[Tier], regions: Regions | None = None) -> None:
         """Allocate a new arena, and bind ``regions``; tiers that are awake stay as they are.
@@ -164,7 +168,7 @@ class WorkerMemory:
         if not waking:
             return
         previous, old_arena = self.regions, self.arena
-        arena = old_arena
+        arena, state_arena = old_arena, self._state_arena
         if "device" in waking:
             regions = previous if regions is None and not previous.num_layers else regions
             if regions is None:
@@ -177,16 +181,18 @@ class WorkerMemory:
             self._bind(regions)
         try:
             if "host" in waking:
-                arena = self._new_arena()
+                arena, state_arena = self._new_arena(), self._new_state_arena()
             if waking == self.asleep:
-                self._device.attach(self.regions, arena)
+                self._attach(arena, state_arena)
         except BaseException:
             self._device.detach(keep_host="host" not in self.asleep)
             self._bind(previous)
             if arena is not old_arena:
                 arena.close()
+                if state_arena is not None:
+                    state_arena.close()
             raise
-        self._arena = arena
+        self._arena, self._state_arena = arena, state_arena
         self.asleep -= waking
 
     def close(self) -> None:
@@ -194,7 +200,7 @@ class WorkerMemory:
         if self._arena is None:
             return
         self._device.close()
-        self._arena.close()
+        self._close_arenas()
         self._disclaim()
 
     def _claim_device(self) -> None:
@@ -241,6 +247,23 @@ class WorkerMemory:
             block_bytes = store_pitch_bytes(block_bytes)
         return HostArena(num_blocks=self._host_blocks, block_bytes=block_bytes)
 
+    def _new_state_arena(self) -> HostArena | None:
+        if not self._host_state_slots:
+            return None
+        slots = self.regions.state_blocks()
+        return HostArena(num_blocks=self._host_state_slots, block_bytes=slots.host_block_bytes)
+
+    def _close_arenas(self) -> None:
+        self.arena.close()
+        if self._state_arena is not None:
+            self._state_arena.close()
+
+    def _attach(self, arena: HostArena, state_arena: HostArena | None) -> None:
+        if state_arena is None:
+            self._device.attach(self.regions, arena)
+        else:
+            self._device.attach(self.regions, arena, state_arena)
+
     def _sizes(self) -> dict[Pool, int]:
         slots = self.regions.num_state_slots
         return {
@@ -248,4 +271,5 @@ class WorkerMemory:
             "host": self._host_blocks,
             "state": UNLIMITED_BLOCKS if slots is None else slots,
             "store": UNLIMITED_BLOCKS,
+            "host_state": self._host_state_slots,
         }

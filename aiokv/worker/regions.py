@@ -225,8 +225,19 @@ class Regions:
 
     @property
     def state_pieces(self) -> tuple[Piece, ...]:
-        """Pieces of all state tensors; their blocks are slots, and have no place on the host."""
+        """Pieces of all state tensors; their blocks are slots, with no place in a host block."""
         return tuple(self._state_pieces)
+
+    def state_blocks(self) -> Regions:
+        """Return the state tensors as regions of their own, whose blocks are the slots.
+
+        Their host blocks hold the slots that are copied to host memory.
+        """
+        slots = Regions(num_layers=self.num_layers)
+        for name in dict.fromkeys(piece.region for piece in self._state_pieces):
+            pieces = [piece for piece in self._state_pieces if piece.region == name]
+            slots.add_pieces(name, pieces, self._num_state_slots)
+        return slots
 
     @property
     def state_slot_bytes(self) -> int:

@@ -138,10 +138,26 @@ TEST(digests_are_hashes_of_the_documented_bytes) {
         block_bytes += std::string_view("\x04\0\0\0item", 8);
         CHECK_EQ(hex(block_digest(root, tokens, "item", add_blocks)),
                  sha256(add_blocks, bytes_of(block_bytes)));
+    }
+}
 
-        std::string key_bytes(root.begin(), root.end());
-        key_bytes.append(kKey.begin(), kKey.end());
-        CHECK_EQ(hex(derive_key(root, kKey, add_blocks)), sha256(add_blocks, bytes_of(key_bytes)));
+TEST(keys_are_hashes_of_fingerprint_and_digest_in_each_implementation) {
+    std::vector<Digest> digests;
+    std::vector<std::string> expected;
+    for (std::uint32_t i = 0; i < 7; ++i) {
+        digests.push_back(root_digest(i + 1, ""));
+        std::string bytes(kKey.begin(), kKey.end());
+        bytes.append(digests[i].begin(), digests[i].end());
+        expected.push_back(sha256(sha256_blocks_portable, bytes_of(bytes)));
+    }
+    for (const Sha256Blocks add_blocks : implementations()) {
+        for (const Sha256TwoMessages two : {Sha256TwoMessages{}, sha256_two_messages_native()}) {
+            for (std::size_t count = 0; count <= digests.size(); ++count) {
+                std::vector<Digest> keys(count);
+                derive_keys(kKey, std::span(digests).first(count), keys, add_blocks, two);
+                for (std::size_t i = 0; i < count; ++i) CHECK_EQ(hex(keys[i]), expected[i]);
+            }
+        }
     }
 }
 

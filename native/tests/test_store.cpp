@@ -76,7 +76,7 @@ TEST(slots_are_reserved_found_and_evicted_in_order_of_use) {
     CHECK_EQ(slot_of(table, key(0)), slots[0]);
     CHECK_EQ(table.take_records().size(), 1u);
     CHECK_EQ(table.available(), 4u);
-    table.settle(table.unsettled_total());
+    table.settle(table.unsettled_total(), 100);
     CHECK_EQ(table.available(), 5u);
     CHECK_EQ(table.check(), "");
 }
@@ -90,11 +90,11 @@ TEST(a_pinned_slot_is_reused_only_after_unpin_and_settle) {
     table.pin({&wanted, 1}, 0, {&slot, 1});
     CHECK_EQ(table.evict(1), 0u);
     CHECK_EQ(table.remove({&wanted, 1}), 1u);
-    table.settle(table.unsettled_total());
+    table.settle(table.unsettled_total(), 100);
     CHECK_EQ(table.available(), 0u);
     table.unpin({&slot, 1});
     CHECK_EQ(table.available(), 0u);
-    table.settle(table.unsettled_total());
+    table.settle(table.unsettled_total(), 100);
     CHECK_EQ(table.available(), 1u);
     CHECK_THROWS(InternalError, (table.unpin({&slot, 1}), 0));
 }
@@ -149,7 +149,7 @@ TEST(random_operations_agree_with_a_map) {
                 CHECK_EQ(slot_of(table, wanted), model.contains(number) ? model[number] : -1);
                 break;
             default:
-                table.settle(table.unsettled_total());
+                table.settle(table.unsettled_total(), 100);
         }
         if (step % 500 == 0) CHECK_EQ(table.check(), "");
         CHECK_EQ(table.stored(), model.size());
@@ -247,7 +247,7 @@ TEST(quarantined_slots_stay_out_of_use) {
     const auto records = table.take_records();
     CHECK_EQ(records.size(), 1u);
     CHECK(records[0].kind == RecordKind::kQuarantine);
-    table.settle(table.unsettled_total());
+    table.settle(table.unsettled_total(), 100);
     CHECK_EQ(table.available(), 1u);
     Replayed result({session(kBoot), added(1, 0), records[0]});
     CHECK_EQ(result.table.quarantined(), 1u);

@@ -65,7 +65,7 @@ def test_three_runs_compute_equal_bits(demo, capsys):
         assert run["prompt_tokens"] == no_cache["prompt_tokens"]
         assert run["computed_tokens"] + run["reused_tokens"]["total"] == run["prompt_tokens"]
         assert 0 < run["ttft_ms"]["p50"] <= run["ttft_ms"]["p99"]
-    assert no_cache["reused_tokens"] == {"device": 0, "host": 0, "total": 0}
+    assert no_cache["reused_tokens"] == {"device": 0, "host": 0, "store": 0, "total": 0}
     assert device["reused_tokens"]["host"] == 0
     assert device["reused_tokens"]["device"] > 0
     assert both["reused_tokens"]["host"] > 0

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import aiokv
 from aiokv import CacheConfig, CacheEngine, Regions
 
 README = Path(__file__).parents[2] / "README.md"
@@ -55,6 +56,26 @@ async def test_decoding_in_the_order_of_the_readme_indexes_generated_blocks():
         with_generated = [*prompt, 100, 101, 102, 103]
         assert engine.match(with_generated).hit.total == 8
         await asyncio.sleep(0)
+
+
+@pytest.mark.asyncio
+async def test_the_stores_of_the_readme_bring_blocks_to_the_next_engine(tmp_path, capsys):
+    (stores,) = [block for block in code_blocks() if "DiskStore" in block]
+    shared = ', RedisStore("redis://10.0.0.5:6379")'  # no test may leave the machine
+    assert shared in stores
+    stores = stores.replace(shared, "").replace("/nvme/kv", str(tmp_path)).replace("GiB", "MiB")
+    stores = stores.replace("wait_store=0.5", "wait_store=float('inf')")  # on any machine
+    prompt = np.arange(100)
+    for is_second in (False, True):
+        regions = Regions(num_layers=1)
+        regions.add("kv", layers=[np.zeros((8192, 16, 2), np.float32)])
+        code = textwrap.indent(stores, "    ")
+        code += textwrap.indent("lease.commit(len(prompt))\nengine.step()\n", " " * 12)
+        code += textwrap.indent("await engine.drain()\n", " " * 8)
+        names: dict[str, object] = {"aiokv": aiokv}
+        exec(f"async def serve(prompt, regions):\n{code}", names)
+        await names["serve"](prompt, regions)
+        assert capsys.readouterr().out == ("96 96\n" if is_second else "0 0\n")
 
 
 def test_every_method_that_the_readme_names_exists():

@@ -1,10 +1,10 @@
 """Recurrent state with leases, eviction, swaps and failures, compared with a naive model.
 
-The model keeps a list of snapshots (prefix, slot), the least recently used first, and what every
-slot holds: the tokens that its state was computed from. After every rule: ``violations()`` is empty
-(I1: slots are free, a snapshot, or a lease's), the snapshots are exactly the model's, so that hits
-are the deepest of them and victims the oldest, and the state of every lease whose transfers have
-ended is that of exactly its computed positions (I3, I4).
+The model keeps the snapshots of both tiers (prefix, slot) with the time of their last use, and what
+every slot holds: the tokens that its state was computed from. After every rule: ``violations()`` is
+empty (I1: slots are free, a snapshot, a lease's or a transfer's), the snapshots are exactly the
+model's, so that hits are the deepest of them and victims the oldest, and the state of every lease
+whose transfers have ended is that of exactly its computed positions (I3, I4).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from aiokv._native import Core, Outcome, WritePolicy
+from aiokv._native import Core, Outcome, StateRoute, WritePolicy
 from aiokv.errors import LeaseError, RequestTooLarge
 
 GARBAGE = ("garbage",)
@@ -39,6 +39,36 @@ class Caller:
         self.epoch = epoch
 
 
+class Tier:
+    """Slots of one tier: their contents, and the snapshots, each with the time of its last use."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.content: dict[int, Any] = {}
+        self.snapshots: dict[Prefix, int] = {}
+        self.used: dict[Prefix, int] = {}
+        self.clock = 0
+
+    def touch(self, prefix: Prefix) -> None:
+        if prefix in self.snapshots:
+            self.clock += 1
+            self.used[prefix] = self.clock
+
+    def attach(self, prefix: Prefix, slot: int) -> None:
+        self.snapshots[prefix] = slot
+        self.touch(prefix)
+
+    def prefix_of(self, slot: int) -> Prefix | None:
+        return next((p for p, saved in self.snapshots.items() if saved == slot), None)
+
+    def idle(self, read: set[int]) -> list[Prefix]:
+        """Return the snapshots that can be evicted, the least recently used first."""
+        return sorted((p for p, s in self.snapshots.items() if s not in read), key=self.used.get)
+
+    def keep(self, prefixes: set[Prefix]) -> None:
+        self.snapshots = {p: slot for p, slot in self.snapshots.items() if p in prefixes}
+
+
 class StateMachine(RuleBasedStateMachine):
     @initialize(
         block_tokens=st.integers(1, 3),
@@ -48,17 +78,22 @@ class StateMachine(RuleBasedStateMachine):
         leave_tokens=st.integers(1, 2),
     )
     def begin(self, **sizes: int) -> None:
+        policy = WritePolicy.WRITE_THROUGH if sizes["host_blocks"] else WritePolicy.NONE
+        self.set_up(policy, **sizes, host_state_slots=0)
+
+    def set_up(self, policy: WritePolicy, **sizes: int) -> None:
         self.bt = sizes["block_tokens"]
         self.leave = sizes["leave_tokens"]
-        policy = WritePolicy.WRITE_THROUGH if sizes["host_blocks"] else WritePolicy.NONE
         self.core = Core(write_policy=policy, **sizes)
-        self.slots = sizes["state_slots"]
-        self.content: dict[int, Any] = {}
-        self.snapshots: dict[Prefix, int] = {}
-        self.idle: list[Prefix] = []  # least recently used first
+        self.saves_all = policy == WritePolicy.WRITE_THROUGH and sizes["host_state_slots"] > 0
+        self.device = Tier(sizes["state_slots"])
+        self.host = Tier(sizes["host_state_slots"])
+        self.queued: set[Prefix] = set()  # to be saved, with write-through
+        self.made_in: dict[int, int] = {}  # the step of the snapshot in each slot
         self.moves: dict[int, tuple[int, int, int]] = {}  # source, target, after_step
+        self.routes: dict[int, StateRoute] = {}  # of the moves
         self.callers: list[Caller] = []
-        self.pins: list[tuple[int, int]] = []  # lease, and the slot of the snapshot that it holds
+        self.pins: list[tuple[int, Tier, int]] = []  # lease, and the snapshot that it holds
         self.step = 1
         self.finished = 0
         self.epoch = 0
@@ -77,38 +112,60 @@ class StateMachine(RuleBasedStateMachine):
             prefix = tuple(tokens[: blocks * self.bt])
             if prefix not in known:
                 break
-            hit = prefix if prefix in self.snapshots else hit
+            is_saved = prefix in self.device.snapshots or prefix in self.host.snapshots
+            hit = prefix if is_saved else hit
         return hit
 
     def touch(self, prefix: Prefix) -> None:
-        if prefix in self.idle:
-            self.idle.remove(prefix)
-            self.idle.append(prefix)
+        self.device.touch(prefix)
+        self.host.touch(prefix)
 
-    def free_slots(self) -> int:
-        owned = {self.core.state_slot(c.id) for c in self.callers} - {NO_SLOT}
-        owned |= set(self.snapshots.values())
-        for source, target, _ in self.moves.values():
-            owned |= {source, target} - {NO_SLOT}
-        owned |= {slot for _, slot in self.pins}
-        return self.slots - len(owned)
+    def source_tier(self, transfer_id: int) -> Tier:
+        is_from_host = self.routes[transfer_id] == StateRoute.FROM_HOST
+        return self.host if is_from_host else self.device
 
-    def let_go(self, slot: int) -> None:
-        """Drop a reference to the snapshot; the last one makes it the newest to be evicted."""
-        held = {source for source, _, _ in self.moves.values()} | {held for _, held in self.pins}
-        if slot not in held:
-            self.idle.extend(p for p, saved in self.snapshots.items() if saved == slot)
+    def target_tier(self, transfer_id: int) -> Tier:
+        return self.host if self.routes[transfer_id] == StateRoute.TO_HOST else self.device
 
-    def take_slot(self, free: int) -> None:
+    def read(self, tier: Tier) -> set[int]:
+        """Return the slots whose snapshots a transfer or a pin reads."""
+        held = {slot for _, pinned, slot in self.pins if pinned is tier}
+        return held | {m[0] for t, m in self.moves.items() if self.source_tier(t) is tier}
+
+    def free_slots(self, tier: Tier) -> int:
+        owned = set(tier.snapshots.values()) | self.read(tier)
+        owned |= {m[1] for t, m in self.moves.items() if self.target_tier(t) is tier}
+        if tier is self.device:
+            owned |= {self.core.state_slot(c.id) for c in self.callers}
+        return tier.slots - len(owned - {NO_SLOT})
+
+    def idle(self, tier: Tier) -> list[Prefix]:
+        return tier.idle(self.read(tier))
+
+    def let_go(self, tier: Tier, slot: int) -> None:
+        """Drop a reference to the snapshot, which was used now."""
+        prefix = tier.prefix_of(slot)
+        if prefix is not None:
+            tier.touch(prefix)
+
+    def take_slot(self, tier: Tier, free: int) -> None:
         """Evict the oldest idle snapshot when no slot is free."""
         if not free:
-            del self.snapshots[self.idle.pop(0)]
+            del tier.snapshots[self.idle(tier)[0]]
 
     def forget_dropped(self) -> None:
         known = self.indexed()
-        for prefix in [p for p in self.snapshots if p not in known]:
-            del self.snapshots[prefix]
-        self.idle = [p for p in self.idle if p in self.snapshots]
+        self.device.keep(known)
+        self.host.keep(known)
+
+    def being_saved(self) -> set[int]:
+        return {m[0] for t, m in self.moves.items() if self.routes[t] == StateRoute.TO_HOST}
+
+    def queue(self, prefix: Prefix) -> None:
+        """Note a use that makes the write policy save the snapshot."""
+        slot = self.device.snapshots[prefix]
+        if prefix not in self.host.snapshots and slot not in self.being_saved():
+            self.queued.add(prefix)
 
     def pick_caller(self, which: int, *, granted: bool) -> Caller | None:
         among = [
@@ -161,7 +218,7 @@ class StateMachine(RuleBasedStateMachine):
         before = core.state_slot(caller.id)
         swapped = core.is_swapped(caller.id)
         hit = self.expected_hit(caller.tokens, len(caller.tokens))
-        free, room = self.free_slots(), self.free_slots() + len(self.idle)
+        room = self.free_slots(self.device) + len(self.idle(self.device))
         if not self.moves and not any(core.is_granted(c.id) for c in self.callers):
             # No lease will end: slots kept by swapped leases can be taken.
             room += sum(core.state_slot(c.id) != NO_SLOT for c in self.callers if c is not caller)
@@ -181,34 +238,48 @@ class StateMachine(RuleBasedStateMachine):
         caller.computed = core.cached_tokens(caller.id)
         slot = core.state_slot(caller.id)
         if not swapped:
-            assert caller.computed == len(hit)
-        self.note_state(caller, free, before, slot)
+            assert caller.computed == len(hit) or self.is_shortened(caller.computed, len(hit))
         for transfer_id in set(core.onloads(caller.id)) - known:
             if core.is_state_move(transfer_id):
-                self.moves[transfer_id] = core.state_move(transfer_id)
-                self.content[slot] = GARBAGE
+                self.begin_move(transfer_id)
+        self.note_state(caller, before, slot)
 
-    def note_state(self, caller: Caller, free: int, before: int, slot: int) -> None:
+    def is_shortened(self, granted: int, hit: int) -> bool:
+        """Return True if a grant may have hit less: blocks of the open step cannot be onloaded to.
+
+        It takes the next snapshot that covers what is left, which the caller checks.
+        """
+        return self.host.slots > 0 and granted < hit
+
+    def begin_move(self, transfer_id: int) -> None:
+        self.moves[transfer_id] = self.core.state_move(transfer_id)
+        self.routes[transfer_id] = self.core.state_route(transfer_id)
+        self.target_tier(transfer_id).content[self.moves[transfer_id][1]] = GARBAGE
+
+    def note_state(self, caller: Caller, before: int, slot: int) -> None:
         """Apply the snapshot that was held, evicted or taken over for the lease's slot."""
         moves = [t for t in self.core.onloads(caller.id) if self.core.is_state_move(t)]
         hit = tuple(caller.tokens[: caller.computed])
-        if before == NO_SLOT and self.snapshots.get(hit) == slot:  # the only available slot
+        snapshots = self.device.snapshots
+        if before == NO_SLOT and snapshots.get(hit) == slot:  # the only available slot
             assert not moves
-            assert self.idle == [hit]
-            del self.snapshots[hit]
-            self.idle.remove(hit)
+            assert self.idle(self.device) == [hit]
+            del snapshots[hit]
             return
         if moves:
-            source, target, _ = self.core.state_move(moves[0])
+            source, target, _ = self.moves[moves[0]]
             assert target == slot
-            assert source == self.snapshots.get(hit, NO_SLOT)
-            if source != NO_SLOT and hit in self.idle:
-                self.idle.remove(hit)
+            tier = self.device if hit in snapshots else self.host
+            assert source == tier.snapshots.get(hit, NO_SLOT)
+            if source != NO_SLOT:
+                assert self.source_tier(moves[0]) is tier
+            if hit in snapshots:
+                self.queue(hit)
         if before == NO_SLOT:
             # Blocks evicted for the grant may have freed slots of snapshots first.
-            if slot in self.snapshots.values():
-                self.take_slot(0)
-            assert slot not in self.snapshots.values()
+            if slot in snapshots.values():
+                self.take_slot(self.device, 0)
+            assert slot not in snapshots.values()
 
     @precondition(lambda self: self.granted())
     @rule(which=pick, more=st.integers(1, 5), save=st.booleans())
@@ -227,38 +298,35 @@ class StateMachine(RuleBasedStateMachine):
                 self.core.recompute_from(caller.id)
             self.core.commit(caller.id, len(caller.tokens), self.step)
             return
-        assert self.content[slot] == tuple(caller.tokens[: caller.computed])
+        assert self.device.content[slot] == tuple(caller.tokens[: caller.computed])
         end = min(caller.computed + more, len(caller.tokens))
         border = end // self.bt * self.bt
         if save and border > caller.computed:
             end = border
         caller.computed = end
-        self.content[slot] = tuple(caller.tokens[:end])
+        self.device.content[slot] = tuple(caller.tokens[:end])
         self.core.commit(caller.id, end, self.step)
         if save and end and end % self.bt == 0:
             self.save(caller)
 
     def save(self, caller: Caller) -> None:
         prefix = tuple(caller.tokens[: caller.computed])
-        free = self.free_slots()
+        free, idle = self.free_slots(self.device), self.idle(self.device)
         source, target = self.core.snapshot(caller.id, caller.computed, self.step)
-        if prefix in self.snapshots:
+        if caller.epoch == self.epoch:
+            self.touch(prefix)
+        if prefix in self.device.snapshots:
             assert target == NO_SLOT
-            if caller.epoch == self.epoch:
-                self.touch(prefix)
             return
         if target == NO_SLOT:
-            assert (
-                caller.epoch != self.epoch
-                or prefix not in self.indexed()
-                or not (free or self.idle)
-            )
+            assert caller.epoch != self.epoch or prefix not in self.indexed() or not (free or idle)
             return
         assert source == self.core.state_slot(caller.id)
-        self.take_slot(free)
-        self.content[target] = self.content[source]
-        self.snapshots[prefix] = target
-        self.idle.append(prefix)
+        self.take_slot(self.device, free)
+        self.device.content[target] = self.device.content[source]
+        self.device.attach(prefix, target)
+        self.made_in[target] = self.step
+        self.queue(prefix)
 
     @precondition(lambda self: self.granted())
     @rule(which=pick)
@@ -297,7 +365,7 @@ class StateMachine(RuleBasedStateMachine):
             return
         if not self.core.saving(caller.id) and self.core.swap_out(caller.id, self.step):
             slot = self.core.state_slot(caller.id)
-            assert self.content[slot] == tuple(caller.tokens[: caller.computed])
+            assert self.device.content[slot] == tuple(caller.tokens[: caller.computed])
 
     @precondition(lambda self: len(self.callers) < MAX_LEASES and self.granted())
     @rule(which=pick)
@@ -305,18 +373,19 @@ class StateMachine(RuleBasedStateMachine):
         caller = self.pick_caller(which, granted=True)
         if caller is None or self.core.onloads(caller.id) or caller.failed:
             return
-        room = self.free_slots() + len(self.idle)
+        room = self.free_slots(self.device) + len(self.idle(self.device))
         child_id, *_ = self.core.fork(caller.id, self.step)
         self.forget_dropped()
         if not child_id:
             return
         assert room > 0
         slot = self.core.state_slot(child_id)
-        if slot in self.snapshots.values():
-            self.take_slot(0)
+        if slot in self.device.snapshots.values():
+            self.take_slot(self.device, 0)
         child = Caller(child_id, list(caller.tokens), caller.epoch)
         child.computed = caller.computed
-        self.content[slot] = self.content[self.core.state_slot(caller.id)]
+        content = self.device.content
+        content[slot] = content[self.core.state_slot(caller.id)]
         self.callers.append(child)
 
     # --- pins ---------------------------------------------------------------------------------
@@ -335,23 +404,27 @@ class StateMachine(RuleBasedStateMachine):
         if not granted:
             core.release(lease_id)
             return
-        self.pins.append((lease_id, self.snapshots[hit]))
-        if hit in self.idle:
-            self.idle.remove(hit)
+        held = tuple(tokens[: core.cached_tokens(lease_id)])
+        assert held == hit or self.is_shortened(len(held), len(hit))
+        if not held:
+            core.release(lease_id)
+            return
+        tier = self.device if held in self.device.snapshots else self.host
+        self.pins.append((lease_id, tier, tier.snapshots[held]))
 
     @precondition(lambda self: self.pins)
     @rule(which=pick)
     def unpin(self, which: int) -> None:
-        lease_id, slot = self.pins.pop(which % len(self.pins))
+        lease_id, tier, slot = self.pins.pop(which % len(self.pins))
         self.core.release(lease_id, self.step)
         self.core.take_abandoned()
-        self.let_go(slot)
+        self.let_go(tier, slot)
 
     # --- everything else ------------------------------------------------------------------------
 
     def transfers(self) -> list[int]:
         ids = {t for c in self.callers for t in self.core.onloads(c.id)}
-        ids |= {t for lease_id, _ in self.pins for t in self.core.onloads(lease_id)}
+        ids |= {t for lease_id, _, _ in self.pins for t in self.core.onloads(lease_id)}
         ids |= {self.core.swap_transfer(c.id) for c in self.callers} - {0}
         return sorted(ids | set(self.moves))
 
@@ -362,13 +435,9 @@ class StateMachine(RuleBasedStateMachine):
         transfer_id = ids[which % len(ids)]
         joined = [c for c in self.callers if transfer_id in self.core.onloads(c.id)]
         if transfer_id in self.moves:
-            source, target, after_step = self.moves[transfer_id]
-            if after_step > self.finished:
+            if self.moves[transfer_id][2] > self.finished:
                 return
-            del self.moves[transfer_id]
-            if outcome == Outcome.DONE:
-                self.content[target] = () if source < 0 else self.content[source]
-            self.let_go(source)
+            self.end_move(transfer_id, outcome)
         elif self.core.transfer(transfer_id)[2] > self.finished:
             return
         self.core.complete(transfer_id, outcome)
@@ -377,6 +446,46 @@ class StateMachine(RuleBasedStateMachine):
                 caller.failed = True
                 assert self.core.cached_tokens(caller.id) == 0
         self.forget_dropped()
+
+    def end_move(self, transfer_id: int, outcome: Outcome) -> None:
+        source_tier, target_tier = self.source_tier(transfer_id), self.target_tier(transfer_id)
+        source, target, _ = self.moves.pop(transfer_id)
+        route = self.routes.pop(transfer_id)
+        prefix = source_tier.prefix_of(source)
+        if outcome == Outcome.DONE:
+            target_tier.content[target] = () if source < 0 else source_tier.content[source]
+        if route == StateRoute.TO_HOST:
+            if outcome == Outcome.DONE and prefix is not None:
+                self.host.attach(prefix, target)
+            return
+        self.let_go(source_tier, source)
+        if route == StateRoute.FROM_HOST and outcome == Outcome.FAILED and prefix is not None:
+            del self.host.snapshots[prefix]
+
+    @rule()
+    def save_states(self) -> None:
+        """Begin all saves of snapshots that are possible now."""
+        while True:
+            free, idle = self.free_slots(self.host), self.idle(self.host)
+            waiting = {
+                prefix
+                for prefix in self.queued & set(self.device.snapshots)
+                if self.made_in[self.device.snapshots[prefix]] <= self.finished
+            }
+            transfer_id = self.core.take_state_save()
+            if not transfer_id:
+                assert not (self.saves_all and waiting and (free or idle))
+                return
+            source, target, after_step = self.core.state_move(transfer_id)
+            prefix = self.device.prefix_of(source)
+            assert prefix in self.queued
+            assert prefix not in self.host.snapshots
+            assert source not in self.being_saved()
+            assert after_step <= self.finished
+            self.take_slot(self.host, free)
+            assert target not in set(self.host.snapshots.values()) | self.read(self.host)
+            self.queued.discard(prefix)
+            self.begin_move(transfer_id)
 
     @rule()
     def back_up(self) -> None:
@@ -402,8 +511,8 @@ class StateMachine(RuleBasedStateMachine):
         self.core.reset()
         self.epoch += 1
         assert self.core.statistics().state_snapshots == 0
-        self.snapshots.clear()
-        self.idle.clear()
+        self.device.snapshots.clear()
+        self.host.snapshots.clear()
 
     @invariant()
     def holds(self) -> None:
@@ -411,15 +520,61 @@ class StateMachine(RuleBasedStateMachine):
             return
         assert self.core.violations() == []
         statistics = self.core.statistics()
-        assert statistics.state_snapshots == len(self.snapshots)
-        assert statistics.state_free == self.free_slots()
-        for prefix, slot in self.snapshots.items():
-            assert self.content[slot] == prefix
+        self.queued &= set(self.device.snapshots)
+        assert statistics.state_snapshots == len(self.device.snapshots)
+        assert statistics.state_free == self.free_slots(self.device)
+        assert statistics.host_state_snapshots == len(self.host.snapshots)
+        assert statistics.host_state_free == self.free_slots(self.host)
+        for tier in (self.device, self.host):
+            for prefix, slot in tier.snapshots.items():
+                assert tier.content[slot] == prefix
         for caller in self.callers:
             if self.core.is_swapped(caller.id):
                 kept = self.core.computed_tokens(caller.id)
                 caller.computed = min(caller.computed, kept)
 
 
+class HostStateMachine(StateMachine):
+    """Few state slots on the device, so that most hits are restored from the host."""
+
+    @initialize(
+        block_tokens=st.integers(1, 2),
+        device_blocks=st.integers(8, 24),
+        state_slots=st.integers(2, 3),
+        host_state_slots=st.integers(1, 5),
+        leave_tokens=st.just(1),
+        policy=st.sampled_from([WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_THROUGH_SELECTIVE]),
+    )
+    def begin(self, *, policy: WritePolicy, **sizes: int) -> None:
+        self.set_up(policy, **sizes, host_blocks=16)
+
+    @precondition(lambda self: len(self.callers) < MAX_LEASES)
+    @rule(
+        requests=st.lists(prompts, min_size=2, max_size=4),
+        outcome=st.sampled_from([Outcome.DONE] * 4 + [Outcome.FAILED]),
+        stays=st.booleans(),
+    )
+    def serve_and_save(self, requests: list[list[int]], outcome: Outcome, stays: bool) -> None:
+        """Serve requests one by one; copy their blocks and snapshots to the host meanwhile."""
+        for tokens in requests:
+            self.serve(tokens, False, [self.bt])
+            self.back_up()
+            self.close_step()
+            self.save_states()
+            self.holds()
+        if stays:
+            self.match(requests[0])
+            self.allocate_for(self.callers[-1])
+        for _ in self.transfers():
+            self.complete(0, outcome)
+            self.holds()
+
+    @rule(blocks=st.integers(1, 20))
+    def evict_and_save(self, blocks: int) -> None:
+        self.save_states()
+        self.evict(blocks, False)
+
+
+TestHostStateSlots = HostStateMachine.TestCase
 TestStateSlots = StateMachine.TestCase
 TestStateSlots.settings = settings(max_examples=max(settings().max_examples, 200))

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 import pytest
 
-pytest.register_assert_rewrite("tests.stores.conformance")
+pytest.register_assert_rewrite("tests.stores.conformance", "tests.stores.failures")

@@ -61,9 +61,21 @@ class MooncakeCluster:
 
     def clear(self) -> None:
         """Remove all objects."""
+        self._command(b"clear\n")
+
+    def put(self, name: str, content: bytes) -> None:
+        """Replace an object past the store."""
+        self._command(f"put {name} {len(content)}\n".encode() + content)
+
+    def fill(self) -> None:
+        """Leave no memory for further objects."""
+        self._command(b"fill\n")
+
+    def _command(self, command: bytes) -> None:
         with socket.create_connection(("127.0.0.1", self.holder.port), timeout=20) as connection:
-            connection.sendall(b"clear")
-            assert int(connection.recv(16)) >= 0
+            connection.sendall(command)
+            answer = connection.recv(16)
+            assert answer == b"0\n", answer
 
     def kill(self) -> None:
         """End all processes."""

@@ -6,12 +6,13 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 HINT = "run `make services`"
 
@@ -77,9 +78,30 @@ class Server:
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
 
+    def signal(self, number: int) -> None:
+        """Send a signal."""
+        assert self._process is not None
+        self._process.send_signal(number)
+
     @property
     def is_running(self) -> bool:
         return self._process is not None
+
+
+class ProxyServer(Server):
+    """A process that forwards to a port of 127.0.0.1, slowly on demand; see ``proxy.py``."""
+
+    def __init__(self, target: int, log: Path) -> None:
+        program = str(Path(__file__).with_name("proxy.py"))
+        super().__init__(lambda port: [sys.executable, program, str(target), str(port)], log)
+
+    def slow_down(self) -> None:
+        """Forward 100 bytes per second."""
+        self.signal(signal.SIGUSR1)
+
+    def speed_up(self) -> None:
+        """Forward at full speed."""
+        self.signal(signal.SIGUSR2)
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:

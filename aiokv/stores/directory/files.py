@@ -8,6 +8,7 @@ import os
 import secrets
 import stat
 import threading
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
@@ -134,13 +135,13 @@ class ObjectFiles:
 
     def _read(self, file: int, view: memoryview) -> int:
         status = os.fstat(file)
-        position = 0
+        position = os.preadv(file, [view], 0)
         while position < len(view):
             count = os.preadv(file, [view[position:]], position)
             if count == 0:
                 return position
             position += count
-        if self._server_time - status.st_mtime > _TOUCH_AFTER_SECONDS:
+        if time.time() - status.st_mtime > _TOUCH_AFTER_SECONDS:
             with suppress(OSError):  # a file system that is read-only keeps the old time
                 os.utime(file)
         return status.st_size
@@ -172,7 +173,7 @@ class ObjectFiles:
         self._on_folder(ask)
 
     def _write(self, file: int, view: memoryview) -> None:
-        position = 0
+        position = os.pwritev(file, [view], 0)
         while position < len(view):
             position += os.pwritev(file, [view[position:]], position)
         if self._fsync:

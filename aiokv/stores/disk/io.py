@@ -1,18 +1,20 @@
-"""DiskIo: reads and writes of files as coroutines, without a thread where io_uring is permitted.
+"""DiskIo: reads and writes of files as coroutines.
 
 io = DiskIo()
 io.register_buffer(memory.address, memory.num_bytes)
 results = await io.read(fd, addresses, lengths, offsets)   # int32[N]: bytes or -errno
 await io.aclose()
 
-Requests go to a native queue, which announces their ends through an eventfd on the loop. The queue
-uses io_uring; where the kernel or a sandbox refuses it, up to 8 threads with blocking calls.
+Requests go to a native queue, which announces the end of each call through an eventfd on the loop.
+The queue has one thread that uses io_uring; where the kernel or a sandbox refuses it, up to 8
+threads with blocking calls.
 ``AIOKV_IO=threads`` or ``AIOKV_IO=io_uring`` forces one of them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import itertools
 import os
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 ENTRIES: Final = 64  # requests in the kernel at a time; further ones wait in the native queue
 DIRECT_ALIGNMENT: Final = 4096  # of address, length and offset, for a file open with O_DIRECT
+CALL_REQUESTS: Final = 4096  # requests that one native call takes, so that it ends soon
 BACKEND_VARIABLE: Final = "AIOKV_IO"
 
 _INDEX_BITS: Final = 32  # a tag is the number of the batch, then the index of the request
@@ -77,25 +80,32 @@ class _Batch:
     Attributes:
         number: number of the call.
         results: ``[N]`` int32, written as requests end.
-        left: requests that have not ended.
         waiter: future of the coroutine that waits for the batch.
     """
 
     def __init__(self, number: int, num_requests: int) -> None:
         self.number = number
         self.results: NDArray[np.int32] = np.zeros(num_requests, np.int32)
-        self.left = num_requests
         self.waiter: asyncio.Future[None] | None = None
+        self._ended: NDArray[np.bool_] = np.zeros(num_requests, np.bool_)
 
     @property
     def tags(self) -> NDArray[np.uint64]:
         first = self.number << _INDEX_BITS
         return np.arange(first, first + len(self.results), dtype=np.uint64)
 
-    def end(self, tags: NDArray[np.uint64], results: NDArray[np.int32]) -> None:
-        self.results[tags & np.uint64((1 << _INDEX_BITS) - 1)] = results
-        self.left -= len(results)
-        if self.left == 0 and self.waiter is not None and not self.waiter.done():
+    @property
+    def done(self) -> bool:
+        return bool(self._ended.all())
+
+    def end(self, indices: NDArray[np.uint64], results: NDArray[np.int32]) -> None:
+        """Take results; idempotent."""
+        self.results[indices] = results
+        self._ended[indices] = True
+
+    def wake(self) -> None:
+        """Resume the coroutine; idempotent."""
+        if self.waiter is not None and not self.waiter.done():
             self.waiter.set_result(None)
 
 
@@ -119,6 +129,7 @@ class DiskIo:
         self._queue = _open_queue(entries, backend)
         self._numbers = itertools.count(1)
         self._batches: dict[int, _Batch] = {}
+        self._registrations: dict[int, int] = {}  # bytes, by batch
         self._closing = False
         self._closed: asyncio.Future[None] = self._loop.create_future()
         self._loop.add_reader(self._queue.fd, self._reap)
@@ -127,24 +138,27 @@ class DiskIo:
     def backend(self) -> str:
         return self._queue.backend
 
+    @property
+    def pending(self) -> int:
+        """Requests in flight: their memory may be accessed."""
+        return self._queue.pending
+
     def register_buffer(self, address: int, num_bytes: int) -> None:
-        """Let the kernel map memory once for all requests; without it they only are slower.
+        """Let the kernel map memory once for all later requests; without it they only are slower.
+
+        Returns at once. A refusal of the kernel is logged.
 
         Args:
             address: address of the first byte.
             num_bytes: number of bytes. They must stay mapped until ``aclose``.
 
         Raises:
-            UsageError: requests are in flight, or ``aclose`` was called.
+            UsageError: ``aclose`` was called.
         """
-        error = self._queue.register_buffer(address, num_bytes)
-        if error != 0:
-            _log.warning(
-                "disk.buffer_not_registered",
-                num_bytes=num_bytes,
-                error=os.strerror(error),
-                hint="raise RLIMIT_MEMLOCK (ulimit -l) so that reads and writes use less CPU time",
-            )
+        batch = self._batch(1)
+        self._registrations[batch.number] = num_bytes
+        self._batches[batch.number] = batch
+        self._queue.register_buffer(address, num_bytes, int(batch.tags[0]))
 
     async def read(
         self,
@@ -155,12 +169,16 @@ class DiskIo:
     ) -> NDArray[np.int32]:
         """Read ``lengths[i]`` bytes at ``offsets[i]`` of the file to memory ``addresses[i]``.
 
+        Requests run at the same time, ``CALL_REQUESTS`` after one another in a longer call. Reads
+        that wait are started before writes that wait.
+
         Returns:
             ``[N]`` int32: bytes read (fewer than requested: the file ended), or -errno.
 
         Raises:
             LayoutError: the file is open with O_DIRECT, and an address, length or offset is not a
-                multiple of ``DIRECT_ALIGNMENT``; or a request is too long. Nothing is read.
+                multiple of ``DIRECT_ALIGNMENT``; or a request is too long. Nothing is read, except
+                for the first requests of a call with more than ``CALL_REQUESTS``.
             UsageError: the arrays differ in length, or ``aclose`` was called.
 
         Cancellation: requests that have not started are dropped. The coroutine ends when the
@@ -209,8 +227,13 @@ class DiskIo:
 
         Waiting coroutines get ``-ECANCELED`` for dropped requests.
 
+        Called on another loop, because the loop of this object has ended, it blocks instead.
+
         Cancellation: the queue is closed all the same, when the kernel accesses no memory.
         """
+        if asyncio.get_running_loop() is not self._loop:
+            self._close_without_loop()
+            return
         if not self._closing:
             self._closing = True
             for batch in self._batches.values():
@@ -233,7 +256,21 @@ class DiskIo:
         lengths: NDArray[np.uint32],
         offsets: NDArray[np.uint64],
     ) -> NDArray[np.int32]:
-        batch = self._batch(len(addresses))
+        num_requests = len(addresses)
+        if num_requests > CALL_REQUESTS:
+            if not num_requests == len(lengths) == len(offsets):
+                raise UsageError(
+                    f"{num_requests} addresses, {len(lengths)} lengths and {len(offsets)} offsets; "
+                    "their numbers must be equal"
+                )
+            parts = [slice(i, i + CALL_REQUESTS) for i in range(0, num_requests, CALL_REQUESTS)]
+            return np.concatenate(
+                [
+                    await self._move(write, fd, addresses[part], lengths[part], offsets[part])
+                    for part in parts
+                ]
+            )
+        batch = self._batch(num_requests)
         self._queue.submit(fd, write, addresses, lengths, offsets, batch.tags)
         return await self._end(batch)
 
@@ -244,10 +281,10 @@ class DiskIo:
 
     async def _end(self, batch: _Batch) -> NDArray[np.int32]:
         """Wait for all requests of a batch, also when the coroutine is cancelled."""
-        if batch.left > 0:
+        if not batch.done:
             self._batches[batch.number] = batch
         cancelled: asyncio.CancelledError | None = None
-        while batch.left > 0:
+        while not batch.done:
             batch.waiter = self._loop.create_future()
             try:
                 await batch.waiter
@@ -260,17 +297,45 @@ class DiskIo:
         return batch.results
 
     def _reap(self) -> None:
-        """Hand results to their batches; called by the loop when the eventfd is readable."""
-        tags, results = self._queue.reap()
-        numbers = tags >> np.uint64(_INDEX_BITS)
-        for number in set(numbers.tolist()):
-            batch = self._batches[number]
+        """Hand results to their batches; called by the loop when the eventfd is readable.
+
+        An interrupt (Ctrl-C) may raise anywhere in here. The eventfd stays readable until the
+        results are removed, so the loop calls this again.
+        """
+        tags, results = self._queue.peek()
+        numbers, indices = np.divmod(tags, np.uint64(1 << _INDEX_BITS))
+        for number in set(numbers.tolist()):  # np.unique imports numpy.ma, which takes 10 ms
+            batch = self._batches.get(number)
+            if batch is None:
+                continue  # it had ended when an interrupt came
             of_batch = numbers == number
-            batch.end(tags[of_batch], results[of_batch])
-            if batch.left == 0:
+            batch.end(indices[of_batch], results[of_batch])
+            if batch.done:
+                batch.wake()
+                self._report_registration(batch)
                 del self._batches[number]
+        self._queue.pop(len(tags))
         if self._closing:
             self._close_when_idle()
+
+    def _report_registration(self, batch: _Batch) -> None:
+        num_bytes = self._registrations.pop(batch.number, 0)
+        error = -int(batch.results[0])
+        if num_bytes == 0 or error in (0, errno.ECANCELED):
+            return
+        _log.warning(
+            "disk.buffer_not_registered",
+            num_bytes=num_bytes,
+            error=os.strerror(error),
+            hint="raise RLIMIT_MEMLOCK (ulimit -l): reads and writes then use less CPU time",
+        )
+
+    def _close_without_loop(self) -> None:
+        self._closing = True
+        self._batches.clear()
+        if self._queue.fd >= 0 and not self._loop.is_closed():
+            self._loop.remove_reader(self._queue.fd)
+        self._queue.close()
 
     def _close_when_idle(self) -> None:
         if not self._batches and not self._closed.done():

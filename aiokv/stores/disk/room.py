@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from aiokv.errors import StoreError
-from aiokv.observe.logs import Log
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -23,9 +22,12 @@ if TYPE_CHECKING:
 _GROWTH_BYTES: Final = 256 << 20  # allocated at a time
 _EVICTED_AT_ONCE: Final = 1_024  # about 0.5 ms of the loop
 _MAX_SPARE_SLOTS: Final = 4_096
+_SPARE_BYTES: Final = 256 << 20  # written per flush of a full store, if that is 1/16 of it
+_JOURNAL_BYTES: Final = 4 << 20  # a journal that is not compacted yet, and its replacement
+_JOURNAL_BYTES_PER_SLOT: Final = 256
 _TRIES: Final = 8  # other saves may take slots that were made free for one
 
-_log: Final = Log(__name__)
+_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Room:
@@ -59,8 +61,13 @@ class Room:
         self._committer = committer
         self._threads = threads
         self._slot_bytes = slot_bytes
-        self._min_free_bytes = min_free_bytes
-        self._spare_slots = min(_MAX_SPARE_SLOTS, table.capacity // 64)
+        self._min_free_bytes = max(
+            min_free_bytes, _JOURNAL_BYTES + table.capacity * _JOURNAL_BYTES_PER_SLOT
+        )
+        self._spare_slots = min(
+            _MAX_SPARE_SLOTS,
+            max(table.capacity // 256, min(table.capacity // 16, _SPARE_BYTES // slot_bytes)),
+        )
         self._is_full = False  # the files cannot grow
         self._lock = asyncio.Lock()
 
@@ -106,12 +113,9 @@ class Room:
         try:
             grown = await self._threads.run(lambda _: self._extend(wanted))
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise StoreError(
-                    f"the disk store {str(self._volume.path)!r} cannot grow: {error}"
-                ) from error
-            _log.warning("disk.full", path=str(self._volume.path), error=str(error))
-            grown = 0
+            raise StoreError(
+                f"the disk store {str(self._volume.path)!r} cannot grow: {error}"
+            ) from error
         self._table.grow(grown)
         self._is_full = grown == 0
         return grown > 0
@@ -120,10 +124,17 @@ class Room:
         """Extend the files by up to ``wanted`` slots, in the thread; return the number."""
         spare = self._volume.free_bytes() - self._min_free_bytes
         wanted = min(wanted, spare // self._slot_bytes)
-        return self._segments.extend(wanted) if wanted > 0 else 0
+        while wanted > 0:
+            try:
+                return self._segments.extend(wanted)
+            except OSError as error:
+                if error.errno not in _NO_ROOM:
+                    raise
+                wanted //= 2
+        return 0
 
     async def _evict(self, missing: int) -> bool:
-        left = missing + self._spare_slots
+        left = missing + self._spare_slots - self._table.unsettled
         while left > 0:
             evicted = self._table.evict(min(left, _EVICTED_AT_ONCE))
             self.evicted_blocks += evicted

@@ -28,7 +28,7 @@ class Volume:
         path: the directory.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
 
     def make(self) -> None:

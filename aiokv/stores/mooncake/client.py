@@ -6,7 +6,7 @@ import os
 import threading
 from contextlib import contextmanager
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
 import numpy as np
@@ -15,7 +15,7 @@ from aiokv.errors import ConfigError, StoreError
 from aiokv.stores.base import Result, StoreMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
@@ -27,10 +27,12 @@ ENVIRONMENT: Final = {
     "MC_HANDSHAKE_CONNECT_TIMEOUT": "1",
     "MC_STORE_CLIENT_SETUP_RETRIES": "1",
     "MC_TCP_ADMISSION_TIMEOUT_MS": "1000",
+    "MC_TCP_LANES_PER_PEER": "16",  # each times out on its own: one second per 16 transfers
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "1",
     "MC_TCP_STATUS_TIMEOUT_SEC": "1",
     "MC_LOG_LEVEL": "ERROR",
 }
+_KEYS_PER_CALL: Final = 64  # a call cannot be interrupted, also when a process is stopped
 _LOCAL_BUFFER_BYTES: Final = 16 << 20  # of the library, for calls that are not used here
 
 
@@ -127,6 +129,7 @@ class MooncakeClient:
 
     def __init__(self, library: Any, options: ClientOptions, memory: StoreMemory) -> None:
         self._memory = memory
+        self._protocol = options.protocol
         self._replication = library.ReplicateConfig()
         self._replication.replica_num = options.replicas
         self._users = 0
@@ -159,34 +162,60 @@ class MooncakeClient:
         _raise_if_lost(codes)
         return np.equal(codes, 1)
 
-    def load(self, names: list[str], blocks: NDArray[np.int32]) -> NDArray[np.uint8]:
+    def load(
+        self, names: list[str], blocks: NDArray[np.int32], unwanted: threading.Event
+    ) -> NDArray[np.uint8]:
         """Read objects into host blocks; return ``Result`` codes.
 
         Raises:
             StoreError: no object could be read.
         """
-        addresses, sizes = self._places(blocks)
-        with self._in_use():
-            codes = np.array(self._store.batch_get_into(names, addresses, sizes), np.int64)
+        codes = self._transferred(self._store.batch_get_into, names, blocks, unwanted)
         results = _translated(codes, _LOADED)
         results[codes >= 0] = Result.WRONG
         results[codes == self._memory.object_bytes] = Result.DONE
-        self._settle(codes)
         return results
 
-    def save(self, names: list[str], blocks: NDArray[np.int32]) -> NDArray[np.uint8]:
+    def save(
+        self, names: list[str], blocks: NDArray[np.int32], unwanted: threading.Event
+    ) -> NDArray[np.uint8]:
         """Write host blocks as objects; return ``Result`` codes.
 
         Raises:
             StoreError: no object could be written.
         """
-        addresses, sizes = self._places(blocks)
-        with self._in_use():
-            codes = np.array(
-                self._store.batch_put_from(names, addresses, sizes, self._replication), np.int64
+
+        def put(names: list[str], addresses: list[int], sizes: list[int]) -> list[int]:
+            return cast(
+                "list[int]",
+                self._store.batch_put_from(names, addresses, sizes, self._replication),
             )
-        self._settle(codes)
-        return _translated(codes, _SAVED)
+
+        return _translated(self._transferred(put, names, blocks, unwanted), _SAVED)
+
+    def _transferred(
+        self,
+        call: Callable[[list[str], list[int], list[int]], list[int]],
+        names: list[str],
+        blocks: NDArray[np.int32],
+        unwanted: threading.Event,
+    ) -> NDArray[np.int64]:
+        """Move blocks by several calls, until one of them moves none; return the codes."""
+        memory = self._memory
+        addresses = (memory.address + blocks.astype(np.int64) * memory.pitch_bytes).tolist()
+        codes = np.full(len(names), Code.RPC_FAILED, np.int64)
+        for first in range(0, len(names), _KEYS_PER_CALL):
+            if unwanted.is_set():
+                break
+            part = slice(first, first + _KEYS_PER_CALL)
+            count = len(names[part])
+            with self._in_use():
+                codes[part] = call(names[part], addresses[part], [memory.object_bytes] * count)
+            self._settle(codes[part])
+            if not _are_known(codes[part]).any():
+                break
+        _raise_if_lost(codes)
+        return codes
 
     def remove(self, names: list[str]) -> NDArray[np.uint8]:
         """Remove objects, also those that another client reads; return ``Result`` codes.
@@ -201,7 +230,7 @@ class MooncakeClient:
 
     @property
     def is_closed(self) -> bool:
-        """True after ``close``, and after a transfer that did not end."""
+        """True after ``close``, and after a failed transfer over RDMA."""
         return self._is_closed
 
     def close(self) -> None:
@@ -215,10 +244,12 @@ class MooncakeClient:
         self._store.close()
 
     def _settle(self, codes: NDArray[np.int64]) -> None:
-        """After a failed transfer, end all of this client: it might still access the block."""
-        if not ((codes >= 0) | np.isin(codes, _AT_REST)).all():
+        """End the client after a failed transfer that might still access its block.
+
+        Over TCP, a transfer has failed when its connection is closed.
+        """
+        if self._protocol != "tcp" and not ((codes >= 0) | np.isin(codes, _AT_REST)).all():
             self.close()
-        _raise_if_lost(codes)
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:
@@ -233,11 +264,6 @@ class MooncakeClient:
                 self._users -= 1
                 self._idle.notify_all()
 
-    def _places(self, blocks: NDArray[np.int32]) -> tuple[list[int], list[int]]:
-        memory = self._memory
-        addresses = memory.address + blocks.astype(np.int64) * memory.pitch_bytes
-        return addresses.tolist(), [memory.object_bytes] * len(blocks)
-
 
 def _translated(codes: NDArray[np.int64], meaning: dict[Code, Result]) -> NDArray[np.uint8]:
     results = np.full(len(codes), Result.FAILED, np.uint8)
@@ -246,10 +272,14 @@ def _translated(codes: NDArray[np.int64], meaning: dict[Code, Result]) -> NDArra
     return results
 
 
+def _are_known(codes: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return for each code whether it tells about its key, and not about the cluster."""
+    return (codes >= 0) | np.isin(codes, (*_LOADED, *_SAVED))
+
+
 def _raise_if_lost(codes: NDArray[np.int64]) -> None:
     """Raise when each key has failed for a reason that is not the key's own."""
-    known = (codes >= 0) | np.isin(codes, (*_LOADED, *_SAVED))
-    if len(codes) and not known.any():
+    if len(codes) and not _are_known(codes).any():
         code = int(codes[0])
         if code in (Code.RPC_FAILED, Code.RPC_TIMED_OUT):
             raise StoreError(f"the Mooncake master did not answer: code {code}")

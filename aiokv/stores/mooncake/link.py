@@ -54,6 +54,29 @@ class MasterLink(asyncio.Protocol):
             return
         raise StoreError(f"Mooncake master {self._host}:{self._port} is unreachable: {reason}")
 
+    async def check(self) -> None:
+        """Check that the process of the master runs: it closes a connection that is half closed.
+
+        The library sets up a client with the interpreter locked, and waits for a process that was
+        stopped. The kernel accepts connections for such a process.
+
+        Raises:
+            StoreError: the master does not react.
+        """
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                reader, writer = await asyncio.open_connection(self._host, self._port)
+                try:
+                    writer.write_eof()
+                    await reader.read()
+                finally:
+                    writer.close()
+                    await writer.wait_closed()
+        except (OSError, TimeoutError) as error:
+            raise StoreError(
+                f"Mooncake master {self._host}:{self._port} does not answer"
+            ) from error
+
     async def aclose(self) -> None:
         """Close the connection. Idempotent.
 

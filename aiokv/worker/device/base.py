@@ -137,8 +137,16 @@ class Device(Protocol):
     in_order: bool
     computes_in_stream: bool
 
-    def attach(self, regions: Regions, arena: HostArena) -> None:
+    def attach(
+        self, regions: Regions, arena: HostArena, state_arena: HostArena | None = None
+    ) -> None:
         """Bind the memory of both tiers, before the first copy and after ``detach``.
+
+        Args:
+            regions: the device tensors.
+            arena: host memory of the blocks.
+            state_arena: host memory of slots of recurrent state, laid out as the host blocks of
+                ``regions.state_blocks()``; None for none.
 
         Raises:
             LayoutError: the device cannot reach a region's memory.
@@ -155,7 +163,8 @@ class Device(Protocol):
 
         Args:
             route: one of ``routes``. The layers of an onload arrive one by one; those of other
-                routes may share one event. ``STATE`` copies slots of recurrent state, or fills
+                routes may share one event. The routes from and to ``"host_state"`` need a
+                ``state_arena``. ``STATE`` copies slots of recurrent state, or fills
                 them with zeros where the source is ``ZEROS``.
             source_ids: [N] int32, N > 0, borrowed until return. The worker has checked the ids
                 (``aiokv.worker.ids``).

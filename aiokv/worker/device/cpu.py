@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from aiokv import _native
 from aiokv.checks import Unique
 from aiokv.errors import LayoutError, UsageError
-from aiokv.plan import OFFLOAD, ONLOAD, STATE
+from aiokv.plan import OFFLOAD, ONLOAD, STATE, STATE_OFFLOAD, STATE_ONLOAD
 from aiokv.worker.base import UNLIMITED_BLOCKS
 from aiokv.worker.device.base import CopyError
 
@@ -61,17 +61,20 @@ class CpuDevice(Unique):
     """Copies with one native thread per route, GIL released."""
 
     name = "cpu"
-    routes = frozenset((ONLOAD, OFFLOAD, STATE))
+    routes = frozenset((ONLOAD, OFFLOAD, STATE, STATE_ONLOAD, STATE_OFFLOAD))
     in_order = True
     computes_in_stream = False
 
     def __init__(self) -> None:
         self._streams: dict[Route, CpuStream] = {}
         self._map: _native.BlockMap | None = None
-        self._memory: tuple[Regions, HostArena] | None = None
+        self._state_map: _native.BlockMap | None = None  # None without slots in host memory
+        self._memory: tuple[Regions, HostArena, HostArena | None] | None = None
         self._num_layers = 0
 
-    def attach(self, regions: Regions, arena: HostArena) -> None:
+    def attach(
+        self, regions: Regions, arena: HostArena, state_arena: HostArena | None = None
+    ) -> None:
         """Bind the memory and start the threads.
 
         Raises:
@@ -83,7 +86,7 @@ class CpuDevice(Unique):
                 hint="pass device='cuda' to the engine",
             )
         self._map = block_map(regions, arena)
-        self._memory = (regions, arena)
+        self._memory = (regions, arena, state_arena)
         self._num_layers = regions.num_layers
         self._streams = {
             ONLOAD: CpuStream("aiokv-onload"),
@@ -91,6 +94,10 @@ class CpuDevice(Unique):
         }
         if regions.state_pieces:
             self._streams[STATE] = CpuStream("aiokv-state")
+        if state_arena is not None:
+            self._state_map = block_map(regions.state_blocks(), state_arena)
+            self._streams[STATE_ONLOAD] = CpuStream("aiokv-state-onload")
+            self._streams[STATE_OFFLOAD] = CpuStream("aiokv-state-offload")
 
     def copy(
         self,
@@ -102,27 +109,29 @@ class CpuDevice(Unique):
         """Queue a copy on the thread of its route; see :meth:`Device.copy`."""
         if route == STATE:
             job = self._copy_slots(source_ids, target_ids, after)
-        elif route == ONLOAD:
-            job = self._copy_blocks(route, source_ids, target_ids, after)
         else:
-            job = self._copy_blocks(route, target_ids, source_ids, after)
+            blocks = self._map if route in (ONLOAD, OFFLOAD) else self._state_map
+            onload = route in (ONLOAD, STATE_ONLOAD)
+            host_ids, device_ids = (source_ids, target_ids) if onload else (target_ids, source_ids)
+            job = self._copy_blocks(route, blocks, host_ids, device_ids, after)
         return CpuCopy(job, self._num_layers)
 
     def _copy_blocks(
         self,
         route: Route,
+        blocks: _native.BlockMap | None,
         host_ids: NDArray[np.int32],
         device_ids: NDArray[np.int32],
         after: Event | None,
     ) -> _native.CopyJob:
-        if self._map is None:
+        if blocks is None:
             raise UsageError(_NOT_ATTACHED)
         return _native.copy_blocks(
             self._streams[route],
-            self._map,
+            blocks,
             host_ids,
             device_ids,
-            onload=route == ONLOAD,
+            onload=route in (ONLOAD, STATE_ONLOAD),
             after=_cpu_event(after),
             owner=self._memory,
         )
@@ -135,7 +144,7 @@ class CpuDevice(Unique):
     ) -> _native.CopyJob:
         if self._memory is None:
             raise UsageError(_NOT_ATTACHED)
-        regions, _ = self._memory
+        regions = self._memory[0]
         return _native.move_slots(
             self._streams.get(STATE, self._streams[ONLOAD]),  # without tensors no bytes move
             [
@@ -167,7 +176,7 @@ class CpuDevice(Unique):
         for stream in self._streams.values():
             stream.close()
         self._streams = {}
-        self._map = None
+        self._map = self._state_map = None
         self._memory = None
 
 

@@ -4,7 +4,8 @@
              host blocks ─────────kernel, at most 4 CTAs────► regions    lone small pieces
     offload  regions ─gather► staging ring ─copy engine► host blocks     whole blocks
 
-A native thread per direction submits the work, so a call here takes microseconds. CuPy creates the
+Slots of recurrent state move between the tiers in the same way, in an engine of their own. A native
+thread per direction submits the work, so a call here takes microseconds. CuPy creates the
 streams; the arrays may be CuPy's, Paddle's or PyTorch's: all use the primary context.
 """
 
@@ -19,7 +20,7 @@ import numpy as np
 from aiokv import _native
 from aiokv.checks import Unique, arguments, choice, flag, integer
 from aiokv.errors import ConfigError, DeviceError, LayoutError, UsageError
-from aiokv.plan import OFFLOAD, ONLOAD, STATE
+from aiokv.plan import OFFLOAD, ONLOAD, STATE, STATE_OFFLOAD, STATE_ONLOAD
 from aiokv.worker.device.base import CopyError, check_event_type
 from aiokv.worker.device.cuda_handles import event_handle, stream_handle
 from aiokv.worker.device.cuda_numa import placement
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 _cuda: Any = getattr(_native, "cuda", None)  # absent when aiokv was built without a CUDA compiler
 
+_ONLOADS: Final = (ONLOAD, STATE_ONLOAD)
 HIGHEST_PRIORITY: Final = -5  # clamped by CUDA: a short scatter runs before the model's next CTAs
 
 Path = Literal["auto", "staged", "direct"]
@@ -162,7 +164,7 @@ class CudaDevice(Unique):
         ConfigError: aiokv was built without CUDA, CuPy is not installed, or there is no such GPU.
     """
 
-    routes = frozenset((ONLOAD, OFFLOAD, STATE))
+    routes = frozenset((ONLOAD, OFFLOAD, STATE, STATE_ONLOAD, STATE_OFFLOAD))
     in_order = True
     computes_in_stream = True
 
@@ -176,9 +178,11 @@ class CudaDevice(Unique):
         self.options = options or CudaOptions()
         self.ordinal = _existing_gpu(self._cupy, ordinal)
         self.name = f"cuda:{self.ordinal}"
-        self._streams: tuple[Any, ...] = ()
+        self._streams: list[Any] = []
         self._engine: Any = None
         self._host: Any = None
+        self._state_engine: Any = None  # None without slots in host memory
+        self._state_host: Any = None
         self._memory: tuple[Regions, HostArena] | None = None
         self._layer_groups: dict[Route, list[tuple[int, int]]] = {}
         self._starting: deque[CudaCopy] = deque()
@@ -186,7 +190,9 @@ class CudaDevice(Unique):
 
     # --- memory -----------------------------------------------------------------------------
 
-    def attach(self, regions: Regions, arena: HostArena) -> None:
+    def attach(
+        self, regions: Regions, arena: HostArena, state_arena: HostArena | None = None
+    ) -> None:
         """Bind the memory and start to pin the arena; transfers may start at once.
 
         A transfer waits until its host blocks are pinned; low ids are pinned first.
@@ -202,35 +208,39 @@ class CudaDevice(Unique):
             )
         for piece in regions.all_pieces():
             self._check_device(piece.pointer, f"region {piece.region!r}, layer {piece.layer}")
-        with self._cupy.cuda.Device(self.ordinal):
-            self._streams = tuple(
-                self._cupy.cuda.Stream(non_blocking=True, priority=HIGHEST_PRIORITY)
-                for _ in range(4)
-            )
         if regions.state_pieces:
             self._states = CudaStateMover(self._cupy, self.ordinal, regions)
         if self._host is None:
             self._host = self._register(arena)
         self._memory = (regions, arena)
-        self._engine = self._make_engine(regions, arena)
-        self._layer_groups = {
-            ONLOAD: self._engine.groups(_cuda.Direction.ONLOAD),
-            OFFLOAD: self._engine.groups(_cuda.Direction.OFFLOAD),
-        }
+        self._engine = self._make_engine(regions, arena, self._host, self.options.slot_bytes)
+        self._note_groups(self._engine, ONLOAD, OFFLOAD)
+        if state_arena is not None and regions.state_pieces:
+            if self._state_host is None:
+                self._state_host = self._register(state_arena)
+            # Slots move one by one: a staging slot need not be larger.
+            slot_bytes = min(self.options.slot_bytes, state_arena.block_bytes)
+            self._state_engine = self._make_engine(
+                regions.state_blocks(), state_arena, self._state_host, slot_bytes
+            )
+            self._note_groups(self._state_engine, STATE_ONLOAD, STATE_OFFLOAD)
 
     def detach(self, *, keep_host: bool) -> None:
         """Release the memory and the staging rings; ``keep_host`` leaves the arena pinned."""
         if self._states is not None:
             self._states.close()
             self._states = None
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
-        if self._host is not None and not keep_host:
-            self._host.close()
-            self._host = None
+        for engine in (self._engine, self._state_engine):
+            if engine is not None:
+                engine.close()
+        self._engine = self._state_engine = None
+        if not keep_host:
+            for host in (self._host, self._state_host):
+                if host is not None:
+                    host.close()
+            self._host = self._state_host = None
         self._starting.clear()
-        self._streams = ()
+        self._streams = []
         self._memory = None
 
     def close(self) -> None:
@@ -261,16 +271,17 @@ class CudaDevice(Unique):
         after: Event | None,
     ) -> CudaCopy | CudaStateCopy:
         """Give a copy to the native lane of its route; see :meth:`Device.copy`."""
+        engine = self._engine if route in (ONLOAD, OFFLOAD) else self._state_engine
         if route == STATE:
             if self._states is None:
                 raise UsageError(
                     "no region has recurrent state", hint="register it with Regions.add_state"
                 )
             return self._states.move(source_ids, target_ids, after)
-        if route == ONLOAD:
+        if route in _ONLOADS:
             path = _cuda.Path[self.options.path.upper()]
-            return self._submit(route, source_ids, target_ids, after, path)
-        return self._submit(route, target_ids, source_ids, after, _cuda.Path.AUTO)
+            return self._submit(engine, route, source_ids, target_ids, after, path)
+        return self._submit(engine, route, target_ids, source_ids, after, _cuda.Path.AUTO)
 
     def check_event(self, event: Event) -> None:
         """Raise unless the event can be queried and has a CUDA handle, i.e. was recorded."""
@@ -280,31 +291,34 @@ class CudaDevice(Unique):
     @property
     def failure(self) -> DeviceError | None:
         """The error after which no result of the GPU is valid; None without one."""
-        if self._engine is None or not self._engine.broken_code:
-            return None
-        return DeviceError(
-            f"{self.name}: {self._engine.broken_reason}",
-            cuda_code=self._engine.broken_code,
-            hint="restart the process: the CUDA context is lost",
-        )
+        for engine in (self._engine, self._state_engine):
+            if engine is not None and engine.broken_code:
+                return DeviceError(
+                    f"{self.name}: {engine.broken_reason}",
+                    cuda_code=engine.broken_code,
+                    hint="restart the process: the CUDA context is lost",
+                )
+        return None
 
     @property
     def submit_cpu_seconds(self) -> float:
         """CPU time of the submitting threads since attach()."""
-        return float(self._engine.cpu_seconds)
+        state_seconds = 0.0 if self._state_engine is None else self._state_engine.cpu_seconds
+        return float(self._engine.cpu_seconds + state_seconds)
 
     def _submit(
         self,
+        engine: Any,
         route: Route,
         host_ids: NDArray[np.int32],
         device_ids: NDArray[np.int32],
         after: Event | None,
         path: Any,
     ) -> CudaCopy:
-        if self._engine is None:
-            raise UsageError(f"{self.name} has no memory: attach() it first")
-        transfer = self._engine.submit(
-            _cuda.Direction.ONLOAD if route == ONLOAD else _cuda.Direction.OFFLOAD,
+        if engine is None:
+            raise UsageError(f"{self.name} has no memory for {route}: attach() it first")
+        transfer = engine.submit(
+            _cuda.Direction.ONLOAD if route in _ONLOADS else _cuda.Direction.OFFLOAD,
             np.ascontiguousarray(host_ids, dtype=np.int32),
             np.ascontiguousarray(device_ids, dtype=np.int32),
             0 if after is None else event_handle(after),
@@ -340,11 +354,21 @@ class CudaDevice(Unique):
             numa_strict=near.strict,
         )
 
-    def _make_engine(self, regions: Regions, arena: HostArena) -> Any:
+    def _note_groups(self, engine: Any, onload: Route, offload: Route) -> None:
+        self._layer_groups[onload] = engine.groups(_cuda.Direction.ONLOAD)
+        self._layer_groups[offload] = engine.groups(_cuda.Direction.OFFLOAD)
+
+    def _make_engine(self, regions: Regions, arena: HostArena, host: Any, slot_bytes: int) -> Any:
         slices, layer_begin = _layout(regions)
-        handles = [stream.ptr for stream in self._streams]
+        with self._cupy.cuda.Device(self.ordinal):
+            streams = [
+                self._cupy.cuda.Stream(non_blocking=True, priority=HIGHEST_PRIORITY)
+                for _ in range(4)
+            ]
+        self._streams += streams
+        handles = [stream.ptr for stream in streams]
         return _cuda.SwapEngine(
-            self._host,
+            host,
             device_blocks=regions.num_blocks,
             host_blocks=arena.num_blocks,
             host_base=arena.pointer,
@@ -355,7 +379,7 @@ class CudaDevice(Unique):
             offload_streams=(handles[2], handles[3]),
             device=self.ordinal,
             timing=self.options.timing,
-            slot_bytes=self.options.slot_bytes,
+            slot_bytes=slot_bytes,
             num_slots=self.options.num_slots,
             queued_pieces=self.options.queued_pieces,
             max_group_layers=self.options.max_group_layers,

@@ -53,14 +53,23 @@ class AuxiliaryPool {
 
     void add_reader(BlockId id);
     void remove_reader(BlockId id);
+    // The reader was no use of the id, which keeps its place in the order of eviction.
+    void remove_copier(BlockId id);
     void touch(BlockId id);  // used now
     // The ids that a hit of the whole path needs are used now.
     void touch_hit(std::span<const NodeId> path);
 
     void use_in(BlockId id, Step step) { ids_.use_in(id, step); }
     Step after_step(BlockId id) const { return ids_.after_step(id); }
+    // No open step uses the id: a transfer of it has an event to wait for.
+    bool is_closed(BlockId id) const { return ids_.is_writable(id); }
+    void close_step(Step step) { ids_.close_step(step); }
     void finish_step(Step step) { ids_.finish_step(step); }
     Step unfinished_step() const { return ids_.unfinished_step(); }
+
+    // Idle ids in the order of their eviction; kNoBlock ends it.
+    BlockId first_evicted() const { return oldest_; }
+    BlockId evicted_after(BlockId id) const { return entries_[at(id)].next; }
 
     // -- for checks
     bool is_free(BlockId id) const { return ids_.is_free(id); }
@@ -73,12 +82,13 @@ class AuxiliaryPool {
     struct Entry {
         NodeId node = kNone;
         std::uint32_t readers = 0;
+        std::uint64_t used = 0;   // by the clock of the pool
         BlockId prev = kNoBlock;  // of the idle ones, oldest first
         BlockId next = kNoBlock;
     };
 
     static std::size_t at(BlockId id) { return static_cast<std::size_t>(id); }
-    void link(BlockId id);
+    void link(BlockId id, BlockId after);
     void unlink(BlockId id);
 
     DevicePool ids_;
@@ -89,6 +99,7 @@ class AuxiliaryPool {
     BlockId oldest_ = kNoBlock;
     BlockId newest_ = kNoBlock;
     std::uint32_t idle_ = 0;
+    std::uint64_t clock_ = 0;
 };
 
 }  // namespace aiokv

@@ -29,10 +29,11 @@ class AuxiliaryPools {
         state_.forget(node);
         windows_.forget(node);
     }
-    void forget_all() {
-        state_.forget_all();
+    void forget_device() {
+        state_.forget_device();
         windows_.forget_all();
     }
+    void forget_host() { state_.forget_host(); }
 
     bool has_room(const Lease& lease, std::uint32_t total_blocks) const {
         return state_.has_room(lease) && windows_.has_room(lease, total_blocks);
@@ -57,6 +58,7 @@ class AuxiliaryPools {
         windows_.release(lease, step);
     }
 
+    void close_step(Step step) { state_.close_step(step); }
     void finish_step(Step step) {
         state_.finish_step(step);
         windows_.finish_step(step);

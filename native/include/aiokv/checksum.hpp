@@ -5,14 +5,14 @@
 // "UMAC: Fast and Secure Message Authentication", 1999), and the chunks are combined by a
 // polynomial:
 //
-//   nh(chunk) = sum over its pairs of words of (w[2i] + k[2i] mod 2^64) * (w[2i+1] + k[2i+1] mod
-//               2^64), mod 2^128
+//   nh(chunk) = sum over its pairs of words of (w[2i] + k[2i]) * (w[2i+1] + k[2i+1]), where the
+//               additions are mod 2^64, and products and sum are mod 2^128
 //   sum       = 0; for each chunk: sum = (sum * K + nh(chunk)) mod 2^127 - 1
 //
 // k and K come from SHA-256("aiokv checksum 1\0" | u32 i), i = 0, 1, ...: 128 words k, and then 127
 // bits K (the low bits of the next 16 bytes). Of two different inputs of the same length, the sums
-// are equal for at most 2^-61 of all choices of k and K. So the checksum finds damage by chance;
-// it does not stop an attacker, who knows k and K.
+// are equal for at most 2^-61 of all choices of k and K. So the checksum detects accidental
+// damage; it does not stop an attacker, who knows k and K.
 #pragma once
 
 #include <array>

@@ -112,7 +112,7 @@ class Core {
     TransferId take_write_backs(std::uint32_t wanted) { return saver_.take_write_backs(wanted); }
     bool wants_write_backs() const { return saver_.wants_write_backs(); }
     bool must_look_further() const { return saver_.must_look_further(); }
-    bool wants_backups() const { return saver_.wants_backups(); }
+    bool wants_backups() const { return saver_.wants_backups() || state_.wants_saves(); }
 
     // -- swap
     TransferId saving(LeaseId id) const { return swaps_.saving(leases_.at(id)); }
@@ -126,6 +126,8 @@ class Core {
         state_.discard_snapshot(leases_.at(id), slot);
     }
     std::vector<std::uint32_t> snapshot_points(LeaseId id) const;
+    // A save of one snapshot to host memory; 0: there is nothing to copy.
+    TransferId take_state_save() { return state_.take_save(); }
     bool is_state_move(TransferId id) const { return transfers_.is_move(id); }
     const StateMove& state_move(TransferId id) const { return transfers_.move(id); }
     std::uint32_t reach_tokens(LeaseId id) const { return windows_.reach_tokens(leases_.at(id)); }
@@ -154,7 +156,10 @@ class Core {
     std::vector<TransferId> take_abandoned() { return transfers_.take_abandoned(); }
     void mark_cancelling(TransferId id) { transfers_.mark_cancelling(id); }
     // Steps finish in the order of their numbers.
-    void close_step(Step step) { device_.close_step(step); }
+    void close_step(Step step) {
+        device_.close_step(step);
+        auxiliary_.close_step(step);
+    }
     void finish_step(Step step) {
         device_.finish_step(step);
         auxiliary_.finish_step(step);

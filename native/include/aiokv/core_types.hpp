@@ -66,6 +66,7 @@ struct CoreConfig {
     std::vector<WindowConfig> windows = {};
     std::uint32_t max_leases = kMaxLeases;  // open at a time
     StoreConfig stores = {};
+    std::uint32_t host_state_slots = 0;  // of snapshots in host memory
 
     std::uint32_t blocks_for(std::uint64_t num_tokens) const {
         return static_cast<std::uint32_t>((num_tokens + block_tokens - 1) / block_tokens);
@@ -125,12 +126,21 @@ struct StateCopy {
     BlockId target = kNoBlock;  // kNoBlock: none
 };
 
-// Makes a lease's state slot ready: a copy of a snapshot, or zeros.
+// Where the slots of a state move lie.
+enum class StateRoute : std::uint8_t {
+    kOnDevice,
+    kFromHost,  // the source is in host memory
+    kToHost,    // the target is in host memory: a snapshot is saved
+};
+
+// Makes a lease's state slot ready, with a copy of a snapshot or with zeros; or saves a snapshot.
 struct StateMove {
-    LeaseId lease = 0;          // 0: it was released or retracted, and the move owns the target
+    LeaseId lease = 0;          // 0: a save; or it was released or retracted. The move owns the
+                                // target
     BlockId source = kNoBlock;  // the move is one of its readers; kNoBlock: zeros
     BlockId target = kNoBlock;
     Step after_step = 0;
+    StateRoute route = StateRoute::kOnDevice;
 };
 
 struct Fork {
@@ -151,6 +161,8 @@ struct CoreStatistics {
     std::uint64_t restored_states, evicted_snapshots;
     std::uint64_t hit_store_tokens, fetches, fetched_blocks, unfetched_blocks;
     std::uint64_t saved_blocks, dropped_saves, rejected_saves, refused_saves, failed_saves;
+    std::uint32_t host_state_free, host_state_snapshots;
+    std::uint64_t saved_snapshots, onloaded_states, evicted_host_snapshots;
     std::size_t index_bytes, token_bytes;
 };
 

@@ -1,8 +1,9 @@
 // Digests of blocks, and their keys in the stores. Equal in every process and on every machine.
 //
-//   root digest  = SHA-256("aiokv root 1\0" | u32 block_tokens | u32 bytes of the context |
-//   context) block digest = SHA-256(parent digest | int32 tokens of the block
-//                          [| u32 bytes of the item key | item key, if an item touches the block])
+//   root digest  = SHA-256("aiokv root 1\0" | u32 block_tokens | u32 context bytes | context)
+//   block digest = SHA-256(parent digest | int32 tokens of the block)
+//                  SHA-256(parent digest | int32 tokens of the block
+//                          | u32 bytes of the item key | item key)    if an item touches it
 //   key          = SHA-256(fingerprint | block digest)
 //
 // An item key has, for each item that touches the block, in order: i64 bytes of its content hash |
@@ -28,7 +29,9 @@ Digest root_digest(std::uint32_t block_tokens, std::string_view context,
 Digest block_digest(const Digest& parent, std::span<const std::int32_t> tokens,
                     std::string_view items, Sha256Blocks add_blocks = sha256_blocks_fastest());
 
-Digest derive_key(const Digest& fingerprint, const Digest& digest,
-                  Sha256Blocks add_blocks = sha256_blocks_fastest());
+// The keys of digests; `two_messages` is null without an implementation of it.
+void derive_keys(const Digest& fingerprint, std::span<const Digest> digests, std::span<Digest> keys,
+                 Sha256Blocks add_blocks = sha256_blocks_fastest(),
+                 Sha256TwoMessages two_messages = sha256_two_messages_native());
 
 }  // namespace aiokv

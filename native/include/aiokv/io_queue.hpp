@@ -38,10 +38,11 @@ inline constexpr std::size_t kMaxIoEntries = 4096;
 enum class IoBackendChoice { kAuto, kIoUring, kThreads };
 
 class IoBackend;
+class IoCompletions;
 
-// Requests end in any order. The memory of a request belongs to the kernel until reap() returns
-// its result. All methods except close() return without waiting for the medium, and are called by
-// the thread that created the queue, except for the destructor. A forked child can only destroy it.
+// Requests end in any order. The memory of a request belongs to the kernel until its result is
+// there. Native threads talk to the kernel: no method waits for the medium, except for close().
+// Thread-safe, but for close(). A forked child can only destroy a queue of its parent.
 class IoQueue {
   public:
     // At most `entries` requests are in the kernel at a time; the queue holds the others.
@@ -51,15 +52,19 @@ class IoQueue {
     IoQueue(const IoQueue&) = delete;
     IoQueue& operator=(const IoQueue&) = delete;
 
-    const char* backend() const { return name_; }         // "io_uring" or "threads"
-    const std::string& reason() const { return why_; }    // why io_uring is not used, or ""
-    int fd() const;                                       // readable when reap() has results, or -1
-    std::size_t pending() const { return num_pending_; }  // submitted and not reaped
+    const char* backend() const { return name_; }       // "io_uring" or "threads"
+    const std::string& reason() const { return why_; }  // why io_uring is not used, or ""
 
-    // Lets the kernel map memory once for all requests inside of it. Returns 0, or the errno with
-    // which the kernel refused; such requests are then slower. Throws UsageError while requests
-    // are pending.
-    int register_buffer(std::uint64_t address, std::size_t num_bytes);
+    // Readable from the end of the last request of a submit() until pop() has removed all results;
+    // -1 when closed.
+    int fd() const;
+
+    // Requests whose results were not removed.
+    std::size_t pending() const;
+
+    // Lets the kernel map memory once for all later requests inside of it. The result, with `tag`,
+    // is 0, or the -errno with which the kernel refused: requests are then slower.
+    void register_buffer(std::uint64_t address, std::size_t num_bytes, std::uint64_t tag);
 
     // Starts all requests. Throws LayoutError, before the first one starts, when a request is too
     // long, or is not aligned and its file is open with O_DIRECT.
@@ -69,22 +74,24 @@ class IoQueue {
     // was cancelled in time.
     void cancel(std::span<const std::uint64_t> tags);
 
-    // Appends results, at most `limit`. The eventfd stays readable while there are more.
-    void reap(std::vector<IoResult>& results, std::size_t limit);
+    // Returns the oldest results, at most `limit`, and keeps them.
+    std::vector<IoResult> peek(std::size_t limit) const;
+
+    // Removes the `count` oldest results. Throws UsageError when there are fewer.
+    void pop(std::size_t count);
 
     // Cancels the requests that have not started and blocks until the kernel accesses no memory
-    // of the others. reap() returns their results. Idempotent.
+    // of the others. Results can be read afterwards. Idempotent.
     void close();
 
   private:
     void check_usable(const char* method) const;
     void check_process(const char* method) const;
 
+    std::unique_ptr<IoCompletions> completions_;
     std::unique_ptr<IoBackend> backend_;  // null when closed
     const char* name_ = "";
     std::string why_;
-    std::vector<IoResult> last_results_;  // of a closed queue
-    std::size_t num_pending_ = 0;
     std::uint64_t fork_generation_;
 };
 

@@ -45,8 +45,9 @@ struct UnattachedSnapshot {
 
 // The state slot and snapshots of a lease; see RecurrentState.
 struct RecurrentHolding {
-    BlockId slot = kNoBlock;           // the lease's own, while granted or swapped
-    BlockId read_snapshot = kNoBlock;  // kept for a lease that computes nothing
+    BlockId slot = kNoBlock;                // the lease's own, while granted or swapped
+    BlockId read_snapshot = kNoBlock;       // kept for a lease that computes nothing
+    BlockId read_host_snapshot = kNoBlock;  // instead, where the device has none
     std::vector<UnattachedSnapshot> snapshots;
     bool valid = false;  // the slot is that of computed_tokens, once its move has ended
 };

@@ -4,7 +4,8 @@
 // the model overwrites, and a prefix can be hit only where a snapshot was saved: the state
 // after the last position of that block. A grant copies the snapshot into the lease's slot, or
 // zeroes the slot, as a transfer that the lease waits for. Snapshots have an eviction order of
-// their own; to lose one costs no block.
+// their own; to lose one costs no block. Host snapshots (HostSnapshots) are copies of them that
+// stay when they are evicted; a lease takes its state from the device where it has the choice.
 #pragma once
 
 #include <cstdint>
@@ -13,6 +14,7 @@
 
 #include "aiokv/auxiliary_pool.hpp"
 #include "aiokv/core_types.hpp"
+#include "aiokv/host_snapshots.hpp"
 #include "aiokv/index.hpp"
 #include "aiokv/lease_table.hpp"
 #include "aiokv/transfer_ledger.hpp"
@@ -29,16 +31,22 @@ class RecurrentState {
 
     // -- hits and nodes of the index
     bool covers(std::span<const NodeId> path, std::size_t blocks) const {
-        return !pool_ || pool_->covers(index_.tree(), path, blocks);
+        return !pool_ || pool_->covers(index_.tree(), path, blocks) ||
+               (host_ && host_->covers(path, blocks));
     }
     void touch_hit(std::span<const NodeId> path) {
-        if (pool_) pool_->touch_hit(path);
+        if (pool_ && !path.empty()) touch(path.back());
     }
     void forget(NodeId node) {
         if (pool_) pool_->forget(node);
+        if (host_) host_->forget(node);
     }
-    void forget_all() {
+    // The snapshots of one tier.
+    void forget_device() {
         if (pool_) pool_->forget_all();
+    }
+    void forget_host() {
+        if (host_) host_->forget_all();
     }
 
     // -- the slot of a lease
@@ -60,7 +68,7 @@ class RecurrentState {
     // (I3).
     void orphan_move(Lease& lease, TransferId move, Step step);
     // Ends a move, and returns it.
-    StateMove finish_move(TransferId move, bool copied);
+    StateMove finish_move(TransferId move, Outcome outcome);
     void release(Lease& lease, Step step);
 
     // -- snapshots
@@ -73,6 +81,13 @@ class RecurrentState {
     void attach_snapshots(Lease& lease);
     void forget_snapshots(Lease& lease, Step step);
 
+    // -- saves of snapshots to host memory; see HostSnapshots
+    bool wants_saves() const { return host_ && host_->wants_saves(); }
+    TransferId take_save() { return host_ ? host_->take_save() : 0; }
+
+    void close_step(Step step) {
+        if (pool_) pool_->close_step(step);
+    }
     void finish_step(Step step) {
         if (pool_) pool_->finish_step(step);
     }
@@ -83,14 +98,18 @@ class RecurrentState {
 
   private:
     BlockId take_slot();
-    void start_move(Lease& lease, BlockId source);
+    void touch(NodeId node);
+    void keep_snapshot(Lease& lease, BlockId source, BlockId host_source);
+    void start_move(Lease& lease, BlockId source, StateRoute route);
 
     const CoreConfig& config_;
     Index& index_;
     const LeaseTable& leases_;
     TransferLedger& transfers_;
     std::optional<AuxiliaryPool> pool_;  // none: the model has no recurrent state
+    std::optional<HostSnapshots> host_;  // none: snapshots stay on the device
     std::uint64_t restored_ = 0;
+    std::uint64_t onloaded_ = 0;
     std::uint64_t evicted_snapshots_ = 0;
 };
 

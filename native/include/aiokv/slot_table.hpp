@@ -88,9 +88,9 @@ class SlotTable {
     // Records of removals since the last call, to be written before they can be durable.
     std::vector<JournalRecord> take_records();
     // Number of slots that became unsettled so far; when the records taken until now are durable,
-    // settle(this number) makes these slots free.
+    // settle(this number) makes these slots free, at most `count` per call; true when none is left.
     std::uint64_t unsettled_total() const { return unsettled_total_; }
-    void settle(std::uint64_t total);
+    bool settle(std::uint64_t total, std::size_t count);
 
     // Start to list all slots with a key, least recently used first, behind those in quarantine;
     // snapshot() returns the next ones, and nothing at the end. Changes in between are allowed:

@@ -8,10 +8,6 @@
 namespace aiokv {
 namespace {
 
-constexpr std::array<std::uint32_t, 8> kInitialState = {
-    0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19,
-};
-
 std::uint32_t load_big_endian(const std::uint8_t* bytes) {
     return std::uint32_t{bytes[0]} << 24 | std::uint32_t{bytes[1]} << 16 |
            std::uint32_t{bytes[2]} << 8 | bytes[3];
@@ -57,7 +53,13 @@ Sha256Blocks sha256_blocks_fastest() {
     return fastest;
 }
 
-Sha256::Sha256(Sha256Blocks add_blocks) : add_blocks_(add_blocks), state_(kInitialState) {}
+Digest sha256_digest(const std::array<std::uint32_t, 8>& state) {
+    Digest digest;
+    for (std::size_t i = 0; i < state.size(); ++i) store_big_endian(&digest[4 * i], state[i]);
+    return digest;
+}
+
+Sha256::Sha256(Sha256Blocks add_blocks) : add_blocks_(add_blocks), state_(kSha256InitialState) {}
 
 void Sha256::add(std::span<const std::uint8_t> bytes) {
     const std::size_t begun = num_bytes_ % kBlockBytes;
@@ -86,9 +88,7 @@ Digest Sha256::finish() {
     store_big_endian(length, static_cast<std::uint32_t>(num_bytes_ >> 29));
     store_big_endian(length + 4, static_cast<std::uint32_t>(num_bytes_ << 3));
     add_blocks_(state_.data(), last.data(), blocks);
-    Digest digest;
-    for (std::size_t i = 0; i < state_.size(); ++i) store_big_endian(&digest[4 * i], state_[i]);
-    return digest;
+    return sha256_digest(state_);
 }
 
 }  // namespace aiokv

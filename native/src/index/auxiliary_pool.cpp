@@ -27,7 +27,8 @@ void AuxiliaryPool::give_back(BlockId id, Step step) {
 void AuxiliaryPool::attach(NodeId node, BlockId id) {
     entries_[at(id)].node = node;
     ids_of_[node] = id;
-    link(id);
+    entries_[at(id)].used = ++clock_;
+    link(id, newest_);
 }
 
 BlockId AuxiliaryPool::find(NodeId node) const {
@@ -83,27 +84,36 @@ void AuxiliaryPool::add_reader(BlockId id) {
 }
 
 void AuxiliaryPool::remove_reader(BlockId id) {
+    entries_[at(id)].used = ++clock_;
+    remove_copier(id);
+}
+
+void AuxiliaryPool::remove_copier(BlockId id) {
     Entry& entry = entries_[at(id)];
     if (--entry.readers > 0) return;
-    if (entry.node == kNone) {
-        ids_.give_back(id);
-    } else {
-        link(id);
+    if (entry.node == kNone) return ids_.give_back(id);
+    BlockId before = newest_;
+    while (before != kNoBlock && entries_[at(before)].used > entry.used) {
+        before = entries_[at(before)].prev;
     }
+    link(id, before);
 }
 
 void AuxiliaryPool::touch(BlockId id) {
+    entries_[at(id)].used = ++clock_;
     if (!is_idle(id)) return;
     unlink(id);
-    link(id);
+    link(id, newest_);
 }
 
-void AuxiliaryPool::link(BlockId id) {
+// Behind `after` in the order of eviction; kNoBlock: in front of all.
+void AuxiliaryPool::link(BlockId id, BlockId after) {
     Entry& entry = entries_[at(id)];
-    entry.prev = newest_;
-    entry.next = kNoBlock;
-    (newest_ == kNoBlock ? oldest_ : entries_[at(newest_)].next) = id;
-    newest_ = id;
+    BlockId& next = after == kNoBlock ? oldest_ : entries_[at(after)].next;
+    entry.prev = after;
+    entry.next = next;
+    (entry.next == kNoBlock ? newest_ : entries_[at(entry.next)].prev) = id;
+    next = id;
     ++idle_;
 }
 

@@ -29,6 +29,7 @@ const CoreConfig& checked(const CoreConfig& config) {
     require_at_most("device_blocks", config.device_blocks);
     require_at_most("host_blocks", config.host_blocks);
     require_at_most("state_slots", config.state_slots);
+    require_at_most("host_state_slots", config.host_state_slots);
     if (config.max_leases == 0 || config.max_leases > kMaxLeases) {
         throw ConfigError("max_leases is " + str(config.max_leases) +
                           "; it must be between 1 and " + str(kMaxLeases))

@@ -13,6 +13,13 @@ RecurrentState::RecurrentState(const CoreConfig& config, Index& index, const Lea
                                TransferLedger& transfers)
     : config_(config), index_(index), leases_(leases), transfers_(transfers) {
     if (config.state_slots > 0) pool_.emplace(config.state_slots, 1);
+    if (pool_ && config.host_state_slots > 0) host_.emplace(config, index, *pool_, transfers);
+}
+
+void RecurrentState::touch(NodeId node) {
+    const BlockId slot = pool_->find(node);
+    if (slot != kNoBlock) pool_->touch(slot);
+    if (host_) host_->touch(node);
 }
 
 BlockId RecurrentState::take_slot() {
@@ -21,6 +28,7 @@ BlockId RecurrentState::take_slot() {
         ++evicted_snapshots_;
         index_.change();
     }
+    if (host_) host_->note_taken();
     return slot;
 }
 
@@ -29,11 +37,9 @@ BlockId RecurrentState::take_slot() {
 void RecurrentState::take(Lease& lease) {
     if (!pool_ || lease.recurrent.valid) return;
     const BlockId source = lease.path.empty() ? kNoBlock : pool_->find(lease.path.back());
-    if (!lease.flags.computes) {
-        lease.recurrent.read_snapshot = source;
-        if (source != kNoBlock) pool_->add_reader(source);
-        return;
-    }
+    const bool is_on_host = host_ && source == kNoBlock && !lease.path.empty();
+    const BlockId host_source = is_on_host ? host_->find(lease.path.back()) : kNoBlock;
+    if (!lease.flags.computes) return keep_snapshot(lease, source, host_source);
     lease.recurrent.valid = true;
     const std::uint32_t idle_source = source != kNoBlock && pool_->is_idle(source);
     if (lease.recurrent.slot == kNoBlock && idle_source > 0 && pool_->room() == 1) {
@@ -42,9 +48,22 @@ void RecurrentState::take(Lease& lease) {
         index_.change();
         return;
     }
-    if (source != kNoBlock) pool_->add_reader(source);
+    if (source != kNoBlock) {
+        if (host_) host_->note_use(source);
+        pool_->add_reader(source);
+    }
+    if (host_source != kNoBlock) host_->add_reader(host_source);
     if (lease.recurrent.slot == kNoBlock) lease.recurrent.slot = take_slot();
-    start_move(lease, source);
+    if (host_source != kNoBlock) return start_move(lease, host_source, StateRoute::kFromHost);
+    start_move(lease, source, StateRoute::kOnDevice);
+}
+
+// The lease computes nothing, and keeps the snapshot of its hit where it is.
+void RecurrentState::keep_snapshot(Lease& lease, BlockId source, BlockId host_source) {
+    lease.recurrent.read_snapshot = source;
+    lease.recurrent.read_host_snapshot = host_source;
+    if (source != kNoBlock) pool_->add_reader(source);
+    if (host_source != kNoBlock) host_->add_reader(host_source);
 }
 
 void RecurrentState::fork(const Lease& parent, Lease& child, Step step) {
@@ -59,20 +78,32 @@ void RecurrentState::use_in(const Lease& lease, Step step) {
     if (lease.recurrent.slot != kNoBlock) pool_->use_in(lease.recurrent.slot, step);
 }
 
-void RecurrentState::start_move(Lease& lease, BlockId source) {
+void RecurrentState::start_move(Lease& lease, BlockId source, StateRoute route) {
     StateMove move{lease.id(), source, lease.recurrent.slot,
-                   pool_->after_step(lease.recurrent.slot)};
-    if (source != kNoBlock) move.after_step = std::max(move.after_step, pool_->after_step(source));
+                   pool_->after_step(lease.recurrent.slot), route};
+    if (route == StateRoute::kOnDevice && source != kNoBlock) {
+        move.after_step = std::max(move.after_step, pool_->after_step(source));
+    }
     lease.onloads.push_back(transfers_.begin_move(move));
 }
 
-StateMove RecurrentState::finish_move(TransferId id, bool copied) {
+StateMove RecurrentState::finish_move(TransferId id, Outcome outcome) {
     const StateMove move = transfers_.end_move(id);
-    if (move.source != kNoBlock) pool_->remove_reader(move.source);
+    const bool copied = outcome == Outcome::kDone;
+    if (move.route == StateRoute::kToHost) {
+        host_->finish_save(move, copied);
+        return move;
+    }
+    if (move.route == StateRoute::kFromHost) {
+        host_->finish_read(move.source, outcome == Outcome::kFailed);
+    } else if (move.source != kNoBlock) {
+        pool_->remove_reader(move.source);
+    }
     if (move.lease == 0) {
         pool_->give_back(move.target, 0);
     } else if (copied) {
         restored_ += move.source != kNoBlock;
+        onloaded_ += move.route == StateRoute::kFromHost;
     }
     return move;
 }
@@ -109,8 +140,8 @@ StateCopy RecurrentState::snapshot(Lease& lease, std::int64_t num_tokens, Step s
     const std::uint32_t block = lease.computed_tokens / config_.block_tokens - 1;
     if (block < lease.path.size()) {
         const NodeId node = lease.path[block];
+        touch(node);
         const BlockId saved = pool_->find(node);
-        if (saved != kNoBlock) pool_->touch(saved);
         if (saved != kNoBlock || index_.tree()[node].has(kDetached)) return {};
     }
     const auto is_same = [block](const UnattachedSnapshot& other) { return other.block == block; };
@@ -146,6 +177,7 @@ void RecurrentState::attach_snapshots(Lease& lease) {
         }
         pool_->attach(node, snapshot.slot);
         index_.tree()[node].set(kHasSides);
+        if (host_) host_->note_use(snapshot.slot);
         index_.change();
         return true;
     });
@@ -164,7 +196,10 @@ void RecurrentState::release(Lease& lease, Step step) {
     if (lease.recurrent.slot != kNoBlock) pool_->give_back(lease.recurrent.slot, step);
     if (lease.recurrent.read_snapshot != kNoBlock)
         pool_->remove_reader(lease.recurrent.read_snapshot);
+    if (lease.recurrent.read_host_snapshot != kNoBlock)
+        host_->remove_reader(lease.recurrent.read_host_snapshot);
     lease.recurrent.slot = lease.recurrent.read_snapshot = kNoBlock;
+    lease.recurrent.read_host_snapshot = kNoBlock;
     lease.recurrent.valid = false;
 }
 
@@ -173,6 +208,8 @@ void RecurrentState::add_to(CoreStatistics& statistics) const {
     statistics.state_snapshots = pool_ ? pool_->attached() : 0;
     statistics.restored_states = restored_;
     statistics.evicted_snapshots = evicted_snapshots_;
+    statistics.onloaded_states = onloaded_;
+    if (host_) host_->add_to(statistics);
 }
 
 void RecurrentState::check(Report& report) const {
@@ -192,7 +229,8 @@ void RecurrentState::check(Report& report) const {
         report.require(!lease.recurrent.valid || has_slot, "I1: a valid state has no slot");
     }
     for (const auto& [id, move] : transfers_.moves()) {
-        if (move.source != kNoBlock) ++readers[move.source];
+        if (move.source != kNoBlock && move.route != StateRoute::kFromHost) ++readers[move.source];
+        if (move.route == StateRoute::kToHost) continue;
         if (move.lease == 0) slots.own(move.target, "a move");
         report.require(move.lease == 0 || leases_.at(move.lease).recurrent.slot == move.target,
                        "I3: the target of state move ", id, " changed under way");
@@ -215,6 +253,7 @@ void RecurrentState::check(Report& report) const {
     report.require(attached == pool_->attached(), "I1: ", pool_->attached(), " of ", attached,
                    " snapshots are listed");
     slots.check([this](BlockId id) { return pool_->is_free(id); });
+    if (host_) host_->check(report, leases_);
 }
 
 }  // namespace aiokv

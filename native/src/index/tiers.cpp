@@ -23,12 +23,13 @@ void Tiers::require_idle(const char* tier, bool swapped_too) const {
 void Tiers::forget_device() {
     // A swapped lease has its recurrent state and windows on the device.
     require_idle("device", auxiliary_.exist());
-    auxiliary_.forget_all();
+    auxiliary_.forget_device();
     residency_.forget_device();
 }
 
 void Tiers::forget_host() {
     require_idle("host", true);
+    auxiliary_.forget_host();
     residency_.forget_host();
 }
 

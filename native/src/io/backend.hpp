@@ -6,11 +6,11 @@
 #include <span>
 #include <vector>
 
-#include "aiokv/io_queue.hpp"
+#include "completions.hpp"
 
 namespace aiokv {
 
-// The methods are those of IoQueue, which has checked the arguments and the state.
+// A backend ends each job by IoCompletions::end(). Methods are thread-safe, but for close().
 class IoBackend {
   public:
     IoBackend() = default;
@@ -19,11 +19,14 @@ class IoBackend {
     IoBackend& operator=(const IoBackend&) = delete;
 
     virtual const char* name() const = 0;
-    virtual int fd() const = 0;
-    virtual int register_buffer(std::uint64_t address, std::size_t num_bytes) = 0;
-    virtual void submit(std::span<const IoRequest> requests) = 0;
+
+    // Ends `job`, whose request is ignored, when the kernel has mapped the memory or has refused.
+    virtual void register_buffer(std::uint64_t address, std::size_t num_bytes, IoJob job) = 0;
+
+    virtual void submit(std::span<const IoRequest> requests, std::uint64_t batch) = 0;
     virtual void cancel(std::span<const std::uint64_t> tags) = 0;
-    virtual void reap(std::vector<IoResult>& results, std::size_t limit) = 0;
+
+    // Cancels the jobs that have not started, waits for the others, and joins the threads.
     virtual void close() = 0;
 };
 

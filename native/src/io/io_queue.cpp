@@ -9,6 +9,7 @@
 #include <limits>
 
 #include "backend.hpp"
+#include "ring.hpp"
 #include "ring_backend.hpp"
 #include "thread_backend.hpp"
 
@@ -25,13 +26,13 @@ std::uint64_t fork_generation() {
 }
 
 std::unique_ptr<IoBackend> make_backend(std::size_t entries, IoBackendChoice choice,
-                                        std::string& why) {
+                                        IoCompletions& completions, std::string& why) {
     if (choice == IoBackendChoice::kThreads) {
         why = "threads were chosen";
-        return std::make_unique<ThreadBackend>(entries);
+        return std::make_unique<ThreadBackend>(entries, completions);
     }
     try {
-        return std::make_unique<RingBackend>(entries);
+        return std::make_unique<RingBackend>(entries, completions);
     } catch (const RingRefused& refused) {
         why = refused.what();
     }
@@ -39,7 +40,7 @@ std::unique_ptr<IoBackend> make_backend(std::size_t entries, IoBackendChoice cho
         throw ConfigError("io_uring was chosen, but cannot be used: " + why)
             .hint("choose 'auto' or 'threads', or permit io_uring in the kernel and the sandbox");
     }
-    return std::make_unique<ThreadBackend>(entries);
+    return std::make_unique<ThreadBackend>(entries, completions);
 }
 
 std::string text_of(const IoRequest& request) {
@@ -87,44 +88,44 @@ void check_all(std::span<const IoRequest> requests) {
 }  // namespace
 
 IoQueue::IoQueue(std::size_t entries, IoBackendChoice choice)
-    : fork_generation_(fork_generation()) {
+    : completions_(std::make_unique<IoCompletions>()), fork_generation_(fork_generation()) {
     if (entries < 1 || entries > kMaxIoEntries) {
         throw ConfigError("entries is " + std::to_string(entries) + "; it must be between 1 and " +
                           std::to_string(kMaxIoEntries));
     }
-    backend_ = make_backend(entries, choice, why_);
+    backend_ = make_backend(entries, choice, *completions_, why_);
     name_ = backend_->name();
 }
 
 IoQueue::~IoQueue() {
-    if (fork_generation() != fork_generation_) {
-        // The ring and the threads belong to the parent process.
-        static_cast<void>(backend_.release());
+    if (fork_generation() == fork_generation_) {
+        close();
         return;
     }
-    close();
+    // The ring and the threads belong to the parent process; locks may have been held.
+    static_cast<void>(backend_.release());
+    static_cast<void>(completions_.release());
 }
 
 int IoQueue::fd() const {
-    return backend_ ? backend_->fd() : -1;
+    return backend_ ? completions_->fd() : -1;
 }
 
-int IoQueue::register_buffer(std::uint64_t address, std::size_t num_bytes) {
+std::size_t IoQueue::pending() const {
+    return completions_->pending();
+}
+
+void IoQueue::register_buffer(std::uint64_t address, std::size_t num_bytes, std::uint64_t tag) {
     check_usable("register_buffer");
-    if (num_pending_ > 0) {
-        throw UsageError("register_buffer: " + std::to_string(num_pending_) +
-                         " requests are pending")
-            .hint("register the memory before the first request");
-    }
-    return num_bytes == 0 ? 0 : backend_->register_buffer(address, num_bytes);
+    const IoJob job{.request = {.tag = tag}, .batch = completions_->open(1)};
+    backend_->register_buffer(address, num_bytes, job);
 }
 
 void IoQueue::submit(std::span<const IoRequest> requests) {
     check_usable("submit");
     check_all(requests);
     if (requests.empty()) return;
-    backend_->submit(requests);
-    num_pending_ += requests.size();
+    backend_->submit(requests, completions_->open(requests.size()));
 }
 
 void IoQueue::cancel(std::span<const std::uint64_t> tags) {
@@ -132,25 +133,22 @@ void IoQueue::cancel(std::span<const std::uint64_t> tags) {
     backend_->cancel(tags);
 }
 
-void IoQueue::reap(std::vector<IoResult>& results, std::size_t limit) {
-    check_process("reap");
-    const std::size_t before = results.size();
-    if (backend_) {
-        backend_->reap(results, limit);
-    } else {
-        const auto count = static_cast<std::ptrdiff_t>(std::min(limit, last_results_.size()));
-        results.insert(results.end(), last_results_.begin(), last_results_.begin() + count);
-        last_results_.erase(last_results_.begin(), last_results_.begin() + count);
-    }
-    num_pending_ -= results.size() - before;
+std::vector<IoResult> IoQueue::peek(std::size_t limit) const {
+    check_process("peek");
+    return completions_->peek(limit);
+}
+
+void IoQueue::pop(std::size_t count) {
+    check_process("pop");
+    completions_->pop(count);
 }
 
 void IoQueue::close() {
     if (!backend_) return;
     check_process("close");
     backend_->close();
-    backend_->reap(last_results_, num_pending_);
     backend_.reset();
+    completions_->close();
 }
 
 void IoQueue::check_usable(const char* method) const {

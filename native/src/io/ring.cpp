@@ -1,6 +1,7 @@
 #include "ring.hpp"
 
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -12,15 +13,17 @@
 namespace aiokv {
 namespace {
 
-// From the cheapest way to run completions to the one that all kernels have. The first: completions
-// run when this thread asks, and not as an interruption of whatever it does.
+// From the cheapest way to run completions, which is in the call that waits for them, to the one
+// that all kernels have.
 constexpr std::array<std::uint32_t, 3> kSetupFlags = {
-    uring::kSetupSingleIssuer | uring::kSetupDeferTaskrun | uring::kSetupTaskrunFlag,
-    uring::kSetupCoopTaskrun | uring::kSetupTaskrunFlag,
+    uring::kSetupSingleIssuer | uring::kSetupDeferTaskrun,
+    uring::kSetupCoopTaskrun,
     0,
 };
 constexpr std::uint32_t kNeeded =
     uring::kFeatureSingleMmap | uring::kFeatureNoDrop | uring::kFeatureRwCurPos;
+
+constexpr timespec kRetryAfter{.tv_sec = 0, .tv_nsec = 1'000'000};
 
 void store(std::uint32_t* value, std::uint32_t to) {
     std::atomic_ref(*value).store(to, std::memory_order_release);
@@ -56,13 +59,10 @@ Ring::Descriptor::~Descriptor() {
     if (fd >= 0) ::close(fd);
 }
 
-Ring::Ring(unsigned entries, int event_fd) {
+Ring::Ring(unsigned entries) {
     setup(entries);
     map();
     check_that_it_runs();
-    if (const int error = register_(uring::kRegisterEventfd, &event_fd, 1)) {
-        refuse("io_uring_register of the eventfd", error);
-    }
 }
 
 Ring::~Ring() = default;
@@ -81,7 +81,6 @@ void Ring::setup(unsigned entries) {
     if ((params_.features & kNeeded) != kNeeded) {
         throw RingRefused("io_uring of this kernel lacks plain reads (needs Linux 5.6)");
     }
-    deferred_ = (params_.flags & uring::kSetupDeferTaskrun) != 0;
 }
 
 void Ring::map() {
@@ -92,7 +91,6 @@ void Ring::map() {
 
     sq_head_ = at<std::uint32_t>(rings_.address, params_.sq.head);
     sq_shared_tail_ = at<std::uint32_t>(rings_.address, params_.sq.tail);
-    sq_flags_ = at<std::uint32_t>(rings_.address, params_.sq.flags);
     sq_entries_ = params_.sq_entries;
     sqes_ = at<uring::Sqe>(sqes_mapping_.address, 0);
     cq_shared_head_ = at<std::uint32_t>(rings_.address, params_.cq.head);
@@ -106,8 +104,8 @@ void Ring::map() {
 
 // A sandbox may permit the set-up of a ring and refuse its use.
 void Ring::check_that_it_runs() {
-    prepare()->opcode = uring::kNop;
-    if (const int error = enter(1)) refuse("io_uring_enter", error);
+    prepare().opcode = uring::kNop;
+    if (const int error = submit_and_wait(1, 0)) refuse("io_uring_enter", error);
     if (!next_completion()) throw RingRefused("io_uring did not complete a request");
 }
 
@@ -115,34 +113,46 @@ std::uint32_t Ring::load(const std::uint32_t* value) {
     return std::atomic_ref(*const_cast<std::uint32_t*>(value)).load(std::memory_order_acquire);
 }
 
-uring::Sqe* Ring::prepare() {
-    if (prepared() == sq_entries_) return nullptr;
-    uring::Sqe* entry = &sqes_[sq_tail_++ & (sq_entries_ - 1)];
-    *entry = {};
+uring::Sqe& Ring::prepare() {
+    while (prepared() == sq_entries_) {
+        if (submit() != 0) ::nanosleep(&kRetryAfter, nullptr);  // the kernel lacks memory
+    }
+    uring::Sqe& entry = sqes_[sq_tail_++ & (sq_entries_ - 1)];
+    entry = {};
     return entry;
 }
 
-int Ring::enter(unsigned wait_for) {
+int Ring::submit_and_wait(unsigned wanted, std::int64_t patience_ns) {
+    if (wanted > 1 && (params_.features & uring::kFeatureExtArg) != 0) {
+        const uring::Timespec patience{.seconds = 0, .nanoseconds = patience_ns};
+        const uring::EnterArgument argument{
+            .signal_mask = 0,
+            .signal_mask_bytes = 0,
+            .min_wait_us = 0,
+            .timespec = reinterpret_cast<std::uint64_t>(&patience),
+        };
+        const int error = enter(wanted, &argument);
+        if (error != 0 || has_completion()) return error == ETIME ? 0 : error;
+    }
+    return enter(1, nullptr);
+}
+
+int Ring::enter(unsigned wait_for, const uring::EnterArgument* argument) {
     store(sq_shared_tail_, sq_tail_);
-    const unsigned flags = wait_for > 0 ? uring::kEnterGetEvents : 0;
+    const unsigned flags = (wait_for > 0 ? uring::kEnterGetEvents : 0) |
+                           (argument != nullptr ? uring::kEnterExtArg : 0);
+    const std::size_t argument_bytes = argument != nullptr ? sizeof *argument : 0;
     while (true) {
         const unsigned count = prepared();
         if (count == 0 && wait_for == 0) return 0;
         const long accepted =
-            ::syscall(uring::kSysEnter, ring_.fd, count, wait_for, flags, nullptr, std::size_t{0});
+            ::syscall(uring::kSysEnter, ring_.fd, count, wait_for, flags, argument, argument_bytes);
         if (accepted < 0 && errno != EINTR) return errno;
         if (accepted >= 0 && prepared() == 0) return 0;
         // The kernel stops at an entry that is wrong, whose completion says so, and takes the next
         // ones in the next call. It waits only if it took all.
         if (accepted == 0) return EAGAIN;
     }
-}
-
-void Ring::collect() {
-    // A pending overflow is flushed by the same call.
-    const std::uint32_t flags = load(sq_flags_);
-    if ((flags & (uring::kSqTaskrun | uring::kSqCqOverflow)) == 0) return;
-    ::syscall(uring::kSysEnter, ring_.fd, 0, 0, uring::kEnterGetEvents, nullptr, std::size_t{0});
 }
 
 std::optional<uring::Cqe> Ring::next_completion() {
@@ -156,13 +166,14 @@ bool Ring::has_completion() const {
     return cq_head_ != load(cq_tail_);
 }
 
-int Ring::register_buffers(const void* iovecs, unsigned count) {
+int Ring::register_buffers(const std::vector<iovec>& buffers) {
     if (has_buffers_) {
         if (const int error = register_(uring::kUnregisterBuffers, nullptr, 0)) return error;
         has_buffers_ = false;
     }
-    if (count == 0) return 0;
-    const int error = register_(uring::kRegisterBuffers, iovecs, count);
+    if (buffers.empty()) return 0;
+    const auto count = static_cast<unsigned>(buffers.size());
+    const int error = register_(uring::kRegisterBuffers, buffers.data(), count);
     has_buffers_ = error == 0;
     return error;
 }

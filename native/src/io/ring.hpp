@@ -1,11 +1,15 @@
-// Ring: the submission and the completion ring of one io_uring, shared with the kernel.
+// Ring: the submission and the completion ring of one io_uring, shared with the kernel. All calls,
+// from the constructor on, come from one thread.
 #pragma once
+
+#include <sys/uio.h>
 
 #include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "uring_abi.hpp"
 
@@ -18,33 +22,31 @@ struct RingRefused : std::runtime_error {
 
 class Ring {
   public:
-    // `event_fd` becomes readable when there may be completions.
     // Throws RingRefused, with the reason.
-    Ring(unsigned entries, int event_fd);
+    explicit Ring(unsigned entries);
     ~Ring();  // the kernel must have ended all requests
     Ring(const Ring&) = delete;
     Ring& operator=(const Ring&) = delete;
 
-    unsigned entries() const { return sq_entries_; }
-
-    // A zeroed entry, or nullptr when as many are prepared as the ring has.
-    uring::Sqe* prepare();
+    // A zeroed entry. When as many are prepared as the ring has, they go to the kernel first.
+    uring::Sqe& prepare();
 
     // Entries that are prepared and not accepted by the kernel.
     unsigned prepared() const { return sq_tail_ - load(sq_head_); }
 
-    // Gives prepared entries to the kernel, and blocks until `wait_for` completions are there.
-    // Returns 0 or the errno; entries that were not accepted stay prepared.
-    int enter(unsigned wait_for = 0);
+    // Gives prepared entries to the kernel. Returns 0 or the errno; entries that were not accepted
+    // stay prepared.
+    int submit() { return enter(0, nullptr); }
 
-    // Fetches completions that the kernel holds back until it is asked.
-    void collect();
+    // As submit(), then blocks until a completion is there. Of `wanted` completions it waits for
+    // all, but not for the last ones longer than `patience_ns`: one wake-up is for several.
+    int submit_and_wait(unsigned wanted, std::int64_t patience_ns);
 
     std::optional<uring::Cqe> next_completion();
     bool has_completion() const;
 
-    // Replaces the registered buffers. Returns 0 or the errno. `iovecs`: struct iovec[count].
-    int register_buffers(const void* iovecs, unsigned count);
+    // Replaces the registered buffers. Returns 0 or the errno: then there are none.
+    int register_buffers(const std::vector<iovec>& buffers);
 
   private:
     struct Mapping {
@@ -62,17 +64,16 @@ class Ring {
     void setup(unsigned entries);
     void map();
     void check_that_it_runs();
+    int enter(unsigned wait_for, const uring::EnterArgument* argument);
     int register_(unsigned opcode, const void* argument, unsigned count);
 
     uring::Params params_{};
     Descriptor ring_;
     Mapping rings_;
     Mapping sqes_mapping_;
-    bool deferred_ = false;  // completions appear when this thread enters the kernel
     bool has_buffers_ = false;
     std::uint32_t* sq_head_ = nullptr;
     std::uint32_t* sq_shared_tail_ = nullptr;
-    std::uint32_t* sq_flags_ = nullptr;
     std::uint32_t sq_tail_ = 0;
     std::uint32_t sq_entries_ = 0;
     uring::Sqe* sqes_ = nullptr;

@@ -1,48 +1,30 @@
-// RingBackend: an IoBackend on io_uring. The kernel reads and writes without a thread of aiokv.
+// RingBackend: an IoBackend on io_uring, with one thread that submits and collects.
 #pragma once
 
-#include <deque>
-#include <vector>
+#include <thread>
 
-#include "aiokv/io_queue.hpp"
 #include "backend.hpp"
-#include "event_fd.hpp"
-#include "registered_buffers.hpp"
-#include "ring.hpp"
-#include "transfer.hpp"
+#include "ring_commands.hpp"
 
 namespace aiokv {
 
+// The thread sleeps in the kernel until a request ends or a command is there. It submits (which
+// maps memory and notifies the device), continues short transfers and starts the next jobs, while
+// the caller's thread is free, or busy with something else.
 class RingBackend final : public IoBackend {
   public:
-    explicit RingBackend(std::size_t entries);  // throws RingRefused
-    ~RingBackend() override = default;
+    RingBackend(std::size_t entries, IoCompletions& completions);  // throws RingRefused
+    ~RingBackend() override { close(); }
 
     const char* name() const override { return "io_uring"; }
-    int fd() const override { return event_.fd(); }
-    int register_buffer(std::uint64_t address, std::size_t num_bytes) override;
-    void submit(std::span<const IoRequest> requests) override;
+    void register_buffer(std::uint64_t address, std::size_t num_bytes, IoJob job) override;
+    void submit(std::span<const IoRequest> requests, std::uint64_t batch) override;
     void cancel(std::span<const std::uint64_t> tags) override;
-    void reap(std::vector<IoResult>& results, std::size_t limit) override;
     void close() override;
 
   private:
-    using Slot = std::uint32_t;
-
-    void start_waiting();
-    bool start(Slot slot);
-    void finish_next();
-    void submit_prepared();
-
-    EventFd event_;
-    Ring ring_;
-    RegisteredBuffers buffers_;
-    std::vector<Transfer> transfers_;  // by slot; in the kernel, or in `continued_`
-    std::vector<Slot> free_;
-    std::vector<Slot> continued_;  // slots whose remaining part must go to the kernel
-    std::deque<IoRequest> waiting_;
-    std::deque<IoResult> finished_;
-    std::size_t in_kernel_ = 0;  // completions to come, those of cancellations included
+    RingCommands commands_;
+    std::thread thread_;
 };
 
 }  // namespace aiokv

@@ -6,18 +6,19 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <unordered_set>
+
+#include "transfer.hpp"
 
 namespace aiokv {
 namespace {
 
 // Returns bytes or -errno, as io_uring does.
 std::int32_t move_bytes(const Transfer& transfer) {
-    const int fd = transfer.request().fd;
+    const int fd = transfer.job().request.fd;
     const iovec part{reinterpret_cast<void*>(transfer.address()), transfer.length()};
     const auto offset = static_cast<off_t>(transfer.offset());
     ssize_t moved = 0;
-    switch (transfer.request().operation) {
+    switch (transfer.job().request.operation) {
         case IoOperation::kRead:
             moved = ::preadv(fd, &part, 1, offset);
             break;
@@ -33,17 +34,23 @@ std::int32_t move_bytes(const Transfer& transfer) {
 
 }  // namespace
 
-ThreadBackend::ThreadBackend(std::size_t entries) {
+ThreadBackend::ThreadBackend(std::size_t entries, IoCompletions& completions)
+    : completions_(completions), line_(completions) {
     for (std::size_t i = 0; i < std::min(entries, kMaxThreads); ++i) {
         threads_.emplace_back([this] { run(); });
         pthread_setname_np(threads_.back().native_handle(), "aiokv-io");
     }
 }
 
-void ThreadBackend::submit(std::span<const IoRequest> requests) {
+// The kernel maps memory per call.
+void ThreadBackend::register_buffer(std::uint64_t, std::size_t, IoJob job) {
+    completions_.end(job, 0);
+}
+
+void ThreadBackend::submit(std::span<const IoRequest> requests, std::uint64_t batch) {
     {
         std::lock_guard lock(mutex_);
-        waiting_.insert(waiting_.end(), requests.begin(), requests.end());
+        line_.append(requests, batch);
     }
     if (requests.size() == 1) {
         wakeup_.notify_one();
@@ -53,32 +60,16 @@ void ThreadBackend::submit(std::span<const IoRequest> requests) {
 }
 
 void ThreadBackend::cancel(std::span<const std::uint64_t> tags) {
-    const std::unordered_set<std::uint64_t> wanted(tags.begin(), tags.end());
-    const auto is_wanted = [&](const IoRequest& request) { return wanted.contains(request.tag); };
+    const TagSet wanted(tags.begin(), tags.end());
     std::lock_guard lock(mutex_);
-    for (const auto& request : waiting_) {
-        if (is_wanted(request)) finished_.push_back({request.tag, -ECANCELED});
-    }
-    std::erase_if(waiting_, is_wanted);
-    if (!finished_.empty()) event_.signal();
-}
-
-void ThreadBackend::reap(std::vector<IoResult>& results, std::size_t limit) {
-    event_.drain();
-    std::lock_guard lock(mutex_);
-    const std::size_t count = std::min(limit, finished_.size());
-    const auto end = finished_.begin() + static_cast<std::ptrdiff_t>(count);
-    results.insert(results.end(), finished_.begin(), end);
-    finished_.erase(finished_.begin(), end);
-    if (!finished_.empty()) event_.signal();
+    line_.cancel(wanted);
 }
 
 void ThreadBackend::close() {
     {
         std::lock_guard lock(mutex_);
         closed_ = true;
-        for (const auto& request : waiting_) finished_.push_back({request.tag, -ECANCELED});
-        waiting_.clear();
+        line_.cancel_all();
     }
     wakeup_.notify_all();
     for (auto& thread : threads_) thread.join();
@@ -88,16 +79,14 @@ void ThreadBackend::close() {
 void ThreadBackend::run() {
     std::unique_lock lock(mutex_);
     while (true) {
-        wakeup_.wait(lock, [this] { return closed_ || !waiting_.empty(); });
-        if (waiting_.empty()) return;
-        Transfer transfer(waiting_.front());
-        waiting_.pop_front();
+        wakeup_.wait(lock, [this] { return closed_ || !line_.empty(); });
+        if (line_.empty()) return;
+        Transfer transfer(line_.take());
         lock.unlock();
         while (!transfer.advance(move_bytes(transfer))) {
         }
+        completions_.end(transfer.job(), transfer.result());
         lock.lock();
-        finished_.push_back(transfer.result());
-        if (finished_.size() == 1) event_.signal();
     }
 }
 

@@ -2,44 +2,37 @@
 #pragma once
 
 #include <condition_variable>
-#include <deque>
-#include <list>
 #include <mutex>
 #include <thread>
 #include <vector>
 
-#include "aiokv/io_queue.hpp"
 #include "backend.hpp"
-#include "event_fd.hpp"
-#include "transfer.hpp"
+#include "job_line.hpp"
 
 namespace aiokv {
 
-// Each thread runs one request at a time, in blocking calls, and waits on a condition variable
-// while there is none.
+// Each thread runs one job at a time, in blocking calls, and waits on a condition variable while
+// there is none.
 class ThreadBackend final : public IoBackend {
   public:
     static constexpr std::size_t kMaxThreads = 8;
 
-    explicit ThreadBackend(std::size_t entries);
+    ThreadBackend(std::size_t entries, IoCompletions& completions);
     ~ThreadBackend() override { close(); }
 
     const char* name() const override { return "threads"; }
-    int fd() const override { return event_.fd(); }
-    int register_buffer(std::uint64_t, std::size_t) override { return 0; }  // nothing to gain
-    void submit(std::span<const IoRequest> requests) override;
+    void register_buffer(std::uint64_t address, std::size_t num_bytes, IoJob job) override;
+    void submit(std::span<const IoRequest> requests, std::uint64_t batch) override;
     void cancel(std::span<const std::uint64_t> tags) override;
-    void reap(std::vector<IoResult>& results, std::size_t limit) override;
     void close() override;
 
   private:
     void run();
 
-    EventFd event_;
+    IoCompletions& completions_;
     std::mutex mutex_;
     std::condition_variable wakeup_;
-    std::deque<IoRequest> waiting_;
-    std::deque<IoResult> finished_;
+    JobLine line_;
     bool closed_ = false;
     std::vector<std::thread> threads_;
 };

@@ -4,7 +4,7 @@
 #include <cerrno>
 #include <cstdint>
 
-#include "aiokv/io_queue.hpp"
+#include "completions.hpp"
 
 namespace aiokv {
 
@@ -14,13 +14,16 @@ inline constexpr std::uint32_t kSectorBytes = 512;  // a read that ends elsewher
 class Transfer {
   public:
     Transfer() = default;
-    explicit Transfer(const IoRequest& request) : request_(request) {}
+    explicit Transfer(const IoJob& job) : job_(job), ended_(false) {}
 
-    const IoRequest& request() const { return request_; }
-    std::uint64_t address() const { return request_.address + moved_; }
-    std::uint64_t offset() const { return request_.offset + moved_; }
-    std::uint32_t length() const { return request_.length - moved_; }
-    IoResult result() const { return {request_.tag, result_}; }
+    const IoJob& job() const { return job_; }
+    // Of the part that is left:
+    std::uint64_t address() const { return job_.request.address + moved_; }
+    std::uint64_t offset() const { return job_.request.offset + moved_; }
+    std::uint32_t length() const { return job_.request.length - moved_; }
+
+    bool ended() const { return ended_; }            // true when there was no job
+    std::int32_t result() const { return result_; }  // when it has ended
 
     bool cancelled() const { return cancelled_; }
     void cancel() { cancelled_ = true; }
@@ -29,42 +32,44 @@ class Transfer {
     // the request has ended, false when what is left of it must be given to the kernel again.
     bool advance(std::int32_t answer) {
         if (answer < 0) return fail(-answer);
-        if (request_.operation == IoOperation::kFlush) return end(0);
+        if (job_.request.operation == IoOperation::kFlush) return end(0);
         attempts_ = 0;
         moved_ += static_cast<std::uint32_t>(answer);
-        if (moved_ == request_.length) return end(static_cast<std::int32_t>(moved_));
-        if (request_.operation == IoOperation::kWrite) {
+        if (moved_ == job_.request.length) return end(static_cast<std::int32_t>(moved_));
+        if (job_.request.operation == IoOperation::kWrite) {
             return answer == 0 ? end(-EIO) : stop_if_cancelled();
         }
         const bool at_end = answer == 0 || moved_ % kSectorBytes != 0;
         return at_end ? end(static_cast<std::int32_t>(moved_)) : stop_if_cancelled();
     }
 
+    // Ends the request, of which a part is left, if it was cancelled. Returns true if it was.
+    bool stop_if_cancelled() { return cancelled_ && end(-ECANCELED); }
+
   private:
     bool end(std::int32_t result) {
         result_ = result;
+        ended_ = true;
         return true;
     }
 
-    bool stop_if_cancelled() { return cancelled_ && end(-ECANCELED); }
-
     bool fail(int error) {
         if (error == EINTR || error == EAGAIN) {
-            if (cancelled_) return end(-ECANCELED);
-            return ++attempts_ >= kMaxAttempts && end(-error);
+            return stop_if_cancelled() || (++attempts_ >= kMaxAttempts && end(-error));
         }
         // The rest of a short O_DIRECT read may begin at the end of the file, between two of its
         // logical blocks, where the kernel refuses to read.
-        if (error == EINVAL && moved_ > 0 && request_.operation == IoOperation::kRead) {
+        if (error == EINVAL && moved_ > 0 && job_.request.operation == IoOperation::kRead) {
             return end(static_cast<std::int32_t>(moved_));
         }
         return end(-error);
     }
 
-    IoRequest request_;
+    IoJob job_;
     std::uint32_t moved_ = 0;
     int attempts_ = 0;
     std::int32_t result_ = 0;
+    bool ended_ = true;
     bool cancelled_ = false;
 };
 

@@ -54,18 +54,30 @@ struct Params {
 };
 static_assert(sizeof(Params) == 120);
 
+struct Timespec {
+    std::int64_t seconds, nanoseconds;
+};
+
+// The last argument of enter with kEnterExtArg.
+struct EnterArgument {
+    std::uint64_t signal_mask;
+    std::uint32_t signal_mask_bytes, min_wait_us;
+    std::uint64_t timespec;
+};
+static_assert(sizeof(EnterArgument) == 24);
+
 // opcodes
 inline constexpr std::uint8_t kNop = 0;
 inline constexpr std::uint8_t kFsync = 3;
 inline constexpr std::uint8_t kReadFixed = 4;
 inline constexpr std::uint8_t kWriteFixed = 5;
+inline constexpr std::uint8_t kPollAdd = 6;
 inline constexpr std::uint8_t kAsyncCancel = 14;
 inline constexpr std::uint8_t kRead = 22;
 inline constexpr std::uint8_t kWrite = 23;
 
 // flags of setup
 inline constexpr std::uint32_t kSetupCoopTaskrun = 1u << 8;
-inline constexpr std::uint32_t kSetupTaskrunFlag = 1u << 9;
 inline constexpr std::uint32_t kSetupSingleIssuer = 1u << 12;
 inline constexpr std::uint32_t kSetupDeferTaskrun = 1u << 13;
 
@@ -73,17 +85,16 @@ inline constexpr std::uint32_t kSetupDeferTaskrun = 1u << 13;
 inline constexpr std::uint32_t kFeatureSingleMmap = 1u << 0;
 inline constexpr std::uint32_t kFeatureNoDrop = 1u << 1;
 inline constexpr std::uint32_t kFeatureRwCurPos = 1u << 3;  // Linux 5.6, as kRead and kWrite
+inline constexpr std::uint32_t kFeatureExtArg = 1u << 8;    // Linux 5.11
 
-// enter, the submission ring, and requests
+// enter, and requests
 inline constexpr std::uint32_t kEnterGetEvents = 1u << 0;
-inline constexpr std::uint32_t kSqCqOverflow = 1u << 1;
-inline constexpr std::uint32_t kSqTaskrun = 1u << 2;
+inline constexpr std::uint32_t kEnterExtArg = 1u << 3;
 inline constexpr std::uint32_t kFsyncDatasync = 1u << 0;
 
 // opcodes of register
 inline constexpr unsigned kRegisterBuffers = 0;
 inline constexpr unsigned kUnregisterBuffers = 1;
-inline constexpr unsigned kRegisterEventfd = 4;
 
 // offsets of mmap
 inline constexpr std::int64_t kOffsetSqRing = 0;

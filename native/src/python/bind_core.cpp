@@ -149,6 +149,11 @@ void bind_statistics(nb::module_& m) {
         .def_ro("rejected_saves", &S::rejected_saves)
         .def_ro("refused_saves", &S::refused_saves)
         .def_ro("failed_saves", &S::failed_saves)
+        .def_ro("host_state_free", &S::host_state_free)
+        .def_ro("host_state_snapshots", &S::host_state_snapshots)
+        .def_ro("saved_snapshots", &S::saved_snapshots)
+        .def_ro("onloaded_states", &S::onloaded_states)
+        .def_ro("evicted_host_snapshots", &S::evicted_host_snapshots)
         .def_ro("index_bytes", &S::index_bytes)
         .def_ro("token_bytes", &S::token_bytes);
 }
@@ -179,6 +184,10 @@ void bind_core(nb::module_& m) {
             },
             nb::kw_only(), "policy"_a = StorePolicy::kAtCommit, "uses"_a = 2,
             "only_reused"_a = false, "queue_blocks"_a = 4096, "ahead_blocks"_a = 0);
+    nb::enum_<StateRoute>(m, "StateRoute")
+        .value("ON_DEVICE", StateRoute::kOnDevice)
+        .value("FROM_HOST", StateRoute::kFromHost)
+        .value("TO_HOST", StateRoute::kToHost);
     nb::enum_<EvictionKind>(m, "EvictionKind")
         .value("LRU", EvictionKind::kLru)
         .value("ADAPTIVE", EvictionKind::kAdaptive);
@@ -201,22 +210,22 @@ void bind_core(nb::module_& m) {
                std::uint32_t low_watermark_blocks, std::uint32_t min_onload_blocks,
                EvictionKind eviction, std::uint32_t state_slots,
                const std::vector<WindowTuple>& windows, std::uint32_t max_leases,
-               const StoreConfig* stores) {
+               const StoreConfig* stores, std::uint32_t host_state_slots) {
                 std::vector<WindowConfig> groups;
                 for (const auto& [blocks, window, step, sink] : windows)
                     groups.push_back({blocks, window, step, sink});
-                new (self) Core(CoreConfig{block_tokens, device_blocks, host_blocks, leave_tokens,
-                                           reserve_blocks, write_policy, write_through_threshold,
-                                           low_watermark_blocks, min_onload_blocks, eviction,
-                                           state_slots, std::move(groups), max_leases,
-                                           stores != nullptr ? *stores : StoreConfig{}});
+                new (self) Core(CoreConfig{
+                    block_tokens, device_blocks, host_blocks, leave_tokens, reserve_blocks,
+                    write_policy, write_through_threshold, low_watermark_blocks, min_onload_blocks,
+                    eviction, state_slots, std::move(groups), max_leases,
+                    stores != nullptr ? *stores : StoreConfig{}, host_state_slots});
             },
             nb::kw_only(), "block_tokens"_a, "device_blocks"_a, "host_blocks"_a = 0,
             "leave_tokens"_a = 1, "reserve_blocks"_a = 0, "write_policy"_a = WritePolicy::kNone,
             "write_through_threshold"_a = 2, "low_watermark_blocks"_a = 0,
             "min_onload_blocks"_a = 0, "eviction"_a = EvictionKind::kLru, "state_slots"_a = 0,
             "windows"_a = std::vector<WindowTuple>(), "max_leases"_a = kMaxLeases,
-            "stores"_a.none() = nb::none())
+            "stores"_a.none() = nb::none(), "host_state_slots"_a = 0)
         .def("match", &match, "tokens"_a, "context"_a = "", "reads"_a = true, "writes"_a = true,
              "Open a lease: (lease, device_blocks, host_blocks) of the longest cached prefix.")
         .def("match_items", &match_items, "tokens"_a, "items"_a, "context"_a = "", "reads"_a = true,
@@ -399,6 +408,11 @@ void bind_core(nb::module_& m) {
                 return nb::make_tuple(move.source, move.target, move.after_step);
             },
             "transfer"_a, "(source, target, after_step) of slots; source -1: zeros.")
+        .def(
+            "state_route",
+            [](const Core& core, TransferId id) { return core.state_move(id).route; }, "transfer"_a)
+        .def("take_state_save", &Core::take_state_save,
+             "Begin to copy one snapshot to host memory; 0: there is nothing to copy.")
         .def("take_backups", &Core::take_backups)
         .def("take_write_backs", &Core::take_write_backs, "wanted_blocks"_a = 0)
         .def("wants_write_backs", &Core::wants_write_backs)

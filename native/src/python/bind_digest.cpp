@@ -96,16 +96,13 @@ nb::bytes keys(const nb::bytes& fingerprint, const nb::bytes& digests, bool port
         throw UsageError("digests has " + std::to_string(digests.size()) +
                          " bytes; it must be a multiple of " + std::to_string(sizeof(Digest)));
     }
-    std::vector<Digest> derived(digests.size() / sizeof(Digest));
-    const std::uint8_t* source = view(digests).data();
+    const std::span source(static_cast<const Digest*>(digests.data()),
+                           digests.size() / sizeof(Digest));
+    std::vector<Digest> derived(source.size());
     {
         nb::gil_scoped_release released;
-        const Sha256Blocks add_blocks = implementation(portable);
-        for (std::size_t i = 0; i < derived.size(); ++i) {
-            Digest digest;
-            std::memcpy(digest.data(), source + i * digest.size(), digest.size());
-            derived[i] = derive_key(first, digest, add_blocks);
-        }
+        derive_keys(first, source, derived, implementation(portable),
+                    portable ? nullptr : sha256_two_messages_native());
     }
     return as_bytes(derived);
 }

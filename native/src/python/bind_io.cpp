@@ -19,8 +19,8 @@ using Input = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 template <class T>
 using Output = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
 
-// Results of one reap(): few enough that a callback of the loop ends soon.
-constexpr std::size_t kReapLimit = 1024;
+// Few enough that a callback of the loop ends soon.
+constexpr std::size_t kPeekLimit = 4096;
 
 std::unique_ptr<IoQueue> make_queue(std::size_t entries, std::string_view backend) {
     if (backend == "auto") return std::make_unique<IoQueue>(entries, IoBackendChoice::kAuto);
@@ -62,14 +62,12 @@ Output<T> array_of(std::vector<T> values) {
     return Output<T>(owned->data(), {owned->size()}, owner);
 }
 
-std::tuple<Output<std::uint64_t>, Output<std::int32_t>> reap(IoQueue& queue) {
-    std::vector<IoResult> found;
-    queue.reap(found, kReapLimit);
+using Results = std::tuple<Output<std::uint64_t>, Output<std::int32_t>>;
+
+Results peek(const IoQueue& queue, std::size_t limit) {
     std::vector<std::uint64_t> tags;
     std::vector<std::int32_t> results;
-    tags.reserve(found.size());
-    results.reserve(found.size());
-    for (const auto& one : found) {
+    for (const auto& one : queue.peek(limit)) {
         tags.push_back(one.tag);
         results.push_back(one.result);
     }
@@ -81,20 +79,19 @@ std::tuple<Output<std::uint64_t>, Output<std::int32_t>> reap(IoQueue& queue) {
 void bind_io(nb::module_& m) {
     nb::class_<IoQueue>(m, "IoQueue",
                         "Reads and writes of files that end asynchronously, announced by an "
-                        "eventfd. Used by the thread that creates it.")
+                        "eventfd.")
         .def(nb::new_(&make_queue), "entries"_a = 64, "backend"_a = "auto",
              "At most `entries` requests are in the kernel at a time. backend: 'auto', 'io_uring' "
              "or 'threads'.")
         .def_prop_ro("backend", &IoQueue::backend, "'io_uring' or 'threads'.")
         .def_prop_ro("reason", &IoQueue::reason, "Why io_uring is not used; '' when it is.")
         .def_prop_ro("fd", &IoQueue::fd,
-                     "The eventfd, readable when reap() has results; -1 when closed.")
-        .def("fileno", &IoQueue::fd, "See fd.")
-        .def_prop_ro("pending", &IoQueue::pending, "Requests that reap() has not returned.")
-        .def("register_buffer", &IoQueue::register_buffer, "address"_a, "num_bytes"_a,
-             "Let the kernel map the memory once for all requests. Return 0, or the errno with "
-             "which it refused: requests are then slower. Raises UsageError while requests are "
-             "pending.")
+                     "The eventfd: readable from the end of the last request of a submit() until "
+                     "pop() has removed all results; -1 when closed.")
+        .def_prop_ro("pending", &IoQueue::pending, "Requests whose results were not removed.")
+        .def("register_buffer", &IoQueue::register_buffer, "address"_a, "num_bytes"_a, "tag"_a,
+             "Let the kernel map memory once for all later requests. The result, with the tag, is "
+             "0, or the -errno with which it refused: requests are then slower.")
         .def("submit", &submit, "fd"_a, "write"_a, "addresses"_a, "lengths"_a, "offsets"_a,
              "tags"_a,
              "Start one request per element and return their number. Raises LayoutError, before "
@@ -115,12 +112,21 @@ void bind_io(nb::module_& m) {
             "tags"_a,
             "Ask to end requests early. Each still has a result: -ECANCELED when it was cancelled "
             "in time.")
-        .def("reap", &reap,
-             "Return (tags, results) of requests that have ended. A result is the number of bytes "
-             "(fewer than requested: the file ended), 0 for a flush, or -errno.")
+        .def("peek", &peek, "limit"_a = kPeekLimit,
+             "Return the oldest results, (tags, results), and keep them. A result is the number of "
+             "bytes (fewer than requested: the file ended), 0 for a flush, or -errno.")
+        .def("pop", &IoQueue::pop, "count"_a, "Remove the oldest results.")
+        .def(
+            "reap",
+            [](IoQueue& queue) {
+                Results results = peek(queue, kPeekLimit);
+                queue.pop(std::get<0>(results).size());
+                return results;
+            },
+            "Return results as peek() does, and remove them.")
         .def("close", &IoQueue::close, nb::call_guard<nb::gil_scoped_release>(),
              "Cancel the requests that have not started, and block until the kernel accesses no "
-             "memory of the others. reap() returns their results. Idempotent.");
+             "memory of the others. Results can be read afterwards. Idempotent.");
 }
 
 }  // namespace aiokv

@@ -153,8 +153,9 @@ void bind_table(nb::module_& m) {
         .def(
             "take_records", [](SlotTable& table) { return record_bytes(table.take_records()); },
             "Return the records of removals since the last call, without checksums.")
-        .def("settle", &SlotTable::settle, "total"_a,
-             "Free the slots that were unsettled when `unsettled_total` had this value.")
+        .def("settle", &SlotTable::settle, "total"_a, "count"_a,
+             "Free up to `count` of the slots that were unsettled when `unsettled_total` had this "
+             "value; return True when none of them is left.")
         .def_prop_ro("unsettled_total", &SlotTable::unsettled_total)
         .def("begin_snapshot", &SlotTable::begin_snapshot)
         .def(

@@ -189,13 +189,14 @@ std::vector<JournalRecord> SlotTable::take_records() {
     return std::exchange(records_, {});
 }
 
-void SlotTable::settle(std::uint64_t total) {
-    for (; settled_total_ < total && unsettled_.size() > 0; ++settled_total_) {
+bool SlotTable::settle(std::uint64_t total, std::size_t count) {
+    for (; settled_total_ < total && count > 0; ++settled_total_, --count) {
         const std::uint32_t slot = unsettled_.front();
         unsettled_.unlink(slots_, slot);
         slots_[slot].state = SlotState::kUnused;
         free_.push_back(slots_, slot);
     }
+    return settled_total_ >= total;
 }
 
 void SlotTable::begin_snapshot() {

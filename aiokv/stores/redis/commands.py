@@ -1,0 +1,226 @@
+"""Lookup, load, save and remove of keys of one node: jobs for a thread, on one connection.
+
+Requests are pipelined: a window of them is sent before their replies are read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from aiokv.stores.base import Result
+from aiokv.stores.redis.connection import (
+    ReplyError,
+    WrongLength,
+    encode,
+    encode_around,
+    simple_reply,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from aiokv.stores.redis.connection import Connection
+    from aiokv.stores.redis.options import Address
+
+# Bytes of values in flight on a connection, at least two values. A server keeps replies that it
+# could not send yet in its memory. More in flight is slower: the bytes leave the CPU's caches.
+WINDOW_BYTES: Final = 256 << 10
+# Requests in flight. A thread holds the GIL while it makes the requests of half a window, and while
+# it reads their replies.
+WINDOW_KEYS: Final = 256
+
+_ASKING: Final = encode(b"ASKING")
+
+
+@dataclass(slots=True)
+class Item:
+    """One key of a batch on its way.
+
+    Attributes:
+        name: the key on the server.
+        block: bytes of the object in its host block; empty for lookup and remove.
+        result: outcome so far.
+        error: the error that the server replied for this key, or None.
+        node: the node that a redirection named, or None.
+        asking: the redirection was ``ASK``: the slot is moving to the node.
+        was_present: a save found the object on the server.
+    """
+
+    name: bytes
+    block: memoryview
+    result: Result = Result.FAILED
+    error: ReplyError | None = None
+    node: Address | None = None
+    asking: bool = False
+    was_present: bool = False
+
+    def refuse(self, error: ReplyError) -> None:
+        """Set the outcome for an error that the server replied."""
+        self.error = error
+        self.result = _RESULTS.get(error.code, Result.FAILED)
+
+    def redirect(self, node: Address, *, asking: bool) -> None:
+        """Prepare for another attempt at the node that a redirection named."""
+        self.node, self.asking = node, asking
+        self.result, self.error = Result.FAILED, None
+
+
+_RESULTS: Final = {"OOM": Result.REFUSED, "WRONGTYPE": Result.WRONG}
+
+
+def lookup(connection: Connection, items: Sequence[Item], object_bytes: int) -> None:
+    """Set the result of each item: ``DONE``, ``MISSING``, or ``WRONG`` for another length."""
+    known = {b":%d" % object_bytes: Result.DONE, b":0": Result.MISSING}
+    for item, line in _ask(connection, items, b"STRLEN"):
+        result = known.get(line)
+        if result is not None:
+            item.result = result
+        elif not _is_refused(item, line):
+            item.result = Result.WRONG
+
+
+def load(connection: Connection, items: Sequence[Item], ttl_seconds: int) -> None:
+    """Read values into blocks; with a TTL, an object expires that long after the last load."""
+    verb, expire = (b"GETEX", (b"EX", b"%d" % ttl_seconds)) if ttl_seconds else (b"GET", ())
+
+    def send(group: Sequence[Item]) -> Sequence[Item]:
+        connection.send([_encode_each(group, verb, expire)])
+        return group
+
+    for group in _overlapped(items, _values_at_a_time(items), send):
+        for item in group:
+            if item.asking:
+                connection.read_lines(1)
+            found = connection.read_value(item.block)
+            if isinstance(found, ReplyError):
+                item.refuse(found)
+            elif isinstance(found, WrongLength):
+                item.result = Result.WRONG
+            else:
+                item.result = Result.DONE if found else Result.MISSING
+
+
+def save(connection: Connection, items: Sequence[Item], ttl_seconds: int) -> None:
+    """Send values of keys that the server does not have.
+
+    An object of the right length is kept: objects of one key are interchangeable. A value of
+    another length is replaced. After a first refusal for want of memory the remaining
+    items are refused without sending them.
+    """
+    lookup(connection, items, len(items[0].block))
+    if ttl_seconds:
+        _extend(connection, [item for item in items if item.result is Result.DONE], ttl_seconds)
+    absent = []
+    for item in items:
+        item.was_present = item.result is Result.DONE
+        if item.result in (Result.MISSING, Result.WRONG):
+            item.result, item.error = Result.FAILED, None
+            absent.append(item)
+    expire = (b"EX", b"%d" % ttl_seconds) if ttl_seconds else ()
+    refusals: list[ReplyError] = []
+
+    def send(group: Sequence[Item]) -> Sequence[Item]:
+        if refusals:
+            for item in group:
+                item.refuse(refusals[0])
+            return ()
+        connection.send(_encode_values(group, expire))
+        return group
+
+    for group in _overlapped(absent, _values_at_a_time(absent), send):
+        for item, line in _read_lines(connection, group):
+            if not _is_refused(item, line):
+                item.result = Result.DONE
+            elif item.error is not None and item.result is Result.REFUSED:
+                refusals.append(item.error)
+
+
+def remove(connection: Connection, items: Sequence[Item]) -> None:
+    """Remove keys; the server frees the memory in a thread of its own."""
+    for item, line in _ask(connection, items, b"UNLINK"):
+        if not _is_refused(item, line):
+            item.result = Result.DONE
+
+
+def _extend(connection: Connection, items: Sequence[Item], ttl_seconds: int) -> None:
+    """Let objects that are present expire later; one that expired meanwhile is missing."""
+    for item, line in _ask(connection, items, b"EXPIRE", b"%d" % ttl_seconds):
+        if not _is_refused(item, line) and line == b":0":
+            item.result = Result.MISSING
+
+
+# --- pipelines ------------------------------------------------------------------------------------
+
+
+def _overlapped(
+    items: Sequence[Item], size: int, send: Callable[[Sequence[Item]], Sequence[Item]]
+) -> Iterator[Sequence[Item]]:
+    """Yield groups of items whose replies are due; the next group was sent before.
+
+    Args:
+        items: of one node, all with the same ``asking``.
+        size: items of a group.
+        send: sends the requests of a group, and returns the items that it has sent.
+    """
+    sent: Sequence[Item] = ()
+    for begin in range(0, len(items), size):
+        behind = send(items[begin : begin + size])
+        if sent:
+            yield sent
+        sent = behind
+    if sent:
+        yield sent
+
+
+def _ask(
+    connection: Connection, items: Sequence[Item], verb: bytes, *arguments: bytes
+) -> Iterator[tuple[Item, bytes]]:
+    """Send a request per item, without a value, and yield its reply line."""
+
+    def send(group: Sequence[Item]) -> Sequence[Item]:
+        connection.send([_encode_each(group, verb, arguments)])
+        return group
+
+    for group in _overlapped(items, WINDOW_KEYS // 2, send):
+        yield from _read_lines(connection, group)
+
+
+def _read_lines(connection: Connection, group: Sequence[Item]) -> Iterator[tuple[Item, bytes]]:
+    if group[0].asking:
+        lines = connection.read_lines(2 * len(group))[1::2]
+    else:
+        lines = connection.read_lines(len(group))
+    return zip(group, lines, strict=True)
+
+
+def _is_refused(item: Item, line: bytes) -> bool:
+    """Return whether a reply line is an error, and set it as the item's outcome."""
+    reply = simple_reply(line)
+    if isinstance(reply, ReplyError):
+        item.refuse(reply)
+        return True
+    return False
+
+
+def _encode_each(group: Sequence[Item], verb: bytes, behind: Sequence[bytes]) -> bytes:
+    """Return the requests of a group; all names have the same length."""
+    head, tail = encode_around((verb,), len(group[0].name), behind)
+    if group[0].asking:
+        head = _ASKING + head
+    return head + (tail + head).join([item.name for item in group]) + tail
+
+
+def _encode_values(group: Sequence[Item], behind: Sequence[bytes]) -> list[bytes | memoryview]:
+    buffers: list[bytes | memoryview] = []
+    for item in group:
+        head, tail = encode_around((b"SET", item.name), len(item.block), behind)
+        buffers += [_ASKING + head if item.asking else head, item.block, tail]
+    return buffers
+
+
+def _values_at_a_time(items: Sequence[Item]) -> int:
+    """Return the number of values that are half a window."""
+    if not items:
+        return 1
+    return max(1, min(WINDOW_KEYS, WINDOW_BYTES // len(items[0].block)) // 2)

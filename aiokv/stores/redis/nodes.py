@@ -1,0 +1,223 @@
+"""Nodes: brings the items of a batch to the nodes that have their keys."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
+
+from aiokv.errors import StoreError
+from aiokv.stores.base import Result
+from aiokv.stores.redis.connection import ReplyError
+from aiokv.stores.redis.options import Address
+from aiokv.stores.redis.pool import ConnectionPool
+from aiokv.stores.redis.slots import SlotMap
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+    from concurrent.futures import Executor
+
+    from aiokv.stores.redis.commands import Item
+    from aiokv.stores.redis.connection import Connection, Reply
+    from aiokv.stores.redis.options import Server
+
+    Job: TypeAlias = Callable[[Connection, Sequence[Item]], None]
+
+T = TypeVar("T")
+
+KEYS_PER_PASS: Final = 256
+MAX_ROUNDS: Final = 5  # a key is redirected at most 4 times in one call
+SMALL_CONNECTIONS: Final = 2  # per node, for requests that must not wait behind values
+PART_BYTES: Final = 16 << 20  # a batch of more is spread over several connections
+
+
+class Nodes:
+    """The server, or the masters of a cluster.
+
+    The slots of a cluster are asked for before the first batch, and again after a redirection, a
+    lost connection or a cancelled call: a fail-over may be the cause of each of them.
+
+    Args:
+        server: seeds, credentials and TLS.
+        executor: threads of the jobs; at least as many as there are connections.
+        connections: connections per node for values.
+        connect_seconds: limit of connecting, and of a question for the slots.
+
+    Attributes:
+        counts: ``redirections`` of keys and ``slot_refreshes``.
+    """
+
+    def __init__(
+        self, server: Server, executor: Executor, connections: int, connect_seconds: float
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self._seeds = server.seeds
+        self._connections = connections
+        self._connect_seconds = connect_seconds
+        self._values = ConnectionPool(server, executor, connections, connect_seconds)
+        self._small = ConnectionPool(server, executor, SMALL_CONNECTIONS, connect_seconds)
+        self._slots: SlotMap | None = None
+        self._is_stale = True
+        self._refreshing = asyncio.Lock()
+        self._named: list[Address] = []  # by redirections, since the slots were asked for
+        self._failed: set[Address] = set()  # likewise
+
+    @property
+    def connections_opened(self) -> int:
+        """Number of connections opened so far."""
+        return self._values.opened + self._small.opened
+
+    def close_idle(self) -> None:
+        """Close all connections; there must be no calls in flight."""
+        self._values.close_idle()
+        self._small.close_idle()
+
+    async def run(self, items: Sequence[Item], job: Job) -> None:
+        """Run a job on the items of each node, and again on those that a node redirected.
+
+        Raises:
+            StoreError: no item got an answer.
+
+        Cancellation: all jobs have ended.
+        """
+        rest = items
+        errors: list[StoreError] = []
+        for _ in range(MAX_ROUNDS):
+            if not rest:
+                break
+            parts = await self._parts(rest)
+            errors += await self._run_parts(parts, job)
+            rest = [
+                item
+                for address, part in parts
+                for item in part
+                if item.error is not None and self._redirects(address, item, item.error)
+            ]
+        if items and all(item.result is Result.FAILED for item in items):
+            raise errors[0] if errors else _refusal(items)
+
+    async def _parts(self, items: Sequence[Item]) -> list[tuple[Address, list[Item]]]:
+        """Return the items by node, in parts that run at the same time."""
+        slots = await self._known_slots()
+        groups: dict[tuple[Address, bool], list[Item]] = defaultdict(list)
+        async for some in in_passes(items):
+            for item in some:
+                groups[item.node or slots.node(item.name), item.asking].append(item)
+        return [
+            (address, part) for (address, _), group in groups.items() for part in self._split(group)
+        ]
+
+    def _split(self, group: list[Item]) -> Iterable[list[Item]]:
+        """Return the parts of a batch that run at the same time.
+
+        A batch takes at most half of the connections to a node; other calls have the rest.
+        """
+        num_bytes = len(group) * len(group[0].block)
+        parts = max(1, min(self._connections // 2, len(group), num_bytes // PART_BYTES))
+        return (group[i::parts] for i in range(parts))
+
+    async def _run_parts(
+        self, parts: Sequence[tuple[Address, list[Item]]], job: Job
+    ) -> list[StoreError]:
+        if len(parts) == 1:
+            found = [await self._run_part(*parts[0], job)]
+        else:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._run_part(*part, job)) for part in parts]
+            found = [task.result() for task in tasks]
+        return [error for error in found if error is not None]
+
+    async def _run_part(self, address: Address, items: list[Item], job: Job) -> StoreError | None:
+        pool = self._values if items[0].block else self._small
+        try:
+            await pool.run(address, lambda connection: job(connection, items))
+        except StoreError as error:
+            self._suspect(address)
+            return error
+        except asyncio.CancelledError:
+            self._suspect(address)  # perhaps the node was too slow
+            raise
+        return None
+
+    def _suspect(self, address: Address) -> None:
+        self._is_stale = True
+        self._failed.add(address)
+
+    def _redirects(self, address: Address, item: Item, error: ReplyError) -> bool:
+        """Prepare an item for the node that the reply names; return False if it names none."""
+        code, _, place = error.text.partition(" ")
+        if code in ("CLUSTERDOWN", "READONLY", "MASTERDOWN"):
+            self._suspect(address)
+        if code not in ("MOVED", "ASK"):
+            return False
+        host, _, port = place.rpartition(" ")[2].rpartition(":")
+        if not port.isdecimal():
+            return False
+        item.redirect(Address(host or address.host, int(port)), asking=code == "ASK")
+        self.counts["redirections"] += 1
+        if code == "MOVED":
+            self._is_stale = True
+            self._named.append(item.node or address)
+        return True
+
+    # --- slots ------------------------------------------------------------------------------------
+
+    async def _known_slots(self) -> SlotMap:
+        async with self._refreshing:
+            if self._slots is None or self._is_stale:
+                self._slots = await self._ask_nodes()
+                self.counts["slot_refreshes"] += 1
+        return self._slots
+
+    async def _ask_nodes(self) -> SlotMap:
+        """Return the slots as the first node that replies knows them.
+
+        Raises:
+            StoreError: no node replied; the first error.
+        """
+        masters = self._slots.masters if self._slots is not None else ()
+        known = dict.fromkeys([*self._named, *masters, *self._seeds])
+        first_error: StoreError | None = None
+        for address in sorted(known, key=self._failed.__contains__):
+            try:
+                async with asyncio.timeout(self._connect_seconds):
+                    reply = await self._small.run(address, _ask_slots)
+                slots = _slot_map(address, reply)
+            except TimeoutError:
+                error = StoreError(
+                    f"redis store: {address} did not reply within {self._connect_seconds:g} s"
+                )
+                first_error = first_error or error
+            except StoreError as error:
+                first_error = first_error or error
+            else:
+                self._is_stale = False
+                self._named.clear()
+                self._failed.clear()
+                return slots
+        raise first_error or StoreError("redis store: no node is known")
+
+
+async def in_passes(items: Sequence[T]) -> AsyncIterator[Sequence[T]]:
+    """Yield the items in parts, one per pass of the loop, so that no pass takes long."""
+    for begin in range(0, len(items), KEYS_PER_PASS):
+        if begin:
+            await asyncio.sleep(0)
+        yield items[begin : begin + KEYS_PER_PASS]
+
+
+def _ask_slots(connection: Connection) -> Reply:
+    return connection.request(b"CLUSTER", b"SLOTS")
+
+
+def _slot_map(address: Address, reply: Reply) -> SlotMap:
+    if isinstance(reply, list):
+        return SlotMap(address, reply)
+    if isinstance(reply, ReplyError) and reply.code in ("ERR", "NOPERM"):
+        return SlotMap(address, None)  # not a node of a cluster, or the user may not ask
+    raise StoreError(f"redis store: {address} replied {reply!r} to CLUSTER SLOTS")
+
+
+def _refusal(items: Sequence[Item]) -> StoreError:
+    text = next((item.error.text for item in items if item.error is not None), "no reply")
+    return StoreError(f"redis store: the server replied {text!r}")

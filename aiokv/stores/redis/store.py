@@ -1,0 +1,289 @@
+"""RedisStore: blocks in the memory of Valkey or Redis."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Self
+from urllib.parse import parse_qsl, urlencode, urlsplit
+
+import numpy as np
+
+from aiokv.errors import ConfigError, StoreError
+from aiokv.stores.base import Result, StoreMemory, StoreStatistics, split_keys
+from aiokv.stores.options import url_options
+from aiokv.stores.redis import commands
+from aiokv.stores.redis.commands import Item
+from aiokv.stores.redis.nodes import Nodes, in_passes
+from aiokv.stores.redis.options import parse_server, without_secrets
+from aiokv.stores.redis.pool import until_ended
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from aiokv.stores.redis.nodes import Job
+
+MAX_VALUE_BYTES: Final = 512 << 20  # proto-max-bulk-len of a server, by default
+_MAX_THREADS: Final = 256
+_NO_BLOCK: Final = memoryview(b"")
+
+_URL_OPTIONS: Final[dict[str, Callable[[str], Any]]] = {
+    "prefix": str,
+    "ttl_seconds": int,
+    "connections": int,
+    "connect_timeout_seconds": float,
+    "max_concurrent": int,
+}
+
+
+class RedisStore:
+    """Blocks in the memory of Valkey or Redis: one server, or a cluster.
+
+    An object is a string under the key ``prefix`` + 64 hexadecimal digits. All engines with the
+    same model, weights and layout share it, on every machine that reaches the server. The store
+    needs redis-py (``pip install 'aiokv[redis]'``) to read the URL and the TLS options and to
+    compute the slots of a cluster; values do not pass through redis-py.
+
+    **Sockets.** The store listens on no port. It opens up to ``connections`` + 2 TCP connections
+    to each master, each when it is first needed, and keeps them. One thread at a time uses a
+    socket: it reads values into host blocks and sends values from host blocks. The event loop
+    moves no payload. The store asks the server for the slots of a cluster, follows redirections
+    and fail-overs, and reads from masters only.
+
+    **Authentication.** With a password, the store sends ``AUTH``, with the user name if there is
+    one. An ACL user needs ``~aiokv:* +get +set +strlen +unlink``; with ``ttl_seconds`` also
+    ``+getex +expire``, with a database ``+select``, and in a cluster ``+asking +cluster|slots``.
+    With ``redis://``, the password and the blocks travel as plain text: use ``rediss://`` on a
+    network that others can read. No message and no statistics contain the password. A client that
+    may write to the server can replace blocks: the checksum of a block detects errors, but it is
+    not a signature.
+
+    **Memory.** The server decides which blocks it keeps. Set its ``maxmemory``. With
+    ``maxmemory-policy allkeys-lru`` or ``allkeys-lfu``, a full server drops blocks that were not
+    used for long: the usual choice. With ``noeviction``, the default, a full server refuses saves
+    (``Result.REFUSED``) until blocks are removed or expire. With ``ttl_seconds``, a block expires
+    that long after its last save or load. A cache needs no persistence, and a snapshot can double
+    the memory of the server: set ``save ""`` and ``appendonly no``.
+
+    **Promises.** A load fills a block only with a value of the length of an object; the guard
+    then verifies key and checksum. A save first asks with ``STRLEN`` which objects the server has,
+    and sends the others, and those of a wrong length, with ``SET`` without ``NX``. The server
+    stores an object whole or not at all. A key is a digest of the tokens and the model that
+    determine a block, so it does not matter which of two saves of a key is kept. A server that
+    restarts without persistence, or a fail-over to a replica that lags, loses blocks: they are
+    missing afterwards.
+
+    Args:
+        url: ``redis://[user:password@]host[:port][,host2[:port2]...][/database]``; ``rediss://``
+            for TLS, with redis-py's options ``ssl_ca_certs``, ``ssl_certfile``, ``ssl_keyfile``,
+            ``ssl_cert_reqs``, ``ssl_check_hostname``. ``valkey://`` and ``valkeys://`` are the
+            same. Further hosts are nodes of the same cluster, for when the first is down.
+        username: ACL user; replaces the one of the URL.
+        password: replaces the one of the URL.
+        prefix: of all keys on the server.
+        ttl_seconds: time after which an unused object expires; 0 for never. Needs version 6.2.
+        connections: connections per node for values; a large batch uses several.
+        connect_timeout_seconds: limit for connecting, TLS and authentication together.
+        max_concurrent: operations that the guard runs at a time.
+
+    Raises:
+        ConfigError: a number is out of range. ``open`` checks the URL.
+    """
+
+    kind = "redis"
+
+    def __init__(
+        self,
+        url: str = "redis://localhost:6379/0",
+        *,
+        username: str | None = None,
+        password: str | None = None,
+        prefix: str = "aiokv:",
+        ttl_seconds: int = 0,
+        connections: int = 4,
+        connect_timeout_seconds: float = 1.0,
+        max_concurrent: int = 8,
+    ) -> None:
+        _check_range("ttl_seconds", ttl_seconds, 0, 10**9)
+        _check_range("connections", connections, 1, 64)
+        _check_range("connect_timeout_seconds", connect_timeout_seconds, 0.001, 3600)
+        _check_range("max_concurrent", max_concurrent, 1, 1024)
+        self.url = without_secrets(url)
+        self.max_concurrent = max_concurrent
+        self._secret_url = url
+        self._credentials = username, password
+        self._prefix = prefix.encode()
+        self._ttl_seconds = ttl_seconds
+        self._connections = connections
+        self._connect_seconds = connect_timeout_seconds
+        self._memory: StoreMemory | None = None
+        self._executor: ThreadPoolExecutor | None = None
+        self._nodes: Nodes | None = None
+        self._running: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+        self._counts: Counter[str] = Counter()
+
+    @classmethod
+    def from_url(cls, url: str) -> Self:
+        """Return a store for a URL that may have the arguments of ``RedisStore`` as options.
+
+        For example ``redis://host:6379/0?ttl_seconds=86400&connections=8``.
+
+        Raises:
+            ConfigError: an option is out of range, is no number, or is given twice.
+        """
+        parts = urlsplit(url)
+        pairs = parse_qsl(parts.query, keep_blank_values=True)
+        own = urlencode([pair for pair in pairs if pair[0] in _URL_OPTIONS])
+        rest = urlencode([pair for pair in pairs if pair[0] not in _URL_OPTIONS])
+        place = without_secrets(parts._replace(query="", fragment="").geturl())
+        options = url_options(f"{place}?{own}", _URL_OPTIONS)
+        return cls(parts._replace(query=rest).geturl(), **options)
+
+    def __repr__(self) -> str:
+        return f"RedisStore({self.url!r})"
+
+    # --- Store ------------------------------------------------------------------------------------
+
+    async def open(self, memory: StoreMemory) -> None:
+        """Check the URL and the size of objects; the first use connects. Again after ``aclose``.
+
+        Raises:
+            ConfigError: redis-py is not installed, the URL is wrong, or an object is larger than a
+                server accepts.
+        """
+        if memory.object_bytes > MAX_VALUE_BYTES:
+            raise ConfigError(
+                f"an object has {memory.object_bytes} bytes; a value of Redis has at most "
+                f"{MAX_VALUE_BYTES} bytes",
+                hint="lower block_tokens",
+            )
+        executor = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="aiokv-redis")
+        try:  # in a thread: importing redis-py and reading certificates takes a while
+            parsed = executor.submit(parse_server, self._secret_url, *self._credentials)
+            server = await until_ended(parsed)
+        except BaseException:
+            executor.shutdown()
+            raise
+        self._memory = memory
+        self._executor = executor
+        self._is_closed = False
+        self._nodes = Nodes(server, executor, self._connections, self._connect_seconds)
+
+    async def lookup(self, keys: bytes) -> NDArray[np.bool_]:
+        """Return for each key whether the store has an object of the right length."""
+        items = await self._items(keys)
+        await self._run(items, partial(commands.lookup, object_bytes=self._object_bytes))
+        return np.array([item.result is Result.DONE for item in items], np.bool_)
+
+    async def load(self, keys: bytes, blocks: NDArray[np.int32]) -> NDArray[np.uint8]:
+        """Read object ``i`` into host block ``blocks[i]``; return ``[N]`` uint8 ``Result``.
+
+        Cancellation: the connections of the call are closed, and no byte arrives afterwards.
+        """
+        items = await self._items(keys, blocks)
+        await self._run(items, partial(commands.load, ttl_seconds=self._ttl_seconds))
+        return self._results("load", items)
+
+    async def save(self, keys: bytes, blocks: NDArray[np.int32]) -> NDArray[np.uint8]:
+        """Store the object in host block ``blocks[i]``; return ``[N]`` uint8 ``Result``.
+
+        Cancellation: the connections of the call are closed. Objects that the server received
+        whole are stored, and all others are not.
+        """
+        items = await self._items(keys, blocks)
+        await self._run(items, partial(commands.save, ttl_seconds=self._ttl_seconds))
+        self._counts["save_was_present"] += sum(item.was_present for item in items)
+        return self._results("save", items)
+
+    async def remove(self, keys: bytes) -> NDArray[np.uint8]:
+        """Remove objects; return ``[N]`` uint8 ``Result``. Keys that are missing are ``DONE``."""
+        items = await self._items(keys)
+        await self._run(items, commands.remove)
+        return self._results("remove", items)
+
+    def statistics(self) -> StoreStatistics:
+        """Return counters since ``open``; size and capacity are known only to the server.
+
+        ``details`` has the number of keys by operation and result (``load_done``,
+        ``save_refused``), ``save_was_present`` for objects that were not sent again,
+        ``connections_opened``, ``redirections`` and ``slot_refreshes``.
+        """
+        details = dict(self._counts)
+        if self._nodes is not None:
+            details |= self._nodes.counts
+            details["connections_opened"] = self._nodes.connections_opened
+        return StoreStatistics(details=details)
+
+    async def aclose(self) -> None:
+        """End operations in flight with ``StoreError``, and close all connections. Idempotent."""
+        self._is_closed = True
+        running = set(self._running)
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running)
+        if self._nodes is not None:
+            self._nodes.close_idle()
+        if self._executor is not None:
+            self._executor.shutdown()  # its threads have no jobs
+        self._executor = self._memory = None
+
+    # --- batches ----------------------------------------------------------------------------------
+
+    @property
+    def _object_bytes(self) -> int:
+        return 0 if self._memory is None else self._memory.object_bytes
+
+    async def _items(self, keys: bytes, blocks: NDArray[np.int32] | None = None) -> list[Item]:
+        """Return an item per key; without blocks, for a request that moves no value."""
+        items: list[Item] = []
+        ids = None if blocks is None else blocks.tolist()
+        async for some in in_passes(split_keys(keys)):
+            names = [self._prefix + key.hex().encode() for key in some]
+            if ids is None or self._memory is None:
+                items += [Item(name, _NO_BLOCK) for name in names]
+            else:
+                numbers = ids[len(items) : len(items) + len(names)]
+                objects = map(self._memory.object, numbers)
+                items += map(Item, names, objects)
+        return items
+
+    async def _run(self, items: Sequence[Item], job: Job) -> None:
+        """Run a job in a task that ``aclose`` can end.
+
+        Raises:
+            StoreError: no item got an answer, or the store was closed.
+        """
+        if self._is_closed or self._nodes is None:
+            raise StoreError(f"{self.url} is {'closed' if self._is_closed else 'not open'}")
+        task = asyncio.create_task(self._nodes.run(items, job))
+        self._running.add(task)
+        try:
+            await task
+        except asyncio.CancelledError:
+            if not _is_cancelling():  # aclose() cancelled the task
+                raise StoreError(f"{self.url} was closed during the operation") from None
+            raise
+        finally:
+            self._running.discard(task)
+
+    def _results(self, operation: str, items: Sequence[Item]) -> NDArray[np.uint8]:
+        results = [item.result for item in items]
+        for result, count in Counter(results).items():
+            self._counts[f"{operation}_{result.name.lower()}"] += count
+        return np.array(results, np.uint8)
+
+
+def _is_cancelling() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _check_range(name: str, value: float, least: float, most: float) -> None:
+    if not least <= value <= most:
+        raise ConfigError(f"{name} is {value}; it must be between {least} and {most}")

@@ -1,0 +1,342 @@
+"""Load and save GB/s of the shared stores beside their client libraries alone, in the same run.
+
+``store`` is one ``load`` or ``save`` of a batch; ``library`` moves the same batch by the calls that
+a program without aiokv would make: ``batch_get_into`` and ``batch_put_from`` of Mooncake Store on
+registered memory, ``get`` and ``put`` of obstore with as many requests at a time (its buffers are
+not copied), and ``preadv`` and ``pwritev`` of whole files in as many threads. Both take turns;
+``ratio`` is store over library, the median over the turns. All servers run on this machine.
+A store whose package or server is absent is left out; `make services` installs them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import uvloop
+
+from aiokv.stores import DirectoryStore, MooncakeStore, S3Store
+from aiokv.stores.base import KEY_BYTES
+from tests.stores import mooncake_cluster, moto_server
+from tests.stores.conformance import Blocks, keys_of
+from tests.stores.servers import Server
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from aiokv.stores.base import Store
+
+BATCH_BYTES = 32 << 20
+THREADS = 4
+REQUESTS = 16
+HEADER = 'HTTP/1.1 200 OK\r\nContent-Length: {}\r\nETag: "1"\r\nLast-Modified: {}\r\n\r\n'
+DATE = "Mon, 01 Jan 2024 00:00:00 GMT"
+
+
+def run(quick: bool) -> dict[str, Any]:
+    rounds = 5 if quick else 15
+    results: dict[str, Any] = {"directory": {}}
+    if not mooncake_cluster.why_absent():
+        results["mooncake"] = {}
+    if not moto_server.why_absent():
+        results["s3"] = {}
+    for name, kib in ((name, kib) for name in results for kib in (128, 1024, 4096)):
+        folder = Path(tempfile.mkdtemp(prefix="aiokv-bench-"))
+        try:
+            results[name][f"{kib}_kib"] = uvloop.run(BENCHES[name](folder, kib << 10, rounds))
+        finally:
+            shutil.rmtree(folder)
+    return results
+
+
+class Batch:
+    """Host blocks, and the keys of one batch."""
+
+    def __init__(self, block_bytes: int) -> None:
+        count = BATCH_BYTES // block_bytes
+        self.blocks = Blocks(count, block_bytes)
+        self.blocks.fill(1)
+        self.ids = np.arange(count, dtype=np.int32)
+        self._next = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.ids) * self.blocks.memory.object_bytes
+
+    def new_keys(self) -> bytes:
+        """Return keys that no store has."""
+        first = self._next
+        self._next += len(self.ids)
+        return keys_of(range(first, first + len(self.ids)))
+
+    def addresses(self) -> tuple[list[int], list[int]]:
+        memory = self.blocks.memory
+        addresses = [memory.address + int(i) * memory.pitch_bytes for i in self.ids]
+        return addresses, [memory.object_bytes] * len(addresses)
+
+    def views(self) -> list[memoryview]:
+        return [self.blocks.memory.object(int(i)) for i in self.ids]
+
+
+async def compared(
+    batch: Batch,
+    rounds: int,
+    store: Callable[[], Awaitable[Any]],
+    library: Callable[[], Awaitable[Any]],
+) -> dict[str, float]:
+    """Return GB/s of both, measured in turns."""
+    seconds: dict[str, list[float]] = {"store": [], "library": []}
+    for turn in range(rounds + 1):
+        for name, move in (("store", store), ("library", library)):
+            began = time.perf_counter()
+            await move()
+            if turn:  # the first one warms up
+                seconds[name].append(time.perf_counter() - began)
+    medians = {name: statistics.median(taken) for name, taken in seconds.items()}
+    pairs = zip(seconds["library"], seconds["store"], strict=True)
+    return {
+        "store_gbps": batch.num_bytes / medians["store"] / 1e9,
+        "library_gbps": batch.num_bytes / medians["library"] / 1e9,
+        "ratio": statistics.median(library / store for library, store in pairs),
+    }
+
+
+async def checked_load(store: Store, keys: bytes, batch: Batch) -> None:
+    results = await store.load(keys, batch.ids)
+    assert not results.any(), results
+
+
+async def checked_save(store: Store, keys: bytes, batch: Batch) -> None:
+    results = await store.save(keys, batch.ids)
+    assert not results.any(), results
+
+
+def names_of(keys: bytes) -> list[str]:
+    return [keys[i : i + KEY_BYTES].hex() for i in range(0, len(keys), KEY_BYTES)]
+
+
+# --- directory ------------------------------------------------------------------------------------
+
+
+async def directory(folder: Path, block_bytes: int, rounds: int) -> dict[str, Any]:
+    batch = Batch(block_bytes)
+    store = DirectoryStore(folder / "kv", threads=THREADS)
+    await store.open(batch.blocks.memory)
+    pool = ThreadPoolExecutor(THREADS)
+    loop = asyncio.get_running_loop()
+    views = batch.views()
+    paths = [folder / f"plain-{i}" for i in range(len(views))]
+
+    def read(first: int) -> None:
+        for path, view in list(zip(paths, views, strict=True))[first::THREADS]:
+            file = os.open(path, os.O_RDONLY)
+            assert os.preadv(file, [view], 0) == len(view)
+            os.close(file)
+
+    def write(first: int) -> None:
+        for path, view in list(zip(paths, views, strict=True))[first::THREADS]:
+            file = os.open(path, os.O_WRONLY | os.O_CREAT)
+            assert os.pwritev(file, [view], 0) == len(view)
+            os.close(file)
+
+    async def in_threads(move: Callable[[int], None]) -> None:
+        await asyncio.gather(*(loop.run_in_executor(pool, move, i) for i in range(THREADS)))
+
+    async def write_new_files() -> None:
+        await in_threads(write)
+        for path in paths:
+            os.unlink(path)
+
+    keys = batch.new_keys()
+
+    async def save_new_files() -> None:
+        await checked_save(store, keys, batch)
+        await store.remove(keys)
+
+    try:
+        saved = await compared(batch, rounds, save_new_files, write_new_files)
+        await checked_save(store, keys, batch)
+        await in_threads(write)
+        loaded = await compared(
+            batch, rounds, lambda: checked_load(store, keys, batch), lambda: in_threads(read)
+        )
+    finally:
+        pool.shutdown()
+        await store.aclose()
+    return {"load": loaded, "save": saved}
+
+
+# --- Mooncake Store -------------------------------------------------------------------------------
+
+
+async def mooncake(folder: Path, block_bytes: int, rounds: int) -> dict[str, Any]:
+    from aiokv.stores.mooncake.client import import_library
+
+    batch = Batch(block_bytes)
+    addresses, sizes = batch.addresses()
+    cluster = mooncake_cluster.MooncakeCluster(folder, segment_bytes=256 << 20)
+    cluster.start()
+    store = MooncakeStore(cluster.address)
+    library = import_library()
+    client = library.MooncakeDistributedStore()
+    loop = asyncio.get_running_loop()
+    pool = ThreadPoolExecutor(1)
+    try:
+        await store.open(batch.blocks.memory)
+        setup = ("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", cluster.address)
+        assert client.setup(*setup) == 0
+        assert client.register_buffer(addresses[0], batch.blocks.memory.num_bytes) == 0
+
+        async def get(names: list[str]) -> None:
+            got = await loop.run_in_executor(pool, client.batch_get_into, names, addresses, sizes)
+            assert got == sizes
+
+        async def put_new() -> None:
+            names = names_of(batch.new_keys())
+            put = await loop.run_in_executor(pool, client.batch_put_from, names, addresses, sizes)
+            assert not any(put)
+            client.batch_remove(names, True)
+
+        async def save_new() -> None:
+            keys = batch.new_keys()
+            await checked_save(store, keys, batch)
+            await store.remove(keys)
+
+        saved = await compared(batch, rounds, save_new, put_new)
+        keys = batch.new_keys()
+        await checked_save(store, keys, batch)
+        names = [f"aiokv/{name}" for name in names_of(keys)]
+        loaded = await compared(
+            batch, rounds, lambda: checked_load(store, keys, batch), lambda: get(names)
+        )
+    finally:
+        await store.aclose()
+        client.close()
+        pool.shutdown()
+        cluster.kill()
+    return {"load": loaded, "save": saved}
+
+
+# --- S3 -------------------------------------------------------------------------------------------
+
+
+class Source(asyncio.Protocol):
+    """An S3 server in which each GET finds the same object, and each HEAD finds none."""
+
+    def __init__(self, content: bytes) -> None:
+        self._head = HEADER.format(len(content), DATE).encode()
+        self._content = content
+        self._buffer = b""
+        self._left = 0
+        self._transport: Any = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        if self._left:
+            self._left -= len(data)
+            if self._left == 0:
+                self._transport.write(HEADER.format(0, DATE).encode())
+            return
+        self._buffer += data
+        head, end, rest = self._buffer.partition(b"\r\n\r\n")
+        if not end:
+            return
+        self._buffer = b""
+        match head[:3]:
+            case b"GET":
+                self._transport.write(self._head)
+                self._transport.write(self._content)
+            case b"PUT":
+                length = next(
+                    int(line.split(b":")[1])
+                    for line in head.lower().split(b"\r\n")
+                    if line.startswith(b"content-length:")
+                )
+                self._left = length
+                if rest:
+                    self.data_received(rest)
+            case _:
+                self._transport.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+
+
+async def serve(port: int, num_bytes: int) -> None:
+    """Serve objects of a length until the process ends."""
+    content = bytes(num_bytes)
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: Source(content), "127.0.0.1", port)
+    await server.serve_forever()
+
+
+async def s3(folder: Path, block_bytes: int, rounds: int) -> dict[str, Any]:
+    import obstore
+    from obstore.store import from_url
+
+    batch = Batch(block_bytes)
+    program = "import sys, uvloop; from bench.remote_stores import serve; "
+    program += "uvloop.run(serve(int(sys.argv[1]), int(sys.argv[2])))"
+    num_bytes = str(batch.blocks.memory.object_bytes)
+    os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
+    server = Server(
+        lambda port: [sys.executable, "-c", program, str(port), num_bytes], folder / "s3.log"
+    )
+    server.start()
+    endpoint = f"http://127.0.0.1:{server.port}"
+    options = {"access_key_id": "test", "secret_access_key": "test"}
+    store = S3Store(
+        "s3://kvcache", endpoint=endpoint, region="us-east-1", options=options, concurrency=REQUESTS
+    )
+    client = from_url(
+        "s3://kvcache",
+        config={**options, "endpoint": endpoint, "region": "us-east-1"},
+        client_options={"allow_http": True},
+    )
+    gate = asyncio.Semaphore(REQUESTS)
+    views = batch.views()
+
+    async def get(name: str) -> None:
+        async with gate:
+            content = await (await obstore.get_async(client, name)).bytes_async()
+            assert len(content) == len(views[0])
+
+    async def put(name: str, view: memoryview) -> None:
+        async with gate:
+            await obstore.put_async(client, name, view, use_multipart=False)
+
+    try:
+        await store.open(batch.blocks.memory)
+        keys = batch.new_keys()
+        names = names_of(keys)
+        saved = await compared(
+            batch,
+            rounds,
+            lambda: checked_save(store, keys, batch),
+            lambda: asyncio.gather(*map(put, names, views)),
+        )
+        loaded = await compared(
+            batch,
+            rounds,
+            lambda: checked_load(store, keys, batch),
+            lambda: asyncio.gather(*map(get, names)),
+        )
+    finally:
+        await store.aclose()
+        server.kill()
+    return {"load": loaded, "save": saved}
+
+
+BENCHES: dict[str, Callable[[Path, int, int], Any]] = {
+    "directory": directory,
+    "mooncake": mooncake,
+    "s3": s3,
+}

@@ -1,0 +1,166 @@
+#include "ring_loop.hpp"
+
+#include <poll.h>
+#include <time.h>
+
+#include <cerrno>
+#include <utility>
+
+namespace aiokv {
+namespace {
+
+// User data of what is not a transfer; that of a transfer is its slot.
+constexpr std::uint64_t kCommands = ~std::uint64_t{0};
+constexpr std::uint64_t kCancellation = kCommands - 1;
+constexpr timespec kRetryAfter{.tv_sec = 0, .tv_nsec = 1'000'000};
+
+}  // namespace
+
+// The ring has room for all transfers, their cancellations, and one entry that watches commands.
+RingLoop::RingLoop(std::size_t entries, RingCommands& commands, IoCompletions& completions)
+    : commands_(commands),
+      completions_(completions),
+      ring_(static_cast<unsigned>(2 * entries + 1)),
+      transfers_(entries) {
+    for (std::size_t slot = entries; slot-- > 0;) free_.push_back(static_cast<Slot>(slot));
+}
+
+void RingLoop::run() {
+    while (true) {
+        RingCommands::Taken taken = commands_.take();
+        if (taken.closing || !taken.cancelled_tags.empty()) cancel(taken);
+        for (const auto& registration : taken.registrations) registrations_.push_back(registration);
+        do_registrations();
+        start_jobs();
+        if (!taken.closing) {
+            watch_commands();
+        } else if (in_kernel_ == 0) {
+            return;
+        }
+        wait();
+    }
+}
+
+void RingLoop::cancel(const RingCommands::Taken& taken) {
+    for (Slot slot = 0; slot < transfers_.size(); ++slot) {
+        Transfer& transfer = transfers_[slot];
+        if (transfer.ended() || transfer.cancelled()) continue;
+        const std::uint64_t tag = transfer.job().request.tag;
+        if (!taken.closing && !taken.cancelled_tags.contains(tag)) continue;
+        transfer.cancel();
+        uring::Sqe& entry = ring_.prepare();
+        entry.opcode = uring::kAsyncCancel;
+        entry.fd = -1;
+        entry.address = slot;
+        entry.user_data = kCancellation;
+        ++in_kernel_;
+    }
+}
+
+// Old kernels wait in this call until nothing is in flight, so nothing may be.
+void RingLoop::do_registrations() {
+    if (in_kernel_ > 0) return;
+    for (const auto& registration : registrations_) register_buffer(registration);
+    registrations_.clear();
+}
+
+void RingLoop::register_buffer(const Registration& registration) {
+    RegisteredBuffers more = buffers_.with(registration.address, registration.num_bytes);
+    const int error = ring_.register_buffers(more.iovecs());
+    if (error == 0) {
+        buffers_ = std::move(more);
+    } else if (ring_.register_buffers(buffers_.iovecs()) != 0) {
+        buffers_ = {};
+    }
+    completions_.end(registration.job, -error);
+}
+
+void RingLoop::start_jobs() {
+    for (const Slot slot : std::exchange(continued_, {})) {
+        if (transfers_[slot].stop_if_cancelled()) {
+            end(slot);
+        } else {
+            start(slot);
+        }
+    }
+    if (!registrations_.empty()) return;
+    commands_.take_jobs([this] { return !free_.empty(); },
+                        [this](const IoJob& job) {
+                            const Slot slot = free_.back();
+                            free_.pop_back();
+                            transfers_[slot] = Transfer(job);
+                            start(slot);
+                        });
+}
+
+void RingLoop::start(Slot slot) {
+    const Transfer& transfer = transfers_[slot];
+    const IoRequest& request = transfer.job().request;
+    uring::Sqe& entry = ring_.prepare();
+    entry.fd = request.fd;
+    entry.user_data = slot;
+    ++in_kernel_;
+    if (request.operation == IoOperation::kFlush) {
+        entry.opcode = uring::kFsync;
+        entry.op_flags = uring::kFsyncDatasync;
+        return;
+    }
+    const bool writes = request.operation == IoOperation::kWrite;
+    entry.address = transfer.address();
+    entry.length = transfer.length();
+    entry.offset = transfer.offset();
+    if (const auto buffer = buffers_.find(transfer.address(), transfer.length())) {
+        entry.opcode = writes ? uring::kWriteFixed : uring::kReadFixed;
+        entry.buffer_index = *buffer;
+    } else {
+        entry.opcode = writes ? uring::kWrite : uring::kRead;
+    }
+}
+
+// While registrations wait, the end of a request wakes the thread, and commands wait, too.
+void RingLoop::watch_commands() {
+    if (watches_commands_ || !registrations_.empty()) return;
+    uring::Sqe& entry = ring_.prepare();
+    entry.opcode = uring::kPollAdd;
+    entry.fd = commands_.fd();
+    entry.op_flags = POLLIN;
+    entry.user_data = kCommands;
+    watches_commands_ = true;
+    ++in_kernel_;
+}
+
+void RingLoop::wait() {
+    if (ring_.submit_and_wait(pace_.wanted(in_kernel_), WakePace::kPatienceNs) != 0 &&
+        !ring_.has_completion()) {
+        ::nanosleep(&kRetryAfter, nullptr);  // the kernel lacks memory for requests
+    }
+    std::size_t num_ended = 0;
+    while (const auto completion = ring_.next_completion()) {
+        handle(*completion);
+        ++num_ended;
+    }
+    pace_.count(num_ended, in_kernel_ > 0);
+}
+
+void RingLoop::handle(const uring::Cqe& completion) {
+    --in_kernel_;
+    if (completion.user_data == kCancellation) return;
+    if (completion.user_data == kCommands) {
+        watches_commands_ = false;
+        commands_.drain();
+        return;
+    }
+    const auto slot = static_cast<Slot>(completion.user_data);
+    if (transfers_[slot].advance(completion.result)) {
+        end(slot);
+    } else {
+        continued_.push_back(slot);
+    }
+}
+
+void RingLoop::end(Slot slot) {
+    completions_.end(transfers_[slot].job(), transfers_[slot].result());
+    free_.push_back(slot);
+}
+
+}  // namespace aiokv

@@ -1,0 +1,49 @@
+// RingLoop: the body of the thread of a RingBackend, which alone uses the ring.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "registered_buffers.hpp"
+#include "ring.hpp"
+#include "ring_commands.hpp"
+#include "transfer.hpp"
+#include "wake_pace.hpp"
+
+namespace aiokv {
+
+class RingLoop {
+  public:
+    // At most `entries` transfers are in the kernel. Throws RingRefused.
+    RingLoop(std::size_t entries, RingCommands& commands, IoCompletions& completions);
+
+    // Starts jobs and ends them, until the commands are closed and nothing is in the kernel.
+    void run();
+
+  private:
+    using Slot = std::uint32_t;
+
+    void cancel(const RingCommands::Taken& taken);
+    void do_registrations();
+    void register_buffer(const Registration& registration);
+    void start_jobs();
+    void start(Slot slot);
+    void watch_commands();
+    void wait();
+    void handle(const uring::Cqe& completion);
+    void end(Slot slot);
+
+    RingCommands& commands_;
+    IoCompletions& completions_;
+    Ring ring_;
+    RegisteredBuffers buffers_;
+    std::vector<Registration> registrations_;  // wait until nothing is in the kernel
+    std::vector<Transfer> transfers_;          // by slot
+    std::vector<Slot> free_;
+    std::vector<Slot> continued_;  // their remaining parts must go to the kernel
+    bool watches_commands_ = false;
+    WakePace pace_;
+    std::size_t in_kernel_ = 0;  // completions to come, of whatever kind
+};
+
+}  // namespace aiokv

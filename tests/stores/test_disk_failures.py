@@ -1,0 +1,248 @@
+"""DiskStore on full, failing, read-only and slow disks."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import subprocess
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from aiokv.errors import StoreError
+from aiokv.stores.base import Result
+from aiokv.stores.disk import DiskStore, committer
+from aiokv.stores.disk.volume import Volume
+from tests.stores.disk_medium import (
+    keys_of,
+    load,
+    opened,
+    save,
+    small_blocks,
+    small_store,
+)
+from tests.stores.disk_volumes import FailingVolume, WrappedIo
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from aiokv.stores.disk.io import BlockIo
+
+
+@contextmanager
+def mounted(path: Path, *options: str) -> Iterator[None]:
+    """Mount something on a directory; skip where that is not permitted."""
+    path.mkdir(exist_ok=True)
+    done = subprocess.run(["mount", *options, str(path)], capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip(f"mount is not permitted: {done.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(path)], check=True)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("operation", ["read", "write", "journal.write", "flush", "allocate"])
+async def test_failed_operation_is_a_store_error_and_the_store_recovers(
+    tmp_path: Path, operation: str
+) -> None:
+    volume = FailingVolume(tmp_path / "kv")
+    blocks = small_blocks()
+    store = small_store(tmp_path / "kv", volume=volume, fsync_seconds=0)
+    async with opened(store, blocks):
+        if operation != "allocate":
+            await save(store, blocks, range(4))
+        volume.failures[operation] = errno.EIO
+        failing = load if operation == "read" else save
+        numbers = range(4) if operation == "read" else range(4, 8)
+        with pytest.raises(StoreError, match=r"EIO|Input/output error"):
+            await failing(store, blocks, numbers)
+        assert not (await store.lookup(keys_of(range(4, 8)))).any()
+        if operation not in ("read", "allocate"):
+            assert await load(store, blocks, range(4)) == [0, 1, 2, 3], "reads still work"
+        del volume.failures[operation]
+        assert await save(store, blocks, range(4, 8)) == [Result.DONE] * 4
+        assert await load(store, blocks, range(4, 8)) == [4, 5, 6, 7]
+    async with opened(small_store(tmp_path / "kv"), blocks) as store:
+        assert await load(store, blocks, range(4, 8)) == [4, 5, 6, 7]
+
+
+@pytest.mark.asyncio
+async def test_failed_flush_of_the_journal_replaces_the_journal(tmp_path: Path) -> None:
+    volume = FailingVolume(tmp_path / "kv")
+    blocks = small_blocks()
+    async with opened(
+        small_store(tmp_path / "kv", volume=volume, fsync_seconds=0), blocks
+    ) as store:
+        await save(store, blocks, range(4))
+        volume.failures["journal.sync"] = errno.EIO
+        with pytest.raises(StoreError, match="Input/output error"):
+            await save(store, blocks, range(4, 8))
+        volume.failures.clear()
+        assert await save(store, blocks, range(8, 12)) == [Result.DONE] * 4
+        assert store.statistics().details["compactions"] == 1
+        assert await load(store, blocks, range(12)) == [0, 1, 2, 3, 8, 9, 10, 11]
+    async with opened(small_store(tmp_path / "kv"), blocks) as store:
+        assert await load(store, blocks, range(12)) == [0, 1, 2, 3, 8, 9, 10, 11]
+
+
+@pytest.mark.asyncio
+async def test_failed_compaction_keeps_the_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(committer, "MIN_RECORDS", 20)
+    volume = FailingVolume(tmp_path / "kv")
+    volume_store = small_store(tmp_path / "kv", slots=8, volume=volume)
+    blocks = small_blocks()
+    async with opened(volume_store, blocks) as store:
+        volume.failures["rename"] = errno.ENOSPC
+        for first in range(0, 80, 4):
+            assert await save(store, blocks, range(first, first + 4)) == [Result.DONE] * 4
+        assert store.statistics().details["compactions"] == 0
+        assert "journal.new" not in os.listdir(tmp_path / "kv")
+        del volume.failures["rename"]
+        for first in range(80, 200, 4):
+            assert await save(store, blocks, range(first, first + 4)) == [Result.DONE] * 4
+        assert store.statistics().details["compactions"] > 0
+        before = await load(store, blocks, range(200))
+    async with opened(small_store(tmp_path / "kv", slots=8), blocks) as store:
+        assert await load(store, blocks, range(200)) == before
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+async def test_write_without_room_is_refused(tmp_path: Path, code: int) -> None:
+    volume = FailingVolume(tmp_path / "kv")
+    blocks = small_blocks()
+    async with opened(small_store(tmp_path / "kv", volume=volume), blocks) as store:
+        volume.failures["write"] = code
+        assert await save(store, blocks, range(4)) == [Result.REFUSED] * 4
+        volume.failures["allocate"] = code
+        volume.failures.pop("write")
+        # Slots that exist are used, further ones cannot be made: blocks are evicted for them.
+        assert await save(store, blocks, range(4)) == [Result.DONE] * 4
+
+
+@pytest.mark.asyncio
+async def test_full_file_system(tmp_path: Path) -> None:
+    path = tmp_path / "small"
+    blocks = small_blocks()
+    with mounted(path, "-t", "tmpfs", "-o", "size=6m", "tmpfs"):
+        async with opened(small_store(path, slots=1_200), blocks) as store:
+            for first in range(0, 1_200, 8):
+                assert await save(store, blocks, range(first, first + 8)) == [Result.DONE] * 8
+            statistics = store.statistics()
+            assert 100 <= statistics.blocks < 600
+            assert statistics.evicted_blocks > 100
+            present = await load(store, blocks, range(1_200))
+            assert len(present) == statistics.blocks
+            (path / "other").write_bytes(bytes(4_096) * (os.statvfs(path).f_bavail - 0))
+        async with opened(small_store(path, slots=1_000), blocks) as store:
+            assert await load(store, blocks, range(1_200)) == present, "a full disk is still read"
+            with suppress(StoreError):  # the journal may have no room for another record
+                results = await save(store, blocks, range(3_000, 3_008))
+                assert set(results) <= {Result.DONE, Result.REFUSED}
+            (path / "other").unlink()
+            assert await save(store, blocks, range(3_008, 3_016)) == [Result.DONE] * 8
+
+
+@pytest.mark.asyncio
+async def test_growth_leaves_space_to_others(tmp_path: Path) -> None:
+    path = tmp_path / "small"
+    blocks = small_blocks()
+    with mounted(path, "-t", "tmpfs", "-o", "size=8m", "tmpfs"):
+        store = DiskStore(path, bytes="4MiB", min_free_bytes="6MiB")
+        async with opened(store, blocks):
+            for first in range(0, 800, 8):
+                assert await save(store, blocks, range(first, first + 8)) == [Result.DONE] * 8
+            space = os.statvfs(path)
+            used = 800 * 3 * 64 + 4_096  # at most, by the journal
+            assert space.f_bavail * space.f_frsize >= (6 << 20) - used
+
+
+@pytest.mark.asyncio
+async def test_read_only_directory_is_read_and_refuses_saves(tmp_path: Path) -> None:
+    path, view = tmp_path / "kv", tmp_path / "view"
+    blocks = small_blocks()
+    async with opened(small_store(path), blocks) as store:
+        await save(store, blocks, range(4))
+    files = {file.name: file.read_bytes() for file in path.iterdir()}
+    with mounted(view, "--bind", "-o", "ro", str(path)):
+        async with opened(small_store(view), blocks) as store:
+            assert await load(store, blocks, range(6)) == [0, 1, 2, 3]
+            assert await save(store, blocks, range(4)) == [Result.DONE] * 4, "they are stored"
+            with pytest.raises(StoreError, match="not writable"):
+                await save(store, blocks, range(4, 8))
+            with pytest.raises(StoreError, match="not writable"):
+                await store.remove(keys_of([1]))
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == files
+
+
+class SlowIo(WrappedIo):
+    """Requests that end when the test says so."""
+
+    def __init__(self, io: BlockIo, gate: asyncio.Event) -> None:
+        super().__init__(io)
+        self._gate = gate
+
+    async def read(self, fd, addresses, lengths, offsets):
+        await self._gate.wait()
+        return await super().read(fd, addresses, lengths, offsets)
+
+    async def write(self, fd, addresses, lengths, offsets):
+        await self._gate.wait()
+        return await super().write(fd, addresses, lengths, offsets)
+
+
+class SlowVolume(Volume):
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    def open_io(self) -> BlockIo:
+        return SlowIo(super().open_io(), self.gate)
+
+
+@pytest.mark.asyncio
+async def test_slow_disk_does_not_delay_lookups_and_cancelled_operations_return_their_slots(
+    tmp_path: Path,
+) -> None:
+    volume = SlowVolume(tmp_path / "kv")
+    blocks = small_blocks()
+    async with opened(small_store(tmp_path / "kv", slots=8, volume=volume), blocks) as store:
+        await save(store, blocks, range(4))
+        volume.gate.clear()
+        slow_save = asyncio.create_task(save(store, blocks, range(4, 8)))
+        slow_load = asyncio.create_task(store.load(keys_of(range(4)), np.arange(4, dtype=np.int32)))
+        await asyncio.sleep(0)
+        assert (await store.lookup(keys_of(range(5)))).tolist() == [True] * 4 + [False]
+        # Both hold all slots: a save finds no room, and does not evict blocks that are read.
+        assert await save(store, blocks, range(8, 10)) == [Result.REFUSED] * 2
+        for task in (slow_save, slow_load):
+            task.cancel()
+        await asyncio.wait([slow_save, slow_load])
+        volume.gate.set()
+        assert await save(store, blocks, range(8, 12)) == [Result.DONE] * 4
+        assert await load(store, blocks, range(12)) == [0, 1, 2, 3, 8, 9, 10, 11]
+
+
+@pytest.mark.asyncio
+async def test_reused_slots_wait_for_their_readers(tmp_path: Path) -> None:
+    volume = SlowVolume(tmp_path / "kv")
+    blocks = small_blocks()
+    async with opened(small_store(tmp_path / "kv", slots=4, volume=volume), blocks) as store:
+        await save(store, blocks, range(4))
+        volume.gate.clear()
+        reading = asyncio.create_task(load(store, blocks, [0]))
+        await asyncio.sleep(0)
+        await store.remove(keys_of([0]))
+        volume.gate.set()
+        assert await reading == [0]
+        assert await save(store, blocks, [4]) == [Result.DONE]
+        assert await load(store, blocks, range(5)) == [1, 2, 3, 4]
