@@ -246,11 +246,6 @@ class StoreGuard:
 
     # --- operations -------------------------------------------------------------------------------
 
-    @property
-    def can_read(self) -> bool:
-        """True when a lookup or a load would be passed to the store."""
-        return self.is_open and self.use.read and self._reads.state == "closed"
-
     async def lookup(self, keys: bytes) -> NDArray[np.bool_]:
         """Return for each key whether the store has it, ``[N]`` bool; all False without a result.
 
@@ -258,7 +253,7 @@ class StoreGuard:
         """
         num_keys = len(keys) // KEY_BYTES
         nothing = np.zeros(num_keys, np.bool_)
-        if not num_keys or not self._admits_read():
+        if not num_keys or not self.admits_read():
             return nothing
         self._counts.lookups += 1
         self._counts.lookup_keys += num_keys
@@ -290,7 +285,7 @@ class StoreGuard:
         """
         results = np.full(len(blocks), Result.FAILED, np.uint8)
         for part in self._parts(len(blocks)):
-            if not self._admits_read():
+            if not self.admits_read():
                 break
             began = _now()
             part_keys = keys[part.start * KEY_BYTES : part.stop * KEY_BYTES]
@@ -413,8 +408,8 @@ class StoreGuard:
 
     # --- availability -----------------------------------------------------------------------------
 
-    def _admits_read(self) -> bool:
-        """Return True when the store may be read; begin a probe when one is due."""
+    def admits_read(self) -> bool:
+        """Return True when the store may be read; count a refusal, and begin a due probe."""
         if self.is_open and self.use.read:
             if self._reads.state == "closed":
                 return True

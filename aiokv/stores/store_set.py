@@ -176,8 +176,11 @@ class StoreSet:
         num_blocks = len(digests) // KEY_BYTES
         if not num_blocks or self._proof is None:
             return NOTHING
+        readable = [i for i, guard in enumerate(self._guards) if guard.admits_read()]
+        if not readable:
+            return NOTHING
         keys = derive_keys(self._fingerprint, digests)
-        found = await self._ask(keys, num_blocks)
+        found = await self._ask(readable, keys, num_blocks)
         anywhere = found.any(axis=0)
         blocks = num_blocks if anywhere.all() else int(anywhere.argmin())
         if not blocks:
@@ -186,30 +189,28 @@ class StoreSet:
         self._lookups.remember(keys[: blocks * KEY_BYTES], holders)
         return StoreAnswer(blocks, self._fetch_seconds(holders))
 
-    async def _ask(self, keys: bytes, num_blocks: int) -> NDArray[np.bool_]:
+    async def _ask(self, readable: list[int], keys: bytes, num_blocks: int) -> NDArray[np.bool_]:
         """Return which stores may have which blocks, ``[stores, N]``.
 
         Stops when the first stores in order have all blocks: the others may have them, too.
         """
         found = np.zeros((len(self._guards), num_blocks), np.bool_)
-        readable = [guard.can_read for guard in self._guards]
-        if sum(readable) <= 1:  # the calls of the others do not suspend
-            for i, guard in enumerate(self._guards):
-                found[i] = await guard.lookup(keys)
+        if len(readable) == 1:
+            found[readable[0]] = await self._guards[readable[0]].lookup(keys)
             return found
         loop = asyncio.get_running_loop()
-        tasks = [loop.create_task(guard.lookup(keys)) for guard in self._guards]
-        self._asking.update(tasks)
-        for task in tasks:
+        tasks = {i: loop.create_task(self._guards[i].lookup(keys)) for i in readable}
+        self._asking.update(tasks.values())
+        for task in tasks.values():
             task.add_done_callback(self._asking.discard)
         try:
-            for i, task in enumerate(tasks):
+            for i, task in tasks.items():
                 found[i] = await task
                 if found.any(axis=0).all():
                     found[i + 1 :] = True
                     break
         except BaseException:
-            for task in tasks:
+            for task in tasks.values():
                 task.cancel()
             raise
         return found

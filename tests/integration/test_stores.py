@@ -67,6 +67,17 @@ async def test_closing_saves_what_was_committed_and_a_restart_finds_it():
         assert c.hit(A) == (4, 0)
 
 
+async def test_close_saves_blocks_that_were_committed_just_before():
+    store = ScriptedStore()
+    c = await cache(store).__aenter__()
+    lease = c.engine.match(A)
+    await lease.allocate(len(A))
+    c.compute(lease, A)
+    lease.release()
+    await c.engine.aclose()
+    assert len(store.objects) == 4
+
+
 async def test_without_wait_store_no_store_is_asked():
     store = await restarted(A)
     async with cache(store) as c:
