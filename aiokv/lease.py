@@ -461,6 +461,9 @@ class Lease(Unique):
     def snapshot(self, num_tokens: int, stream: object = None) -> bool:
         """Save the recurrent state after ``num_tokens`` positions, so that prompts can hit there.
 
+        The snapshot takes a state slot on the device. With ``CacheConfig.host_state_slots``, the
+        write policy copies it to host memory, too, where it stays when that slot is used again.
+
         Call it after the ``commit`` of these positions and before the next step changes the state
         in ``state_slot``.
 

@@ -13,7 +13,7 @@ LAYERS, BLOCK, SLOTS = 3, 4, 4
 PROMPT = np.arange(11, dtype=np.int32)  # 2 full blocks and a partial one
 
 
-def make(*, apart: bool = False):
+def make(*, apart: bool = False, host_state_slots: int = 0):
     """One tensor of all layers, or (apart) one a layer."""
     import cupy
 
@@ -23,7 +23,13 @@ def make(*, apart: bool = False):
     regions = aiokv.Regions(num_layers=LAYERS)
     regions.add("kv", layers=kv)
     regions.add_state("ssm", layers=state)
-    config = aiokv.CacheConfig(block_tokens=BLOCK, device_blocks=16, state_slots=SLOTS)
+    config = aiokv.CacheConfig(
+        block_tokens=BLOCK,
+        device_blocks=16,
+        host_blocks=16 if host_state_slots else 0,
+        state_slots=SLOTS,
+        host_state_slots=host_state_slots,
+    )
     device = CudaDevice(options=CudaOptions(slot_bytes=1 << 20, register_chunk_bytes=4 << 20))
     return aiokv.CacheEngine(config, regions, device), state
 
@@ -116,3 +122,75 @@ async def test_forks_copy_the_state():
         parent.release()
         child.release()
         step(engine, stream)
+
+
+async def serve(engine, state, stream, prompt, value: float) -> tuple[int, list[np.ndarray]]:
+    """Serve a prompt; its state becomes ``value`` plus the layer, and is saved after 8 positions.
+
+    Returns:
+        The cached tokens, and the state of each layer with which the lease began.
+    """
+    lease = engine.match(prompt)
+    await lease.allocate(11)
+    for layer in range(LAYERS):
+        lease.layers.gpu_wait(layer, stream)
+    with stream:
+        found = [layer[lease.state_slot].copy() for layer in state]
+        if lease.cached_tokens < 8:
+            for n, layer in enumerate(state):
+                layer[lease.state_slot] = value + n
+    await lease.layers.wait_all()
+    cached = lease.cached_tokens
+    if cached < 8:
+        lease.commit(8)
+        assert lease.snapshot(8, stream)
+    lease.commit(11)
+    step(engine, stream)
+    lease.release()
+    step(engine, stream)
+    await engine.drain()
+    stream.synchronize()
+    return cached, [layer.get() for layer in found]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("apart", [False, True])
+async def test_snapshots_in_host_memory_are_restored_with_equal_bytes(apart):
+    import cupy
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    engine, state = make(apart=apart, host_state_slots=8)
+    prompts = [PROMPT + 100 * n for n in range(6)]
+    async with engine:
+        for n, prompt in enumerate(prompts):  # more than the device has slots for
+            cached, found = await serve(engine, state, stream, prompt, 10.0 * n + 1)
+            assert cached == 0
+            assert not any(layer.any() for layer in found)
+        statistics = engine.statistics()
+        assert statistics.evicted_snapshots >= 2
+        assert statistics.saved_snapshots == len(prompts)
+        for n in (0, 1, 5, 2):
+            cached, found = await serve(engine, state, stream, prompts[n], 0.0)
+            assert cached == 8
+            for layer, bytes_found in enumerate(found):
+                assert (bytes_found == 10.0 * n + 1 + layer).all()
+        assert engine.statistics().onloaded_states >= 2
+        assert engine.check_invariants() == []
+
+
+@pytest.mark.asyncio
+async def test_host_snapshots_survive_the_sleep_of_the_device():
+    import cupy
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    engine, state = make(host_state_slots=4)
+    async with engine:
+        await serve(engine, state, stream, PROMPT, 5.0)
+        regions = engine.worker.memory.regions
+        await engine.sleep(["device"])
+        for layer in state:
+            layer[:] = 77
+        await engine.wake_up(regions=regions)
+        cached, found = await serve(engine, state, stream, PROMPT, 0.0)
+        assert cached == 8
+        assert all((found[n] == 5.0 + n).all() for n in range(LAYERS))

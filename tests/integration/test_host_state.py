@@ -124,7 +124,8 @@ async def test_write_back_saves_what_is_evicted_next():
             await serve_and_save(hybrid, [name, *PROMPT])
         statistics = hybrid.engine.statistics()
         assert statistics.evicted_snapshots == 2
-        assert statistics.saved_snapshots == 3, "the evicted ones, and the next"
+        # How many are saved ahead depends on when the loop looks: the newest never is.
+        assert 3 <= statistics.saved_snapshots <= 4
         assert await restored(hybrid, [0, *PROMPT]) == 6
         assert await restored(hybrid, [1, *PROMPT]) == 6
 
@@ -162,8 +163,8 @@ async def test_a_slot_that_is_being_saved_is_not_reused():
         assert hybrid.engine.statistics().host_state_snapshots == 1
 
 
-@pytest.mark.parametrize("refused", [False, True])
-async def test_a_failed_save_leaves_no_host_snapshot(refused: bool):
+@pytest.mark.parametrize("arrived_layers", [0, 1])
+async def test_a_failed_save_leaves_no_host_snapshot(arrived_layers: int):
     device = ManualDevice()
     async with hybrid_with_host(device=device) as hybrid:
         lease = hybrid.engine.match(PROMPT)
@@ -175,11 +176,10 @@ async def test_a_failed_save_leaves_no_host_snapshot(refused: bool):
             for copy in device.offloads:
                 copy.complete_all()
             await asyncio.sleep(0)
-        if refused:
-            device.state_offloads[0].fail_all(reason="refused")
-        else:
-            device.state_offloads[0].complete(0)
-            device.state_offloads[0].fail_all()
+        save = device.state_offloads[0]
+        for layer in range(arrived_layers):
+            save.complete(layer)
+        save.fail_all()
         await settle(hybrid.engine, device)
         statistics = hybrid.engine.statistics()
         assert (statistics.saved_snapshots, statistics.host_state_free) == (0, 4)

@@ -12,19 +12,11 @@ from aiokv import CacheConfig, CacheEngine, LayoutError, LeaseError, Regions, Us
 from aiokv.errors import AllocateTimeout, TransferError, WouldBlock
 from aiokv.testing import ManualDevice, run_until_idle, spin
 from tests.harness.recurrence import Hybrid
+from tests.harness.settling import settle
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]  # 3 full blocks and a partial one
 
 pytestmark = pytest.mark.asyncio
-
-
-async def settle(hybrid: Hybrid) -> None:
-    """Complete all transfers, backups included."""
-    draining = asyncio.ensure_future(hybrid.engine.drain())
-    while not draining.done():
-        hybrid.device.complete_all()
-        await asyncio.sleep(0)
-    await draining
 
 
 async def granted(hybrid: Hybrid, tokens=PROMPT, extra: int = 0):
@@ -143,7 +135,7 @@ async def test_slots_of_a_copy_in_flight_are_not_reused():
     async with Hybrid(state_slots=3, device=device) as hybrid:
         lease = hybrid.engine.match(PROMPT)
         await lease.allocate(7)
-        await settle(hybrid)
+        await settle(hybrid.engine, device)
         hybrid.prefill(lease, PROMPT)
         lease.release()
         leases = [hybrid.engine.match(PROMPT) for _ in range(2)]
@@ -155,10 +147,10 @@ async def test_slots_of_a_copy_in_flight_are_not_reused():
         assert hybrid.engine.statistics().state_free == 0
         late = hybrid.engine.match([1, 2, 3])
         assert not late.try_allocate(3), "a slot that is being written, or read, is in use"
-        await settle(hybrid)
+        await settle(hybrid.engine, device)
         hybrid.check(leases[1], PROMPT, 6)
         assert late.try_allocate(3)
-        await settle(hybrid)
+        await settle(hybrid.engine, device)
         late.release()
         leases[1].release()
 
@@ -187,7 +179,7 @@ async def test_failed_restore_restarts_the_lease_from_position_zero(refused: boo
     async with Hybrid(device=device) as hybrid:
         lease = hybrid.engine.match(PROMPT)
         await lease.allocate(7)
-        await settle(hybrid)
+        await settle(hybrid.engine, device)
         hybrid.prefill(lease, PROMPT)
         lease.release()
         lease = hybrid.engine.match(PROMPT)
@@ -206,7 +198,7 @@ async def test_failed_restore_restarts_the_lease_from_position_zero(refused: boo
             lease.recompute_from()
         await lease.preempt()
         await lease.resume(7)
-        await settle(hybrid)
+        await settle(hybrid.engine, device)
         assert lease.cached_tokens == 6, "the snapshot was right all the time"
         hybrid.check(lease, PROMPT, 6)
         lease.release()
@@ -217,20 +209,20 @@ async def test_failed_onload_of_kv_discards_the_state():
     async with Hybrid(device=device, host_blocks=16) as hybrid:
         lease = hybrid.engine.match(PROMPT)
         await lease.allocate(7)
-        await settle(hybrid)
+        await settle(hybrid.engine, device)
         hybrid.prefill(lease, PROMPT)
         lease.release()
-        await settle(hybrid)
+        await settle(hybrid.engine, device)
         await hybrid.engine.evict(4)
         lease = hybrid.engine.match(PROMPT)
         assert lease.hit.host_tokens == 6, "the snapshot stays while its block is on the host"
         await lease.allocate(7)
         device.onloads[0].fail_all(block=2)
-        await settle(hybrid)
+        await settle(hybrid.engine, device)
         assert lease.cached_tokens == 0
         await lease.preempt()
         await lease.resume(7)
-        await settle(hybrid)
+        await settle(hybrid.engine, device)
         assert lease.cached_tokens == 0, "the block of the snapshot was lost"
         lease.release()
 

@@ -47,12 +47,6 @@ def block_digests(root, tokens, block_tokens, items=()):
     return digests
 
 
-def digest_of(block_tokens, key):
-    """Return the digest of a block of the ``CachedBlocks`` model."""
-    context, tokens, items = key
-    return block_digests(root_digest(block_tokens, context), tokens, block_tokens, items)[-1]
-
-
 def derive_key(fingerprint, digest):
     return sha256(fingerprint, digest)
 

@@ -25,6 +25,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "no_host": {"host_blocks": 0},
     "quota": {"host_blocks": 40, "salt_quota_blocks": 16},
     "state": {"host_blocks": 40, "state_slots": 6},
+    "host_state": {"host_blocks": 40, "state_slots": 5, "host_state_slots": 6},
     "windows": {"host_blocks": 0, "windows": {"w": WindowGroup(window_tokens=8, device_blocks=24)}},
 }
 

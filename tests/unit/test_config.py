@@ -123,6 +123,7 @@ def test_refuses_bad_values_of_a_window_group_by_name(field: str, value: object)
         ("host_blocks", 2**30 + 1),
         ("leave_tokens", 0),
         ("state_slots", 2**30 + 1),
+        ("host_state_slots", 2**30 + 1),
         ("reserve_blocks", 8),
         ("reserve_blocks", 9),
     ],

@@ -121,6 +121,13 @@ def test_state_tensors_of_other_numbers_of_slots_are_refused() -> None:
     assert regions.names == ("conv",)
     regions.add_state("ssm", layers=[zeros(4, 16)], layer_indices=[1])
     assert (regions.num_state_slots, regions.state_slot_bytes) == (4, 8 + 8 + 16)
+    slots = regions.state_blocks()
+    assert (slots.num_blocks, slots.block_bytes, slots.num_layers) == (4, 8 + 8 + 16, 2)
+    assert slots.host_block_bytes == 3 * 64, "each piece is aligned"
+    assert [piece.pointer for piece in slots.pieces()] == [
+        piece.pointer
+        for piece in sorted(regions.state_pieces, key=lambda piece: (piece.layer, piece.region))
+    ]
 
 
 def test_dlpack_and_array_interface_are_used_without_a_copy() -> None:

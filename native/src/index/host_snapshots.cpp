@@ -47,8 +47,8 @@ void HostSnapshots::queue(BlockId device_slot) {
     queue_.push_back(device_slot);
 }
 
-// An eighth of the device slots is kept free or saved ahead of eviction, and at least two: a slot of
-// the next lease, and one of its snapshot.
+// An eighth of the device slots is kept free or saved ahead of eviction, and at least two: a slot
+// of the next lease, and one of its snapshot.
 void HostSnapshots::queue_next_evicted() {
     looks_ahead_ = false;
     const std::uint32_t target = std::max<std::uint32_t>(device_.capacity() / 8, 2);
