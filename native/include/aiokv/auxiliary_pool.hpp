@@ -53,8 +53,10 @@ class AuxiliaryPool {
 
     void add_reader(BlockId id);
     void remove_reader(BlockId id);
-    // The reader was no use of the id, which keeps its place in the order of eviction.
+    // The reader was no use of the id, which keeps its place in the order of eviction. Requires
+    // note_uses() before the first use of an id.
     void remove_copier(BlockId id);
+    void note_uses() { used_.resize(capacity(), 0); }
     void touch(BlockId id);  // used now
     // The ids that a hit of the whole path needs are used now.
     void touch_hit(std::span<const NodeId> path);
@@ -82,13 +84,16 @@ class AuxiliaryPool {
     struct Entry {
         NodeId node = kNone;
         std::uint32_t readers = 0;
-        std::uint64_t used = 0;   // by the clock of the pool
         BlockId prev = kNoBlock;  // of the idle ones, oldest first
         BlockId next = kNoBlock;
     };
 
     static std::size_t at(BlockId id) { return static_cast<std::size_t>(id); }
-    void link(BlockId id, BlockId after);
+    void note_use(BlockId id) {
+        if (!used_.empty()) used_[at(id)] = ++clock_;
+    }
+    void link(BlockId id);
+    void link_behind(BlockId id, BlockId before);
     void unlink(BlockId id);
 
     DevicePool ids_;
@@ -99,6 +104,7 @@ class AuxiliaryPool {
     BlockId oldest_ = kNoBlock;
     BlockId newest_ = kNoBlock;
     std::uint32_t idle_ = 0;
+    std::vector<std::uint64_t> used_;  // by id: the time of the last use; empty if nothing needs it
     std::uint64_t clock_ = 0;
 };
 

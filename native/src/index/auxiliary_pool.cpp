@@ -27,8 +27,8 @@ void AuxiliaryPool::give_back(BlockId id, Step step) {
 void AuxiliaryPool::attach(NodeId node, BlockId id) {
     entries_[at(id)].node = node;
     ids_of_[node] = id;
-    entries_[at(id)].used = ++clock_;
-    link(id, newest_);
+    note_use(id);
+    link(id);
 }
 
 BlockId AuxiliaryPool::find(NodeId node) const {
@@ -84,8 +84,14 @@ void AuxiliaryPool::add_reader(BlockId id) {
 }
 
 void AuxiliaryPool::remove_reader(BlockId id) {
-    entries_[at(id)].used = ++clock_;
-    remove_copier(id);
+    Entry& entry = entries_[at(id)];
+    note_use(id);
+    if (--entry.readers > 0) return;
+    if (entry.node == kNone) {
+        ids_.give_back(id);
+    } else {
+        link(id);
+    }
 }
 
 void AuxiliaryPool::remove_copier(BlockId id) {
@@ -93,26 +99,36 @@ void AuxiliaryPool::remove_copier(BlockId id) {
     if (--entry.readers > 0) return;
     if (entry.node == kNone) return ids_.give_back(id);
     BlockId before = newest_;
-    while (before != kNoBlock && entries_[at(before)].used > entry.used) {
+    while (before != kNoBlock && used_[at(before)] > used_[at(id)]) {
         before = entries_[at(before)].prev;
     }
-    link(id, before);
+    link_behind(id, before);
 }
 
 void AuxiliaryPool::touch(BlockId id) {
-    entries_[at(id)].used = ++clock_;
+    note_use(id);
     if (!is_idle(id)) return;
     unlink(id);
-    link(id, newest_);
+    link(id);
 }
 
-// Behind `after` in the order of eviction; kNoBlock: in front of all.
-void AuxiliaryPool::link(BlockId id, BlockId after) {
+void AuxiliaryPool::link(BlockId id) {
     Entry& entry = entries_[at(id)];
-    BlockId& next = after == kNoBlock ? oldest_ : entries_[at(after)].next;
-    entry.prev = after;
+    entry.prev = newest_;
+    entry.next = kNoBlock;
+    (newest_ == kNoBlock ? oldest_ : entries_[at(newest_)].next) = id;
+    newest_ = id;
+    ++idle_;
+}
+
+// Evicted next after `before`; kNoBlock: before all others.
+void AuxiliaryPool::link_behind(BlockId id, BlockId before) {
+    if (before == newest_) return link(id);
+    Entry& entry = entries_[at(id)];
+    BlockId& next = before == kNoBlock ? oldest_ : entries_[at(before)].next;
+    entry.prev = before;
     entry.next = next;
-    (entry.next == kNoBlock ? newest_ : entries_[at(entry.next)].prev) = id;
+    entries_[at(next)].prev = id;
     next = id;
     ++idle_;
 }

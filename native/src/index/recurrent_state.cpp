@@ -13,7 +13,9 @@ RecurrentState::RecurrentState(const CoreConfig& config, Index& index, const Lea
                                TransferLedger& transfers)
     : config_(config), index_(index), leases_(leases), transfers_(transfers) {
     if (config.state_slots > 0) pool_.emplace(config.state_slots, 1);
-    if (pool_ && config.host_state_slots > 0) host_.emplace(config, index, *pool_, transfers);
+    if (!pool_ || config.host_state_slots == 0) return;
+    pool_->note_uses();
+    host_.emplace(config, index, *pool_, transfers);
 }
 
 void RecurrentState::touch(NodeId node) {
