@@ -267,22 +267,22 @@ async def test_prompt_returns_from_a_store_with_all_regions(shape: Shape) -> Non
         block_tokens=BLOCK_TOKENS, device_blocks=DEVICE_BLOCKS, host_blocks=8, model="tests"
     )
     store = ScriptedStore()
-    async with CacheEngine(config, shape.regions, stores=[store]) as engine:
-        async with engine.match(PROMPT) as lease:
-            await lease.allocate(len(PROMPT))
-            table = lease.block_table[:PROMPT_BLOCKS]
-            expected = [expected_of(shape, layer, table) for layer in range(shape.num_layers)]
-            lease.commit(len(PROMPT))
+    engine = CacheEngine(config, shape.regions, stores=[store])
+    async with engine, engine.match(PROMPT) as lease:
+        await lease.allocate(len(PROMPT))
+        table = lease.block_table[:PROMPT_BLOCKS]
+        expected = [expected_of(shape, layer, table) for layer in range(shape.num_layers)]
+        lease.commit(len(PROMPT))
     for tensor in owners(shape):
         tensor[:] = 0xA5
-    async with CacheEngine(config, shape.regions, stores=[store]) as engine:
-        async with engine.match(PROMPT) as lease:
-            await lease.allocate(len(PROMPT), wait_store=math.inf)
-            await lease.layers.wait_all()
-            assert lease.usage.fetched_tokens == PROMPT_BLOCKS * BLOCK_TOKENS
-            table = lease.block_table[:PROMPT_BLOCKS]
-            for layer in range(shape.num_layers):
-                assert expected_of(shape, layer, table) == expected[layer]
+    engine = CacheEngine(config, shape.regions, stores=[store])
+    async with engine, engine.match(PROMPT) as lease:
+        await lease.allocate(len(PROMPT), wait_store=math.inf)
+        await lease.layers.wait_all()
+        assert lease.usage.fetched_tokens == PROMPT_BLOCKS * BLOCK_TOKENS
+        table = lease.block_table[:PROMPT_BLOCKS]
+        for layer in range(shape.num_layers):
+            assert expected_of(shape, layer, table) == expected[layer]
     assert_nothing_else_changed(shape, table)
 
 

@@ -444,3 +444,7 @@ async def test_bad_use_is_refused(options):
         StoreUse(ScriptedStore(), **options)
     with pytest.raises(ConfigError, match="must be a Store"):
         StoreUse("disk:/x")
+    incomplete = ScriptedStore()
+    incomplete.remove = None
+    with pytest.raises(ConfigError, match="must be a Store"):
+        StoreUse(incomplete)
