@@ -20,10 +20,10 @@ EXIT_BAD: Final = 1
 READ_THREADS: Final = 4
 
 EPILOG = """\
-ls and gc show what is known without reading the blocks; verify reads all of them. A disk store that
-an engine uses can be listed, but not verified or cleaned up; a directory store can be, at any time.
+ls and gc read no block, except for gc --verify; verify reads all blocks. While an engine uses a disk
+store, only ls works; a directory store can be listed, verified and cleaned up at any time.
 
-Keys are hashes, so the model and the prompt of a block cannot be listed.
+Keys are hashes, so ls cannot show the model and the prompt of a block.
 
 exit status: 0 done, 1 verify found wrong blocks or damaged records, 2 bad usage, or a store that
 cannot be read

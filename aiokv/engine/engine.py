@@ -136,7 +136,8 @@ class CacheEngine(Unique):
     async def aclose(self, drain_timeout: float | None = None) -> None:
         """Close the engine: wait for leases and transfers, join threads, free memory.
 
-        From the call on, the engine refuses new work. Idempotent.
+        From the call on, the engine refuses new work. Idempotent. With stores, the engine then saves
+        the committed blocks for at most 30 s, or ``drain_timeout`` if that is less.
 
         Args:
             drain_timeout: seconds to wait for leases that are still held; None for
