@@ -103,8 +103,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default="",
         metavar="URL",
         help="serve with a store below the host tier, such as disk:PATH?bytes=1GiB or "
-        "redis://HOST, in two processes, one after the other: the second one reuses the blocks that "
-        "the first one has saved",
+        "redis://HOST, in two processes, one after the other: the second one reuses the blocks "
+        "that the first one has saved",
     )
     serving = parser.add_argument_group("serving")
     add_count(serving, "--max-running", 8, "maximum number of requests per batch")
