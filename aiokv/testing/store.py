@@ -11,9 +11,9 @@ async with CacheEngine(config, regions, stores=[store]) as engine:
 assert store.calls["load"] == 5
 
 Calls are numbered from 0 per operation; ``call=None`` is every call. Rules may be added at any
-time. A load that is cancelled writes garbage before it ends. ``store.objects`` has the objects of
-the store; a second store made with ``ScriptedStore(objects=store.objects)`` finds the same objects,
-as after a restart.
+time. A load that is cancelled writes garbage before it ends. ``store.objects`` is the content of
+the store; a second store made with ``ScriptedStore(objects=store.objects)`` finds the same, as
+after a restart.
 """
 
 from __future__ import annotations

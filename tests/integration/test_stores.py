@@ -68,23 +68,6 @@ async def test_closing_saves_what_was_committed_and_a_restart_finds_it():
         assert c.hit(A) == (4, 0)
 
 
-async def test_generated_blocks_are_saved_and_fetched_with_their_prompt():
-    store = ScriptedStore()
-    whole = prompt(4, 6)
-    async with cache(store) as c:
-        lease = await c.serve(whole[: 4 * BLOCK_TOKENS])
-        c.engine.extend([lease], 2 * BLOCK_TOKENS)
-        lease.append(whole[4 * BLOCK_TOKENS : 6 * BLOCK_TOKENS])
-        c.compute(lease, whole[: 6 * BLOCK_TOKENS], first=4)
-        lease.release()
-        await spin(2)
-    assert len(store.objects) == 6
-    async with cache(store) as c:
-        lease = await c.serve(whole, wait_store=math.inf)
-        assert lease.cached_tokens == 6 * BLOCK_TOKENS
-        lease.release()
-
-
 async def test_without_wait_store_no_store_is_asked():
     store = await restarted(A)
     async with cache(store) as c:
@@ -114,6 +97,23 @@ async def test_longer_prompt_is_fetched_behind_its_cached_prefix():
         assert lease.cached_tokens == 6 * BLOCK_TOKENS
         lease.release()
         assert c.statistics.fetched_blocks == 4
+
+
+async def test_generated_blocks_are_saved_and_fetched_with_their_prompt():
+    store = ScriptedStore()
+    whole = prompt(4, 6)
+    async with cache(store) as c:
+        lease = await c.serve(whole[: 4 * BLOCK_TOKENS])
+        c.engine.extend([lease], 2 * BLOCK_TOKENS)
+        lease.append(whole[4 * BLOCK_TOKENS : 6 * BLOCK_TOKENS])
+        c.compute(lease, whole[: 6 * BLOCK_TOKENS], first=4)
+        lease.release()
+        await spin(2)
+    assert len(store.objects) == 6
+    async with cache(store) as c:
+        lease = await c.serve(whole, wait_store=math.inf)
+        assert lease.cached_tokens == 6 * BLOCK_TOKENS
+        lease.release()
 
 
 async def test_two_leases_share_one_fetch():

@@ -267,7 +267,7 @@ class Committer:
         await self._threads.run(lambda _: self._segments.sync_names())
 
     def _log_failure(self, error: Exception) -> None:
-        _log.warning("disk.journal_failed", path=str(self._volume.path), reason=str(error))
+        _log.warning("disk.journal_failed", path=str(self._volume.path), error=str(error))
 
     def _settle_later(self) -> None:
         if self._timer is None and not math.isinf(self._settle_seconds):

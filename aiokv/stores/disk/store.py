@@ -41,9 +41,9 @@ class DiskStore:
 
     Args:
         path: directory, created when it is absent; each rank needs one of its own.
-        bytes: limit of the bytes of all blocks, as a number or as ``"400GiB"``. The least recently
-            used blocks are evicted. The journal takes up to 192 bytes per block beside them,
-            or 2 MiB if that is more.
+        bytes: most bytes of all blocks, as a number or as ``"400GiB"``. The least recently used
+            ones are evicted; loads are not recorded, so that a restart may forget their order. The
+            journal and its replacement take up to 256 bytes per block and 4 MiB beside it.
         min_free_bytes: the store stops growing when the file system has less space left, and
             evicts instead.
         fsync_seconds: seconds after which saves are flushed to the medium; 0 to flush before a save
