@@ -95,7 +95,7 @@ class CacheConfig:
             store. Required with stores: two models with equal names and layouts would share blocks.
         weights_version: version of the model's weights; part of the key, too. Each value of
             ``engine.updating_weights(version=...)`` replaces it.
-        store_policy: when to copy blocks from host memory to the stores. ``"at_commit"``: as soon
+        store_policy: when to save blocks of host memory to the stores. ``"at_commit"``: as soon
             as they are in host memory; ``"at_nth_use"``: at their n-th use; ``"on_eviction"``:
             shortly before their eviction from host memory.
         store_uses: the n of ``"at_nth_use"``; computing a block is its first use.

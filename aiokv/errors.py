@@ -127,7 +127,7 @@ class DeviceError(AiokvError):
 
 
 class StoreError(AiokvError):
-    """An operation of a store failed at its server, file or connection: a request computes."""
+    """An operation of a store failed. A request does not get this error: it computes the blocks."""
 
 
 class RankLost(DeviceError):

@@ -80,7 +80,7 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     of pins and prefetches do not. *Fetched* blocks arrived and were verified, *unfetched* ones were
     missing, wrong or late. Blocks that were to be saved to the stores and were not are *dropped*
     (the queue was full, or the block was evicted before), *rejected* by
-    ``CacheConfig.store_admission``, *refused* by all stores, or *failed*.
+    ``CacheConfig.store_admission``, *refused* by a store and saved by none, or *failed*.
     """
 
     device_blocks: int

@@ -102,8 +102,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--store",
         default="",
         metavar="URL",
-        help="serve with a store below the host tier, such as disk:PATH or redis://HOST, in two "
-        "processes one after the other: the second one reuses what the first one has saved",
+        help="serve with a store below the host tier, such as disk:PATH?bytes=1GiB or "
+        "redis://HOST, in two processes, one after the other: the second one reuses the blocks "
+        "that the first one has saved",
     )
     serving = parser.add_argument_group("serving")
     add_count(serving, "--max-running", 8, "maximum number of requests per batch")

@@ -20,10 +20,10 @@ EXIT_BAD: Final = 1
 READ_THREADS: Final = 4
 
 EPILOG = """\
-ls and gc show what is known without reading the blocks; verify reads all of them. A disk store that
-an engine uses can be listed, but not verified or cleaned up; a directory store can be, at any time.
+ls and gc read no block, except for gc --verify; verify reads all blocks. While an engine uses a
+disk store, only ls works; a directory store can be listed, verified and cleaned up at any time.
 
-Keys are hashes, so the model and the prompt of a block cannot be listed.
+Keys are hashes, so ls cannot show the model and the prompt of a block.
 
 exit status: 0 done, 1 verify found wrong blocks or damaged records, 2 bad usage, or a store that
 cannot be read
@@ -52,13 +52,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action", required=True)
     listing = actions.add_parser("ls", help="list blocks and bytes, by file", description=_LS)
     verify = actions.add_parser("verify", help="read and check every block", description=_VERIFY)
-    clean = actions.add_parser("gc", help="remove what no engine can use", description=_GC)
+    clean = actions.add_parser(
+        "gc", help="remove files and data that no engine can use", description=_GC
+    )
     clean.add_argument(
         "--older-than",
         type=age,
         metavar="AGE",
-        help="also remove blocks that were saved (DiskStore) or used for the last time "
-        "(DirectoryStore) longer ago than 7d, 12h, 30m or 90s",
+        help="also remove blocks that were saved (DiskStore) or last used (DirectoryStore) longer "
+        "ago than AGE, such as 7d, 12h, 30m or 90s",
     )
     clean.add_argument(
         "--verify", action="store_true", help="also read every block, and remove the wrong ones"

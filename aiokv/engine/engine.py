@@ -136,7 +136,8 @@ class CacheEngine(Unique):
     async def aclose(self, drain_timeout: float | None = None) -> None:
         """Close the engine: wait for leases and transfers, join threads, free memory.
 
-        From the call on, the engine refuses new work. Idempotent.
+        From the call on, the engine refuses new work. Idempotent. With stores, the engine then
+        saves the committed blocks for at most 30 s, or ``drain_timeout`` if that is less.
 
         Args:
             drain_timeout: seconds to wait for leases that are still held; None for
@@ -561,7 +562,8 @@ class CacheEngine(Unique):
         Args:
             timeout: seconds to wait on entry for transfers in flight; None for no limit.
             version: version of the new weights: blocks of this version are found in the stores
-                from now on. None, or an exception in the block, gives them a random version.
+                from now on. With None, or after an exception in the block, the weights get a random
+                version, of which no store has blocks.
 
         Returns:
             An async context manager.

@@ -1,4 +1,4 @@
-"""Fetches: bring blocks of prompts from the stores to the host tier, as far as that pays.
+"""Fetches: bring blocks of prompts from the stores to the host tier, as far as computing is slower.
 
     read.missing ─► worker.lookup ─► fetch or compute? ─► scheduler.fetch ─► its end ─► missing ...
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class StoreWait:
-    """A lease that stands in line while its blocks come up from the stores.
+    """Wait of a lease that stands in line while its blocks are fetched from the stores.
 
     Attributes:
         task: brings the blocks; None once the wait has ended.
@@ -55,7 +55,7 @@ class Fetches:
     """Waits for stores of one engine.
 
     Attributes:
-        has_stores: False when the engine has no stores: no method may be called.
+        has_stores: False when the engine has no stores; then no method may be called.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -71,7 +71,7 @@ class Fetches:
         self._tasks: set[asyncio.Task[None]] = set()  # the loop keeps weak references only
 
     def begin(self, lease_id: int, timeout: float | None) -> StoreWait:
-        """Bring the missing blocks of a lease that has its place in line, then let it be served.
+        """Fetch the missing blocks of a lease that has its place in line, then let it be served.
 
         Args:
             lease_id: a lease that waits for a store in line.
@@ -99,8 +99,8 @@ class Fetches:
     ) -> None:
         """Fetch the missing blocks of a matched lease to the host tier; return when they are there.
 
-        Returns earlier when ``timeout`` seconds have passed, when nothing more can be brought, and
-        when the lease or the engine has ended.
+        Returns earlier when ``timeout`` seconds have passed, when no more blocks can be fetched,
+        and when the lease or the engine has ended.
 
         Args:
             lease_id: the lease.
@@ -140,7 +140,7 @@ class Fetches:
             first = reached  # another lease has brought or computed more blocks meanwhile
 
     def _worthwhile(self, seconds: NDArray[np.float64]) -> int:
-        """Return how many blocks to fetch, so that the prompt is ready first.
+        """Return how many blocks to fetch, so that the prompt is ready soonest.
 
         Args:
             seconds: ``[N]`` expected time to fetch the first i + 1 blocks.

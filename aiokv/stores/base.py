@@ -6,7 +6,7 @@ checksum of the payload. The :class:`~aiokv.stores.store_set.StoreSet` writes th
 save, and the :class:`~aiokv.stores.guard.StoreGuard` verifies it after a load: a store need not
 look into an object.
 
-A store may drop any block at any time. It must never return the bytes of another save for a key.
+A store may drop any block at any time. It must never return bytes that were saved for another key.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Breaker: stops calls to a store that fails, and lets single probes find out when it is back.
+"""Breaker: stops calls to a store that fails, and finds out by single probes when it works again.
 
 closed ── n failures of one operation in a row ──► open ── pause ──► probing ── success ──► closed
                                                     ▲                   │
@@ -26,7 +26,8 @@ class Breaker:
     succeed while its loads fail stays suspect, and each return to ``open`` doubles the pause.
 
     Args:
-        on_change: called with the new state when a store becomes unavailable or available again.
+        on_change: called with the new state and the reason when a store becomes unavailable or
+            available again.
 
     Attributes:
         state: ``"closed"``: calls pass; ``"open"``: calls are refused; ``"probing"``: calls are

@@ -1,4 +1,4 @@
-"""Fingerprint of a cache: all that its blocks in a store depend on besides their tokens.
+"""Fingerprint of a cache: model, weights, layout and rank of its blocks in a store.
 
 The key of a block is the hash of a fingerprint and of the block's digest, so a cache finds only
 blocks of the same fingerprint. The fingerprint is the SHA-256 of a text, one fact per line::
@@ -8,7 +8,7 @@ blocks of the same fingerprint. The fingerprint is the SHA-256 of a text, one fa
     ...
     layer 0 region 1 "k" dtype 8 "bfloat16" bytes 32768 at 0
 
-Names have their length in UTF-8 bytes in front, so that no name can imitate further lines.
+The length of each name in UTF-8 bytes stands before it, so that no name can imitate further lines.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from aiokv.worker.arrays import Piece
     from aiokv.worker.regions import Regions
 
-# To be raised when the bytes of a block change their meaning. Then no older block is found.
+# Increase when the meaning of the bytes of a block changes: older blocks are then missing.
 FORMAT_VERSION: Final = 1
 
 

@@ -72,11 +72,11 @@ class GuardStatistics(msgspec.Struct, frozen=True, kw_only=True):
         missing_blocks: blocks that a load did not find.
         wrong_blocks: blocks whose bytes were wrong; they were removed from the store.
         refused_blocks: blocks that the store did not take.
-        failed_blocks: blocks of operations that failed.
+        failed_blocks: blocks of operations that failed, were rejected, or got no slot.
         loaded_bytes: payload of ``loaded_blocks``.
         saved_bytes: payload of ``saved_blocks``.
         timeouts: operations that exceeded their deadline.
-        rejected: calls that were refused because the store was unavailable.
+        rejected: calls that were not made because the store was unavailable.
         busy: operations that got no slot before their deadline.
         running: operations that the store executes now, ``overdue`` of them beyond their deadline.
         lookup_seconds: moving average of the duration of a lookup.
@@ -151,8 +151,8 @@ class _Ended(NamedTuple):
 class StoreGuard:
     """One store, behind deadlines, a breaker and the proof of its bytes.
 
-    No error of the store leaves the guard, except from ``open``: a key without a result is missing,
-    or ``FAILED``. Used on one loop.
+    No error of the store leaves the guard, except from ``open``: without a result, a lookup finds
+    nothing, and a load or a save is ``FAILED``. Used on one loop.
 
     Args:
         use: the store, and how it is used.
@@ -212,7 +212,7 @@ class StoreGuard:
         """Cancel operations in flight, and close the store. Idempotent.
 
         Returns:
-            True when the store accesses the memory no more. False when it has not stopped within
+            True when the store no longer accesses the memory. False when it has not stopped within
             ``CLOSE_SECONDS``: the memory must not be freed.
 
         Cancellation: the operations are cancelled; call it again.
@@ -422,8 +422,10 @@ class StoreGuard:
         return False
 
     def _admits_save(self) -> bool:
-        """Return True when the store may be written to: no request waits for a save, so that a save
-        is its own probe."""
+        """Return True when a save may be passed to the store.
+
+        No request waits for a save, so a save is its own probe.
+        """
         if not self.is_open or not self.use.save:
             return False
         if self._saves.state == "closed" or self._saves.may_probe(_now()):
@@ -552,11 +554,11 @@ def _array(ended: _Ended, length: int, dtype: type[np.generic]) -> tuple[NDArray
     try:
         array = np.asarray(ended.value, dtype)
     except (TypeError, ValueError) as error:
-        return None, f"the results are no array: {error}"
+        return None, f"the results are not an array: {error}"
     if array.shape != (length,):
         return None, f"{length} keys have results of shape {array.shape}"
     if dtype is np.uint8 and length and int(array.max()) > max(Result):
-        return None, f"a result is {int(array.max())}"
+        return None, f"a result is {int(array.max())}; the largest is {max(Result)}"
     return array, ""
 
 

@@ -1,4 +1,4 @@
-"""StoreIdentity: the part of a fingerprint that the tensors do not tell."""
+"""StoreIdentity: the part of a fingerprint that does not come from the tensors."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Stores on a file system, looked at from outside: list, verify and clean up.
+"""Inspection of stores on a file system: list, verify and clean up.
 
-``aiokv store`` works on the files of a store that no engine, or another one, has opened. A kind of
+``aiokv store`` works on the files of a store, whether or not an engine has opened it. Each kind of
 store has a class with the methods of :class:`StoreFiles`; :func:`open_files` finds the right one.
 """
 
@@ -32,7 +32,7 @@ class FileGroup(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: name of the file, or of the group.
         blocks: blocks that can be found.
-        quarantined_blocks: slots that are not used any more because their bytes were wrong.
+        quarantined_blocks: slots that are no longer used because their bytes were wrong.
         block_bytes: bytes of these blocks, with their trailers.
         disk_bytes: bytes that the file system has allocated.
     """
@@ -54,13 +54,13 @@ class Listing(msgspec.Struct, frozen=True, kw_only=True):
         blocks: blocks that can be found.
         block_bytes: bytes of these blocks, with their trailers.
         disk_bytes: bytes that the file system has allocated for all files of the store.
-        quarantined_blocks: slots that are not used any more because their bytes were wrong.
+        quarantined_blocks: slots that are no longer used because their bytes were wrong.
         incomplete_files: files that were begun and not finished, such as of a killed process.
         oldest_seconds: Unix time of the earliest save (disk) or last use (directory) of a block;
             None without blocks.
-        newest_seconds: the same of the latest.
-        damage: what is wrong with the records of the store, in words; empty if nothing is.
-        notes: records of saves that a crash has interrupted, in words; nothing is wrong.
+        newest_seconds: the same for the latest save or use.
+        damage: descriptions of the damaged records of the store; empty if there are none.
+        notes: descriptions of records of saves that a crash has interrupted; they are no damage.
         groups: blocks by file, or by size of their files.
     """
 
@@ -86,7 +86,7 @@ class BadBlock(msgspec.Struct, frozen=True, kw_only=True):
         key: key of the block in hexadecimal.
         file: name of its file.
         slot: its slot in a disk store, over all segment files; None in other stores.
-        reason: what is wrong, in words.
+        reason: description of the error.
     """
 
     key: str
@@ -104,8 +104,8 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
         blocks: blocks that were read.
         block_bytes: bytes of these blocks, with their trailers.
         seconds: wall-clock time.
-        damage: what is wrong with the records of the store, in words; empty if nothing is.
-        notes: records of saves that a crash has interrupted, in words; nothing is wrong.
+        damage: descriptions of the damaged records of the store; empty if there are none.
+        notes: descriptions of records of saves that a crash has interrupted; they are no damage.
         bad: the blocks whose bytes are wrong.
     """
 
@@ -125,7 +125,7 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cleaning(msgspec.Struct, frozen=True, kw_only=True):
-    """What a clean-up removed, or would remove; ``aiokv store gc --json`` writes it.
+    """Result of a clean-up, or of a dry run; ``aiokv store gc --json`` writes it.
 
     Attributes:
         kind: ``"disk"`` or ``"directory"``.
@@ -158,7 +158,7 @@ class StoreFiles(Protocol):
         """Read every block, and compare its trailer with its bytes.
 
         Raises:
-            UsageError: a process uses a store that is for one process at a time.
+            UsageError: a process uses the store, which is of a kind for one process at a time.
         """
 
     def clean(
@@ -181,8 +181,8 @@ class StoreFiles(Protocol):
             dry_run: count, and change nothing.
 
         Raises:
-            UsageError: a process uses a store that is for one process at a time, or the records of
-                the store cannot be read.
+            UsageError: a process uses the store, which is of a kind for one process at a time; or
+                the records of the store cannot be read.
         """
 
 
@@ -190,7 +190,7 @@ def open_files(path: str | os.PathLike[str]) -> StoreFiles:
     """Return the files of the store at a path.
 
     Raises:
-        UsageError: there is no store; the message has what was looked for.
+        UsageError: there is no store at the path.
     """
     from aiokv.stores.directory.inspection import DirectoryFiles
     from aiokv.stores.disk.inspection import DiskFiles

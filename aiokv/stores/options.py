@@ -36,10 +36,10 @@ def parse_bytes(value: int | str) -> int:
 
 
 def parse_flag(text: str) -> bool:
-    """Return a yes or no of a URL.
+    """Return the flag that a text of a URL stands for.
 
     Raises:
-        ConfigError: the text is neither.
+        ConfigError: the text is neither true nor false.
     """
     match text.lower():
         case "1" | "true" | "yes" | "on":

@@ -21,11 +21,11 @@ T = TypeVar("T")
 
 __all__ = ["Proof", "derive_keys", "seal_blocks", "verify_blocks"]
 
-INLINE_BYTES: Final = 256 << 10  # fewer bytes are read on the loop: a thread would take longer
+INLINE_BYTES: Final = 256 << 10  # fewer bytes are read on the loop, which is faster than a thread
 
 
 class Proof:
-    """Seals and verifies blocks of the arena, in a thread of its own.
+    """Seals and verifies blocks of the arena: in threads, or on the loop if they are few bytes.
 
     Args:
         memory: the arena; not accessed after ``close``.
@@ -43,8 +43,8 @@ class Proof:
         await self._run(seal_blocks, keys, blocks)
 
     async def verify(self, keys: bytes, blocks: NDArray[np.int32]) -> NDArray[np.uint8]:
-        """Return ``DONE`` or ``WRONG`` for each block: the length, the key and the checksum of its
-        object are right, or not.
+        """Return for each block ``DONE`` if the length, the key and the checksum of its object are
+        right; otherwise ``WRONG``.
 
         Cancellation: blocks may still be read until ``close`` has returned.
         """

@@ -37,8 +37,9 @@ class S3Store:
     from the role of the machine. The bucket must exist. Its lifecycle rules remove old objects:
     this store has no limit of its own.
 
-    A lookup sends one request per key, 64 at a time, and reports all further keys as absent after
-    64 absent ones in a row. Its deadline is ``StoreUse.lookup_deadline_seconds``.
+    A lookup sends one request per key, in groups of 64. When all keys of a group are missing, it
+    sends no more requests, and the later keys count as missing, too. The deadline of a lookup is
+    ``StoreUse.lookup_deadline_seconds``.
 
     Args:
         url: ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``az://container/prefix``.

@@ -34,7 +34,7 @@ REMEMBERED_LOOKUPS: Final = 256
 
 
 class StoreAnswer(NamedTuple):
-    """Blocks that stores have of a list of digests.
+    """Answer of the stores to a list of digests.
 
     Attributes:
         blocks: number of leading digests whose blocks are in a store.
@@ -49,11 +49,11 @@ NOTHING: Final = StoreAnswer(0, np.zeros(0))
 
 
 class Fetched(NamedTuple):
-    """End of a fetch for those who wait for its blocks.
+    """Outcome of a fetch, for the leases that wait for its blocks.
 
     Attributes:
-        blocks: number of leading blocks that are in their host blocks, and verified.
-        reason: of the first block that is not; empty if all are there.
+        blocks: number of leading blocks that were loaded and verified.
+        reason: result of the block behind them; empty if all were loaded.
         overdue: operations that still access host blocks of the plan.
     """
 
@@ -63,7 +63,7 @@ class Fetched(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """End of a save.
+    """Outcome of a save.
 
     Attributes:
         results: one ``Result`` per block; ``DONE`` when at least one store has the block.
@@ -139,7 +139,7 @@ class StoreSet:
         """Cancel operations in flight and close all stores. Idempotent.
 
         Returns:
-            True when no store accesses the memory any more. False when a store has not stopped in
+            True when no store accesses the memory. False when a store has not stopped in
             time: the memory must not be freed.
 
         Cancellation: call it again.

@@ -2,7 +2,8 @@
 
 ``disk:/nvme/kv?bytes=400GiB``, ``redis://host:6379/0``, ``mooncake://host:50051``,
 ``s3://bucket/prefix``, ``directory:/mnt/shared/kv``. The options ``read``, ``save``, ``deadline``
-and ``lookup_deadline`` (see :class:`StoreUse`) apply to all kinds; further ones to one kind.
+and ``lookup_deadline`` (see :class:`StoreUse`) apply to all kinds; the other options are arguments
+of one kind.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def stores_from(stores: Sequence[Store | StoreUse | str]) -> list[StoreUse]:
         stores: URLs and stores, in the order in which they are asked.
 
     Raises:
-        ConfigError: a URL has an unknown scheme or option, or a bad value; or an element is no
-            store, or is listed twice.
+        ConfigError: a URL has an unknown scheme or option, or a bad value; or an element is not
+            a store, or is listed twice.
     """
     if isinstance(stores, str):
         raise ConfigError(
@@ -112,6 +113,7 @@ def _split_options(parts: SplitResult) -> tuple[dict[str, Any], list[tuple[str, 
                 options[f"{name}_seconds"] = float(value)
             except ValueError:
                 raise ConfigError(
-                    f"stores: {name} of a {parts.scheme} URL is {value!r}; it must be in seconds"
+                    f"stores: {name} of a {parts.scheme} URL is {value!r}; it must be a number "
+                    "of seconds"
                 ) from None
     return options, rest

@@ -25,10 +25,10 @@ class StoreUse:
 
     Attributes:
         store: the store; it belongs to one engine.
-        read: False to bring no block from the store.
+        read: False to look up and load no block of the store.
         save: False to save no block to the store, and to remove none.
-        deadline_seconds: limit of one load or save. Requests continue without the blocks after it.
-            A batch of more than 256 MiB is loaded in parts, each with this deadline.
+        deadline_seconds: limit of one load or save. Requests do not wait longer for its blocks.
+            A batch of more than 256 MiB is moved in parts, each with this deadline.
         lookup_deadline_seconds: limit of one lookup.
 
     Raises:
@@ -45,7 +45,7 @@ class StoreUse:
         if any(not callable(getattr(self.store, method, None)) for method in _METHODS):
             raise ConfigError(
                 f"store is {checks.shown(self.store)}; it must be a Store",
-                hint="pass DiskStore(path), RedisStore(url), ..., or stores_from(urls)",
+                hint="pass DiskStore(path, bytes=...), RedisStore(url), ..., or stores_from(urls)",
             )
         checks.flag("read", self.read, ConfigError)
         checks.flag("save", self.save, ConfigError)

@@ -3,9 +3,8 @@
 ``ScriptedDevice`` fails, delays or reorders the copies that a script names. ``ManualDevice`` lets
 the test complete every copy. ``clocked_loop`` creates loops whose time the test advances.
 ``ScriptedStore`` is a store in memory that follows a script, too. ``FlakyIo`` fails, cuts or holds
-reads and writes of files.
-``record`` writes the transitions of an engine's scheduler, and ``replay_transitions`` runs them
-again and compares every result.
+reads and writes of files. ``record`` writes the transitions of an engine's scheduler, and
+``replay_transitions`` runs them again and compares every result.
 """
 
 from aiokv.testing.clock import Clock, clocked_loop, running_clock

@@ -72,7 +72,7 @@ class _Fault:
         return request.length if self._result == _WHOLE else self._result
 
     def take(self, operation: Operation, request: IoRequest) -> bool:
-        """Return whether the fault changes this request, and count that."""
+        """Return whether the fault changes this request; if so, count the request."""
         if operation != self._operation or self._times == 0:
             return False
         if self._covers is not None and not self._covers(request):
@@ -147,7 +147,7 @@ class FlakyIo:
         self._rules.append(_Fault(operation, times, covers, num_bytes, result))
 
     def hold(self, operation: Operation) -> Gate:
-        """Let calls wait, before they do anything, until the gate is opened."""
+        """Let calls of an operation wait, before their first request, until the gate is opened."""
         gate = self._gates[operation] = Gate(self._open_gates)
         return gate
 

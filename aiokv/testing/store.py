@@ -126,7 +126,7 @@ class ScriptedStore:
         self._rules.append(_Failure(operation=operation, call=call, error=error))
 
     def delay(self, operation: Operation, call: int | None = None, *, seconds: float) -> None:
-        """Delay the call by ``seconds`` of the loop's clock; a cancellation ends it."""
+        """Delay the call by ``seconds`` of the loop's clock; a cancellation ends the delay."""
         self._rules.append(_Delay(operation=operation, call=call, seconds=seconds))
 
     def hold(self, operation: Operation, call: int | None = None) -> Gate:
@@ -145,7 +145,7 @@ class ScriptedStore:
     def corrupt(
         self, operation: Operation, call: int | None = None, *, block: int | None = None
     ) -> None:
-        """Flip a byte of the objects of a load or a save: all, or that with index ``block``."""
+        """Flip a byte of each object of a load or a save, or of the object with index ``block``."""
         self._rules.append(_Corruption(operation=operation, call=call, block=block))
 
     def answer(
@@ -155,7 +155,7 @@ class ScriptedStore:
         self._rules.append(_Answer(operation=operation, call=call, results=results))
 
     def end_script(self) -> None:
-        """Remove all rules, and let held calls go on."""
+        """Remove all rules, and open all gates."""
         rules, self._rules = self._rules, []
         for rule in rules:
             if isinstance(rule, _Hold):
@@ -184,7 +184,7 @@ class ScriptedStore:
             try:
                 number = await self._play("load", keys)
             except asyncio.CancelledError:
-                self._spoil(blocks)
+                self._write_garbage(blocks)
                 raise
             results = [
                 self._load(number, i, key, block)
@@ -192,8 +192,8 @@ class ScriptedStore:
             ]
         return np.array(self._answered("load", number, results), np.uint8)
 
-    def _spoil(self, blocks: NDArray[np.int32]) -> None:
-        """Write garbage into the blocks of a load that ends late: they are still its own."""
+    def _write_garbage(self, blocks: NDArray[np.int32]) -> None:
+        """Write garbage into the blocks of a cancelled load, to which they belong until it ends."""
         if self._memory is not None:
             for block in blocks.tolist():
                 target = self._memory.object(block)
@@ -244,7 +244,7 @@ class ScriptedStore:
         self.is_open = False
         self._memory = None
 
-    # --- the play ---------------------------------------------------------------------------
+    # --- following the script ---------------------------------------------------------------
 
     async def _play(self, operation: Operation, keys: bytes = b"") -> int:
         """Count a call and follow the rules for it; return its number."""

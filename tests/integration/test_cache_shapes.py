@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from aiokv import CacheConfig, CacheEngine, ConfigError, LayoutError, Regions, num_blocks_for
-from aiokv.testing import ManualDevice, spin
+from aiokv.testing import ManualDevice, ScriptedStore, spin
 from aiokv.worker.arena import HostArena
 
 if TYPE_CHECKING:
@@ -253,6 +254,35 @@ async def test_native_threads_move_the_same_bytes(shape: Shape) -> None:
             for layer in range(shape.num_layers):
                 await lease.layers.wait(layer)
                 assert expected_of(shape, layer, table) == expected[layer]
+    assert_nothing_else_changed(shape, table)
+
+
+@pytest.mark.asyncio
+async def test_prompt_returns_from_a_store_with_all_regions(shape: Shape) -> None:
+    """An object is a whole host block: scales, draft layers and indexer caches are part of it."""
+    rng = np.random.default_rng(2)
+    for tensor in owners(shape):
+        tensor[:] = rng.integers(0, 256, tensor.shape, dtype=np.uint8)
+    config = CacheConfig(
+        block_tokens=BLOCK_TOKENS, device_blocks=DEVICE_BLOCKS, host_blocks=8, model="tests"
+    )
+    store = ScriptedStore()
+    engine = CacheEngine(config, shape.regions, stores=[store])
+    async with engine, engine.match(PROMPT) as lease:
+        await lease.allocate(len(PROMPT))
+        table = lease.block_table[:PROMPT_BLOCKS]
+        expected = [expected_of(shape, layer, table) for layer in range(shape.num_layers)]
+        lease.commit(len(PROMPT))
+    for tensor in owners(shape):
+        tensor[:] = 0xA5
+    engine = CacheEngine(config, shape.regions, stores=[store])
+    async with engine, engine.match(PROMPT) as lease:
+        await lease.allocate(len(PROMPT), wait_store=math.inf)
+        await lease.layers.wait_all()
+        assert lease.usage.fetched_tokens == PROMPT_BLOCKS * BLOCK_TOKENS
+        table = lease.block_table[:PROMPT_BLOCKS]
+        for layer in range(shape.num_layers):
+            assert expected_of(shape, layer, table) == expected[layer]
     assert_nothing_else_changed(shape, table)
 
 

@@ -17,6 +17,7 @@ from aiokv import (
     RequestTooLarge,
     UsageError,
 )
+from aiokv.plan import FETCH, TransferPlan, id_bytes
 from aiokv.stores import StoreUse
 from aiokv.testing import ScriptedDevice, ScriptedStore, running_clock, spin
 from tests.harness.cache import BLOCK_TOKENS, Cache, prompt
@@ -107,6 +108,23 @@ async def test_longer_prompt_is_fetched_behind_its_cached_prefix():
         assert lease.cached_tokens == 6 * BLOCK_TOKENS
         lease.release()
         assert c.statistics.fetched_blocks == 4
+
+
+async def test_generated_blocks_are_saved_and_fetched_with_their_prompt():
+    store = ScriptedStore()
+    whole = prompt(4, 6)
+    async with cache(store) as c:
+        lease = await c.serve(whole[: 4 * BLOCK_TOKENS])
+        c.engine.extend([lease], 2 * BLOCK_TOKENS)
+        lease.append(whole[4 * BLOCK_TOKENS : 6 * BLOCK_TOKENS])
+        c.compute(lease, whole[: 6 * BLOCK_TOKENS], first=4)
+        lease.release()
+        await spin(2)
+    assert len(store.objects) == 6
+    async with cache(store) as c:
+        lease = await c.serve(whole, wait_store=math.inf)
+        assert lease.cached_tokens == 6 * BLOCK_TOKENS
+        lease.release()
 
 
 async def test_two_leases_share_one_fetch():
@@ -489,6 +507,20 @@ async def test_wrong_configurations_are_refused():
     ]:
         with pytest.raises(ConfigError, match=message):
             CacheEngine(config, stores=stores)
+
+
+@pytest.mark.parametrize("digests", [b"", bytes(32), bytes(65), bytes(96)])
+async def test_plan_without_one_digest_per_block_is_refused(digests):
+    blocks = id_bytes([0, 1])
+    plan = TransferPlan(
+        transfer_id=99, route=FETCH, source_blocks=blocks, target_blocks=blocks, digests=digests
+    )
+    store = ScriptedStore()
+    async with cache(store) as c:
+        with pytest.raises(UsageError, match=f"digests has {len(digests)} bytes"):
+            c.engine.worker.submit(plan)
+        await spin(5)
+        assert store.calls["load"] == 0
 
 
 async def test_wait_store_is_checked():

@@ -113,6 +113,16 @@ def test_import_loads_no_framework() -> None:
     assert (heavy | kinds).isdisjoint(loaded.stdout.split())
 
 
+@pytest.mark.parametrize("folder", ["stores", "ranks", "worker"])
+def test_bytes_from_other_processes_are_not_unpickled(folder: str) -> None:
+    """Loading a pickle runs code that its writer has chosen."""
+    loaders = ("pickle", "marshal", "shelve", "dill", "cloudpickle")
+    names = {
+        name for path in modules(folder) for loader in loaders for name in imported(path, loader)
+    }
+    assert names == set()
+
+
 def test_tests_import_nothing_from_the_benches() -> None:
     files = sorted((ROOT / "tests").rglob("*.py"))
     assert len(files) > 100

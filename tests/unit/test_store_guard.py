@@ -281,6 +281,18 @@ async def test_failing_saves_do_not_stop_reads():
         assert g.counts.saving == "closed"
 
 
+@pytest.mark.parametrize("results", [[0, FAILED], [FAILED, FAILED], [0, REFUSED], [0]])
+async def test_save_that_fails_removes_no_block(results):
+    """Other caches may have saved a block of the same key before."""
+    async with Guarded() as g:
+        await g.save(1, 2)
+        before = dict(g.store.objects)
+        g.store.answer("save", results=results)
+        await g.save(1, 2)
+        await spin(5)
+        assert (g.store.objects, g.store.calls["remove"]) == (before, 0)
+
+
 async def test_refused_blocks_do_not_open_the_breaker():
     async with Guarded(ScriptedStore(capacity_blocks=1)) as g:
         assert await g.save(1, 2) == [DONE, REFUSED]
@@ -432,3 +444,7 @@ async def test_bad_use_is_refused(options):
         StoreUse(ScriptedStore(), **options)
     with pytest.raises(ConfigError, match="must be a Store"):
         StoreUse("disk:/x")
+    incomplete = ScriptedStore()
+    incomplete.remove = None
+    with pytest.raises(ConfigError, match="must be a Store"):
+        StoreUse(incomplete)

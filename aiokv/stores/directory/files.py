@@ -150,7 +150,7 @@ class ObjectFiles:
         """Write an object's file beside the others and rename it to its name.
 
         Raises:
-            NoRoom: the file system is full, over quota, or read-only.
+            NoRoom: the file system is full, over quota or read-only, or the process may not write.
             StoreError: the folder cannot be reached.
         """
 

@@ -1,4 +1,4 @@
-"""DirectoryFiles: the files of a directory store, read and cleaned up without a store."""
+"""DirectoryFiles: listing, verification and clean-up of the files of a directory store."""
 
 from __future__ import annotations
 

@@ -23,13 +23,14 @@ _SWEEP_AFTER_SECONDS: Final = 600.0  # other processes write, too
 
 
 class DirectoryQuota:
-    """Estimate of the bytes of a folder, and the eviction of its oldest files.
+    """Estimate of the bytes of a folder, and eviction of its least recently used files.
 
     Each process counts its own writes and lists the folder from time to time (a *sweep*), so the
     limit may be exceeded by as much as the others write between two sweeps.
 
     Args:
-        limit: bytes of all files; None for no limit, and then the folder is never listed for it.
+        limit: bytes of all files; None for no limit: then the folder is listed once, for
+            ``statistics()``.
     """
 
     def __init__(self, limit: int | None) -> None:

@@ -37,9 +37,10 @@ class DirectoryStore:
 
     Args:
         path: folder; created when it is absent, its parent is not.
-        bytes: most bytes of all files, as a number or as ``"400GiB"``; the files that were not used
-            for longest are removed. None for no limit. Each process lists the folder from time to
-            time and counts its own writes in between.
+        bytes: limit of the bytes of all files, as a number or as ``"400GiB"``; the least recently
+            used files are removed (a load renews the time of a file at most once per hour). None
+            for no limit. Each process lists the folder from time to time and counts its own writes
+            in between, so the files may exceed the limit by what other processes write meanwhile.
         fsync: write each block through to the medium before it counts as saved. Without it, a
             power cut may lose or damage recent blocks; a damaged block is detected and not used.
         threads: number of threads that read and write.
@@ -244,7 +245,7 @@ class DirectoryStore:
                 )
         except StoreError as error:
             if not self._is_closing:
-                _log.warning("store.listing_failed", url=self.url, error=str(error))
+                _log.warning("store.listing_failed", url=self.url, reason=str(error))
         finally:
             self._sweep = None
 
@@ -252,7 +253,7 @@ class DirectoryStore:
         """Log why the folder takes no files, once for each reason in a row."""
         if reason != self._refusal:
             self._refusal = reason
-            _log.warning("store.refused", url=self.url, error=reason)
+            _log.warning("store.refused", url=self.url, reason=reason)
 
 
 def _names(keys: bytes) -> list[str]:

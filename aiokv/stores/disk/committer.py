@@ -133,7 +133,7 @@ class Committer:
         """Make all records durable, so that slots of removed keys become free.
 
         Raises:
-            StoreError: that failed.
+            StoreError: a flush or a write failed.
         """
         self._settle_waiters.append(waiter := self._loop.create_future())
         await self._ended(waiter)

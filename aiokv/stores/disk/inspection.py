@@ -1,4 +1,4 @@
-"""DiskFiles: the files of a disk store, read and cleaned up without a ``DiskStore``."""
+"""DiskFiles: listing, verification and clean-up of the files of a disk store."""
 
 from __future__ import annotations
 
@@ -186,8 +186,8 @@ class DiskFiles:
             contents = self._read()
             if contents.header is None:
                 raise UsageError(
-                    f"the journal of {self._path} is missing or its header is damaged, so no block "
-                    "can be told from another",
+                    f"the journal of {self._path} is missing or its header is damaged, so the key "
+                    "of no block is known",
                     hint="remove the directory",
                 )
             stored = contents.stored

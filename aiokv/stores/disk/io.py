@@ -144,7 +144,7 @@ class DiskIo:
         return self._queue.pending
 
     def register_buffer(self, address: int, num_bytes: int) -> None:
-        """Let the kernel map memory once for all later requests; without it they only are slower.
+        """Let the kernel map memory once for all later requests, which makes them faster.
 
         Returns at once. A refusal of the kernel is logged.
 
@@ -326,7 +326,7 @@ class DiskIo:
         _log.warning(
             "disk.buffer_not_registered",
             num_bytes=num_bytes,
-            error=os.strerror(error),
+            reason=os.strerror(error),
             hint="raise RLIMIT_MEMLOCK (ulimit -l): reads and writes then use less CPU time",
         )
 

@@ -74,7 +74,7 @@ class Journal:
         self.position += len(records) // RECORD_BYTES
 
     def sync(self) -> None:
-        """Make all records durable, and that this is the journal."""
+        """Make all records durable, and the new name of the file after ``replace``."""
         self._volume.sync(self._fd)
         if self._renamed:
             self._volume.sync_directory()

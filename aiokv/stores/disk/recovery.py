@@ -50,7 +50,7 @@ class Damage(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def needs_new_journal(self) -> bool:
-        """Whether records that do not count must not be read again."""
+        """True if the journal has records that must not be read again."""
         return any(msgspec.structs.astuple(self))
 
 

@@ -32,9 +32,9 @@ class DiskStore:
     """Blocks in segment files of one directory, for one process at a time.
 
     A saved block survives the end of the process, ``kill -9`` included. After a power cut, blocks
-    that were saved within the last ``fsync_seconds`` are missing; with 0, none is, and each save
-    waits for the disk. A block is never found with bytes of another one: see
-    :mod:`aiokv.stores.disk.committer`.
+    that were saved within the last ``fsync_seconds``, or during the flush that follows, may be
+    missing; with 0, none is, and each save waits for the disk. A block is never found with the
+    bytes of another one: see :mod:`aiokv.stores.disk.committer`.
 
     Blocks are not encrypted. The files are readable by their owner and group; a prompt can be
     reconstructed from its blocks.
@@ -46,8 +46,8 @@ class DiskStore:
             journal and its replacement take up to 256 bytes per block and 4 MiB beside it.
         min_free_bytes: the store stops growing when the file system has less space left, and
             evicts instead.
-        fsync_seconds: most seconds of saves that a power cut may lose; 0 for none, infinity to
-            flush only when slots are reused and when the store is closed.
+        fsync_seconds: seconds after which saves are flushed to the medium; 0 to flush before a save
+            ends, infinity to flush only when slots are reused and when the store is closed.
         ttl_seconds: blocks that were saved longer ago are not found; None for no limit.
         volume: file operations of the directory; tests replace them.
 

@@ -55,13 +55,20 @@ class SlotTransfers:
         return errors
 
     def check_blocks(self, blocks: NDArray[np.int32], num_keys: int) -> None:
-        """Raises:
-        UsageError: a block is not one of the host's, or there is not one block per key.
+        """Check the host blocks of a load or a save.
+
+        Raises:
+            UsageError: a block does not exist, or there is not one block per key.
         """
         if len(blocks) != num_keys:
-            raise UsageError(f"{num_keys} keys for {len(blocks)} host blocks")
+            raise UsageError(
+                f"{num_keys} keys for {len(blocks)} host blocks; there must be one per key"
+            )
         if num_keys and not (blocks.min() >= 0 and blocks.max() < self._num_blocks):
-            raise UsageError(f"host blocks must be from 0 to {self._num_blocks - 1}")
+            raise UsageError(
+                f"host blocks are from {blocks.min()} to {blocks.max()}; they must be from 0 to "
+                f"{self._num_blocks - 1}"
+            )
 
     async def _move(
         self, move: Move, slots: NDArray[np.int32], blocks: NDArray[np.int32]

@@ -50,7 +50,7 @@ class Code(IntEnum):
     QUOTA_EXCEEDED = -1700
 
 
-# After these codes the library does not access the block any more: the request was refused before
+# After these codes the library no longer accesses the block: the request was refused before
 # its transfer began. After another failure a transfer may still run.
 _AT_REST: Final = np.array([code.value for code in Code], np.int64)
 
@@ -108,7 +108,7 @@ def import_library() -> Any:
         if "libibverbs" in str(error):
             hint = "apt-get install libibverbs1"
         elif "libcuda" in str(error):
-            hint = "without CUDA, pip install 'aiokv[mooncake-cpu]' in its place"
+            hint = "without CUDA, pip install 'aiokv[mooncake-cpu]' instead"
         else:
             hint = "install this library"
         raise ConfigError(f"mooncake.store cannot be loaded: {error}", hint=hint) from error

@@ -1,4 +1,4 @@
-"""MasterLink: an idle connection that tells at once when the master's process has ended."""
+"""MasterLink: an idle connection that is closed at once when the master's process ends."""
 
 from __future__ import annotations
 

@@ -27,13 +27,13 @@ _PROTOCOLS: Final = ("rdma", "tcp")
 
 
 class MooncakeStore:
-    """Blocks in the memory of a Mooncake Store cluster, moved between it and the host arena.
+    """Blocks in the memory of a Mooncake Store cluster.
 
     The cluster is a process ``mooncake_master`` and clients that give it memory: processes of
     their own, or servers with ``segment_bytes``. The client listens on all interfaces, on ports
-    that it chooses, and neither it nor the master knows authentication or encryption: whoever
-    reaches them reads and writes all blocks, from which prompts can be reconstructed. Use it on a
-    network that only the servers of the cluster can reach.
+    that it chooses, and neither it nor the master has authentication or encryption: a process
+    that reaches them can read and write all blocks, from which prompts can be reconstructed. Use
+    them on a network that only the servers of the cluster can reach.
 
     The library holds the interpreter's lock while a client is set up (about 0.1 s: when the store
     is opened, or when the master is reached for the first time) and closed (up to 1 s).
@@ -183,7 +183,7 @@ class MooncakeStore:
     async def aclose(self) -> None:
         """End operations in flight and disconnect. Idempotent.
 
-        Cancellation: takes effect when the library accesses the memory no more.
+        Cancellation: takes effect when the library no longer accesses the memory.
         """
         if self._threads is None:
             return
@@ -203,7 +203,7 @@ class MooncakeStore:
         return await threads.run(lambda unwanted: call(client, unwanted))
 
     async def _connected(self) -> tuple[MooncakeClient, StoreThreads]:
-        """Return the client, connected to a master that is there, and the threads to use it in."""
+        """Return the client, connected to a master that runs, and the threads to use it in."""
         link, threads, memory = self._link, self._threads, self._memory
         if link is None or threads is None or memory is None:
             raise StoreError(f"{self.url} is not open")

@@ -3,8 +3,8 @@
 A thread reads a value from the socket straight into a host block, and sends a value straight from
 a host block: Python copies no payload, and the thread does not hold the GIL while the kernel
 copies. A ``BufferedProtocol`` on the event loop is as fast while the loop is idle. But its copies
-hold the loop, and beside tasks that compute it waits for them with each part of a value: it is
-slower then, on asyncio by an order of magnitude for small blocks (``bench/redis_store.py``).
+hold the loop, and each part of a value waits for the tasks that compute on the loop: the protocol
+is slower then, on asyncio by an order of magnitude for small blocks (``bench/redis_store.py``).
 
 The protocol is RESP2, which every version of Valkey and Redis speaks.
 """
@@ -39,7 +39,7 @@ class ReplyError(NamedTuple):
 
 
 class WrongLength(NamedTuple):
-    """A value was found, but it has not the length of an object; its bytes were discarded."""
+    """A value was found, but its length is not that of an object; its bytes were discarded."""
 
     num_bytes: int
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 KEYS_PER_PASS: Final = 256
-MAX_ROUNDS: Final = 5  # a key is redirected at most 4 times in one call
+MAX_ROUNDS: Final = 5  # requests for a key in one call: at most 4 redirections are followed
 SMALL_CONNECTIONS: Final = 2  # per node, for requests that must not wait behind values
 PART_BYTES: Final = 16 << 20  # a batch of more is spread over several connections
 
@@ -221,5 +221,5 @@ def _slot_map(address: Address, reply: Reply) -> SlotMap:
 def _refusal(items: Sequence[Item]) -> StoreError:
     text = next((item.error.text for item in items if item.error is not None), "")
     if not text:
-        return StoreError(f"redis store: nodes redirected the keys more than {MAX_ROUNDS} times")
+        return StoreError(f"redis store: nodes redirected the keys {MAX_ROUNDS} times in a row")
     return StoreError(f"redis store: the server replied {text!r}")
