@@ -103,10 +103,11 @@ class StoreStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Store(Protocol):
-    """Blocks by key. Used on one event loop, by one guard.
+    """Blocks by key. Used on one event loop, by one guard. Subclasses inherit ``probe`` and
+    ``quarantine``, which suit a store whose lookups reach its medium.
 
     Keys are ``bytes`` of ``N * KEY_BYTES``: N keys, one behind the other, distinct. Results are
-    arrays with one entry per key. ``lookup``, ``load``, ``save`` and ``remove`` run concurrently;
+    arrays with one entry per key. All operations between ``open`` and ``aclose`` run concurrently;
     the guard limits their number. They raise ``StoreError`` when the whole batch failed, such as
     for a lost connection; the guard then counts each key as ``FAILED``.
 
@@ -155,6 +156,24 @@ class Store(Protocol):
 
     async def remove(self, keys: bytes) -> NDArray[np.uint8]:
         """Remove objects; return ``[N]`` uint8 ``Result``. Keys that are missing are ``DONE``."""
+
+    async def quarantine(self, keys: bytes) -> NDArray[np.uint8]:
+        """Remove objects whose bytes were wrong, and use the places of the medium that they had no
+        more; return ``[N]`` uint8 ``Result`` as ``remove`` does.
+
+        The default removes the objects: a server chooses the places itself.
+        """
+        return await self.remove(keys)
+
+    async def probe(self) -> None:
+        """Do the cheapest operation that fails or hangs when a load would.
+
+        The default looks up one key.
+
+        Raises:
+            StoreError: the medium cannot be read.
+        """
+        await self.lookup(bytes(KEY_BYTES))
 
     def statistics(self) -> StoreStatistics:
         """Return counters; does not suspend, and does no I/O."""

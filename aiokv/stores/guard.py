@@ -40,7 +40,6 @@ log = Log(__name__)
 
 PART_BYTES: Final = 256 << 20  # of one operation, and so of one deadline
 CLOSE_SECONDS: Final = 10.0  # for operations in flight to end
-_PROBE_KEY: Final = bytes(KEY_BYTES)
 
 
 class Reply(NamedTuple):
@@ -70,7 +69,7 @@ class GuardStatistics(msgspec.Struct, frozen=True, kw_only=True):
         loaded_blocks: blocks that were loaded and verified.
         saved_blocks: blocks that the store has acknowledged.
         missing_blocks: blocks that a load did not find.
-        wrong_blocks: blocks whose bytes were wrong; they were removed from the store.
+        wrong_blocks: blocks whose bytes were wrong; they were quarantined.
         refused_blocks: blocks that the store did not take.
         failed_blocks: blocks of operations that failed, were rejected, or got no slot.
         loaded_bytes: payload of ``loaded_blocks``.
@@ -345,7 +344,7 @@ class StoreGuard:
     async def _verified(
         self, keys: bytes, blocks: NDArray[np.int32], results: NDArray[np.uint8]
     ) -> NDArray[np.uint8]:
-        """Return the results after the proof of the loaded blocks; remove the wrong ones."""
+        """Return the results after the proof of the loaded blocks; quarantine the wrong ones."""
         loaded = np.flatnonzero(results == Result.DONE)
         results = results.copy()
         if len(loaded) and self._proof is not None:
@@ -363,7 +362,7 @@ class StoreGuard:
                     expected_bytes=self._payload_bytes,
                 )
             if self.use.save and self._saves.state == "closed":
-                self._spawn(self._remove(wrong_keys))
+                self._spawn(self._quarantine(wrong_keys))
         return results
 
     def _note_load(self, results: NDArray[np.uint8], seconds: float) -> None:
@@ -391,20 +390,20 @@ class StoreGuard:
         if done and not failed:
             self.save_cost.note(done * self._payload_bytes, seconds, _now())
 
-    async def _remove(self, keys: bytes) -> None:
-        """Remove wrong objects, so that no later load finds them."""
+    async def _quarantine(self, keys: bytes) -> None:
+        """Remove wrong objects, so that no later load finds them, and no save uses their places."""
         ended, _ = await self._run(
-            "remove",
-            lambda: self._store.remove(keys),
+            "quarantine",
+            lambda: self._store.quarantine(keys),
             self._slots,
             self._saves,
             Priority.BACKUP,
         )
         if ended is not None:
             if ended.reason:
-                self._saves.fail("remove", ended.reason, _now())
+                self._saves.fail("quarantine", ended.reason, _now())
             else:
-                self._saves.succeed("remove")
+                self._saves.succeed("quarantine")
 
     # --- availability -----------------------------------------------------------------------------
 
@@ -414,10 +413,7 @@ class StoreGuard:
             if self._reads.state == "closed":
                 return True
             if self._reads.may_probe(_now()):
-                if self._lookup_slots.is_free:
-                    self._spawn(self._probe())
-                else:
-                    self._reads.skip_probe(_now())
+                self._spawn(self._probe())
             self._counts.rejected += 1
         return False
 
@@ -434,19 +430,18 @@ class StoreGuard:
         return False
 
     async def _probe(self) -> None:
-        """Look up one key, in the background: no request waits for a probe."""
+        """Probe the store in the background: no request waits for it.
+
+        The probe stands for a load, and so has the deadline of loads and one of their slots: while
+        loads beyond their deadlines hold all slots, a further load could not run either.
+        """
         ended, _ = await self._run(
-            "probe",
-            lambda: self._store.lookup(_PROBE_KEY),
-            self._lookup_slots,
-            self._reads,
-            Priority.BACKUP,
+            "probe", self._store.probe, self._slots, self._reads, Priority.DEMAND
         )
         if ended is None:
             return
-        found, reason = _array(ended, 1, np.bool_)
-        if found is None:
-            self._reads.fail("probe", reason, _now())
+        if ended.reason:
+            self._reads.fail("probe", ended.reason, _now())
         else:
             self._reads.succeed("probe")
 

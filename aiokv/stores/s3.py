@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from aiokv.errors import ConfigError, StoreError
-from aiokv.stores.base import Result, StoreMemory, StoreStatistics, split_keys
+from aiokv.stores.base import Result, Store, StoreMemory, StoreStatistics, split_keys
 from aiokv.stores.options import url_options, without_query
 from aiokv.stores.threads import StoreThreads
 from aiokv.stores.waiting import all_ended
@@ -30,7 +30,7 @@ _LOOKUP_WAVE: Final = 64  # keys that are asked for at the same time
 _NO_ROOM: Final = ("507", "StorageFull", "InsufficientStorage", "QuotaExceeded")
 
 
-class S3Store:
+class S3Store(Store):
     """Blocks as objects of a bucket: one request per block, over HTTPS.
 
     Credentials come from ``options``, from the environment (``AWS_ACCESS_KEY_ID`` and the like), or

@@ -21,11 +21,6 @@ class Slots:
         self._order = count()
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
 
-    @property
-    def is_free(self) -> bool:
-        """True when an operation would get a slot at once."""
-        return self._free > 0
-
     async def take(self, priority: int, deadline: float) -> bool:
         """Wait for a slot until ``deadline``, a time of the loop; return False without one.
 

@@ -11,7 +11,17 @@ from aiokv.errors import ConfigError
 if TYPE_CHECKING:
     from aiokv.stores.base import Store
 
-_METHODS: Final = ("open", "lookup", "load", "save", "remove", "statistics", "aclose")
+_METHODS: Final = (
+    "open",
+    "lookup",
+    "load",
+    "save",
+    "remove",
+    "quarantine",
+    "probe",
+    "statistics",
+    "aclose",
+)
 
 
 @checks.arguments()
@@ -45,7 +55,8 @@ class StoreUse:
         if any(not callable(getattr(self.store, method, None)) for method in _METHODS):
             raise ConfigError(
                 f"store is {checks.shown(self.store)}; it must be a Store",
-                hint="pass DiskStore(path, bytes=...), RedisStore(url), ..., or stores_from(urls)",
+                hint="pass DiskStore(path, bytes=...), RedisStore(url), ..., stores_from(urls), or an "
+                "object of a subclass of Store",
             )
         checks.flag("read", self.read, ConfigError)
         checks.flag("save", self.save, ConfigError)

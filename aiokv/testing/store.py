@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeVar
 import numpy as np
 
 from aiokv.errors import StoreError, UsageError
-from aiokv.stores.base import KEY_BYTES, Result, StoreStatistics, split_keys
+from aiokv.stores.base import KEY_BYTES, Result, Store, StoreStatistics, split_keys
 from aiokv.testing.scripted import Gate
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class _Answer(_Rule):
 _R = TypeVar("_R", bound=_Rule)
 
 
-class ScriptedStore:
+class ScriptedStore(Store):
     """A store in memory that executes a script.
 
     Args:

@@ -202,6 +202,28 @@ class StoreConformance:
             await save(store, blocks, [1])
             assert (await store.lookup(keys)).tolist() == [True, True, True]
 
+    async def test_quarantined_keys_are_missing_until_they_are_saved_again(
+        self, medium: Medium
+    ) -> None:
+        blocks = Blocks()
+        async with opened(medium, blocks) as store:
+            keys = await save(store, blocks, range(3))
+            assert (await store.quarantine(keys_of([1, 99]))).tolist() == [DONE, DONE]
+            assert (await store.load(keys, ids(3, 4, 5))).tolist() == [DONE, MISSING, DONE]
+            await save(store, blocks, [1])
+            assert (await store.lookup(keys)).tolist() == [True, True, True]
+
+    async def test_probe_of_a_medium_that_can_be_read(self, medium: Medium) -> None:
+        blocks = Blocks()
+        async with opened(medium, blocks) as store:
+            await store.probe()
+            await save(store, blocks, range(3))
+            blocks.fill(0x44)
+            await store.probe()
+        assert (blocks.array == 0x44).all()
+        with pytest.raises(StoreError):
+            await store.probe()
+
     async def test_blocks_in_any_order(self, medium: Medium) -> None:
         blocks = Blocks()
         keys = keys_of(range(6))

@@ -19,6 +19,7 @@ from aiokv.stores.disk.layout import segment_name
 from aiokv.stores.disk.recovery import recover
 from aiokv.stores.disk.volume import Volume
 from tests.stores.conformance import Blocks
+from tests.stores.conformance import keys_of as keys_of_numbers
 from tests.stores.disk_medium import (
     keys_of,
     load,
@@ -29,7 +30,7 @@ from tests.stores.disk_medium import (
     until,
 )
 from tests.stores.disk_volumes import FailingVolume
-from tests.stores.failures import ObjectFailures, ObjectRig
+from tests.stores.failures import ObjectFailures, ObjectRig, guarded, sealed_object
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -78,6 +79,33 @@ class TestDiskObjects(ObjectFailures):
     @pytest.fixture
     def rig(self, tmp_path: Path) -> DiskRig:
         return DiskRig(tmp_path / "kv")
+
+    async def test_the_slot_of_wrong_bytes_is_not_used_again(self, rig: DiskRig) -> None:
+        slots = 8
+
+        def store() -> DiskStore:
+            return DiskStore(rig.path, bytes=slots * 12_288, min_free_bytes=0)
+
+        async with guarded(store()) as requests:
+            assert await requests.save(range(slots)) == [Result.DONE] * slots
+            sealed = bytearray(await sealed_object(3))
+            sealed[5_000] ^= 1
+            rig.replace(keys_of_numbers([3]), bytes(sealed))
+            assert await requests.load([2, 3]) == [Result.DONE, Result.WRONG]
+            await until(lambda: requests.guard.statistics().store.quarantined_blocks == 1)
+            assert requests.guard.statistics().wrong_blocks == 1
+            assert await requests.lookup([2, 3]) == [True, False]
+        for first in (100, 200):  # also after a restart
+            async with guarded(store()) as requests:
+                for number in range(first, first + 5 * slots):
+                    assert await requests.save([number]) == [Result.DONE]
+                last = range(first + 4 * slots + 1, first + 5 * slots)
+                assert await requests.load(last) == [Result.DONE] * (slots - 1)
+                statistics = requests.guard.statistics().store
+                assert (statistics.blocks, statistics.quarantined_blocks) == (slots - 1, 1)
+            medium = (rig.path / segment_name(0)).read_bytes()
+            assert len(medium) == slots * 12_288
+            assert medium.count(sealed) == 1, "the slot was written to"
 
 
 @contextmanager

@@ -235,6 +235,25 @@ async def test_probe_in_the_background_closes_the_breaker(caplog):
     assert [r.event for r in caplog.records] == ["store.unavailable", "store.available"]
 
 
+async def test_probe_has_a_slot_and_the_deadline_of_loads():
+    async with Guarded(ScriptedStore(max_concurrent=1), deadline_seconds=2.0) as g:
+        await g.save(1)
+        gate = g.store.hold("load", call=0)
+        load = asyncio.create_task(g.load(1))
+        await running_clock().advance(2.1)
+        assert await load == [FAILED]
+        await opened(g)
+        calls = g.store.calls["lookup"]
+        for _ in range(5):  # a load would get no slot, so the probe gets none
+            await running_clock().advance(3.0)
+            assert await g.lookup(1) == [False]
+        assert (g.store.calls["lookup"], g.counts.reading) == (calls, "probing")
+        assert g.counts.busy > 0
+        gate.open()
+        await spin(5)
+        assert g.store.calls["lookup"] == calls + 1
+
+
 async def test_pause_grows_while_probes_fail_and_is_bounded():
     async with Guarded() as g:
         await opened(g)

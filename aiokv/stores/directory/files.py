@@ -21,6 +21,7 @@ _T = TypeVar("_T")
 
 INCOMING: Final = "incoming"  # files that are being written
 IDENTITY: Final = "aiokv-store"  # a file with a random name of the folder
+_IDENTITY_BYTES: Final = 64  # at most
 _UNREACHABLE: Final = frozenset(
     {errno.ESTALE, errno.ENOTCONN, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ETIMEDOUT, errno.EIO}
 )
@@ -205,6 +206,25 @@ class ObjectFiles:
 
         self._on_folder(ask)
 
+    def read_identity(self) -> None:
+        """Read the file that each folder has from the medium, not from the page cache.
+
+        Raises:
+            StoreError: the folder cannot be reached, or the file cannot be read.
+        """
+
+        def ask(root: int) -> None:
+            os.stat(".", dir_fd=root)
+            with suppress(FileNotFoundError):  # a folder that is read-only may have none
+                file = os.open(IDENTITY, os.O_RDONLY | os.O_CLOEXEC, dir_fd=root)
+                try:
+                    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+                    os.preadv(file, [bytearray(_IDENTITY_BYTES)], 0)
+                finally:
+                    os.close(file)
+
+        self._on_folder(ask)
+
     def entries(self) -> Iterator[FileEntry]:
         """List the objects of the folder; those that appear or vanish meanwhile may be left out.
 
@@ -319,7 +339,7 @@ def _identity_of(root: int, *, create: bool) -> bytes:
     with suppress(OSError):
         file = os.open(IDENTITY, os.O_RDONLY | os.O_CLOEXEC, dir_fd=root)
         try:
-            return os.read(file, 64)
+            return os.read(file, _IDENTITY_BYTES)
         finally:
             os.close(file)
     if not create:

@@ -12,7 +12,7 @@ import numpy as np
 
 from aiokv.errors import ConfigError, StoreError
 from aiokv.observe.logs import Log
-from aiokv.stores.base import Result, StoreMemory, StoreStatistics, split_keys
+from aiokv.stores.base import Result, Store, StoreMemory, StoreStatistics, split_keys
 from aiokv.stores.directory.files import NoRoom, ObjectFiles
 from aiokv.stores.directory.quota import DirectoryQuota
 from aiokv.stores.options import parse_bytes, parse_flag, url_options
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _log: Final = Log(__name__)
 
 
-class DirectoryStore:
+class DirectoryStore(Store):
     """Blocks as files of a folder, such as one on NFS, Lustre or CephFS.
 
     Any number of processes on any number of machines may use the folder at the same time: a file
@@ -192,6 +192,16 @@ class DirectoryStore:
 
         names = _names(keys)
         return await self._for_each(len(names), remove)
+
+    async def probe(self) -> None:
+        """Read the folder, in the threads of loads; see :class:`Store`.
+
+        Raises:
+            StoreError: the folder cannot be reached, or its file cannot be read.
+        """
+        files, _ = self._opened()
+        if self._threads is not None:
+            await self._threads.run(lambda _: files.read_identity())
 
     def statistics(self) -> StoreStatistics:
         """Return counters; sizes are those of the last listing and of own writes since then."""

@@ -27,12 +27,14 @@ class Journal:
         position: number of records, and the position of the next one.
     """
 
-    def __init__(self, volume: Volume, fd: int, header: Header, position: int) -> None:
+    def __init__(
+        self, volume: Volume, fd: int, header: Header, position: int, *, is_cut: bool = False
+    ) -> None:
         self.header = header
         self.position = position
         self._volume = volume
         self._fd = fd
-        self._cut = False  # bytes of a failed append may be behind `position`
+        self._cut = is_cut  # bytes of a failed append may be behind `position`
         self._renamed = False  # the directory has not been synced since
 
     @classmethod
@@ -50,9 +52,7 @@ class Journal:
     @classmethod
     def resume(cls, volume: Volume, fd: int, header: Header, position: int) -> Journal:
         """Continue a journal behind its last valid record."""
-        journal = cls(volume, fd, header, position)
-        journal._cut = True
-        return journal
+        return cls(volume, fd, header, position, is_cut=True)
 
     def append(self, records: bytes) -> None:
         """Write records, which come without checksums.

@@ -42,6 +42,7 @@ class OpenStore:
         transfers: SlotTransfers,
         writers: tuple[Committer, Room] | None,
         slot_bytes: int,
+        resources: AsyncExitStack,
     ) -> None:
         self.table = recovered.table
         self.transfers = transfers
@@ -51,7 +52,7 @@ class OpenStore:
         self._damage = recovered.damage
         self._writers = writers
         self._slot_bytes = slot_bytes
-        self._resources = AsyncExitStack()
+        self._resources = resources
         self._running = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -112,9 +113,9 @@ class OpenStore:
                 )
                 writers = committer, room
             transfers = SlotTransfers(io, recovered.segments, memory)
-            opened = cls(volume, recovered, transfers, writers, memory.pitch_bytes)
-            opened._resources = resources.pop_all()
-            return opened
+            return cls(
+                volume, recovered, transfers, writers, memory.pitch_bytes, resources.pop_all()
+            )
         raise AssertionError("unreachable")
 
     def writers(self) -> tuple[Committer, Room]:

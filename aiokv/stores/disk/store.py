@@ -14,7 +14,7 @@ import numpy as np
 
 from aiokv import checks
 from aiokv.errors import ConfigError, StoreError
-from aiokv.stores.base import KEY_BYTES, Result, StoreStatistics
+from aiokv.stores.base import KEY_BYTES, Result, Store, StoreStatistics
 from aiokv.stores.disk.opened import OpenStore
 from aiokv.stores.disk.transfers import SHORT, error_text
 from aiokv.stores.disk.volume import Volume
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class DiskStore:
+class DiskStore(Store):
     """Blocks in segment files of one directory, for one process at a time.
 
     A saved block survives the end of the process, ``kill -9`` included. After a power cut, blocks
@@ -206,7 +206,8 @@ class DiskStore:
         return np.full(len(keys) // KEY_BYTES, Result.DONE, np.uint8)
 
     async def quarantine(self, keys: bytes) -> NDArray[np.uint8]:
-        """Remove blocks whose bytes were wrong, and never use their slots again.
+        """Remove blocks whose bytes were wrong, and never use their slots again; see
+        :class:`Store`. ``aiokv store gc`` releases the slots.
 
         Raises:
             StoreError: as :meth:`remove` does.
@@ -217,6 +218,18 @@ class DiskStore:
         with opened.operation():
             await committer.write_removals()
         return np.full(len(keys) // KEY_BYTES, Result.DONE, np.uint8)
+
+    async def probe(self) -> None:
+        """Read one page of the segments; see :class:`Store`. A store without slots is not read.
+
+        Raises:
+            StoreError: the disk failed, or a segment is too short.
+        """
+        opened = self._opened()
+        with opened.operation():
+            error = await opened.transfers.read_a_page()
+        if error:
+            raise StoreError(f"{self.url} cannot read: {error_text(error)}")
 
     def statistics(self) -> StoreStatistics:
         """Return counters; see :class:`Store`."""

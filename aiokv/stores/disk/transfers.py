@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import mmap
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from aiokv.errors import UsageError
+from aiokv.stores.disk.io import DIRECT_ALIGNMENT
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -28,6 +30,9 @@ MERGED_BYTES: Final = 4 << 20  # neighbours are moved together up to this size
 
 SHORT: Final = -1  # the file ends within the slot
 
+_PAGE: Final = mmap.mmap(-1, DIRECT_ALIGNMENT)  # kept for ever: a read that hangs may access it
+_PAGE_ADDRESS: Final = np.frombuffer(_PAGE, np.uint8).ctypes.data
+
 
 class SlotTransfers:
     """Batches of blocks as requests of the I/O, one per run of neighbouring blocks and slots."""
@@ -40,6 +45,7 @@ class SlotTransfers:
         self._slot_bytes = memory.pitch_bytes
         self._segment_slots = segments.segment_slots
         self._run_slots = max(1, MERGED_BYTES // memory.pitch_bytes)
+        self._next_page_slot = 0
 
     async def read(self, slots: NDArray[np.int32], blocks: NDArray[np.int32]) -> NDArray[np.int32]:
         """Read slots to blocks; return ``[N]`` int32: 0, an errno, or ``SHORT``.
@@ -53,6 +59,31 @@ class SlotTransfers:
         errors = await self._move(self._io.write, slots, blocks)
         self._segments.dirty.update((slots // self._segment_slots).tolist())
         return errors
+
+    async def read_a_page(self) -> int:
+        """Read the first page of a slot, each time of another one, and discard it.
+
+        One bad place of the medium fails only the calls that read it.
+
+        Returns:
+            0, an errno, or ``SHORT``; 0 when there is no slot.
+
+        Cancellation: ends when the disk has answered.
+        """
+        if self._segments.slots == 0:
+            return 0
+        slot = self._next_page_slot % self._segments.slots
+        self._next_page_slot = slot + 1
+        fd = self._segments.fd(slot // self._segment_slots)
+        if fd < 0:
+            return SHORT
+        (moved,) = await self._io.read(
+            fd,
+            np.array([_PAGE_ADDRESS], np.uint64),
+            np.array([DIRECT_ALIGNMENT], np.uint32),
+            np.array([slot % self._segment_slots * self._slot_bytes], np.uint64),
+        )
+        return -int(moved) if moved < 0 else 0 if moved == DIRECT_ALIGNMENT else SHORT
 
     def check_blocks(self, blocks: NDArray[np.int32], num_keys: int) -> None:
         """Check the host blocks of a load or a save.

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from aiokv.errors import ConfigError, StoreError
-from aiokv.stores.base import StoreMemory, StoreStatistics, split_keys
+from aiokv.stores.base import Store, StoreMemory, StoreStatistics, split_keys
 from aiokv.stores.mooncake.client import ClientOptions, MooncakeClient, import_library
 from aiokv.stores.mooncake.link import MasterLink
 from aiokv.stores.options import parse_bytes, url_options
@@ -26,7 +26,7 @@ _MAX_CONCURRENT: Final = 2  # more threads share the bandwidth of one
 _PROTOCOLS: Final = ("rdma", "tcp")
 
 
-class MooncakeStore:
+class MooncakeStore(Store):
     """Blocks in the memory of a Mooncake Store cluster.
 
     The cluster is a process ``mooncake_master`` and clients that give it memory: processes of

@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl, urlencode
 import numpy as np
 
 from aiokv.errors import ConfigError, StoreError
-from aiokv.stores.base import Result, StoreMemory, StoreStatistics, split_keys
+from aiokv.stores.base import Result, Store, StoreMemory, StoreStatistics, split_keys
 from aiokv.stores.options import url_options
 from aiokv.stores.redis import commands
 from aiokv.stores.redis.commands import Item
@@ -40,7 +40,7 @@ _URL_OPTIONS: Final[dict[str, Callable[[str], Any]]] = {
 }
 
 
-class RedisStore:
+class RedisStore(Store):
     """Blocks in the memory of Valkey or Redis: one server, or a cluster.
 
     An object is a string under the key ``prefix`` + 64 hexadecimal digits. All engines with the
