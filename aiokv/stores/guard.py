@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from aiokv.stores.base import Store, StoreMemory
     from aiokv.stores.breaker import State
+    from aiokv.stores.accesses import Accesses
     from aiokv.stores.proof import Proof
     from aiokv.stores.use import StoreUse
 
@@ -282,11 +283,21 @@ class StoreGuard:
         return found
 
     async def load(
-        self, keys: bytes, blocks: NDArray[np.int32], priority: int = Priority.DEMAND
+        self,
+        keys: bytes,
+        blocks: NDArray[np.int32],
+        priority: int = Priority.DEMAND,
+        accesses: Accesses | None = None,
     ) -> Reply:
         """Load object ``i`` into host block ``blocks[i]``, and verify it.
 
-        Cancellation: the store's load is cancelled; ``aclose`` waits for its end.
+        Args:
+            keys: one per block.
+            blocks: host blocks.
+            priority: lower numbers get a slot first.
+            accesses: gets each operation that accesses the blocks.
+
+        Cancellation: the store's load is cancelled; see ``accesses`` for its end.
         """
         results = np.full(len(blocks), Result.FAILED, np.uint8)
         for part in self._parts(len(blocks)):
@@ -300,6 +311,7 @@ class StoreGuard:
                 self._slots,
                 self._reads,
                 priority,
+                accesses,
             )
             if ended is None:
                 self._counts.note(results[part.start :])
@@ -308,15 +320,22 @@ class StoreGuard:
             if loaded is None:
                 self._reads.fail("load", reason, _now())
                 break
-            results[part] = await self._verified(part_keys, blocks[part], loaded)
+            results[part] = await self._verified(part_keys, blocks[part], loaded, accesses)
             self._note_load(results[part], _now() - began)
         self._counts.note(results)
         return Reply(results)
 
-    async def save(self, keys: bytes, blocks: NDArray[np.int32]) -> Reply:
+    async def save(
+        self, keys: bytes, blocks: NDArray[np.int32], accesses: Accesses | None = None
+    ) -> Reply:
         """Store the sealed object in host block ``blocks[i]``.
 
-        Cancellation: the store's save is cancelled; ``aclose`` waits for its end.
+        Args:
+            keys: one per block.
+            blocks: host blocks.
+            accesses: as for ``load``.
+
+        Cancellation: the store's save is cancelled; see ``accesses`` for its end.
         """
         results = np.full(len(blocks), Result.FAILED, np.uint8)
         for part in self._parts(len(blocks)):
@@ -330,6 +349,7 @@ class StoreGuard:
                 self._slots,
                 self._saves,
                 Priority.BACKUP,
+                accesses,
             )
             if ended is None:
                 self._counts.note(results[part.start :])
@@ -348,14 +368,18 @@ class StoreGuard:
         return [slice(first, min(first + step, num_blocks)) for first in range(0, num_blocks, step)]
 
     async def _verified(
-        self, keys: bytes, blocks: NDArray[np.int32], results: NDArray[np.uint8]
+        self,
+        keys: bytes,
+        blocks: NDArray[np.int32],
+        results: NDArray[np.uint8],
+        accesses: Accesses | None,
     ) -> NDArray[np.uint8]:
         """Return the results after the proof of the loaded blocks; remove the wrong ones."""
         loaded = np.flatnonzero(results == Result.DONE)
         results = results.copy()
         if len(loaded) and self._proof is not None:
             loaded_keys = _selected(keys, loaded)
-            results[loaded] = await self._proof.verify(loaded_keys, blocks[loaded])
+            results[loaded] = await self._proof.verify(loaded_keys, blocks[loaded], accesses)
         wrong = np.flatnonzero(results == Result.WRONG)
         if len(wrong):
             wrong_keys = _selected(keys, wrong)
@@ -468,6 +492,7 @@ class StoreGuard:
         slots: Slots,
         breaker: Breaker,
         priority: int,
+        accesses: Accesses | None = None,
     ) -> tuple[_Ended | None, asyncio.Task[_Ended] | None]:
         """Run an operation of the store until its deadline.
 
@@ -478,20 +503,29 @@ class StoreGuard:
         short = slots is self._lookup_slots
         seconds = self.use.lookup_deadline_seconds if short else self.use.deadline_seconds
         deadline = loop.time() + seconds
-        if not await slots.take(priority, deadline):
+        try:
+            has_slot = await slots.take(priority, deadline)
+        except BaseException:
+            breaker.skip_probe(loop.time())
+            raise
+        if not has_slot:
             self._counts.busy += 1
             breaker.skip_probe(loop.time())
             return None, None
         if not self.is_open or breaker.state == "open":  # since the operation waits for a slot
             slots.give_back()
+            breaker.skip_probe(loop.time())
             return None, None
         task = loop.create_task(_attempt(call))
         self._running.add(task)
         task.add_done_callback(partial(self._note_end, slots))
+        if accesses is not None:
+            accesses.add(task)
         try:
             await asyncio.wait({task}, timeout=deadline - loop.time())
         except BaseException:
             task.cancel()
+            breaker.skip_probe(loop.time())
             raise
         if task.done():
             if task.cancelled():

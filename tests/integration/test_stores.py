@@ -278,6 +278,51 @@ async def test_blocks_of_an_overdue_load_are_not_reused_before_it_ends():
         assert c.statistics.host_in_flight == 0
 
 
+@pytest.mark.parametrize("operation", ["load", "save"])
+async def test_blocks_stay_owned_when_all_tasks_are_cancelled(operation):
+    store = await restarted(A)
+    async with cache(store) as c:
+        gate = store.hold(operation)
+        prompt_served = A if operation == "load" else B
+        serving = asyncio.create_task(c.serve(prompt_served, wait_store=math.inf))
+        await spin(20)
+        if operation == "save":
+            (await serving).release()
+            await spin(20)
+        assert len(store.in_use) == 4
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:  # as servers do at their end
+            task.cancel()
+        await spin(20)
+        before = c.statistics
+        gate.open()
+        await spin(20)
+        after = c.statistics
+        # No report before the store has ended: the host blocks stay the transfer's.
+        assert before.host_in_flight == (4 if operation == "load" else 0)
+        assert before.failed_saves == 0
+        assert after.host_in_flight == 0
+        assert after.failed_saves == (4 if operation == "save" else 0)
+        assert c.engine.check_invariants() == []
+
+
+async def test_engine_closes_when_all_tasks_are_cancelled_and_the_store_is_stuck(caplog):
+    store = await restarted(A)
+    c = await cache(store).__aenter__()
+    store.hold("load")
+    serving = asyncio.create_task(c.serve(A, wait_store=math.inf))
+    await spin(20)
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await serving
+    closing = asyncio.create_task(c.engine.aclose())
+    await running_clock().advance(60)
+    await closing
+    assert "store.stuck" in [r.event for r in caplog.records]
+    store.end_script()
+    await spin(20)
+
+
 async def test_dead_store_is_waited_for_once_and_then_costs_nothing():
     store = await restarted(A)
     async with cache(store) as c:
