@@ -179,7 +179,7 @@ class StoreGuard:
         self._lookup_slots = Slots(limit)
         self._running: set[asyncio.Task[_Ended]] = set()
         self._overdue: set[asyncio.Task[_Ended]] = set()
-        self._background: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[Any]] = set()
         self._closing: asyncio.Task[None] | None = None
         self.is_open = False
         self._counts = _Counts()
@@ -194,10 +194,13 @@ class StoreGuard:
 
         Raises:
             AiokvError: as ``Store.open``.
-            StoreError: the store raised any other error.
+            StoreError: the store raised any other error, or has not ended its operations since
+                ``aclose`` within ``CLOSE_SECONDS``.
 
         Cancellation: nothing is left behind.
         """
+        if self._closing is not None and not await self.aclose():
+            raise StoreError(f"store {self._url} cannot be opened again: it has not closed yet")
         try:
             await self._store.open(memory)
         except AiokvError:
@@ -255,12 +258,19 @@ class StoreGuard:
     async def lookup(self, keys: bytes) -> NDArray[np.bool_]:
         """Return for each key whether the store has it, ``[N]`` bool; all False without a result.
 
-        Cancellation: the store's lookup is cancelled.
+        Cancellation: the store's lookup goes on until its deadline. Its outcome counts for the
+        breaker: requests that wait for a shorter time than the deadline must not keep a store that
+        is stuck in use.
         """
         num_keys = len(keys) // KEY_BYTES
-        nothing = np.zeros(num_keys, np.bool_)
         if not num_keys or not self._admits_read():
-            return nothing
+            return np.zeros(num_keys, np.bool_)
+        task = self._spawn(self._look_up(keys, num_keys))
+        await asyncio.wait({task})
+        return np.zeros(num_keys, np.bool_) if task.cancelled() else task.result()
+
+    async def _look_up(self, keys: bytes, num_keys: int) -> NDArray[np.bool_]:
+        nothing = np.zeros(num_keys, np.bool_)
         self._counts.lookups += 1
         self._counts.lookup_keys += num_keys
         began = _now()
@@ -543,10 +553,11 @@ class StoreGuard:
         self._overdue.discard(task)
         slots.give_back()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        return task
 
     # --- statistics -------------------------------------------------------------------------------
 

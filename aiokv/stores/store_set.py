@@ -172,7 +172,7 @@ class StoreSet:
         Args:
             digests: digests of consecutive blocks, ``KEY_BYTES`` each.
 
-        Cancellation: the lookups of the stores are cancelled.
+        Cancellation: the lookups of the stores go on until their deadlines, for the breakers.
         """
         num_blocks = len(digests) // KEY_BYTES
         if not num_blocks or self._proof is None:
