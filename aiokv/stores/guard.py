@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from aiokv.stores.accesses import Accesses
     from aiokv.stores.base import Store, StoreMemory
     from aiokv.stores.breaker import State
-    from aiokv.stores.accesses import Accesses
     from aiokv.stores.proof import Proof
     from aiokv.stores.use import StoreUse
 

@@ -261,6 +261,19 @@ async def test_wrong_blocks_end_the_fetch_before_them():
         assert c.engine.store_statistics()[0].wrong_blocks == 1
 
 
+async def test_fetched_block_is_not_compared_with_the_earlier_owner_of_its_host_block():
+    store = await restarted(A)
+    async with cache(store, host_blocks=4, verify="checksum") as c:
+        await c.fill(B)  # its checksums are recorded for all host blocks
+        await c.finish()
+        await c.engine.evict(8, "device")
+        await c.engine.evict(8, "host")
+        lease = await c.serve(A, wait_store=math.inf)
+        assert lease.cached_tokens == 4 * BLOCK_TOKENS
+        lease.release()
+        assert c.statistics.failed_blocks == 0
+
+
 async def test_blocks_of_an_overdue_load_are_not_reused_before_it_ends():
     store = await restarted(A)
     async with cache(store, host_blocks=4) as c:

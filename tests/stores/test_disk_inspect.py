@@ -6,9 +6,9 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
+from aiokv.stores.disk.inspect import clean_store, read_store, verify_store
 
 from aiokv.errors import ConfigError
-from aiokv.stores.disk.inspect import clean_store, read_store, verify_store
 from tests.stores.disk_medium import (
     expected,
     key_of,
