@@ -154,7 +154,11 @@ class Store(Protocol):
         """
 
     async def remove(self, keys: bytes) -> NDArray[np.uint8]:
-        """Remove objects; return ``[N]`` uint8 ``Result``. Keys that are missing are ``DONE``."""
+        """Remove objects; return ``[N]`` uint8 ``Result``. Keys that are missing are ``DONE``.
+
+        A store whose medium may be damaged in places has a method ``quarantine``, too, with the
+        same arguments: it removes objects that were ``WRONG``, and does not use their places again.
+        """
 
     def statistics(self) -> StoreStatistics:
         """Return counters; does not suspend, and does no I/O."""

@@ -432,9 +432,10 @@ class StoreGuard:
 
     async def _remove(self, keys: bytes) -> None:
         """Remove wrong objects, so that no later load finds them."""
+        remove = getattr(self._store, "quarantine", self._store.remove)
         ended, _ = await self._run(
             "remove",
-            lambda: self._store.remove(keys),
+            lambda: remove(keys),
             self._slots,
             self._saves,
             Priority.BACKUP,

@@ -145,10 +145,8 @@ class StoreSet:
 
         Cancellation: call it again.
         """
-        for task in self._asking:
-            task.cancel()
         ends = await asyncio.gather(*(guard.aclose() for guard in self._guards))
-        if self._asking:
+        if self._asking:  # their guards have ended them
             await asyncio.wait(self._asking)
         self._close_proof()
         return all(ends)

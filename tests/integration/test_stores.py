@@ -220,6 +220,29 @@ async def test_close_ends_waits_for_stores(operation):
     assert not store.is_open
 
 
+async def test_close_ends_a_prefetch_with_an_error_of_the_engine():
+    store = await restarted(A)
+    second = ScriptedStore("second")
+    c = await cache(store, second).__aenter__()
+    store.hold("lookup")
+    prefetch = asyncio.create_task(c.engine.prefetch(A))
+    await spin(20)
+    closing = asyncio.create_task(c.engine.aclose(0.0))
+    await running_clock().advance(0.1)
+    store.end_script()
+    with pytest.raises(ClosedError):
+        await prefetch
+    await closing
+
+
+async def test_closing_a_paused_engine_saves_what_was_committed():
+    store = ScriptedStore()
+    async with cache(store) as c:
+        await c.fill(A)
+        await c.engine.quiesce()
+    assert len(store.objects) == 4
+
+
 async def test_close_does_not_wait_for_a_stuck_store_for_ever(caplog):
     store = await restarted(A)
     c = await cache(store).__aenter__()

@@ -89,6 +89,24 @@ async def test_wrong_bytes_are_counted_removed_and_logged_once(caplog):
     assert [r.event for r in caplog.records] == ["store.wrong_block"]
 
 
+async def test_wrong_objects_are_quarantined_where_the_store_can():
+    class Quarantine(ScriptedStore):
+        quarantined: bytes = b""
+
+        async def quarantine(self, keys: bytes) -> np.ndarray:
+            self.quarantined += keys
+            return await self.remove(keys)
+
+    store = Quarantine()
+    async with Guarded(store) as g:
+        store.corrupt("save", call=0, block=1)
+        await g.save(1, 2, 3)
+        await g.load(1, 2, 3)
+        await spin(5)
+        assert store.quarantined == digests([2])
+        assert await g.load(2) == [MISSING]
+
+
 async def test_object_of_another_key_is_wrong():
     async with Guarded() as g:
         await g.save(1, 2)
