@@ -180,9 +180,11 @@ class Control:
                 next_version = nonce  # the weights may have been updated in part
                 raise
             finally:
-                self._dispatcher.apply(self._scheduler.reset("the weights were updated"))
-                if self._scheduler.has_stores:
-                    self._worker.change_weights(next_version)
+                try:
+                    self._dispatcher.apply(self._scheduler.reset("the weights were updated"))
+                finally:  # also after an interrupt: the old keys are wrong from now on
+                    if self._scheduler.has_stores:
+                        self._worker.change_weights(next_version)
         finally:
             self.let_go()
 

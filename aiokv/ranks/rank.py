@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from aiokv.ranks.messages import FromRank
     from aiokv.stores.base import Store
     from aiokv.stores.guard import GuardStatistics
+    from aiokv.stores.identity import StoreIdentity
     from aiokv.stores.use import StoreUse
     from aiokv.worker.device.base import Device, Event
     from aiokv.worker.lanes import WorkerStatistics
@@ -129,6 +130,7 @@ class Rank(Unique):
         self.connected = False
         self._entered = False
         self._task: asyncio.Task[None] | None = None  # the newest of _tasks
+        self._identity: StoreIdentity | None = None  # as the manager has it now
         self._tasks: set[asyncio.Task[None]] = set()
 
     # --- opening and closing --------------------------------------------------------------------
@@ -317,13 +319,14 @@ class Rank(Unique):
         elif isinstance(message, Ping):
             self._send(Pong())
         elif isinstance(message, Begin):
+            self._identity = message.identity
             self._run(self._begin(message, self._task))
         elif isinstance(message, Sleep | WakeUp):
             self._run(self._change_tiers(message, self._task))
         elif isinstance(message, Lookup):
             self._spawn(self._look_up(message))
         elif isinstance(message, ChangeWeights):
-            self._controller.change_weights(message.version)
+            self._change_weights(message.version)
         elif isinstance(message, Refuse):
             self._end(f"refused: {message.reason}")
         else:
@@ -337,6 +340,12 @@ class Rank(Unique):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+    def _change_weights(self, version: str) -> None:
+        """Use other keys from now on, also when a generation has not begun yet."""
+        if self._identity is not None:
+            self._identity = msgspec.structs.replace(self._identity, weights_version=version)
+        self._controller.change_weights(version)
 
     async def _look_up(self, lookup: Lookup) -> None:
         answer = await self._controller.lookup(lookup.digests)
@@ -361,8 +370,8 @@ class Rank(Unique):
         try:
             if not self._opened:
                 await self._open(begin)
-            elif begin.identity is not None:
-                self._controller.change_weights(begin.identity.weights_version)
+            elif self._identity is not None:
+                self._controller.change_weights(self._identity.weights_version)
             await self._controller.abandon()
             await self._steps_finished()
             await self._controller.sleep(frozenset(begin.asleep))
@@ -403,7 +412,7 @@ class Rank(Unique):
             await controller.wake_up(tiers, regions)
 
     async def _open(self, begin: Begin) -> None:
-        identity = begin.identity
+        identity = self._identity
         if identity is not None:
             identity = msgspec.structs.replace(identity, rank=self.rank)
         await self._controller.open(

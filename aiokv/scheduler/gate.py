@@ -18,14 +18,16 @@ class Gate:
 
     Attributes:
         closed: True while there is a pause or a hold.
+        held: True while there is a hold.
     """
 
-    __slots__ = ("_holds", "_pauses", "closed")
+    __slots__ = ("_holds", "_pauses", "closed", "held")
 
     def __init__(self) -> None:
         self._pauses = 0
         self._holds = 0
         self.closed = False
+        self.held = False
 
     def change(self, change: GateChange) -> None:
         """Begin or end one pause or hold, or turn a hold into a pause.
@@ -43,6 +45,7 @@ class Gate:
         pauses, holds = _CHANGES[change]
         self._pauses += pauses
         self._holds += holds
+        self.held = self._holds > 0
         self.closed = self._pauses + self._holds > 0
 
 

@@ -917,6 +917,8 @@ class CacheScheduler:
         """
         self._gate.change(change)
         if self.has_stores:
+            # A hold waits for the saves in flight: their blocks belong to the present weights.
+            self._store_saver.submit_begun()
             self._store_saver.want()
         return None, self._settle()
 
@@ -969,7 +971,7 @@ class CacheScheduler:
 
     def close(self) -> Done:
         """End all waits and pins: the engine closes."""
-        self._is_closed = True
+        self._is_closed = self._store_saver.is_closing = True
         self._admission.refuse_all(
             lambda: ClosedError("allocate: the engine was closed while the lease waited")
         )

@@ -17,9 +17,11 @@ class StoreSaver:
     """Begins the saves of one cache; nothing waits for them.
 
     No save begins while the gate is closed: what closes it may wait for the transfers in flight.
+    An engine that closes saves its blocks also while it is paused.
 
     Attributes:
-        stopped: True when no save may begin: the engine is closing, or a tier is asleep.
+        stopped: True when no save may begin: the engine has saved its blocks, or a tier is asleep.
+        is_closing: the engine closes.
     """
 
     def __init__(self, core: Core, gate: Gate, plans: Plans, outbox: Outbox) -> None:
@@ -29,11 +31,13 @@ class StoreSaver:
         self._outbox = outbox
         self._begun: deque[int] = deque()  # begun in the core, not submitted yet
         self.stopped = False
+        self.is_closing = False
 
     @property
     def is_active(self) -> bool:
         """True when saves may begin."""
-        return not self.stopped and not self._gate.closed
+        is_shut = self._gate.held if self.is_closing else self._gate.closed
+        return not self.stopped and not is_shut
 
     def want(self) -> None:
         """Request a call of ``collect`` if blocks may have to be saved."""
@@ -45,12 +49,18 @@ class StoreSaver:
         if self.is_active:
             # As in Saver: an interrupt must not lose the id of a save that has begun.
             self._begun.extend(starmap(self._core.take_saves, ((),)))
+        submitted = self.submit_begun()
+        if submitted:
+            self.want()
+        return submitted
+
+    def submit_begun(self) -> bool:
+        """Submit the saves that have begun, also one that an interrupt has left; return True if
+        there were some."""
         submitted = False
         while self._begun:
             if transfer_id := self._begun[0]:
                 self._outbox.effects.submit.append(self._plans.save(transfer_id))
                 submitted = True
             self._begun.popleft()
-        if submitted:
-            self.want()
         return submitted

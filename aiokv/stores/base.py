@@ -155,7 +155,11 @@ class Store(Protocol):
         """
 
     async def remove(self, keys: bytes) -> NDArray[np.uint8]:
-        """Remove objects; return ``[N]`` uint8 ``Result``. Keys that are missing are ``DONE``."""
+        """Remove objects; return ``[N]`` uint8 ``Result``. Keys that are missing are ``DONE``.
+
+        A store whose medium may be damaged in places has a method ``quarantine``, too, with the
+        same arguments: it removes objects that were ``WRONG``, and does not use their places again.
+        """
 
     async def quarantine(self, keys: bytes) -> NDArray[np.uint8]:
         """Remove objects whose bytes were wrong, and use the places of the medium that they had no

@@ -6,7 +6,7 @@ blocks of the same fingerprint. The fingerprint is the SHA-256 of a text, one fa
     aiokv blocks 1
     model 11 "llama-3-70b"
     ...
-    layer 0 region 1 "k" dtype 8 "bfloat16" bytes 32768 at 0
+    layer 0 region 1 "k" dtype 8 "bfloat16" shape 2x16x8x64 bytes 32768 at 0
 
 The length of each name in UTF-8 bytes stands before it, so that no name can imitate further lines.
 """
@@ -43,9 +43,10 @@ def fingerprint(
     """Return the fingerprint of one rank's blocks, 32 bytes.
 
     Args:
-        regions: the rank's tensors. Layers, names, element types, bytes per block, and places in a
-            host block are part of the fingerprint; addresses, strides and numbers of blocks are
-            not.
+        regions: the rank's tensors. Layers, names, element types, the shape of a block, and places
+            in a host block are part of the fingerprint; addresses, strides and numbers of blocks
+            are not. The order of the axes counts: register tensors in the shape that the attention
+            kernel reads, not as plain bytes.
         model: name of the model, with its revision; not empty.
         weights_version: version of the weights; may be empty.
         block_tokens: token positions per block.
@@ -113,7 +114,8 @@ def _region_lines(regions: Regions) -> Iterator[str]:
 
 def _array(piece: Piece) -> str:
     name, dtype = _quoted("the name of a region", piece.region), _quoted("dtype", piece.dtype)
-    return f"{name} dtype {dtype} bytes {piece.block_bytes}"
+    shape = "x".join(map(str, piece.shape)) or "1"
+    return f"{name} dtype {dtype} shape {shape} bytes {piece.block_bytes}"
 
 
 def _quoted(what: str, name: str) -> str:

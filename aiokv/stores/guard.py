@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from aiokv.stores.accesses import Accesses
     from aiokv.stores.base import Store, StoreMemory
     from aiokv.stores.breaker import State
     from aiokv.stores.proof import Proof
@@ -177,7 +178,7 @@ class StoreGuard:
         self._lookup_slots = Slots(limit)
         self._running: set[asyncio.Task[_Ended]] = set()
         self._overdue: set[asyncio.Task[_Ended]] = set()
-        self._background: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[Any]] = set()
         self._closing: asyncio.Task[None] | None = None
         self.is_open = False
         self._counts = _Counts()
@@ -192,10 +193,13 @@ class StoreGuard:
 
         Raises:
             AiokvError: as ``Store.open``.
-            StoreError: the store raised any other error.
+            StoreError: the store raised any other error, or has not ended its operations since
+                ``aclose`` within ``CLOSE_SECONDS``.
 
         Cancellation: nothing is left behind.
         """
+        if self._closing is not None and not await self.aclose():
+            raise StoreError(f"store {self._url} cannot be opened again: it has not closed yet")
         try:
             await self._store.open(memory)
         except AiokvError:
@@ -248,12 +252,19 @@ class StoreGuard:
     async def lookup(self, keys: bytes) -> NDArray[np.bool_]:
         """Return for each key whether the store has it, ``[N]`` bool; all False without a result.
 
-        Cancellation: the store's lookup is cancelled.
+        Cancellation: the store's lookup goes on until its deadline. Its outcome counts for the
+        breaker: requests that wait for a shorter time than the deadline must not keep a store that
+        is stuck in use.
         """
         num_keys = len(keys) // KEY_BYTES
-        nothing = np.zeros(num_keys, np.bool_)
         if not num_keys or not self.admits_read():
-            return nothing
+            return np.zeros(num_keys, np.bool_)
+        task = self._spawn(self._look_up(keys, num_keys))
+        await asyncio.wait({task})
+        return np.zeros(num_keys, np.bool_) if task.cancelled() else task.result()
+
+    async def _look_up(self, keys: bytes, num_keys: int) -> NDArray[np.bool_]:
+        nothing = np.zeros(num_keys, np.bool_)
         self._counts.lookups += 1
         self._counts.lookup_keys += num_keys
         began = _now()
@@ -276,11 +287,21 @@ class StoreGuard:
         return found
 
     async def load(
-        self, keys: bytes, blocks: NDArray[np.int32], priority: int = Priority.DEMAND
+        self,
+        keys: bytes,
+        blocks: NDArray[np.int32],
+        priority: int = Priority.DEMAND,
+        accesses: Accesses | None = None,
     ) -> Reply:
         """Load object ``i`` into host block ``blocks[i]``, and verify it.
 
-        Cancellation: the store's load is cancelled; ``aclose`` waits for its end.
+        Args:
+            keys: one per block.
+            blocks: host blocks.
+            priority: lower numbers get a slot first.
+            accesses: gets each operation that accesses the blocks.
+
+        Cancellation: the store's load is cancelled; see ``accesses`` for its end.
         """
         results = np.full(len(blocks), Result.FAILED, np.uint8)
         for part in self._parts(len(blocks)):
@@ -294,6 +315,7 @@ class StoreGuard:
                 self._slots,
                 self._reads,
                 priority,
+                accesses,
             )
             if ended is None:
                 self._counts.note(results[part.start :])
@@ -302,15 +324,22 @@ class StoreGuard:
             if loaded is None:
                 self._reads.fail("load", reason, _now())
                 break
-            results[part] = await self._verified(part_keys, blocks[part], loaded)
+            results[part] = await self._verified(part_keys, blocks[part], loaded, accesses)
             self._note_load(results[part], _now() - began)
         self._counts.note(results)
         return Reply(results)
 
-    async def save(self, keys: bytes, blocks: NDArray[np.int32]) -> Reply:
+    async def save(
+        self, keys: bytes, blocks: NDArray[np.int32], accesses: Accesses | None = None
+    ) -> Reply:
         """Store the sealed object in host block ``blocks[i]``.
 
-        Cancellation: the store's save is cancelled; ``aclose`` waits for its end.
+        Args:
+            keys: one per block.
+            blocks: host blocks.
+            accesses: as for ``load``.
+
+        Cancellation: the store's save is cancelled; see ``accesses`` for its end.
         """
         results = np.full(len(blocks), Result.FAILED, np.uint8)
         for part in self._parts(len(blocks)):
@@ -324,6 +353,7 @@ class StoreGuard:
                 self._slots,
                 self._saves,
                 Priority.BACKUP,
+                accesses,
             )
             if ended is None:
                 self._counts.note(results[part.start :])
@@ -342,14 +372,18 @@ class StoreGuard:
         return [slice(first, min(first + step, num_blocks)) for first in range(0, num_blocks, step)]
 
     async def _verified(
-        self, keys: bytes, blocks: NDArray[np.int32], results: NDArray[np.uint8]
+        self,
+        keys: bytes,
+        blocks: NDArray[np.int32],
+        results: NDArray[np.uint8],
+        accesses: Accesses | None,
     ) -> NDArray[np.uint8]:
         """Return the results after the proof of the loaded blocks; quarantine the wrong ones."""
         loaded = np.flatnonzero(results == Result.DONE)
         results = results.copy()
         if len(loaded) and self._proof is not None:
             loaded_keys = _selected(keys, loaded)
-            results[loaded] = await self._proof.verify(loaded_keys, blocks[loaded])
+            results[loaded] = await self._proof.verify(loaded_keys, blocks[loaded], accesses)
         wrong = np.flatnonzero(results == Result.WRONG)
         if len(wrong):
             wrong_keys = _selected(keys, wrong)
@@ -460,6 +494,7 @@ class StoreGuard:
         slots: Slots,
         breaker: Breaker,
         priority: int,
+        accesses: Accesses | None = None,
     ) -> tuple[_Ended | None, asyncio.Task[_Ended] | None]:
         """Run an operation of the store until its deadline.
 
@@ -470,20 +505,29 @@ class StoreGuard:
         short = slots is self._lookup_slots
         seconds = self.use.lookup_deadline_seconds if short else self.use.deadline_seconds
         deadline = loop.time() + seconds
-        if not await slots.take(priority, deadline):
+        try:
+            has_slot = await slots.take(priority, deadline)
+        except BaseException:
+            breaker.skip_probe(loop.time())
+            raise
+        if not has_slot:
             self._counts.busy += 1
             breaker.skip_probe(loop.time())
             return None, None
         if not self.is_open or breaker.state == "open":  # since the operation waits for a slot
             slots.give_back()
+            breaker.skip_probe(loop.time())
             return None, None
         task = loop.create_task(_attempt(call))
         self._running.add(task)
         task.add_done_callback(partial(self._note_end, slots))
+        if accesses is not None:
+            accesses.add(task)
         try:
             await asyncio.wait({task}, timeout=deadline - loop.time())
         except BaseException:
             task.cancel()
+            breaker.skip_probe(loop.time())
             raise
         if task.done():
             if task.cancelled():
@@ -501,10 +545,11 @@ class StoreGuard:
         self._overdue.discard(task)
         slots.give_back()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        return task
 
     # --- statistics -------------------------------------------------------------------------------
 

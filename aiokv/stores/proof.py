@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from aiokv.stores.accesses import Accesses
     from aiokv.stores.base import StoreMemory
 
 T = TypeVar("T")
@@ -35,22 +36,42 @@ class Proof:
         self._memory = memory
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="aiokv-proof")
 
-    async def seal(self, keys: bytes, blocks: NDArray[np.int32]) -> None:
+    async def seal(
+        self, keys: bytes, blocks: NDArray[np.int32], accesses: Accesses | None = None
+    ) -> None:
         """Write the trailer of each block.
 
-        Cancellation: trailers may still be written until ``close`` has returned.
-        """
-        await self._run(seal_blocks, keys, blocks)
+        Args:
+            keys: one per block.
+            blocks: host blocks.
+            accesses: gets the work of the thread.
 
-    async def verify(self, keys: bytes, blocks: NDArray[np.int32]) -> NDArray[np.uint8]:
+        Cancellation: trailers may still be written; see ``accesses`` for the end.
+        """
+        await self._run(seal_blocks, keys, blocks, accesses)
+
+    async def verify(
+        self, keys: bytes, blocks: NDArray[np.int32], accesses: Accesses | None = None
+    ) -> NDArray[np.uint8]:
         """Return for each block ``DONE`` if the length, the key and the checksum of its object are
         right; otherwise ``WRONG``.
 
-        Cancellation: blocks may still be read until ``close`` has returned.
-        """
-        return await self._run(verify_blocks, keys, blocks)
+        Args:
+            keys: one per block.
+            blocks: host blocks.
+            accesses: gets the work of the thread.
 
-    async def _run(self, function: Callable[..., T], keys: bytes, blocks: NDArray[np.int32]) -> T:
+        Cancellation: blocks may still be read; see ``accesses`` for the end.
+        """
+        return await self._run(verify_blocks, keys, blocks, accesses)
+
+    async def _run(
+        self,
+        function: Callable[..., T],
+        keys: bytes,
+        blocks: NDArray[np.int32],
+        accesses: Accesses | None,
+    ) -> T:
         memory = self._memory
         call = partial(
             function,
@@ -63,7 +84,10 @@ class Proof:
         )
         if len(blocks) * memory.payload_bytes < INLINE_BYTES:
             return call()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        work = asyncio.get_running_loop().run_in_executor(self._threads, call)
+        if accesses is not None:
+            accesses.add(work)
+        return await asyncio.shield(work)  # a cancelled future would not tell the thread's end
 
     def close(self) -> None:
         """Wait until no thread accesses the memory. Idempotent."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiokv.plan import TransferPlan
+    from aiokv.stores.accesses import Accesses
     from aiokv.stores.base import Store, StoreMemory
     from aiokv.stores.guard import GuardStatistics, Reply
 
@@ -144,10 +145,8 @@ class StoreSet:
 
         Cancellation: call it again.
         """
-        for task in self._asking:
-            task.cancel()
         ends = await asyncio.gather(*(guard.aclose() for guard in self._guards))
-        if self._asking:
+        if self._asking:  # their guards have ended them
             await asyncio.wait(self._asking)
         self._close_proof()
         return all(ends)
@@ -171,7 +170,7 @@ class StoreSet:
         Args:
             digests: digests of consecutive blocks, ``KEY_BYTES`` each.
 
-        Cancellation: the lookups of the stores are cancelled.
+        Cancellation: the lookups of the stores go on until their deadlines, for the breakers.
         """
         num_blocks = len(digests) // KEY_BYTES
         if not num_blocks or self._proof is None:
@@ -227,20 +226,25 @@ class StoreSet:
             np.maximum(seconds, np.where(counts, cost, 0.0), out=seconds)
         return seconds
 
-    async def fetch(self, plan: TransferPlan) -> Fetched:
+    async def fetch(self, plan: TransferPlan, accesses: Accesses | None = None) -> Fetched:
         """Load the blocks of a plan into its host blocks, and verify them.
+
+        Args:
+            plan: the plan.
+            accesses: gets each operation that accesses the host blocks.
 
         Returns:
             The end of the fetch, at the latest when the deadline of each store that was asked has
             passed.
 
-        Cancellation: the loads of the stores are cancelled; ``aclose`` waits for their ends.
+        Cancellation: the loads of the stores are cancelled; see ``accesses`` for their ends.
         """
         if self._proof is None:
             return Fetched(0, "the stores are closed")
         fingerprint = self._fingerprint
         keys = derive_keys(fingerprint, plan.digests)
-        fetch = _Fetch(self._guards, plan, keys, self._lookups.holders(keys, len(self._guards)))
+        holders = self._lookups.holders(keys, len(self._guards))
+        fetch = _Fetch(self._guards, plan, keys, holders, accesses)
         while batches := fetch.batches():
             replies = await _all_of([fetch.load(guard, indices) for guard, indices in batches])
             for (guard, indices), reply in zip(batches, replies, strict=True):
@@ -249,17 +253,22 @@ class StoreSet:
             return Fetched(0, "the version of the weights has changed", tuple(fetch.overdue))
         return fetch.end()
 
-    async def save(self, plan: TransferPlan) -> Saved:
+    async def save(self, plan: TransferPlan, accesses: Accesses | None = None) -> Saved:
         """Seal the host blocks of a plan, and save them to all stores that take saves.
 
-        Cancellation: the saves of the stores are cancelled; ``aclose`` waits for their ends.
+        Args:
+            plan: the plan.
+            accesses: as for ``fetch``.
+
+        Cancellation: the saves of the stores are cancelled; see ``accesses`` for their ends.
         """
         results = np.full(plan.num_blocks, Result.FAILED, np.uint8)
         if self._proof is None:
             return Saved(results.tobytes())
         keys = derive_keys(self._fingerprint, plan.digests)
-        await self._proof.seal(keys, plan.source_ids)
-        replies = await _all_of([guard.save(keys, plan.source_ids) for guard in self._guards])
+        blocks = plan.source_ids
+        await self._proof.seal(keys, blocks, accesses)
+        replies = await _all_of([guard.save(keys, blocks, accesses) for guard in self._guards])
         for reply in replies:
             results[reply.results == Result.REFUSED] = np.minimum(
                 results[reply.results == Result.REFUSED], Result.REFUSED
@@ -287,8 +296,10 @@ class _Fetch:
         plan: TransferPlan,
         keys: bytes,
         holders: NDArray[np.bool_],
+        accesses: Accesses | None,
     ) -> None:
         self._guards = guards
+        self._accesses = accesses
         self._plan = plan
         self._keys = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
         self._left = holders  # [stores, N]: stores that were not asked for a block yet
@@ -313,7 +324,10 @@ class _Fetch:
     async def load(self, guard: int, indices: NDArray[np.intp]) -> Reply:
         """Load blocks from a store."""
         return await self._guards[guard].load(
-            self._keys[indices].tobytes(), self._plan.target_ids[indices], self._plan.priority
+            self._keys[indices].tobytes(),
+            self._plan.target_ids[indices],
+            self._plan.priority,
+            self._accesses,
         )
 
     def note(self, guard: int, indices: NDArray[np.intp], reply: Reply) -> None:

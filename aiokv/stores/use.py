@@ -55,8 +55,8 @@ class StoreUse:
         if any(not callable(getattr(self.store, method, None)) for method in _METHODS):
             raise ConfigError(
                 f"store is {checks.shown(self.store)}; it must be a Store",
-                hint="pass DiskStore(path, bytes=...), RedisStore(url), ..., stores_from(urls), or an "
-                "object of a subclass of Store",
+                hint="pass DiskStore(path, bytes=...), RedisStore(url), ..., stores_from(urls), or "
+                "an object of a subclass of Store",
             )
         checks.flag("read", self.read, ConfigError)
         checks.flag("save", self.save, ConfigError)

@@ -37,6 +37,7 @@ class Piece:
         host_offset_bytes: offset of these bytes in a host block.
         device: ``"cpu"`` or ``"cuda"``.
         dtype: name of the element type, such as ``"bfloat16"``.
+        shape: axes of a block, outermost first, in elements.
         owner: keeps the memory alive.
     """
 
@@ -49,6 +50,7 @@ class Piece:
     host_offset_bytes: int
     device: str
     dtype: str
+    shape: tuple[int, ...]
     owner: Any
 
     def view(self) -> NDArray[np.uint8]:
@@ -87,6 +89,7 @@ class DescribedArray:
     block_bytes: int
     device: str
     dtype: str
+    shape: tuple[int, ...]
     owner: Any
 
     def grouped(self, rows_per_block: int, what: str) -> DescribedArray:
@@ -112,6 +115,7 @@ class DescribedArray:
             num_blocks=self.num_blocks // rows_per_block,
             stride_bytes=self.stride_bytes * rows_per_block,
             block_bytes=self.block_bytes * rows_per_block,
+            shape=(rows_per_block, *self.shape),
         )
 
     def piece(self, layer: int, region: str) -> Piece:
@@ -126,6 +130,7 @@ class DescribedArray:
             host_offset_bytes=0,
             device=self.device,
             dtype=self.dtype,
+            shape=self.shape,
             owner=self.owner,
         )
 
@@ -170,6 +175,7 @@ def describe(tensor: Any, what: str, dtype: str | None = None) -> DescribedArray
         block_bytes=block_bytes,
         device=device,
         dtype=dtype or dtype_name(tensor, interface["typestr"]),
+        shape=shape[1:],
         owner=owner,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from aiokv.observe.logs import Log
-from aiokv.plan import OFFLOAD, ONLOAD
+from aiokv.plan import FETCH, OFFLOAD, ONLOAD
 from aiokv.worker.blocks import checksum_blocks
 from aiokv.worker.device.base import CopyError
 
@@ -38,10 +38,14 @@ class Checksums:
         self._device.update(zip(device_ids.tolist(), sums, strict=True))
 
     def begin(self, plan: TransferPlan) -> None:
-        """Note that a plan starts: an offload copies the checksums, an onload overwrites blocks."""
-        if plan.route == ONLOAD:
-            for device_id in plan.target_ids.tolist():
-                self._device.pop(device_id, None)
+        """Note that a plan starts: an offload copies the checksums, an onload overwrites blocks.
+
+        A fetch overwrites blocks, too; the stores verify its bytes.
+        """
+        if plan.route in (ONLOAD, FETCH):
+            overwritten = self._device if plan.route == ONLOAD else self._host
+            for block_id in plan.target_ids.tolist():
+                overwritten.pop(block_id, None)
         if plan.route != OFFLOAD:
             return
         for device_id, host_id in zip(

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from aiokv.plan import FETCH, SAVE, TransferReport
+from aiokv.stores.accesses import Accesses
 from aiokv.stores.base import Result
 from aiokv.stores.guard import CLOSE_SECONDS
 from aiokv.worker.device.base import CopyError
@@ -70,6 +71,7 @@ class _StoreTransfer:
 
     Attributes:
         began: its task has run.
+        accesses: operations that access its host blocks.
         report: set when the outcome is known.
         reported: ``on_report`` has returned.
     """
@@ -89,6 +91,13 @@ class _StoreTransfer:
         )
         self.reported = False
         self.task: asyncio.Task[None] | None = None
+        self.accesses = Accesses()
+
+    @property
+    def running(self) -> list[asyncio.Future[Any]]:
+        """Its task and its operations, as far as they have not ended."""
+        task = [] if self.task is None or self.task.done() else [self.task]
+        return [*task, *self.accesses.in_flight]
 
 
 class StoreTransfers:
@@ -105,6 +114,7 @@ class StoreTransfers:
         self._on_report: Callable[[TransferReport], None] = lambda report: None
         self._poller: EventPoller | None = None
         self._transfers: dict[int, _StoreTransfer] = {}
+        self._is_closed = False
         self._counts = {FETCH: _Counts(), SAVE: _Counts()}
 
     def open(self, poller: EventPoller, on_report: Callable[[TransferReport], None]) -> None:
@@ -149,22 +159,24 @@ class StoreTransfers:
 
         Cancellation: the plans go on.
         """
-        if tasks := self._tasks():
-            await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
+        running = [future for t in self._transfers.values() for future in t.running]
+        if running:
+            await asyncio.wait(running, timeout=CLOSE_SECONDS)
 
     async def aclose(self) -> None:
         """Cancel the tasks that are left after the stores were closed, and report their plans.
 
         Cancellation: call it again.
         """
-        tasks = self._tasks()
+        self._is_closed = True
+        transfers = list(self._transfers.values())
+        tasks = [t.task for t in transfers if t.task is not None and not t.task.done()]
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-
-    def _tasks(self) -> list[asyncio.Task[None]]:
-        return [t.task for t in self._transfers.values() if t.task is not None]
+        for transfer in transfers:
+            self._end_surely(transfer)
 
     def statistics(self) -> dict[Route, LaneStatistics]:
         """Return the counts of each route. Any thread."""
@@ -183,7 +195,7 @@ class StoreTransfers:
 
     async def _fetch(self, transfer: _StoreTransfer) -> tuple[asyncio.Task[Any], ...]:
         plan = transfer.plan
-        fetched = await self._stores.fetch(plan)
+        fetched = await self._stores.fetch(plan, transfer.accesses)
         transfer.moved_blocks = fetched.blocks
         whole = fetched.blocks == plan.num_blocks
         transfer.report = TransferReport(
@@ -199,7 +211,7 @@ class StoreTransfers:
         return fetched.overdue
 
     async def _save(self, transfer: _StoreTransfer) -> tuple[asyncio.Task[Any], ...]:
-        saved = await self._stores.save(transfer.plan)
+        saved = await self._stores.save(transfer.plan, transfer.accesses)
         transfer.moved_blocks = saved.results.count(Result.DONE)
         transfer.report = TransferReport(
             transfer_id=transfer.plan.transfer_id, outcome="done", results=saved.results
@@ -212,6 +224,17 @@ class StoreTransfers:
             asyncio.get_running_loop().call_exception_handler(
                 {"message": "aiokv: a transfer of the stores raised", "exception": error}
             )
+        transfer.accesses.cancel()  # a cancelled or interrupted task leaves them behind
+        self._end_when_at_rest(transfer)
+
+    def _end_when_at_rest(self, transfer: _StoreTransfer, *_: object) -> None:
+        """Report a plan when nothing accesses its blocks any more (I3), or after ``aclose``."""
+        if not self._is_closed and (in_flight := transfer.accesses.in_flight):
+            in_flight[0].add_done_callback(partial(self._end_when_at_rest, transfer))
+        else:
+            self._end_surely(transfer)
+
+    def _end_surely(self, transfer: _StoreTransfer) -> None:
         if self._poller is not None:
             self._poller.surely(partial(self._end, transfer))
 

@@ -249,6 +249,29 @@ async def test_close_ends_waits_for_stores(operation):
     assert not store.is_open
 
 
+async def test_close_ends_a_prefetch_with_an_error_of_the_engine():
+    store = await restarted(A)
+    second = ScriptedStore("second")
+    c = await cache(store, second).__aenter__()
+    store.hold("lookup")
+    prefetch = asyncio.create_task(c.engine.prefetch(A))
+    await spin(20)
+    closing = asyncio.create_task(c.engine.aclose(0.0))
+    await running_clock().advance(0.1)
+    store.end_script()
+    with pytest.raises(ClosedError):
+        await prefetch
+    await closing
+
+
+async def test_closing_a_paused_engine_saves_what_was_committed():
+    store = ScriptedStore()
+    async with cache(store) as c:
+        await c.fill(A)
+        await c.engine.quiesce()
+    assert len(store.objects) == 4
+
+
 async def test_close_does_not_wait_for_a_stuck_store_for_ever(caplog):
     store = await restarted(A)
     c = await cache(store).__aenter__()
@@ -290,6 +313,19 @@ async def test_wrong_blocks_end_the_fetch_before_them():
         assert c.engine.store_statistics()[0].wrong_blocks == 1
 
 
+async def test_fetched_block_is_not_compared_with_the_earlier_owner_of_its_host_block():
+    store = await restarted(A)
+    async with cache(store, host_blocks=4, verify="checksum") as c:
+        await c.fill(B)  # its checksums are recorded for all host blocks
+        await c.finish()
+        await c.engine.evict(8, "device")
+        await c.engine.evict(8, "host")
+        lease = await c.serve(A, wait_store=math.inf)
+        assert lease.cached_tokens == 4 * BLOCK_TOKENS
+        lease.release()
+        assert c.statistics.failed_blocks == 0
+
+
 async def test_blocks_of_an_overdue_load_are_not_reused_before_it_ends():
     store = await restarted(A)
     async with cache(store, host_blocks=4) as c:
@@ -305,6 +341,51 @@ async def test_blocks_of_an_overdue_load_are_not_reused_before_it_ends():
         gate.open()
         await spin(20)
         assert c.statistics.host_in_flight == 0
+
+
+@pytest.mark.parametrize("operation", ["load", "save"])
+async def test_blocks_stay_owned_when_all_tasks_are_cancelled(operation):
+    store = await restarted(A)
+    async with cache(store) as c:
+        gate = store.hold(operation)
+        prompt_served = A if operation == "load" else B
+        serving = asyncio.create_task(c.serve(prompt_served, wait_store=math.inf))
+        await spin(20)
+        if operation == "save":
+            (await serving).release()
+            await spin(20)
+        assert len(store.in_use) == 4
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:  # as servers do at their end
+            task.cancel()
+        await spin(20)
+        before = c.statistics
+        gate.open()
+        await spin(20)
+        after = c.statistics
+        # No report before the store has ended: the host blocks stay the transfer's.
+        assert before.host_in_flight == (4 if operation == "load" else 0)
+        assert before.failed_saves == 0
+        assert after.host_in_flight == 0
+        assert after.failed_saves == (4 if operation == "save" else 0)
+        assert c.engine.check_invariants() == []
+
+
+async def test_engine_closes_when_all_tasks_are_cancelled_and_the_store_is_stuck(caplog):
+    store = await restarted(A)
+    c = await cache(store).__aenter__()
+    store.hold("load")
+    serving = asyncio.create_task(c.serve(A, wait_store=math.inf))
+    await spin(20)
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await serving
+    closing = asyncio.create_task(c.engine.aclose())
+    await running_clock().advance(60)
+    await closing
+    assert "store.stuck" in [r.event for r in caplog.records]
+    store.end_script()
+    await spin(20)
 
 
 async def test_dead_store_is_waited_for_once_and_then_costs_nothing():

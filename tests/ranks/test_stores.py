@@ -6,13 +6,17 @@ import asyncio
 import math
 from typing import TYPE_CHECKING
 
+import msgspec
+import numpy as np
 import pytest
 
-from aiokv import RankLost
+from aiokv import RankLost, Regions
 from aiokv.plan import FETCH, SAVE, TransferPlan, TransferReport, id_bytes
-from aiokv.ranks import RankTimeouts
+from aiokv.ranks import Rank, RankTimeouts
+from aiokv.ranks.channel import frame_of
 from aiokv.ranks.messages import (
     Begin,
+    ChangeWeights,
     Lookup,
     LookupReply,
     decode_from_manager,
@@ -21,6 +25,7 @@ from aiokv.ranks.messages import (
 )
 from aiokv.ranks.reduce import GroupTransfer
 from aiokv.stores.identity import StoreIdentity
+from aiokv.stores.proof import derive_keys
 from aiokv.testing import ScriptedStore, run_until_idle, spin
 from aiokv.worker.layers import LayerDoneCounter
 from tests.ranks.loopback import PATIENT, Ranked
@@ -161,6 +166,30 @@ async def test_group_and_rank_must_agree_about_stores(tmp_path, has_stores):
         await shard.worker.aclose()
     await r.engine.aclose()
     await spin(5)
+
+
+async def test_rank_uses_the_weights_that_change_while_it_begins(tmp_path):
+    store, path = ScriptedStore(), tmp_path / "group"
+    identity = StoreIdentity(model="m", weights_version="1", block_tokens=2, num_ranks=1)
+    manager: asyncio.Future[asyncio.StreamWriter] = asyncio.get_running_loop().create_future()
+
+    async def manage(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        begin = Begin(generation=1, host_blocks=4, closed_step=0, asleep=[], identity=identity)
+        writer.writelines(frame_of(encode(m)) for m in (begin, ChangeWeights(version="2")))
+        manager.set_result(writer)
+
+    server = await asyncio.start_unix_server(manage, path)
+    regions = Regions(num_layers=1)
+    regions.add("kv", layers=[np.zeros((4, 8), np.int8)])
+    async with Rank(path, 0, regions, stores=[store]):
+        writer = await manager
+        writer.write(frame_of(encode(Lookup(number=1, digests=bytes(32)))))
+        await run_until_idle(lambda: store.calls["lookup"] == 1)
+        writer.close()
+    server.close()
+    now = msgspec.structs.replace(identity, weights_version="2")
+    assert store.keys == [("lookup", [derive_keys(now.fingerprint(regions), bytes(32))])]
 
 
 # --- messages and reduction -----------------------------------------------------------------------

@@ -20,11 +20,19 @@ TOKENS = np.arange(160, dtype=np.int32)
 
 
 def regions_of(
-    *, num_layers=2, names=("k", "v"), dtype="f2", width=8, blocks=4, state=None, dtypes=None
+    *,
+    num_layers=2,
+    names=("k", "v"),
+    dtype="f2",
+    width=8,
+    shape=None,
+    blocks=4,
+    state=None,
+    dtypes=None,
 ) -> Regions:
     regions = Regions(num_layers=num_layers)
     for name in names:
-        layers = [np.zeros((blocks, width), dtype) for _ in range(num_layers)]
+        layers = [np.zeros((blocks, *(shape or (width,))), dtype) for _ in range(num_layers)]
         regions.add(name, layers=layers, dtypes=dtypes and [dtypes] * num_layers)
     if state is not None:
         regions.add_state("ssm", layers=[np.zeros((3, 4), state)] * num_layers)
@@ -75,6 +83,8 @@ def keys_of(regions=None, context="", **changes) -> set[bytes]:
         {"regions": regions_of(dtype="f4", width=4)},
         {"regions": regions_of(dtypes="bfloat16")},
         {"regions": regions_of(width=9)},
+        {"regions": regions_of(shape=(2, 4))},
+        {"regions": regions_of(shape=(4, 2))},
         {"regions": regions_of(state="f4")},
     ],
     ids=lambda change: " ".join(change),
@@ -112,6 +122,16 @@ def test_addresses_and_numbers_of_blocks_do_not_count():
     assert keys_of(windows=few) == keys_of(windows=many)
 
 
+def test_order_of_the_axes_of_a_block_changes_every_key():
+    tokens_first, heads_first = regions_of(shape=(16, 2, 4)), regions_of(shape=(2, 16, 4))
+    assert not keys_of(tokens_first) & keys_of(heads_first)
+    rows = Regions(num_layers=2)
+    for name in ("k", "v"):
+        layers = [np.zeros((4 * 16, 2, 4), "f2") for _ in range(2)]
+        rows.add(name, layers=layers, rows_per_block=16)
+    assert keys_of(rows) == keys_of(tokens_first)
+
+
 def test_fingerprint_is_the_hash_of_the_documented_text():
     text = describe(regions_of(names=("k",), state="f4"), **options(weights_version="é"))
     assert text == (
@@ -121,10 +141,10 @@ def test_fingerprint_is_the_hash_of_the_documented_text():
         "block_tokens 16\n"
         "rank 0 of 2\n"
         "layers 2\n"
-        'layer 0 region 1 "k" dtype 7 "float16" bytes 16 at 0\n'
-        'layer 1 region 1 "k" dtype 7 "float16" bytes 16 at 64\n'
-        'layer 0 state 3 "ssm" dtype 7 "float32" bytes 16\n'
-        'layer 1 state 3 "ssm" dtype 7 "float32" bytes 16\n'
+        'layer 0 region 1 "k" dtype 7 "float16" shape 8 bytes 16 at 0\n'
+        'layer 1 region 1 "k" dtype 7 "float16" shape 8 bytes 16 at 64\n'
+        'layer 0 state 3 "ssm" dtype 7 "float32" shape 4 bytes 16\n'
+        'layer 1 state 3 "ssm" dtype 7 "float32" shape 4 bytes 16\n'
     )
     expected = hashlib.sha256(text.encode()).digest()
     actual = fingerprint(regions_of(names=("k",), state="f4"), **options(weights_version="é"))

@@ -89,6 +89,24 @@ async def test_wrong_bytes_are_counted_removed_and_logged_once(caplog):
     assert [r.event for r in caplog.records] == ["store.wrong_block"]
 
 
+async def test_wrong_objects_are_quarantined_where_the_store_can():
+    class Quarantine(ScriptedStore):
+        quarantined: bytes = b""
+
+        async def quarantine(self, keys: bytes) -> np.ndarray:
+            self.quarantined += keys
+            return await self.remove(keys)
+
+    store = Quarantine()
+    async with Guarded(store) as g:
+        store.corrupt("save", call=0, block=1)
+        await g.save(1, 2, 3)
+        await g.load(1, 2, 3)
+        await spin(5)
+        assert store.quarantined == digests([2])
+        assert await g.load(2) == [MISSING]
+
+
 async def test_object_of_another_key_is_wrong():
     async with Guarded() as g:
         await g.save(1, 2)
@@ -252,6 +270,62 @@ async def test_probe_has_a_slot_and_the_deadline_of_loads():
         gate.open()
         await spin(5)
         assert g.store.calls["lookup"] == calls + 1
+async def test_store_is_probed_again_after_it_was_closed_during_a_probe():
+    async with Guarded() as g:
+        await g.save(1)
+        g.store.fail("lookup")
+        for _ in range(3):
+            await g.lookup(1)
+        g.store.end_script()
+        g.store.delay("lookup", seconds=0.2)
+        await running_clock().advance(FIRST_PAUSE_SECONDS)
+        await g.lookup(1)
+        await spin(5)
+        assert g.counts.reading == "probing"
+        await g.guard.aclose()
+        g.store.end_script()
+        await g.guard.open(g.arena.memory, g.proof)  # as after a sleep
+        await running_clock().advance(FIRST_PAUSE_SECONDS)
+        await g.lookup(1)
+        await spin(5)
+        assert await g.lookup(1) == [True]
+
+
+async def test_lookups_whose_callers_stop_waiting_open_the_breaker():
+    async with Guarded() as g:
+        g.store.hold("lookup")
+        for _ in range(3):
+            call = asyncio.create_task(g.lookup(1))
+            await running_clock().advance(0.1)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+        await running_clock().advance(0.3)
+        assert (g.counts.reading, g.counts.timeouts) == ("open", 3)
+
+
+async def test_store_is_opened_again_only_when_it_has_closed():
+    async with Guarded() as g:
+        gate = g.store.hold("aclose")
+        closing = asyncio.create_task(g.guard.aclose())
+        await spin(5)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        opening = asyncio.create_task(g.guard.open(g.arena.memory, g.proof))
+        await spin(10)
+        assert g.store.opened == 1
+        gate.open()
+        await opening
+        assert g.store.opened == 2
+        gate = g.store.hold("aclose")
+        closing = asyncio.create_task(g.guard.aclose())
+        await running_clock().advance(guard_module.CLOSE_SECONDS + 1)
+        assert not await closing
+        opening = asyncio.create_task(g.guard.open(g.arena.memory, g.proof))
+        await running_clock().advance(guard_module.CLOSE_SECONDS + 1)
+        with pytest.raises(StoreError, match="has not closed"):
+            await opening
 
 
 async def test_pause_grows_while_probes_fail_and_is_bounded():

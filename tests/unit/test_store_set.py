@@ -268,14 +268,16 @@ async def test_reopened_stores_use_the_new_arena(caplog):
     assert "store.not_reopened" in [record.event for record in caplog.records]
 
 
-async def test_cancelled_lookup_leaves_no_task():
+async def test_cancelled_lookup_leaves_no_task_when_the_deadline_has_passed():
     first, second = ScriptedStore("a"), ScriptedStore("b")
     async with Stores(first, second) as s:
-        first.delay("lookup", seconds=0.1)
+        first.delay("lookup", seconds=1.0)
         call = asyncio.create_task(s.lookup(1))
         await spin(3)
         call.cancel()
         await spin(5)
+        assert call.cancelled()
+        await running_clock().advance(0.3)
         assert len(asyncio.all_tasks()) == 1
 
 
