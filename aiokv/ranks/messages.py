@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import msgspec
 
 from aiokv.plan import TransferPlan, TransferReport  # noqa: TC001  (msgspec needs them)
+from aiokv.stores.guard import GuardStatistics  # noqa: TC001
 from aiokv.stores.identity import StoreIdentity  # noqa: TC001
 from aiokv.types import Tier  # noqa: TC001
 from aiokv.worker.device.cpu import device_blocks
@@ -120,7 +121,13 @@ class LookupReply(_Message, frozen=True, tag="lookup_reply"):
 
 
 class Pong(_Message, frozen=True, tag="pong"):
-    """The rank's loop runs."""
+    """The rank's loop runs.
+
+    Attributes:
+        stores: statistics of each store of the rank, in the configured order.
+    """
+
+    stores: list[GuardStatistics] = []
 
 
 class Broken(_Message, frozen=True, tag="broken"):

@@ -315,7 +315,7 @@ class Rank(Unique):
         if isinstance(message, TransferBatch):
             self._on_batch(message)
         elif isinstance(message, Ping):
-            self._send(Pong())
+            self._send(Pong(stores=self._controller.store_statistics()))
         elif isinstance(message, Begin):
             self._run(self._begin(message, self._task))
         elif isinstance(message, Sleep | WakeUp):

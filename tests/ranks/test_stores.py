@@ -106,6 +106,7 @@ async def test_stuck_load_releases_its_waiters_and_does_not_lose_the_rank(tmp_pa
         await run_until_idle(lambda: stores[1].calls["load"] == 1)
         r.pass_time(PATIENT.transfer + 1)
         assert await serving == 0
+        await run_until_idle(lambda: r.engine.worker_statistics().offload.done == 1)
         for _ in range(3):
             r.pass_time(PATIENT.transfer + 1)
         assert r.group.failure is None
@@ -131,6 +132,7 @@ async def test_load_beyond_the_deadline_of_the_store_releases_its_waiters(tmp_pa
         assert await serving == 0
         assert r.engine.statistics().host_in_flight >= 4  # still the fetch's
         assert r.engine.check_invariants() == []
+        await run_until_idle(lambda: r.engine.worker_statistics().offload.done == 1)
         for _ in range(3):
             r.pass_time(PATIENT.transfer + 1)
         assert r.group.failure is None
@@ -151,6 +153,31 @@ async def test_updated_weights_change_the_keys_of_all_ranks(tmp_path):
         async with r.engine.updating_weights(version=""):
             pass
         assert await r.serve(A, wait_store=math.inf) == 8
+
+
+async def test_statistics_show_the_stores_of_each_rank(tmp_path):
+    stores = await filled(tmp_path)
+    async with ranked(tmp_path, stores) as r:
+        assert r.engine.store_statistics() == []
+        stores[1].corrupt("load", call=0, block=0)
+        assert await r.serve(A, wait_store=math.inf) == 0
+        await r.finish()
+        r.pass_time(1.0)  # a heartbeat
+        await run_until_idle(lambda: len(r.engine.store_statistics()) == 2)
+        shown = r.engine.store_statistics()
+        assert [(s.rank, s.url, s.reading) for s in shown] == [
+            (0, "scripted:rank 0", "closed"), (1, "scripted:rank 1", "closed"),
+        ]  # fmt: skip
+        assert [(s.loaded_blocks, s.wrong_blocks) for s in shown] == [(4, 0), (3, 1)]
+        for shard, statistics in zip(r.shards, shown, strict=True):
+            (own,) = shard.worker.store_statistics()
+            assert statistics.loaded_bytes == own.loaded_bytes > 0
+        assert [row["rank"] for row in r.engine.dump()["stores"]] == [0, 1]  # type: ignore[attr-defined]
+        await r.lose(1)
+        assert [s.rank for s in r.engine.store_statistics()] == [0]
+        await r.restart(1)
+        r.pass_time(1.0)
+        await run_until_idle(lambda: len(r.engine.store_statistics()) == 2)
 
 
 async def test_lost_rank_ends_waits_for_stores_and_comes_back(tmp_path):
