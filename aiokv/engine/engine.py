@@ -714,6 +714,9 @@ class CacheEngine(Unique):
     def store_statistics(self) -> list[GuardStatistics]:
         """Return the use and the state of each store, in the configured order.
 
+        With ranks: of the stores of each rank in turn, at most ``RankTimeouts.heartbeat`` old;
+        ``rank`` names it.
+
         Raises:
             UsageError: the call is made in another thread.
         """

@@ -186,8 +186,12 @@ class TransferBroadcast:
         """Process the reports of a rank, which belong to the current generation.
 
         Raises:
-            ChannelError: a layer does not exist.
+            ChannelError: a layer does not exist, or a transfer that is no fetch is overdue.
         """
+        for report in reports.overdue:
+            transfer = self._transfers.get(report.transfer_id)
+            if transfer is not None:
+                transfer.release(state.rank, report)
         for transfer_id, layers in reports.arrived:
             transfer = self._transfers.get(transfer_id)
             if transfer is not None:

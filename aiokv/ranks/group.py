@@ -414,8 +414,16 @@ class RankGroup(Unique):
             self._membership.send(frame_of(encode(ChangeWeights(version=version))))
 
     def store_statistics(self) -> list[GuardStatistics]:
-        """Return an empty list: each rank has its own, see ``Rank.store_statistics``."""
-        return []
+        """Return the statistics of the stores of each rank, as of its last heartbeat.
+
+        Ranks answer a heartbeat per ``RankTimeouts.heartbeat``. Before the first one, and for a
+        lost rank, there are none; ``Rank.store_statistics`` returns present ones in its process.
+        """
+        return [
+            msgspec.structs.replace(store, rank=state.rank)
+            for state in self._membership.ranks
+            for store in state.stores
+        ]
 
     async def drain(self) -> None:
         """Wait until every plan submitted so far, and since, has been reported.

@@ -302,7 +302,7 @@ class Membership:
 
     def _disconnect(self, state: RankState, reason: str) -> None:
         took_part, state.ready = self._running and state.ready, False
-        state.channel, state.absence_reason = None, reason
+        state.channel, state.absence_reason, state.stores = None, reason, []
         if took_part and not self.closing:
             log.error("rank.lost", rank=state.rank, reason=reason)
             self._on_lost(RankLost(f"rank {state.rank} is lost: {reason}", rank=state.rank))
@@ -389,7 +389,9 @@ class Membership:
             self.notify()
         elif isinstance(message, LookupReply):
             self._on_lookup(state, message)
-        elif isinstance(message, Ready) and message.generation == self.generation:
+        elif isinstance(message, Pong):
+            state.stores = message.stores
+        elif message.generation == self.generation:  # Ready
             state.progress_at = state.heard_at
             state.ready = True
             self.notify()

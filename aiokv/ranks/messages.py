@@ -7,12 +7,13 @@
           ◄───────────────────────── Begin(generation, host blocks, identity)   or Refuse(why)
     Ready(generation) ─────────────►                     all are ready: plans may be sent
           ◄───────────────────────── TransferBatch, the same bytes to all ranks
-    Reports ───────────────────────►
+    Reports ───────────────────────►                     ends, layers, fetches that are overdue
           ◄───────────────────────── Sleep, WakeUp
     ControlReply ──────────────────►
           ◄───────────────────────── Lookup(digests), ChangeWeights(version): with stores only
     LookupReply ───────────────────►
-          ◄───────────────────────── Ping                     and Pong, while nothing else is sent
+          ◄───────────────────────── Ping
+    Pong(statistics of the stores) ►                     while nothing else is sent
           ◄───────────────────────── Close
 
 A *generation* is the time between two restarts. Ready(g) also means that no transfer of an earlier
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import msgspec
 
 from aiokv.plan import TransferPlan, TransferReport  # noqa: TC001  (msgspec needs them)
+from aiokv.stores.guard import GuardStatistics  # noqa: TC001
 from aiokv.stores.identity import StoreIdentity  # noqa: TC001
 from aiokv.types import Tier  # noqa: TC001
 from aiokv.worker.device.cpu import device_blocks
@@ -89,12 +91,15 @@ class Reports(_Message, frozen=True, tag="reports"):
         arrived: (transfer id, layers that have arrived since) of transfers that go on.
         ended: one report per plan, in the order of their ends.
         finished_step: this step and all before it have finished on the rank.
+        overdue: early ends of fetches: a store has exceeded its deadline, and still accesses the
+            blocks. The report in ``ended`` follows when it has stopped.
     """
 
     generation: int
     arrived: list[tuple[int, list[int]]]
     ended: list[TransferReport]
     finished_step: int
+    overdue: list[TransferReport] = []
 
 
 class ControlReply(_Message, frozen=True, tag="reply"):
@@ -116,7 +121,13 @@ class LookupReply(_Message, frozen=True, tag="lookup_reply"):
 
 
 class Pong(_Message, frozen=True, tag="pong"):
-    """The rank's loop runs."""
+    """The rank's loop runs.
+
+    Attributes:
+        stores: statistics of each store of the rank, in the configured order.
+    """
+
+    stores: list[GuardStatistics] = []
 
 
 class Broken(_Message, frozen=True, tag="broken"):

@@ -29,6 +29,7 @@ class Outbox:
         self._send = send
         self._arrived: dict[int, list[int]] = {}
         self._ended: list[TransferReport] = []
+        self._overdue: list[TransferReport] = []
         self._scheduled = False
         self.generation = 0
         self.finished_step = 0
@@ -36,7 +37,7 @@ class Outbox:
     def begin(self, generation: int) -> None:
         """Forget the events of an earlier generation; 0 for the time between two."""
         self.generation = generation
-        self._arrived, self._ended = {}, []
+        self._arrived, self._ended, self._overdue = {}, [], []
 
     def note_layer(self, transfer_id: int, layer: int) -> None:
         """Note that a layer of a transfer that goes on has arrived."""
@@ -47,6 +48,11 @@ class Outbox:
         """Note the end of a transfer, which includes its layers."""
         self._arrived.pop(report.transfer_id, None)
         self._ended.append(report)
+        self._schedule()
+
+    def note_overdue(self, report: TransferReport) -> None:
+        """Note the early end of a fetch; ``note_end`` follows."""
+        self._overdue.append(report)
         self._schedule()
 
     def note_step(self, step: int) -> None:
@@ -73,6 +79,7 @@ class Outbox:
                 arrived=list(self._arrived.items()),
                 ended=self._ended,
                 finished_step=self.finished_step,
+                overdue=self._overdue,
             )
         )
-        self._arrived, self._ended = {}, []
+        self._arrived, self._ended, self._overdue = {}, [], []

@@ -19,7 +19,7 @@ from aiokv.checks import Unique, arguments, integer, sequence
 from aiokv.checks import timeout as timeout_of
 from aiokv.errors import AiokvError, ClosedError, ConfigError, RankLost, UsageError
 from aiokv.observe.logs import Log
-from aiokv.plan import TransferReport
+from aiokv.plan import FETCH, TransferReport
 from aiokv.ranks.channel import Channel, check_length, checked_path, frame_of
 from aiokv.ranks.counters import Counters
 from aiokv.ranks.messages import (
@@ -49,7 +49,7 @@ from aiokv.stores.urls import stores_from
 from aiokv.worker.controller import CacheController
 from aiokv.worker.device.base import CopyError, as_event
 from aiokv.worker.device.names import named_device
-from aiokv.worker.layers import LayerDoneCounter
+from aiokv.worker.layers import ALL, LayerDoneCounter
 from aiokv.worker.poller import EventPoller
 from aiokv.worker.regions import Regions
 from aiokv.worker.views import LayerView, done_view
@@ -317,7 +317,7 @@ class Rank(Unique):
         if isinstance(message, TransferBatch):
             self._on_batch(message)
         elif isinstance(message, Ping):
-            self._send(Pong())
+            self._send(Pong(stores=self._controller.store_statistics()))
         elif isinstance(message, Begin):
             self._identity = message.identity
             self._run(self._begin(message, self._task))
@@ -453,6 +453,22 @@ class Rank(Unique):
             return
         counter.add_callback(lambda layer: self._outbox.note_layer(transfer_id, layer))
         self._counters.add(transfer_id, counter)
+        if plan.route == FETCH:
+            self._spawn(self._report_if_overdue(counter))
+
+    async def _report_if_overdue(self, counter: LayerDoneCounter) -> None:
+        """Report the early end of a fetch, when a store has exceeded its deadline."""
+        await counter.settled(ALL)
+        failure = counter.failure
+        if counter.given_up and failure is not None:
+            self._outbox.note_overdue(
+                TransferReport(
+                    transfer_id=counter.transfer_id,
+                    outcome="failed",
+                    first_bad_block=failure.first_bad_block,
+                    reason=failure.reason,
+                )
+            )
 
     # --- to the manager -------------------------------------------------------------------------
 

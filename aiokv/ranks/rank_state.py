@@ -13,6 +13,7 @@ from aiokv.errors import ConfigError
 if TYPE_CHECKING:
     from aiokv.ranks.channel import Channel
     from aiokv.ranks.messages import Layout
+    from aiokv.stores.guard import GuardStatistics
 
 MAX_RANKS: Final = 1024  # per group
 
@@ -78,6 +79,8 @@ class RankState:
         unanswered: heartbeats that the manager has sent since then.
         progress_at: time of its last report.
         finished_step: this step and all before it have finished on the rank.
+        stores: statistics of each store, from its last answer to a heartbeat; empty while the rank
+            is not connected.
     """
 
     __slots__ = (
@@ -89,6 +92,7 @@ class RankState:
         "progress_at",
         "rank",
         "ready",
+        "stores",
         "unanswered",
     )
 
@@ -102,3 +106,4 @@ class RankState:
         self.unanswered = 0
         self.progress_at = 0.0
         self.finished_step = 0
+        self.stores: list[GuardStatistics] = []

@@ -129,11 +129,29 @@ class GroupTransfer:
             first_bad_block = 0  # the report names no block of the plan
         self._bad[rank] = (first_bad_block, reason)
 
+    def release(self, rank: int, report: TransferReport) -> None:
+        """Release the waiters of a fetch: a store of the rank has exceeded its deadline.
+
+        The blocks stay the transfer's until all ranks have reported its end (I3); the leading
+        blocks that all of them have are valid then.
+
+        Raises:
+            ChannelError: the transfer is no fetch.
+        """
+        if self.plan.route != FETCH:
+            raise ChannelError(
+                f"rank {rank} reports that transfer {self.plan.transfer_id} is overdue; it must be "
+                f"a {FETCH}, and is a {self.plan.route}"
+            )
+        self.counter.give_up(
+            CopyError(report.first_bad_block, f"rank {rank}: {report.reason}", rank)
+        )
+
     @property
     def may_give_up(self) -> bool:
         """True for a fetch whose waiters are not released yet. A rank whose store is stuck is not
         lost: its loop runs, and the plan's blocks stay its own until the store has ended."""
-        return self.plan.route == FETCH and self.given_up is None
+        return self.plan.route == FETCH and not self.counter.given_up
 
     def give_up(self, failure: CopyError) -> None:
         """Fail all waiters, though bytes may still move. The first reason is kept."""

@@ -62,6 +62,7 @@ class GuardStatistics(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         kind: ``Store.kind``.
         url: ``Store.url``.
+        rank: rank that has the store; None without ranks.
         reading: ``"closed"`` while lookups and loads pass, ``"open"`` or ``"probing"`` while the
             store counts as unavailable, ``"off"`` for a store that is not read.
         saving: likewise for saves.
@@ -114,6 +115,7 @@ class GuardStatistics(msgspec.Struct, frozen=True, kw_only=True):
     save_seconds: float
     save_bytes_per_second: float
     store: StoreStatistics
+    rank: int | None = None
 
 
 class _Counts:

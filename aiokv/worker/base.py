@@ -250,7 +250,10 @@ class Worker(Protocol):
         """
 
     def store_statistics(self) -> list[GuardStatistics]:
-        """Return the statistics of each store, in the configured order; empty without stores."""
+        """Return the statistics of each store, in the configured order; empty without stores.
+
+        With ranks: of each rank in turn.
+        """
 
     async def drain(self) -> None:
         """Wait until every plan submitted so far, and since, has been reported.

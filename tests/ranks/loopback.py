@@ -177,6 +177,10 @@ class Ranked(Model):
 
     async def __aexit__(self, exc_type: object, *exc: object) -> None:
         await spin(2)  # unreleased leases of read-only tests are collected
+        if exc_type is not None:
+            for shard in self.shards:
+                for store in shard.stores:
+                    store.end_script()  # what a failed test has held
         if exc_type is None:
             assert self.engine.check_invariants() == []
             assert self.engine.statistics().leases == 0

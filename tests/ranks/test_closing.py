@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,6 +16,9 @@ from aiokv.ranks.counters import Counters
 from aiokv.testing import run_until_idle, spin
 from tests.ranks.loopback import Ranked
 from tests.ranks.test_protocol import Peer, regions_of
+
+if TYPE_CHECKING:
+    from aiokv.ranks.messages import Begin
 
 A = [1, 2, 3, 4, 5, 6, 7]
 
@@ -103,8 +107,8 @@ async def test_any_exception_of_a_rank_in_wake_up_is_its_reply(tmp_path):
 async def test_any_exception_of_a_rank_at_its_start_is_reported_immediately(tmp_path, monkeypatch):
     ranked = Ranked(tmp_path)
 
-    def no_memory(host_blocks: int) -> None:
-        raise MemoryError(f"{host_blocks} blocks")
+    def no_memory(begin: Begin) -> None:
+        raise MemoryError(f"{begin.host_blocks} blocks")
 
     monkeypatch.setattr(ranked.shards[1].worker, "_open", no_memory)
     opening = asyncio.create_task(ranked.engine.__aenter__())

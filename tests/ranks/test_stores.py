@@ -13,7 +13,7 @@ import pytest
 from aiokv import RankLost, Regions
 from aiokv.plan import FETCH, SAVE, TransferPlan, TransferReport, id_bytes
 from aiokv.ranks import Rank, RankTimeouts
-from aiokv.ranks.channel import frame_of
+from aiokv.ranks.channel import ChannelError, frame_of
 from aiokv.ranks.messages import (
     Begin,
     ChangeWeights,
@@ -26,7 +26,7 @@ from aiokv.ranks.messages import (
 from aiokv.ranks.reduce import GroupTransfer
 from aiokv.stores.identity import StoreIdentity
 from aiokv.stores.proof import derive_keys
-from aiokv.testing import ScriptedStore, run_until_idle, spin
+from aiokv.testing import ScriptedStore, run_until_idle, running_clock, spin
 from aiokv.worker.layers import LayerDoneCounter
 from tests.ranks.loopback import PATIENT, Ranked
 
@@ -110,10 +110,37 @@ async def test_stuck_load_releases_its_waiters_and_does_not_lose_the_rank(tmp_pa
         await run_until_idle(lambda: stores[1].calls["load"] == 1)
         r.pass_time(PATIENT.transfer + 1)
         assert await serving == 0
+        await run_until_idle(lambda: r.engine.worker_statistics().offload.done == 1)
         for _ in range(3):
             r.pass_time(PATIENT.transfer + 1)
         assert r.group.failure is None
         assert r.engine.statistics().host_in_flight >= 4
+        gate.open()
+        await r.finish()
+        assert r.engine.statistics().host_in_flight == 0
+
+
+@pytest.mark.clock
+@pytest.mark.parametrize("stuck", [0, 1])
+async def test_load_beyond_the_deadline_of_the_store_releases_its_waiters(tmp_path, stuck):
+    stores = await filled(tmp_path)
+    async with ranked(tmp_path, stores) as r:
+        gate = stores[stuck].hold("load")
+        serving = asyncio.create_task(r.serve(A, wait_store=math.inf))
+        await run_until_idle(lambda: stores[stuck].calls["load"] == 1)
+        await running_clock().advance(4.9)
+        await spin(100)
+        assert not serving.done()
+        await running_clock().advance(0.2)
+        await run_until_idle(serving.done)  # no time of the group has passed
+        assert await serving == 0
+        assert r.engine.statistics().host_in_flight >= 4  # still the fetch's
+        assert r.engine.check_invariants() == []
+        await run_until_idle(lambda: r.engine.worker_statistics().offload.done == 1)
+        for _ in range(3):
+            r.pass_time(PATIENT.transfer + 1)
+        assert r.group.failure is None
+        assert r.group.group_statistics().given_up == 0
         gate.open()
         await r.finish()
         assert r.engine.statistics().host_in_flight == 0
@@ -130,6 +157,31 @@ async def test_updated_weights_change_the_keys_of_all_ranks(tmp_path):
         async with r.engine.updating_weights(version=""):
             pass
         assert await r.serve(A, wait_store=math.inf) == 8
+
+
+async def test_statistics_show_the_stores_of_each_rank(tmp_path):
+    stores = await filled(tmp_path)
+    async with ranked(tmp_path, stores) as r:
+        assert r.engine.store_statistics() == []
+        stores[1].corrupt("load", call=0, block=0)
+        assert await r.serve(A, wait_store=math.inf) == 0
+        await r.finish()
+        r.pass_time(1.0)  # a heartbeat
+        await run_until_idle(lambda: len(r.engine.store_statistics()) == 2)
+        shown = r.engine.store_statistics()
+        assert [(s.rank, s.url, s.reading) for s in shown] == [
+            (0, "scripted:rank 0", "closed"), (1, "scripted:rank 1", "closed"),
+        ]  # fmt: skip
+        assert [(s.loaded_blocks, s.wrong_blocks) for s in shown] == [(4, 0), (3, 1)]
+        for shard, statistics in zip(r.shards, shown, strict=True):
+            (own,) = shard.worker.store_statistics()
+            assert statistics.loaded_bytes == own.loaded_bytes > 0
+        assert [row["rank"] for row in r.engine.dump()["stores"]] == [0, 1]  # type: ignore[attr-defined]
+        await r.lose(1)
+        assert [s.rank for s in r.engine.store_statistics()] == [0]
+        await r.restart(1)
+        r.pass_time(1.0)
+        await run_until_idle(lambda: len(r.engine.store_statistics()) == 2)
 
 
 async def test_lost_rank_ends_waits_for_stores_and_comes_back(tmp_path):
@@ -238,6 +290,35 @@ async def test_save_without_results_of_a_rank_is_not_stored(bad):
     group.end(1, bad)
     report = group.report()
     assert report.outcome != "done" or report.results == bytes([4, 4, 4])
+
+
+def overdue(first_bad_block: int) -> TransferReport:
+    return TransferReport(
+        transfer_id=1, outcome="failed", first_bad_block=first_bad_block, reason="too late"
+    )
+
+
+async def test_overdue_fetch_releases_waiters_and_ends_with_the_reports():
+    group = transfer(FETCH)
+    assert group.may_give_up
+    group.release(1, overdue(1))
+    assert group.counter.given_up
+    assert group.counter.failure.reason == "rank 1: too late"
+    assert not group.may_give_up  # no time limit follows: the rank is not slow
+    assert group.owing == {0, 1}
+    group.end(0, TransferReport(transfer_id=1, outcome="done", first_bad_block=3))
+    assert not group.counter.at_rest
+    assert group.end(1, overdue(1))
+    report = group.report()
+    assert (report.outcome, report.first_bad_block) == ("failed", 1)
+    assert group.counter.at_rest
+
+
+async def test_only_a_fetch_may_be_overdue():
+    group = transfer(SAVE)
+    with pytest.raises(ChannelError, match="rank 1 reports that transfer 1 is overdue"):
+        group.release(1, overdue(0))
+    assert not group.counter.given_up
 
 
 async def test_fetch_is_proven_up_to_the_first_block_that_a_rank_lacks():
