@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from aiokv.observe.logs import Log
-from aiokv.plan import OFFLOAD, ONLOAD
+from aiokv.plan import FETCH, OFFLOAD, ONLOAD
 from aiokv.worker.blocks import checksum_blocks
 from aiokv.worker.device.base import CopyError
 
@@ -38,20 +38,21 @@ class Checksums:
         self._device.update(zip(device_ids.tolist(), sums, strict=True))
 
     def begin(self, plan: TransferPlan) -> None:
-        """Note that a plan starts: an offload copies the checksums, an onload overwrites blocks."""
-        if plan.route == ONLOAD:
-            for device_id in plan.target_ids.tolist():
-                self._device.pop(device_id, None)
+        """Note that a plan starts: an offload copies checksums, other plans overwrite blocks."""
+        if plan.route in (ONLOAD, FETCH):
+            recorded = self._device if plan.route == ONLOAD else self._host
+            for block_id in plan.target_ids.tolist():
+                recorded.pop(block_id, None)
         if plan.route != OFFLOAD:
             return
         for device_id, host_id in zip(
             plan.source_ids.tolist(), plan.target_ids.tolist(), strict=True
         ):
-            recorded = self._device.get(device_id)
-            if recorded is None:
+            checksum = self._device.get(device_id)
+            if checksum is None:
                 self._host.pop(host_id, None)
             else:
-                self._host[host_id] = recorded
+                self._host[host_id] = checksum
 
     def verify(self, plan: TransferPlan, failure: CopyError | None) -> CopyError | None:
         """Compare the blocks that an onload has copied with the committed ones.

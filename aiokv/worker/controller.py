@@ -207,6 +207,8 @@ class CacheController:
             raise UsageError(f"transfer {plan.transfer_id} is in flight already")
         num_bytes = self.memory.check(plan)
         if self._store_transfers is not None and plan.route in STORE_ROUTES:
+            if self._checksums is not None:
+                self._checksums.begin(plan)
             return self._store_transfers.submit(plan, num_bytes)
         counter = LayerDoneCounter(
             self.memory.regions.num_layers,

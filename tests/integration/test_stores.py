@@ -178,6 +178,18 @@ async def test_impossible_request_is_refused_without_waiting():
         lease.release()
 
 
+async def test_fetched_blocks_are_not_compared_with_checksums_of_earlier_host_blocks():
+    """A fetch reuses host blocks whose earlier bytes were recorded by ``verify="checksum"``."""
+    store = ScriptedStore(objects=await filled(A, host_blocks=4))
+    async with cache(store, host_blocks=4, verify="checksum") as c:
+        await c.fill(B)
+        await c.engine.drain()
+        await c.engine.reset()
+        lease = await c.serve(A, wait_store=math.inf)
+        assert lease.cached_tokens == 4 * BLOCK_TOKENS
+        lease.release()
+
+
 # --- cancellation and the end ---------------------------------------------------------------------
 
 
