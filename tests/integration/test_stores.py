@@ -78,6 +78,22 @@ async def test_close_saves_blocks_that_were_committed_just_before():
     assert len(store.objects) == 4
 
 
+async def test_close_saves_blocks_whose_backup_is_in_flight():
+    store = ScriptedStore()
+    c = await cache(store).__aenter__()
+    backup = c.device.hold("offload", copy=0)
+    lease = await c.serve(A)
+    lease.release()
+    c.engine.step()
+    await spin(20)
+    assert c.statistics.host_in_flight == 4
+    closing = asyncio.create_task(c.engine.aclose())
+    await spin(20)
+    backup.open()
+    await closing
+    assert len(store.objects) == 4
+
+
 async def test_without_wait_store_no_store_is_asked():
     store = await restarted(A)
     async with cache(store) as c:
