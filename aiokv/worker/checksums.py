@@ -51,11 +51,11 @@ class Checksums:
         for device_id, host_id in zip(
             plan.source_ids.tolist(), plan.target_ids.tolist(), strict=True
         ):
-            recorded = self._device.get(device_id)
-            if recorded is None:
+            checksum = self._device.get(device_id)
+            if checksum is None:
                 self._host.pop(host_id, None)
             else:
-                self._host[host_id] = recorded
+                self._host[host_id] = checksum
 
     def verify(self, plan: TransferPlan, failure: CopyError | None) -> CopyError | None:
         """Compare the blocks that an onload has copied with the committed ones.

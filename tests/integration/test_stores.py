@@ -79,6 +79,22 @@ async def test_close_saves_blocks_that_were_committed_just_before():
     assert len(store.objects) == 4
 
 
+async def test_close_saves_blocks_whose_backup_is_in_flight():
+    store = ScriptedStore()
+    c = await cache(store).__aenter__()
+    backup = c.device.hold("offload", copy=0)
+    lease = await c.serve(A)
+    lease.release()
+    c.engine.step()
+    await spin(20)
+    assert c.statistics.host_in_flight == 4
+    closing = asyncio.create_task(c.engine.aclose())
+    await spin(20)
+    backup.open()
+    await closing
+    assert len(store.objects) == 4
+
+
 async def test_without_wait_store_no_store_is_asked():
     store = await restarted(A)
     async with cache(store) as c:
@@ -193,6 +209,18 @@ async def test_impossible_request_is_refused_without_waiting():
         await lease.allocate(4)
         with pytest.raises(LeaseError):
             await lease.allocate(4, wait_store=math.inf)
+        lease.release()
+
+
+async def test_fetched_blocks_are_not_compared_with_checksums_of_earlier_host_blocks():
+    """A fetch reuses host blocks whose earlier bytes were recorded by ``verify="checksum"``."""
+    store = ScriptedStore(objects=await filled(A, host_blocks=4))
+    async with cache(store, host_blocks=4, verify="checksum") as c:
+        await c.fill(B)
+        await c.engine.drain()
+        await c.engine.reset()
+        lease = await c.serve(A, wait_store=math.inf)
+        assert lease.cached_tokens == 4 * BLOCK_TOKENS
         lease.release()
 
 
