@@ -24,6 +24,22 @@ class Grant(NamedTuple):
     onloads: tuple[int, ...]
 
 
+class Fork(NamedTuple):
+    """Second lease on the positions of another lease, and the blocks to copy on the device.
+
+    Attributes:
+        lease_id: id of the new lease.
+        source_blocks: ``[N]`` int32 ids of the blocks to copy.
+        target_blocks: ``[N]`` int32 ids of their copies.
+        state_slots: (source, target) rows of the recurrent state; None for models without it.
+    """
+
+    lease_id: int
+    source_blocks: NDArray[np.int32]
+    target_blocks: NDArray[np.int32]
+    state_slots: tuple[int, int] | None
+
+
 class Effects:
     """Follow-ups of transitions; the dispatcher applies the fields in the order listed here.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import starmap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from aiokv.config import CacheConfig
     from aiokv.plan import TransferReport
+
+KEPT_REPORTS: Final = 256  # newest report ids, to detect a report repeated after an interrupt
 
 _POLICIES = {
     "none": NativePolicy.NONE,
@@ -99,6 +101,7 @@ class Plans:
     def __init__(self, core: Core, *, saves_states: bool = False) -> None:
         self._core = core
         self._saves_states = saves_states
+        self._reported: dict[int, None] = {}  # transfers of the newest reports, oldest first
 
     def onload(self, transfer_id: int, priority: Priority) -> TransferPlan:
         """Return the plan of an onload, or of the move of a state slot, that a grant has begun."""
@@ -178,14 +181,19 @@ class Plans:
             transfer_ids.extend(iter(self._core.take_state_save, 0))
 
     def complete(self, report: TransferReport) -> None:
-        """Commit the verified blocks of a transfer, and roll back its other blocks."""
-        self._core.complete(
-            report.transfer_id, _OUTCOMES[report.outcome], report.first_bad_block, report.results
-        )
+        """Commit the verified blocks of a transfer, and roll back its other blocks.
 
-    def is_in_flight(self, transfer_id: int) -> bool:
-        """Return True if the transfer has begun and has not been completed."""
-        return self._core.is_in_flight(transfer_id)
+        A report that the poller repeats after an interrupt changes nothing if it was applied.
+        """
+        transfer_id = report.transfer_id
+        is_known = transfer_id in self._reported
+        self._reported[transfer_id] = None
+        if len(self._reported) > KEPT_REPORTS:
+            del self._reported[next(iter(self._reported))]
+        if not is_known or self._core.is_in_flight(transfer_id):
+            self._core.complete(
+                transfer_id, _OUTCOMES[report.outcome], report.first_bad_block, report.results
+            )
 
 
 def _indices(blocks: bytes) -> bytes:

@@ -8,17 +8,7 @@ lines, quotas, pins and step numbers.
 from __future__ import annotations
 
 import functools
-from collections import deque
-from itertools import chain
-from typing import (
-    TYPE_CHECKING,
-    Concatenate,
-    Final,
-    Literal,
-    NamedTuple,
-    ParamSpec,
-    TypeVar,
-)
+from typing import TYPE_CHECKING, Concatenate, Final, Literal, ParamSpec, TypeVar
 
 from aiokv.errors import (
     AiokvError,
@@ -31,15 +21,17 @@ from aiokv.errors import (
 from aiokv.plan import Priority
 from aiokv.scheduler.admission import Admission, Request, already_waits
 from aiokv.scheduler.clock import StepClock
-from aiokv.scheduler.effects import Effects, Grant, Outbox
+from aiokv.scheduler.effects import Effects, Fork, Grant, Outbox
 from aiokv.scheduler.fetches import Fetches
 from aiokv.scheduler.gate import Gate
 from aiokv.scheduler.granting import Granting
 from aiokv.scheduler.pending import PendingBlocks
 from aiokv.scheduler.pins import PinnedLeases
 from aiokv.scheduler.plans import Plans, new_core
+from aiokv.scheduler.preemption import Preemption
 from aiokv.scheduler.quota import SaltQuota
 from aiokv.scheduler.reader import CacheReader
+from aiokv.scheduler.releases import Releases
 from aiokv.scheduler.saver import Saver
 from aiokv.scheduler.sharded import SHARDS, Sharded
 from aiokv.scheduler.store_saver import StoreSaver
@@ -56,8 +48,6 @@ if TYPE_CHECKING:
     from aiokv.plan import TransferReport
     from aiokv.scheduler.gate import GateChange
     from aiokv.types import Tier
-
-KEPT_REPORTS: Final = 256  # newest report ids, to detect a report repeated after an interrupt
 
 Done = tuple[None, Effects]
 
@@ -135,22 +125,6 @@ def _naming_owner(
     return call
 
 
-class Fork(NamedTuple):
-    """Second lease on the positions of another lease, and the blocks to copy on the device.
-
-    Attributes:
-        lease_id: id of the new lease.
-        source_blocks: ``[N]`` int32 ids of the blocks to copy.
-        target_blocks: ``[N]`` int32 ids of their copies.
-        state_slots: (source, target) rows of the recurrent state; None for models without it.
-    """
-
-    lease_id: int
-    source_blocks: NDArray[np.int32]
-    target_blocks: NDArray[np.int32]
-    state_slots: tuple[int, int] | None
-
-
 class CacheScheduler:
     """Decides on matches, grants, transfers and evictions of one cache.
 
@@ -189,15 +163,31 @@ class CacheScheduler:
         self._admission = Admission(core, self._gate, self._quota, self._granting, self._outbox)
         self._pending = PendingBlocks(core, self._outbox)
         self._pins = PinnedLeases(core)
+        self._releases = Releases(
+            core,
+            self._clock,
+            owners=self._owners,
+            salts=self._salts,
+            lost=self._granting.lost,
+            quota=self._quota,
+            admission=self._admission,
+            pending=self._pending,
+        )
+        self._preemption = Preemption(
+            config,
+            core,
+            self._plans,
+            self._outbox,
+            self._clock,
+            owners=self._owners,
+            quota=self._quota,
+            pending=self._pending,
+            lost=self._granting.lost,
+        )
         self._requests = self._admission.requests
         self._waiters = self._pending.waiters
-        self._batches: dict[int, int] = {}  # ids of the batches in flight, each by itself
-        self._freed: deque[int] = deque()  # freed in the core by the end of a batch
-        self._swaps: dict[int, int] = {}  # transfer -> lease whose table it moves to host memory
-        self._reported: dict[int, None] = {}  # transfers of the newest reports, oldest first
         self._advances = False  # True when an effect has requested `advance`
         self._is_closed = False
-        self._lost = ""  # describes the lost rank, until the ranks are restarted
         self.read = CacheReader(
             config,
             core,
@@ -445,7 +435,7 @@ class CacheScheduler:
             if not self._admission.leave(lease_id):
                 return None, self._outbox.pending
         elif self.read.state(lease_id) in (LeaseState.GRANTED, LeaseState.FAILED):
-            self._retract(lease_id)
+            self._preemption.retract(lease_id)
             self._quota.give_back(lease_id)
         return None, self._settle()
 
@@ -479,37 +469,12 @@ class CacheScheduler:
             used_in: closed step that used the blocks, in addition to batches; 0 for none.
         """
         if self._requests or self._waiters:
-            waited = self._end_waits(lease_id)
+            waited = self._releases.end_waits(lease_id)
             if not (waited or self._core.is_granted(lease_id) or self._core.is_swapped(lease_id)):
-                self._release(lease_id, used_in)  # it frees no blocks that leases wait for
+                self._releases.release(lease_id, used_in)  # it frees no blocks that leases wait for
                 return None, self._outbox.pending
-        self._release(lease_id, used_in)
+        self._releases.release(lease_id, used_in)
         return None, self._settle()
-
-    def _release(self, lease_id: int, used_in: int = 0) -> None:
-        if self._core.release(lease_id, used_in or self._clock.open, used_in):
-            self._forget(lease_id)
-        if self._waiters:
-            self._pending.withdrawn(lease_id)
-
-    def _end_waits(self, lease_id: int) -> bool:
-        """Fail the waits of a lease that is being released; return False if there are none."""
-        if lease_id not in self._requests and lease_id not in self._waiters:
-            return False
-        owner = self._owners[lease_id] or "unnamed"
-        error = LeaseError(f"lease {owner!r} was released while it waited")
-        self._pending.fail(lease_id, error)
-        self._admission.refuse(lease_id, error)
-        return True
-
-    def _forget(self, lease_id: int) -> None:
-        """Remove a lease that has given back all its blocks. Idempotent."""
-        self._owners.shards[lease_id % SHARDS].pop(lease_id, None)
-        if self._granting.lost:
-            self._granting.lost.pop(lease_id, None)
-        if self._salts is not None:
-            self._salts.pop(lease_id, None)
-            self._quota.give_back(lease_id)
 
     # --- granted leases -------------------------------------------------------------------------
 
@@ -683,32 +648,12 @@ class CacheScheduler:
             LeaseError: the lease waits for capacity, or it holds no blocks and no swapped table.
         """
         self._check_not_waiting(lease_id)
-        self._retract(lease_id)
-        self._note_preempted(lease_id)
+        self._preemption.preempt(lease_id)
         return None, self._settle()
 
     def _check_not_waiting(self, lease_id: int) -> None:
         if lease_id in self._requests:
             raise already_waits(self._owners[lease_id])
-
-    def _retract(self, lease_id: int) -> None:
-        """Undo a grant; a new lease without a handle keeps the blocks of batches in flight."""
-        if transfer_id := self._core.swap_transfer(lease_id):
-            self._swaps.pop(transfer_id, None)  # its end no longer concerns the lease
-        keeper = self._core.retract(lease_id, self._clock.open)
-        if keeper:
-            self._owners[keeper] = self._owners[lease_id]
-            self._quota.hand_over(lease_id, keeper)
-        if self._waiters:
-            self._pending.withdrawn(lease_id)
-
-    def _note_preempted(self, lease_id: int) -> None:
-        if lease_id not in self._owners or self._core.is_granted(lease_id):
-            return  # it was released meanwhile, or keeps its blocks
-        if self._salts is not None:
-            self._quota.give_back(lease_id)
-        if self._waiters:
-            self._pending.withdrawn(lease_id)
 
     @_naming_owner
     def swap_out(self, lease_id: int) -> tuple[int | None, Effects]:
@@ -722,24 +667,8 @@ class CacheScheduler:
             LeaseError: the lease is not granted, waits for capacity, or its onloads are in flight.
         """
         self._check_not_waiting(lease_id)
-        if not self._core.swap_out(lease_id, self._clock.open):
-            return None, self._outbox.pending
-        transfer_id = self._core.swap_transfer(lease_id)
-        if not transfer_id:
-            self._note_preempted(lease_id)
-            return 0, self._settle()
-        if self._records_checksums:
-            self._record_partial_block(lease_id)
-        self._swaps[transfer_id] = lease_id
-        self._outbox.effects.submit.append(self._plans.offload(transfer_id, Priority.DEMAND))
-        return transfer_id, self._settle()
-
-    def _record_partial_block(self, lease_id: int) -> None:
-        """Record the checksum of the last block: commit has recorded those of the full blocks."""
-        full_blocks, more_tokens = divmod(self._core.computed_tokens(lease_id), self._block_tokens)
-        if more_tokens:
-            table = self._core.block_table(lease_id)
-            self._outbox.effects.computed.append(table[full_blocks : full_blocks + 1])
+        transfer_id = self._preemption.swap_out(lease_id)
+        return transfer_id, self._outbox.pending if transfer_id is None else self._settle()
 
     # --- batches and steps ----------------------------------------------------------------------
 
@@ -750,25 +679,14 @@ class CacheScheduler:
         Raises:
             LeaseError: a lease is not granted, is being swapped, or is listed twice.
         """
-        batch_id = self._core.begin_batch(lease_ids)
-        self._batches[batch_id] = batch_id
-        return batch_id, self._outbox.pending
+        return self._releases.begin_batch(lease_ids), self._outbox.pending
 
     def end_batch(self, batch_id: int, *, in_open_step: bool) -> Done:
         """End a batch and free the blocks of its released leases. Idempotent.
 
         With ``in_open_step``, the blocks are freed when the open step has finished.
         """
-        step = self._clock.open if in_open_step else 0
-        if batch_id in self._batches:
-            # `extend` calls `pop` and the core without Python code in between, where a signal
-            # handler could raise and lose the leases that the core has freed.
-            ended = map(self._core.end_batch, map(self._batches.pop, (batch_id,)), (step,))
-            self._freed.extend(chain.from_iterable(ended))
-        while self._freed:
-            self._forget(self._freed[0])
-            self._pending.withdrawn(self._freed[0])
-            self._freed.popleft()
+        self._releases.end_batch(batch_id, self._clock.open if in_open_step else 0)
         return None, self._settle()
 
     def track_steps(self, tracked: bool) -> Done:
@@ -834,21 +752,12 @@ class CacheScheduler:
     def complete(self, report: TransferReport) -> Done:
         """Account for the end of a transfer. The poller repeats a report after an interrupt."""
         transfer_id = report.transfer_id
-        is_known = transfer_id in self._reported
-        self._reported[transfer_id] = None
-        if len(self._reported) > KEPT_REPORTS:
-            del self._reported[next(iter(self._reported))]
-        if not is_known or self._plans.is_in_flight(transfer_id):
-            self._plans.complete(report)
+        self._plans.complete(report)
         self._granting.ended(transfer_id)
         if self.has_stores:
             self._fetches.ended(transfer_id)
             self._store_saver.want()
-        if transfer_id in self._swaps:
-            self._note_preempted(self._swaps[transfer_id])
-            del self._swaps[transfer_id]
-        if self._lost:
-            self._take_all_back()  # takes a table that was being moved when the rank was lost
+        self._preemption.ended(transfer_id)
         if report.outcome != "done":
             # Leases of the transfer may not compute the blocks that other leases wait for.
             self._pending.all_withdrawn()
@@ -894,7 +803,7 @@ class CacheScheduler:
         if not self._pins.remove(lease_id):
             return
         self._outbox.effects.unpinned.append((lease_id, reason))
-        self._release(lease_id)
+        self._releases.release(lease_id)
 
     def _release_used_pins(self) -> bool:
         """Release the pins that another lease has used; return False when there is none."""
@@ -991,29 +900,18 @@ class CacheScheduler:
 
     def lose_blocks(self, reason: str) -> Done:
         """Drop all cached blocks and take the blocks of all leases: a rank was lost."""
-        self._lost = reason
+        self._preemption.lost_rank = reason
         self._unpin_all("a rank was lost")
         self._core.reset()
-        self._take_all_back()
+        self._preemption.take_all()
         self._pending.all_withdrawn()
         return None, self._settle()
 
     def restart(self) -> Done:
         """Serve again: all ranks have been restarted, without any cached block."""
-        self._take_all_back()
-        self._lost = ""
+        self._preemption.take_all()
+        self._preemption.lost_rank = ""
         return None, self._settle()
-
-    def _take_all_back(self) -> None:
-        """Take the blocks of all leases, as ``preempt`` does, except tables being moved."""
-        core = self._core
-        for lease_id in list(self._owners):
-            if core.is_released(lease_id) or core.swap_transfer(lease_id):
-                continue
-            if core.is_granted(lease_id) or core.is_swapped(lease_id):
-                self._retract(lease_id)
-                self._quota.give_back(lease_id)
-                self._granting.lost[lease_id] = self._lost
 
     # --- checks ---------------------------------------------------------------------------------
 

@@ -53,6 +53,18 @@ LIKELY: dict[str, tuple[str, ...]] = {
     "aiokv/scheduler/line.py": ("unit/test_line.py",),
     "aiokv/scheduler/waits.py": ("unit/test_waits.py", "unit/test_waiting_lines.py"),
     "aiokv/scheduler/sharded.py": ("unit/test_sharded.py",),
+    "aiokv/scheduler/preemption.py": (
+        "integration/test_preemption.py",
+        "property/test_scheduler_walks.py",
+        "integration/test_coalescing.py",
+        "ranks/test_loss.py",
+    ),
+    "aiokv/scheduler/releases.py": (
+        "unit/test_waiting_lines.py",
+        "integration/test_computing.py",
+        "property/test_scheduler_walks.py",
+        "integration/test_lines.py",
+    ),
     "aiokv/scheduler/pins.py": ("unit/test_waiting_lines.py", "integration/test_pins.py"),
     "aiokv/scheduler/quota.py": (
         "unit/test_waiting_lines.py",

@@ -1,0 +1,121 @@
+"""Releases: ends leases, and the batches that keep the blocks of released leases."""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from aiokv.errors import LeaseError
+from aiokv.scheduler.sharded import SHARDS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from aiokv._native import Core
+    from aiokv.scheduler.admission import Admission
+    from aiokv.scheduler.clock import StepClock
+    from aiokv.scheduler.pending import PendingBlocks
+    from aiokv.scheduler.quota import SaltQuota
+    from aiokv.scheduler.sharded import Sharded
+
+
+class Releases:
+    """Ends the leases of one cache, and counts the batches in flight.
+
+    Blocks that batches in flight use are freed when the batches end; until then, the released lease
+    keeps its name and its part of the quota.
+
+    Args:
+        core: state of the leases.
+        clock: numbers of the steps.
+        owners: names of all existing leases.
+        salts: salts of all existing leases; None without a quota.
+        lost: leases whose blocks were lost with a rank.
+        quota: blocks per salt.
+        admission: leases that wait for capacity.
+        pending: leases that wait for blocks of other leases.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        clock: StepClock,
+        *,
+        owners: Sharded[str],
+        salts: dict[int, str] | None,
+        lost: dict[int, str],
+        quota: SaltQuota,
+        admission: Admission,
+        pending: PendingBlocks,
+    ) -> None:
+        self._core = core
+        self._clock = clock
+        self._owners = owners
+        self._salts = salts
+        self._lost = lost
+        self._quota = quota
+        self._admission = admission
+        self._pending = pending
+        self._requests = admission.requests
+        self._waiters = pending.waiters
+        self._batches: dict[int, int] = {}  # ids of the batches in flight, each by itself
+        self._freed: deque[int] = deque()  # freed in the core by the end of a batch
+
+    def release(self, lease_id: int, used_in: int = 0) -> None:
+        """Give back the blocks of a lease; those that batches in flight use, when they end.
+
+        Args:
+            lease_id: the lease.
+            used_in: closed step that used the blocks, in addition to batches; 0 for none.
+        """
+        if self._core.release(lease_id, used_in or self._clock.open, used_in):
+            self._forget(lease_id)
+        if self._waiters:
+            self._pending.withdrawn(lease_id)
+
+    def end_waits(self, lease_id: int) -> bool:
+        """Fail the waits of a lease that is being released; return False if there are none."""
+        if lease_id not in self._requests and lease_id not in self._waiters:
+            return False
+        owner = self._owners[lease_id] or "unnamed"
+        error = LeaseError(f"lease {owner!r} was released while it waited")
+        self._pending.fail(lease_id, error)
+        self._admission.refuse(lease_id, error)
+        return True
+
+    def begin_batch(self, lease_ids: Sequence[int]) -> int:
+        """Begin a batch that uses the blocks of these leases; return its number.
+
+        Raises:
+            LeaseError: a lease is not granted, is being swapped, or is listed twice.
+        """
+        batch_id = self._core.begin_batch(lease_ids)
+        self._batches[batch_id] = batch_id
+        return batch_id
+
+    def end_batch(self, batch_id: int, step: int) -> None:
+        """End a batch and free the blocks of its released leases. Idempotent.
+
+        Args:
+            batch_id: the batch.
+            step: step whose end frees the blocks; 0 to free them now.
+        """
+        if batch_id in self._batches:
+            # `extend` calls `pop` and the core without Python code in between, where a signal
+            # handler could raise and lose the leases that the core has freed.
+            ended = map(self._core.end_batch, map(self._batches.pop, (batch_id,)), (step,))
+            self._freed.extend(chain.from_iterable(ended))
+        while self._freed:
+            self._forget(self._freed[0])
+            self._pending.withdrawn(self._freed[0])
+            self._freed.popleft()
+
+    def _forget(self, lease_id: int) -> None:
+        """Remove a lease that has given back all its blocks. Idempotent."""
+        self._owners.shards[lease_id % SHARDS].pop(lease_id, None)
+        if self._lost:
+            self._lost.pop(lease_id, None)
+        if self._salts is not None:
+            self._salts.pop(lease_id, None)
+            self._quota.give_back(lease_id)
