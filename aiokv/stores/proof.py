@@ -43,8 +43,8 @@ class Proof:
         await self._run(seal_blocks, keys, blocks)
 
     async def verify(self, keys: bytes, blocks: NDArray[np.int32]) -> NDArray[np.uint8]:
-        """Return for each block ``DONE`` if the length, the key and the checksum of its object are
-        right; otherwise ``WRONG``.
+        """Return ``DONE`` or ``WRONG`` for each block: the length, the key and the checksum of its
+        object are right, or not.
 
         Cancellation: blocks may still be read until ``close`` has returned.
         """
