@@ -45,7 +45,7 @@ class StoreUse:
         if any(not callable(getattr(self.store, method, None)) for method in _METHODS):
             raise ConfigError(
                 f"store is {checks.shown(self.store)}; it must be a Store",
-                hint="pass DiskStore(path, bytes=...), RedisStore(url), ..., or stores_from(urls)",
+                hint="pass DiskStore(path), RedisStore(url), ..., or stores_from(urls)",
             )
         checks.flag("read", self.read, ConfigError)
         checks.flag("save", self.save, ConfigError)

@@ -27,7 +27,7 @@ _PROTOCOLS: Final = ("rdma", "tcp")
 
 
 class MooncakeStore:
-    """Blocks in the memory of a Mooncake Store cluster.
+    """Blocks in the memory of a Mooncake Store cluster, moved between it and the host arena.
 
     The cluster is a process ``mooncake_master`` and clients that give it memory: processes of
     their own, or servers with ``segment_bytes``. The client listens on all interfaces, on ports
