@@ -73,7 +73,7 @@ class DemoConfig:
 
 
 class Scenario(NamedTuple):
-    """What the runs serve.
+    """Model and requests that the runs serve.
 
     Attributes:
         model: has positions up to ``workload.max_context_tokens``.

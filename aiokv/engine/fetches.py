@@ -1,4 +1,4 @@
-"""Fetches: bring blocks of prompts from the stores to the host tier, as far as computing is slower.
+"""Fetches: bring blocks from the stores to the host tier, as far as computing them takes longer.
 
     read.missing ─► worker.lookup ─► fetch or compute? ─► scheduler.fetch ─► its end ─► missing ...
 
@@ -40,7 +40,7 @@ class StoreWait:
         return (time.monotonic() if self._ended is None else self._ended) - self._began
 
     def end(self) -> None:
-        """Note that the lease waits for no store any more. Idempotent."""
+        """Note that the lease no longer waits for stores. Idempotent."""
         if self._ended is None:
             self._ended = time.monotonic()
 

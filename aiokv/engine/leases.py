@@ -156,7 +156,7 @@ class Leases:
         timeout: float | None,
         wait_store: float | None,
     ) -> None:
-        """Allocate after the missing blocks have come up from the stores; see ``Lease.allocate``.
+        """Allocate after the missing blocks were fetched from the stores; see ``Lease.allocate``.
 
         Cancellation: the lease holds no blocks; fetches in flight go on.
         """

@@ -159,7 +159,7 @@ class Pins:
         return pin
 
     async def _fetched(self, match: Callable[[], Lease], timeout: float | None) -> Lease:
-        """Match a prompt after the stores have brought what they have of it.
+        """Match a prompt after its blocks were fetched from the stores.
 
         Cancellation: no lease is left; fetches in flight go on.
         """

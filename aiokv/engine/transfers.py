@@ -152,7 +152,7 @@ class Transfers:
         if report.transfer_id not in self._counters:
             return
         plan = self._counters[report.transfer_id][0]
-        if report.outcome == "failed" and plan.route != FETCH:  # a miss of a store is no failure
+        if report.outcome == "failed" and plan.route != FETCH:  # a missing block is no failure
             log.warning(
                 "transfer.failed",
                 transfer_id=report.transfer_id,

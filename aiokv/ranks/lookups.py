@@ -42,7 +42,7 @@ class _GroupLookup:
             self.ended.set_result(None)
 
     def answer(self) -> StoreAnswer:
-        """Return the blocks that all ranks have; none while a rank owes its answer."""
+        """Return the blocks that all ranks have; none while the answer of a rank is missing."""
         return NOTHING if self.owing or not self.blocks else StoreAnswer(self.blocks, self.seconds)
 
 

@@ -30,7 +30,7 @@ def _server() -> None:
 
 
 class Killed:
-    """What a killed process has reported, over several rounds.
+    """Reports of a killed process, over several rounds.
 
     Attributes:
         saved: numbers that were acknowledged.

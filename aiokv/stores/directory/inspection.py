@@ -185,7 +185,7 @@ class DirectoryFiles:
         return bad
 
     def _fault(self, file: _File) -> str:
-        """Return what is wrong with a block; empty if nothing is, or if it was removed."""
+        """Return a description of the fault of a block; empty if it has none, or was removed."""
         try:
             data = (self._path / file.name).read_bytes()
         except FileNotFoundError:

@@ -380,7 +380,7 @@ class _SlotReader:
             self._volume.close(self._fds.popitem()[1])
 
     def _fault(self, number: int, slot: int, key: bytes, memory: memoryview) -> str:
-        """Return what is wrong with a block; empty if nothing is."""
+        """Return a description of the fault of a block; empty if it has none."""
         offset = slot * self._header.slot_bytes
         try:
             fd = self._fd(number)

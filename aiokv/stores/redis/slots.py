@@ -45,7 +45,7 @@ class SlotMap:
     def node(self, name: bytes) -> Address:
         """Return the master that has a key.
 
-        For a slot without a master, the answer is any node: it replies what is wrong.
+        For a slot without a master, the answer is any node: its reply is the error.
         """
         return self._addresses[self._slot_of(name)] or self._seed
 
