@@ -102,9 +102,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--store",
         default="",
         metavar="URL",
-        help="serve with a store below the host tier, such as disk:PATH?bytes=1GiB or "
-        "redis://HOST, in two processes, one after the other: the second one reuses the blocks "
-        "that the first one has saved",
+        help="serve with a store below the host tier, such as disk:PATH or redis://HOST, in two "
+        "processes, one after the other: the second one reuses the blocks that the first one has "
+        "saved",
     )
     serving = parser.add_argument_group("serving")
     add_count(serving, "--max-running", 8, "maximum number of requests per batch")
@@ -327,6 +327,21 @@ def _model(
     return model
 
 
+def _checked_url(store: str) -> str:
+    """Return the URL of a store, of at most 1 GiB if it is a disk store without a size.
+
+    Raises:
+        ConfigError: the URL is wrong.
+    """
+    from aiokv.stores import stores_from
+
+    if store.startswith("disk:") and "bytes=" not in store:
+        store += ("&" if "?" in store else "?") + "bytes=1GiB"
+    if store:
+        stores_from([store])
+    return store
+
+
 def _config(args: argparse.Namespace) -> DemoConfig:
     from aiokv.demo.runs import DemoConfig
     from aiokv.demo.serving import ServingConfig
@@ -337,7 +352,7 @@ def _config(args: argparse.Namespace) -> DemoConfig:
         pressure_blocks=args.pressure_blocks,
         host_blocks=args.host_blocks,
         write_policy=args.write_policy,
-        store=args.store,
+        store=_checked_url(args.store),
         corrupt=args.corrupt,
         serving=ServingConfig(
             max_running=args.max_running,

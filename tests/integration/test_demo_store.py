@@ -51,7 +51,7 @@ def check_reuse(status: int, found: dict[str, Any]) -> None:
 
 
 def test_disk_outlives_the_process(demo: Demo, tmp_path: Path) -> None:
-    url = f"disk:{tmp_path / 'kv'}?bytes=64MiB"
+    url = f"disk:{tmp_path / 'kv'}"
     status, found = demo("--store", url)
     check_reuse(status, found)
     assert found["runs"][1]["reused_tokens"]["store"] == 0

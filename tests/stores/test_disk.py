@@ -14,7 +14,7 @@ import pytest
 
 from aiokv.errors import ConfigError, LayoutError, StoreError, UsageError
 from aiokv.stores.base import Result
-from aiokv.stores.disk import DiskStore, committer, from_url
+from aiokv.stores.disk import DiskStore, committer
 from aiokv.stores.disk import store as store_module
 from aiokv.stores.disk.volume import Volume
 from tests.stores.conformance import Blocks, Medium, StoreConformance
@@ -176,12 +176,14 @@ def test_bad_options_are_refused(tmp_path: Path, options, message: str) -> None:
 
 
 def test_url_gives_path_and_options(tmp_path: Path) -> None:
-    store = from_url(f"disk:{tmp_path}/a%20b?bytes=400GiB&fsync_seconds=0&min_free_bytes=0")
+    store = DiskStore.from_url(
+        f"disk:{tmp_path}/a%20b?bytes=400GiB&fsync_seconds=0&min_free_bytes=0"
+    )
     assert store.url == f"disk:{tmp_path}/a b"
     assert store.statistics().capacity_bytes == 400 << 30
     for url in ("disk:?bytes=1", f"disk:{tmp_path}", f"disk:{tmp_path}?bytes=1&size=2"):
         with pytest.raises(ConfigError):
-            from_url(url)
+            DiskStore.from_url(url)
 
 
 @pytest.mark.asyncio

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from aiokv.errors import ConfigError, StoreError
-from aiokv.stores.redis import RedisStore, from_url
+from aiokv.stores.redis import RedisStore
 from aiokv.stores.redis.connection import Connection, ReplyError
 from tests.stores.conformance import (
     DONE,
@@ -827,7 +827,7 @@ async def test_wrong_url(url: str, expected: str) -> None:
     with pytest.raises(ConfigError, match=expected) as caught:
         await store.open(Blocks().memory)
     with pytest.raises(ConfigError) as of_url:
-        await from_url(url).open(Blocks().memory)
+        await RedisStore.from_url(url).open(Blocks().memory)
     assert SECRET not in every_text(of_url.value)
     assert SECRET not in every_text(caught.value)
     assert SECRET not in f"{store.url} {store!r}"
@@ -848,14 +848,14 @@ def test_number_out_of_range(name: str, value: int) -> None:
     with pytest.raises(ConfigError, match=f"{name} is {value}; it must be between"):
         RedisStore(**{name: value})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=f"{name} is {value}.*; it must be between"):
-        from_url(f"redis://:{SECRET}@host?{name}={value}")
+        RedisStore.from_url(f"redis://:{SECRET}@host?{name}={value}")
 
 
 @pytest.mark.asyncio
 async def test_options_of_the_url(server: RedisServer) -> None:
     blocks = Blocks()
     options = "prefix=from%20url:&ttl_seconds=77&connections=3&connect_timeout_seconds=2.5"
-    store = from_url(f"{server.url}/0?{options}&max_concurrent=5")
+    store = RedisStore.from_url(f"{server.url}/0?{options}&max_concurrent=5")
     assert (store.kind, store.url, store.max_concurrent) == ("redis", f"{server.url}/0", 5)
     async with contextlib.aclosing(store):
         await store.open(blocks.memory)
@@ -867,7 +867,7 @@ def test_option_that_is_no_number() -> None:
     with pytest.raises(
         ConfigError, match="option 'connections' of redis://host: invalid literal"
     ) as e:
-        from_url(f"redis://:{SECRET}@host?connections=many")
+        RedisStore.from_url(f"redis://:{SECRET}@host?connections=many")
     assert SECRET not in every_text(e.value)
 
 

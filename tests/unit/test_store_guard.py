@@ -270,6 +270,8 @@ async def test_probe_has_a_slot_and_the_deadline_of_loads():
         gate.open()
         await spin(5)
         assert g.store.calls["lookup"] == calls + 1
+
+
 async def test_store_is_probed_again_after_it_was_closed_during_a_probe():
     async with Guarded() as g:
         await g.save(1)

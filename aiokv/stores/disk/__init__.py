@@ -2,6 +2,4 @@
 
 from aiokv.stores.disk.store import DiskStore
 
-__all__ = ["DiskStore", "from_url"]
-
-from_url = DiskStore.from_url
+__all__ = ["DiskStore"]

@@ -416,14 +416,6 @@ def _records(table: _native.SlotTable) -> NDArray[np.void]:
     return np.frombuffer(b"".join(pieces), _RECORD)
 
 
-def _read_into(fd: int, memory: memoryview, offset: int) -> int:
-    """Fill the memory from a file; return the bytes read, fewer only at the end of the file."""
-    size = 0
-    while size < len(memory) and (part := os.preadv(fd, [memory[size:]], offset + size)):
-        size += part
-    return size
-
-
 def _punch_hole(fd: int, offset: int, num_bytes: int) -> None:
     """Free bytes within a file, where the file system can; the file reads as zeros there."""
     fallocate = ctypes.CDLL(None, use_errno=True).fallocate

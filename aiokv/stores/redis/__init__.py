@@ -13,6 +13,4 @@
 
 from aiokv.stores.redis.store import RedisStore
 
-from_url = RedisStore.from_url
-
-__all__ = ["RedisStore", "from_url"]
+__all__ = ["RedisStore"]
