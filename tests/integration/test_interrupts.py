@@ -17,7 +17,7 @@ import uvloop
 
 import aiokv
 from aiokv import CacheConfig, CacheEngine, Regions
-from aiokv.testing import ManualEvent, ScriptedStore
+from aiokv.testing import ManualEvent, ScriptedStore, run_until_idle
 from tests.harness.served import BLOCK_TOKENS, Served
 
 if TYPE_CHECKING:
@@ -169,8 +169,7 @@ async def save_and_fetch(served: Served, store: ScriptedStore) -> None:
         completing = asyncio.create_task(complete(device))
         await served.serve(A)
         engine.step()
-        while len(store.objects) < 3:
-            await asyncio.sleep(0)
+        await run_until_idle(lambda: len(store.objects) == 3)
         await engine.drain()
         await engine.evict(8)
         await engine.evict(16, "host")
