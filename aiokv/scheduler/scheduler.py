@@ -221,16 +221,16 @@ class CacheScheduler:
         if (self._requests or self._waiters) and not self._advances:
             if self._outbox.pending.cancel:
                 # The worker may cancel these onloads at once: no grant may join them until then.
-                self._advances = True
                 self._outbox.request_advance(True)
+                self._advances = True
             else:
                 self._serve()
         return self._outbox.pending
 
     def _serve(self) -> None:
         # Request `advance` first: an interrupt while requests are served must not end the work.
-        self._advances = True
         self._outbox.request_advance(True)
+        self._advances = True
         is_left = self._admission.serve()
         for _ in range(PER_CALL):
             if not self._pending.end_one():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 log = Log(__name__)
 
 REMEMBERED_LOOKUPS: Final = 256
+SEARCHED_LOOKUPS: Final = 8  # for a key that is not their first: 0.01 ms per 1,000 keys of each
 
 
 class StoreAnswer(NamedTuple):
@@ -373,10 +375,10 @@ class _Lookups:
         return holders
 
     def _find(self, first: bytes) -> tuple[bytes, NDArray[np.bool_]]:
-        """Return the answer from a key on; an empty one if no lookup had the key."""
+        """Return the answer from a key on; an empty one if no recent lookup had the key."""
         if first in self._answers:
             return self._answers[first]
-        for keys, holders in reversed(self._answers.values()):
+        for keys, holders in islice(reversed(self._answers.values()), SEARCHED_LOOKUPS):
             offset = keys.find(first)
             if offset >= 0 and offset % KEY_BYTES == 0:
                 return keys[offset:], holders[:, offset // KEY_BYTES :]

@@ -15,6 +15,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from aiokv import checks
 from aiokv.errors import ConfigError
+from aiokv.stores.options import parse_flag
 from aiokv.stores.use import StoreUse
 
 if TYPE_CHECKING:
@@ -37,7 +38,6 @@ _KINDS: Final = {  # scheme -> (module, class)
     "directory": ("aiokv.stores.directory", "DirectoryStore"),
 }
 _USE_OPTIONS: Final = ("read", "save", "deadline", "lookup_deadline")
-_FLAGS: Final = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
 def stores_from(stores: Sequence[Store | StoreUse | str]) -> list[StoreUse]:
@@ -103,11 +103,12 @@ def _split_options(parts: SplitResult) -> tuple[dict[str, Any], list[tuple[str, 
         if name not in _USE_OPTIONS:
             rest.append((name, value))
         elif name in ("read", "save"):
-            if value.lower() not in _FLAGS:
+            try:
+                options[name] = parse_flag(value)
+            except ConfigError:
                 raise ConfigError(
                     f"stores: {name} of a {parts.scheme} URL is {value!r}; it must be true or false"
-                )
-            options[name] = _FLAGS[value.lower()]
+                ) from None
         else:
             try:
                 options[f"{name}_seconds"] = float(value)

@@ -309,8 +309,9 @@ class EventPoller:
             self._timer.disarm()
             return
         self._cancel_pass()  # the loop may have forgotten the scheduled pass; this call replaces it
-        if self._next_soon is not None and self._soon:
-            self._next_soon.cancel()
+        if self._soon:
+            if self._next_soon is not None:
+                self._next_soon.cancel()
             self._run_soon()
         self._pass()
 

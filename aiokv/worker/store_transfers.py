@@ -36,27 +36,28 @@ class _Counts:
     def __init__(self) -> None:
         self.outcomes: dict[Outcome, int] = {"done": 0, "failed": 0, "cancelled": 0}
         self.moved_bytes = 0
-        self.running = 0
         self.busy_seconds = 0.0
+        self._running: set[int] = set()
         self._busy_since = 0.0
 
-    def begin(self) -> None:
-        if not self.running:
+    def begin(self, transfer_id: int) -> None:
+        """Count a transfer in flight. Idempotent."""
+        if not self._running:
             self._busy_since = time.monotonic()
-        self.running += 1
+        self._running.add(transfer_id)
 
-    def end(self, outcome: Outcome, moved_bytes: int) -> None:
-        self.running -= 1
+    def end(self, transfer_id: int, outcome: Outcome, moved_bytes: int) -> None:
+        self._running.discard(transfer_id)
         self.outcomes[outcome] += 1
         self.moved_bytes += moved_bytes
-        if not self.running:
+        if not self._running:
             self.busy_seconds += time.monotonic() - self._busy_since
 
     def statistics(self) -> LaneStatistics:
         seconds = self.busy_seconds
         return LaneStatistics(
             queued=0,
-            submitted=self.running,
+            submitted=len(self._running),
             done=self.outcomes["done"],
             failed=self.outcomes["failed"],
             cancelled=self.outcomes["cancelled"],
@@ -71,6 +72,7 @@ class _StoreTransfer:
 
     Attributes:
         began: its task has run.
+        watched: the end of its task will be noted.
         accesses: operations that access its host blocks.
         report: set when the outcome is known.
         reported: ``on_report`` has returned.
@@ -81,6 +83,7 @@ class _StoreTransfer:
         self.counter = counter
         self.block_bytes = block_bytes
         self.began = False
+        self.watched = False
         self.moved_blocks = 0
         self.failure: CopyError | None = None
         self.report = TransferReport(
@@ -130,11 +133,25 @@ class StoreTransfers:
         """Take a plan that was checked; its task runs from the next pass of the loop on."""
         counter = LayerDoneCounter(0, transfer_id=plan.transfer_id, direction=plan.direction)
         transfer = _StoreTransfer(plan, counter, num_bytes // plan.num_blocks)
-        self._transfers[plan.transfer_id] = transfer
-        self._counts[plan.route].begin()
-        transfer.task = asyncio.get_running_loop().create_task(self._execute(transfer))
-        transfer.task.add_done_callback(partial(self._task_done, transfer))
+        self._surely(partial(self._start, transfer))
         return counter
+
+    def _start(self, transfer: _StoreTransfer) -> None:
+        """Begin the task of a plan, unless it was submitted again meanwhile. Idempotent."""
+        plan = transfer.plan
+        if self._transfers.setdefault(plan.transfer_id, transfer) is not transfer:
+            return
+        self._counts[plan.route].begin(plan.transfer_id)
+        if transfer.task is None:
+            transfer.task = asyncio.get_running_loop().create_task(self._execute(transfer))
+        if not transfer.watched:
+            transfer.task.add_done_callback(partial(self._task_done, transfer))
+            transfer.watched = True
+
+    def _surely(self, action: Callable[[], None]) -> None:
+        """Call ``action()`` now, and again after an interrupt."""
+        if self._poller is not None:
+            self._poller.surely(action)
 
     def counter(self, transfer_id: int) -> LayerDoneCounter | None:
         """Return the counter of a plan in flight; None for an unknown id."""
@@ -176,7 +193,7 @@ class StoreTransfers:
         if tasks:
             await asyncio.wait(tasks)
         for transfer in transfers:
-            self._end_surely(transfer)
+            self._surely(partial(self._end, transfer))
 
     def statistics(self) -> dict[Route, LaneStatistics]:
         """Return the counts of each route. Any thread."""
@@ -185,13 +202,18 @@ class StoreTransfers:
     # --- one plan ---------------------------------------------------------------------------
 
     async def _execute(self, transfer: _StoreTransfer) -> None:
+        if transfer.task is not asyncio.current_task():
+            return  # an interrupt came before `_start` had the task, and it made another one
         transfer.began = True
-        if transfer.plan.route == FETCH:
-            overdue = await self._fetch(transfer)
-        else:
-            overdue = await self._save(transfer)
-        if overdue:
-            await asyncio.wait(overdue)
+        try:
+            if transfer.plan.route == FETCH:
+                overdue = await self._fetch(transfer)
+            else:
+                overdue = await self._save(transfer)
+            if overdue:
+                await asyncio.wait(overdue)
+        finally:  # `_task_done` calls it, too: an interrupt may end one of them
+            self._surely(partial(self._settle_later, transfer))
 
     async def _fetch(self, transfer: _StoreTransfer) -> tuple[asyncio.Task[Any], ...]:
         plan = transfer.plan
@@ -224,6 +246,14 @@ class StoreTransfers:
             asyncio.get_running_loop().call_exception_handler(
                 {"message": "aiokv: a transfer of the stores raised", "exception": error}
             )
+        self._settle(transfer)
+
+    def _settle_later(self, transfer: _StoreTransfer) -> None:
+        if self._poller is not None and not self._poller.closed:
+            self._poller.soon(partial(self._settle, transfer))
+
+    def _settle(self, transfer: _StoreTransfer) -> None:
+        """Report a plan whose task has ended, when its operations have ended, too. Idempotent."""
         transfer.accesses.cancel()  # a cancelled or interrupted task leaves them behind
         self._end_when_at_rest(transfer)
 
@@ -232,11 +262,7 @@ class StoreTransfers:
         if not self._is_closed and (in_flight := transfer.accesses.in_flight):
             in_flight[0].add_done_callback(partial(self._end_when_at_rest, transfer))
         else:
-            self._end_surely(transfer)
-
-    def _end_surely(self, transfer: _StoreTransfer) -> None:
-        if self._poller is not None:
-            self._poller.surely(partial(self._end, transfer))
+            self._surely(partial(self._end, transfer))
 
     def _end(self, transfer: _StoreTransfer) -> None:
         """Report a plan whose task has ended. Idempotent."""
@@ -249,9 +275,10 @@ class StoreTransfers:
         if not transfer.reported:
             self._report(report)
             transfer.reported = True
-        del self._transfers[plan.transfer_id]
-        self._counts[plan.route].end(report.outcome, transfer.moved_blocks * transfer.block_bytes)
+        moved_bytes = transfer.moved_blocks * transfer.block_bytes
         self._on_end(plan.transfer_id)
+        del self._transfers[plan.transfer_id]
+        self._counts[plan.route].end(plan.transfer_id, report.outcome, moved_bytes)
 
     def _report(self, report: TransferReport) -> None:
         try:

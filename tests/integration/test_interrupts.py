@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import signal
 import sys
@@ -16,7 +17,7 @@ import uvloop
 
 import aiokv
 from aiokv import CacheConfig, CacheEngine, Regions
-from aiokv.testing import ManualEvent
+from aiokv.testing import ManualEvent, ScriptedStore, run_until_idle
 from tests.harness.served import BLOCK_TOKENS, Served
 
 if TYPE_CHECKING:
@@ -150,6 +151,52 @@ def test_an_interrupt_at_any_line_of_a_callback_loses_nothing(
         loop = new_loop()
         with Interrupter(at) as interrupter:
             interrupts = run(loop, serve_all(Served(), in_stream=in_stream))
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.close()
+        assert interrupts == (0 < at <= interrupter.lines), at
+        return interrupter.lines
+
+    lines = play(0)
+    assert lines > RUNS
+    for at in range(1, lines, max(lines // RUNS, 1)):
+        play(at)
+
+
+async def save_and_fetch(served: Served, store: ScriptedStore) -> None:
+    """Blocks that go to a store and come back; all bytes checked."""
+    engine, device = served.engine, served.device
+    async with engine:
+        completing = asyncio.create_task(complete(device))
+        await served.serve(A)
+        engine.step()
+        await run_until_idle(lambda: len(store.objects) == 3)
+        await engine.drain()
+        await engine.evict(8)
+        await engine.evict(16, "host")
+        for array in served.kv:
+            array[:] = 0
+        lease = engine.match(A)
+        await lease.allocate(len(A), timeout=PATIENCE_SECONDS, wait_store=math.inf)
+        await lease.layers.wait_all(PATIENCE_SECONDS)
+        assert lease.cached_tokens == 6
+        served.check(lease, A, 6)
+        lease.release()
+        engine.step()
+        await engine.drain()
+        assert engine.check_invariants() == []
+        assert engine.statistics().host_in_flight == 0
+        await engine.aclose()
+        completing.cancel()
+
+
+@LOOPS
+def test_an_interrupt_at_any_line_of_a_callback_loses_no_transfer_of_a_store(
+    new_loop: LoopFactory,
+) -> None:
+    def play(at: int) -> int:
+        loop, store = new_loop(), ScriptedStore()
+        with Interrupter(at) as interrupter:
+            interrupts = run(loop, save_and_fetch(Served(stores=[store]), store))
         loop.run_until_complete(asyncio.sleep(0))
         loop.close()
         assert interrupts == (0 < at <= interrupter.lines), at

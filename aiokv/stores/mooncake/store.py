@@ -189,12 +189,14 @@ class MooncakeStore(Store):
             return
         threads, link = self._threads, self._link
         self._threads = self._link = self._memory = None
-        await threads.aclose()
-        if self._client is not None:
-            await _in_a_thread(self._client.close)
-            self._client = None
-        if link is not None:
-            await link.aclose()
+        try:
+            await threads.aclose()
+        finally:  # also when cancelled: the library must not keep the memory registered
+            if self._client is not None:
+                await _in_a_thread(self._client.close)
+                self._client = None
+            if link is not None:
+                await link.aclose()
 
     async def _run(
         self, call: Callable[[MooncakeClient, threading.Event], NDArray[Any]]
