@@ -123,6 +123,7 @@ class Lifecycle:
         apply, scheduler = self._dispatcher.apply, self._scheduler
         try:
             async with asyncio.timeout(limit):
+                await self._worker.drain()  # blocks whose backups are in flight are saved as well
                 while apply(scheduler.collect_backups()) or apply(scheduler.collect_saves()):
                     await self._worker.drain()
         except TimeoutError:
