@@ -68,15 +68,20 @@ async def test_closing_saves_what_was_committed_and_a_restart_finds_it():
         assert c.hit(A) == (4, 0)
 
 
-async def test_close_saves_blocks_that_were_committed_just_before():
+@pytest.mark.parametrize("verb", ["aclose", "drain"])
+@pytest.mark.parametrize("passes", range(6))
+async def test_blocks_that_were_committed_just_before_are_saved(verb, passes):
+    """Also those whose backup or save is in flight."""
     store = ScriptedStore()
     c = await cache(store).__aenter__()
     lease = c.engine.match(A)
     await lease.allocate(len(A))
     c.compute(lease, A)
     lease.release()
-    await c.engine.aclose()
+    await spin(passes)
+    await getattr(c.engine, verb)()
     assert len(store.objects) == 4
+    await c.engine.aclose()
 
 
 async def test_close_saves_blocks_whose_backup_is_in_flight():
