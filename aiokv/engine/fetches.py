@@ -15,6 +15,7 @@ import numpy as np
 
 from aiokv.errors import AiokvError
 from aiokv.plan import Priority
+from aiokv.stores.base import KEY_BYTES
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -119,11 +120,12 @@ class Fetches:
             return
 
     async def _bring(self, lease_id: int, priority: Priority, *, at_any_cost: bool) -> None:
+        """Bring the missing blocks in parts: ``read.missing`` returns a bounded number of them."""
         first, digests = self._read.missing(lease_id)
         while digests:
             answer = await self._worker.lookup(digests)
             blocks = answer.blocks if at_any_cost else self._worthwhile(answer.seconds)
-            end = first + blocks
+            end, is_whole = first + blocks, blocks == len(digests) // KEY_BYTES
             reached, digests = self._read.missing(lease_id)
             while digests and reached < end:
                 before = reached
@@ -135,9 +137,9 @@ class Fetches:
                 reached, digests = self._read.missing(lease_id)
                 if reached <= before:
                     return
-            if reached <= end:
+            if reached < end or (reached == end and not is_whole):
                 return
-            first = reached  # another lease has brought or computed more blocks meanwhile
+            first = reached  # the next part; other leases may have brought blocks of it
 
     def _worthwhile(self, seconds: NDArray[np.float64]) -> int:
         """Return how many blocks to fetch, so that the prompt is ready soonest.

@@ -18,7 +18,9 @@ from aiokv import (
     UsageError,
 )
 from aiokv.plan import FETCH, TransferPlan, id_bytes
+from aiokv.scheduler.reader import CacheReader
 from aiokv.stores import StoreUse
+from aiokv.stores.base import KEY_BYTES
 from aiokv.testing import ScriptedDevice, ScriptedStore, running_clock, spin
 from tests.harness.cache import BLOCK_TOKENS, Cache, prompt
 
@@ -146,6 +148,29 @@ async def test_generated_blocks_are_saved_and_fetched_with_their_prompt():
         lease = await c.serve(whole, wait_store=math.inf)
         assert lease.cached_tokens == 6 * BLOCK_TOKENS
         lease.release()
+
+
+@pytest.fixture
+def parts_of_two_blocks(monkeypatch):
+    """Let a lookup ask for two blocks at most."""
+    whole = CacheReader.missing
+
+    def part(read: CacheReader, lease_id: int) -> tuple[int, bytes]:
+        first, digests = whole(read, lease_id)
+        return first, digests[: 2 * KEY_BYTES]
+
+    monkeypatch.setattr(CacheReader, "missing", part)
+
+
+@pytest.mark.usefixtures("parts_of_two_blocks")
+@pytest.mark.parametrize(("stored", "parts"), [(6, 3), (3, 2), (2, 1)])
+async def test_long_prompt_is_fetched_part_by_part(stored, parts):
+    store = await restarted(LONG[: stored * BLOCK_TOKENS + 1])
+    async with cache(store, device_blocks=16, host_blocks=16) as c:
+        lease = await c.serve(LONG, wait_store=math.inf)
+        assert lease.cached_tokens == stored * BLOCK_TOKENS
+        lease.release()
+        assert (c.statistics.fetches, c.statistics.fetched_blocks) == (parts, stored)
 
 
 async def test_two_leases_share_one_fetch():
