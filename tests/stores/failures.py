@@ -130,7 +130,7 @@ class Requests:
         for _ in range(ENOUGH_REQUESTS):
             await self.lookup([1])
             await self.load([1])
-            if not self.guard.can_read:
+            if not self.guard.admits_read():
                 return
         pytest.fail(f"the breaker is closed after {ENOUGH_REQUESTS} failed requests")
 
@@ -224,7 +224,7 @@ class ObjectFailures:
             results = [(await requests.save([number]))[0] for number in range(24)]
             assert set(results) <= {DONE, REFUSED}
             assert REFUSED in results
-            assert requests.guard.can_read
+            assert requests.guard.admits_read()
             stored = [number for number, result in enumerate(results) if result == DONE]
             loaded = await requests.load(stored)
             assert set(loaded) <= {DONE, MISSING}
