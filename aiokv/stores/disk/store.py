@@ -20,6 +20,7 @@ from aiokv.stores.options import parse_bytes, store_path, url_options, url_path
 
 if TYPE_CHECKING:
     import os
+
     from numpy.typing import NDArray
 
     from aiokv.stores.base import StoreMemory
