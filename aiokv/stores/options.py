@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
+from aiokv import checks
 from aiokv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,6 +35,39 @@ def parse_bytes(value: int | str) -> int:
             hint="write it as 4096, '400GiB' or '1.5TB'",
         )
     return size
+
+
+def store_path(path: object) -> str:
+    """Return the absolute path of a folder.
+
+    Raises:
+        ConfigError: the value is not a path, is empty, or has a null character.
+    """
+    text = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise ConfigError(f"path is {checks.shown(path)}; it must be the path of a folder")
+    return os.path.abspath(text)
+
+
+def url_path(url: str, example: str) -> str:
+    """Return the path of a URL without a host, such as ``disk:/nvme/kv``.
+
+    Args:
+        url: the URL.
+        example: a right URL, for the error.
+
+    Raises:
+        ConfigError: the URL has a host, as in ``disk://nvme/kv``, or no path.
+    """
+    parts = urlsplit(url)
+    if parts.netloc:
+        raise ConfigError(
+            f"{without_query(url)!r} has a host; the path begins behind '{parts.scheme}:'",
+            hint=f"write {example}",
+        )
+    if not parts.path:
+        raise ConfigError(f"{without_query(url)!r} has no path", hint=f"write {example}")
+    return unquote(parts.path)
 
 
 def parse_flag(text: str) -> bool:

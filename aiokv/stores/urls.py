@@ -83,7 +83,10 @@ def _use(store: Store | StoreUse | str) -> StoreUse:
 
 
 def _parsed(url: str) -> StoreUse:
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:  # such as for an IPv6 address without its bracket
+        raise ConfigError(f"stores: a URL is malformed: {error}") from None
     if parts.scheme not in _KINDS:
         raise ConfigError(
             f"stores: the scheme {parts.scheme!r} of a URL is unknown; it must be one of "
@@ -102,6 +105,8 @@ def _split_options(parts: SplitResult) -> tuple[dict[str, Any], list[tuple[str, 
     for name, value in parse_qsl(parts.query, keep_blank_values=True):
         if name not in _USE_OPTIONS:
             rest.append((name, value))
+        elif name in options or f"{name}_seconds" in options:
+            raise ConfigError(f"stores: {name} of a {parts.scheme} URL is given twice")
         elif name in ("read", "save"):
             try:
                 options[name] = parse_flag(value)

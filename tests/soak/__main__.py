@@ -4,20 +4,24 @@ Rounds go through all write policies, devices and loops. In each, clients match,
 compute, commit, extend, pin and prefetch over a cache that is too small, while copies fail at
 random, clients are cancelled at random, and an operator evicts, resets, resizes, pauses, updates
 weights and sleeps; in some, salts have a quota, or checksums find the host blocks that the operator
-corrupts. A round ends with every pool full and nothing left. See ``load`` for the load. The
-transitions of a round that finds a violation are left in a file for ``replay_transitions``.
+corrupts. Some rounds have stores, a directory of the disk and one that fails, delays, drops and
+corrupts, and several engines, one after the other, some of which are closed while they serve. A
+round ends with every pool full and nothing left. See ``load`` for the load, and ``stores``. The
+transitions of an engine that finds a violation are left in a file for ``replay_transitions``.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import gc
 import random
 import sys
 import tempfile
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +34,8 @@ from aiokv.testing import record
 from aiokv.testing.flaky import ChaosDevice, FlakyDevice
 from aiokv.testing.leftovers import open_descriptors, running_threads
 from tests.harness.memory import Memory, WrongBytes
-from tests.soak.load import Load, Violation
+from tests.soak.load import LATE_PASSES, Load, Violation
+from tests.soak.stores import RoundStores
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,6 +43,8 @@ if TYPE_CHECKING:
 POLICIES = ("none", "write_through", "write_through_selective", "write_back")
 DEVICES = ("chaos", "flaky")
 VERIFY = ("off", "checksum", "off")  # cycled, so that each policy and device gets several
+STORES: tuple[tuple[str, ...], ...] = ((), ("disk",), ("scripted",), ("disk", "scripted"), ())
+ENGINES = 3  # of a round with stores
 LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "uvloop": uvloop.new_event_loop,
     "asyncio": asyncio.new_event_loop,
@@ -66,6 +73,13 @@ class Totals(msgspec.Struct, kw_only=True):
     onloaded_blocks: int = 0
     offloaded_blocks: int = 0
     evicted_blocks: int = 0
+    engines: int = 0
+    store_faults: int = 0
+    saved_blocks: int = 0
+    fetched_blocks: int = 0
+    hit_store_tokens: int = 0
+    disk_loads_compared: int = 0
+    disk_blocks_found_again: int = 0
     seconds: float = 0.0
 
     @property
@@ -74,10 +88,30 @@ class Totals(msgspec.Struct, kw_only=True):
 
 
 class Round:
-    """One round: an engine from opening to closing."""
+    """One round: an engine from opening to closing, or several on the same stores.
 
-    def __init__(self, seed: int, policy: str, device: str, verify: str, totals: Totals) -> None:
+    Args:
+        seed: of all random choices.
+        policy: write policy.
+        device: ``"chaos"`` or ``"flaky"``.
+        verify: see ``CacheConfig``.
+        stores: kinds of stores; ignored without a host tier.
+        folder: existing folder for the files of the disk store.
+        totals: counts to be added to.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        policy: str,
+        device: str,
+        verify: str,
+        stores: tuple[str, ...],
+        folder: Path,
+        totals: Totals,
+    ) -> None:
         self.rng = rng = random.Random(seed)
+        self.stores = RoundStores(() if policy == "none" else stores, rng, folder)
         device_blocks = rng.randint(40, 160)
         self.config = CacheConfig(
             block_tokens=rng.choice((1, 4, 16)),
@@ -92,38 +126,64 @@ class Round:
             eviction_policy=rng.choice(("lru", "lru", "adaptive")),
             salt_quota_blocks=rng.choice((None, None, device_blocks // 2)),
             verify=verify,
+            model="soak" if self.stores.kinds else "",
+            store_policy=rng.choice(("at_commit", "at_commit", "at_nth_use", "on_eviction")),
+            store_uses=rng.randint(1, 3),
+            store_admission=rng.choice(("all", "all", "reused")),
+            store_queue_blocks=rng.choice((8, 4096)),
+            prefill_tokens_per_second=rng.choice((1.0, 1.0, None)),
         )
         self.memory = Memory(device_blocks, self.config.block_tokens)
-        self.device = (ChaosDevice if device == "chaos" else FlakyDevice)(rng)
+        self._new_device = partial(ChaosDevice if device == "chaos" else FlakyDevice, rng)
+        self.device = self._new_device()
         self.totals = totals
         self.load: Load | None = None
         self._checked_at = 0
 
     async def run(self, seconds: float, log: Path) -> None:
-        """Run the round, and write the transitions of its scheduler to ``log``.
+        """Run the round, and write the transitions of its last scheduler to ``log``.
 
         Raises:
             Violation: see there.
         """
         mover = asyncio.create_task(self._move())
+        engines = ENGINES if self.stores.kinds else 1
         try:
-            engine = CacheEngine(self.config, self.memory.regions, self.device)
-            with record(engine, log):
-                async with engine:
-                    await self._load(engine, seconds)
+            for number in range(engines):
+                last = number == engines - 1
+                await self._serve(
+                    seconds / engines, log, abrupt=not last and self.rng.random() < 0.5
+                )
         finally:
             mover.cancel()
             await asyncio.wait([mover])
+            self._add_up_round()
         if left := asyncio.all_tasks() - {asyncio.current_task()}:
             raise Violation(f"tasks remain: {left}")
+        self._check_stores()
 
-    async def _load(self, engine: CacheEngine, seconds: float) -> None:
-        self.load = load = Load(engine, self.memory, self.rng)
-        try:
-            await self._drive(load, seconds)
-            await self._end(engine)
-        finally:
-            self._add_up(engine, load)
+    async def _serve(self, seconds: float, log: Path, *, abrupt: bool) -> None:
+        """Run one engine; with ``abrupt``, close it while its clients use it."""
+        self.memory.take(len(self.memory.tensors[0]))
+        self.device = self._new_device()
+        self.totals.engines += 1
+        config = dataclasses.replace(self.config, weights_version=str(self.memory.weights))
+        engine = CacheEngine(config, self.memory.regions, self.device, stores=self.stores.new())
+        with record(engine, log):
+            async with engine:
+                self._checked_at = 0
+                self.load = load = Load(engine, self.memory, self.rng, self.stores)
+                try:
+                    await self._drive(load, seconds, abrupt=abrupt)
+                    if not abrupt:
+                        await self._end(engine)
+                finally:
+                    self._add_up(engine, load)
+        self._check_stores()
+
+    def _check_stores(self) -> None:
+        if violations := self.stores.acknowledged.violations:
+            raise Violation(f"disk store: {'; '.join(violations[:5])}")
 
     async def _move(self) -> None:
         while True:
@@ -131,10 +191,10 @@ class Round:
                 self.device.move(self.rng.randint(0, 4))
             await asyncio.sleep(0)
 
-    async def _drive(self, load: Load, seconds: float) -> None:
+    async def _drive(self, load: Load, seconds: float, *, abrupt: bool) -> None:
         names = [f"client-{i}" for i in range(CLIENTS)]
         tasks = {asyncio.create_task(load.client(name)): name for name in names}
-        operator = asyncio.create_task(load.operate())
+        others = {asyncio.create_task(load.operate()), asyncio.create_task(load.break_stores())}
         until = time.monotonic() + seconds
         try:
             while time.monotonic() < until:
@@ -145,16 +205,22 @@ class Round:
                     name = tasks.pop(task)
                     _raise_failure(task)
                     tasks[asyncio.create_task(load.client(name))] = name
-                if operator.done():
-                    _raise_failure(operator)
-                    raise Violation("the operator ended early")
+                for task in [task for task in others if task.done()]:
+                    _raise_failure(task)
+                    raise Violation(f"{task} ended early")
                 self._check_invariants(load)
             load.stopping = True
-            await self._await_all({*tasks, operator}, load)
+            if abrupt:
+                load.closing = True
+                await load.engine.aclose(self.rng.choice((0.0, 0.0, 0.02)))
+            self.stores.end_faults()
+            await self._await_all({*tasks, *others}, load)
         finally:
-            for task in (*tasks, operator):
+            for task in (*tasks, *others):
                 task.cancel()
-            await asyncio.wait({*tasks, operator})
+            await asyncio.wait({*tasks, *others})
+            for _ in range(LATE_PASSES + 1):  # runners of clients that a close has ended
+                await asyncio.sleep(0)
 
     async def _await_all(self, tasks: set[asyncio.Task[None]], load: Load) -> None:
         deadline = time.monotonic() + HANG_SECONDS
@@ -193,9 +259,15 @@ class Round:
         if violations:
             raise Violation(f"{'; '.join(violations[:5])}: {statistics}")
 
+    def _add_up_round(self) -> None:
+        self.totals.rounds += 1
+        self.totals.store_faults += self.stores.faults
+        self.totals.checked_blocks += self.memory.checked_blocks
+        self.totals.disk_loads_compared += self.stores.acknowledged.loaded
+        self.totals.disk_blocks_found_again += self.stores.acknowledged.found_again
+
     def _add_up(self, engine: CacheEngine, load: Load) -> None:
         totals, statistics = self.totals, engine.statistics()
-        totals.rounds += 1
         totals.operations += load.operations
         totals.hit_tokens += load.hit_tokens
         totals.cancelled += load.cancelled
@@ -203,11 +275,13 @@ class Round:
         totals.late_writes += load.late_writes
         totals.corrupted_blocks += load.corrupted_blocks
         totals.corrupted_found += load.corrupted_found
-        totals.checked_blocks += self.memory.checked_blocks
         totals.faults += self.device.faults.count
         totals.onloaded_blocks += statistics.onloaded_blocks
         totals.offloaded_blocks += statistics.offloaded_blocks
         totals.evicted_blocks += statistics.evicted_device_blocks
+        totals.saved_blocks += statistics.saved_blocks
+        totals.fetched_blocks += statistics.fetched_blocks
+        totals.hit_store_tokens += statistics.hit_store_tokens
 
 
 def _raise_failure(task: asyncio.Task[None]) -> None:
@@ -250,11 +324,14 @@ def soak(
     while (elapsed := time.monotonic() - begin) < seconds:
         policy, device, loop = kinds[number % len(kinds)]
         round_seed = seed * 1_000_003 + number
-        verify = VERIFY[number % len(VERIFY)]
-        one = Round(round_seed, policy, device, verify, totals)
+        verify, stores = VERIFY[number % len(VERIFY)], STORES[number % len(STORES)]
         loop_errors: list[dict[str, object]] = []
         try:
-            with asyncio.Runner(loop_factory=LOOPS[loop]) as runner:
+            with (
+                tempfile.TemporaryDirectory(prefix="aiokv-soak-") as folder,
+                asyncio.Runner(loop_factory=LOOPS[loop]) as runner,
+            ):
+                one = Round(round_seed, policy, device, verify, stores, Path(folder), totals)
                 runner.get_loop().set_exception_handler(_collect_into(loop_errors))
                 runner.run(one.run(min(round_seconds, seconds - elapsed + 0.01), log))
                 gc.collect()  # "exception was never retrieved" comes with the last reference
@@ -263,7 +340,8 @@ def soak(
             if number and (left := _open() - before):
                 raise Violation(f"threads or descriptors remain: {left}")
         except (Violation, WrongBytes) as error:
-            raise SoakFailure(seed, number, f"{policy}, {device}, {verify}, {loop}", one) from error
+            kind = f"{policy}, {device}, {verify}, {loop}, stores {stores}"
+            raise SoakFailure(seed, number, kind, one) from error
         before = before if number else _open()  # the first loop opens libuv's own pipes
         number += 1
         whole = min(int(time.monotonic() - begin), int(seconds))

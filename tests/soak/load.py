@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from aiokv.errors import (
     AllocateTimeout,
+    ClosedError,
     LeaseError,
     RequestTooLarge,
     TransferError,
@@ -19,12 +22,16 @@ from aiokv.errors import (
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterator
 
     from aiokv import CacheEngine, Lease
     from tests.harness.memory import Memory
+    from tests.soak.stores import RoundStores
 
 SALTS = ("", "tenant-a", "tenant-b")
+STORE_TIMEOUTS = (None, 0.0, 0.002)
+LATE_PASSES = 12  # of the loop, until a late runner has written
+VERSIONS = 3  # of the weights that may come back
 
 
 class Violation(Exception):
@@ -34,10 +41,13 @@ class Violation(Exception):
 class Load:
     """Random requests against one engine; ``log`` holds the last operations."""
 
-    def __init__(self, engine: CacheEngine, memory: Memory, rng: random.Random) -> None:
+    def __init__(
+        self, engine: CacheEngine, memory: Memory, rng: random.Random, stores: RoundStores
+    ) -> None:
         self.engine = engine
         self.memory = memory
         self.rng = rng
+        self.stores = stores
         self.operations = 0
         self.hit_tokens = 0
         self.cancelled = 0
@@ -45,7 +55,9 @@ class Load:
         self.late_writes = 0
         self.corrupted_blocks = 0
         self.corrupted_found = 0
+        self.new_weights = max(memory.weights, VERSIONS)
         self.stopping = False
+        self.closing = False
         self.log: deque[tuple[object, ...]] = deque(maxlen=60)
 
     def note(self, *what: object) -> None:
@@ -60,9 +72,19 @@ class Load:
 
     async def client(self, name: str) -> None:
         """Serve requests in sequence until stopped."""
-        while not self.stopping:
-            await self.act(name)
-            await asyncio.sleep(0)
+        with self.until_closed():
+            while not self.stopping:
+                await self.act(name)
+                await asyncio.sleep(0)
+
+    @contextmanager
+    def until_closed(self) -> Iterator[None]:
+        """End at the ``ClosedError`` of an engine that the round closes."""
+        try:
+            yield
+        except ClosedError:
+            if not self.closing:
+                raise
 
     async def act(self, name: str) -> None:
         draw = self.rng.random()
@@ -99,11 +121,16 @@ class Load:
         at_once = rng.random() < 0.2
         timeout = rng.choice((None, None, None, 0.0, 0.002))
         wait_pending = rng.choice((0.0, 0.0, 0.01, 10.0))
+        wait_store = rng.choice((0.0, 0.001, 0.01, math.inf))
         try:
             if at_once:
                 return lease.try_allocate(n)
             await lease.allocate(
-                n, priority=rng.randint(0, 2), timeout=timeout, wait_pending=wait_pending
+                n,
+                priority=rng.randint(0, 2),
+                timeout=timeout,
+                wait_pending=wait_pending,
+                wait_store=wait_store,
             )
         except (AllocateTimeout, RequestTooLarge):
             return False
@@ -113,7 +140,12 @@ class Load:
         ttl = self.rng.choice((0.0, 0.002, 0.02))
         self.note(name, "prefetch", ttl)
         try:
-            await self.engine.prefetch(self.prompt(), salt=self.rng.choice(SALTS), ttl_seconds=ttl)
+            await self.engine.prefetch(
+                self.prompt(),
+                salt=self.rng.choice(SALTS),
+                ttl_seconds=ttl,
+                timeout=self.rng.choice(STORE_TIMEOUTS),
+            )
         except TransferError as error:
             self.note_failure(error)
 
@@ -122,7 +154,10 @@ class Load:
         tokens, salt = self.prompt(), self.rng.choice(SALTS)
         try:
             pin = await self.engine.pin(
-                tokens, salt=salt, ttl_seconds=self.rng.choice((None, 0.002))
+                tokens,
+                salt=salt,
+                ttl_seconds=self.rng.choice((None, 0.002)),
+                timeout=self.rng.choice(STORE_TIMEOUTS),
             )
         except WouldBlock:
             return
@@ -152,19 +187,32 @@ class Load:
 
     async def operate(self) -> None:
         """Run one of the operator's actions at random intervals."""
-        while not self.stopping:
-            for _ in range(self.rng.randint(5, 100)):
-                await asyncio.sleep(0)
-                if self.stopping:
-                    break
-            await self.rng.choice(self.acts())()
+        with self.until_closed():
+            while not self.stopping:
+                for _ in range(self.rng.randint(5, 100)):
+                    await asyncio.sleep(0)
+                    if self.stopping:
+                        break
+                await self.rng.choice(self.acts())()
 
     def acts(self) -> list[Callable[[], Awaitable[None]]]:
         acts = [self.evict] * 3
         acts += [self.reset, self.resize, self.quiesce, self.hold, self.update_weights, self.sleep]
-        if self.engine.config.verify == "checksum":
+        if self.engine.config.verify == "checksum" and not self.stores.kinds:
             acts += [self.corrupt] * 4
         return acts
+
+    async def break_stores(self) -> None:
+        """Cause faults of the stores at random intervals."""
+        while not self.stopping:
+            for _ in range(self.rng.randint(20, 400)):
+                await asyncio.sleep(0)
+                if self.stopping:
+                    return
+            if acts := self.stores.acts():
+                act = self.rng.choice(acts)
+                self.note("store", act.__name__)
+                await act()
 
     async def evict(self) -> None:
         tier = self.rng.choice(("device", "device", "host"))
@@ -240,12 +288,18 @@ class Load:
             self.engine.resume()
 
     async def update_weights(self) -> None:
-        self.note("operator", "update weights")
+        """Go to weights that were used before, whose blocks the stores have, or to new ones."""
+        weights = self.rng.randrange(VERSIONS)
+        version = None if self.rng.random() < 0.3 else str(weights)
+        if version is None:
+            self.new_weights += 1
+            weights = self.new_weights
+        self.note("operator", "update weights", version)
         try:
-            async with self.engine.updating_weights(timeout=0.05):
+            async with self.engine.updating_weights(timeout=0.05, version=version):
                 for _ in range(4):  # earlier leases have recorded the old weights
                     await asyncio.sleep(0)
-                self.memory.weights += 1
+                self.memory.weights = weights
         except TimeoutError:
             self.note("operator", "update timed out")
 
@@ -385,7 +439,7 @@ class Request:
         self.load.note(self.name, "compute late", first, last)
         with self.load.engine.computing([self.lease]) as batch:
             batch.ends_with(runner.done)
-            runner.start(passes=self.load.rng.randint(0, 12))
+            runner.start(passes=self.load.rng.randint(0, LATE_PASSES))
             self.load.late_writes += 1
             while not runner.done.done():  # noqa: ASYNC110
                 await asyncio.sleep(0)

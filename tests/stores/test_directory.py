@@ -383,7 +383,8 @@ def test_arguments_and_url(tmp_path: Path) -> None:
     assert store.url == f"directory:{tmp_path}"
     assert store.statistics().capacity_bytes == 1024
     for url, reason in (
-        ("directory:", "names no folder"),
+        ("directory:", "'directory:' has no path"),
+        ("directory://mnt/kv", "has a host"),
         ("directory:/kv?size=1", "option 'size' of directory:/kv is unknown"),
         ("directory:/kv?bytes=1XB", "size is '1XB'"),
         ("directory:/kv?fsync=maybe", "value is 'maybe'"),

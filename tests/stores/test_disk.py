@@ -95,6 +95,39 @@ async def test_second_store_of_the_process_is_refused_and_leaves_the_first(tmp_p
 
 
 @pytest.mark.asyncio
+async def test_store_of_this_process_names_the_remedy(tmp_path: Path) -> None:
+    blocks = small_blocks()
+    async with opened(small_store(tmp_path), blocks):
+        with pytest.raises(ConfigError, match=r"until aclose\(\) of that engine"):
+            await small_store(tmp_path).open(blocks.memory)
+
+
+@pytest.mark.asyncio
+async def test_forked_process_does_not_keep_the_store_of_its_killed_parent(tmp_path: Path) -> None:
+    program = (
+        "import os, signal, sys; from pathlib import Path\n"
+        "from aiokv.stores.disk.lock import DirectoryLock\n"
+        "lock = DirectoryLock(Path(sys.argv[1]))\n"
+        "if os.fork():\n"
+        "    os.read(int(sys.argv[2]), 1)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "os.write(int(sys.argv[3]), b'x'); sys.stdin.read()\n"
+    )
+    reading, writing = os.pipe()
+    with subprocess.Popen(  # noqa: ASYNC220
+        [sys.executable, "-c", program, str(tmp_path), str(reading), str(writing)],
+        stdin=subprocess.PIPE,
+        pass_fds=(reading, writing),
+    ) as process:
+        process.wait()
+        blocks = small_blocks()
+        async with opened(small_store(tmp_path), blocks) as store:
+            assert await save(store, blocks, [1]) == [DONE]
+    os.close(reading)
+    os.close(writing)
+
+
+@pytest.mark.asyncio
 async def test_store_of_another_process_is_refused_with_its_id(tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path\n"

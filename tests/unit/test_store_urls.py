@@ -35,6 +35,12 @@ def test_stores_and_uses_are_taken_as_they_are():
         (["directory:/x?save=maybe"], "save.*'maybe'.*true or false"),
         (["directory:/x?deadline=soon"], "deadline.*'soon'.*seconds"),
         (["directory:/x?deadline=-1"], "deadline_seconds is -1.0"),
+        (["directory:/x?deadline=1&deadline=2"], "deadline.*given twice"),
+        (["directory://mnt/kv"], "'directory://mnt/kv' has a host.*directory:/mnt"),
+        (["disk://nvme/kv?bytes=1GiB"], "'disk://nvme/kv' has a host.*disk:/nvme/kv"),
+        (["disk:?bytes=1GiB"], "'disk:' has no path.*disk:/nvme/kv"),
+        (["disk:/nvme/kv"], "'disk:/nvme/kv' has no bytes.*bytes=400GiB"),
+        (["redis://[::1"], "malformed"),
         (["directory:/x?speed=9"], "'speed'.*unknown"),
         ([None], "must be a Store"),
     ],
@@ -48,6 +54,14 @@ def test_errors_do_not_show_the_password_of_a_url():
     with pytest.raises(ConfigError) as caught:
         stores_from(["redys://user:secret@host/0"])
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["", None, 3, "/nvme\0/kv", b"/nvme/kv"])
+def test_wrong_paths_are_refused(path):
+    with pytest.raises(ConfigError, match=r"path is .*; it must be the path of a folder"):
+        stores.DiskStore(path, bytes="1GiB")
+    with pytest.raises(ConfigError, match=r"path is .*; it must be the path of a folder"):
+        stores.DirectoryStore(path)
 
 
 def test_stores_of_the_environment_are_separated_by_spaces(monkeypatch, tmp_path):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 from typing import TYPE_CHECKING, Any, Final, Self
-from urllib.parse import unquote, urlsplit
 
 import numpy as np
 
@@ -15,10 +13,11 @@ from aiokv.observe.logs import Log
 from aiokv.stores.base import Result, Store, StoreMemory, StoreStatistics, split_keys
 from aiokv.stores.directory.files import NoRoom, ObjectFiles
 from aiokv.stores.directory.quota import DirectoryQuota
-from aiokv.stores.options import parse_bytes, parse_flag, url_options
+from aiokv.stores.options import parse_bytes, parse_flag, store_path, url_options, url_path
 from aiokv.stores.threads import StoreThreads
 
 if TYPE_CHECKING:
+    import os
     import threading
     from collections.abc import Callable
 
@@ -59,7 +58,7 @@ class DirectoryStore(Store):
         fsync: bool = False,
         threads: int = 4,
     ) -> None:
-        self._path = os.path.abspath(path)
+        self._path = store_path(path)
         if threads < 1:
             raise ConfigError(f"threads is {threads}; it must be at least 1")
         self.url = f"directory:{self._path}"
@@ -80,11 +79,9 @@ class DirectoryStore(Store):
         """Return the store of ``directory:/path?bytes=400GiB&fsync=true&threads=8``.
 
         Raises:
-            ConfigError: the URL has no path, or an option is unknown or out of range.
+            ConfigError: the URL has a host or no path, or an option is unknown or out of range.
         """
-        path = unquote(urlsplit(url).path)
-        if not path:
-            raise ConfigError(f"{url!r} names no folder", hint="write directory:/mnt/shared/kv")
+        path = url_path(url, "directory:/mnt/shared/kv")
         options: dict[str, Callable[[str], Any]] = {
             "bytes": parse_bytes,
             "fsync": parse_flag,

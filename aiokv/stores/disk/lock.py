@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import weakref
 from typing import TYPE_CHECKING, Final
 
 from aiokv.errors import ConfigError
@@ -19,6 +20,8 @@ _READ_ONLY: Final = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 class DirectoryLock:
     """The lock of a directory, held until ``release`` or the end of the process.
+
+    A process that was forked from this one does not hold it.
 
     Args:
         path: the directory.
@@ -44,13 +47,18 @@ class DirectoryLock:
         except BlockingIOError:
             holder = os.pread(self._fd, 32, 0).decode(errors="replace").strip() or "unknown"
             os.close(self._fd)
+            hint = "give each engine and each rank a path of its own"
+            if holder == str(os.getpid()):
+                hint += (
+                    "; this process uses it until aclose() of that engine, on that engine's loop"
+                )
             raise ConfigError(
-                f"the disk store {str(path)!r} is in use by process {holder}",
-                hint="give each engine and each rank a path of its own",
+                f"the disk store {str(path)!r} is in use by process {holder}", hint=hint
             ) from None
         except OSError:
             os.close(self._fd)
             raise
+        _held.add(self)
         if writable:
             # A full disk has no room for the process id, which is only for messages.
             with contextlib.suppress(OSError):
@@ -59,6 +67,20 @@ class DirectoryLock:
 
     def release(self) -> None:
         """Let other processes use the directory. Idempotent."""
+        _held.discard(self)
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+_held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
+
+
+def _release_in_child() -> None:
+    """Close the descriptors that a forked process got; the parent process keeps its locks."""
+    for lock in list(_held):
+        lock.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_release_in_child)

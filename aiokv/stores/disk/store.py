@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import math
-import os
 import time
 from typing import TYPE_CHECKING, Final, Self
-from urllib.parse import unquote, urlsplit
 
 import numpy as np
 
@@ -18,9 +16,11 @@ from aiokv.stores.base import KEY_BYTES, Result, Store, StoreStatistics
 from aiokv.stores.disk.opened import OpenStore
 from aiokv.stores.disk.transfers import SHORT, error_text
 from aiokv.stores.disk.volume import Volume
-from aiokv.stores.options import parse_bytes, url_options
+from aiokv.stores.options import parse_bytes, store_path, url_options, url_path
 
 if TYPE_CHECKING:
+    import os
+
     from numpy.typing import NDArray
 
     from aiokv.stores.base import StoreMemory
@@ -67,7 +67,8 @@ class DiskStore(Store):
         ttl_seconds: float | None = None,
         volume: Volume | None = None,
     ) -> None:
-        self.url = f"disk:{os.path.abspath(path)}"
+        folder = store_path(path)
+        self.url = f"disk:{folder}"
         self.max_concurrent = 8
         self._capacity_bytes = parse_bytes(bytes)
         self._min_free_bytes = 0 if min_free_bytes in (0, "0") else parse_bytes(min_free_bytes)
@@ -79,7 +80,7 @@ class DiskStore(Store):
             if ttl_seconds is None
             else checks.seconds("ttl_seconds", ttl_seconds, error=ConfigError, minimum=0)
         )
-        self._volume = Volume(os.path.abspath(path)) if volume is None else volume
+        self._volume = Volume(folder) if volume is None else volume
         self._open: OpenStore | None = None
         self._closing: asyncio.Future[None] | None = None
 
@@ -88,10 +89,11 @@ class DiskStore(Store):
         """Return the store of ``disk:/nvme/kv?bytes=400GiB&fsync_seconds=0``.
 
         Raises:
-            ConfigError: the URL has no path or no ``bytes``, or an option is unknown or out of
-                range.
+            ConfigError: the URL has a host, no path or no ``bytes``, or an option is unknown or out
+                of range.
         """
-        path = unquote(urlsplit(url).path)
+        example = "disk:/nvme/kv?bytes=400GiB"
+        path = url_path(url, example)
         options = url_options(
             url,
             {
@@ -101,9 +103,9 @@ class DiskStore(Store):
                 "ttl_seconds": float,
             },
         )
-        if not path or "bytes" not in options:
+        if "bytes" not in options:
             raise ConfigError(
-                f"{url!r} needs a path and bytes", hint="write disk:/nvme/kv?bytes=400GiB"
+                f"{url!r} has no bytes, the limit of the store", hint=f"write {example}"
             )
         return cls(path, **options)
 
