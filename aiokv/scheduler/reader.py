@@ -125,11 +125,15 @@ class CacheReader:
         return self._core.cached_store_tokens(lease_id)
 
     def missing(self, lease_id: int) -> tuple[int, bytes]:
-        """Return the blocks of a matched lease's prompt that no tier has, up to the hit limit.
+        """Return the first blocks of a matched lease's prompt that no tier has.
+
+        One call returns at most 2,048 blocks and 32,768 tokens, so that it takes at most 1 ms. The
+        blocks behind them are returned by later calls, when those before them are cached.
 
         Returns:
-            (block, digests): index of the first one, and 32 bytes per block. No digests if there is
-            none, there are no stores, or the model has recurrent state or sliding windows.
+            (block, digests): index of the first one, and 32 bytes per block, up to the hit limit.
+            No digests if there is none, there are no stores, or the model has recurrent state or
+            sliding windows.
         """
         return self._core.missing(lease_id)
 

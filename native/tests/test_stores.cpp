@@ -138,6 +138,44 @@ TEST(missing_digests_follow_what_is_cached) {
     CHECK(digests_of(whole) == std::pair(none, all));
 }
 
+TEST(long_prompts_are_fetched_in_parts) {
+    constexpr std::size_t kPart = Fetches::kMostMissing;
+    constexpr std::size_t kBlocks = 2 * kPart + 5;
+    const auto parts_of = [](std::uint32_t block_tokens, std::size_t blocks) {
+        CoreConfig config = config_of(8, kBlocks);
+        config.block_tokens = block_tokens;
+        Cache cache(config);
+        Prompt prompt(blocks * block_tokens + 1);
+        for (std::size_t i = 0; i < prompt.size(); ++i) prompt[i] = static_cast<std::int32_t>(i);
+        const LeaseId id = cache.match(prompt);
+        std::vector<std::size_t> parts;
+        Digest parent = root_digest(block_tokens, "salt");
+        for (std::size_t block = 0; block < blocks;) {
+            const Missing missing = cache.core.missing(id);
+            CHECK_EQ(missing.first_block, block);
+            for (const Digest& digest : missing.digests) {
+                parent = block_digest(
+                    parent, Tokens(prompt).subspan(block++ * block_tokens, block_tokens), {});
+                CHECK(digest == parent);
+            }
+            parts.push_back(missing.digests.size());
+            cache.complete(cache.fetch(id, blocks));
+        }
+        CHECK(cache.core.missing(id).digests.empty());
+        CHECK_EQ(cache.core.evict_host(1), 1u);
+        CHECK_EQ(cache.core.missing(id).digests.size(), 1u);
+        CHECK_EQ(cache.core.missing(cache.match(prompt)).digests.size(), 1u);
+        CHECK(cache.core.missing(cache.match(prompt)).digests.front() == parent);
+        CHECK_EQ(cache.core.evict_host(kBlocks), blocks - 1);
+        CHECK_EQ(cache.core.missing(id).digests.size(), parts.front());
+        return parts;
+    };
+    CHECK(parts_of(2, kBlocks) == std::vector<std::size_t>({kPart, kPart, 5}));
+    CHECK(parts_of(16, kPart + 1) == std::vector<std::size_t>({kPart, 1}));
+    CHECK(parts_of(64, kPart / 4 + 1) == std::vector<std::size_t>({kPart / 4, 1}));
+    CHECK(parts_of(64 * kPart, 2) == std::vector<std::size_t>({1, 1}));
+}
+
 TEST(a_fetch_inserts_the_proven_prefix_only_at_its_end) {
     Cache cache(8, 8);
     const LeaseId lease = cache.match(kPrompt);

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 MAX_SAVES = 4  # in flight
 SAVE_BLOCKS = 256
+MISSING_BLOCKS = 2048  # of one answer, for blocks of up to 16 tokens
 DONE, REFUSED = 0, 3  # results of a block of a save
 
 
@@ -91,11 +92,12 @@ class StoringModel(PrefixCacheModel):
     # --- fetches ------------------------------------------------------------------------------
 
     def missing(self, lease: Lease) -> tuple[int, list[Key]]:
-        """Return the first block of a prompt that is not cached, and the keys from there on."""
+        """Return the first block of a prompt that is not cached, and the next keys from there."""
         if lease.granted or not self.has_host:
             return 0, []
         first = len(self.cached(lease))
-        return first, [self.key(lease, i + 1) for i in range(first, self._most_blocks(lease))]
+        end = min(self._most_blocks(lease), first + MISSING_BLOCKS)
+        return first, [self.key(lease, i + 1) for i in range(first, end)]
 
     def fetch_of(self, key: Key) -> int:
         """Return the fetch that brings the block; 0 for none."""

@@ -206,6 +206,20 @@ def test_fetched_blocks_are_hit_and_counted():
     assert (statistics.fetched_blocks, statistics.unfetched_blocks) == (2, 1)
 
 
+def test_long_prompt_is_fetched_in_parts_of_2048_blocks():
+    blocks = 2048 + 3
+    scheduler = scheduler_of(8, host_blocks=blocks)
+    lease_id = matched(scheduler, 1, blocks + 1)
+    for first, part in ((0, 2048), (2048, 3)):
+        found, digests = scheduler.read.missing(lease_id)
+        assert (found, len(digests)) == (first, part * 32)
+        transfer_id, effects = scheduler.fetch(lease_id, blocks, Priority.DEMAND)
+        assert effects.submit[0].digests == digests
+        effects.clear()
+        completed(scheduler, transfer_id)
+    assert scheduler.read.missing(lease_id) == (blocks, b"")
+
+
 def test_lease_joins_a_fetch_and_makes_it_more_urgent():
     scheduler = scheduler_of(8)
     first, second = (matched(scheduler, 1, 4) for _ in range(2))

@@ -115,7 +115,7 @@ class EvictionQueue {
         return next != kFront && runs_[next].cell == runs_[id].cell ? next : kFront;
     }
     void open_run(std::uint64_t kind);
-    void close_run(RunId id);
+    [[gnu::noinline]] void close_run(RunId id);  // keeps remove() short, which is called per block
     void enter_cell(RunId id, Cell cell);
     void leave_cell(RunId id);
     void choose_victim(Cell cell);

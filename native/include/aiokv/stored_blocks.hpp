@@ -33,6 +33,11 @@ class StoredBlocks {
     bool exist() const { return exist_; }
 
     const Digest& digest(NodeId node);
+    // As computed before the node was made.
+    void set_digest(NodeId node, const Digest& digest) {
+        set(node, kDigestKnown);
+        digests_[node] = digest;
+    }
     // Of the block behind `parent`.
     Digest digest_below(const Digest& parent, Tokens tokens, ItemKey items) const;
 

@@ -12,8 +12,8 @@ bool Fetches::may_fetch(const Lease& lease) const {
     return stored_.exist() && lease.is(LeaseState::kMatched);
 }
 
-// Of the blocks that no tier has. The digests are computed once: several calls ask for them until
-// the lease is granted, and its tokens do not change before that.
+// Of the first blocks that no tier has. The digests are computed once: several calls ask for them
+// until the lease is granted, and its tokens do not change before that.
 std::span<const Digest> Fetches::digests_of(Lease& lease, const Matching::Frontier& cached) {
     std::vector<Digest>& digests = lease.digests;
     if (cached.first < lease.first_digest || cached.first > lease.first_digest + digests.size()) {
@@ -21,13 +21,16 @@ std::span<const Digest> Fetches::digests_of(Lease& lease, const Matching::Fronti
     }
     if (digests.empty()) lease.first_digest = static_cast<std::uint32_t>(cached.first);
     const std::size_t size = config_.block_tokens;
-    for (std::size_t block = lease.first_digest + digests.size(); block < cached.limit; ++block) {
+    const std::size_t most = std::clamp<std::size_t>(kMostMissingTokens / size, 1, kMostMissing);
+    const std::size_t end = std::min(cached.limit, cached.first + most);
+    for (std::size_t block = lease.first_digest + digests.size(); block < end; ++block) {
         const Digest parent = digests.empty() ? stored_.digest(cached.end) : digests.back();
         digests.push_back(stored_.digest_below(parent,
                                                Tokens(lease.tokens).subspan(block * size, size),
                                                key_of(lease.item_keys, block)));
     }
-    return std::span(digests).subspan(cached.first - lease.first_digest);
+    return std::span(digests).subspan(cached.first - lease.first_digest,
+                                      std::max(end, cached.first) - cached.first);
 }
 
 Missing Fetches::missing(Lease& lease) {
@@ -109,6 +112,7 @@ void Fetches::insert(const Fetch& fetch, std::uint32_t good_blocks) {
         if (!residency_.give_host_copy(found, fetch.host_blocks[i])) {
             residency_.free_host({&fetch.host_blocks[i], 1});
         }
+        stored_.set_digest(node, fetch.digests[i]);
         stored_.set(node, kStored);
         if (!found.is_new) continue;
         stored_.set(node, kFetched);

@@ -136,7 +136,8 @@ NodeId PrefixTree::find_child(NodeId parent, const std::int32_t* tokens, ItemKey
                                        [&](NodeId node) { return equal(node, tokens, items); });
 }
 
-NodeId PrefixTree::add_child(NodeId parent, const std::int32_t* tokens, ItemKey items) {
+// Inline: called per published block.
+inline NodeId PrefixTree::add_child(NodeId parent, const std::int32_t* tokens, ItemKey items) {
     const NodeId id = new_node();
     nodes_[id].parent = parent;
     store(id, tokens);
