@@ -11,7 +11,7 @@ import pytest
 import uvloop
 
 from aiokv import cli
-from aiokv.stores import DirectoryStore
+from aiokv.stores import DirectoryStore, StoreUse
 from aiokv.stores.base import PITCH_BYTES
 from aiokv.stores.disk import DiskStore
 from aiokv.stores.disk.layout import segment_name
@@ -57,9 +57,9 @@ def serve(
     """
 
     async def run() -> int:
-        async with Cache(
-            device_blocks=16, host_blocks=16, device=ScriptedDevice(), stores=[make(path)]
-        ) as cache:
+        store = StoreUse(make(path), deadline_seconds=60.0, lookup_deadline_seconds=60.0)
+        sizes = {"device_blocks": 16, "host_blocks": 16}
+        async with Cache(device=ScriptedDevice(), stores=[store], **sizes) as cache:
             lease = cache.engine.match(A)
             await lease.allocate(len(A), wait_store=math.inf)
             await lease.layers.wait_all()
@@ -67,7 +67,8 @@ def serve(
             cached = lease.cached_tokens // BLOCK_TOKENS
             if flipped is not None:
                 await run_until_idle(lambda: wrong_bytes_are_gone(cache, path, flipped))
-                assert cache.engine.store_statistics()[0].wrong_blocks == 1
+                # A second load may find the block before it is removed.
+                assert cache.engine.store_statistics()[0].wrong_blocks in (1, 2)
             cache.compute(lease, A)
             lease.release()
             for tokens in others:

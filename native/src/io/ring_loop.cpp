@@ -6,6 +6,8 @@
 #include <cerrno>
 #include <utility>
 
+#include "populate.hpp"
+
 namespace aiokv {
 namespace {
 
@@ -65,6 +67,7 @@ void RingLoop::do_registrations() {
 }
 
 void RingLoop::register_buffer(const Registration& registration) {
+    if (may_lock(registration.num_bytes)) populate(registration.address, registration.num_bytes);
     RegisteredBuffers more = buffers_.with(registration.address, registration.num_bytes);
     const int error = ring_.register_buffers(more.iovecs());
     if (error == 0) {
