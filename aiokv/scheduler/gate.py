@@ -27,6 +27,11 @@ class Gate:
         self._holds = 0
         self.closed = False
 
+    @property
+    def has_one_hold(self) -> bool:
+        """True while there is one hold, and no pause: nothing else than the holder waits."""
+        return self._holds == 1 and not self._pauses
+
     def change(self, change: GateChange) -> None:
         """Begin or end one pause or hold, or turn a hold into a pause.
 

@@ -462,6 +462,33 @@ async def test_stores_follow_the_host_tier_to_sleep_and_back():
         lease.release()
 
 
+async def test_blocks_that_are_queued_are_saved_before_the_host_tier_sleeps():
+    store = ScriptedStore()
+    async with cache(store, device_blocks=16, host_blocks=16) as c:
+        lease = c.engine.match(A)
+        await lease.allocate(len(A))
+        sleeping = asyncio.create_task(c.engine.sleep(["host"]))
+        await spin(20)
+        c.compute(lease, A)  # admission is held by now
+        lease.release()
+        await sleeping
+        assert len(store.objects) == 4
+        await c.engine.wake_up(["host"])
+
+
+async def test_no_block_is_saved_before_sleep_while_the_weights_are_updated():
+    store = ScriptedStore()
+    async with cache(store, device_blocks=16, host_blocks=16) as c:
+        lease = c.engine.match(A)
+        await lease.allocate(len(A))
+        async with c.engine.updating_weights(version="2"):
+            c.compute(lease, A)
+            lease.release()
+            await c.engine.sleep(["host"])
+            assert not store.objects
+        await c.engine.wake_up(["host"])
+
+
 async def test_reset_during_a_fetch_drops_what_it_brings():
     store = await restarted(A)
     async with cache(store) as c:
