@@ -612,7 +612,9 @@ class CacheEngine(Unique):
           host copy stay cached in host memory, where a match hits them after ``wake_up``; under
           ``"write_back"`` the engine first saves the other blocks while the host tier has room.
         - ``"host"``: the engine frees the host arena. It also waits for swapped leases, whose
-          tables are in host memory.
+          tables are in host memory. With stores it first saves the blocks that are queued for them,
+          and begins no more saves after 30 s; nothing is saved during a pause, an update of the
+          weights, or while the device tier is asleep already.
 
         Args:
             tags: ``"device"``, ``"host"``, or both.

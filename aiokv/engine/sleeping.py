@@ -6,7 +6,9 @@ import asyncio
 from typing import TYPE_CHECKING, Final, get_args
 
 from aiokv import checks
+from aiokv.engine.lifecycle import SAVE_SECONDS
 from aiokv.errors import LayoutError, UsageError
+from aiokv.observe.logs import Log
 from aiokv.types import Tier
 from aiokv.worker.regions import Regions
 
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 
     from aiokv.engine.control import Control
     from aiokv.engine.parts import Parts
+
+log = Log(__name__)
 
 TIERS: Final[tuple[Tier, ...]] = get_args(Tier)
 
@@ -66,6 +70,8 @@ class Sleep:
             if "device" in falling and "host" not in falling | self.asleep and self._saves_first:
                 while apply(scheduler.save(self._read.device_blocks)):
                     await self._control.drain(None)
+            if "host" in falling and scheduler.has_stores:
+                await self._save_to_stores()
             self._lifetime.check_open()
             apply(scheduler.sleep(falling))
         except BaseException:
@@ -76,6 +82,16 @@ class Sleep:
         self.asleep |= falling
         if "device" in falling:
             self.regions = self.regions.without_tensors()
+
+    async def _save_to_stores(self) -> None:
+        """Save the queued blocks; begin no more saves after ``SAVE_SECONDS``."""
+        loop, collect = self._lifetime.loop, self._scheduler.collect_saves
+        until = loop.time() + SAVE_SECONDS
+        while self._dispatcher.apply(collect(by_holder=True)):
+            await self._worker.drain()
+            if loop.time() >= until:
+                log.warning("engine.not_saved", waited_seconds=SAVE_SECONDS)
+                return
 
     def _num_keepers(self, falling: frozenset[Tier]) -> int:
         """Return the number of leases that ``_keepers`` names, in constant time."""

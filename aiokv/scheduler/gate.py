@@ -29,6 +29,11 @@ class Gate:
         self.closed = False
         self.held = False
 
+    @property
+    def has_one_hold(self) -> bool:
+        """True while there is one hold, and no pause: nothing else than the holder waits."""
+        return self._holds == 1 and not self._pauses
+
     def change(self, change: GateChange) -> None:
         """Begin or end one pause or hold, or turn a hold into a pause.
 

@@ -734,12 +734,17 @@ class CacheScheduler:
             return 0, self._outbox.pending
         return self._fetches.begin(lease_id, num_blocks, priority), self._outbox.pending
 
-    def collect_saves(self) -> tuple[bool, Effects]:
+    def collect_saves(self, *, by_holder: bool = False) -> tuple[bool, Effects]:
         """Begin a save of blocks to the stores; return False if there are none.
 
         ``Effects.collect`` requests this call, too.
+
+        Args:
+            by_holder: True if the caller has one hold of the gate: it forbids this save only if
+                there is another hold, or a pause.
         """
-        return self.has_stores and self._store_saver.collect(), self._outbox.pending
+        begun = self.has_stores and self._store_saver.collect(by_holder=by_holder)
+        return begun, self._outbox.pending
 
     def save(self, num_blocks: int) -> tuple[int, Effects]:
         """Begin to save the blocks that must be saved before ``num_blocks`` can be evicted.

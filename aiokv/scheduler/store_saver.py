@@ -44,9 +44,14 @@ class StoreSaver:
         if self._core.wants_saves() and self.is_active:
             self._outbox.request_collect()
 
-    def collect(self) -> bool:
-        """Begin one save of the blocks that are due; return False if there are none."""
-        if self.is_active:
+    def collect(self, *, by_holder: bool = False) -> bool:
+        """Begin one save of the blocks that are due; return False if there are none.
+
+        Args:
+            by_holder: True if the caller has one hold of the gate, which then forbids no save. With
+                another hold or a pause, the weights may be changing.
+        """
+        if self.is_active or (by_holder and not self.stopped and self._gate.has_one_hold):
             # As in Saver: an interrupt must not lose the id of a save that has begun.
             self._begun.extend(starmap(self._core.take_saves, ((),)))
         submitted = self.submit_begun()

@@ -21,11 +21,13 @@ from aiokv.plan import FETCH, TransferPlan, id_bytes
 from aiokv.scheduler.reader import CacheReader
 from aiokv.stores import StoreUse
 from aiokv.stores.base import KEY_BYTES
-from aiokv.testing import ScriptedDevice, ScriptedStore, running_clock, spin
+from aiokv.testing import ScriptedDevice, ScriptedStore, run_until_idle, running_clock, spin
 from tests.harness.cache import BLOCK_TOKENS, Cache, prompt
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from aiokv import Lease
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.clock]
 
@@ -33,8 +35,33 @@ A, B = prompt(1, 4), prompt(2, 4)
 LONG = prompt(3, 6)
 
 
-def cache(*stores: Any, **config: Any) -> Cache:
-    return Cache(device=ScriptedDevice(), stores=stores, **config)
+class StoreCache(Cache):
+    """Cache whose test fails without waiting for what it has held or delayed."""
+
+    def __init__(self, *stores: Any, **config: Any) -> None:
+        super().__init__(device=ScriptedDevice(), stores=stores, **config)
+        self.stores = stores
+
+    async def __aexit__(self, exc_type: object, exc: object, traceback: object) -> None:
+        leaving = asyncio.create_task(super().__aexit__(exc_type, exc, traceback))
+        while exc is not None and not leaving.done():
+            for store in self.stores:
+                store.end_script()
+            await running_clock().advance(1.0)
+        await leaving
+
+    async def serve_from_stores(self, tokens: np.ndarray) -> Lease:
+        """As ``serve``, with at most ten fetches, and without an advance of the clock."""
+        limit = self.statistics.fetches + 10
+        serving = asyncio.create_task(self.serve(tokens, wait_store=math.inf))
+        await run_until_idle(lambda: serving.done() or self.statistics.fetches > limit)
+        if not serving.done():
+            serving.cancel()
+        return await serving
+
+
+def cache(*stores: Any, **config: Any) -> StoreCache:
+    return StoreCache(*stores, **config)
 
 
 async def filled(*prompts: np.ndarray, **config: Any) -> dict[bytes, bytes]:
@@ -356,7 +383,7 @@ async def test_failing_store_costs_no_request(operation):
     async with cache(store) as c:
         store.fail(operation, error=OSError(5, "EIO"))
         for tokens in (A, B, A):
-            (await c.serve(tokens, wait_store=math.inf)).release()
+            (await c.serve_from_stores(tokens)).release()
         await c.finish()
         assert c.engine.check_invariants() == []
 
@@ -365,7 +392,7 @@ async def test_wrong_blocks_end_the_fetch_before_them():
     store = await restarted(A)
     async with cache(store) as c:
         store.corrupt("load", block=2)
-        lease = await c.serve(A, wait_store=math.inf)
+        lease = await c.serve_from_stores(A)
         assert lease.cached_tokens == 2 * BLOCK_TOKENS
         lease.release()
         assert c.engine.store_statistics()[0].wrong_blocks == 1
@@ -474,8 +501,10 @@ async def test_prefix_that_the_model_computes_sooner_is_not_fetched():
         await running_clock().advance(1.1)
         (await serving).release()  # fetched: nothing was known about the store
         assert c.statistics.fetches == 1
-        (await c.serve(B, wait_store=math.inf)).release()  # the clock stands still
+        serving = asyncio.create_task(c.serve(B, wait_store=math.inf))
+        await run_until_idle(lambda: serving.done() or c.statistics.fetches > 1)
         assert c.statistics.fetches == 1
+        (await serving).release()  # the clock stands still
         hit = asyncio.create_task(c.engine.prefetch(prompt(2, 4)))
         await running_clock().advance(1.1)
         assert (await hit).device_tokens == 16
@@ -592,6 +621,33 @@ async def test_stores_follow_the_host_tier_to_sleep_and_back():
         lease = await c.serve(A, wait_store=math.inf)
         assert lease.cached_tokens == 16
         lease.release()
+
+
+async def test_blocks_that_are_queued_are_saved_before_the_host_tier_sleeps():
+    store = ScriptedStore()
+    async with cache(store, device_blocks=16, host_blocks=16) as c:
+        lease = c.engine.match(A)
+        await lease.allocate(len(A))
+        sleeping = asyncio.create_task(c.engine.sleep(["host"]))
+        await spin(20)
+        c.compute(lease, A)  # admission is held by now
+        lease.release()
+        await sleeping
+        assert len(store.objects) == 4
+        await c.engine.wake_up(["host"])
+
+
+async def test_no_block_is_saved_before_sleep_while_the_weights_are_updated():
+    store = ScriptedStore()
+    async with cache(store, device_blocks=16, host_blocks=16) as c:
+        lease = c.engine.match(A)
+        await lease.allocate(len(A))
+        async with c.engine.updating_weights(version="2"):
+            c.compute(lease, A)
+            lease.release()
+            await c.engine.sleep(["host"])
+            assert not store.objects
+        await c.engine.wake_up(["host"])
 
 
 async def test_reset_during_a_fetch_drops_what_it_brings():
