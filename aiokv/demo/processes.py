@@ -40,7 +40,8 @@ async def call_in_new_process(function: Callable[P, T], /, *args: P.args, **kwar
             await process.wait()
             raise
         if status:
-            raise InternalError(f"a process of the demo ended with status {status}")
+            end = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+            raise InternalError(f"a process of the demo {end}")
         result: T
         result, error = _read(path)
     if error is not None:

@@ -87,3 +87,10 @@ def test_mooncake_is_shared_by_processes(demo: Demo, tmp_path: Path) -> None:
         check_reuse(*demo("--store", f"mooncake://{cluster.address}"))
     finally:
         cluster.kill()
+
+
+def test_wrong_url_is_refused_before_the_first_run(capsys):
+    assert main(["demo", "--store", "disk:"]) == 2
+    printed = capsys.readouterr()
+    assert "'disk:' has no path" in printed.err
+    assert "requests" not in printed.out + printed.err

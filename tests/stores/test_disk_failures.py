@@ -227,6 +227,19 @@ async def test_full_file_system(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
+async def test_store_that_cannot_grow_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocks = small_blocks()
+    store = DiskStore(tmp_path, bytes="4MiB", min_free_bytes="1000000TiB")
+    async with opened(store, blocks):
+        for first in (0, 8):
+            assert await save(store, blocks, range(first, first + 8)) == [Result.REFUSED] * 8
+    (warning,) = [record for record in caplog.records if record.event == "disk.cannot_grow"]
+    assert "min_free_bytes" in warning.getMessage()
+
+
+@pytest.mark.asyncio
 async def test_growth_leaves_space_to_others(tmp_path: Path) -> None:
     path = tmp_path / "small"
     blocks = small_blocks()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from aiokv.errors import StoreError
+from aiokv.observe.logs import Log
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from aiokv.stores.disk.segments import Segments
     from aiokv.stores.disk.volume import Volume
     from aiokv.stores.threads import StoreThreads
+
+log = Log(__name__)
 
 _GROWTH_BYTES: Final = 256 << 20  # allocated at a time
 _EVICTED_AT_ONCE: Final = 1_024  # about 0.5 ms of the loop
@@ -69,6 +72,7 @@ class Room:
             max(table.capacity // 256, min(table.capacity // 16, _SPARE_BYTES // slot_bytes)),
         )
         self._is_full = False  # the files cannot grow
+        self._has_logged_full = False
         self._lock = asyncio.Lock()
 
     async def reserve(self, count: int) -> NDArray[np.int32]:
@@ -118,6 +122,16 @@ class Room:
             ) from error
         self._table.grow(grown)
         self._is_full = grown == 0
+        if self._is_full and not self._has_logged_full:
+            self._has_logged_full = True
+            log.warning(
+                "disk.cannot_grow",
+                path=str(self._volume.path),
+                slots=self._table.limit,
+                capacity_slots=self._table.capacity,
+                min_free_bytes=self._min_free_bytes,
+                reason="the file system has no more space; the store keeps the slots it has",
+            )
         return grown > 0
 
     def _extend(self, wanted: int) -> int:
