@@ -345,9 +345,7 @@ def _checked_url(store: str) -> str:
 def _config(args: argparse.Namespace) -> DemoConfig:
     from aiokv.demo.runs import DemoConfig
     from aiokv.demo.serving import ServingConfig
-    from aiokv.stores import stores_from
 
-    stores_from([args.store] if args.store else [])  # an error, before the first run
     return DemoConfig(
         block_tokens=args.block_tokens,
         device_blocks=args.device_blocks,
