@@ -437,8 +437,13 @@ class Lease(Unique):
         ``append``. It indexes blocks that follow an onload after the onload has completed and been
         verified.
 
+        The bytes of these positions, named or not, are final when the open step has ended: the
+        engine may copy their blocks from then on. ``verify="checksum"`` reports a block that was
+        written later as corrupt.
+
         Args:
-            num_tokens: absolute number of positions; not more than committed before has no effect.
+            num_tokens: absolute number of positions. A number that was committed before shares the
+                blocks that ``append`` has named since, if any.
             ready: event that was recorded on the compute stream after the computation and after all
                 other work of the open step; the call closes the step with this event. None leaves
                 the step open.

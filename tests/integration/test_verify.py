@@ -169,6 +169,51 @@ async def test_fork_copies_the_checksums_of_its_blocks():
         lease.release()
 
 
+async def commit_unnamed(served: Served, *, written: bool):
+    """Return a lease that has committed A, of which it knows the first three token ids."""
+    lease = served.engine.match(A[:3])
+    await lease.allocate(7)
+    served.compute(lease, A if written else A[:3])
+    lease.commit(7)
+    served.engine.step()
+    return lease
+
+
+async def test_blocks_that_are_named_after_their_commit_are_verified():
+    """Sampled tokens can reach the host after their KV was computed."""
+    async with verified() as served:
+        lease = await commit_unnamed(served, written=True)
+        lease.append(A[3:])
+        assert lease.commit(7) == 2
+        lease.release()
+        await served.complete_offloads()
+        await served.engine.evict(8)
+        lease, copy = await onloading(served)
+        copy.complete_all()
+        await lease.layers.wait_all()
+        assert lease.cached_tokens == 6
+        served.check(lease, A, 6)
+        lease.release()
+
+
+async def test_blocks_that_are_written_after_their_commit_are_reported():
+    """A swap or a fork may have copied them before: the copy has the wrong bytes then."""
+    async with verified() as served:
+        lease = await commit_unnamed(served, written=False)
+        served.compute(lease, A, 2)
+        lease.append(A[3:])
+        assert lease.commit(7) == 2
+        lease.release()
+        await served.complete_offloads()
+        await served.engine.evict(8)
+        lease, copy = await onloading(served)
+        copy.complete_all()
+        with pytest.raises(TransferError, match="as committed"):
+            await lease.layers.wait_all()
+        assert lease.recompute_from() == 2
+        lease.release()
+
+
 async def test_checksums_are_computed_when_the_step_is_done():
     """KV that is committed in an open step may not be written yet."""
     served = verified(write_policy="none")

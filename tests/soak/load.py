@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections import deque
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 SALTS = ("", "tenant-a", "tenant-b")
 STORE_TIMEOUTS = (None, 0.0, 0.002)
 LATE_PASSES = 12  # of the loop, until a late runner has written
+CORRUPT = re.compile(r"checksum of host block (\d+)")  # in the error of an onload
 VERSIONS = 3  # of the weights that may come back
 
 
@@ -55,6 +57,7 @@ class Load:
         self.late_writes = 0
         self.corrupted_blocks = 0
         self.corrupted_found = 0
+        self._corrupted_hosts: set[int] = set()
         self.new_weights = max(memory.weights, VERSIONS)
         self.stopping = False
         self.closing = False
@@ -65,8 +68,17 @@ class Load:
         self.log.append((self.operations, *what))
 
     def note_failure(self, error: TransferError) -> None:
+        """Count a failed onload.
+
+        Raises:
+            Violation: the engine reports a host block that the operator has not corrupted.
+        """
         self.failed_onloads += 1
-        self.corrupted_found += "checksum of host block" in str(error)
+        if (reported := CORRUPT.search(str(error))) is None:
+            return
+        if int(reported[1]) not in self._corrupted_hosts:
+            raise Violation(f"an intact block is reported: {error}") from error
+        self.corrupted_found += 1
 
     # --- clients --------------------------------------------------------------------------------
 
@@ -247,6 +259,7 @@ class Load:
         context, prefix, host = self.rng.choice(blocks)
         self.note("operator", "corrupt host block", host)
         self.engine.worker.memory.arena.blocks[host] ^= 0xFF
+        self._corrupted_hosts.add(host)
         self.corrupted_blocks += 1
         await self.read_corrupted(np.append(prefix, np.int32(0)), context.partition(":")[2])
 
@@ -319,7 +332,13 @@ class Load:
 
 
 class Request:
-    """A granted lease and what it has computed."""
+    """A granted lease and what it has computed.
+
+    Attributes:
+        tokens: of all positions that were computed; the lease gets the ids of the sampled ones
+            later, with ``append``.
+        named: positions whose token ids the lease has.
+    """
 
     def __init__(self, load: Load, name: str, lease: Lease, tokens: np.ndarray, salt: str) -> None:
         self.load = load
@@ -327,6 +346,7 @@ class Request:
         self.name = name
         self.lease = lease
         self.tokens = tokens
+        self.named = len(tokens)
         self.salt = salt
         self.weights = load.memory.weights
         self.size = load.memory.block_tokens
@@ -338,6 +358,7 @@ class Request:
             return  # the client ends while its onload runs
         cached = await self.arrive()
         self.check(cached)
+        self.sample()
         if rng.random() < 0.3:
             await self.compute_late(cached, self.lease.num_tokens)
         else:
@@ -393,7 +414,7 @@ class Request:
 
     @property
     def full_tokens(self) -> int:
-        """Return the allocated positions with known tokens."""
+        """Return the allocated positions with tokens."""
         return min(len(self.tokens), self.lease.num_tokens)
 
     async def arrive(self) -> int:
@@ -424,6 +445,22 @@ class Request:
     def check(self, tokens: int) -> None:
         blocks = min(tokens, self.full_tokens) // self.size
         self.memory.check(self.lease.block_table[:blocks], self.words()[:blocks], self.name)
+
+    def sample(self) -> None:
+        """Draw the tokens of the positions behind the known ones.
+
+        A position is computed once, before its commit: its block may be copied from then on.
+        """
+        room = self.lease.num_tokens - len(self.tokens)
+        if room > 0:
+            sampled = np.array([self.load.rng.randint(0, 1) for _ in range(room)], np.int32)
+            self.tokens = np.concatenate([self.tokens, sampled])
+
+    def append(self) -> None:
+        """Give the lease the ids of the sampled tokens, some of which are committed already."""
+        if self.named < len(self.tokens):
+            self.lease.append(self.tokens[self.named :])
+            self.named = len(self.tokens)
 
     def compute(self, begin: int, end: int) -> None:
         first, last = begin // self.size, min(end, self.full_tokens) // self.size
@@ -469,14 +506,11 @@ class Request:
             self.load.note(self.name, "truncate", before)
             lease.truncate(before)
             self.tokens = self.tokens[:before]
+            self.named = min(self.named, before)
             return True
-        begin = min(before, len(self.tokens))  # earlier drafts have no token ids and no bytes yet
-        room = lease.num_tokens - len(self.tokens)
-        if room > 0:
-            named = np.array([rng.randint(0, 1) for _ in range(room)], np.int32)
-            lease.append(named)
-            self.tokens = np.concatenate([self.tokens, named])
-        self.compute(begin, lease.num_tokens)
+        self.sample()
+        self.append()
+        self.compute(before, lease.num_tokens)
         await self.commit(before)
         return True
 

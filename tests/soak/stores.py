@@ -7,7 +7,7 @@ import hashlib
 from typing import TYPE_CHECKING, Any
 
 from aiokv.stores import DiskStore, StoreUse
-from aiokv.stores.base import Result, split_keys
+from aiokv.stores.base import Result, Store, split_keys
 from aiokv.testing import ScriptedStore
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class Acknowledged:
         self.violations: list[str] = []
 
 
-class WitnessedStore:
+class WitnessedStore(Store):
     """Store that compares the objects that it loads with those that it has saved (I10).
 
     Args:

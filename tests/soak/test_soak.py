@@ -60,6 +60,35 @@ def test_corrupted_blocks_are_detected_and_named(monkeypatch, tmp_path):
     assert totals.corrupted_found > 0
 
 
+@pytest.mark.parametrize("stores", [(), ("disk", "scripted")])
+def test_intact_blocks_are_not_reported(monkeypatch, tmp_path, stores):
+    """Onloads are verified, and the operator corrupts no block."""
+    monkeypatch.setattr(soak, "POLICIES", ("write_through",))
+    monkeypatch.setattr(soak, "VERIFY", ("checksum",))
+    monkeypatch.setattr(soak, "STORES", (stores,))
+    monkeypatch.setattr(Load, "acts", lambda load: [load.evict, load.reset])
+    totals = soak.soak(4.0, seed=1, log=tmp_path / "transitions.jsonl")
+    assert totals.onloaded_blocks > 0
+    assert (totals.corrupted_blocks, totals.corrupted_found) == (0, 0)
+
+
+def test_report_of_an_intact_block_is_detected(monkeypatch, capsys, tmp_path):
+    """Negative control: checksums are recorded of other bytes than those that are copied."""
+    record = Checksums.record
+
+    def record_wrong(self, device_ids):
+        record(self, device_ids)
+        self._device.update((block, 0) for block in device_ids.tolist())
+
+    monkeypatch.setattr(Checksums, "record", record_wrong)
+    monkeypatch.setattr(soak, "POLICIES", ("write_through",))
+    monkeypatch.setattr(soak, "VERIFY", ("checksum",))
+    monkeypatch.setattr(Load, "acts", lambda load: [load.evict])
+    log = tmp_path / "transitions.jsonl"
+    assert soak.main(["--seconds", "10", "--seed", "3", "--log", str(log)]) == 1
+    assert "VIOLATION: an intact block is reported" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("kind", ["disk", "scripted"])
 def test_blocks_of_stores_are_read_after_a_restart(monkeypatch, tmp_path, kind):
     monkeypatch.setattr(soak, "STORES", ((kind,),))
