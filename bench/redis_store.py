@@ -212,7 +212,8 @@ class _Bench:
         return statistics.median(seconds[1:]) / LOOKUP_KEYS * 1e6
 
     async def opened(self) -> RedisStore:
-        store = RedisStore(f"redis://127.0.0.1:{self.port}")
+        # beside a busy loop, a thread waits for the interpreter at each reply
+        store = RedisStore(f"redis://127.0.0.1:{self.port}", connect_timeout_seconds=30.0)
         await store.open(self.memory)
         return store
 
