@@ -368,7 +368,7 @@ class CacheController:
             )
         if self._stores is not None and "host" in tiers:
             self._stores_sleep = True
-            # The device's tensors first: `wake_up` binds new ones, also when closing is interrupted.
+            # Before an await that may be interrupted: `wake_up` must bind the new tensors.
             self.memory.sleep(tiers - {"host"})
             await self._stores.aclose()
         self.memory.sleep(tiers)
