@@ -126,6 +126,7 @@ class Control:
         verb: str,
         timeout: float | None,
         keepers: Callable[[], list[str]] | None = None,
+        changed: Callable[[], str] | None = None,
     ) -> AsyncIterator[None]:
         """Limit the time of the ``async with`` block.
 
@@ -134,9 +135,10 @@ class Control:
             timeout: seconds; None for no limit.
             keepers: returns the owners of the leases that the block waits for; None for the owners
                 of all granted leases.
+            changed: returns what has changed already, for the error; "" if nothing has.
 
         Raises:
-            ControlTimeout: the time has passed; the error names ``keepers()``.
+            ControlTimeout: the time has passed; the error names ``keepers()`` and ``changed()``.
             UsageError: ``timeout`` is not a number.
         """
         timeout = checks.timeout(timeout)
@@ -147,7 +149,10 @@ class Control:
             if isinstance(error, ControlTimeout):
                 raise
             owners = (keepers or self._read.holders)()
-            raise self._timeout(f"{verb} timed out after {timeout} s", owners) from None
+            what = f"{verb} timed out after {timeout} s"
+            if changed is not None and (change := changed()):
+                what = f"{what}; {change}"
+            raise self._timeout(what, owners) from None
 
     def _timeout(self, what: str, owners: list[str]) -> ControlTimeout:
         """Return an error that names the held leases, the unfinished step and the silent ranks."""

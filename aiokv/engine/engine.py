@@ -623,7 +623,8 @@ class CacheEngine(Unique):
 
         Raises:
             ControlTimeout: names the owners of the leases still held, and nothing changed; or names
-                the ranks that did not answer, and ``asleep`` lists the tiers that are asleep.
+                the ranks that did not answer, or a store was still closing, and ``asleep`` lists
+                the tiers that are asleep: nothing is granted before ``wake_up``.
             UsageError: ``tags`` has an unknown tier. Nothing changed.
 
         Cancellation: ``asleep`` lists the tiers that are asleep; ``sleep`` and ``wake_up`` can be

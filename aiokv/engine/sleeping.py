@@ -50,13 +50,22 @@ class Sleep:
         tiers = _checked(tags)
         self._lifetime.check_open()
         async with (
-            self._control.deadline("sleep", timeout, lambda: self._keepers(tiers)),
+            self._control.deadline(
+                "sleep", timeout, lambda: self._keepers(tiers), lambda: self._changed(tiers)
+            ),
             self._turn,
         ):
             falling = tiers - self.asleep
             if falling:
                 await self._fall_asleep(falling)
             await self._worker.sleep(self.asleep)
+
+    def _changed(self, tiers: frozenset[Tier]) -> str:
+        """Return which of the tiers are asleep, for the error of a timeout; "" for none."""
+        asleep = sorted(tiers & self.asleep)
+        if not asleep:
+            return ""
+        return f"these tiers are asleep already: {asleep}; call sleep again, or wake_up"
 
     async def _fall_asleep(self, falling: frozenset[Tier]) -> None:
         """Free the memory of tiers. An error up to the last await undoes all changes.

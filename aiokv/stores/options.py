@@ -20,6 +20,18 @@ _UNITS: Final = {
 }  # fmt: skip
 
 
+def url_text(url: object) -> str:
+    """Return the URL of a store, which must be a str. The error does not show it: it may have a
+    password.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not isinstance(url, str):
+        raise ConfigError(f"url is of type {type(url).__name__}; it must be a str")
+    return url
+
+
 def parse_bytes(value: int | str) -> int:
     """Return a size in bytes: ``4096``, ``"400GiB"``, ``"1.5 TB"``.
 

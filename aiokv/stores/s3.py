@@ -12,7 +12,7 @@ import numpy as np
 
 from aiokv.errors import ConfigError, StoreError
 from aiokv.stores.base import Result, Store, StoreMemory, StoreStatistics, split_keys
-from aiokv.stores.options import url_options, without_query
+from aiokv.stores.options import url_options, url_text, without_query
 from aiokv.stores.threads import StoreThreads
 from aiokv.stores.waiting import all_ended
 
@@ -67,7 +67,7 @@ class S3Store(Store):
         concurrency: int = 16,
         timeout_seconds: float = 5.0,
     ) -> None:
-        parts = urlsplit(url)
+        parts = urlsplit(url_text(url))
         if parts.scheme not in _SCHEMES or not parts.netloc:
             raise ConfigError(
                 f"url is {without_query(url)!r}; it must be scheme://bucket/prefix",

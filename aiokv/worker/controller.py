@@ -368,6 +368,8 @@ class CacheController:
             )
         if self._stores is not None and "host" in tiers:
             self._stores_sleep = True
+            # Before an await that may be interrupted: `wake_up` must bind the new tensors.
+            self.memory.sleep(tiers - {"host"})
             await self._stores.aclose()
         self.memory.sleep(tiers)
 

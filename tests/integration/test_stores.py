@@ -13,6 +13,7 @@ from aiokv import (
     CacheEngine,
     ClosedError,
     ConfigError,
+    ControlTimeout,
     LeaseError,
     RequestTooLarge,
     UsageError,
@@ -616,6 +617,33 @@ async def test_stores_follow_the_host_tier_to_sleep_and_back():
         await c.engine.sleep(["host"])
         assert not store.is_open
         await c.engine.wake_up(["host"])
+        assert (store.is_open, store.opened) == (True, 2)
+        await c.engine.reset()
+        lease = await c.serve(A, wait_store=math.inf)
+        assert lease.cached_tokens == 16
+        lease.release()
+
+
+@pytest.mark.parametrize("tags", [("host",), ("device", "host")], ids="+".join)
+async def test_sleep_that_times_out_while_a_store_closes_can_be_woken(tags):
+    store = ScriptedStore()
+    async with cache(store) as c:
+        await c.fill(A)
+        await c.finish()
+        gate = store.hold("aclose")
+        sleeping = asyncio.create_task(c.engine.sleep(tags, timeout=1.0))
+        await running_clock().advance(1.1)
+        with pytest.raises(ControlTimeout, match=r"are asleep already: .*'host'.*wake_up"):
+            await sleeping
+        assert c.engine.asleep == set(tags)
+        assert c.engine.check_invariants() == []
+        if "device" in tags:
+            c.memory.take(len(c.memory.tensors[0]))  # the old tensors may be freed by now
+        waking = asyncio.create_task(c.engine.wake_up(tags, regions=c.memory.regions))
+        await spin(10)
+        assert not waking.done()
+        gate.open()
+        await waking
         assert (store.is_open, store.opened) == (True, 2)
         await c.engine.reset()
         lease = await c.serve(A, wait_store=math.inf)

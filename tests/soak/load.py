@@ -322,8 +322,9 @@ class Load:
         try:
             await self.engine.sleep(tags, timeout=0.05)
         except TimeoutError:
-            self.note("operator", "sleep timed out")
-            return
+            self.note("operator", "sleep timed out", *sorted(self.engine.asleep))
+            if not self.engine.asleep:
+                return  # else a store was still closing
         await self.pause()
         if "device" in tags:
             self.memory.take(len(self.memory.tensors[0]))

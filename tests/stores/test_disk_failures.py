@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import shutil
 import subprocess
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
@@ -145,6 +146,18 @@ async def test_failed_operation_is_a_store_error_and_the_store_recovers(
         assert await load(store, blocks, range(4, 8)) == [4, 5, 6, 7]
     async with opened(small_store(tmp_path / "kv"), blocks) as store:
         assert await load(store, blocks, range(4, 8)) == [4, 5, 6, 7]
+
+
+@pytest.mark.asyncio
+async def test_save_to_a_deleted_directory_is_a_store_error(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    blocks = small_blocks()
+    async with opened(small_store(path), blocks) as store:
+        assert await save(store, blocks, [1]) == [Result.DONE]
+        shutil.rmtree(path)
+        with pytest.raises(StoreError, match="the journal was deleted"):
+            await save(store, blocks, [2])
+        assert (await store.lookup(keys_of([1, 2]))).tolist() == [True, False]
 
 
 @pytest.mark.asyncio

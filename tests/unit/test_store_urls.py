@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from aiokv import ConfigError, stores
-from aiokv.stores import StoreUse, stores_from, stores_from_environment
+from aiokv.stores import RedisStore, S3Store, StoreUse, stores_from, stores_from_environment
 from aiokv.testing import ScriptedStore
 
 
@@ -75,3 +75,13 @@ def test_stores_of_the_environment_are_separated_by_spaces(monkeypatch, tmp_path
 def test_unknown_names_of_the_package_are_attribute_errors():
     with pytest.raises(AttributeError, match="TapeStore"):
         stores.TapeStore  # noqa: B018
+
+
+@pytest.mark.parametrize("kind", [RedisStore, S3Store])
+@pytest.mark.parametrize("url", [None, 7, b"redis://:secret@host"])
+def test_url_that_is_no_text_is_refused_without_showing_it(kind, url):
+    with pytest.raises(
+        ConfigError, match=f"url is of type {type(url).__name__}; it must"
+    ) as caught:
+        kind(url)
+    assert "secret" not in str(caught.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 from typing import TYPE_CHECKING
 
 from aiokv import _native
@@ -57,7 +58,8 @@ class Journal:
     def append(self, records: bytes) -> None:
         """Write records, which come without checksums.
 
-        After an error none of them counts, unless the process ends before the next call.
+        After an error none of them counts, unless the process ends before the next call. A journal
+        that was deleted takes no records: no later process would find them.
         """
         if self._cut:
             self._volume.truncate(self._fd, record_offset(self.position))
@@ -65,6 +67,11 @@ class Journal:
         stamped = _native.stamp_records(records, self.header.epoch, self.position)
         try:
             self._volume.write(self._fd, stamped, record_offset(self.position))
+            if not self._volume.is_linked(self._fd):
+                raise FileNotFoundError(
+                    errno.ENOENT,
+                    "the journal was deleted while the store was open; restart the process",
+                )
         except BaseException:
             self._cut = True
             with contextlib.suppress(OSError):

@@ -71,6 +71,10 @@ class Volume:
         """Return the size of a file in bytes."""
         return os.fstat(fd).st_size
 
+    def is_linked(self, fd: int) -> bool:
+        """Return whether an open file still has a name."""
+        return os.fstat(fd).st_nlink > 0
+
     def read(self, fd: int, num_bytes: int, offset: int) -> bytes:
         """Read up to the end of the file; bytes that the medium cannot read are zero."""
         try:

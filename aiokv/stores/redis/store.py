@@ -13,7 +13,7 @@ import numpy as np
 
 from aiokv.errors import ConfigError, StoreError
 from aiokv.stores.base import Result, Store, StoreMemory, StoreStatistics, split_keys
-from aiokv.stores.options import url_options
+from aiokv.stores.options import url_options, url_text
 from aiokv.stores.redis import commands
 from aiokv.stores.redis.commands import Item
 from aiokv.stores.redis.nodes import Nodes, in_passes
@@ -91,7 +91,8 @@ class RedisStore(Store):
         max_concurrent: operations that the guard runs at a time.
 
     Raises:
-        ConfigError: a number is out of range. ``open`` checks the URL.
+        ConfigError: a number is out of range, or ``url`` is not a str. ``open`` checks the rest of
+            the URL.
     """
 
     kind = "redis"
@@ -112,7 +113,7 @@ class RedisStore(Store):
         _check_range("connections", connections, 1, 64)
         _check_range("connect_timeout_seconds", connect_timeout_seconds, 0.001, 3600)
         _check_range("max_concurrent", max_concurrent, 1, 1024)
-        self.url = without_secrets(url)
+        self.url = without_secrets(url_text(url))
         self.max_concurrent = max_concurrent
         self._secret_url = url
         self._credentials = username, password
