@@ -130,6 +130,13 @@ class StoreError(AiokvError):
     """An operation of a store failed. A request does not get this error: it computes the blocks."""
 
 
+class PeerError(AiokvError):
+    """An engine on another server cannot be reached, or refuses a ticket.
+
+    Only the sending side gets this error: the receiving side computes what does not arrive.
+    """
+
+
 class RankLost(DeviceError):
     """A rank ended, became unresponsive, or failed; the cache is lost on all ranks.
 

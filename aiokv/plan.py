@@ -19,9 +19,18 @@ if TYPE_CHECKING:
 ID_DTYPE = np.dtype("<i4")
 ZEROS: Final = -1  # source id of a target that is filled with zeros
 
-Pool = Literal["device", "host", "state", "host_state", "store"]
+Pool = Literal["device", "host", "state", "host_state", "store", "peer"]
 Direction = Literal[
-    "onload", "offload", "state", "state_onload", "state_offload", "clone", "fetch", "save"
+    "onload",
+    "offload",
+    "state",
+    "state_onload",
+    "state_offload",
+    "clone",
+    "fetch",
+    "save",
+    "receive",
+    "send",
 ]
 Outcome = Literal["done", "failed", "cancelled"]
 
@@ -34,6 +43,8 @@ _NAMES: Final[dict[tuple[Pool, Pool], Direction]] = {
     ("state", "host_state"): "state_offload",
     ("store", "host"): "fetch",
     ("host", "store"): "save",
+    ("peer", "device"): "receive",
+    ("device", "peer"): "send",
 }
 
 
@@ -44,7 +55,8 @@ class Route(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
         source: pool of the source ids: ``"device"`` and ``"host"`` have blocks, ``"state"`` has
             slots of recurrent state, on the device, and ``"host_state"`` has those in host
             memory. ``"store"`` is all stores together: its blocks
-            have digests, and its ids are their indices in the plan.
+            have digests, and its ids are their indices in the plan. ``"peer"`` is the engine at the
+            other end of a ticket: its ids are the indices of the blocks in the prompt.
         target: pool of the target ids.
     """
 
@@ -69,6 +81,8 @@ STATE_OFFLOAD: Final = Route("state", "host_state")
 STATE_ROUTES: Final = frozenset((STATE, STATE_ONLOAD, STATE_OFFLOAD))
 FETCH: Final = Route("store", "host")
 SAVE: Final = Route("host", "store")
+RECEIVE: Final = Route("peer", "device")
+SEND: Final = Route("device", "peer")
 
 
 class Priority(IntEnum):
@@ -93,6 +107,7 @@ class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
         after_step: the step whose work must be finished on the device before the first byte
             moves; 0 when there is nothing to wait for.
         digests: 32 bytes per block for routes from or to ``"store"``; empty for the others.
+        peer: id of the ticket for routes from or to ``"peer"``, 16 bytes; empty for the others.
     """
 
     transfer_id: int
@@ -102,6 +117,7 @@ class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = Priority.DEMAND
     after_step: int = 0
     digests: bytes = b""
+    peer: bytes = b""
 
     @property
     def direction(self) -> Direction:
