@@ -12,15 +12,19 @@ from aiokv.errors import UsageError
 from aiokv.observe.units import format_seconds
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from aiokv.cli.progress import Stages
     from aiokv.config import EvictionPolicy
+    from aiokv.demo.router import RouterName
     from aiokv.trace.disk_tier import DiskAdmission, DiskOptions, DiskPolicy
     from aiokv.trace.replay import ReplayOptions
-    from aiokv.trace.report import ReplayReport
+    from aiokv.trace.report import FleetReport, ReplayReport
 
 EVICTION_POLICIES: tuple[EvictionPolicy, ...] = ("adaptive", "lru")
 DISK_POLICIES: tuple[DiskPolicy, ...] = ("at_commit", "at_nth_use")
 DISK_ADMISSIONS: tuple[DiskAdmission, ...] = ("all", "reused")
+ROUTERS: tuple[RouterName, ...] = ("prefix", "round-robin")
 PLOT_SUFFIXES = (".svg",)
 DEFAULT_CAPACITIES = "8000,16000,32000,64000,128000,256000,512000,1024000"
 
@@ -88,6 +92,21 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     add("--execute", action="store_true", help="move real bytes on the cpu device, and check them")
     add_count(parser, "--execute-mib", 256, "with --execute: MiB of both tiers together", "MIB")
+    add_count(parser, "--engines", 1, "engines behind a router, each with --device-blocks")
+    add(
+        "--router",
+        choices=(*ROUTERS, "all"),
+        default="all",
+        help="with --engines: prefix sends a prompt where its first token would come soonest; "
+        "all: compare the routers",
+    )
+    add(
+        "--tokens-per-second",
+        type=positive_float,
+        default=10_000.0,
+        metavar="X",
+        help="with --engines: prompt tokens that an engine computes per second of the trace",
+    )
     add("--json", type=Path, metavar="FILE", help="write the result as JSON to this file")
     add("--plot", type=Path, metavar="FILE.svg", help="draw the hit rate against --capacities")
     add(
@@ -115,14 +134,59 @@ def run(args: argparse.Namespace) -> int:
     for path in (args.json, args.plot):
         check_writable(path)
     _check_suffix(args.plot)
+    if args.engines > 1:
+        return _run_fleet(args)
     with show_progress("requests", sys.stderr) as stages:
         report = run_async(_replay(args, stages))
-    _print_report(report)  # first: a file that cannot be written must not cost the work
+    _print_rows(
+        report.trace, list(_rows(report))
+    )  # first: a file that cannot be written must not cost the work
     if args.json:
         write_json(args.json, report)
     if args.plot:
         _write_plot(args.plot, report)
     return 0
+
+
+def _run_fleet(args: argparse.Namespace) -> int:
+    from aiokv.cli.files import write_json
+    from aiokv.cli.progress import show_progress
+    from aiokv.cli.running import run_async
+
+    with show_progress("requests", sys.stderr) as stages:
+        report = run_async(_replay_fleet(args, stages))
+    _print_rows(report.trace, list(_fleet_rows(report)))
+    if args.json:
+        write_json(args.json, report)
+    return 0
+
+
+async def _replay_fleet(args: argparse.Namespace, stages: Stages) -> FleetReport:
+    from aiokv.trace.fleet import FleetOptions, replay_fleet
+    from aiokv.trace.replay import load_workload
+
+    one_engine = {
+        "--write-policy all": args.write_policy == "all",
+        "--eviction-policy all": args.eviction_policy == "all",
+        "--disk-blocks": args.disk_blocks > 0,
+        "--capacities": args.capacities is not None,
+        "--plot": args.plot is not None,
+    }
+    for flag, is_set in one_engine.items():
+        if is_set:
+            raise UsageError(
+                f"--engines is {args.engines} with {flag}, which replays on one engine",
+                hint=f"leave out {flag} or --engines",
+            )
+    workload = load_workload(
+        args.trace, args.limit, stages, largest_tokens=args.device_blocks * args.block_tokens
+    )
+    fleet = FleetOptions(
+        engines=args.engines,
+        routers=ROUTERS if args.router == "all" else (args.router,),
+        tokens_per_second=args.tokens_per_second,
+    )
+    return await replay_fleet(workload, _make_options(args), fleet, stages)
 
 
 async def _replay(args: argparse.Namespace, stages: Stages) -> ReplayReport:
@@ -213,8 +277,7 @@ def _write_plot(path: Path, report: ReplayReport) -> None:
     write_file(path, hit_rate_svg(report.capacities or [], title).encode())
 
 
-def _print_report(report: ReplayReport) -> None:
-    rows = list(_rows(report))
+def _print_rows(trace: str, rows: Sequence[tuple[str, str]]) -> None:
     if not sys.stdout.isatty():
         for name, value in rows:
             print(f"{name}: {value}")
@@ -222,12 +285,25 @@ def _print_report(report: ReplayReport) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"replay of {Path(report.trace).name}", show_header=False)
+    table = Table(title=f"replay of {Path(trace).name}", show_header=False)
     table.add_column()
     table.add_column(justify="right")
     for row in rows:
         table.add_row(*row)
     Console(highlight=False).print(table)
+
+
+def _fleet_rows(report: FleetReport) -> Iterator[tuple[str, str]]:
+    yield "requests", f"{report.requests:,}"
+    yield "prompt tokens", f"{report.prompt_tokens:,}"
+    if report.rejected_requests:
+        yield "requests larger than a device", f"{report.rejected_requests:,}"
+    for point in report.routers:
+        text = (
+            f"{point.hit_tokens:,} ({point.hit_rate:.2%}); the busiest engine computes "
+            f"{point.imbalance:.2f} times the mean"
+        )
+        yield f"hit tokens, {point.router}", text
 
 
 def _rows(report: ReplayReport) -> list[tuple[str, str]]:

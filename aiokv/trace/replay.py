@@ -95,6 +95,17 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
     latencies: bool = True
 
     @property
+    def cache_config(self) -> CacheConfig:
+        """Configuration of an engine with these capacities and policies."""
+        return CacheConfig(
+            block_tokens=self.block_tokens,
+            device_blocks=self.device_blocks,
+            host_blocks=self.host_blocks,
+            write_policy=self.write_policy,
+            eviction_policy=self.eviction_policy,
+        )
+
+    @property
     def is_plain(self) -> bool:
         """True for a replay with one lease at a time, one tier and no bytes."""
         return (
@@ -287,14 +298,14 @@ class _Run(msgspec.Struct, kw_only=True):
 
 async def _replay_plain(workload: Workload, options: ReplayOptions, stages: Stages) -> _Run:
     prompts = workload.prompts
-    async with CacheEngine(_make_config(options)) as engine:
+    async with CacheEngine(options.cache_config) as engine:
         progress = stages(_stage("replay", options), len(prompts))
         clock = await run_in_chunks(lambda chunk: plain_loop(engine, chunk), prompts, progress)
         statistics = engine.statistics()
         rss_bytes = resident_bytes()
     samples = Samples()
     if options.latencies:
-        async with CacheEngine(_make_config(options)) as timed:
+        async with CacheEngine(options.cache_config) as timed:
             progress = stages(_stage("latencies", options), len(prompts))
             await run_in_chunks(lambda chunk: timed_loop(timed, chunk, samples), prompts, progress)
     return _Run(
@@ -311,7 +322,7 @@ async def _replay_general(workload: Workload, options: ReplayOptions, stages: St
     regions = payload.regions if payload else None
     disk = DiskTier(options.disk, block_tokens=options.block_tokens) if options.disk else None
     progress = stages(_stage("replay", options), len(workload.prompts))
-    async with CacheEngine(_make_config(options), regions=regions) as engine:
+    async with CacheEngine(options.cache_config, regions=regions) as engine:
         replayer = Replayer(engine, block_tokens=options.block_tokens, payload=payload, disk=disk)
         if options.speed is None:
             await replayer.window(workload.prompts, options.concurrency, progress)
@@ -427,16 +438,6 @@ def _named_stages(name: str, stages: Stages) -> Stages:
 
 def _stage(name: str, options: ReplayOptions) -> str:
     return f"{name}, {options.device_blocks:,} blocks"
-
-
-def _make_config(options: ReplayOptions) -> CacheConfig:
-    return CacheConfig(
-        block_tokens=options.block_tokens,
-        device_blocks=options.device_blocks,
-        host_blocks=options.host_blocks,
-        write_policy=options.write_policy,
-        eviction_policy=options.eviction_policy,
-    )
 
 
 def _make_payload(options: ReplayOptions) -> Payload | None:

@@ -198,6 +198,45 @@ class ReplayReport(msgspec.Struct, kw_only=True):
     eviction_policies: list[EvictionPoint] | None = None
 
 
+class RouterPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """Results of one router.
+
+    Attributes:
+        router: name of the router.
+        hit_tokens: prompt tokens found in the cache of the engine that got the prompt.
+        hit_rate: ``hit_tokens`` divided by all prompt tokens.
+        computed_tokens: prompt tokens that each engine had to compute.
+        imbalance: the largest of ``computed_tokens`` divided by their mean; 1 is even.
+    """
+
+    router: str
+    hit_tokens: int
+    hit_rate: float
+    computed_tokens: list[int]
+    imbalance: float
+
+
+class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of a replay on several engines, which ``aiokv replay --engines N --json`` writes.
+
+    Attributes:
+        trace: name of the trace.
+        config: options of the replay, by name.
+        requests: number of requests that ran.
+        rejected_requests: number of requests that need more blocks than a device has; these did
+            not run.
+        prompt_tokens: prompt tokens of the requests that ran.
+        routers: results by router.
+    """
+
+    trace: str
+    config: dict[str, Any]
+    requests: int
+    rejected_requests: int
+    prompt_tokens: int
+    routers: list[RouterPoint]
+
+
 def percentiles_us(samples_ns: Mapping[str, Sequence[int]]) -> dict[str, Percentiles]:
     """Return nearest-rank percentiles of nanosecond samples, by operation that has samples."""
     result = {}
