@@ -49,7 +49,8 @@ class PrefixRouter:
 
     A server answers after it has computed its backlog and the tokens of the prompt that it does not
     hold. So prompts go to the server with their prefix, unless another server is so much less busy
-    that it computes the whole prompt sooner.
+    that it computes the whole prompt sooner. Among equals, the server that has computed least gets
+    the prompt, so that the caches of all servers are used.
 
     Args:
         num_servers: number of servers, at least 1.
@@ -66,6 +67,7 @@ class PrefixRouter:
             raise UsageError(f"tokens_per_second is {tokens_per_second}; it must be above 0")
         self._tokens_per_second = tokens_per_second
         self._backlog = [0.0] * num_servers  # tokens to compute, at the time of the last choice
+        self._computed = [0] * num_servers  # tokens, since the first choice
         self._chosen_at = 0.0
 
     def choose(self, held_tokens: Sequence[int], prompt_tokens: int, now: float) -> int:
@@ -86,8 +88,9 @@ class PrefixRouter:
             backlog + prompt_tokens - held
             for backlog, held in zip(self._backlog, held_tokens, strict=True)
         ]
-        chosen = min(range(len(work)), key=lambda i: (work[i], self._backlog[i], i))
+        chosen = min(range(len(work)), key=lambda i: (work[i], self._computed[i]))
         self._backlog[chosen] = work[chosen]
+        self._computed[chosen] += prompt_tokens - held_tokens[chosen]
         return chosen
 
 

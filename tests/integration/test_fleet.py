@@ -49,14 +49,13 @@ def test_routing_by_prefix_hits_more_than_round_robin(small):
     assert len(prefix.computed_tokens) == 4
 
 
-def test_slow_engines_share_the_work_though_that_costs_hits(small):
+def test_slow_engines_share_the_work_more_evenly(small):
     """A backlog of minutes outweighs every prefix."""
     slow, fast = (
         run_fleet(small, 4, routers=("prefix",), tokens_per_second=speed).routers[0]
         for speed in (100.0, 1e6)
     )
-    assert slow.imbalance < fast.imbalance
-    assert slow.hit_tokens < fast.hit_tokens
+    assert slow.imbalance < 1.1 < fast.imbalance
 
 
 def test_asking_the_engines_changes_no_hits(small):

@@ -37,6 +37,11 @@ def test_prefix_router_gives_equal_servers_prompts_in_turn():
     assert [router.choose([0, 0, 0], 10, 0.0) for _ in range(4)] == [0, 1, 2, 0]
 
 
+def test_among_idle_servers_the_one_that_has_computed_least_gets_the_prompt():
+    router = PrefixRouter(2, tokens_per_second=1e9)
+    assert [router.choose([0, 0], 100, now=float(n)) for n in range(4)] == [0, 1, 0, 1]
+
+
 def test_clock_that_goes_back_computes_no_backlog():
     router = PrefixRouter(2, tokens_per_second=1_000)
     assert router.choose([0, 0], 100, now=5.0) == 0
