@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from aiokv.ranks.group import RankGroup
     from aiokv.scheduler.scheduler import CacheScheduler
     from aiokv.stores.base import Store
-    from aiokv.stores.guard import GuardStatistics
+    from aiokv.stores.guard_statistics import GuardStatistics
     from aiokv.stores.use import StoreUse
     from aiokv.types import Hit, Item, Statistics, Tier, TokenIds
     from aiokv.worker.base import Worker
