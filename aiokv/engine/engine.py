@@ -524,6 +524,9 @@ class CacheEngine(Unique):
     async def drain(self, timeout: float | None = None) -> None:
         """Wait until no transfer is in flight, including the backups of committed blocks.
 
+        With stores, this includes the saves of all blocks that are queued for them; during a pause,
+        ``sleep`` or ``updating_weights`` only of those whose save has begun.
+
         Args:
             timeout: seconds to wait; None for no limit.
 

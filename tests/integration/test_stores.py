@@ -114,6 +114,23 @@ async def test_blocks_that_were_committed_just_before_are_saved(verb, passes):
     await c.engine.aclose()
 
 
+@pytest.mark.parametrize("passes", [0, 3])
+async def test_drain_waits_for_more_saves_than_run_at_a_time(passes):
+    store = ScriptedStore()
+    tokens = prompt(1, 1500)  # 6 saves, 4 of which run at a time
+    async with cache(store, device_blocks=1600, host_blocks=1600) as c:
+        lease = c.engine.match(tokens)
+        await lease.allocate(len(tokens))
+        c.compute(lease, tokens)
+        lease.release()
+        await spin(passes)
+        draining = asyncio.create_task(c.engine.drain())
+        await spin(200)
+        assert draining.done()
+        assert len(store.objects) == 1500
+        assert store.calls["save"] == 6
+
+
 async def test_close_saves_blocks_whose_backup_is_in_flight():
     store = ScriptedStore()
     c = await cache(store).__aenter__()
