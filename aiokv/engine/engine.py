@@ -139,6 +139,11 @@ class CacheEngine(Unique):
         From the call on, the engine refuses new work. Idempotent. With stores, the engine then
         saves the committed blocks for at most 30 s, or ``drain_timeout`` if that is less.
 
+        ``drain_timeout`` does not limit the wait for transfers in flight, because memory that a
+        copy or a store may access is not freed. A store that does not end its operations delays the
+        return by up to 20 s: after 10 s its operations are cancelled, and 10 s later the engine
+        keeps the host memory until the process ends, and closes without the store.
+
         Args:
             drain_timeout: seconds to wait for leases that are still held; None for
                 ``CacheConfig.drain_timeout_seconds``. When the time has passed, the engine logs

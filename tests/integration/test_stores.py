@@ -392,6 +392,29 @@ async def test_close_does_not_wait_for_a_stuck_store_for_ever(caplog):
     await spin(20)
 
 
+@pytest.mark.parametrize("drain_timeout", [0.0, 0.1])
+async def test_close_with_a_short_timeout_keeps_memory_that_a_stuck_store_accesses(
+    drain_timeout, caplog
+):
+    store = await restarted(A)
+    c = await cache(store).__aenter__()
+    store.hold("load")
+    lease = c.engine.match(A)
+    serving = asyncio.create_task(lease.allocate(len(A), wait_store=1.0))
+    await running_clock().advance(1.1)
+    await serving
+    lease.release()
+    closing = asyncio.create_task(c.engine.aclose(drain_timeout))
+    await running_clock().advance(19.5)
+    assert not closing.done()
+    await running_clock().advance(0.5 + drain_timeout)
+    await closing
+    assert "store.stuck" in [r.event for r in caplog.records]
+    store.end_script()  # the load writes into its blocks
+    await spin(20)
+    assert not any(store.in_use.values())
+
+
 # --- failing stores -------------------------------------------------------------------------------
 
 
