@@ -10,6 +10,7 @@ keep their contents; sources and targets of a move are not written by anything e
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -153,8 +154,8 @@ class WindowMachine(RuleBasedStateMachine):
     # --- leases -------------------------------------------------------------------------------
 
     @precondition(lambda self: len(self.callers) < MAX_LEASES)
-    @rule(tokens=prompts, stay=st.booleans(), chunk=st.integers(1, 5))
-    def serve(self, tokens: list[int], stay: bool, chunk: int) -> None:
+    @rule(tokens=prompts, stay=st.booleans(), chunk=st.integers(1, 5), saves=st.booleans())
+    def serve(self, tokens: list[int], stay: bool, chunk: int, saves: bool) -> None:
         self.match(tokens)
         caller = self.callers[-1]
         self.allocate_for(caller)
@@ -163,6 +164,20 @@ class WindowMachine(RuleBasedStateMachine):
             self.compute_for(caller, chunk)
         if not stay:
             self.release(len(self.callers) - 1)
+        if saves:
+            self.close_step()
+            self.back_up()
+            self.save()
+            for transfer_id in list(self.moves):
+                self.complete_one(transfer_id, Outcome.DONE)
+
+    @precondition(lambda self: len(self.callers) < MAX_LEASES)
+    @rule(tokens=prompts, other=prompts, chunk=st.integers(1, 5))
+    def serve_again_after_others(self, tokens: list[int], other: list[int], chunk: int) -> None:
+        for prompt in (tokens, [2, *other], [3, *other]):
+            self.serve(prompt, stay=False, chunk=chunk, saves=True)
+        self.match(tokens)
+        self.allocate_for(self.callers[-1])
 
     @precondition(lambda self: len(self.callers) < MAX_LEASES)
     @rule(tokens=prompts)
@@ -267,6 +282,8 @@ class WindowMachine(RuleBasedStateMachine):
         among = self.among(granted=True)
         caller = among[which % len(among)]
         target = max(len(caller.tokens) - back, 1)
+        if caller.failed:
+            return
         if target < max(caller.computed, self.core.computed_tokens(caller.id)):
             with pytest.raises(LeaseError):
                 self.core.truncate(caller.id, target, self.step)
@@ -328,6 +345,12 @@ class WindowMachine(RuleBasedStateMachine):
     @rule(blocks=st.integers(1, 4), on_host=st.booleans())
     def evict(self, blocks: int, on_host: bool) -> None:
         (self.core.evict_host if on_host else self.core.evict_device)(blocks)
+
+    @precondition(lambda self: not self.callers and not self.moves)
+    @rule()
+    def forget_device(self) -> None:
+        with suppress(UsageError):  # the table of a released lease is still being swapped
+            self.core.forget_device()
 
     @rule()
     def reset(self) -> None:
