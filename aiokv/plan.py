@@ -19,13 +19,15 @@ if TYPE_CHECKING:
 ID_DTYPE = np.dtype("<i4")
 ZEROS: Final = -1  # source id of a target that is filled with zeros
 
-Pool = Literal["device", "host", "state", "host_state", "store", "peer"]
+Pool = Literal["device", "host", "state", "host_state", "window", "host_window", "store", "peer"]
 Direction = Literal[
     "onload",
     "offload",
     "state",
     "state_onload",
     "state_offload",
+    "window_onload",
+    "window_offload",
     "clone",
     "fetch",
     "save",
@@ -41,6 +43,8 @@ _NAMES: Final[dict[tuple[Pool, Pool], Direction]] = {
     ("state", "state"): "state",
     ("host_state", "state"): "state_onload",
     ("state", "host_state"): "state_offload",
+    ("host_window", "window"): "window_onload",
+    ("window", "host_window"): "window_offload",
     ("store", "host"): "fetch",
     ("host", "store"): "save",
     ("peer", "device"): "receive",
@@ -54,9 +58,10 @@ class Route(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     Attributes:
         source: pool of the source ids: ``"device"`` and ``"host"`` have blocks, ``"state"`` has
             slots of recurrent state, on the device, and ``"host_state"`` has those in host
-            memory. ``"store"`` is all stores together: its blocks
-            have digests, and its ids are their indices in the plan. ``"peer"`` is the engine at the
-            other end of a ticket: its ids are the indices of the blocks in the prompt.
+            memory. ``"window"`` and ``"host_window"`` have the blocks of the window group that the
+            plan names, on the device and in host memory. ``"store"`` is all stores together: its
+            blocks have digests, and its ids are their indices in the plan. ``"peer"`` is the engine
+            at the other end of a ticket: its ids are the indices of the blocks in the prompt.
         target: pool of the target ids.
     """
 
@@ -79,6 +84,9 @@ STATE: Final = Route("state", "state")
 STATE_ONLOAD: Final = Route("host_state", "state")
 STATE_OFFLOAD: Final = Route("state", "host_state")
 STATE_ROUTES: Final = frozenset((STATE, STATE_ONLOAD, STATE_OFFLOAD))
+WINDOW_ONLOAD: Final = Route("host_window", "window")
+WINDOW_OFFLOAD: Final = Route("window", "host_window")
+WINDOW_ROUTES: Final = frozenset((WINDOW_ONLOAD, WINDOW_OFFLOAD))
 FETCH: Final = Route("store", "host")
 SAVE: Final = Route("host", "store")
 RECEIVE: Final = Route("peer", "device")
@@ -107,6 +115,8 @@ class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
         after_step: the step whose work must be finished on the device before the first byte
             moves; 0 when there is nothing to wait for.
         digests: 32 bytes per block for routes from or to ``"store"``; empty for the others.
+        group: name of the window group for routes between ``"window"`` and ``"host_window"``;
+            empty for the others.
         peer: id of the ticket for routes from or to ``"peer"``, 16 bytes; empty for the others.
     """
 
@@ -117,6 +127,7 @@ class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = Priority.DEMAND
     after_step: int = 0
     digests: bytes = b""
+    group: str = ""
     peer: bytes = b""
 
     @property
