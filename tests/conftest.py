@@ -59,6 +59,15 @@ def _watched(factory: LoopFactory) -> LoopFactory:
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """After each test, freeze what it has left: lazily imported modules and reports of pytest."""
+    result = yield
+    gc.collect()
+    gc.freeze()
+    return result
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     """After each test: no task is left, and the loop's exception handler was not called."""
     _loop_errors.clear()

@@ -304,14 +304,16 @@ def soak(
     seed: int,
     log: Path,
     progress: Callable[[int], None] = lambda count: None,
+    enough: Callable[[Totals], bool] = lambda totals: False,
 ) -> Totals:
-    """Run rounds for ``seconds``.
+    """Run rounds for ``seconds``, or until the totals are enough.
 
     Args:
         seconds: of all rounds.
         seed: of the first round; each next round has another one.
         log: file for the transitions of the round under way, for ``replay_transitions``.
         progress: called with the number of whole seconds since the last call.
+        enough: called after each round; True ends the soak.
 
     Raises:
         SoakFailure: a round found a violation; ``log`` has the transitions of that round.
@@ -347,6 +349,8 @@ def soak(
         whole = min(int(time.monotonic() - begin), int(seconds))
         progress(whole - shown)
         shown = whole
+        if enough(totals):
+            break
     totals.seconds = time.monotonic() - begin
     return totals
 

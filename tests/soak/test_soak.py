@@ -14,6 +14,12 @@ from tests.soak.load import Load
 from tests.soak.stores import RoundStores
 
 
+@pytest.fixture
+def short_rounds(monkeypatch):
+    """Let a round take half a second, so that a soak ends soon after it has found something."""
+    monkeypatch.setattr(soak, "MAX_ROUND_SECONDS", 0.5)
+
+
 def test_three_seconds_of_soak(tmp_path):
     log = tmp_path / "transitions.jsonl"
     totals = soak.soak(3.0, seed=7, log=log)
@@ -24,6 +30,7 @@ def test_three_seconds_of_soak(tmp_path):
     assert replay_transitions(TransitionLog.load(log)) > 100, "those of the last round"
 
 
+@pytest.mark.usefixtures("short_rounds")
 def test_failed_copy_reported_as_complete_is_detected_and_leaves_its_log(
     monkeypatch, capsys, tmp_path
 ):
@@ -41,6 +48,7 @@ def test_failed_copy_reported_as_complete_is_detected_and_leaves_its_log(
     assert replay_transitions(TransitionLog.load(log)) > 10
 
 
+@pytest.mark.usefixtures("short_rounds")
 def test_missing_checksum_comparison_is_detected(monkeypatch, capsys, tmp_path):
     """Negative control: corrupted host blocks pass the checksum comparison."""
     monkeypatch.setattr(Checksums, "verify", lambda self, plan, failure: failure)
@@ -52,14 +60,17 @@ def test_missing_checksum_comparison_is_detected(monkeypatch, capsys, tmp_path):
     assert "VIOLATION" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("short_rounds")
 def test_corrupted_blocks_are_detected_and_named(monkeypatch, tmp_path):
     monkeypatch.setattr(soak, "POLICIES", ("write_through",))
     monkeypatch.setattr(soak, "VERIFY", ("checksum",))
     monkeypatch.setattr(Load, "acts", lambda load: [load.corrupt])
-    totals = soak.soak(3.0, seed=2, log=tmp_path / "transitions.jsonl")
+    log = tmp_path / "transitions.jsonl"
+    totals = soak.soak(20.0, seed=2, log=log, enough=lambda totals: totals.corrupted_found > 0)
     assert totals.corrupted_found > 0
 
 
+@pytest.mark.usefixtures("short_rounds")
 @pytest.mark.parametrize("stores", [(), ("disk", "scripted")])
 def test_intact_blocks_are_not_reported(monkeypatch, tmp_path, stores):
     """Onloads are verified, and the operator corrupts no block."""
@@ -67,11 +78,18 @@ def test_intact_blocks_are_not_reported(monkeypatch, tmp_path, stores):
     monkeypatch.setattr(soak, "VERIFY", ("checksum",))
     monkeypatch.setattr(soak, "STORES", (stores,))
     monkeypatch.setattr(Load, "acts", lambda load: [load.evict, load.reset])
-    totals = soak.soak(4.0, seed=1, log=tmp_path / "transitions.jsonl")
+    log = tmp_path / "transitions.jsonl"
+    totals = soak.soak(
+        20.0,
+        seed=1,
+        log=log,
+        enough=lambda totals: totals.rounds >= 4 and totals.onloaded_blocks > 0,
+    )
     assert totals.onloaded_blocks > 0
     assert (totals.corrupted_blocks, totals.corrupted_found) == (0, 0)
 
 
+@pytest.mark.usefixtures("short_rounds")
 def test_report_of_an_intact_block_is_detected(monkeypatch, capsys, tmp_path):
     """Negative control: checksums are recorded of other bytes than those that are copied."""
     record = Checksums.record
@@ -89,19 +107,29 @@ def test_report_of_an_intact_block_is_detected(monkeypatch, capsys, tmp_path):
     assert "VIOLATION: an intact block is reported" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("short_rounds")
 @pytest.mark.parametrize("kind", ["disk", "scripted"])
 def test_blocks_of_stores_are_read_after_a_restart(monkeypatch, tmp_path, kind):
     monkeypatch.setattr(soak, "STORES", ((kind,),))
     monkeypatch.setattr(soak, "POLICIES", ("write_through",))
-    totals = soak.soak(4.0, seed=4, log=tmp_path / "transitions.jsonl")
+
+    def is_covered(totals: soak.Totals) -> bool:
+        moved = min(totals.saved_blocks, totals.fetched_blocks)
+        if kind == "disk":
+            return min(moved, totals.disk_loads_compared, totals.disk_blocks_found_again) > 0
+        return min(moved, totals.store_faults) > 0
+
+    totals = soak.soak(
+        20.0,
+        seed=4,
+        log=tmp_path / "transitions.jsonl",
+        enough=lambda totals: totals.rounds >= 4 and is_covered(totals),
+    )
     assert totals.engines > totals.rounds
-    assert min(totals.saved_blocks, totals.fetched_blocks) > 0
-    if kind == "disk":
-        assert min(totals.disk_loads_compared, totals.disk_blocks_found_again) > 0
-    else:
-        assert totals.store_faults > 0
+    assert is_covered(totals)
 
 
+@pytest.mark.usefixtures("short_rounds")
 def test_missing_proof_of_loaded_blocks_is_detected(monkeypatch, capsys, tmp_path):
     """Negative control: wrong bytes of a store count as loaded."""
     monkeypatch.setattr(proof, "verify_blocks", lambda *args: np.zeros(len(args[3]), np.uint8))

@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 
 pytestmark = needs_server
 
+# A key of each master: a server that has won an election begins no other for 6 s, and may count a
+# late vote of the last one in it.
+PROMOTED, KILLED, STOPPED = 0, 1, 3
+
 
 class ClusterMedium(Medium):
     def __init__(self, cluster: Cluster, url: str = "", **options: object) -> None:
@@ -147,7 +151,7 @@ async def test_replica_that_is_promoted(cluster: Cluster) -> None:
     blocks = Blocks()
     async with opened(ClusterMedium(cluster), blocks) as store:
         keys = await save(store, blocks, range(8))
-        master = cluster.master_of(name_of(0))
+        master = cluster.master_of(name_of(PROMOTED))
         replica = cluster.replica_of(master)
         cluster.until_replicated(master, replica)
         replica.command("CLUSTER", "FAILOVER")
@@ -164,7 +168,7 @@ async def test_replica_takes_over_from_a_killed_master(cluster: Cluster) -> None
     blocks = Blocks()
     async with opened(ClusterMedium(cluster), blocks) as store:
         keys = await save(store, blocks, range(8))
-        master = cluster.master_of(name_of(0))
+        master = cluster.master_of(name_of(KILLED))
         replica = cluster.replica_of(master)
         cluster.until_replicated(master, replica)
         master.kill()
@@ -185,7 +189,7 @@ async def test_replica_takes_over_from_a_stopped_master(cluster: Cluster) -> Non
     medium = ClusterMedium(cluster, connect_timeout_seconds=0.5)
     async with opened(medium, blocks) as store:
         keys = await save(store, blocks, range(8))
-        master = cluster.master_of(name_of(0))
+        master = cluster.master_of(name_of(STOPPED))
         replica = cluster.replica_of(master)
         cluster.until_replicated(master, replica)
         master.stop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,12 @@ def modules(folder: str = "") -> list[Path]:
 
 def imported(path: Path, package: str = "aiokv") -> set[str]:
     """Return the modules of a package that a file imports, anywhere in it."""
+    return {name for name in all_imported(path) if f"{name}.".startswith(f"{package}.")}
+
+
+@cache
+def all_imported(path: Path) -> set[str]:
+    """Return all modules that a file imports, anywhere in it."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -30,7 +37,7 @@ def imported(path: Path, package: str = "aiokv") -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             names.add(node.module)
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return {name for name in names if f"{name}.".startswith(f"{package}.")}
+    return names
 
 
 @pytest.mark.parametrize("path", modules("scheduler"), ids=lambda p: p.stem)
