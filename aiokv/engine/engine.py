@@ -214,6 +214,36 @@ class CacheEngine(Unique):
         """
         return self._batches.match(prompts, salt=salt)
 
+    def would_hit(
+        self,
+        tokens: TokenIds,
+        *,
+        salt: str = "",
+        adapter: str = "",
+        items: Sequence[Item] = (),
+    ) -> Hit:
+        """Return the cached prefix that ``match`` would find, and change nothing.
+
+        A router that asks several engines sends the prompt to the one with the longest prefix. The
+        call refreshes no recency and holds nothing, so prompts that are sent elsewhere keep no
+        block in the cache.
+
+        Args:
+            tokens: ``[N]`` token ids of the prompt, as for ``match``.
+            salt: as for ``match``.
+            adapter: as for ``match``.
+            items: as for ``match``.
+
+        Returns:
+            The prefix in tokens by tier. Blocks that only a store has are not counted.
+
+        Raises:
+            UsageError: an argument is wrong, as for ``match``; or the call is made outside the
+                engine's loop.
+            ClosedError: the engine is closed.
+        """
+        return self._leases.would_hit(tokens, salt=salt, adapter=adapter, items=items)
+
     # --- batches of the model ---------------------------------------------------------------------
 
     def computing(self, leases: Iterable[Lease]) -> ComputeBatch:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from aiokv.engine.parts import Parts
     from aiokv.engine.steps import Steps
     from aiokv.scheduler.effects import Effects, Grant
-    from aiokv.types import Item, TokenIds
+    from aiokv.types import Hit, Item, TokenIds
     from aiokv.worker.device.base import Event
     from aiokv.worker.views import LayerView
 
@@ -103,6 +103,12 @@ class Leases:
             )
         )
         return Lease(self, lease_id, owner, salt, self._done)
+
+    def would_hit(self, tokens: TokenIds, *, salt: str, adapter: str, items: Sequence[Item]) -> Hit:
+        """See ``CacheEngine.would_hit``."""
+        self._lifetime.check_loop()
+        context = _context(checks.text("salt", salt), checks.text("adapter", adapter))
+        return self.read.would_hit(as_tokens(tokens), context, as_items(items))
 
     def match_to_hold(
         self,
