@@ -28,6 +28,7 @@ from aiokv.errors import (
     WouldBlock,
 )
 from aiokv.lease import Lease
+from aiokv.peers.options import Peers
 from aiokv.types import Hit, Item, LeaseState, Statistics
 from aiokv.usage import Usage
 from aiokv.worker.device.base import Device, Event, Stream
@@ -69,6 +70,7 @@ __all__ = [
     "LeaseError",
     "LeaseState",
     "PeerError",
+    "Peers",
     "Pin",
     "PollerStatistics",
     "RankLost",

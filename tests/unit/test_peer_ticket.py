@@ -1,0 +1,109 @@
+"""Tickets: a blob from another process is read completely, or refused with a typed error."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiokv import UsageError
+from aiokv.peers import ticket as tickets
+from aiokv.peers.ticket import Endpoint, Ticket, decode, encode
+
+
+def make(**changes: object) -> Ticket:
+    values = {
+        "ticket_id": bytes(range(16)),
+        "generation": b"g" * 16,
+        "model": "llama",
+        "weights_version": "7",
+        "prompt_digest": b"d" * 32,
+        "first_position": 16,
+        "num_tokens": 100,
+        "timeout_seconds": 10.0,
+        "block_tokens": 16,
+        "transport": "tcp",
+        "endpoints": [Endpoint("10.0.0.5", 7000, 0, 2, b"a"), Endpoint("10.0.0.5", 7001, 1, 2)],
+    }
+    return Ticket(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_ticket_is_read_as_it_was_made():
+    ticket = make()
+    blob = encode(ticket)
+    assert decode(blob) == ticket
+    assert decode(bytearray(blob)) == decode(memoryview(blob)) == ticket
+    assert msgspec.msgpack.decode(blob)[0] == tickets.VERSION
+    assert len(blob) < 200
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ticket_id": b"short"}, "length >= 16"),
+        ({"generation": b"l" * 17}, "length <= 16"),
+        ({"prompt_digest": b""}, "length >= 32"),
+        ({"model": "m" * 1025}, "length <= 1024"),
+        ({"first_position": -1}, ">= 0"),
+        ({"first_position": 100}, "first_position is 100; it must be less than num_tokens, 100"),
+        ({"num_tokens": 0}, ">= 1"),
+        ({"num_tokens": 2**31}, "<= 2147483647"),
+        ({"timeout_seconds": 0.0}, "> 0"),
+        ({"timeout_seconds": float("nan")}, "float"),
+        ({"timeout_seconds": float("inf")}, "<= 86400"),
+        ({"block_tokens": 0}, ">= 1"),
+        ({"transport": ""}, "length >= 1"),
+        ({"endpoints": []}, "length >= 1"),
+        ({"endpoints": [Endpoint("", 1)]}, "length >= 1"),
+        ({"endpoints": [Endpoint("h", 0)]}, ">= 1"),
+        ({"endpoints": [Endpoint("h", 65536)]}, "<= 65535"),
+        ({"endpoints": [Endpoint("h", 1, 1, 2), Endpoint("h", 1, 0, 2)]}, "one per rank"),
+        ({"endpoints": [Endpoint("h", 1, 0, 2)]}, "one per rank"),
+        ({"endpoints": [Endpoint("h", 1, 0, 1, bytes(16385))]}, "length <= 16384"),
+        ({"endpoints": [Endpoint("h", 1, i, 5, bytes(16384)) for i in range(5)]}, "65536"),
+        ({"version": 2}, "version 2; this aiokv reads version 1"),
+    ],
+)
+def test_values_out_of_range_are_refused(changes, message):
+    ticket = make(**changes)
+    with pytest.raises(UsageError, match=message):
+        encode(ticket)
+    with pytest.raises(UsageError, match=message):
+        decode(msgspec.msgpack.encode(ticket))
+
+
+def test_ticket_of_another_version_is_told_from_a_malformed_one():
+    with pytest.raises(UsageError, match=r"version 9; this aiokv reads version 1.*same version"):
+        decode(msgspec.msgpack.encode([9, "another", "shape"]))
+
+
+@pytest.mark.parametrize(
+    "blob", [None, "text", 7, [1], b"", b"\xc1", b"\x91\x01", b"\x91" * 60_000]
+)
+def test_what_is_no_ticket_is_refused(blob):
+    with pytest.raises(UsageError, match=r"^ticket "):
+        decode(blob)
+
+
+def test_blob_with_more_bytes_behind_it_is_refused():
+    with pytest.raises(UsageError, match="malformed"):
+        decode(encode(make()) + b"\x00")
+
+
+@given(st.binary(max_size=300))
+def test_random_bytes_raise_nothing_but_usage_errors(blob):
+    with pytest.raises(UsageError):
+        decode(blob)
+
+
+@given(st.data())
+def test_changed_ticket_is_read_or_refused(data):
+    blob = bytearray(encode(make()))
+    for _ in range(data.draw(st.integers(1, 3))):
+        blob[data.draw(st.integers(0, len(blob) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        ticket = decode(blob)
+    except UsageError:
+        return
+    assert encode(ticket) == encode(decode(encode(ticket)))
