@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from aiokv.errors import RankLost
     from aiokv.plan import TransferPlan, TransferReport
-    from aiokv.stores.guard import GuardStatistics
+    from aiokv.stores.guard_statistics import GuardStatistics
     from aiokv.stores.identity import StoreIdentity
     from aiokv.stores.store_set import StoreAnswer
     from aiokv.types import Tier

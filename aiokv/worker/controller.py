@@ -16,7 +16,6 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
 import numpy as np
 
 from aiokv.errors import ClosedError, ConfigError, DeviceError, UsageError
@@ -31,7 +30,7 @@ from aiokv.worker.layers import LayerDoneCounter
 from aiokv.worker.memory import WorkerMemory
 from aiokv.worker.poller import EventPoller
 from aiokv.worker.settling import ReportWaiters
-from aiokv.worker.store_transfers import STORE_ROUTES, StoreTransfers
+from aiokv.worker.stores import WorkerStores
 from aiokv.worker.transfers import StepGate, Transfer
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 
     from aiokv.errors import RankLost
     from aiokv.plan import Outcome, TransferPlan
-    from aiokv.stores.guard import GuardStatistics
+    from aiokv.stores.guard_statistics import GuardStatistics
     from aiokv.stores.identity import StoreIdentity
     from aiokv.stores.store_set import StoreAnswer, StoreSet
     from aiokv.types import Tier
@@ -87,12 +86,6 @@ class CacheController:
         self._lanes = {route: Lane(route) for route in device.routes}
         self._transfers: dict[int, Transfer] = {}
         self._report_waiters = ReportWaiters()
-        self._stores = stores
-        self._store_transfers = (
-            None if stores is None else StoreTransfers(stores, self._report_waiters.note_report)
-        )
-        self._stores_sleep = False
-        self._identity: StoreIdentity | None = None
         self._closing = False
         self._closed = False
         self.memory = WorkerMemory(
@@ -102,8 +95,9 @@ class CacheController:
             has_stores=stores is not None,
             host_state_slots=host_state_slots,
         )
+        self._stores = WorkerStores(stores, self.memory, self._report_waiters.note_report)
         self.capabilities = Capabilities(
-            routes=device.routes if stores is None else device.routes | STORE_ROUTES,
+            routes=device.routes | self._stores.routes,
             clone_routes=frozenset((CLONE, STATE)),
             checksums=True,
             step_events=True,
@@ -137,14 +131,11 @@ class CacheController:
                 hint="register larger tensors, or lower CacheConfig.device_blocks",
             )
         self.memory.open(host_blocks)
-        if self._stores is not None and self._store_transfers is not None:
-            self._identity = identity
-            try:
-                await self._stores.open(self.memory.store_memory, self._fingerprint())
-            except BaseException:
-                self.memory.close()
-                raise
-            self._store_transfers.open(poller, on_report)
+        try:
+            await self._stores.open(identity, poller, on_report)
+        except BaseException:
+            self.memory.close()
+            raise
         self._poller, self._on_report, self._on_step = poller, on_report, on_step
         self._opened = True
 
@@ -206,10 +197,10 @@ class CacheController:
         if self.counter(plan.transfer_id) is not None:
             raise UsageError(f"transfer {plan.transfer_id} is in flight already")
         num_bytes = self.memory.check(plan)
-        if self._store_transfers is not None and plan.route in STORE_ROUTES:
+        if plan.route in self._stores.routes:
             if self._checksums is not None:
                 self._checksums.begin(plan)
-            return self._store_transfers.submit(plan, num_bytes)
+            return self._stores.transfers.submit(plan, num_bytes)
         counter = LayerDoneCounter(
             self.memory.regions.num_layers,
             transfer_id=plan.transfer_id,
@@ -224,9 +215,9 @@ class CacheController:
     def counter(self, transfer_id: int) -> LayerDoneCounter | None:
         """Return the counter of a plan in flight; None for an unknown id."""
         transfer = self._transfers.get(transfer_id)
-        if transfer is None and self._store_transfers is not None:
-            return self._store_transfers.counter(transfer_id)
-        return None if transfer is None else transfer.counter
+        if transfer is None:
+            return self._stores.transfers.counter(transfer_id)
+        return transfer.counter
 
     def cancel(self, transfer_id: int) -> Cancelled:
         """Cancel a plan that the device does not have yet.
@@ -238,9 +229,9 @@ class CacheController:
             before the cancellation.
         """
         transfer = self._transfers.get(transfer_id)
-        if transfer is None and self._store_transfers is not None:
-            return self._store_transfers.cancel(transfer_id)
-        if transfer is None or transfer.state not in _WAITING:
+        if transfer is None:
+            return self._stores.transfers.cancel(transfer_id)
+        if transfer.state not in _WAITING:
             return "too late"
         transfer.reported = True  # the caller knows that it has ended
         self._poller.surely(partial(self._take_back, transfer))
@@ -330,24 +321,15 @@ class CacheController:
 
     async def lookup(self, digests: bytes) -> StoreAnswer:
         """Ask the stores for blocks; see :meth:`Worker.lookup`."""
-        if self._stores is None or self._closing or not self._opened:
-            return NOTHING
-        return await self._stores.lookup(digests)
+        return NOTHING if self._closing else await self._stores.lookup(digests)
 
     def change_weights(self, version: str) -> None:
         """Use other keys from now on; see :meth:`Worker.change_weights`."""
-        if self._stores is not None and self._identity is not None:
-            self._identity = msgspec.structs.replace(self._identity, weights_version=version)
-            self._stores.change_fingerprint(self._fingerprint())
+        self._stores.change_weights(version)
 
     def store_statistics(self) -> list[GuardStatistics]:
         """Return the statistics of each store; see :meth:`Worker.store_statistics`."""
-        return [] if self._stores is None else self._stores.statistics()
-
-    def _fingerprint(self) -> bytes:
-        if self._identity is None:
-            raise UsageError("open: identity is None; stores need it", hint="pass a StoreIdentity")
-        return self._identity.fingerprint(self.memory.regions)
+        return self._stores.statistics()
 
     # --- sleep ------------------------------------------------------------------------------
 
@@ -366,11 +348,10 @@ class CacheController:
             raise UsageError(
                 f"sleep: {len(in_flight)} transfers are in flight", hint="drain() first"
             )
-        if self._stores is not None and "host" in tiers:
-            self._stores_sleep = True
+        if self._stores.exist and "host" in tiers:
             # Before an await that may be interrupted: `wake_up` must bind the new tensors.
             self.memory.sleep(tiers - {"host"})
-            await self._stores.aclose()
+            await self._stores.sleep()
         self.memory.sleep(tiers)
 
     async def wake_up(self, tiers: frozenset[Tier], regions: Regions | None = None) -> None:
@@ -381,9 +362,7 @@ class CacheController:
         Cancellation: call it again, or ``sleep``.
         """
         self.memory.wake_up(tiers, regions)
-        if self._stores is not None and self._stores_sleep and "host" not in self.memory.asleep:
-            await self._stores.reopen(self.memory.store_memory, self._fingerprint())
-            self._stores_sleep = False
+        await self._stores.wake_up()
 
     # --- end --------------------------------------------------------------------------------
 
@@ -403,8 +382,7 @@ class CacheController:
 
     def _in_flight(self) -> list[int]:
         """Return the ids of the plans that were not reported yet."""
-        stores = () if self._store_transfers is None else self._store_transfers.in_flight
-        return [*self._transfers, *stores]
+        return [*self._transfers, *self._stores.transfers.in_flight]
 
     async def abandon(self) -> None:
         """Cancel and report waiting plans; wait for the transfers that the device has.
@@ -424,10 +402,7 @@ class CacheController:
         Cancellation: memory is kept; call it again.
         """
         self._closing = True
-        if self._stores is not None and self._store_transfers is not None:
-            await self._store_transfers.finish()
-            await self._stores.aclose()
-            await self._store_transfers.aclose()
+        await self._stores.aclose()
         await self.abandon()
         if not self._closed:
             self.memory.close()
@@ -439,16 +414,13 @@ class CacheController:
         self._closing = True
         if not self._closed:
             self._closed = True
-            if self._stores is not None:
-                self._stores.close_without_loop()
+            self._stores.close_without_loop()
             self.memory.close()
 
     def statistics(self) -> WorkerStatistics:
         """Return the counts of each route. Any thread."""
         routes = {route: lane.statistics() for route, lane in self._lanes.items()}
-        if self._store_transfers is not None:
-            routes |= self._store_transfers.statistics()
-        return worker_statistics(len(self._gate), routes)
+        return worker_statistics(len(self._gate), routes | self._stores.lane_statistics())
 
     def _check_open(self) -> None:
         """Raises:
