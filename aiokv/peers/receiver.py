@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from aiokv.plan import TransferPlan
 
 C = TypeVar("C", bound="Hashable")  # a connection
+D = TypeVar("D", bound="Hashable", contravariant=True)  # likewise
 
 MAX_WRONG: Final = 3  # wrong parcels of one block, before the ticket is given up
 
@@ -129,10 +130,10 @@ class SlotCopy:
         return [receive.device_ids[receive.positions[block]] for block in self.blocks]
 
 
-class ReceiverPort(Protocol[C]):
+class ReceiverPort(Protocol[D]):
     """Work that the receiver starts. Each call returns at once, and none calls back in it."""
 
-    def send(self, connection: C, message: Message) -> None:
+    def send(self, connection: D, message: Message) -> None:
         """Send a message, in order; one to a connection that has ended is dropped."""
 
     def verify(self, parcels: Sequence[Parcel]) -> None:
@@ -478,7 +479,7 @@ class Receiver(Generic[C]):
     def verified(self, parcels: Sequence[Parcel], are_right: Sequence[bool]) -> None:
         """Take the parcels that are right; the others may be sent again. Idempotent."""
         ready: dict[int, tuple[Receive, list[int], list[int]]] = {}
-        proven: dict[C, tuple[bytes, list[int]]] = {}
+        proven: dict[tuple[C, bytes], list[int]] = {}
         for parcel, is_right in zip(parcels, are_right, strict=True):
             incoming = self._tickets.get(parcel.ticket_id)
             place = (parcel.sender_rank, parcel.sender_block)
@@ -491,7 +492,7 @@ class Receiver(Generic[C]):
             self._counts.parcels += 1
             self._counts.received_bytes += parcel.num_bytes - TRAILER_BYTES
             if sender is not None and not incoming.closed:
-                proven.setdefault(sender.connection, (parcel.ticket_id, []))[1].append(block)
+                proven.setdefault((sender.connection, parcel.ticket_id), []).append(block)
             receive = incoming.waiting.pop(block, None)
             if receive is not None and receive.failure is None:
                 entry = ready.setdefault(receive.plan.transfer_id, (receive, [], []))
@@ -503,7 +504,7 @@ class Receiver(Generic[C]):
                 incoming.parked[block] = parcel.slot
         for receive, blocks, slots in ready.values():
             self._copy(receive, blocks, slots)
-        for connection, (ticket_id, blocks) in proven.items():
+        for (connection, ticket_id), blocks in proven.items():
             self._port.send(connection, Proven(ticket_id=ticket_id, sender_blocks=blocks))
         for ticket_id in {parcel.ticket_id for parcel in parcels}:
             self._check_ended(ticket_id)

@@ -18,7 +18,7 @@ outgoing slot, until ``reset``, but never frees one twice.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -27,7 +27,6 @@ from aiokv.peers.messages import (
     Cancel,
     Credit,
     Done,
-    Landed,
     Proven,
     Return,
     SlotCredit,
@@ -114,7 +113,7 @@ class Send:
 class SlotFill:
     """A copy from device blocks of a plan to outgoing slots."""
 
-    def __init__(self, send: Send, parcels: list[Parcel]) -> None:
+    def __init__(self, send: Send, parcels: list[Parcel[Any]]) -> None:
         self.send = send
         self.parcels = parcels
 
@@ -597,8 +596,9 @@ class Sender(Generic[C]):
             problems.append(f"outgoing slots are free twice: {sorted(self._free)}")
         used = sum(way.slots for way in self._ways.values())
         if self._ways and used + len(self._free) > self._num_slots:
-            problems.append(f"{used} outgoing slots used and {len(self._free)} free of "
-                            f"{self._num_slots}")
+            problems.append(
+                f"{used} outgoing slots used and {len(self._free)} free of {self._num_slots}"
+            )
         problems += [
             f"plan {transfer_id} is at rest, but was not reported"
             for transfer_id, send in self._sends.items()

@@ -7,7 +7,7 @@ and the receiver's kernel copies it into the landing slot: no byte of it is copi
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from aiokv.errors import InternalError
 from aiokv.peers.messages import Return
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class TcpTransport:
     """See :class:`~aiokv.peers.transport.Transport`."""
 
-    name: Final = "tcp"
-    one_sided: Final = False
+    name = "tcp"
+    one_sided = False
 
     def __init__(self) -> None:
         self._outgoing: PeerMemory | None = None

@@ -62,9 +62,7 @@ class CpuDevice(Unique):
     """Copies with one native thread per route, GIL released."""
 
     name = "cpu"
-    routes = frozenset(
-        (ONLOAD, OFFLOAD, STATE, STATE_ONLOAD, STATE_OFFLOAD, RECEIVE, SEND)
-    )
+    routes = frozenset((ONLOAD, OFFLOAD, STATE, STATE_ONLOAD, STATE_OFFLOAD, RECEIVE, SEND))
     in_order = True
     computes_in_stream = False
 

@@ -4,10 +4,10 @@
              host blocks ─────────kernel, at most 4 CTAs────► regions    lone small pieces
     offload  regions ─gather► staging ring ─copy engine► host blocks     whole blocks
 
-Slots of recurrent state move between the tiers in the same way, in an engine of their own, and so do
-blocks that are received from peers or sent to them. A native
-thread per direction submits the work, so a call here takes microseconds. CuPy creates the
-streams; the arrays may be CuPy's, Paddle's or PyTorch's: all use the primary context.
+Slots of recurrent state move between the tiers in the same way, in an engine of their own, and so
+do blocks that are received from peers or sent to them. A native thread per direction submits the
+work, so a call here takes microseconds. CuPy creates the streams; the arrays may be CuPy's,
+Paddle's or PyTorch's: all use the primary context.
 """
 
 from __future__ import annotations
@@ -165,9 +165,7 @@ class CudaDevice(Unique):
         ConfigError: aiokv was built without CUDA, CuPy is not installed, or there is no such GPU.
     """
 
-    routes = frozenset(
-        (ONLOAD, OFFLOAD, STATE, STATE_ONLOAD, STATE_OFFLOAD, RECEIVE, SEND)
-    )
+    routes = frozenset((ONLOAD, OFFLOAD, STATE, STATE_ONLOAD, STATE_OFFLOAD, RECEIVE, SEND))
     in_order = True
     computes_in_stream = True
 
