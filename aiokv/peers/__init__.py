@@ -1,0 +1,1 @@
+"""Peers: blocks that one engine computes and another, on a different server, decodes with."""
