@@ -268,6 +268,24 @@ class CoreStatistics:
     def evicted_host_snapshots(self) -> int: ...
 
     @property
+    def receives(self) -> int: ...
+
+    @property
+    def received_blocks(self) -> int: ...
+
+    @property
+    def failed_receives(self) -> int: ...
+
+    @property
+    def sends(self) -> int: ...
+
+    @property
+    def sent_blocks(self) -> int: ...
+
+    @property
+    def failed_sends(self) -> int: ...
+
+    @property
     def index_bytes(self) -> int: ...
 
     @property
@@ -330,7 +348,9 @@ class LeaseState(enum.Enum):
     """Holds host copies; allocate resumes it."""
 
     RELEASING = 6
-    """Has no handle; batches in flight keep its blocks."""
+    """
+    Has no handle; batches or transfers of peers in flight keep its blocks.
+    """
 
 class Core:
     """Prefix index, block pools, leases and eviction; not thread-safe."""
@@ -393,7 +413,9 @@ class Core:
     def extend(self, leases: Sequence[int], num_tokens: int) -> bool: ...
 
     def release(self, lease: int, step: int = 0, used_in: int = 0) -> bool:
-        """Return False when batches in flight keep the blocks until end_batch()."""
+        """
+        Return False when batches or transfers of peers in flight keep the blocks until they have ended.
+        """
 
     def begin_batch(self, leases: Sequence[int]) -> int:
         """Begin a batch that computes with these leases; return its number."""
@@ -477,6 +499,43 @@ class Core:
     def store_transfer(self, transfer: int) -> tuple[bytes, bytes]:
         """(host_blocks, digests) of a fetch or a save in flight."""
 
+    def receive(self, lease: int, ticket_id: bytes, first_block: int, num_blocks: int) -> int:
+        """Begin to receive blocks of the lease from a peer; return the transfer."""
+
+    def send(self, lease: int, ticket_id: bytes, first_block: int, num_blocks: int) -> int:
+        """
+        Begin to send computed blocks of the lease to a peer; return the transfer.
+        """
+
+    def end_ticket(self, lease: int, ticket_id: bytes) -> None:
+        """
+        No caller waits for the transfers of the ticket: those in flight are abandoned.
+        """
+
+    def commit_received(self, lease: int, num_tokens: int) -> int:
+        """Index received blocks; returns how many became shareable."""
+
+    def prompt_digest(self, lease: int, num_tokens: int) -> bytes:
+        """Digest of the first positions, for any block_tokens."""
+
+    def is_peer_transfer(self, transfer: int) -> bool: ...
+
+    def peer_transfer(self, transfer: int) -> tuple[bool, bytes, int, bytes, int]:
+        """(receives, ticket_id, first_block, device_blocks, after_step)."""
+
+    def peer_transfers(self, lease: int) -> list[int]:
+        """Transfers in flight that receive or send blocks of the lease."""
+
+    def take_peer_ends(self) -> list[tuple[int, int, int]]:
+        """
+        Return (transfer, lease, blocks) of those that have ended since the last call, and whose lease has a handle.
+        """
+
+    def take_abandoned_peer_transfers(self) -> list[int]: ...
+
+    @property
+    def has_peer_transfers(self) -> bool: ...
+
     def is_in_flight(self, transfer: int) -> bool: ...
 
     def saving(self, lease: int) -> int:
@@ -547,8 +606,10 @@ class Core:
     def transfer(self, transfer: int) -> tuple[bytes, bytes, int]:
         """(device_blocks, host_blocks, after_step)."""
 
-    def complete(self, transfer: int, outcome: Outcome, first_bad_block: int = 0, results: bytes = ...) -> None:
-        """`results`: of a save, one byte per block, or none."""
+    def complete(self, transfer: int, outcome: Outcome, first_bad_block: int = 0, results: bytes = ...) -> list[int]:
+        """
+        `results`: of a save, one byte per block, or none. Return the leases that waited for a transfer of a peer and are released now.
+        """
 
     def take_abandoned(self) -> list[int]: ...
 

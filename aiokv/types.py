@@ -73,7 +73,8 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     *in flight* blocks are the destination of a transfer. A state slot is free, holds a snapshot, or
     belongs to a lease; one in host memory is free, holds a snapshot, or is the destination of a
     transfer. ``restored_states`` counts ``onloaded_states``, which came from host memory, too.
-    *Releasing* leases are released, but a batch in flight computes with their blocks.
+    *Releasing* leases are released, but a batch or a transfer of a peer in flight uses their
+    blocks.
 
     ``hit_store_tokens`` is a part of the hits of device and host: tokens of blocks that a fetch
     from a store had brought. Only the first lease that is granted with such a block counts; leases
@@ -81,6 +82,9 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     missing, wrong or late. Blocks that were to be saved to the stores and were not are *dropped*
     (the queue was full, or the block was evicted before), *rejected* by
     ``CacheConfig.store_admission``, *refused* by a store and saved by none, or *failed*.
+
+    ``receives`` and ``sends`` are transfers from and to peers, which have begun. *Received* blocks
+    arrived and were verified; *sent* blocks were acknowledged by the receiver.
     """
 
     device_blocks: int
@@ -123,6 +127,12 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     rejected_saves: int
     refused_saves: int
     failed_saves: int
+    receives: int
+    received_blocks: int
+    failed_receives: int
+    sends: int
+    sent_blocks: int
+    failed_sends: int
     host_state_slots: int
     host_state_free: int
     host_state_snapshots: int

@@ -40,6 +40,21 @@ class Fork(NamedTuple):
     state_slots: tuple[int, int] | None
 
 
+class Moved(NamedTuple):
+    """End of a transfer between a lease and a peer.
+
+    Attributes:
+        transfer_id: the transfer.
+        lease_id: its lease, which has a handle.
+        blocks: the first ``blocks`` blocks of the plan are there: received into the lease, or
+            acknowledged by the receiver.
+    """
+
+    transfer_id: int
+    lease_id: int
+    blocks: int
+
+
 class Effects:
     """Follow-ups of transitions; the dispatcher applies the fields in the order listed here.
 
@@ -55,6 +70,7 @@ class Effects:
         refused: leases whose wait for capacity has ended, and the error of each.
         resumed: leases that must call ``wait_pending`` again, and the error of each, or None.
         unpinned: pins that have ended, and the reason of each.
+        moved: ends of transfers from and to peers; none for a lease that was released or preempted.
         cancel: transfers that no lease needs; the worker cancels them if they have not begun.
         collect: True if ``collect_backups`` and, with stores, ``collect_saves`` must be called at
             the end of this pass of the loop.
@@ -69,6 +85,7 @@ class Effects:
         "computed",
         "granted",
         "has_entries",
+        "moved",
         "refused",
         "resumed",
         "submit",
@@ -85,6 +102,7 @@ class Effects:
         self.refused: deque[tuple[int, Exception]] = deque()
         self.resumed: deque[tuple[int, AiokvError | None]] = deque()
         self.unpinned: deque[tuple[int, str]] = deque()
+        self.moved: deque[Moved] = deque()
         self.computed: deque[NDArray[np.int32]] = deque()
         self.cancel: deque[int] = deque()
         self.collect = False

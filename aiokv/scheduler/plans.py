@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import starmap
+from itertools import chain, starmap
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -15,7 +15,9 @@ from aiokv.plan import (
     ID_DTYPE,
     OFFLOAD,
     ONLOAD,
+    RECEIVE,
     SAVE,
+    SEND,
     STATE,
     STATE_OFFLOAD,
     STATE_ONLOAD,
@@ -155,6 +157,21 @@ class Plans:
             digests=digests,
         )
 
+    def peer(self, transfer_id: int) -> TransferPlan:
+        """Return the plan of a receive or a send; its ids of the peer are indices in the prompt."""
+        receives, ticket_id, first_block, device_blocks, after_step = self._core.peer_transfer(
+            transfer_id
+        )
+        in_prompt = _indices(device_blocks, first_block)
+        return TransferPlan(
+            transfer_id=transfer_id,
+            route=RECEIVE if receives else SEND,
+            source_blocks=in_prompt if receives else device_blocks,
+            target_blocks=device_blocks if receives else in_prompt,
+            after_step=after_step,
+            peer=ticket_id,
+        )
+
     def _state_move(self, transfer_id: int, priority: Priority) -> TransferPlan:
         source, target, after_step = self._core.state_move(transfer_id)
         return TransferPlan(
@@ -180,10 +197,14 @@ class Plans:
         if self._saves_states:
             transfer_ids.extend(iter(self._core.take_state_save, 0))
 
-    def complete(self, report: TransferReport) -> None:
+    def complete(self, report: TransferReport, released: deque[int]) -> None:
         """Commit the verified blocks of a transfer, and roll back its other blocks.
 
         A report that the poller repeats after an interrupt changes nothing if it was applied.
+
+        Args:
+            report: end of the transfer.
+            released: gets the leases that only waited for this transfer, and are released now.
         """
         transfer_id = report.transfer_id
         is_known = transfer_id in self._reported
@@ -191,11 +212,12 @@ class Plans:
         if len(self._reported) > KEPT_REPORTS:
             del self._reported[next(iter(self._reported))]
         if not is_known or self._core.is_in_flight(transfer_id):
-            self._core.complete(
-                transfer_id, _OUTCOMES[report.outcome], report.first_bad_block, report.results
-            )
+            # As in `take_backups`: an interrupt must not lose the released leases.
+            outcome = _OUTCOMES[report.outcome]
+            args = (transfer_id, outcome, report.first_bad_block, report.results)
+            released.extend(chain.from_iterable(starmap(self._core.complete, (args,))))
 
 
-def _indices(blocks: bytes) -> bytes:
-    """Return the ids of a store's blocks: their indices."""
-    return id_bytes(np.arange(len(blocks) // ID_DTYPE.itemsize))
+def _indices(blocks: bytes, first: int = 0) -> bytes:
+    """Return the ids of the blocks of a store or a peer: their indices, from ``first`` on."""
+    return id_bytes(np.arange(first, first + len(blocks) // ID_DTYPE.itemsize))

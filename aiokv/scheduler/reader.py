@@ -187,6 +187,21 @@ class CacheReader:
         """Return the batches in flight that compute with the lease."""
         return self._core.batches(lease_id)
 
+    def peer_transfers(self, lease_id: int) -> list[int]:
+        """Return the transfers in flight that receive blocks of the lease, or send them."""
+        return self._core.peer_transfers(lease_id)
+
+    def digest(self, lease_id: int, num_tokens: int) -> bytes:
+        """Return the digest of the first ``num_tokens`` positions of a lease, 32 bytes.
+
+        It covers salt, adapter, tokens and items, and is the same in every process and for any
+        ``block_tokens``.
+
+        Raises:
+            LeaseError: tokens of these positions are not known.
+        """
+        return self._core.prompt_digest(lease_id, num_tokens)
+
     def is_current(self, lease_id: int) -> bool:
         """Return True if the lease is granted and its hit can still be matched."""
         return self._core.is_current(lease_id)

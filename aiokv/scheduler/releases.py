@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class Releases:
     """Ends the leases of one cache, and counts the batches in flight.
 
-    Blocks that batches in flight use are freed when the batches end; until then, the released lease
-    keeps its name and its part of the quota.
+    Blocks that batches or transfers of peers in flight use are freed when these have ended; until
+    then, the released lease keeps its name and its part of the quota.
 
     Args:
         core: state of the leases.
@@ -35,6 +35,9 @@ class Releases:
         quota: blocks per salt.
         admission: leases that wait for capacity.
         pending: leases that wait for blocks of other leases.
+
+    Attributes:
+        freed: leases that the core has freed; ``forget_freed`` removes them.
     """
 
     def __init__(
@@ -60,10 +63,10 @@ class Releases:
         self._requests = admission.requests
         self._waiters = pending.waiters
         self._batches: dict[int, int] = {}  # ids of the batches in flight, each by itself
-        self._freed: deque[int] = deque()  # freed in the core by the end of a batch
+        self.freed: deque[int] = deque()
 
     def release(self, lease_id: int, used_in: int = 0) -> None:
-        """Give back the blocks of a lease; those that batches in flight use, when they end.
+        """Give back the blocks of a lease; those that are in use, when the use ends.
 
         Args:
             lease_id: the lease.
@@ -105,11 +108,15 @@ class Releases:
             # `extend` calls `pop` and the core without Python code in between, where a signal
             # handler could raise and lose the leases that the core has freed.
             ended = map(self._core.end_batch, map(self._batches.pop, (batch_id,)), (step,))
-            self._freed.extend(chain.from_iterable(ended))
-        while self._freed:
-            self._forget(self._freed[0])
-            self._pending.withdrawn(self._freed[0])
-            self._freed.popleft()
+            self.freed.extend(chain.from_iterable(ended))
+        self.forget_freed()
+
+    def forget_freed(self) -> None:
+        """Remove the released leases whose batches and transfers have ended."""
+        while self.freed:
+            self._forget(self.freed[0])
+            self._pending.withdrawn(self.freed[0])
+            self.freed.popleft()
 
     def _forget(self, lease_id: int) -> None:
         """Remove a lease that has given back all its blocks. Idempotent."""

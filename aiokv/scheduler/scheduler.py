@@ -25,6 +25,7 @@ from aiokv.scheduler.effects import Effects, Fork, Grant, Outbox
 from aiokv.scheduler.fetches import Fetches
 from aiokv.scheduler.gate import Gate
 from aiokv.scheduler.granting import Granting
+from aiokv.scheduler.peers import Peers
 from aiokv.scheduler.pending import PendingBlocks
 from aiokv.scheduler.pins import PinnedLeases
 from aiokv.scheduler.plans import Plans, new_core
@@ -64,6 +65,7 @@ TRANSITIONS: Final = (
     "release",
     "append",
     "commit",
+    "commit_received",
     "extend",
     "truncate",
     "recompute_from",
@@ -81,6 +83,9 @@ TRANSITIONS: Final = (
     "fetch",
     "collect_saves",
     "save",
+    "receive",
+    "send",
+    "end_peer",
     "complete",
     "note_cancelling",
     "await_use",
@@ -158,6 +163,7 @@ class CacheScheduler:
         self._saver = Saver(config, core, self._plans, self._outbox)
         self._store_saver = StoreSaver(core, self._gate, self._plans, self._outbox)
         self._fetches = Fetches(core, self._plans, self._outbox)
+        self._peers = Peers(core, self._plans, self._outbox)
         self._granting = Granting(core, self._plans, self._saver, self._outbox, config.block_tokens)
         self._quota = SaltQuota(config.salt_quota_blocks)
         self._admission = Admission(core, self._gate, self._quota, self._granting, self._outbox)
@@ -218,6 +224,7 @@ class CacheScheduler:
             self._release_used_pins()
         if self._granting.onloads:
             self._granting.cancel_abandoned()
+        self._peers.cancel_abandoned()
         if (self._requests or self._waiters) and not self._advances:
             if self._outbox.pending.cancel:
                 # The worker may cancel these onloads at once: no grant may join them until then.
@@ -524,6 +531,32 @@ class CacheScheduler:
             self._name_owner(error)
             raise
 
+    @_naming_owner
+    def commit_received(self, lease_id: int, num_tokens: int) -> tuple[int, Effects]:
+        """Index the full blocks of the first ``num_tokens`` positions, which were received.
+
+        They count as computed from now on, but belong to no step.
+
+        Returns:
+            The number of blocks that became shareable.
+
+        Raises:
+            LeaseError: a position that is not computed was not received, or ``num_tokens`` exceeds
+                the positions of the lease.
+        """
+        core = self._core
+        first = core.computed_tokens(lease_id) // self._block_tokens
+        published = core.commit_received(lease_id, num_tokens)
+        if self._records_checksums:
+            received = core.block_table(lease_id)[first : num_tokens // self._block_tokens]
+            self._outbox.effects.computed.append(received)
+        if published:
+            self._saver.want()
+        if self._waiters:
+            self._pending.advanced(lease_id)
+            return published, self._settle()
+        return published, self._outbox.pending
+
     def extend(self, lease_ids: Sequence[int], num_tokens: int) -> tuple[bool, Effects]:
         """Add ``num_tokens`` positions to each lease; return False, and add none, without room.
 
@@ -754,10 +787,76 @@ class CacheScheduler:
         """
         return self._saver.make_clean(num_blocks), self._outbox.pending
 
+    @_naming_owner
+    def receive(
+        self, lease_id: int, ticket_id: bytes, first_block: int, num_blocks: int
+    ) -> tuple[int, Effects]:
+        """Begin to receive blocks of a lease from a peer.
+
+        The lease may be released, preempted or truncated meanwhile: its blocks are freed when the
+        transfer has ended. Until then, the lease can neither be swapped nor compute.
+
+        Args:
+            lease_id: a granted lease whose onloads have ended, and with which no batch computes.
+            ticket_id: 16 bytes.
+            first_block: index in the table; the block has no computed position.
+            num_blocks: number of blocks, at least 1.
+
+        Returns:
+            The transfer. An entry of ``Effects.moved`` names it when it has ended, unless the lease
+            was released or preempted. ``commit_received`` publishes its blocks.
+
+        Raises:
+            LeaseError: the lease is not in the state above, the blocks are computed, shared or
+                being received, or the cache was reset after the grant.
+            UsageError: the table does not have these blocks, or ``ticket_id`` is not 16 bytes.
+        """
+        begun = self._peers.receive(lease_id, ticket_id, first_block, num_blocks)
+        return begun, self._outbox.pending
+
+    @_naming_owner
+    def send(
+        self, lease_id: int, ticket_id: bytes, first_block: int, num_blocks: int
+    ) -> tuple[int, Effects]:
+        """Begin to send computed blocks of a lease to a peer.
+
+        The lease may compute, be released, preempted or truncated meanwhile: the blocks are freed
+        when the transfer has ended. Until then, the lease cannot be swapped.
+
+        Args:
+            lease_id: a granted lease whose onloads have ended.
+            ticket_id: 16 bytes.
+            first_block: index in the table.
+            num_blocks: number of blocks, at least 1; the last one may be computed in part.
+
+        Returns:
+            The transfer. An entry of ``Effects.moved`` names it when it has ended, unless the lease
+            was released or preempted.
+
+        Raises:
+            LeaseError: the lease is not in the state above, the blocks are not computed, or the
+                cache was reset after the grant.
+            UsageError: the table does not have these blocks, or ``ticket_id`` is not 16 bytes.
+        """
+        begun = self._peers.send(lease_id, ticket_id, first_block, num_blocks)
+        return begun, self._outbox.pending
+
+    def end_peer(self, lease_id: int, ticket_id: bytes) -> Done:
+        """Cancel the transfers of a ticket that are in flight. Idempotent.
+
+        ``Effects.moved`` still names each of them when it has ended. The release and the preemption
+        of a lease, and ``reset``, cancel the transfers, too.
+        """
+        if lease_id in self._owners:
+            self._core.end_ticket(lease_id, ticket_id)
+        return None, self._settle()
+
     def complete(self, report: TransferReport) -> Done:
         """Account for the end of a transfer. The poller repeats a report after an interrupt."""
         transfer_id = report.transfer_id
-        self._plans.complete(report)
+        self._plans.complete(report, self._releases.freed)
+        self._releases.forget_freed()
+        self._peers.note_ends()
         self._granting.ended(transfer_id)
         if self.has_stores:
             self._fetches.ended(transfer_id)

@@ -52,4 +52,4 @@ class PlannedCore:
 
     def complete(self, report: TransferReport) -> None:
         """Account for the end of a transfer."""
-        self._plans.complete(report)
+        self._plans.complete(report, deque())

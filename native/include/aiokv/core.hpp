@@ -14,6 +14,7 @@
 //   saver_        when blocks get their host copy
 //   store_saver_ fetches_   the ways from the host tier to the stores, and back
 //   promises_ uses_ batches_     what leases will compute, wait for, and compute now
+//   peers_        the ways between leases and other engines
 //   matching_ publication_ swaps_ grants_ releases_ completions_ tiers_   the transitions
 //
 // violations() checks the invariants I1-I6 of the design from scratch.
@@ -36,6 +37,7 @@
 #include "aiokv/index.hpp"
 #include "aiokv/lease_table.hpp"
 #include "aiokv/matching.hpp"
+#include "aiokv/peer_transfers.hpp"
 #include "aiokv/promises.hpp"
 #include "aiokv/publication.hpp"
 #include "aiokv/releases.hpp"
@@ -74,15 +76,17 @@ class Core {
     Fork fork(LeaseId id, Step step) { return grants_.fork(leases_.at(id), step); }
     void append(LeaseId id, Tokens tokens) { publication_.append(leases_.at(id), tokens); }
     std::uint32_t commit(LeaseId id, std::int64_t num_tokens, Step step) {
+        peers_.check_commit(leases_.at(id), num_tokens);
         return publication_.commit(leases_.at(id), num_tokens, step);
     }
-    // retract() and truncate() return the lease that keeps the blocks for the batches in flight, or
-    // 0.
+    // retract() and truncate() return the lease that keeps the blocks for the batches and transfers
+    // of peers in flight, or 0.
     LeaseId retract(LeaseId id, Step step) { return releases_.retract(leases_.at(id), step); }
     LeaseId truncate(LeaseId id, std::int64_t num_tokens, Step step) {
         return releases_.truncate(leases_.at(id), num_tokens, step);
     }
-    // False: batches in flight keep the blocks, and end_batch() will release the lease.
+    // False: batches or transfers of peers in flight keep the blocks; end_batch() or complete()
+    // will release the lease.
     bool release(LeaseId id, Step step, Step used_in = 0) {
         return releases_.release(leases_.at(id), step, used_in);
     }
@@ -101,7 +105,7 @@ class Core {
                       BlockId fill, std::int32_t group = -1) const;
 
     // -- compute in flight
-    BatchId begin_batch(std::span<const LeaseId> ids) { return batches_.begin(ids); }
+    BatchId begin_batch(std::span<const LeaseId> ids);
     // `step`: 0, or the step that the batch's work belongs to. Returns the leases that waited for
     // it and are released now.
     std::vector<LeaseId> end_batch(BatchId id, Step step);
@@ -116,7 +120,10 @@ class Core {
 
     // -- swap
     TransferId saving(LeaseId id) const { return swaps_.saving(leases_.at(id)); }
-    bool swap_out(LeaseId id, Step step) { return swaps_.begin(leases_.at(id), step); }
+    bool swap_out(LeaseId id, Step step) {
+        peers_.check_swap(leases_.at(id));
+        return swaps_.begin(leases_.at(id), step);
+    }
 
     // -- recurrent state and sliding windows
     StateCopy snapshot(LeaseId id, std::int64_t num_tokens, Step step) {
@@ -145,14 +152,39 @@ class Core {
     const Fetch& fetch(TransferId id) const;  // these two throw UsageError
     const Save& save(TransferId id) const;
 
+    // -- peers
+    TransferId receive(LeaseId id, const TicketId& ticket, std::int64_t first_block,
+                       std::int64_t num_blocks) {
+        return peers_.receive(leases_.at(id), ticket, first_block, num_blocks);
+    }
+    TransferId send(LeaseId id, const TicketId& ticket, std::int64_t first_block,
+                    std::int64_t num_blocks) {
+        return peers_.send(leases_.at(id), ticket, first_block, num_blocks);
+    }
+    void end_ticket(LeaseId id, const TicketId& ticket) {
+        peers_.end_ticket(leases_.at(id), ticket);
+    }
+    std::uint32_t commit_received(LeaseId id, std::int64_t num_tokens) {
+        peers_.check_commit(leases_.at(id), num_tokens);
+        return publication_.commit_received(leases_.at(id), num_tokens);
+    }
+    // Throws LeaseError: these positions have no tokens.
+    Digest prompt_digest(LeaseId id, std::int64_t num_tokens) const;
+    bool is_peer_transfer(TransferId id) const { return peers_.has(id); }
+    const PeerTransfer& peer_transfer(TransferId id) const { return peers_.get(id); }
+    std::vector<PeerEnd> take_peer_ends() { return peers_.take_ends(); }
+    std::vector<TransferId> take_abandoned_peer_transfers() { return peers_.take_abandoned(); }
+    bool has_peer_transfers() const { return peers_.exist(); }
+
     // -- transfers
     const Transfer& transfer(TransferId id) const { return transfers_.get(id); }
     bool is_in_flight(TransferId id) const {
-        return transfers_.has(id) || fetches_.has(id) || store_saver_.has(id);
+        return transfers_.has(id) || fetches_.has(id) || store_saver_.has(id) || peers_.has(id);
     }
     // `results`: of a save, a SaveResult per block, or none.
-    void complete(TransferId id, Outcome outcome, std::uint32_t first_bad_block,
-                  std::span<const std::uint8_t> results = {});
+    // Returns the leases that waited for a transfer of a peer and are released now.
+    std::vector<LeaseId> complete(TransferId id, Outcome outcome, std::uint32_t first_bad_block,
+                                  std::span<const std::uint8_t> results = {});
     std::vector<TransferId> take_abandoned() { return transfers_.take_abandoned(); }
     void mark_cancelling(TransferId id) { transfers_.mark_cancelling(id); }
     // Steps finish in the order of their numbers.
@@ -175,7 +207,7 @@ class Core {
     void resize_device(std::int64_t blocks) { tiers_.resize_device(blocks); }
     void forget_device() { tiers_.forget_device(); }
     void forget_host() { tiers_.forget_host(); }
-    void reset() { tiers_.reset(); }
+    void reset();
     std::uint32_t device_blocks() const { return device_.capacity(); }
 
     // -- uses of prefixes that a lease keeps
@@ -211,6 +243,7 @@ class Core {
     Promises promises_;
     Uses uses_;
     Batches batches_;
+    PeerTransfers peers_;
     Matching matching_;
     Fetches fetches_;
     Publication publication_;

@@ -5,12 +5,16 @@
 //                  SHA-256(parent digest | int32 tokens of the block
 //                          | u32 bytes of the item key | item key)    if an item touches it
 //   key          = SHA-256(fingerprint | block digest)
+//   prompt digest = SHA-256("aiokv prompt 1\0" | u32 context bytes | context | u64 tokens
+//                           | int32 tokens)
+//                   SHA-256(... | u32 bytes of the item key | item key)    if there are items
 //
 // An item key has, for each item that touches the block, in order: i64 bytes of its content hash |
 // content hash | i64 offset of the item from the first position of the block | i64 positions of the
-// item. Numbers are little-endian. The parent digest chains all earlier tokens, the context (salt
-// and adapter) and block_tokens. The fingerprint tells the model, its weights, and the layout of
-// the bytes (aiokv/stores/fingerprint.py).
+// item. That of a prompt is the item key of a block that has all its positions. Numbers are
+// little-endian. The parent digest chains all earlier tokens, the context (salt and adapter) and
+// block_tokens; a prompt digest is the same for any block_tokens. The fingerprint tells the model,
+// its weights, and the layout of the bytes (aiokv/stores/fingerprint.py).
 #pragma once
 
 #include <cstdint>
@@ -33,5 +37,9 @@ Digest block_digest(const Digest& parent, std::span<const std::int32_t> tokens,
 void derive_keys(const Digest& fingerprint, std::span<const Digest> digests, std::span<Digest> keys,
                  Sha256Blocks add_blocks = sha256_blocks_fastest(),
                  Sha256TwoMessages two_messages = sha256_two_messages_native());
+
+// The digest of a whole prompt.
+Digest prompt_digest(std::string_view context, std::span<const std::int32_t> tokens,
+                     std::string_view items, Sha256Blocks add_blocks = sha256_blocks_fastest());
 
 }  // namespace aiokv

@@ -57,6 +57,9 @@ class Index {
     // is appended there has no items.
     void cut_items(Lease& lease, std::uint32_t num_tokens);
 
+    // The digest of the first positions of a lease, which have tokens.
+    Digest prompt_digest(const Lease& lease, std::uint32_t num_tokens) const;
+
     // -- the blocks of a lease
     // Another lease could share the block as it is.
     bool is_indexed(const Lease& lease, std::size_t block) const {

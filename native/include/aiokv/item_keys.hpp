@@ -64,6 +64,12 @@ void check_items(std::span<const Item> items, std::size_t num_tokens);
 // The key bytes of each block up to the last one that an item touches; empty where none does.
 std::vector<std::string> item_key_bytes(std::span<const Item> items, std::uint32_t block_tokens);
 
+// Adds to `prompt` the items that begin in the block of these key bytes, before its position `end`:
+// as in the key of a block that begins at the first position of the prompt, `first` positions
+// before the block.
+void add_beginning_items(std::string_view bytes, std::uint64_t first, std::uint64_t end,
+                         std::string& prompt);
+
 // The key bytes of the same block without the items that begin at its position `end` or later.
 std::string item_key_before(std::string_view bytes, std::uint32_t end);
 

@@ -25,7 +25,7 @@ enum class LeaseState : std::uint8_t {
     kFailed,     // like kGranted; an onload failed, and recompute_from() was not called yet
     kSwapping,   // like kGranted; a transfer copies the table to host memory
     kSwapped,    // holds host copies; computed_tokens can be resumed
-    kReleasing,  // has no handle; batches in flight keep its blocks
+    kReleasing,  // has no handle; batches, or transfers of peers, in flight keep its blocks
 };
 constexpr std::size_t kLeaseStates = 7;
 
@@ -60,6 +60,12 @@ struct WindowTable {
     std::uint32_t reserved = 0;  // of the group's ids, set aside for the lease
 };
 
+// Positions of a lease.
+struct TokenRange {
+    std::uint32_t first;
+    std::uint32_t end;
+};
+
 struct Lease {
     LeaseState state = LeaseState::kFree;  // changed by LeaseTable::move() only
     LeaseFlags flags;
@@ -77,6 +83,8 @@ struct Lease {
     std::vector<TransferId> onloads;   // unfinished ones that write blocks of the table
     std::vector<BlockId> tail_host;    // while swapped: what follows the path, computed, in host
     TransferId swap_transfer = 0;      // of kSwapping
+    std::vector<TransferId> peer_transfers;  // in flight, that use blocks of the table
+    std::vector<TokenRange> received;        // proven, not committed yet; in order, not adjacent
 
     std::uint64_t version = 0;  // of the index, when path was walked
     std::uint64_t epoch = 0;    // of the index, when granted
@@ -110,6 +118,15 @@ struct Lease {
         return state == LeaseState::kGranted || state == LeaseState::kFailed ||
                state == LeaseState::kSwapping || state == LeaseState::kReleasing;
     }
+    // Only received positions from `first` on, and before `end`, can still be committed.
+    void keep_received(std::uint32_t first, std::uint32_t end) {
+        std::erase_if(received, [=](TokenRange& range) {
+            range = {std::max(range.first, first), std::min(range.end, end)};
+            return range.first >= range.end;
+        });
+    }
+    // Batches or transfers of peers use its blocks, also after the lease has given them back.
+    bool is_in_use() const { return batches > 0 || !peer_transfers.empty(); }
     // The newest step that may use what the lease holds. A lease that no batch has named may have
     // been computed with at any time, so the open step, `step`, may use it.
     Step last_use(Step step) const { return step_is_exact ? last_step : std::max(last_step, step); }

@@ -33,6 +33,9 @@ class Publication {
     void append(Lease& lease, Tokens tokens);
     // Returns how many blocks became matchable. Throws LeaseError, changing nothing.
     std::uint32_t commit(Lease& lease, std::int64_t num_tokens, Step step);
+    // The same for positions that were received from a peer: they belong to no step. Throws
+    // LeaseError, changing nothing: a block of these positions was not received.
+    std::uint32_t commit_received(Lease& lease, std::int64_t num_tokens);
     // Indexes the computed, named, full blocks that are not indexed yet. Nothing is published
     // before all that the lease was granted from other tiers has arrived: its own blocks depend on
     // it.
@@ -43,6 +46,8 @@ class Publication {
     void add_to(CoreStatistics& statistics) const { statistics.published_blocks = published_; }
 
   private:
+    void check_commit(const Lease& lease, std::int64_t num_tokens) const;
+
     const CoreConfig& config_;
     DevicePool& device_;
     Index& index_;

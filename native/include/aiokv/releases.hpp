@@ -1,8 +1,9 @@
 // Verbs with which leases give blocks back: release, retract, truncate.
 //
-// A client may disconnect while a thread or a stream still reads and writes its blocks. Blocks that
-// a lease gives back while batches compute with it stay out of the pools until the last of these
-// batches has ended:
+// A client may disconnect while a thread or a stream still reads and writes its blocks, or while
+// they are received from a peer or sent to one. Blocks that a lease gives back while batches
+// compute with it, or transfers of peers use it, stay out of the pools until the last of these
+// batches and transfers has ended:
 //
 //   release   the lease itself waits, without a handle
 //   retract   another lease without a handle, the keeper, takes over what it held
@@ -18,6 +19,7 @@
 #include "aiokv/device_pool.hpp"
 #include "aiokv/index.hpp"
 #include "aiokv/lease_table.hpp"
+#include "aiokv/peer_transfers.hpp"
 #include "aiokv/promises.hpp"
 #include "aiokv/residency.hpp"
 #include "aiokv/swaps.hpp"
@@ -31,7 +33,7 @@ class Releases {
     Releases(const CoreConfig& config, DevicePool& device, LeaseTable& leases, Index& index,
              RecurrentState& state, SlidingWindows& windows, AuxiliaryPools& auxiliary,
              Residency& residency, TransferLedger& transfers, Promises& promises, Uses& uses,
-             Batches& batches, Swaps& swaps)
+             Batches& batches, PeerTransfers& peers, Swaps& swaps)
         : config_(config),
           device_(device),
           leases_(leases),
@@ -44,14 +46,15 @@ class Releases {
           promises_(promises),
           uses_(uses),
           batches_(batches),
+          peers_(peers),
           swaps_(swaps) {}
 
     // release() and retract() throw LeaseError, changing nothing, when the lease is released
-    // already. Returns false: batches in flight keep the blocks, and the lease ends with the last
-    // of them. `used_in`: a step that is known to use the blocks, also when a batch has named the
-    // lease.
+    // already. Returns false: batches or transfers of peers in flight keep the blocks, and the
+    // lease ends with the last of them. `used_in`: a step that is known to use the blocks, also
+    // when a batch has named the lease.
     bool release(Lease& lease, Step step, Step used_in);
-    // The lease ends: it was released, and no batch computes with it.
+    // The lease ends: it was released, and no batch or transfer of a peer uses it.
     void end(Lease& lease, Step step);
     // Back to what match left. Returns the keeper, or 0.
     LeaseId retract(Lease& lease, Step step);
@@ -62,10 +65,10 @@ class Releases {
     void check_truncate(const Lease& lease, std::int64_t num_tokens) const;
     void give_back(Lease& lease, Step step, LeaseState next);
     void leave_onloads(Lease& lease, Step step);
-    Lease& open_keeper(const Lease& lease);
-    LeaseId set_aside(Lease& lease);
-    LeaseId cut_table(Lease& lease, std::size_t blocks);
-    void await_batches(Lease& keeper);
+    Lease& open_keeper(const Lease& lease, Step step);
+    LeaseId set_aside(Lease& lease, Step step);
+    LeaseId cut_table(Lease& lease, std::size_t blocks, Step step);
+    void await_end_of_use(Lease& keeper);
 
     const CoreConfig& config_;
     DevicePool& device_;
@@ -79,6 +82,7 @@ class Releases {
     Promises& promises_;
     Uses& uses_;
     Batches& batches_;
+    PeerTransfers& peers_;
     Swaps& swaps_;
 };
 

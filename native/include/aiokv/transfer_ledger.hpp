@@ -1,5 +1,5 @@
 // The ledger of what is in flight: copies between the tiers, and moves of recurrent state. It
-// numbers and counts the transfers of the stores, too.
+// numbers and counts the transfers of the stores and of peers, too.
 #pragma once
 
 #include <cstdint>
@@ -58,10 +58,22 @@ class TransferLedger {
         ++ended_;
     }
 
+    // -- receives and sends; see PeerTransfers, which has their records
+    TransferId begin_peer_transfer() {
+        ++peer_transfers_;
+        return ++last_;
+    }
+    void end_peer_transfer() {
+        --peer_transfers_;
+        ++ended_;
+    }
+
     // -- all
     // Onloads and moves whose last lease was released: worth cancelling where they have not begun.
     std::vector<TransferId> take_abandoned();
-    std::size_t in_flight() const { return transfers_.size() + moves_.size() + store_transfers_; }
+    std::size_t in_flight() const {
+        return transfers_.size() + moves_.size() + store_transfers_ + peer_transfers_;
+    }
     bool has(TransferId id) const { return transfers_.contains(id) || is_move(id); }
     std::uint64_t ended() const { return ended_; }  // copies, so far
 
@@ -74,6 +86,7 @@ class TransferLedger {
     std::unordered_map<TransferId, StateMove> moves_;
     std::vector<TransferId> abandoned_;
     std::size_t store_transfers_ = 0;
+    std::size_t peer_transfers_ = 0;
     TransferId last_ = 0;
     std::uint64_t ended_ = 0;
 };

@@ -10,6 +10,7 @@ static_assert(std::endian::native == std::endian::little,
               "tokens are hashed as they are in memory; the digest defines them as little-endian");
 
 constexpr std::string_view kRootTag{"aiokv root 1\0", 13};
+constexpr std::string_view kPromptTag{"aiokv prompt 1\0", 15};
 
 template <typename T>
 std::span<const std::uint8_t> bytes_of(std::span<const T> values) {
@@ -62,6 +63,18 @@ Digest block_digest(const Digest& parent, std::span<const std::int32_t> tokens,
                     std::string_view items, Sha256Blocks add_blocks) {
     Sha256 hash(add_blocks);
     hash.add(parent);
+    hash.add(bytes_of(tokens));
+    if (!items.empty()) add_with_length(hash, items);
+    return hash.finish();
+}
+
+Digest prompt_digest(std::string_view context, std::span<const std::int32_t> tokens,
+                     std::string_view items, Sha256Blocks add_blocks) {
+    const std::uint64_t num_tokens = tokens.size();
+    Sha256 hash(add_blocks);
+    hash.add(bytes_of(kPromptTag));
+    add_with_length(hash, context);
+    hash.add(bytes_of(std::span(&num_tokens, 1)));
     hash.add(bytes_of(tokens));
     if (!items.empty()) add_with_length(hash, items);
     return hash.finish();

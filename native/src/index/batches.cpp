@@ -47,7 +47,8 @@ std::vector<LeaseId> Batches::end(BatchId id, Step step) {
     std::erase_if(leases, [&](LeaseId lease_id) {
         Lease& lease = leases_.at(lease_id);
         lease.last_step = std::max(lease.last_step, step);
-        return --lease.batches > 0 || !lease.is(LeaseState::kReleasing);
+        --lease.batches;
+        return lease.is_in_use() || !lease.is(LeaseState::kReleasing);
     });
     return leases;
 }
@@ -91,8 +92,8 @@ void Batches::check(Report& report) const {
                        " batches of ", batches);
         report.require(batches == 0 || lease.has_blocks(),
                        "I3: a batch computes with a lease that holds no blocks");
-        report.require(!lease.is(LeaseState::kReleasing) || batches > 0,
-                       "I3: a releasing lease waits for no batch");
+        report.require(!lease.is(LeaseState::kReleasing) || lease.is_in_use(),
+                       "I3: a releasing lease waits for no batch, and for no transfer of a peer");
     }
     report.require(counted == counts.size(), "I3: batches name ", counts.size(), " leases, ",
                    counted, " are known");

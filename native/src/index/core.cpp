@@ -62,6 +62,7 @@ Core::Core(const CoreConfig& config)
       promises_(leases_.records(), config_.block_tokens),
       uses_(index_.tree(), leases_),
       batches_(leases_),
+      peers_(config_, device_, leases_, index_, transfers_),
       matching_(config_, index_, auxiliary_, transfers_),
       fetches_(config_, index_, stored_, matching_, residency_, transfers_),
       publication_(config_, device_, index_, state_, windows_, residency_, saver_, promises_,
@@ -71,7 +72,7 @@ Core::Core(const CoreConfig& config)
       grants_(config_, device_, leases_, index_, state_, windows_, auxiliary_, matching_,
               residency_, saver_, transfers_, publication_, uses_, swaps_, store_saver_, fetches_),
       releases_(config_, device_, leases_, index_, state_, windows_, auxiliary_, residency_,
-                transfers_, promises_, uses_, batches_, swaps_),
+                transfers_, promises_, uses_, batches_, peers_, swaps_),
       completions_(config_, device_, leases_, index_, state_, auxiliary_, matching_, residency_,
                    transfers_, promises_, publication_, swaps_, store_saver_),
       tiers_(config_, device_, leases_, index_, auxiliary_, residency_, saver_, transfers_,
@@ -107,6 +108,11 @@ void Core::compute_nothing(LeaseId id, bool whole) {
     if (whole) matching_.walk(lease);
 }
 
+BatchId Core::begin_batch(std::span<const LeaseId> ids) {
+    for (const LeaseId id : ids) peers_.check_compute(leases_.at(id));
+    return batches_.begin(ids);
+}
+
 std::vector<LeaseId> Core::end_batch(BatchId id, Step step) {
     const std::vector<LeaseId> ended = batches_.end(id, step);
     for (const LeaseId lease : ended) releases_.end(leases_.at(lease), step);
@@ -123,14 +129,40 @@ const Save& Core::save(TransferId id) const {
     return store_saver_.get(id);
 }
 
-void Core::complete(TransferId id, Outcome outcome, std::uint32_t first_bad_block,
-                    std::span<const std::uint8_t> results) {
-    if (store_saver_.has(id)) return store_saver_.complete(id, outcome, results);
-    if (!fetches_.has(id)) return completions_.complete(id, outcome, first_bad_block);
-    const auto blocks = static_cast<std::uint32_t>(fetches_.get(id).host_blocks.size());
-    fetches_.complete(id, outcome == Outcome::kDone     ? blocks
-                          : outcome == Outcome::kFailed ? first_bad_block
-                                                        : 0);
+std::vector<LeaseId> Core::complete(TransferId id, Outcome outcome, std::uint32_t first_bad_block,
+                                    std::span<const std::uint8_t> results) {
+    if (peers_.has(id)) {
+        const std::vector<LeaseId> ended = peers_.complete(id, outcome, first_bad_block);
+        for (const LeaseId lease : ended) releases_.end(leases_.at(lease), 0);
+        return ended;
+    }
+    if (store_saver_.has(id)) {
+        store_saver_.complete(id, outcome, results);
+    } else if (fetches_.has(id)) {
+        const auto blocks = static_cast<std::uint32_t>(fetches_.get(id).host_blocks.size());
+        fetches_.complete(id, outcome == Outcome::kDone     ? blocks
+                              : outcome == Outcome::kFailed ? first_bad_block
+                                                            : 0);
+    } else {
+        completions_.complete(id, outcome, first_bad_block);
+    }
+    return {};
+}
+
+Digest Core::prompt_digest(LeaseId id, std::int64_t num_tokens) const {
+    const Lease& lease = leases_.at(id);
+    if (num_tokens < 1 || num_tokens > static_cast<std::int64_t>(lease.tokens.size())) {
+        throw LeaseError("digest: num_tokens is " + std::to_string(num_tokens) +
+                         "; it must be between 1 and the " + str(lease.tokens.size()) +
+                         " positions whose tokens are known")
+            .of(id);
+    }
+    return index_.prompt_digest(lease, static_cast<std::uint32_t>(num_tokens));
+}
+
+void Core::reset() {
+    tiers_.reset();
+    peers_.end_all();
 }
 
 Usage Core::usage(LeaseId id) const {
@@ -197,6 +229,7 @@ CoreStatistics Core::statistics() const {
     fetches_.add_to(s);
     publication_.add_to(s);
     grants_.add_to(s);
+    peers_.add_to(s);
     s.index_bytes += stored_.bytes();
     s.device_cached -= transfers_.onloading_blocks();
     s.device_leased = device_.capacity() - s.device_free - s.device_cached - s.device_in_flight;
@@ -217,6 +250,7 @@ std::vector<std::string> Core::violations() const {
     promises_.check(report);
     uses_.check(report);
     batches_.check(report);
+    peers_.check(report);
     swaps_.check(report);
     residency_.check(report);
     return report.take();

@@ -120,6 +120,19 @@ void Index::cut_items(Lease& lease, std::uint32_t num_tokens) {
     }
 }
 
+Digest Index::prompt_digest(const Lease& lease, std::uint32_t num_tokens) const {
+    std::string items;
+    for (std::uint64_t block = 0; block < lease.item_keys.size(); ++block) {
+        const std::uint64_t first = block * config_.block_tokens;
+        const ItemKey key = lease.item_keys[block];
+        if (first >= num_tokens) break;
+        if (key == kNoItems) continue;
+        add_beginning_items(tree_.item_keys().bytes(key), first, num_tokens - first, items);
+    }
+    return aiokv::prompt_digest(contexts_[lease.context].key,
+                                std::span(lease.tokens).first(num_tokens), items);
+}
+
 // -- leases, statistics and checks -------------------------------------------------------------
 
 std::size_t Index::attached_blocks(const Lease& lease) const {

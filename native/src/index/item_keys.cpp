@@ -99,6 +99,21 @@ std::vector<std::string> item_key_bytes(std::span<const Item> items, std::uint32
     return keys;
 }
 
+void add_beginning_items(std::string_view bytes, std::uint64_t first, std::uint64_t end,
+                         std::string& prompt) {
+    for (std::size_t at = 0; at < bytes.size();) {
+        const std::size_t offset = at + 8 + static_cast<std::size_t>(number_at(bytes, at));
+        const std::int64_t position = number_at(bytes, offset);
+        if (position >= static_cast<std::int64_t>(end)) break;
+        if (position >= 0) {
+            prompt += bytes.substr(at, offset - at);
+            append_number(prompt, position + static_cast<std::int64_t>(first));
+            prompt += bytes.substr(offset + 8, 8);
+        }
+        at = offset + 16;
+    }
+}
+
 std::string item_key_before(std::string_view bytes, std::uint32_t end) {
     std::size_t kept = 0;
     while (kept < bytes.size()) {

@@ -122,6 +122,8 @@ void LeaseTable::close(Lease& lease) {
         free_memory(lease.digests);
         free_memory(lease.onloads);
         free_memory(lease.tail_host);
+        free_memory(lease.peer_transfers);
+        free_memory(lease.received);
         free_memory(lease.recurrent.snapshots);
         free_memory(lease.windows);
     }

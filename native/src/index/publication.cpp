@@ -25,7 +25,7 @@ void Publication::append(Lease& lease, Tokens tokens) {
     if (names_more_blocks) promises_.add(lease);
 }
 
-std::uint32_t Publication::commit(Lease& lease, std::int64_t num_tokens, Step step) {
+void Publication::check_commit(const Lease& lease, std::int64_t num_tokens) const {
     if (!lease.has_blocks()) {
         throw LeaseError("commit: the lease is " + std::string(name_of(lease.state)) +
                          " and has no blocks")
@@ -49,6 +49,11 @@ std::uint32_t Publication::commit(Lease& lease, std::int64_t num_tokens, Step st
             .of(lease.id())
             .field("windows");
     }
+}
+
+std::uint32_t Publication::commit(Lease& lease, std::int64_t num_tokens, Step step) {
+    check_commit(lease, num_tokens);
+    const auto computed = static_cast<std::uint32_t>(num_tokens);
     if (lease.is(LeaseState::kFailed) || computed <= lease.computed_tokens) return publish(lease);
     if (step > device_.finished_step()) {
         for (std::size_t i = lease.computed_tokens / config_.block_tokens;
@@ -59,9 +64,31 @@ std::uint32_t Publication::commit(Lease& lease, std::int64_t num_tokens, Step st
     lease.computed_blocks +=
         config_.blocks_for(computed) - config_.blocks_for(lease.computed_tokens);
     lease.computed_tokens = computed;
+    if (!lease.received.empty()) {
+        lease.keep_received(computed, lease.num_tokens);
+    }
     lease.last_step = std::max(lease.last_step, step);
     const std::uint32_t published = publish(lease);
     if (!lease.windows.empty()) windows_.advance(lease, step);
+    return published;
+}
+
+std::uint32_t Publication::commit_received(Lease& lease, std::int64_t num_tokens) {
+    check_commit(lease, num_tokens);
+    const auto computed = static_cast<std::uint32_t>(num_tokens);
+    if (lease.is(LeaseState::kFailed) || computed <= lease.computed_tokens) return publish(lease);
+    const bool is_next =
+        !lease.received.empty() && lease.received.front().first <= lease.computed_tokens;
+    const std::uint32_t end = is_next ? lease.received.front().end : lease.computed_tokens;
+    if (computed > end) {
+        throw LeaseError("commit: num_tokens is " + std::to_string(num_tokens) +
+                         ", but positions from " + str(end) + " on were not received")
+            .of(lease.id());
+    }
+    lease.computed_tokens = computed;
+    lease.keep_received(computed, lease.num_tokens);
+    const std::uint32_t published = publish(lease);
+    if (!lease.windows.empty()) windows_.advance(lease, 0);
     return published;
 }
 

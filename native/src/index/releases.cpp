@@ -12,8 +12,8 @@ namespace {
 
 void require_handle(const Lease& lease, const char* verb) {
     if (!lease.is(LeaseState::kReleasing)) return;
-    throw LeaseError(std::string(verb) + ": the lease is released already; batches in flight " +
-                     "keep its blocks")
+    throw LeaseError(std::string(verb) + ": the lease is released already; batches or " +
+                     "transfers in flight keep its blocks")
         .of(lease.id());
 }
 
@@ -24,10 +24,13 @@ void require_handle(const Lease& lease, const char* verb) {
 bool Releases::release(Lease& lease, Step step, Step used_in) {
     require_handle(lease, "release");
     lease.last_step = std::max(lease.last_step, used_in);
-    if (lease.batches == 0) {
+    peers_.abandon(lease);
+    if (!lease.is_in_use()) {
         end(lease, step);
         return true;
     }
+    lease.last_step = lease.last_use(step);
+    lease.step_is_exact = true;  // no later step uses the blocks of a released lease
     promises_.withdraw(lease);
     if (lease.is(LeaseState::kFailed)) lease.flags.writes = false;  // it publishes nothing any more
     leases_.move(lease, LeaseState::kReleasing);
@@ -43,7 +46,7 @@ void Releases::end(Lease& lease, Step step) {
 
 LeaseId Releases::retract(Lease& lease, Step step) {
     require_handle(lease, "retract");
-    const LeaseId keeper = lease.batches > 0 ? set_aside(lease) : 0;
+    const LeaseId keeper = lease.is_in_use() ? set_aside(lease, step) : 0;
     give_back(lease, step, LeaseState::kMatched);
     return keeper;
 }
@@ -105,16 +108,17 @@ void Releases::check_truncate(const Lease& lease, std::int64_t num_tokens) const
     }
     const auto length = static_cast<std::uint32_t>(num_tokens);
     const std::uint32_t blocks = config_.blocks_for(length);
-    if (blocks < lease.table.size() && lease.batches > 0 && !lease.windows.empty()) {
-        throw LeaseError(to + "a batch computes with the lease, which has sliding windows")
+    if (blocks < lease.table.size() && lease.is_in_use() && !lease.windows.empty()) {
+        throw LeaseError(to + "a batch or a transfer uses the lease, which has sliding windows")
             .of(lease.id())
-            .hint("let the batch end first");
+            .hint("let the batch or the transfer end first");
     }
     if (blocks < lease.path.size() + swaps_.tail_under_way(lease)) {
         throw LeaseError(to + "a transfer still writes blocks behind them")
             .of(lease.id())
             .hint("await layers.wait_all() first");
     }
+    peers_.check_truncate(lease, num_tokens);
     if (lease.tokens.size() <= length) return;
     for (const ItemSpan& item : lease.items) {
         if (item.start >= length || item.stop <= length) continue;
@@ -130,8 +134,8 @@ LeaseId Releases::truncate(Lease& lease, std::int64_t num_tokens, Step step) {
     const auto length = static_cast<std::uint32_t>(num_tokens);
     const std::uint32_t blocks = config_.blocks_for(length);
     LeaseId keeper = 0;
-    if (blocks < lease.table.size() && lease.batches > 0) {
-        keeper = cut_table(lease, blocks);
+    if (blocks < lease.table.size() && (lease.batches > 0 || peers_.use_behind(lease, blocks))) {
+        keeper = cut_table(lease, blocks, step);
     } else {
         for (std::size_t i = blocks; i < lease.table.size(); ++i) {
             device_.use_in(lease.table[i], lease.last_use(step));
@@ -140,6 +144,7 @@ LeaseId Releases::truncate(Lease& lease, std::int64_t num_tokens, Step step) {
     }
     promises_.remove(lease);  // it reads fields of the lease that change below
     lease.table.resize(blocks);
+    lease.keep_received(0, length);
     lease.num_tokens = length;
     lease.computed_tokens = std::min(lease.computed_tokens, length);
     if (lease.tokens.size() > length) {
@@ -154,25 +159,25 @@ LeaseId Releases::truncate(Lease& lease, std::int64_t num_tokens, Step step) {
 // -- keepers ---------------------------------------------------------------------------------
 
 // A lease without a handle. It counts as a lease of the same context.
-Lease& Releases::open_keeper(const Lease& lease) {
+Lease& Releases::open_keeper(const Lease& lease, Step step) {
     LeaseFlags flags = lease.flags;
     flags.reads = flags.writes = flags.whole = false;
     index_.enter_context(lease.context);
     Lease& keeper = leases_.open({}, lease.context, flags);
     keeper.epoch = lease.epoch;
-    keeper.last_step = lease.last_step;
+    keeper.last_step = lease.last_use(step);
     return keeper;
 }
 
-// The keeper has its blocks until its batches end.
-void Releases::await_batches(Lease& keeper) {
+// The keeper has its blocks until its batches and transfers end.
+void Releases::await_end_of_use(Lease& keeper) {
     leases_.move(keeper, LeaseState::kReleasing);
     keeper.step_is_exact = true;
 }
 
-// Moves all that a lease holds to a keeper, which ends with the batches in flight.
-LeaseId Releases::set_aside(Lease& lease) {
-    Lease& keeper = open_keeper(lease);
+// Moves all that a lease holds to a keeper, which ends with the batches and transfers in flight.
+LeaseId Releases::set_aside(Lease& lease, Step step) {
+    Lease& keeper = open_keeper(lease, step);
     promises_.withdraw(lease);
     keeper.path = std::exchange(lease.path, {});
     keeper.table = std::exchange(lease.table, {});
@@ -185,21 +190,24 @@ LeaseId Releases::set_aside(Lease& lease) {
     for (const TransferId id : keeper.onloads) {
         transfers_.replace_lease(id, lease.id(), keeper.id());
     }
+    lease.received.clear();
     batches_.hand_over(lease, keeper);
-    await_batches(keeper);
+    peers_.hand_over(lease, keeper);
+    await_end_of_use(keeper);
     return keeper.id();
 }
 
 // Moves the blocks behind the first `blocks` of the table to a keeper; the caller shortens the
 // table.
-LeaseId Releases::cut_table(Lease& lease, std::size_t blocks) {
-    Lease& keeper = open_keeper(lease);
+LeaseId Releases::cut_table(Lease& lease, std::size_t blocks, Step step) {
+    Lease& keeper = open_keeper(lease, step);
     keeper.flags.computes = false;
     keeper.table.assign(lease.table.begin() + static_cast<std::ptrdiff_t>(blocks),
                         lease.table.end());
     keeper.num_tokens = static_cast<std::uint32_t>(keeper.table.size()) * config_.block_tokens;
     batches_.share(lease, keeper);
-    await_batches(keeper);
+    peers_.cut(lease, blocks, keeper);
+    await_end_of_use(keeper);
     return keeper.id();
 }
 

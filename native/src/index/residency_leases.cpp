@@ -109,6 +109,7 @@ void Residency::free_table(Lease& lease, Step step) {
         if (i < lease.path.size()) unref_node(lease.path[i]);
     }
     lease.table.clear();
+    lease.received.clear();
 }
 
 void Residency::free_host(std::span<const BlockId> ids) {

@@ -6,6 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "aiokv/core.hpp"
+#include "aiokv/error.hpp"
 #include "bindings.hpp"
 
 namespace nb = nanobind;
@@ -47,6 +48,8 @@ using ForkTuple = nb::typed<nb::tuple, LeaseId, IdArray, IdArray>;
 using StateCopyTuple = nb::typed<nb::tuple, BlockId, BlockId>;
 using StateMoveTuple = nb::typed<nb::tuple, BlockId, BlockId, Step>;
 using TransferTuple = nb::typed<nb::tuple, nb::bytes, nb::bytes, Step>;
+using PeerTransferTuple = nb::typed<nb::tuple, bool, nb::bytes, std::uint32_t, nb::bytes, Step>;
+using PeerEndTuple = nb::typed<nb::tuple, TransferId, LeaseId, std::uint32_t>;
 
 MatchTuple match(Core& core, TokenArray tokens, std::string_view context, bool reads, bool writes) {
     const Hit hit = core.match(view(tokens), context, reads, writes);
@@ -87,6 +90,31 @@ StoreTransferTuple store_transfer(const Core& core, TransferId id) {
     }
     const Fetch& fetch = core.fetch(id);
     return nb::make_tuple(id_bytes(fetch.host_blocks), digest_bytes(fetch.digests));
+}
+
+TicketId ticket_id(const nb::bytes& bytes) {
+    TicketId id{};
+    if (bytes.size() != id.size()) {
+        throw UsageError("ticket_id has " + std::to_string(bytes.size()) + " bytes; it must have " +
+                         std::to_string(id.size()));
+    }
+    const auto* data = static_cast<const std::uint8_t*>(bytes.data());
+    std::copy(data, data + id.size(), id.begin());
+    return id;
+}
+
+PeerTransferTuple peer_transfer(const Core& core, TransferId id) {
+    const PeerTransfer& t = core.peer_transfer(id);
+    return nb::make_tuple(t.receives(), nb::bytes(t.ticket.data(), t.ticket.size()), t.first_block,
+                          id_bytes(t.blocks), t.after_step);
+}
+
+std::vector<PeerEndTuple> take_peer_ends(Core& core) {
+    std::vector<PeerEndTuple> ends;
+    for (const PeerEnd& end : core.take_peer_ends()) {
+        ends.push_back(nb::make_tuple(end.transfer, end.lease, end.blocks));
+    }
+    return ends;
 }
 
 HitTuple hit(const Core& core, LeaseId id) {
@@ -154,6 +182,12 @@ void bind_statistics(nb::module_& m) {
         .def_ro("saved_snapshots", &S::saved_snapshots)
         .def_ro("onloaded_states", &S::onloaded_states)
         .def_ro("evicted_host_snapshots", &S::evicted_host_snapshots)
+        .def_ro("receives", &S::receives)
+        .def_ro("received_blocks", &S::received_blocks)
+        .def_ro("failed_receives", &S::failed_receives)
+        .def_ro("sends", &S::sends)
+        .def_ro("sent_blocks", &S::sent_blocks)
+        .def_ro("failed_sends", &S::failed_sends)
         .def_ro("index_bytes", &S::index_bytes)
         .def_ro("token_bytes", &S::token_bytes);
 }
@@ -200,7 +234,7 @@ void bind_core(nb::module_& m) {
                "Like GRANTED; a transfer copies the table to host memory.")
         .value("SWAPPED", LeaseState::kSwapped, "Holds host copies; allocate resumes it.")
         .value("RELEASING", LeaseState::kReleasing,
-               "Has no handle; batches in flight keep its blocks.");
+               "Has no handle; batches or transfers of peers in flight keep its blocks.");
     nb::class_<Core>(m, "Core", "Prefix index, block pools, leases and eviction; not thread-safe.")
         .def(
             "__init__",
@@ -279,7 +313,8 @@ void bind_core(nb::module_& m) {
             },
             "leases"_a, "num_tokens"_a)
         .def("release", &Core::release, "lease"_a, "step"_a = 0, "used_in"_a = 0,
-             "Return False when batches in flight keep the blocks until end_batch().")
+             "Return False when batches or transfers of peers in flight keep the blocks until they "
+             "have ended.")
         .def(
             "begin_batch",
             [](Core& core, const std::vector<LeaseId>& ids) { return core.begin_batch(ids); },
@@ -356,6 +391,50 @@ void bind_core(nb::module_& m) {
         .def("take_saves", &Core::take_saves, "Begin a save; 0: there is nothing to save.")
         .def("store_transfer", &store_transfer, "transfer"_a,
              "(host_blocks, digests) of a fetch or a save in flight.")
+        .def(
+            "receive",
+            [](Core& core, LeaseId id, const nb::bytes& ticket, std::int64_t first_block,
+               std::int64_t num_blocks) {
+                return core.receive(id, ticket_id(ticket), first_block, num_blocks);
+            },
+            "lease"_a, "ticket_id"_a, "first_block"_a, "num_blocks"_a,
+            "Begin to receive blocks of the lease from a peer; return the transfer.")
+        .def(
+            "send",
+            [](Core& core, LeaseId id, const nb::bytes& ticket, std::int64_t first_block,
+               std::int64_t num_blocks) {
+                return core.send(id, ticket_id(ticket), first_block, num_blocks);
+            },
+            "lease"_a, "ticket_id"_a, "first_block"_a, "num_blocks"_a,
+            "Begin to send computed blocks of the lease to a peer; return the transfer.")
+        .def(
+            "end_ticket",
+            [](Core& core, LeaseId id, const nb::bytes& ticket) {
+                core.end_ticket(id, ticket_id(ticket));
+            },
+            "lease"_a, "ticket_id"_a,
+            "No caller waits for the transfers of the ticket: those in flight are abandoned.")
+        .def("commit_received", &Core::commit_received, "lease"_a, "num_tokens"_a,
+             "Index received blocks; returns how many became shareable.")
+        .def(
+            "prompt_digest",
+            [](const Core& core, LeaseId id, std::int64_t num_tokens) {
+                const Digest digest = core.prompt_digest(id, num_tokens);
+                return nb::bytes(digest.data(), digest.size());
+            },
+            "lease"_a, "num_tokens"_a, "Digest of the first positions, for any block_tokens.")
+        .def("is_peer_transfer", &Core::is_peer_transfer, "transfer"_a)
+        .def("peer_transfer", &peer_transfer, "transfer"_a,
+             "(receives, ticket_id, first_block, device_blocks, after_step).")
+        .def(
+            "peer_transfers",
+            [](const Core& core, LeaseId id) { return core.lease(id).peer_transfers; }, "lease"_a,
+            "Transfers in flight that receive or send blocks of the lease.")
+        .def("take_peer_ends", &take_peer_ends,
+             "Return (transfer, lease, blocks) of those that have ended since the last call, and "
+             "whose lease has a handle.")
+        .def("take_abandoned_peer_transfers", &Core::take_abandoned_peer_transfers)
+        .def_prop_ro("has_peer_transfers", &Core::has_peer_transfers)
         .def("is_in_flight", &Core::is_in_flight, "transfer"_a)
         .def("saving", &Core::saving, "lease"_a,
              "A backup of the lease's blocks that is under way and that a swap has to wait for; 0: "
@@ -424,11 +503,14 @@ void bind_core(nb::module_& m) {
             "complete",
             [](Core& core, TransferId id, Outcome outcome, std::uint32_t first_bad_block,
                const nb::bytes& results) {
-                core.complete(id, outcome, first_bad_block,
-                              {static_cast<const std::uint8_t*>(results.data()), results.size()});
+                return core.complete(
+                    id, outcome, first_bad_block,
+                    {static_cast<const std::uint8_t*>(results.data()), results.size()});
             },
             "transfer"_a, "outcome"_a, "first_bad_block"_a = 0, "results"_a = nb::bytes("", 0),
-            "`results`: of a save, one byte per block, or none.")
+            "`results`: of a save, one byte per block, or none. Return the leases that waited for "
+            "a "
+            "transfer of a peer and are released now.")
         .def("take_abandoned", &Core::take_abandoned)
         .def("mark_cancelling", &Core::mark_cancelling, "transfer"_a,
              "Note that a worker was asked to cancel a transfer: no other lease joins it.")
