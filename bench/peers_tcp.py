@@ -2,8 +2,8 @@
 
 Per size of a parcel, in turns, on asyncio and on uvloop:
 
-* ``plain``: ``sock_sendall`` and ``sock_recv_into`` of the same sizes on one connection, between the
-  same slots; nothing is framed, proven or acknowledged;
+* ``plain``: ``sock_sendall`` and ``sock_recv_into`` of the same sizes on one connection, between
+  the same slots; nothing is framed, proven or acknowledged;
 * ``peers``: a sender seals each parcel, waits for a credit, and writes it with ``TcpLink``; the
   receiver verifies each parcel, acknowledges it and gives the slot of the next.
 
@@ -42,7 +42,7 @@ from aiokv.peers.messages import (
 from aiokv.peers.ring import LandingRing
 from aiokv.peers.tcp import TcpTransport
 from aiokv.peers.transport import Outgoing, PeerMemory
-from aiokv.peers.wire import Connection, WireLimits, listen
+from aiokv.peers.wire import Connection, listen
 from aiokv.stores.base import TRAILER_BYTES
 from aiokv.worker.arena import HostArena
 
@@ -144,7 +144,7 @@ def _keys(blocks: list[int]) -> bytes:
     return b"".join(parcel_key(TICKET, GENERATION, 0, block, 0) for block in blocks)
 
 
-# --- receiver, in this process ----------------------------------------------------------------------
+# --- receiver, in this process ------------------------------------------------------------------
 
 
 async def _measure(way: str, loop: str, parcel_bytes: int, count: int) -> float:
@@ -214,8 +214,8 @@ class _Receiver:
             self.give_credit()
 
     def give_credit(self) -> None:
-        for _, credits in self.ring.grant():
-            self.connection.send(Credit(slots=credits))
+        for _, slots in self.ring.grant():
+            self.connection.send(Credit(slots=slots))
 
     def place(self, landed: Landed) -> memoryview | None:
         if not self.ring.land("sender", landed.credit):
@@ -262,7 +262,7 @@ async def _receive_parcels(slots: _Slots, loop_name: str, count: int) -> float:
     return seconds
 
 
-# --- sender, in another process ---------------------------------------------------------------------
+# --- sender, in another process -----------------------------------------------------------------
 
 
 async def _send_plain(port: int, slots: _Slots, count: int) -> None:
@@ -358,7 +358,7 @@ def _send(options: str) -> None:
     slots.close()
 
 
-# --- idle connections -------------------------------------------------------------------------------
+# --- idle connections ---------------------------------------------------------------------------
 
 
 async def _idle(seconds: float) -> float:
@@ -369,12 +369,9 @@ async def _idle(seconds: float) -> float:
         connection.start(_Sender())
         ends.append(connection)
 
-    limits = WireLimits()
-    listener = await listen("127.0.0.1", 0, SECRET, start, limits=limits)
+    listener = await listen("127.0.0.1", 0, SECRET, start)
     for _ in range(IDLE_CONNECTIONS):
-        start(
-            await Connection.open("127.0.0.1", listener.port, SECRET, timeout=30.0, limits=limits)
-        )
+        start(await Connection.open("127.0.0.1", listener.port, SECRET, timeout=30.0))
     began, cpu_began = time.perf_counter(), time.process_time()
     await asyncio.sleep(seconds)
     share = (time.process_time() - cpu_began) / (time.perf_counter() - began) / IDLE_CONNECTIONS

@@ -53,9 +53,7 @@ class Connections:
         self._connect_seconds = connect_seconds
         self._idle_seconds = idle_seconds
         self._endpoints: dict[tuple[str, int], _Endpoint] = {}
-        self._attempts: set[asyncio.Task[Connection]] = (
-            set()
-        )  # also cancelled ones, until their end
+        self._attempts: set[asyncio.Task[Connection]] = set()  # cancelled ones, too
         self._closed = False
 
     @property

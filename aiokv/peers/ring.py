@@ -281,11 +281,9 @@ class LandingRing(Generic[C]):
         for index, slot in enumerate(self._slots):
             counts[slot.state] += 1
             if (index in listed) != (slot.state is SlotState.FREE):
-                problems.append(f"slot {index} is {slot.state.name.lower()}, but listed otherwise")
+                problems.append(f"slot {index} is {slot.state.name}, but listed otherwise")
             if (slot.owner is None) != (slot.state not in owned):
-                problems.append(
-                    f"slot {index} is {slot.state.name.lower()}, owned by {slot.owner!r}"
-                )
+                problems.append(f"slot {index} is {slot.state.name}, owned by {slot.owner!r}")
             if slot.owner is not None and slot.state is not SlotState.QUARANTINED:
                 held[slot.owner] = held.get(slot.owner, 0) + 1
         if counts != self._counts:

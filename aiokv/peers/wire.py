@@ -676,9 +676,9 @@ async def listen(
         family, address = (await _resolved(host, port))[0]
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"cannot listen at {place(host, port)}: {error}") from error
-    if ipaddress.ip_address(address[0]).is_unspecified and not any_address:
+    if not any_address and _means_any(address[0]):
         raise ConfigError(
-            f"cannot listen at {place(host, port)}: {address[0]} means all addresses of this machine",
+            f"cannot listen at {place(host, port)}: {address[0]} means all addresses",
             hint="name the address that the other engines connect to",
         )
     listening = socket.socket(family, socket.SOCK_STREAM)
@@ -714,6 +714,13 @@ async def _deadline(seconds: float) -> AsyncIterator[None]:
 def place(host: str, port: int) -> str:
     """Return host and port as text."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _means_any(address: str) -> bool:
+    """Return True if a socket that is bound to the address accepts on all addresses."""
+    parsed = ipaddress.ip_address(address)
+    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
+    return (mapped or parsed).is_unspecified
 
 
 async def _resolved(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
