@@ -53,6 +53,7 @@ class Connections:
         self._connect_seconds = connect_seconds
         self._idle_seconds = idle_seconds
         self._endpoints: dict[tuple[str, int], _Endpoint] = {}
+        self._attempts: set[asyncio.Task[Connection]] = set()  # cancelled ones, too
         self._closed = False
 
     @property
@@ -98,11 +99,7 @@ class Connections:
     async def _connect(
         self, host: str, port: int, endpoint: _Endpoint, timeout: float
     ) -> Connection:
-        if endpoint.attempt is None:
-            endpoint.attempt = asyncio.get_running_loop().create_task(
-                self._attempt(host, port, endpoint)
-            )
-        attempt = endpoint.attempt
+        attempt = endpoint.attempt or self._new_attempt(host, port, endpoint)
         await asyncio.wait((attempt,), timeout=timeout)
         if not attempt.done():
             raise PeerError(f"{host}:{port} did not answer within {timeout} s")
@@ -113,12 +110,28 @@ class Connections:
             raise PeerError(failure.args[0], hint=failure.hint) from failure
         return attempt.result()
 
+    def _new_attempt(self, host: str, port: int, endpoint: _Endpoint) -> asyncio.Task[Connection]:
+        attempt = asyncio.get_running_loop().create_task(self._attempt(host, port, endpoint))
+        endpoint.attempt = attempt
+        self._attempts.add(attempt)
+        attempt.add_done_callback(self._end_attempt)
+        return attempt
+
+    def _end_attempt(self, attempt: asyncio.Task[Connection]) -> None:
+        self._attempts.discard(attempt)
+        if not attempt.cancelled():
+            attempt.exception()  # its callers may have been cancelled, and do not ask for it
+
     async def _attempt(self, host: str, port: int, endpoint: _Endpoint) -> Connection:
         try:
             connection = await Connection.open(
                 host, port, self._secret, timeout=self._connect_seconds, limits=self._limits
             )
-            connection.start(self._handler(connection))
+            try:
+                connection.start(self._handler(connection))
+            except BaseException as error:
+                connection.abort(f"an internal error: {error!r}")
+                raise
             endpoint.connection = connection
             return connection
         finally:
@@ -162,9 +175,8 @@ class Connections:
                 endpoint.idle_timer.cancel()
             if endpoint.connection is not None:
                 endpoint.connection.abort("closed")
-            if endpoint.attempt is not None:
-                endpoint.attempt.cancel()
-        attempts = [endpoint.attempt for endpoint in endpoints if endpoint.attempt is not None]
-        if attempts:
-            await asyncio.wait(attempts)
+        for attempt in self._attempts:
+            attempt.cancel()
+        if self._attempts:
+            await asyncio.wait(set(self._attempts))
         await asyncio.sleep(0)  # the sockets are closed

@@ -19,7 +19,7 @@ Conservation: free + granted + landing + landed + quarantined == num_slots.
 from __future__ import annotations
 
 from collections import deque
-from enum import Enum
+from enum import IntEnum
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 C = TypeVar("C", bound="Hashable")  # a connection
 
 
-class SlotState(Enum):
+class SlotState(IntEnum):
     """State of a landing slot."""
 
-    FREE = "free"
-    GRANTED = "granted"
-    LANDING = "landing"
-    LANDED = "landed"
-    QUARANTINED = "quarantined"
+    FREE = 0
+    GRANTED = 1
+    LANDING = 2
+    LANDED = 3
+    QUARANTINED = 4
 
 
 class RingStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,7 +113,7 @@ class LandingRing(Generic[C]):
         # be noticed as stale.
         self._free = deque(range(self.num_slots))
         self._demands: dict[C, _Demand] = {}  # with credits or wishes; longest waiting first
-        self._counts = dict.fromkeys(SlotState, 0)
+        self._counts = [0] * len(SlotState)
         self._counts[SlotState.FREE] = self.num_slots
         self._credits = 0
         self._returned = 0
@@ -261,7 +261,7 @@ class LandingRing(Generic[C]):
     def statistics(self) -> RingStatistics:
         """Return slots by state, and counters."""
         return RingStatistics(
-            **{state.value: count for state, count in self._counts.items()},
+            **{state.name.lower(): self._counts[state] for state in SlotState},
             wanted=sum(demand.wanted for demand in self._demands.values()),
             credits=self._credits,
             returned=self._returned,
@@ -275,15 +275,15 @@ class LandingRing(Generic[C]):
         listed = set(free)
         if len(listed) != len(free):
             problems.append(f"free slots are listed twice: {sorted(free)}")
-        counts = dict.fromkeys(SlotState, 0)
+        counts = [0] * len(SlotState)
         held: dict[C, int] = {}
         owned = (SlotState.GRANTED, SlotState.LANDING, SlotState.QUARANTINED)
         for index, slot in enumerate(self._slots):
             counts[slot.state] += 1
             if (index in listed) != (slot.state is SlotState.FREE):
-                problems.append(f"slot {index} is {slot.state.value}, but listed otherwise")
+                problems.append(f"slot {index} is {slot.state.name}, but listed otherwise")
             if (slot.owner is None) != (slot.state not in owned):
-                problems.append(f"slot {index} is {slot.state.value}, owned by {slot.owner!r}")
+                problems.append(f"slot {index} is {slot.state.name}, owned by {slot.owner!r}")
             if slot.owner is not None and slot.state is not SlotState.QUARANTINED:
                 held[slot.owner] = held.get(slot.owner, 0) + 1
         if counts != self._counts:
@@ -317,8 +317,8 @@ class LandingRing(Generic[C]):
     def _in_state(self, slot: int, state: SlotState) -> _Slot[C]:
         entry = self._slots[slot] if 0 <= slot < self.num_slots else None
         if entry is None or entry.state is not state:
-            found = "no slot" if entry is None else entry.state.value
-            raise InternalError(f"landing slot {slot} is {found}; it must be {state.value}")
+            found = "no slot" if entry is None else entry.state.name.lower()
+            raise InternalError(f"landing slot {slot} is {found}; it must be {state.name.lower()}")
         return entry
 
     def _end_credit(self, connection: C) -> None:

@@ -21,14 +21,14 @@ import ipaddress
 import socket
 from collections import deque
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Final, Protocol, Self
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
 import msgspec
 
 from aiokv.checks import Unique, integer, positive, shown, text
 from aiokv.errors import ConfigError, InternalError, PeerError
 from aiokv.observe.logs import Log
-from aiokv.peers.frames import AHEAD_BYTES, FrameError, FrameReader, FrameWriter
+from aiokv.peers.frames import READ_BYTES, FrameError, FrameReader, FrameWriter
 from aiokv.peers.handshake import (
     GREETING_BYTES,
     PROOF_BYTES,
@@ -47,12 +47,16 @@ if TYPE_CHECKING:
 log = Log(__name__)
 
 WRITE_BYTES: Final = 1 << 20  # of one system call, which holds the loop while it copies
-READ_CALLS: Final = 16  # system calls of one callback, while small frames arrive
+CALL_BYTES: Final = 16 << 10  # that a system call and its frames count as, in READ_BYTES
 MAX_QUEUED: Final = 1 << 16  # messages that wait for the peer to read
 BACKLOG: Final = 128
 _MAX_BUFFERS: Final = 64  # of one sendmsg
 _REFUSAL_LOG_SECONDS: Final = 10.0
 _ACCEPT_RETRY_SECONDS: Final = 1.0  # after the process ran out of descriptors
+_CLOSED: Final = (
+    "the other side closed the connection during the handshake: it has another secret, or too many "
+    "connections"
+)
 _NO_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -184,6 +188,8 @@ class Connection(Unique):
     Attributes:
         remote: host and port of the other end, for messages.
         reason: why the connection ended; empty while it is open.
+        sent_bytes: frames and parcels that the kernel took.
+        received_bytes: frames and parcels that arrived.
     """
 
     def __init__(
@@ -210,6 +216,8 @@ class Connection(Unique):
         self._closed: asyncio.Future[str] = self._loop.create_future()
         self.remote = remote
         self.reason = ""
+        self.sent_bytes = 0
+        self.received_bytes = 0
 
     def __repr__(self) -> str:
         state = f"ended: {self.reason}" if self.reason else "open"
@@ -242,7 +250,7 @@ class Connection(Unique):
         Cancellation: nothing is left behind.
         """
         handshake = Handshake(secret, "client")
-        place = f"{host}:{port}"
+        remote = place(host, port)
         try:
             async with _deadline(timeout):
                 connected = await _connected(host, port)
@@ -252,14 +260,14 @@ class Connection(Unique):
                     connected.close()
                     raise
         except TimeoutError:
-            raise PeerError(f"{place} did not answer within {timeout} s") from None
-        except OSError as error:
-            raise PeerError(f"cannot connect to {place}: {error}") from error
+            raise PeerError(f"{remote} did not answer within {timeout} s") from None
         except HandshakeError as error:
             raise PeerError(
-                f"{place}: {error}", hint="give all engines the same Peers(secret=...)"
+                f"{remote}: {error}", hint="give all engines the same Peers(secret=...)"
             ) from None
-        return cls(connected, place, handshake.keys(), limits)
+        except (OSError, OverflowError, UnicodeError) as error:
+            raise PeerError(f"cannot connect to {remote}: {error}") from error
+        return cls(connected, remote, handshake.keys(), limits)
 
     def start(self, handler: Handler) -> None:
         """Begin to deliver messages. Called once.
@@ -361,9 +369,12 @@ class Connection(Unique):
         if reader is None or reader.stopped:
             return
         try:
-            for _ in range(READ_CALLS):
-                if not self._read_on(reader):
+            budget = READ_BYTES
+            while budget > 0:
+                num_bytes = self._read(reader)
+                if not num_bytes:
                     return
+                budget -= num_bytes + CALL_BYTES
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
@@ -374,17 +385,18 @@ class Connection(Unique):
             self.abort(f"an internal error: {error!r}")
             raise
 
-    def _read_on(self, reader: FrameReader) -> bool:
-        """Read once; True if more may be there, and little was copied."""
+    def _read(self, reader: FrameReader) -> int:
+        """Read once; return the number of bytes, or 0 if there are probably no more of them."""
         buffers = reader.buffers()
         wanted = sum(map(len, buffers))
         num_bytes = self._socket.recvmsg_into(buffers)[0]
         if not num_bytes:
             self.abort("the peer closed the connection")
-            return False
+            return 0
         self._received = True
+        self.received_bytes += num_bytes
         reader.received(num_bytes)
-        return num_bytes == wanted <= AHEAD_BYTES and not reader.stopped
+        return num_bytes if num_bytes == wanted and not reader.stopped else 0
 
     def _on_message(self, message: Message) -> None:
         if isinstance(message, Ping):
@@ -416,6 +428,7 @@ class Connection(Unique):
             if self._active:
                 sent = self._socket.sendmsg(_first_bytes(self._active, WRITE_BYTES))
                 self._sent = True
+                self.sent_bytes += sent
                 self._drop_sent(sent)
         except (BlockingIOError, InterruptedError):
             pass
@@ -514,7 +527,8 @@ class Listener(Unique):
         self._secret = secret
         self._on_connection = on_connection
         self._limits = limits
-        self._handshakes: dict[asyncio.Task[None], None] = {}  # oldest first
+        self._handshakes: dict[asyncio.Task[None], None] = {}  # oldest first; none is cancelled
+        self._tasks: set[asyncio.Task[None]] = set()  # these, and the cancelled ones
         self._connections: set[Connection] = set()
         self._retry: asyncio.TimerHandle | None = None
         self._log_after = 0.0
@@ -547,10 +561,10 @@ class Listener(Unique):
                 self._retry.cancel()
             self._loop.remove_reader(self._socket)
             self._loop.call_soon(self._socket.close)
-        for task in self._handshakes:
+        for task in self._tasks:
             task.cancel()
-        if self._handshakes:
-            await asyncio.wait(list(self._handshakes))
+        if self._tasks:
+            await asyncio.wait(set(self._tasks))
         await asyncio.sleep(0)  # the socket is closed
 
     def _on_acceptable(self) -> None:
@@ -566,7 +580,7 @@ class Listener(Unique):
                 self._loop.remove_reader(self._socket)
                 self._retry = self._loop.call_later(_ACCEPT_RETRY_SECONDS, self._resume)
                 return
-            self._begin_handshake(accepted, f"{address[0]}:{address[1]}")
+            self._begin_handshake(accepted, place(address[0], address[1]))
 
     def _resume(self) -> None:
         self._loop.add_reader(self._socket, self._on_acceptable)
@@ -574,26 +588,37 @@ class Listener(Unique):
     def _begin_handshake(self, accepted: socket.socket, remote: str) -> None:
         accepted.setblocking(False)
         if len(self._handshakes) >= self._limits.max_unauthenticated:
-            next(iter(self._handshakes)).cancel()
+            oldest = next(iter(self._handshakes))
+            del self._handshakes[oldest]
+            oldest.cancel()
         task = self._loop.create_task(self._admit(accepted, remote))
         self._handshakes[task] = None
+        self._tasks.add(task)
         task.add_done_callback(self._on_handshake_done)
 
     def _on_handshake_done(self, task: asyncio.Task[None]) -> None:
         self._handshakes.pop(task, None)
+        self._tasks.discard(task)
         if not task.cancelled():
             task.result()  # an error of on_connection goes to the loop
 
     async def _admit(self, accepted: socket.socket, remote: str) -> None:
+        handshake = Handshake(self._secret, "server")
+        seconds = self._limits.handshake_seconds
         try:
-            connection = await self._authenticated(accepted, remote)
+            async with _deadline(seconds):
+                await self._authenticate(accepted, handshake)
         except BaseException as error:
             accepted.close()
             self.refused += 1
-            if not isinstance(error, HandshakeError | OSError):  # TimeoutError is an OSError
+            if isinstance(error, TimeoutError):
+                self._log_refusal(remote, f"the handshake did not end within {seconds} s")
+            elif isinstance(error, HandshakeError | OSError):
+                self._log_refusal(remote, str(error))
+            else:
                 raise
-            self._log_refusal(remote, str(error))
             return
+        connection = Connection(accepted, remote, handshake.keys(), self._limits)
         self._connections.add(connection)
         try:
             self._on_connection(connection)
@@ -601,18 +626,15 @@ class Listener(Unique):
             connection.abort(f"an internal error: {error!r}")
             raise
 
-    async def _authenticated(self, accepted: socket.socket, remote: str) -> Connection:
-        handshake = Handshake(self._secret, "server")
-        limits = self._limits
-        try:
-            async with _deadline(limits.handshake_seconds):
-                await _authenticate_server(accepted, handshake)
-        except TimeoutError:
-            seconds = limits.handshake_seconds
-            raise HandshakeError(f"the handshake did not end within {seconds} s") from None
-        if self.connections >= limits.max_connections:
-            raise HandshakeError(f"there are {limits.max_connections} connections already")
-        return Connection(accepted, remote, handshake.keys(), limits)
+    async def _authenticate(self, accepted: socket.socket, handshake: Handshake) -> None:
+        accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        handshake.read_greeting(await _received(accepted, GREETING_BYTES))
+        await self._loop.sock_sendall(accepted, handshake.greeting)
+        handshake.check_proof(await _received(accepted, PROOF_BYTES))
+        if self.connections >= self._limits.max_connections:
+            limit = self._limits.max_connections
+            raise HandshakeError(f"there are {limit} connections already")
+        await self._loop.sock_sendall(accepted, handshake.proof())
 
     def _log_refusal(self, remote: str, reason: str) -> None:
         """Log a refused socket, but not each one of a flood."""
@@ -650,17 +672,13 @@ async def listen(
     if not text("host", host, ConfigError):
         raise ConfigError(f"host is {shown(host)}; it must be a name or an address")
     integer("port", port, minimum=0, maximum=65535, error=ConfigError)
-    place = f"{host}:{port}"
     try:
-        infos = await asyncio.get_running_loop().getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-    except OSError as error:
-        raise ConfigError(f"cannot listen at {place}: {error}") from error
-    family, _, _, _, address = infos[0]
-    if ipaddress.ip_address(address[0]).is_unspecified and not any_address:
+        family, address = (await _resolved(host, port))[0]
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"cannot listen at {place(host, port)}: {error}") from error
+    if not any_address and _means_any(address[0]):
         raise ConfigError(
-            f"cannot listen at {place}: {address[0]} means all addresses of this machine",
+            f"cannot listen at {place(host, port)}: {address[0]} means all addresses",
             hint="name the address that the other engines connect to",
         )
     listening = socket.socket(family, socket.SOCK_STREAM)
@@ -673,7 +691,8 @@ async def listen(
     except OSError as error:
         listening.close()
         raise ConfigError(
-            f"cannot listen at {place}: {error}", hint="choose another port, or port 0"
+            f"cannot listen at {place(host, port)}: {error}",
+            hint="choose another port, or port 0",
         ) from error
 
 
@@ -692,6 +711,31 @@ async def _deadline(seconds: float) -> AsyncIterator[None]:
             half.cancel()
 
 
+def place(host: str, port: int) -> str:
+    """Return host and port as text."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _means_any(address: str) -> bool:
+    """Return True if a socket that is bound to the address accepts on all addresses."""
+    parsed = ipaddress.ip_address(address)
+    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
+    return (mapped or parsed).is_unspecified
+
+
+async def _resolved(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
+    """Return families and addresses of a host; an address is its own, without a thread.
+
+    Raises:
+        OSError: the name is unknown.
+    """
+    try:
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    except socket.gaierror:
+        infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [(family, address) for family, _, _, _, address in infos]
+
+
 async def _connected(host: str, port: int) -> socket.socket:
     """Return a connected socket to the first address of a host that accepts.
 
@@ -700,7 +744,7 @@ async def _connected(host: str, port: int) -> socket.socket:
     """
     loop = asyncio.get_running_loop()
     failure: OSError = OSError(f"{host} has no address")
-    for family, _, _, _, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+    for family, address in await _resolved(host, port):
         connecting = socket.socket(family, socket.SOCK_STREAM)
         connecting.setblocking(False)
         try:
@@ -719,19 +763,13 @@ async def _connected(host: str, port: int) -> socket.socket:
 async def _authenticate_client(connected: socket.socket, handshake: Handshake) -> None:
     loop = asyncio.get_running_loop()
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    await loop.sock_sendall(connected, handshake.greeting)
-    handshake.read_greeting(await _received(connected, GREETING_BYTES))
-    await loop.sock_sendall(connected, handshake.proof())
-    handshake.check_proof(await _received(connected, PROOF_BYTES))
-
-
-async def _authenticate_server(accepted: socket.socket, handshake: Handshake) -> None:
-    loop = asyncio.get_running_loop()
-    accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    handshake.read_greeting(await _received(accepted, GREETING_BYTES))
-    await loop.sock_sendall(accepted, handshake.greeting)
-    handshake.check_proof(await _received(accepted, PROOF_BYTES))
-    await loop.sock_sendall(accepted, handshake.proof())
+    try:
+        await loop.sock_sendall(connected, handshake.greeting)
+        handshake.read_greeting(await _received(connected, GREETING_BYTES))
+        await loop.sock_sendall(connected, handshake.proof())
+        handshake.check_proof(await _received(connected, PROOF_BYTES))
+    except ConnectionError:
+        raise HandshakeError(_CLOSED) from None
 
 
 async def _received(connected: socket.socket, num_bytes: int) -> bytes:
@@ -745,10 +783,7 @@ async def _received(connected: socket.socket, num_bytes: int) -> bytes:
     while len(received) < num_bytes:
         part = await loop.sock_recv(connected, num_bytes - len(received))
         if not part:
-            raise HandshakeError(
-                "the other side closed the connection during the handshake: it has another "
-                "secret, or too many connections"
-            )
+            raise HandshakeError(_CLOSED)
         received += part
     return received
 
