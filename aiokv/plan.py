@@ -31,6 +31,8 @@ Direction = Literal[
     "save",
     "receive",
     "send",
+    "state_receive",
+    "state_send",
 ]
 Outcome = Literal["done", "failed", "cancelled"]
 
@@ -45,6 +47,8 @@ _NAMES: Final[dict[tuple[Pool, Pool], Direction]] = {
     ("host", "store"): "save",
     ("peer", "device"): "receive",
     ("device", "peer"): "send",
+    ("peer", "state"): "state_receive",
+    ("state", "peer"): "state_send",
 }
 
 
@@ -54,9 +58,9 @@ class Route(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     Attributes:
         source: pool of the source ids: ``"device"`` and ``"host"`` have blocks, ``"state"`` has
             slots of recurrent state, on the device, and ``"host_state"`` has those in host
-            memory. ``"store"`` is all stores together: its blocks
-            have digests, and its ids are their indices in the plan. ``"peer"`` is the engine at the
-            other end of a ticket: its ids are the indices of the blocks in the prompt.
+            memory. ``"store"`` is all stores together: its blocks have digests, and its ids are
+            their indices in the plan. ``"peer"`` is the engine at the other end of a ticket: its
+            ids are the indices of the blocks in the prompt, or 0 for the recurrent state.
         target: pool of the target ids.
     """
 
@@ -83,6 +87,8 @@ FETCH: Final = Route("store", "host")
 SAVE: Final = Route("host", "store")
 RECEIVE: Final = Route("peer", "device")
 SEND: Final = Route("device", "peer")
+STATE_RECEIVE: Final = Route("peer", "state")
+STATE_SEND: Final = Route("state", "peer")
 
 
 class Priority(IntEnum):
