@@ -33,6 +33,8 @@ Direction = Literal[
     "save",
     "receive",
     "send",
+    "state_receive",
+    "state_send",
 ]
 Outcome = Literal["done", "failed", "cancelled"]
 
@@ -49,6 +51,8 @@ _NAMES: Final[dict[tuple[Pool, Pool], Direction]] = {
     ("host", "store"): "save",
     ("peer", "device"): "receive",
     ("device", "peer"): "send",
+    ("peer", "state"): "state_receive",
+    ("state", "peer"): "state_send",
 }
 
 
@@ -61,7 +65,8 @@ class Route(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
             memory. ``"window"`` and ``"host_window"`` have the blocks of the window group that the
             plan names, on the device and in host memory. ``"store"`` is all stores together: its
             blocks have digests, and its ids are their indices in the plan. ``"peer"`` is the engine
-            at the other end of a ticket: its ids are the indices of the blocks in the prompt.
+            at the other end of a ticket: its ids are the indices of the blocks in the prompt, or 0
+            for the recurrent state.
         target: pool of the target ids.
     """
 
@@ -91,6 +96,8 @@ FETCH: Final = Route("store", "host")
 SAVE: Final = Route("host", "store")
 RECEIVE: Final = Route("peer", "device")
 SEND: Final = Route("device", "peer")
+STATE_RECEIVE: Final = Route("peer", "state")
+STATE_SEND: Final = Route("state", "peer")
 PEER_ROUTES: Final = frozenset((RECEIVE, SEND))
 
 

@@ -84,7 +84,7 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     ``CacheConfig.store_admission``, *refused* by a store and saved by none, or *failed*.
 
     ``receives`` and ``sends`` are transfers from and to peers, which have begun. *Received* blocks
-    arrived and were verified; *sent* blocks were acknowledged by the receiver.
+    and states arrived and were verified; *sent* ones were acknowledged by the receiver.
     """
 
     device_blocks: int
@@ -129,9 +129,11 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     failed_saves: int
     receives: int
     received_blocks: int
+    received_states: int
     failed_receives: int
     sends: int
     sent_blocks: int
+    sent_states: int
     failed_sends: int
     host_state_slots: int
     host_state_free: int

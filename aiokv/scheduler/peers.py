@@ -33,6 +33,14 @@ class Peers:
         """Begin to send computed blocks of a lease; return the transfer."""
         return self._begin(self._core.send, lease_id, ticket_id, first_block, num_blocks)
 
+    def receive_state(self, lease_id: int, ticket_id: bytes, num_tokens: int) -> int:
+        """Begin to receive the state after received positions; return the transfer."""
+        return self._begin(self._core.receive_state, lease_id, ticket_id, num_tokens)
+
+    def send_state(self, lease_id: int, ticket_id: bytes, num_tokens: int) -> int:
+        """Begin to send the state after the computed positions; return the transfer."""
+        return self._begin(self._core.send_state, lease_id, ticket_id, num_tokens)
+
     def _begin(self, begin: Callable[..., int], *args: int | bytes) -> int:
         # `extend` calls the core without Python code in between, where a signal handler could
         # raise and lose the id of a transfer that has begun.
@@ -50,7 +58,13 @@ class Peers:
         ):
             self._outbox.effects.cancel.extend(abandoned)
 
-    def note_ends(self) -> None:
-        """Report the transfers that have ended since the last call."""
-        if ends := self._core.take_peer_ends():
-            self._outbox.effects.moved.extend(starmap(Moved, ends))
+    def note_ends(self) -> list[int]:
+        """Report the transfers that have ended since the last call.
+
+        Returns:
+            The leases of which these ends have committed positions.
+        """
+        ends = self._core.take_peer_ends()
+        for transfer_id, lease_id, blocks, _ in ends:
+            self._outbox.effects.moved.append(Moved(transfer_id, lease_id, blocks))
+        return [lease_id for _, lease_id, _, commits in ends if commits]

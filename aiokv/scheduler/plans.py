@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from aiokv._native import Core, EvictionKind, MoveRoute, Outcome, StoreConfig
+from aiokv._native import Core, EvictionKind, MoveRoute, Outcome, PeerRoute, StoreConfig
 from aiokv._native import StorePolicy as NativeStorePolicy
 from aiokv._native import WritePolicy as NativePolicy
 from aiokv.plan import (
@@ -21,6 +21,8 @@ from aiokv.plan import (
     STATE,
     STATE_OFFLOAD,
     STATE_ONLOAD,
+    STATE_RECEIVE,
+    STATE_SEND,
     WINDOW_OFFLOAD,
     WINDOW_ONLOAD,
     Priority,
@@ -57,6 +59,12 @@ _STATE_ROUTES = {
 }
 _WINDOW_ROUTES = {MoveRoute.FROM_HOST: WINDOW_ONLOAD, MoveRoute.TO_HOST: WINDOW_OFFLOAD}
 _NO_GROUP: Final = -1  # of moves of recurrent state
+_PEER_ROUTES = {
+    PeerRoute.RECEIVE: RECEIVE,
+    PeerRoute.SEND: SEND,
+    PeerRoute.RECEIVE_STATE: STATE_RECEIVE,
+    PeerRoute.SEND_STATE: STATE_SEND,
+}
 _OUTCOMES = {
     "done": Outcome.DONE,
     "failed": Outcome.FAILED,
@@ -172,16 +180,16 @@ class Plans:
         )
 
     def peer(self, transfer_id: int) -> TransferPlan:
-        """Return the plan of a receive or a send; its ids of the peer are indices in the prompt."""
-        receives, ticket_id, first_block, device_blocks, after_step = self._core.peer_transfer(
-            transfer_id
-        )
-        in_prompt = _indices(device_blocks, first_block)
+        """Return the plan of a transfer from or to a peer, whose ids are indices in the prompt."""
+        kind, ticket_id, first_block, own_ids, after_step = self._core.peer_transfer(transfer_id)
+        route = _PEER_ROUTES[kind]
+        in_prompt = _indices(own_ids, first_block)
+        receives = route.source == "peer"
         return TransferPlan(
             transfer_id=transfer_id,
-            route=RECEIVE if receives else SEND,
-            source_blocks=in_prompt if receives else device_blocks,
-            target_blocks=device_blocks if receives else in_prompt,
+            route=route,
+            source_blocks=in_prompt if receives else own_ids,
+            target_blocks=own_ids if receives else in_prompt,
             after_step=after_step,
             peer=ticket_id,
         )

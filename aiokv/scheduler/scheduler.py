@@ -85,6 +85,8 @@ TRANSITIONS: Final = (
     "save",
     "receive",
     "send",
+    "receive_state",
+    "send_state",
     "end_peer",
     "complete",
     "note_cancelling",
@@ -550,15 +552,20 @@ class CacheScheduler:
         core = self._core
         first = core.computed_tokens(lease_id) // self._block_tokens
         published = core.commit_received(lease_id, num_tokens)
-        if self._records_checksums:
-            received = core.block_table(lease_id)[first : num_tokens // self._block_tokens]
-            self._outbox.effects.computed.append(received)
+        self._note_received(lease_id, first)
         if published:
             self._saver.want()
+        return published, self._settle()
+
+    def _note_received(self, lease_id: int, first_block: int) -> None:
+        """Note that received positions from ``first_block`` on count as computed."""
+        core = self._core
+        if self._records_checksums:
+            end_block = core.computed_tokens(lease_id) // self._block_tokens
+            received = core.block_table(lease_id)[first_block:end_block]
+            self._outbox.effects.computed.append(received)
         if self._waiters:
             self._pending.advanced(lease_id)
-            return published, self._settle()
-        return published, self._outbox.pending
 
     def extend(self, lease_ids: Sequence[int], num_tokens: int) -> tuple[bool, Effects]:
         """Add ``num_tokens`` positions to each lease; return False, and add none, without room.
@@ -844,6 +851,54 @@ class CacheScheduler:
         begun = self._peers.send(lease_id, ticket_id, first_block, num_blocks)
         return begun, self._outbox.pending
 
+    @_naming_owner
+    def receive_state(
+        self, lease_id: int, ticket_id: bytes, num_tokens: int
+    ) -> tuple[int, Effects]:
+        """Begin to receive the recurrent state after ``num_tokens`` positions from a peer.
+
+        The end of the transfer commits these positions, as ``commit_received`` does for models
+        without state. When it fails, the state of the lease is lost: the lease fails as after a
+        failed onload. When it is cancelled, the lease still has the state that it had before.
+        Until the transfer has ended, the lease cannot compute, commit, grow a snapshot or a fork,
+        be truncated or swapped.
+
+        Args:
+            lease_id: a granted lease whose onloads have ended, and with which no batch computes.
+            ticket_id: 16 bytes.
+            num_tokens: all positions before it are computed or received, and not all are computed.
+
+        Returns:
+            The transfer; ``Effects.moved`` as for ``receive``, with 1 block for the state.
+
+        Raises:
+            LeaseError: the lease is not in the state above, or the cache was reset after the grant.
+            UsageError: the model has no recurrent state, or ``ticket_id`` is not 16 bytes.
+        """
+        begun = self._peers.receive_state(lease_id, ticket_id, num_tokens)
+        return begun, self._outbox.pending
+
+    @_naming_owner
+    def send_state(self, lease_id: int, ticket_id: bytes, num_tokens: int) -> tuple[int, Effects]:
+        """Begin to send the recurrent state after ``num_tokens`` positions to a peer.
+
+        Until the transfer has ended, the lease cannot compute, commit or be swapped.
+
+        Args:
+            lease_id: a granted lease whose onloads have ended, and with which no batch computes.
+            ticket_id: 16 bytes.
+            num_tokens: the number of computed positions.
+
+        Returns:
+            The transfer; ``Effects.moved`` as for ``send``, with 1 block for the state.
+
+        Raises:
+            LeaseError: the lease is not in the state above, or the cache was reset after the grant.
+            UsageError: the model has no recurrent state, or ``ticket_id`` is not 16 bytes.
+        """
+        begun = self._peers.send_state(lease_id, ticket_id, num_tokens)
+        return begun, self._outbox.pending
+
     def end_peer(self, lease_id: int, ticket_id: bytes) -> Done:
         """Cancel the transfers of a ticket that are in flight. Idempotent.
 
@@ -859,7 +914,8 @@ class CacheScheduler:
         transfer_id = report.transfer_id
         self._plans.complete(report, self._releases.freed)
         self._releases.forget_freed()
-        self._peers.note_ends()
+        for lease_id in self._peers.note_ends():
+            self._note_received(lease_id, 0)
         self._granting.ended(transfer_id)
         if self.has_stores:
             self._fetches.ended(transfer_id)

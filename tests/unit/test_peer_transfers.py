@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aiokv import CacheConfig, LeaseError, LeaseState, UsageError
+from aiokv import CacheConfig, LeaseError, LeaseState, UsageError, WindowGroup
 from aiokv.errors import CapacityError
-from aiokv.plan import RECEIVE, SEND, TransferReport
+from aiokv.plan import RECEIVE, SEND, STATE_RECEIVE, STATE_SEND, TransferReport
 from aiokv.scheduler.effects import NO_EFFECTS, Moved
 from aiokv.scheduler.scheduler import CacheScheduler
 
@@ -700,3 +700,164 @@ def test_no_room_while_blocks_are_received_is_no_error_of_the_receive():
     cache.receive(lease_id, 0, 4)
     with pytest.raises(CapacityError):
         cache.scheduler.fork(lease_id, "child")
+
+
+# --- recurrent state ------------------------------------------------------------------------------
+
+
+def recurrent(**config: Any) -> tuple[Cache, int]:
+    """Return a cache of a model with recurrent state, and a granted lease of 18 tokens."""
+    cache = Cache(16, state_slots=3, **config)
+    return cache, state_granted(cache)
+
+
+def state_granted(cache: Cache) -> int:
+    lease_id = cache.granted(18)
+    for transfer_id in cache.read.onloads(lease_id):
+        cache.plans.setdefault(transfer_id, None)
+        cache.end(transfer_id)
+    return lease_id
+
+
+def receive_state(cache: Cache, lease_id: int, num_tokens: int) -> int:
+    return cache.apply(cache.scheduler.receive_state(lease_id, TICKET, num_tokens))
+
+
+def send_state(cache: Cache, lease_id: int, num_tokens: int) -> int:
+    return cache.apply(cache.scheduler.send_state(lease_id, TICKET, num_tokens))
+
+
+def test_received_state_commits_the_positions_before_it():
+    cache, lease_id = recurrent(verify="checksum")
+    cache.end(cache.receive(lease_id, 0, 5))
+    with pytest.raises(LeaseError, match="the recurrent state after 16 positions was not received"):
+        cache.commit_received(lease_id, 16)
+
+    transfer_id = receive_state(cache, lease_id, 18)
+    plan = cache.plans[transfer_id]
+    assert (plan.route, plan.peer) == (STATE_RECEIVE, TICKET)
+    assert plan.source_ids.tolist() == [0]
+    assert plan.target_ids.tolist() == [cache.read.state_slot(lease_id)]
+    cache.end(transfer_id)
+
+    assert cache.moved[-1] == (transfer_id, lease_id, 1)
+    assert cache.read.computed_tokens(lease_id) == 18
+    assert len(cache.read.cached_blocks()) == 4
+    assert cache.read.statistics().received_states == 1
+    assert cache.commit_received(lease_id, 18) == 0
+
+
+def test_state_is_received_behind_all_blocks_only():
+    cache, lease_id = recurrent()
+    cache.end(cache.receive(lease_id, 0, 2))
+    cache.end(cache.receive(lease_id, 3, 2))
+    for num_tokens in (-1, 0, 9, 18):
+        with pytest.raises(LeaseError, match="received those before 8"):
+            receive_state(cache, lease_id, num_tokens)
+    transfer_id = receive_state(cache, lease_id, 7)
+    with pytest.raises(LeaseError, match="the recurrent state of a lease is being received"):
+        cache.receive(lease_id, 0, 1)
+    cache.end(transfer_id)
+    assert cache.read.computed_tokens(lease_id) == 7
+
+
+@pytest.mark.parametrize("verb", ["receive", "send"])
+def test_lease_whose_state_is_in_flight_is_not_changed(verb: str):
+    cache, lease_id = recurrent()
+    cache.commit(lease_id, 4)
+    cache.end(cache.receive(lease_id, 1, 4))
+    if verb == "receive":
+        receive_state(cache, lease_id, 18)
+    else:
+        send_state(cache, lease_id, 4)
+
+    refused = [
+        lambda: cache.scheduler.begin_batch([lease_id]),
+        lambda: cache.scheduler.commit(lease_id, 5),
+        lambda: cache.scheduler.commit_received(lease_id, 18),
+        lambda: cache.scheduler.receive_state(lease_id, TICKET, 18),
+        lambda: cache.scheduler.swap_out(lease_id),
+    ]
+    if verb == "receive":
+        refused += [
+            lambda: cache.scheduler.snapshot(lease_id, 4),
+            lambda: cache.scheduler.fork(lease_id, "child"),
+            lambda: cache.scheduler.send_state(lease_id, TICKET, 4),
+            lambda: cache.scheduler.truncate(lease_id, 17),
+        ]
+    for call in refused:
+        with pytest.raises(LeaseError):
+            call()
+    assert cache.scheduler.violations() == []
+    cache.commit(lease_id, 4)
+
+
+def test_cancelled_state_is_the_one_before_and_failed_state_is_lost():
+    cache, lease_id = recurrent()
+    cache.end(cache.receive(lease_id, 0, 5))
+    cache.end(receive_state(cache, lease_id, 18), "cancelled")
+    assert cache.read.state(lease_id) == LeaseState.GRANTED
+    assert cache.read.computed_tokens(lease_id) == 0
+    batch = cache.apply(cache.scheduler.begin_batch([lease_id]))
+    cache.apply(cache.scheduler.end_batch(batch, in_open_step=False))
+
+    cache.end(receive_state(cache, lease_id, 18), "failed")
+    assert cache.read.state(lease_id) == LeaseState.FAILED
+    assert cache.read.cached_blocks() == []
+    with pytest.raises(LeaseError, match="recompute_from"):
+        cache.scheduler.recompute_from(lease_id)
+    cache.apply(cache.scheduler.preempt(lease_id))
+    assert cache.apply(cache.scheduler.try_allocate(lease_id, 18)) is not None
+
+
+@pytest.mark.parametrize("verb", ["release", "preempt"])
+def test_slot_given_back_while_its_state_is_received_is_free_after_the_report(verb: str):
+    cache, lease_id = recurrent()
+    cache.end(cache.receive(lease_id, 0, 5))
+    transfer_id = receive_state(cache, lease_id, 18)
+    assert cache.read.statistics().state_free == 2
+    cache.apply(getattr(cache.scheduler, verb)(lease_id))
+
+    assert cache.cancelled == [transfer_id]
+    assert cache.read.statistics().state_free == 2
+    cache.end(transfer_id)
+    assert cache.read.statistics().state_free == 3
+    assert cache.read.cached_blocks() == []
+
+
+def test_sent_state_is_the_one_after_the_computed_positions():
+    cache = Cache(16, state_slots=3)
+    cache.apply(cache.scheduler.track_steps(True))
+    lease_id = state_granted(cache)
+    cache.commit(lease_id, 17)
+    for num_tokens in (0, 16, 18):
+        with pytest.raises(LeaseError, match="the state is the one after 17 computed positions"):
+            send_state(cache, lease_id, num_tokens)
+    transfer_id = send_state(cache, lease_id, 17)
+
+    plan = cache.plans[transfer_id]
+    assert (plan.route, plan.peer, plan.after_step) == (STATE_SEND, TICKET, 1)
+    assert plan.source_ids.tolist() == [cache.read.state_slot(lease_id)]
+    assert plan.target_ids.tolist() == [0]
+    cache.end(transfer_id)
+    assert cache.moved == [(transfer_id, lease_id, 1)]
+    assert cache.read.statistics().sent_states == 1
+    cache.commit(lease_id, 18)
+
+
+def test_state_transfers_refuse_models_without_state_and_leases_that_compute_nothing():
+    cache = Cache()
+    lease_id = cache.granted(8)
+    for call in (receive_state, send_state):
+        with pytest.raises(UsageError, match="the model has no recurrent state"):
+            call(cache, lease_id, 8)
+
+
+def test_blocks_of_models_with_sliding_windows_are_not_moved():
+    cache = Cache(windows={"w": WindowGroup(window_tokens=8, device_blocks=12)})
+    lease_id = cache.granted(8)
+    cache.commit(lease_id, 4)
+    with pytest.raises(UsageError, match="the lease has sliding windows"):
+        cache.receive(lease_id, 1, 1)
+    with pytest.raises(UsageError, match="the lease has sliding windows"):
+        cache.send(lease_id, 0, 1)

@@ -75,7 +75,10 @@ class Core {
     bool extend(std::span<const LeaseId> ids, std::int64_t num_tokens) {
         return grants_.extend(ids, num_tokens);
     }
-    Fork fork(LeaseId id, Step step) { return grants_.fork(leases_.at(id), step); }
+    Fork fork(LeaseId id, Step step) {
+        peers_.check_state_copy(leases_.at(id), "fork");
+        return grants_.fork(leases_.at(id), step);
+    }
     void append(LeaseId id, Tokens tokens) { publication_.append(leases_.at(id), tokens); }
     std::uint32_t commit(LeaseId id, std::int64_t num_tokens, Step step) {
         peers_.check_commit(leases_.at(id), num_tokens);
@@ -129,6 +132,7 @@ class Core {
 
     // -- recurrent state and sliding windows
     StateCopy snapshot(LeaseId id, std::int64_t num_tokens, Step step) {
+        peers_.check_state_copy(leases_.at(id), "snapshot");
         return state_.snapshot(leases_.at(id), num_tokens, step);
     }
     void discard_snapshot(LeaseId id, BlockId slot) {
@@ -165,13 +169,17 @@ class Core {
                     std::int64_t num_blocks) {
         return peers_.send(leases_.at(id), ticket, first_block, num_blocks);
     }
+    TransferId receive_state(LeaseId id, const TicketId& ticket, std::int64_t num_tokens) {
+        return peers_.receive_state(leases_.at(id), ticket, num_tokens);
+    }
+    TransferId send_state(LeaseId id, const TicketId& ticket, std::int64_t num_tokens) {
+        return peers_.send_state(leases_.at(id), ticket, num_tokens);
+    }
     void end_ticket(LeaseId id, const TicketId& ticket) {
         peers_.end_ticket(leases_.at(id), ticket);
     }
-    std::uint32_t commit_received(LeaseId id, std::int64_t num_tokens) {
-        peers_.check_commit(leases_.at(id), num_tokens);
-        return publication_.commit_received(leases_.at(id), num_tokens);
-    }
+    // With recurrent state, the end of receive_state() commits.
+    std::uint32_t commit_received(LeaseId id, std::int64_t num_tokens);
     // Throws LeaseError: these positions have no tokens.
     Digest prompt_digest(LeaseId id, std::int64_t num_tokens) const;
     bool is_peer_transfer(TransferId id) const { return peers_.has(id); }
@@ -231,6 +239,8 @@ class Core {
     std::vector<BlockView> blocks() const { return index_.blocks(); }
 
   private:
+    void finish_state(Lease& lease, std::uint32_t num_tokens);
+
     CoreConfig config_;
     LeaseTable leases_;
     DevicePool device_;

@@ -118,6 +118,11 @@ struct Lease {
         return state == LeaseState::kGranted || state == LeaseState::kFailed ||
                state == LeaseState::kSwapping || state == LeaseState::kReleasing;
     }
+    // The first position that is neither computed nor received behind those.
+    std::uint32_t end_of_received() const {
+        const bool is_next = !received.empty() && received.front().first <= computed_tokens;
+        return is_next ? received.front().end : computed_tokens;
+    }
     // Only received positions from `first` on, and before `end`, can still be committed.
     void keep_received(std::uint32_t first, std::uint32_t end) {
         std::erase_if(received, [=](TokenRange& range) {

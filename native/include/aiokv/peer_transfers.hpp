@@ -1,8 +1,11 @@
-// Transfers of blocks between a lease and other engines (peers).
+// Transfers of blocks and of recurrent state between a lease and other engines (peers).
 //
-//   receive   writes blocks of the lease behind its computed positions; commit_received publishes
-//             the proven ones
-//   send      reads blocks that the lease has computed, the partial last one included
+//   receive         writes blocks of the lease behind its computed positions; commit_received
+//                   publishes the proven ones
+//   send            reads blocks that the lease has computed, the partial last one included
+//   receive_state   writes the recurrent state after received positions, which its end commits: the
+//                   state and the positions that count as computed never differ
+//   send_state      reads the recurrent state after the computed positions
 //
 // A transfer in flight keeps its blocks as a batch of compute does: blocks that the lease gives
 // back before the report stay out of the pools until then (I3, I11); see Releases. The holders of a
@@ -21,27 +24,35 @@
 #include "aiokv/device_pool.hpp"
 #include "aiokv/index.hpp"
 #include "aiokv/lease_table.hpp"
+#include "aiokv/recurrent_state.hpp"
 #include "aiokv/transfer_ledger.hpp"
 
 namespace aiokv {
 
 using TicketId = std::array<std::uint8_t, 16>;
 
-enum class PeerRoute : std::uint8_t { kReceive, kSend };
+enum class PeerRoute : std::uint8_t { kReceive, kSend, kReceiveState, kSendState };
 
 struct PeerTransfer {
     PeerRoute route = PeerRoute::kReceive;
     TicketId ticket{};
     LeaseId lease = 0;              // 0: no handle has the blocks any more
     std::uint32_t first_block = 0;  // of the lease's table, and of the prompt
-    std::uint32_t end_token = 0;    // of a receive: positions behind it have no bytes
+    std::uint32_t end_token = 0;  // positions behind it have no bytes; of a state: those before it
+    BlockId slot = kNoBlock;      // of a state, which has no blocks
     std::uint32_t kept_blocks = 0;  // that truncate() has not cut off the lease's table
     std::vector<BlockId> blocks;    // on the device
     std::vector<LeaseId> holders;   // each lists the transfer in Lease::peer_transfers
     Step after_step = 0;
     bool cancelling = false;  // nothing waits for it; a worker was, or will be, asked
 
-    bool receives() const { return route == PeerRoute::kReceive; }
+    bool receives() const {
+        return route == PeerRoute::kReceive || route == PeerRoute::kReceiveState;
+    }
+    bool moves_state() const { return slot != kNoBlock; }
+    std::uint32_t size() const {
+        return moves_state() ? 1 : static_cast<std::uint32_t>(blocks.size());
+    }
     std::uint32_t end_block() const {
         return first_block + static_cast<std::uint32_t>(blocks.size());
     }
@@ -52,19 +63,36 @@ struct PeerEnd {
     TransferId transfer;
     LeaseId lease;
     std::uint32_t blocks;  // proven: in the device blocks of the lease, or at the receiver
+    bool commits;          // positions count as computed now
+};
+
+// What the end of a transfer means for leases.
+struct PeerRelease {
+    std::vector<LeaseId> ended;      // released, and waited for this transfer only
+    LeaseId lease = 0;               // whose state was received, or lost; 0: none
+    std::uint32_t state_tokens = 0;  // positions before the state; 0: it was lost
 };
 
 class PeerTransfers {
   public:
     PeerTransfers(const CoreConfig& config, const DevicePool& device, LeaseTable& leases,
-                  const Index& index, TransferLedger& transfers)
-        : config_(config), device_(device), leases_(leases), index_(index), transfers_(transfers) {}
+                  const Index& index, const RecurrentState& state, TransferLedger& transfers)
+        : config_(config),
+          device_(device),
+          leases_(leases),
+          index_(index),
+          state_(state),
+          transfers_(transfers) {}
 
     // Throw LeaseError or UsageError, changing nothing.
     TransferId receive(Lease& lease, const TicketId& ticket, std::int64_t first_block,
                        std::int64_t num_blocks);
     TransferId send(Lease& lease, const TicketId& ticket, std::int64_t first_block,
                     std::int64_t num_blocks);
+    // The state after exactly `num_tokens` positions: all that the lease has not computed have been
+    // received; or those that it has computed.
+    TransferId receive_state(Lease& lease, const TicketId& ticket, std::int64_t num_tokens);
+    TransferId send_state(Lease& lease, const TicketId& ticket, std::int64_t num_tokens);
     // No caller waits for the transfers of this ticket: those in flight are abandoned.
     void end_ticket(const Lease& lease, const TicketId& ticket);
     // Likewise for all transfers: the cached bytes are no longer valid.
@@ -72,8 +100,7 @@ class PeerTransfers {
 
     bool has(TransferId id) const { return in_flight_.contains(id); }
     const PeerTransfer& get(TransferId id) const;  // throws UsageError
-    // Returns the released leases that waited for this transfer only.
-    std::vector<LeaseId> complete(TransferId id, Outcome outcome, std::uint32_t first_bad_block);
+    PeerRelease complete(TransferId id, Outcome outcome, std::uint32_t first_bad_block);
     // Since the last call.
     std::vector<PeerEnd> take_ends();
     // In flight, and not taken before: worth cancelling.
@@ -81,12 +108,15 @@ class PeerTransfers {
     bool exist() const { return !in_flight_.empty(); }
 
     // -- for other transitions. The checks throw LeaseError, changing nothing.
-    // Positions that a receive in flight writes are not computed, and not committed.
+    // Positions that a receive in flight writes are not computed, and not committed; none is while
+    // the state is in flight.
     void check_commit(const Lease& lease, std::int64_t num_tokens) const {
         if (!lease.peer_transfers.empty()) check_computed(lease, num_tokens);
     }
     void check_compute(const Lease& lease) const;
     void check_swap(const Lease& lease) const;
+    // A state that is being received is not copied.
+    void check_state_copy(const Lease& lease, const char* verb) const;
     // A block that keeps some of its positions must not be in flight: the lease may compute the
     // others anew.
     void check_truncate(const Lease& lease, std::int64_t num_tokens) const;
@@ -109,13 +139,21 @@ class PeerTransfers {
         std::uint64_t blocks = 0;  // proven
     };
 
-    void check_ready(const Lease& lease, const char* verb, std::int64_t first_block,
-                     std::int64_t num_blocks) const;
+    void check_ready(const Lease& lease, const char* verb) const;
+    void check_blocks(const Lease& lease, const char* verb, std::int64_t first_block,
+                      std::int64_t num_blocks) const;
+    void check_state_ready(const Lease& lease, const char* verb) const;
     void check_computed(const Lease& lease, std::int64_t num_tokens) const;
+    void check_no_state(const Lease& lease, const char* verb) const;
     // The first block that a receive in flight writes.
     std::optional<std::uint32_t> first_receiving(const Lease& lease) const;
-    TransferId begin(Lease& lease, PeerRoute route, const TicketId& ticket,
-                     std::uint32_t first_block, std::uint32_t num_blocks);
+    TransferId begin(Lease& lease, PeerTransfer transfer);
+    TransferId begin_blocks(Lease& lease, PeerRoute route, const TicketId& ticket,
+                            std::uint32_t first_block, std::uint32_t num_blocks);
+    TransferId begin_state(Lease& lease, PeerRoute route, const TicketId& ticket,
+                           std::uint32_t num_tokens);
+    Step after_use(const Lease& lease, Step step) const;
+    void note_received(Lease& lease, const PeerTransfer& transfer, std::uint32_t blocks) const;
     void give_up(TransferId id, PeerTransfer& transfer);
     void check_transfer(Report& report, TransferId id, const PeerTransfer& transfer) const;
     Counts& counts(PeerRoute route) { return counts_[static_cast<std::size_t>(route)]; }
@@ -125,11 +163,12 @@ class PeerTransfers {
     const DevicePool& device_;
     LeaseTable& leases_;
     const Index& index_;
+    const RecurrentState& state_;
     TransferLedger& transfers_;
     std::unordered_map<TransferId, PeerTransfer> in_flight_;
     std::vector<PeerEnd> ends_;
     std::vector<TransferId> abandoned_;
-    std::array<Counts, 2> counts_;  // by route
+    std::array<Counts, 4> counts_;  // by route
 };
 
 }  // namespace aiokv

@@ -64,6 +64,8 @@ class RecurrentState {
     // A copy of the parent's slot, to be made in `step`. can_fork() was true.
     void fork(const Lease& parent, Lease& child, Step step);
     void use_in(const Lease& lease, Step step);
+    // The unfinished step that uses the slot of the lease, or 0. Requires that it has one.
+    Step after_step(const Lease& lease) const { return pool_->after_step(lease.recurrent.slot); }
     // The lease gives its slot back while the move writes it: the move owns the slot from now on
     // (I3).
     void orphan_move(Lease& lease, TransferId move, Step step);

@@ -75,7 +75,7 @@ Core::Core(const CoreConfig& config)
       promises_(leases_.records(), config_.block_tokens),
       uses_(index_.tree(), leases_),
       batches_(leases_),
-      peers_(config_, device_, leases_, index_, transfers_),
+      peers_(config_, device_, leases_, index_, state_, transfers_),
       matching_(config_, index_, auxiliary_, transfers_),
       fetches_(config_, index_, stored_, matching_, residency_, transfers_),
       publication_(config_, device_, index_, state_, windows_, residency_, saver_, promises_,
@@ -152,9 +152,10 @@ const Save& Core::save(TransferId id) const {
 std::vector<LeaseId> Core::complete(TransferId id, Outcome outcome, std::uint32_t first_bad_block,
                                     std::span<const std::uint8_t> results) {
     if (peers_.has(id)) {
-        const std::vector<LeaseId> ended = peers_.complete(id, outcome, first_bad_block);
-        for (const LeaseId lease : ended) releases_.end(leases_.at(lease), 0);
-        return ended;
+        const PeerRelease released = peers_.complete(id, outcome, first_bad_block);
+        for (const LeaseId lease : released.ended) releases_.end(leases_.at(lease), 0);
+        if (released.lease != 0) finish_state(leases_.at(released.lease), released.state_tokens);
+        return released.ended;
     }
     if (store_saver_.has(id)) {
         store_saver_.complete(id, outcome, results);
@@ -167,6 +168,26 @@ std::vector<LeaseId> Core::complete(TransferId id, Outcome outcome, std::uint32_
         completions_.complete(id, outcome, first_bad_block);
     }
     return {};
+}
+
+void Core::finish_state(Lease& lease, std::uint32_t num_tokens) {
+    if (num_tokens == 0) {
+        completions_.lose_state(lease);
+    } else {
+        publication_.commit_received(lease, num_tokens);
+    }
+}
+
+std::uint32_t Core::commit_received(LeaseId id, std::int64_t num_tokens) {
+    Lease& lease = leases_.at(id);
+    peers_.check_commit(lease, num_tokens);
+    if (state_.exists() && num_tokens > static_cast<std::int64_t>(lease.computed_tokens)) {
+        throw LeaseError("commit: the recurrent state after " + std::to_string(num_tokens) +
+                         " positions was not received")
+            .of(id)
+            .hint("call receive_state instead, which commits the positions");
+    }
+    return publication_.commit_received(lease, num_tokens);
 }
 
 Digest Core::prompt_digest(LeaseId id, std::int64_t num_tokens) const {

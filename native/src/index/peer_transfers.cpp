@@ -39,8 +39,7 @@ void remove_range(std::vector<TokenRange>& ranges, TokenRange removed) {
 
 // -- begin -----------------------------------------------------------------------------------
 
-void PeerTransfers::check_ready(const Lease& lease, const char* verb, std::int64_t first_block,
-                                std::int64_t num_blocks) const {
+void PeerTransfers::check_ready(const Lease& lease, const char* verb) const {
     if (!lease.is(LeaseState::kGranted)) {
         throw LeaseError(std::string(verb) + ": the lease is " + name_of(lease.state) +
                          "; it must be allocated, and stay on the device")
@@ -59,6 +58,17 @@ void PeerTransfers::check_ready(const Lease& lease, const char* verb, std::int64
             .of(lease.id())
             .hint("preempt the lease, then resume it");
     }
+}
+
+void PeerTransfers::check_blocks(const Lease& lease, const char* verb, std::int64_t first_block,
+                                 std::int64_t num_blocks) const {
+    check_ready(lease, verb);
+    if (!lease.windows.empty()) {
+        throw UsageError(std::string(verb) +
+                         ": the lease has sliding windows, whose blocks are not moved to peers")
+            .of(lease.id())
+            .field("windows");
+    }
     const auto total = static_cast<std::int64_t>(lease.table.size());
     if (first_block < 0 || num_blocks < 1 || num_blocks > total - first_block) {
         throw UsageError(std::string(verb) + ": " + std::to_string(num_blocks) +
@@ -70,7 +80,7 @@ void PeerTransfers::check_ready(const Lease& lease, const char* verb, std::int64
 
 TransferId PeerTransfers::receive(Lease& lease, const TicketId& ticket, std::int64_t first_block,
                                   std::int64_t num_blocks) {
-    check_ready(lease, "receive", first_block, num_blocks);
+    check_blocks(lease, "receive", first_block, num_blocks);
     const auto first = static_cast<std::uint32_t>(first_block);
     const auto blocks = static_cast<std::uint32_t>(num_blocks);
     const std::uint32_t computed = config_.blocks_for(lease.computed_tokens);
@@ -82,6 +92,7 @@ TransferId PeerTransfers::receive(Lease& lease, const TicketId& ticket, std::int
                          str(std::max<std::size_t>(computed, lease.path.size())))
             .of(lease.id());
     }
+    check_no_state(lease, "receive");
     if (first + blocks > config_.blocks_for(lease.tokens.size())) {
         throw LeaseError("receive: " + str(blocks) + " blocks from block " + str(first) +
                          " on have positions without tokens; the lease names the tokens of " +
@@ -96,7 +107,7 @@ TransferId PeerTransfers::receive(Lease& lease, const TicketId& ticket, std::int
     }
     for (const TransferId id : lease.peer_transfers) {
         const PeerTransfer& other = in_flight_.at(id);
-        if (!other.receives() || other.end_block() <= first) continue;
+        if (other.route != PeerRoute::kReceive || other.end_block() <= first) continue;
         if (other.first_block >= first + blocks) continue;
         throw LeaseError("receive: blocks " + str(other.first_block) + " to " +
                          str(other.end_block() - 1) + " are being received already")
@@ -104,12 +115,12 @@ TransferId PeerTransfers::receive(Lease& lease, const TicketId& ticket, std::int
     }
     remove_range(lease.received,
                  {first * config_.block_tokens, (first + blocks) * config_.block_tokens});
-    return begin(lease, PeerRoute::kReceive, ticket, first, blocks);
+    return begin_blocks(lease, PeerRoute::kReceive, ticket, first, blocks);
 }
 
 TransferId PeerTransfers::send(Lease& lease, const TicketId& ticket, std::int64_t first_block,
                                std::int64_t num_blocks) {
-    check_ready(lease, "send", first_block, num_blocks);
+    check_blocks(lease, "send", first_block, num_blocks);
     const std::uint32_t computed = config_.blocks_for(lease.computed_tokens);
     if (first_block + num_blocks > static_cast<std::int64_t>(computed)) {
         throw LeaseError("send: " + std::to_string(num_blocks) + " blocks from block " +
@@ -118,33 +129,102 @@ TransferId PeerTransfers::send(Lease& lease, const TicketId& ticket, std::int64_
             .of(lease.id())
             .hint("commit the positions first");
     }
-    return begin(lease, PeerRoute::kSend, ticket, static_cast<std::uint32_t>(first_block),
-                 static_cast<std::uint32_t>(num_blocks));
+    return begin_blocks(lease, PeerRoute::kSend, ticket, static_cast<std::uint32_t>(first_block),
+                        static_cast<std::uint32_t>(num_blocks));
 }
 
-TransferId PeerTransfers::begin(Lease& lease, PeerRoute route, const TicketId& ticket,
-                                std::uint32_t first_block, std::uint32_t num_blocks) {
+TransferId PeerTransfers::begin_blocks(Lease& lease, PeerRoute route, const TicketId& ticket,
+                                       std::uint32_t first_block, std::uint32_t num_blocks) {
     const auto from = lease.table.begin() + static_cast<std::ptrdiff_t>(first_block);
     PeerTransfer transfer;
     transfer.route = route;
     transfer.ticket = ticket;
-    transfer.lease = lease.id();
     transfer.first_block = first_block;
     transfer.kept_blocks = num_blocks;
     transfer.end_token = static_cast<std::uint32_t>(lease.tokens.size());
     transfer.blocks.assign(from, from + static_cast<std::ptrdiff_t>(num_blocks));
-    transfer.holders.push_back(lease.id());
     for (const BlockId block : transfer.blocks) {
         transfer.after_step = std::max(transfer.after_step, device_.after_step(block));
     }
-    if (transfer.receives() && lease.last_step > device_.finished_step()) {
-        transfer.after_step = std::max(transfer.after_step, lease.last_step);
-    }
+    if (transfer.receives()) transfer.after_step = after_use(lease, transfer.after_step);
+    return begin(lease, std::move(transfer));
+}
+
+// `step`, or the newest step that computed with the lease.
+Step PeerTransfers::after_use(const Lease& lease, Step step) const {
+    return lease.last_step > device_.finished_step() ? std::max(step, lease.last_step) : step;
+}
+
+TransferId PeerTransfers::begin(Lease& lease, PeerTransfer transfer) {
+    transfer.lease = lease.id();
+    transfer.holders.push_back(lease.id());
+    ++counts(transfer.route).begun;
     const TransferId id = transfers_.begin_peer_transfer();
     in_flight_.emplace(id, std::move(transfer));
     lease.peer_transfers.push_back(id);
-    ++counts(route).begun;
     return id;
+}
+
+// -- recurrent state -------------------------------------------------------------------------
+
+void PeerTransfers::check_state_ready(const Lease& lease, const char* verb) const {
+    if (!state_.exists()) {
+        throw UsageError(std::string(verb) + ": the model has no recurrent state; state_slots is 0")
+            .of(lease.id())
+            .field("state_slots");
+    }
+    check_ready(lease, verb);
+    if (lease.recurrent.slot == kNoBlock) {
+        throw LeaseError(std::string(verb) + ": the lease computes nothing, and has no state slot")
+            .of(lease.id());
+    }
+    if (lease.batches > 0) {
+        throw LeaseError(std::string(verb) + ": a batch computes with the lease")
+            .of(lease.id())
+            .hint("let the batch end first");
+    }
+}
+
+TransferId PeerTransfers::receive_state(Lease& lease, const TicketId& ticket,
+                                        std::int64_t num_tokens) {
+    check_state_ready(lease, "receive_state");
+    check_no_state(lease, "receive_state");
+    const std::uint32_t end = lease.end_of_received();
+    if (num_tokens <= static_cast<std::int64_t>(lease.computed_tokens) ||
+        num_tokens > static_cast<std::int64_t>(end)) {
+        throw LeaseError("receive_state: num_tokens is " + std::to_string(num_tokens) +
+                         ", but the lease has computed " + str(lease.computed_tokens) +
+                         " positions, and received those before " + str(end))
+            .of(lease.id())
+            .hint("receive the blocks first");
+    }
+    return begin_state(lease, PeerRoute::kReceiveState, ticket,
+                       static_cast<std::uint32_t>(num_tokens));
+}
+
+TransferId PeerTransfers::send_state(Lease& lease, const TicketId& ticket,
+                                     std::int64_t num_tokens) {
+    check_state_ready(lease, "send_state");
+    check_state_copy(lease, "send_state");
+    if (num_tokens != static_cast<std::int64_t>(lease.computed_tokens) || num_tokens < 1) {
+        throw LeaseError("send_state: num_tokens is " + std::to_string(num_tokens) +
+                         "; the state is the one after " + str(lease.computed_tokens) +
+                         " computed positions")
+            .of(lease.id())
+            .hint("commit exactly these positions, then send the state");
+    }
+    return begin_state(lease, PeerRoute::kSendState, ticket, lease.computed_tokens);
+}
+
+TransferId PeerTransfers::begin_state(Lease& lease, PeerRoute route, const TicketId& ticket,
+                                      std::uint32_t num_tokens) {
+    PeerTransfer transfer;
+    transfer.route = route;
+    transfer.ticket = ticket;
+    transfer.end_token = num_tokens;
+    transfer.slot = lease.recurrent.slot;
+    transfer.after_step = after_use(lease, state_.after_step(lease));
+    return begin(lease, std::move(transfer));
 }
 
 const PeerTransfer& PeerTransfers::get(TransferId id) const {
@@ -176,32 +256,42 @@ void PeerTransfers::end_all() {
     for (const TransferId id : ids) give_up(id, in_flight_.at(id));
 }
 
-std::vector<LeaseId> PeerTransfers::complete(TransferId id, Outcome outcome,
-                                             std::uint32_t first_bad_block) {
+PeerRelease PeerTransfers::complete(TransferId id, Outcome outcome, std::uint32_t first_bad_block) {
     const PeerTransfer transfer = std::move(in_flight_.extract(id).mapped());
     transfers_.end_peer_transfer();
-    const auto blocks = static_cast<std::uint32_t>(transfer.blocks.size());
-    std::uint32_t good = outcome == Outcome::kDone     ? blocks
-                         : outcome == Outcome::kFailed ? std::min(first_bad_block, blocks)
+    std::uint32_t good = outcome == Outcome::kDone     ? transfer.size()
+                         : outcome == Outcome::kFailed ? std::min(first_bad_block, transfer.size())
                                                        : 0;
     counts(transfer.route).blocks += good;
     counts(transfer.route).failed += outcome == Outcome::kFailed;
-    if (transfer.receives()) good = std::min(good, transfer.kept_blocks);
-    std::vector<LeaseId> ended;
+    PeerRelease released;
     for (const LeaseId holder : transfer.holders) {
         Lease& lease = leases_.at(holder);
         std::erase(lease.peer_transfers, id);
-        if (lease.is(LeaseState::kReleasing) && !lease.is_in_use()) ended.push_back(holder);
+        if (lease.is(LeaseState::kReleasing) && !lease.is_in_use()) {
+            released.ended.push_back(holder);
+        }
     }
-    if (transfer.lease == 0) return ended;
-    if (transfer.receives() && good > 0) {
-        const std::uint32_t first = transfer.first_block * config_.block_tokens;
-        const std::uint32_t end = first + good * config_.block_tokens;
-        Lease& lease = leases_.at(transfer.lease);
-        add_range(lease.received, {first, std::min({end, transfer.end_token, lease.num_tokens})});
+    if (transfer.lease == 0) return released;
+    if (transfer.route == PeerRoute::kReceive) {
+        good = std::min(good, transfer.kept_blocks);
+        note_received(leases_.at(transfer.lease), transfer, good);
     }
-    ends_.push_back({id, transfer.lease, good});
-    return ended;
+    // A state that was cancelled is still the one before.
+    if (transfer.route == PeerRoute::kReceiveState && outcome != Outcome::kCancelled) {
+        released.lease = transfer.lease;
+        released.state_tokens = good > 0 ? transfer.end_token : 0;
+    }
+    ends_.push_back({id, transfer.lease, good, released.state_tokens > 0});
+    return released;
+}
+
+void PeerTransfers::note_received(Lease& lease, const PeerTransfer& transfer,
+                                  std::uint32_t blocks) const {
+    if (blocks == 0) return;
+    const std::uint32_t first = transfer.first_block * config_.block_tokens;
+    const std::uint32_t end = first + blocks * config_.block_tokens;
+    add_range(lease.received, {first, std::min({end, transfer.end_token, lease.num_tokens})});
 }
 
 std::vector<PeerEnd> PeerTransfers::take_ends() {
@@ -226,7 +316,27 @@ std::optional<std::uint32_t> PeerTransfers::first_receiving(const Lease& lease) 
     return first;
 }
 
+void PeerTransfers::check_no_state(const Lease& lease, const char* verb) const {
+    for (const TransferId id : lease.peer_transfers) {
+        const PeerTransfer& transfer = in_flight_.at(id);
+        if (!transfer.moves_state()) continue;
+        throw LeaseError(std::string(verb) + ": the recurrent state of a lease is being " +
+                         (transfer.receives() ? "received" : "sent"))
+            .of(lease.id())
+            .hint("wait for the end of the transfer first");
+    }
+}
+
+void PeerTransfers::check_state_copy(const Lease& lease, const char* verb) const {
+    for (const TransferId id : lease.peer_transfers) {
+        if (in_flight_.at(id).route == PeerRoute::kReceiveState) check_no_state(lease, verb);
+    }
+}
+
 void PeerTransfers::check_computed(const Lease& lease, std::int64_t num_tokens) const {
+    if (num_tokens > static_cast<std::int64_t>(lease.computed_tokens)) {
+        check_no_state(lease, "commit");
+    }
     const std::optional<std::uint32_t> first = first_receiving(lease);
     if (!first || num_tokens <= static_cast<std::int64_t>(*first) * config_.block_tokens) return;
     throw LeaseError("commit: num_tokens is " + std::to_string(num_tokens) +
@@ -237,6 +347,7 @@ void PeerTransfers::check_computed(const Lease& lease, std::int64_t num_tokens) 
 }
 
 void PeerTransfers::check_compute(const Lease& lease) const {
+    check_no_state(lease, "computing");
     const std::optional<std::uint32_t> first = first_receiving(lease);
     if (!first) return;
     throw LeaseError("computing: positions of a lease from " +
@@ -255,6 +366,7 @@ void PeerTransfers::check_swap(const Lease& lease) const {
 
 void PeerTransfers::check_truncate(const Lease& lease, std::int64_t num_tokens) const {
     if (num_tokens < 0 || num_tokens >= lease.num_tokens) return;
+    check_state_copy(lease, "truncate");
     const auto length = static_cast<std::uint32_t>(num_tokens);
     if (length % config_.block_tokens == 0) return;
     const std::uint32_t cut = length / config_.block_tokens;
@@ -313,12 +425,16 @@ void PeerTransfers::cut(Lease& lease, std::size_t blocks, Lease& keeper) {
 void PeerTransfers::add_to(CoreStatistics& statistics) const {
     const Counts& received = counts(PeerRoute::kReceive);
     const Counts& sent = counts(PeerRoute::kSend);
-    statistics.receives = received.begun;
+    const Counts& received_state = counts(PeerRoute::kReceiveState);
+    const Counts& sent_state = counts(PeerRoute::kSendState);
+    statistics.receives = received.begun + received_state.begun;
     statistics.received_blocks = received.blocks;
-    statistics.failed_receives = received.failed;
-    statistics.sends = sent.begun;
+    statistics.received_states = received_state.blocks;
+    statistics.failed_receives = received.failed + received_state.failed;
+    statistics.sends = sent.begun + sent_state.begun;
     statistics.sent_blocks = sent.blocks;
-    statistics.failed_sends = sent.failed;
+    statistics.sent_states = sent_state.blocks;
+    statistics.failed_sends = sent.failed + sent_state.failed;
 }
 
 void PeerTransfers::check_transfer(Report& report, TransferId id,
@@ -333,9 +449,16 @@ void PeerTransfers::check_transfer(Report& report, TransferId id,
         report.require(std::count(listed.begin(), listed.end(), id) == 1,
                        "I3: a holder of transfer ", id, " of a peer does not list it");
     }
+    const auto has_slot = [&](LeaseId holder) {
+        return is_open(holder) && leases_.at(holder).recurrent.slot == transfer.slot;
+    };
+    report.require(!transfer.moves_state() ||
+                       std::any_of(transfer.holders.begin(), transfer.holders.end(), has_slot),
+                   "I3: no holder of transfer ", id, " of a peer has its state slot");
     if (transfer.lease == 0) return;
     report.require(transfer.holders.front() == transfer.lease && is_open(transfer.lease) &&
-                       leases_.at(transfer.lease).is(LeaseState::kGranted),
+                       (leases_.at(transfer.lease).is(LeaseState::kGranted) ||
+                        leases_.at(transfer.lease).is(LeaseState::kFailed)),
                    "I3: the lease of transfer ", id, " of a peer does not have its blocks");
     if (!is_open(transfer.lease)) return;
     const Lease& lease = leases_.at(transfer.lease);

@@ -78,10 +78,7 @@ std::uint32_t Publication::commit_received(Lease& lease, std::int64_t num_tokens
     check_commit(lease, num_tokens);
     const auto computed = static_cast<std::uint32_t>(num_tokens);
     if (lease.is(LeaseState::kFailed) || computed <= lease.computed_tokens) return publish(lease);
-    const bool is_next =
-        !lease.received.empty() && lease.received.front().first <= lease.computed_tokens;
-    const std::uint32_t end = is_next ? lease.received.front().end : lease.computed_tokens;
-    if (computed > end) {
+    if (const std::uint32_t end = lease.end_of_received(); computed > end) {
         throw LeaseError("commit: num_tokens is " + std::to_string(num_tokens) +
                          ", but positions from " + str(end) + " on were not received")
             .of(lease.id());

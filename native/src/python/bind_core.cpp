@@ -51,8 +51,9 @@ using ForkTuple = nb::typed<nb::tuple, LeaseId, IdArray, IdArray>;
 using StateCopyTuple = nb::typed<nb::tuple, BlockId, BlockId>;
 using MoveTuple = nb::typed<nb::tuple, MoveRoute, std::int32_t, nb::bytes, nb::bytes, Step>;
 using TransferTuple = nb::typed<nb::tuple, nb::bytes, nb::bytes, Step>;
-using PeerTransferTuple = nb::typed<nb::tuple, bool, nb::bytes, std::uint32_t, nb::bytes, Step>;
-using PeerEndTuple = nb::typed<nb::tuple, TransferId, LeaseId, std::uint32_t>;
+using PeerTransferTuple =
+    nb::typed<nb::tuple, PeerRoute, nb::bytes, std::uint32_t, nb::bytes, Step>;
+using PeerEndTuple = nb::typed<nb::tuple, TransferId, LeaseId, std::uint32_t, bool>;
 
 MatchTuple match(Core& core, TokenArray tokens, std::string_view context, bool reads, bool writes) {
     const Hit hit = core.match(view(tokens), context, reads, writes);
@@ -118,14 +119,14 @@ TicketId ticket_id(const nb::bytes& bytes) {
 
 PeerTransferTuple peer_transfer(const Core& core, TransferId id) {
     const PeerTransfer& t = core.peer_transfer(id);
-    return nb::make_tuple(t.receives(), nb::bytes(t.ticket.data(), t.ticket.size()), t.first_block,
-                          id_bytes(t.blocks), t.after_step);
+    return nb::make_tuple(t.route, nb::bytes(t.ticket.data(), t.ticket.size()), t.first_block,
+                          t.moves_state() ? id_bytes({t.slot}) : id_bytes(t.blocks), t.after_step);
 }
 
 std::vector<PeerEndTuple> take_peer_ends(Core& core) {
     std::vector<PeerEndTuple> ends;
     for (const PeerEnd& end : core.take_peer_ends()) {
-        ends.push_back(nb::make_tuple(end.transfer, end.lease, end.blocks));
+        ends.push_back(nb::make_tuple(end.transfer, end.lease, end.blocks, end.commits));
     }
     return ends;
 }
@@ -197,9 +198,11 @@ void bind_statistics(nb::module_& m) {
         .def_ro("evicted_host_snapshots", &S::evicted_host_snapshots)
         .def_ro("receives", &S::receives)
         .def_ro("received_blocks", &S::received_blocks)
+        .def_ro("received_states", &S::received_states)
         .def_ro("failed_receives", &S::failed_receives)
         .def_ro("sends", &S::sends)
         .def_ro("sent_blocks", &S::sent_blocks)
+        .def_ro("sent_states", &S::sent_states)
         .def_ro("failed_sends", &S::failed_sends)
         .def_ro("index_bytes", &S::index_bytes)
         .def_ro("token_bytes", &S::token_bytes);
@@ -235,6 +238,11 @@ void bind_core(nb::module_& m) {
         .value("ON_DEVICE", MoveRoute::kOnDevice)
         .value("FROM_HOST", MoveRoute::kFromHost)
         .value("TO_HOST", MoveRoute::kToHost);
+    nb::enum_<PeerRoute>(m, "PeerRoute")
+        .value("RECEIVE", PeerRoute::kReceive)
+        .value("SEND", PeerRoute::kSend)
+        .value("RECEIVE_STATE", PeerRoute::kReceiveState)
+        .value("SEND_STATE", PeerRoute::kSendState);
     nb::enum_<EvictionKind>(m, "EvictionKind")
         .value("LRU", EvictionKind::kLru)
         .value("ADAPTIVE", EvictionKind::kAdaptive);
@@ -434,6 +442,20 @@ void bind_core(nb::module_& m) {
             "lease"_a, "ticket_id"_a, "first_block"_a, "num_blocks"_a,
             "Begin to send computed blocks of the lease to a peer; return the transfer.")
         .def(
+            "receive_state",
+            [](Core& core, LeaseId id, const nb::bytes& ticket, std::int64_t num_tokens) {
+                return core.receive_state(id, ticket_id(ticket), num_tokens);
+            },
+            "lease"_a, "ticket_id"_a, "num_tokens"_a,
+            "Begin to receive the state after received positions, which its end commits.")
+        .def(
+            "send_state",
+            [](Core& core, LeaseId id, const nb::bytes& ticket, std::int64_t num_tokens) {
+                return core.send_state(id, ticket_id(ticket), num_tokens);
+            },
+            "lease"_a, "ticket_id"_a, "num_tokens"_a,
+            "Begin to send the state after the computed positions.")
+        .def(
             "end_ticket",
             [](Core& core, LeaseId id, const nb::bytes& ticket) {
                 core.end_ticket(id, ticket_id(ticket));
@@ -451,13 +473,14 @@ void bind_core(nb::module_& m) {
             "lease"_a, "num_tokens"_a, "Digest of the first positions, for any block_tokens.")
         .def("is_peer_transfer", &Core::is_peer_transfer, "transfer"_a)
         .def("peer_transfer", &peer_transfer, "transfer"_a,
-             "(receives, ticket_id, first_block, device_blocks, after_step).")
+             "(route, ticket_id, first_block, blocks or the state slot, after_step).")
         .def(
             "peer_transfers",
             [](const Core& core, LeaseId id) { return core.lease(id).peer_transfers; }, "lease"_a,
             "Transfers in flight that receive or send blocks of the lease.")
         .def("take_peer_ends", &take_peer_ends,
-             "Return (transfer, lease, blocks) of those that have ended since the last call, and "
+             "Return (transfer, lease, blocks, commits) of those that have ended since the last "
+             "call, and "
              "whose lease has a handle.")
         .def("take_abandoned_peer_transfers", &Core::take_abandoned_peer_transfers)
         .def_prop_ro("has_peer_transfers", &Core::has_peer_transfers)
