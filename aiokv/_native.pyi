@@ -889,3 +889,18 @@ class IoQueue:
         """
         Cancel the requests that have not started, and block until the kernel accesses no memory of the others. Results can be read afterwards. Idempotent.
         """
+
+class Repack:
+    """
+    Strided copies between two layouts of the same blocks. Immutable, thread-safe.
+    """
+
+    def __init__(self, groups: Sequence[tuple[int, Sequence[tuple[int, int, int]], int, tuple[int, int, int, int], tuple[int, int, int, int], Sequence[tuple[int, int]]]], gaps: Sequence[tuple[int, int]], *, source_bytes: int, target_bytes: int) -> None:
+        """
+        Groups of pieces of equal geometry: (item bytes, axes as (length, source stride, target stride), tokens per row or 0, rows of the source and rows of the target as (length, inner length, outer stride, inner stride), pieces as (source offset, target offset)), all in bytes; and gaps of the target, (offset, bytes), which become zero. Raises LayoutError when a piece exceeds the block of either side.
+        """
+
+    def run(self, parts: Annotated[NDArray[numpy.int64], dict(shape=(None, 5), order='C', device='cpu', writable=False)]) -> None:
+        """
+        Copy parts, rows of int64 (source address, target address, first token in the source, first token in the target, tokens). Call it in a thread: it releases the GIL. Raises UsageError before the first access. The addresses are not checked.
+        """

@@ -83,6 +83,7 @@ FETCH: Final = Route("store", "host")
 SAVE: Final = Route("host", "store")
 RECEIVE: Final = Route("peer", "device")
 SEND: Final = Route("device", "peer")
+PEER_ROUTES: Final = frozenset((RECEIVE, SEND))
 
 
 class Priority(IntEnum):

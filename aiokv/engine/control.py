@@ -74,10 +74,11 @@ class Control:
             await self.settle_all()
 
     async def settle_all(self) -> None:
-        """Wait until no transfer is in flight, including the backups of committed blocks."""
-        while self._collect():
-            await self._worker.drain()  # completed onloads publish blocks, which need backups, too
+        """Wait until no transfer is in flight, and no backup or save is due."""
+        self._collect()
         await self._worker.drain()
+        while self._collect():  # onloads and backups that ended meanwhile have left further ones
+            await self._worker.drain()
 
     def _collect(self) -> bool:
         """Begin backups, or else saves to the stores; return False if there are none."""

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from aiokv.ranks.group import RankGroup
     from aiokv.scheduler.scheduler import CacheScheduler
     from aiokv.stores.base import Store
-    from aiokv.stores.guard import GuardStatistics
+    from aiokv.stores.guard_statistics import GuardStatistics
     from aiokv.stores.use import StoreUse
     from aiokv.types import Hit, Item, Statistics, Tier, TokenIds
     from aiokv.worker.base import Worker
@@ -152,6 +152,11 @@ class CacheEngine(Unique):
 
         From the call on, the engine refuses new work. Idempotent. With stores, the engine then
         saves the committed blocks for at most 30 s, or ``drain_timeout`` if that is less.
+
+        ``drain_timeout`` does not limit the wait for transfers in flight, because memory that a
+        copy or a store may access is not freed. A store that does not end its operations delays the
+        return by up to 20 s: after 10 s its operations are cancelled, and 10 s later the engine
+        keeps the host memory until the process ends, and closes without the store.
 
         Args:
             drain_timeout: seconds to wait for leases that are still held; None for
@@ -607,6 +612,9 @@ class CacheEngine(Unique):
 
     async def drain(self, timeout: float | None = None) -> None:
         """Wait until no transfer is in flight, including the backups of committed blocks.
+
+        With stores, this includes the saves of all blocks that are queued for them; during a pause,
+        ``sleep`` or ``updating_weights`` only of those whose save has begun.
 
         Args:
             timeout: seconds to wait; None for no limit.

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from aiokv.plan import Pool, TransferPlan, TransferReport
     from aiokv.ranks.messages import Layout, Reports
     from aiokv.ranks.rank_state import RankState
-    from aiokv.stores.guard import GuardStatistics
+    from aiokv.stores.guard_statistics import GuardStatistics
     from aiokv.stores.identity import StoreIdentity
     from aiokv.stores.store_set import StoreAnswer
     from aiokv.types import Tier

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import msgspec
 
 from aiokv.plan import TransferPlan, TransferReport  # noqa: TC001  (msgspec needs them)
-from aiokv.stores.guard import GuardStatistics  # noqa: TC001
+from aiokv.stores.guard_statistics import GuardStatistics  # noqa: TC001
 from aiokv.stores.identity import StoreIdentity  # noqa: TC001
 from aiokv.types import Tier  # noqa: TC001
 from aiokv.worker.device.cpu import device_blocks

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from aiokv.plan import TransferPlan
     from aiokv.ranks.messages import FromRank
     from aiokv.stores.base import Store
-    from aiokv.stores.guard import GuardStatistics
+    from aiokv.stores.guard_statistics import GuardStatistics
     from aiokv.stores.identity import StoreIdentity
     from aiokv.stores.use import StoreUse
     from aiokv.worker.device.base import Device, Event

@@ -13,7 +13,7 @@ from aiokv.errors import ConfigError
 if TYPE_CHECKING:
     from aiokv.ranks.channel import Channel
     from aiokv.ranks.messages import Layout
-    from aiokv.stores.guard import GuardStatistics
+    from aiokv.stores.guard_statistics import GuardStatistics
 
 MAX_RANKS: Final = 1024  # per group
 

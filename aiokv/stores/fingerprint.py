@@ -46,7 +46,10 @@ def fingerprint(
         regions: the rank's tensors. Layers, names, element types, the shape of a block, and places
             in a host block are part of the fingerprint; addresses, strides and numbers of blocks
             are not. The order of the axes counts: register tensors in the shape that the attention
-            kernel reads, not as plain bytes.
+            kernel reads, not as plain bytes. Axes and heads count where they were given
+            (``Regions.add(axes=, heads=)``), since one shape can have two orders of axes; a region
+            without them has the fingerprint that it always had. So a cache whose regions get axes
+            does not find the blocks that it stored before.
         model: name of the model, with its revision; not empty.
         weights_version: version of the weights; may be empty.
         block_tokens: token positions per block.
@@ -115,7 +118,13 @@ def _region_lines(regions: Regions) -> Iterator[str]:
 def _array(piece: Piece) -> str:
     name, dtype = _quoted("the name of a region", piece.region), _quoted("dtype", piece.dtype)
     shape = "x".join(map(str, piece.shape)) or "1"
-    return f"{name} dtype {dtype} shape {shape} bytes {piece.block_bytes}"
+    axes = ""
+    if piece.axes is not None:
+        axes = " axes " + " ".join(_quoted("the name of an axis", axis) for axis in piece.axes)
+    if piece.heads is not None:
+        first, total = piece.heads
+        axes += f" heads {first} of {total}"
+    return f"{name} dtype {dtype} shape {shape} bytes {piece.block_bytes}{axes}"
 
 
 def _quoted(what: str, name: str) -> str:

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar
 
-import msgspec
 import numpy as np
 
 from aiokv import _native
@@ -23,6 +22,7 @@ from aiokv.plan import Priority
 from aiokv.stores.base import KEY_BYTES, Result, StoreStatistics
 from aiokv.stores.breaker import Breaker
 from aiokv.stores.cost import Cost
+from aiokv.stores.guard_statistics import GuardCounts, GuardStatistics
 from aiokv.stores.slots import Slots
 
 if TYPE_CHECKING:
@@ -56,91 +56,22 @@ class Reply(NamedTuple):
     overdue: asyncio.Task[Any] | None = None
 
 
-class GuardStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Use of one store since its engine was made.
+class _Way(NamedTuple):
+    """Loads or saves: the call of the store, and where its outcomes are noted.
 
     Attributes:
-        kind: ``Store.kind``.
-        url: ``Store.url``.
-        rank: rank that has the store; None without ranks.
-        reading: ``"closed"`` while lookups and loads pass, ``"open"`` or ``"probing"`` while the
-            store counts as unavailable, ``"off"`` for a store that is not read.
-        saving: likewise for saves.
-        opened: number of times that the store became unavailable.
-        lookups: calls, and ``lookup_keys`` the keys asked for, of which ``found_keys`` were found.
-        loaded_blocks: blocks that were loaded and verified.
-        saved_blocks: blocks that the store has acknowledged.
-        missing_blocks: blocks that a load did not find.
-        wrong_blocks: blocks whose bytes were wrong; they were quarantined.
-        refused_blocks: blocks that the store did not take.
-        failed_blocks: blocks of operations that failed, were rejected, or got no slot.
-        loaded_bytes: payload of ``loaded_blocks``.
-        saved_bytes: payload of ``saved_blocks``.
-        timeouts: operations that exceeded their deadline.
-        rejected: calls that were not made because the store was unavailable.
-        busy: operations that got no slot before their deadline.
-        running: operations that the store executes now, ``overdue`` of them beyond their deadline.
-        lookup_seconds: moving average of the duration of a lookup.
-        load_seconds: likewise, of a load of less than 256 KiB.
-        load_bytes_per_second: likewise, of larger loads, verification included.
-        save_seconds: as ``load_seconds``.
-        save_bytes_per_second: as ``load_bytes_per_second``.
-        store: counters of the store itself.
+        operation: name of the store's method.
+        call: the store's method.
+        admits: returns True when an operation may be passed to the store.
+        breaker: counts the outcomes.
+        cost: duration of the operations.
     """
 
-    kind: str
-    url: str
-    reading: str
-    saving: str
-    opened: int
-    lookups: int
-    lookup_keys: int
-    found_keys: int
-    loaded_blocks: int
-    saved_blocks: int
-    missing_blocks: int
-    wrong_blocks: int
-    refused_blocks: int
-    failed_blocks: int
-    loaded_bytes: int
-    saved_bytes: int
-    timeouts: int
-    rejected: int
-    busy: int
-    running: int
-    overdue: int
-    lookup_seconds: float
-    load_seconds: float
-    load_bytes_per_second: float
-    save_seconds: float
-    save_bytes_per_second: float
-    store: StoreStatistics
-    rank: int | None = None
-
-
-class _Counts:
-    """Counters of :class:`GuardStatistics`."""
-
-    def __init__(self) -> None:
-        self.lookups = 0
-        self.lookup_keys = 0
-        self.found_keys = 0
-        self.loaded_blocks = 0
-        self.saved_blocks = 0
-        self.missing_blocks = 0
-        self.wrong_blocks = 0
-        self.refused_blocks = 0
-        self.failed_blocks = 0
-        self.timeouts = 0
-        self.rejected = 0
-        self.busy = 0
-
-    def note(self, results: NDArray[np.uint8]) -> None:
-        """Count results of a load or a save that are not ``DONE``."""
-        self.missing_blocks += int(np.count_nonzero(results == Result.MISSING))
-        self.wrong_blocks += int(np.count_nonzero(results == Result.WRONG))
-        self.refused_blocks += int(np.count_nonzero(results == Result.REFUSED))
-        self.failed_blocks += int(np.count_nonzero(results == Result.FAILED))
+    operation: Literal["load", "save"]
+    call: Callable[[bytes, NDArray[np.int32]], Awaitable[Any]]
+    admits: Callable[[], bool]
+    breaker: Breaker
+    cost: Cost
 
 
 class _Ended(NamedTuple):
@@ -183,10 +114,14 @@ class StoreGuard:
         self._background: set[asyncio.Task[Any]] = set()
         self._closing: asyncio.Task[None] | None = None
         self.is_open = False
-        self._counts = _Counts()
+        self._counts = GuardCounts()
         self._payload_bytes = 0
         self._has_logged_wrong = False
+        self._has_logged_statistics = False
         self.lookup_cost, self.load_cost, self.save_cost = Cost(), Cost(), Cost()
+        store = use.store
+        self._loading = _Way("load", store.load, self.admits_read, self._reads, self.load_cost)
+        self._saving = _Way("save", store.save, self._admits_save, self._saves, self.save_cost)
 
     # --- opening and closing ----------------------------------------------------------------------
 
@@ -305,31 +240,7 @@ class StoreGuard:
 
         Cancellation: the store's load is cancelled; see ``accesses`` for its end.
         """
-        results = np.full(len(blocks), Result.FAILED, np.uint8)
-        for part in self._parts(len(blocks)):
-            if not self.admits_read():
-                break
-            began = _now()
-            part_keys = keys[part.start * KEY_BYTES : part.stop * KEY_BYTES]
-            ended, overdue = await self._run(
-                "load",
-                partial(self._store.load, part_keys, blocks[part]),
-                self._slots,
-                self._reads,
-                priority,
-                accesses,
-            )
-            if ended is None:
-                self._counts.note(results[part.start :])
-                return Reply(results, overdue)
-            loaded, reason = _array(ended, part.stop - part.start, np.uint8)
-            if loaded is None:
-                self._reads.fail("load", reason, _now())
-                break
-            results[part] = await self._verified(part_keys, blocks[part], loaded, accesses)
-            self._note_load(results[part], _now() - began)
-        self._counts.note(results)
-        return Reply(results)
+        return await self._move(self._loading, keys, blocks, priority, accesses)
 
     async def save(
         self, keys: bytes, blocks: NDArray[np.int32], accesses: Accesses | None = None
@@ -343,31 +254,41 @@ class StoreGuard:
 
         Cancellation: the store's save is cancelled; see ``accesses`` for its end.
         """
+        return await self._move(self._saving, keys, blocks, Priority.BACKUP, accesses)
+
+    async def _move(
+        self,
+        way: _Way,
+        keys: bytes,
+        blocks: NDArray[np.int32],
+        priority: int,
+        accesses: Accesses | None,
+    ) -> Reply:
+        """Load or save blocks, one operation of the store per part."""
         results = np.full(len(blocks), Result.FAILED, np.uint8)
+        overdue, num_counted = None, 0
         for part in self._parts(len(blocks)):
-            if not self._admits_save():
+            if not way.admits():
                 break
             began = _now()
             part_keys = keys[part.start * KEY_BYTES : part.stop * KEY_BYTES]
+            call = partial(way.call, part_keys, blocks[part])
             ended, overdue = await self._run(
-                "save",
-                partial(self._store.save, part_keys, blocks[part]),
-                self._slots,
-                self._saves,
-                Priority.BACKUP,
-                accesses,
+                way.operation, call, self._slots, way.breaker, priority, accesses
             )
             if ended is None:
-                self._counts.note(results[part.start :])
-                return Reply(results, overdue)
-            saved, reason = _array(ended, part.stop - part.start, np.uint8)
-            if saved is None:
-                self._saves.fail("save", reason, _now())
                 break
-            results[part] = saved
-            self._note_save(saved, _now() - began)
-        self._counts.note(results)
-        return Reply(results)
+            moved, reason = _array(ended, part.stop - part.start, np.uint8)
+            if moved is None:
+                way.breaker.fail(way.operation, reason, _now())
+                break
+            if way is self._loading:
+                moved = await self._verified(part_keys, blocks[part], moved, accesses)
+            results[part] = moved
+            self._note(way, moved, _now() - began)
+            num_counted = part.stop
+        self._counts.note(way.operation, results[num_counted:])
+        return Reply(results, overdue)
 
     def _parts(self, num_blocks: int) -> list[slice]:
         step = max(1, PART_BYTES // max(self._payload_bytes, 1))
@@ -401,30 +322,20 @@ class StoreGuard:
                 self._spawn(self._quarantine(wrong_keys))
         return results
 
-    def _note_load(self, results: NDArray[np.uint8], seconds: float) -> None:
+    def _note(self, way: _Way, results: NDArray[np.uint8], seconds: float) -> None:
+        """Note the results of one operation."""
+        self._counts.note(way.operation, results)
         done = int(np.count_nonzero(results == Result.DONE))
         failed = int(np.count_nonzero(results == Result.FAILED))
         wrong = int(np.count_nonzero(results == Result.WRONG))
-        self._counts.loaded_blocks += done
         if failed:
-            self._reads.fail("load", f"{failed} of {len(results)} blocks failed", _now())
+            way.breaker.fail(way.operation, f"{failed} of {len(results)} blocks failed", _now())
         elif wrong and not done:
-            self._reads.fail("load", f"{wrong} of {len(results)} blocks were wrong", _now())
+            way.breaker.fail(way.operation, f"{wrong} of {len(results)} blocks were wrong", _now())
         else:
-            self._reads.succeed("load")
+            way.breaker.succeed(way.operation)
         if done and not failed:
-            self.load_cost.note(done * self._payload_bytes, seconds, _now())
-
-    def _note_save(self, results: NDArray[np.uint8], seconds: float) -> None:
-        done = int(np.count_nonzero(results == Result.DONE))
-        failed = int(np.count_nonzero(results == Result.FAILED))
-        self._counts.saved_blocks += done
-        if failed:
-            self._saves.fail("save", f"{failed} of {len(results)} blocks failed", _now())
-        else:
-            self._saves.succeed("save")
-        if done and not failed:
-            self.save_cost.note(done * self._payload_bytes, seconds, _now())
+            way.cost.note(done * self._payload_bytes, seconds, _now())
 
     async def _quarantine(self, keys: bytes) -> None:
         """Remove wrong objects, so that no later load finds them, and no save uses their places."""
@@ -558,10 +469,6 @@ class StoreGuard:
     def statistics(self) -> GuardStatistics:
         """Return the counters of the guard and of its store."""
         counts = self._counts
-        try:
-            store = self._store.statistics()
-        except Exception:  # such as before it was opened
-            store = StoreStatistics()
         return GuardStatistics(
             kind=self._store.kind,
             url=self._url,
@@ -577,9 +484,21 @@ class StoreGuard:
             load_bytes_per_second=self.load_cost.bytes_per_second,
             save_seconds=self.save_cost.latency_seconds,
             save_bytes_per_second=self.save_cost.bytes_per_second,
-            store=store,
+            store=self._store_statistics(),
             **vars(counts),
         )
+
+    def _store_statistics(self) -> StoreStatistics:
+        """Return the counters of the store; unknown ones while it is closed, or after an error."""
+        if not self.is_open:
+            return StoreStatistics()
+        try:
+            return self._store.statistics()
+        except Exception as error:
+            if not self._has_logged_statistics:
+                self._has_logged_statistics = True
+                log.warning("store.no_statistics", url=self._url, reason=_text(error))
+            return StoreStatistics()
 
 
 async def _attempt(call: Callable[[], Awaitable[Any]]) -> _Ended:

@@ -88,7 +88,7 @@ class S3Store(Store):
         self._timeout = timedelta(seconds=timeout_seconds)
         self._concurrency = concurrency
         self._gate = asyncio.Semaphore(concurrency)
-        self._tasks: set[asyncio.Task[int]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._threads = StoreThreads("s3", 1)
         self._requests = 0
         self._memory: StoreMemory | None = None
@@ -138,7 +138,7 @@ class S3Store(Store):
 
         for first in range(0, len(names), _LOOKUP_WAVE):
             wave = range(first, min(first + _LOOKUP_WAVE, len(names)))
-            found[first : wave.stop] = await self._all(wave, ask) == Result.DONE
+            found[first : wave.stop] = await self._all(wave, ask, _LOOKUP_WAVE) == Result.DONE
             if not found[first : wave.stop].any():
                 break
         return found
@@ -166,7 +166,7 @@ class S3Store(Store):
                 return Result.MISSING
             return Result.DONE if size == memory.object_bytes else Result.WRONG
 
-        return await self._all(range(len(names)), get)
+        return await self._all(range(len(names)), get, self._concurrency)
 
     async def save(self, keys: bytes, blocks: NDArray[np.int32]) -> NDArray[np.uint8]:
         """Write objects from host blocks; see :class:`Store`. Existing objects are kept.
@@ -185,7 +185,7 @@ class S3Store(Store):
                     await client.write(names[index], memory.object(int(blocks[index])))
             return Result.DONE
 
-        return await self._all(range(len(names)), put)
+        return await self._all(range(len(names)), put, self._concurrency)
 
     async def remove(self, keys: bytes) -> NDArray[np.uint8]:
         """Remove objects; see :class:`Store`.
@@ -201,7 +201,7 @@ class S3Store(Store):
                 await client.remove(names[index])
             return Result.DONE
 
-        return await self._all(range(len(names)), delete)
+        return await self._all(range(len(names)), delete, self._concurrency)
 
     def statistics(self) -> StoreStatistics:
         """Return counters; the size of the bucket is not known here."""
@@ -227,18 +227,28 @@ class S3Store(Store):
         return self._client, self._memory
 
     async def _all(
-        self, indices: range, request: Callable[[int], Coroutine[Any, Any, int]]
+        self, indices: range, request: Callable[[int], Coroutine[Any, Any, int]], limit: int
     ) -> NDArray[np.uint8]:
-        """Run ``request(index)`` for each index at the same time, and return their results.
+        """Run ``request(index)`` for each index, ``limit`` at a time, and return their results.
 
         Raises:
             StoreError: all have failed, one was denied, or the store was closed.
         """
         results = np.full(len(indices), Result.FAILED, np.uint8)
+        errors: list[StoreError] = []
+        left = iter(indices)
+
+        async def work() -> None:
+            for index in left:
+                try:
+                    results[index - indices.start] = await _translated(request, index)
+                except StoreError as error:
+                    errors.append(error)
+
         if not indices:
             return results
         self._requests += len(indices)
-        tasks = [asyncio.create_task(_translated(request, index)) for index in indices]
+        tasks = [asyncio.create_task(work()) for _ in range(min(limit, len(indices)))]
         self._tasks.update(tasks)
         try:
             await asyncio.wait(tasks)
@@ -249,17 +259,10 @@ class S3Store(Store):
             raise
         finally:
             self._tasks.difference_update(tasks)
-        errors: list[BaseException] = []
-        for index, task in enumerate(tasks):
-            if task.cancelled():
-                raise StoreError(f"{self.url} was closed")
-            error = task.exception()
-            if error is None:
-                results[index] = task.result()
-            else:
-                errors.append(error)
+        if any(task.cancelled() for task in tasks):
+            raise StoreError(f"{self.url} was closed")
         denied = [error for error in errors if isinstance(error, AccessDenied)]
-        if denied or len(errors) == len(tasks):
+        if denied or len(errors) == len(indices):
             first = (denied or errors)[0]
             raise StoreError(f"{self.url}: {first}") from first
         return results

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from aiokv.plan import TransferPlan
     from aiokv.stores.accesses import Accesses
     from aiokv.stores.base import Store, StoreMemory
-    from aiokv.stores.guard import GuardStatistics, Reply
+    from aiokv.stores.guard import Reply
+    from aiokv.stores.guard_statistics import GuardStatistics
 
 log = Log(__name__)
 

@@ -11,7 +11,8 @@ from aiokv.testing.clock import Clock, clocked_loop, running_clock
 from aiokv.testing.flaky_io import FlakyIo, IoRequest
 from aiokv.testing.loops import run_until_idle, spin
 from aiokv.testing.manual import ManualCopy, ManualDevice, ManualEvent
-from aiokv.testing.scripted import End, Gate, ScriptedDevice
+from aiokv.testing.rules import Gate
+from aiokv.testing.scripted import End, ScriptedDevice
 from aiokv.testing.store import ScriptedStore
 from aiokv.testing.transitions import (
     Mismatch,

@@ -10,13 +10,12 @@ gate = io.hold("flush")                   # flushes wait until gate.open()
 
 from __future__ import annotations
 
-import asyncio
 import errno
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import numpy as np
 
-from aiokv.testing.scripted import Gate
+from aiokv.testing.rules import Gate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -97,7 +96,6 @@ class FlakyIo:
         self._io = io
         self._rules: list[_Fault] = []
         self._gates: dict[Operation, Gate] = {}
-        self._opening: set[asyncio.Future[None]] = set()
         self.faults = 0
         self.held = 0
 
@@ -148,16 +146,15 @@ class FlakyIo:
 
     def hold(self, operation: Operation) -> Gate:
         """Let calls of an operation wait, before their first request, until the gate is opened."""
-        gate = self._gates[operation] = Gate(self._open_gates)
+        gate = self._gates[operation] = Gate()
         return gate
 
     def heal(self) -> None:
         """Remove all faults and open all gates."""
         self._rules.clear()
         for gate in self._gates.values():
-            gate.opened = True
+            gate.open()
         self._gates.clear()
-        self._open_gates()
 
     def register_buffer(self, address: int, num_bytes: int) -> None:
         """See :meth:`DiskIo.register_buffer`."""
@@ -229,19 +226,10 @@ class FlakyIo:
 
     async def _pass_gate(self, operation: Operation) -> None:
         gate = self._gates.get(operation)
+        if gate is None:
+            return
         self.held += 1
         try:
-            while gate is not None and not gate.opened:
-                opening: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-                self._opening.add(opening)
-                try:
-                    await opening
-                finally:
-                    self._opening.discard(opening)
+            await gate.wait()
         finally:
             self.held -= 1
-
-    def _open_gates(self) -> None:
-        for opening in self._opening:
-            if not opening.done():
-                opening.set_result(None)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from aiokv.errors import DeviceError, UsageError
-from aiokv.plan import OFFLOAD, ONLOAD, STATE, STATE_OFFLOAD, STATE_ONLOAD
+from aiokv.plan import OFFLOAD, ONLOAD, RECEIVE, SEND, STATE, STATE_OFFLOAD, STATE_ONLOAD
 from aiokv.worker.device.base import CopyError, check_event_type
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from aiokv.worker.device.base import Event
     from aiokv.worker.regions import Regions
 
-_ONLOADS: Final = (ONLOAD, STATE_ONLOAD)
+_ONLOADS: Final = (ONLOAD, STATE_ONLOAD, RECEIVE)
+_ROUTES: Final = (ONLOAD, OFFLOAD, STATE, STATE_ONLOAD, STATE_OFFLOAD, RECEIVE, SEND)
 GARBAGE: Final = 0xEE  # bytes of blocks that a failed copy has not copied
 
 
@@ -222,19 +223,16 @@ class ManualDevice:
     """
 
     name = "manual"
-    routes = frozenset((ONLOAD, OFFLOAD, STATE, STATE_ONLOAD, STATE_OFFLOAD))
+    routes = frozenset(_ROUTES)
     in_order = False
     computes_in_stream = False
 
     def __init__(self) -> None:
-        self._copies: dict[Route, list[ManualCopy]] = {
-            route: [] for route in (ONLOAD, OFFLOAD, STATE, STATE_ONLOAD, STATE_OFFLOAD)
-        }
+        self._copies: dict[Route, list[ManualCopy]] = {route: [] for route in _ROUTES}
         self.delayed_layers: frozenset[int] = frozenset()
         self.refuse: DeviceError | None = None
         self.closed = False
-        self._memory: tuple[Regions, HostArena] | None = None
-        self._state_memory: tuple[Regions, HostArena] | None = None
+        self._memory: dict[Route, tuple[Regions, HostArena]] = {}
 
     @property
     def regions(self) -> Regions:
@@ -272,32 +270,47 @@ class ManualDevice:
         return self._copies[STATE_ONLOAD]
 
     @property
+    def receives(self) -> list[ManualCopy]:
+        """Copies of received blocks that have not ended."""
+        return self._copies[RECEIVE]
+
+    @property
+    def sends(self) -> list[ManualCopy]:
+        """Copies of blocks to be sent that have not ended."""
+        return self._copies[SEND]
+
+    @property
     def state_offloads(self) -> list[ManualCopy]:
         """Copies of state slots to host memory that have not ended."""
         return self._copies[STATE_OFFLOAD]
 
     def tiers(self, route: Route) -> tuple[Regions, HostArena]:
         """Return the device tensors and the host memory of a route between the two tiers."""
-        memory = self._memory if route in (ONLOAD, OFFLOAD) else self._state_memory
-        if memory is None:
+        if route not in self._memory:
             raise UsageError(f"the manual device has no memory for {route}: attach() it first")
-        return memory
+        return self._memory[route]
 
     def attach(
-        self, regions: Regions, arena: HostArena, state_arena: HostArena | None = None
+        self,
+        regions: Regions,
+        arena: HostArena,
+        state_arena: HostArena | None = None,
+        peer_arena: HostArena | None = None,
     ) -> None:
         """Bind the memory."""
-        self._memory = (regions, arena)
-        self._state_memory = None
+        self._memory = dict.fromkeys((ONLOAD, OFFLOAD), (regions, arena))
         if state_arena is not None:
-            self._state_memory = (regions.state_blocks(), state_arena)
+            slots = (regions.state_blocks(), state_arena)
+            self._memory |= dict.fromkeys((STATE_ONLOAD, STATE_OFFLOAD), slots)
+        if peer_arena is not None:
+            self._memory |= dict.fromkeys((RECEIVE, SEND), (regions, peer_arena))
 
     def detach(self, *, keep_host: bool) -> None:
         """Raises:
         UsageError: a copy is in flight.
         """
         self._check_idle()
-        self._memory = self._state_memory = None
+        self._memory = {}
 
     def copy(
         self,

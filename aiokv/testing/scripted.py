@@ -22,13 +22,14 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 from aiokv.errors import DeviceError
 from aiokv.testing.manual import ManualCopy, ManualDevice
+from aiokv.testing.rules import Delay, Gate, Hold, Rule, Script
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -46,69 +47,25 @@ class End(NamedTuple):
     failed: bool
 
 
-class Gate:
-    """A barrier that a held copy waits for.
-
-    Attributes:
-        opened: ``open`` was called.
-    """
-
-    def __init__(self, on_open: Callable[[], None]) -> None:
-        self._on_open = on_open
-        self.opened = False
-
-    def open(self) -> None:
-        """Let the copies that wait go on, and all later ones."""
-        self.opened = True
-        self._on_open()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Rule:
-    direction: Direction
-    copy: int | None
-    layer: int | None = None
-
-    def covers(self, direction: Direction, copy: int, layer: int | None) -> bool:
-        return (
-            direction == self.direction
-            and self.copy in (None, copy)
-            and (self.layer is None or layer is None or self.layer == layer)
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Failure(_Rule):
+class _Failure(Rule):
     block: int
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Rejection(_Rule):
+class _Rejection(Rule):
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Delay(_Rule):
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Hold(_Rule):
-    gate: Gate
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Order(_Rule):
+class _Order(Rule):
     layers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Behind(_Rule):
+class _Behind(Rule):
     other: tuple[Direction, int]
-
-
-_R = TypeVar("_R", bound=_Rule)
 
 
 @dataclass(slots=True)
@@ -132,7 +89,7 @@ class ScriptedDevice(ManualDevice):
     def __init__(self) -> None:
         super().__init__()
         self.ends: list[End] = []
-        self._rules: list[_Rule] = []
+        self._script = Script()
         self._started: Counter[Direction] = Counter()
         self._running: list[_Running] = []
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -150,15 +107,15 @@ class ScriptedDevice(ManualDevice):
         reason: str = "failed by the script",
     ) -> None:
         """Let the blocks of the copy from index ``block`` on not arrive."""
-        self._rules.append(
-            _Failure(direction=direction, copy=copy, layer=layer, block=block, reason=reason)
+        self._script.add(
+            _Failure(operation=direction, call=copy, layer=layer, block=block, reason=reason)
         )
 
     def reject(
         self, direction: Direction, copy: int | None = None, reason: str = "rejected by the script"
     ) -> None:
         """Refuse the copy with a ``DeviceError``; the next copy has the next number."""
-        self._rules.append(_Rejection(direction=direction, copy=copy, reason=reason))
+        self._script.add(_Rejection(operation=direction, call=copy, reason=reason))
 
     def delay(
         self,
@@ -169,25 +126,25 @@ class ScriptedDevice(ManualDevice):
         seconds: float,
     ) -> None:
         """Delay the copy by ``seconds`` of the loop's clock, from its submission on."""
-        self._rules.append(_Delay(direction=direction, copy=copy, layer=layer, seconds=seconds))
+        self._script.add(Delay(operation=direction, call=copy, layer=layer, seconds=seconds))
 
     def hold(self, direction: Direction, copy: int | None = None, layer: int | None = None) -> Gate:
         """Hold the copy until the gate is opened."""
         gate = Gate(self._wake)
-        self._rules.append(_Hold(direction=direction, copy=copy, layer=layer, gate=gate))
+        self._script.add(Hold(operation=direction, call=copy, layer=layer, gate=gate))
         return gate
 
     def reorder(self, direction: Direction, copy: int | None, layers: Sequence[int]) -> None:
         """End the layers in this order; layers that are not named end at any time."""
-        self._rules.append(_Order(direction=direction, copy=copy, layers=tuple(layers)))
+        self._script.add(_Order(operation=direction, call=copy, layers=tuple(layers)))
 
     def behind(self, direction: Direction, copy: int, other: tuple[Direction, int]) -> None:
         """Delay the copy until another one, ``(direction, number)``, has ended."""
-        self._rules.append(_Behind(direction=direction, copy=copy, other=other))
+        self._script.add(_Behind(operation=direction, call=copy, other=other))
 
     def end_script(self) -> None:
         """Remove all rules: all copies end by themselves from now on, held ones too."""
-        self._rules.clear()
+        self._script.end()
         self._wake()
 
     def running(self, direction: Direction) -> list[int]:
@@ -215,10 +172,10 @@ class ScriptedDevice(ManualDevice):
         self._wake()
 
     def _reject_by_script(self, direction: Direction) -> None:
-        rejection = next(self._matching(_Rejection, direction, self._started[direction]), None)
-        if rejection is not None:
+        rejections = self._script.matching(_Rejection, direction, self._started[direction])
+        if rejections:
             self._started[direction] += 1
-            raise DeviceError(rejection.reason)
+            raise DeviceError(rejections[0].reason)
 
     def _play(self, direction: Direction, copy: ManualCopy) -> ManualCopy:
         self._loop = asyncio.get_running_loop()
@@ -244,7 +201,7 @@ class ScriptedDevice(ManualDevice):
 
     def _end_layer(self, running: _Running, layer: int) -> None:
         copy, direction, number = running.copy, running.direction, running.number
-        failures = list(self._matching(_Failure, direction, number, layer))
+        failures = self._script.matching(_Failure, direction, number, layer)
         self.ends.append(End(direction, number, layer, bool(failures)))
         if not failures:
             copy.complete(layer)
@@ -257,19 +214,20 @@ class ScriptedDevice(ManualDevice):
         if running.copy.after is not None and not running.copy.after.done:
             self._wake()  # no callback reports the end of the event
             return False
-        if any(not r.gate.opened for r in self._matching(_Hold, direction, number, layer)):
+        matching = self._script.matching
+        if any(not r.gate.opened for r in matching(Hold, direction, number, layer)):
             return False
-        if any(not self._has_ended(r.other) for r in self._matching(_Behind, direction, number)):
+        if any(not self._has_ended(r.other) for r in matching(_Behind, direction, number)):
             return False
         pending = set(running.copy.pending_layers)
-        for order in self._matching(_Order, direction, number):
+        for order in matching(_Order, direction, number):
             before = order.layers[: order.layers.index(layer)] if layer in order.layers else ()
             if pending & set(before):
                 return False
         return self._is_due(running, layer)
 
     def _is_due(self, running: _Running, layer: int) -> bool:
-        delays = self._matching(_Delay, running.direction, running.number, layer)
+        delays = self._script.matching(Delay, running.direction, running.number, layer)
         due = running.started_at + max((rule.seconds for rule in delays), default=0.0)
         loop = asyncio.get_running_loop()
         if due <= loop.time():
@@ -286,10 +244,3 @@ class ScriptedDevice(ManualDevice):
     def _has_ended(self, other: tuple[Direction, int]) -> bool:
         direction, number = other
         return number < self._started[direction] and number not in self.running(direction)
-
-    def _matching(
-        self, kind: type[_R], direction: Direction, copy: int, layer: int | None = None
-    ) -> Iterator[_R]:
-        for rule in self._rules:
-            if isinstance(rule, kind) and rule.covers(direction, copy, layer):
-                yield rule

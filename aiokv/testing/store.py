@@ -21,16 +21,16 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
 
 from aiokv.errors import StoreError, UsageError
 from aiokv.stores.base import KEY_BYTES, Result, Store, StoreStatistics, split_keys
-from aiokv.testing.scripted import Gate
+from aiokv.testing.rules import Delay, Gate, Hold, Rule, Script
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
@@ -42,38 +42,18 @@ _GARBAGE: Final = 0xEE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Rule:
-    operation: Operation
-    call: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Failure(_Rule):
+class _Failure(Rule):
     error: Exception
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Delay(_Rule):
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Hold(_Rule):
-    gate: Gate
-    waiters: list[asyncio.Future[None]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Corruption(_Rule):
+class _Corruption(Rule):
     block: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Answer(_Rule):
+class _Answer(Rule):
     results: Sequence[int]
-
-
-_R = TypeVar("_R", bound=_Rule)
 
 
 class ScriptedStore(Store):
@@ -114,7 +94,7 @@ class ScriptedStore(Store):
         self.in_use: Counter[int] = Counter()
         self._capacity_blocks = capacity_blocks
         self._memory: StoreMemory | None = None
-        self._rules: list[_Rule] = []
+        self._script = Script()
 
     # --- the script -------------------------------------------------------------------------
 
@@ -123,43 +103,33 @@ class ScriptedStore(Store):
     ) -> None:
         """Raise ``error``, a ``StoreError`` by default."""
         error = error or StoreError(f"{operation} failed by the script")
-        self._rules.append(_Failure(operation=operation, call=call, error=error))
+        self._script.add(_Failure(operation=operation, call=call, error=error))
 
     def delay(self, operation: Operation, call: int | None = None, *, seconds: float) -> None:
         """Delay the call by ``seconds`` of the loop's clock; a cancellation ends the delay."""
-        self._rules.append(_Delay(operation=operation, call=call, seconds=seconds))
+        self._script.add(Delay(operation=operation, call=call, seconds=seconds))
 
     def hold(self, operation: Operation, call: int | None = None) -> Gate:
         """Hold the call until the gate is opened, also when it is cancelled meanwhile."""
-        waiters: list[asyncio.Future[None]] = []
-
-        def on_open() -> None:
-            for waiter in waiters:
-                if not waiter.done():
-                    waiter.set_result(None)
-
-        gate = Gate(on_open)
-        self._rules.append(_Hold(operation=operation, call=call, gate=gate, waiters=waiters))
+        gate = Gate()
+        self._script.add(Hold(operation=operation, call=call, gate=gate))
         return gate
 
     def corrupt(
         self, operation: Operation, call: int | None = None, *, block: int | None = None
     ) -> None:
         """Flip a byte of each object of a load or a save, or of the object with index ``block``."""
-        self._rules.append(_Corruption(operation=operation, call=call, block=block))
+        self._script.add(_Corruption(operation=operation, call=call, block=block))
 
     def answer(
         self, operation: Operation, call: int | None = None, *, results: Sequence[int]
     ) -> None:
         """Return these results, whatever the call has done."""
-        self._rules.append(_Answer(operation=operation, call=call, results=results))
+        self._script.add(_Answer(operation=operation, call=call, results=results))
 
     def end_script(self) -> None:
         """Remove all rules, and open all gates."""
-        rules, self._rules = self._rules, []
-        for rule in rules:
-            if isinstance(rule, _Hold):
-                rule.gate.open()
+        self._script.end()
 
     # --- the store --------------------------------------------------------------------------
 
@@ -252,21 +222,21 @@ class ScriptedStore(Store):
         self.calls[operation] += 1
         if keys:
             self.keys.append((operation, split_keys(keys)))
-        for delay in self._matching(_Delay, operation, number):
+        for delay in self._script.matching(Delay, operation, number):
             await asyncio.sleep(delay.seconds)
-        for hold in self._matching(_Hold, operation, number):
-            await _opened(hold)
-        for failure in self._matching(_Failure, operation, number):
+        for hold in self._script.matching(Hold, operation, number):
+            await _opened(hold.gate)
+        for failure in self._script.matching(_Failure, operation, number):
             raise failure.error
         return number
 
     def _answered(self, operation: Operation, number: int, results: Sequence[int]) -> Sequence[int]:
-        for rule in self._matching(_Answer, operation, number):
+        for rule in self._script.matching(_Answer, operation, number):
             return rule.results
         return results
 
     def _corrupted(self, operation: Operation, number: int, index: int, data: bytes) -> bytes:
-        for rule in self._matching(_Corruption, operation, number):
+        for rule in self._script.matching(_Corruption, operation, number):
             if rule.block in (None, index) and data:
                 return bytes([data[0] ^ _FLIPPED]) + data[1:]
         return data
@@ -276,24 +246,13 @@ class ScriptedStore(Store):
             raise UsageError(f"{self.url} is not open")
         return self._memory
 
-    def _matching(self, kind: type[_R], operation: Operation, number: int) -> Iterator[_R]:
-        for rule in list(self._rules):
-            if (
-                isinstance(rule, kind)
-                and rule.operation == operation
-                and rule.call in (None, number)
-            ):
-                yield rule
 
-
-async def _opened(hold: _Hold) -> None:
+async def _opened(gate: Gate) -> None:
     """Wait for the gate; raise a cancellation after it was opened, or when the loop ends."""
     cancelled: asyncio.CancelledError | None = None
-    while not hold.gate.opened:
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        hold.waiters.append(waiter)
+    while not gate.opened:
         try:
-            await waiter
+            await gate.wait()
         except asyncio.CancelledError as error:
             if all(task.cancelling() for task in asyncio.all_tasks()):
                 raise

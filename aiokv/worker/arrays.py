@@ -39,6 +39,9 @@ class Piece:
         dtype: name of the element type, such as ``"bfloat16"``.
         shape: axes of a block, outermost first, in elements.
         owner: keeps the memory alive.
+        axes: names of the axes in ``shape``; None if the caller named none.
+        heads: (first global head of this rank, heads of all ranks together); None for the rank's
+            equal share, and without an axis of heads.
     """
 
     layer: int
@@ -52,6 +55,8 @@ class Piece:
     dtype: str
     shape: tuple[int, ...]
     owner: Any
+    axes: tuple[str, ...] | None = None
+    heads: tuple[int, int] | None = None
 
     def view(self) -> NDArray[np.uint8]:
         """``[num_blocks, block_bytes]`` bytes of a tensor on the cpu, writable, not copied."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 import msgspec
 
-from aiokv.plan import FETCH, STATE, Route
+from aiokv.plan import FETCH, RECEIVE, STATE, Route
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,14 +19,16 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiokv.errors import RankLost
+    from aiokv.peers.ticket import Endpoint
     from aiokv.plan import TransferPlan, TransferReport
-    from aiokv.stores.guard import GuardStatistics
+    from aiokv.stores.guard_statistics import GuardStatistics
     from aiokv.stores.identity import StoreIdentity
     from aiokv.stores.store_set import StoreAnswer
     from aiokv.types import Tier
     from aiokv.worker.device.base import Event
     from aiokv.worker.lanes import WorkerStatistics
     from aiokv.worker.layers import LayerDoneCounter
+    from aiokv.worker.peer_transfers import PeerStatistics
     from aiokv.worker.poller import EventPoller
     from aiokv.worker.regions import Regions
 
@@ -66,6 +68,11 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     def stores(self) -> bool:
         """The worker has stores: it looks up, fetches and saves blocks."""
         return FETCH in self.routes
+
+    @property
+    def peers(self) -> bool:
+        """The worker has peers: it receives blocks from other engines, or sends them."""
+        return RECEIVE in self.routes
 
 
 class Worker(Protocol):
@@ -131,14 +138,16 @@ class Worker(Protocol):
                 finished, or with the error of its event. Idempotent.
             on_lost: called when a part of the worker is gone; no transfer can succeed until
                 ``restart``.
-            identity: origin of the blocks, for their keys in the stores; required with stores.
+            identity: origin of the blocks, for their keys in the stores, and for peers; required
+                with either.
 
         Raises:
             UsageError: opened before; or another open worker of this process has the device or a
                 tensor. Nothing changed.
             ConfigError: the tensors hold fewer blocks, or there is no memory. Nothing changed.
             RankLost: a rank is missing; nothing is left behind.
-            AiokvError: a store cannot be opened; nothing is left behind.
+            AiokvError: a store cannot be opened, or the address for peers not be listened at;
+                nothing is left behind.
 
         Cancellation: nothing is left behind.
         """
@@ -254,6 +263,55 @@ class Worker(Protocol):
 
         With ranks: of each rank in turn.
         """
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        """Where each rank listens for senders, by rank; empty before ``open``, and for a worker
+        that only sends or has no peers."""
+
+    def expect(self, ticket: bytes, seconds: float) -> None:
+        """Let senders open a ticket of this engine for some seconds; called before its plans.
+
+        Senders may open it until ``close_ticket``, or until the seconds have passed: then its plans
+        end, and nothing of it is left.
+
+        Args:
+            ticket: encoded.
+            seconds: from now on.
+
+        Raises:
+            UsageError: the ticket is malformed, or the worker has no endpoints.
+            ClosedError: the worker is closing, or is not open.
+        """
+
+    async def open_ticket(self, ticket: bytes) -> None:
+        """Connect to the receiver of a ticket, and let it accept; called before the SEND plans.
+
+        The ticket ends at ``close_ticket``, or when its ``timeout_seconds`` have passed: then its
+        plans end.
+
+        Args:
+            ticket: of another engine, encoded.
+
+        Raises:
+            UsageError: the ticket is malformed, or is open; or the worker has no peers, or sleeps.
+            PeerError: the receiver cannot be reached, or refuses the ticket.
+            LayoutError: its blocks cannot be sent to the receiver; names both sides.
+            ClosedError: the worker is closing, or is not open.
+
+        After an error nothing is left behind.
+
+        Cancellation: nothing is left behind.
+        """
+
+    def close_ticket(self, ticket_id: bytes) -> None:
+        """End a ticket that was expected or opened: its plans end when nothing of them moves.
+
+        Idempotent; without effect on an unknown ticket.
+        """
+
+    def peer_statistics(self) -> list[PeerStatistics]:
+        """Return the use of peers of each rank; empty without peers."""
 
     async def drain(self) -> None:
         """Wait until every plan submitted so far, and since, has been reported.

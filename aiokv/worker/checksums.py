@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from aiokv.observe.logs import Log
-from aiokv.plan import FETCH, OFFLOAD, ONLOAD
+from aiokv.plan import FETCH, OFFLOAD, ONLOAD, RECEIVE
 from aiokv.worker.blocks import checksum_blocks
 from aiokv.worker.device.base import CopyError
 
@@ -40,10 +40,10 @@ class Checksums:
     def begin(self, plan: TransferPlan) -> None:
         """Note that a plan starts: an offload copies the checksums, an onload overwrites blocks.
 
-        A fetch overwrites blocks, too; the stores verify its bytes.
+        A fetch and a receive overwrite blocks, too; the stores and the peers verify their bytes.
         """
-        if plan.route in (ONLOAD, FETCH):
-            overwritten = self._device if plan.route == ONLOAD else self._host
+        if plan.route in (ONLOAD, FETCH, RECEIVE):
+            overwritten = self._host if plan.route == FETCH else self._device
             for block_id in plan.target_ids.tolist():
                 overwritten.pop(block_id, None)
         if plan.route != OFFLOAD:

@@ -14,13 +14,21 @@ from __future__ import annotations
 import asyncio
 import time
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
 import numpy as np
 
 from aiokv.errors import ClosedError, ConfigError, DeviceError, UsageError
-from aiokv.plan import CLONE, ONLOAD, STATE, TransferReport
+from aiokv.plan import (
+    CLONE,
+    ONLOAD,
+    PEER_ROUTES,
+    STATE,
+    TransferPlan,
+    TransferReport,
+    id_bytes,
+)
 from aiokv.stores.store_set import NOTHING
 from aiokv.worker.base import Capabilities
 from aiokv.worker.blocks import clone_rows
@@ -29,9 +37,10 @@ from aiokv.worker.device.base import CopyError
 from aiokv.worker.lanes import Lane, worker_statistics
 from aiokv.worker.layers import LayerDoneCounter
 from aiokv.worker.memory import WorkerMemory
+from aiokv.worker.peer_transfers import PeerTransfers
 from aiokv.worker.poller import EventPoller
 from aiokv.worker.settling import ReportWaiters
-from aiokv.worker.store_transfers import STORE_ROUTES, StoreTransfers
+from aiokv.worker.stores import WorkerStores
 from aiokv.worker.transfers import StepGate, Transfer
 
 if TYPE_CHECKING:
@@ -40,14 +49,17 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiokv.errors import RankLost
-    from aiokv.plan import Outcome, TransferPlan
-    from aiokv.stores.guard import GuardStatistics
+    from aiokv.peers.options import Peers
+    from aiokv.peers.ticket import Endpoint
+    from aiokv.plan import Outcome, Route
+    from aiokv.stores.guard_statistics import GuardStatistics
     from aiokv.stores.identity import StoreIdentity
     from aiokv.stores.store_set import StoreAnswer, StoreSet
     from aiokv.types import Tier
     from aiokv.worker.base import Cancelled
     from aiokv.worker.device.base import Copy, Device, Event
     from aiokv.worker.lanes import WorkerStatistics
+    from aiokv.worker.peer_transfers import PeerStatistics
     from aiokv.worker.regions import Regions
 
 _CANCELLED: Final = CopyError(0, "cancelled before it was submitted")
@@ -65,6 +77,7 @@ class CacheController:
             byte; its layers are announced only then.
         stores: opened and closed with the controller; None without stores.
         host_state_slots: slots of recurrent state in host memory.
+        peers: how other engines are reached; None without peers.
     """
 
     def __init__(
@@ -75,6 +88,7 @@ class CacheController:
         checksums: bool = False,
         stores: StoreSet | None = None,
         host_state_slots: int = 0,
+        peers: Peers | None = None,
     ) -> None:
         self._device = device
         self._checksums = Checksums(regions) if checksums else None
@@ -87,12 +101,6 @@ class CacheController:
         self._lanes = {route: Lane(route) for route in device.routes}
         self._transfers: dict[int, Transfer] = {}
         self._report_waiters = ReportWaiters()
-        self._stores = stores
-        self._store_transfers = (
-            None if stores is None else StoreTransfers(stores, self._report_waiters.note_report)
-        )
-        self._stores_sleep = False
-        self._identity: StoreIdentity | None = None
         self._closing = False
         self._closed = False
         self.memory = WorkerMemory(
@@ -101,9 +109,15 @@ class CacheController:
             self._checksums,
             has_stores=stores is not None,
             host_state_slots=host_state_slots,
+            peer_slots=None if peers is None else self._peer_slots,
         )
+        self._copy_ids = count(-1, -1)  # of copies that are part of a plan
+        self._peers = PeerTransfers(
+            peers, lambda: self.memory, self, self._report_waiters.note_report
+        )
+        self._stores = WorkerStores(stores, self.memory, self._report_waiters.note_report)
         self.capabilities = Capabilities(
-            routes=device.routes if stores is None else device.routes | STORE_ROUTES,
+            routes=(device.routes - PEER_ROUTES) | self._stores.routes | self._peers.routes,
             clone_routes=frozenset((CLONE, STATE)),
             checksums=True,
             step_events=True,
@@ -137,14 +151,16 @@ class CacheController:
                 hint="register larger tensors, or lower CacheConfig.device_blocks",
             )
         self.memory.open(host_blocks)
-        if self._stores is not None and self._store_transfers is not None:
-            self._identity = identity
+        try:
+            await self._stores.open(identity, poller, on_report)
             try:
-                await self._stores.open(self.memory.store_memory, self._fingerprint())
+                await self._peers.open(identity, poller, on_report)
             except BaseException:
-                self.memory.close()
+                await self._stores.aclose()
                 raise
-            self._store_transfers.open(poller, on_report)
+        except BaseException:
+            self.memory.close()
+            raise
         self._poller, self._on_report, self._on_step = poller, on_report, on_step
         self._opened = True
 
@@ -206,10 +222,12 @@ class CacheController:
         if self.counter(plan.transfer_id) is not None:
             raise UsageError(f"transfer {plan.transfer_id} is in flight already")
         num_bytes = self.memory.check(plan)
-        if self._store_transfers is not None and plan.route in STORE_ROUTES:
+        if plan.route in self._stores.routes:
             if self._checksums is not None:
                 self._checksums.begin(plan)
-            return self._store_transfers.submit(plan, num_bytes)
+            return self._stores.transfers.submit(plan, num_bytes)
+        if plan.route in self._peers.routes:
+            return self._peers.submit(plan, num_bytes)
         counter = LayerDoneCounter(
             self.memory.regions.num_layers,
             transfer_id=plan.transfer_id,
@@ -224,9 +242,9 @@ class CacheController:
     def counter(self, transfer_id: int) -> LayerDoneCounter | None:
         """Return the counter of a plan in flight; None for an unknown id."""
         transfer = self._transfers.get(transfer_id)
-        if transfer is None and self._store_transfers is not None:
-            return self._store_transfers.counter(transfer_id)
-        return None if transfer is None else transfer.counter
+        if transfer is not None:
+            return transfer.counter
+        return self._stores.transfers.counter(transfer_id) or self._peers.counter(transfer_id)
 
     def cancel(self, transfer_id: int) -> Cancelled:
         """Cancel a plan that the device does not have yet.
@@ -235,12 +253,15 @@ class CacheController:
             ``"at once"``: no report follows, ``gpu_wait`` raises from now on, and waiting
             coroutines get their error in the next pass of the loop. ``"too late"``: the device has
             the plan, and its end will be reported; or the id is unknown, because the report came
-            before the cancellation.
+            before the cancellation. ``"asked"``: a plan of a peer was given up, and its end will be
+            reported when its copies have ended.
         """
         transfer = self._transfers.get(transfer_id)
-        if transfer is None and self._store_transfers is not None:
-            return self._store_transfers.cancel(transfer_id)
-        if transfer is None or transfer.state not in _WAITING:
+        if transfer is None and self._peers.counter(transfer_id) is not None:
+            return self._peers.cancel(transfer_id)
+        if transfer is None:
+            return self._stores.transfers.cancel(transfer_id)
+        if transfer.state not in _WAITING:
             return "too late"
         transfer.reported = True  # the caller knows that it has ended
         self._poller.surely(partial(self._take_back, transfer))
@@ -280,6 +301,7 @@ class CacheController:
                 self._lane_of(transfer).queue.push(transfer)
         for lane in self._lanes.values():
             self._pump(lane)
+        self._peers.step_closed()
         if event is None:
             self._on_step(step, None)
         else:
@@ -330,24 +352,81 @@ class CacheController:
 
     async def lookup(self, digests: bytes) -> StoreAnswer:
         """Ask the stores for blocks; see :meth:`Worker.lookup`."""
-        if self._stores is None or self._closing or not self._opened:
-            return NOTHING
-        return await self._stores.lookup(digests)
+        return NOTHING if self._closing else await self._stores.lookup(digests)
 
     def change_weights(self, version: str) -> None:
         """Use other keys from now on; see :meth:`Worker.change_weights`."""
-        if self._stores is not None and self._identity is not None:
-            self._identity = msgspec.structs.replace(self._identity, weights_version=version)
-            self._stores.change_fingerprint(self._fingerprint())
+        self._stores.change_weights(version)
 
     def store_statistics(self) -> list[GuardStatistics]:
         """Return the statistics of each store; see :meth:`Worker.store_statistics`."""
-        return [] if self._stores is None else self._stores.statistics()
+        return self._stores.statistics()
 
-    def _fingerprint(self) -> bytes:
-        if self._identity is None:
-            raise UsageError("open: identity is None; stores need it", hint="pass a StoreIdentity")
-        return self._identity.fingerprint(self.memory.regions)
+    # --- peers ------------------------------------------------------------------------------
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        """Where this worker listens for senders; see :attr:`Worker.endpoints`."""
+        return self._peers.endpoints
+
+    def expect(self, ticket: bytes, seconds: float) -> None:
+        """Let senders open a ticket; see :meth:`Worker.expect`."""
+        self._peers.expect(ticket, seconds)
+
+    async def open_ticket(self, ticket: bytes) -> None:
+        """Connect to the receiver of a ticket; see :meth:`Worker.open_ticket`."""
+        await self._peers.open_ticket(ticket)
+
+    def close_ticket(self, ticket_id: bytes) -> None:
+        """End a ticket; see :meth:`Worker.close_ticket`."""
+        self._peers.close_ticket(ticket_id)
+
+    def peer_statistics(self) -> list[PeerStatistics]:
+        """Return the use of peers; see :meth:`Worker.peer_statistics`."""
+        return self._peers.statistics()
+
+    def peer_violations(self) -> list[str]:
+        """Return a description of each violated invariant of slots and tickets."""
+        return self._peers.violations()
+
+    def _peer_slots(self, regions: Regions) -> tuple[int, int]:
+        return self._peers.slots(regions)
+
+    def copy(
+        self,
+        route: Route,
+        source_ids: Sequence[int],
+        target_ids: Sequence[int],
+        after_step: int,
+        on_end: Callable[[CopyError | None], None],
+    ) -> None:
+        """Copy between device blocks and slots of the peer arena, as part of a plan.
+
+        Args:
+            route: ``RECEIVE`` or ``SEND``.
+            source_ids: device blocks or slots.
+            target_ids: likewise, as many.
+            after_step: the step that the copy waits for.
+            on_end: gets the failure, or None, in a callback of the loop; idempotent.
+        """
+        plan = TransferPlan(
+            transfer_id=next(self._copy_ids),
+            route=route,
+            source_blocks=id_bytes(source_ids),
+            target_blocks=id_bytes(target_ids),
+            after_step=after_step,
+        )
+        regions = self.memory.regions
+        counter = LayerDoneCounter(
+            regions.num_layers, transfer_id=plan.transfer_id, direction=plan.direction
+        )
+        transfer = Transfer(plan, counter, regions.block_bytes * plan.num_blocks, on_end)
+        self._transfers[plan.transfer_id] = transfer
+        self._poller.surely(partial(self._place, transfer))
+
+    def is_open(self, step: int) -> bool:
+        """Return True while work of the step may not have been submitted yet."""
+        return self._gate.is_open(step)
 
     # --- sleep ------------------------------------------------------------------------------
 
@@ -366,11 +445,11 @@ class CacheController:
             raise UsageError(
                 f"sleep: {len(in_flight)} transfers are in flight", hint="drain() first"
             )
-        if self._stores is not None and "host" in tiers:
-            self._stores_sleep = True
+        if self._stores.exist and "host" in tiers:
             # Before an await that may be interrupted: `wake_up` must bind the new tensors.
             self.memory.sleep(tiers - {"host"})
-            await self._stores.aclose()
+            await self._stores.sleep()
+        await self._peers.sleep()
         self.memory.sleep(tiers)
 
     async def wake_up(self, tiers: frozenset[Tier], regions: Regions | None = None) -> None:
@@ -381,9 +460,8 @@ class CacheController:
         Cancellation: call it again, or ``sleep``.
         """
         self.memory.wake_up(tiers, regions)
-        if self._stores is not None and self._stores_sleep and "host" not in self.memory.asleep:
-            await self._stores.reopen(self.memory.store_memory, self._fingerprint())
-            self._stores_sleep = False
+        await self._stores.wake_up()
+        await self._peers.wake_up()
 
     # --- end --------------------------------------------------------------------------------
 
@@ -403,14 +481,14 @@ class CacheController:
 
     def _in_flight(self) -> list[int]:
         """Return the ids of the plans that were not reported yet."""
-        stores = () if self._store_transfers is None else self._store_transfers.in_flight
-        return [*self._transfers, *stores]
+        return [*self._transfers, *self._stores.transfers.in_flight, *self._peers.in_flight]
 
     async def abandon(self) -> None:
-        """Cancel and report waiting plans; wait for the transfers that the device has.
+        """Cancel and report waiting plans, end all tickets; wait for what the device has.
 
         Cancellation: waiting plans are cancelled; the transfers go on.
         """
+        self._peers.give_up("the worker gives up its plans")
         for transfer in list(self._transfers.values()):
             if transfer.state in _WAITING:
                 self._poller.surely(partial(self._take_back, transfer))
@@ -424,11 +502,9 @@ class CacheController:
         Cancellation: memory is kept; call it again.
         """
         self._closing = True
-        if self._stores is not None and self._store_transfers is not None:
-            await self._store_transfers.finish()
-            await self._stores.aclose()
-            await self._store_transfers.aclose()
+        await self._stores.aclose()
         await self.abandon()
+        await self._peers.aclose()
         if not self._closed:
             self.memory.close()
             self._closed = True
@@ -439,16 +515,15 @@ class CacheController:
         self._closing = True
         if not self._closed:
             self._closed = True
-            if self._stores is not None:
-                self._stores.close_without_loop()
+            self._stores.close_without_loop()
+            self._peers.close_without_loop()
             self.memory.close()
 
     def statistics(self) -> WorkerStatistics:
         """Return the counts of each route. Any thread."""
         routes = {route: lane.statistics() for route, lane in self._lanes.items()}
-        if self._store_transfers is not None:
-            routes |= self._store_transfers.statistics()
-        return worker_statistics(len(self._gate), routes)
+        others = self._stores.lane_statistics() | self._peers.lane_statistics()
+        return worker_statistics(len(self._gate), routes | others)
 
     def _check_open(self) -> None:
         """Raises:
@@ -616,9 +691,11 @@ class CacheController:
         outcome, failure = transfer.ending
         transfer.counter.finish(failure)
         lane.submitted.pop(transfer_id, None)
-        if not transfer.reported:
+        if transfer.on_end is not None:
+            transfer.on_end(failure)
+        elif not transfer.reported:
             self._report(transfer_id, outcome, failure)
-            transfer.reported = True
+        transfer.reported = True
         self._report_waiters.note_report(transfer_id)
         del self._transfers[transfer_id]
         lane.outcomes[outcome] += 1

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 from weakref import WeakValueDictionary
 
 from aiokv.errors import ClosedError, LayoutError, UsageError
-from aiokv.plan import FETCH, SAVE, STATE_ROUTES
+from aiokv.plan import FETCH, PEER_ROUTES, SAVE, STATE_ROUTES
 from aiokv.stores.base import KEY_BYTES, StoreMemory, store_pitch_bytes
 from aiokv.worker.arena import HostArena
 from aiokv.worker.base import UNLIMITED_BLOCKS
@@ -14,6 +14,8 @@ from aiokv.worker.device.cpu import device_blocks
 from aiokv.worker.ids import check_ids
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from aiokv.plan import Pool, TransferPlan
     from aiokv.types import Tier
     from aiokv.worker.checksums import Checksums
@@ -37,6 +39,8 @@ class WorkerMemory:
         checksums: gets the new tensors whenever they change.
         has_stores: stores access the host blocks, which are aligned and have a trailer then.
         host_state_slots: slots of recurrent state in host memory.
+        peer_slots: returns the slots, and the bytes of each, of the memory through which blocks
+            move from and to peers; None without peers.
 
     Attributes:
         regions: the device tensors now; without memory while the device tier sleeps.
@@ -51,17 +55,18 @@ class WorkerMemory:
         *,
         has_stores: bool = False,
         host_state_slots: int = 0,
+        peer_slots: Callable[[Regions], tuple[int, int]] | None = None,
     ) -> None:
         self.regions = regions
         self._has_stores = has_stores
         self._host_state_slots = host_state_slots
+        self._peer_slots = peer_slots
         self._host_blocks = 0
         self._device = device
         self._checksums = checksums
         self._block_bytes = 0
         self._addresses: set[int] = set()  # of the tensors that are this worker's
-        self._arena: HostArena | None = None
-        self._state_arena: HostArena | None = None  # None without slots in host memory
+        self._arenas: dict[Pool, HostArena] = {}  # host memory: blocks, state slots, peers
         self._num_blocks: dict[Pool, int] = {}
         self.asleep: frozenset[Tier] = frozenset()
 
@@ -78,12 +83,12 @@ class WorkerMemory:
         self._claim_tensors(self.regions)
         try:
             self._claim_device()
-            arena, state_arena = self._new_arena(), self._new_state_arena()
-            self._attach(arena, state_arena)
+            arenas = self._new_arenas()
+            self._attach(arenas)
         except BaseException:
             self._disclaim()
             raise
-        self._arena, self._state_arena = arena, state_arena
+        self._arenas = arenas
         self._num_blocks = self._sizes()
 
     @property
@@ -93,9 +98,22 @@ class WorkerMemory:
         Raises:
             ClosedError: the worker was not opened.
         """
-        if self._arena is None:
+        if "host" not in self._arenas:
             raise ClosedError("the host tier has no memory: the worker was not opened")
-        return self._arena
+        return self._arenas["host"]
+
+    @property
+    def peer_arena(self) -> HostArena:
+        """Memory of the blocks that move from and to peers.
+
+        Raises:
+            UsageError: the worker has no peers, or was not opened.
+        """
+        if "peer" not in self._arenas:
+            raise UsageError(
+                "the worker has no memory for peers", hint="pass peers= to the engine, and open it"
+            )
+        return self._arenas["peer"]
 
     @property
     def store_memory(self) -> StoreMemory:
@@ -133,6 +151,11 @@ class WorkerMemory:
                     f"have {KEY_BYTES} for each of the {plan.num_blocks} blocks"
                 )
             return self.regions.host_block_bytes * plan.num_blocks
+        if plan.route in PEER_ROUTES and self._peer_slots is None:
+            raise UsageError(
+                f"transfer {plan.transfer_id}: the route is {plan.route}, but the worker has no "
+                "peers"
+            )
         if plan.route not in self._device.routes:
             raise UsageError(
                 f"transfer {plan.transfer_id}: the device {self._device.name!r} has no route "
@@ -153,7 +176,7 @@ class WorkerMemory:
         if "device" in falling:
             self._bind(self.regions.without_tensors())
         if "host" in falling:
-            self._close_arenas()
+            _close(self._arenas)
 
     def wake_up(self, tiers: frozenset[Tier], regions: Regions | None = None) -> None:
         """Allocate a new arena, and bind ``regions``; tiers that are awake stay as they are.
@@ -167,8 +190,7 @@ class WorkerMemory:
         waking = tiers & self.asleep
         if not waking:
             return
-        previous, old_arena = self.regions, self.arena
-        arena, state_arena = old_arena, self._state_arena
+        previous, arenas = self.regions, self._arenas
         if "device" in waking:
             regions = previous if regions is None and not previous.num_layers else regions
             if regions is None:
@@ -181,26 +203,24 @@ class WorkerMemory:
             self._bind(regions)
         try:
             if "host" in waking:
-                arena, state_arena = self._new_arena(), self._new_state_arena()
+                arenas = self._new_arenas()
             if waking == self.asleep:
-                self._attach(arena, state_arena)
+                self._attach(arenas)
         except BaseException:
             self._device.detach(keep_host="host" not in self.asleep)
             self._bind(previous)
-            if arena is not old_arena:
-                arena.close()
-                if state_arena is not None:
-                    state_arena.close()
+            if arenas is not self._arenas:
+                _close(arenas)
             raise
-        self._arena, self._state_arena = arena, state_arena
+        self._arenas = arenas
         self.asleep -= waking
 
     def close(self) -> None:
         """Close the device, then free the arena; no transfer is in flight. Called once."""
-        if self._arena is None:
+        if not self._arenas:
             return
         self._device.close()
-        self._close_arenas()
+        _close(self._arenas)
         self._disclaim()
 
     def _claim_device(self) -> None:
@@ -241,28 +261,37 @@ class WorkerMemory:
         if self._checksums is not None:
             self._checksums.bind(regions)
 
-    def _new_arena(self) -> HostArena:
+    def _new_arenas(self) -> dict[Pool, HostArena]:
+        """Reserve the host memory.
+
+        Raises:
+            ConfigError: there is not enough memory. Nothing is left behind.
+        """
         block_bytes = self.regions.host_block_bytes
         if self._has_stores:
             block_bytes = store_pitch_bytes(block_bytes)
-        return HostArena(num_blocks=self._host_blocks, block_bytes=block_bytes)
+        sizes: dict[Pool, tuple[int, int]] = {"host": (self._host_blocks, block_bytes)}
+        if self._host_state_slots:
+            slot_bytes = self.regions.state_blocks().host_block_bytes
+            sizes["host_state"] = (self._host_state_slots, slot_bytes)
+        if self._peer_slots is not None:
+            sizes["peer"] = self._peer_slots(self.regions)
+        arenas: dict[Pool, HostArena] = {}
+        try:
+            for pool, (num_blocks, pitch_bytes) in sizes.items():
+                arenas[pool] = HostArena(num_blocks=num_blocks, block_bytes=pitch_bytes)
+        except BaseException:
+            _close(arenas)
+            raise
+        return arenas
 
-    def _new_state_arena(self) -> HostArena | None:
-        if not self._host_state_slots:
-            return None
-        slots = self.regions.state_blocks()
-        return HostArena(num_blocks=self._host_state_slots, block_bytes=slots.host_block_bytes)
-
-    def _close_arenas(self) -> None:
-        self.arena.close()
-        if self._state_arena is not None:
-            self._state_arena.close()
-
-    def _attach(self, arena: HostArena, state_arena: HostArena | None) -> None:
-        if state_arena is None:
-            self._device.attach(self.regions, arena)
-        else:
-            self._device.attach(self.regions, arena, state_arena)
+    def _attach(self, arenas: dict[Pool, HostArena]) -> None:
+        others = {
+            name: arenas[pool]
+            for name, pool in (("state_arena", "host_state"), ("peer_arena", "peer"))
+            if pool in arenas
+        }
+        self._device.attach(self.regions, arenas["host"], **others)
 
     def _sizes(self) -> dict[Pool, int]:
         slots = self.regions.num_state_slots
@@ -272,4 +301,10 @@ class WorkerMemory:
             "state": UNLIMITED_BLOCKS if slots is None else slots,
             "store": UNLIMITED_BLOCKS,
             "host_state": self._host_state_slots,
+            "peer": UNLIMITED_BLOCKS,
         }
+
+
+def _close(arenas: dict[Pool, HostArena]) -> None:
+    for arena in arenas.values():
+        arena.close()

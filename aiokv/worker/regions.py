@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from aiokv.errors import LayoutError
 from aiokv.worker.arrays import Piece, describe
+from aiokv.worker.axes import TOKENS, check_axes, check_heads, with_axes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -46,6 +47,8 @@ class Regions:
         rows_per_block: int = 1,
         more_blocks: bool = False,
         dtypes: Sequence[str] | None = None,
+        axes: Sequence[str] | None = None,
+        heads: tuple[int, int] | None = None,
     ) -> None:
         """Register a region.
 
@@ -62,11 +65,33 @@ class Regions:
             dtypes: name of the element type of each tensor, such as ``"float8_e4m3fn"``, where the
                 tensors are views as integers; None for the tensors' own. A block in a store is
                 found only with the same names.
+            axes: names of the axes of a block, outermost first, without the axis of the blocks:
+                ``("tokens", "heads", "dim")``, ``("kv", "heads", "tokens", "dim")``, or
+                ``("tokens", "dim")`` for a latent that all ranks have (MLA). With
+                ``rows_per_block``, the rows are the first axis: ``("heads", "tokens", "dim")`` of
+                rows ``[tokens, dim]``, or ``("tokens", "heads", "tokens", "dim")`` of smaller
+                blocks. Two names have a meaning:
+
+                * ``"tokens"``: positions. Required where two servers have different
+                  ``block_tokens``. An axis may have one row per several positions.
+                * ``"heads"``: what tensor parallelism divides among ranks. A region without it has
+                  the same bytes on all ranks: a scale over one rank's heads has an axis of heads,
+                  if only of length 1.
+
+                Only peers (blocks sent from one server to another) need axes, and only where the
+                layouts of the two servers differ; None: the same shape on both, and the same number
+                of ranks.
+            heads: (first global head of this rank, heads of all ranks together); by default, each
+                rank has an equal share, in order of the ranks. Required where several ranks have
+                the same heads (fewer KV heads than ranks).
 
         Raises:
-            LayoutError: shapes, strides, device or the number of layers do not fit; the registry
-                is unchanged.
+            LayoutError: shapes, strides, device, axes, heads or the number of layers do not fit;
+                the registry is unchanged.
         """
+        what = f"region {name!r}"
+        axis_names = check_axes(what, axes)
+        heads = check_heads(what, axis_names, heads)
         indices = self._check_layers(name, len(layers), layer_indices)
         names: Sequence[str | None] = [None] * len(layers) if dtypes is None else dtypes
         if isinstance(names, str) or len(names) != len(layers):
@@ -78,7 +103,7 @@ class Regions:
         for layer, tensor, dtype in zip(indices, layers, names, strict=True):
             what = f"region {name!r}, layer {layer}"
             array = describe(tensor, what, dtype).grouped(rows_per_block, what)
-            pieces.append(array.piece(layer, name))
+            pieces.append(with_axes(array.piece(layer, name), axis_names, heads, what))
         num_blocks = self._common_blocks(name, pieces, more_blocks=more_blocks)
         self.add_pieces(name, pieces, num_blocks)
 
@@ -91,7 +116,13 @@ class Regions:
         self._place()
 
     def add_state(
-        self, name: str, *, layers: Sequence[Any], layer_indices: Sequence[int] | None = None
+        self,
+        name: str,
+        *,
+        layers: Sequence[Any],
+        layer_indices: Sequence[int] | None = None,
+        axes: Sequence[str] | None = None,
+        heads: tuple[int, int] | None = None,
     ) -> None:
         """Register recurrent state: one row per sequence or snapshot, rather than one per block.
 
@@ -99,10 +130,20 @@ class Regions:
             name: unique in this registry.
             layers: one tensor ``[state_slots, ...]`` per layer, as for :meth:`add`.
             layer_indices: the layers that have it; by default all of them.
+            axes: names of the axes of a slot, as for :meth:`add`; none of them is ``"tokens"``.
+            heads: as for :meth:`add`.
 
         Raises:
             LayoutError: as :meth:`add`; the registry is unchanged.
         """
+        what = f"region {name!r}"
+        axis_names = check_axes(what, axes)
+        if axis_names is not None and TOKENS in axis_names:
+            raise LayoutError(
+                f"{what}: axes is {axis_names}; recurrent state has no axis {TOKENS!r}",
+                hint="give the axis another name; register KV with Regions.add",
+            )
+        heads = check_heads(what, axis_names, heads)
         indices = self._check_layers(name, len(layers), layer_indices)
         pieces = []
         num_slots = self._num_state_slots
@@ -115,7 +156,7 @@ class Regions:
                     hint="the first axis of every state tensor is the slot",
                 )
             num_slots = array.num_blocks
-            pieces.append(array.piece(layer, name))
+            pieces.append(with_axes(array.piece(layer, name), axis_names, heads, what))
         self.add_state_pieces(name, pieces, num_slots)
 
     def add_state_pieces(self, name: str, pieces: Iterable[Piece], num_slots: int | None) -> None:
@@ -179,7 +220,7 @@ class Regions:
         """Raise unless blocks of ``other`` have the same layout, at whatever addresses.
 
         Raises:
-            LayoutError: names the first difference in layers, regions or bytes per block.
+            LayoutError: names the first difference in layers, regions, bytes per block or axes.
         """
         if other.num_layers != self.num_layers:
             raise LayoutError(
@@ -206,6 +247,11 @@ class Regions:
                         f"region {name!r}, layer {layer}: blocks of {piece.block_bytes} bytes on "
                         f"{piece.device}, not of {before[name].block_bytes} bytes on "
                         f"{before[name].device} as before"
+                    )
+                if (piece.axes, piece.heads) != (before[name].axes, before[name].heads):
+                    raise LayoutError(
+                        f"region {name!r}, layer {layer}: axes {piece.axes} and heads "
+                        f"{piece.heads}, not {before[name].axes} and {before[name].heads} as before"
                     )
 
     @property

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 STORE_ROUTES: Final = frozenset((FETCH, SAVE))
 
 
-class _Counts:
+class RunningCounts:
     """Counts of one route, for :class:`LaneStatistics`."""
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class StoreTransfers:
         self._poller: EventPoller | None = None
         self._transfers: dict[int, _StoreTransfer] = {}
         self._is_closed = False
-        self._counts = {FETCH: _Counts(), SAVE: _Counts()}
+        self._counts = {FETCH: RunningCounts(), SAVE: RunningCounts()}
 
     def open(self, poller: EventPoller, on_report: Callable[[TransferReport], None]) -> None:
         """Report through ``on_report`` from now on."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from aiokv.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from aiokv.plan import Outcome, TransferPlan
     from aiokv.worker.device.base import Copy, CopyError, Event
@@ -31,6 +31,7 @@ class Transfer:
         unproven: layer -> time of its arrival, of layers whose checksums are not verified yet.
         ending: outcome and failure; None while the transfer goes on.
         reported: ``on_report`` has returned.
+        on_end: gets the failure, or None, instead of a report; None for a plan of the scheduler.
     """
 
     __slots__ = (
@@ -38,6 +39,7 @@ class Transfer:
         "counter",
         "ending",
         "num_bytes",
+        "on_end",
         "plan",
         "priority",
         "reported",
@@ -47,8 +49,15 @@ class Transfer:
         "watched",
     )
 
-    def __init__(self, plan: TransferPlan, counter: LayerDoneCounter, num_bytes: int) -> None:
+    def __init__(
+        self,
+        plan: TransferPlan,
+        counter: LayerDoneCounter,
+        num_bytes: int,
+        on_end: Callable[[CopyError | None], None] | None = None,
+    ) -> None:
         self.plan = plan
+        self.on_end = on_end
         self.priority: int = plan.priority
         self.counter = counter
         self.num_bytes = num_bytes

@@ -114,6 +114,23 @@ async def test_blocks_that_were_committed_just_before_are_saved(verb, passes):
     await c.engine.aclose()
 
 
+@pytest.mark.parametrize("passes", [0, 3])
+async def test_drain_waits_for_more_saves_than_run_at_a_time(passes):
+    store = ScriptedStore()
+    tokens = prompt(1, 1500)  # 6 saves, 4 of which run at a time
+    async with cache(store, device_blocks=1600, host_blocks=1600) as c:
+        lease = c.engine.match(tokens)
+        await lease.allocate(len(tokens))
+        c.compute(lease, tokens)
+        lease.release()
+        await spin(passes)
+        draining = asyncio.create_task(c.engine.drain())
+        await spin(200)
+        assert draining.done()
+        assert len(store.objects) == 1500
+        assert store.calls["save"] == 6
+
+
 async def test_close_saves_blocks_whose_backup_is_in_flight():
     store = ScriptedStore()
     c = await cache(store).__aenter__()
@@ -373,6 +390,29 @@ async def test_close_does_not_wait_for_a_stuck_store_for_ever(caplog):
     assert "store.stuck" in [r.event for r in caplog.records]
     store.end_script()
     await spin(20)
+
+
+@pytest.mark.parametrize("drain_timeout", [0.0, 0.1])
+async def test_close_with_a_short_timeout_keeps_memory_that_a_stuck_store_accesses(
+    drain_timeout, caplog
+):
+    store = await restarted(A)
+    c = await cache(store).__aenter__()
+    store.hold("load")
+    lease = c.engine.match(A)
+    serving = asyncio.create_task(lease.allocate(len(A), wait_store=1.0))
+    await running_clock().advance(1.1)
+    await serving
+    lease.release()
+    closing = asyncio.create_task(c.engine.aclose(drain_timeout))
+    await running_clock().advance(19.5)
+    assert not closing.done()
+    await running_clock().advance(0.5 + drain_timeout)
+    await closing
+    assert "store.stuck" in [r.event for r in caplog.records]
+    store.end_script()  # the load writes into its blocks
+    await spin(20)
+    assert not any(store.in_use.values())
 
 
 # --- failing stores -------------------------------------------------------------------------------

@@ -12,9 +12,11 @@ import pytest
 
 from aiokv.errors import ConfigError, StoreError
 from aiokv.stores import S3Store, s3
+from aiokv.testing import spin
 from aiokv.testing.leftovers import open_descriptors
 from tests.stores.conformance import (
     DONE,
+    MISSING,
     Blocks,
     StoreConformance,
     eventually,
@@ -160,6 +162,21 @@ class TestServerFailures(ServerFailures):
             ):
                 with pytest.raises(StoreError, match=r"access is denied.*check the credentials"):
                     await operation
+
+
+@pytest.mark.asyncio
+@pytest.mark.loop("asyncio")
+@pytest.mark.parametrize("operation", ["load", "save", "remove"])
+async def test_a_large_batch_needs_no_task_per_key(rig: S3Rig, operation: str) -> None:
+    async with opened(rig, Blocks(num_blocks=60)) as store:
+        keys, blocks = keys_of(range(60)), ids(*range(60))
+        before = len(asyncio.all_tasks())
+        arguments = (keys,) if operation == "remove" else (keys, blocks)
+        call = asyncio.create_task(getattr(store, operation)(*arguments))
+        await spin(2)
+        assert len(asyncio.all_tasks()) - before == 1 + 16  # the call, and ``concurrency`` requests
+        expected = MISSING if operation == "load" else DONE
+        assert (await call).tolist() == [expected] * 60
 
 
 @pytest.mark.asyncio

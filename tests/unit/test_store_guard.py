@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import pytest
@@ -19,6 +19,10 @@ from aiokv.stores.guard import StoreGuard
 from aiokv.stores.proof import Proof
 from aiokv.testing import ScriptedStore, running_clock, spin
 from tests.unit.store_memory import Arena, digests, ids
+
+if TYPE_CHECKING:
+    from aiokv.stores.base import StoreStatistics
+    from aiokv.stores.guard_statistics import GuardStatistics
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.clock]
 
@@ -57,7 +61,7 @@ class Guarded:
         return (await self.guard.lookup(digests(numbers))).tolist()
 
     @property
-    def counts(self) -> guard_module.GuardStatistics:
+    def counts(self) -> GuardStatistics:
         return self.guard.statistics()
 
 
@@ -496,6 +500,53 @@ async def test_large_loads_are_split_and_each_part_has_the_deadline(monkeypatch)
         call = asyncio.create_task(g.load(1, 2, 3, 4, 5))
         await running_clock().advance(2.0)
         assert call.result() == [DONE, DONE, FAILED, FAILED, FAILED]
+
+
+async def test_results_of_parts_before_a_deadline_are_counted(monkeypatch):
+    monkeypatch.setattr(guard_module, "PART_BYTES", 2000)
+    async with Guarded(deadline_seconds=1.0) as g:
+        await g.save(1, 3, 4)
+        g.store.hold("load", call=1)
+        call = asyncio.create_task(g.load(1, 2, 3, 4))
+        await running_clock().advance(1.5)
+        assert call.result() == [DONE, MISSING, FAILED, FAILED]
+        counts = g.counts
+    assert (counts.loaded_blocks, counts.missing_blocks, counts.failed_blocks) == (1, 1, 2)
+
+
+class CountingStore(ScriptedStore):
+    """A store that counts the calls of ``statistics``, and raises in the first ones."""
+
+    asked = 0
+    failures = 0
+
+    def statistics(self) -> StoreStatistics:
+        self.asked += 1
+        if self.asked <= self.failures:
+            raise OSError(5, "the medium is gone")
+        return super().statistics()
+
+
+async def test_only_an_open_store_is_asked_for_its_statistics():
+    store = CountingStore()
+    g = Guarded(store)
+    assert g.counts.store.blocks == -1
+    async with g:
+        await g.save(1, 2)
+        assert g.counts.store.blocks == 2
+    assert g.counts.store.blocks == -1
+    assert store.asked == 1
+    assert g.counts.saved_blocks == 2
+
+
+async def test_an_error_of_the_statistics_is_logged_once(caplog):
+    store = CountingStore()
+    store.failures = 2
+    async with Guarded(store) as g:
+        with caplog.at_level(logging.WARNING):
+            shown = [g.counts.store.blocks for _ in range(3)]
+    assert shown == [-1, -1, 0]
+    assert [r.event for r in caplog.records] == ["store.no_statistics"]
 
 
 async def test_latency_and_bandwidth_are_averages():

@@ -138,7 +138,11 @@ class Device(Protocol):
     computes_in_stream: bool
 
     def attach(
-        self, regions: Regions, arena: HostArena, state_arena: HostArena | None = None
+        self,
+        regions: Regions,
+        arena: HostArena,
+        state_arena: HostArena | None = None,
+        peer_arena: HostArena | None = None,
     ) -> None:
         """Bind the memory of both tiers, before the first copy and after ``detach``.
 
@@ -147,6 +151,8 @@ class Device(Protocol):
             arena: host memory of the blocks.
             state_arena: host memory of slots of recurrent state, laid out as the host blocks of
                 ``regions.state_blocks()``; None for none.
+            peer_arena: host memory of the blocks that are received from peers or sent to them,
+                laid out as those of ``arena``; None for none.
 
         Raises:
             LayoutError: the device cannot reach a region's memory.
@@ -164,7 +170,8 @@ class Device(Protocol):
         Args:
             route: one of ``routes``. The layers of an onload arrive one by one; those of other
                 routes may share one event. The routes from and to ``"host_state"`` need a
-                ``state_arena``. ``STATE`` copies slots of recurrent state, or fills
+                ``state_arena``, those from and to ``"peer"`` a ``peer_arena``, whose slots they
+                name. ``STATE`` copies slots of recurrent state, or fills
                 them with zeros where the source is ``ZEROS``.
             source_ids: [N] int32, N > 0, borrowed until return. The worker has checked the ids
                 (``aiokv.worker.ids``).

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from aiokv import _native
 from aiokv.checks import Unique
 from aiokv.errors import LayoutError, UsageError
-from aiokv.plan import OFFLOAD, ONLOAD, STATE, STATE_OFFLOAD, STATE_ONLOAD
+from aiokv.plan import OFFLOAD, ONLOAD, RECEIVE, SEND, STATE, STATE_OFFLOAD, STATE_ONLOAD
 from aiokv.worker.base import UNLIMITED_BLOCKS
 from aiokv.worker.device.base import CopyError
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 CpuEvent = _native.Event
 CpuStream = _native.Stream
 
+_TO_DEVICE: Final = (ONLOAD, STATE_ONLOAD, RECEIVE)
 _NOT_ATTACHED: Final = "the cpu device has no memory: attach() it first"
 
 
@@ -61,19 +62,22 @@ class CpuDevice(Unique):
     """Copies with one native thread per route, GIL released."""
 
     name = "cpu"
-    routes = frozenset((ONLOAD, OFFLOAD, STATE, STATE_ONLOAD, STATE_OFFLOAD))
+    routes = frozenset((ONLOAD, OFFLOAD, STATE, STATE_ONLOAD, STATE_OFFLOAD, RECEIVE, SEND))
     in_order = True
     computes_in_stream = False
 
     def __init__(self) -> None:
         self._streams: dict[Route, CpuStream] = {}
-        self._map: _native.BlockMap | None = None
-        self._state_map: _native.BlockMap | None = None  # None without slots in host memory
-        self._memory: tuple[Regions, HostArena, HostArena | None] | None = None
+        self._maps: dict[Route, _native.BlockMap] = {}
+        self._memory: tuple[Regions, *tuple[HostArena | None, ...]] | None = None
         self._num_layers = 0
 
     def attach(
-        self, regions: Regions, arena: HostArena, state_arena: HostArena | None = None
+        self,
+        regions: Regions,
+        arena: HostArena,
+        state_arena: HostArena | None = None,
+        peer_arena: HostArena | None = None,
     ) -> None:
         """Bind the memory and start the threads.
 
@@ -85,19 +89,21 @@ class CpuDevice(Unique):
                 f"the tensors are on {', '.join(elsewhere)}; the cpu device copies plain memory",
                 hint="pass device='cuda' to the engine",
             )
-        self._map = block_map(regions, arena)
-        self._memory = (regions, arena, state_arena)
+        self._memory = (regions, arena, state_arena, peer_arena)
         self._num_layers = regions.num_layers
-        self._streams = {
-            ONLOAD: CpuStream("aiokv-onload"),
-            OFFLOAD: CpuStream("aiokv-offload"),
-        }
+        self._add_routes(ONLOAD, OFFLOAD, block_map(regions, arena))
         if regions.state_pieces:
             self._streams[STATE] = CpuStream("aiokv-state")
         if state_arena is not None:
-            self._state_map = block_map(regions.state_blocks(), state_arena)
-            self._streams[STATE_ONLOAD] = CpuStream("aiokv-state-onload")
-            self._streams[STATE_OFFLOAD] = CpuStream("aiokv-state-offload")
+            slots = block_map(regions.state_blocks(), state_arena)
+            self._add_routes(STATE_ONLOAD, STATE_OFFLOAD, slots)
+        if peer_arena is not None:
+            self._add_routes(RECEIVE, SEND, block_map(regions, peer_arena))
+
+    def _add_routes(self, to_device: Route, from_device: Route, blocks: _native.BlockMap) -> None:
+        for route in (to_device, from_device):
+            self._maps[route] = blocks
+            self._streams[route] = CpuStream(f"aiokv-{route.direction.replace('_', '-')}")
 
     def copy(
         self,
@@ -110,28 +116,26 @@ class CpuDevice(Unique):
         if route == STATE:
             job = self._copy_slots(source_ids, target_ids, after)
         else:
-            blocks = self._map if route in (ONLOAD, OFFLOAD) else self._state_map
-            onload = route in (ONLOAD, STATE_ONLOAD)
-            host_ids, device_ids = (source_ids, target_ids) if onload else (target_ids, source_ids)
-            job = self._copy_blocks(route, blocks, host_ids, device_ids, after)
+            job = self._copy_blocks(route, source_ids, target_ids, after)
         return CpuCopy(job, self._num_layers)
 
     def _copy_blocks(
         self,
         route: Route,
-        blocks: _native.BlockMap | None,
-        host_ids: NDArray[np.int32],
-        device_ids: NDArray[np.int32],
+        source_ids: NDArray[np.int32],
+        target_ids: NDArray[np.int32],
         after: Event | None,
     ) -> _native.CopyJob:
-        if blocks is None:
+        if route not in self._maps:
             raise UsageError(_NOT_ATTACHED)
+        onload = route in _TO_DEVICE
+        host_ids, device_ids = (source_ids, target_ids) if onload else (target_ids, source_ids)
         return _native.copy_blocks(
             self._streams[route],
-            blocks,
+            self._maps[route],
             host_ids,
             device_ids,
-            onload=route in (ONLOAD, STATE_ONLOAD),
+            onload=onload,
             after=_cpu_event(after),
             owner=self._memory,
         )
@@ -176,7 +180,7 @@ class CpuDevice(Unique):
         for stream in self._streams.values():
             stream.close()
         self._streams = {}
-        self._map = self._state_map = None
+        self._maps = {}
         self._memory = None
 
 

@@ -4,9 +4,10 @@
              host blocks ─────────kernel, at most 4 CTAs────► regions    lone small pieces
     offload  regions ─gather► staging ring ─copy engine► host blocks     whole blocks
 
-Slots of recurrent state move between the tiers in the same way, in an engine of their own. A native
-thread per direction submits the work, so a call here takes microseconds. CuPy creates the
-streams; the arrays may be CuPy's, Paddle's or PyTorch's: all use the primary context.
+Slots of recurrent state move between the tiers in the same way, in an engine of their own, and so
+do blocks that are received from peers or sent to them. A native thread per direction submits the
+work, so a call here takes microseconds. CuPy creates the streams; the arrays may be CuPy's,
+Paddle's or PyTorch's: all use the primary context.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 from aiokv import _native
 from aiokv.checks import Unique, arguments, choice, flag, integer
 from aiokv.errors import ConfigError, DeviceError, LayoutError, UsageError
-from aiokv.plan import OFFLOAD, ONLOAD, STATE, STATE_OFFLOAD, STATE_ONLOAD
+from aiokv.plan import OFFLOAD, ONLOAD, RECEIVE, SEND, STATE, STATE_OFFLOAD, STATE_ONLOAD
 from aiokv.worker.device.base import CopyError, check_event_type
 from aiokv.worker.device.cuda_handles import event_handle, stream_handle
 from aiokv.worker.device.cuda_numa import placement
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 _cuda: Any = getattr(_native, "cuda", None)  # absent when aiokv was built without a CUDA compiler
 
-_ONLOADS: Final = (ONLOAD, STATE_ONLOAD)
+_ONLOADS: Final = (ONLOAD, STATE_ONLOAD, RECEIVE)
 HIGHEST_PRIORITY: Final = -5  # clamped by CUDA: a short scatter runs before the model's next CTAs
 
 Path = Literal["auto", "staged", "direct"]
@@ -164,7 +165,7 @@ class CudaDevice(Unique):
         ConfigError: aiokv was built without CUDA, CuPy is not installed, or there is no such GPU.
     """
 
-    routes = frozenset((ONLOAD, OFFLOAD, STATE, STATE_ONLOAD, STATE_OFFLOAD))
+    routes = frozenset((ONLOAD, OFFLOAD, STATE, STATE_ONLOAD, STATE_OFFLOAD, RECEIVE, SEND))
     in_order = True
     computes_in_stream = True
 
@@ -179,10 +180,8 @@ class CudaDevice(Unique):
         self.ordinal = _existing_gpu(self._cupy, ordinal)
         self.name = f"cuda:{self.ordinal}"
         self._streams: list[Any] = []
-        self._engine: Any = None
-        self._host: Any = None
-        self._state_engine: Any = None  # None without slots in host memory
-        self._state_host: Any = None
+        self._engines: dict[Route, Any] = {}  # one engine per arena, for both its routes
+        self._hosts: dict[Route, Any] = {}  # registration of each arena, by its route to the device
         self._memory: tuple[Regions, HostArena] | None = None
         self._layer_groups: dict[Route, list[tuple[int, int]]] = {}
         self._starting: deque[CudaCopy] = deque()
@@ -191,7 +190,11 @@ class CudaDevice(Unique):
     # --- memory -----------------------------------------------------------------------------
 
     def attach(
-        self, regions: Regions, arena: HostArena, state_arena: HostArena | None = None
+        self,
+        regions: Regions,
+        arena: HostArena,
+        state_arena: HostArena | None = None,
+        peer_arena: HostArena | None = None,
     ) -> None:
         """Bind the memory and start to pin the arena; transfers may start at once.
 
@@ -210,35 +213,30 @@ class CudaDevice(Unique):
             self._check_device(piece.pointer, f"region {piece.region!r}, layer {piece.layer}")
         if regions.state_pieces:
             self._states = CudaStateMover(self._cupy, self.ordinal, regions)
-        if self._host is None:
-            self._host = self._register(arena)
         self._memory = (regions, arena)
-        self._engine = self._make_engine(regions, arena, self._host, self.options.slot_bytes)
-        self._note_groups(self._engine, ONLOAD, OFFLOAD)
+        slot_bytes = self.options.slot_bytes
+        self._add_engine(ONLOAD, OFFLOAD, regions, arena, slot_bytes)
         if state_arena is not None and regions.state_pieces:
-            if self._state_host is None:
-                self._state_host = self._register(state_arena)
             # Slots move one by one: a staging slot need not be larger.
-            slot_bytes = min(self.options.slot_bytes, state_arena.block_bytes)
-            self._state_engine = self._make_engine(
-                regions.state_blocks(), state_arena, self._state_host, slot_bytes
-            )
-            self._note_groups(self._state_engine, STATE_ONLOAD, STATE_OFFLOAD)
+            one_slot = min(slot_bytes, state_arena.block_bytes)
+            slots = regions.state_blocks()
+            self._add_engine(STATE_ONLOAD, STATE_OFFLOAD, slots, state_arena, one_slot)
+        if peer_arena is not None:
+            whole_arena = min(slot_bytes, max(peer_arena.nbytes, peer_arena.block_bytes))
+            self._add_engine(RECEIVE, SEND, regions, peer_arena, whole_arena)
 
     def detach(self, *, keep_host: bool) -> None:
         """Release the memory and the staging rings; ``keep_host`` leaves the arena pinned."""
         if self._states is not None:
             self._states.close()
             self._states = None
-        for engine in (self._engine, self._state_engine):
-            if engine is not None:
-                engine.close()
-        self._engine = self._state_engine = None
+        for engine in self._distinct_engines():
+            engine.close()
+        self._engines.clear()
         if not keep_host:
-            for host in (self._host, self._state_host):
-                if host is not None:
-                    host.close()
-            self._host = self._state_host = None
+            for host in self._hosts.values():
+                host.close()
+            self._hosts.clear()
         self._starting.clear()
         self._streams = []
         self._memory = None
@@ -250,7 +248,7 @@ class CudaDevice(Unique):
     @property
     def pinned_bytes(self) -> int:
         """Pinned bytes of the host arena, from its beginning; grows in the background."""
-        return 0 if self._host is None else int(self._host.ready_bytes)
+        return int(self._hosts[ONLOAD].ready_bytes) if self._hosts else 0
 
     def wait_pinned(self) -> float:
         """Block, without the GIL, until the whole arena is pinned; return the seconds it took.
@@ -258,8 +256,9 @@ class CudaDevice(Unique):
         Raises:
             DeviceError: pinning failed, or the device was closed.
         """
-        self._host.wait_ready(self._host.total_bytes)
-        return float(self._host.elapsed_seconds)
+        host = self._hosts[ONLOAD]
+        host.wait_ready(host.total_bytes)
+        return float(host.elapsed_seconds)
 
     # --- transfers --------------------------------------------------------------------------
 
@@ -271,7 +270,6 @@ class CudaDevice(Unique):
         after: Event | None,
     ) -> CudaCopy | CudaStateCopy:
         """Give a copy to the native lane of its route; see :meth:`Device.copy`."""
-        engine = self._engine if route in (ONLOAD, OFFLOAD) else self._state_engine
         if route == STATE:
             if self._states is None:
                 raise UsageError(
@@ -280,8 +278,8 @@ class CudaDevice(Unique):
             return self._states.move(source_ids, target_ids, after)
         if route in _ONLOADS:
             path = _cuda.Path[self.options.path.upper()]
-            return self._submit(engine, route, source_ids, target_ids, after, path)
-        return self._submit(engine, route, target_ids, source_ids, after, _cuda.Path.AUTO)
+            return self._submit(route, source_ids, target_ids, after, path)
+        return self._submit(route, target_ids, source_ids, after, _cuda.Path.AUTO)
 
     def check_event(self, event: Event) -> None:
         """Raise unless the event can be queried and has a CUDA handle, i.e. was recorded."""
@@ -291,8 +289,8 @@ class CudaDevice(Unique):
     @property
     def failure(self) -> DeviceError | None:
         """The error after which no result of the GPU is valid; None without one."""
-        for engine in (self._engine, self._state_engine):
-            if engine is not None and engine.broken_code:
+        for engine in self._distinct_engines():
+            if engine.broken_code:
                 return DeviceError(
                     f"{self.name}: {engine.broken_reason}",
                     cuda_code=engine.broken_code,
@@ -303,18 +301,17 @@ class CudaDevice(Unique):
     @property
     def submit_cpu_seconds(self) -> float:
         """CPU time of the submitting threads since attach()."""
-        state_seconds = 0.0 if self._state_engine is None else self._state_engine.cpu_seconds
-        return float(self._engine.cpu_seconds + state_seconds)
+        return float(sum(engine.cpu_seconds for engine in self._distinct_engines()))
 
     def _submit(
         self,
-        engine: Any,
         route: Route,
         host_ids: NDArray[np.int32],
         device_ids: NDArray[np.int32],
         after: Event | None,
         path: Any,
     ) -> CudaCopy:
+        engine = self._engines.get(route)
         if engine is None:
             raise UsageError(f"{self.name} has no memory for {route}: attach() it first")
         transfer = engine.submit(
@@ -354,9 +351,29 @@ class CudaDevice(Unique):
             numa_strict=near.strict,
         )
 
-    def _note_groups(self, engine: Any, onload: Route, offload: Route) -> None:
-        self._layer_groups[onload] = engine.groups(_cuda.Direction.ONLOAD)
-        self._layer_groups[offload] = engine.groups(_cuda.Direction.OFFLOAD)
+    def _add_engine(
+        self,
+        to_device: Route,
+        from_device: Route,
+        regions: Regions,
+        arena: HostArena,
+        slot_bytes: int,
+    ) -> None:
+        """Make the engine of the two routes between an arena and the device."""
+        if to_device not in self._hosts:
+            self._hosts[to_device] = self._register(arena)
+        engine = self._make_engine(regions, arena, self._hosts[to_device], slot_bytes)
+        self._engines[to_device] = self._engines[from_device] = engine
+        self._layer_groups[to_device] = engine.groups(_cuda.Direction.ONLOAD)
+        self._layer_groups[from_device] = engine.groups(_cuda.Direction.OFFLOAD)
+
+    @property
+    def _engine(self) -> Any:
+        """The engine of the host tier; None without memory."""
+        return self._engines.get(ONLOAD)
+
+    def _distinct_engines(self) -> list[Any]:
+        return [engine for route, engine in self._engines.items() if route in _ONLOADS]
 
     def _make_engine(self, regions: Regions, arena: HostArena, host: Any, slot_bytes: int) -> Any:
         slices, layer_begin = _layout(regions)

@@ -60,8 +60,8 @@ struct WindowTable {
     std::uint32_t reserved = 0;  // of the group's ids, set aside for the lease
 };
 
-// Blocks of a table.
-struct BlockRange {
+// Positions of a lease.
+struct TokenRange {
     std::uint32_t first;
     std::uint32_t end;
 };
@@ -84,7 +84,7 @@ struct Lease {
     std::vector<BlockId> tail_host;    // while swapped: what follows the path, computed, in host
     TransferId swap_transfer = 0;      // of kSwapping
     std::vector<TransferId> peer_transfers;  // in flight, that use blocks of the table
-    std::vector<BlockRange> received;        // proven, not committed yet; in order, not adjacent
+    std::vector<TokenRange> received;        // proven, not committed yet; in order, not adjacent
 
     std::uint64_t version = 0;  // of the index, when path was walked
     std::uint64_t epoch = 0;    // of the index, when granted
@@ -118,9 +118,9 @@ struct Lease {
         return state == LeaseState::kGranted || state == LeaseState::kFailed ||
                state == LeaseState::kSwapping || state == LeaseState::kReleasing;
     }
-    // Received blocks from `first` on, or before `end`, are those that can still be committed.
+    // Only received positions from `first` on, and before `end`, can still be committed.
     void keep_received(std::uint32_t first, std::uint32_t end) {
-        std::erase_if(received, [=](BlockRange& range) {
+        std::erase_if(received, [=](TokenRange& range) {
             range = {std::max(range.first, first), std::min(range.end, end)};
             return range.first >= range.end;
         });

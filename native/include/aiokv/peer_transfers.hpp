@@ -34,6 +34,7 @@ struct PeerTransfer {
     TicketId ticket{};
     LeaseId lease = 0;              // 0: no handle has the blocks any more
     std::uint32_t first_block = 0;  // of the lease's table, and of the prompt
+    std::uint32_t end_token = 0;    // of a receive: positions behind it have no bytes
     std::uint32_t kept_blocks = 0;  // that truncate() has not cut off the lease's table
     std::vector<BlockId> blocks;    // on the device
     std::vector<LeaseId> holders;   // each lists the transfer in Lease::peer_transfers

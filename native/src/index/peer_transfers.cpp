@@ -11,9 +11,9 @@
 namespace aiokv {
 namespace {
 
-// Adds blocks to the ranges, which stay in order, apart from each other and not adjacent.
-void add_range(std::vector<BlockRange>& ranges, BlockRange added) {
-    const auto from = std::find_if(ranges.begin(), ranges.end(), [&](const BlockRange& range) {
+// Adds positions to the ranges, which stay in order, apart from each other and not adjacent.
+void add_range(std::vector<TokenRange>& ranges, TokenRange added) {
+    const auto from = std::find_if(ranges.begin(), ranges.end(), [&](const TokenRange& range) {
         return range.end >= added.first;
     });
     auto to = from;
@@ -22,6 +22,17 @@ void add_range(std::vector<BlockRange>& ranges, BlockRange added) {
         added.end = std::max(added.end, to->end);
     }
     ranges.insert(ranges.erase(from, to), added);
+}
+
+void remove_range(std::vector<TokenRange>& ranges, TokenRange removed) {
+    std::vector<TokenRange> left;
+    for (const TokenRange& range : ranges) {
+        const TokenRange before = {range.first, std::min(range.end, removed.first)};
+        const TokenRange behind = {std::max(range.first, removed.end), range.end};
+        if (before.first < before.end) left.push_back(before);
+        if (behind.first < behind.end) left.push_back(behind);
+    }
+    ranges = std::move(left);
 }
 
 }  // namespace
@@ -71,6 +82,13 @@ TransferId PeerTransfers::receive(Lease& lease, const TicketId& ticket, std::int
                          str(std::max<std::size_t>(computed, lease.path.size())))
             .of(lease.id());
     }
+    if (first + blocks > config_.blocks_for(lease.tokens.size())) {
+        throw LeaseError("receive: " + str(blocks) + " blocks from block " + str(first) +
+                         " on have positions without tokens; the lease names the tokens of " +
+                         str(lease.tokens.size()) + " positions")
+            .of(lease.id())
+            .hint("call append first");
+    }
     if (lease.batches > 0) {
         throw LeaseError("receive: a batch computes with the lease")
             .of(lease.id())
@@ -84,6 +102,8 @@ TransferId PeerTransfers::receive(Lease& lease, const TicketId& ticket, std::int
                          str(other.end_block() - 1) + " are being received already")
             .of(lease.id());
     }
+    remove_range(lease.received,
+                 {first * config_.block_tokens, (first + blocks) * config_.block_tokens});
     return begin(lease, PeerRoute::kReceive, ticket, first, blocks);
 }
 
@@ -111,6 +131,7 @@ TransferId PeerTransfers::begin(Lease& lease, PeerRoute route, const TicketId& t
     transfer.lease = lease.id();
     transfer.first_block = first_block;
     transfer.kept_blocks = num_blocks;
+    transfer.end_token = static_cast<std::uint32_t>(lease.tokens.size());
     transfer.blocks.assign(from, from + static_cast<std::ptrdiff_t>(num_blocks));
     transfer.holders.push_back(lease.id());
     for (const BlockId block : transfer.blocks) {
@@ -174,8 +195,10 @@ std::vector<LeaseId> PeerTransfers::complete(TransferId id, Outcome outcome,
     }
     if (transfer.lease == 0) return ended;
     if (transfer.receives() && good > 0) {
-        add_range(leases_.at(transfer.lease).received,
-                  {transfer.first_block, transfer.first_block + good});
+        const std::uint32_t first = transfer.first_block * config_.block_tokens;
+        const std::uint32_t end = first + good * config_.block_tokens;
+        Lease& lease = leases_.at(transfer.lease);
+        add_range(lease.received, {first, std::min({end, transfer.end_token, lease.num_tokens})});
     }
     ends_.push_back({id, transfer.lease, good});
     return ended;
@@ -348,12 +371,12 @@ void PeerTransfers::check(Report& report) const {
                        "I3: a lease without blocks has transfers of peers");
         report.require(lease.has_blocks() || lease.received.empty(),
                        "I4: a lease without blocks has received some");
-        std::uint32_t end = lease.computed_tokens / config_.block_tokens;
-        for (const BlockRange& range : lease.received) {
+        std::uint64_t end = lease.computed_tokens;
+        for (const TokenRange& range : lease.received) {
             report.require(
-                range.first >= end && range.first < range.end && range.end <= lease.table.size(),
-                "I4: blocks ", range.first, " to ", range.end, " are noted as received");
-            end = range.end + 1;
+                range.first >= end && range.first < range.end && range.end <= lease.num_tokens,
+                "I4: positions ", range.first, " to ", range.end, " are noted as received");
+            end = std::uint64_t{range.end} + 1;
         }
     }
     std::size_t holders = 0;

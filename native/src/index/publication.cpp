@@ -65,7 +65,7 @@ std::uint32_t Publication::commit(Lease& lease, std::int64_t num_tokens, Step st
         config_.blocks_for(computed) - config_.blocks_for(lease.computed_tokens);
     lease.computed_tokens = computed;
     if (!lease.received.empty()) {
-        lease.keep_received(config_.blocks_for(computed), config_.blocks_for(lease.num_tokens));
+        lease.keep_received(computed, lease.num_tokens);
     }
     lease.last_step = std::max(lease.last_step, step);
     const std::uint32_t published = publish(lease);
@@ -77,20 +77,16 @@ std::uint32_t Publication::commit_received(Lease& lease, std::int64_t num_tokens
     check_commit(lease, num_tokens);
     const auto computed = static_cast<std::uint32_t>(num_tokens);
     if (lease.is(LeaseState::kFailed) || computed <= lease.computed_tokens) return publish(lease);
-    const std::uint32_t first = lease.computed_tokens / config_.block_tokens;
-    const std::uint32_t end = lease.received.empty() || lease.received.front().first > first
-                                  ? first
-                                  : lease.received.front().end;
-    if (config_.blocks_for(computed) > end) {
+    const bool is_next =
+        !lease.received.empty() && lease.received.front().first <= lease.computed_tokens;
+    const std::uint32_t end = is_next ? lease.received.front().end : lease.computed_tokens;
+    if (computed > end) {
         throw LeaseError("commit: num_tokens is " + std::to_string(num_tokens) +
-                         ", but positions from " +
-                         str(std::max(std::uint64_t{end} * config_.block_tokens,
-                                      std::uint64_t{lease.computed_tokens})) +
-                         " on were not received")
+                         ", but positions from " + str(end) + " on were not received")
             .of(lease.id());
     }
     lease.computed_tokens = computed;
-    lease.keep_received(config_.blocks_for(computed), config_.blocks_for(lease.num_tokens));
+    lease.keep_received(computed, lease.num_tokens);
     const std::uint32_t published = publish(lease);
     if (!lease.windows.empty()) windows_.advance(lease, 0);
     return published;

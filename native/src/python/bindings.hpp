@@ -14,5 +14,6 @@ void bind_digest(nanobind::module_& m);
 void bind_errors(nanobind::module_& m);
 void bind_store(nanobind::module_& m);
 void bind_io(nanobind::module_& m);
+void bind_repack(nanobind::module_& m);
 
 }  // namespace aiokv

@@ -1,0 +1,655 @@
+"""Receiver: tickets that this rank receives, and the parcels that arrive for them. No I/O.
+
+::
+
+    expect ─► Open ─► Accepted          a sender has the ticket
+              Want ─► Credit            as the landing ring has free slots
+              Landed ─► slot ─► verify ─► copy to the device block of a plan ─► slot free
+                                 └► Wrong: the sender may send the parcel again
+
+A plan ends when all its blocks are there, or when it was given up: at the deadline of its ticket,
+when its sender is gone, when it is cancelled. It is reported after its last copy has ended, so no
+byte of it reaches a block that was given to another lease (I11): parcels that arrive later stay in
+their landing slots, and are dropped there.
+
+Interrupts (Ctrl-C): what ends plans and tickets may be called again. What frees a slot notes that
+first: an interrupt may lose a slot, until ``reset``, but never frees one twice.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Generic, Literal, NamedTuple, Protocol, TypeVar
+
+import msgspec
+
+from aiokv.errors import LayoutError
+from aiokv.peers.messages import (
+    PROTOCOL_VERSION,
+    Accepted,
+    Cancel,
+    Credit,
+    Done,
+    Landed,
+    Open,
+    Proven,
+    Refused,
+    Return,
+    Want,
+    Wrong,
+    parcel_key,
+)
+from aiokv.stores.base import TRAILER_BYTES
+from aiokv.worker.device.base import CopyError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterable, Sequence
+
+    from aiokv.peers.messages import Message
+    from aiokv.peers.ring import LandingRing
+    from aiokv.peers.ticket import Ticket
+    from aiokv.plan import TransferPlan
+
+C = TypeVar("C", bound="Hashable")  # a connection
+D = TypeVar("D", bound="Hashable", contravariant=True)  # likewise
+
+MAX_WRONG: Final = 3  # wrong parcels of one block, before the ticket is given up
+
+
+class Parcel(NamedTuple):
+    """A parcel in a landing slot, which belongs to it.
+
+    Attributes:
+        ticket_id: of its ticket.
+        sender_rank: rank that sent it.
+        sender_block: its block, in blocks of the sender.
+        slot: landing slot.
+        num_bytes: payload and trailer.
+        key: that its trailer must have.
+    """
+
+    ticket_id: bytes
+    sender_rank: int
+    sender_block: int
+    slot: int
+    num_bytes: int
+    key: bytes
+
+
+class Receive:
+    """A RECEIVE plan in flight.
+
+    Attributes:
+        plan: its blocks belong to it until ``ReceiverPort.received``.
+        missing: its blocks that are not in the device.
+        copies: copies into its blocks that are in flight.
+        failure: set when it was given up: no further copy begins.
+    """
+
+    def __init__(self, plan: TransferPlan) -> None:
+        self.plan = plan
+        self.positions = {block: i for i, block in enumerate(plan.source_ids.tolist())}
+        self.device_ids: list[int] = plan.target_ids.tolist()
+        self.missing = set(self.positions)
+        self.copies: set[SlotCopy] = set()
+        self.failure: CopyError | None = None
+
+    @property
+    def leading_blocks(self) -> int:
+        """Number of leading blocks of the plan that are in the device."""
+        return min((self.positions[block] for block in self.missing), default=len(self.positions))
+
+    def give_up(self, reason: str) -> None:
+        """Let no further copy begin. The first reason is kept."""
+        if self.failure is None and self.missing:
+            self.failure = CopyError(0, reason)
+
+    @property
+    def at_rest(self) -> bool:
+        """True when nothing accesses its blocks any more, and nothing will."""
+        return not self.copies and (self.failure is not None or not self.missing)
+
+
+class SlotCopy:
+    """A copy from landing slots to device blocks of a plan.
+
+    Attributes:
+        receive: the plan.
+        blocks: blocks of the prompt.
+        slots: landing slots that are read; taken when they are freed.
+    """
+
+    def __init__(self, receive: Receive, blocks: list[int], slots: list[int]) -> None:
+        self.receive = receive
+        self.blocks = blocks
+        self.slots = slots
+
+    @property
+    def device_ids(self) -> list[int]:
+        """Device block of each slot."""
+        receive = self.receive
+        return [receive.device_ids[receive.positions[block]] for block in self.blocks]
+
+
+class ReceiverPort(Protocol[D]):
+    """Work that the receiver starts. Each call returns at once, and none calls back in it."""
+
+    def send(self, connection: D, message: Message) -> None:
+        """Send a message, in order; one to a connection that has ended is dropped."""
+
+    def verify(self, parcels: Sequence[Parcel]) -> None:
+        """Verify parcels, then call ``Receiver.verified`` with the slots whose bytes are right."""
+
+    def copy(self, copy: SlotCopy) -> None:
+        """Copy slots to the device blocks of a plan, then call ``Receiver.copied``."""
+
+    def received(self, receive: Receive) -> None:
+        """Report a plan; nothing accesses its blocks. Idempotent."""
+
+
+class _Sender(Generic[C]):
+    """A sender rank that has opened a ticket."""
+
+    def __init__(self, rank: int, connection: C) -> None:
+        self.rank = rank
+        self.connection = connection
+
+
+class _Incoming(Generic[C]):
+    """A ticket that senders may open.
+
+    Attributes:
+        deadline: by the clock of the receiver.
+        waiting: block -> plan, of blocks without a parcel.
+        in_hand: parcels that are being verified, by rank and block of the sender.
+        parked: verified slots of blocks that no plan has asked for yet, by block.
+        planned: blocks that a plan has, or had.
+    """
+
+    def __init__(self, ticket: Ticket, deadline: float) -> None:
+        self.ticket = ticket
+        self.deadline = deadline
+        self.senders: dict[int, _Sender[C]] = {}
+        self.had_sender = False
+        self.receives: dict[int, Receive] = {}
+        self.waiting: dict[int, Receive] = {}
+        self.in_hand: dict[tuple[int, int], Parcel] = {}
+        self.parked: dict[int, int] = {}
+        self.planned: set[int] = set()
+        self.wrong: dict[int, int] = {}
+        self.closed = ""
+
+
+class ReceiverCounts(msgspec.Struct, kw_only=True):
+    """Counts of a receiver since it was made.
+
+    Attributes:
+        tickets: tickets that senders may open, now.
+        opened: tickets that at least one sender has opened.
+        refused: attempts to open a ticket that were refused.
+        expired: tickets that ended at their deadline.
+        parcels: parcels that were verified.
+        received_bytes: payload of those parcels.
+        wrong: parcels with a wrong length, key or checksum.
+        stale: parcels without a valid credit.
+        dropped: parcels that arrived after their plan or ticket was given up.
+    """
+
+    tickets: int = 0
+    opened: int = 0
+    refused: int = 0
+    expired: int = 0
+    parcels: int = 0
+    received_bytes: int = 0
+    wrong: int = 0
+    stale: int = 0
+    dropped: int = 0
+
+
+Disposal = Literal["land", "discard"]
+
+
+class Receiver(Generic[C]):
+    """Tickets that one rank receives.
+
+    Args:
+        port: does the work.
+        ring: credits of the landing slots; nothing else uses it.
+        rank: number of this rank.
+        generation: of this opening of the engine.
+        slot_bytes: bytes of a landing slot.
+        parcel_bytes: bytes of a parcel, with its trailer, of a sender.
+        accepts: raises ``LayoutError`` for an ``Open`` whose blocks cannot be received.
+        transport: name of the transport.
+        metadata: of this rank's transport.
+        one_sided: peers may write granted slots after their connection has ended.
+    """
+
+    def __init__(
+        self,
+        port: ReceiverPort[C],
+        ring: LandingRing[C],
+        *,
+        rank: int,
+        slot_bytes: int,
+        parcel_bytes: int,
+        accepts: Callable[[Open], None],
+        transport: str = "tcp",
+        metadata: Callable[[], bytes] = bytes,
+        one_sided: bool = False,
+    ) -> None:
+        self._port = port
+        self._ring = ring
+        self._rank = rank
+        self._slot_bytes = slot_bytes
+        self._parcel_bytes = parcel_bytes
+        self._accepts = accepts
+        self._transport = transport
+        self._metadata = metadata
+        self._one_sided = one_sided
+        self._tickets: dict[bytes, _Incoming[C]] = {}
+        self._receives: dict[int, Receive] = {}
+        self._counts = ReceiverCounts()
+
+    # --- tickets and plans ------------------------------------------------------------------------
+
+    def expect(self, ticket: Ticket, deadline: float) -> None:
+        """Let senders open a ticket until the deadline; a ticket that is known is not changed."""
+        self._tickets.setdefault(ticket.ticket_id, _Incoming(ticket, deadline))
+
+    def submit(self, plan: TransferPlan) -> Receive:
+        """Take a RECEIVE plan that was checked.
+
+        A plan of a ticket that is unknown or closed ends at once, without a block.
+        """
+        receive = self._receives[plan.transfer_id] = Receive(plan)
+        incoming = self._tickets.get(plan.peer)
+        if incoming is None or incoming.closed:
+            why = "has ended" if incoming is None else f"has ended: {incoming.closed}"
+            receive.give_up(f"the ticket {why}")
+            self._settle(receive)
+            return receive
+        incoming.receives[plan.transfer_id] = receive
+        if taken := [block for block in receive.positions if block in incoming.planned]:
+            self._give_up(receive, f"block {taken[0]} of the ticket belongs to another plan")
+            return receive
+        incoming.planned |= receive.missing
+        parked = [block for block in receive.positions if block in incoming.parked]
+        incoming.waiting |= dict.fromkeys(receive.missing.difference(parked), receive)
+        if parked:
+            self._copy(receive, parked, [incoming.parked.pop(block) for block in parked])
+        return receive
+
+    def cancel(self, transfer_id: int, reason: str) -> bool:
+        """Give up a plan; return True if it was in flight. It is reported when it is at rest."""
+        receive = self._receives.get(transfer_id)
+        if receive is None:
+            return False
+        self._give_up(receive, reason)
+        return True
+
+    def close_ticket(self, ticket_id: bytes, reason: str) -> None:
+        """Give up the plans of a ticket, and let its senders stop. Idempotent."""
+        incoming = self._tickets.get(ticket_id)
+        if incoming is not None:
+            self._end_ticket(incoming, reason)
+
+    def expire(self, now: float) -> None:
+        """End the tickets whose deadline has passed."""
+        for incoming in list(self._tickets.values()):
+            if incoming.deadline <= now:
+                self._counts.expired += not incoming.closed
+                self.close_ticket(incoming.ticket.ticket_id, "the deadline of the ticket passed")
+
+    def close(self, reason: str) -> None:
+        """End all tickets."""
+        for ticket_id in list(self._tickets):
+            self.close_ticket(ticket_id, reason)
+
+    @property
+    def next_deadline(self) -> float | None:
+        """Deadline of the ticket that expires first; None without tickets."""
+        return min((t.deadline for t in self._tickets.values() if not t.closed), default=None)
+
+    @property
+    def in_flight(self) -> Iterable[int]:
+        """Ids of plans that have not ended."""
+        return self._receives.keys()
+
+    def counts(self) -> ReceiverCounts:
+        """Return the counts."""
+        return msgspec.structs.replace(
+            self._counts,
+            tickets=sum(not incoming.closed for incoming in self._tickets.values()),
+            stale=self._ring.statistics().stale,
+        )
+
+    # --- messages of senders ----------------------------------------------------------------------
+
+    def on_message(self, connection: C, message: Message) -> None:
+        """Handle a message of a sender, except for ``Landed``, for which see :meth:`begin_parcel`.
+
+        Messages about unknown tickets are ignored: the ticket has ended.
+        """
+        if isinstance(message, Open):
+            self._on_open(connection, message)
+        elif isinstance(message, Want):
+            self._on_want(connection, message)
+        elif isinstance(message, Return):
+            for credit in message.slots:
+                self._ring.give_back(connection, credit)
+            if message.unwanted:
+                self._ring.unwant(connection, message.unwanted)
+            self._grant()
+        elif isinstance(message, Done | Cancel):
+            reason = message.reason if isinstance(message, Cancel) else ""
+            self._on_end(connection, message.ticket_id, reason)
+
+    def _on_open(self, connection: C, message: Open) -> None:
+        refusal = self._refusal(connection, message)
+        if refusal is not None:
+            self._counts.refused += 1
+            self._port.send(connection, refusal)
+            return
+        incoming = self._tickets[message.ticket_id]
+        if not incoming.had_sender:
+            incoming.had_sender = True
+            self._counts.opened += 1
+        incoming.senders[message.sender_rank] = _Sender(message.sender_rank, connection)
+        self._port.send(
+            connection,
+            Accepted(
+                ticket_id=message.ticket_id,
+                slot_bytes=self._slot_bytes,
+                transport_metadata=self._metadata(),
+            ),
+        )
+
+    def _refusal(self, connection: C, message: Open) -> Refused | None:
+        incoming = self._tickets.get(message.ticket_id)
+        reason = ""
+        if message.protocol != PROTOCOL_VERSION:
+            reason = f"the protocol is {message.protocol}; it must be {PROTOCOL_VERSION}"
+        elif incoming is None or incoming.closed:
+            reason = "the ticket is unknown, or has ended"
+        elif message.generation != incoming.ticket.generation:
+            reason = "the ticket is of another generation of the engine"
+        elif message.receiver_rank != self._rank:
+            reason = f"this is rank {self._rank}, not {message.receiver_rank}"
+        elif message.transport != self._transport:
+            reason = f"the transport is {message.transport!r}; here it is {self._transport!r}"
+        elif message.sender_rank in incoming.senders:
+            reason = f"a sender of rank {message.sender_rank} has the ticket"
+        if reason:
+            return Refused(ticket_id=message.ticket_id, kind="ticket", reason=reason)
+        try:
+            self._accepts(message)
+        except LayoutError as error:
+            return Refused(ticket_id=message.ticket_id, kind="layout", reason=str(error)[:1024])
+        return None
+
+    def _on_want(self, connection: C, message: Want) -> None:
+        if self._sender(connection, message.ticket_id) is not None:
+            self._ring.want(connection, message.parcels)
+            self._grant()
+
+    def _on_end(self, connection: C, ticket_id: bytes, reason: str) -> None:
+        """Note that a sender sends nothing more of a ticket."""
+        sender = self._sender(connection, ticket_id)
+        if sender is None:
+            return
+        incoming = self._tickets[ticket_id]
+        del incoming.senders[sender.rank]
+        if reason:
+            self._end_ticket(incoming, f"the sender gave up: {reason}")
+        else:
+            self._check_ended(ticket_id)
+
+    def on_closed(self, connection: C, reason: str) -> None:
+        """Note the end of a connection: its tickets end, and its credits are void."""
+        self._ring.revoke(connection, may_write=self._one_sided)
+        for incoming in list(self._tickets.values()):
+            gone = [s.rank for s in incoming.senders.values() if s.connection == connection]
+            for rank in gone:
+                del incoming.senders[rank]
+            if gone:
+                self._end_ticket(incoming, f"the connection to the sender ended: {reason}")
+        self._grant()
+
+    def fenced(self, connection: C) -> None:
+        """Free the slots of a connection that can write no more."""
+        self._ring.confirm(connection)
+        self._grant()
+
+    # --- parcels ----------------------------------------------------------------------------------
+
+    def begin_parcel(self, connection: C, message: Landed) -> Disposal:
+        """Return where the bytes of a parcel may go: into its slot, or nowhere."""
+        if not self._ring.land(connection, message.credit):
+            self._answer_wrong(connection, message, "its credit has ended")
+            return "discard"
+        return "land"
+
+    def end_parcel(self, connection: C, message: Landed) -> None:
+        """Note that the bytes of a parcel are in its slot."""
+        self._ring.landed(message.slot)
+        sender = self._sender(connection, message.ticket_id)
+        incoming = self._tickets.get(message.ticket_id)
+        if sender is None or incoming is None or incoming.closed:
+            self._drop(message.slot)
+            return
+        block = message.sender_block
+        if message.parcel_bytes != self._parcel_bytes:
+            self._reject(incoming, sender, message.slot, block, "its length is wrong")
+        elif not self._is_useful(incoming, sender.rank, block):
+            self._drop(message.slot)
+            self._answer_wrong(connection, message, "no plan waits for it")
+        else:
+            parcel = Parcel(
+                ticket_id=message.ticket_id,
+                sender_rank=sender.rank,
+                sender_block=block,
+                slot=message.slot,
+                num_bytes=message.parcel_bytes,
+                key=parcel_key(
+                    message.ticket_id,
+                    incoming.ticket.generation,
+                    sender.rank,
+                    block,
+                    self._rank,
+                    message.group,
+                ),
+            )
+            incoming.in_hand[sender.rank, block] = parcel
+            self._port.verify([parcel])
+
+    def lost_parcel(self, message: Landed) -> None:
+        """Note that the bytes of a parcel did not arrive: its connection has ended."""
+        self._ring.landed(message.slot)
+        self._drop(message.slot)
+
+    def _is_useful(self, incoming: _Incoming[C], rank: int, block: int) -> bool:
+        """Return True for a block without a parcel that a plan waits for, or may wait for."""
+        if (rank, block) in incoming.in_hand or block in incoming.parked:
+            return False
+        if block in incoming.waiting:
+            return True
+        num_parked = sum(len(t.parked) for t in self._tickets.values())
+        return block not in incoming.planned and num_parked < self._ring.num_slots // 2
+
+    def verified(self, parcels: Sequence[Parcel], are_right: Sequence[bool]) -> None:
+        """Take the parcels that are right; the others may be sent again. Idempotent."""
+        ready: dict[int, tuple[Receive, list[int], list[int]]] = {}
+        proven: dict[tuple[C, bytes], list[int]] = {}
+        for parcel, is_right in zip(parcels, are_right, strict=True):
+            incoming = self._tickets.get(parcel.ticket_id)
+            place = (parcel.sender_rank, parcel.sender_block)
+            if incoming is None or incoming.in_hand.pop(place, None) is not parcel:
+                continue
+            block, sender = parcel.sender_block, incoming.senders.get(parcel.sender_rank)
+            if not is_right:
+                self._reject(incoming, sender, parcel.slot, block, "its trailer is wrong")
+                continue
+            self._counts.parcels += 1
+            self._counts.received_bytes += parcel.num_bytes - TRAILER_BYTES
+            if sender is not None and not incoming.closed:
+                proven.setdefault((sender.connection, parcel.ticket_id), []).append(block)
+            receive = incoming.waiting.pop(block, None)
+            if receive is not None and receive.failure is None:
+                entry = ready.setdefault(receive.plan.transfer_id, (receive, [], []))
+                entry[1].append(block)
+                entry[2].append(parcel.slot)
+            elif incoming.closed or block in incoming.planned:
+                self._drop(parcel.slot)
+            else:
+                incoming.parked[block] = parcel.slot
+        for receive, blocks, slots in ready.values():
+            self._copy(receive, blocks, slots)
+        for (connection, ticket_id), blocks in proven.items():
+            self._port.send(connection, Proven(ticket_id=ticket_id, sender_blocks=blocks))
+        for ticket_id in {parcel.ticket_id for parcel in parcels}:
+            self._check_ended(ticket_id)
+        self._grant()
+
+    def _copy(self, receive: Receive, blocks: list[int], slots: list[int]) -> None:
+        copy = SlotCopy(receive, blocks, slots)
+        receive.copies.add(copy)
+        self._port.copy(copy)
+
+    def copied(self, copy: SlotCopy, failure: CopyError | None) -> None:
+        """Note the end of a copy into device blocks. Idempotent."""
+        receive, slots = copy.receive, copy.slots
+        copy.slots = []
+        for slot in slots:
+            self._ring.free(slot)
+        if copy in receive.copies:
+            good = len(copy.blocks) if failure is None else failure.first_bad_block
+            receive.missing -= set(copy.blocks[:good])
+            receive.copies.discard(copy)
+            if failure is not None:
+                self._give_up(receive, failure.reason)
+        self._settle(receive)
+        self._grant()
+
+    # --- ends -------------------------------------------------------------------------------------
+
+    def _give_up(self, receive: Receive, reason: str) -> None:
+        receive.give_up(reason)
+        incoming = self._tickets.get(receive.plan.peer)
+        if incoming is not None:
+            for block in receive.positions:
+                if incoming.waiting.get(block) is receive:
+                    del incoming.waiting[block]
+        self._settle(receive)
+
+    def _end_ticket(self, incoming: _Incoming[C], reason: str) -> None:
+        """Give up what a ticket misses; its parcels in hand are dropped when they are verified."""
+        if not incoming.closed:
+            incoming.closed = reason
+            for sender in list(incoming.senders.values()):
+                cancel = Cancel(ticket_id=incoming.ticket.ticket_id, reason=reason)
+                self._port.send(sender.connection, cancel)
+        for receive in list(incoming.receives.values()):
+            self._give_up(receive, incoming.closed)
+        while incoming.parked:
+            self._drop(incoming.parked.popitem()[1])
+        self._forget(incoming)
+        self._grant()
+
+    def _check_ended(self, ticket_id: bytes) -> None:
+        """End a ticket whose senders have sent all, when their last parcels were verified."""
+        incoming = self._tickets.get(ticket_id)
+        if incoming is None:
+            return
+        if incoming.had_sender and not incoming.senders and not incoming.in_hand:
+            self._end_ticket(incoming, "the sender has sent all it had")
+        else:
+            self._forget(incoming)
+
+    def _settle(self, receive: Receive) -> None:
+        """Report a plan that is at rest. Idempotent."""
+        transfer_id = receive.plan.transfer_id
+        if not receive.at_rest or self._receives.get(transfer_id) is not receive:
+            return
+        self._port.received(receive)
+        incoming = self._tickets.get(receive.plan.peer)
+        if incoming is not None:
+            incoming.receives.pop(transfer_id, None)
+            self._forget(incoming)
+        del self._receives[transfer_id]
+
+    def _forget(self, incoming: _Incoming[C]) -> None:
+        """Forget a ticket that has ended, when it has neither a plan nor a parcel any more."""
+        if incoming.closed and not incoming.receives and not incoming.in_hand:
+            self._tickets.pop(incoming.ticket.ticket_id, None)
+
+    def _drop(self, slot: int) -> None:
+        self._counts.dropped += 1
+        self._ring.free(slot)
+
+    def _reject(
+        self, incoming: _Incoming[C], sender: _Sender[C] | None, slot: int, block: int, why: str
+    ) -> None:
+        """Drop a wrong parcel; after ``MAX_WRONG`` of one block the ticket ends."""
+        self._counts.wrong += 1
+        self._ring.free(slot)
+        times = incoming.wrong[block] = incoming.wrong.get(block, 0) + 1
+        if sender is None or incoming.closed:
+            return
+        if times >= MAX_WRONG:
+            reason = f"block {block} arrived wrong {times} times: {why}"
+            self.close_ticket(incoming.ticket.ticket_id, reason)
+            return
+        message = Wrong(ticket_id=incoming.ticket.ticket_id, sender_blocks=[block], reason=why)
+        self._port.send(sender.connection, message)
+
+    def _answer_wrong(self, connection: C, message: Landed, why: str) -> None:
+        if self._sender(connection, message.ticket_id) is not None:
+            self._port.send(
+                connection,
+                Wrong(
+                    ticket_id=message.ticket_id,
+                    sender_blocks=[message.sender_block],
+                    reason=why,
+                    group=message.group,
+                ),
+            )
+
+    def _sender(self, connection: C, ticket_id: bytes) -> _Sender[C] | None:
+        """Return the sender of a ticket on a connection; None if it has not opened the ticket."""
+        incoming = self._tickets.get(ticket_id)
+        if incoming is None:
+            return None
+        return next((s for s in incoming.senders.values() if s.connection == connection), None)
+
+    def _grant(self) -> None:
+        for connection, slots in self._ring.grant():
+            self._port.send(connection, Credit(slots=slots))
+
+    @property
+    def is_quiet(self) -> bool:
+        """True without tickets and plans."""
+        return not self._tickets and not self._receives
+
+    def reset(self, ring: LandingRing[C]) -> None:
+        """Use a new ring, when nothing is in flight and no connection is left."""
+        self._ring = ring
+
+    def violations(self) -> list[str]:
+        """Return a description of each violated invariant, computed from scratch."""
+        problems = self._ring.violations()
+        used = sum(len(t.parked) + len(t.in_hand) for t in self._tickets.values())
+        used += sum(len(c.slots) for r in self._receives.values() for c in r.copies)
+        landed = self._ring.statistics().landed
+        if landed != used:
+            problems.append(f"{landed} slots have parcels, but tickets and copies have {used}")
+        problems += [
+            f"plan {transfer_id} is at rest, but was not reported"
+            for transfer_id, receive in self._receives.items()
+            if receive.at_rest
+        ]
+        problems += [
+            f"ticket {ticket_id.hex()} has ended, but is kept"
+            for ticket_id, incoming in self._tickets.items()
+            if incoming.closed and not incoming.receives and not incoming.in_hand
+        ]
+        return problems

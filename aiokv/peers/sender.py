@@ -1,0 +1,607 @@
+"""Sender: tickets that this rank sends, and the parcels on their way. No I/O.
+
+::
+
+    plan ─► held (its step is open) ─► ready ─► Want
+    Credit ─► outgoing slot ─► copy from the device ─► seal ─► write ─► Proven ─► slot free
+                                                         ▲               └► Wrong
+                                                         └─── next credit ───┘
+
+A parcel takes an outgoing slot only when it has a credit, so a receiver that stalls holds no more
+slots than it gave credits. A plan is reported when all its parcels are acknowledged, or when it was
+given up; at the earliest when no copy reads its device blocks any more.
+
+Interrupts (Ctrl-C): what ends plans and tickets may be called again. An interrupt may lose an
+outgoing slot, until ``reset``, but never frees one twice.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
+
+import msgspec
+
+from aiokv.peers.messages import (
+    MAX_LISTED,
+    Cancel,
+    Credit,
+    Done,
+    Proven,
+    Return,
+    SlotCredit,
+    Want,
+    Wrong,
+    parcel_key,
+)
+from aiokv.stores.base import TRAILER_BYTES
+from aiokv.worker.device.base import CopyError
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable, Mapping, Sequence
+
+    from aiokv.peers.messages import Message
+    from aiokv.peers.ticket import Ticket
+    from aiokv.plan import TransferPlan
+
+C = TypeVar("C", bound="Hashable")  # a connection
+
+MAX_TRIES: Final = 3  # of one parcel
+
+
+class Parcel(Generic[C]):
+    """A block on its way to one receiver rank.
+
+    Attributes:
+        send: its plan.
+        block: in blocks of the prompt.
+        way: connection to the receiver.
+        key: of its trailer.
+        slot: its outgoing slot; None before it has one, and after the slot was freed.
+        credit: landing slot that it is written to.
+        sealed: the slot has the payload and the trailer.
+        busy: a copy, a thread or the transport uses the slot.
+        proven: the receiver has acknowledged it.
+        dropped: nothing of it is sent any more.
+    """
+
+    def __init__(self, send: Send, block: int, way: _Way[C], key: bytes) -> None:
+        self.send = send
+        self.block = block
+        self.way = way
+        self.key = key
+        self.slot: int | None = None
+        self.credit: SlotCredit | None = None
+        self.tries = 0
+        self.sealed = False
+        self.busy = False
+        self.proven = False
+        self.dropped = False
+        self.again = False  # the receiver found it wrong before the end of its write was noted
+
+
+class Send:
+    """A SEND plan in flight.
+
+    Attributes:
+        plan: its blocks belong to it until ``SenderPort.sent``.
+        fills: copies that read its device blocks.
+        unproven: its blocks that are not acknowledged by all receivers, with the number of them.
+        failure: set when it was given up.
+    """
+
+    def __init__(self, plan: TransferPlan) -> None:
+        self.plan = plan
+        self.positions = {block: i for i, block in enumerate(plan.target_ids.tolist())}
+        self.device_ids: list[int] = plan.source_ids.tolist()
+        self.fills: set[SlotFill] = set()
+        self.unproven: dict[int, int] = {}
+        self.failure: CopyError | None = None
+        self.is_held = True
+
+    @property
+    def leading_blocks(self) -> int:
+        """Number of leading blocks of the plan that were acknowledged."""
+        return min((self.positions[block] for block in self.unproven), default=len(self.positions))
+
+    @property
+    def at_rest(self) -> bool:
+        """True when nothing reads its blocks any more, and nothing will."""
+        return not self.fills and (self.failure is not None or not self.unproven)
+
+
+class SlotFill:
+    """A copy from device blocks of a plan to outgoing slots."""
+
+    def __init__(self, send: Send, parcels: list[Parcel[Any]]) -> None:
+        self.send = send
+        self.parcels = parcels
+
+    @property
+    def device_ids(self) -> list[int]:
+        """Device block of each slot."""
+        send = self.send
+        return [send.device_ids[send.positions[parcel.block]] for parcel in self.parcels]
+
+    @property
+    def slots(self) -> list[int]:
+        """Outgoing slots that are written."""
+        return [-1 if parcel.slot is None else parcel.slot for parcel in self.parcels]
+
+
+class SenderPort(Protocol[C]):
+    """Work that the sender starts. Each call returns at once, and none calls back in it."""
+
+    def send(self, connection: C, message: Message) -> None:
+        """Send a message, in order; one to a connection that has ended is dropped."""
+
+    def is_open(self, step: int) -> bool:
+        """Return True while work of the step may not have been submitted yet."""
+
+    def fill(self, fill: SlotFill) -> None:
+        """Copy device blocks to outgoing slots, then call ``Sender.filled``."""
+
+    def seal(self, parcels: Sequence[Parcel[C]]) -> None:
+        """Write the trailers of parcels, then call ``Sender.sealed``."""
+
+    def write(self, connection: C, parcels: Sequence[Parcel[C]]) -> None:
+        """Write parcels to the slots of their credits, then call ``Sender.written``."""
+
+    def sent(self, send: Send) -> None:
+        """Report a plan; nothing reads its blocks. Idempotent."""
+
+
+class _Way(Generic[C]):
+    """A connection to a receiver rank.
+
+    Attributes:
+        credits: landing slots that no parcel uses yet.
+        waiting: parcels that are ready and have no credit, in order.
+        slots: outgoing slots that its parcels have.
+        wanted: credits that were asked for and did not come yet.
+    """
+
+    def __init__(self, connection: C) -> None:
+        self.connection = connection
+        self.credits: deque[SlotCredit] = deque()
+        self.waiting: deque[Parcel[C]] = deque()
+        self.slots = 0
+        self.wanted = 0
+        self.tickets: set[bytes] = set()
+
+
+class _Outgoing(Generic[C]):
+    """A ticket that receivers have accepted."""
+
+    def __init__(self, ticket: Ticket, deadline: float, ways: Mapping[int, _Way[C]]) -> None:
+        self.ticket = ticket
+        self.deadline = deadline
+        self.ways = dict(ways)  # by receiver rank
+        self.sends: dict[int, Send] = {}
+        self.parcels: dict[tuple[C, int], Parcel[C]] = {}  # by connection and block
+        self.closed = ""
+
+
+class SenderCounts(msgspec.Struct, kw_only=True):
+    """Counts of a sender since it was made.
+
+    Attributes:
+        tickets: tickets in flight.
+        opened: tickets that were accepted.
+        expired: tickets that ended at their deadline.
+        parcels: parcels that were acknowledged.
+        sent_bytes: payload of those parcels.
+        retries: parcels that were written again.
+        waits: times that a ready parcel had to wait for a credit.
+    """
+
+    tickets: int = 0
+    opened: int = 0
+    expired: int = 0
+    parcels: int = 0
+    sent_bytes: int = 0
+    retries: int = 0
+    waits: int = 0
+
+
+class Sender(Generic[C]):
+    """Tickets that one rank sends.
+
+    Args:
+        port: does the work.
+        num_slots: outgoing slots.
+        rank: number of this rank.
+        parcel_bytes: bytes of a parcel, with its trailer.
+    """
+
+    def __init__(
+        self, port: SenderPort[C], *, num_slots: int, rank: int, parcel_bytes: int
+    ) -> None:
+        self._port = port
+        self._num_slots = num_slots
+        self._rank = rank
+        self._parcel_bytes = parcel_bytes
+        self._free = list(range(num_slots))
+        self._ways: dict[C, _Way[C]] = {}
+        self._tickets: dict[bytes, _Outgoing[C]] = {}
+        self._sends: dict[int, Send] = {}
+        self._counts = SenderCounts()
+
+    # --- tickets and plans ------------------------------------------------------------------------
+
+    def add_ticket(self, ticket: Ticket, deadline: float, receivers: Mapping[int, C]) -> None:
+        """Take a ticket that all receiver ranks of ``receivers`` have accepted."""
+        ways = {}
+        for rank, connection in receivers.items():
+            way = self._ways.setdefault(connection, _Way(connection))
+            way.tickets.add(ticket.ticket_id)
+            ways[rank] = way
+        self._tickets[ticket.ticket_id] = _Outgoing(ticket, deadline, ways)
+        self._counts.opened += 1
+
+    def submit(self, plan: TransferPlan) -> Send:
+        """Take a SEND plan that was checked.
+
+        A plan of a ticket that is unknown or closed ends at once. Blocks that the ticket does not
+        ask for count as acknowledged.
+        """
+        send = self._sends[plan.transfer_id] = Send(plan)
+        outgoing = self._tickets.get(plan.peer)
+        if outgoing is None or outgoing.closed:
+            why = "has ended" if outgoing is None else f"has ended: {outgoing.closed}"
+            send.unproven = dict.fromkeys(send.positions, 1)
+            self._give_up(send, f"the ticket {why}")
+            return send
+        outgoing.sends[plan.transfer_id] = send
+        ticket = outgoing.ticket
+        wanted = range(
+            ticket.first_position // ticket.block_tokens,
+            -(-ticket.num_tokens // ticket.block_tokens),
+        )
+        send.unproven = {b: len(outgoing.ways) for b in send.positions if b in wanted}
+        for block in send.unproven:
+            if any((way.connection, block) in outgoing.parcels for way in outgoing.ways.values()):
+                self._give_up(send, f"block {block} of the ticket was sent already")
+                return send
+        self._release(outgoing, send)
+        self._settle(send)
+        return send
+
+    def step_closed(self) -> None:
+        """Send the plans that waited for a step."""
+        for outgoing in list(self._tickets.values()):
+            for send in list(outgoing.sends.values()):
+                self._release(outgoing, send)
+
+    def _release(self, outgoing: _Outgoing[C], send: Send) -> None:
+        """Announce the parcels of a plan whose step is closed. Idempotent."""
+        if not send.is_held or send.failure is not None or self._port.is_open(send.plan.after_step):
+            return
+        send.is_held = False
+        ticket = outgoing.ticket
+        for rank, way in outgoing.ways.items():
+            new = []
+            for block in send.unproven:
+                key = parcel_key(ticket.ticket_id, ticket.generation, self._rank, block, rank)
+                parcel = outgoing.parcels[way.connection, block] = Parcel(send, block, way, key)
+                new.append(parcel)
+            self._want(way, ticket.ticket_id, new)
+            self._pump(way)
+
+    def _want(self, way: _Way[C], ticket_id: bytes, parcels: Sequence[Parcel[C]]) -> None:
+        way.waiting.extend(parcels)
+        spare = len(way.credits) + way.wanted - (len(way.waiting) - len(parcels))
+        missing = len(parcels) - max(spare, 0)
+        way.wanted += max(missing, 0)
+        self._counts.waits += max(missing, 0)
+        while missing > 0:
+            count = min(missing, MAX_LISTED)
+            self._port.send(way.connection, Want(ticket_id=ticket_id, parcels=count))
+            missing -= count
+
+    def cancel(self, transfer_id: int, reason: str) -> bool:
+        """Give up a plan; return True if it was in flight. It is reported when it is at rest."""
+        send = self._sends.get(transfer_id)
+        if send is None:
+            return False
+        self._give_up(send, reason)
+        return True
+
+    def close_ticket(self, ticket_id: bytes, reason: str) -> None:
+        """End a ticket, and give up what was not acknowledged. Idempotent."""
+        outgoing = self._tickets.get(ticket_id)
+        if outgoing is not None:
+            self._end_ticket(outgoing, reason, tell=True)
+
+    def expire(self, now: float) -> None:
+        """End the tickets whose deadline has passed."""
+        for outgoing in list(self._tickets.values()):
+            if outgoing.deadline <= now:
+                self._counts.expired += not outgoing.closed
+                self._end_ticket(outgoing, "the deadline of the ticket passed", tell=True)
+
+    def close(self, reason: str) -> None:
+        """End all tickets."""
+        for ticket_id in list(self._tickets):
+            self.close_ticket(ticket_id, reason)
+
+    @property
+    def next_deadline(self) -> float | None:
+        """Deadline of the ticket that expires first; None without tickets."""
+        return min((t.deadline for t in self._tickets.values() if not t.closed), default=None)
+
+    @property
+    def in_flight(self) -> Iterable[int]:
+        """Ids of plans that have not ended."""
+        return self._sends.keys()
+
+    def uses(self, connection: C) -> bool:
+        """Return True while a ticket uses the connection."""
+        way = self._ways.get(connection)
+        return way is not None and bool(way.tickets)
+
+    def counts(self) -> SenderCounts:
+        """Return the counts."""
+        live = sum(not outgoing.closed for outgoing in self._tickets.values())
+        return msgspec.structs.replace(self._counts, tickets=live)
+
+    # --- messages of receivers --------------------------------------------------------------------
+
+    def on_message(self, connection: C, message: Message) -> None:
+        """Handle a message of a receiver; those about tickets that have ended are ignored."""
+        way = self._ways.get(connection)
+        if isinstance(message, Credit):
+            if way is None:
+                self._port.send(connection, Return(slots=message.slots))
+                return
+            way.credits.extend(message.slots)
+            way.wanted = max(way.wanted - len(message.slots), 0)
+            self._pump(way)
+        elif isinstance(message, Proven):
+            self._on_proven(connection, message)
+        elif isinstance(message, Wrong):
+            self._on_wrong(connection, message)
+        elif isinstance(message, Cancel):
+            outgoing = self._tickets.get(message.ticket_id)
+            if outgoing is not None and way in outgoing.ways.values():
+                reason = f"the receiver gave up: {message.reason}"
+                self._end_ticket(outgoing, reason, tell=len(outgoing.ways) > 1)
+
+    def _on_proven(self, connection: C, message: Proven) -> None:
+        outgoing = self._tickets.get(message.ticket_id)
+        if outgoing is None:
+            return
+        sends = set()
+        for block in message.sender_blocks:
+            parcel = outgoing.parcels.get((connection, block))
+            if parcel is None or parcel.proven or not parcel.tries:
+                continue
+            parcel.proven = True
+            self._counts.parcels += 1
+            self._counts.sent_bytes += self._parcel_bytes - TRAILER_BYTES
+            send = parcel.send
+            send.unproven[block] -= 1
+            if not send.unproven[block]:
+                del send.unproven[block]
+            sends.add(send)
+            self._free_slot(parcel)
+        for send in sends:
+            self._settle(send)
+        self._pump_all()
+
+    def _on_wrong(self, connection: C, message: Wrong) -> None:
+        outgoing = self._tickets.get(message.ticket_id)
+        if outgoing is None:
+            return
+        for block in message.sender_blocks:
+            parcel = outgoing.parcels.get((connection, block))
+            if parcel is None or parcel.proven or parcel.dropped or not parcel.tries:
+                continue
+            if parcel.tries >= MAX_TRIES:
+                reason = f"block {block} was refused {parcel.tries} times: {message.reason}"
+                self._end_ticket(outgoing, reason, tell=True)
+                return
+            parcel.again = True
+            if not parcel.busy:
+                self._again(parcel)
+
+    def _again(self, parcel: Parcel[C]) -> None:
+        """Write a parcel once more, with the next credit."""
+        parcel.again = False
+        self._counts.retries += 1
+        self._want(parcel.way, parcel.send.plan.peer, [parcel])
+        self._pump(parcel.way)
+
+    def on_closed(self, connection: C, reason: str) -> None:
+        """Note the end of a connection: its tickets end."""
+        way = self._ways.get(connection)
+        if way is None:
+            return
+        way.credits.clear()
+        way.wanted = 0
+        for ticket_id in list(way.tickets):
+            outgoing = self._tickets[ticket_id]
+            text = f"the connection to the receiver ended: {reason}"
+            self._end_ticket(outgoing, text, tell=len(outgoing.ways) > 1)
+        del self._ways[connection]
+
+    # --- parcels ----------------------------------------------------------------------------------
+
+    def _pump_all(self) -> None:
+        for way in list(self._ways.values()):
+            self._pump(way)
+
+    def _pump(self, way: _Way[C]) -> None:
+        """Begin to send as many parcels as there are credits and outgoing slots."""
+        fills: dict[Send, list[Parcel[C]]] = {}
+        sealed: list[Parcel[C]] = []
+        most = max(self._num_slots // 2, 1)  # a receiver that stalls leaves slots for the others
+        while way.credits and way.waiting:
+            parcel = way.waiting[0]
+            if parcel.slot is None and (not self._free or way.slots >= most):
+                break
+            way.waiting.popleft()
+            parcel.credit = way.credits.popleft()
+            parcel.tries += 1
+            parcel.busy = True
+            if parcel.slot is None:
+                parcel.slot = self._free.pop()
+                way.slots += 1
+            if parcel.sealed:
+                sealed.append(parcel)
+            else:
+                fills.setdefault(parcel.send, []).append(parcel)
+        for send, parcels in fills.items():
+            fill = SlotFill(send, parcels)
+            send.fills.add(fill)
+            self._port.fill(fill)
+        if sealed:
+            self._port.write(way.connection, sealed)
+        self._return_spare(way)
+
+    def _return_spare(self, way: _Way[C]) -> None:
+        """Give back the credits, and the wishes for them, that no parcel waits for."""
+        spare = len(way.credits) + way.wanted - len(way.waiting)
+        if spare <= 0:
+            return
+        unwanted = min(spare, way.wanted)
+        way.wanted -= unwanted
+        slots = [way.credits.pop() for _ in range(spare - unwanted)]
+        self._port.send(way.connection, Return(slots=slots, unwanted=unwanted))
+
+    def filled(self, fill: SlotFill, failure: CopyError | None) -> None:
+        """Note the end of a copy from device blocks. Idempotent."""
+        send, parcels = fill.send, fill.parcels
+        fill.parcels = []
+        send.fills.discard(fill)
+        if failure is not None:
+            self._give_up(send, failure.reason)
+        ready = self._continue(parcels)
+        if ready:
+            self._port.seal(ready)
+        self._settle(send)
+
+    def sealed(self, parcels: Sequence[Parcel[C]]) -> None:
+        """Write parcels whose trailers are there."""
+        for parcel in parcels:
+            parcel.sealed = True
+        ready: dict[C, list[Parcel[C]]] = {}
+        for parcel in self._continue(parcels):
+            ready.setdefault(parcel.way.connection, []).append(parcel)
+        for connection, its in ready.items():
+            self._port.write(connection, its)
+
+    def written(self, parcels: Sequence[Parcel[C]]) -> None:
+        """Note that the transport reads the slots of these parcels no more."""
+        for parcel in parcels:
+            parcel.busy = False
+            parcel.credit = None
+            if parcel.dropped or parcel.proven:
+                self._free_slot(parcel)
+            elif parcel.again:
+                self._again(parcel)
+        self._pump_all()
+
+    def _continue(self, parcels: Sequence[Parcel[C]]) -> list[Parcel[C]]:
+        """Return the parcels that are still to be sent; free the slots of the others."""
+        spare: dict[C, list[SlotCredit]] = {}
+        ready = []
+        for parcel in parcels:
+            if not parcel.dropped:
+                ready.append(parcel)
+                continue
+            parcel.busy = False
+            credit, parcel.credit = parcel.credit, None
+            if credit is not None:
+                spare.setdefault(parcel.way.connection, []).append(credit)
+            self._free_slot(parcel)
+        for connection, slots in spare.items():
+            self._port.send(connection, Return(slots=slots))
+        if spare:
+            self._pump_all()
+        return ready
+
+    def _free_slot(self, parcel: Parcel[C]) -> None:
+        """Free the outgoing slot of a parcel, unless it is in use. Idempotent."""
+        if parcel.busy or parcel.slot is None:
+            return
+        slot, parcel.slot = parcel.slot, None
+        parcel.way.slots -= 1
+        self._free.append(slot)
+
+    # --- ends -------------------------------------------------------------------------------------
+
+    def _give_up(self, send: Send, reason: str) -> None:
+        if send.failure is None and send.unproven:
+            send.failure = CopyError(0, reason)
+        outgoing = self._tickets.get(send.plan.peer)
+        if outgoing is not None and send.failure is not None:
+            for way in outgoing.ways.values():
+                for block in send.unproven:
+                    parcel = outgoing.parcels.get((way.connection, block))
+                    if parcel is not None and parcel.send is send:
+                        parcel.dropped = True
+                        self._free_slot(parcel)
+                way.waiting = deque(p for p in way.waiting if not p.dropped)
+                self._return_spare(way)
+        self._settle(send)
+
+    def _end_ticket(self, outgoing: _Outgoing[C], reason: str, *, tell: bool) -> None:
+        """Give up what is left of a ticket; tell the receivers with ``Done`` or ``Cancel``."""
+        ticket_id = outgoing.ticket.ticket_id
+        if not outgoing.closed:
+            outgoing.closed = reason
+            is_done = not any(send.unproven for send in outgoing.sends.values())
+            end = Done(ticket_id=ticket_id)
+            cancel = Cancel(ticket_id=ticket_id, reason=reason)
+            for way in outgoing.ways.values() if tell else ():
+                self._port.send(way.connection, end if is_done else cancel)
+        for send in list(outgoing.sends.values()):
+            self._give_up(send, outgoing.closed)
+        for way in outgoing.ways.values():
+            way.tickets.discard(ticket_id)
+        self._forget(outgoing)
+        self._pump_all()
+
+    def _settle(self, send: Send) -> None:
+        """Report a plan that is at rest. Idempotent."""
+        transfer_id = send.plan.transfer_id
+        if not send.at_rest or self._sends.get(transfer_id) is not send:
+            return
+        self._port.sent(send)
+        outgoing = self._tickets.get(send.plan.peer)
+        if outgoing is not None:
+            outgoing.sends.pop(transfer_id, None)
+            self._forget(outgoing)
+        del self._sends[transfer_id]
+
+    def _forget(self, outgoing: _Outgoing[C]) -> None:
+        if outgoing.closed and not outgoing.sends:
+            self._tickets.pop(outgoing.ticket.ticket_id, None)
+
+    @property
+    def is_quiet(self) -> bool:
+        """True without tickets and plans."""
+        return not self._tickets and not self._sends
+
+    def reset(self) -> None:
+        """Count all slots as free, when nothing is in flight and no connection is left."""
+        self._free = list(range(self._num_slots))
+        self._ways.clear()
+
+    def violations(self) -> list[str]:
+        """Return a description of each violated invariant, computed from scratch."""
+        problems = []
+        if len(set(self._free)) != len(self._free):
+            problems.append(f"outgoing slots are free twice: {sorted(self._free)}")
+        used = sum(way.slots for way in self._ways.values())
+        if self._ways and used + len(self._free) > self._num_slots:
+            problems.append(
+                f"{used} outgoing slots used and {len(self._free)} free of {self._num_slots}"
+            )
+        problems += [
+            f"plan {transfer_id} is at rest, but was not reported"
+            for transfer_id, send in self._sends.items()
+            if send.at_rest
+        ]
+        return problems

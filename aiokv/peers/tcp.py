@@ -1,0 +1,93 @@
+"""TcpTransport: parcels on the control connection itself; needs no package and no driver.
+
+A parcel follows the frame of its ``Landed``. The sender's kernel copies it from the outgoing slot,
+and the receiver's kernel copies it into the landing slot: no byte of it is copied by Python.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from aiokv.errors import InternalError
+from aiokv.peers.messages import Return
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from aiokv.errors import PeerError
+    from aiokv.peers.transport import Outgoing, PeerMemory
+    from aiokv.peers.wire import Connection
+
+
+class TcpTransport:
+    """See :class:`~aiokv.peers.transport.Transport`."""
+
+    name = "tcp"
+    one_sided = False
+
+    def __init__(self) -> None:
+        self._outgoing: PeerMemory | None = None
+
+    async def open(self, landing: PeerMemory, outgoing: PeerMemory) -> None:
+        """Note the outgoing slots; the landing slots come from ``Handler.place``."""
+        self._outgoing = outgoing
+
+    def metadata(self) -> bytes:
+        """Return nothing: the control connection is all that a peer needs."""
+        return b""
+
+    async def connect(self, connection: Connection, metadata: bytes) -> TcpLink:
+        """Return a link that writes on ``connection``."""
+        if self._outgoing is None:
+            raise InternalError("the tcp transport is not open")
+        return TcpLink(connection, self._outgoing)
+
+    async def fence(self, metadata: bytes) -> None:
+        """Return at once: nothing arrives on a connection that has ended."""
+
+    async def aclose(self) -> None:
+        """Forget the outgoing slots."""
+        self._outgoing = None
+
+
+class TcpLink:
+    """See :class:`~aiokv.peers.transport.Link`.
+
+    Args:
+        connection: to the receiver.
+        outgoing: slots of the sender.
+    """
+
+    def __init__(self, connection: Connection, outgoing: PeerMemory) -> None:
+        self._connection = connection
+        self._outgoing = outgoing
+
+    async def write(self, parcels: Sequence[Outgoing]) -> None:
+        """Write parcels; see :meth:`~aiokv.peers.transport.Link.write`."""
+        writes = self._connection.write(
+            (parcel.landed, self._outgoing.slot(parcel.slot, parcel.landed.parcel_bytes))
+            for parcel in parcels
+        )
+        try:
+            failure = await asyncio.shield(writes.ended)
+        except asyncio.CancelledError:
+            unsent = writes.withdraw()
+            if unsent:
+                self._connection.send(Return(slots=[landed.credit for landed in unsent]))
+            await _settled(writes.ended)
+            raise
+        if failure is not None:
+            raise failure
+
+    async def aclose(self) -> None:
+        """Do nothing: the connection belongs to its owner."""
+
+
+async def _settled(ended: asyncio.Future[PeerError | None]) -> None:
+    """Wait for a future, however often the task is cancelled meanwhile."""
+    while not ended.done():
+        try:
+            await asyncio.wait((ended,))
+        except asyncio.CancelledError:
+            continue

@@ -1,0 +1,157 @@
+"""Transport: moves parcels from outgoing slots of a sender into landing slots of a receiver.
+
+The messages of a ticket are the same for all transports. A transport decides only how the bytes
+of a parcel reach the slot that the receiver has given credit for.
+
+::
+
+                      tcp                              one-sided (RDMA)
+    Open, Accepted    metadata is empty                metadata names the agent and its memory
+    parcel            Landed, then its bytes, on the   the transport writes into the slot of the
+                      control connection               receiver; then Landed
+    receiver          the connection reads the bytes   the bytes are in the slot when Landed arrives
+                      into the slot
+    lost connection   the slot can be reused at once   ``fence``, then the slot can be reused
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import msgspec
+
+from aiokv.errors import InternalError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from aiokv.peers.messages import Landed
+    from aiokv.peers.wire import Connection
+
+
+class PeerMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Slots of an arena for parcels. Slot ``i`` begins at ``address + i * slot_bytes``.
+
+    Attributes:
+        address: address of slot 0.
+        num_slots: number of slots.
+        slot_bytes: distance between slots; the most bytes of a parcel with its trailer.
+        view: all slots as one writable buffer.
+    """
+
+    address: int
+    num_slots: int
+    slot_bytes: int
+    view: memoryview
+
+    def slot(self, slot: int, num_bytes: int) -> memoryview:
+        """Return the first ``num_bytes`` of a slot, not copied.
+
+        Raises:
+            InternalError: there is no such slot, or it is smaller.
+        """
+        if not 0 <= slot < self.num_slots or not 0 < num_bytes <= self.slot_bytes:
+            raise InternalError(
+                f"{num_bytes} bytes of slot {slot}: the memory has {self.num_slots} slots of "
+                f"{self.slot_bytes} bytes"
+            )
+        begin = slot * self.slot_bytes
+        return self.view[begin : begin + num_bytes]
+
+
+class Outgoing(NamedTuple):
+    """A parcel to write.
+
+    Attributes:
+        slot: outgoing slot that has the payload and, behind it, the trailer.
+        landed: names the block, the landing slot, and the bytes to write.
+    """
+
+    slot: int
+    landed: Landed
+
+
+class Link(Protocol):
+    """Way of the parcels of one sender rank to one receiver rank. Used on one loop."""
+
+    async def write(self, parcels: Sequence[Outgoing]) -> None:
+        """Write parcels into the landing slots of their credits, each followed by its ``Landed``.
+
+        Returns when the transport no longer reads the outgoing slots; whether the parcels are
+        right, the receiver tells later with ``Proven`` or ``Wrong``. Concurrent calls are executed
+        in the order of the calls.
+
+        Raises:
+            PeerError: the connection ended, or a write failed. The outgoing slots are not read any
+                more. Which parcels have arrived is unknown.
+
+        Cancellation: the call ends when the outgoing slots are not read any more. Parcels whose
+            write had not begun are not written, and their credits go back with ``Return``.
+        """
+
+    async def aclose(self) -> None:
+        """Give up the way, not the connection; no ``write`` is in progress. Idempotent."""
+
+
+class Transport(Protocol):
+    """Both ends of the links of one rank. Used on one loop, from ``open`` to ``aclose``.
+
+    Attributes:
+        name: ``"tcp"``, ``"nixl"`` or ``"mooncake"``.
+        one_sided: a peer writes into landing slots without the receiver's part: after a lost
+            connection, slots with credits are quarantined until ``fence`` has returned.
+    """
+
+    name: str
+    one_sided: bool
+
+    async def open(self, landing: PeerMemory, outgoing: PeerMemory) -> None:
+        """Register the memory of the slots, and start what the transport needs.
+
+        Args:
+            landing: slots that peers write into.
+            outgoing: slots that ``Link.write`` reads.
+
+        Raises:
+            ConfigError: a package, a device or a permission is missing; the message names it.
+                Nothing is left behind.
+
+        Cancellation: nothing is left behind.
+        """
+
+    def metadata(self) -> bytes:
+        """Return the bytes that a peer needs for ``connect`` or ``fence``, at most 64 KiB."""
+
+    async def connect(self, connection: Connection, metadata: bytes) -> Link:
+        """Return a link to the receiver that has accepted a ticket.
+
+        Args:
+            connection: the control connection, which carries ``Landed``.
+            metadata: of the receiver, from its ``Accepted``.
+
+        Raises:
+            PeerError: the receiver cannot be reached, or its metadata is malformed.
+
+        Cancellation: nothing is left behind.
+        """
+
+    async def fence(self, metadata: bytes) -> None:
+        """Return when no write of a peer can reach the landing slots any more.
+
+        Called after the connection of a sender has ended, before its quarantined slots are used
+        again. Returns at once for a transport that is not one-sided.
+
+        Args:
+            metadata: of the sender, from its ``Open``.
+
+        Raises:
+            PeerError: writes cannot be excluded: the slots stay in quarantine.
+
+        Cancellation: call it again.
+        """
+
+    async def aclose(self) -> None:
+        """Give up all links, and release the memory; no ``write`` is in progress. Idempotent.
+
+        When it returns, the transport neither reads nor writes the slots, and no peer can.
+        """

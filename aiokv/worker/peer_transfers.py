@@ -1,0 +1,965 @@
+"""PeerTransfers: plans between device blocks and peers, of one worker.
+
+::
+
+    RECEIVE   connection ─► landing slot ─► verify ─► device copy ─► report
+    SEND      device copy ─► outgoing slot ─► seal ─► connection ─► acknowledged ─► report
+
+The :class:`Receiver` and the :class:`Sender` decide what to do next; this object does it: messages,
+device copies, threads, the deadlines of tickets. A plan is reported exactly once, in a callback of
+the loop, when nothing accesses its device blocks any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import msgspec
+import numpy as np
+
+from aiokv import _native
+from aiokv.errors import ClosedError, ConfigError, LayoutError, PeerError, UsageError
+from aiokv.peers.connections import Connections
+from aiokv.peers.messages import (
+    PROTOCOL_VERSION,
+    Accepted,
+    Cancel,
+    Landed,
+    Open,
+    Refused,
+)
+from aiokv.peers.receiver import Parcel as Received
+from aiokv.peers.receiver import Receive, Receiver, ReceiverCounts, SlotCopy
+from aiokv.peers.ring import LandingRing
+from aiokv.peers.sender import Parcel as Sent
+from aiokv.peers.sender import Send, Sender, SenderCounts, SlotFill
+from aiokv.peers.tcp import TcpTransport
+from aiokv.peers.ticket import Endpoint, Ticket, decode
+from aiokv.peers.transport import Outgoing, PeerMemory
+from aiokv.peers.wire import Connection, listen
+from aiokv.plan import PEER_ROUTES, RECEIVE, SEND, TransferReport
+from aiokv.stores.base import TRAILER_BYTES, Result
+from aiokv.worker.device.base import CopyError
+from aiokv.worker.layers import LayerDoneCounter
+from aiokv.worker.store_transfers import RunningCounts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Iterable, Sequence
+
+    from aiokv.peers.messages import Message
+    from aiokv.peers.options import Peers
+    from aiokv.peers.transport import Link, Transport
+    from aiokv.peers.wire import Listener
+    from aiokv.plan import Outcome, Route, TransferPlan
+    from aiokv.stores.identity import StoreIdentity
+    from aiokv.worker.base import Cancelled
+    from aiokv.worker.lanes import LaneStatistics
+    from aiokv.worker.memory import WorkerMemory
+    from aiokv.worker.poller import EventPoller
+    from aiokv.worker.regions import Regions
+
+INLINE_BYTES: Final = 256 << 10  # fewer bytes are read on the loop, which is faster than a thread
+CONNECT_SECONDS: Final = 10.0  # for the replies to Open; less if the ticket has less
+LAST_MESSAGES_SECONDS: Final = 0.5  # for the last messages to be sent, when the worker closes
+
+
+class DeviceCopies(Protocol):
+    """Copies between device blocks and slots of the peer arena, for PeerTransfers."""
+
+    def copy(
+        self,
+        route: Route,
+        source_ids: Sequence[int],
+        target_ids: Sequence[int],
+        after_step: int,
+        on_end: Callable[[CopyError | None], None],
+    ) -> None:
+        """Begin a copy behind a step.
+
+        ``on_end`` is called once, in a callback of the loop, with the failure or None; again when
+        an interrupt kept it from returning.
+        """
+
+    def is_open(self, step: int) -> bool:
+        """Return True while work of the step may not have been submitted yet."""
+
+
+class PeerStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Use of the connections to peers since the engine was made.
+
+    Attributes:
+        rank: number of the rank; None without ranks.
+        received: tickets and parcels that this rank receives.
+        sent: tickets and parcels that this rank sends.
+        landing_slots: slots of the landing ring, and ``free_slots`` those without an owner.
+        free_slots: see ``landing_slots``.
+        connections: connections to receivers that are open.
+    """
+
+    rank: int | None = None
+    received: ReceiverCounts
+    sent: SenderCounts
+    landing_slots: int
+    free_slots: int
+    connections: int
+
+
+class _Transfer:
+    """A plan in flight; ``end`` is set when it is at rest."""
+
+    def __init__(self, plan: TransferPlan, counter: LayerDoneCounter, num_bytes: int) -> None:
+        self.plan = plan
+        self.counter = counter
+        self.num_bytes = num_bytes
+        self.is_cancelled = False
+        self.end: tuple[int, CopyError | None] | None = None  # leading blocks, failure
+        self.reported = False
+
+
+class _ReceiverEnd:
+    """Handler of a connection that a sender has opened."""
+
+    def __init__(self, transfers: PeerTransfers, connection: Connection) -> None:
+        self._transfers = transfers
+        self._connection = connection
+
+    def on_message(self, message: Message) -> None:
+        self._transfers.on_sender_message(self._connection, message)
+
+    def place(self, landed: Landed) -> memoryview | None:
+        return self._transfers.place(self._connection, landed)
+
+    def on_parcel(self, landed: Landed) -> None:
+        self._transfers.on_parcel(self._connection, landed)
+
+    def on_closed(self, reason: str) -> None:
+        self._transfers.on_sender_closed(self._connection, reason)
+
+
+class _SenderEnd:
+    """Handler of a connection that this rank has opened."""
+
+    def __init__(self, transfers: PeerTransfers, connection: Connection) -> None:
+        self._transfers = transfers
+        self._connection = connection
+
+    def on_message(self, message: Message) -> None:
+        self._transfers.on_receiver_message(self._connection, message)
+
+    def place(self, landed: Landed) -> memoryview | None:
+        return None  # a receiver sends no parcels
+
+    def on_parcel(self, landed: Landed) -> None:
+        """Do nothing: ``place`` discards all parcels."""
+
+    def on_closed(self, reason: str) -> None:
+        self._transfers.on_receiver_closed(self._connection, reason)
+
+
+class PeerTransfers:
+    """Peers of one worker: tickets, plans of the peer routes, connections.
+
+    A worker without peers has one, too, which has no routes and does not suspend.
+
+    Args:
+        peers: options; None without peers.
+        memory: has the peer arena while it is allocated.
+        copies: copies between device blocks and slots.
+        on_end: called with the id of each plan after its report.
+
+    Attributes:
+        exist: False without peers.
+        routes: routes from and to peers; empty without peers.
+    """
+
+    def __init__(
+        self,
+        peers: Peers | None,
+        memory: Callable[[], WorkerMemory],
+        copies: DeviceCopies,
+        on_end: Callable[[int], None],
+    ) -> None:
+        self.exist = peers is not None
+        self.routes: frozenset[Route] = PEER_ROUTES if self.exist else frozenset()
+        self._options = peers
+        self._memory = memory
+        self._copies = copies
+        self._on_end = on_end
+        self._on_report: Callable[[TransferReport], None] = lambda report: None
+        self._poller: EventPoller | None = None
+        self._identity: StoreIdentity | None = None
+        self._transport: Transport = TcpTransport()
+        self._listener: Listener | None = None
+        self._connections: Connections | None = None
+        self._receiver: Receiver[Connection] | None = None
+        self._sender: Sender[Connection] | None = None
+        self._ring: LandingRing[Connection] | None = None
+        self._landing: PeerMemory | None = None
+        self._outgoing: PeerMemory | None = None
+        self._executor: ThreadPoolExecutor | None = None
+        self._work: set[asyncio.Future[Any]] = set()  # threads and writes in progress
+        self._unverified: list[Received] = []
+        self._accepted: set[Connection] = set()  # opened by senders
+        self._metadata: dict[Connection, bytes] = {}  # of senders, for fences
+        self._links: dict[Connection, Link] = {}
+        self._acquired: dict[bytes, list[tuple[str, int]]] = {}  # endpoints, by ticket
+        self._replies: dict[tuple[Connection, bytes], asyncio.Future[Accepted]] = {}
+        self._transfers: dict[int, _Transfer] = {}
+        self._counts = {RECEIVE: RunningCounts(), SEND: RunningCounts()}
+        self._timer: asyncio.TimerHandle | None = None
+        self._closing = False
+
+    # --- memory -----------------------------------------------------------------------------------
+
+    def slots(self, regions: Regions) -> tuple[int, int]:
+        """Return the slots of the peer arena, landing before outgoing ones, and the bytes of each.
+
+        Raises:
+            ConfigError: ``ring_bytes`` or ``outgoing_bytes`` is less than a slot.
+        """
+        landing, outgoing = self._num_slots(regions)
+        return landing + outgoing, _parcel_bytes(regions)
+
+    def _num_slots(self, regions: Regions) -> tuple[int, int]:
+        options, slot_bytes = self._checked(), _parcel_bytes(regions)
+        sizes = []
+        for name in ("ring_bytes", "outgoing_bytes"):
+            size = int(getattr(options, name))
+            if size < slot_bytes:
+                raise ConfigError(
+                    f"{name} is {size}; a block takes {slot_bytes} bytes",
+                    hint=f"set Peers({name}=...) to some tens of blocks",
+                )
+            sizes.append(size // slot_bytes)
+        return sizes[0] if options.listen is not None else 0, sizes[1]
+
+    def _checked(self) -> Peers:
+        if self._options is None:
+            raise UsageError("the engine has no peers", hint="pass peers=Peers(...) to it")
+        return self._options
+
+    # --- opening and closing ----------------------------------------------------------------------
+
+    async def open(
+        self,
+        identity: StoreIdentity | None,
+        poller: EventPoller,
+        on_report: Callable[[TransferReport], None],
+    ) -> None:
+        """Listen, and prepare the slots; the host memory was allocated before.
+
+        Raises:
+            UsageError: ``identity`` is None.
+            ConfigError: the address cannot be listened at, or the transport is not available.
+
+        Cancellation: nothing is left behind.
+        """
+        if not self.exist:
+            return
+        if identity is None:
+            raise UsageError("open: identity is None; peers need it", hint="pass a StoreIdentity")
+        options = self._checked()
+        self._identity = identity
+        self._poller, self._on_report = poller, on_report
+        self._executor = ThreadPoolExecutor(2, thread_name_prefix="aiokv-peers")
+        try:
+            await self._open_slots()
+            self._connections = Connections(options.key, self._new_sender_end)
+            if (address := options.listen_address) is not None:
+                self._listener = await listen(
+                    *address,
+                    options.key,
+                    self._on_connection,
+                    any_address=options.advertise is not None,
+                )
+        except BaseException:
+            await self.aclose()
+            raise
+
+    async def _open_slots(self) -> None:
+        """Begin with empty slots: after ``open``, and after a sleep."""
+        memory = self._memory()
+        arena, regions = memory.peer_arena, memory.regions
+        num_landing, num_outgoing = self._num_slots(regions)
+        view = arena.blocks.reshape(-1).data
+        slot_bytes = arena.block_bytes
+        border = num_landing * slot_bytes
+        self._landing = PeerMemory(
+            address=arena.pointer,
+            num_slots=num_landing,
+            slot_bytes=slot_bytes,
+            view=view[:border],
+        )
+        self._outgoing = PeerMemory(
+            address=arena.pointer + border,
+            num_slots=num_outgoing,
+            slot_bytes=slot_bytes,
+            view=view[border:],
+        )
+        await self._transport.open(self._landing, self._outgoing)
+        rank = self._identity.rank if self._identity is not None else 0
+        if num_landing:
+            self._ring = LandingRing(num_landing)
+            self._receiver = Receiver(
+                self,
+                self._ring,
+                rank=rank,
+                slot_bytes=slot_bytes,
+                parcel_bytes=_parcel_bytes(regions),
+                accepts=self._check_layout,
+                transport=self._transport.name,
+                metadata=self._transport.metadata,
+                one_sided=self._transport.one_sided,
+            )
+        self._sender = Sender(
+            self, num_slots=num_outgoing, rank=rank, parcel_bytes=_parcel_bytes(regions)
+        )
+
+    async def sleep(self) -> None:
+        """End all tickets and connections until ``wake_up``: the memory will be freed.
+
+        Cancellation: call it again, or ``wake_up``.
+        """
+        if not self.exist or self._sender is None:
+            return
+        self._end_tickets("the engine sleeps")
+        await self._end_connections("the engine sleeps")
+        await self._transport.aclose()
+        self._landing = self._outgoing = None
+        self._receiver = self._sender = self._ring = None
+
+    async def wake_up(self) -> None:
+        """Begin with empty slots after ``sleep``, if all memory is allocated again.
+
+        Cancellation: call it again, or ``sleep``.
+        """
+        if self.exist and self._sender is None and not self._memory().asleep:
+            self._connections = Connections(self._checked().key, self._new_sender_end)
+            await self._open_slots()
+
+    def give_up(self, reason: str) -> None:
+        """End all tickets; their plans end when their device copies have. Idempotent."""
+        self._end_tickets(reason)
+
+    async def aclose(self) -> None:
+        """Close all connections and join the threads; no plan is in flight. Idempotent.
+
+        Cancellation: call it again.
+        """
+        self._closing = True
+        if self._listener is not None:
+            await self._listener.aclose()
+        if self._timer is not None:
+            self._timer.cancel()
+        await self._end_connections("the engine closed")
+        await self._transport.aclose()
+        if self._executor is not None:
+            self._executor.shutdown()
+        self._landing = self._outgoing = None
+
+    def close_without_loop(self) -> None:
+        """As ``aclose``, after the loop was closed: nothing is reported."""
+        self._closing = True
+        if self._executor is not None:
+            self._executor.shutdown()
+
+    def _end_tickets(self, reason: str) -> None:
+        for end in (self._receiver, self._sender):
+            if end is not None:
+                self._surely(partial(end.close, reason))
+
+    async def _end_connections(self, reason: str) -> None:
+        connections = [*self._accepted, *self._links]
+        for connection in connections:
+            connection.close()
+        waiting = [asyncio.ensure_future(connection.closed()) for connection in connections]
+        if waiting:
+            await asyncio.wait(waiting, timeout=LAST_MESSAGES_SECONDS)
+            for waiter in waiting:
+                waiter.cancel()
+        for connection in connections:
+            connection.abort(reason)
+        if self._connections is not None:
+            await self._connections.aclose()
+        if self._work:
+            await asyncio.wait(list(self._work))
+        await asyncio.sleep(0)  # the handlers have noted the ends
+        self._acquired.clear()
+
+    # --- tickets ----------------------------------------------------------------------------------
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        """Where this rank listens; empty when it only sends."""
+        if self._listener is None or self._identity is None:
+            return []
+        host, port = self._checked().advertised(self._listener.port)
+        return [
+            Endpoint(
+                host=host,
+                port=port,
+                rank=self._identity.rank,
+                num_ranks=self._identity.num_ranks,
+                layout=self._layout(),
+            )
+        ]
+
+    def expect(self, ticket: bytes, seconds: float) -> None:
+        """Let senders open a ticket of this engine, for some seconds.
+
+        Raises:
+            UsageError: the ticket is malformed; or the engine does not listen, or sleeps.
+            ClosedError: the worker closes.
+        """
+        self._check_usable()
+        if self._receiver is None:
+            raise UsageError(
+                "the engine does not listen for peers", hint="set Peers(listen=...), and wake it up"
+            )
+        self._receiver.expect(decode(ticket), self._now() + seconds)
+        self._arm()
+
+    async def open_ticket(self, blob: bytes) -> None:
+        """Connect to the receiver of a ticket, and let it accept.
+
+        Raises:
+            UsageError: the ticket is malformed, is in use, or the engine has no peers.
+            PeerError: the receiver cannot be reached, or refuses. Nothing is left behind.
+            LayoutError: the blocks of the two sides differ. Nothing is left behind.
+            ClosedError: the worker closes.
+
+        Cancellation: nothing is left behind.
+        """
+        self._check_usable()
+        ticket = decode(blob)
+        sender, connections, identity = self._sender, self._connections, self._identity
+        if sender is None or connections is None or identity is None:
+            raise UsageError("the engine sleeps", hint="await engine.wake_up() first")
+        if ticket.ticket_id in self._acquired:
+            raise UsageError(f"ticket {ticket.ticket_id.hex()} is being sent already")
+        deadline = self._now() + ticket.timeout_seconds
+        endpoints = self._receivers_of(ticket, identity)
+        acquired = self._acquired[ticket.ticket_id] = []
+        accepted: dict[int, Connection] = {}
+        try:
+            for endpoint in endpoints:
+                timeout = min(CONNECT_SECONDS, ticket.timeout_seconds)
+                connection = await connections.acquire(
+                    endpoint.host, endpoint.port, timeout=timeout
+                )
+                acquired.append((endpoint.host, endpoint.port))
+                accepted[endpoint.rank] = connection
+                await self._ask(connection, ticket, endpoint, timeout)
+            self._check_usable()
+            if any(connection.reason for connection in accepted.values()):
+                raise PeerError("the connection to the receiver ended")
+            sender.add_ticket(ticket, deadline, accepted)
+        except BaseException:
+            for connection in accepted.values():
+                cancel = Cancel(ticket_id=ticket.ticket_id, reason="the sender gave up")
+                connection.send(cancel)
+            self._release(ticket.ticket_id)
+            raise
+        self._arm()
+
+    async def _ask(
+        self, connection: Connection, ticket: Ticket, endpoint: Endpoint, timeout: float
+    ) -> None:
+        """Send Open, and wait for the reply."""
+        identity = self._identity
+        if identity is None:
+            raise ClosedError("the worker is not open")
+        reply: asyncio.Future[Accepted] = asyncio.get_running_loop().create_future()
+        self._replies[connection, ticket.ticket_id] = reply
+        where = f"{endpoint.host}:{endpoint.port}"
+        try:
+            connection.send(
+                Open(
+                    protocol=PROTOCOL_VERSION,
+                    ticket_id=ticket.ticket_id,
+                    generation=ticket.generation,
+                    sender_rank=identity.rank,
+                    receiver_rank=endpoint.rank,
+                    sender_block_tokens=identity.block_tokens,
+                    layout=self._layout(),
+                    transport=self._transport.name,
+                    transport_metadata=self._transport.metadata(),
+                )
+            )
+            async with asyncio.timeout(timeout):
+                accepted = await reply
+            if accepted.slot_bytes < self._slot_bytes():
+                raise LayoutError(
+                    f"the receiver at {where} has slots of {accepted.slot_bytes} bytes; a block "
+                    f"takes {self._slot_bytes()} bytes"
+                )
+            if connection not in self._links:
+                link = await self._transport.connect(connection, accepted.transport_metadata)
+                self._links[connection] = link
+        except TimeoutError:
+            raise PeerError(
+                f"the receiver at {where} did not reply within {timeout:.3g} s"
+            ) from None
+        finally:
+            del self._replies[connection, ticket.ticket_id]
+
+    def _receivers_of(self, ticket: Ticket, identity: StoreIdentity) -> list[Endpoint]:
+        """Return the receiver ranks that this rank sends to.
+
+        Raises:
+            PeerError: the receiver uses another transport or other weights.
+            LayoutError: the layouts differ.
+        """
+        if ticket.transport != self._transport.name:
+            raise PeerError(
+                f"the transport of the receiver is {ticket.transport!r}, of this engine "
+                f"{self._transport.name!r}",
+                hint="set the same Peers(transport=...) on both servers",
+            )
+        theirs = (ticket.model, ticket.weights_version)
+        ours = (identity.model, identity.weights_version)
+        if theirs != ours:
+            raise LayoutError(
+                f"the receiver has model {theirs[0]!r} with weights {theirs[1]!r}; this engine has "
+                f"model {ours[0]!r} with weights {ours[1]!r}"
+            )
+        endpoint = next((e for e in ticket.endpoints if e.rank == identity.rank), None)
+        if endpoint is None or endpoint.num_ranks != identity.num_ranks:
+            raise LayoutError(
+                f"the receiver has {len(ticket.endpoints)} ranks, this engine {identity.num_ranks}"
+            )
+        if ticket.block_tokens != identity.block_tokens or endpoint.layout != self._layout():
+            raise LayoutError(
+                f"the blocks of the receiver have {ticket.block_tokens} tokens, of this engine "
+                f"{identity.block_tokens}; or their tensors differ"
+            )
+        return [endpoint]
+
+    def close_ticket(self, ticket_id: bytes) -> None:
+        """End a ticket on both sides of this worker; its plans are given up. Idempotent."""
+        for end in (self._receiver, self._sender):
+            if end is not None:
+                self._surely(partial(end.close_ticket, ticket_id, "it is no longer needed"))
+        self._release(ticket_id)
+
+    def _release(self, ticket_id: bytes) -> None:
+        for host, port in self._acquired.pop(ticket_id, ()):
+            if self._connections is not None:
+                self._connections.release(host, port)
+
+    # --- plans ------------------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> Iterable[int]:
+        """Ids of the plans that were not reported yet."""
+        return self._transfers.keys()
+
+    def submit(self, plan: TransferPlan, num_bytes: int) -> LayerDoneCounter:
+        """Take a plan that was checked."""
+        counter = LayerDoneCounter(0, transfer_id=plan.transfer_id, direction=plan.direction)
+        transfer = self._transfers[plan.transfer_id] = _Transfer(plan, counter, num_bytes)
+        self._counts[plan.route].begin(plan.transfer_id)
+        end = self._receiver if plan.route == RECEIVE else self._sender
+        if end is None:
+            transfer.end = (0, CopyError(0, f"the engine has no route {plan.route} now"))
+            self._end_soon(transfer)
+        else:
+            end.submit(plan)
+        return counter
+
+    def counter(self, transfer_id: int) -> LayerDoneCounter | None:
+        """Return the counter of a plan in flight; None for an unknown id."""
+        transfer = self._transfers.get(transfer_id)
+        return None if transfer is None else transfer.counter
+
+    def cancel(self, transfer_id: int) -> Cancelled:
+        """Give up a plan: no further byte of it moves, and its report follows."""
+        transfer = self._transfers.get(transfer_id)
+        if transfer is None or transfer.end is not None:
+            return "too late"
+        transfer.is_cancelled = True
+        for end in (self._receiver, self._sender):
+            if end is not None:
+                self._surely(partial(end.cancel, transfer_id, "cancelled"))
+        return "asked"
+
+    def step_closed(self) -> None:
+        """Send the plans that waited for a step."""
+        if self._sender is not None:
+            self._surely(self._sender.step_closed)
+
+    def lane_statistics(self) -> dict[Route, LaneStatistics]:
+        """Return the counts of each route. Any thread."""
+        if not self.exist:
+            return {}
+        return {route: counts.statistics() for route, counts in self._counts.items()}
+
+    def statistics(self) -> list[PeerStatistics]:
+        """Return the use of peers; empty without peers."""
+        if not self.exist:
+            return []
+        ring = self._ring
+        return [
+            PeerStatistics(
+                received=ReceiverCounts() if self._receiver is None else self._receiver.counts(),
+                sent=SenderCounts() if self._sender is None else self._sender.counts(),
+                landing_slots=0 if ring is None else ring.num_slots,
+                free_slots=0 if ring is None else ring.free_slots,
+                connections=0 if self._connections is None else self._connections.open_connections,
+            )
+        ]
+
+    def violations(self) -> list[str]:
+        """Return a description of each violated invariant."""
+        ends = (self._receiver, self._sender)
+        return [text for end in ends if end is not None for text in end.violations()]
+
+    # --- connections ------------------------------------------------------------------------------
+
+    def _on_connection(self, connection: Connection) -> None:
+        self._accepted.add(connection)
+        connection.start(_ReceiverEnd(self, connection))
+
+    def _new_sender_end(self, connection: Connection) -> _SenderEnd:
+        return _SenderEnd(self, connection)
+
+    def on_sender_message(self, connection: Connection, message: Message) -> None:
+        """Take a message of a sender."""
+        receiver = self._receiver
+        if isinstance(message, Landed):  # of a one-sided transport
+            if self.place(connection, message) is not None:
+                self.on_parcel(connection, message)
+        elif receiver is not None:
+            if isinstance(message, Open):
+                self._metadata[connection] = message.transport_metadata
+            receiver.on_message(connection, message)
+        elif isinstance(message, Open):
+            refused = Refused(ticket_id=message.ticket_id, kind="ticket", reason="it sleeps")
+            connection.send(refused)
+
+    def place(self, connection: Connection, landed: Landed) -> memoryview | None:
+        """Return the slot for a parcel, or None to discard it."""
+        landing = self._landing
+        if self._receiver is None or landing is None or landed.parcel_bytes > landing.slot_bytes:
+            return None
+        if self._receiver.begin_parcel(connection, landed) == "discard":
+            return None
+        return landing.slot(landed.slot, landed.parcel_bytes)
+
+    def on_parcel(self, connection: Connection, landed: Landed) -> None:
+        """Note that a parcel is in its slot."""
+        if self._receiver is not None:
+            self._receiver.end_parcel(connection, landed)
+
+    def on_sender_closed(self, connection: Connection, reason: str) -> None:
+        """Note the end of a connection that a sender had opened."""
+        self._accepted.discard(connection)
+        metadata = self._metadata.pop(connection, b"")
+        if self._receiver is None:
+            return
+        self._receiver.on_closed(connection, reason)
+        if self._transport.one_sided:
+            self._spawn(self._fence(self._receiver, connection, metadata))
+
+    async def _fence(
+        self, receiver: Receiver[Connection], connection: Connection, metadata: bytes
+    ) -> None:
+        await self._transport.fence(metadata)
+        receiver.fenced(connection)
+
+    def on_receiver_message(self, connection: Connection, message: Message) -> None:
+        """Take a message of a receiver."""
+        if isinstance(message, Accepted | Refused):
+            reply = self._replies.get((connection, message.ticket_id))
+            if reply is None or reply.done():
+                return
+            if isinstance(message, Accepted):
+                reply.set_result(message)
+            else:
+                error = LayoutError if message.kind == "layout" else PeerError
+                reply.set_exception(error(f"the receiver refuses the ticket: {message.reason}"))
+        elif self._sender is not None:
+            self._sender.on_message(connection, message)
+
+    def on_receiver_closed(self, connection: Connection, reason: str) -> None:
+        """Note the end of a connection that this rank had opened."""
+        self._links.pop(connection, None)
+        for (other, _), reply in list(self._replies.items()):
+            if other is connection and not reply.done():
+                reply.set_exception(PeerError(f"the connection to the receiver ended: {reason}"))
+        if self._sender is not None:
+            self._sender.on_closed(connection, reason)
+
+    # --- work of the receiver and the sender ------------------------------------------------------
+
+    def send(self, connection: Connection, message: Message) -> None:
+        """Send a message."""
+        connection.send(message)
+
+    def is_open(self, step: int) -> bool:
+        """Return True while work of the step may not have been submitted yet."""
+        return self._copies.is_open(step)
+
+    def verify(self, parcels: Sequence[Received]) -> None:
+        """Verify parcels, together with the others of this pass of the loop."""
+        if not self._unverified:
+            self._soon(self._verify_all)
+        self._unverified += parcels
+
+    def _verify_all(self) -> None:
+        parcels, self._unverified = self._unverified, []
+        if not parcels or self._landing is None:
+            return
+        slots = np.array([parcel.slot for parcel in parcels], np.int32)
+        keys = b"".join(parcel.key for parcel in parcels)
+        self._in_thread(
+            partial(self._native_call(_native.verify_blocks, self._landing), slots, keys),
+            len(parcels),
+            partial(self._verified, parcels),
+        )
+
+    def _verified(self, parcels: list[Received], results: Any) -> None:
+        are_right = [False] * len(parcels) if results is None else (results == Result.DONE).tolist()
+        if self._receiver is not None:
+            self._receiver.verified(parcels, are_right)
+
+    def copy(self, copy: SlotCopy) -> None:
+        """Copy landing slots to device blocks."""
+        receiver = self._receiver
+        if receiver is not None:
+            self._copies.copy(
+                RECEIVE,
+                copy.slots,
+                copy.device_ids,
+                copy.receive.plan.after_step,
+                partial(receiver.copied, copy),
+            )
+
+    def fill(self, fill: SlotFill) -> None:
+        """Copy device blocks to outgoing slots."""
+        sender, landing = self._sender, self._landing
+        if sender is not None and landing is not None:
+            self._copies.copy(
+                SEND,
+                fill.device_ids,
+                [landing.num_slots + slot for slot in fill.slots],
+                fill.send.plan.after_step,
+                partial(sender.filled, fill),
+            )
+
+    def seal(self, parcels: Sequence[Sent[Connection]]) -> None:
+        """Write the trailers of parcels."""
+        if self._outgoing is None:
+            return
+        slots = np.array([parcel.slot for parcel in parcels], np.int32)
+        keys = b"".join(parcel.key for parcel in parcels)
+        self._in_thread(
+            partial(self._native_call(_native.seal_blocks, self._outgoing), slots, keys),
+            len(parcels),
+            partial(self._sealed, list(parcels)),
+        )
+
+    def _sealed(self, parcels: list[Sent[Connection]], results: Any) -> None:
+        if self._sender is not None:
+            self._sender.sealed(parcels)
+
+    def write(self, connection: Connection, parcels: Sequence[Sent[Connection]]) -> None:
+        """Write parcels to the slots of their credits."""
+        batch = [
+            Outgoing(
+                parcel.slot,
+                Landed(
+                    ticket_id=parcel.send.plan.peer,
+                    sender_block=parcel.block,
+                    slot=parcel.credit.slot,
+                    slot_generation=parcel.credit.generation,
+                    parcel_bytes=self._slot_bytes(),
+                ),
+            )
+            for parcel in parcels
+            if parcel.slot is not None and parcel.credit is not None
+        ]
+        task = self._spawn(self._write(connection, batch))
+        task.add_done_callback(partial(self._written, list(parcels)))
+
+    async def _write(self, connection: Connection, batch: list[Outgoing]) -> None:
+        link = self._links.get(connection)
+        if link is None:
+            return  # the connection has ended
+        try:
+            await link.write(batch)
+        except PeerError as error:
+            connection.abort(str(error))
+
+    def _written(self, parcels: list[Sent[Connection]], task: asyncio.Future[Any]) -> None:
+        if self._sender is not None:
+            self._surely(partial(self._sender.written, parcels))
+
+    def received(self, receive: Receive) -> None:
+        """Report a RECEIVE plan. Idempotent."""
+        self._end(receive.plan.transfer_id, receive.leading_blocks, receive.failure)
+
+    def sent(self, send: Send) -> None:
+        """Report a SEND plan. Idempotent."""
+        self._end(send.plan.transfer_id, send.leading_blocks, send.failure)
+
+    # --- reports ----------------------------------------------------------------------------------
+
+    def _end(self, transfer_id: int, leading: int, failure: CopyError | None) -> None:
+        transfer = self._transfers.get(transfer_id)
+        if transfer is not None and transfer.end is None:
+            if failure is not None:
+                failure = CopyError(leading, failure.reason)
+            transfer.end = (leading, failure)
+            self._end_soon(transfer)
+
+    def _end_soon(self, transfer: _Transfer) -> None:
+        self._soon(partial(self._finish, transfer))
+
+    def _finish(self, transfer: _Transfer) -> None:
+        """Report a plan that is at rest. Idempotent."""
+        plan = transfer.plan
+        if transfer.end is None or self._transfers.get(plan.transfer_id) is not transfer:
+            return
+        leading, failure = transfer.end
+        outcome: Outcome = "done" if failure is None else "failed"
+        if failure is not None and transfer.is_cancelled and not leading:
+            outcome = "cancelled"
+        transfer.counter.finish(failure)
+        if not transfer.reported:
+            self._report(
+                TransferReport(
+                    transfer_id=plan.transfer_id,
+                    outcome=outcome,
+                    first_bad_block=leading if outcome == "failed" else 0,
+                    reason="" if failure is None else failure.reason,
+                )
+            )
+            transfer.reported = True
+        self._on_end(plan.transfer_id)
+        del self._transfers[plan.transfer_id]
+        moved_bytes = transfer.num_bytes // plan.num_blocks * leading
+        self._counts[plan.route].end(plan.transfer_id, outcome, moved_bytes)
+
+    def _report(self, report: TransferReport) -> None:
+        try:
+            self._on_report(report)
+        except Exception as error:
+            asyncio.get_running_loop().call_exception_handler(
+                {
+                    "message": f"aiokv: on_report raised for transfer {report.transfer_id}",
+                    "exception": error,
+                }
+            )
+
+    # --- deadlines --------------------------------------------------------------------------------
+
+    def _arm(self) -> None:
+        """Wait for the next deadline of a ticket."""
+        ends = [end.next_deadline for end in (self._receiver, self._sender) if end is not None]
+        deadlines = [deadline for deadline in ends if deadline is not None]
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if deadlines and not self._closing:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_at(min(deadlines), self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._surely(self._expire)
+
+    def _expire(self) -> None:
+        now = self._now()
+        for end in (self._receiver, self._sender):
+            if end is not None:
+                end.expire(now)
+        self._arm()
+
+    # --- helpers ----------------------------------------------------------------------------------
+
+    def _check_usable(self) -> None:
+        self._checked()
+        if self._closing or self._poller is None:
+            raise ClosedError("the worker is closed, or not open")
+
+    def _check_layout(self, message: Open) -> None:
+        identity = self._identity
+        if identity is None or (message.sender_block_tokens, message.layout) != (
+            identity.block_tokens,
+            self._layout(),
+        ):
+            raise LayoutError("the blocks of the sender and of the receiver differ")
+
+    def _layout(self) -> bytes:
+        return _layout(self._memory().regions)
+
+    def _slot_bytes(self) -> int:
+        return _parcel_bytes(self._memory().regions)
+
+    def _native_call(self, function: Callable[..., Any], memory: PeerMemory) -> Callable[..., Any]:
+        return partial(
+            function,
+            memory.address,
+            memory.slot_bytes,
+            memory.slot_bytes - TRAILER_BYTES,
+            num_blocks=memory.num_slots,
+        )
+
+    def _in_thread(
+        self, call: Callable[[], Any], num_parcels: int, then: Callable[[Any], None]
+    ) -> None:
+        """Call ``then`` with the result of ``call``, None if it raised; few bytes take no thread.
+
+        ``then`` is called later, never in this call.
+        """
+        if num_parcels * self._slot_bytes() < INLINE_BYTES or self._executor is None:
+            result = call()
+            self._soon(partial(then, result))
+            return
+        work = asyncio.get_running_loop().run_in_executor(self._executor, call)
+        self._work.add(work)
+        work.add_done_callback(partial(self._thread_done, then))
+
+    def _thread_done(self, then: Callable[[Any], None], work: asyncio.Future[Any]) -> None:
+        self._work.discard(work)
+        result = None
+        if not work.cancelled() and (error := work.exception()) is not None:
+            asyncio.get_running_loop().call_exception_handler(
+                {"message": "aiokv: a thread of the peers raised", "exception": error}
+            )
+        elif not work.cancelled():
+            result = work.result()
+        self._surely(partial(then, result))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+        return task
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def _surely(self, action: Callable[[], object]) -> None:
+        """Call ``action()`` now, and again after an interrupt."""
+        if self._poller is not None:
+            self._poller.surely(action)
+
+    def _soon(self, action: Callable[[], object]) -> None:
+        if self._poller is not None and not self._poller.closed:
+            self._poller.soon(action)
+
+
+def _parcel_bytes(regions: Regions) -> int:
+    """Return the bytes of a block as it travels: its host block, and the trailer."""
+    return max(regions.host_block_bytes, TRAILER_BYTES) + TRAILER_BYTES
+
+
+def _layout(regions: Regions) -> bytes:
+    """Return a description of the blocks; equal for blocks that can be exchanged as they are."""
+    return msgspec.msgpack.encode(
+        [[piece.region, piece.layer, piece.dtype, piece.block_bytes] for piece in regions.pieces()]
+    )

@@ -1,0 +1,123 @@
+"""WorkerStores: the stores of one worker, which are open while its host memory is allocated."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from aiokv.errors import UsageError
+from aiokv.stores.store_set import StoreSet
+from aiokv.worker.store_transfers import STORE_ROUTES, StoreTransfers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aiokv.plan import Route, TransferReport
+    from aiokv.stores.guard_statistics import GuardStatistics
+    from aiokv.stores.identity import StoreIdentity
+    from aiokv.stores.store_set import StoreAnswer
+    from aiokv.worker.lanes import LaneStatistics
+    from aiokv.worker.memory import WorkerMemory
+    from aiokv.worker.poller import EventPoller
+
+
+class WorkerStores:
+    """Stores of one worker: their keys, their plans, and their closing while the host tier sleeps.
+
+    A worker without stores has one, too, which finds nothing, and does not suspend.
+
+    Args:
+        stores: opened and closed with the worker; None without stores.
+        memory: has the host blocks, and the layout that the keys depend on.
+        on_end: called with the id of each plan after its report.
+
+    Attributes:
+        exist: False without stores.
+        routes: routes between host blocks and stores; empty without stores.
+        transfers: plans between host blocks and stores.
+    """
+
+    def __init__(
+        self, stores: StoreSet | None, memory: WorkerMemory, on_end: Callable[[int], None]
+    ) -> None:
+        self.exist = stores is not None
+        self.routes: frozenset[Route] = STORE_ROUTES if self.exist else frozenset()
+        self._stores = StoreSet(()) if stores is None else stores
+        self._memory = memory
+        self._identity: StoreIdentity | None = None
+        self._is_asleep = False
+        self.transfers = StoreTransfers(self._stores, on_end)
+
+    async def open(
+        self,
+        identity: StoreIdentity | None,
+        poller: EventPoller,
+        on_report: Callable[[TransferReport], None],
+    ) -> None:
+        """Open the stores on the host memory, which was allocated before.
+
+        Raises:
+            AiokvError: a store cannot be opened; all are closed.
+            UsageError: ``identity`` is None.
+
+        Cancellation: all are closed.
+        """
+        if not self.exist:
+            return
+        self._identity = identity
+        await self._stores.open(self._memory.store_memory, self._fingerprint())
+        self.transfers.open(poller, on_report)
+
+    async def lookup(self, digests: bytes) -> StoreAnswer:
+        """Ask the stores for blocks; see :meth:`StoreSet.lookup`."""
+        return await self._stores.lookup(digests)
+
+    def change_weights(self, version: str) -> None:
+        """Use other keys from now on; see :meth:`Worker.change_weights`."""
+        if self._identity is not None:
+            self._identity = msgspec.structs.replace(self._identity, weights_version=version)
+            self._stores.change_fingerprint(self._fingerprint())
+
+    def _fingerprint(self) -> bytes:
+        if self._identity is None:
+            raise UsageError("open: identity is None; stores need it", hint="pass a StoreIdentity")
+        return self._identity.fingerprint(self._memory.regions)
+
+    async def sleep(self) -> None:
+        """Close the stores until ``wake_up``: the host memory will be freed.
+
+        Cancellation: call it again, or ``wake_up``.
+        """
+        self._is_asleep = True
+        await self._stores.aclose()
+
+    async def wake_up(self) -> None:
+        """Open the stores again after ``sleep``, if the host memory is allocated again.
+
+        Cancellation: call it again, or ``sleep``.
+        """
+        if self.exist and self._is_asleep and "host" not in self._memory.asleep:
+            await self._stores.reopen(self._memory.store_memory, self._fingerprint())
+            self._is_asleep = False
+
+    async def aclose(self) -> None:
+        """Wait for the plans in flight, and close the stores. Idempotent.
+
+        Cancellation: call it again.
+        """
+        await self.transfers.finish()
+        await self._stores.aclose()
+        await self.transfers.aclose()
+
+    def close_without_loop(self) -> None:
+        """As ``aclose``, after the loop was closed: nothing is reported."""
+        self._stores.close_without_loop()
+
+    def statistics(self) -> list[GuardStatistics]:
+        """Return the statistics of each store, in order."""
+        return self._stores.statistics()
+
+    def lane_statistics(self) -> dict[Route, LaneStatistics]:
+        """Return the counts of each route. Any thread."""
+        return self.transfers.statistics() if self.exist else {}

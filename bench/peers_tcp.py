@@ -1,0 +1,385 @@
+"""Bytes per second of parcels from one process to another over loopback TCP.
+
+Per size of a parcel, in turns, on asyncio and on uvloop:
+
+* ``plain``: ``sock_sendall`` and ``sock_recv_into`` of the same sizes on one connection, between
+  the same slots; nothing is framed, proven or acknowledged;
+* ``peers``: a sender seals each parcel, waits for a credit, and writes it with ``TcpLink``; the
+  receiver verifies each parcel, acknowledges it and gives the slot of the next.
+
+Each number is the median of the rounds; ``ratio_to_plain`` is the median of the ratios within each
+round. ``idle`` is the CPU time of both ends of connections that carry nothing, as a share of the
+elapsed time, per connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict, deque
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import uvloop
+
+from aiokv._native import seal_blocks, verify_blocks
+from aiokv.peers.messages import (
+    MAX_LISTED,
+    Credit,
+    Done,
+    Landed,
+    Proven,
+    SlotCredit,
+    Want,
+    parcel_key,
+)
+from aiokv.peers.ring import LandingRing
+from aiokv.peers.tcp import TcpTransport
+from aiokv.peers.transport import Outgoing, PeerMemory
+from aiokv.peers.wire import Connection, listen
+from aiokv.stores.base import TRAILER_BYTES
+from aiokv.worker.arena import HostArena
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from aiokv.peers.messages import Message
+
+SIZES = {"128_kib": 128 << 10, "1_mib": 1 << 20, "4_mib": 4 << 20}
+LOOPS: dict[str, Callable[[Coroutine[Any, Any, Any]], Any]] = {
+    "asyncio": asyncio.run,
+    "uvloop": uvloop.run,
+}
+TOTAL_BYTES = 512 << 20  # per round
+MEMORY_BYTES = 32 << 20  # of the slots of each side
+INLINE_BYTES = 256 << 10  # fewer are read on the loop, which is faster than a thread
+SECRET = b"a secret of the bench of peers"
+TICKET = bytes(16)
+GENERATION = bytes(range(16))
+IDLE_CONNECTIONS = 16
+
+
+def run(quick: bool) -> dict[str, Any]:
+    """Return GB/s by size of a parcel and loop, and the CPU share of idle connections."""
+    rounds = 1 if quick else 7
+    total = TOTAL_BYTES // 16 if quick else TOTAL_BYTES
+    results: dict[str, Any] = {}
+    for name, parcel_bytes in SIZES.items():
+        seconds: dict[str, list[float]] = defaultdict(list)
+        count = max(4, total // parcel_bytes)
+        for _ in range(rounds):
+            for loop, run_on in LOOPS.items():
+                for way in ("plain", "peers"):
+                    seconds[f"{way}_{loop}"].append(
+                        run_on(_measure(way, loop, parcel_bytes, count))
+                    )
+        results[name] = _summary(seconds, count * parcel_bytes)
+    results["idle"] = {
+        f"cpu_share_{loop}": run_on(_idle(1.0 if quick else 10.0)) for loop, run_on in LOOPS.items()
+    }
+    return results
+
+
+def _summary(seconds: dict[str, list[float]], num_bytes: int) -> dict[str, float]:
+    gbps = {
+        f"{way}_gbps": num_bytes / 1e9 / statistics.median(values)
+        for way, values in seconds.items()
+    }
+    ratios = {
+        f"ratio_to_plain_{loop}": statistics.median(
+            plain / ours
+            for plain, ours in zip(seconds[f"plain_{loop}"], seconds[f"peers_{loop}"], strict=True)
+        )
+        for loop in LOOPS
+    }
+    return gbps | ratios
+
+
+class _Slots:
+    """Memory of one side."""
+
+    def __init__(self, parcel_bytes: int) -> None:
+        self.arena = HostArena(
+            num_blocks=max(4, MEMORY_BYTES // parcel_bytes), block_bytes=parcel_bytes
+        )
+        self.arena.blocks[:] = np.random.default_rng(0).integers(0, 256, parcel_bytes, np.uint8)
+        self.memory = PeerMemory(
+            address=self.arena.pointer,
+            num_slots=self.arena.num_blocks,
+            slot_bytes=parcel_bytes,
+            view=self.arena.blocks.reshape(-1).data,
+        )
+        self.threads = ThreadPoolExecutor(1)
+
+    async def proof(self, function: Callable[..., Any], slots: list[int], keys: bytes) -> Any:
+        memory = self.memory
+        blocks = np.array(slots, np.int32)
+        payload_bytes = memory.slot_bytes - TRAILER_BYTES
+
+        def call() -> Any:
+            return function(
+                memory.address,
+                memory.slot_bytes,
+                payload_bytes,
+                blocks,
+                keys,
+                num_blocks=memory.num_slots,
+            )
+
+        if len(slots) * payload_bytes < INLINE_BYTES:
+            return call()
+        return await asyncio.get_running_loop().run_in_executor(self.threads, call)
+
+    def close(self) -> None:
+        self.threads.shutdown()
+
+
+def _keys(blocks: list[int]) -> bytes:
+    return b"".join(parcel_key(TICKET, GENERATION, 0, block, 0) for block in blocks)
+
+
+# --- receiver, in this process ------------------------------------------------------------------
+
+
+async def _measure(way: str, loop: str, parcel_bytes: int, count: int) -> float:
+    """Return the seconds in which ``count`` parcels of another process arrived."""
+    slots = _Slots(parcel_bytes)
+    receive = _receive_plain if way == "plain" else _receive_parcels
+    try:
+        return await receive(slots, loop, count)
+    finally:
+        slots.close()
+
+
+def _sender(
+    way: str, loop: str, port: int, parcel_bytes: int, count: int
+) -> subprocess.Popen[bytes]:
+    options = json.dumps([way, loop, port, parcel_bytes, count])
+    return subprocess.Popen([sys.executable, "-m", "bench.peers_tcp", options])
+
+
+async def _receive_plain(slots: _Slots, loop_name: str, count: int) -> float:
+    loop = asyncio.get_running_loop()
+    memory = slots.memory
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.setblocking(False)
+        port = listening.getsockname()[1]
+        with _sender("plain", loop_name, port, memory.slot_bytes, count) as sender:
+            connected, _ = await loop.sock_accept(listening)
+            connected.setblocking(False)
+            with connected:
+                await loop.sock_recv(connected, 1)
+                began = time.perf_counter()
+                for parcel in range(count):
+                    target = memory.slot(parcel % memory.num_slots, memory.slot_bytes)
+                    while target:
+                        target = target[await loop.sock_recv_into(connected, target) :]
+                seconds = time.perf_counter() - began
+            _check_exit(sender)
+    return seconds
+
+
+def _check_exit(sender: subprocess.Popen[bytes]) -> None:
+    if sender.wait(30):
+        raise RuntimeError(f"peers_tcp: the sender exited with {sender.returncode}")
+
+
+class _Receiver:
+    """Handler of the receiving end."""
+
+    def __init__(self, slots: _Slots, count: int) -> None:
+        self.slots = slots
+        self.left = count
+        self.ring: LandingRing[str] = LandingRing(slots.memory.num_slots)
+        self.connection: Connection | None = None
+        self.arrived: list[Landed] = []
+        self.proving: asyncio.Task[None] | None = None
+        self.began = 0.0
+        self.seconds: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+
+    def start(self, connection: Connection) -> None:
+        self.connection = connection
+        connection.start(self)
+
+    def on_message(self, message: Message) -> None:
+        if isinstance(message, Want):
+            self.began = self.began or time.perf_counter()
+            self.ring.want("sender", message.parcels)
+            self.give_credit()
+
+    def give_credit(self) -> None:
+        for _, slots in self.ring.grant():
+            self.connection.send(Credit(slots=slots))
+
+    def place(self, landed: Landed) -> memoryview | None:
+        if not self.ring.land("sender", landed.credit):
+            return None
+        return self.slots.memory.slot(landed.slot, landed.parcel_bytes)
+
+    def on_parcel(self, landed: Landed) -> None:
+        self.ring.landed(landed.slot)
+        self.arrived.append(landed)
+        if self.proving is None:
+            self.proving = asyncio.get_running_loop().create_task(self.prove())
+
+    async def prove(self) -> None:
+        while self.arrived:
+            landed, self.arrived = self.arrived, []
+            blocks = [parcel.sender_block for parcel in landed]
+            slots = [parcel.slot for parcel in landed]
+            results = await self.slots.proof(verify_blocks, slots, _keys(blocks))
+            if results.any():
+                raise RuntimeError("peers_tcp: a parcel is wrong")
+            for slot in slots:
+                self.ring.free(slot)
+            self.give_credit()
+            self.connection.send(Proven(ticket_id=TICKET, sender_blocks=blocks))
+            self.left -= len(blocks)
+        self.proving = None
+        if not self.left:
+            self.seconds.set_result(time.perf_counter() - self.began)
+            self.connection.send(Done(ticket_id=TICKET))
+
+    def on_closed(self, reason: str) -> None:
+        if not self.seconds.done():
+            self.seconds.set_exception(RuntimeError(f"peers_tcp: {reason}"))
+
+
+async def _receive_parcels(slots: _Slots, loop_name: str, count: int) -> float:
+    receiver = _Receiver(slots, count)
+    listener = await listen("127.0.0.1", 0, SECRET, receiver.start)
+    with _sender("peers", loop_name, listener.port, slots.memory.slot_bytes, count) as sender:
+        seconds = await receiver.seconds
+        _check_exit(sender)
+    await receiver.connection.closed()
+    await listener.aclose()
+    return seconds
+
+
+# --- sender, in another process -----------------------------------------------------------------
+
+
+async def _send_plain(port: int, slots: _Slots, count: int) -> None:
+    loop = asyncio.get_running_loop()
+    memory = slots.memory
+    with socket.create_connection(("127.0.0.1", port)) as connected:
+        connected.setblocking(False)
+        await loop.sock_sendall(connected, b"!")
+        for parcel in range(count):
+            slot = memory.slot(parcel % memory.num_slots, memory.slot_bytes)
+            await loop.sock_sendall(connected, slot)
+
+
+class _Sender:
+    """Handler of the sending end."""
+
+    def __init__(self) -> None:
+        self.credits: deque[SlotCredit] = deque()
+        self.given = asyncio.Event()
+        self.done = asyncio.get_running_loop().create_future()
+
+    def on_message(self, message: Message) -> None:
+        if isinstance(message, Credit):
+            self.credits.extend(message.slots)
+            self.given.set()
+        elif isinstance(message, Done):
+            self.done.set_result(None)
+
+    def place(self, landed: Landed) -> memoryview | None:
+        return None
+
+    def on_parcel(self, landed: Landed) -> None:
+        pass
+
+    def on_closed(self, reason: str) -> None:
+        if not self.done.done():
+            self.done.set_exception(RuntimeError(f"peers_tcp: {reason}"))
+
+
+async def _send_parcels(port: int, slots: _Slots, count: int) -> None:
+    sender = _Sender()
+    connection = await Connection.open("127.0.0.1", port, SECRET, timeout=30.0)
+    connection.start(sender)
+    transport = TcpTransport()
+    await transport.open(slots.memory, slots.memory)
+    link = await transport.connect(connection, b"")
+    for begin in range(0, count, MAX_LISTED):
+        connection.send(Want(ticket_id=TICKET, parcels=min(MAX_LISTED, count - begin)))
+    batch = max(1, slots.memory.num_slots // 4)
+    writes: deque[asyncio.Task[None]] = deque()
+    for begin in range(0, count, batch):
+        blocks = list(range(begin, min(begin + batch, count)))
+        if len(writes) > 1:  # these slots are still being read
+            await writes.popleft()
+        places = [block % (batch * 4) for block in blocks]
+        await slots.proof(seal_blocks, places, _keys(blocks))
+        writes.append(asyncio.ensure_future(_write(link, sender, blocks, places, slots.memory)))
+    for write in writes:
+        await write
+    await sender.done
+    connection.close()
+    await connection.closed()
+
+
+async def _write(
+    link: Any, sender: _Sender, blocks: list[int], places: list[int], memory: PeerMemory
+) -> None:
+    waiting = deque(zip(blocks, places, strict=True))
+    while waiting:
+        while not sender.credits:
+            sender.given.clear()
+            await sender.given.wait()
+        parcels = []
+        while waiting and sender.credits:
+            block, place = waiting.popleft()
+            slot, generation = sender.credits.popleft()
+            landed = Landed(
+                ticket_id=TICKET,
+                sender_block=block,
+                slot=slot,
+                slot_generation=generation,
+                parcel_bytes=memory.slot_bytes,
+            )
+            parcels.append(Outgoing(place, landed))
+        await link.write(parcels)
+
+
+def _send(options: str) -> None:
+    way, loop, port, parcel_bytes, count = json.loads(options)
+    slots = _Slots(parcel_bytes)
+    send = _send_plain if way == "plain" else _send_parcels
+    LOOPS[loop](send(port, slots, count))
+    slots.close()
+
+
+# --- idle connections ---------------------------------------------------------------------------
+
+
+async def _idle(seconds: float) -> float:
+    """Return the CPU share of one idle connection, both of whose ends are on this loop."""
+    ends: list[Connection] = []
+
+    def start(connection: Connection) -> None:
+        connection.start(_Sender())
+        ends.append(connection)
+
+    listener = await listen("127.0.0.1", 0, SECRET, start)
+    for _ in range(IDLE_CONNECTIONS):
+        start(await Connection.open("127.0.0.1", listener.port, SECRET, timeout=30.0))
+    began, cpu_began = time.perf_counter(), time.process_time()
+    await asyncio.sleep(seconds)
+    share = (time.process_time() - cpu_began) / (time.perf_counter() - began) / IDLE_CONNECTIONS
+    for end in ends:
+        end.abort("closed")
+    await listener.aclose()
+    return share
+
+
+if __name__ == "__main__":
+    _send(sys.argv[1])

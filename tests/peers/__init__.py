@@ -1,0 +1,1 @@
+"""Tests of peers: blocks that move between engines."""

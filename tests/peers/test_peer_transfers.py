@@ -1,0 +1,230 @@
+"""Plans between two workers over TCP: bytes, ends, and what is left (I3, I4, I11)."""
+
+from __future__ import annotations
+
+import pytest
+
+from aiokv.errors import LayoutError, PeerError, UsageError
+from aiokv.peers.ticket import encode
+from aiokv.testing import ManualDevice, run_until_idle, running_clock, spin
+
+from .workers import PeerWorker, two_workers
+
+pytestmark = pytest.mark.asyncio
+
+
+async def test_blocks_arrive_with_equal_bytes_and_both_plans_are_done():
+    async with two_workers() as (p, d):
+        ticket = d.expect(6)
+        first, second = (
+            d.receive(ticket, [0, 1, 2], [5, 9, 2]),
+            d.receive(ticket, [3, 4, 5], [1, 0, 7]),
+        )
+        await p.controller.open_ticket(encode(ticket))
+        sent = p.send(ticket, range(6), [11, 12, 13, 14, 15, 16])
+        assert await p.ended(sent) == [("done", 0)]
+        assert await d.ended(first, second) == [("done", 0), ("done", 0)]
+        assert d.blocks([5, 9, 2, 1, 0, 7]) == p.blocks([11, 12, 13, 14, 15, 16])
+        p.controller.close_ticket(ticket.ticket_id)
+        d.controller.close_ticket(ticket.ticket_id)
+        await run_until_idle(lambda: d.free_slots == 8)
+        statistics = d.controller.statistics().receive
+        assert (statistics.done, statistics.submitted) == (2, 0)
+        assert p.controller.statistics().send.done == 1
+
+
+async def test_more_blocks_than_slots_and_more_plans_than_one():
+    async with two_workers(PeerWorker(seed=1, slots=2), PeerWorker(seed=2, slots=2)) as (p, d):
+        ticket = d.expect(24)
+        received = [d.receive(ticket, range(i, i + 4), range(i, i + 4)) for i in range(0, 24, 4)]
+        await p.controller.open_ticket(encode(ticket))
+        sent = [p.send(ticket, range(i, i + 3), range(i + 8, i + 11)) for i in range(0, 24, 3)]
+        assert await p.ended(*sent) == [("done", 0)] * 8
+        assert await d.ended(*received) == [("done", 0)] * 6
+        assert d.blocks(range(24)) == p.blocks(range(8, 32))
+
+
+async def test_parcels_that_come_before_their_plan_wait_in_their_slots():
+    async with two_workers() as (p, d):
+        ticket = d.expect(2)
+        await p.controller.open_ticket(encode(ticket))
+        sent = p.send(ticket, [0, 1], [3, 4])
+        assert await p.ended(sent) == [("done", 0)]
+        received = d.receive(ticket, [0, 1], [6, 7])
+        assert await d.ended(received) == [("done", 0)]
+        assert d.blocks([6, 7]) == p.blocks([3, 4])
+
+
+async def test_send_waits_for_its_step():
+    async with two_workers() as (p, d):
+        ticket = d.expect(1)
+        received = d.receive(ticket, [0], [6])
+        await p.controller.open_ticket(encode(ticket))
+        sent = p.send(ticket, [0], [3], after_step=1)
+        await spin(50)
+        assert p.outcome(sent) is None
+        p.regions.layer_pieces(0)[0].view()[3] = 99  # computed by the step
+        p.controller.close_step(1, None)
+        assert await p.ended(sent) == [("done", 0)]
+        assert await d.ended(received) == [("done", 0)]
+        assert d.block(6) == p.block(3)
+
+
+@pytest.mark.clock
+async def test_ticket_that_no_sender_uses_ends_at_its_deadline():
+
+    async with PeerWorker() as d:
+        ticket = d.expect(2, seconds=5.0)
+        received = d.receive(ticket, [0, 1], [6, 7])
+        before = d.blocks([6, 7])
+        await running_clock().advance(4.0)
+        await spin(10)
+        assert d.outcome(received) is None
+        await running_clock().advance(2.0)
+        assert await d.ended(received) == [("failed", 0)]
+        assert d.blocks([6, 7]) == before
+        assert d.controller.peer_statistics()[0].received.tickets == 0
+        assert d.controller.peer_statistics()[0].received.expired == 1
+
+
+async def test_cancelled_receive_writes_no_block_although_parcels_arrive():
+    """I11: the copy that had begun ends before the report; later parcels are dropped."""
+    device = ManualDevice()
+    async with two_workers(receiver=PeerWorker(device, seed=2)) as (p, d):
+        ticket = d.expect(4)
+        received = d.receive(ticket, range(4), [6, 7, 8, 9])
+        await p.controller.open_ticket(encode(ticket))
+        p.send(ticket, [0, 1], [3, 4])
+        await run_until_idle(lambda: len(device.receives) > 0)
+        assert d.controller.cancel(received) == "asked"
+        p.send(ticket, [2, 3], [5, 6])
+        await spin(100)
+        assert d.outcome(received) is None  # a copy is in flight
+        untouched = d.blocks([8, 9])
+        device.complete_all()
+        await run_until_idle(lambda: d.outcome(received) is not None or bool(device.receives))
+        device.complete_all()
+        assert (await d.ended(received))[0] is not None
+        after = d.blocks([6, 7, 8, 9])
+        await spin(200)
+        assert not device.receives
+        assert d.blocks([6, 7, 8, 9]) == after
+        assert d.blocks([8, 9]) == untouched
+
+
+async def test_send_is_reported_after_its_device_copies_have_ended():
+    device = ManualDevice()
+    async with two_workers(PeerWorker(device, seed=1)) as (p, d):
+        ticket = d.expect(2)
+        d.receive(ticket, [0, 1], [6, 7])
+        await p.controller.open_ticket(encode(ticket))
+        sent = p.send(ticket, [0, 1], [3, 4])
+        await run_until_idle(lambda: len(device.sends) > 0)
+        p.controller.close_ticket(ticket.ticket_id)
+        await spin(50)
+        assert p.outcome(sent) is None
+        device.complete_all()
+        assert await p.ended(sent) == [("failed", 0)]
+
+
+async def test_closing_receiver_ends_the_plans_of_the_sender():
+    async with PeerWorker(seed=1) as p:
+        async with PeerWorker(seed=2) as d:
+            ticket = d.expect(4)
+            received = d.receive(ticket, range(4), range(4))
+            await p.controller.open_ticket(encode(ticket))
+            sent = p.send(ticket, [0, 1], [3, 4])
+            assert await p.ended(sent) == [("done", 0)]
+            late = p.send(ticket, [2], [5], after_step=1)
+        assert d.outcome(received) == ("failed", 2)
+        assert await p.ended(late) == [("failed", 0)]
+
+
+async def test_closing_sender_ends_the_plans_of_the_receiver():
+    async with PeerWorker(seed=2) as d:
+        async with PeerWorker(seed=1) as p:
+            ticket = d.expect(4)
+            received = d.receive(ticket, range(4), range(4))
+            await p.controller.open_ticket(encode(ticket))
+            sent = p.send(ticket, [0, 1], [3, 4])
+            assert await p.ended(sent) == [("done", 0)]
+        assert await d.ended(received) == [("failed", 2)]
+        assert d.free_slots == 8
+
+
+@pytest.mark.parametrize("problem", ["unknown", "generation", "twice", "weights", "width"])
+async def test_open_ticket_that_is_refused_leaves_nothing_behind(problem):
+    sender = PeerWorker(
+        seed=1,
+        weights="w2" if problem == "weights" else "w1",
+        width=38 if problem == "width" else 37,
+    )
+    async with two_workers(sender) as (p, d), PeerWorker(seed=3) as other:
+        ticket = d.ticket(2) if problem == "unknown" else d.expect(2)
+        if problem == "generation":
+            import msgspec
+
+            ticket = msgspec.structs.replace(ticket, generation=bytes(16))
+        if problem == "twice":
+            await other.controller.open_ticket(encode(ticket))
+        error = LayoutError if problem in ("weights", "width") else PeerError
+        with pytest.raises(error):
+            await p.controller.open_ticket(encode(ticket))
+        assert p.controller.peer_statistics()[0].sent.tickets == 0
+        refused = p.send(ticket, [0], [1])
+        assert await p.ended(refused) == [("failed", 0)]
+
+
+async def test_open_ticket_twice_by_one_worker_is_refused():
+    async with two_workers() as (p, d):
+        ticket = d.expect(2)
+        await p.controller.open_ticket(encode(ticket))
+        with pytest.raises(UsageError, match="being sent already"):
+            await p.controller.open_ticket(encode(ticket))
+
+
+async def test_receiver_that_is_gone_is_a_peer_error():
+    async with PeerWorker(seed=1) as p:
+        async with PeerWorker(seed=2) as d:
+            ticket = d.ticket(1)
+        with pytest.raises(PeerError, match="cannot connect"):
+            await p.controller.open_ticket(encode(ticket))
+
+
+async def test_1000_tickets_on_a_ring_of_8_slots_all_end():
+    async with two_workers() as (p, d):
+        plans = []
+        for i in range(1000):
+            ticket = d.expect(2)
+            ids = [2 * i % 32, (2 * i + 1) % 32]
+            received = d.receive(ticket, [0, 1], ids)
+            await p.controller.open_ticket(encode(ticket))
+            plans.append((received, p.send(ticket, [0, 1], ids), ticket))
+        assert set(await p.ended(*(sent for _, sent, _ in plans))) == {("done", 0)}
+        assert set(await d.ended(*(received for received, _, _ in plans))) == {("done", 0)}
+        for _, _, ticket in plans:
+            p.controller.close_ticket(ticket.ticket_id)
+            d.controller.close_ticket(ticket.ticket_id)
+        await run_until_idle(lambda: d.free_slots == 8)
+        assert d.blocks(range(32)) == p.blocks(range(32))
+        received, sent = d.controller.peer_statistics()[0], p.controller.peer_statistics()[0]
+        assert received.received.tickets == sent.sent.tickets == 0
+        assert sent.sent.parcels == received.received.parcels == 2000
+
+
+@pytest.mark.parametrize("tiers", [{"device"}, {"host"}, {"device", "host"}])
+async def test_blocks_move_again_after_sleep(tiers):
+    async with two_workers() as (p, d):
+        for number in range(2):
+            ticket = d.expect(2)
+            received = d.receive(ticket, [0, 1], [6 + number, 8 + number])
+            await p.controller.open_ticket(encode(ticket))
+            sent = p.send(ticket, [0, 1], [3, 4])
+            assert await p.ended(sent) == await d.ended(received) == [("done", 0)]
+            assert d.blocks([6 + number, 8 + number]) == p.blocks([3, 4])
+            for worker in (p, d):
+                regions = worker.controller.memory.regions
+                await worker.controller.sleep(frozenset(tiers))
+                await worker.controller.wake_up(
+                    frozenset(tiers), regions if "device" in tiers else None
+                )

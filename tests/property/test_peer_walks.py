@@ -1,0 +1,396 @@
+"""Random walks of CacheScheduler with peers, whose transfers write and read simulated memory.
+
+A receive writes wrong bytes into its blocks at random until its report; the positions of a send are
+read when it ends. After each transition, each cached block has the bytes of its own tokens (I4,
+I11), and ``violations()`` is empty. In walks with steps, compute writes when its step has finished.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import suppress
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from aiokv import CacheConfig, LeaseState
+from aiokv.errors import AiokvError, LeaseError, WouldBlock
+from aiokv.plan import RECEIVE, SEND, TransferReport
+from aiokv.scheduler.effects import NO_EFFECTS
+from aiokv.scheduler.scheduler import CacheScheduler
+from aiokv.testing.transitions import Recording, replay_transitions
+
+if TYPE_CHECKING:
+    from aiokv.plan import TransferPlan
+    from aiokv.scheduler.effects import Effects, Moved
+
+BLOCK_TOKENS = 3
+DEVICE_BLOCKS = 14
+WRONG = -1
+DEVICE_VALID, HOST_VALID = 1, 4
+
+Bytes = tuple[int, ...]  # of a block: one word per position
+
+
+def words(tokens: list[int], start: int, stop: int) -> list[int]:
+    """Return what the positions of a prompt hold: a function of all tokens up to each."""
+    return [hash(tuple(tokens[: position + 1])) for position in range(start, stop)]
+
+
+class PeerWalk:
+    def __init__(self, seed: int) -> None:
+        self.random = random = Random(seed)
+        self.seen: Counter[str] = Counter()
+        self.tracked = random.random() < 0.6
+        config = CacheConfig(
+            block_tokens=BLOCK_TOKENS,
+            device_blocks=DEVICE_BLOCKS,
+            host_blocks=random.choice((0, 10)),
+            write_policy="write_through",
+            salt_quota_blocks=random.choice((None, 9)),
+        )
+        self.scheduler = CacheScheduler(config)
+        self.read = self.scheduler.read
+        self.recording = Recording(self.scheduler, config, None)
+        self.memory: dict[str, list[list[int]]] = {
+            "device": [[WRONG] * BLOCK_TOKENS for _ in range(DEVICE_BLOCKS)],
+            "host": [[WRONG] * BLOCK_TOKENS for _ in range(10)],
+        }
+        self.computing: list[tuple[int, int, int, int]] = []  # step, block, offset, word
+        self.closed = self.finished = 0
+        self.tokens: dict[int, list[int]] = {}  # of the leases with a handle
+        self.plans: dict[int, TransferPlan] = {}
+        self.expected: dict[int, list[Bytes]] = {}  # of receives and sends: the bytes of the prompt
+        self.awaited: dict[int, int] = {}  # transfers whose end a lease with a handle waits for
+        self.batches: set[int] = set()
+        self.apply(self.scheduler.track_steps(self.tracked))
+
+    # --- memory ---------------------------------------------------------------------------------
+
+    def compute(self, lease_id: int, stop: int) -> None:
+        start = self.read.computed_tokens(lease_id)
+        table = self.read.block_table(lease_id)
+        step = self.closed + 1 if self.tracked else 0
+        for position, word in zip(
+            range(start, stop), words(self.tokens[lease_id], start, stop), strict=True
+        ):
+            block, offset = int(table[position // BLOCK_TOKENS]), position % BLOCK_TOKENS
+            self.computing.append((step, block, offset, word))
+        self.write_computed()
+
+    def write_computed(self) -> None:
+        while self.computing and self.computing[0][0] <= self.finished:
+            _, block, offset, word = self.computing.pop(0)
+            self.memory["device"][block][offset] = word
+
+    def device_bytes(self, block: int) -> list[int]:
+        """Return what a block has when all launched compute has ended."""
+        content = list(self.memory["device"][block])
+        for _, written, offset, word in self.computing:
+            if written == block:
+                content[offset] = word
+        return content
+
+    def check_cached(self) -> None:
+        for _, prefix, device, host, flags, _, _ in self.read.cached_blocks():
+            tokens = np.frombuffer(prefix, "<i4").tolist()
+            right = words(tokens, len(tokens) - BLOCK_TOKENS, len(tokens))
+            if flags & DEVICE_VALID:
+                assert self.device_bytes(device) == right, (device, tokens)
+            if flags & HOST_VALID:
+                assert self.memory["host"][host] == right, (host, tokens)
+
+    # --- the dispatcher and the worker ----------------------------------------------------------
+
+    def apply(self, result: tuple[Any, Effects]) -> Any:
+        value, effects = result
+        if effects is not NO_EFFECTS:
+            cancelled = list(effects.cancel)
+            for plan in effects.submit:
+                self.plans[plan.transfer_id] = plan
+            for end in effects.moved:
+                self.note_end(end)
+            collects = effects.collect
+            effects.clear()
+            self.scheduler.applied()
+            for transfer_id in cancelled:
+                self.seen["cancel"] += 1
+                if self.random.random() < 0.4:
+                    self.end(transfer_id, "cancelled")
+            if collects:
+                self.apply(self.scheduler.collect_backups())
+        assert self.scheduler.violations() == []
+        self.check_cached()
+        return value
+
+    def note_end(self, end: Moved) -> None:
+        assert self.awaited.pop(end.transfer_id) == end.lease_id
+        self.seen["moved"] += 1
+
+    def may_begin(self, plan: TransferPlan) -> bool:
+        return plan.after_step <= self.finished
+
+    def disturb(self) -> None:
+        """Write wrong bytes into blocks that are being received."""
+        for plan in self.plans.values():
+            if plan.route == RECEIVE and self.may_begin(plan):
+                block = self.random.choice(plan.target_ids.tolist())
+                self.memory["device"][block] = [WRONG] * BLOCK_TOKENS
+
+    def end(self, transfer_id: int, outcome: Any = "done", first_bad: int = 0) -> None:
+        plan = self.plans.pop(transfer_id)
+        good = plan.num_blocks if outcome == "done" else first_bad
+        expected = self.expected.pop(transfer_id, [])
+        pairs = list(zip(plan.source_ids.tolist(), plan.target_ids.tolist(), strict=True))[:good]
+        for index, (source, target) in enumerate(pairs):
+            if plan.route == RECEIVE:
+                self.memory["device"][target] = list(expected[index])
+            elif plan.route == SEND:
+                sent = self.memory["device"][source][: len(expected[index])]
+                assert tuple(sent) == expected[index], (transfer_id, source)
+            else:
+                self.memory[plan.route.target][target] = list(
+                    self.memory[plan.route.source][source]
+                )
+        self.seen[f"{outcome} {plan.route.direction}"] += 1
+        report = TransferReport(transfer_id=transfer_id, outcome=outcome, first_bad_block=good)
+        for _ in range(self.random.choice((1, 1, 2))):  # an interrupt repeats a report
+            self.apply(self.scheduler.complete(report))
+
+    def transfer(self) -> None:
+        ready = [i for i, plan in self.plans.items() if self.may_begin(plan)]
+        if not ready:
+            return
+        transfer_id = self.random.choice(ready)
+        if self.random.random() < 0.75:
+            self.end(transfer_id)
+        else:
+            bad = self.random.randrange(self.plans[transfer_id].num_blocks)
+            self.end(transfer_id, "failed", bad)
+
+    # --- requests -------------------------------------------------------------------------------
+
+    def pick(self, *states: LeaseState) -> int | None:
+        found = [i for i in self.tokens if self.read.state(i) in states]
+        return self.random.choice(found) if found else None
+
+    def match(self) -> None:
+        if len(self.tokens) < 5:
+            tokens = [self.random.randint(1, 3)] * self.random.randint(1, 12)
+            tokens += [self.random.choice((1, 2))] * self.random.randint(0, 3)
+            lease_id = self.apply(self.scheduler.match(np.array(tokens, np.int32), salt="s"))
+            self.tokens[lease_id] = tokens
+
+    def allocate(self) -> None:
+        lease_id = self.pick(LeaseState.MATCHED, LeaseState.SWAPPED)
+        if lease_id is not None:
+            num_tokens = len(self.tokens[lease_id]) + self.random.randint(0, 4)
+            with suppress(AiokvError):
+                self.apply(self.scheduler.try_allocate(lease_id, num_tokens))
+
+    def commit(self) -> None:
+        if (lease_id := self.pick(LeaseState.GRANTED, LeaseState.FAILED)) is None:
+            return
+        if self.read.onloads(lease_id):
+            return
+        self.apply(self.scheduler.recompute_from(lease_id))
+        start, known = self.read.computed_tokens(lease_id), len(self.tokens[lease_id])
+        stop = self.random.randint(start, max(start, known))
+        try:
+            batch = self.apply(self.scheduler.begin_batch([lease_id]))
+        except LeaseError:
+            with pytest.raises(LeaseError):
+                self.scheduler.commit(lease_id, self.read.num_tokens(lease_id))
+            return
+        self.batches.add(batch)
+        self.compute(lease_id, stop)
+        self.apply(self.scheduler.commit(lease_id, stop))
+
+    def end_batch(self) -> None:
+        if self.batches:
+            batch = self.random.choice(sorted(self.batches))
+            self.batches.remove(batch)
+            self.apply(self.scheduler.end_batch(batch, in_open_step=self.tracked))
+
+    def receive(self) -> None:
+        if (lease_id := self.pick(LeaseState.GRANTED)) is None:
+            return
+        computed, known = self.read.computed_tokens(lease_id), len(self.tokens[lease_id])
+        first = self.random.randint(computed // BLOCK_TOKENS, known // BLOCK_TOKENS)
+        num_blocks = self.random.randint(1, 3)
+        with suppress(AiokvError):
+            transfer_id = self.apply(
+                self.scheduler.receive(lease_id, self.ticket(), first, num_blocks)
+            )
+            self.note_begin(transfer_id, lease_id, first, num_blocks, known)
+
+    def send(self) -> None:
+        if (lease_id := self.pick(LeaseState.GRANTED)) is None:
+            return
+        computed = self.read.computed_tokens(lease_id)
+        first = self.random.randint(0, -(-computed // BLOCK_TOKENS))
+        num_blocks = self.random.randint(1, 3)
+        with suppress(AiokvError):
+            transfer_id = self.apply(
+                self.scheduler.send(lease_id, self.ticket(), first, num_blocks)
+            )
+            self.note_begin(transfer_id, lease_id, first, num_blocks, computed)
+
+    def note_begin(
+        self, transfer_id: int, lease_id: int, first: int, num_blocks: int, stop: int
+    ) -> None:
+        tokens = self.tokens[lease_id]
+        self.expected[transfer_id] = [
+            tuple(
+                words(
+                    tokens,
+                    min(block * BLOCK_TOKENS, stop),
+                    min((block + 1) * BLOCK_TOKENS, stop),
+                )
+            )
+            for block in range(first, first + num_blocks)
+        ]
+        plan = self.plans[transfer_id]
+        if plan.route == RECEIVE:  # what is behind the prompt is of no meaning
+            self.expected[transfer_id] = [
+                (*block, *[WRONG] * (BLOCK_TOKENS - len(block)))
+                for block in self.expected[transfer_id]
+            ]
+        self.awaited[transfer_id] = lease_id
+
+    def ticket(self) -> bytes:
+        return bytes([self.random.randint(1, 2)] * 16)
+
+    def commit_received(self) -> None:
+        if (lease_id := self.pick(LeaseState.GRANTED)) is None:
+            return
+        stop = self.random.randint(0, len(self.tokens[lease_id]))
+        with suppress(LeaseError):
+            if self.apply(self.scheduler.commit_received(lease_id, stop)):
+                self.seen["received"] += 1
+
+    def end_peer(self) -> None:
+        if self.tokens:
+            lease_id = self.random.choice(sorted(self.tokens))
+            self.apply(self.scheduler.end_peer(lease_id, self.ticket()))
+
+    def forget(self, lease_id: int) -> None:
+        """The lease gives its blocks back: nothing waits for its transfers."""
+        self.awaited = {i: lease for i, lease in self.awaited.items() if lease != lease_id}
+
+    def release(self) -> None:
+        if self.tokens:
+            lease_id = self.random.choice(sorted(self.tokens))
+            del self.tokens[lease_id]
+            self.forget(lease_id)
+            self.apply(self.scheduler.release(lease_id))
+
+    def preempt(self) -> None:
+        if (lease_id := self.pick(LeaseState.GRANTED)) is None:
+            return
+        if self.random.random() < 0.5:
+            with suppress(LeaseError):
+                self.apply(self.scheduler.swap_out(lease_id))
+        else:
+            self.forget(lease_id)
+            self.apply(self.scheduler.preempt(lease_id))
+
+    def truncate(self) -> None:
+        """Cut a lease, and give it other tokens."""
+        if (lease_id := self.pick(LeaseState.GRANTED)) is None:
+            return
+        num_tokens = self.read.num_tokens(lease_id) - self.random.randint(0, 6)
+        try:
+            self.apply(self.scheduler.truncate(lease_id, num_tokens))
+        except LeaseError:
+            return
+        self.tokens[lease_id] = self.tokens[lease_id][:num_tokens]
+        if self.apply(self.scheduler.extend([lease_id], 3)):
+            more = [self.random.randint(4, 5)] * self.random.randint(0, 3)
+            self.apply(self.scheduler.append(lease_id, np.array(more, np.int32)))
+            self.tokens[lease_id] += more
+
+    def fork(self) -> None:
+        lease_id = self.pick(LeaseState.GRANTED)
+        if lease_id is None or self.tracked or len(self.tokens) > 5:
+            return
+        with suppress(WouldBlock, LeaseError):
+            fork = self.apply(self.scheduler.fork(lease_id, "child"))
+            for source, target in zip(fork.source_blocks, fork.target_blocks, strict=True):
+                self.memory["device"][target] = list(self.memory["device"][source])
+            self.tokens[fork.lease_id] = list(self.tokens[lease_id])
+
+    def step(self) -> None:
+        if self.random.random() < 0.5:
+            self.closed = self.apply(self.scheduler.close_step())
+        elif self.finished < self.closed:
+            self.finished = self.random.randint(self.finished + 1, self.closed)
+            self.write_computed()
+            self.apply(self.scheduler.finish_step(self.finished))
+
+    def control(self) -> None:
+        draw = self.random.random()
+        if draw < 0.5:
+            self.apply(self.scheduler.evict(self.random.randint(1, 3), "device"))
+        elif draw < 0.6:
+            self.apply(self.scheduler.reset("test"))
+        elif draw < 0.7:
+            for lease_id in self.tokens:
+                if self.read.is_granted(lease_id) and self.read.state(lease_id) not in (
+                    LeaseState.SWAPPING,
+                    LeaseState.RELEASED,
+                ):
+                    self.forget(lease_id)
+            self.apply(self.scheduler.lose_blocks("rank 0 was lost"))
+            self.apply(self.scheduler.restart())
+
+    def run(self, steps: int) -> None:
+        verbs = [
+            *[self.match] * 4, *[self.allocate] * 5, *[self.commit] * 3, *[self.end_batch] * 4,
+            *[self.receive] * 8, *[self.send] * 6, *[self.commit_received] * 5, self.end_peer,
+            *[self.release] * 2, self.preempt, *[self.truncate] * 2, self.fork, *[self.step] * 4,
+            *[self.transfer] * 8, self.control,
+        ]  # fmt: skip
+        for _ in range(steps):
+            self.disturb()
+            self.random.choice(verbs)()
+        self.finish()
+
+    def finish(self) -> None:
+        while self.tokens:
+            self.release()
+        while self.batches:
+            self.end_batch()
+        self.apply(self.scheduler.advance())
+        self.closed = self.finished = self.apply(self.scheduler.close_step())
+        self.write_computed()
+        self.apply(self.scheduler.finish_step(self.finished))
+        while self.plans:
+            self.end(next(iter(self.plans)))
+        assert self.awaited == {}
+        statistics = self.read.statistics()
+        assert statistics.device_free + statistics.device_cached == DEVICE_BLOCKS
+        assert (self.read.num_leases, self.read.quota_held("s")) == (0, 0)
+        assert replay_transitions(self.recording.log) == len(self.recording.log.transitions)
+        self.seen["received blocks"] += statistics.received_blocks
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_receives_and_sends_never_show_wrong_bytes(seed: int) -> None:
+    PeerWalk(seed).run(300)
+
+
+def test_walks_reach_receives_and_sends_of_each_outcome() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(1000, 1010):
+        walk = PeerWalk(seed)
+        walk.run(300)
+        seen += walk.seen
+    for name in (
+        "done receive", "failed receive", "cancelled receive", "done send", "failed send",
+        "cancelled send", "done onload", "done offload", "moved", "received", "cancel",
+        "received blocks",
+    ):  # fmt: skip
+        assert seen[name] > 0, (name, seen)
