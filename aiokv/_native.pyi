@@ -365,6 +365,11 @@ class Core:
     def match_items(self, tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], items: Sequence[tuple[bytes, int, int]], context: str = '', reads: bool = True, writes: bool = True) -> tuple[int, int, int]:
         """match() of a prompt with items: (content hash, offset, length)."""
 
+    def would_hit(self, tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], items: Sequence[tuple[bytes, int, int]], context: str = '') -> tuple[int, int]:
+        """
+        (device_blocks, host_blocks) that match would find; opens no lease, and refreshes no recency.
+        """
+
     def allocate(self, lease: int, num_tokens: int) -> int:
         """
         Take refs and all blocks. 0: no room, nothing taken; 1: all there; 2: some load.

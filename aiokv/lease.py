@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiokv.engine.leases import Leases
+    from aiokv.engine.peers import Receiving
     from aiokv.types import TokenIds
     from aiokv.worker.device.base import Event
     from aiokv.worker.views import LayerView
@@ -357,11 +358,13 @@ class Lease(Unique):
             cached_device_tokens=cached_device,
             cached_host_tokens=cached_host,
             fetched_tokens=self._read.cached_store_tokens(self.id),
+            received_tokens=waits.received_tokens,
             pending_tokens=waits.pending_tokens,
             computed_blocks=computed_blocks,
             capacity_wait_seconds=waits.capacity_seconds,
             pending_wait_seconds=waits.pending_seconds,
             store_wait_seconds=waits.store_seconds,
+            peer_wait_seconds=waits.peer_seconds,
             onload_seconds=onload_seconds,
         )
 
@@ -534,6 +537,47 @@ class Lease(Unique):
         """
         return self.leases.recompute_from(self)
 
+    # --- other engines ----------------------------------------------------------------------------
+
+    def receive(self, num_tokens: int | None = None, *, timeout: float = 10.0) -> Receiving:
+        """Let another engine compute positions of this lease, and send their blocks.
+
+        ::
+
+            await lease.allocate(len(tokens))
+            async with lease.receive(timeout=10.0) as receiving:
+                ...  # send the prompt and receiving.ticket to the server of the other engine
+                first = await receiving.wait()
+            ...  # compute the positions from `first` on
+
+        Blocks that arrive are committed in order, chunk by chunk: other leases can use them at
+        once. While blocks are in flight, no batch can compute with the lease, and ``commit`` takes
+        no position behind those that have arrived. Leaving the block cancels what is missing, and
+        waits until nothing writes the blocks of the lease any more.
+
+        ``preempt``, ``release`` and ``truncate`` end the receive; so do ``CacheEngine.reset`` and
+        ``updating_weights``. Onloads of the lease go first: the other engine may compute meanwhile.
+
+        Args:
+            num_tokens: absolute number of positions, whose tokens are known; None for all
+                positions of the matched prompt that the lease has. Received are those that are
+                not computed yet.
+            timeout: seconds after which the receive ends, up to 86,400. Then this engine computes
+                what is missing.
+
+        Returns:
+            A :class:`Receiving`, to be entered with ``async with`` once. Entering it raises the
+            errors of the state of the lease.
+
+        Raises:
+            UsageError: an argument is not a number, or is out of range. Nothing changed.
+            LeaseError: the lease is released.
+
+        Cancellation: as leaving the block. Received blocks stay committed.
+        """
+        self.live_id()
+        return self.leases.receive(self, num_tokens, timeout)
+
     # --- for the engine -------------------------------------------------------------------------
 
     def live_id(self) -> int:
@@ -572,6 +616,14 @@ class Lease(Unique):
     def note_store_wait(self, seconds: float) -> None:
         """Add ``seconds`` to the time that the lease waited for stores, for ``usage``."""
         self._noted_waits().add_store(seconds)
+
+    def note_peer_wait(self, seconds: float) -> None:
+        """Add ``seconds`` to the time that the lease waited for other engines, for ``usage``."""
+        self._noted_waits().add_peer(seconds)
+
+    def note_received(self, tokens: int) -> None:
+        """Add ``tokens`` that another engine has sent, for ``usage``."""
+        self._noted_waits().received_tokens += tokens
 
     def note_pending_wait(self, tokens: int, seconds: float) -> None:
         """Add a wait for ``tokens`` that another lease was computing, for ``usage``."""

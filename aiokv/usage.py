@@ -20,6 +20,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
         cached_host_tokens: prompt tokens that were onloaded from host memory.
         fetched_tokens: tokens of the two above that a store has brought, and that no other lease
             had used before.
+        received_tokens: tokens that another engine has computed and sent.
         pending_tokens: prompt tokens after the match that another lease was computing while this
             lease waited for them.
         computed_blocks: blocks that ``commit`` has begun, including blocks of generated tokens and
@@ -27,6 +28,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
         capacity_wait_seconds: wait for capacity and for the salt's quota.
         pending_wait_seconds: wait until another lease had computed the blocks, or had stopped.
         store_wait_seconds: wait for blocks from the stores.
+        peer_wait_seconds: wait for blocks that another engine sends.
         onload_seconds: time from each grant until the last byte of its onloads had arrived, whether
             or not a coroutine waited; increases while an onload is in flight.
     """
@@ -35,11 +37,13 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     cached_device_tokens: int
     cached_host_tokens: int
     fetched_tokens: int
+    received_tokens: int
     pending_tokens: int
     computed_blocks: int
     capacity_wait_seconds: float | None
     pending_wait_seconds: float | None
     store_wait_seconds: float | None
+    peer_wait_seconds: float | None
     onload_seconds: float | None
 
     @property
@@ -52,10 +56,12 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 class Waits:
     """Waiting times of a lease; made when the lease first waits."""
 
+    received_tokens: int = 0
     pending_tokens: int = 0
     capacity_seconds: float | None = None
     pending_seconds: float | None = None
     store_seconds: float | None = None
+    peer_seconds: float | None = None
     onload_seconds: float | None = None
 
     def add_capacity(self, seconds: float) -> None:
@@ -67,6 +73,9 @@ class Waits:
 
     def add_store(self, seconds: float) -> None:
         self.store_seconds = (self.store_seconds or 0.0) + seconds
+
+    def add_peer(self, seconds: float) -> None:
+        self.peer_seconds = (self.peer_seconds or 0.0) + seconds
 
     def add_onload(self, seconds: float) -> None:
         self.onload_seconds = (self.onload_seconds or 0.0) + seconds

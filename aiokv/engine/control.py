@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from aiokv.engine.parts import Parts
+    from aiokv.engine.peers import Exchange
     from aiokv.scheduler.gate import GateChange
 
 
 class Control:
     """Control operations of an engine; see ``CacheEngine`` for each."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, exchange: Exchange) -> None:
         self._config = parts.config
         self._lifetime = parts.lifetime
         self._scheduler = parts.scheduler
@@ -30,6 +31,7 @@ class Control:
         self._worker = parts.worker
         self._transfers = parts.transfers
         self._open_step = parts.open_step
+        self._exchange = exchange
 
     def change_gate(self, change: GateChange) -> None:
         """Begin or end a pause or a hold."""
@@ -60,6 +62,7 @@ class Control:
         """See ``CacheEngine.reset``."""
         self._lifetime.check_open()
         timeout = checks.timeout(timeout)
+        self._exchange.end_all("the cache was reset")
         self._dispatcher.apply(self._scheduler.reset("the cache was reset"))
         async with self.deadline("reset", timeout):
             await self._worker.settle()
@@ -177,6 +180,8 @@ class Control:
         nonce = f"unnamed {uuid4().hex}"  # finds no block of a store
         next_version = nonce if version is None else checks.text("version", version)
         self.change_gate("hold")  # from here on, nothing is saved to the stores
+        self._exchange.change_weights(nonce)  # nor exchanged with peers
+        self._exchange.end_all("the weights are being updated")
         try:
             async with self.deadline("updating_weights", timeout):
                 await self._worker.settle()
@@ -189,6 +194,7 @@ class Control:
                 try:
                     self._dispatcher.apply(self._scheduler.reset("the weights were updated"))
                 finally:  # also after an interrupt: the old keys are wrong from now on
+                    self._exchange.change_weights(next_version)
                     if self._scheduler.has_stores:
                         self._worker.change_weights(next_version)
         finally:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from aiokv.engine.lifetime import Lifetime
     from aiokv.engine.transfers import Transfers
-    from aiokv.scheduler.effects import Effects, Grant
+    from aiokv.scheduler.effects import Effects, Grant, Moved
     from aiokv.scheduler.scheduler import CacheScheduler
     from aiokv.worker.base import Worker
     from aiokv.worker.poller import EventPoller
@@ -62,6 +62,7 @@ class Dispatcher:
         self._errors: dict[int, BaseException] = {}  # by lease id; raised by the next `granted`
         self._pending_waits: dict[int, asyncio.Future[None]] = {}
         self._on_unpinned: Callable[[int, str], None] = lambda lease_id, reason: None
+        self._on_moved: Callable[[Moved], None] = lambda moved: None
         self._answers: deque[Callable[[], tuple[None, Effects]]] = deque()  # of cancellations
         self._advance: asyncio.Handle | None = None
         self._wants_advance = False
@@ -72,6 +73,13 @@ class Dispatcher:
     def tell_unpinned(self, callback: Callable[[int, str], None]) -> None:
         """Call ``callback(lease_id, reason)`` for each pin that ends."""
         self._on_unpinned = callback
+
+    def tell_moved(self, callback: Callable[[Moved], None]) -> None:
+        """Call ``callback(moved)`` for each end of a transfer from or to a peer.
+
+        It makes no transition.
+        """
+        self._on_moved = callback
 
     def stop(self) -> None:
         """Apply no more effects: this process is a fork of the process that has the worker."""
@@ -136,6 +144,9 @@ class Dispatcher:
         while effects.unpinned:
             self._on_unpinned(*effects.unpinned[0])
             effects.unpinned.popleft()
+        while effects.moved:
+            self._on_moved(effects.moved[0])
+            effects.moved.popleft()
         while effects.cancel:
             self._cancel(effects.cancel[0])
             effects.cancel.popleft()

@@ -23,6 +23,7 @@ from aiokv.engine.leases import NO_NAME, Leases
 from aiokv.engine.lifecycle import Lifecycle
 from aiokv.engine.lifetime import Phase
 from aiokv.engine.parts import Parts, check_arguments
+from aiokv.engine.peers import Exchange
 from aiokv.engine.pins import Pins
 from aiokv.engine.recovery import Recovery
 from aiokv.engine.sleeping import TIERS, Sleep
@@ -40,8 +41,11 @@ if TYPE_CHECKING:
 
     from aiokv.config import CacheConfig
     from aiokv.engine.computing import ComputeBatch
+    from aiokv.engine.peers import Sending
     from aiokv.engine.pins import Pin
     from aiokv.lease import Lease
+    from aiokv.peers.options import Peers
+    from aiokv.peers.statistics import PeerStatistics
     from aiokv.ranks.group import RankGroup
     from aiokv.scheduler.scheduler import CacheScheduler
     from aiokv.stores.base import Store
@@ -66,10 +70,14 @@ class CacheEngine(Unique):
             move no bytes and complete in the next pass of the event loop.
         device: the device of the tensors: ``"cpu"`` (the default), ``"cuda"`` for the current GPU,
             ``"cuda:1"``, or a :class:`CpuDevice` or :class:`CudaDevice`.
-        ranks: the processes that own the tensors; replaces ``regions``, ``device`` and ``stores``.
+        ranks: the processes that own the tensors; replaces ``regions``, ``device``, ``stores`` and
+            ``peers``.
         stores: stores below the host tier, in the order in which they are asked: a ``DiskStore``
             and the like from :mod:`aiokv.stores`, or URLs such as ``"disk:/nvme/kv?bytes=400GiB"``.
             They belong to the engine, which opens and closes them. ``CacheConfig.model`` must name
+            the model.
+        peers: how the engine exchanges blocks with engines on other servers: see
+            :class:`aiokv.Peers`, ``Lease.receive`` and ``send``. ``CacheConfig.model`` must name
             the model.
 
     ``async with`` binds the engine to the running event loop. Call every method on that loop.
@@ -91,8 +99,9 @@ class CacheEngine(Unique):
         *,
         ranks: RankGroup | None = None,
         stores: Sequence[Store | StoreUse | str] = (),
+        peers: Peers | None = None,
     ) -> None:
-        check_arguments(config, regions, device, ranks, stores)
+        check_arguments(config, regions, device, ranks, stores, peers)
         regions = Regions(num_layers=0) if regions is None else regions
         parts = Parts.new(
             config,
@@ -100,6 +109,7 @@ class CacheEngine(Unique):
             device,
             ranks,
             stores,
+            peers,
             on_report=lambda report: self._recovery.on_report(report),
         )
         self.config = config
@@ -108,15 +118,19 @@ class CacheEngine(Unique):
         self._worker = parts.worker
         self._poller = parts.poller
         self._steps = Steps(parts)
-        self._recovery = Recovery(parts, self._steps)
+        exchange = Exchange(parts)
+        self._recovery = Recovery(parts, self._steps, exchange)
         computing = Computing(parts, on_failure=self._recovery.fail)
         fetches = Fetches(parts)
-        self._leases = Leases(parts, self._steps, computing, fetches)
+        self._leases = Leases(parts, self._steps, computing, fetches, exchange)
         self._batches = Batches(parts, self._leases, computing)
         self._pins = Pins(parts, self._leases, fetches)
-        self._control = Control(parts)
+        self._control = Control(parts, exchange)
         self._sleep = Sleep(parts, regions, self._control)
-        self._lifecycle = Lifecycle(parts, self._steps, computing, self._leases, self._recovery)
+        self._lifecycle = Lifecycle(
+            parts, self._steps, computing, self._leases, self._recovery, exchange
+        )
+        self._exchange = exchange
 
     # --- opening and closing ----------------------------------------------------------------------
 
@@ -213,6 +227,76 @@ class CacheEngine(Unique):
                 prompts have been released.
         """
         return self._batches.match(prompts, salt=salt)
+
+    def would_hit(
+        self,
+        tokens: TokenIds,
+        *,
+        salt: str = "",
+        adapter: str = "",
+        items: Sequence[Item] = (),
+    ) -> Hit:
+        """Return the cached prefix that ``match`` would find, and change nothing.
+
+        A router that asks several engines sends the prompt to the one with the longest prefix. The
+        call refreshes no recency and holds nothing, so prompts that are sent elsewhere keep no
+        block in the cache.
+
+        Args:
+            tokens: ``[N]`` token ids of the prompt, as for ``match``.
+            salt: as for ``match``.
+            adapter: as for ``match``.
+            items: as for ``match``.
+
+        Returns:
+            The prefix in tokens by tier. Blocks that only a store has are not counted.
+
+        Raises:
+            UsageError: an argument is wrong, as for ``match``; or the call is made outside the
+                engine's loop.
+            ClosedError: the engine is closed.
+        """
+        return self._leases.would_hit(tokens, salt=salt, adapter=adapter, items=items)
+
+    # --- other engines ----------------------------------------------------------------------------
+
+    def send(self, lease: Lease, ticket: bytes) -> Sending:
+        """Send the blocks of a lease to the engine that has made a ticket.
+
+        ::
+
+            async with engine.send(lease, ticket):
+                for n in chunks_of_the_prompt:
+                    ...  # compute the positions up to n
+                    lease.commit(n)
+
+        Entering the block checks the ticket and connects. Cached blocks are sent at once, the
+        others as ``lease.commit`` notes them, while the model computes the next ones. On a device
+        that computes in a stream, blocks move when their step is closed: see ``step``. Leaving the
+        block waits until the receiver has acknowledged all blocks, but not beyond the deadline of
+        the ticket; an exception cancels the send. The failure of the other engine raises nothing
+        after the entry: see ``Sending.failure``.
+
+        ``preempt`` and ``release`` end the send, and so does ``truncate`` into the positions of the
+        ticket; so do ``reset`` and ``updating_weights``.
+
+        Args:
+            lease: a granted lease of the same prompt, salt, adapter and items as that of the
+                receiving engine.
+            ticket: ``Receiving.ticket`` of that engine.
+
+        Returns:
+            A :class:`Sending`, to be entered with ``async with`` once. Entering raises the errors
+            of the ticket and of the connection: see ``Sending.__aenter__``.
+
+        Raises:
+            UsageError: ``lease`` is not a lease.
+            LeaseError: the lease is released, or belongs to another engine.
+
+        Cancellation: while connecting, nothing is left behind; later, the send is cancelled, and
+        the receiver keeps the blocks that have arrived.
+        """
+        return self._leases.send(lease, ticket)
 
     # --- batches of the model ---------------------------------------------------------------------
 
@@ -734,6 +818,14 @@ class CacheEngine(Unique):
         self._lifetime.check_thread()
         return self._worker.store_statistics()
 
+    def peer_statistics(self) -> PeerStatistics:
+        """Return counts of the blocks received from other engines, and sent to them.
+
+        Raises:
+            UsageError: the call is made in another thread.
+        """
+        return self._exchange.statistics()
+
     def poller_statistics(self) -> PollerStatistics:
         """Return counters and latencies of the event poller; zeros before ``async with``.
 
@@ -756,6 +848,7 @@ class CacheEngine(Unique):
             "asleep": sorted(self.asleep),
             "statistics": msgspec.to_builtins(self.statistics()),
             "worker": msgspec.to_builtins(self.worker_statistics()),
+            "peers": msgspec.to_builtins(self.peer_statistics()),
             "stores": msgspec.to_builtins(self.store_statistics()),
             "ranks": self._worker.describe(),
         }

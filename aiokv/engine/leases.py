@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Final
 
 from aiokv import checks
 from aiokv.engine.lifetime import Phase
+from aiokv.engine.peers import Receiving, Sending
 from aiokv.errors import AllocateTimeout, LeaseError, TransferError, UsageError, WouldBlock
 from aiokv.lease import Lease
+from aiokv.peers.ticket import MAX_TIMEOUT_SECONDS
 from aiokv.plan import CLONE, STATE, Priority, clone_plan
 from aiokv.scheduler.effects import NO_EFFECTS
 from aiokv.scheduler.granting import READY
@@ -22,9 +24,10 @@ if TYPE_CHECKING:
     from aiokv.engine.computing import Computing
     from aiokv.engine.fetches import Fetches, StoreWait
     from aiokv.engine.parts import Parts
+    from aiokv.engine.peers import Exchange
     from aiokv.engine.steps import Steps
     from aiokv.scheduler.effects import Effects, Grant
-    from aiokv.types import Item, TokenIds
+    from aiokv.types import Hit, Item, TokenIds
     from aiokv.worker.device.base import Event
     from aiokv.worker.views import LayerView
 
@@ -41,7 +44,14 @@ class Leases:
         read: read access to the scheduler's state.
     """
 
-    def __init__(self, parts: Parts, steps: Steps, computing: Computing, fetches: Fetches) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        steps: Steps,
+        computing: Computing,
+        fetches: Fetches,
+        exchange: Exchange,
+    ) -> None:
         self.read = parts.scheduler.read
         self._lifetime = parts.lifetime
         self._scheduler = parts.scheduler
@@ -53,6 +63,8 @@ class Leases:
         self._steps = steps
         self._computing = computing
         self._fetches = fetches
+        self._exchange = exchange
+        self._flows = exchange.flows  # empty when no lease receives or sends
         self._speed = parts.speed
         self._verifies = parts.config.verify == "checksum"
         self._done = done_view(parts.worker.num_layers)
@@ -103,6 +115,12 @@ class Leases:
             )
         )
         return Lease(self, lease_id, owner, salt, self._done)
+
+    def would_hit(self, tokens: TokenIds, *, salt: str, adapter: str, items: Sequence[Item]) -> Hit:
+        """See ``CacheEngine.would_hit``."""
+        self._lifetime.check_loop()
+        context = _context(checks.text("salt", salt), checks.text("adapter", adapter))
+        return self.read.would_hit(as_tokens(tokens), context, as_items(items))
 
     def match_to_hold(
         self,
@@ -306,6 +324,8 @@ class Leases:
             published = self._apply(self._scheduler.commit(lease.id or lease.live_id(), num_tokens))
             if published:
                 self._speed.published(published)
+            if self._flows:
+                self._exchange.committed(lease.id)
             return published
         self._worker.check_event(ready)
         published = self._apply(
@@ -313,12 +333,16 @@ class Leases:
         )
         self._speed.published(published)
         self._steps.close(ready)
+        if self._flows:
+            self._exchange.committed(lease.id)
         return published
 
     def truncate(self, lease: Lease, num_tokens: int) -> None:
         """See ``Lease.truncate``."""
         self._lifetime.check_loop()
         self._apply(self._scheduler.truncate(lease.live_id(), num_tokens))
+        if self._flows:
+            self._exchange.truncated(lease.id, num_tokens)
 
     def recompute_from(self, lease: Lease) -> int | None:
         """See ``Lease.recompute_from``."""
@@ -373,6 +397,26 @@ class Leases:
     def _copy_state(self, source: int, target: int, stream: object) -> None:
         self._worker.clone(clone_plan(STATE, [source], [target]), stream)
 
+    # --- other engines --------------------------------------------------------------------------
+
+    def receive(self, lease: Lease, num_tokens: int | None, timeout: float) -> Receiving:
+        """See ``Lease.receive``."""
+        self._lifetime.check_thread()
+        if num_tokens is not None:
+            num_tokens = checks.integer(
+                "num_tokens", num_tokens, minimum=1, maximum=checks.MAX_INT32
+            )
+        timeout = checks.positive("timeout", timeout)
+        if timeout > MAX_TIMEOUT_SECONDS:
+            raise UsageError(f"timeout is {timeout}; it must be at most {MAX_TIMEOUT_SECONDS} s")
+        return Receiving(self._exchange, lease, num_tokens, timeout)
+
+    def send(self, lease: Lease, ticket: bytes) -> Sending:
+        """See ``CacheEngine.send``."""
+        self._lifetime.check_thread()
+        self.lease_id(lease)
+        return Sending(self._exchange, lease, ticket)
+
     # --- preemption and release -----------------------------------------------------------------
 
     async def preempt(self, lease: Lease, *, swap: bool) -> None:
@@ -383,9 +427,12 @@ class Leases:
             return
         self._apply(self._scheduler.preempt(lease.live_id()))
         lease.leave_layers(self._done)
+        if self._flows:
+            self._exchange.gave_back(lease.id, "the lease was preempted")
 
     async def _swap_out(self, lease: Lease) -> None:
         await self._computing.wait_ended(lease)
+        await self._exchange.stop(lease.live_id(), "the lease was preempted")
         while saving := self.read.saving(lease.live_id()):
             await self._transfers.ended(saving)
             await self._computing.wait_ended(lease)
@@ -418,6 +465,8 @@ class Leases:
         used_in = 0 if after is None else self._steps.close(after)
         lease_id, lease.id = lease.id, 0
         self._apply(self._scheduler.release(lease_id, used_in))
+        if self._flows:
+            self._exchange.gave_back(lease_id, "the lease was released")
 
     def collect(self, lease_id: int) -> bool:
         """Release a garbage-collected lease; return True if it held blocks. Any thread."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from aiokv.engine.computing import Computing
     from aiokv.engine.leases import Leases
     from aiokv.engine.parts import Parts
+    from aiokv.engine.peers import Exchange
     from aiokv.engine.recovery import Recovery
     from aiokv.engine.steps import Steps
 
@@ -39,7 +40,13 @@ class Lifecycle:
     """Opens and closes the parts of an engine in the right order."""
 
     def __init__(
-        self, parts: Parts, steps: Steps, computing: Computing, leases: Leases, recovery: Recovery
+        self,
+        parts: Parts,
+        steps: Steps,
+        computing: Computing,
+        leases: Leases,
+        recovery: Recovery,
+        exchange: Exchange,
     ) -> None:
         self._config = parts.config
         self._lifetime = parts.lifetime
@@ -53,6 +60,7 @@ class Lifecycle:
         self._computing = computing
         self._leases = leases
         self._recovery = recovery
+        self._exchange = exchange
 
     async def open(self) -> None:
         """Bind the engine to the running loop, and allocate host memory.
@@ -101,6 +109,7 @@ class Lifecycle:
         self._dispatcher.apply(self._scheduler.close())
         await self._wait_for_leases(timeout_seconds)
         self._computing.close()
+        self._exchange.end_all("the engine was closed")
         if self._scheduler.has_stores and timeout_seconds != 0.0:
             await self._save(timeout_seconds)
         self._dispatcher.apply(self._scheduler.stop_saving())
@@ -110,6 +119,7 @@ class Lifecycle:
         await self._worker.aclose()
         self._poller.close()
         lifetime.close(Phase.CLOSED)
+        self._exchange.lose_all("the engine was closed")
         self._dispatcher.conditions.test()
 
     async def _save(self, timeout: float | None) -> None:

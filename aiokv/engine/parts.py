@@ -12,6 +12,7 @@ from aiokv.engine.open_step import OpenStep
 from aiokv.engine.speed import PrefillSpeed
 from aiokv.engine.transfers import Transfers
 from aiokv.errors import ConfigError, UsageError
+from aiokv.peers.options import Peers
 from aiokv.plan import STATE_OFFLOAD, STATE_ONLOAD
 from aiokv.scheduler.scheduler import CacheScheduler
 from aiokv.stores.identity import StoreIdentity
@@ -47,6 +48,7 @@ class Parts:
     dispatcher: Dispatcher
     speed: PrefillSpeed
     identity: StoreIdentity | None
+    peers: Peers | None
 
     @classmethod
     def new(
@@ -56,6 +58,7 @@ class Parts:
         device: Device | str | None,
         ranks: RankGroup | None,
         stores: Sequence[Store | StoreUse | str],
+        peers: Peers | None,
         on_report: Callable[[TransferReport], None],
     ) -> Self:
         """Make the parts of an empty cache.
@@ -64,8 +67,9 @@ class Parts:
             config: a checked configuration.
             regions: device tensors of this process; without layers if there are none.
             device: device of the tensors.
-            ranks: worker that replaces ``regions``, ``device`` and ``stores``.
+            ranks: worker that replaces ``regions``, ``device``, ``stores`` and ``peers``.
             stores: stores of this process, in the order in which they are asked.
+            peers: how this process exchanges blocks with other engines.
             on_report: called with the report of a plan that the worker has refused.
 
         Raises:
@@ -74,7 +78,7 @@ class Parts:
             UsageError: the tensors hold fewer blocks or state slots than ``config`` asks for.
         """
         lifetime, poller = Lifetime(), EventPoller()
-        worker = _worker_of(config, regions, device, ranks, stores)
+        worker = _worker_of(config, regions, device, ranks, stores, peers)
         scheduler = _new_scheduler(config, has_stores=worker.capabilities.stores)
         open_step = OpenStep(lifetime, scheduler.read, worker)
         transfers = Transfers(
@@ -91,11 +95,17 @@ class Parts:
             dispatcher=Dispatcher(scheduler, lifetime, worker, poller, transfers),
             speed=PrefillSpeed(config.prefill_tokens_per_second, config.block_tokens),
             identity=_identity_of(config) if worker.capabilities.stores else None,
+            peers=peers,
         )
 
 
 def check_arguments(
-    config: object, regions: object, device: object, ranks: object, stores: object
+    config: object,
+    regions: object,
+    device: object,
+    ranks: object,
+    stores: object,
+    peers: object,
 ) -> None:
     """Check the types of the arguments of ``CacheEngine``, and that they do not contradict.
 
@@ -112,6 +122,11 @@ def check_arguments(
             f"regions is {regions!r}; it must be a Regions",
             hint="register the tensors: regions = Regions(num_layers=...); regions.add(...)",
         )
+    if peers is not None and not isinstance(peers, Peers):
+        raise ConfigError(
+            f"peers is of type {type(peers).__name__}; it must be an aiokv.Peers",
+            hint="peers=Peers(listen='10.0.0.5', secret=...)",
+        )
     if ranks is None:
         return
     if not hasattr(ranks, "restart"):
@@ -120,6 +135,11 @@ def check_arguments(
         raise ConfigError(
             "stores is given, but ranks is given, too; pass only one of them",
             hint="pass the stores to each Rank, and has_stores=True to the RankGroup",
+        )
+    if peers is not None:
+        raise ConfigError(
+            "peers is given, but ranks is given, too; pass only one of them",
+            hint="pass the peers to each Rank, and has_peers=True to the RankGroup",
         )
     if device is not None:
         raise ConfigError(
@@ -134,6 +154,7 @@ def _worker_of(
     device: Device | str | None,
     ranks: RankGroup | None,
     stores: Sequence[Store | StoreUse | str],
+    peers: Peers | None,
 ) -> Worker:
     """Return the worker of the engine.
 
@@ -152,10 +173,13 @@ def _worker_of(
             checksums=config.verify == "checksum",
             stores=StoreSet(uses) if uses else None,
             host_state_slots=config.host_state_slots,
+            peers=peers,
         )
     can = worker.capabilities
     if can.stores:
         _check_stores(config)
+    if can.peers:
+        _check_peers(config)
     blocks = regions.num_blocks
     if not can.owns_tensors and blocks is not None:
         raise ConfigError(
@@ -196,6 +220,21 @@ def _check_stores(config: CacheConfig) -> None:
             "CacheConfig.host_blocks is 0; with stores it must be at least 1",
             hint="blocks move between the stores and the device through host memory",
         )
+
+
+def _check_peers(config: CacheConfig) -> None:
+    if not config.model:
+        raise ConfigError(
+            "CacheConfig.model is empty; with peers it must name the model",
+            hint="blocks of two models without a name could not be told apart",
+        )
+    for name in ("state_slots", "windows"):
+        if getattr(config, name):
+            raise ConfigError(
+                f"CacheConfig.{name} is {getattr(config, name)!r}; peers exchange neither "
+                "recurrent state nor sliding windows",
+                hint="leave peers out",
+            )
 
 
 def _identity_of(config: CacheConfig) -> StoreIdentity:

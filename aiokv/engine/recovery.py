@@ -9,6 +9,7 @@ from aiokv.observe.logs import Log
 
 if TYPE_CHECKING:
     from aiokv.engine.parts import Parts
+    from aiokv.engine.peers import Exchange
     from aiokv.engine.steps import Steps
     from aiokv.errors import RankLost
     from aiokv.plan import TransferReport
@@ -19,23 +20,26 @@ log = Log(__name__)
 class Recovery:
     """Receives the reports of the worker, and breaks or restarts the engine."""
 
-    def __init__(self, parts: Parts, steps: Steps) -> None:
+    def __init__(self, parts: Parts, steps: Steps, exchange: Exchange) -> None:
         self._lifetime = parts.lifetime
         self._scheduler = parts.scheduler
         self._dispatcher = parts.dispatcher
         self._worker = parts.worker
         self._transfers = parts.transfers
         self._steps = steps
+        self._exchange = exchange
 
     def on_report(self, report: TransferReport) -> None:
         """Account for the end of a transfer. The poller repeats the call after an interrupt."""
         failure = self._worker.failure if report.outcome == "failed" else None
         if failure is not None and self._lifetime.failure is None:
             self.fail(failure)  # the device failed, not only this transfer
+        self._exchange.note_report(report)
         # Effects that an interrupt has left may need the transfer: forget it after them.
         self._dispatcher.apply(self._scheduler.complete(report))
         self._transfers.forget(report)
         self._transfers.announce(report)
+        self._exchange.after_report()
 
     def on_step(self, step: int, error: BaseException | None) -> None:
         """Account for the end of a step and of all earlier steps."""
@@ -48,11 +52,13 @@ class Recovery:
         """Take all blocks from the leases: the part of a lost rank is missing."""
         self.fail(lost)
         self._dispatcher.apply(self._scheduler.lose_blocks(str(lost)))
+        self._exchange.lose_all(str(lost))
 
     def fail(self, error: BaseException) -> None:
         """Refuse all calls and fail all waiters: the device or a rank has failed."""
         self._lifetime.fail(error)
         self._dispatcher.apply(self._scheduler.fail(str(error)))
+        self._exchange.end_all(str(error))
         log.error("engine.broken", reason=str(error))
 
     async def restart_ranks(self) -> None:
@@ -66,3 +72,4 @@ class Recovery:
         await self._worker.restart()
         self._lifetime.repair()
         self._dispatcher.apply(self._scheduler.restart())
+        self._exchange.renew()

@@ -15,6 +15,7 @@ TransportName = Literal["tcp", "nixl", "mooncake"]
 
 MIN_SECRET_BYTES: Final = 16
 MAX_SECRET_BYTES: Final = 4096
+CHUNK_BLOCKS: Final = 16
 MAX_CHUNK_BLOCKS: Final = 4096
 
 
@@ -57,7 +58,7 @@ class Peers:
     transport: TransportName = "tcp"
     ring_bytes: int | str = "256MiB"
     outgoing_bytes: int | str = "256MiB"
-    chunk_blocks: int = 16
+    chunk_blocks: int = CHUNK_BLOCKS
 
     def __post_init__(self) -> None:
         _check_secret(self.secret)

@@ -26,6 +26,7 @@ MAX_TIMEOUT_SECONDS: Final = 86_400.0
 _Id = Annotated[bytes, Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
 _Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 _Name = Annotated[str, Meta(max_length=1024)]
+_Transport = Annotated[str, Meta(min_length=1, max_length=64)]
 _Positions = Annotated[int, Meta(ge=0, le=checks.MAX_INT32)]
 
 
@@ -38,6 +39,7 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
         rank: number of the rank; 0 without ranks.
         num_ranks: number of ranks; 1 without ranks.
         layout: blocks of the rank, as ``aiokv.peers.layout`` encodes them.
+        transport: name of the transport, such as ``"tcp"``.
     """
 
     host: Annotated[str, Meta(min_length=1, max_length=255)]
@@ -45,6 +47,7 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     rank: Annotated[int, Meta(ge=0, lt=MAX_ENDPOINTS)] = 0
     num_ranks: Annotated[int, Meta(ge=1, le=MAX_ENDPOINTS)] = 1
     layout: Annotated[bytes, Meta(max_length=MAX_LAYOUT_BYTES)] = b""
+    transport: _Transport = "tcp"
 
 
 class Ticket(
@@ -63,7 +66,7 @@ class Ticket(
         num_tokens: position after the last that it waits for.
         timeout_seconds: time until the receiving engine computes what is missing.
         block_tokens: positions per block of the receiving engine.
-        transport: name of the transport, such as ``"tcp"``.
+        transport: name of the transport of all endpoints.
         endpoints: of all its ranks, in the order of their numbers.
     """
 
@@ -77,7 +80,7 @@ class Ticket(
     num_tokens: Annotated[int, Meta(ge=1, le=checks.MAX_INT32)]
     timeout_seconds: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_SECONDS)]
     block_tokens: Annotated[int, Meta(ge=1, le=checks.MAX_INT32)]
-    transport: Annotated[str, Meta(min_length=1, max_length=64)]
+    transport: _Transport
     endpoints: Annotated[list[Endpoint], Meta(min_length=1, max_length=MAX_ENDPOINTS)]
 
 
@@ -142,6 +145,8 @@ def _check(ticket: Ticket) -> None:
             f"first_position is {ticket.first_position}; it must be less than num_tokens, "
             f"{ticket.num_tokens}"
         )
+    if any(endpoint.transport != ticket.transport for endpoint in ticket.endpoints):
+        raise ValueError(f"an endpoint has another transport than {ticket.transport!r}")
     ranks = [(endpoint.rank, endpoint.num_ranks) for endpoint in ticket.endpoints]
     if ranks != [(rank, len(ranks)) for rank in range(len(ranks))]:
         raise ValueError(f"the endpoints are of (rank, num_ranks) {ranks[:8]}; one per rank")

@@ -210,6 +210,14 @@ class CacheReader:
         """Return the name of a lease for messages."""
         return self._owners.get(lease_id) or "unnamed"
 
+    def would_hit(
+        self, tokens: NDArray[np.int32], context: str, items: Sequence[tuple[bytes, int, int]]
+    ) -> Hit:
+        """Return the hit that ``match`` would find; refreshes no recency."""
+        device_blocks, host_blocks = self._core.would_hit(tokens, items, context)
+        block_tokens = self._config.block_tokens
+        return Hit(device_blocks * block_tokens, host_blocks * block_tokens)
+
     # --- all leases -----------------------------------------------------------------------------
 
     @property

@@ -360,6 +360,7 @@ OF_THE_HANDLE: dict[str, set[str]] = {
 }
 ARGUMENTS: dict[str, Callable[[CacheEngine, Lease], tuple[Any, ...]]] = {
     "match": lambda e, lease: (TOKENS,),
+    "would_hit": lambda e, lease: (TOKENS,),
     "match_many": lambda e, lease: ([TOKENS],),
     "commit_many": lambda e, lease: ([lease], [8]),
     "computing": lambda e, lease: ([lease],),

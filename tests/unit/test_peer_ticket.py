@@ -62,6 +62,7 @@ def test_ticket_is_read_as_it_was_made():
         ({"endpoints": [Endpoint("h", 1, 0, 2)]}, "one per rank"),
         ({"endpoints": [Endpoint("h", 1, 0, 1, bytes(16385))]}, "length <= 16384"),
         ({"endpoints": [Endpoint("h", 1, i, 5, bytes(16384)) for i in range(5)]}, "65536"),
+        ({"transport": "nixl"}, "another transport than 'nixl'"),
         ({"version": 2}, "version 2; this aiokv reads version 1"),
     ],
 )

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -30,6 +31,8 @@ class Index {
     std::uint32_t enter_context(std::string_view key);
     void enter_context(std::uint32_t context) { ++contexts_[context].leases; }
     void leave_context(std::uint32_t context);
+    // The context of this key; nothing when there is none.
+    std::optional<std::uint32_t> find_context(std::string_view key) const;
     // A fetch of blocks of the context is in flight, or has ended.
     void begin_fetch(std::uint32_t context) { ++contexts_[context].fetches; }
     void end_fetch(std::uint32_t context) {
@@ -51,6 +54,8 @@ class Index {
 
     // -- multimodal items of a lease's prompt
     void set_items(Lease& lease, std::span<const Item> items);
+    // Like set_items(), without refs: for a lease that only looks for its prompt.
+    void find_items(Lease& lease, std::span<const Item> items) const;
     void copy_items(const Lease& from, Lease& to);
     void forget_items(Lease& lease);
     // Positions from `num_tokens` on, which is inside no item, are not the lease's any more: what

@@ -18,6 +18,7 @@ namespace aiokv {
 
 using ItemKey = std::uint32_t;
 constexpr ItemKey kNoItems = 0;
+constexpr ItemKey kUnknownItems = ~ItemKey{0};  // of no block
 
 struct Item {
     std::string_view hash;
@@ -34,6 +35,8 @@ class ItemKeys {
   public:
     // The id of these bytes, with a ref for the caller.
     ItemKey intern(std::string bytes);
+    // The id of these bytes, or kUnknownItems.
+    ItemKey find(const std::string& bytes) const;
     void ref(ItemKey key) { ++entries_[key - 1].refs; }
     void unref(ItemKey key);
     const std::string& bytes(ItemKey key) const { return *entries_[key - 1].bytes; }

@@ -10,6 +10,15 @@
 namespace aiokv {
 namespace {
 
+void check_prompt(const std::string& call, Tokens tokens, std::span<const Item> items) {
+    if (tokens.empty()) throw UsageError(call + ": the prompt has no tokens");
+    if (tokens.size() > static_cast<std::size_t>(kMaxTokens)) {
+        throw UsageError(call + ": the prompt has " + str(tokens.size()) +
+                         " tokens; it must have at most " + std::to_string(kMaxTokens));
+    }
+    check_items(items, tokens.size());
+}
+
 const CoreConfig& checked(const CoreConfig& config) {
     if (config.block_tokens == 0) {
         throw ConfigError("block_tokens is 0; it must be at least 1").field("block_tokens");
@@ -80,12 +89,7 @@ Core::Core(const CoreConfig& config)
 
 Hit Core::match(Tokens tokens, std::string_view context, bool reads, bool writes,
                 std::span<const Item> items) {
-    if (tokens.empty()) throw UsageError("match: the prompt has no tokens");
-    if (tokens.size() > static_cast<std::size_t>(kMaxTokens)) {
-        throw UsageError("match: the prompt has " + str(tokens.size()) +
-                         " tokens; it must have at most " + std::to_string(kMaxTokens));
-    }
-    check_items(items, tokens.size());
+    check_prompt("match", tokens, items);
     leases_.require_room();
     Lease& lease =
         leases_.open(tokens, index_.enter_context(context), {reads, writes, true, false});
@@ -94,6 +98,18 @@ Hit Core::match(Tokens tokens, std::string_view context, bool reads, bool writes
     residency_.touch(lease.path);
     auxiliary_.touch_hit(lease.path);
     return {lease.id(), lease.device_hit, lease.host_hit};
+}
+
+Hit Core::would_hit(Tokens tokens, std::string_view context, std::span<const Item> items) const {
+    check_prompt("would_hit", tokens, items);
+    const std::optional<std::uint32_t> known = index_.find_context(context);
+    if (!known) return {0, 0, 0};
+    Lease probe;
+    probe.context = *known;
+    probe.tokens.assign(tokens.begin(), tokens.end());
+    index_.find_items(probe, items);
+    matching_.walk(probe);
+    return {0, probe.device_hit, probe.host_hit};
 }
 
 void Core::compute_nothing(LeaseId id, bool whole) {

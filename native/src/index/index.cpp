@@ -15,6 +15,13 @@ std::uint64_t seed_of_key(std::string_view key) {
     return hash;
 }
 
+void set_spans(Lease& lease, std::span<const Item> items) {
+    for (const Item& item : items) {
+        const auto start = static_cast<std::uint64_t>(item.offset);
+        lease.items.push_back({start, start + static_cast<std::uint64_t>(item.length)});
+    }
+}
+
 }  // namespace
 
 Index::Index(const CoreConfig& config, const LeaseTable& leases)
@@ -37,6 +44,12 @@ std::uint32_t Index::enter_context(std::string_view key) {
 void Index::leave_context(std::uint32_t context) {
     --contexts_[context].leases;
     close_if_unused(context);
+}
+
+std::optional<std::uint32_t> Index::find_context(std::string_view key) const {
+    if (key.empty()) return 0;
+    const auto entry = context_ids_.find(std::string(key));
+    return entry == context_ids_.end() ? std::nullopt : std::optional(entry->second);
 }
 
 std::uint32_t Index::open_context(std::string_view key) {
@@ -79,10 +92,14 @@ void Index::set_items(Lease& lease, std::span<const Item> items) {
         const bool none = bytes.empty();
         lease.item_keys.push_back(none ? kNoItems : tree_.item_keys().intern(std::move(bytes)));
     }
-    for (const Item& item : items) {
-        const auto start = static_cast<std::uint64_t>(item.offset);
-        lease.items.push_back({start, start + static_cast<std::uint64_t>(item.length)});
+    set_spans(lease, items);
+}
+
+void Index::find_items(Lease& lease, std::span<const Item> items) const {
+    for (const std::string& bytes : item_key_bytes(items, config_.block_tokens)) {
+        lease.item_keys.push_back(bytes.empty() ? kNoItems : tree_.item_keys().find(bytes));
     }
+    set_spans(lease, items);
 }
 
 void Index::copy_items(const Lease& from, Lease& to) {

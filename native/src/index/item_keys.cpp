@@ -37,6 +37,11 @@ ItemKey ItemKeys::intern(std::string bytes) {
     return entry->second;
 }
 
+ItemKey ItemKeys::find(const std::string& bytes) const {
+    const auto entry = ids_.find(bytes);
+    return entry == ids_.end() ? kUnknownItems : entry->second;
+}
+
 void ItemKeys::unref(ItemKey key) {
     Entry& entry = entries_[key - 1];
     if (--entry.refs > 0) return;

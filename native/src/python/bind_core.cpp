@@ -58,14 +58,24 @@ MatchTuple match(Core& core, TokenArray tokens, std::string_view context, bool r
 
 using ItemTuple = std::tuple<nb::bytes, std::int64_t, std::int64_t>;
 
-MatchTuple match_items(Core& core, TokenArray tokens, const std::vector<ItemTuple>& items,
-                       std::string_view context, bool reads, bool writes) {
+std::vector<Item> views_of(const std::vector<ItemTuple>& items) {
     std::vector<Item> views;
     for (const auto& [hash, offset, length] : items) {
         views.push_back({{hash.c_str(), hash.size()}, offset, length});
     }
-    const Hit hit = core.match(view(tokens), context, reads, writes, views);
+    return views;
+}
+
+MatchTuple match_items(Core& core, TokenArray tokens, const std::vector<ItemTuple>& items,
+                       std::string_view context, bool reads, bool writes) {
+    const Hit hit = core.match(view(tokens), context, reads, writes, views_of(items));
     return nb::make_tuple(hit.lease, hit.device_blocks, hit.host_blocks);
+}
+
+HitTuple would_hit(const Core& core, TokenArray tokens, const std::vector<ItemTuple>& items,
+                   std::string_view context) {
+    const Hit hit = core.would_hit(view(tokens), context, views_of(items));
+    return nb::make_tuple(hit.device_blocks, hit.host_blocks);
 }
 
 TransferTuple transfer(const Core& core, TransferId id) {
@@ -264,6 +274,9 @@ void bind_core(nb::module_& m) {
              "Open a lease: (lease, device_blocks, host_blocks) of the longest cached prefix.")
         .def("match_items", &match_items, "tokens"_a, "items"_a, "context"_a = "", "reads"_a = true,
              "writes"_a = true, "match() of a prompt with items: (content hash, offset, length).")
+        .def("would_hit", &would_hit, "tokens"_a, "items"_a, "context"_a = "",
+             "(device_blocks, host_blocks) that match would find; opens no lease, and refreshes no "
+             "recency.")
         .def(
             "allocate",
             [](Core& core, LeaseId id, std::int64_t num_tokens) {
