@@ -79,7 +79,8 @@ class Parts:
         """
         lifetime, poller = Lifetime(), EventPoller()
         worker = _worker_of(config, regions, device, ranks, stores, peers)
-        scheduler = _new_scheduler(config, has_stores=worker.capabilities.stores)
+        can = worker.capabilities
+        scheduler = _new_scheduler(config, has_stores=can.stores)
         open_step = OpenStep(lifetime, scheduler.read, worker)
         transfers = Transfers(
             config, lifetime, scheduler.read, worker, poller, open_step, on_report
@@ -94,7 +95,7 @@ class Parts:
             transfers=transfers,
             dispatcher=Dispatcher(scheduler, lifetime, worker, poller, transfers),
             speed=PrefillSpeed(config.prefill_tokens_per_second, config.block_tokens),
-            identity=_identity_of(config) if worker.capabilities.stores else None,
+            identity=_identity_of(config) if can.stores or can.peers else None,
             peers=peers,
         )
 

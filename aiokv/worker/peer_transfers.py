@@ -404,6 +404,7 @@ class PeerTransfers:
                 rank=self._identity.rank,
                 num_ranks=self._identity.num_ranks,
                 layout=self._layout(),
+                transport=self._transport.name,
             )
         ]
 
