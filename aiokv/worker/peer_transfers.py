@@ -315,7 +315,11 @@ class PeerTransfers:
                 one_sided=self._transport.one_sided,
             )
         self._sender = Sender(
-            self, num_slots=num_outgoing, rank=rank, parcel_bytes=_parcel_bytes(regions)
+            self,
+            num_slots=num_outgoing,
+            rank=rank,
+            parcel_bytes=_parcel_bytes(regions),
+            block_tokens=1 if self._identity is None else self._identity.block_tokens,
         )
 
     async def sleep(self) -> None:
