@@ -33,7 +33,8 @@ MAX_ENCODED_BYTES: Final = 16 << 10
 MAX_LAYERS: Final = 4096
 MAX_PIECES_PER_LAYER: Final = 64
 MAX_PIECES: Final = 16384  # of all layers and pools: what a mapping takes time and memory for
-MAX_POOLS: Final = 18  # blocks, recurrent state, and groups of sliding-window layers
+MAX_WINDOWS: Final = 16
+MAX_POOLS: Final = 2 + MAX_WINDOWS  # blocks, recurrent state, groups of sliding-window layers
 MAX_BLOCK_BYTES: Final = 1 << 40
 
 BLOCKS: Final = "blocks"
@@ -272,11 +273,11 @@ def _check(layout: BlockLayout, error: type[AiokvError]) -> None:
         names[:1] != (BLOCKS,)
         or list(windows) != sorted(set(windows))
         or not all(name.startswith(window_pool("")) for name in windows)
-        or len(names) > MAX_POOLS
+        or len(windows) > MAX_WINDOWS
     ):
         raise error(
             f"layout: the pools are {names}; expected {BLOCKS!r}, then {STATE!r} if there is any, "
-            f"then at most {MAX_POOLS - 2} groups of sliding-window layers by name"
+            f"then at most {MAX_WINDOWS} groups of sliding-window layers by name"
         )
     for name, pool in layout.pools:
         _check_pool(name, pool, layout.block_tokens, error)

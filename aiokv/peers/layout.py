@@ -66,9 +66,9 @@ class Mapping:
         num_pieces = sender.pool(pool).num_pieces
         self.parcel_bytes = sum(aligned(box.copy.num_bytes) for box in boxes)
         self.parcel_is_block = len(boxes) == num_pieces and all(box.copy.is_whole for box in boxes)
-        self.is_identity = self.parcel_is_block and (
-            self._sender_tokens == self._receiver_tokens
-            and sender_bytes == receiver_bytes
+        self.is_identity = (
+            self.parcel_is_block
+            and self._sender_tokens == self._receiver_tokens
             and all(box.copy.is_equal and box.source == box.target for box in boxes)
         )
         cutting, placing = _Program(), _Program()

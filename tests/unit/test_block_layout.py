@@ -88,6 +88,20 @@ def test_a_description_that_is_too_long_is_refused() -> None:
         BlockLayout.of(regions, 16)
 
 
+def test_too_many_regions_or_windows_are_refused() -> None:
+    regions = Regions(num_layers=1)
+    for i in range(64):
+        regions.add(f"region {i}", layers=[np.zeros((1, 4), "u1")])
+    empty = Regions(num_layers=0)
+    windows = {f"{i:02}": empty for i in range(16)}
+    assert len(BlockLayout.of(regions, 16, windows=windows).pools) == 17
+    with pytest.raises(LayoutError, match="at most 16 groups of sliding-window layers"):
+        BlockLayout.of(regions, 16, windows=windows | {"16": empty})
+    regions.add("region 64", layers=[np.zeros((1, 4), "u1")])
+    with pytest.raises(LayoutError, match="blocks has 65 regions in a layer; expected at most 64"):
+        BlockLayout.of(regions, 16)
+
+
 def test_names_are_valid_unicode() -> None:
     for name, window in (("\udc00", "w"), ("k", "\udc00")):
         regions = Regions(num_layers=1)

@@ -91,6 +91,16 @@ def test_sources_do_not_depend_on_the_order_of_the_layouts() -> None:
             sources(senders, servers(2, 8)[0])
 
 
+def test_ranks_that_a_receiver_does_not_need_change_nothing() -> None:
+    senders = servers(8, 8)
+    for receiver in servers(2, 8):
+        assert covers(senders, receiver)
+        assert covers(senders[::-1], receiver)
+        assert not covers(senders[:2] + senders[6:], receiver)
+    quarters = [layout(rank, 4, shape=(16, 2, 8), heads=(2 * rank, 8)) for rank in range(4)]
+    assert sources(quarters, layout(0, 2, shape=(16, 6, 8), heads=(1, 8))) == [0, 1, 2, 3]
+
+
 def test_heads_that_no_rank_has_are_named() -> None:
     senders = servers(2, 8)
     senders[1] = layout(1, 2, shape=(16, 3, 8), heads=(5, 8))
@@ -167,6 +177,15 @@ def test_ranks_without_common_heads_have_empty_parcels() -> None:
     assert not mapping.is_identity
     mapping.cut(0, 0)
     mapping.place(0, 0, {0: 0})
+
+
+def test_blocks_of_no_bytes_are_mapped() -> None:
+    def empty(block_tokens: int) -> BlockLayout:
+        return BlockLayout.of(Regions(num_layers=0), block_tokens)
+
+    assert Mapping(empty(16), empty(16)).is_identity
+    assert not Mapping(empty(16), empty(32)).is_identity
+    assert sources([empty(16)], empty(32)) == []
 
 
 def test_overlapping_blocks() -> None:
@@ -350,7 +369,7 @@ def test_state_without_axes_is_not_divided() -> None:
     with pytest.raises(LayoutError, match="shape of region 'ssm' in layer 0 of state"):
         Mapping(with_state(shape=(4, 3)), with_state(0, 2, shape=(2, 3)), "state")
     with pytest.raises(
-        LayoutError, match="number of ranks .region 'ssm' in layer 0 of state has no"
+        LayoutError, match=r"number of ranks .region 'ssm' in layer 0 of state has no"
     ):
         sources([with_state(shape=(4, 3))], with_state(0, 2, shape=(4, 3)))
 
