@@ -35,8 +35,8 @@ class WindowGroup:
         sink_tokens: positions at the beginning of a prompt that every position attends to besides
             its window (the attention sink of StreamingLLM; 0 for none). Their blocks, rounded up to
             whole ones, stay with the lease, and a prefix is hit only while they are cached.
-        host_blocks: blocks of this group that host memory holds besides ``CacheConfig.host_blocks``;
-            0 for none. They are saved by ``CacheConfig.write_policy``, as far as there are device
+        host_blocks: blocks of this group in host memory, besides ``CacheConfig.host_blocks``; 0 for
+            none. They are saved by ``CacheConfig.write_policy``, as far as there are device
             blocks that no lease has set aside, and a prefix can be hit where its sink and its
             window are on the device or in host memory. ``"write_back"`` saves the blocks that are
             evicted next, and does not wait for a save. The tensors of the group are registered with
