@@ -193,8 +193,11 @@ class PeerWalk:
         if not ready:
             return
         transfer_id = self.random.choice(ready)
-        if self.random.random() < 0.75:
+        draw = self.random.random()
+        if draw < 0.75:
             self.end(transfer_id)
+        elif draw < 0.8 and transfer_id not in self.begun:
+            self.end(transfer_id, "cancelled")
         else:
             bad = self.random.randrange(self.plans[transfer_id].num_blocks)
             self.end(transfer_id, "failed", bad)
@@ -457,7 +460,7 @@ def test_random_receives_and_sends_never_leave_a_lease_with_the_wrong_state(seed
 
 def test_walks_reach_receives_and_sends_of_each_outcome() -> None:
     seen: Counter[str] = Counter()
-    for seed in range(1000, 1040):
+    for seed in range(1000, 1020):
         walk = PeerWalk(seed, state_slots=seed % 2 * 5)
         walk.run(800)
         seen += walk.seen
