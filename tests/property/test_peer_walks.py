@@ -2,7 +2,8 @@
 
 A receive writes wrong bytes into its blocks at random until its report; the positions of a send are
 read when it ends. After each transition, each cached block has the bytes of its own tokens (I4,
-I11), and ``violations()`` is empty. In walks with steps, compute writes when its step has finished.
+I11), and ``violations()`` is empty. With recurrent state, the slot of a lease is checked whenever
+the lease computes. In walks with steps, compute writes when its step has finished.
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ import pytest
 
 from aiokv import CacheConfig, LeaseState
 from aiokv.errors import AiokvError, LeaseError, WouldBlock
-from aiokv.plan import RECEIVE, SEND, TransferReport
+from aiokv.plan import (
+    RECEIVE,
+    SEND,
+    STATE_RECEIVE,
+    STATE_SEND,
+    ZEROS,
+    TransferReport,
+)
 from aiokv.scheduler.effects import NO_EFFECTS
 from aiokv.scheduler.scheduler import CacheScheduler
 from aiokv.testing.transitions import Recording, replay_transitions
@@ -27,7 +35,7 @@ if TYPE_CHECKING:
     from aiokv.scheduler.effects import Effects, Moved
 
 BLOCK_TOKENS = 3
-DEVICE_BLOCKS = 14
+DEVICE_BLOCKS = 20
 WRONG = -1
 DEVICE_VALID, HOST_VALID = 1, 4
 
@@ -39,8 +47,14 @@ def words(tokens: list[int], start: int, stop: int) -> list[int]:
     return [hash(tuple(tokens[: position + 1])) for position in range(start, stop)]
 
 
+def state_word(tokens: list[int], stop: int) -> int:
+    """Return what a state slot holds after the first ``stop`` positions of a prompt."""
+    return hash(("state", *tokens[:stop]))
+
+
 class PeerWalk:
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, state_slots: int = 0) -> None:
+        self.state_slots = state_slots
         self.random = random = Random(seed)
         self.seen: Counter[str] = Counter()
         self.tracked = random.random() < 0.6
@@ -49,7 +63,8 @@ class PeerWalk:
             device_blocks=DEVICE_BLOCKS,
             host_blocks=random.choice((0, 10)),
             write_policy="write_through",
-            salt_quota_blocks=random.choice((None, 9)),
+            salt_quota_blocks=random.choice((None, 15)),
+            state_slots=state_slots,
         )
         self.scheduler = CacheScheduler(config)
         self.read = self.scheduler.read
@@ -57,8 +72,10 @@ class PeerWalk:
         self.memory: dict[str, list[list[int]]] = {
             "device": [[WRONG] * BLOCK_TOKENS for _ in range(DEVICE_BLOCKS)],
             "host": [[WRONG] * BLOCK_TOKENS for _ in range(10)],
+            "state": [[WRONG] for _ in range(state_slots)],
         }
-        self.computing: list[tuple[int, int, int, int]] = []  # step, block, offset, word
+        self.computing: list[tuple[int, str, int, int, int]] = []  # step, pool, id, offset, word
+        self.begun: set[int] = set()  # receives of a state that have written its slot
         self.closed = self.finished = 0
         self.tokens: dict[int, list[int]] = {}  # of the leases with a handle
         self.plans: dict[int, TransferPlan] = {}
@@ -72,24 +89,31 @@ class PeerWalk:
     def compute(self, lease_id: int, stop: int) -> None:
         start = self.read.computed_tokens(lease_id)
         table = self.read.block_table(lease_id)
-        step = self.closed + 1 if self.tracked else 0
         for position, word in zip(
             range(start, stop), words(self.tokens[lease_id], start, stop), strict=True
         ):
             block, offset = int(table[position // BLOCK_TOKENS]), position % BLOCK_TOKENS
-            self.computing.append((step, block, offset, word))
+            self.launch("device", block, offset, word)
+        if self.state_slots:
+            slot = self.read.state_slot(lease_id)
+            assert self.content("state", slot) == [state_word(self.tokens[lease_id], start)]
+            self.launch("state", slot, 0, state_word(self.tokens[lease_id], stop))
+
+    def launch(self, pool: str, block: int, offset: int, word: int) -> None:
+        step = self.closed + 1 if self.tracked else 0
+        self.computing.append((step, pool, block, offset, word))
         self.write_computed()
 
     def write_computed(self) -> None:
         while self.computing and self.computing[0][0] <= self.finished:
-            _, block, offset, word = self.computing.pop(0)
-            self.memory["device"][block][offset] = word
+            _, pool, block, offset, word = self.computing.pop(0)
+            self.memory[pool][block][offset] = word
 
-    def device_bytes(self, block: int) -> list[int]:
+    def content(self, pool: str, block: int) -> list[int]:
         """Return what a block has when all launched compute has ended."""
-        content = list(self.memory["device"][block])
-        for _, written, offset, word in self.computing:
-            if written == block:
+        content = list(self.memory[pool][block])
+        for _, *place, offset, word in self.computing:
+            if place == [pool, block]:
                 content[offset] = word
         return content
 
@@ -98,7 +122,7 @@ class PeerWalk:
             tokens = np.frombuffer(prefix, "<i4").tolist()
             right = words(tokens, len(tokens) - BLOCK_TOKENS, len(tokens))
             if flags & DEVICE_VALID:
-                assert self.device_bytes(device) == right, (device, tokens)
+                assert self.content("device", device) == right, (device, tokens)
             if flags & HOST_VALID:
                 assert self.memory["host"][host] == right, (host, tokens)
 
@@ -117,7 +141,7 @@ class PeerWalk:
             self.scheduler.applied()
             for transfer_id in cancelled:
                 self.seen["cancel"] += 1
-                if self.random.random() < 0.4:
+                if self.random.random() < 0.4 and transfer_id not in self.begun:
                     self.end(transfer_id, "cancelled")
             if collects:
                 self.apply(self.scheduler.collect_backups())
@@ -133,8 +157,11 @@ class PeerWalk:
         return plan.after_step <= self.finished
 
     def disturb(self) -> None:
-        """Write wrong bytes into blocks that are being received."""
+        """Write wrong bytes into blocks and slots that are being received."""
         for plan in self.plans.values():
+            if plan.route == STATE_RECEIVE and self.may_begin(plan) and self.random.random() < 0.5:
+                self.begun.add(plan.transfer_id)
+                self.memory["state"][int(plan.target_ids[0])] = [WRONG]
             if plan.route == RECEIVE and self.may_begin(plan):
                 block = self.random.choice(plan.target_ids.tolist())
                 self.memory["device"][block] = [WRONG] * BLOCK_TOKENS
@@ -145,11 +172,13 @@ class PeerWalk:
         expected = self.expected.pop(transfer_id, [])
         pairs = list(zip(plan.source_ids.tolist(), plan.target_ids.tolist(), strict=True))[:good]
         for index, (source, target) in enumerate(pairs):
-            if plan.route == RECEIVE:
-                self.memory["device"][target] = list(expected[index])
-            elif plan.route == SEND:
-                sent = self.memory["device"][source][: len(expected[index])]
+            if plan.route in (RECEIVE, STATE_RECEIVE):
+                self.memory[plan.route.target][target] = list(expected[index])
+            elif plan.route in (SEND, STATE_SEND):
+                sent = self.memory[plan.route.source][source][: len(expected[index])]
                 assert tuple(sent) == expected[index], (transfer_id, source)
+            elif source == ZEROS:
+                self.memory["state"][target] = [state_word([], 0)]
             else:
                 self.memory[plan.route.target][target] = list(
                     self.memory[plan.route.source][source]
@@ -164,8 +193,11 @@ class PeerWalk:
         if not ready:
             return
         transfer_id = self.random.choice(ready)
-        if self.random.random() < 0.75:
+        draw = self.random.random()
+        if draw < 0.75:
             self.end(transfer_id)
+        elif draw < 0.8 and transfer_id not in self.begun:
+            self.end(transfer_id, "cancelled")
         else:
             bad = self.random.randrange(self.plans[transfer_id].num_blocks)
             self.end(transfer_id, "failed", bad)
@@ -178,7 +210,7 @@ class PeerWalk:
 
     def match(self) -> None:
         if len(self.tokens) < 5:
-            tokens = [self.random.randint(1, 3)] * self.random.randint(1, 12)
+            tokens = [self.random.randint(1, 3)] * self.random.randint(1, 20)
             tokens += [self.random.choice((1, 2))] * self.random.randint(0, 3)
             lease_id = self.apply(self.scheduler.match(np.array(tokens, np.int32), salt="s"))
             self.tokens[lease_id] = tokens
@@ -195,18 +227,32 @@ class PeerWalk:
             return
         if self.read.onloads(lease_id):
             return
-        self.apply(self.scheduler.recompute_from(lease_id))
+        try:
+            self.apply(self.scheduler.recompute_from(lease_id))
+        except LeaseError:  # its state was lost
+            self.forget(lease_id)
+            self.apply(self.scheduler.preempt(lease_id))
+            return
         start, known = self.read.computed_tokens(lease_id), len(self.tokens[lease_id])
         stop = self.random.randint(start, max(start, known))
         try:
             batch = self.apply(self.scheduler.begin_batch([lease_id]))
         except LeaseError:
-            with pytest.raises(LeaseError):
-                self.scheduler.commit(lease_id, self.read.num_tokens(lease_id))
+            if start < self.read.num_tokens(lease_id):
+                with pytest.raises(LeaseError):
+                    self.scheduler.commit(lease_id, self.read.num_tokens(lease_id))
             return
         self.batches.add(batch)
         self.compute(lease_id, stop)
         self.apply(self.scheduler.commit(lease_id, stop))
+        if self.state_slots and stop and stop % BLOCK_TOKENS == 0:
+            self.snapshot(lease_id, stop)
+
+    def snapshot(self, lease_id: int, stop: int) -> None:
+        copy = self.apply(self.scheduler.snapshot(lease_id, stop))
+        if copy is not None:
+            source, target = copy
+            self.launch("state", target, 0, self.content("state", source)[0])
 
     def end_batch(self) -> None:
         if self.batches:
@@ -218,8 +264,9 @@ class PeerWalk:
         if (lease_id := self.pick(LeaseState.GRANTED)) is None:
             return
         computed, known = self.read.computed_tokens(lease_id), len(self.tokens[lease_id])
-        first = self.random.randint(computed // BLOCK_TOKENS, known // BLOCK_TOKENS)
-        num_blocks = self.random.randint(1, 3)
+        least, last = -(-computed // BLOCK_TOKENS), known // BLOCK_TOKENS
+        first = self.random.choice((least, self.random.randint(min(least, last), last)))
+        num_blocks = self.random.randint(1, 4)
         with suppress(AiokvError):
             transfer_id = self.apply(
                 self.scheduler.receive(lease_id, self.ticket(), first, num_blocks)
@@ -237,6 +284,25 @@ class PeerWalk:
                 self.scheduler.send(lease_id, self.ticket(), first, num_blocks)
             )
             self.note_begin(transfer_id, lease_id, first, num_blocks, computed)
+
+    def receive_state(self) -> None:
+        if (lease_id := self.pick(LeaseState.GRANTED)) is None:
+            return
+        tokens = self.tokens[lease_id]
+        stop = self.random.randint(0, len(tokens))
+        with suppress(AiokvError):
+            transfer_id = self.apply(self.scheduler.receive_state(lease_id, self.ticket(), stop))
+            self.awaited[transfer_id] = lease_id
+            self.expected[transfer_id] = [(state_word(tokens, stop),)]
+
+    def send_state(self) -> None:
+        if (lease_id := self.pick(LeaseState.GRANTED)) is None:
+            return
+        computed = self.read.computed_tokens(lease_id)
+        with suppress(AiokvError):
+            transfer_id = self.apply(self.scheduler.send_state(lease_id, self.ticket(), computed))
+            self.awaited[transfer_id] = lease_id
+            self.expected[transfer_id] = [(state_word(self.tokens[lease_id], computed),)]
 
     def note_begin(
         self, transfer_id: int, lease_id: int, first: int, num_blocks: int, stop: int
@@ -320,6 +386,9 @@ class PeerWalk:
             fork = self.apply(self.scheduler.fork(lease_id, "child"))
             for source, target in zip(fork.source_blocks, fork.target_blocks, strict=True):
                 self.memory["device"][target] = list(self.memory["device"][source])
+            if fork.state_slots is not None:
+                source, target = fork.state_slots
+                self.memory["state"][target] = list(self.memory["state"][source])
             self.tokens[fork.lease_id] = list(self.tokens[lease_id])
 
     def step(self) -> None:
@@ -332,11 +401,11 @@ class PeerWalk:
 
     def control(self) -> None:
         draw = self.random.random()
-        if draw < 0.5:
+        if draw < 0.7:
             self.apply(self.scheduler.evict(self.random.randint(1, 3), "device"))
-        elif draw < 0.6:
+        elif draw < 0.75:
             self.apply(self.scheduler.reset("test"))
-        elif draw < 0.7:
+        elif draw < 0.8:
             for lease_id in self.tokens:
                 if self.read.is_granted(lease_id) and self.read.state(lease_id) not in (
                     LeaseState.SWAPPING,
@@ -348,11 +417,13 @@ class PeerWalk:
 
     def run(self, steps: int) -> None:
         verbs = [
-            *[self.match] * 4, *[self.allocate] * 5, *[self.commit] * 3, *[self.end_batch] * 4,
+            *[self.match] * 4, *[self.allocate] * 5, *[self.commit] * 2, *[self.end_batch] * 5,
             *[self.receive] * 8, *[self.send] * 6, *[self.commit_received] * 5, self.end_peer,
-            *[self.release] * 2, self.preempt, *[self.truncate] * 2, self.fork, *[self.step] * 4,
-            *[self.transfer] * 8, self.control,
+            self.release, self.preempt, *[self.truncate] * 2, self.fork, *[self.step] * 8,
+            *[self.transfer] * 16, self.control,
         ]  # fmt: skip
+        if self.state_slots:
+            verbs += [*[self.receive_state] * 10, *[self.send_state] * 3]
         for _ in range(steps):
             self.disturb()
             self.random.choice(verbs)()
@@ -377,20 +448,26 @@ class PeerWalk:
         self.seen["received blocks"] += statistics.received_blocks
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(50))
 def test_random_receives_and_sends_never_show_wrong_bytes(seed: int) -> None:
-    PeerWalk(seed).run(300)
+    PeerWalk(seed).run(800)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_random_receives_and_sends_never_leave_a_lease_with_the_wrong_state(seed: int) -> None:
+    PeerWalk(seed, state_slots=5).run(800)
 
 
 def test_walks_reach_receives_and_sends_of_each_outcome() -> None:
     seen: Counter[str] = Counter()
-    for seed in range(1000, 1010):
-        walk = PeerWalk(seed)
-        walk.run(300)
+    for seed in range(1000, 1020):
+        walk = PeerWalk(seed, state_slots=seed % 2 * 5)
+        walk.run(800)
         seen += walk.seen
     for name in (
         "done receive", "failed receive", "cancelled receive", "done send", "failed send",
         "cancelled send", "done onload", "done offload", "moved", "received", "cancel",
-        "received blocks",
+        "received blocks", "done state", "done state_receive", "failed state_receive",
+        "cancelled state_receive", "done state_send",
     ):  # fmt: skip
         assert seen[name] > 0, (name, seen)

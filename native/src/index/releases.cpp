@@ -190,7 +190,6 @@ LeaseId Releases::set_aside(Lease& lease, Step step) {
     for (const TransferId id : keeper.onloads) {
         transfers_.replace_lease(id, lease.id(), keeper.id());
     }
-    lease.received.clear();
     batches_.hand_over(lease, keeper);
     peers_.hand_over(lease, keeper);
     await_end_of_use(keeper);
