@@ -311,6 +311,11 @@ class Receiver(Generic[C]):
         return min((t.deadline for t in self._tickets.values() if not t.closed), default=None)
 
     @property
+    def free_slots(self) -> int:
+        """Landing slots without an owner."""
+        return self._ring.free_slots
+
+    @property
     def in_flight(self) -> Iterable[int]:
         """Ids of plans that have not ended."""
         return self._receives.keys()
@@ -570,6 +575,8 @@ class Receiver(Generic[C]):
         transfer_id = receive.plan.transfer_id
         if not receive.at_rest or self._receives.get(transfer_id) is not receive:
             return
+        if not receive.missing:
+            receive.failure = None  # its last copy has ended well after all
         self._port.received(receive)
         incoming = self._tickets.get(receive.plan.peer)
         if incoming is not None:

@@ -179,6 +179,7 @@ class _Outgoing(Generic[C]):
         self.ways = dict(ways)  # by receiver rank
         self.sends: dict[int, Send] = {}
         self.parcels: dict[tuple[C, int], Parcel[C]] = {}  # by connection and block
+        self.planned: set[int] = set()  # blocks that a plan has, or had
         self.closed = ""
 
 
@@ -212,15 +213,23 @@ class Sender(Generic[C]):
         num_slots: outgoing slots.
         rank: number of this rank.
         parcel_bytes: bytes of a parcel, with its trailer.
+        block_tokens: positions per block of this engine.
     """
 
     def __init__(
-        self, port: SenderPort[C], *, num_slots: int, rank: int, parcel_bytes: int
+        self,
+        port: SenderPort[C],
+        *,
+        num_slots: int,
+        rank: int,
+        parcel_bytes: int,
+        block_tokens: int,
     ) -> None:
         self._port = port
         self._num_slots = num_slots
         self._rank = rank
         self._parcel_bytes = parcel_bytes
+        self._block_tokens = block_tokens
         self._free = list(range(num_slots))
         self._ways: dict[C, _Way[C]] = {}
         self._tickets: dict[bytes, _Outgoing[C]] = {}
@@ -255,14 +264,14 @@ class Sender(Generic[C]):
         outgoing.sends[plan.transfer_id] = send
         ticket = outgoing.ticket
         wanted = range(
-            ticket.first_position // ticket.block_tokens,
-            -(-ticket.num_tokens // ticket.block_tokens),
+            ticket.first_position // self._block_tokens,
+            -(-ticket.num_tokens // self._block_tokens),
         )
         send.unproven = {b: len(outgoing.ways) for b in send.positions if b in wanted}
-        for block in send.unproven:
-            if any((way.connection, block) in outgoing.parcels for way in outgoing.ways.values()):
-                self._give_up(send, f"block {block} of the ticket was sent already")
-                return send
+        if taken := [block for block in send.unproven if block in outgoing.planned]:
+            self._give_up(send, f"block {taken[0]} of the ticket belongs to another plan")
+            return send
+        outgoing.planned |= send.unproven.keys()
         self._release(outgoing, send)
         self._settle(send)
         return send
@@ -335,10 +344,15 @@ class Sender(Generic[C]):
         """Ids of plans that have not ended."""
         return self._sends.keys()
 
-    def uses(self, connection: C) -> bool:
-        """Return True while a ticket uses the connection."""
-        way = self._ways.get(connection)
-        return way is not None and bool(way.tickets)
+    @property
+    def ticket_ids(self) -> Iterable[bytes]:
+        """Tickets that have not ended, or have plans in flight."""
+        return self._tickets.keys()
+
+    @property
+    def free_slots(self) -> int:
+        """Outgoing slots that no parcel has."""
+        return len(self._free)
 
     def counts(self) -> SenderCounts:
         """Return the counts."""
@@ -568,6 +582,8 @@ class Sender(Generic[C]):
         transfer_id = send.plan.transfer_id
         if not send.at_rest or self._sends.get(transfer_id) is not send:
             return
+        if not send.unproven:
+            send.failure = None  # its last parcel was acknowledged after all
         self._port.sent(send)
         outgoing = self._tickets.get(send.plan.peer)
         if outgoing is not None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from aiokv.errors import UsageError
 from aiokv.observe.logs import Log
-from aiokv.plan import OFFLOAD, ONLOAD, TransferReport
+from aiokv.plan import OFFLOAD, ONLOAD, PEER_ROUTES, TransferReport
 from aiokv.ranks.channel import MAX_FRAME_BYTES, frame_of
 from aiokv.ranks.messages import TransferBatch, encode
 from aiokv.ranks.reduce import GroupTransfer
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 log = Log(__name__)
 
 ROUTES: Final = frozenset((ONLOAD, OFFLOAD))
-_ALL_ROUTES: Final = ROUTES | STORE_ROUTES
+_ALL_ROUTES: Final = ROUTES | STORE_ROUTES | PEER_ROUTES
 
 BATCH_BYTES: Final = MAX_FRAME_BYTES // 4  # of block ids in one batch
 
@@ -270,6 +270,8 @@ class TransferBroadcast:
         """
         now = self._clock()
         for transfer in list(self._transfers.values()):
+            if transfer.plan.route in PEER_ROUTES:
+                continue  # it waits for another engine, until the deadline of its ticket
             if transfer.plan.route in STORE_ROUTES and not transfer.may_give_up:
                 continue
             late = next(

@@ -18,6 +18,7 @@ import msgspec
 from aiokv.checks import Unique, arguments, flag, integer
 from aiokv.errors import ClosedError, ConfigError, UsageError
 from aiokv.observe.logs import Log
+from aiokv.plan import PEER_ROUTES
 from aiokv.ranks.broadcast import ROUTES, TransferBroadcast
 from aiokv.ranks.channel import checked_path, frame_of
 from aiokv.ranks.control_requests import ControlRequests
@@ -27,6 +28,7 @@ from aiokv.ranks.membership import Membership
 from aiokv.ranks.messages import ChangeWeights, Sleep, WakeUp, encode
 from aiokv.ranks.processes import RankProcesses, check_entry
 from aiokv.ranks.rank_state import MAX_RANKS, RankTimeouts
+from aiokv.ranks.tickets import GroupTickets
 from aiokv.stores.base import KEY_BYTES
 from aiokv.stores.store_set import NOTHING
 from aiokv.worker.base import UNLIMITED_BLOCKS, Capabilities
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiokv.errors import RankLost
+    from aiokv.peers.ticket import Endpoint
     from aiokv.plan import Pool, TransferPlan, TransferReport
     from aiokv.ranks.messages import Layout, Reports
     from aiokv.ranks.rank_state import RankState
@@ -53,6 +56,7 @@ if TYPE_CHECKING:
     from aiokv.worker.device.base import Event
     from aiokv.worker.lanes import WorkerStatistics
     from aiokv.worker.layers import LayerDoneCounter
+    from aiokv.worker.peer_transfers import PeerStatistics
     from aiokv.worker.poller import EventPoller
     from aiokv.worker.regions import Regions
 
@@ -96,6 +100,8 @@ class RankGroup(Unique):
         timeouts: see :class:`RankTimeouts`.
         has_stores: True if each rank has stores, ``Rank(..., stores=[...])``, for its shard of the
             blocks. A block is in the stores when all ranks have their shard of it.
+        has_peers: True if each rank has peers, ``Rank(..., peers=Peers(...))``, for its shard of
+            the blocks. A block has arrived when all ranks have their shard of it.
         clock: returns seconds; tests pass their own, and call ``tick`` themselves.
 
     Raises:
@@ -113,6 +119,7 @@ class RankGroup(Unique):
         entry: str | None = None,
         timeouts: RankTimeouts | None = None,
         has_stores: bool = False,
+        has_peers: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         num_ranks = integer("num_ranks", num_ranks, minimum=1, maximum=MAX_RANKS, error=ConfigError)
@@ -123,12 +130,14 @@ class RankGroup(Unique):
         if timeouts is not None and not isinstance(timeouts, RankTimeouts):
             raise ConfigError(f"timeouts is {timeouts!r}; it must be a RankTimeouts")
         flag("has_stores", has_stores, ConfigError)
+        flag("has_peers", has_peers, ConfigError)
         if not callable(clock):
             raise ConfigError(f"clock is {clock!r}; it must be a function that returns seconds")
+        routes = ROUTES | STORE_ROUTES if has_stores else ROUTES
         self.num_ranks = num_ranks
         self.timeouts = timeouts or RankTimeouts()
         self.capabilities = Capabilities(
-            routes=ROUTES | STORE_ROUTES if has_stores else ROUTES,
+            routes=routes | PEER_ROUTES if has_peers else routes,
             clone_routes=frozenset(),
             checksums=False,
             step_events=False,
@@ -164,9 +173,12 @@ class RankGroup(Unique):
             on_reports=self._on_reports,
             on_reply=self._control.on_reply,
             on_lookup=self._lookups.on_reply,
+            on_ticket=lambda state, reply: self._tickets.on_reply(state, reply),
             has_stores=has_stores,
+            has_peers=has_peers,
             on_lost=self._on_rank_lost,
         )
+        self._tickets = GroupTickets(self._membership)
         self._transfers = TransferBroadcast(self._membership, self.timeouts, clock)
 
     # --- opening and closing --------------------------------------------------------------------
@@ -223,6 +235,7 @@ class RankGroup(Unique):
             "device": self.device_blocks,
             "host": host_blocks,
             "store": UNLIMITED_BLOCKS,
+            "peer": UNLIMITED_BLOCKS,
         }
         self._schedule_tick()
 
@@ -259,6 +272,7 @@ class RankGroup(Unique):
         """
         self._closing = True
         self._lookups.end_all()
+        self._tickets.end_all()
         if self._timer is not None:
             self._timer.cancel()
         if self._opened and not self._membership.closed:
@@ -425,6 +439,48 @@ class RankGroup(Unique):
             for store in state.stores
         ]
 
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        """Where the ranks listen for senders; see :attr:`Worker.endpoints`.
+
+        Empty while a rank is lost.
+        """
+        found = [endpoint for state in self._membership.ranks for endpoint in state.endpoints]
+        return found if len(found) == self.num_ranks else []
+
+    def expect(self, ticket: bytes, seconds: float) -> None:
+        """Let senders open a ticket on all ranks; see :meth:`Worker.expect`."""
+        self._check_usable()
+        if not self.endpoints:
+            raise UsageError("the ranks do not listen for peers", hint="set Peers(listen=...)")
+        self._tickets.expect(ticket, seconds)
+
+    async def open_ticket(self, ticket: bytes) -> None:
+        """Let each rank connect to its receivers; see :meth:`Worker.open_ticket`.
+
+        Raises:
+            RankLost: a rank is lost.
+        """
+        self._check_usable()
+        self._reachable()
+        await self._tickets.open(ticket)
+
+    def close_ticket(self, ticket_id: bytes) -> None:
+        """End a ticket on all ranks; see :meth:`Worker.close_ticket`."""
+        if self._opened and not self._membership.closed:
+            self._transfers.flush()
+            self._tickets.close(ticket_id)
+
+    def peer_statistics(self) -> list[PeerStatistics]:
+        """Return the use of peers of each rank, as of its last heartbeat."""
+        return [statistics for state in self._membership.ranks for statistics in state.peers]
+
+    def _check_usable(self) -> None:
+        if not self.capabilities.peers:
+            raise UsageError("the ranks have no peers", hint="RankGroup(has_peers=True)")
+        if self._closing or not self._opened:
+            raise ClosedError("the group of ranks is closing, or is not open")
+
     async def drain(self) -> None:
         """Wait until every plan submitted so far, and since, has been reported.
 
@@ -538,6 +594,7 @@ class RankGroup(Unique):
     def _on_rank_lost(self, lost: RankLost) -> None:
         """Fail all transfers; the other ranks still report the ones that they move."""
         self._lookups.end_all()
+        self._tickets.end_all(lost)
         if self._failure is None:
             self._failure = lost
             self._transfers.give_up_all(CopyError(0, str(lost), lost.rank))

@@ -21,6 +21,7 @@ from aiokv.ranks.messages import (
     Pong,
     Ready,
     Reports,
+    TicketReply,
     encode,
 )
 from aiokv.ranks.rank_state import RankState
@@ -53,7 +54,9 @@ class Membership:
         on_reports: gets the reports of the current generation.
         on_reply: gets the replies to ``Sleep`` and ``WakeUp``.
         on_lookup: gets the replies to ``Lookup``.
+        on_ticket: gets the replies to ``OpenTicket``.
         has_stores: True if each rank must have stores, False if none may have any.
+        has_peers: likewise for peers.
         on_lost: called when a rank that took part is lost.
 
     Attributes:
@@ -77,8 +80,10 @@ class Membership:
         on_reports: Callable[[RankState, Reports], None],
         on_reply: Callable[[RankState, ControlReply], None],
         on_lookup: Callable[[RankState, LookupReply], None],
+        on_ticket: Callable[[RankState, TicketReply], None],
         on_lost: Callable[[RankLost], None],
         has_stores: bool = False,
+        has_peers: bool = False,
     ) -> None:
         self._listener = listener
         self._timeouts = timeouts
@@ -88,6 +93,8 @@ class Membership:
         self._on_reply = on_reply
         self._on_lookup = on_lookup
         self._has_stores = has_stores
+        self._has_peers = has_peers
+        self._on_ticket = on_ticket
         self._on_lost = on_lost
         self._unauthenticated: dict[Channel, None] = {}  # peers without a Hello, oldest first
         self._change_waiters: list[asyncio.Future[None]] = []
@@ -302,7 +309,8 @@ class Membership:
 
     def _disconnect(self, state: RankState, reason: str) -> None:
         took_part, state.ready = self._running and state.ready, False
-        state.channel, state.absence_reason, state.stores = None, reason, []
+        state.channel, state.absence_reason = None, reason
+        state.stores, state.peers, state.endpoints = [], [], []
         if took_part and not self.closing:
             log.error("rank.lost", rank=state.rank, reason=reason)
             self._on_lost(RankLost(f"rank {state.rank} is lost: {reason}", rank=state.rank))
@@ -349,6 +357,11 @@ class Membership:
                 f"rank {hello.rank} has {'' if hello.has_stores else 'no '}stores, but the "
                 f"RankGroup was made with has_stores={self._has_stores}"
             )
+        if hello.has_peers != self._has_peers:
+            raise ChannelError(
+                f"rank {hello.rank} has {'' if hello.has_peers else 'no '}peers, but the "
+                f"RankGroup was made with has_peers={self._has_peers}"
+            )
         if self.layout is None:
             self.layout = hello.layout
         elif hello.layout.fingerprint != self.layout.fingerprint:
@@ -371,7 +384,7 @@ class Membership:
     def on_message(
         self,
         state: RankState,
-        message: Ready | Reports | ControlReply | LookupReply | Pong | Broken,
+        message: Ready | Reports | ControlReply | LookupReply | TicketReply | Pong | Broken,
     ) -> None:
         """Process a message of a connected rank."""
         self._note_message(state)
@@ -389,10 +402,13 @@ class Membership:
             self.notify()
         elif isinstance(message, LookupReply):
             self._on_lookup(state, message)
+        elif isinstance(message, TicketReply):
+            self._on_ticket(state, message)
         elif isinstance(message, Pong):
-            state.stores = message.stores
+            state.stores, state.peers = message.stores, message.peers
         elif message.generation == self.generation:  # Ready
             state.progress_at = state.heard_at
+            state.endpoints = message.endpoints
             state.ready = True
             self.notify()
 

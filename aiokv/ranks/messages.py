@@ -13,7 +13,9 @@
           ◄───────────────────────── Lookup(digests), ChangeWeights(version): with stores only
     LookupReply ───────────────────►
           ◄───────────────────────── Ping
-    Pong(statistics of the stores) ►                     while nothing else is sent
+          ◄───────────────────────── Expect, OpenTicket, CloseTicket: with peers only
+    TicketReply ───────────────────►                     to OpenTicket
+    Pong(statistics) ──────────────►                     while nothing else is sent
           ◄───────────────────────── Close
 
 A *generation* is the time between two restarts. Ready(g) also means that no transfer of an earlier
@@ -27,16 +29,18 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 
+from aiokv.peers.ticket import Endpoint  # noqa: TC001
 from aiokv.plan import TransferPlan, TransferReport  # noqa: TC001  (msgspec needs them)
 from aiokv.stores.guard_statistics import GuardStatistics  # noqa: TC001
 from aiokv.stores.identity import StoreIdentity  # noqa: TC001
 from aiokv.types import Tier  # noqa: TC001
 from aiokv.worker.device.cpu import device_blocks
+from aiokv.worker.peer_transfers import PeerStatistics  # noqa: TC001
 
 if TYPE_CHECKING:
     from aiokv.worker.regions import Regions
 
-PROTOCOL_VERSION: Final = 3
+PROTOCOL_VERSION: Final = 4
 MAX_LAYERS: Final = 1 << 16  # the manager keeps a counter per layer and transfer
 
 
@@ -70,18 +74,26 @@ class Hello(_Message, frozen=True, tag="hello"):
 
     Attributes:
         has_stores: the rank has stores for its shard of the blocks.
+        has_peers: the rank exchanges its shard of the blocks with other engines.
     """
 
     protocol: int
     rank: int
     layout: Layout
     has_stores: bool = False
+    has_peers: bool = False
 
 
 class Ready(_Message, frozen=True, tag="ready"):
-    """Host memory is allocated, and no transfer of an earlier generation moves."""
+    """Host memory is allocated, and no transfer of an earlier generation moves.
+
+    Attributes:
+        endpoints: where the rank listens for senders; empty without peers, and for a rank that only
+            sends.
+    """
 
     generation: int
+    endpoints: list[Endpoint] = []
 
 
 class Reports(_Message, frozen=True, tag="reports"):
@@ -120,14 +132,29 @@ class LookupReply(_Message, frozen=True, tag="lookup_reply"):
     seconds: list[float]
 
 
+class TicketReply(_Message, frozen=True, tag="ticket_reply"):
+    """Reply to ``OpenTicket``.
+
+    Attributes:
+        error: empty when the receivers have accepted the ticket.
+        kind: name of the class of the error.
+    """
+
+    number: int
+    error: str
+    kind: str = ""
+
+
 class Pong(_Message, frozen=True, tag="pong"):
     """The rank's loop runs.
 
     Attributes:
         stores: statistics of each store of the rank, in the configured order.
+        peers: its use of peers; empty without peers.
     """
 
     stores: list[GuardStatistics] = []
+    peers: list[PeerStatistics] = []
 
 
 class Broken(_Message, frozen=True, tag="broken"):
@@ -201,6 +228,34 @@ class Lookup(_Message, frozen=True, tag="lookup"):
     digests: bytes
 
 
+class Expect(_Message, frozen=True, tag="expect"):
+    """Let senders open a ticket for some seconds.
+
+    Attributes:
+        ticket: encoded.
+    """
+
+    ticket: bytes
+    seconds: float
+
+
+class OpenTicket(_Message, frozen=True, tag="open_ticket"):
+    """Connect to the receivers of a ticket, and let them accept it.
+
+    Attributes:
+        ticket: encoded.
+    """
+
+    number: int
+    ticket: bytes
+
+
+class CloseTicket(_Message, frozen=True, tag="close_ticket"):
+    """End a ticket, and the plans that were sent before."""
+
+    ticket_id: bytes
+
+
 class ChangeWeights(_Message, frozen=True, tag="change_weights"):
     """Use keys of this version of the weights, from the next message on."""
 
@@ -215,9 +270,20 @@ class Close(_Message, frozen=True, tag="close"):
     """Finish moving transfers, free the memory, and end the connection."""
 
 
-FromRank = Hello | Ready | Reports | ControlReply | LookupReply | Pong | Broken
+FromRank = Hello | Ready | Reports | ControlReply | LookupReply | TicketReply | Pong | Broken
 FromManager = (
-    Begin | Refuse | TransferBatch | Sleep | WakeUp | Lookup | ChangeWeights | Ping | Close
+    Begin
+    | Refuse
+    | TransferBatch
+    | Sleep
+    | WakeUp
+    | Lookup
+    | Expect
+    | OpenTicket
+    | CloseTicket
+    | ChangeWeights
+    | Ping
+    | Close
 )
 
 encode: Final = msgspec.msgpack.Encoder().encode

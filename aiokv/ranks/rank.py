@@ -19,6 +19,8 @@ from aiokv.checks import Unique, arguments, integer, sequence
 from aiokv.checks import timeout as timeout_of
 from aiokv.errors import AiokvError, ClosedError, ConfigError, RankLost, UsageError
 from aiokv.observe.logs import Log
+from aiokv.peers.options import Peers
+from aiokv.peers.ticket import decode as decode_ticket
 from aiokv.plan import FETCH, TransferReport
 from aiokv.ranks.channel import Channel, check_length, checked_path, frame_of
 from aiokv.ranks.counters import Counters
@@ -27,15 +29,19 @@ from aiokv.ranks.messages import (
     Begin,
     Broken,
     ChangeWeights,
+    CloseTicket,
     ControlReply,
+    Expect,
     Hello,
     Lookup,
     LookupReply,
+    OpenTicket,
     Ping,
     Pong,
     Ready,
     Refuse,
     Sleep,
+    TicketReply,
     TransferBatch,
     WakeUp,
     decode_from_manager,
@@ -66,6 +72,7 @@ if TYPE_CHECKING:
     from aiokv.stores.use import StoreUse
     from aiokv.worker.device.base import Device, Event
     from aiokv.worker.lanes import WorkerStatistics
+    from aiokv.worker.peer_transfers import PeerStatistics
 
 log = Log(__name__)
 
@@ -85,6 +92,9 @@ class Rank(Unique):
         device: device of the tensors, as for ``CacheEngine``; ``"cpu"`` by default.
         stores: stores of this rank's shard of the blocks, as for ``CacheEngine``. All ranks of a
             group have stores (``RankGroup(has_stores=True)``), or none.
+        peers: how this rank exchanges its shard of the blocks with other engines; as for stores,
+            all ranks of a group have peers (``RankGroup(has_peers=True)``), or none. Each rank
+            listens at an address of its own, or they choose different ports.
         connect_timeout: seconds to wait for the group to listen.
 
     Its loop must not be blocked: run the model in a thread.
@@ -106,11 +116,17 @@ class Rank(Unique):
         device: Device | str | None = None,
         *,
         stores: Sequence[Store | StoreUse | str] = (),
+        peers: Peers | None = None,
         connect_timeout: float = 60.0,
     ) -> None:
         rank = integer("rank", rank, minimum=0, maximum=MAX_RANKS - 1, error=ConfigError)
         if not isinstance(regions, Regions):
             raise ConfigError(f"regions is {regions!r}; it must be the Regions of this rank")
+        if peers is not None and not isinstance(peers, Peers):
+            raise ConfigError(
+                f"peers is of type {type(peers).__name__}; it must be an aiokv.Peers",
+                hint="peers=Peers(listen='10.0.0.5', secret=...)",
+            )
         check_positive("connect_timeout", connect_timeout)
         self.rank = rank
         self._path = str(checked_path(path))
@@ -119,6 +135,8 @@ class Rank(Unique):
         self._connect_timeout = connect_timeout
         self._device = named_device(device)
         self._stores = stores_from(stores)
+        self._peers = peers
+        self._openings: dict[bytes, asyncio.Task[None]] = {}  # of tickets, by their ids
         self._controller = self._new_controller()
         self._poller = EventPoller()
         self._outbox = Outbox(self._send)
@@ -166,6 +184,7 @@ class Rank(Unique):
                     rank=self.rank,
                     layout=layout,
                     has_stores=bool(self._stores),
+                    has_peers=self._peers is not None,
                 )
             )
             await asyncio.wait((self._begun, self._ended), return_when=asyncio.FIRST_COMPLETED)
@@ -222,7 +241,7 @@ class Rank(Unique):
 
     def _new_controller(self) -> CacheController:
         stores = StoreSet(self._stores) if self._stores else None
-        return CacheController(self.regions, self._device, stores=stores)
+        return CacheController(self.regions, self._device, stores=stores, peers=self._peers)
 
     async def _connect(self) -> None:
         check_length(Path(self._path))
@@ -301,6 +320,14 @@ class Rank(Unique):
         """
         return self._entered_controller().store_statistics()
 
+    def peer_statistics(self) -> list[PeerStatistics]:
+        """Return the use of peers of this rank; empty without peers.
+
+        Raises:
+            UsageError: the rank was not entered.
+        """
+        return self._entered_controller().peer_statistics()
+
     def _entered_controller(self) -> CacheController:
         if not self._opened:
             raise UsageError(_NOT_ENTERED)
@@ -317,7 +344,12 @@ class Rank(Unique):
         if isinstance(message, TransferBatch):
             self._on_batch(message)
         elif isinstance(message, Ping):
-            self._send(Pong(stores=self._controller.store_statistics()))
+            controller = self._controller
+            peers = [
+                msgspec.structs.replace(statistics, rank=self.rank)
+                for statistics in controller.peer_statistics()
+            ]
+            self._send(Pong(stores=controller.store_statistics(), peers=peers))
         elif isinstance(message, Begin):
             self._identity = message.identity
             self._run(self._begin(message, self._task))
@@ -325,6 +357,12 @@ class Rank(Unique):
             self._run(self._change_tiers(message, self._task))
         elif isinstance(message, Lookup):
             self._spawn(self._look_up(message))
+        elif isinstance(message, Expect):
+            self._expect(message)
+        elif isinstance(message, OpenTicket):
+            self._open_ticket(message)
+        elif isinstance(message, CloseTicket):
+            self._close_ticket(message.ticket_id)
         elif isinstance(message, ChangeWeights):
             self._change_weights(message.version)
         elif isinstance(message, Refuse):
@@ -346,6 +384,32 @@ class Rank(Unique):
         if self._identity is not None:
             self._identity = msgspec.structs.replace(self._identity, weights_version=version)
         self._controller.change_weights(version)
+
+    def _expect(self, message: Expect) -> None:
+        try:
+            self._controller.expect(message.ticket, message.seconds)
+        except AiokvError as error:  # the plans of the ticket fail
+            log.warning("rank.cannot_expect", rank=self.rank, reason=str(error))
+
+    def _open_ticket(self, message: OpenTicket) -> None:
+        ticket_id = decode_ticket(message.ticket).ticket_id
+        task = self._openings[ticket_id] = self._spawn(self._open_at_receivers(message))
+        task.add_done_callback(lambda _: self._openings.pop(ticket_id, None))
+
+    async def _open_at_receivers(self, message: OpenTicket) -> None:
+        reply = TicketReply(number=message.number, error="")
+        try:
+            await self._controller.open_ticket(message.ticket)
+        except AiokvError as error:
+            kind = type(error).__name__
+            reply = TicketReply(number=message.number, error=_reason_of(error), kind=kind)
+        self._send(reply)
+
+    def _close_ticket(self, ticket_id: bytes) -> None:
+        opening = self._openings.get(ticket_id)
+        if opening is not None:
+            opening.cancel()
+        self._controller.close_ticket(ticket_id)
 
     async def _look_up(self, lookup: Lookup) -> None:
         answer = await self._controller.lookup(lookup.digests)
@@ -382,7 +446,7 @@ class Rank(Unique):
         if begin.closed_step > self._closed_step:
             self.step(begin.closed_step)
         self._outbox.begin(begin.generation)
-        self._send(Ready(generation=begin.generation))
+        self._send(Ready(generation=begin.generation, endpoints=self._controller.endpoints))
         if not self._begun.done():
             self._begun.set_result(None)
 

@@ -11,9 +11,11 @@ from aiokv.checks import arguments
 from aiokv.errors import ConfigError
 
 if TYPE_CHECKING:
+    from aiokv.peers.ticket import Endpoint
     from aiokv.ranks.channel import Channel
     from aiokv.ranks.messages import Layout
     from aiokv.stores.guard_statistics import GuardStatistics
+    from aiokv.worker.peer_transfers import PeerStatistics
 
 MAX_RANKS: Final = 1024  # per group
 
@@ -81,14 +83,18 @@ class RankState:
         finished_step: this step and all before it have finished on the rank.
         stores: statistics of each store, from its last answer to a heartbeat; empty while the rank
             is not connected.
+        peers: likewise, its use of peers.
+        endpoints: where it listens for senders; empty while it is not ready.
     """
 
     __slots__ = (
         "absence_reason",
         "channel",
+        "endpoints",
         "finished_step",
         "heard_at",
         "layout",
+        "peers",
         "progress_at",
         "rank",
         "ready",
@@ -107,3 +113,5 @@ class RankState:
         self.progress_at = 0.0
         self.finished_step = 0
         self.stores: list[GuardStatistics] = []
+        self.peers: list[PeerStatistics] = []
+        self.endpoints: list[Endpoint] = []

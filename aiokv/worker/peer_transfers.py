@@ -315,7 +315,11 @@ class PeerTransfers:
                 one_sided=self._transport.one_sided,
             )
         self._sender = Sender(
-            self, num_slots=num_outgoing, rank=rank, parcel_bytes=_parcel_bytes(regions)
+            self,
+            num_slots=num_outgoing,
+            rank=rank,
+            parcel_bytes=_parcel_bytes(regions),
+            block_tokens=1 if self._identity is None else self._identity.block_tokens,
         )
 
     async def sleep(self) -> None:
@@ -404,6 +408,7 @@ class PeerTransfers:
                 rank=self._identity.rank,
                 num_ranks=self._identity.num_ranks,
                 layout=self._layout(),
+                transport=self._transport.name,
             )
         ]
 
@@ -515,7 +520,7 @@ class PeerTransfers:
         """Return the receiver ranks that this rank sends to.
 
         Raises:
-            PeerError: the receiver uses another transport or other weights.
+            PeerError: the receiver uses another transport.
             LayoutError: the layouts differ.
         """
         if ticket.transport != self._transport.name:
@@ -523,13 +528,6 @@ class PeerTransfers:
                 f"the transport of the receiver is {ticket.transport!r}, of this engine "
                 f"{self._transport.name!r}",
                 hint="set the same Peers(transport=...) on both servers",
-            )
-        theirs = (ticket.model, ticket.weights_version)
-        ours = (identity.model, identity.weights_version)
-        if theirs != ours:
-            raise LayoutError(
-                f"the receiver has model {theirs[0]!r} with weights {theirs[1]!r}; this engine has "
-                f"model {ours[0]!r} with weights {ours[1]!r}"
             )
         endpoint = next((e for e in ticket.endpoints if e.rank == identity.rank), None)
         if endpoint is None or endpoint.num_ranks != identity.num_ranks:

@@ -1,0 +1,227 @@
+"""States of tickets and parcels in random order: nothing wrong is reported, and all plans end."""
+
+from __future__ import annotations
+
+import pytest
+
+from .world import World
+
+
+def walk(seed: int, *, steps: int = 500, copy_failures: float = 0.0, corruptions: float = 0.0):
+    world = World(seed, landing=1 + seed % 5, outgoing=1 + seed % 4)
+    world.copy_failures, world.corruptions = copy_failures, corruptions
+    choose = world.random
+    open_ranges: list[tuple[object, list[int]]] = []
+    for _ in range(steps):
+        action = choose.randrange(48)
+        tickets = list(world.tickets.values())[-6:]
+        sender = choose.choice(world.senders)
+        if action == 0 or not tickets:
+            num_blocks = choose.randint(1, 6)
+            ticket = world.expect(num_blocks, seconds=choose.choice([50.0, 1000.0]))
+            cut = choose.randint(0, num_blocks)
+            for part in (range(cut), range(cut, num_blocks)):
+                if part and choose.random() < 0.9:
+                    world.receive(ticket, part)
+                elif part:
+                    open_ranges.append((ticket, list(part)))
+            world.open(sender, ticket)
+        elif action == 1:
+            world.open(sender, choose.choice(tickets))  # again, or by a second sender
+        elif action in (2, 3, 4):
+            ticket = choose.choice(tickets)
+            opened = [(s, t) for s in world.senders for t in s.logic.ticket_ids]
+            if opened and choose.random() < 0.9:
+                sender, ticket_id = choose.choice(opened)
+                ticket = world.tickets[ticket_id]
+            num_blocks = ticket.num_tokens // 4
+            first = choose.randrange(num_blocks)
+            blocks = range(first, choose.randint(first + 1, num_blocks))
+            world.send(sender, ticket, blocks, after_step=choose.choice([0, 0, 1]))
+        elif action == 5 and open_ranges:
+            ticket, part = open_ranges.pop()
+            world.receive(ticket, part)
+        elif action == 6:
+            transfer_id = choose.choice(list(world.plans) or [0])
+            world.receiver.logic.cancel(transfer_id, "cancelled")
+            for other in world.senders:
+                other.logic.cancel(transfer_id, "cancelled")
+        elif action == 7:
+            world.receiver.logic.close_ticket(choose.choice(tickets).ticket_id, "closed")
+        elif action == 8:
+            sender.logic.close_ticket(choose.choice(tickets).ticket_id, "closed")
+        elif action == 9 and choose.random() < 0.3 and sender.wire is not None:
+            world.cut(sender.wire)
+        elif action == 10:
+            world.now += choose.choice([1.0, 30.0])
+            world.receiver.logic.expire(world.now)
+            sender.logic.expire(world.now)
+        elif action == 11:
+            sender.closed_step = 1
+            sender.logic.step_closed()
+        else:
+            world.step()
+        world.check()
+    world.finish()
+    return world
+
+
+@pytest.mark.parametrize("first", range(0, 300, 50))
+def test_random_walks_report_each_plan_once_with_right_blocks(first):
+    worlds = [walk(seed) for seed in range(first, first + 50)]
+    done = sum(f is None for world in worlds for _, f in world.reports.values())
+    assert done > 50
+
+
+@pytest.mark.parametrize("first", range(0, 200, 50))
+def test_random_walks_with_failed_copies_and_changed_bytes(first):
+    worlds = [walk(seed, copy_failures=0.1, corruptions=0.1) for seed in range(first, first + 50)]
+    assert sum(world.receiver.logic.counts().wrong for world in worlds) > 10
+
+
+@pytest.mark.parametrize(("landing", "outgoing"), [(1, 1), (8, 2), (2, 8)])
+def test_500_tickets_all_end_done(landing, outgoing):
+    world = World(7, senders=3, landing=landing, outgoing=outgoing)
+    for i in range(500):
+        ticket = world.expect(2)
+        world.receive(ticket, [0, 1])
+        world.open(world.senders[i % 3], ticket)
+        while world.step():
+            if any(ticket.ticket_id in s.logic.ticket_ids for s in world.senders):
+                break
+        world.send(world.senders[i % 3], ticket, [0, 1])
+    world.run()
+    assert {failure for _, failure in world.reports.values()} == {None}
+    world.finish()
+
+
+def test_parcel_of_another_ticket_never_verifies():
+    """The parcels of two tickets for the same block change places: both are sent again."""
+    world = World(1, senders=1, landing=2)
+    tickets = [world.expect(1), world.expect(1)]
+    received = [world.receive(ticket, [0]) for ticket in tickets]
+    for ticket in tickets:
+        world.open(world.senders[0], ticket)
+    world.run()
+    for ticket in tickets:
+        world.send(world.senders[0], ticket, [0])
+    queue = world.wires[0].to_receiver
+    while sum(parcel is not None for _, parcel in queue) < 2:
+        world.run_job_or_reply()
+    (first, one), (second, other) = [entry for entry in queue if entry[1] is not None]
+    queue.clear()
+    queue.extend([(first, other), (second, one)])
+    world.run()
+    assert world.receiver.logic.counts().wrong == 2
+    assert world.senders[0].logic.counts().retries == 2
+    assert [world.reports[i] for i in received] == [(1, None), (1, None)]
+    world.finish()
+
+
+def test_two_senders_for_one_ticket_are_not_mixed():
+    world = World(1, senders=2)
+    ticket = world.expect(1)
+    for sender in world.senders:
+        world.open(sender, ticket)
+    world.run()
+    assert world.receiver.logic.counts().refused == 1
+    assert sum(ticket.ticket_id in sender.logic.ticket_ids for sender in world.senders) == 1
+    world.finish()
+
+
+def test_second_parcel_for_a_block_is_dropped():
+    """A sender that sends a block twice: the block of the plan is written once."""
+    world = World(1, senders=1)
+    ticket = world.expect(1)
+    received = world.receive(ticket, [0])
+    world.open(world.senders[0], ticket)
+    world.run()
+    wire = world.wires[0]
+    world.senders[0].logic.add_ticket(ticket, 1000.0, {0: wire})
+    world.send(world.senders[0], ticket, [0])
+    world.run()
+    assert world.reports[received] == (1, None)
+    world.senders[0].logic.add_ticket(ticket, 1000.0, {0: wire})  # forgets that it was sent
+    world.send(world.senders[0], ticket, [0])
+    world.run()
+    assert world.receiver.logic.counts().dropped > 0
+    assert world.memory[0] == (ticket.ticket_id, 0)
+
+
+def test_connection_that_is_cut_within_a_parcel_frees_its_slot():
+    world = World(1, senders=1, landing=1)
+    ticket = world.expect(1)
+    received = world.receive(ticket, [0])
+    world.open(world.senders[0], ticket)
+    world.run()
+    world.send(world.senders[0], ticket, [0])
+    while world.wires[0].landing is None:
+        assert world.step()
+    assert world.receiver.slots[0] is None  # the parcel is not whole
+    world.cut(world.wires[0])
+    world.run()
+    assert world.reports[received][1] is not None
+    assert world.receiver.logic.free_slots == 1
+    world.finish()
+
+
+def test_ticket_is_not_taken_up_after_a_reconnect():
+    world = World(1, senders=1)
+    ticket = world.expect(2)
+    received = world.receive(ticket, [0, 1])
+    world.open(world.senders[0], ticket)
+    world.run()
+    world.send(world.senders[0], ticket, [0])
+    world.run()
+    world.cut(world.wires[0])
+    world.run()
+    assert world.reports[received][0] == 1
+    world.open(world.senders[0], ticket)
+    world.run()
+    assert world.receiver.logic.counts().refused == 1
+    world.finish()
+
+
+def test_parcel_with_a_revoked_credit_is_discarded():
+    world = World(1, senders=2, landing=1)
+    first, second = world.senders
+    ticket = world.expect(1)
+    received = world.receive(ticket, [0])
+    world.open(first, ticket)
+    world.run()
+    world.send(first, ticket, [0])
+    while not any(parcel is not None for _, parcel in world.wires[0].to_receiver):
+        assert world.step()
+    message, _ = world.wires[0].to_receiver.popleft()
+    world.cut(world.wires[0])
+    world.run()
+    other = world.expect(1)
+    world.receive(other, [0])
+    world.open(second, other)
+    world.run()
+    # The late parcel arrives on the new connection, and on the old one.
+    for wire in world.wires:
+        assert world.receiver.logic.begin_parcel(wire, message) == "discard"
+    assert world.reports[received][1] is not None
+    assert world.receiver.logic.counts().stale == 2
+    world.finish()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"generation": bytes([1] * 16)},
+        {"receiver_rank": 1},
+        {"protocol": 0},
+        {"transport": "nixl"},
+        {"ticket_id": bytes(16)},
+    ],
+)
+def test_open_for_another_receiver_is_refused(changes):
+    world = World(1, senders=1)
+    ticket = world.expect(1)
+    world.open(world.senders[0], ticket, **changes)
+    world.run()
+    counts = world.receiver.logic.counts()
+    assert (counts.refused, counts.opened) == (1, 0)
+    world.finish()

@@ -1,0 +1,404 @@
+"""Senders and a receiver without sockets, memory or loop: every message, copy and thread is a job
+that a test runs in any order.
+
+Memory holds values instead of bytes. A block of a prompt has the value ``(ticket id, block)``. The
+test gives device blocks to "other leases" when their plan was reported, and any later write to one
+of them is a violation of I11.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from itertools import count
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from aiokv.peers.messages import PROTOCOL_VERSION, Accepted, Landed, Open, Refused
+from aiokv.peers.receiver import Receiver
+from aiokv.peers.ring import LandingRing
+from aiokv.peers.sender import Sender
+from aiokv.peers.ticket import Endpoint, Ticket
+from aiokv.plan import RECEIVE, SEND, TransferPlan, id_bytes
+from aiokv.worker.device.base import CopyError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+PARCEL_BYTES = 192
+GENERATION = bytes(16)
+
+
+class Contents(NamedTuple):
+    """What a slot holds: the key of the trailer, the value, and True if the checksum is right."""
+
+    key: bytes
+    value: Any
+    is_right: bool = True
+
+
+class Wire:
+    """A connection: queues of messages in both directions; parcels take two deliveries."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.to_receiver: deque[tuple[Any, Contents | None]] = deque()
+        self.to_sender: deque[Any] = deque()
+        self.landing: tuple[Landed, Contents, bool] | None = None
+        self.is_cut = False
+        self.told = [False, False]  # receiver and sender know the end
+
+    def __repr__(self) -> str:
+        return f"<Wire {self.name}>"
+
+
+class Side:
+    """Port of one receiver or sender; its jobs wait in ``world.jobs``."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world = world
+        self.name = name
+
+    def job(self, action: Callable[[], object]) -> None:
+        self.world.jobs.append(action)
+
+
+class ReceiverSide(Side):
+    """Port of the receiver."""
+
+    def __init__(self, world: World, num_slots: int) -> None:
+        super().__init__(world, "receiver")
+        self.slots: list[Contents | None] = [None] * num_slots
+        self.device: dict[int, Any] = {}
+        self.writing: set[int] = set()
+        self.logic: Receiver[Wire] = Receiver(
+            self,
+            LandingRing(num_slots),
+            rank=0,
+            slot_bytes=PARCEL_BYTES,
+            parcel_bytes=PARCEL_BYTES,
+            accepts=lambda message: None,
+        )
+
+    def send(self, connection: Wire, message: Any) -> None:
+        if not connection.is_cut:
+            connection.to_sender.append(message)
+
+    def verify(self, parcels: Sequence[Any]) -> None:
+        def run() -> None:
+            found = [self.slots[parcel.slot] for parcel in parcels]
+            self.logic.verified(
+                parcels,
+                [
+                    f is not None and f.is_right and f.key == p.key
+                    for f, p in zip(found, parcels, strict=True)
+                ],
+            )
+
+        self.job(run)
+
+    def copy(self, copy: Any) -> None:
+        receive, slots, targets = copy.receive, list(copy.slots), copy.device_ids
+        assert receive.plan.transfer_id not in self.world.reports, "a copy after the report"
+        fails = self.world.random.random() < self.world.copy_failures
+
+        def run() -> None:
+            good = self.world.random.randrange(len(slots)) if fails else len(slots)
+            for slot, target in zip(slots[:good], targets[:good], strict=True):
+                self.world.write(target, self.slots[slot])
+            self.logic.copied(copy, CopyError(good, "failed") if fails else None)
+
+        self.job(run)
+
+    def received(self, receive: Any) -> None:
+        self.world.report_receive(receive)
+
+
+class SenderSide(Side):
+    """Port of a sender."""
+
+    def __init__(self, world: World, name: str, num_slots: int) -> None:
+        super().__init__(world, name)
+        self.slots: list[Contents | None] = [None] * num_slots
+        self.wire: Wire | None = None
+        self.filling = 0
+        self.closed_step = 0
+        self.logic: Sender[Wire] = Sender(
+            self, num_slots=num_slots, rank=0, parcel_bytes=PARCEL_BYTES, block_tokens=4
+        )
+
+    def is_open(self, step: int) -> bool:
+        return step > self.closed_step
+
+    def send(self, connection: Wire, message: Any) -> None:
+        if not connection.is_cut:
+            connection.to_receiver.append((message, None))
+
+    def fill(self, fill: Any) -> None:
+        send, parcels, slots = fill.send, list(fill.parcels), fill.slots
+        assert send.plan.transfer_id not in self.world.reports, "a copy after the report"
+        fails = self.world.random.random() < self.world.copy_failures
+
+        def run() -> None:
+            for parcel, slot in zip(parcels, slots, strict=True):
+                self.slots[slot] = Contents(b"", (send.plan.peer, parcel.block))
+            self.logic.filled(fill, CopyError(0, "failed") if fails else None)
+
+        self.job(run)
+
+    def seal(self, parcels: Sequence[Any]) -> None:
+        slots = [parcel.slot for parcel in parcels]
+
+        def run() -> None:
+            for parcel, slot in zip(parcels, slots, strict=True):
+                held = self.slots[slot]
+                assert held is not None
+                self.slots[slot] = Contents(parcel.key, held.value)
+            self.logic.sealed(parcels)
+
+        self.job(run)
+
+    def write(self, connection: Wire, parcels: Sequence[Any]) -> None:
+        batch = [(parcel, parcel.slot, parcel.credit) for parcel in parcels]
+
+        def run() -> None:
+            for parcel, slot, credit in batch:
+                contents = self.slots[slot]
+                assert contents is not None
+                if self.world.random.random() < self.world.corruptions:
+                    contents = contents._replace(value="corrupt", is_right=False)
+                landed = Landed(
+                    ticket_id=parcel.send.plan.peer,
+                    sender_block=parcel.block,
+                    slot=credit.slot,
+                    slot_generation=credit.generation,
+                    parcel_bytes=PARCEL_BYTES,
+                )
+                if not connection.is_cut:
+                    connection.to_receiver.append((landed, contents))
+            self.logic.written(parcels)
+
+        self.job(run)
+
+    def sent(self, send: Any) -> None:
+        self.world.report(send.plan.transfer_id, send.leading_blocks, send.failure)
+
+
+class World:
+    """One receiver, some senders, and everything that is in flight between them."""
+
+    def __init__(self, seed: int, *, senders: int = 2, landing: int = 4, outgoing: int = 4) -> None:
+        self.random = random.Random(seed)
+        self.copy_failures = 0.0
+        self.corruptions = 0.0
+        self.now = 0.0
+        self.jobs: list[Callable[[], object]] = []
+        self.reports: dict[int, tuple[int, CopyError | None]] = {}
+        self.memory: dict[int, Any] = {}  # device blocks of the receiver
+        self.others: dict[int, Any] = {}  # blocks that were reported, with their values
+        self.wires: list[Wire] = []
+        self.receiver = ReceiverSide(self, landing)
+        self.senders = [SenderSide(self, f"sender{i}", outgoing) for i in range(senders)]
+        self.tickets: dict[bytes, Ticket] = {}
+        self.plans: dict[int, TransferPlan] = {}
+        self._ids = count(1)
+        self._blocks = count()
+
+    # --- memory and reports ---------------------------------------------------------------------
+
+    def write(self, target: int, contents: Contents | None) -> None:
+        assert target not in self.others, f"I11: block {target} was written after its report"
+        assert contents is not None
+        self.memory[target] = contents.value
+
+    def report(self, transfer_id: int, leading: int, failure: CopyError | None) -> None:
+        assert transfer_id not in self.reports, "a plan was reported twice"
+        plan = self.plans[transfer_id]
+        assert (failure is None) == (leading == plan.num_blocks)
+        self.reports[transfer_id] = (leading, failure)
+
+    def report_receive(self, receive: Any) -> None:
+        plan = receive.plan
+        self.report(plan.transfer_id, receive.leading_blocks, receive.failure)
+        blocks, targets = plan.source_ids.tolist(), plan.target_ids.tolist()
+        for block, target in list(zip(blocks, targets, strict=True))[: receive.leading_blocks]:
+            assert self.memory[target] == (plan.peer, block), "I4: wrong bytes were reported"
+        self.others |= {target: self.memory.get(target) for target in targets}
+
+    # --- what users do --------------------------------------------------------------------------
+
+    def expect(self, num_blocks: int, seconds: float = 1000.0) -> Ticket:
+        ticket = Ticket(
+            ticket_id=self.random.randbytes(16),
+            generation=GENERATION,
+            model="m",
+            weights_version="w",
+            prompt_digest=bytes(32),
+            first_position=0,
+            num_tokens=4 * num_blocks,
+            timeout_seconds=seconds,
+            block_tokens=4,
+            transport="tcp",
+            endpoints=[Endpoint("h", 1)],
+        )
+        self.tickets[ticket.ticket_id] = ticket
+        self.receiver.logic.expect(ticket, self.now + seconds)
+        return ticket
+
+    def receive(self, ticket: Ticket, blocks: Sequence[int]) -> int:
+        plan = TransferPlan(
+            transfer_id=next(self._ids),
+            route=RECEIVE,
+            source_blocks=id_bytes(list(blocks)),
+            target_blocks=id_bytes([next(self._blocks) for _ in blocks]),
+            peer=ticket.ticket_id,
+        )
+        self.plans[plan.transfer_id] = plan
+        self.receiver.logic.submit(plan)
+        return plan.transfer_id
+
+    def send(
+        self, sender: SenderSide, ticket: Ticket, blocks: Sequence[int], after_step: int = 0
+    ) -> int:
+        plan = TransferPlan(
+            transfer_id=next(self._ids),
+            route=SEND,
+            source_blocks=id_bytes(list(blocks)),
+            target_blocks=id_bytes(list(blocks)),
+            peer=ticket.ticket_id,
+            after_step=after_step,
+        )
+        self.plans[plan.transfer_id] = plan
+        sender.logic.submit(plan)
+        return plan.transfer_id
+
+    def open(self, sender: SenderSide, ticket: Ticket, **changes: Any) -> None:
+        """Send Open; the sender takes the ticket when Accepted arrives."""
+        if sender.wire is None or sender.wire.is_cut:
+            sender.wire = Wire(f"{sender.name}.{len(self.wires)}")
+            self.wires.append(sender.wire)
+        message = Open(
+            protocol=PROTOCOL_VERSION,
+            ticket_id=ticket.ticket_id,
+            generation=ticket.generation,
+            sender_rank=0,
+            receiver_rank=0,
+            sender_block_tokens=4,
+            layout=b"",
+            transport="tcp",
+        )
+        sender.send(sender.wire, msgspec.structs.replace(message, **changes))
+
+    def cut(self, wire: Wire) -> None:
+        """End a connection; both sides hear of it later, and what was on its way is lost."""
+        wire.is_cut = True
+        wire.to_receiver.clear()
+        wire.to_sender.clear()
+
+    # --- what happens meanwhile -------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Run one job, or deliver one message, of those that can be next; False without any."""
+        choices: list[Callable[[], None]] = [
+            lambda i=i: self._run_job(i) for i in range(len(self.jobs))
+        ]
+        for wire in self.wires:
+            if wire.landing is not None or wire.to_receiver:
+                choices.append(lambda w=wire: self._deliver_to_receiver(w))
+            if wire.to_sender:
+                choices.append(lambda w=wire: self._deliver_to_sender(w))
+            if wire.is_cut and not all(wire.told):
+                choices.append(lambda w=wire: self._tell_end(w))
+        if not choices:
+            return False
+        self.random.choice(choices)()
+        return True
+
+    def run_job_or_reply(self) -> None:
+        """Run one job, or deliver one message that is not a parcel.
+
+        Raises:
+            IndexError: there is none.
+        """
+        for wire in self.wires:
+            if wire.to_receiver and wire.to_receiver[0][1] is None:
+                self._deliver_to_receiver(wire)
+                return
+            if wire.to_sender:
+                self._deliver_to_sender(wire)
+                return
+        self._run_job(0)
+
+    def run(self) -> None:
+        """Run until nothing is left to do."""
+        while self.step():
+            self.check()
+
+    def _run_job(self, index: int) -> None:
+        self.jobs.pop(index)()
+
+    def _deliver_to_receiver(self, wire: Wire) -> None:
+        if wire.landing is not None:
+            landed, contents, lands = wire.landing
+            wire.landing = None
+            if lands and not wire.told[0]:
+                self.receiver.slots[landed.slot] = contents
+                self.receiver.logic.end_parcel(wire, landed)
+            return
+        message, parcel = wire.to_receiver.popleft()
+        if parcel is not None:
+            lands = self.receiver.logic.begin_parcel(wire, message) == "land"
+            if lands:
+                self.receiver.slots[message.slot] = None  # half of the bytes are there
+            wire.landing = (message, parcel, lands)
+        else:
+            self.receiver.logic.on_message(wire, message)
+
+    def _deliver_to_sender(self, wire: Wire) -> None:
+        message = wire.to_sender.popleft()
+        sender = next(s for s in self.senders if wire.name.startswith(s.name + "."))
+        if isinstance(message, Accepted):
+            ticket = self.tickets[message.ticket_id]
+            sender.logic.add_ticket(ticket, self.now + ticket.timeout_seconds, {0: wire})
+        elif not isinstance(message, Refused):
+            sender.logic.on_message(wire, message)
+
+    def _tell_end(self, wire: Wire) -> None:
+        side = self.random.choice([i for i in (0, 1) if not wire.told[i]])
+        wire.told[side] = True
+        if side == 0:
+            wire.landing = None
+            self.receiver.logic.on_closed(wire, "cut")
+        else:
+            sender = next(s for s in self.senders if wire.name.startswith(s.name + "."))
+            sender.logic.on_closed(wire, "cut")
+
+    def check(self) -> None:
+        """Assert the invariants, and that blocks of other leases were not written."""
+        assert self.receiver.logic.violations() == []
+        for sender in self.senders:
+            assert sender.logic.violations() == []
+
+    def finish(self) -> None:
+        """End everything, and assert that nothing is left."""
+        for sender in self.senders:
+            sender.closed_step = 1 << 30
+            sender.logic.step_closed()
+        self.run()
+        self.now += 1e9
+        self.receiver.logic.expire(self.now)
+        for sender in self.senders:
+            sender.logic.expire(self.now)
+        self.run()
+        assert self.reports.keys() == self.plans.keys()
+        assert self.receiver.logic.is_quiet
+        assert self.receiver.logic.counts().tickets == 0
+        for sender in self.senders:
+            assert sender.logic.is_quiet
+            assert sender.logic.free_slots == len(sender.slots)
+        for wire in self.wires:
+            if not wire.is_cut:
+                self.cut(wire)
+        self.run()
+        assert self.receiver.logic.free_slots == len(self.receiver.slots)
