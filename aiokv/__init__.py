@@ -5,6 +5,7 @@
 
 from aiokv.config import CacheConfig, WindowGroup
 from aiokv.engine import CacheEngine, ComputeBatch
+from aiokv.engine.peers import Receiving, Sending
 from aiokv.engine.pins import Pin
 from aiokv.errors import (
     AiokvError,
@@ -29,6 +30,7 @@ from aiokv.errors import (
 )
 from aiokv.lease import Lease
 from aiokv.peers.options import Peers
+from aiokv.peers.statistics import PeerStatistics, ReceivingStatistics
 from aiokv.types import Hit, Item, LeaseState, Statistics
 from aiokv.usage import Usage
 from aiokv.worker.device.base import Device, Event, Stream
@@ -70,12 +72,16 @@ __all__ = [
     "LeaseError",
     "LeaseState",
     "PeerError",
+    "PeerStatistics",
     "Peers",
     "Pin",
     "PollerStatistics",
     "RankLost",
+    "Receiving",
+    "ReceivingStatistics",
     "Regions",
     "RequestTooLarge",
+    "Sending",
     "Statistics",
     "StoreError",
     "Stream",

@@ -1,5 +1,7 @@
 """Two engines over TCP: what arrives has the bytes of its prompt, whatever ends a transfer."""
 
+# ruff: noqa: SIM117  (nested blocks show which of them ends first)
+
 from __future__ import annotations
 
 import asyncio
@@ -331,27 +333,26 @@ async def test_receive_ends_when_the_lease_gives_its_blocks_back(how):
     tokens = prompt(40)
     async with two_engines() as (p, d), await p.granted(tokens) as source:
         lease = await d.granted(tokens)
-        async with lease.receive() as receiving:
-            async with p.engine.send(source, receiving.ticket):
-                p.compute(source, tokens, 0, 18)
-                assert await receiving.wait(16) == 16
-                waiting = asyncio.create_task(receiving.wait())
-                await spin(3)
-                if how == "release":
-                    lease.release()
-                elif how == "truncate":
-                    lease.truncate(24)
-                elif how == "reset":
-                    await d.engine.reset()
-                elif how == "weights":
-                    async with d.engine.updating_weights(version="2"):
-                        pass
-                else:
-                    await lease.preempt(swap=how == "swap")
-                expected = {"release": 0, "preempt": 0}.get(how, 16)
-                assert await waiting == expected
-                assert receiving.failure
-                p.compute(source, tokens, 18, 40)
+        async with lease.receive() as receiving, p.engine.send(source, receiving.ticket):
+            p.compute(source, tokens, 0, 18)
+            assert await receiving.wait(16) == 16
+            waiting = asyncio.create_task(receiving.wait())
+            await spin(3)
+            if how == "release":
+                lease.release()
+            elif how == "truncate":
+                lease.truncate(24)
+            elif how == "reset":
+                await d.engine.reset()
+            elif how == "weights":
+                async with d.engine.updating_weights(version="2"):
+                    pass
+            else:
+                await lease.preempt(swap=how == "swap")
+            expected = {"release": 0, "preempt": 0}.get(how, 16)
+            assert await waiting == expected
+            assert receiving.failure
+            p.compute(source, tokens, 18, 40)
         if how not in ("release", "truncate", "reset", "weights"):
             await lease.resume(40)
             d.check(lease, tokens, lease.cached_tokens)
@@ -673,7 +674,7 @@ async def test_wrong_calls_of_receive_change_nothing():
                     await lease.receive().__aenter__()
                 with pytest.raises(UsageError, match="position is 31"):
                     await receiving.wait(31)
-                with pytest.raises(UsageError, match="position is 1.5"):
+                with pytest.raises(UsageError, match=r"position is 1\.5"):
                     await receiving.wait(1.5)  # type: ignore[arg-type]
                 with pytest.raises(LeaseError, match="still being received"):
                     lease.commit(24)
@@ -793,6 +794,7 @@ async def test_sender_closes_with_transfers_in_flight(slow):
             await asyncio.sleep(0)
         await closing
         await leaving
+        source.release()
         assert sending.failure
         first = await receiving.wait()
         assert first < 40
@@ -813,6 +815,7 @@ async def test_engine_closes_while_a_send_connects():
         await p.engine.aclose(0.0)
         with pytest.raises((ClosedError, PeerError)):
             await entering
+        source.release()
         assert await receiving.wait(0) == 0
 
 
@@ -850,7 +853,7 @@ async def test_failed_onload_ends_the_receive_before_it_begins():
     tokens = prompt(29)
     device = ManualDevice()
     d = Side(device, write_policy="write_through")
-    async with two_engines(decode=d) as (p, _):
+    async with two_engines(decode=d) as (_p, _):
         await d.serve(tokens[:17])
         await spin(2)
         device.complete_all()
