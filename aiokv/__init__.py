@@ -5,8 +5,9 @@
 
 from aiokv.config import CacheConfig, WindowGroup
 from aiokv.engine import CacheEngine, ComputeBatch
-from aiokv.engine.peers import Receiving, Sending
 from aiokv.engine.pins import Pin
+from aiokv.engine.receiving import Receiving
+from aiokv.engine.sending import Sending
 from aiokv.errors import (
     AiokvError,
     AllocateTimeout,
