@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from aiokv import CacheConfig, CacheEngine, Peers
+from aiokv.stores.base import TRAILER_BYTES
 from aiokv.testing import ManualDevice, run_until_idle
 from tests.harness.closing import close
 from tests.harness.memory import Memory
@@ -56,7 +57,7 @@ class Side:
         self.memory = Memory(device_blocks, block_tokens)
         self.device = device
         self.block_tokens = block_tokens
-        slot_bytes = self.memory.regions.host_block_bytes + 1024
+        slot_bytes = self.memory.regions.host_block_bytes + TRAILER_BYTES
         sizes = {"device_blocks": device_blocks, "host_blocks": host_blocks}
         fields = {"model": "m", "block_tokens": block_tokens, **sizes, **config}
         self.engine = CacheEngine(
@@ -77,19 +78,20 @@ class Side:
         return self
 
     async def __aexit__(self, exc_type: object, exc: object, traceback: object) -> None:
-        if exc is None and self.engine.statistics().device_blocks:
+        if exc is None:
             await self.at_rest()
         await close(self.engine, self.device, exc)
 
     async def at_rest(self) -> None:
         """Wait until nothing moves; check that no lease and no slot is held."""
-        await run_until_idle(self._is_at_rest)
+        await run_until_idle(self.is_at_rest)
         assert self.engine.check_invariants() == []
         assert self.engine.worker.peer_violations() == []  # type: ignore[attr-defined]
         (rank,) = self.engine.peer_statistics().ranks
         assert rank.free_slots == rank.landing_slots
 
-    def _is_at_rest(self) -> bool:
+    def is_at_rest(self) -> bool:
+        """Return True if nothing moves and all slots are free."""
         if isinstance(self.device, ManualDevice):
             self.device.complete_all()
         statistics = self.engine.statistics()
@@ -156,3 +158,4 @@ async def two_engines(
     """Open a sending and a receiving engine."""
     async with prefill or Side(listen=None) as p, decode or Side() as d:
         yield p, d
+        await run_until_idle(lambda: p.is_at_rest() and d.is_at_rest())
