@@ -34,6 +34,7 @@ BENCHES = (
     "disk",
     "redis_store",
     "remote_stores",
+    "peers_tcp",
 )
 
 
