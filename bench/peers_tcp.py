@@ -283,13 +283,13 @@ class _Sender:
     def __init__(self) -> None:
         self.credits: deque[SlotCredit] = deque()
         self.given = asyncio.Event()
-        self.done = asyncio.get_running_loop().create_future()
+        self.done: asyncio.Future[None] | None = None  # of the parcels that are being sent
 
     def on_message(self, message: Message) -> None:
         if isinstance(message, Credit):
             self.credits.extend(message.slots)
             self.given.set()
-        elif isinstance(message, Done):
+        elif isinstance(message, Done) and self.done is not None:
             self.done.set_result(None)
 
     def place(self, landed: Landed) -> memoryview | None:
@@ -299,7 +299,7 @@ class _Sender:
         pass
 
     def on_closed(self, reason: str) -> None:
-        if not self.done.done():
+        if self.done is not None and not self.done.done():
             self.done.set_exception(RuntimeError(f"peers_tcp: {reason}"))
 
 
