@@ -336,26 +336,29 @@ class Connection(Unique):
         """
         if self.reason:
             return
-        self.reason = reason
+        self.reason = reason or "aborted"
         if self._timer is not None:
             self._timer.cancel()
         if self._reader is not None:
             self._reader.stop()
+            self._reader = None
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
         # uvloop stops to watch a descriptor one pass later.
         self._loop.call_soon(self._socket.close)
         for _, writes in self._active:
             if writes is not None:
-                writes.fail(reason)
+                writes.fail(self.reason)
         for queued in self._queue:
             if queued.writes is not None:
-                queued.writes.fail(reason)
+                queued.writes.fail(self.reason)
         self._active.clear()
         self._queue.clear()
-        self._closed.set_result(reason)
-        if self._handler is not None:
-            self._loop.call_soon(self._handler.on_closed, reason)
+        self._closed.set_result(self.reason)
+        # Without the cycle of handler and connection, both are freed at once.
+        handler, self._handler = self._handler, None
+        if handler is not None:
+            self._loop.call_soon(handler.on_closed, self.reason)
 
     async def closed(self) -> str:
         """Wait for the end of the connection; return the reason.

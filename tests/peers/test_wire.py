@@ -6,6 +6,7 @@ import asyncio
 import logging
 import pickle
 import socket
+import weakref
 from contextlib import suppress
 
 import pytest
@@ -676,6 +677,20 @@ async def test_connection_that_ended_before_its_start_is_reported():
         pair.server.start(pair.at_server)
         await spin(2)
         assert pair.at_server.closed == ["early"]
+
+
+@pytest.mark.asyncio
+async def test_handler_of_an_ended_connection_is_freed_without_the_garbage_collector():
+    async with connected() as pair:
+        handler = Recorder()
+        handler.connection = pair.client  # a cycle, as in an owner
+        pair.client.start(handler)
+        freed = weakref.ref(handler)
+        pair.client.abort("")
+        assert pair.client.reason == "aborted"
+        del handler
+        await spin(3)
+        assert freed() is None
 
 
 @pytest.mark.asyncio
