@@ -6,6 +6,7 @@ import asyncio
 import logging
 import pickle
 import socket
+import weakref
 from contextlib import suppress
 
 import pytest
@@ -679,6 +680,20 @@ async def test_connection_that_ended_before_its_start_is_reported():
 
 
 @pytest.mark.asyncio
+async def test_handler_of_an_ended_connection_is_freed_without_the_garbage_collector():
+    async with connected() as pair:
+        handler = Recorder()
+        handler.connection = pair.client  # a cycle, as in an owner
+        pair.client.start(handler)
+        freed = weakref.ref(handler)
+        pair.client.abort("")
+        assert pair.client.reason == "aborted"
+        del handler
+        await spin(3)
+        assert freed() is None
+
+
+@pytest.mark.asyncio
 async def test_closed_listener_ends_handshakes_and_keeps_connections():
     async with connected() as pair:
         pair.start()
@@ -754,6 +769,35 @@ async def test_peer_that_sends_single_bytes_is_not_silent(accepted):
         await clock.advance(PINGS)
     assert recorder.messages == [WANT]
     assert recorder.closed == []
+    accepted[0].abort("the test ended")
+    raw.close()
+    await listener.aclose()
+
+
+@pytest.mark.parametrize("discards", [False, True])
+@pytest.mark.clock
+@pytest.mark.asyncio
+async def test_parcel_that_arrives_slowly_is_read_and_its_peer_is_not_silent(accepted, discards):
+    """The kernel wakes the loop only for more bytes than arrive within an interval."""
+    listener = await listening(accepted)
+    raw = await RawSocket.to(listener.port)
+    writer = await raw.shake_hands()
+    await run_until_idle(lambda: bool(accepted))
+    recorder = Recorder()
+    recorder.discards = discards
+    accepted[0].start(recorder)
+    clock = running_clock()
+    size = 2 << 20
+    await raw.send(writer.frame(landed(size), has_parcel=True))
+    for _ in range(20):
+        await raw.send(bytes(1000))
+        await clock.advance(PINGS)
+    assert recorder.closed == []
+    await raw.send(bytes(size - 20_000) + writer.frame(WANT))
+    await run_until_idle(lambda: recorder.messages == [WANT])
+    assert len(recorder.parcels) == (not discards)
+    await raw.send(writer.frame(DONE))  # few bytes wake the loop again
+    await run_until_idle(lambda: recorder.messages == [WANT, DONE])
     accepted[0].abort("the test ended")
     raw.close()
     await listener.aclose()
