@@ -141,6 +141,7 @@ class SenderSide(Side):
         fails = self.world.random.random() < self.world.copy_failures
 
         def run() -> None:
+            assert send.plan.transfer_id not in self.world.reports, "I3: read after the report"
             for parcel, slot in zip(parcels, slots, strict=True):
                 self.slots[slot] = Contents(b"", (send.plan.peer, parcel.block))
             self.logic.filled(fill, CopyError(0, "failed") if fails else None)
@@ -166,6 +167,7 @@ class SenderSide(Side):
             for parcel, slot, credit in batch:
                 contents = self.slots[slot]
                 assert contents is not None
+                assert contents.key == parcel.key, "an outgoing slot was reused"
                 if self.world.random.random() < self.world.corruptions:
                     contents = contents._replace(value="corrupt", is_right=False)
                 landed = Landed(
@@ -329,6 +331,10 @@ class World:
                 self._deliver_to_sender(wire)
                 return
         self._run_job(0)
+
+    def deliver_parcel(self, wire: int) -> None:
+        """Deliver the first half, or the second half, of the next parcel of a connection."""
+        self._deliver_to_receiver(self.wires[wire])
 
     def run(self) -> None:
         """Run until nothing is left to do."""
