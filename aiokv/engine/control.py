@@ -195,7 +195,7 @@ class Control:
                     self._dispatcher.apply(self._scheduler.reset("the weights were updated"))
                 finally:  # also after an interrupt: the old keys are wrong from now on
                     self._exchange.change_weights(next_version)
-                    if self._scheduler.has_stores:
+                    if self._worker.capabilities.stores or self._worker.capabilities.peers:
                         self._worker.change_weights(next_version)
         finally:
             self.let_go()

@@ -534,6 +534,7 @@ class Exchange:
         return PeerStatistics(
             receiving=receiving,
             sending=len(running) - receiving,
+            ranks=self._worker.peer_statistics(),
             **msgspec.structs.asdict(self.counts),
         )
 

@@ -41,9 +41,9 @@ class Peers:
             ``listen``. Required when ``listen`` is the wildcard address.
         transport: ``"tcp"``, ``"nixl"`` (package ``nixl``) or ``"mooncake"`` (package
             ``mooncake-transfer-engine``).
-        ring_bytes: host memory in which received blocks arrive, such as ``"256MiB"``. At least one
-            block must fit. Unused by an engine that only sends.
-        outgoing_bytes: host memory from which blocks are sent.
+        ring_bytes: host memory in which received blocks arrive, such as ``"256MiB"``; an int once
+            the object is made. At least one block must fit. Unused by an engine that only sends.
+        outgoing_bytes: host memory from which blocks are sent; likewise.
         chunk_blocks: most blocks of one transfer. A received chunk is cached when all of it has
             arrived.
 
@@ -63,8 +63,8 @@ class Peers:
     def __post_init__(self) -> None:
         _check_secret(self.secret)
         checks.choice("transport", self.transport, get_args(TransportName), ConfigError)
-        _size("ring_bytes", self.ring_bytes)
-        _size("outgoing_bytes", self.outgoing_bytes)
+        for name in ("ring_bytes", "outgoing_bytes"):
+            object.__setattr__(self, name, _size(name, getattr(self, name)))
         checks.integer(
             "chunk_blocks", self.chunk_blocks, minimum=1, maximum=MAX_CHUNK_BLOCKS,
             error=ConfigError,
@@ -77,16 +77,6 @@ class Peers:
             _check_advertised("listen", self.listen)
         if self.listen is not None:
             split_address("listen", self.listen)
-
-    @property
-    def ring_num_bytes(self) -> int:
-        """``ring_bytes`` as a number."""
-        return _size("ring_bytes", self.ring_bytes)
-
-    @property
-    def outgoing_num_bytes(self) -> int:
-        """``outgoing_bytes`` as a number."""
-        return _size("outgoing_bytes", self.outgoing_bytes)
 
     @property
     def key(self) -> bytes:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from aiokv.worker.peer_transfers import PeerStatistics as RankStatistics  # noqa: TC001  (msgspec)
+
 
 class ReceivingStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Progress of one receive.
@@ -53,6 +55,7 @@ class PeerStatistics(msgspec.Struct, frozen=True, kw_only=True):
         complete_sends: sends whose positions were all acknowledged.
         refused_sends: tickets that could not be sent: wrong, expired, or refused by the receiver.
         delivered_tokens: positions that receivers have acknowledged.
+        ranks: parcels, slots and connections of each rank; one entry without ranks.
     """
 
     receives: int
@@ -66,3 +69,4 @@ class PeerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     complete_sends: int
     refused_sends: int
     delivered_tokens: int
+    ranks: list[RankStatistics]

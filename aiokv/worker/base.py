@@ -250,7 +250,7 @@ class Worker(Protocol):
         """
 
     def change_weights(self, version: str) -> None:
-        """Find and save blocks of another version of the weights from now on.
+        """Find, save and send blocks of another version of the weights from now on.
 
         Fetches in flight bring no block. No save is in flight.
 

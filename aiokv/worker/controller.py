@@ -355,8 +355,9 @@ class CacheController:
         return NOTHING if self._closing else await self._stores.lookup(digests)
 
     def change_weights(self, version: str) -> None:
-        """Use other keys from now on; see :meth:`Worker.change_weights`."""
+        """Use other keys and tickets from now on; see :meth:`Worker.change_weights`."""
         self._stores.change_weights(version)
+        self._peers.change_weights(version)
 
     def store_statistics(self) -> list[GuardStatistics]:
         """Return the statistics of each store; see :meth:`Worker.store_statistics`."""

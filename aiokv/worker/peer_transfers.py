@@ -427,6 +427,11 @@ class PeerTransfers:
         self._receiver.expect(decode(ticket), self._now() + seconds)
         self._arm()
 
+    def change_weights(self, version: str) -> None:
+        """Open tickets of this version of the weights only; see :meth:`Worker.change_weights`."""
+        if self._identity is not None:
+            self._identity = msgspec.structs.replace(self._identity, weights_version=version)
+
     async def open_ticket(self, blob: bytes) -> None:
         """Connect to the receiver of a ticket, and let it accept.
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from aiokv.testing import ManualDevice, spin
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Awaitable
 
     from aiokv import CacheEngine
     from aiokv.worker.device.base import Device
 
 
-async def complete_during(verb: Coroutine[object, object, object], device: Device | None) -> None:
+async def complete_during(verb: Awaitable[object], device: Device | None) -> None:
     """Await ``verb`` while a manual device completes all copies, and those that follow."""
     task = asyncio.ensure_future(verb)
     while not task.done():

@@ -95,7 +95,7 @@ def test_wrong_size_is_refused(name, size):
 
 def test_sizes_are_numbers_with_units():
     peers = Peers(secret=SECRET, ring_bytes="1.5MiB", outgoing_bytes=4096)
-    assert (peers.ring_num_bytes, peers.outgoing_num_bytes) == (3 << 19, 4096)
+    assert (peers.ring_bytes, peers.outgoing_bytes) == (3 << 19, 4096)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,161 @@
+"""Engines of one process that exchange blocks over TCP, over bytes that identify their prompts."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from aiokv import CacheConfig, CacheEngine, Peers
+from aiokv.stores.base import TRAILER_BYTES
+from aiokv.testing import ManualDevice, run_until_idle
+from tests.harness.closing import close
+from tests.harness.memory import Memory
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from aiokv import Lease
+    from aiokv.worker.device.base import Device
+
+SECRET = "0123456789abcdef"
+BLOCK_TOKENS = 4
+
+
+def prompt(length: int, seed: int = 1) -> np.ndarray:
+    """Return tokens of a prompt; prompts of different seeds share none."""
+    return np.arange(length, dtype=np.int32) + 100_000 * seed
+
+
+class Side:
+    """An engine with peers; checks at its end that it holds what it must, and no more.
+
+    Args:
+        device: cpu, or one whose copies the test completes.
+        listen: as for ``Peers``.
+        secret: as for ``Peers``.
+        chunk_blocks: as for ``Peers``.
+        ring_blocks: landing slots, and outgoing slots.
+        config: fields of the configuration.
+    """
+
+    def __init__(
+        self,
+        device: Device | None = None,
+        *,
+        listen: str | None = "127.0.0.1",
+        secret: str = SECRET,
+        chunk_blocks: int = 2,
+        ring_blocks: int = 8,
+        device_blocks: int = 64,
+        host_blocks: int = 64,
+        block_tokens: int = BLOCK_TOKENS,
+        **config: Any,
+    ) -> None:
+        self.memory = Memory(device_blocks, block_tokens)
+        self.device = device
+        self.block_tokens = block_tokens
+        slot_bytes = self.memory.regions.host_block_bytes + TRAILER_BYTES
+        sizes = {"device_blocks": device_blocks, "host_blocks": host_blocks}
+        fields = {"model": "m", "block_tokens": block_tokens, **sizes, **config}
+        self.engine = CacheEngine(
+            CacheConfig(**fields),
+            self.memory.regions,
+            device,
+            peers=Peers(
+                secret=secret,
+                listen=listen,
+                chunk_blocks=chunk_blocks,
+                ring_bytes=ring_blocks * slot_bytes,
+                outgoing_bytes=ring_blocks * slot_bytes,
+            ),
+        )
+
+    async def __aenter__(self) -> Self:
+        await self.engine.__aenter__()
+        return self
+
+    async def __aexit__(self, exc_type: object, exc: object, traceback: object) -> None:
+        if exc is None:
+            await self.at_rest()
+        await close(self.engine, self.device, exc)
+
+    async def at_rest(self) -> None:
+        """Wait until nothing moves; check that no lease and no slot is held."""
+        await run_until_idle(self.is_at_rest)
+        assert self.engine.check_invariants() == []
+        assert self.engine.worker.peer_violations() == []  # type: ignore[attr-defined]
+        (rank,) = self.engine.peer_statistics().ranks
+        assert rank.free_slots == rank.landing_slots
+
+    def is_at_rest(self) -> bool:
+        """Return True if nothing moves and all slots are free."""
+        if isinstance(self.device, ManualDevice):
+            self.device.complete_all()
+        statistics = self.engine.statistics()
+        peers = self.engine.peer_statistics()
+        (rank,) = peers.ranks
+        return (
+            not statistics.releasing_leases
+            and not peers.receiving + peers.sending
+            and rank.free_slots == rank.landing_slots
+        )
+
+    # --- requests -------------------------------------------------------------------------------
+
+    async def granted(self, tokens: np.ndarray, **names: Any) -> Lease:
+        """Return a granted lease of a prompt."""
+        lease = self.engine.match(tokens, **names)
+        await lease.allocate(len(tokens))
+        return lease
+
+    def compute(self, lease: Lease, tokens: np.ndarray, first: int, end: int) -> None:
+        """Write positions, as a model would, and commit them."""
+        words = self.memory.position_words(tokens[:end], lease.salt)[first:]
+        self.memory.write(self._places(lease, first, end), words)
+        lease.commit(end)
+
+    def check(self, lease: Lease, tokens: np.ndarray, end: int | None = None) -> None:
+        """Compare the leading positions of a lease, all by default, with those of its prompt."""
+        end = len(tokens) if end is None else end
+        words = self.memory.position_words(tokens[:end], lease.salt)
+        self.memory.check(self._places(lease, 0, end), words, lease.owner)
+
+    def _places(self, lease: Lease, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        positions = np.arange(first, end)
+        return lease.block_table[positions // self.block_tokens], positions % self.block_tokens
+
+    async def serve(self, tokens: np.ndarray, **names: Any) -> None:
+        """Compute and commit a prompt, and release it."""
+        lease = await self.granted(tokens, **names)
+        await lease.layers.wait_all()
+        self.check(lease, tokens, lease.cached_tokens)
+        self.compute(lease, tokens, lease.cached_tokens, len(tokens))
+        lease.release()
+
+    async def prefill(
+        self, tokens: np.ndarray, ticket: bytes, *, step: int = 8, **names: Any
+    ) -> tuple[int, str | None]:
+        """Compute a prompt and send it; return what was delivered, and the failure."""
+        async with await self.granted(tokens, **names) as lease:
+            async with self.engine.send(lease, ticket) as sending:
+                await lease.layers.wait_all()
+                done = lease.cached_tokens
+                while done < len(tokens):
+                    end = min(done + step, len(tokens))
+                    self.compute(lease, tokens, done, end)
+                    done = end
+                    await asyncio.sleep(0)
+            return sending.delivered_tokens, sending.failure
+
+
+@asynccontextmanager
+async def two_engines(
+    prefill: Side | None = None, decode: Side | None = None
+) -> AsyncIterator[tuple[Side, Side]]:
+    """Open a sending and a receiving engine."""
+    async with prefill or Side(listen=None) as p, decode or Side() as d:
+        yield p, d
+        await run_until_idle(lambda: p.is_at_rest() and d.is_at_rest())

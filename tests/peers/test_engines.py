@@ -1,0 +1,868 @@
+"""Two engines over TCP: what arrives has the bytes of its prompt, whatever ends a transfer."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiokv import (
+    CacheConfig,
+    CacheEngine,
+    ClosedError,
+    ConfigError,
+    Item,
+    LeaseError,
+    PeerError,
+    Peers,
+    UsageError,
+)
+from aiokv.peers import ticket as tickets
+from aiokv.testing import ManualDevice, run_until_idle, running_clock, spin
+from tests.harness.closing import complete_during
+from tests.peers.engines import SECRET, Side, prompt, two_engines
+
+pytestmark = pytest.mark.asyncio
+
+
+# --- whole prompts ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [1, 4, 5, 30, 131])
+@pytest.mark.parametrize("step", [1, 7, 8, 1000])
+async def test_prompt_arrives_whole(length, step):
+    tokens = prompt(length)
+    async with two_engines() as (p, d), await d.granted(tokens) as lease:
+        async with lease.receive() as receiving:
+            prefill = asyncio.create_task(p.prefill(tokens, receiving.ticket, step=step))
+            assert await receiving.wait() == length
+            assert receiving.failure is None
+            assert receiving.received_tokens == length
+        assert await prefill == (length, None)
+        d.check(lease, tokens)
+        assert lease.usage.received_tokens == length
+        assert lease.usage.peer_wait_seconds is not None
+        assert lease.usage.computed_blocks == 0
+        full = length // 4
+        assert d.engine.statistics().published_blocks == full
+        async with d.engine.match(tokens) as other:
+            assert other.hit.device_tokens == (length - 1) // 4 * 4
+        # The lease decodes on from there.
+        d.engine.extend([lease], 3)
+        lease.append([7, 8, 9])
+        longer = np.concatenate([tokens, [7, 8, 9]])
+        with d.engine.computing([lease]):
+            d.compute(lease, longer, length, length + 3)
+        d.check(lease, longer)
+
+
+async def test_blocks_that_the_receiver_has_are_not_sent():
+    tokens = prompt(30)
+    async with two_engines() as (p, d):
+        await d.serve(tokens[:13])
+        await p.serve(tokens[:20])
+        async with await d.granted(tokens) as lease:
+            assert lease.cached_tokens == 12
+            async with lease.receive() as receiving:
+                ticket = tickets.decode(receiving.ticket)
+                assert (ticket.first_position, ticket.num_tokens) == (12, 30)
+                assert await p.prefill(tokens, receiving.ticket) == (18, None)
+                assert await receiving.wait() == 30
+            d.check(lease, tokens)
+        assert p.engine.statistics().sent_blocks == 5
+        assert d.engine.statistics().received_blocks == 5
+
+
+async def test_cached_blocks_are_sent_before_anything_is_computed():
+    tokens = prompt(30)
+    async with two_engines() as (p, d):
+        await p.serve(tokens)
+        async with (
+            await d.granted(tokens) as lease,
+            await p.granted(tokens) as source,
+            lease.receive() as receiving,
+            p.engine.send(source, receiving.ticket) as sending,
+        ):
+            assert await receiving.wait(24) == 24  # whole chunks
+            assert not d.engine.statistics().failed_receives
+            assert receiving.failure is None
+            await run_until_idle(lambda: sending.delivered_tokens == 28)
+            p.compute(source, tokens, 28, 30)
+            assert await receiving.wait() == 30
+            d.check(lease, tokens)
+
+
+async def test_prefixes_in_host_memory_are_onloaded_first():
+    tokens = prompt(29)
+    config = {"write_policy": "write_through"}
+    async with two_engines(Side(listen=None, **config), Side(**config)) as (p, d):
+        for side, length in ((p, 21), (d, 9)):
+            await side.serve(tokens[:length])
+            await side.engine.drain()
+            await side.engine.evict(64)
+        async with await d.granted(tokens) as lease:
+            assert lease.usage.cached_host_tokens == 8
+            async with lease.receive() as receiving:
+                assert await p.prefill(tokens, receiving.ticket) == (21, None)
+                assert await receiving.wait() == 29
+            d.check(lease, tokens)
+
+
+async def test_received_positions_are_usable_before_the_prefill_ends():
+    tokens = prompt(40)
+    async with (
+        two_engines() as (p, d),
+        await d.granted(tokens) as lease,
+        await p.granted(tokens) as source,
+        lease.receive() as receiving,
+        p.engine.send(source, receiving.ticket),
+    ):
+        p.compute(source, tokens, 0, 18)
+        assert await receiving.wait(16) == 16
+        d.check(lease, tokens, 16)
+        assert receiving.statistics.received_tokens == 16
+        assert receiving.statistics.first_chunk_seconds is not None
+        async with d.engine.match(tokens[:17]) as cached:
+            assert cached.hit.device_tokens == 16
+        p.compute(source, tokens, 18, 40)
+        assert await receiving.wait() == 40
+        d.check(lease, tokens)
+
+
+async def test_engines_send_both_ways_at_once():
+    there, back = prompt(50, 1), prompt(45, 2)
+    async with two_engines(Side(), Side()) as (a, b):
+
+        async def decode(side: Side, other: Side, tokens: np.ndarray) -> None:
+            async with await side.granted(tokens) as lease:
+                async with lease.receive() as receiving:
+                    sent = asyncio.create_task(other.prefill(tokens, receiving.ticket))
+                    assert await receiving.wait() == len(tokens)
+                    assert await sent == (len(tokens), None)
+                side.check(lease, tokens)
+
+        await asyncio.gather(decode(b, a, there), decode(a, b, back))
+
+
+async def test_items_and_salt_travel_with_the_prompt():
+    tokens = prompt(30)
+    names: dict[str, Any] = {"salt": "tenant", "items": [Item(b"image", 3, 9)]}
+    async with two_engines() as (p, d), await d.granted(tokens, **names) as lease:
+        async with lease.receive() as receiving:
+            assert await p.prefill(tokens, receiving.ticket, **names) == (30, None)
+            assert await receiving.wait() == 30
+        d.check(lease, tokens)
+        async with d.engine.match(tokens, **names) as other:
+            assert other.hit.device_tokens == 28
+        async with d.engine.match(tokens) as other:
+            assert other.hit.device_tokens == 0
+
+
+async def test_many_tickets_share_a_small_ring():
+    prompts = [prompt(11 + 3 * seed, seed) for seed in range(1, 13)]
+    sides = Side(listen=None, device_blocks=256), Side(device_blocks=256, ring_blocks=2)
+    async with two_engines(*sides) as (p, d):
+
+        async def decode(tokens: np.ndarray) -> None:
+            async with await d.granted(tokens) as lease:
+                async with lease.receive() as receiving:
+                    sent = asyncio.create_task(p.prefill(tokens, receiving.ticket))
+                    assert await receiving.wait() == len(tokens)
+                    await sent
+                d.check(lease, tokens)
+
+        await asyncio.gather(*map(decode, prompts))
+        statistics = d.engine.peer_statistics()
+        assert statistics.complete_receives == statistics.receives == 12
+        assert statistics.received_tokens == statistics.wanted_tokens == sum(map(len, prompts))
+        assert statistics.receive_wait_seconds > 0
+        assert p.engine.peer_statistics().complete_sends == 12
+        assert p.engine.peer_statistics().delivered_tokens == sum(map(len, prompts))
+
+
+async def test_lease_sends_to_several_receivers():
+    tokens = prompt(30)
+    async with two_engines() as (p, d), Side() as e, await p.granted(tokens) as source:
+        async with (
+            await d.granted(tokens) as first,
+            await e.granted(tokens) as second,
+            first.receive() as one,
+            second.receive() as two,
+            p.engine.send(source, one.ticket),
+            p.engine.send(source, two.ticket),
+        ):
+            p.compute(source, tokens, 0, 30)
+            assert (await one.wait(), await two.wait()) == (30, 30)
+            d.check(first, tokens)
+            e.check(second, tokens)
+
+
+async def test_fewer_positions_are_received_than_the_lease_has():
+    tokens = prompt(30)
+    async with two_engines() as (p, d), await d.granted(tokens) as lease:
+        async with lease.receive(18) as receiving:
+            assert await p.prefill(tokens, receiving.ticket) == (18, None)
+            assert await receiving.wait() == 18
+        d.check(lease, tokens, 18)
+        d.compute(lease, tokens, 18, 30)
+        d.check(lease, tokens)
+
+
+async def test_positions_behind_the_prompt_are_not_asked_for():
+    tokens = prompt(10)
+    async with two_engines() as (p, d), d.engine.match(tokens) as lease:
+        await lease.allocate(25)
+        async with lease.receive() as receiving:
+            assert tickets.decode(receiving.ticket).num_tokens == 10
+            assert await p.prefill(tokens, receiving.ticket) == (10, None)
+            assert await receiving.wait() == 10
+
+
+async def test_generated_tokens_move_with_a_request():
+    """A decoding request moves to another engine: its tokens are the prompt there."""
+    tokens = prompt(20)
+    longer = np.concatenate([tokens, [5, 6, 7, 8, 9]])
+    async with two_engines() as (p, d), await p.granted(tokens) as source:
+        p.compute(source, tokens, 0, 20)
+        p.engine.extend([source], 5)
+        source.append(longer[20:])
+        async with await d.granted(longer) as lease, lease.receive() as receiving:
+            async with p.engine.send(source, receiving.ticket):
+                p.compute(source, longer, 20, 25)
+            assert await receiving.wait() == 25
+            d.check(lease, longer)
+
+
+# --- cancelled, left and late -------------------------------------------------------------------
+
+
+async def test_receive_that_is_left_gives_its_blocks_back():
+    tokens = prompt(40)
+    async with two_engines() as (p, d):
+        async with await d.granted(tokens) as lease, await p.granted(tokens) as source:
+            async with lease.receive() as receiving:
+                sending = p.engine.send(source, receiving.ticket)
+                await sending.__aenter__()
+                p.compute(source, tokens, 0, 18)
+                assert await receiving.wait(16) == 16
+            assert receiving.failure == "the receive was left before all positions had arrived"
+            with d.engine.computing([lease]):
+                d.compute(lease, tokens, 16, 40)  # nothing writes them any more
+            p.compute(source, tokens, 18, 40)
+            await sending.__aexit__(None, None, None)
+            assert sending.failure
+            assert sending.delivered_tokens >= 16
+            d.check(lease, tokens)
+        assert d.engine.statistics().received_blocks == 4
+
+
+async def test_cancelled_send_shortens_the_received_prefix():
+    tokens = prompt(40)
+    async with two_engines() as (p, d), await d.granted(tokens) as lease:
+        async with lease.receive() as receiving:
+            async with await p.granted(tokens) as source:
+                async with p.engine.send(source, receiving.ticket) as sending:
+                    p.compute(source, tokens, 0, 18)
+                    await receiving.wait(16)
+                    sending.cancel()
+                    sending.cancel()
+                    p.compute(source, tokens, 18, 40)
+                assert sending.failure == "cancel() was called"
+            first = await receiving.wait()
+            assert first == 16
+            assert "sender" in (receiving.failure or "")
+        d.check(lease, tokens, 16)
+        with d.engine.computing([lease]):
+            d.compute(lease, tokens, 16, 40)
+        d.check(lease, tokens)
+
+
+@pytest.mark.parametrize("how", ["error", "task", "release", "preempt", "truncate", "leave"])
+async def test_send_that_ends_early_shortens_the_received_prefix(how):
+    tokens = prompt(40)
+    async with two_engines() as (p, d), await d.granted(tokens) as lease:
+        source = await p.granted(tokens)
+        async with lease.receive() as receiving:
+            computed = asyncio.Event()
+            go_on = asyncio.Event()
+
+            async def prefill() -> Any:
+                async with p.engine.send(source, receiving.ticket) as sending:
+                    p.compute(source, tokens, 0, 18)
+                    computed.set()
+                    await go_on.wait()
+                    if how == "error":
+                        raise ZeroDivisionError
+                    if how == "release":
+                        source.release()
+                    elif how == "preempt":
+                        await source.preempt()
+                    elif how == "truncate":
+                        source.truncate(17)
+                return sending
+
+            task = asyncio.create_task(prefill())
+            await computed.wait()
+            assert await receiving.wait(16) == 16
+            if how == "task":
+                task.cancel()
+            go_on.set()
+            assert await receiving.wait() == 16
+            assert receiving.failure
+            if how == "task":
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            elif how == "error":
+                with pytest.raises(ZeroDivisionError):
+                    await task
+            else:
+                assert (await task).failure
+        source.release()
+        d.check(lease, tokens, 16)
+        with d.engine.computing([lease]):
+            d.compute(lease, tokens, 16, 40)
+        d.check(lease, tokens)
+
+
+@pytest.mark.parametrize("how", ["release", "preempt", "swap", "truncate", "reset", "weights"])
+async def test_receive_ends_when_the_lease_gives_its_blocks_back(how):
+    tokens = prompt(40)
+    async with two_engines() as (p, d), await p.granted(tokens) as source:
+        lease = await d.granted(tokens)
+        async with lease.receive() as receiving:
+            async with p.engine.send(source, receiving.ticket):
+                p.compute(source, tokens, 0, 18)
+                assert await receiving.wait(16) == 16
+                waiting = asyncio.create_task(receiving.wait())
+                await spin(3)
+                if how == "release":
+                    lease.release()
+                elif how == "truncate":
+                    lease.truncate(24)
+                elif how == "reset":
+                    await d.engine.reset()
+                elif how == "weights":
+                    async with d.engine.updating_weights(version="2"):
+                        pass
+                else:
+                    await lease.preempt(swap=how == "swap")
+                expected = {"release": 0, "preempt": 0}.get(how, 16)
+                assert await waiting == expected
+                assert receiving.failure
+                p.compute(source, tokens, 18, 40)
+        if how not in ("release", "truncate", "reset", "weights"):
+            await lease.resume(40)
+            d.check(lease, tokens, lease.cached_tokens)
+            assert lease.cached_tokens == 16
+        lease.release()
+
+
+@pytest.mark.clock
+async def test_receive_ends_at_its_deadline():
+    tokens = prompt(40)
+    async with two_engines() as (p, d), await d.granted(tokens) as lease:
+        async with lease.receive(timeout=3.0) as receiving, await p.granted(tokens) as source:
+            async with p.engine.send(source, receiving.ticket) as sending:
+                p.compute(source, tokens, 0, 18)
+                assert await receiving.wait(16) == 16
+                waiting = asyncio.create_task(receiving.wait())
+                await running_clock().advance(2.9)
+                assert not waiting.done()
+                await running_clock().advance(0.2)
+                assert await waiting == 16
+                assert "deadline" in (receiving.failure or "")
+                assert receiving.statistics.seconds == pytest.approx(3.0)
+                assert receiving.statistics.wait_seconds == pytest.approx(3.0)
+                with d.engine.computing([lease]):
+                    d.compute(lease, tokens, 16, 40)
+                p.compute(source, tokens, 18, 40)
+            assert sending.failure
+        d.check(lease, tokens)
+        assert lease.usage.peer_wait_seconds == pytest.approx(3.0)
+        assert lease.usage.received_tokens == 16
+
+
+@pytest.mark.clock
+async def test_ticket_that_no_engine_sends_ends_at_its_deadline():
+    async with Side() as d, await d.granted(prompt(40)) as lease:
+        async with lease.receive(timeout=3.0) as receiving:
+            waiting = asyncio.create_task(receiving.wait())
+            await running_clock().advance(3.1)
+            assert await waiting == 0
+        assert d.engine.peer_statistics().receiving == 0
+
+
+@pytest.mark.clock
+async def test_send_is_left_at_the_deadline_of_the_ticket():
+    """The copy from the device never ends: leaving the block does not wait longer."""
+    tokens = prompt(20)
+    device = ManualDevice()
+    async with two_engines(Side(device, listen=None)) as (p, d), await d.granted(tokens) as lease:
+        async with lease.receive(timeout=5.0) as receiving, await p.granted(tokens) as source:
+            sending = p.engine.send(source, receiving.ticket)
+            await sending.__aenter__()
+            p.compute(source, tokens, 0, 20)
+            await run_until_idle(lambda: bool(device.sends))
+            leaving = asyncio.create_task(sending.__aexit__(None, None, None))
+            await running_clock().advance(4.9)
+            assert not leaving.done()
+            await running_clock().advance(0.2)
+            await leaving
+            assert "deadline" in (sending.failure or "")
+            assert await receiving.wait() == 0
+
+
+# --- blocks that another lease takes --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ends", ["release", "preempt", "deadline", "cancel"])
+@pytest.mark.clock
+async def test_no_late_byte_reaches_a_lease_that_takes_the_blocks(ends):
+    """I11: the copies of the receive are in the device when its lease gives its blocks back."""
+    tokens, others = prompt(40), prompt(40, 2)
+    device = ManualDevice()
+    decode = Side(device, device_blocks=10, host_blocks=0, ring_blocks=4)
+    async with (
+        two_engines(decode=decode) as (p, d),
+        await p.granted(tokens) as source,
+    ):
+        lease = await d.granted(tokens)
+        receiving = lease.receive(timeout=5.0)
+        await receiving.__aenter__()
+        async with p.engine.send(source, receiving.ticket):
+            p.compute(source, tokens, 0, 40)
+            await run_until_idle(lambda: len(device.receives) > 0)
+            device.receives[0].complete(0)
+            if ends == "preempt":
+                await lease.preempt()
+            elif ends == "deadline":
+                await running_clock().advance(5.1)
+            elif ends == "cancel":
+                left = asyncio.create_task(receiving.__aexit__(None, None, None))
+                await spin(3)
+                assert not left.done()  # a copy still writes a block of the lease
+            if ends != "preempt":
+                lease.release()
+            taker = d.engine.match(others)
+            assert not taker.try_allocate(40)
+            taking = asyncio.create_task(taker.allocate(40))
+            await run_until_idle(lambda: bool(d.engine.statistics().waiting))
+            assert not taking.done()
+            assert d.engine.check_invariants() == []
+            await complete_during(taking, device)
+            with d.engine.computing([taker]):
+                d.compute(taker, others, 0, 40)
+            await run_until_idle(lambda: not p.engine.peer_statistics().sending)
+        await d.at_rest()
+        d.check(taker, others)
+        taker.release()
+        await receiving.__aexit__(None, None, None)
+        if ends == "cancel":
+            await left
+        lease.release()
+
+
+async def test_blocks_that_arrive_for_an_ended_ticket_are_dropped():
+    """The sender goes on after the receiver has given its blocks to another lease."""
+    tokens, others = prompt(80), prompt(80, 2)
+    decode = Side(device_blocks=20, host_blocks=0, ring_blocks=2)
+    async with two_engines(decode=decode) as (p, d), await p.granted(tokens) as source:
+        for _ in range(5):
+            lease = await d.granted(tokens)
+            async with lease.receive() as receiving:
+                async with p.engine.send(source, receiving.ticket):
+                    if not p.engine.statistics().published_blocks:
+                        p.compute(source, tokens, 0, 80)
+                    await receiving.wait(8)
+                    lease.release()
+                    async with await d.granted(others) as taker:
+                        with d.engine.computing([taker]):
+                            d.compute(taker, others, 0, 80)
+                        await run_until_idle(lambda: not p.engine.peer_statistics().sending)
+                        d.check(taker, others)
+            await d.engine.reset()
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "names",
+    [{"salt": "other"}, {"adapter": "other"}, {"items": [Item(b"image", 0, 2)]}, {"tokens": 1}],
+)
+async def test_ticket_for_another_prompt_is_refused(names):
+    tokens = prompt(30)
+    names = dict(names)
+    other = names.pop("tokens", 0)
+    async with two_engines() as (p, d), await d.granted(tokens) as lease:
+        changed = tokens.copy()
+        changed[29] += other
+        async with lease.receive() as receiving, await p.granted(changed, **names) as source:
+            with pytest.raises(UsageError, match=r"send: the ticket is for another prompt"):
+                await p.engine.send(source, receiving.ticket).__aenter__()
+        assert p.engine.peer_statistics().refused_sends == 1
+        assert d.engine.peer_statistics().received_tokens == 0
+
+
+async def test_ticket_for_more_positions_than_are_known_is_refused():
+    tokens = prompt(30)
+    async with two_engines() as (p, d), await d.granted(tokens) as lease:
+        async with lease.receive() as receiving, await p.granted(tokens[:20]) as source:
+            with pytest.raises(LeaseError, match="20"):
+                await p.engine.send(source, receiving.ticket).__aenter__()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"model": "other"},
+            "CacheConfig.model of the receiving engine is 'm', here it is 'other'",
+        ),
+        ({"weights_version": "2"}, "version of the weights of the receiving engine is '', here"),
+    ],
+)
+async def test_engine_of_another_model_is_refused(config, message):
+    tokens = prompt(30)
+    async with (
+        two_engines(Side(listen=None, **config)) as (p, d),
+        await d.granted(tokens) as lease,
+        lease.receive() as receiving,
+        await p.granted(tokens) as source,
+    ):
+        with pytest.raises(PeerError, match=message):
+            await p.engine.send(source, receiving.ticket).__aenter__()
+
+
+async def test_weights_are_compared_as_they_are_now():
+    tokens = prompt(30)
+    async with two_engines() as (p, d):
+        async with p.engine.updating_weights(version="2"):
+            pass
+        async with await d.granted(tokens) as lease, lease.receive() as receiving:
+            async with await p.granted(tokens) as source:
+                with pytest.raises(PeerError, match="is '', here it is '2'"):
+                    await p.engine.send(source, receiving.ticket).__aenter__()
+        async with d.engine.updating_weights(version="2"):
+            pass
+        async with await d.granted(tokens) as lease, lease.receive() as receiving:
+            assert await p.prefill(tokens, receiving.ticket) == (30, None)
+            assert await receiving.wait() == 30
+            d.check(lease, tokens)
+
+
+async def test_weights_without_a_name_match_no_other_engine():
+    tokens = prompt(30)
+    async with two_engines() as (p, d):
+        for side in (p, d):
+            async with side.engine.updating_weights():
+                pass
+        async with await d.granted(tokens) as lease, lease.receive() as receiving:
+            async with await p.granted(tokens) as source:
+                with pytest.raises(PeerError, match="version of the weights"):
+                    await p.engine.send(source, receiving.ticket).__aenter__()
+
+
+async def test_blocks_of_old_weights_are_not_sent_as_new_ones():
+    """A lease that was granted before an update cannot be sent after it."""
+    tokens = prompt(30)
+    async with two_engines() as (p, d), await p.granted(tokens) as source:
+        p.compute(source, tokens, 0, 16)
+        for side in (p, d):
+            async with side.engine.updating_weights(version="2"):
+                pass
+        async with await d.granted(tokens) as lease, lease.receive() as receiving:
+            with pytest.raises(LeaseError, match="reset"):
+                await p.engine.send(source, receiving.ticket).__aenter__()
+            assert await receiving.wait() == 0
+
+
+async def test_wrong_secret_is_refused():
+    tokens = prompt(30)
+    async with (
+        two_engines(Side(listen=None, secret="another secret 16")) as (p, d),
+        await d.granted(tokens) as lease,
+        lease.receive() as receiving,
+        await p.granted(tokens) as source,
+    ):
+        with pytest.raises(PeerError):
+            await p.engine.send(source, receiving.ticket).__aenter__()
+        assert p.engine.peer_statistics().refused_sends == 1
+
+
+async def test_ticket_that_has_ended_is_refused():
+    tokens = prompt(30)
+    async with two_engines() as (p, d), await p.granted(tokens) as source:
+        async with await d.granted(tokens) as lease, lease.receive() as receiving:
+            blob = receiving.ticket
+        with pytest.raises(PeerError, match="unknown, or has ended"):
+            await p.engine.send(source, blob).__aenter__()
+
+
+async def test_engine_that_is_gone_is_a_peer_error():
+    tokens = prompt(30)
+    async with Side(listen=None) as p, await p.granted(tokens) as source:
+        async with Side() as d, await d.granted(tokens) as lease:
+            async with lease.receive() as receiving:
+                blob = receiving.ticket
+        with pytest.raises(PeerError):
+            await p.engine.send(source, blob).__aenter__()
+
+
+async def test_ticket_is_sent_once():
+    tokens = prompt(30)
+    async with (
+        two_engines() as (p, d),
+        await d.granted(tokens) as lease,
+        lease.receive() as receiving,
+        await p.granted(tokens) as source,
+    ):
+        async with p.engine.send(source, receiving.ticket):
+            with pytest.raises(UsageError, match="is being sent already"):
+                await p.engine.send(source, receiving.ticket).__aenter__()
+            p.compute(source, tokens, 0, 30)
+            assert await receiving.wait() == 30
+        with pytest.raises(PeerError, match="has ended"):
+            await p.engine.send(source, receiving.ticket).__aenter__()
+
+
+@pytest.mark.parametrize("blob", [b"", b"ticket", "ticket", None])
+async def test_malformed_ticket_is_refused(blob):
+    async with two_engines() as (p, _), await p.granted(prompt(30)) as source:
+        with pytest.raises(UsageError, match=r"^ticket "):
+            await p.engine.send(source, blob).__aenter__()
+
+
+async def test_wrong_calls_of_receive_change_nothing():
+    tokens = prompt(30)
+    async with Side() as d:
+        async with d.engine.match(tokens) as lease:
+            with pytest.raises(LeaseError, match=r"is matched; it must be granted.*allocate"):
+                await lease.receive().__aenter__()
+            for arguments, message in [
+                ({"timeout": 0}, "timeout is 0"),
+                ({"timeout": None}, "timeout is None"),
+                ({"timeout": float("inf")}, "timeout is inf"),
+                ({"timeout": 86401}, "at most 86400"),
+                ({"num_tokens": 0}, "num_tokens is 0"),
+                ({"num_tokens": "all"}, "num_tokens is 'all'"),
+            ]:
+                with pytest.raises(UsageError, match=message):
+                    lease.receive(**arguments)
+            await lease.allocate(30)
+            with pytest.raises(LeaseError, match="num_tokens is 31; it must be at most the 30"):
+                await lease.receive(31).__aenter__()
+            d.compute(lease, tokens, 0, 18)
+            with pytest.raises(LeaseError, match=r"18 positions .* multiple of block_tokens"):
+                await lease.receive().__aenter__()
+            with pytest.raises(LeaseError, match="of 18, none is missing"):
+                await lease.receive(18).__aenter__()
+            d.compute(lease, tokens, 18, 20)
+            receiving = lease.receive()
+            with pytest.raises(UsageError, match="inside its `async with`"):
+                await receiving.wait()
+            with d.engine.computing([lease]), pytest.raises(LeaseError, match="batch computes"):
+                await receiving.__aenter__()
+            assert d.engine.peer_statistics().receiving == 0
+            async with receiving:
+                with pytest.raises(UsageError, match="entered once"):
+                    await receiving.__aenter__()
+                with pytest.raises(LeaseError, match="being received already"):
+                    await lease.receive().__aenter__()
+                with pytest.raises(UsageError, match="position is 31"):
+                    await receiving.wait(31)
+                with pytest.raises(UsageError, match="position is 1.5"):
+                    await receiving.wait(1.5)  # type: ignore[arg-type]
+                with pytest.raises(LeaseError, match="still being received"):
+                    lease.commit(24)
+                with pytest.raises(LeaseError, match="still being received"):
+                    d.engine.computing([lease]).__enter__()
+                assert await receiving.wait(20) == 20
+            assert "in flight" not in repr(receiving)
+        with pytest.raises(LeaseError, match="released"):
+            lease.receive()
+
+
+async def test_wrong_calls_of_send_change_nothing():
+    tokens = prompt(30)
+    async with two_engines() as (p, d), await d.granted(tokens) as lease:
+        async with lease.receive() as receiving:
+            with pytest.raises(UsageError, match="must be a Lease"):
+                p.engine.send("lease", receiving.ticket)  # type: ignore[arg-type]
+            with pytest.raises(LeaseError, match="another engine"):
+                p.engine.send(lease, receiving.ticket)
+            async with p.engine.match(tokens) as source:
+                sending = p.engine.send(source, receiving.ticket)
+                with pytest.raises(LeaseError, match="is matched; it must be granted"):
+                    await sending.__aenter__()
+                with pytest.raises(UsageError, match="inside its `async with`"):
+                    sending.cancel()
+                await source.allocate(30)
+                async with sending:
+                    with pytest.raises(UsageError, match="entered once"):
+                        await sending.__aenter__()
+                    p.compute(source, tokens, 0, 30)
+                    assert await receiving.wait() == 30
+
+
+async def test_engine_without_peers_refuses_both():
+    config = CacheConfig(device_blocks=8, block_tokens=4)
+    async with CacheEngine(config) as engine, engine.match([1, 2, 3]) as lease:
+        await lease.allocate(3)
+        with pytest.raises(UsageError, match=r"receive: the engine has no peers.*peers=Peers"):
+            await lease.receive().__aenter__()
+        with pytest.raises(UsageError, match="send: the engine has no peers"):
+            await engine.send(lease, b"").__aenter__()
+        assert engine.peer_statistics().ranks == []
+
+
+async def test_engine_that_only_sends_cannot_receive():
+    async with Side(listen=None) as p, await p.granted(prompt(30)) as lease:
+        with pytest.raises(UsageError, match=r"Peers.listen is None.*only sends"):
+            await lease.receive().__aenter__()
+
+
+@pytest.mark.parametrize(
+    ("config", "peers", "message"),
+    [
+        ({}, "peers", "peers is of type str; it must be an aiokv.Peers"),
+        ({"model": ""}, Peers(secret=SECRET), "CacheConfig.model is empty; with peers"),
+    ],
+)
+async def test_wrong_configuration_is_refused(config, peers, message):
+    with pytest.raises(ConfigError, match=message):
+        CacheEngine(CacheConfig(device_blocks=8, **{"model": "m", **config}), peers=peers)
+
+
+# --- the engine closes, breaks or sleeps ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("slow", [False, True])
+async def test_receiver_closes_with_transfers_in_flight(slow):
+    tokens = prompt(40)
+    device = ManualDevice() if slow else None
+    async with Side(listen=None) as p, await p.granted(tokens) as source:
+        d = Side(device)
+        await d.engine.__aenter__()
+        lease = await d.granted(tokens)
+        receiving = lease.receive()
+        await receiving.__aenter__()
+        async with p.engine.send(source, receiving.ticket) as sending:
+            p.compute(source, tokens, 0, 18)
+            if device is not None:
+                await run_until_idle(lambda: bool(device.receives))
+            waiting = asyncio.create_task(receiving.wait())
+            await spin(3)
+            closing = asyncio.create_task(d.engine.aclose(0.0))
+            while not closing.done():
+                if device is not None:
+                    device.complete_all()
+                await asyncio.sleep(0)
+            await closing
+            assert await waiting < 40
+            assert receiving.failure == "the engine was closed"
+            p.compute(source, tokens, 18, 40)
+        assert sending.failure
+        await receiving.__aexit__(None, None, None)
+        lease.release()
+        with pytest.raises(ClosedError):
+            await lease.leases.receive(lease, None, 1.0).__aenter__()
+
+
+@pytest.mark.parametrize("slow", [False, True])
+async def test_sender_closes_with_transfers_in_flight(slow):
+    tokens = prompt(40)
+    device = ManualDevice() if slow else None
+    async with Side() as d, await d.granted(tokens) as lease, lease.receive() as receiving:
+        p = Side(device, listen=None)
+        await p.engine.__aenter__()
+        source = await p.granted(tokens)
+        sending = p.engine.send(source, receiving.ticket)
+        await sending.__aenter__()
+        p.compute(source, tokens, 0, 18)
+        if device is not None:
+            await run_until_idle(lambda: bool(device.sends))
+        leaving = asyncio.create_task(sending.__aexit__(None, None, None))
+        await spin(3)
+        closing = asyncio.create_task(p.engine.aclose(0.0))
+        while not closing.done():
+            if device is not None:
+                device.complete_all()
+            await asyncio.sleep(0)
+        await closing
+        await leaving
+        assert sending.failure
+        first = await receiving.wait()
+        assert first < 40
+        d.check(lease, tokens, first)
+        with d.engine.computing([lease]):
+            d.compute(lease, tokens, first, 40)
+        d.check(lease, tokens)
+
+
+async def test_engine_closes_while_a_send_connects():
+    tokens = prompt(40)
+    async with Side() as d, await d.granted(tokens) as lease, lease.receive() as receiving:
+        p = Side(listen=None)
+        await p.engine.__aenter__()
+        source = await p.granted(tokens)
+        entering = asyncio.create_task(p.engine.send(source, receiving.ticket).__aenter__())
+        await spin(2)
+        await p.engine.aclose(0.0)
+        with pytest.raises((ClosedError, PeerError)):
+            await entering
+        assert await receiving.wait(0) == 0
+
+
+async def test_lease_released_while_a_send_connects():
+    tokens = prompt(40)
+    async with two_engines() as (p, d), await d.granted(tokens) as lease:
+        async with lease.receive() as receiving:
+            source = await p.granted(tokens)
+            entering = asyncio.create_task(p.engine.send(source, receiving.ticket).__aenter__())
+            await spin(2)
+            source.release()
+            with pytest.raises(LeaseError):
+                await entering
+            assert p.engine.peer_statistics().sending == 0
+
+
+async def test_cancelled_connect_leaves_nothing_behind():
+    tokens = prompt(40)
+    async with two_engines() as (p, d), await d.granted(tokens) as lease:
+        async with lease.receive() as receiving, await p.granted(tokens) as source:
+            for passes in range(12):
+                sending = p.engine.send(source, receiving.ticket)
+                entering = asyncio.create_task(sending.__aenter__())
+                await spin(passes)
+                if entering.done():
+                    break
+                entering.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await entering
+                assert p.engine.peer_statistics().sending == 0
+                await p.at_rest()
+
+
+async def test_failed_onload_ends_the_receive_before_it_begins():
+    tokens = prompt(29)
+    device = ManualDevice()
+    d = Side(device, write_policy="write_through")
+    async with two_engines(decode=d) as (p, _):
+        await d.serve(tokens[:17])
+        await spin(2)
+        device.complete_all()
+        await run_until_idle(lambda: d.engine.statistics().offloaded_blocks == 4)
+        await d.engine.evict(64)
+        async with await d.granted(tokens) as lease:
+            async with lease.receive() as receiving:
+                assert d.engine.statistics().receives == 0
+                device.onloads[0].fail_all(block=2)
+                assert await receiving.wait() == 8
+                assert receiving.failure == "an onload of the lease has failed"
+            assert lease.recompute_from() == 8
+            with d.engine.computing([lease]):
+                d.compute(lease, tokens, 8, 29)
+            d.check(lease, tokens)
