@@ -187,9 +187,9 @@ class Plans:
         """Append the ids of the backups that the write policy begins now; 0 for no backup.
 
         The core begins at most one offload of the queued blocks, one that keeps evictable blocks
-        available ahead of demand, one per snapshot of recurrent state, and one or more per window group.
-        ``extend`` calls the core without Python code in between, where a signal handler could raise
-        and lose the id of a transfer that has begun.
+        available ahead of demand, one per snapshot of recurrent state, and one or more per window
+        group. ``extend`` calls the core without Python code in between, where a signal handler
+        could raise and lose the id of a transfer that has begun.
         """
         transfer_ids.extend(starmap(self._core.take_backups, ((),)))
         if self._core.wants_write_backs():

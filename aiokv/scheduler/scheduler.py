@@ -155,9 +155,7 @@ class CacheScheduler:
         self._outbox = Outbox()
         self._clock = StepClock()
         self._gate = Gate()
-        self._plans = Plans(
-            core, saves_states=config.host_state_slots > 0, windows=config.windows
-        )
+        self._plans = Plans(core, saves_states=config.host_state_slots > 0, windows=config.windows)
         self._saver = Saver(config, core, self._plans, self._outbox)
         self._store_saver = StoreSaver(core, self._gate, self._plans, self._outbox)
         self._fetches = Fetches(core, self._plans, self._outbox)

@@ -6,7 +6,17 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from aiokv.plan import FETCH, OFFLOAD, ONLOAD, SAVE, STATE, STATE_OFFLOAD, STATE_ONLOAD
+from aiokv.plan import (
+    FETCH,
+    OFFLOAD,
+    ONLOAD,
+    SAVE,
+    STATE,
+    STATE_OFFLOAD,
+    STATE_ONLOAD,
+    WINDOW_OFFLOAD,
+    WINDOW_ONLOAD,
+)
 from aiokv.worker.transfers import TransferQueue
 
 if TYPE_CHECKING:
@@ -65,6 +75,8 @@ class WorkerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     save: LaneStatistics
     state_onload: LaneStatistics
     state_offload: LaneStatistics
+    window_onload: LaneStatistics
+    window_offload: LaneStatistics
 
 
 _IDLE_LANE: Final = LaneStatistics(
@@ -90,6 +102,8 @@ def worker_statistics(held: int, routes: Mapping[Route, LaneStatistics]) -> Work
         save=routes.get(SAVE, _IDLE_LANE),
         state_onload=routes.get(STATE_ONLOAD, _IDLE_LANE),
         state_offload=routes.get(STATE_OFFLOAD, _IDLE_LANE),
+        window_onload=routes.get(WINDOW_ONLOAD, _IDLE_LANE),
+        window_offload=routes.get(WINDOW_OFFLOAD, _IDLE_LANE),
     )
 
 
