@@ -424,7 +424,7 @@ class Membership:
             state.stores, state.peers = message.stores, message.peers
         elif message.generation == self.generation:  # Ready
             state.progress_at = state.heard_at
-            state.endpoints = message.endpoints
+            state.endpoints, state.peer_layout = message.endpoints, message.peer_layout
             state.ready = True
             self.notify()
 

@@ -105,10 +105,12 @@ class Ready(_Message, frozen=True, tag="ready"):
     Attributes:
         endpoints: where the rank listens for senders; empty without peers, and for a rank that only
             sends.
+        peer_layout: layout of its blocks, for peers; empty without peers.
     """
 
     generation: int
     endpoints: list[Endpoint] = []
+    peer_layout: bytes = b""
 
 
 class Reports(_Message, frozen=True, tag="reports"):
@@ -261,10 +263,12 @@ class OpenTicket(_Message, frozen=True, tag="open_ticket"):
 
     Attributes:
         ticket: encoded.
+        layouts: ``Ready.peer_layout`` of all ranks, by rank.
     """
 
     number: int
     ticket: bytes
+    layouts: list[bytes]
 
 
 class CloseTicket(_Message, frozen=True, tag="close_ticket"):

@@ -379,9 +379,19 @@ class CacheController:
         """Let senders open a ticket; see :meth:`Worker.expect`."""
         self._peers.expect(ticket, seconds)
 
-    async def open_ticket(self, ticket: bytes) -> None:
-        """Connect to the receiver of a ticket; see :meth:`Worker.open_ticket`."""
-        await self._peers.open_ticket(ticket)
+    async def open_ticket(self, ticket: bytes, layouts: Sequence[bytes] = ()) -> None:
+        """Connect to the receivers of a ticket; see :meth:`Worker.open_ticket`.
+
+        Args:
+            ticket: encoded.
+            layouts: :attr:`peer_layout` of all ranks of this engine, by rank; empty for one rank.
+        """
+        await self._peers.open_ticket(ticket, layouts)
+
+    @property
+    def peer_layout(self) -> bytes:
+        """Layout of the blocks of this rank, for peers; empty without peers and before ``open``."""
+        return self._peers.layout
 
     def close_ticket(self, ticket_id: bytes) -> None:
         """End a ticket; see :meth:`Worker.close_ticket`."""

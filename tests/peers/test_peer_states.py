@@ -6,8 +6,9 @@ import msgspec
 import pytest
 
 from aiokv.peers.messages import Want
+from aiokv.peers.sender import Target
 
-from .world import World
+from .world import EQUAL, World
 
 
 def walk(seed: int, *, steps: int = 500, copy_failures: float = 0.0, corruptions: float = 0.0):
@@ -140,11 +141,13 @@ def test_second_parcel_for_a_block_is_dropped():
     world.open(world.senders[0], ticket)
     world.run()
     wire = world.wires[0]
-    world.senders[0].logic.add_ticket(ticket, 1000.0, {0: wire})
+    world.senders[0].logic.add_ticket(ticket, 1000.0, {0: Target(wire, EQUAL)})
     world.send(world.senders[0], ticket, [0])
     world.run()
     assert world.reports[received] == (1, None)
-    world.senders[0].logic.add_ticket(ticket, 1000.0, {0: wire})  # forgets that it was sent
+    world.senders[0].logic.add_ticket(
+        ticket, 1000.0, {0: Target(wire, EQUAL)}
+    )  # forgets that it was sent
     world.send(world.senders[0], ticket, [0])
     world.run()
     assert world.receiver.logic.counts().dropped > 0
