@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from aiokv import _native
-from aiokv.errors import ClosedError, ConfigError, LayoutError, PeerError, UsageError
+from aiokv.errors import ClosedError, LayoutError, PeerError, UsageError
 from aiokv.peers.connections import Connections
 from aiokv.peers.layout import BlockLayout, Mapping, covers, sources
 from aiokv.peers.messages import (
@@ -37,6 +37,7 @@ from aiokv.peers.receiver import Receive, Receiver, ReceiverCounts, SlotCopy, So
 from aiokv.peers.ring import LandingRing
 from aiokv.peers.sender import Parcel as Sent
 from aiokv.peers.sender import Send, Sender, SenderCounts, SlotFill, Target
+from aiokv.peers.slots import ArenaSlots
 from aiokv.peers.tcp import TcpTransport
 from aiokv.peers.ticket import Endpoint, Ticket, decode
 from aiokv.peers.transport import Outgoing, PeerMemory
@@ -64,7 +65,6 @@ if TYPE_CHECKING:
 
 INLINE_BYTES: Final = 256 << 10  # fewer bytes are read on the loop, which is faster than a thread
 CONNECT_SECONDS: Final = 10.0  # for the replies to Open; less if the ticket has less
-ASSEMBLY_SHARE: Final = 4  # 1 of as many slots of the ring puts blocks of other layouts together
 MIN_CUT_SLOTS: Final = 2  # a block, and the parcel that is cut out of it
 MAX_MAPPINGS: Final = 256
 LAST_MESSAGES_SECONDS: Final = 0.5  # for the last messages to be sent, when the worker closes
@@ -203,7 +203,8 @@ class PeerTransfers:
         self._ring: LandingRing[Connection] | None = None
         self._layout: BlockLayout | None = None
         self._mappings: dict[tuple[bytes, bytes], Mapping] = {}
-        self._first_outgoing = 0  # slot of the arena
+        self._slots: ArenaSlots | None = None
+        self._blocks_per_slot = 1  # of the landing ring
         self._landing: PeerMemory | None = None
         self._outgoing: PeerMemory | None = None
         self._executor: ThreadPoolExecutor | None = None
@@ -227,24 +228,8 @@ class PeerTransfers:
         Raises:
             ConfigError: ``ring_bytes`` or ``outgoing_bytes`` is less than a slot.
         """
-        return sum(self._num_slots(regions)), _slot_bytes(regions)
-
-    def _num_slots(self, regions: Regions) -> tuple[int, int, int]:
-        """Return the slots for landing, for assembly and for sending, in the order of the arena."""
-        options, slot_bytes = self._checked(), _slot_bytes(regions)
-        sizes = []
-        for name in ("ring_bytes", "outgoing_bytes"):
-            size = int(getattr(options, name))
-            if size < slot_bytes:
-                raise ConfigError(
-                    f"{name} is {size}; a block takes {slot_bytes} bytes",
-                    hint=f"set Peers({name}=...) to some tens of blocks",
-                )
-            sizes.append(size // slot_bytes)
-        ring = sizes[0] if options.listen is not None else 0
-        can_map = any(piece.axes is not None for piece in regions.pieces())
-        assembly = ring // ASSEMBLY_SHARE if can_map else 0
-        return ring - assembly, assembly, sizes[1]
+        slots = ArenaSlots.of(self._checked(), regions)
+        return slots.total, slots.block_bytes
 
     def _checked(self) -> Peers:
         if self._options is None:
@@ -293,26 +278,25 @@ class PeerTransfers:
         """Begin with empty slots: after ``open``, and after a sleep."""
         memory = self._memory()
         arena, regions = memory.peer_arena, memory.regions
-        num_landing, num_assembly, num_outgoing = self._num_slots(regions)
+        identity = self._identity_now()
+        slots = self._slots = ArenaSlots.of(self._checked(), regions)
+        per_slot = self._blocks_per_slot = slots.blocks_per_slot(identity.block_tokens)
         view = arena.blocks.reshape(-1).data
-        slot_bytes = arena.block_bytes
-        border = num_landing * slot_bytes
-        self._first_outgoing = num_landing + num_assembly
-        outgoing = self._first_outgoing * slot_bytes
+        border = slots.first_outgoing * slots.block_bytes
+        num_landing = slots.first_assembly // per_slot
         self._landing = PeerMemory(
             address=arena.pointer,
             num_slots=num_landing,
-            slot_bytes=slot_bytes,
-            view=view[:border],
+            slot_bytes=per_slot * slots.block_bytes,
+            view=view[: slots.first_assembly * slots.block_bytes],
         )
         self._outgoing = PeerMemory(
-            address=arena.pointer + outgoing,
-            num_slots=num_outgoing,
-            slot_bytes=slot_bytes,
-            view=view[outgoing:],
+            address=arena.pointer + border,
+            num_slots=slots.outgoing,
+            slot_bytes=slots.block_bytes,
+            view=view[border:],
         )
         await self._transport.open(self._landing, self._outgoing)
-        identity = self._identity_now()
         rank = identity.rank
         self._layout = BlockLayout.of(regions, identity.block_tokens, rank, identity.num_ranks)
         if num_landing:
@@ -321,16 +305,16 @@ class PeerTransfers:
                 self,
                 self._ring,
                 rank=rank,
-                slot_bytes=slot_bytes,
+                slot_bytes=self._landing.slot_bytes,
                 source=self._source,
                 covers=self._covers,
-                num_assembly=num_assembly,
+                num_assembly=slots.assembly,
                 transport=self._transport.name,
                 metadata=self._transport.metadata,
                 one_sided=self._transport.one_sided,
             )
         self._sender = Sender(
-            self, num_slots=num_outgoing, rank=rank, block_tokens=identity.block_tokens
+            self, num_slots=slots.outgoing, rank=rank, block_tokens=identity.block_tokens
         )
 
     async def sleep(self) -> None:
@@ -799,13 +783,13 @@ class PeerTransfers:
 
     def place(self, parcels: Sequence[Received], slots: Sequence[dict[int, int]]) -> None:
         """Place parcels in assembly slots."""
-        memory = self._landing
-        if memory is None:
+        memory, arena = self._landing, self._slots
+        if memory is None or arena is None:
             return
-        assembly = memory.address + memory.num_slots * memory.slot_bytes
+        assembly = memory.address + arena.first_assembly * arena.block_bytes
         calls = []
         for parcel, targets in zip(parcels, slots, strict=True):
-            addresses = {block: assembly + i * memory.slot_bytes for block, i in targets.items()}
+            addresses = {block: assembly + i * arena.block_bytes for block, i in targets.items()}
             address = memory.address + parcel.slot * memory.slot_bytes
             mapping: Any = parcel.mapping
             calls.append(partial(mapping.place, address, parcel.sender_block, addresses))
@@ -825,12 +809,14 @@ class PeerTransfers:
 
     def copy(self, copy: SlotCopy) -> None:
         """Copy landing slots or assembly slots to device blocks."""
-        receiver, memory = self._receiver, self._landing
-        if receiver is not None and memory is not None:
-            first = memory.num_slots if copy.is_assembled else 0
+        receiver, arena = self._receiver, self._slots
+        if receiver is not None and arena is not None:
+            first, pitch = 0, self._blocks_per_slot
+            if copy.is_assembled:
+                first, pitch = arena.first_assembly, 1
             self._copies.copy(
                 RECEIVE,
-                [first + slot for slot in copy.slots],
+                [first + slot * pitch for slot in copy.slots],
                 copy.device_ids,
                 copy.receive.plan.after_step,
                 partial(receiver.copied, copy),
@@ -838,12 +824,12 @@ class PeerTransfers:
 
     def fill(self, fill: SlotFill) -> None:
         """Copy device blocks to outgoing slots."""
-        sender = self._sender
-        if sender is not None:
+        sender, arena = self._sender, self._slots
+        if sender is not None and arena is not None:
             self._copies.copy(
                 SEND,
                 fill.device_ids,
-                [self._first_outgoing + slot for slot in fill.slots],
+                [arena.first_outgoing + slot for slot in fill.slots],
                 fill.send.plan.after_step,
                 partial(sender.filled, fill),
             )
@@ -1047,11 +1033,6 @@ class PeerTransfers:
     def _soon(self, action: Callable[[], object]) -> None:
         if self._poller is not None and not self._poller.closed:
             self._poller.soon(action)
-
-
-def _slot_bytes(regions: Regions) -> int:
-    """Return the bytes of a slot: a host block, and the trailer."""
-    return max(regions.host_block_bytes, TRAILER_BYTES) + TRAILER_BYTES
 
 
 def _verify(memory: PeerMemory, slots: list[int], keys: list[bytes], num_bytes: int) -> Any:

@@ -37,7 +37,7 @@ class Rank(PeerWorker):
         *,
         has_prompt: bool,
         heads_first: bool = False,
-        slots: int = 16,
+        slots: int = 48,
     ) -> None:
         super().__init__(slots=slots, block_tokens=block_tokens)
         own = HEADS // num_ranks
@@ -159,7 +159,9 @@ async def servers(
 @pytest.mark.parametrize(
     ("senders", "receivers"), [(1, 1), (1, 2), (2, 1), (2, 4), (4, 2), (2, 2), (4, 4)]
 )
-@pytest.mark.parametrize(("sent", "kept"), [(16, 16), (16, 32), (16, 48), (16, 64)])
+@pytest.mark.parametrize(
+    ("sent", "kept"), [(16, 16), (16, 32), (16, 64), (64, 16), (48, 16), (32, 64), (64, 48)]
+)
 async def test_blocks_arrive_whatever_the_block_sizes_and_ranks(senders, receivers, sent, kept):
     async with AsyncExitStack() as stack:
         from_ranks = await servers(stack, senders, sent, has_prompt=True)
@@ -193,10 +195,10 @@ async def test_small_rings_exchange_blocks_of_other_layouts():
 async def test_parcels_that_do_not_fit_in_a_slot_are_refused_at_the_handshake():
     async with AsyncExitStack() as stack:
         from_ranks = await servers(stack, 1, 64, has_prompt=True)
-        to_ranks = await servers(stack, 1, 16, has_prompt=False)
+        to_ranks = await servers(stack, 1, 16, has_prompt=False, slots=8)
         ticket = ticket_for(to_ranks)
         to_ranks[0].controller.expect(encode(ticket), 60.0)
-        with pytest.raises(LayoutError, match="slot"):
+        with pytest.raises(LayoutError, match="landing slot"):
             await from_ranks[0].controller.open_ticket(encode(ticket))
 
 
