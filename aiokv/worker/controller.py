@@ -466,7 +466,8 @@ class CacheController:
             # Before an await that may be interrupted: `wake_up` must bind the new tensors.
             self.memory.sleep(tiers - {"host"})
             await self._stores.sleep()
-        await self._peers.sleep()
+        if tiers:
+            await self._peers.sleep()
         self.memory.sleep(tiers)
 
     async def wake_up(self, tiers: frozenset[Tier], regions: Regions | None = None) -> None:
