@@ -56,6 +56,9 @@ _NAMES: Final[dict[tuple[Pool, Pool], Direction]] = {
 }
 
 
+_ON_HOST: Final = ("host", "host_state", "host_window", "store", "peer")
+
+
 class Route(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Where the bytes of a transfer come from and go to.
 
@@ -78,6 +81,16 @@ class Route(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
         """Name of the route in errors, reports and statistics."""
         return _NAMES[self.source, self.target]
 
+    @property
+    def is_onload(self) -> bool:
+        """True when blocks or slots move from host memory to the device."""
+        return self.source in _ON_HOST and self.target not in _ON_HOST
+
+    @property
+    def device_pool(self) -> Pool:
+        """The pool on the device, of a route between the device and host memory."""
+        return self.target if self.is_onload else self.source
+
     def __str__(self) -> str:
         return f"{self.source} -> {self.target}"
 
@@ -99,6 +112,7 @@ SEND: Final = Route("device", "peer")
 STATE_RECEIVE: Final = Route("peer", "state")
 STATE_SEND: Final = Route("state", "peer")
 PEER_ROUTES: Final = frozenset((RECEIVE, SEND))
+PEER_GROUP: Final = "peer"  # of copies between device blocks and the slots of peers
 
 
 class Priority(IntEnum):
@@ -123,9 +137,9 @@ class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
         after_step: the step whose work must be finished on the device before the first byte
             moves; 0 when there is nothing to wait for.
         digests: 32 bytes per block for routes from or to ``"store"``; empty for the others.
+        peer: id of the ticket for routes from or to ``"peer"``, 16 bytes; empty for the others.
         group: name of the window group for routes between ``"window"`` and ``"host_window"``;
             empty for the others.
-        peer: id of the ticket for routes from or to ``"peer"``, 16 bytes; empty for the others.
     """
 
     transfer_id: int
@@ -135,8 +149,8 @@ class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = Priority.DEMAND
     after_step: int = 0
     digests: bytes = b""
-    group: str = ""
     peer: bytes = b""
+    group: str = ""
 
     @property
     def direction(self) -> Direction:
