@@ -274,6 +274,9 @@ class CoreStatistics:
     def received_blocks(self) -> int: ...
 
     @property
+    def received_states(self) -> int: ...
+
+    @property
     def failed_receives(self) -> int: ...
 
     @property
@@ -281,6 +284,9 @@ class CoreStatistics:
 
     @property
     def sent_blocks(self) -> int: ...
+
+    @property
+    def sent_states(self) -> int: ...
 
     @property
     def failed_sends(self) -> int: ...
@@ -325,6 +331,15 @@ class MoveRoute(enum.Enum):
     FROM_HOST = 1
 
     TO_HOST = 2
+
+class PeerRoute(enum.Enum):
+    RECEIVE = 0
+
+    SEND = 1
+
+    RECEIVE_STATE = 2
+
+    SEND_STATE = 3
 
 class EvictionKind(enum.Enum):
     LRU = 0
@@ -515,6 +530,14 @@ class Core:
         Begin to send computed blocks of the lease to a peer; return the transfer.
         """
 
+    def receive_state(self, lease: int, ticket_id: bytes, num_tokens: int) -> int:
+        """
+        Begin to receive the state after received positions, which its end commits.
+        """
+
+    def send_state(self, lease: int, ticket_id: bytes, num_tokens: int) -> int:
+        """Begin to send the state after the computed positions."""
+
     def end_ticket(self, lease: int, ticket_id: bytes) -> None:
         """
         No caller waits for the transfers of the ticket: those in flight are abandoned.
@@ -528,15 +551,15 @@ class Core:
 
     def is_peer_transfer(self, transfer: int) -> bool: ...
 
-    def peer_transfer(self, transfer: int) -> tuple[bool, bytes, int, bytes, int]:
-        """(receives, ticket_id, first_block, device_blocks, after_step)."""
+    def peer_transfer(self, transfer: int) -> tuple[PeerRoute, bytes, int, bytes, int]:
+        """(route, ticket_id, first_block, blocks or the state slot, after_step)."""
 
     def peer_transfers(self, lease: int) -> list[int]:
         """Transfers in flight that receive or send blocks of the lease."""
 
-    def take_peer_ends(self) -> list[tuple[int, int, int]]:
+    def take_peer_ends(self) -> list[tuple[int, int, int, bool]]:
         """
-        Return (transfer, lease, blocks) of those that have ended since the last call, and whose lease has a handle.
+        Return (transfer, lease, blocks, commits) of those that have ended since the last call, and whose lease has a handle.
         """
 
     def take_abandoned_peer_transfers(self) -> list[int]: ...
