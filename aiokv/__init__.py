@@ -32,7 +32,7 @@ from aiokv.errors import (
 from aiokv.lease import Lease
 from aiokv.peers.options import Peers
 from aiokv.peers.statistics import PeerStatistics, ReceivingStatistics
-from aiokv.types import Hit, Item, LeaseState, Statistics
+from aiokv.types import Hit, Item, LeaseState, Statistics, WindowStatistics
 from aiokv.usage import Usage
 from aiokv.worker.device.base import Device, Event, Stream
 from aiokv.worker.device.cpu import CpuDevice, CpuEvent, CpuStream
@@ -91,6 +91,7 @@ __all__ = [
     "Usage",
     "UsageError",
     "WindowGroup",
+    "WindowStatistics",
     "WorkerStatistics",
     "WouldBlock",
     "num_blocks_for",

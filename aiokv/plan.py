@@ -19,13 +19,15 @@ if TYPE_CHECKING:
 ID_DTYPE = np.dtype("<i4")
 ZEROS: Final = -1  # source id of a target that is filled with zeros
 
-Pool = Literal["device", "host", "state", "host_state", "store", "peer"]
+Pool = Literal["device", "host", "state", "host_state", "window", "host_window", "store", "peer"]
 Direction = Literal[
     "onload",
     "offload",
     "state",
     "state_onload",
     "state_offload",
+    "window_onload",
+    "window_offload",
     "clone",
     "fetch",
     "save",
@@ -41,11 +43,16 @@ _NAMES: Final[dict[tuple[Pool, Pool], Direction]] = {
     ("state", "state"): "state",
     ("host_state", "state"): "state_onload",
     ("state", "host_state"): "state_offload",
+    ("host_window", "window"): "window_onload",
+    ("window", "host_window"): "window_offload",
     ("store", "host"): "fetch",
     ("host", "store"): "save",
     ("peer", "device"): "receive",
     ("device", "peer"): "send",
 }
+
+
+_ON_HOST: Final = ("host", "host_state", "host_window", "store", "peer")
 
 
 class Route(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -54,9 +61,10 @@ class Route(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     Attributes:
         source: pool of the source ids: ``"device"`` and ``"host"`` have blocks, ``"state"`` has
             slots of recurrent state, on the device, and ``"host_state"`` has those in host
-            memory. ``"store"`` is all stores together: its blocks
-            have digests, and its ids are their indices in the plan. ``"peer"`` is the engine at the
-            other end of a ticket: its ids are the indices of the blocks in the prompt.
+            memory. ``"window"`` and ``"host_window"`` have the blocks of the window group that the
+            plan names, on the device and in host memory. ``"store"`` is all stores together: its
+            blocks have digests, and its ids are their indices in the plan. ``"peer"`` is the engine
+            at the other end of a ticket: its ids are the indices of the blocks in the prompt.
         target: pool of the target ids.
     """
 
@@ -67,6 +75,16 @@ class Route(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     def direction(self) -> Direction:
         """Name of the route in errors, reports and statistics."""
         return _NAMES[self.source, self.target]
+
+    @property
+    def is_onload(self) -> bool:
+        """True when blocks or slots move from host memory to the device."""
+        return self.source in _ON_HOST and self.target not in _ON_HOST
+
+    @property
+    def device_pool(self) -> Pool:
+        """The pool on the device, of a route between the device and host memory."""
+        return self.target if self.is_onload else self.source
 
     def __str__(self) -> str:
         return f"{self.source} -> {self.target}"
@@ -79,11 +97,15 @@ STATE: Final = Route("state", "state")
 STATE_ONLOAD: Final = Route("host_state", "state")
 STATE_OFFLOAD: Final = Route("state", "host_state")
 STATE_ROUTES: Final = frozenset((STATE, STATE_ONLOAD, STATE_OFFLOAD))
+WINDOW_ONLOAD: Final = Route("host_window", "window")
+WINDOW_OFFLOAD: Final = Route("window", "host_window")
+WINDOW_ROUTES: Final = frozenset((WINDOW_ONLOAD, WINDOW_OFFLOAD))
 FETCH: Final = Route("store", "host")
 SAVE: Final = Route("host", "store")
 RECEIVE: Final = Route("peer", "device")
 SEND: Final = Route("device", "peer")
 PEER_ROUTES: Final = frozenset((RECEIVE, SEND))
+PEER_GROUP: Final = "peer"  # of copies between device blocks and the slots of peers
 
 
 class Priority(IntEnum):
@@ -109,6 +131,8 @@ class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
             moves; 0 when there is nothing to wait for.
         digests: 32 bytes per block for routes from or to ``"store"``; empty for the others.
         peer: id of the ticket for routes from or to ``"peer"``, 16 bytes; empty for the others.
+        group: name of the window group for routes between ``"window"`` and ``"host_window"``;
+            empty for the others.
     """
 
     transfer_id: int
@@ -119,6 +143,7 @@ class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
     after_step: int = 0
     digests: bytes = b""
     peer: bytes = b""
+    group: str = ""
 
     @property
     def direction(self) -> Direction:

@@ -65,6 +65,26 @@ class Item(NamedTuple):
     length: int
 
 
+class WindowStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks of one window group: its pools, and counters since the engine was made.
+
+    A device block is free, cached, or belongs to one lease alone; a block in host memory is free,
+    cached, or the destination of a transfer. Leases have *set aside* the blocks that they have and
+    those that they will have.
+    """
+
+    device_blocks: int
+    device_free: int
+    device_cached: int
+    device_set_aside: int
+    host_blocks: int
+    host_free: int
+    host_cached: int
+    saved_blocks: int
+    onloaded_blocks: int
+    evicted_host_blocks: int
+
+
 class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     """Counters since the engine was made, and the current state of its pools.
 
@@ -74,7 +94,7 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     belongs to a lease; one in host memory is free, holds a snapshot, or is the destination of a
     transfer. ``restored_states`` counts ``onloaded_states``, which came from host memory, too.
     *Releasing* leases are released, but a batch or a transfer of a peer in flight uses their
-    blocks.
+    blocks. ``windows`` has the blocks of each window group.
 
     ``hit_store_tokens`` is a part of the hits of device and host: tokens of blocks that a fetch
     from a store had brought. Only the first lease that is granted with such a block counts; leases
@@ -139,6 +159,7 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     saved_snapshots: int
     onloaded_states: int
     evicted_host_snapshots: int
+    windows: dict[str, WindowStatistics]
     nodes: int
     index_bytes: int
     token_bytes: int

@@ -30,6 +30,7 @@ BENCHES = (
     "shutdown",
     "ranks",
     "loop_held",
+    "peer_layouts",
     "disk_io",
     "disk",
     "redis_store",

@@ -32,7 +32,9 @@ FORMAT_VERSION: Final = 1
 MAX_ENCODED_BYTES: Final = 16 << 10
 MAX_LAYERS: Final = 4096
 MAX_PIECES_PER_LAYER: Final = 64
-MAX_POOLS: Final = 18  # blocks, recurrent state, and groups of sliding-window layers
+MAX_PIECES: Final = 16384  # of all layers and pools: what a mapping takes time and memory for
+MAX_WINDOWS: Final = 16
+MAX_POOLS: Final = 2 + MAX_WINDOWS  # blocks, recurrent state, groups of sliding-window layers
 MAX_BLOCK_BYTES: Final = 1 << 40
 
 BLOCKS: Final = "blocks"
@@ -101,6 +103,11 @@ class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
     def num_layers(self) -> int:
         """Layers of the model, those without pieces included."""
         return sum(count for _, count in self.runs)
+
+    @property
+    def num_pieces(self) -> int:
+        """Pieces of all layers."""
+        return sum(len(self.kinds[kind]) * count for kind, count in self.runs)
 
     @property
     def block_bytes(self) -> int:
@@ -266,14 +273,17 @@ def _check(layout: BlockLayout, error: type[AiokvError]) -> None:
         names[:1] != (BLOCKS,)
         or list(windows) != sorted(set(windows))
         or not all(name.startswith(window_pool("")) for name in windows)
-        or len(names) > MAX_POOLS
+        or len(windows) > MAX_WINDOWS
     ):
         raise error(
             f"layout: the pools are {names}; expected {BLOCKS!r}, then {STATE!r} if there is any, "
-            f"then at most {MAX_POOLS - 2} groups of sliding-window layers by name"
+            f"then at most {MAX_WINDOWS} groups of sliding-window layers by name"
         )
     for name, pool in layout.pools:
         _check_pool(name, pool, layout.block_tokens, error)
+    num_pieces = sum(pool.num_pieces for _, pool in layout.pools)
+    if num_pieces > MAX_PIECES:
+        raise error(f"layout: {num_pieces} pieces; at most {MAX_PIECES}")
 
 
 def _check_pool(name: str, pool: PoolLayout, block_tokens: int, error: type[AiokvError]) -> None:

@@ -63,12 +63,12 @@ class Mapping:
         boxes = list(_boxes(sender, receiver, pool))
         sender_bytes = sender.pool(pool).block_bytes
         receiver_bytes = receiver.pool(pool).block_bytes
-        num_pieces = sum(len(pieces) for pieces in sender.pool(pool).layers())
+        num_pieces = sender.pool(pool).num_pieces
         self.parcel_bytes = sum(aligned(box.copy.num_bytes) for box in boxes)
         self.parcel_is_block = len(boxes) == num_pieces and all(box.copy.is_whole for box in boxes)
-        self.is_identity = self.parcel_is_block and (
-            self._sender_tokens == self._receiver_tokens
-            and sender_bytes == receiver_bytes
+        self.is_identity = (
+            self.parcel_is_block
+            and self._sender_tokens == self._receiver_tokens
             and all(box.copy.is_equal and box.source == box.target for box in boxes)
         )
         cutting, placing = _Program(), _Program()
@@ -168,11 +168,13 @@ def sources(senders: Sequence[BlockLayout], receiver: BlockLayout) -> list[int]:
 
     Raises:
         LayoutError: layouts do not fit each other, or no rank has some heads of the receiver.
+        UsageError: not one layout of each rank.
     """
     num_ranks = len(senders)
     by_rank = {layout.rank: layout for layout in senders}
-    if sorted(by_rank) != list(range(num_ranks)):
-        ranks = [layout.rank for layout in senders]
+    complete = sorted(by_rank) == list(range(num_ranks)) and bool(senders)
+    if not complete or any(layout.num_ranks != num_ranks for layout in senders):
+        ranks = [f"{layout.rank} of {layout.num_ranks}" for layout in senders]
         raise UsageError(f"sources: the layouts are of the ranks {ranks}; pass one of each rank")
     missing = _Missing(receiver)
     chosen = []
@@ -220,7 +222,8 @@ class _Missing:
     def __str__(self) -> str:
         for (pool, layer, region), intervals in self._intervals.items():
             for begin, end in intervals:
-                return f"heads {begin} to {end - 1} of {_place(pool, layer, region)}"
+                heads = f"heads {begin} to {end - 1}" if end - begin > 1 else f"head {begin}"
+                return f"{heads} of {_place(pool, layer, region)}"
         return "nothing"
 
     def remove(self, sender: BlockLayout) -> bool:
@@ -381,7 +384,7 @@ class _Sides:
             self.require_equal(f"axes of {what}", ours.axes, theirs.axes, hint)
             self.require_equal(f"shape of {what}", ours.shape, theirs.shape, hint)
             ranks = (self._sender.num_ranks, self._receiver.num_ranks)
-            self.require_equal(f"number of ranks, with {what} without axes,", *ranks, hint)
+            self.require_equal(f"number of ranks ({what} has no axes)", *ranks, hint)
         else:
             lengths = (_fixed_lengths(ours), _fixed_lengths(theirs))
             self.require_equal(f"lengths of the axes of {what}", *lengths)
@@ -395,7 +398,7 @@ class _Sides:
         tokens = (self._sender.block_tokens, self._receiver.block_tokens)
         if ours.rows is None or theirs.rows is None:
             self.require_equal(
-                f"block_tokens, with {what} without an axis {TOKENS!r},",
+                f"block_tokens ({what} has no axis {TOKENS!r})",
                 *tokens,
                 f"use the same block_tokens, or name the axis {TOKENS!r}: Regions.add(axes=)",
             )

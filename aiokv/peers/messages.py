@@ -193,12 +193,18 @@ class Proven(_Message, frozen=True, tag="proven"):
 
 
 class Wrong(_Message, frozen=True, tag="wrong"):
-    """The parcels of these blocks have a wrong length, key or checksum, and were dropped."""
+    """The parcels of these blocks were dropped: a wrong length, key or checksum, or no room.
+
+    Attributes:
+        is_busy: they may be right, but the receiver had no room for their blocks; the sender sends
+            them again, however often.
+    """
 
     ticket_id: Id
     sender_blocks: Blocks
     reason: Reason
     group: Group = 0
+    is_busy: bool = False
 
 
 class Cancel(_Message, frozen=True, tag="cancel"):

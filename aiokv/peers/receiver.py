@@ -5,6 +5,7 @@
     expect ─► Open ─► Accepted          a sender has the ticket
               Want ─► Credit            as the landing ring has free slots
               Landed ─► slot ─► verify ─► copy to the device block of a plan ─► slot free
+                                 │  └► other layouts: place in assembly slots ─► copy
                                  └► Wrong: the sender may send the parcel again
 
 A plan ends when all its blocks are there, or when it was given up: at the deadline of its ticket,
@@ -18,7 +19,7 @@ first: an interrupt may lose a slot, until ``reset``, but never frees one twice.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -65,6 +66,7 @@ class Parcel(NamedTuple):
         slot: landing slot.
         num_bytes: payload and trailer.
         key: that its trailer must have.
+        mapping: to the blocks of this rank; None if the slot is the block.
     """
 
     ticket_id: bytes
@@ -73,6 +75,7 @@ class Parcel(NamedTuple):
     slot: int
     num_bytes: int
     key: bytes
+    mapping: Mapping | None = None
 
 
 class Receive:
@@ -110,18 +113,22 @@ class Receive:
 
 
 class SlotCopy:
-    """A copy from landing slots to device blocks of a plan.
+    """A copy from slots to device blocks of a plan.
 
     Attributes:
         receive: the plan.
         blocks: blocks of the prompt.
-        slots: landing slots that are read; taken when they are freed.
+        slots: slots that are read; taken when they are freed.
+        is_assembled: they are assembly slots, and no landing slots.
     """
 
-    def __init__(self, receive: Receive, blocks: list[int], slots: list[int]) -> None:
+    def __init__(
+        self, receive: Receive, blocks: list[int], slots: list[int], *, is_assembled: bool = False
+    ) -> None:
         self.receive = receive
         self.blocks = blocks
         self.slots = slots
+        self.is_assembled = is_assembled
 
     @property
     def device_ids(self) -> list[int]:
@@ -139,6 +146,9 @@ class ReceiverPort(Protocol[D]):
     def verify(self, parcels: Sequence[Parcel]) -> None:
         """Verify parcels, then call ``Receiver.verified`` with the slots whose bytes are right."""
 
+    def place(self, parcels: Sequence[Parcel], slots: Sequence[dict[int, int]]) -> None:
+        """Place each parcel in assembly slots, by block, then call ``Receiver.placed``."""
+
     def copy(self, copy: SlotCopy) -> None:
         """Copy slots to the device blocks of a plan, then call ``Receiver.copied``."""
 
@@ -149,9 +159,27 @@ class ReceiverPort(Protocol[D]):
 class _Sender(Generic[C]):
     """A sender rank that has opened a ticket."""
 
-    def __init__(self, rank: int, connection: C) -> None:
+    def __init__(self, rank: int, connection: C, source: Source) -> None:
         self.rank = rank
         self.connection = connection
+        self.source = source
+
+
+class _Assembly:
+    """A block that parcels are being placed in.
+
+    Attributes:
+        slot: assembly slot.
+        placed: parcels that it has, by rank and block of the sender.
+        placing: parcels that a thread is writing to it.
+        is_dropped: its plan was given up; the slot is freed when no thread writes it.
+    """
+
+    def __init__(self, slot: int) -> None:
+        self.slot = slot
+        self.placed: set[tuple[int, int]] = set()
+        self.placing = 0
+        self.is_dropped = False
 
 
 class _Incoming(Generic[C]):
@@ -163,6 +191,9 @@ class _Incoming(Generic[C]):
         in_hand: parcels that are being verified, by rank and block of the sender.
         parked: verified slots of blocks that no plan has asked for yet, by block.
         planned: blocks that a plan has, or had.
+        assemblies: blocks of ``waiting`` that parcels are being placed in.
+        placing: parcels that are being placed, with the assemblies that they are written to.
+        is_covered: the senders together have all heads of this rank.
     """
 
     def __init__(self, ticket: Ticket, deadline: float) -> None:
@@ -176,6 +207,9 @@ class _Incoming(Generic[C]):
         self.parked: dict[int, int] = {}
         self.planned: set[int] = set()
         self.wrong: dict[int, int] = {}
+        self.assemblies: dict[int, _Assembly] = {}
+        self.placing: dict[Parcel, dict[int, _Assembly]] = {}
+        self.is_covered = False
         self.closed = ""
 
 
@@ -205,6 +239,38 @@ class ReceiverCounts(msgspec.Struct, kw_only=True):
     dropped: int = 0
 
 
+class Mapping(Protocol):
+    """How parcels of one sender rank become blocks of this rank; see ``aiokv.peers.layout``."""
+
+    is_identity: bool
+    parcel_bytes: int
+
+    def receiver_blocks(self, sender_block: int) -> range:
+        """Return the blocks of the receiver that have tokens of a block of the sender."""
+
+    def sender_blocks(self, receiver_block: int) -> range:
+        """Return the blocks of the sender that have tokens of a block of the receiver."""
+
+
+class Source(NamedTuple):
+    """The blocks of a sender rank.
+
+    Attributes:
+        mapping: to the blocks of this rank.
+        layout: for ``Receiver``'s ``covers``.
+        block_tokens: positions per block of the sender.
+    """
+
+    mapping: Mapping
+    layout: Any
+    block_tokens: int
+
+    @property
+    def parcel_bytes(self) -> int:
+        """Bytes of a parcel with its trailer."""
+        return max(self.mapping.parcel_bytes, TRAILER_BYTES) + TRAILER_BYTES
+
+
 Disposal = Literal["land", "discard"]
 
 
@@ -217,8 +283,11 @@ class Receiver(Generic[C]):
         rank: number of this rank.
         generation: of this opening of the engine.
         slot_bytes: bytes of a landing slot.
-        parcel_bytes: bytes of a parcel, with its trailer, of a sender.
-        accepts: raises ``LayoutError`` for an ``Open`` whose blocks cannot be received.
+        source: returns the source of an ``Open``, or raises ``LayoutError`` if its blocks cannot be
+            received.
+        covers: returns True when ranks of these layouts together have all heads of this rank.
+        num_assembly: assembly slots, in which blocks are put together from parcels of other
+            layouts.
         transport: name of the transport.
         metadata: of this rank's transport.
         one_sided: peers may write granted slots after their connection has ended.
@@ -231,8 +300,9 @@ class Receiver(Generic[C]):
         *,
         rank: int,
         slot_bytes: int,
-        parcel_bytes: int,
-        accepts: Callable[[Open], None],
+        source: Callable[[Open], Source],
+        covers: Callable[[list[Any]], bool] = lambda layouts: True,
+        num_assembly: int = 0,
         transport: str = "tcp",
         metadata: Callable[[], bytes] = bytes,
         one_sided: bool = False,
@@ -241,8 +311,10 @@ class Receiver(Generic[C]):
         self._ring = ring
         self._rank = rank
         self._slot_bytes = slot_bytes
-        self._parcel_bytes = parcel_bytes
-        self._accepts = accepts
+        self._source = source
+        self._covers = covers
+        self._num_assembly = num_assembly
+        self._free_assembly = list(range(num_assembly))
         self._transport = transport
         self._metadata = metadata
         self._one_sided = one_sided
@@ -350,16 +422,19 @@ class Receiver(Generic[C]):
             self._on_end(connection, message.ticket_id, reason)
 
     def _on_open(self, connection: C, message: Open) -> None:
-        refusal = self._refusal(connection, message)
-        if refusal is not None:
+        source = self._refused_or_source(message)
+        if isinstance(source, Refused):
             self._counts.refused += 1
-            self._port.send(connection, refusal)
+            self._port.send(connection, source)
             return
         incoming = self._tickets[message.ticket_id]
         if not incoming.had_sender:
             incoming.had_sender = True
             self._counts.opened += 1
-        incoming.senders[message.sender_rank] = _Sender(message.sender_rank, connection)
+        sender = _Sender(message.sender_rank, connection, source)
+        incoming.senders[message.sender_rank] = sender
+        layouts = [sender.source.layout for sender in incoming.senders.values()]
+        incoming.is_covered = self._covers(layouts)
         self._port.send(
             connection,
             Accepted(
@@ -369,7 +444,7 @@ class Receiver(Generic[C]):
             ),
         )
 
-    def _refusal(self, connection: C, message: Open) -> Refused | None:
+    def _refused_or_source(self, message: Open) -> Refused | Source:
         incoming = self._tickets.get(message.ticket_id)
         reason = ""
         if message.protocol != PROTOCOL_VERSION:
@@ -387,10 +462,30 @@ class Receiver(Generic[C]):
         if reason:
             return Refused(ticket_id=message.ticket_id, kind="ticket", reason=reason)
         try:
-            self._accepts(message)
+            source = self._source(message)
+            self._check_room(source)
         except LayoutError as error:
             return Refused(ticket_id=message.ticket_id, kind="layout", reason=str(error)[:1024])
-        return None
+        return source
+
+    def _check_room(self, source: Source) -> None:
+        """Raises:
+        LayoutError: a parcel does not fit in a slot, or there are too few assembly slots.
+        """
+        mapping = source.mapping
+        if source.parcel_bytes > self._slot_bytes:
+            raise LayoutError(
+                f"a parcel of the sender takes {source.parcel_bytes} bytes, a landing slot of the "
+                f"receiver {self._slot_bytes} bytes",
+                hint="send with smaller blocks than the receiver has, or with equal ones",
+            )
+        needed = len(mapping.receiver_blocks(0)) + 1
+        if not mapping.is_identity and self._num_assembly < needed:
+            raise LayoutError(
+                f"the ring of the receiver has room for {self._num_assembly} blocks of another "
+                f"layout; it needs {needed}",
+                hint="raise Peers.ring_bytes of the receiver",
+            )
 
     def _on_want(self, connection: C, message: Want) -> None:
         if self._sender(connection, message.ticket_id) is not None:
@@ -443,9 +538,11 @@ class Receiver(Generic[C]):
             self._drop(message.slot)
             return
         block = message.sender_block
-        if message.parcel_bytes != self._parcel_bytes:
+        source = sender.source
+        is_identity = source.mapping.is_identity
+        if message.parcel_bytes != source.parcel_bytes:
             self._reject(incoming, sender, message.slot, block, "its length is wrong")
-        elif not self._is_useful(incoming, sender.rank, block):
+        elif is_identity and not self._is_useful(incoming, sender.rank, block):
             self._drop(message.slot)
             self._answer_wrong(connection, message, "no plan waits for it")
         else:
@@ -463,7 +560,11 @@ class Receiver(Generic[C]):
                     self._rank,
                     message.group,
                 ),
+                mapping=None if is_identity else source.mapping,
             )
+            if (sender.rank, block) in incoming.in_hand:
+                self._drop(message.slot)
+                return
             incoming.in_hand[sender.rank, block] = parcel
             self._port.verify([parcel])
 
@@ -484,6 +585,8 @@ class Receiver(Generic[C]):
     def verified(self, parcels: Sequence[Parcel], are_right: Sequence[bool]) -> None:
         """Take the parcels that are right; the others may be sent again. Idempotent."""
         ready: dict[int, tuple[Receive, list[int], list[int]]] = {}
+        to_place: list[Parcel] = []
+        places: list[dict[int, int]] = []
         proven: dict[tuple[C, bytes], list[int]] = {}
         for parcel, is_right in zip(parcels, are_right, strict=True):
             incoming = self._tickets.get(parcel.ticket_id)
@@ -493,6 +596,11 @@ class Receiver(Generic[C]):
             block, sender = parcel.sender_block, incoming.senders.get(parcel.sender_rank)
             if not is_right:
                 self._reject(incoming, sender, parcel.slot, block, "its trailer is wrong")
+                continue
+            if parcel.mapping is not None:
+                if targets := self._assembly_slots(incoming, sender, parcel):
+                    to_place.append(parcel)
+                    places.append(targets)
                 continue
             self._counts.parcels += 1
             self._counts.received_bytes += parcel.num_bytes - TRAILER_BYTES
@@ -507,6 +615,8 @@ class Receiver(Generic[C]):
                 self._drop(parcel.slot)
             else:
                 incoming.parked[block] = parcel.slot
+        if to_place:
+            self._port.place(to_place, places)
         for receive, blocks, slots in ready.values():
             self._copy(receive, blocks, slots)
         for (connection, ticket_id), blocks in proven.items():
@@ -515,8 +625,110 @@ class Receiver(Generic[C]):
             self._check_ended(ticket_id)
         self._grant()
 
-    def _copy(self, receive: Receive, blocks: list[int], slots: list[int]) -> None:
-        copy = SlotCopy(receive, blocks, slots)
+    # --- parcels of other layouts -----------------------------------------------------------------
+
+    def _assembly_slots(
+        self, incoming: _Incoming[C], sender: _Sender[C] | None, parcel: Parcel
+    ) -> dict[int, int]:
+        """Return the assembly slots of the blocks that a parcel has tokens of.
+
+        Without a block that a plan waits for, or without room, the parcel is dropped, and nothing
+        is returned.
+        """
+        place = (parcel.sender_rank, parcel.sender_block)
+        blocks = [] if parcel.mapping is None else parcel.mapping.receiver_blocks(place[1])
+        targets = [
+            block
+            for block in blocks
+            if block in incoming.waiting
+            and (block not in incoming.assemblies or place not in incoming.assemblies[block].placed)
+        ]
+        tokens = incoming.ticket.block_tokens
+        first, end = incoming.ticket.first_position, incoming.ticket.num_tokens
+        unplanned = any(
+            first <= block * tokens < end and block not in incoming.planned for block in blocks
+        )
+        missing = [block for block in targets if block not in incoming.assemblies]
+        is_busy = unplanned or len(missing) > len(self._free_assembly)
+        if not targets or is_busy or incoming.closed or not incoming.is_covered:
+            self._drop(parcel.slot)
+            if sender is not None and not incoming.closed:
+                self._port.send(
+                    sender.connection,
+                    Wrong(
+                        ticket_id=parcel.ticket_id,
+                        sender_blocks=[parcel.sender_block],
+                        reason="no room" if is_busy else "no plan waits for it",
+                        is_busy=is_busy or not incoming.is_covered,
+                    ),
+                )
+            return {}
+        for block in missing:
+            incoming.assemblies[block] = _Assembly(self._free_assembly.pop())
+        assemblies = {block: incoming.assemblies[block] for block in targets}
+        for assembly in assemblies.values():
+            assembly.placing += 1
+        incoming.placing[parcel] = assemblies
+        return {block: assembly.slot for block, assembly in assemblies.items()}
+
+    def placed(self, parcels: Sequence[Parcel]) -> None:
+        """Note that parcels were placed; copy the blocks that are complete. Idempotent."""
+        ready: dict[int, tuple[Receive, list[int], list[int]]] = {}
+        for parcel in parcels:
+            incoming = self._tickets.get(parcel.ticket_id)
+            assemblies = None if incoming is None else incoming.placing.pop(parcel, None)
+            if incoming is None or assemblies is None:
+                continue
+            self._ring.free(parcel.slot)
+            self._counts.parcels += 1
+            self._counts.received_bytes += parcel.num_bytes - TRAILER_BYTES
+            for block, assembly in assemblies.items():
+                assembly.placing -= 1
+                assembly.placed.add((parcel.sender_rank, parcel.sender_block))
+                if assembly.is_dropped:
+                    self._free_assembly_slot(assembly)
+                elif not assembly.placing and self._is_complete(incoming, block, assembly):
+                    receive = incoming.waiting.pop(block)
+                    del incoming.assemblies[block]
+                    entry = ready.setdefault(receive.plan.transfer_id, (receive, [], []))
+                    entry[1].append(block)
+                    entry[2].append(assembly.slot)
+            sender = incoming.senders.get(parcel.sender_rank)
+            if sender is not None and not incoming.closed:
+                proven = Proven(ticket_id=parcel.ticket_id, sender_blocks=[parcel.sender_block])
+                self._port.send(sender.connection, proven)
+        for receive, blocks, slots in ready.values():
+            self._copy(receive, blocks, slots, is_assembled=True)
+        for ticket_id in {parcel.ticket_id for parcel in parcels}:
+            self._check_ended(ticket_id)
+        self._grant()
+
+    def _is_complete(self, incoming: _Incoming[C], block: int, assembly: _Assembly) -> bool:
+        """Return True when a block has the parcels of all senders."""
+        end = incoming.ticket.num_tokens
+        return all(
+            (sender.rank, sent) in assembly.placed
+            for sender in incoming.senders.values()
+            for sent in sender.source.mapping.sender_blocks(block)
+            if sent * sender.source.block_tokens < end
+        )
+
+    def _free_assembly_slot(self, assembly: _Assembly) -> None:
+        """Free the slot of a dropped assembly, when no thread writes it. Idempotent."""
+        assembly.is_dropped = True
+        if not assembly.placing and assembly.slot >= 0:
+            slot, assembly.slot = assembly.slot, -1
+            self._free_assembly.append(slot)
+
+    def _copy(
+        self,
+        receive: Receive,
+        blocks: list[int],
+        slots: list[int],
+        *,
+        is_assembled: bool = False,
+    ) -> None:
+        copy = SlotCopy(receive, blocks, slots, is_assembled=is_assembled)
         receive.copies.add(copy)
         self._port.copy(copy)
 
@@ -525,7 +737,10 @@ class Receiver(Generic[C]):
         receive, slots = copy.receive, copy.slots
         copy.slots = []
         for slot in slots:
-            self._ring.free(slot)
+            if copy.is_assembled:
+                self._free_assembly.append(slot)
+            else:
+                self._ring.free(slot)
         if copy in receive.copies:
             good = len(copy.blocks) if failure is None else failure.first_bad_block
             receive.missing -= set(copy.blocks[:good])
@@ -544,6 +759,9 @@ class Receiver(Generic[C]):
             for block in receive.positions:
                 if incoming.waiting.get(block) is receive:
                     del incoming.waiting[block]
+                    assembly = incoming.assemblies.pop(block, None)
+                    if assembly is not None:
+                        self._free_assembly_slot(assembly)
         self._settle(receive)
 
     def _end_ticket(self, incoming: _Incoming[C], reason: str) -> None:
@@ -565,7 +783,8 @@ class Receiver(Generic[C]):
         incoming = self._tickets.get(ticket_id)
         if incoming is None:
             return
-        if incoming.had_sender and not incoming.senders and not incoming.in_hand:
+        busy = incoming.in_hand or incoming.placing
+        if incoming.had_sender and not incoming.senders and not busy:
             self._end_ticket(incoming, "the sender has sent all it had")
         else:
             self._forget(incoming)
@@ -586,7 +805,8 @@ class Receiver(Generic[C]):
 
     def _forget(self, incoming: _Incoming[C]) -> None:
         """Forget a ticket that has ended, when it has neither a plan nor a parcel any more."""
-        if incoming.closed and not incoming.receives and not incoming.in_hand:
+        busy = incoming.receives or incoming.in_hand or incoming.placing
+        if incoming.closed and not busy:
             self._tickets.pop(incoming.ticket.ticket_id, None)
 
     def _drop(self, slot: int) -> None:
@@ -640,15 +860,27 @@ class Receiver(Generic[C]):
     def reset(self, ring: LandingRing[C]) -> None:
         """Use a new ring, when nothing is in flight and no connection is left."""
         self._ring = ring
+        self._free_assembly = list(range(self._num_assembly))
 
     def violations(self) -> list[str]:
         """Return a description of each violated invariant, computed from scratch."""
         problems = self._ring.violations()
-        used = sum(len(t.parked) + len(t.in_hand) for t in self._tickets.values())
-        used += sum(len(c.slots) for r in self._receives.values() for c in r.copies)
+        tickets, copies = self._tickets.values(), self._copies_in_flight()
+        used = sum(len(t.parked) + len(t.in_hand) + len(t.placing) for t in tickets)
+        used += sum(len(copy.slots) for copy in copies if not copy.is_assembled)
         landed = self._ring.statistics().landed
         if landed != used:
             problems.append(f"{landed} slots have parcels, but tickets and copies have {used}")
+        assembling = sum(len(copy.slots) for copy in copies if copy.is_assembled)
+        assemblies = {id(a): a for t in tickets for a in t.assemblies.values()}
+        assemblies |= {id(a): a for t in tickets for p in t.placing.values() for a in p.values()}
+        assembling += sum(assembly.slot >= 0 for assembly in assemblies.values())
+        free = self._free_assembly
+        if len(set(free)) != len(free) or len(free) + assembling != self._num_assembly:
+            problems.append(
+                f"{assembling} assembly slots are used and {len(free)} free, of "
+                f"{self._num_assembly}: {sorted(free)}"
+            )
         problems += [
             f"plan {transfer_id} is at rest, but was not reported"
             for transfer_id, receive in self._receives.items()
@@ -657,6 +889,9 @@ class Receiver(Generic[C]):
         problems += [
             f"ticket {ticket_id.hex()} has ended, but is kept"
             for ticket_id, incoming in self._tickets.items()
-            if incoming.closed and not incoming.receives and not incoming.in_hand
+            if incoming.closed and not (incoming.receives or incoming.in_hand or incoming.placing)
         ]
         return problems
+
+    def _copies_in_flight(self) -> list[SlotCopy]:
+        return [copy for receive in self._receives.values() for copy in receive.copies]

@@ -6,6 +6,7 @@
     Credit ─► outgoing slot ─► copy from the device ─► seal ─► write ─► Proven ─► slot free
                                                          ▲               └► Wrong
                                                          └─── next credit ───┘
+    A receiver of another layout gets a part of the block, cut out of a second slot before the seal.
 
 A parcel takes an outgoing slot only when it has a credit, so a receiver that stalls holds no more
 slots than it gave credits. A plan is reported when all its parcels are acknowledged, or when it was
@@ -18,7 +19,7 @@ outgoing slot, until ``reset``, but never frees one twice.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -38,7 +39,8 @@ from aiokv.stores.base import TRAILER_BYTES
 from aiokv.worker.device.base import CopyError
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Mapping, Sequence
+    from collections.abc import Hashable, Iterable, Sequence
+    from collections.abc import Mapping as Dictionary
 
     from aiokv.peers.messages import Message
     from aiokv.peers.ticket import Ticket
@@ -58,6 +60,7 @@ class Parcel(Generic[C]):
         way: connection to the receiver.
         key: of its trailer.
         slot: its outgoing slot; None before it has one, and after the slot was freed.
+        block_slot: slot of the whole block that the parcel is cut out of; None if it is the block.
         credit: landing slot that it is written to.
         sealed: the slot has the payload and the trailer.
         busy: a copy, a thread or the transport uses the slot.
@@ -65,12 +68,14 @@ class Parcel(Generic[C]):
         dropped: nothing of it is sent any more.
     """
 
-    def __init__(self, send: Send, block: int, way: _Way[C], key: bytes) -> None:
+    def __init__(self, send: Send, block: int, way: _Way[C], target: Target[C], key: bytes) -> None:
         self.send = send
         self.block = block
         self.way = way
+        self.target = target
         self.key = key
         self.slot: int | None = None
+        self.block_slot: int | None = None
         self.credit: SlotCredit | None = None
         self.tries = 0
         self.sealed = False
@@ -78,6 +83,30 @@ class Parcel(Generic[C]):
         self.proven = False
         self.dropped = False
         self.again = False  # the receiver found it wrong before the end of its write was noted
+
+
+class Mapping(Protocol):
+    """How a block of this rank becomes a parcel for one receiver; see ``aiokv.peers.layout``."""
+
+    parcel_is_block: bool
+    parcel_bytes: int
+
+
+class Target(NamedTuple, Generic[C]):
+    """A receiver rank of a ticket.
+
+    Attributes:
+        connection: to the rank.
+        mapping: of the blocks of this rank to parcels for the receiver.
+    """
+
+    connection: C
+    mapping: Mapping
+
+    @property
+    def parcel_bytes(self) -> int:
+        """Bytes of a parcel with its trailer."""
+        return max(self.mapping.parcel_bytes, TRAILER_BYTES) + TRAILER_BYTES
 
 
 class Send:
@@ -126,7 +155,8 @@ class SlotFill:
     @property
     def slots(self) -> list[int]:
         """Outgoing slots that are written."""
-        return [-1 if parcel.slot is None else parcel.slot for parcel in self.parcels]
+        slots = [p.slot if p.block_slot is None else p.block_slot for p in self.parcels]
+        return [-1 if slot is None else slot for slot in slots]
 
 
 class SenderPort(Protocol[C]):
@@ -142,7 +172,8 @@ class SenderPort(Protocol[C]):
         """Copy device blocks to outgoing slots, then call ``Sender.filled``."""
 
     def seal(self, parcels: Sequence[Parcel[C]]) -> None:
-        """Write the trailers of parcels, then call ``Sender.sealed``."""
+        """Cut parcels out of their ``block_slot`` if they have one, write the trailers, then call
+        ``Sender.sealed``."""
 
     def write(self, connection: C, parcels: Sequence[Parcel[C]]) -> None:
         """Write parcels to the slots of their credits, then call ``Sender.written``."""
@@ -173,10 +204,17 @@ class _Way(Generic[C]):
 class _Outgoing(Generic[C]):
     """A ticket that receivers have accepted."""
 
-    def __init__(self, ticket: Ticket, deadline: float, ways: Mapping[int, _Way[C]]) -> None:
+    def __init__(
+        self,
+        ticket: Ticket,
+        deadline: float,
+        ways: dict[int, _Way[C]],
+        targets: Dictionary[int, Target[C]],
+    ) -> None:
         self.ticket = ticket
         self.deadline = deadline
-        self.ways = dict(ways)  # by receiver rank
+        self.ways = ways  # by receiver rank
+        self.targets = targets  # likewise
         self.sends: dict[int, Send] = {}
         self.parcels: dict[tuple[C, int], Parcel[C]] = {}  # by connection and block
         self.planned: set[int] = set()  # blocks that a plan has, or had
@@ -212,7 +250,6 @@ class Sender(Generic[C]):
         port: does the work.
         num_slots: outgoing slots.
         rank: number of this rank.
-        parcel_bytes: bytes of a parcel, with its trailer.
         block_tokens: positions per block of this engine.
     """
 
@@ -222,13 +259,11 @@ class Sender(Generic[C]):
         *,
         num_slots: int,
         rank: int,
-        parcel_bytes: int,
         block_tokens: int,
     ) -> None:
         self._port = port
         self._num_slots = num_slots
         self._rank = rank
-        self._parcel_bytes = parcel_bytes
         self._block_tokens = block_tokens
         self._free = list(range(num_slots))
         self._ways: dict[C, _Way[C]] = {}
@@ -238,14 +273,24 @@ class Sender(Generic[C]):
 
     # --- tickets and plans ------------------------------------------------------------------------
 
-    def add_ticket(self, ticket: Ticket, deadline: float, receivers: Mapping[int, C]) -> None:
-        """Take a ticket that all receiver ranks of ``receivers`` have accepted."""
+    def add_ticket(
+        self, ticket: Ticket, deadline: float, targets: Dictionary[int, Target[C]]
+    ) -> None:
+        """Take a ticket that all its receivers have accepted.
+
+        Args:
+            ticket: new.
+            deadline: by the clock of ``expire``.
+            targets: by receiver rank; connections differ. Without any, this rank has nothing that
+                the receiver needs, and its blocks count as acknowledged.
+        """
         ways = {}
-        for rank, connection in receivers.items():
+        for rank, target in targets.items():
+            connection = target.connection
             way = self._ways.setdefault(connection, _Way(connection))
             way.tickets.add(ticket.ticket_id)
             ways[rank] = way
-        self._tickets[ticket.ticket_id] = _Outgoing(ticket, deadline, ways)
+        self._tickets[ticket.ticket_id] = _Outgoing(ticket, deadline, ways, targets)
         self._counts.opened += 1
 
     def submit(self, plan: TransferPlan) -> Send:
@@ -267,7 +312,8 @@ class Sender(Generic[C]):
             ticket.first_position // self._block_tokens,
             -(-ticket.num_tokens // self._block_tokens),
         )
-        send.unproven = {b: len(outgoing.ways) for b in send.positions if b in wanted}
+        if outgoing.ways:
+            send.unproven = {b: len(outgoing.ways) for b in send.positions if b in wanted}
         if taken := [block for block in send.unproven if block in outgoing.planned]:
             self._give_up(send, f"block {taken[0]} of the ticket belongs to another plan")
             return send
@@ -292,7 +338,8 @@ class Sender(Generic[C]):
             new = []
             for block in send.unproven:
                 key = parcel_key(ticket.ticket_id, ticket.generation, self._rank, block, rank)
-                parcel = outgoing.parcels[way.connection, block] = Parcel(send, block, way, key)
+                parcel = Parcel(send, block, way, outgoing.targets[rank], key)
+                outgoing.parcels[way.connection, block] = parcel
                 new.append(parcel)
             self._want(way, ticket.ticket_id, new)
             self._pump(way)
@@ -392,7 +439,7 @@ class Sender(Generic[C]):
                 continue
             parcel.proven = True
             self._counts.parcels += 1
-            self._counts.sent_bytes += self._parcel_bytes - TRAILER_BYTES
+            self._counts.sent_bytes += parcel.target.parcel_bytes - TRAILER_BYTES
             send = parcel.send
             send.unproven[block] -= 1
             if not send.unproven[block]:
@@ -411,7 +458,9 @@ class Sender(Generic[C]):
             parcel = outgoing.parcels.get((connection, block))
             if parcel is None or parcel.proven or parcel.dropped or not parcel.tries:
                 continue
-            if parcel.tries >= MAX_TRIES:
+            if message.is_busy:
+                parcel.tries = 1
+            elif parcel.tries >= MAX_TRIES:
                 reason = f"block {block} was refused {parcel.tries} times: {message.reason}"
                 self._end_ticket(outgoing, reason, tell=True)
                 return
@@ -452,15 +501,18 @@ class Sender(Generic[C]):
         most = max(self._num_slots // 2, 1)  # a receiver that stalls leaves slots for the others
         while way.credits and way.waiting:
             parcel = way.waiting[0]
-            if parcel.slot is None and (not self._free or way.slots >= most):
+            needed = self._slots_needed(parcel)
+            if len(self._free) < needed or (needed and way.slots >= most):
                 break
             way.waiting.popleft()
             parcel.credit = way.credits.popleft()
             parcel.tries += 1
             parcel.busy = True
-            if parcel.slot is None:
+            if needed:
                 parcel.slot = self._free.pop()
-                way.slots += 1
+                way.slots += needed
+            if needed == 2:
+                parcel.block_slot = self._free.pop()
             if parcel.sealed:
                 sealed.append(parcel)
             else:
@@ -472,6 +524,12 @@ class Sender(Generic[C]):
         if sealed:
             self._port.write(way.connection, sealed)
         self._return_spare(way)
+
+    def _slots_needed(self, parcel: Parcel[C]) -> int:
+        """Return the outgoing slots that a parcel takes with its next credit."""
+        if parcel.slot is not None:
+            return 0
+        return 1 if parcel.target.mapping.parcel_is_block else 2
 
     def _return_spare(self, way: _Way[C]) -> None:
         """Give back the credits, and the wishes for them, that no parcel waits for."""
@@ -499,6 +557,7 @@ class Sender(Generic[C]):
         """Write parcels whose trailers are there."""
         for parcel in parcels:
             parcel.sealed = True
+            self._free_block_slot(parcel)
         ready: dict[C, list[Parcel[C]]] = {}
         for parcel in self._continue(parcels):
             ready.setdefault(parcel.way.connection, []).append(parcel)
@@ -539,9 +598,17 @@ class Sender(Generic[C]):
         """Free the outgoing slot of a parcel, unless it is in use. Idempotent."""
         if parcel.busy or parcel.slot is None:
             return
+        self._free_block_slot(parcel)
         slot, parcel.slot = parcel.slot, None
         parcel.way.slots -= 1
         self._free.append(slot)
+
+    def _free_block_slot(self, parcel: Parcel[C]) -> None:
+        """Free the slot of the block that a parcel was cut out of. Idempotent."""
+        if parcel.block_slot is not None:
+            slot, parcel.block_slot = parcel.block_slot, None
+            parcel.way.slots -= 1
+            self._free.append(slot)
 
     # --- ends -------------------------------------------------------------------------------------
 

@@ -29,8 +29,13 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 
+from aiokv.config import WindowGroup  # noqa: TC001  (msgspec needs it)
 from aiokv.peers.ticket import Endpoint  # noqa: TC001
-from aiokv.plan import TransferPlan, TransferReport  # noqa: TC001  (msgspec needs them)
+from aiokv.plan import (  # msgspec needs the types
+    WINDOW_ROUTES,
+    TransferPlan,
+    TransferReport,
+)
 from aiokv.stores.guard_statistics import GuardStatistics  # noqa: TC001
 from aiokv.stores.identity import StoreIdentity  # noqa: TC001
 from aiokv.types import Tier  # noqa: TC001
@@ -61,12 +66,22 @@ class Layout(_Message, frozen=True):
         num_blocks: device blocks of the rank's tensors.
         block_bytes: bytes of one block, over all layers and regions.
         fingerprint: digest of number, name and bytes of all regions of all layers.
+        window_blocks: blocks of the tensors of each window group.
+        window_block_bytes: bytes of one block of each window group.
     """
 
     num_layers: Annotated[int, msgspec.Meta(ge=0, le=MAX_LAYERS)]
     num_blocks: int
     block_bytes: int
     fingerprint: Annotated[bytes, msgspec.Meta(max_length=64)]
+    window_blocks: dict[str, int] = {}
+    window_block_bytes: dict[str, int] = {}
+
+    def bytes_per_block(self, plan: TransferPlan) -> int:
+        """Return the bytes of one block of a plan on one rank."""
+        if plan.route in WINDOW_ROUTES:
+            return self.window_block_bytes.get(plan.group, 0)
+        return self.block_bytes
 
 
 class Hello(_Message, frozen=True, tag="hello"):
@@ -90,10 +105,12 @@ class Ready(_Message, frozen=True, tag="ready"):
     Attributes:
         endpoints: where the rank listens for senders; empty without peers, and for a rank that only
             sends.
+        peer_layout: layout of its blocks, for peers; empty without peers.
     """
 
     generation: int
     endpoints: list[Endpoint] = []
+    peer_layout: bytes = b""
 
 
 class Reports(_Message, frozen=True, tag="reports"):
@@ -173,6 +190,7 @@ class Begin(_Message, frozen=True, tag="begin"):
         closed_step: all steps up to this one have finished.
         asleep: tiers without memory.
         identity: origin of the blocks, for their keys in the stores; ``rank`` is the receiver's.
+        windows: window groups with blocks in host memory.
     """
 
     generation: int
@@ -180,6 +198,7 @@ class Begin(_Message, frozen=True, tag="begin"):
     closed_step: int
     asleep: list[Tier]
     identity: StoreIdentity | None = None
+    windows: dict[str, WindowGroup] = {}
 
 
 class Refuse(_Message, frozen=True, tag="refuse"):
@@ -244,10 +263,12 @@ class OpenTicket(_Message, frozen=True, tag="open_ticket"):
 
     Attributes:
         ticket: encoded.
+        layouts: ``Ready.peer_layout`` of all ranks, by rank.
     """
 
     number: int
     ticket: bytes
+    layouts: list[bytes]
 
 
 class CloseTicket(_Message, frozen=True, tag="close_ticket"):
@@ -298,9 +319,16 @@ def layout_of(regions: Regions) -> Layout:
     digest.update(f"aiokv layout {regions.num_layers}".encode())
     for piece in regions.pieces():
         digest.update(f"\n{piece.layer} {piece.block_bytes} {piece.region}".encode())
+    groups = {group: regions.window_blocks(group) for group in regions.num_window_blocks}
+    for group, blocks in sorted(groups.items()):
+        digest.update(f"\nwindow {group}".encode())
+        for piece in blocks.pieces():
+            digest.update(f"\n{piece.layer} {piece.block_bytes} {piece.region}".encode())
     return Layout(
         num_layers=regions.num_layers,
         num_blocks=device_blocks(regions),
         block_bytes=regions.block_bytes,
         fingerprint=digest.digest(),
+        window_blocks=regions.num_window_blocks,
+        window_block_bytes={group: blocks.block_bytes for group, blocks in groups.items()},
     )

@@ -399,7 +399,7 @@ class Rank(Unique):
     async def _open_at_receivers(self, message: OpenTicket) -> None:
         reply = TicketReply(number=message.number, error="")
         try:
-            await self._controller.open_ticket(message.ticket)
+            await self._controller.open_ticket(message.ticket, message.layouts)
         except AiokvError as error:
             kind = type(error).__name__
             reply = TicketReply(number=message.number, error=_reason_of(error), kind=kind)
@@ -446,7 +446,14 @@ class Rank(Unique):
         if begin.closed_step > self._closed_step:
             self.step(begin.closed_step)
         self._outbox.begin(begin.generation)
-        self._send(Ready(generation=begin.generation, endpoints=self._controller.endpoints))
+        controller = self._controller
+        self._send(
+            Ready(
+                generation=begin.generation,
+                endpoints=controller.endpoints,
+                peer_layout=controller.peer_layout,
+            )
+        )
         if not self._begun.done():
             self._begun.set_result(None)
 
@@ -487,6 +494,7 @@ class Rank(Unique):
             on_step=self._on_step,
             on_lost=lambda lost: None,
             identity=identity,
+            windows=begin.windows,
         )
         self._opened = True
 

@@ -85,6 +85,7 @@ class RankState:
             is not connected.
         peers: likewise, its use of peers.
         endpoints: where it listens for senders; empty while it is not ready.
+        peer_layout: layout of its blocks, for peers; empty without peers.
     """
 
     __slots__ = (
@@ -94,6 +95,7 @@ class RankState:
         "finished_step",
         "heard_at",
         "layout",
+        "peer_layout",
         "peers",
         "progress_at",
         "rank",
@@ -115,3 +117,4 @@ class RankState:
         self.stores: list[GuardStatistics] = []
         self.peers: list[PeerStatistics] = []
         self.endpoints: list[Endpoint] = []
+        self.peer_layout = b""

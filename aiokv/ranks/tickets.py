@@ -68,7 +68,9 @@ class GroupTickets:
         number = next(self._numbers)
         opening = self._openings[number] = _Opening(len(self._membership.ranks))
         try:
-            self._membership.send(frame_of(encode(OpenTicket(number=number, ticket=ticket))))
+            layouts = [state.peer_layout for state in self._membership.ranks]
+            message = OpenTicket(number=number, ticket=ticket, layouts=layouts)
+            self._membership.send(frame_of(encode(message)))
             async with asyncio.timeout(decoded.timeout_seconds):
                 await opening.ended
         except BaseException as error:

@@ -13,11 +13,12 @@ import msgspec
 from aiokv.plan import FETCH, RECEIVE, STATE, Route
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     import numpy as np
     from numpy.typing import NDArray
 
+    from aiokv.config import WindowGroup
     from aiokv.errors import RankLost
     from aiokv.peers.ticket import Endpoint
     from aiokv.plan import TransferPlan, TransferReport
@@ -125,6 +126,7 @@ class Worker(Protocol):
         on_step: Callable[[int, BaseException | None], None],
         on_lost: Callable[[RankLost], None],
         identity: StoreIdentity | None = None,
+        windows: Mapping[str, WindowGroup] | None = None,
     ) -> None:
         """Take host memory, open the stores, and bind the worker to the running loop. Called once.
 
@@ -140,6 +142,7 @@ class Worker(Protocol):
                 ``restart``.
             identity: origin of the blocks, for their keys in the stores, and for peers; required
                 with either.
+            windows: ``CacheConfig.windows``; memory for their ``host_blocks`` is reserved here.
 
         Raises:
             UsageError: opened before; or another open worker of this process has the device or a

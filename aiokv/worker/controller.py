@@ -23,6 +23,7 @@ from aiokv.errors import ClosedError, ConfigError, DeviceError, UsageError
 from aiokv.plan import (
     CLONE,
     ONLOAD,
+    PEER_GROUP,
     PEER_ROUTES,
     STATE,
     TransferPlan,
@@ -44,10 +45,11 @@ from aiokv.worker.stores import WorkerStores
 from aiokv.worker.transfers import StepGate, Transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
+    from aiokv.config import WindowGroup
     from aiokv.errors import RankLost
     from aiokv.peers.options import Peers
     from aiokv.peers.ticket import Endpoint
@@ -135,6 +137,7 @@ class CacheController:
         on_step: Callable[[int, BaseException | None], None],
         on_lost: Callable[[RankLost], None],
         identity: StoreIdentity | None = None,
+        windows: Mapping[str, WindowGroup] | None = None,
     ) -> None:
         """Take host memory and the device, and open the stores; see :meth:`Worker.open`.
 
@@ -150,7 +153,9 @@ class CacheController:
                 f"{self.device_blocks} blocks",
                 hint="register larger tensors, or lower CacheConfig.device_blocks",
             )
-        self.memory.open(host_blocks)
+        self.memory.open(
+            host_blocks, {name: group.host_blocks for name, group in (windows or {}).items()}
+        )
         try:
             await self._stores.open(identity, poller, on_report)
             try:
@@ -374,9 +379,19 @@ class CacheController:
         """Let senders open a ticket; see :meth:`Worker.expect`."""
         self._peers.expect(ticket, seconds)
 
-    async def open_ticket(self, ticket: bytes) -> None:
-        """Connect to the receiver of a ticket; see :meth:`Worker.open_ticket`."""
-        await self._peers.open_ticket(ticket)
+    async def open_ticket(self, ticket: bytes, layouts: Sequence[bytes] = ()) -> None:
+        """Connect to the receivers of a ticket; see :meth:`Worker.open_ticket`.
+
+        Args:
+            ticket: encoded.
+            layouts: :attr:`peer_layout` of all ranks of this engine, by rank; empty for one rank.
+        """
+        await self._peers.open_ticket(ticket, layouts)
+
+    @property
+    def peer_layout(self) -> bytes:
+        """Layout of the blocks of this rank, for peers; empty without peers and before ``open``."""
+        return self._peers.layout
 
     def close_ticket(self, ticket_id: bytes) -> None:
         """End a ticket; see :meth:`Worker.close_ticket`."""
@@ -416,6 +431,7 @@ class CacheController:
             source_blocks=id_bytes(source_ids),
             target_blocks=id_bytes(target_ids),
             after_step=after_step,
+            group=PEER_GROUP,
         )
         regions = self.memory.regions
         counter = LayerDoneCounter(
@@ -450,7 +466,8 @@ class CacheController:
             # Before an await that may be interrupted: `wake_up` must bind the new tensors.
             self.memory.sleep(tiers - {"host"})
             await self._stores.sleep()
-        await self._peers.sleep()
+        if tiers:
+            await self._peers.sleep()
         self.memory.sleep(tiers)
 
     async def wake_up(self, tiers: frozenset[Tier], regions: Regions | None = None) -> None:
@@ -604,7 +621,10 @@ class CacheController:
         after = self._gate.event_for(plan.after_step)
         if self._checksums is not None:
             self._checksums.begin(plan)
-        return self._device.copy(plan.route, plan.source_ids, plan.target_ids, after)
+        ids = plan.source_ids, plan.target_ids
+        if plan.group:
+            return self._device.copy(plan.route, *ids, after, plan.group)
+        return self._device.copy(plan.route, *ids, after)
 
     def _watch(self, lane: Lane, transfer: Transfer, copy: Copy, events: Sequence[Event]) -> None:
         """Watch each distinct event of a copy; layers that share one arrive together."""
@@ -614,7 +634,8 @@ class CacheController:
         for layer, event in enumerate(events):
             if layer + 1 < len(events) and events[layer + 1] is event:
                 continue
-            key: Hashable = lane.route if in_order else (lane.route, id(event))
+            order = (lane.route, transfer.plan.group)
+            key: Hashable = order if in_order else (*order, id(event))
             layers = range(first, layer + 1)
             share = (len(layers) if in_order else layer + 1) / len(events)
             self._poller.watch(

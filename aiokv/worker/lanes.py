@@ -16,6 +16,8 @@ from aiokv.plan import (
     STATE,
     STATE_OFFLOAD,
     STATE_ONLOAD,
+    WINDOW_OFFLOAD,
+    WINDOW_ONLOAD,
 )
 from aiokv.worker.transfers import TransferQueue
 
@@ -77,6 +79,8 @@ class WorkerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     save: LaneStatistics
     state_onload: LaneStatistics
     state_offload: LaneStatistics
+    window_onload: LaneStatistics
+    window_offload: LaneStatistics
     receive: LaneStatistics
     send: LaneStatistics
 
@@ -104,6 +108,8 @@ def worker_statistics(held: int, routes: Mapping[Route, LaneStatistics]) -> Work
         save=routes.get(SAVE, _IDLE_LANE),
         state_onload=routes.get(STATE_ONLOAD, _IDLE_LANE),
         state_offload=routes.get(STATE_OFFLOAD, _IDLE_LANE),
+        window_onload=routes.get(WINDOW_ONLOAD, _IDLE_LANE),
+        window_offload=routes.get(WINDOW_OFFLOAD, _IDLE_LANE),
         receive=routes.get(RECEIVE, _IDLE_LANE),
         send=routes.get(SEND, _IDLE_LANE),
     )

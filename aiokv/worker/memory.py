@@ -6,24 +6,33 @@ from typing import TYPE_CHECKING, Final
 from weakref import WeakValueDictionary
 
 from aiokv.errors import ClosedError, LayoutError, UsageError
-from aiokv.plan import FETCH, PEER_ROUTES, SAVE, STATE_ROUTES
+from aiokv.plan import (
+    FETCH,
+    PEER_GROUP,
+    PEER_ROUTES,
+    SAVE,
+    STATE_ROUTES,
+    WINDOW_ROUTES,
+)
 from aiokv.stores.base import KEY_BYTES, StoreMemory, store_pitch_bytes
 from aiokv.worker.arena import HostArena
 from aiokv.worker.base import UNLIMITED_BLOCKS
+from aiokv.worker.device.base import blocks_of
 from aiokv.worker.device.cpu import device_blocks
 from aiokv.worker.ids import check_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from aiokv.plan import Pool, TransferPlan
     from aiokv.types import Tier
     from aiokv.worker.checksums import Checksums
-    from aiokv.worker.device.base import Device
+    from aiokv.worker.device.base import Device, PoolKey
     from aiokv.worker.regions import Regions
 
 
 _devices: Final[WeakValueDictionary[int, WorkerMemory]] = WeakValueDictionary()  # by id()
+_PEERS: Final[PoolKey] = ("device", PEER_GROUP)
 _tensors: Final[WeakValueDictionary[int, WorkerMemory]] = WeakValueDictionary()  # by address
 
 
@@ -66,12 +75,18 @@ class WorkerMemory:
         self._checksums = checksums
         self._block_bytes = 0
         self._addresses: set[int] = set()  # of the tensors that are this worker's
-        self._arenas: dict[Pool, HostArena] = {}  # host memory: blocks, state slots, peers
+        self._arena: HostArena | None = None
+        self._side_arenas: dict[PoolKey, HostArena] = {}  # of state slots, window groups, peers
+        self._host_windows: dict[str, int] = {}
         self._num_blocks: dict[Pool, int] = {}
         self.asleep: frozenset[Tier] = frozenset()
 
-    def open(self, host_blocks: int) -> None:
-        """Reserve memory for ``host_blocks`` blocks, and attach the device. Called once.
+    def open(self, host_blocks: int, host_windows: Mapping[str, int] | None = None) -> None:
+        """Reserve host memory, and attach the device. Called once.
+
+        Args:
+            host_blocks: blocks of the host tier.
+            host_windows: blocks of each window group in host memory.
 
         Raises:
             UsageError: another open engine has the device or a tensor. Nothing changed.
@@ -79,16 +94,17 @@ class WorkerMemory:
             LayoutError: the device cannot reach the tensors. Nothing changed.
         """
         self._host_blocks = host_blocks
+        self._host_windows = {name: size for name, size in (host_windows or {}).items() if size}
         self._block_bytes = self.regions.block_bytes
         self._claim_tensors(self.regions)
         try:
             self._claim_device()
-            arenas = self._new_arenas()
-            self._attach(arenas)
+            arena, side_arenas = self._new_arena(), self._new_side_arenas()
+            self._attach(arena, side_arenas)
         except BaseException:
             self._disclaim()
             raise
-        self._arenas = arenas
+        self._arena, self._side_arenas = arena, side_arenas
         self._num_blocks = self._sizes()
 
     @property
@@ -98,22 +114,22 @@ class WorkerMemory:
         Raises:
             ClosedError: the worker was not opened.
         """
-        if "host" not in self._arenas:
+        if self._arena is None:
             raise ClosedError("the host tier has no memory: the worker was not opened")
-        return self._arenas["host"]
+        return self._arena
 
     @property
     def peer_arena(self) -> HostArena:
-        """Memory of the blocks that move from and to peers.
+        """Slots of the blocks that move from and to peers.
 
         Raises:
             UsageError: the worker has no peers, or was not opened.
         """
-        if "peer" not in self._arenas:
+        if _PEERS not in self._side_arenas:
             raise UsageError(
                 "the worker has no memory for peers", hint="pass peers= to the engine, and open it"
             )
-        return self._arenas["peer"]
+        return self._side_arenas[_PEERS]
 
     @property
     def store_memory(self) -> StoreMemory:
@@ -161,6 +177,8 @@ class WorkerMemory:
                 f"transfer {plan.transfer_id}: the device {self._device.name!r} has no route "
                 f"{plan.route}"
             )
+        if plan.route in WINDOW_ROUTES:
+            return self._check_window(plan)
         check_ids(plan, self._num_blocks)
         if plan.route in STATE_ROUTES:
             return self.regions.state_slot_bytes * plan.num_blocks
@@ -176,7 +194,7 @@ class WorkerMemory:
         if "device" in falling:
             self._bind(self.regions.without_tensors())
         if "host" in falling:
-            _close(self._arenas)
+            self._close_arenas()
 
     def wake_up(self, tiers: frozenset[Tier], regions: Regions | None = None) -> None:
         """Allocate a new arena, and bind ``regions``; tiers that are awake stay as they are.
@@ -190,7 +208,8 @@ class WorkerMemory:
         waking = tiers & self.asleep
         if not waking:
             return
-        previous, arenas = self.regions, self._arenas
+        previous, old_arena = self.regions, self.arena
+        arena, side_arenas = old_arena, self._side_arenas
         if "device" in waking:
             regions = previous if regions is None and not previous.num_layers else regions
             if regions is None:
@@ -203,24 +222,24 @@ class WorkerMemory:
             self._bind(regions)
         try:
             if "host" in waking:
-                arenas = self._new_arenas()
+                arena, side_arenas = self._new_arena(), self._new_side_arenas()
             if waking == self.asleep:
-                self._attach(arenas)
+                self._attach(arena, side_arenas)
         except BaseException:
             self._device.detach(keep_host="host" not in self.asleep)
             self._bind(previous)
-            if arenas is not self._arenas:
-                _close(arenas)
+            if arena is not old_arena:
+                _close(arena, side_arenas)
             raise
-        self._arenas = arenas
+        self._arena, self._side_arenas = arena, side_arenas
         self.asleep -= waking
 
     def close(self) -> None:
         """Close the device, then free the arena; no transfer is in flight. Called once."""
-        if not self._arenas:
+        if self._arena is None:
             return
         self._device.close()
-        _close(self._arenas)
+        self._close_arenas()
         self._disclaim()
 
     def _claim_device(self) -> None:
@@ -261,37 +280,38 @@ class WorkerMemory:
         if self._checksums is not None:
             self._checksums.bind(regions)
 
-    def _new_arenas(self) -> dict[Pool, HostArena]:
-        """Reserve the host memory.
-
-        Raises:
-            ConfigError: there is not enough memory. Nothing is left behind.
-        """
+    def _new_arena(self) -> HostArena:
         block_bytes = self.regions.host_block_bytes
         if self._has_stores:
             block_bytes = store_pitch_bytes(block_bytes)
-        sizes: dict[Pool, tuple[int, int]] = {"host": (self._host_blocks, block_bytes)}
+        return HostArena(num_blocks=self._host_blocks, block_bytes=block_bytes)
+
+    def _new_side_arenas(self) -> dict[PoolKey, HostArena]:
+        """Return new memory for state slots and window blocks in host memory, and for peers."""
+        sizes: dict[PoolKey, int] = {
+            ("window", group): blocks for group, blocks in self._host_windows.items()
+        }
         if self._host_state_slots:
-            slot_bytes = self.regions.state_blocks().host_block_bytes
-            sizes["host_state"] = (self._host_state_slots, slot_bytes)
+            sizes["state", ""] = self._host_state_slots
+        arenas = {
+            key: HostArena(
+                num_blocks=blocks, block_bytes=blocks_of(self.regions, key).host_block_bytes
+            )
+            for key, blocks in sizes.items()
+        }
         if self._peer_slots is not None:
-            sizes["peer"] = self._peer_slots(self.regions)
-        arenas: dict[Pool, HostArena] = {}
-        try:
-            for pool, (num_blocks, pitch_bytes) in sizes.items():
-                arenas[pool] = HostArena(num_blocks=num_blocks, block_bytes=pitch_bytes)
-        except BaseException:
-            _close(arenas)
-            raise
+            slots, slot_bytes = self._peer_slots(self.regions)
+            arenas[_PEERS] = HostArena(num_blocks=slots, block_bytes=slot_bytes)
         return arenas
 
-    def _attach(self, arenas: dict[Pool, HostArena]) -> None:
-        others = {
-            name: arenas[pool]
-            for name, pool in (("state_arena", "host_state"), ("peer_arena", "peer"))
-            if pool in arenas
-        }
-        self._device.attach(self.regions, arenas["host"], **others)
+    def _close_arenas(self) -> None:
+        _close(self.arena, self._side_arenas)
+
+    def _attach(self, arena: HostArena, side_arenas: Mapping[PoolKey, HostArena]) -> None:
+        if side_arenas:
+            self._device.attach(self.regions, arena, side_arenas)
+        else:
+            self._device.attach(self.regions, arena)
 
     def _sizes(self) -> dict[Pool, int]:
         slots = self.regions.num_state_slots
@@ -304,7 +324,22 @@ class WorkerMemory:
             "peer": UNLIMITED_BLOCKS,
         }
 
+    def _check_window(self, plan: TransferPlan) -> int:
+        """Return the bytes that a plan moves between the tiers of a window group."""
+        if plan.group not in self._host_windows:
+            raise UsageError(
+                f"transfer {plan.transfer_id}: the window group {plan.group!r} has no blocks in "
+                "host memory"
+            )
+        blocks = self.regions.window_blocks(plan.group)
+        num_blocks: dict[Pool, int] = {
+            "window": device_blocks(blocks),
+            "host_window": self._host_windows[plan.group],
+        }
+        check_ids(plan, num_blocks)
+        return blocks.block_bytes * plan.num_blocks
 
-def _close(arenas: dict[Pool, HostArena]) -> None:
-    for arena in arenas.values():
-        arena.close()
+
+def _close(arena: HostArena, side_arenas: Mapping[PoolKey, HostArena]) -> None:
+    for each in (arena, *side_arenas.values()):
+        each.close()

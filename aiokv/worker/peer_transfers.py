@@ -21,8 +21,9 @@ import msgspec
 import numpy as np
 
 from aiokv import _native
-from aiokv.errors import ClosedError, ConfigError, LayoutError, PeerError, UsageError
+from aiokv.errors import ClosedError, LayoutError, PeerError, UsageError
 from aiokv.peers.connections import Connections
+from aiokv.peers.layout import BlockLayout, Mapping, covers, sources
 from aiokv.peers.messages import (
     PROTOCOL_VERSION,
     Accepted,
@@ -32,10 +33,11 @@ from aiokv.peers.messages import (
     Refused,
 )
 from aiokv.peers.receiver import Parcel as Received
-from aiokv.peers.receiver import Receive, Receiver, ReceiverCounts, SlotCopy
+from aiokv.peers.receiver import Receive, Receiver, ReceiverCounts, SlotCopy, Source
 from aiokv.peers.ring import LandingRing
 from aiokv.peers.sender import Parcel as Sent
-from aiokv.peers.sender import Send, Sender, SenderCounts, SlotFill
+from aiokv.peers.sender import Send, Sender, SenderCounts, SlotFill, Target
+from aiokv.peers.slots import ArenaSlots
 from aiokv.peers.tcp import TcpTransport
 from aiokv.peers.ticket import Endpoint, Ticket, decode
 from aiokv.peers.transport import Outgoing, PeerMemory
@@ -63,6 +65,8 @@ if TYPE_CHECKING:
 
 INLINE_BYTES: Final = 256 << 10  # fewer bytes are read on the loop, which is faster than a thread
 CONNECT_SECONDS: Final = 10.0  # for the replies to Open; less if the ticket has less
+MIN_CUT_SLOTS: Final = 2  # a block, and the parcel that is cut out of it
+MAX_MAPPINGS: Final = 256
 LAST_MESSAGES_SECONDS: Final = 0.5  # for the last messages to be sent, when the worker closes
 
 
@@ -130,7 +134,7 @@ class _ReceiverEnd:
         self._transfers.on_sender_message(self._connection, message)
 
     def place(self, landed: Landed) -> memoryview | None:
-        return self._transfers.place(self._connection, landed)
+        return self._transfers.slot_for(self._connection, landed)
 
     def on_parcel(self, landed: Landed) -> None:
         self._transfers.on_parcel(self._connection, landed)
@@ -197,6 +201,10 @@ class PeerTransfers:
         self._receiver: Receiver[Connection] | None = None
         self._sender: Sender[Connection] | None = None
         self._ring: LandingRing[Connection] | None = None
+        self._layout: BlockLayout | None = None
+        self._mappings: dict[tuple[bytes, bytes], Mapping] = {}
+        self._slots: ArenaSlots | None = None
+        self._blocks_per_slot = 1  # of the landing ring
         self._landing: PeerMemory | None = None
         self._outgoing: PeerMemory | None = None
         self._executor: ThreadPoolExecutor | None = None
@@ -215,26 +223,13 @@ class PeerTransfers:
     # --- memory -----------------------------------------------------------------------------------
 
     def slots(self, regions: Regions) -> tuple[int, int]:
-        """Return the slots of the peer arena, landing before outgoing ones, and the bytes of each.
+        """Return the slots of the peer arena, and the bytes of each.
 
         Raises:
             ConfigError: ``ring_bytes`` or ``outgoing_bytes`` is less than a slot.
         """
-        landing, outgoing = self._num_slots(regions)
-        return landing + outgoing, _parcel_bytes(regions)
-
-    def _num_slots(self, regions: Regions) -> tuple[int, int]:
-        options, slot_bytes = self._checked(), _parcel_bytes(regions)
-        sizes = []
-        for name in ("ring_bytes", "outgoing_bytes"):
-            size = int(getattr(options, name))
-            if size < slot_bytes:
-                raise ConfigError(
-                    f"{name} is {size}; a block takes {slot_bytes} bytes",
-                    hint=f"set Peers({name}=...) to some tens of blocks",
-                )
-            sizes.append(size // slot_bytes)
-        return sizes[0] if options.listen is not None else 0, sizes[1]
+        slots = ArenaSlots.of(self._checked(), regions)
+        return slots.total, slots.block_bytes
 
     def _checked(self) -> Peers:
         if self._options is None:
@@ -283,43 +278,43 @@ class PeerTransfers:
         """Begin with empty slots: after ``open``, and after a sleep."""
         memory = self._memory()
         arena, regions = memory.peer_arena, memory.regions
-        num_landing, num_outgoing = self._num_slots(regions)
+        identity = self._identity_now()
+        slots = self._slots = ArenaSlots.of(self._checked(), regions)
+        per_slot = self._blocks_per_slot = slots.blocks_per_slot(identity.block_tokens)
         view = arena.blocks.reshape(-1).data
-        slot_bytes = arena.block_bytes
-        border = num_landing * slot_bytes
+        border = slots.first_outgoing * slots.block_bytes
+        num_landing = slots.first_assembly // per_slot
         self._landing = PeerMemory(
             address=arena.pointer,
             num_slots=num_landing,
-            slot_bytes=slot_bytes,
-            view=view[:border],
+            slot_bytes=per_slot * slots.block_bytes,
+            view=view[: slots.first_assembly * slots.block_bytes],
         )
         self._outgoing = PeerMemory(
             address=arena.pointer + border,
-            num_slots=num_outgoing,
-            slot_bytes=slot_bytes,
+            num_slots=slots.outgoing,
+            slot_bytes=slots.block_bytes,
             view=view[border:],
         )
         await self._transport.open(self._landing, self._outgoing)
-        rank = self._identity.rank if self._identity is not None else 0
+        rank = identity.rank
+        self._layout = BlockLayout.of(regions, identity.block_tokens, rank, identity.num_ranks)
         if num_landing:
             self._ring = LandingRing(num_landing)
             self._receiver = Receiver(
                 self,
                 self._ring,
                 rank=rank,
-                slot_bytes=slot_bytes,
-                parcel_bytes=_parcel_bytes(regions),
-                accepts=self._check_layout,
+                slot_bytes=self._landing.slot_bytes,
+                source=self._source,
+                covers=self._covers,
+                num_assembly=slots.assembly,
                 transport=self._transport.name,
                 metadata=self._transport.metadata,
                 one_sided=self._transport.one_sided,
             )
         self._sender = Sender(
-            self,
-            num_slots=num_outgoing,
-            rank=rank,
-            parcel_bytes=_parcel_bytes(regions),
-            block_tokens=1 if self._identity is None else self._identity.block_tokens,
+            self, num_slots=slots.outgoing, rank=rank, block_tokens=identity.block_tokens
         )
 
     async def sleep(self) -> None:
@@ -407,10 +402,15 @@ class PeerTransfers:
                 port=port,
                 rank=self._identity.rank,
                 num_ranks=self._identity.num_ranks,
-                layout=self._layout(),
+                layout=self.layout,
                 transport=self._transport.name,
             )
         ]
+
+    @property
+    def layout(self) -> bytes:
+        """Layout of the blocks of this rank, encoded; empty without peers and before ``open``."""
+        return b"" if self._layout is None else self._layout.encode()
 
     def expect(self, ticket: bytes, seconds: float) -> None:
         """Let senders open a ticket of this engine, for some seconds.
@@ -432,56 +432,58 @@ class PeerTransfers:
         if self._identity is not None:
             self._identity = msgspec.structs.replace(self._identity, weights_version=version)
 
-    async def open_ticket(self, blob: bytes) -> None:
-        """Connect to the receiver of a ticket, and let it accept.
+    async def open_ticket(self, blob: bytes, layouts: Sequence[bytes] = ()) -> None:
+        """Connect to the receivers of a ticket that need blocks of this rank, and let them accept.
+
+        Args:
+            blob: the ticket.
+            layouts: of all ranks of this engine, by rank; empty for an engine of one rank.
 
         Raises:
             UsageError: the ticket is malformed, is in use, or the engine has no peers.
             PeerError: the receiver cannot be reached, or refuses. Nothing is left behind.
-            LayoutError: the blocks of the two sides differ. Nothing is left behind.
+            LayoutError: the blocks of the two sides cannot be mapped. Nothing is left behind.
             ClosedError: the worker closes.
 
         Cancellation: nothing is left behind.
         """
         self._check_usable()
         ticket = decode(blob)
-        sender, connections, identity = self._sender, self._connections, self._identity
-        if sender is None or connections is None or identity is None:
+        sender, connections = self._sender, self._connections
+        if sender is None or connections is None:
             raise UsageError("the engine sleeps", hint="await engine.wake_up() first")
         if ticket.ticket_id in self._acquired:
             raise UsageError(f"ticket {ticket.ticket_id.hex()} is being sent already")
         deadline = self._now() + ticket.timeout_seconds
-        endpoints = self._receivers_of(ticket, identity)
+        receivers = self._receivers_of(ticket, layouts or [self.layout])
         acquired = self._acquired[ticket.ticket_id] = []
-        accepted: dict[int, Connection] = {}
+        accepted: dict[int, Target[Connection]] = {}
         try:
-            for endpoint in endpoints:
+            for endpoint, mapping in receivers:
                 timeout = min(CONNECT_SECONDS, ticket.timeout_seconds)
                 connection = await connections.acquire(
                     endpoint.host, endpoint.port, timeout=timeout
                 )
                 acquired.append((endpoint.host, endpoint.port))
-                accepted[endpoint.rank] = connection
-                await self._ask(connection, ticket, endpoint, timeout)
+                target = accepted[endpoint.rank] = Target(connection, mapping)
+                await self._ask(target, ticket, endpoint, timeout)
             self._check_usable()
-            if any(connection.reason for connection in accepted.values()):
+            if any(target.connection.reason for target in accepted.values()):
                 raise PeerError("the connection to the receiver ended")
             sender.add_ticket(ticket, deadline, accepted)
         except BaseException:
-            for connection in accepted.values():
+            for target in accepted.values():
                 cancel = Cancel(ticket_id=ticket.ticket_id, reason="the sender gave up")
-                connection.send(cancel)
+                target.connection.send(cancel)
             self._release(ticket.ticket_id)
             raise
         self._arm()
 
     async def _ask(
-        self, connection: Connection, ticket: Ticket, endpoint: Endpoint, timeout: float
+        self, target: Target[Connection], ticket: Ticket, endpoint: Endpoint, timeout: float
     ) -> None:
         """Send Open, and wait for the reply."""
-        identity = self._identity
-        if identity is None:
-            raise ClosedError("the worker is not open")
+        identity, connection = self._identity_now(), target.connection
         reply: asyncio.Future[Accepted] = asyncio.get_running_loop().create_future()
         self._replies[connection, ticket.ticket_id] = reply
         where = f"{endpoint.host}:{endpoint.port}"
@@ -494,17 +496,17 @@ class PeerTransfers:
                     sender_rank=identity.rank,
                     receiver_rank=endpoint.rank,
                     sender_block_tokens=identity.block_tokens,
-                    layout=self._layout(),
+                    layout=self.layout,
                     transport=self._transport.name,
                     transport_metadata=self._transport.metadata(),
                 )
             )
             async with asyncio.timeout(timeout):
                 accepted = await reply
-            if accepted.slot_bytes < self._slot_bytes():
+            if accepted.slot_bytes < target.parcel_bytes:
                 raise LayoutError(
-                    f"the receiver at {where} has slots of {accepted.slot_bytes} bytes; a block "
-                    f"takes {self._slot_bytes()} bytes"
+                    f"the receiver at {where} has slots of {accepted.slot_bytes} bytes; a parcel "
+                    f"takes {target.parcel_bytes} bytes"
                 )
             if connection not in self._links:
                 link = await self._transport.connect(connection, accepted.transport_metadata)
@@ -516,30 +518,77 @@ class PeerTransfers:
         finally:
             del self._replies[connection, ticket.ticket_id]
 
-    def _receivers_of(self, ticket: Ticket, identity: StoreIdentity) -> list[Endpoint]:
+    def _receivers_of(
+        self, ticket: Ticket, layouts: Sequence[bytes]
+    ) -> list[tuple[Endpoint, Mapping]]:
         """Return the receiver ranks that this rank sends to.
 
         Raises:
             PeerError: the receiver uses another transport.
-            LayoutError: the layouts differ.
+            LayoutError: the blocks cannot be mapped; or there are too few outgoing slots.
         """
+        own = self._layout
         if ticket.transport != self._transport.name:
             raise PeerError(
                 f"the transport of the receiver is {ticket.transport!r}, of this engine "
                 f"{self._transport.name!r}",
                 hint="set the same Peers(transport=...) on both servers",
             )
-        endpoint = next((e for e in ticket.endpoints if e.rank == identity.rank), None)
-        if endpoint is None or endpoint.num_ranks != identity.num_ranks:
+        senders = [BlockLayout.decode(blob) for blob in layouts]
+        receivers = []
+        for endpoint in ticket.endpoints:
+            receiver = BlockLayout.decode(endpoint.layout)
+            if own is None or own.rank not in sources(senders, receiver):
+                continue
+            mapping = self._mapping(own, receiver)
+            slots = 0 if self._outgoing is None else self._outgoing.num_slots
+            if not mapping.parcel_is_block and slots < MIN_CUT_SLOTS:
+                raise LayoutError(
+                    f"the engine has {slots} outgoing slots; blocks of another layout need "
+                    f"{MIN_CUT_SLOTS}",
+                    hint="raise Peers.outgoing_bytes",
+                )
+            receivers.append((endpoint, mapping))
+        return receivers
+
+    def _mapping(self, sender: BlockLayout, receiver: BlockLayout) -> Mapping:
+        """Return a mapping, made once per pair of layouts.
+
+        Raises:
+            LayoutError: the layouts cannot be mapped.
+        """
+        key = (sender.encode(), receiver.encode())
+        mapping = self._mappings.get(key)
+        if mapping is None:
+            while len(self._mappings) >= MAX_MAPPINGS:
+                del self._mappings[next(iter(self._mappings))]
+            mapping = self._mappings[key] = Mapping(sender, receiver)
+        return mapping
+
+    def _source(self, message: Open) -> Source:
+        """Return the blocks of a sender; see :class:`Receiver`.
+
+        Raises:
+            LayoutError: they cannot be mapped to the blocks of this rank.
+        """
+        own = self._layout
+        try:
+            layout = BlockLayout.decode(message.layout)
+        except UsageError as error:
+            raise LayoutError(str(error)) from None
+        if own is None or (layout.rank, layout.block_tokens) != (
+            message.sender_rank,
+            message.sender_block_tokens,
+        ):
             raise LayoutError(
-                f"the receiver has {len(ticket.endpoints)} ranks, this engine {identity.num_ranks}"
+                f"the layout of the sender is of rank {layout.rank} with {layout.block_tokens} "
+                f"tokens per block; it says that it is rank {message.sender_rank} with "
+                f"{message.sender_block_tokens}"
             )
-        if ticket.block_tokens != identity.block_tokens or endpoint.layout != self._layout():
-            raise LayoutError(
-                f"the blocks of the receiver have {ticket.block_tokens} tokens, of this engine "
-                f"{identity.block_tokens}; or their tensors differ"
-            )
-        return [endpoint]
+        return Source(self._mapping(layout, own), layout, layout.block_tokens)
+
+    def _covers(self, layouts: list[BlockLayout]) -> bool:
+        return self._layout is not None and covers(layouts, self._layout)
 
     def close_ticket(self, ticket_id: bytes) -> None:
         """End a ticket on both sides of this worker; its plans are given up. Idempotent."""
@@ -633,7 +682,7 @@ class PeerTransfers:
         """Take a message of a sender."""
         receiver = self._receiver
         if isinstance(message, Landed):  # of a one-sided transport
-            if self.place(connection, message) is not None:
+            if self.slot_for(connection, message) is not None:
                 self.on_parcel(connection, message)
         elif receiver is not None:
             if isinstance(message, Open):
@@ -643,7 +692,7 @@ class PeerTransfers:
             refused = Refused(ticket_id=message.ticket_id, kind="ticket", reason="it sleeps")
             connection.send(refused)
 
-    def place(self, connection: Connection, landed: Landed) -> memoryview | None:
+    def slot_for(self, connection: Connection, landed: Landed) -> memoryview | None:
         """Return the slot for a parcel, or None to discard it."""
         landing = self._landing
         if self._receiver is None or landing is None or landed.parcel_bytes > landing.slot_bytes:
@@ -714,28 +763,60 @@ class PeerTransfers:
 
     def _verify_all(self) -> None:
         parcels, self._unverified = self._unverified, []
-        if not parcels or self._landing is None:
+        memory = self._landing
+        if not parcels or memory is None:
             return
-        slots = np.array([parcel.slot for parcel in parcels], np.int32)
-        keys = b"".join(parcel.key for parcel in parcels)
-        self._in_thread(
-            partial(self._native_call(_native.verify_blocks, self._landing), slots, keys),
-            len(parcels),
-            partial(self._verified, parcels),
-        )
+        for num_bytes in {parcel.num_bytes for parcel in parcels}:
+            equal = [parcel for parcel in parcels if parcel.num_bytes == num_bytes]
+            self._in_thread(
+                partial(
+                    _verify, memory, [p.slot for p in equal], [p.key for p in equal], num_bytes
+                ),
+                len(equal) * num_bytes,
+                partial(self._verified, equal),
+            )
 
     def _verified(self, parcels: list[Received], results: Any) -> None:
         are_right = [False] * len(parcels) if results is None else (results == Result.DONE).tolist()
         if self._receiver is not None:
             self._receiver.verified(parcels, are_right)
 
+    def place(self, parcels: Sequence[Received], slots: Sequence[dict[int, int]]) -> None:
+        """Place parcels in assembly slots."""
+        memory, arena = self._landing, self._slots
+        if memory is None or arena is None:
+            return
+        assembly = memory.address + arena.first_assembly * arena.block_bytes
+        calls = []
+        for parcel, targets in zip(parcels, slots, strict=True):
+            addresses = {block: assembly + i * arena.block_bytes for block, i in targets.items()}
+            address = memory.address + parcel.slot * memory.slot_bytes
+            mapping: Any = parcel.mapping
+            calls.append(partial(mapping.place, address, parcel.sender_block, addresses))
+        self._in_thread(
+            partial(_call_all, calls),
+            sum(parcel.num_bytes for parcel in parcels),
+            partial(self._placed, list(parcels)),
+        )
+
+    def _placed(self, parcels: list[Received], is_done: Any) -> None:
+        if self._receiver is None:
+            return
+        if not is_done:
+            for parcel in parcels:
+                self._receiver.close_ticket(parcel.ticket_id, "an internal error")
+        self._receiver.placed(parcels)
+
     def copy(self, copy: SlotCopy) -> None:
-        """Copy landing slots to device blocks."""
-        receiver = self._receiver
-        if receiver is not None:
+        """Copy landing slots or assembly slots to device blocks."""
+        receiver, arena = self._receiver, self._slots
+        if receiver is not None and arena is not None:
+            first, pitch = 0, self._blocks_per_slot
+            if copy.is_assembled:
+                first, pitch = arena.first_assembly, 1
             self._copies.copy(
                 RECEIVE,
-                copy.slots,
+                [first + slot * pitch for slot in copy.slots],
                 copy.device_ids,
                 copy.receive.plan.after_step,
                 partial(receiver.copied, copy),
@@ -743,31 +824,47 @@ class PeerTransfers:
 
     def fill(self, fill: SlotFill) -> None:
         """Copy device blocks to outgoing slots."""
-        sender, landing = self._sender, self._landing
-        if sender is not None and landing is not None:
+        sender, arena = self._sender, self._slots
+        if sender is not None and arena is not None:
             self._copies.copy(
                 SEND,
                 fill.device_ids,
-                [landing.num_slots + slot for slot in fill.slots],
+                [arena.first_outgoing + slot for slot in fill.slots],
                 fill.send.plan.after_step,
                 partial(sender.filled, fill),
             )
 
     def seal(self, parcels: Sequence[Sent[Connection]]) -> None:
-        """Write the trailers of parcels."""
-        if self._outgoing is None:
+        """Cut parcels, and write their trailers."""
+        memory = self._outgoing
+        if memory is None:
             return
-        slots = np.array([parcel.slot for parcel in parcels], np.int32)
-        keys = b"".join(parcel.key for parcel in parcels)
-        self._in_thread(
-            partial(self._native_call(_native.seal_blocks, self._outgoing), slots, keys),
-            len(parcels),
-            partial(self._sealed, list(parcels)),
-        )
+        for target in {parcel.target for parcel in parcels}:
+            equal = [parcel for parcel in parcels if parcel.target == target]
+            slots = [-1 if parcel.slot is None else parcel.slot for parcel in equal]
+            blocks = [parcel.block_slot for parcel in equal if parcel.block_slot is not None]
+            mapping: Any = target.mapping
+            self._in_thread(
+                partial(
+                    _cut_and_seal,
+                    memory,
+                    mapping,
+                    blocks,
+                    slots,
+                    [parcel.key for parcel in equal],
+                    target.parcel_bytes,
+                ),
+                len(equal) * target.parcel_bytes,
+                partial(self._sealed, equal),
+            )
 
-    def _sealed(self, parcels: list[Sent[Connection]], results: Any) -> None:
-        if self._sender is not None:
-            self._sender.sealed(parcels)
+    def _sealed(self, parcels: list[Sent[Connection]], is_done: Any) -> None:
+        if self._sender is None:
+            return
+        if not is_done:
+            for parcel in parcels:
+                self._sender.close_ticket(parcel.send.plan.peer, "an internal error")
+        self._sender.sealed(parcels)
 
     def write(self, connection: Connection, parcels: Sequence[Sent[Connection]]) -> None:
         """Write parcels to the slots of their credits."""
@@ -779,7 +876,7 @@ class PeerTransfers:
                     sender_block=parcel.block,
                     slot=parcel.credit.slot,
                     slot_generation=parcel.credit.generation,
-                    parcel_bytes=self._slot_bytes(),
+                    parcel_bytes=parcel.target.parcel_bytes,
                 ),
             )
             for parcel in parcels
@@ -888,37 +985,19 @@ class PeerTransfers:
         if self._closing or self._poller is None:
             raise ClosedError("the worker is closed, or not open")
 
-    def _check_layout(self, message: Open) -> None:
-        identity = self._identity
-        if identity is None or (message.sender_block_tokens, message.layout) != (
-            identity.block_tokens,
-            self._layout(),
-        ):
-            raise LayoutError("the blocks of the sender and of the receiver differ")
-
-    def _layout(self) -> bytes:
-        return _layout(self._memory().regions)
-
-    def _slot_bytes(self) -> int:
-        return _parcel_bytes(self._memory().regions)
-
-    def _native_call(self, function: Callable[..., Any], memory: PeerMemory) -> Callable[..., Any]:
-        return partial(
-            function,
-            memory.address,
-            memory.slot_bytes,
-            memory.slot_bytes - TRAILER_BYTES,
-            num_blocks=memory.num_slots,
-        )
+    def _identity_now(self) -> StoreIdentity:
+        if self._identity is None:
+            raise ClosedError("the worker is not open")
+        return self._identity
 
     def _in_thread(
-        self, call: Callable[[], Any], num_parcels: int, then: Callable[[Any], None]
+        self, call: Callable[[], Any], num_bytes: int, then: Callable[[Any], None]
     ) -> None:
         """Call ``then`` with the result of ``call``, None if it raised; few bytes take no thread.
 
         ``then`` is called later, never in this call.
         """
-        if num_parcels * self._slot_bytes() < INLINE_BYTES or self._executor is None:
+        if num_bytes < INLINE_BYTES or self._executor is None:
             result = call()
             self._soon(partial(then, result))
             return
@@ -956,13 +1035,45 @@ class PeerTransfers:
             self._poller.soon(action)
 
 
-def _parcel_bytes(regions: Regions) -> int:
-    """Return the bytes of a block as it travels: its host block, and the trailer."""
-    return max(regions.host_block_bytes, TRAILER_BYTES) + TRAILER_BYTES
-
-
-def _layout(regions: Regions) -> bytes:
-    """Return a description of the blocks; equal for blocks that can be exchanged as they are."""
-    return msgspec.msgpack.encode(
-        [[piece.region, piece.layer, piece.dtype, piece.block_bytes] for piece in regions.pieces()]
+def _verify(memory: PeerMemory, slots: list[int], keys: list[bytes], num_bytes: int) -> Any:
+    """Return a result per parcel; in a thread."""
+    return _native.verify_blocks(
+        memory.address,
+        memory.slot_bytes,
+        num_bytes - TRAILER_BYTES,
+        np.array(slots, np.int32),
+        b"".join(keys),
+        num_blocks=memory.num_slots,
     )
+
+
+def _cut_and_seal(
+    memory: PeerMemory,
+    mapping: Any,
+    blocks: list[int],
+    slots: list[int],
+    keys: list[bytes],
+    num_bytes: int,
+) -> bool:
+    """Cut parcels out of ``blocks``, unless there are none, and write trailers; in a thread."""
+    if blocks:
+        addresses = [
+            [memory.address + slot * memory.slot_bytes for slot in which]
+            for which in (blocks, slots)
+        ]
+        mapping.cut(*addresses)
+    _native.seal_blocks(
+        memory.address,
+        memory.slot_bytes,
+        num_bytes - TRAILER_BYTES,
+        np.array(slots, np.int32),
+        b"".join(keys),
+        num_blocks=memory.num_slots,
+    )
+    return True
+
+
+def _call_all(calls: Sequence[Callable[[], object]]) -> bool:
+    for call in calls:
+        call()
+    return True

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from .world import World
+from aiokv.peers.messages import Want
+from aiokv.peers.sender import Target
+
+from .world import EQUAL, World
 
 
 def walk(seed: int, *, steps: int = 500, copy_failures: float = 0.0, corruptions: float = 0.0):
@@ -137,15 +141,42 @@ def test_second_parcel_for_a_block_is_dropped():
     world.open(world.senders[0], ticket)
     world.run()
     wire = world.wires[0]
-    world.senders[0].logic.add_ticket(ticket, 1000.0, {0: wire})
+    world.senders[0].logic.add_ticket(ticket, 1000.0, {0: Target(wire, EQUAL)})
     world.send(world.senders[0], ticket, [0])
     world.run()
     assert world.reports[received] == (1, None)
-    world.senders[0].logic.add_ticket(ticket, 1000.0, {0: wire})  # forgets that it was sent
+    world.senders[0].logic.add_ticket(
+        ticket, 1000.0, {0: Target(wire, EQUAL)}
+    )  # forgets that it was sent
     world.send(world.senders[0], ticket, [0])
     world.run()
     assert world.receiver.logic.counts().dropped > 0
     assert world.memory[0] == (ticket.ticket_id, 0)
+
+
+def test_parcel_of_a_block_that_is_being_verified_is_dropped():
+    world = World(1, senders=1)
+    ticket = world.expect(1)
+    received = world.receive(ticket, [0])
+    world.open(world.senders[0], ticket)
+    world.run()
+    world.send(world.senders[0], ticket, [0])
+    queue = world.wires[0].to_receiver
+    while not any(parcel is not None for _, parcel in queue):
+        world.run_job_or_reply()
+    landed, contents = queue[0]
+    receiver = world.receiver.logic
+    receiver.on_message(world.wires[0], Want(ticket_id=ticket.ticket_id, parcels=1))
+    credit = world.wires[0].to_sender.popleft().slots[0]
+    again = msgspec.structs.replace(landed, slot=credit.slot, slot_generation=credit.generation)
+    queue.append((again, contents))
+    while queue or world.wires[0].landing:
+        world.deliver_parcel(0)
+    world.check()
+    world.run()
+    assert receiver.counts().dropped >= 1
+    assert world.reports[received] == (1, None)
+    world.finish()
 
 
 def test_connection_that_is_cut_within_a_parcel_frees_its_slot():

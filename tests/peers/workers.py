@@ -73,6 +73,7 @@ class PeerWorker:
         self.controller = CacheController(self.regions, self.device, peers=self.peers)
         self.generation = os.urandom(16)
         self.block_tokens = block_tokens
+        self.identity = StoreIdentity(model="m", weights_version=weights, block_tokens=block_tokens)
         self._weights = weights
         self._device_blocks = device_blocks
         self._ids = count(1)
@@ -86,9 +87,7 @@ class PeerWorker:
             on_report=self.reports.append,
             on_step=lambda step, error: None,
             on_lost=lambda lost: None,
-            identity=StoreIdentity(
-                model="m", weights_version=self._weights, block_tokens=self.block_tokens
-            ),
+            identity=self.identity,
         )
         return self
 

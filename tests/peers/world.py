@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from aiokv.peers.messages import PROTOCOL_VERSION, Accepted, Landed, Open, Refused
-from aiokv.peers.receiver import Receiver
+from aiokv.peers.receiver import Receiver, Source
 from aiokv.peers.ring import LandingRing
-from aiokv.peers.sender import Sender
+from aiokv.peers.sender import Sender, Target
 from aiokv.peers.ticket import Endpoint, Ticket
 from aiokv.plan import RECEIVE, SEND, TransferPlan, id_bytes
+from aiokv.stores.base import TRAILER_BYTES
 from aiokv.worker.device.base import CopyError
 
 if TYPE_CHECKING:
@@ -28,6 +29,21 @@ if TYPE_CHECKING:
 
 PARCEL_BYTES = 192
 GENERATION = bytes(16)
+
+
+class EqualBlocks:
+    """Mapping of blocks that both sides have in common."""
+
+    is_identity = parcel_is_block = True
+    parcel_bytes = PARCEL_BYTES - TRAILER_BYTES
+
+    def receiver_blocks(self, sender_block: int) -> range:
+        return range(sender_block, sender_block + 1)
+
+    sender_blocks = receiver_blocks
+
+
+EQUAL = EqualBlocks()
 
 
 class Contents(NamedTuple):
@@ -77,8 +93,7 @@ class ReceiverSide(Side):
             LandingRing(num_slots),
             rank=0,
             slot_bytes=PARCEL_BYTES,
-            parcel_bytes=PARCEL_BYTES,
-            accepts=lambda message: None,
+            source=lambda message: Source(EQUAL, None, 4),
         )
 
     def send(self, connection: Wire, message: Any) -> None:
@@ -124,9 +139,7 @@ class SenderSide(Side):
         self.wire: Wire | None = None
         self.filling = 0
         self.closed_step = 0
-        self.logic: Sender[Wire] = Sender(
-            self, num_slots=num_slots, rank=0, parcel_bytes=PARCEL_BYTES, block_tokens=4
-        )
+        self.logic: Sender[Wire] = Sender(self, num_slots=num_slots, rank=0, block_tokens=4)
 
     def is_open(self, step: int) -> bool:
         return step > self.closed_step
@@ -141,6 +154,7 @@ class SenderSide(Side):
         fails = self.world.random.random() < self.world.copy_failures
 
         def run() -> None:
+            assert send.plan.transfer_id not in self.world.reports, "I3: read after the report"
             for parcel, slot in zip(parcels, slots, strict=True):
                 self.slots[slot] = Contents(b"", (send.plan.peer, parcel.block))
             self.logic.filled(fill, CopyError(0, "failed") if fails else None)
@@ -166,6 +180,7 @@ class SenderSide(Side):
             for parcel, slot, credit in batch:
                 contents = self.slots[slot]
                 assert contents is not None
+                assert contents.key == parcel.key, "an outgoing slot was reused"
                 if self.world.random.random() < self.world.corruptions:
                     contents = contents._replace(value="corrupt", is_right=False)
                 landed = Landed(
@@ -330,6 +345,10 @@ class World:
                 return
         self._run_job(0)
 
+    def deliver_parcel(self, wire: int) -> None:
+        """Deliver the first half, or the second half, of the next parcel of a connection."""
+        self._deliver_to_receiver(self.wires[wire])
+
     def run(self) -> None:
         """Run until nothing is left to do."""
         while self.step():
@@ -360,7 +379,8 @@ class World:
         sender = next(s for s in self.senders if wire.name.startswith(s.name + "."))
         if isinstance(message, Accepted):
             ticket = self.tickets[message.ticket_id]
-            sender.logic.add_ticket(ticket, self.now + ticket.timeout_seconds, {0: wire})
+            target = Target(wire, EQUAL)
+            sender.logic.add_ticket(ticket, self.now + ticket.timeout_seconds, {0: target})
         elif not isinstance(message, Refused):
             sender.logic.on_message(wire, message)
 

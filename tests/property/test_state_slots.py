@@ -17,8 +17,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from aiokv._native import Core, Outcome, StateRoute, WritePolicy
+from aiokv._native import Core, MoveRoute, Outcome, WritePolicy
 from aiokv.errors import LeaseError, RequestTooLarge
+from aiokv.plan import ID_DTYPE
 
 GARBAGE = ("garbage",)
 MAX_LEASES = 5
@@ -91,7 +92,7 @@ class StateMachine(RuleBasedStateMachine):
         self.queued: set[Prefix] = set()  # to be saved, with write-through
         self.made_in: dict[int, int] = {}  # the step of the snapshot in each slot
         self.moves: dict[int, tuple[int, int, int]] = {}  # source, target, after_step
-        self.routes: dict[int, StateRoute] = {}  # of the moves
+        self.routes: dict[int, MoveRoute] = {}  # of the moves
         self.callers: list[Caller] = []
         self.pins: list[tuple[int, Tier, int]] = []  # lease, and the snapshot that it holds
         self.step = 1
@@ -121,11 +122,11 @@ class StateMachine(RuleBasedStateMachine):
         self.host.touch(prefix)
 
     def source_tier(self, transfer_id: int) -> Tier:
-        is_from_host = self.routes[transfer_id] == StateRoute.FROM_HOST
+        is_from_host = self.routes[transfer_id] == MoveRoute.FROM_HOST
         return self.host if is_from_host else self.device
 
     def target_tier(self, transfer_id: int) -> Tier:
-        return self.host if self.routes[transfer_id] == StateRoute.TO_HOST else self.device
+        return self.host if self.routes[transfer_id] == MoveRoute.TO_HOST else self.device
 
     def read(self, tier: Tier) -> set[int]:
         """Return the slots whose snapshots a transfer or a pin reads."""
@@ -159,7 +160,7 @@ class StateMachine(RuleBasedStateMachine):
         self.host.keep(known)
 
     def being_saved(self) -> set[int]:
-        return {m[0] for t, m in self.moves.items() if self.routes[t] == StateRoute.TO_HOST}
+        return {m[0] for t, m in self.moves.items() if self.routes[t] == MoveRoute.TO_HOST}
 
     def queue(self, prefix: Prefix) -> None:
         """Note a use that makes the write policy save the snapshot."""
@@ -240,7 +241,7 @@ class StateMachine(RuleBasedStateMachine):
         if not swapped:
             assert caller.computed == len(hit) or self.is_shortened(caller.computed, len(hit))
         for transfer_id in set(core.onloads(caller.id)) - known:
-            if core.is_state_move(transfer_id):
+            if core.is_move(transfer_id):
                 self.begin_move(transfer_id)
         self.note_state(caller, before, slot)
 
@@ -252,13 +253,20 @@ class StateMachine(RuleBasedStateMachine):
         return self.host.slots > 0 and granted < hit
 
     def begin_move(self, transfer_id: int) -> None:
-        self.moves[transfer_id] = self.core.state_move(transfer_id)
-        self.routes[transfer_id] = self.core.state_route(transfer_id)
+        self.moves[transfer_id] = self.move_of(transfer_id)
+        self.routes[transfer_id] = self.core.move(transfer_id)[0]
         self.target_tier(transfer_id).content[self.moves[transfer_id][1]] = GARBAGE
+
+    def move_of(self, transfer_id: int) -> tuple[int, int, int]:
+        """Return (source, target, after_step) of a move of one slot."""
+        _, group, sources, targets, after_step = self.core.move(transfer_id)
+        assert group == -1
+        (source,), (target,) = (np.frombuffer(ids, ID_DTYPE).tolist() for ids in (sources, targets))
+        return source, target, after_step
 
     def note_state(self, caller: Caller, before: int, slot: int) -> None:
         """Apply the snapshot that was held, evicted or taken over for the lease's slot."""
-        moves = [t for t in self.core.onloads(caller.id) if self.core.is_state_move(t)]
+        moves = [t for t in self.core.onloads(caller.id) if self.core.is_move(t)]
         hit = tuple(caller.tokens[: caller.computed])
         snapshots = self.device.snapshots
         if before == NO_SLOT and snapshots.get(hit) == slot:  # the only available slot
@@ -454,12 +462,12 @@ class StateMachine(RuleBasedStateMachine):
         prefix = source_tier.prefix_of(source)
         if outcome == Outcome.DONE:
             target_tier.content[target] = () if source < 0 else source_tier.content[source]
-        if route == StateRoute.TO_HOST:
+        if route == MoveRoute.TO_HOST:
             if outcome == Outcome.DONE and prefix is not None:
                 self.host.attach(prefix, target)
             return
         self.let_go(source_tier, source)
-        if route == StateRoute.FROM_HOST and outcome == Outcome.FAILED and prefix is not None:
+        if route == MoveRoute.FROM_HOST and outcome == Outcome.FAILED and prefix is not None:
             del self.host.snapshots[prefix]
 
     @rule()
@@ -476,7 +484,7 @@ class StateMachine(RuleBasedStateMachine):
             if not transfer_id:
                 assert not (self.saves_all and waiting and (free or idle))
                 return
-            source, target, after_step = self.core.state_move(transfer_id)
+            source, target, after_step = self.move_of(transfer_id)
             prefix = self.device.prefix_of(source)
             assert prefix in self.queued
             assert prefix not in self.host.snapshots

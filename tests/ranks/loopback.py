@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from aiokv import CacheConfig, CacheEngine, Regions
+from aiokv import CacheConfig, CacheEngine, Peers, Regions
 from aiokv.ranks import Rank, RankGroup, RankTimeouts
 from aiokv.testing import ManualDevice, run_until_idle, spin
 
@@ -32,8 +32,10 @@ class Shard:
         device_blocks: int,
         new_device: Callable[[], Any] | None,
         stores: Sequence[Any] = (),
+        peers: Peers | None = None,
     ) -> None:
         self.stores = stores
+        self.peers = peers
         self.number = rank
         self.path = path
         self.new_device = new_device
@@ -46,7 +48,14 @@ class Shard:
         self.regions = Regions(num_layers=LAYERS)
         self.regions.add("kv", layers=self.kv)
         self.device = self.new_device() if self.new_device is not None else None
-        self.worker = Rank(self.path, self.number, self.regions, self.device, stores=self.stores)
+        self.worker = Rank(
+            self.path,
+            self.number,
+            self.regions,
+            self.device,
+            stores=self.stores,
+            peers=self.peers,
+        )
 
     async def leave(self) -> None:
         """Simulate the end of the process: its copies and its connection end."""
@@ -145,6 +154,7 @@ class Ranked(Model):
         new_device: Callable[[], Any] | None = ManualDevice,
         timeouts: RankTimeouts | None = None,
         stores: Sequence[Any] = (),
+        peers: Peers | None = None,
         **config: Any,
     ) -> None:
         self.now = 0.0
@@ -153,10 +163,11 @@ class Ranked(Model):
             path=path / "ranks",
             timeouts=timeouts or PATIENT,
             has_stores=bool(stores),
+            has_peers=peers is not None,
             clock=lambda: self.now,
         )
         self.shards = [
-            Shard(path / "ranks", rank, device_blocks, new_device, stores[rank : rank + 1])
+            Shard(path / "ranks", rank, device_blocks, new_device, stores[rank : rank + 1], peers)
             for rank in range(num_ranks)
         ]
         self.engine = CacheEngine(

@@ -151,6 +151,27 @@ def test_fingerprint_is_the_hash_of_the_documented_text():
     assert actual == expected
 
 
+def regions_with(**options) -> Regions:
+    regions = Regions(num_layers=1)
+    regions.add("k", layers=[np.zeros((4, 16, 16), "f2")], **options)
+    return regions
+
+
+def test_axes_and_heads_change_every_key_where_they_are_given():
+    """Tokens and heads may have one length: the shape alone does not tell their order."""
+    choices = [
+        {},
+        {"axes": ("tokens", "heads")},
+        {"axes": ("heads", "tokens")},
+        {"axes": ("heads", "tokens"), "heads": (0, 16)},
+        {"axes": ("heads", "tokens"), "heads": (0, 32)},
+    ]
+    keys = [keys_of(regions_with(**options)) for options in choices]
+    assert len(set.union(*keys)) == sum(map(len, keys))
+    line = describe(regions_with(**choices[4]), **options()).splitlines()[-1]
+    assert line.endswith('shape 16x16 bytes 512 axes 5 "heads" 6 "tokens" heads 0 of 32 at 0')
+
+
 def test_names_cannot_imitate_other_lines():
     joined = keys_of(model='a"\nweights 1 "b', weights_version="c")
     assert not joined & keys_of(model="a", weights_version='b"\nweights 1 "c')

@@ -211,3 +211,74 @@ def test_arena_without_blocks_or_with_too_many() -> None:
     with pytest.raises(ConfigError, match="host_blocks") as caught:
         HostArena(num_blocks=2**40, block_bytes=2**20)
     assert isinstance(caught.value, UsageError)
+
+
+def test_axes_and_heads_stay_with_the_pieces() -> None:
+    regions = Regions(num_layers=2)
+    axes = ("tokens", "heads", "dim")
+    regions.add("k", layers=[zeros(4, 16, 2, 8)] * 2, axes=list(axes), heads=(2, np.int64(8)))
+    regions.add("scale", layers=[zeros(4, 16)], layer_indices=[1])
+    regions.add("rows", layers=[zeros(12, 16, 8)] * 2, rows_per_block=3, axes=axes)
+    regions.add_state("ssm", layers=[zeros(3, 2, 5)] * 2, axes=("heads", "dim"), heads=(0, 4))
+    found = {(p.layer, p.region): (p.axes, p.heads) for p in regions.all_pieces()}
+    assert found[1, "k"] == (axes, (2, 8))
+    assert found[1, "scale"] == (None, None)
+    assert found[0, "rows"] == (axes, None)
+    assert found[1, "ssm"] == (("heads", "dim"), (0, 4))
+    bare = regions.without_tensors()
+    assert {(p.layer, p.region): (p.axes, p.heads) for p in bare.all_pieces()} == found
+    assert {p.axes for p in regions.state_blocks().pieces()} == {("heads", "dim")}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"axes": "tokens"}, "axes is 'tokens'; it must be a sequence of names"),
+        ({"axes": 3}, "axes is 3; it must be a sequence of names"),
+        ({"axes": ("tokens", "dim")}, r"names 2 dimensions .* but a block has the shape \(6, 2, 8"),
+        ({"axes": ("a", "b", "a")}, "'a' occurs too often"),
+        ({"axes": ("tokens",) * 3}, "'tokens' occurs too often"),
+        ({"axes": ("tokens", "heads", 4)}, "a name of axes is 4; it must be a str"),
+        ({"axes": ("tokens", "heads", "")}, "a name of 0 characters"),
+        ({"axes": ("tokens", "heads", "d" * 65)}, "a name of 65 characters"),
+        ({"axes": ("tokens", "heads", "\udc00")}, "not valid Unicode"),
+        ({"axes": [f"axis {i}" for i in range(9)]}, "axes has 9 names; at most 8"),
+        ({"heads": (0, 2)}, r"heads is \(0, 2\), but axes is None"),
+        ({"axes": ("a", "b", "c"), "heads": (0, 2)}, "heads is .0, 2., but axes is"),
+        ({"axes": ("tokens", "heads", "dim"), "heads": 3}, "it must be .first head, total heads"),
+        ({"axes": ("tokens", "heads", "dim"), "heads": (1, 2, 3)}, "it must be .first head"),
+        ({"axes": ("tokens", "heads", "dim"), "heads": (-1, 4)}, "the first head is -1"),
+        ({"axes": ("tokens", "heads", "dim"), "heads": (0, 0)}, "the total of heads is 0"),
+        ({"axes": ("tokens", "heads", "dim"), "heads": (0, 1.5)}, "the total of heads is 1.5"),
+        ({"axes": ("tokens", "heads", "dim"), "heads": (3, 4)}, "2 heads from head 3 on exceed"),
+    ],
+)
+def test_axes_that_do_not_fit_are_refused(options: dict, message: str) -> None:
+    regions = Regions(num_layers=1)
+    with pytest.raises(LayoutError, match=message):
+        regions.add("k", layers=[zeros(4, 6, 2, 8)], **options)
+    if "tokens" not in str(options):
+        with pytest.raises(LayoutError, match=message):
+            regions.add_state("s", layers=[zeros(4, 6, 2, 8)], **options)
+    assert regions.names == ()
+
+
+def test_state_has_no_axis_of_tokens() -> None:
+    regions = Regions(num_layers=1)
+    with pytest.raises(LayoutError, match="recurrent state has no axis 'tokens'"):
+        regions.add_state("s", layers=[zeros(4, 6)], axes=("tokens",))
+    assert regions.names == ()
+
+
+def test_other_axes_are_another_layout() -> None:
+    def regions_of(**options: object) -> Regions:
+        regions = Regions(num_layers=1)
+        regions.add("k", layers=[zeros(4, 6, 2)], **options)
+        return regions
+
+    axes = ("tokens", "heads")
+    before = regions_of(axes=axes, heads=(0, 4))
+    before.check_layout(regions_of(axes=axes, heads=(0, 4)))
+    for options in ({}, {"axes": axes}, {"axes": axes[::-1]}, {"axes": axes, "heads": (2, 4)}):
+        with pytest.raises(LayoutError, match=r"region 'k', layer 0: axes .* as before"):
+            before.check_layout(regions_of(**options))

@@ -11,25 +11,35 @@ from typing import TYPE_CHECKING, Final
 from aiokv import _native
 from aiokv.checks import Unique
 from aiokv.errors import LayoutError, UsageError
-from aiokv.plan import OFFLOAD, ONLOAD, RECEIVE, SEND, STATE, STATE_OFFLOAD, STATE_ONLOAD
+from aiokv.plan import (
+    OFFLOAD,
+    ONLOAD,
+    PEER_GROUP,
+    RECEIVE,
+    SEND,
+    STATE,
+    STATE_OFFLOAD,
+    STATE_ONLOAD,
+    WINDOW_OFFLOAD,
+    WINDOW_ONLOAD,
+)
 from aiokv.worker.base import UNLIMITED_BLOCKS
-from aiokv.worker.device.base import CopyError
+from aiokv.worker.device.base import CopyError, blocks_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
 
     from aiokv.plan import Route
     from aiokv.worker.arena import HostArena
-    from aiokv.worker.device.base import Event
+    from aiokv.worker.device.base import Event, PoolKey
     from aiokv.worker.regions import Regions
 
 CpuEvent = _native.Event
 CpuStream = _native.Stream
 
-_TO_DEVICE: Final = (ONLOAD, STATE_ONLOAD, RECEIVE)
 _NOT_ATTACHED: Final = "the cpu device has no memory: attach() it first"
 
 
@@ -62,22 +72,33 @@ class CpuDevice(Unique):
     """Copies with one native thread per route, GIL released."""
 
     name = "cpu"
-    routes = frozenset((ONLOAD, OFFLOAD, STATE, STATE_ONLOAD, STATE_OFFLOAD, RECEIVE, SEND))
+    routes = frozenset(
+        (
+            ONLOAD,
+            OFFLOAD,
+            STATE,
+            STATE_ONLOAD,
+            STATE_OFFLOAD,
+            WINDOW_ONLOAD,
+            WINDOW_OFFLOAD,
+            RECEIVE,
+            SEND,
+        )
+    )
     in_order = True
     computes_in_stream = False
 
     def __init__(self) -> None:
         self._streams: dict[Route, CpuStream] = {}
-        self._maps: dict[Route, _native.BlockMap] = {}
-        self._memory: tuple[Regions, *tuple[HostArena | None, ...]] | None = None
+        self._maps: dict[PoolKey, _native.BlockMap] = {}  # of pools with host memory
+        self._memory: tuple[Regions, dict[PoolKey, HostArena]] | None = None
         self._num_layers = 0
 
     def attach(
         self,
         regions: Regions,
         arena: HostArena,
-        state_arena: HostArena | None = None,
-        peer_arena: HostArena | None = None,
+        side_arenas: Mapping[PoolKey, HostArena] | None = None,
     ) -> None:
         """Bind the memory and start the threads.
 
@@ -89,21 +110,25 @@ class CpuDevice(Unique):
                 f"the tensors are on {', '.join(elsewhere)}; the cpu device copies plain memory",
                 hint="pass device='cuda' to the engine",
             )
-        self._memory = (regions, arena, state_arena, peer_arena)
+        arenas: dict[PoolKey, HostArena] = {("device", ""): arena, **(side_arenas or {})}
+        self._maps = {key: block_map(blocks_of(regions, key), own) for key, own in arenas.items()}
+        self._memory = (regions, arenas)
         self._num_layers = regions.num_layers
-        self._add_routes(ONLOAD, OFFLOAD, block_map(regions, arena))
+        self._streams = {
+            ONLOAD: CpuStream("aiokv-onload"),
+            OFFLOAD: CpuStream("aiokv-offload"),
+        }
         if regions.state_pieces:
             self._streams[STATE] = CpuStream("aiokv-state")
-        if state_arena is not None:
-            slots = block_map(regions.state_blocks(), state_arena)
-            self._add_routes(STATE_ONLOAD, STATE_OFFLOAD, slots)
-        if peer_arena is not None:
-            self._add_routes(RECEIVE, SEND, block_map(regions, peer_arena))
-
-    def _add_routes(self, to_device: Route, from_device: Route, blocks: _native.BlockMap) -> None:
-        for route in (to_device, from_device):
-            self._maps[route] = blocks
-            self._streams[route] = CpuStream(f"aiokv-{route.direction.replace('_', '-')}")
+        if ("state", "") in arenas:
+            self._streams[STATE_ONLOAD] = CpuStream("aiokv-state-onload")
+            self._streams[STATE_OFFLOAD] = CpuStream("aiokv-state-offload")
+        if any(pool == "window" for pool, _ in arenas):
+            self._streams[WINDOW_ONLOAD] = CpuStream("aiokv-window-onload")
+            self._streams[WINDOW_OFFLOAD] = CpuStream("aiokv-window-offload")
+        if ("device", PEER_GROUP) in arenas:
+            self._streams[RECEIVE] = CpuStream("aiokv-receive")
+            self._streams[SEND] = CpuStream("aiokv-send")
 
     def copy(
         self,
@@ -111,31 +136,34 @@ class CpuDevice(Unique):
         source_ids: NDArray[np.int32],
         target_ids: NDArray[np.int32],
         after: Event | None,
+        group: str = "",
     ) -> CpuCopy:
         """Queue a copy on the thread of its route; see :meth:`Device.copy`."""
         if route == STATE:
             job = self._copy_slots(source_ids, target_ids, after)
         else:
-            job = self._copy_blocks(route, source_ids, target_ids, after)
+            blocks = self._maps.get((route.device_pool, group))
+            to_device = (source_ids, target_ids)
+            host_ids, device_ids = to_device if route.is_onload else to_device[::-1]
+            job = self._copy_blocks(route, blocks, host_ids, device_ids, after)
         return CpuCopy(job, self._num_layers)
 
     def _copy_blocks(
         self,
         route: Route,
-        source_ids: NDArray[np.int32],
-        target_ids: NDArray[np.int32],
+        blocks: _native.BlockMap | None,
+        host_ids: NDArray[np.int32],
+        device_ids: NDArray[np.int32],
         after: Event | None,
     ) -> _native.CopyJob:
-        if route not in self._maps:
+        if blocks is None:
             raise UsageError(_NOT_ATTACHED)
-        onload = route in _TO_DEVICE
-        host_ids, device_ids = (source_ids, target_ids) if onload else (target_ids, source_ids)
         return _native.copy_blocks(
             self._streams[route],
-            self._maps[route],
+            blocks,
             host_ids,
             device_ids,
-            onload=onload,
+            onload=route.is_onload,
             after=_cpu_event(after),
             owner=self._memory,
         )

@@ -37,13 +37,16 @@ class AuxiliaryPool {
 
     // Evicts an idle id when none is free. Requires room() > 0. Returns true when one was evicted.
     bool take(BlockId& id);
+    // As take(); an id that a transfer may write now, if there is one.
+    bool take_writable(BlockId& id);
     // Of an id that is the caller's; `step` may still use it.
     void give_back(BlockId id, Step step);
 
     void attach(NodeId node, BlockId id);  // the caller's id; the node has none
     BlockId find(NodeId node) const;
-    // A hit of the first `blocks` of the path may end there.
-    bool covers(const PrefixTree& tree, std::span<const NodeId> path, std::size_t blocks) const;
+    // A hit of the first `blocks` of the path may end there. `copies`: ids that count, too.
+    bool covers(const PrefixTree& tree, std::span<const NodeId> path, std::size_t blocks,
+                const AuxiliaryPool* copies = nullptr) const;
     bool is_idle(BlockId id) const { return entries_[at(id)].readers == 0; }
     // The node was dropped. Returns true when it had an id.
     bool forget(NodeId node);
@@ -58,7 +61,7 @@ class AuxiliaryPool {
     void remove_copier(BlockId id);
     void note_uses() { used_.resize(capacity(), 0); }
     void touch(BlockId id);  // used now
-    // The ids that a hit of the whole path needs are used now.
+    // The ids that a hit of the whole path needs are used now, as far as there are any.
     void touch_hit(std::span<const NodeId> path);
 
     void use_in(BlockId id, Step step) { ids_.use_in(id, step); }
@@ -68,6 +71,16 @@ class AuxiliaryPool {
     void close_step(Step step) { ids_.close_step(step); }
     void finish_step(Step step) { ids_.finish_step(step); }
     Step unfinished_step() const { return ids_.unfinished_step(); }
+
+    // take_writable() finds `count` ids, none of which `keeps` wants to keep.
+    template <class Keeps>
+    bool has_writable(std::size_t count, Keeps keeps) const {
+        std::size_t found = ids_.writable_blocks();
+        for (BlockId id = oldest_; id != kNoBlock && found < count; id = evicted_after(id)) {
+            found += ids_.is_writable(id) && !keeps(id);
+        }
+        return found >= count;
+    }
 
     // Idle ids in the order of their eviction; kNoBlock ends it.
     BlockId first_evicted() const { return oldest_; }

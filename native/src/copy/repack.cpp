@@ -5,6 +5,8 @@
 #include <cstring>
 #include <string>
 
+#include "aiokv/cache_lines.hpp"
+#include "aiokv/copy.hpp"
 #include "aiokv/error.hpp"
 
 namespace aiokv {
@@ -73,9 +75,23 @@ void copy_fixed(char* to, const char* from, const Loop& loop, std::size_t /*byte
     }
 }
 
+// Whole lines to aligned addresses. The runs of the source are prefetched one run ahead, which the
+// processor does not do across gaps.
+void copy_lines(char* to, const char* from, const Loop& loop, std::size_t bytes) {
+    for (std::size_t i = 0; i < loop.length; ++i) {
+        const char* next = from + loop.source_stride;
+        for (std::size_t j = 0; j < bytes; j += kLineBytes) {
+            prefetch_line(next + j);
+            stream_line(to + j, from + j);
+        }
+        to += loop.target_stride;
+        from = next;
+    }
+}
+
 void copy_any(char* to, const char* from, const Loop& loop, std::size_t bytes) {
     for (std::size_t i = 0; i < loop.length; ++i) {
-        std::memcpy(to, from, bytes);
+        copy_bytes(to, from, bytes, true);
         to += loop.target_stride;
         from += loop.source_stride;
     }
@@ -83,8 +99,18 @@ void copy_any(char* to, const char* from, const Loop& loop, std::size_t bytes) {
 
 using CopyRuns = void (*)(char*, const char*, const Loop&, std::size_t);
 
-CopyRuns copier(std::size_t run_bytes) {
-    switch (run_bytes) {
+// True if all runs are whole lines of the target.
+bool has_whole_lines(const Loops& planned, const char* target) {
+    bool whole = planned.run_bytes % kLineBytes == 0 && is_line_aligned(target);
+    for (std::size_t i = 0; i < planned.count; ++i) {
+        whole = whole && planned.loops[i].target_stride % kLineBytes == 0;
+    }
+    return whole;
+}
+
+CopyRuns copier(const Loops& planned, const char* target) {
+    if (planned.count > 0 && has_whole_lines(planned, target)) return copy_lines;
+    switch (planned.run_bytes) {
         case 1:
             return copy_fixed<1>;
         case 2:
@@ -97,12 +123,6 @@ CopyRuns copier(std::size_t run_bytes) {
             return copy_fixed<16>;
         case 32:
             return copy_fixed<32>;
-        case 64:
-            return copy_fixed<64>;
-        case 128:
-            return copy_fixed<128>;
-        case 256:
-            return copy_fixed<256>;
         default:
             return copy_any;
     }
@@ -124,14 +144,13 @@ void copy_loops(const Loops& planned, CopyRuns copy, std::size_t depth, char* to
 
 // Copies all pieces of a group from and to addresses of one box.
 void copy_pieces(const RepackGroup& group, const Loops& planned, char* target, const char* source) {
-    const CopyRuns copy = copier(planned.run_bytes);
     for (const RepackOffsets& piece : group.pieces) {
         char* to = target + piece.target;
         const char* from = source + piece.source;
         if (planned.count == 0) {
-            std::memcpy(to, from, planned.run_bytes);
+            copy_bytes(to, from, planned.run_bytes, true);
         } else {
-            copy_loops(planned, copy, 0, to, from);
+            copy_loops(planned, copier(planned, to), 0, to, from);
         }
     }
 }
@@ -171,8 +190,14 @@ void add_extent(std::uint64_t& bytes, std::uint64_t length, std::uint64_t stride
     }
 }
 
-void add_rows(std::uint64_t& bytes, const RepackRows& rows) {
-    if (rows.length == 0 || rows.inner == 0) throw LayoutError("repack: a block without rows");
+void add_rows(std::uint64_t& bytes, const RepackRows& rows, std::uint64_t row_tokens) {
+    std::uint64_t tokens = 0;
+    if (rows.length == 0 || rows.inner == 0 ||
+        __builtin_mul_overflow(rows.length, row_tokens, &tokens)) {
+        throw LayoutError("repack: a block of " + std::to_string(rows.length) +
+                          " rows in runs of " + std::to_string(rows.inner) + ", " +
+                          std::to_string(row_tokens) + " tokens per row");
+    }
     add_extent(bytes, (rows.length + rows.inner - 1) / rows.inner, rows.outer_stride);
     add_extent(bytes, std::min(rows.length, rows.inner), rows.inner_stride);
 }
@@ -198,8 +223,8 @@ void check_group(const RepackGroup& group, std::uint64_t source_bytes, std::uint
         add_extent(target, axis.length, axis.target_stride);
     }
     if (group.row_tokens > 0) {
-        add_rows(source, group.source_rows);
-        add_rows(target, group.target_rows);
+        add_rows(source, group.source_rows, group.row_tokens);
+        add_rows(target, group.target_rows, group.row_tokens);
     }
     for (const RepackOffsets& piece : group.pieces) {
         check_end("source", piece.source, source, source_bytes);
@@ -252,6 +277,7 @@ void Repack::run(std::span<const RepackPart> parts) const {
             }
         }
     }
+    streaming_fence();
 }
 
 }  // namespace aiokv

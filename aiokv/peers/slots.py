@@ -1,0 +1,84 @@
+"""ArenaSlots: how the host memory of peers is divided. Pure.
+
+::
+
+    landing slot 0 | landing slot 1 | ... | assembly | ... | outgoing | ...
+    block │ block  | block │ block        | block    |     | block    |
+
+Each block has room for a host block and a trailer. Received parcels arrive in landing slots, which
+are larger where a sender may have larger blocks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple, Self
+
+from aiokv.errors import ConfigError
+from aiokv.stores.base import TRAILER_BYTES
+
+if TYPE_CHECKING:
+    from aiokv.peers.options import Peers
+    from aiokv.worker.regions import Regions
+
+ASSEMBLY_SHARE: Final = 4  # 1 of as many blocks of the ring puts blocks of other layouts together
+PARCEL_TOKENS: Final = 64  # of the largest blocks that fit in a landing slot, if the ring is large
+MIN_LANDING_SLOTS: Final = 8  # a ring with fewer has smaller slots
+
+
+class ArenaSlots(NamedTuple):
+    """Numbers of blocks of the arena.
+
+    Attributes:
+        block_bytes: distance between blocks.
+        ring: blocks for landing and assembly.
+        assembly: blocks of the ring in which parcels of other layouts are put together.
+        outgoing: blocks for sending.
+    """
+
+    block_bytes: int
+    ring: int
+    assembly: int
+    outgoing: int
+
+    @classmethod
+    def of(cls, options: Peers, regions: Regions) -> Self:
+        """Return the division for the blocks of some tensors.
+
+        Raises:
+            ConfigError: ``ring_bytes`` or ``outgoing_bytes`` is less than a block.
+        """
+        block_bytes = max(regions.host_block_bytes, TRAILER_BYTES) + TRAILER_BYTES
+        blocks = []
+        for name in ("ring_bytes", "outgoing_bytes"):
+            size = int(getattr(options, name))
+            if size < block_bytes:
+                raise ConfigError(
+                    f"{name} is {size}; a block takes {block_bytes} bytes",
+                    hint=f"set Peers({name}=...) to some tens of blocks",
+                )
+            blocks.append(size // block_bytes)
+        ring = 0 if options.listen is None else blocks[0]
+        has_axes = any(piece.axes is not None for piece in regions.pieces())
+        return cls(block_bytes, ring, ring // ASSEMBLY_SHARE if has_axes else 0, blocks[1])
+
+    @property
+    def total(self) -> int:
+        """All blocks."""
+        return self.ring + self.outgoing
+
+    def blocks_per_slot(self, block_tokens: int) -> int:
+        """Return the blocks of a landing slot: 1, unless blocks can be mapped to larger ones."""
+        if not self.assembly:
+            return 1
+        wanted = -(-PARCEL_TOKENS // block_tokens)
+        return max(min(wanted, (self.ring - self.assembly) // MIN_LANDING_SLOTS), 1)
+
+    @property
+    def first_assembly(self) -> int:
+        """Index of the first assembly block."""
+        return self.ring - self.assembly
+
+    @property
+    def first_outgoing(self) -> int:
+        """Index of the first outgoing block."""
+        return self.ring
