@@ -18,6 +18,7 @@ from aiokv import (
     ConfigError,
     DeviceError,
     Item,
+    LayoutError,
     LeaseError,
     PeerError,
     Peers,
@@ -148,6 +149,44 @@ async def test_engines_send_both_ways_at_once():
                 side.check(lease, tokens)
 
         await asyncio.gather(decode(b, a, there), decode(a, b, back))
+
+
+@pytest.mark.parametrize("blocks", [(4, 16), (16, 4), (8, 12), (12, 8), (1, 16), (64, 16)])
+@pytest.mark.parametrize("cached", [0, 40])
+async def test_sizes_of_blocks_differ(blocks, cached):
+    tokens = prompt(131)
+    prefill = Side(listen=None, block_tokens=blocks[0], device_blocks=160)
+    decode = Side(block_tokens=blocks[1], device_blocks=40)
+    async with two_engines(prefill, decode) as (p, d):
+        if cached:
+            await d.serve(tokens[:cached])
+            await p.serve(tokens[: 2 * cached])
+        async with await d.granted(tokens) as lease:
+            first = lease.cached_tokens
+            assert first == (cached - 1) // blocks[1] * blocks[1] or not cached
+            async with lease.receive() as receiving:
+                assert await p.prefill(tokens, receiving.ticket, step=7) == (131 - first, None)
+                assert await receiving.wait() == 131
+            d.check(lease, tokens)
+            assert lease.usage.received_tokens == 131 - first
+
+
+async def test_layouts_that_cannot_be_mapped_are_refused():
+    tokens = prompt(30)
+    p = Side(listen=None)
+    p.memory.names = ("k",)
+    p.memory.take(64)
+    engine = CacheEngine(
+        CacheConfig(device_blocks=64, block_tokens=4, model="m"),
+        p.memory.regions,
+        peers=Peers(secret=SECRET, outgoing_bytes=4096),
+    )
+    async with Side() as d, await d.granted(tokens) as lease, lease.receive() as receiving:
+        async with engine, engine.match(tokens) as source:
+            await source.allocate(30)
+            with pytest.raises(LayoutError):
+                await engine.send(source, receiving.ticket).__aenter__()
+            assert engine.peer_statistics().sending == 0
 
 
 async def test_items_and_salt_travel_with_the_prompt():

@@ -79,7 +79,7 @@ def sample(record: type) -> Any:
     required = [f for f in msgspec.inspect.type_info(record).fields if f.required]  # type: ignore[attr-defined]
     for field in required:
         hint = typing.get_type_hints(record)[field.name]
-        empty: Any = [] if typing.get_origin(hint) is list else 1
+        empty = {list: [], dict: {}}.get(typing.get_origin(hint), 1)
         plain[field.name] = sample(hint) if hint in RECORDS else empty
     return plain
 
