@@ -398,6 +398,11 @@ class Receiver(Generic[C]):
         return self._ring.free_slots
 
     @property
+    def free_assembly_slots(self) -> int:
+        """Assembly slots that no block has, and no thread writes."""
+        return len(self._free_assembly)
+
+    @property
     def in_flight(self) -> Iterable[int]:
         """Ids of plans that have not ended."""
         return self._receives.keys()

@@ -150,6 +150,26 @@ def test_blocks_are_put_together_with_few_slots(seed, landing, outgoing):
     world.finish()
 
 
+def test_assembly_slot_of_a_cancelled_plan_is_not_reused_while_a_thread_writes_it():
+    world = World(1, landing=3, mapping=SPLIT)
+    receiver = world.receiver.logic
+    ticket = world.expect(1)
+    received = world.receive(ticket, [0])
+    for sender in world.senders:
+        world.open(sender, ticket)
+    world.run()
+    world.send(world.senders[0], ticket, [0])
+    while receiver.free_assembly_slots == 3:
+        world.step()
+    assert len(world.jobs) == 1  # a thread places the parcel
+    receiver.cancel(received, "cancelled")
+    assert world.reports[received][1] is not None
+    assert receiver.free_assembly_slots == 2
+    world.run()
+    assert receiver.free_assembly_slots == 3
+    world.finish()
+
+
 def test_parcel_of_another_ticket_never_verifies():
     """The parcels of two tickets for the same block change places: both are sent again."""
     world = World(1, senders=1, landing=2)
