@@ -6,6 +6,8 @@
 from aiokv.config import CacheConfig, WindowGroup
 from aiokv.engine import CacheEngine, ComputeBatch
 from aiokv.engine.pins import Pin
+from aiokv.engine.receiving import Receiving
+from aiokv.engine.sending import Sending
 from aiokv.errors import (
     AiokvError,
     AllocateTimeout,
@@ -29,6 +31,7 @@ from aiokv.errors import (
 )
 from aiokv.lease import Lease
 from aiokv.peers.options import Peers
+from aiokv.peers.statistics import PeerStatistics, ReceivingStatistics
 from aiokv.types import Hit, Item, LeaseState, Statistics, WindowStatistics
 from aiokv.usage import Usage
 from aiokv.worker.device.base import Device, Event, Stream
@@ -70,12 +73,16 @@ __all__ = [
     "LeaseError",
     "LeaseState",
     "PeerError",
+    "PeerStatistics",
     "Peers",
     "Pin",
     "PollerStatistics",
     "RankLost",
+    "Receiving",
+    "ReceivingStatistics",
     "Regions",
     "RequestTooLarge",
+    "Sending",
     "Statistics",
     "StoreError",
     "Stream",

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiokv.engine.leases import Leases
-    from aiokv.engine.peers import Receiving
+    from aiokv.engine.receiving import Receiving
     from aiokv.types import TokenIds
     from aiokv.worker.device.base import Event
     from aiokv.worker.views import LayerView

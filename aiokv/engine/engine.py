@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
     from aiokv.config import CacheConfig
     from aiokv.engine.computing import ComputeBatch
-    from aiokv.engine.peers import Sending
     from aiokv.engine.pins import Pin
+    from aiokv.engine.sending import Sending
     from aiokv.lease import Lease
     from aiokv.peers.options import Peers
     from aiokv.peers.statistics import PeerStatistics

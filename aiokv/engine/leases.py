@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Final
 
 from aiokv import checks
 from aiokv.engine.lifetime import Phase
-from aiokv.engine.peers import Receiving, Sending
+from aiokv.engine.receiving import Receiving
+from aiokv.engine.sending import Sending
 from aiokv.errors import AllocateTimeout, LeaseError, TransferError, UsageError, WouldBlock
 from aiokv.lease import Lease
 from aiokv.peers.ticket import MAX_TIMEOUT_SECONDS

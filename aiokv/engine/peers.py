@@ -7,9 +7,9 @@
          └─► RECEIVE plans of all blocks                 └─► leaving waits for the acknowledgements
               chunk after chunk: commit_received
 
-A :class:`Receiving` or :class:`Sending` is the handle of one ticket on its side. A :class:`Flow`
-holds the transfers of the ticket. :class:`Exchange` has all flows of the engine: it hands them the
-ends of their transfers, and ends them when their lease gives its blocks back.
+A :class:`Receiving` or :class:`Sending` is the handle of one ticket on its side, a :class:`Flow`
+has the transfers of the ticket. :class:`Exchange` has all flows of the engine: it tells them the
+ends of their transfers, and ends them when their leases give blocks back.
 """
 
 from __future__ import annotations
@@ -18,24 +18,20 @@ import asyncio
 import secrets
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from aiokv import checks
-from aiokv.checks import Unique
-from aiokv.errors import AiokvError, LeaseError, PeerError, UsageError
+from aiokv.errors import LeaseError, PeerError, UsageError
 from aiokv.observe.logs import Log
 from aiokv.peers import ticket as tickets
 from aiokv.peers.options import CHUNK_BLOCKS
-from aiokv.peers.statistics import PeerCounts, PeerStatistics, ReceivingStatistics
+from aiokv.peers.statistics import PeerCounts, PeerStatistics
 from aiokv.peers.ticket import Ticket
 from aiokv.types import LeaseState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import TracebackType
-
+    from aiokv.engine.flow import Flow
     from aiokv.engine.parts import Parts
     from aiokv.lease import Lease
     from aiokv.plan import TransferReport
@@ -44,448 +40,6 @@ if TYPE_CHECKING:
 log = Log(__name__)
 
 _NO_PEERS: Final = "pass peers=Peers(...) to CacheEngine, or has_peers=True to the RankGroup"
-
-
-class Flow:
-    """Transfers of one ticket between a lease of this engine and another engine.
-
-    Args:
-        exchange: all flows of the engine.
-        lease: the lease.
-        ticket: the ticket.
-        first_block: of the lease, to move.
-        proceed: called when a transfer has ended, when positions were committed, and when onloads
-            of the lease have ended.
-        receives: True on the side that receives.
-
-    Attributes:
-        lease: as given.
-        lease_id: its id, also after its release.
-        ticket: as given.
-        receives: as given.
-        arrived_block: blocks before it, from ``first_block`` on, have moved.
-        kept_tokens: positions that the lease still has.
-        is_broken: a transfer has ended without all of its blocks.
-        reason: why that transfer has ended.
-        ended_at: time of the loop at which it has ended; None before.
-        failure: why it has ended early; None if it has not.
-    """
-
-    def __init__(
-        self,
-        exchange: Exchange,
-        lease: Lease,
-        ticket: Ticket,
-        first_block: int,
-        proceed: Callable[[], None],
-        *,
-        receives: bool,
-    ) -> None:
-        self._exchange = exchange
-        self._timer: asyncio.TimerHandle | None = None
-        self._blocks: dict[int, int] = {}  # of transfers that have not ended in order, oldest first
-        self._moved: dict[int, int] = {}  # blocks of those that have ended out of order
-        self._waiters: list[asyncio.Future[None]] = []
-        self._next_block = first_block
-        self.proceed = proceed
-        self.lease = lease
-        self.lease_id = lease.id
-        self.ticket = ticket
-        self.receives = receives
-        self.arrived_block = first_block
-        self.kept_tokens = checks.MAX_INT32
-        self.is_broken = False
-        self.reason = ""
-        self.ended_at: float | None = None
-        self.failure: str | None = None
-
-    @property
-    def ended(self) -> bool:
-        """True when no further transfer begins."""
-        return self.ended_at is not None
-
-    @property
-    def at_rest(self) -> bool:
-        """True when no transfer is in flight."""
-        return len(self._blocks) == len(self._moved)
-
-    @property
-    def transfer_ids(self) -> list[int]:
-        """Transfers that have not ended in order."""
-        return list(self._blocks)
-
-    def end_in(self, seconds: float) -> None:
-        """End the flow after ``seconds``, by the loop's clock."""
-        reason = f"the deadline of {seconds:.4g} s passed"
-        self._timer = self._exchange.loop.call_later(seconds, self.end, reason)
-
-    def begin(
-        self,
-        transition: Callable[[int, bytes, int, int], tuple[int, Effects]],
-        end_block: int,
-        chunk_blocks: int,
-    ) -> None:
-        """Begin transfers of the blocks that have none yet, up to ``end_block``.
-
-        Raises:
-            AiokvError: the scheduler refuses a transfer; those before it have begun.
-        """
-        while self._next_block < end_block and not self.ended:
-            num_blocks = min(chunk_blocks, end_block - self._next_block)
-            transfer_id, effects = transition(
-                self.lease_id, self.ticket.ticket_id, self._next_block, num_blocks
-            )
-            self._blocks[transfer_id] = num_blocks
-            self._next_block += num_blocks
-            self._exchange.submit(self, transfer_id, effects)
-
-    def moved(self, transfer_id: int, blocks: int, reason: str) -> None:
-        """Note the end of a transfer, of which the first ``blocks`` blocks have moved. Idempotent.
-
-        Blocks behind the first that has not moved do not count.
-        """
-        if transfer_id not in self._blocks:
-            return
-        self._moved[transfer_id] = blocks
-        if blocks < self._blocks[transfer_id]:
-            self.reason = self.reason or reason
-        for first in list(self._blocks):
-            if first not in self._moved:
-                return
-            if not self.is_broken:
-                self.is_broken = self._moved[first] < self._blocks[first]
-                self.arrived_block += self._moved[first]
-            del self._blocks[first], self._moved[first]
-
-    def end(self, failure: str | None = None) -> None:
-        """Begin no further transfer, and cancel those in flight. The first reason is kept."""
-        if self.ended:
-            return
-        self.failure = failure
-        self.ended_at = self._exchange.loop.time()
-        if self._timer is not None:
-            self._timer.cancel()
-        self._exchange.end(self)
-
-    def forget(self) -> None:
-        """Note that no end of a transfer follows: the lease no longer has the blocks."""
-        self._blocks.clear()
-        self._moved.clear()
-
-    def wake(self) -> None:
-        """Let the waiting coroutines test their conditions."""
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-
-    async def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Wait for a condition on this flow.
-
-        Cancellation: nothing changed.
-        """
-        while not condition():
-            waiter: asyncio.Future[None] = self._exchange.loop.create_future()
-            self._waiters.append(waiter)
-            try:
-                await waiter
-            finally:
-                self._waiters.remove(waiter)
-
-
-class Receiving(Unique):
-    """Blocks of a lease that another engine computes and sends; see ``Lease.receive``."""
-
-    def __init__(
-        self, exchange: Exchange, lease: Lease, num_tokens: int | None, timeout: float
-    ) -> None:
-        self._exchange = exchange
-        self._lease = lease
-        self._asked_tokens = num_tokens
-        self._timeout = timeout
-        self._flow: Flow | None = None
-        self._blob = b""
-        self._committed = 0  # positions that are cached or were received
-        self._began = 0.0
-        self._first_at: float | None = None
-        self._wait_seconds = 0.0
-
-    async def __aenter__(self) -> Self:
-        """Make the ticket, and let the blocks be received.
-
-        Raises:
-            LeaseError: the lease is not granted, is being received already, has nothing to receive,
-                or a batch computes with it. Nothing changed.
-            UsageError: the engine has no peers, does not listen, or this object was entered before.
-                Nothing changed.
-            ClosedError: the engine is closed or closing.
-            BrokenEngineError: the device failed, or a rank was lost.
-
-        Checkpoint: never.
-        """
-        if self._flow is not None:
-            raise UsageError(
-                f"{self!r} was entered already; it can be entered once",
-                hint="call lease.receive() again",
-            )
-        exchange = self._exchange
-        ticket, blob = exchange.new_ticket(self._lease, self._asked_tokens, self._timeout)
-        first_block = ticket.first_position // ticket.block_tokens
-        flow = Flow(exchange, self._lease, ticket, first_block, self._proceed, receives=True)
-        self._committed = ticket.first_position
-        self._began = exchange.loop.time()
-        try:
-            exchange.open_receive(flow, blob, self._timeout)
-            exchange.begin_receive(flow)
-        except BaseException:
-            flow.end("the receive could not begin")
-            raise
-        self._flow, self._blob = flow, blob
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        flow = self._entered()
-        flow.end("the receive was left before all positions had arrived")
-        await flow.wait_for(lambda: flow.at_rest)
-
-    @property
-    def ticket(self) -> bytes:
-        """Ticket for ``engine.send`` of the other engine; put it into the user's request."""
-        self._entered()
-        return self._blob
-
-    async def wait(self, position: int | None = None) -> int:
-        """Wait until positions have arrived, or the receive has ended.
-
-        The receive ends at its deadline at the latest. A failure of the other engine raises
-        nothing: the caller computes what is missing. When the receive has ended, no transfer
-        writes the blocks of the lease any more: compute from the returned position on. Before that,
-        the lease cannot compute.
-
-        Args:
-            position: return when all positions before this one have arrived; None for all positions
-                of the ticket, which is the end of the receive.
-
-        Returns:
-            The first position that is not there; the ``num_tokens`` of the ticket when all have
-            arrived, 0 when the lease has given its blocks back.
-
-        Raises:
-            UsageError: ``position`` is not an integer, or is not within the positions of the
-                ticket; the ``async with`` block has not begun; or the call is made in another
-                thread.
-
-        Cancellation: nothing changed.
-        """
-        flow = self._entered()
-        limit = flow.ticket.num_tokens
-        target = limit
-        if position is not None:
-            target = checks.integer("position", position, minimum=0, maximum=limit)
-        began = self._exchange.loop.time()
-        try:
-            await flow.wait_for(lambda: flow.at_rest if flow.ended else self._committed >= target)
-        finally:
-            seconds = self._exchange.loop.time() - began
-            self._wait_seconds += seconds
-            self._exchange.note_wait(flow.lease, seconds)
-        return self._position
-
-    @property
-    def received_tokens(self) -> int:
-        """Number of positions that have arrived, from the first of the ticket on."""
-        flow = self._entered()
-        return max(self._position - flow.ticket.first_position, 0)
-
-    @property
-    def failure(self) -> str | None:
-        """Reason why the receive has ended early; None while it runs, and when all is there."""
-        return self._entered().failure
-
-    @property
-    def statistics(self) -> ReceivingStatistics:
-        """Progress and times so far."""
-        flow = self._entered()
-        ticket = flow.ticket
-        now = self._exchange.loop.time() if flow.ended_at is None else flow.ended_at
-        return ReceivingStatistics(
-            wanted_tokens=ticket.num_tokens - ticket.first_position,
-            received_tokens=self.received_tokens,
-            first_chunk_seconds=None if self._first_at is None else self._first_at - self._began,
-            seconds=now - self._began,
-            wait_seconds=self._wait_seconds,
-        )
-
-    @property
-    def _position(self) -> int:
-        return min(self._committed, self._entered().kept_tokens)
-
-    def _entered(self) -> Flow:
-        self._exchange.check_thread()
-        if self._flow is None:
-            raise UsageError(f"{self!r} can only be used inside its `async with` block")
-        return self._flow
-
-    def _proceed(self) -> None:
-        """Commit the blocks that have arrived in order; end the flow at the first missing one."""
-        flow = self._flow
-        if flow is None or flow.ended:
-            return
-        exchange = self._exchange
-        try:
-            exchange.begin_receive(flow)
-            arrived = min(flow.arrived_block * exchange.block_tokens, flow.ticket.num_tokens)
-            if arrived > self._committed:
-                exchange.commit_received(flow, arrived)
-                self._first_at = self._first_at or exchange.loop.time()
-                flow.lease.note_received(arrived - self._committed)
-                exchange.counts.received_tokens += arrived - self._committed
-                self._committed = arrived
-        except AiokvError as error:
-            flow.end(str(error))
-        if flow.is_broken:
-            flow.end(flow.reason or "a transfer was cancelled")
-        elif self._committed == flow.ticket.num_tokens:
-            exchange.counts.complete_receives += not flow.ended
-            flow.end()
-
-    def __repr__(self) -> str:
-        if self._flow is None:
-            return "<Receiving, not entered>"
-        return f"<Receiving {_state(self._flow)}>"
-
-
-class Sending(Unique):
-    """Blocks of a lease that another engine receives; see ``CacheEngine.send``."""
-
-    def __init__(self, exchange: Exchange, lease: Lease, blob: bytes) -> None:
-        self._exchange = exchange
-        self._lease = lease
-        self._blob = blob
-        self._flow: Flow | None = None
-        self._counted_tokens = 0  # in PeerCounts.delivered_tokens
-
-    async def __aenter__(self) -> Self:
-        """Check the ticket, and connect to the engine that made it.
-
-        Raises:
-            UsageError: the ticket is malformed, is for another prompt, or is being sent already; or
-                the engine has no peers. Nothing changed.
-            LeaseError: the lease is not granted, or belongs to another engine. Nothing changed.
-            LayoutError: the blocks of the two engines cannot be mapped. Nothing changed.
-            PeerError: the other engine has another model, version of the weights or transport,
-                cannot be reached, or refuses the ticket. Nothing changed.
-            ClosedError: the engine is closed or closing.
-            BrokenEngineError: the device failed, or a rank was lost.
-
-        Cancellation: nothing is left behind.
-        """
-        if self._flow is not None:
-            raise UsageError(
-                f"{self!r} was entered already; it can be entered once",
-                hint="call engine.send() again",
-            )
-        exchange = self._exchange
-        try:
-            ticket = exchange.checked_ticket(self._lease, self._blob)
-            first_block = ticket.first_position // exchange.block_tokens
-            flow = Flow(exchange, self._lease, ticket, first_block, self._proceed, receives=False)
-            await exchange.open_send(flow, self._blob)
-        except Exception:
-            exchange.counts.refused_sends += 1
-            raise
-        try:
-            exchange.begin_send(flow)
-        except BaseException:
-            flow.end("the send could not begin")
-            raise
-        self._flow = flow
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        flow = self._entered()
-        if exc_type is not None:
-            flow.end(f"the send was left with {exc_type.__name__}")
-            return
-        try:
-            await flow.wait_for(
-                lambda: flow.ended or (flow.at_rest and not self._exchange.is_loading(flow))
-            )
-        except BaseException:
-            flow.end("the send was cancelled")
-            raise
-        flow.end("the send was left before all positions were computed")
-
-    def cancel(self) -> None:
-        """Send nothing more; the receiving engine computes what is missing. Idempotent.
-
-        Raises:
-            UsageError: the ``async with`` block has not begun, or the call is made in another
-                thread.
-        """
-        self._entered().end("cancel() was called")
-
-    @property
-    def delivered_tokens(self) -> int:
-        """Number of positions that the receiver has acknowledged, from the first on."""
-        flow = self._entered()
-        ticket = flow.ticket
-        delivered = min(flow.arrived_block * self._exchange.block_tokens, ticket.num_tokens)
-        return max(delivered - ticket.first_position, 0)
-
-    @property
-    def failure(self) -> str | None:
-        """Reason why the send has ended early; None while it runs, and when all was delivered."""
-        return self._entered().failure
-
-    def _entered(self) -> Flow:
-        self._exchange.check_thread()
-        if self._flow is None:
-            raise UsageError(f"{self!r} can only be used inside its `async with` block")
-        return self._flow
-
-    def _proceed(self) -> None:
-        """Send the blocks that are computed, and end the flow when all were acknowledged."""
-        flow = self._flow
-        if flow is None or flow.ended:
-            return
-        try:
-            self._exchange.begin_send(flow)
-        except AiokvError as error:
-            flow.end(str(error))
-        counts = self._exchange.counts
-        counts.delivered_tokens += self.delivered_tokens - self._counted_tokens
-        self._counted_tokens = self.delivered_tokens
-        if flow.is_broken:
-            flow.end(flow.reason or "a transfer was cancelled")
-        elif flow.arrived_block * self._exchange.block_tokens >= flow.ticket.num_tokens:
-            counts.complete_sends += not flow.ended
-            flow.end()
-
-    def __repr__(self) -> str:
-        if self._flow is None:
-            return "<Sending, not entered>"
-        return f"<Sending {_state(self._flow)}>"
-
-
-def _state(flow: Flow) -> str:
-    ticket = flow.ticket
-    state = "in flight"
-    if flow.ended:
-        state = "complete" if flow.failure is None else f"ended: {flow.failure}"
-    return (
-        f"of positions {ticket.first_position} to {ticket.num_tokens}, ticket "
-        f"{ticket.ticket_id.hex()[:8]}, {state}"
-    )
 
 
 class Exchange:
@@ -511,6 +65,7 @@ class Exchange:
         self._by_transfer: dict[int, Flow] = {}
         self._reasons: dict[int, str] = {}  # of transfers that have failed, by transfer
         self._ended: deque[Moved] = deque()  # transfers whose flows have not been told
+        self._sent_tickets: set[bytes] = set()  # that flows send
         self._loading: set[Flow] = set()  # wait for the onloads of their leases
         self.block_tokens = parts.config.block_tokens
         self.counts = PeerCounts()
@@ -618,8 +173,7 @@ class Exchange:
                 f"adapter or items of the first {ticket.num_tokens} positions differ",
                 hint="match the same prompt on both engines",
             )
-        running = (flow for flows in self.flows.values() for flow in flows if not flow.receives)
-        if any(flow.ticket.ticket_id == ticket.ticket_id for flow in running):
+        if ticket.ticket_id in self._sent_tickets:
             raise UsageError(
                 f"send: ticket {ticket.ticket_id.hex()[:8]} is being sent already",
                 hint="each ticket can be sent once",
@@ -692,6 +246,7 @@ class Exchange:
         seconds = flow.ticket.timeout_seconds
         deadline = self.loop.time() + seconds
         self._open(flow)
+        self._sent_tickets.add(flow.ticket.ticket_id)
         try:
             async with asyncio.timeout_at(deadline):
                 await self._worker.open_ticket(blob)
@@ -755,6 +310,8 @@ class Exchange:
         """Cancel the transfers of a flow that has ended. Idempotent."""
         self._loading.discard(flow)
         ticket_id = flow.ticket.ticket_id
+        if not flow.receives:
+            self._sent_tickets.discard(ticket_id)
         if self._lifetime.is_running:
             if not flow.at_rest:
                 self._apply(self._scheduler.end_peer(flow.lease_id, ticket_id))

@@ -354,13 +354,16 @@ OF_THE_HANDLE: dict[str, set[str]] = {
         "leave_layers",
         "live_id",
         "note_capacity_wait",
+        "note_peer_wait",
         "note_pending_wait",
+        "note_received",
         "note_store_wait",
     },
 }
 ARGUMENTS: dict[str, Callable[[CacheEngine, Lease], tuple[Any, ...]]] = {
     "match": lambda e, lease: (TOKENS,),
     "would_hit": lambda e, lease: (TOKENS,),
+    "send": lambda e, lease: (lease, b"ticket"),
     "match_many": lambda e, lease: ([TOKENS],),
     "commit_many": lambda e, lease: ([lease], [8]),
     "computing": lambda e, lease: ([lease],),

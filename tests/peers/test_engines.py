@@ -1,5 +1,7 @@
 """Two engines over TCP: what arrives has the bytes of its prompt, whatever ends a transfer."""
 
+# ruff: noqa: SIM117  (nested blocks show which of them ends first)
+
 from __future__ import annotations
 
 import asyncio
@@ -9,10 +11,12 @@ import numpy as np
 import pytest
 
 from aiokv import (
+    BrokenEngineError,
     CacheConfig,
     CacheEngine,
     ClosedError,
     ConfigError,
+    DeviceError,
     Item,
     LeaseError,
     PeerError,
@@ -301,6 +305,7 @@ async def test_send_that_ends_early_shortens_the_received_prefix(how):
                         await source.preempt()
                     elif how == "truncate":
                         source.truncate(17)
+                        assert sending.failure == "the lease was truncated to 17 positions"
                 return sending
 
             task = asyncio.create_task(prefill())
@@ -329,29 +334,36 @@ async def test_send_that_ends_early_shortens_the_received_prefix(how):
 @pytest.mark.parametrize("how", ["release", "preempt", "swap", "truncate", "reset", "weights"])
 async def test_receive_ends_when_the_lease_gives_its_blocks_back(how):
     tokens = prompt(40)
+    reasons = {
+        "release": "the lease was released",
+        "preempt": "the lease was preempted",
+        "swap": "the lease was preempted",
+        "truncate": "the lease was truncated to 24 positions",
+        "reset": "the cache was reset",
+        "weights": "the weights are being updated",
+    }
     async with two_engines() as (p, d), await p.granted(tokens) as source:
         lease = await d.granted(tokens)
-        async with lease.receive() as receiving:
-            async with p.engine.send(source, receiving.ticket):
-                p.compute(source, tokens, 0, 18)
-                assert await receiving.wait(16) == 16
-                waiting = asyncio.create_task(receiving.wait())
-                await spin(3)
-                if how == "release":
-                    lease.release()
-                elif how == "truncate":
-                    lease.truncate(24)
-                elif how == "reset":
-                    await d.engine.reset()
-                elif how == "weights":
-                    async with d.engine.updating_weights(version="2"):
-                        pass
-                else:
-                    await lease.preempt(swap=how == "swap")
-                expected = {"release": 0, "preempt": 0}.get(how, 16)
-                assert await waiting == expected
-                assert receiving.failure
-                p.compute(source, tokens, 18, 40)
+        async with lease.receive() as receiving, p.engine.send(source, receiving.ticket):
+            p.compute(source, tokens, 0, 18)
+            assert await receiving.wait(16) == 16
+            waiting = asyncio.create_task(receiving.wait())
+            await spin(3)
+            if how == "release":
+                lease.release()
+            elif how == "truncate":
+                lease.truncate(24)
+            elif how == "reset":
+                await d.engine.reset()
+            elif how == "weights":
+                async with d.engine.updating_weights(version="2"):
+                    pass
+            else:
+                await lease.preempt(swap=how == "swap")
+            expected = {"release": 0, "preempt": 0}.get(how, 16)
+            assert await waiting == expected
+            assert reasons[how] in (receiving.failure or "")
+            p.compute(source, tokens, 18, 40)
         if how not in ("release", "truncate", "reset", "weights"):
             await lease.resume(40)
             d.check(lease, tokens, lease.cached_tokens)
@@ -438,7 +450,10 @@ async def test_no_late_byte_reaches_a_lease_that_takes_the_blocks(ends):
             if ends == "preempt":
                 await lease.preempt()
             elif ends == "deadline":
+                waiting = asyncio.create_task(receiving.wait())
                 await running_clock().advance(5.1)
+                assert receiving.failure
+                assert not waiting.done()  # a copy still writes a block of the lease
             elif ends == "cancel":
                 left = asyncio.create_task(receiving.__aexit__(None, None, None))
                 await spin(3)
@@ -461,6 +476,8 @@ async def test_no_late_byte_reaches_a_lease_that_takes_the_blocks(ends):
         await receiving.__aexit__(None, None, None)
         if ends == "cancel":
             await left
+        if ends == "deadline":
+            assert await waiting == 0
         lease.release()
 
 
@@ -673,7 +690,7 @@ async def test_wrong_calls_of_receive_change_nothing():
                     await lease.receive().__aenter__()
                 with pytest.raises(UsageError, match="position is 31"):
                     await receiving.wait(31)
-                with pytest.raises(UsageError, match="position is 1.5"):
+                with pytest.raises(UsageError, match=r"position is 1\.5"):
                     await receiving.wait(1.5)  # type: ignore[arg-type]
                 with pytest.raises(LeaseError, match="still being received"):
                     lease.commit(24)
@@ -793,6 +810,7 @@ async def test_sender_closes_with_transfers_in_flight(slow):
             await asyncio.sleep(0)
         await closing
         await leaving
+        source.release()
         assert sending.failure
         first = await receiving.wait()
         assert first < 40
@@ -813,6 +831,7 @@ async def test_engine_closes_while_a_send_connects():
         await p.engine.aclose(0.0)
         with pytest.raises((ClosedError, PeerError)):
             await entering
+        source.release()
         assert await receiving.wait(0) == 0
 
 
@@ -850,7 +869,7 @@ async def test_failed_onload_ends_the_receive_before_it_begins():
     tokens = prompt(29)
     device = ManualDevice()
     d = Side(device, write_policy="write_through")
-    async with two_engines(decode=d) as (p, _):
+    async with two_engines(decode=d) as (_p, _):
         await d.serve(tokens[:17])
         await spin(2)
         device.complete_all()
@@ -866,3 +885,77 @@ async def test_failed_onload_ends_the_receive_before_it_begins():
             with d.engine.computing([lease]):
                 d.compute(lease, tokens, 8, 29)
             d.check(lease, tokens)
+
+
+async def test_tickets_made_during_an_update_of_the_weights_match_no_engine():
+    tokens = prompt(30)
+    async with two_engines() as (p, d), await d.granted(tokens) as lease:
+        async with d.engine.updating_weights(version=""):
+            async with lease.receive() as receiving, await p.granted(tokens) as source:
+                assert tickets.decode(receiving.ticket).weights_version.startswith("unnamed ")
+                with pytest.raises(PeerError, match="version of the weights"):
+                    await p.engine.send(source, receiving.ticket).__aenter__()
+
+
+async def test_failed_device_ends_the_receive():
+    tokens = prompt(40)
+    device: Any = ManualDevice()
+    async with Side(listen=None) as p, await p.granted(tokens) as source:
+        d = Side(device)
+        await d.engine.__aenter__()
+        lease = await d.granted(tokens)
+        other = await d.granted(prompt(40, 2))
+        async with lease.receive() as receiving, other.receive() as second:
+            async with p.engine.send(source, receiving.ticket) as sending:
+                p.compute(source, tokens, 0, 18)
+                await run_until_idle(lambda: bool(device.receives))
+                device.failure = DeviceError("the device is broken")
+                device.receives[0].fail_all()
+                waiting = asyncio.create_task(receiving.wait())
+                await complete_during(waiting, device)
+                assert (await waiting, await second.wait()) == (0, 0)
+                assert "the device is broken" in (second.failure or "")
+                with pytest.raises(BrokenEngineError):
+                    await other.receive().__aenter__()
+                device.complete_all()
+            assert sending.failure
+        lease.release()
+        other.release()
+        await complete_during(d.engine.aclose(0.0), device)
+
+
+@pytest.mark.clock
+async def test_ended_receives_and_sends_leave_no_timer():
+    tokens = prompt(30)
+    async with two_engines() as (p, d), await d.granted(tokens) as lease:
+        before = running_clock().timers
+        async with lease.receive(timeout=1000.0) as receiving:
+            async with await p.granted(tokens) as source:
+                async with p.engine.send(source, receiving.ticket):
+                    assert running_clock().timers >= before + 2
+                    p.compute(source, tokens, 0, 30)
+            assert await receiving.wait() == 30
+        await run_until_idle(lambda: p.is_at_rest() and d.is_at_rest())
+        assert d.engine.check_invariants() == []
+
+
+async def test_leaving_a_send_waits_for_the_onloads_of_its_lease():
+    tokens = prompt(29)
+    device = ManualDevice()
+    p = Side(device, listen=None, write_policy="write_through")
+    async with two_engines(p) as (_, d):
+        await p.serve(tokens[:17])
+        await spin(2)
+        device.complete_all()
+        await run_until_idle(lambda: p.engine.statistics().offloaded_blocks == 4)
+        await p.engine.evict(64)
+        async with await d.granted(tokens) as lease, await p.granted(tokens) as source:
+            async with lease.receive() as receiving:
+                async with p.engine.send(source, receiving.ticket) as sending:
+                    leaving = asyncio.create_task(sending.__aexit__(None, None, None))
+                    await spin(5)
+                    assert not leaving.done()
+                    await complete_during(leaving, device)
+                    assert sending.delivered_tokens == 16
+                assert await receiving.wait() == 16
+                d.check(lease, tokens, 16)

@@ -79,7 +79,8 @@ def sample(record: type) -> Any:
     required = [f for f in msgspec.inspect.type_info(record).fields if f.required]  # type: ignore[attr-defined]
     for field in required:
         hint = typing.get_type_hints(record)[field.name]
-        plain[field.name] = sample(hint) if hint in RECORDS else 1
+        empty: Any = [] if typing.get_origin(hint) is list else 1
+        plain[field.name] = sample(hint) if hint in RECORDS else empty
     return plain
 
 
@@ -114,7 +115,7 @@ def test_no_public_constructor_or_method_hides_its_parameters():
 
 def test_the_signature_of_the_engine_is_real():
     assert list(inspect.signature(CacheEngine).parameters) == [
-        "config", "regions", "device", "ranks", "stores",
+        "config", "regions", "device", "ranks", "stores", "peers",
     ]  # fmt: skip
 
 

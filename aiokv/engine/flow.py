@@ -1,0 +1,172 @@
+"""Flow: the transfers of one ticket, on the side that receives or on the side that sends."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aiokv import checks
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+
+    from aiokv.engine.peers import Exchange
+    from aiokv.lease import Lease
+    from aiokv.peers.ticket import Ticket
+    from aiokv.scheduler.effects import Effects
+
+
+class Flow:
+    """Transfers of one ticket between a lease of this engine and another engine.
+
+    Args:
+        exchange: all flows of the engine.
+        lease: the lease.
+        ticket: the ticket.
+        first_block: of the lease, to move.
+        proceed: called when a transfer has ended, when positions were committed, and when onloads
+            of the lease have ended.
+        receives: True on the side that receives.
+
+    Attributes:
+        lease: as given.
+        lease_id: its id, also after its release.
+        ticket: as given.
+        receives: as given.
+        moved_block: blocks before it, from ``first_block`` on, have moved.
+        kept_tokens: positions that the lease still has.
+        is_broken: a transfer has ended without all of its blocks.
+        reason: why that transfer has ended.
+        ended_at: time of the loop at which it has ended; None before.
+        failure: why it has ended early; None if it has not.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        lease: Lease,
+        ticket: Ticket,
+        first_block: int,
+        proceed: Callable[[], None],
+        *,
+        receives: bool,
+    ) -> None:
+        self._exchange = exchange
+        self._timer: asyncio.TimerHandle | None = None
+        self._blocks: dict[int, int] = {}  # of transfers that have not ended in order, oldest first
+        self._moved: dict[int, int] = {}  # blocks of those that have ended out of order
+        self._waiters: list[asyncio.Future[None]] = []
+        self._next_block = first_block
+        self.proceed = proceed
+        self.lease = lease
+        self.lease_id = lease.id
+        self.ticket = ticket
+        self.receives = receives
+        self.moved_block = first_block
+        self.kept_tokens = checks.MAX_INT32
+        self.is_broken = False
+        self.reason = ""
+        self.ended_at: float | None = None
+        self.failure: str | None = None
+
+    @property
+    def ended(self) -> bool:
+        """True when no further transfer begins."""
+        return self.ended_at is not None
+
+    @property
+    def at_rest(self) -> bool:
+        """True when no transfer is in flight."""
+        return len(self._blocks) == len(self._moved)
+
+    @property
+    def transfer_ids(self) -> list[int]:
+        """Transfers that have not ended in order."""
+        return list(self._blocks)
+
+    def end_in(self, seconds: float) -> None:
+        """End the flow after ``seconds``, by the loop's clock."""
+        reason = f"the deadline of {seconds:.4g} s passed"
+        self._timer = self._exchange.loop.call_later(seconds, self.end, reason)
+
+    def begin(
+        self,
+        transition: Callable[[int, bytes, int, int], tuple[int, Effects]],
+        end_block: int,
+        chunk_blocks: int,
+    ) -> None:
+        """Begin transfers of the blocks that have none yet, up to ``end_block``.
+
+        Raises:
+            AiokvError: the scheduler refuses a transfer; those before it have begun.
+        """
+        while self._next_block < end_block and not self.ended:
+            num_blocks = min(chunk_blocks, end_block - self._next_block)
+            transfer_id, effects = transition(
+                self.lease_id, self.ticket.ticket_id, self._next_block, num_blocks
+            )
+            self._blocks[transfer_id] = num_blocks
+            self._next_block += num_blocks
+            self._exchange.submit(self, transfer_id, effects)
+
+    def moved(self, transfer_id: int, blocks: int, reason: str) -> None:
+        """Note the end of a transfer, of which the first ``blocks`` blocks have moved. Idempotent.
+
+        Blocks behind the first that has not moved do not count.
+        """
+        if transfer_id not in self._blocks:
+            return
+        self._moved[transfer_id] = blocks
+        if blocks < self._blocks[transfer_id]:
+            self.reason = self.reason or reason
+        for first in list(self._blocks):
+            if first not in self._moved:
+                return
+            if not self.is_broken:
+                self.is_broken = self._moved[first] < self._blocks[first]
+                self.moved_block += self._moved[first]
+            del self._blocks[first], self._moved[first]
+
+    def end(self, failure: str | None = None) -> None:
+        """Begin no further transfer, and cancel those in flight. The first reason is kept."""
+        if self.ended:
+            return
+        self.failure = failure
+        self.ended_at = self._exchange.loop.time()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._exchange.end(self)
+
+    def forget(self) -> None:
+        """Note that no end of a transfer follows: the lease no longer has the blocks."""
+        self._blocks.clear()
+        self._moved.clear()
+
+    def wake(self) -> None:
+        """Let the waiting coroutines test their conditions."""
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Wait for a condition on this flow.
+
+        Cancellation: nothing changed.
+        """
+        while not condition():
+            waiter: asyncio.Future[None] = self._exchange.loop.create_future()
+            self._waiters.append(waiter)
+            try:
+                await waiter
+            finally:
+                self._waiters.remove(waiter)
+
+    def __repr__(self) -> str:
+        ticket = self.ticket
+        state = "in flight"
+        if self.ended:
+            state = "complete" if self.failure is None else f"ended: {self.failure}"
+        return (
+            f"positions {ticket.first_position} to {ticket.num_tokens}, ticket "
+            f"{ticket.ticket_id.hex()[:8]}, {state}"
+        )

@@ -1,0 +1,184 @@
+"""Receiving: the handle of the blocks that another engine sends to a lease."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Self
+
+from aiokv import checks
+from aiokv.checks import Unique
+from aiokv.engine.flow import Flow
+from aiokv.errors import AiokvError, UsageError
+from aiokv.peers.statistics import ReceivingStatistics
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from aiokv.engine.peers import Exchange
+    from aiokv.lease import Lease
+
+
+class Receiving(Unique):
+    """Blocks of a lease that another engine computes and sends; see ``Lease.receive``."""
+
+    def __init__(
+        self, exchange: Exchange, lease: Lease, num_tokens: int | None, timeout: float
+    ) -> None:
+        self._exchange = exchange
+        self._lease = lease
+        self._asked_tokens = num_tokens
+        self._timeout = timeout
+        self._flow: Flow | None = None
+        self._blob = b""
+        self._committed = 0  # positions that are cached or were received
+        self._began = 0.0
+        self._first_at: float | None = None
+        self._wait_seconds = 0.0
+
+    async def __aenter__(self) -> Self:
+        """Make the ticket, and let the blocks be received.
+
+        Raises:
+            LeaseError: the lease is not granted, is being received already, has nothing to receive,
+                or a batch computes with it. Nothing changed.
+            UsageError: the engine has no peers, does not listen, or this object was entered before.
+                Nothing changed.
+            ClosedError: the engine is closed or closing.
+            BrokenEngineError: the device failed, or a rank was lost.
+
+        Checkpoint: never.
+        """
+        if self._flow is not None:
+            raise UsageError(
+                f"{self!r} was entered already; it can be entered once",
+                hint="call lease.receive() again",
+            )
+        exchange = self._exchange
+        ticket, blob = exchange.new_ticket(self._lease, self._asked_tokens, self._timeout)
+        first_block = ticket.first_position // ticket.block_tokens
+        flow = Flow(exchange, self._lease, ticket, first_block, self._proceed, receives=True)
+        self._committed = ticket.first_position
+        self._began = exchange.loop.time()
+        try:
+            exchange.open_receive(flow, blob, self._timeout)
+            exchange.begin_receive(flow)
+        except BaseException:
+            flow.end("the receive could not begin")
+            raise
+        self._flow, self._blob = flow, blob
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        flow = self._entered()
+        flow.end("the receive was left before all positions had arrived")
+        await flow.wait_for(lambda: flow.at_rest)
+
+    @property
+    def ticket(self) -> bytes:
+        """Ticket for ``engine.send`` of the other engine; put it into the user's request."""
+        self._entered()
+        return self._blob
+
+    async def wait(self, position: int | None = None) -> int:
+        """Wait until positions have arrived, or the receive has ended.
+
+        The receive ends at its deadline at the latest. A failure of the other engine raises
+        nothing: the caller computes what is missing. When the receive has ended, no transfer
+        writes the blocks of the lease any more: compute from the returned position on. Before that,
+        the lease cannot compute.
+
+        Args:
+            position: return when all positions before this one have arrived; None for all positions
+                of the ticket, which is the end of the receive.
+
+        Returns:
+            The first position that is not there; the ``num_tokens`` of the ticket when all have
+            arrived, 0 when the lease has given its blocks back.
+
+        Raises:
+            UsageError: ``position`` is not an integer, or is not within the positions of the
+                ticket; the ``async with`` block has not begun; or the call is made in another
+                thread.
+
+        Cancellation: nothing changed.
+        """
+        flow = self._entered()
+        limit = flow.ticket.num_tokens
+        target = limit
+        if position is not None:
+            target = checks.integer("position", position, minimum=0, maximum=limit)
+        began = self._exchange.loop.time()
+        try:
+            await flow.wait_for(lambda: flow.at_rest if flow.ended else self._committed >= target)
+        finally:
+            seconds = self._exchange.loop.time() - began
+            self._wait_seconds += seconds
+            self._exchange.note_wait(flow.lease, seconds)
+        return self._position
+
+    @property
+    def received_tokens(self) -> int:
+        """Number of positions that have arrived, from the first of the ticket on."""
+        flow = self._entered()
+        return max(self._position - flow.ticket.first_position, 0)
+
+    @property
+    def failure(self) -> str | None:
+        """Reason why the receive has ended early; None while it runs, and when all is there."""
+        return self._entered().failure
+
+    @property
+    def statistics(self) -> ReceivingStatistics:
+        """Progress and times so far."""
+        flow = self._entered()
+        ticket = flow.ticket
+        now = self._exchange.loop.time() if flow.ended_at is None else flow.ended_at
+        return ReceivingStatistics(
+            wanted_tokens=ticket.num_tokens - ticket.first_position,
+            received_tokens=self.received_tokens,
+            first_chunk_seconds=None if self._first_at is None else self._first_at - self._began,
+            seconds=now - self._began,
+            wait_seconds=self._wait_seconds,
+        )
+
+    @property
+    def _position(self) -> int:
+        return min(self._committed, self._entered().kept_tokens)
+
+    def _entered(self) -> Flow:
+        self._exchange.check_thread()
+        if self._flow is None:
+            raise UsageError(f"{self!r} can only be used inside its `async with` block")
+        return self._flow
+
+    def _proceed(self) -> None:
+        """Commit the blocks that have arrived in order; end the flow at the first missing one."""
+        flow = self._flow
+        if flow is None or flow.ended:
+            return
+        exchange = self._exchange
+        try:
+            exchange.begin_receive(flow)
+            arrived = min(flow.moved_block * exchange.block_tokens, flow.ticket.num_tokens)
+            if arrived > self._committed:
+                exchange.commit_received(flow, arrived)
+                self._first_at = self._first_at or exchange.loop.time()
+                flow.lease.note_received(arrived - self._committed)
+                exchange.counts.received_tokens += arrived - self._committed
+                self._committed = arrived
+        except AiokvError as error:
+            flow.end(str(error))
+        if flow.is_broken:
+            flow.end(flow.reason or "a transfer was cancelled")
+        elif self._committed == flow.ticket.num_tokens:
+            exchange.counts.complete_receives += not flow.ended
+            flow.end()
+
+    def __repr__(self) -> str:
+        if self._flow is None:
+            return "<Receiving, not entered>"
+        return f"<Receiving {self._flow!r}>"

@@ -1,0 +1,133 @@
+"""Sending: the handle of the blocks that a lease sends to another engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Self
+
+from aiokv.checks import Unique
+from aiokv.engine.flow import Flow
+from aiokv.errors import AiokvError, UsageError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from aiokv.engine.peers import Exchange
+    from aiokv.lease import Lease
+
+
+class Sending(Unique):
+    """Blocks of a lease that another engine receives; see ``CacheEngine.send``."""
+
+    def __init__(self, exchange: Exchange, lease: Lease, blob: bytes) -> None:
+        self._exchange = exchange
+        self._lease = lease
+        self._blob = blob
+        self._flow: Flow | None = None
+        self._counted_tokens = 0  # in PeerCounts.delivered_tokens
+
+    async def __aenter__(self) -> Self:
+        """Check the ticket, and connect to the engine that made it.
+
+        Raises:
+            UsageError: the ticket is malformed, is for another prompt, or is being sent already; or
+                the engine has no peers. Nothing changed.
+            LeaseError: the lease is not granted, or belongs to another engine. Nothing changed.
+            LayoutError: the blocks of the two engines cannot be mapped. Nothing changed.
+            PeerError: the other engine has another model, version of the weights or transport,
+                cannot be reached, or refuses the ticket. Nothing changed.
+            ClosedError: the engine is closed or closing.
+            BrokenEngineError: the device failed, or a rank was lost.
+
+        Cancellation: nothing is left behind.
+        """
+        if self._flow is not None:
+            raise UsageError(
+                f"{self!r} was entered already; it can be entered once",
+                hint="call engine.send() again",
+            )
+        exchange = self._exchange
+        try:
+            ticket = exchange.checked_ticket(self._lease, self._blob)
+            first_block = ticket.first_position // exchange.block_tokens
+            flow = Flow(exchange, self._lease, ticket, first_block, self._proceed, receives=False)
+            await exchange.open_send(flow, self._blob)
+        except Exception:
+            exchange.counts.refused_sends += 1
+            raise
+        try:
+            exchange.begin_send(flow)
+        except BaseException:
+            flow.end("the send could not begin")
+            raise
+        self._flow = flow
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        flow = self._entered()
+        if exc_type is not None:
+            flow.end(f"the send was left with {exc_type.__name__}")
+            return
+        try:
+            await flow.wait_for(
+                lambda: flow.ended or (flow.at_rest and not self._exchange.is_loading(flow))
+            )
+        except BaseException:
+            flow.end("the send was cancelled")
+            raise
+        flow.end("the send was left before all positions were computed")
+
+    def cancel(self) -> None:
+        """Send nothing more; the receiving engine computes what is missing. Idempotent.
+
+        Raises:
+            UsageError: the ``async with`` block has not begun, or the call is made in another
+                thread.
+        """
+        self._entered().end("cancel() was called")
+
+    @property
+    def delivered_tokens(self) -> int:
+        """Number of positions that the receiver has acknowledged, from the first on."""
+        flow = self._entered()
+        ticket = flow.ticket
+        delivered = min(flow.moved_block * self._exchange.block_tokens, ticket.num_tokens)
+        return max(delivered - ticket.first_position, 0)
+
+    @property
+    def failure(self) -> str | None:
+        """Reason why the send has ended early; None while it runs, and when all was delivered."""
+        return self._entered().failure
+
+    def _entered(self) -> Flow:
+        self._exchange.check_thread()
+        if self._flow is None:
+            raise UsageError(f"{self!r} can only be used inside its `async with` block")
+        return self._flow
+
+    def _proceed(self) -> None:
+        """Send the blocks that are computed, and end the flow when all were acknowledged."""
+        flow = self._flow
+        if flow is None or flow.ended:
+            return
+        try:
+            self._exchange.begin_send(flow)
+        except AiokvError as error:
+            flow.end(str(error))
+        counts = self._exchange.counts
+        counts.delivered_tokens += self.delivered_tokens - self._counted_tokens
+        self._counted_tokens = self.delivered_tokens
+        if flow.is_broken:
+            flow.end(flow.reason or "a transfer was cancelled")
+        elif flow.moved_block * self._exchange.block_tokens >= flow.ticket.num_tokens:
+            counts.complete_sends += not flow.ended
+            flow.end()
+
+    def __repr__(self) -> str:
+        if self._flow is None:
+            return "<Sending, not entered>"
+        return f"<Sending {self._flow!r}>"
