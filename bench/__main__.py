@@ -35,6 +35,7 @@ BENCHES = (
     "disk",
     "redis_store",
     "remote_stores",
+    "peers_tcp",
 )
 
 

@@ -18,10 +18,9 @@ import asyncio
 import json
 import socket
 import statistics
-import subprocess
 import sys
 import time
-from collections import defaultdict, deque
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +39,7 @@ from aiokv.peers.messages import (
     parcel_key,
 )
 from aiokv.peers.ring import LandingRing
-from aiokv.peers.tcp import TcpTransport
+from aiokv.peers.tcp import TcpLink, TcpTransport
 from aiokv.peers.transport import Outgoing, PeerMemory
 from aiokv.peers.wire import Connection, listen
 from aiokv.stores.base import TRAILER_BYTES
@@ -56,9 +55,12 @@ LOOPS: dict[str, Callable[[Coroutine[Any, Any, Any]], Any]] = {
     "asyncio": asyncio.run,
     "uvloop": uvloop.run,
 }
-TOTAL_BYTES = 512 << 20  # per round
+PLAIN, PEERS, END = b"p", b"w", b"q"  # commands to the sender
+TOTAL_BYTES = 256 << 20  # per round
 MEMORY_BYTES = 32 << 20  # of the slots of each side
 INLINE_BYTES = 256 << 10  # fewer are read on the loop, which is faster than a thread
+BATCH_BYTES = 8 << 20  # that the sender seals at once
+ACKNOWLEDGED_PART = 8  # of the slots at once: each message wakes the sender
 SECRET = b"a secret of the bench of peers"
 TICKET = bytes(16)
 GENERATION = bytes(range(16))
@@ -67,18 +69,15 @@ IDLE_CONNECTIONS = 16
 
 def run(quick: bool) -> dict[str, Any]:
     """Return GB/s by size of a parcel and loop, and the CPU share of idle connections."""
-    rounds = 1 if quick else 7
+    rounds = 1 if quick else 9
     total = TOTAL_BYTES // 16 if quick else TOTAL_BYTES
     results: dict[str, Any] = {}
     for name, parcel_bytes in SIZES.items():
-        seconds: dict[str, list[float]] = defaultdict(list)
         count = max(4, total // parcel_bytes)
-        for _ in range(rounds):
-            for loop, run_on in LOOPS.items():
-                for way in ("plain", "peers"):
-                    seconds[f"{way}_{loop}"].append(
-                        run_on(_measure(way, loop, parcel_bytes, count))
-                    )
+        seconds = {
+            loop: run_on(_receive(loop, parcel_bytes, count, rounds))
+            for loop, run_on in LOOPS.items()
+        }
         results[name] = _summary(seconds, count * parcel_bytes)
     results["idle"] = {
         f"cpu_share_{loop}": run_on(_idle(1.0 if quick else 10.0)) for loop, run_on in LOOPS.items()
@@ -86,19 +85,15 @@ def run(quick: bool) -> dict[str, Any]:
     return results
 
 
-def _summary(seconds: dict[str, list[float]], num_bytes: int) -> dict[str, float]:
-    gbps = {
-        f"{way}_gbps": num_bytes / 1e9 / statistics.median(values)
-        for way, values in seconds.items()
-    }
-    ratios = {
-        f"ratio_to_plain_{loop}": statistics.median(
-            plain / ours
-            for plain, ours in zip(seconds[f"plain_{loop}"], seconds[f"peers_{loop}"], strict=True)
-        )
-        for loop in LOOPS
-    }
-    return gbps | ratios
+def _summary(seconds: dict[str, list[tuple[float, float]]], num_bytes: int) -> dict[str, float]:
+    results = {}
+    for loop, rounds in seconds.items():
+        plain, peers = (statistics.median(times) for times in zip(*rounds, strict=True))
+        results[f"plain_{loop}_gbps"] = num_bytes / 1e9 / plain
+        results[f"peers_{loop}_gbps"] = num_bytes / 1e9 / peers
+        ratios = [of_plain / of_peers for of_plain, of_peers in rounds]
+        results[f"ratio_to_plain_{loop}"] = statistics.median(ratios)
+    return results
 
 
 class _Slots:
@@ -147,69 +142,72 @@ def _keys(blocks: list[int]) -> bytes:
 # --- receiver, in this process ------------------------------------------------------------------
 
 
-async def _measure(way: str, loop: str, parcel_bytes: int, count: int) -> float:
-    """Return the seconds in which ``count`` parcels of another process arrived."""
-    slots = _Slots(parcel_bytes)
-    receive = _receive_plain if way == "plain" else _receive_parcels
-    try:
-        return await receive(slots, loop, count)
-    finally:
-        slots.close()
-
-
-def _sender(
-    way: str, loop: str, port: int, parcel_bytes: int, count: int
-) -> subprocess.Popen[bytes]:
-    options = json.dumps([way, loop, port, parcel_bytes, count])
-    return subprocess.Popen([sys.executable, "-m", "bench.peers_tcp", options])
-
-
-async def _receive_plain(slots: _Slots, loop_name: str, count: int) -> float:
+async def _receive(loop_name: str, size: int, count: int, rounds: int) -> list[tuple[float, float]]:
+    """Return the seconds in which ``count`` parcels arrived, plain and as a peer, per round."""
+    slots = _Slots(size)
+    receiver = _Receiver(slots)
+    listener = await listen("127.0.0.1", 0, SECRET, receiver.start)
     loop = asyncio.get_running_loop()
-    memory = slots.memory
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.setblocking(False)
-        port = listening.getsockname()[1]
-        with _sender("plain", loop_name, port, memory.slot_bytes, count) as sender:
-            connected, _ = await loop.sock_accept(listening)
-            connected.setblocking(False)
-            with connected:
-                await loop.sock_recv(connected, 1)
-                began = time.perf_counter()
-                for parcel in range(count):
-                    target = memory.slot(parcel % memory.num_slots, memory.slot_bytes)
-                    while target:
-                        target = target[await loop.sock_recv_into(connected, target) :]
-                seconds = time.perf_counter() - began
-            _check_exit(sender)
-    return seconds
+        options = json.dumps([loop_name, listening.getsockname()[1], listener.port, size, count])
+        sender = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "bench.peers_tcp", options
+        )
+        plain, _ = await loop.sock_accept(listening)
+    with plain:
+        plain.setblocking(False)
+        seconds = []
+        for _ in range(1 + rounds):
+            began = time.perf_counter()
+            await loop.sock_sendall(plain, PLAIN)
+            await _receive_plain(plain, slots.memory, count)
+            between = time.perf_counter()
+            await loop.sock_sendall(plain, PEERS)
+            await receiver.receive(count)
+            seconds.append((between - began, time.perf_counter() - between))
+        await loop.sock_sendall(plain, END)
+        if await sender.wait():
+            raise RuntimeError(f"peers_tcp: the sender exited with {sender.returncode}")
+    await receiver.connection.closed()
+    await listener.aclose()
+    slots.close()
+    return seconds[1:]  # the first round warms the connections up
 
 
-def _check_exit(sender: subprocess.Popen[bytes]) -> None:
-    if sender.wait(30):
-        raise RuntimeError(f"peers_tcp: the sender exited with {sender.returncode}")
+async def _receive_plain(plain: socket.socket, memory: PeerMemory, count: int) -> None:
+    loop = asyncio.get_running_loop()
+    for parcel in range(count):
+        target = memory.slot(parcel % memory.num_slots, memory.slot_bytes)
+        while target:
+            target = target[await loop.sock_recv_into(plain, target) :]
 
 
 class _Receiver:
     """Handler of the receiving end."""
 
-    def __init__(self, slots: _Slots, count: int) -> None:
+    def __init__(self, slots: _Slots) -> None:
         self.slots = slots
-        self.left = count
+        self.left = 0
         self.ring: LandingRing[str] = LandingRing(slots.memory.num_slots)
         self.connection: Connection | None = None
         self.arrived: list[Landed] = []
+        self.proven: list[int] = []  # not acknowledged yet
         self.proving: asyncio.Task[None] | None = None
-        self.began = 0.0
-        self.seconds: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def start(self, connection: Connection) -> None:
         self.connection = connection
         connection.start(self)
 
+    async def receive(self, count: int) -> None:
+        """Return when ``count`` parcels are proven."""
+        self.left = count
+        self.ended = asyncio.get_running_loop().create_future()
+        await self.ended
+
     def on_message(self, message: Message) -> None:
         if isinstance(message, Want):
-            self.began = self.began or time.perf_counter()
             self.ring.want("sender", message.parcels)
             self.give_credit()
 
@@ -238,42 +236,50 @@ class _Receiver:
                 raise RuntimeError("peers_tcp: a parcel is wrong")
             for slot in slots:
                 self.ring.free(slot)
-            self.give_credit()
-            self.connection.send(Proven(ticket_id=TICKET, sender_blocks=blocks))
+            self.proven += blocks
             self.left -= len(blocks)
+            if len(self.proven) >= self.ring.num_slots // ACKNOWLEDGED_PART or not self.left:
+                self.give_credit()
+                self.connection.send(Proven(ticket_id=TICKET, sender_blocks=self.proven))
+                self.proven = []
         self.proving = None
         if not self.left:
-            self.seconds.set_result(time.perf_counter() - self.began)
             self.connection.send(Done(ticket_id=TICKET))
+            self.ended.set_result(None)
 
     def on_closed(self, reason: str) -> None:
-        if not self.seconds.done():
-            self.seconds.set_exception(RuntimeError(f"peers_tcp: {reason}"))
-
-
-async def _receive_parcels(slots: _Slots, loop_name: str, count: int) -> float:
-    receiver = _Receiver(slots, count)
-    listener = await listen("127.0.0.1", 0, SECRET, receiver.start)
-    with _sender("peers", loop_name, listener.port, slots.memory.slot_bytes, count) as sender:
-        seconds = await receiver.seconds
-        _check_exit(sender)
-    await receiver.connection.closed()
-    await listener.aclose()
-    return seconds
+        if self.left and not self.ended.done():
+            self.ended.set_exception(RuntimeError(f"peers_tcp: {reason}"))
 
 
 # --- sender, in another process -----------------------------------------------------------------
 
 
-async def _send_plain(port: int, slots: _Slots, count: int) -> None:
+async def _send(loop_name: str, plain_port: int, port: int, size: int, count: int) -> None:
+    slots = _Slots(size)
+    sender = _Sender()
+    connection = await Connection.open("127.0.0.1", port, SECRET, timeout=30.0)
+    connection.start(sender)
+    transport = TcpTransport()
+    await transport.open(slots.memory, slots.memory)
+    link = await transport.connect(connection, b"")
     loop = asyncio.get_running_loop()
-    memory = slots.memory
-    with socket.create_connection(("127.0.0.1", port)) as connected:
-        connected.setblocking(False)
-        await loop.sock_sendall(connected, b"!")
-        for parcel in range(count):
-            slot = memory.slot(parcel % memory.num_slots, memory.slot_bytes)
-            await loop.sock_sendall(connected, slot)
+    with socket.create_connection(("127.0.0.1", plain_port)) as plain:
+        plain.setblocking(False)
+        while (command := await loop.sock_recv(plain, 1)) != END:
+            if command == PLAIN:
+                await _send_plain(plain, slots.memory, count)
+            else:
+                await _send_parcels(connection, link, sender, slots, count)
+    connection.close()
+    await connection.closed()
+    slots.close()
+
+
+async def _send_plain(plain: socket.socket, memory: PeerMemory, count: int) -> None:
+    loop = asyncio.get_running_loop()
+    for parcel in range(count):
+        await loop.sock_sendall(plain, memory.slot(parcel % memory.num_slots, memory.slot_bytes))
 
 
 class _Sender:
@@ -282,13 +288,13 @@ class _Sender:
     def __init__(self) -> None:
         self.credits: deque[SlotCredit] = deque()
         self.given = asyncio.Event()
-        self.done = asyncio.get_running_loop().create_future()
+        self.done: asyncio.Future[None] | None = None  # of the parcels that are being sent
 
     def on_message(self, message: Message) -> None:
         if isinstance(message, Credit):
             self.credits.extend(message.slots)
             self.given.set()
-        elif isinstance(message, Done):
+        elif isinstance(message, Done) and self.done is not None:
             self.done.set_result(None)
 
     def place(self, landed: Landed) -> memoryview | None:
@@ -298,37 +304,33 @@ class _Sender:
         pass
 
     def on_closed(self, reason: str) -> None:
-        if not self.done.done():
+        if self.done is not None and not self.done.done():
             self.done.set_exception(RuntimeError(f"peers_tcp: {reason}"))
 
 
-async def _send_parcels(port: int, slots: _Slots, count: int) -> None:
-    sender = _Sender()
-    connection = await Connection.open("127.0.0.1", port, SECRET, timeout=30.0)
-    connection.start(sender)
-    transport = TcpTransport()
-    await transport.open(slots.memory, slots.memory)
-    link = await transport.connect(connection, b"")
+async def _send_parcels(
+    connection: Connection, link: TcpLink, sender: _Sender, slots: _Slots, count: int
+) -> None:
+    sender.done = asyncio.get_running_loop().create_future()
     for begin in range(0, count, MAX_LISTED):
         connection.send(Want(ticket_id=TICKET, parcels=min(MAX_LISTED, count - begin)))
-    batch = max(1, slots.memory.num_slots // 4)
+    batch = max(1, BATCH_BYTES // slots.memory.slot_bytes)
+    batches = slots.memory.num_slots // batch
     writes: deque[asyncio.Task[None]] = deque()
     for begin in range(0, count, batch):
         blocks = list(range(begin, min(begin + batch, count)))
-        if len(writes) > 1:  # these slots are still being read
+        if len(writes) == batches - 1:  # these slots are still being read
             await writes.popleft()
-        places = [block % (batch * 4) for block in blocks]
+        places = [block % (batch * batches) for block in blocks]
         await slots.proof(seal_blocks, places, _keys(blocks))
         writes.append(asyncio.ensure_future(_write(link, sender, blocks, places, slots.memory)))
     for write in writes:
         await write
     await sender.done
-    connection.close()
-    await connection.closed()
 
 
 async def _write(
-    link: Any, sender: _Sender, blocks: list[int], places: list[int], memory: PeerMemory
+    link: TcpLink, sender: _Sender, blocks: list[int], places: list[int], memory: PeerMemory
 ) -> None:
     waiting = deque(zip(blocks, places, strict=True))
     while waiting:
@@ -348,14 +350,6 @@ async def _write(
             )
             parcels.append(Outgoing(place, landed))
         await link.write(parcels)
-
-
-def _send(options: str) -> None:
-    way, loop, port, parcel_bytes, count = json.loads(options)
-    slots = _Slots(parcel_bytes)
-    send = _send_plain if way == "plain" else _send_parcels
-    LOOPS[loop](send(port, slots, count))
-    slots.close()
 
 
 # --- idle connections ---------------------------------------------------------------------------
@@ -382,4 +376,5 @@ async def _idle(seconds: float) -> float:
 
 
 if __name__ == "__main__":
-    _send(sys.argv[1])
+    arguments = json.loads(sys.argv[1])
+    LOOPS[arguments[0]](_send(*arguments))

@@ -127,6 +127,11 @@ class FrameReader:
         self._discarding = 0  # bytes
         self.stopped = False
 
+    @property
+    def parcel_bytes_left(self) -> int:
+        """Bytes that the parcel that is being read still needs; 0 between parcels."""
+        return len(self._rest) if self._rest is not None else self._discarding
+
     def buffers(self) -> list[memoryview]:
         """Return where the next bytes belong, in order; never empty, and at most ``READ_BYTES``."""
         if self._rest is not None:

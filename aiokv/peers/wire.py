@@ -48,6 +48,7 @@ log = Log(__name__)
 
 WRITE_BYTES: Final = 1 << 20  # of one system call, which holds the loop while it copies
 CALL_BYTES: Final = 16 << 10  # that a system call and its frames count as, in READ_BYTES
+WAKE_BYTES: Final = 512 << 10  # of a parcel: fewer wake the loop more often than they help
 MAX_QUEUED: Final = 1 << 16  # messages that wait for the peer to read
 BACKLOG: Final = 128
 _MAX_BUFFERS: Final = 64  # of one sendmsg
@@ -209,6 +210,7 @@ class Connection(Unique):
         self._writer_armed = False
         self._closing = False
         self._timer: asyncio.TimerHandle | None = None
+        self._wake_bytes = 1  # in the kernel that make the socket readable
         self._received = False  # since the last check
         self._sent = False  # likewise
         self._silent = 0  # checks since the last byte was received
@@ -334,26 +336,29 @@ class Connection(Unique):
         """
         if self.reason:
             return
-        self.reason = reason
+        self.reason = reason or "aborted"
         if self._timer is not None:
             self._timer.cancel()
         if self._reader is not None:
             self._reader.stop()
+            self._reader = None
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
         # uvloop stops to watch a descriptor one pass later.
         self._loop.call_soon(self._socket.close)
         for _, writes in self._active:
             if writes is not None:
-                writes.fail(reason)
+                writes.fail(self.reason)
         for queued in self._queue:
             if queued.writes is not None:
-                queued.writes.fail(reason)
+                queued.writes.fail(self.reason)
         self._active.clear()
         self._queue.clear()
-        self._closed.set_result(reason)
-        if self._handler is not None:
-            self._loop.call_soon(self._handler.on_closed, reason)
+        self._closed.set_result(self.reason)
+        # Without the cycle of handler and connection, both are freed at once.
+        handler, self._handler = self._handler, None
+        if handler is not None:
+            self._loop.call_soon(handler.on_closed, self.reason)
 
     async def closed(self) -> str:
         """Wait for the end of the connection; return the reason.
@@ -370,26 +375,27 @@ class Connection(Unique):
             return
         try:
             budget = READ_BYTES
-            while budget > 0:
-                num_bytes = self._read(reader)
-                if not num_bytes:
-                    return
+            while budget > 0 and (num_bytes := self._read(reader)):
                 budget -= num_bytes + CALL_BYTES
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError as error:
-            self.abort(f"the connection was lost: {error}")
         except FrameError as error:
             self.abort(f"the peer sent {error}")
         except BaseException as error:
             self.abort(f"an internal error: {error!r}")
             raise
+        if not self.reason:
+            self._wake_after(max(1, min(reader.parcel_bytes_left, WAKE_BYTES)))
 
     def _read(self, reader: FrameReader) -> int:
         """Read once; return the number of bytes, or 0 if there are probably no more of them."""
         buffers = reader.buffers()
         wanted = sum(map(len, buffers))
-        num_bytes = self._socket.recvmsg_into(buffers)[0]
+        try:
+            num_bytes = self._socket.recvmsg_into(buffers)[0]
+        except (BlockingIOError, InterruptedError):
+            return 0
+        except OSError as error:
+            self.abort(f"the connection was lost: {error}")
+            return 0
         if not num_bytes:
             self.abort("the peer closed the connection")
             return 0
@@ -397,6 +403,15 @@ class Connection(Unique):
         self.received_bytes += num_bytes
         reader.received(num_bytes)
         return num_bytes if num_bytes == wanted and not reader.stopped else 0
+
+    def _wake_after(self, num_bytes: int) -> None:
+        """Let the kernel report the socket as readable when it has so many bytes.
+
+        A receiver that is faster than the sender would sleep and wake for each small part.
+        """
+        if num_bytes != self._wake_bytes:
+            self._wake_bytes = num_bytes
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
 
     def _on_message(self, message: Message) -> None:
         if isinstance(message, Ping):
@@ -488,6 +503,10 @@ class Connection(Unique):
 
     def _check(self) -> None:
         """Count an interval in which the peer sent nothing, or read nothing."""
+        if not self._received:
+            self._on_readable()  # fewer bytes than WAKE_BYTES, or the loop was blocked
+            if self.reason:
+                return
         self._timer = self._loop.call_later(self._limits.ping_seconds, self._check)
         waits = bool(self._active or self._queue)
         self._stuck = self._stuck + 1 if waits and not self._sent else 0

@@ -23,6 +23,7 @@ from bench import harness, redis_store
         "loop_held",
         "disk_io",
         "disk",
+        "peers_tcp",
     ],
 )
 def test_bench_returns_finite_comparable_numbers(name):

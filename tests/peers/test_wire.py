@@ -6,6 +6,7 @@ import asyncio
 import logging
 import pickle
 import socket
+import weakref
 from contextlib import suppress
 
 import pytest
@@ -327,6 +328,27 @@ async def test_client_that_sends_nothing_is_closed_at_the_deadline(accepted):
         raw.close()
     await listener.aclose()
     assert accepted == []
+
+
+@pytest.mark.clock
+@pytest.mark.asyncio
+async def test_blocked_loop_ends_no_handshake(accepted):
+    """The deadline passes while the loop is blocked; the proof of the client is in the kernel."""
+    listener = await listening(accepted, handshake_seconds=5.0)
+    raw = await RawSocket.to(listener.port)
+    handshake = Handshake(SECRET, "client")
+    await raw.send(handshake.greeting)
+    handshake.read_greeting(await raw.receive(GREETING_BYTES))
+    await spin(20)
+    raw.socket.send(handshake.proof())
+    clock = running_clock()
+    clock.now += 100.0  # the loop was blocked
+    await clock.advance(0)
+    await run_until_idle(lambda: bool(accepted))
+    assert listener.refused == 0
+    accepted[0].abort("the test ended")
+    raw.close()
+    await listener.aclose()
 
 
 @pytest.mark.clock
@@ -679,6 +701,20 @@ async def test_connection_that_ended_before_its_start_is_reported():
 
 
 @pytest.mark.asyncio
+async def test_handler_of_an_ended_connection_is_freed_without_the_garbage_collector():
+    async with connected() as pair:
+        handler = Recorder()
+        handler.connection = pair.client  # a cycle, as in an owner
+        pair.client.start(handler)
+        freed = weakref.ref(handler)
+        pair.client.abort("")
+        assert pair.client.reason == "aborted"
+        del handler
+        await spin(3)
+        assert freed() is None
+
+
+@pytest.mark.asyncio
 async def test_closed_listener_ends_handshakes_and_keeps_connections():
     async with connected() as pair:
         pair.start()
@@ -719,16 +755,21 @@ async def test_idle_connection_stays_open_and_sends_few_pings():
         assert 0 < pair.client.sent_bytes <= 50 * 2 * 32
 
 
+@pytest.mark.parametrize("sent", [[], [WANT]], ids=["never", "no longer"])
 @pytest.mark.clock
 @pytest.mark.asyncio
-async def test_silent_peer_is_given_up_at_the_deadline(accepted):
+async def test_peer_that_sends_nothing_is_given_up_at_the_deadline(accepted, sent):
     listener = await listening(accepted)
     raw = await RawSocket.to(listener.port)
-    await raw.shake_hands()
+    writer = await raw.shake_hands()
     await run_until_idle(lambda: bool(accepted))
     recorder = Recorder()
     accepted[0].start(recorder)
     clock = running_clock()
+    for message in sent:
+        await raw.send(writer.frame(message))
+        await run_until_idle(lambda: bool(recorder.messages))
+        await clock.advance(PINGS)
     await clock.advance(3 * PINGS - 0.1)
     assert recorder.closed == []
     await clock.advance(0.2)
@@ -754,6 +795,35 @@ async def test_peer_that_sends_single_bytes_is_not_silent(accepted):
         await clock.advance(PINGS)
     assert recorder.messages == [WANT]
     assert recorder.closed == []
+    accepted[0].abort("the test ended")
+    raw.close()
+    await listener.aclose()
+
+
+@pytest.mark.parametrize("discards", [False, True])
+@pytest.mark.clock
+@pytest.mark.asyncio
+async def test_parcel_that_arrives_slowly_is_read_and_its_peer_is_not_silent(accepted, discards):
+    """The kernel wakes the loop only for more bytes than arrive within an interval."""
+    listener = await listening(accepted)
+    raw = await RawSocket.to(listener.port)
+    writer = await raw.shake_hands()
+    await run_until_idle(lambda: bool(accepted))
+    recorder = Recorder()
+    recorder.discards = discards
+    accepted[0].start(recorder)
+    clock = running_clock()
+    size = 2 << 20
+    await raw.send(writer.frame(landed(size), has_parcel=True))
+    for _ in range(20):
+        await raw.send(bytes(1000))
+        await clock.advance(PINGS)
+    assert recorder.closed == []
+    await raw.send(bytes(size - 20_000) + writer.frame(WANT))
+    await run_until_idle(lambda: recorder.messages == [WANT])
+    assert len(recorder.parcels) == (not discards)
+    await raw.send(writer.frame(DONE))  # few bytes wake the loop again
+    await run_until_idle(lambda: recorder.messages == [WANT, DONE])
     accepted[0].abort("the test ended")
     raw.close()
     await listener.aclose()

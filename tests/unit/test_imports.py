@@ -50,6 +50,12 @@ def test_stores_import_neither_scheduler_nor_engine(path: Path) -> None:
     assert {n for n in imported(path) if n.startswith(above)} == set()
 
 
+@pytest.mark.parametrize("path", modules("peers"), ids=lambda p: p.stem)
+def test_peers_import_neither_scheduler_nor_engine(path: Path) -> None:
+    above = ("aiokv.scheduler", "aiokv.engine", "aiokv.ranks", "aiokv.lease")
+    assert {n for n in imported(path) if n.startswith(above)} == set()
+
+
 def uses_of_the_core(path: Path) -> list[str]:
     """Return lines that use the native ``Core``, or the attribute ``core`` of an object."""
     found = []
