@@ -24,6 +24,7 @@ from aiokv import (
     Peers,
     UsageError,
 )
+from aiokv.engine.flow import MAX_IN_FLIGHT
 from aiokv.peers import ticket as tickets
 from aiokv.testing import ManualDevice, run_until_idle, running_clock, spin
 from tests.harness.closing import complete_during
@@ -149,6 +150,19 @@ async def test_engines_send_both_ways_at_once():
                 side.check(lease, tokens)
 
         await asyncio.gather(decode(b, a, there), decode(a, b, back))
+
+
+async def test_long_prompt_moves_in_more_transfers_than_are_in_flight_at_once():
+    length = 4 * (2 * MAX_IN_FLIGHT + 9) + 1
+    tokens = prompt(length)
+    sides = Side(listen=None, device_blocks=200), Side(device_blocks=200, chunk_blocks=1)
+    async with two_engines(*sides) as (p, d), await d.granted(tokens) as lease:
+        async with lease.receive() as receiving:
+            assert d.engine.statistics().receives == MAX_IN_FLIGHT
+            assert await p.prefill(tokens, receiving.ticket, step=length) == (length, None)
+            assert await receiving.wait() == length
+        d.check(lease, tokens)
+        assert d.engine.statistics().receives == 2 * MAX_IN_FLIGHT + 10
 
 
 @pytest.mark.parametrize("blocks", [(4, 16), (16, 4), (8, 12), (12, 8), (1, 16), (64, 16)])
