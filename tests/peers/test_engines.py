@@ -16,6 +16,7 @@ from aiokv import (
     CacheEngine,
     ClosedError,
     ConfigError,
+    ControlTimeout,
     DeviceError,
     Item,
     LayoutError,
@@ -422,6 +423,55 @@ async def test_receive_ends_when_the_lease_gives_its_blocks_back(how):
             d.check(lease, tokens, lease.cached_tokens)
             assert lease.cached_tokens == 16
         lease.release()
+
+
+async def test_rest_is_received_from_another_engine():
+    tokens = prompt(40)
+    async with two_engines() as (p, d), Side(listen=None) as q, await d.granted(tokens) as lease:
+        async with lease.receive() as receiving, await p.granted(tokens) as source:
+            async with p.engine.send(source, receiving.ticket):
+                p.compute(source, tokens, 0, 18)
+            assert await receiving.wait() == 16
+        async with lease.receive() as receiving:
+            assert tickets.decode(receiving.ticket).first_position == 16
+            assert await q.prefill(tokens, receiving.ticket) == (24, None)
+            assert await receiving.wait() == 40
+        d.check(lease, tokens)
+        assert lease.usage.received_tokens == 40
+        assert d.engine.peer_statistics().complete_receives == 1
+
+
+async def test_cancelled_wait_changes_nothing():
+    tokens = prompt(40)
+    async with (
+        two_engines() as (p, d),
+        await d.granted(tokens) as lease,
+        lease.receive() as receiving,
+    ):
+        waits = [asyncio.create_task(receiving.wait(position)) for position in (None, 8, 40)]
+        await spin(2)
+        waits[0].cancel()
+        assert await p.prefill(tokens, receiving.ticket) == (40, None)
+        assert await waits[1] >= 8
+        assert await waits[2] == 40
+        with pytest.raises(asyncio.CancelledError):
+            await waits[0]
+        d.check(lease, tokens)
+
+
+async def test_drain_waits_for_receives_too():
+    tokens = prompt(40)
+    async with (
+        two_engines() as (p, d),
+        await d.granted(tokens) as lease,
+        lease.receive() as receiving,
+    ):
+        with pytest.raises(ControlTimeout):
+            await d.engine.drain(timeout=0.0)
+        draining = asyncio.create_task(d.engine.drain())
+        assert await p.prefill(tokens, receiving.ticket) == (40, None)
+        await draining
+        assert await receiving.wait() == 40
 
 
 @pytest.mark.clock
