@@ -65,6 +65,7 @@ if TYPE_CHECKING:
 
 INLINE_BYTES: Final = 256 << 10  # fewer bytes are read on the loop, which is faster than a thread
 CONNECT_SECONDS: Final = 10.0  # for the replies to Open; less if the ticket has less
+SPARE_SECONDS: Final = 1.0
 MIN_CUT_SLOTS: Final = 2  # a block, and the parcel that is cut out of it
 MAX_MAPPINGS: Final = 256
 LAST_MESSAGES_SECONDS: Final = 0.5  # for the last messages to be sent, when the worker closes
@@ -209,6 +210,7 @@ class PeerTransfers:
         self._outgoing: PeerMemory | None = None
         self._executor: ThreadPoolExecutor | None = None
         self._work: set[asyncio.Future[Any]] = set()  # threads and writes in progress
+        self._pending: set[object] = set()  # results of threads that were not taken yet
         self._unverified: list[Received] = []
         self._accepted: set[Connection] = set()  # opened by senders
         self._metadata: dict[Connection, bytes] = {}  # of senders, for fences
@@ -217,7 +219,7 @@ class PeerTransfers:
         self._replies: dict[tuple[Connection, bytes], asyncio.Future[Accepted]] = {}
         self._transfers: dict[int, _Transfer] = {}
         self._counts = {RECEIVE: RunningCounts(), SEND: RunningCounts()}
-        self._timer: asyncio.TimerHandle | None = None
+        self._timers: list[asyncio.TimerHandle] = []
         self._closing = False
 
     # --- memory -----------------------------------------------------------------------------------
@@ -351,8 +353,7 @@ class PeerTransfers:
         self._closing = True
         if self._listener is not None:
             await self._listener.aclose()
-        if self._timer is not None:
-            self._timer.cancel()
+        self._cancel_timers()
         await self._end_connections("the engine closed")
         await self._transport.aclose()
         if self._executor is not None:
@@ -596,6 +597,7 @@ class PeerTransfers:
             if end is not None:
                 self._surely(partial(end.close_ticket, ticket_id, "it is no longer needed"))
         self._release(ticket_id)
+        self._surely(self._reclaim)
 
     def _release(self, ticket_id: bytes) -> None:
         for host, port in self._acquired.pop(ticket_id, ()):
@@ -943,6 +945,7 @@ class PeerTransfers:
         del self._transfers[plan.transfer_id]
         moved_bytes = transfer.num_bytes // plan.num_blocks * leading
         self._counts[plan.route].end(plan.transfer_id, outcome, moved_bytes)
+        self._reclaim()
 
     def _report(self, report: TransferReport) -> None:
         try:
@@ -961,12 +964,18 @@ class PeerTransfers:
         """Wait for the next deadline of a ticket."""
         ends = [end.next_deadline for end in (self._receiver, self._sender) if end is not None]
         deadlines = [deadline for deadline in ends if deadline is not None]
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._cancel_timers()
         if deadlines and not self._closing:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_at(min(deadlines), self._on_timer)
+            # The second one is for an interrupt that hits the first one.
+            self._timers = [
+                loop.call_at(min(deadlines) + delay, self._on_timer)
+                for delay in (0.0, SPARE_SECONDS)
+            ]
+
+    def _cancel_timers(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
 
     def _on_timer(self) -> None:
         self._surely(self._expire)
@@ -976,7 +985,16 @@ class PeerTransfers:
         for end in (self._receiver, self._sender):
             if end is not None:
                 end.expire(now)
+        self._reclaim()
         self._arm()
+
+    def _reclaim(self) -> None:
+        """Free what an interrupt has lost, when nothing is in progress. Idempotent."""
+        if self._work or self._pending or self._unverified:
+            return
+        for end in (self._receiver, self._sender):
+            if end is not None:
+                end.reclaim()
 
     # --- helpers ----------------------------------------------------------------------------------
 
@@ -999,7 +1017,9 @@ class PeerTransfers:
         """
         if num_bytes < INLINE_BYTES or self._executor is None:
             result = call()
-            self._soon(partial(then, result))
+            token = object()
+            self._pending.add(token)
+            self._soon(partial(self._take, token, then, result))
             return
         work = asyncio.get_running_loop().run_in_executor(self._executor, call)
         self._work.add(work)
@@ -1014,7 +1034,14 @@ class PeerTransfers:
             )
         elif not work.cancelled():
             result = work.result()
-        self._surely(partial(then, result))
+        token = object()
+        self._pending.add(token)
+        self._surely(partial(self._take, token, then, result))
+
+    def _take(self, token: object, then: Callable[[Any], None], result: Any) -> None:
+        """Continue with the result of a thread. Called again after an interrupt."""
+        then(result)
+        self._pending.discard(token)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
