@@ -213,7 +213,7 @@ class Exchange:
         if self._waits_for_onloads(flow):
             return
         if self._read.state(flow.lease_id) is LeaseState.FAILED:
-            flow.kept_tokens = self._read.cached_tokens(flow.lease_id)
+            self._keep_cached(flow)
             flow.end("an onload of the lease has failed")
             return
         end_block = self._read.blocks_for(flow.ticket.num_tokens)
@@ -291,11 +291,16 @@ class Exchange:
         if not self._read.onloads(flow.lease_id):
             return False
         self._loading.add(flow)
+        flow.is_loading = True
         return True
 
-    def is_loading(self, flow: Flow) -> bool:
-        """Return True if transfers of the flow begin when onloads of its lease have ended."""
-        return flow in self._loading
+    def _keep_cached(self, flow: Flow) -> None:
+        """Note that the lease has only the positions before its failed onload."""
+        flow.kept_tokens = min(flow.kept_tokens, self._read.cached_tokens(flow.lease_id))
+
+    def _end_loading(self, flow: Flow) -> None:
+        self._loading.discard(flow)
+        flow.is_loading = False
 
     def submit(self, flow: Flow, transfer_id: int, effects: Effects) -> None:
         """Apply the effects of the begin of a transfer."""
@@ -308,9 +313,9 @@ class Exchange:
 
     def _end(self, flow: Flow) -> None:
         """Cancel the transfers of a flow that has ended. Idempotent."""
-        self._loading.discard(flow)
         ticket_id = flow.ticket.ticket_id
-        if not flow.receives:
+        if not flow.receives:  # a receive that has ended still waits: its lease is not complete
+            self._end_loading(flow)
             self._sent_tickets.discard(ticket_id)
         if self._lifetime.is_running:
             if not flow.at_rest:
@@ -345,7 +350,9 @@ class Exchange:
         """Proceed with the flows whose leases have no more onloads in flight."""
         for flow in list(self._loading):
             if not self._read.onloads(flow.lease_id):
-                self._loading.discard(flow)
+                self._end_loading(flow)
+                if flow.ended and self._read.state(flow.lease_id) is LeaseState.FAILED:
+                    self._keep_cached(flow)
                 flow.proceed()
                 self._settle(flow)
 
@@ -390,6 +397,7 @@ class Exchange:
             flow.kept_tokens = 0
             for transfer_id in flow.transfer_ids:
                 self._forget(transfer_id)
+            self._loading.discard(flow)
             flow.forget()
             flow.end(reason)
             self._settle(flow)

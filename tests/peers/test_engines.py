@@ -1062,3 +1062,40 @@ async def test_leaving_a_send_waits_for_the_onloads_of_its_lease():
                     assert sending.delivered_tokens == 16
                 assert await receiving.wait() == 16
                 d.check(lease, tokens, 16)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("ends", ["position", "deadline", "left"])
+@pytest.mark.clock
+async def test_wait_returns_when_no_onload_writes_the_lease_any_more(ends, fails):
+    tokens = prompt(29)
+    device = ManualDevice()
+    d = Side(device, write_policy="write_through")
+    async with two_engines(decode=d) as (_p, _):
+        await d.serve(tokens[:17])
+        await spin(2)
+        device.complete_all()
+        await run_until_idle(lambda: d.engine.statistics().offloaded_blocks == 4)
+        await d.engine.evict(64)
+        async with await d.granted(tokens) as lease:
+            receiving = lease.receive(timeout=3.0)
+            await receiving.__aenter__()
+            position = 12 if ends == "position" else None
+            waiting = asyncio.create_task(receiving.wait(position))
+            if ends == "left":
+                leaving = asyncio.create_task(receiving.__aexit__(None, None, None))
+            elif ends == "deadline":
+                await running_clock().advance(3.1)
+            await spin(5)
+            assert not waiting.done()
+            assert ends != "left" or not leaving.done()
+            if fails:
+                device.onloads[0].fail_all(block=2)
+            else:
+                device.complete_all()
+            assert await waiting == (8 if fails else 16)
+            d.check(lease, tokens, 8 if fails else 16)
+            await receiving.__aexit__(None, None, None)
+            if ends == "left":
+                await leaving
+            assert not d.engine.check_invariants()
