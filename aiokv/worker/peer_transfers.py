@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from aiokv import _native
-from aiokv.errors import ClosedError, LayoutError, PeerError, UsageError
+from aiokv.errors import ClosedError, ConfigError, LayoutError, PeerError, UsageError
 from aiokv.peers.connections import Connections
 from aiokv.peers.layout import BlockLayout, Mapping, covers, sources
 from aiokv.peers.messages import (
@@ -196,7 +196,7 @@ class PeerTransfers:
         self._on_report: Callable[[TransferReport], None] = lambda report: None
         self._poller: EventPoller | None = None
         self._identity: StoreIdentity | None = None
-        self._transport: Transport = TcpTransport()
+        self._transport = _transport_named("tcp" if peers is None else peers.transport)
         self._listener: Listener | None = None
         self._connections: Connections | None = None
         self._receiver: Receiver[Connection] | None = None
@@ -216,6 +216,7 @@ class PeerTransfers:
         self._metadata: dict[Connection, bytes] = {}  # of senders, for fences
         self._links: dict[Connection, Link] = {}
         self._acquired: dict[bytes, list[tuple[str, int]]] = {}  # endpoints, by ticket
+        self._opening: set[bytes] = set()  # tickets that are being opened
         self._replies: dict[tuple[Connection, bytes], asyncio.Future[Accepted]] = {}
         self._transfers: dict[int, _Transfer] = {}
         self._counts = {RECEIVE: RunningCounts(), SEND: RunningCounts()}
@@ -344,6 +345,7 @@ class PeerTransfers:
     def give_up(self, reason: str) -> None:
         """End all tickets; their plans end when their device copies have. Idempotent."""
         self._end_tickets(reason)
+        self._release_ended()
 
     async def aclose(self) -> None:
         """Close all connections and join the threads; no plan is in flight. Idempotent.
@@ -458,6 +460,7 @@ class PeerTransfers:
         deadline = self._now() + ticket.timeout_seconds
         receivers = self._receivers_of(ticket, layouts or [self.layout])
         acquired = self._acquired[ticket.ticket_id] = []
+        self._opening.add(ticket.ticket_id)
         accepted: dict[int, Target[Connection]] = {}
         try:
             for endpoint, mapping in receivers:
@@ -478,6 +481,8 @@ class PeerTransfers:
                 target.connection.send(cancel)
             self._release(ticket.ticket_id)
             raise
+        finally:
+            self._opening.discard(ticket.ticket_id)
         self._arm()
 
     async def _ask(
@@ -598,6 +603,12 @@ class PeerTransfers:
                 self._surely(partial(end.close_ticket, ticket_id, "it is no longer needed"))
         self._release(ticket_id)
         self._surely(self._reclaim)
+
+    def _release_ended(self) -> None:
+        """End the use of connections by tickets that have ended by themselves. Idempotent."""
+        live = () if self._sender is None else self._sender.ticket_ids
+        for ticket_id in self._acquired.keys() - self._opening - set(live):
+            self._release(ticket_id)
 
     def _release(self, ticket_id: bytes) -> None:
         for host, port in self._acquired.pop(ticket_id, ()):
@@ -746,6 +757,7 @@ class PeerTransfers:
                 reply.set_exception(PeerError(f"the connection to the receiver ended: {reason}"))
         if self._sender is not None:
             self._sender.on_closed(connection, reason)
+        self._release_ended()
 
     # --- work of the receiver and the sender ------------------------------------------------------
 
@@ -985,6 +997,7 @@ class PeerTransfers:
         for end in (self._receiver, self._sender):
             if end is not None:
                 end.expire(now)
+        self._release_ended()
         self._reclaim()
         self._arm()
 
@@ -1060,6 +1073,20 @@ class PeerTransfers:
     def _soon(self, action: Callable[[], object]) -> None:
         if self._poller is not None and not self._poller.closed:
             self._poller.soon(action)
+
+
+def _transport_named(name: str) -> Transport:
+    """Return a transport that is not open.
+
+    Raises:
+        ConfigError: this version has no such transport.
+    """
+    if name == "tcp":
+        return TcpTransport()
+    raise ConfigError(
+        f"transport is {name!r}; this version of aiokv has only 'tcp'",
+        hint="set Peers(transport='tcp')",
+    )
 
 
 def _verify(memory: PeerMemory, slots: list[int], keys: list[bytes], num_bytes: int) -> Any:
