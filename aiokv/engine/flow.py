@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from aiokv import checks
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from aiokv.lease import Lease
     from aiokv.peers.ticket import Ticket
     from aiokv.scheduler.effects import Effects
+
+MAX_IN_FLIGHT: Final = 64  # transfers of one flow: a long prompt must not block the loop
 
 
 class Flow:
@@ -77,7 +79,12 @@ class Flow:
     @property
     def at_rest(self) -> bool:
         """True when no transfer is in flight."""
-        return len(self._blocks) == len(self._moved)
+        return not self.in_flight
+
+    @property
+    def in_flight(self) -> int:
+        """Number of transfers in flight."""
+        return len(self._blocks) - len(self._moved)
 
     @property
     def transfer_ids(self) -> list[int]:
@@ -97,10 +104,12 @@ class Flow:
     ) -> None:
         """Begin transfers of the blocks that have none yet, up to ``end_block``.
 
+        At most ``MAX_IN_FLIGHT`` are in flight: call again when one of them has ended.
+
         Raises:
             AiokvError: the scheduler refuses a transfer; those before it have begun.
         """
-        while self._next_block < end_block and not self.ended:
+        while self._next_block < end_block and not self.ended and self.in_flight < MAX_IN_FLIGHT:
             num_blocks = min(chunk_blocks, end_block - self._next_block)
             transfer_id, effects = transition(
                 self.lease_id, self.ticket.ticket_id, self._next_block, num_blocks

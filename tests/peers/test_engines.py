@@ -16,13 +16,16 @@ from aiokv import (
     CacheEngine,
     ClosedError,
     ConfigError,
+    ControlTimeout,
     DeviceError,
     Item,
+    LayoutError,
     LeaseError,
     PeerError,
     Peers,
     UsageError,
 )
+from aiokv.engine.flow import MAX_IN_FLIGHT
 from aiokv.peers import ticket as tickets
 from aiokv.testing import ManualDevice, run_until_idle, running_clock, spin
 from tests.harness.closing import complete_during
@@ -148,6 +151,57 @@ async def test_engines_send_both_ways_at_once():
                 side.check(lease, tokens)
 
         await asyncio.gather(decode(b, a, there), decode(a, b, back))
+
+
+async def test_long_prompt_moves_in_more_transfers_than_are_in_flight_at_once():
+    length = 4 * (2 * MAX_IN_FLIGHT + 9) + 1
+    tokens = prompt(length)
+    sides = Side(listen=None, device_blocks=200), Side(device_blocks=200, chunk_blocks=1)
+    async with two_engines(*sides) as (p, d), await d.granted(tokens) as lease:
+        async with lease.receive() as receiving:
+            assert d.engine.statistics().receives == MAX_IN_FLIGHT
+            assert await p.prefill(tokens, receiving.ticket, step=length) == (length, None)
+            assert await receiving.wait() == length
+        d.check(lease, tokens)
+        assert d.engine.statistics().receives == 2 * MAX_IN_FLIGHT + 10
+
+
+@pytest.mark.parametrize("blocks", [(4, 16), (16, 4), (8, 12), (12, 8), (1, 16), (64, 16)])
+@pytest.mark.parametrize("cached", [0, 40])
+async def test_sizes_of_blocks_differ(blocks, cached):
+    tokens = prompt(131)
+    prefill = Side(listen=None, block_tokens=blocks[0], device_blocks=160)
+    decode = Side(block_tokens=blocks[1], device_blocks=40, ring_blocks=160)
+    async with two_engines(prefill, decode) as (p, d):
+        if cached:
+            await d.serve(tokens[:cached])
+            await p.serve(tokens[: 2 * cached])
+        async with await d.granted(tokens) as lease:
+            first = lease.cached_tokens
+            assert first == cached // blocks[1] * blocks[1]
+            async with lease.receive() as receiving:
+                assert await p.prefill(tokens, receiving.ticket, step=7) == (131 - first, None)
+                assert await receiving.wait() == 131
+            d.check(lease, tokens)
+            assert lease.usage.received_tokens == 131 - first
+
+
+async def test_layouts_that_cannot_be_mapped_are_refused():
+    tokens = prompt(30)
+    p = Side(listen=None)
+    p.memory.names = ("k",)
+    p.memory.take(64)
+    engine = CacheEngine(
+        CacheConfig(device_blocks=64, block_tokens=4, model="m"),
+        p.memory.regions,
+        peers=Peers(secret=SECRET, outgoing_bytes=4096),
+    )
+    async with Side() as d, await d.granted(tokens) as lease, lease.receive() as receiving:
+        async with engine, engine.match(tokens) as source:
+            await source.allocate(30)
+            with pytest.raises(LayoutError):
+                await engine.send(source, receiving.ticket).__aenter__()
+            assert engine.peer_statistics().sending == 0
 
 
 async def test_items_and_salt_travel_with_the_prompt():
@@ -369,6 +423,55 @@ async def test_receive_ends_when_the_lease_gives_its_blocks_back(how):
             d.check(lease, tokens, lease.cached_tokens)
             assert lease.cached_tokens == 16
         lease.release()
+
+
+async def test_rest_is_received_from_another_engine():
+    tokens = prompt(40)
+    async with two_engines() as (p, d), Side(listen=None) as q, await d.granted(tokens) as lease:
+        async with lease.receive() as receiving, await p.granted(tokens) as source:
+            async with p.engine.send(source, receiving.ticket):
+                p.compute(source, tokens, 0, 18)
+            assert await receiving.wait() == 16
+        async with lease.receive() as receiving:
+            assert tickets.decode(receiving.ticket).first_position == 16
+            assert await q.prefill(tokens, receiving.ticket) == (24, None)
+            assert await receiving.wait() == 40
+        d.check(lease, tokens)
+        assert lease.usage.received_tokens == 40
+        assert d.engine.peer_statistics().complete_receives == 1
+
+
+async def test_cancelled_wait_changes_nothing():
+    tokens = prompt(40)
+    async with (
+        two_engines() as (p, d),
+        await d.granted(tokens) as lease,
+        lease.receive() as receiving,
+    ):
+        waits = [asyncio.create_task(receiving.wait(position)) for position in (None, 8, 40)]
+        await spin(2)
+        waits[0].cancel()
+        assert await p.prefill(tokens, receiving.ticket) == (40, None)
+        assert await waits[1] >= 8
+        assert await waits[2] == 40
+        with pytest.raises(asyncio.CancelledError):
+            await waits[0]
+        d.check(lease, tokens)
+
+
+async def test_drain_waits_for_receives_too():
+    tokens = prompt(40)
+    async with (
+        two_engines() as (p, d),
+        await d.granted(tokens) as lease,
+        lease.receive() as receiving,
+    ):
+        with pytest.raises(ControlTimeout):
+            await d.engine.drain(timeout=0.0)
+        draining = asyncio.create_task(d.engine.drain())
+        assert await p.prefill(tokens, receiving.ticket) == (40, None)
+        await draining
+        assert await receiving.wait() == 40
 
 
 @pytest.mark.clock

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiokv import LeaseError
-from aiokv.engine.flow import Flow
+from aiokv.engine.flow import MAX_IN_FLIGHT, Flow
 
 
 class Exchange:
@@ -55,6 +55,21 @@ def test_transfers_cover_the_blocks_once():
     assert begun == [(3, 2), (5, 2), (7, 1), (8, 1)]
     assert exchange.submitted == flow.transfer_ids == [101, 102, 103, 104]
     assert not flow.at_rest
+
+
+def test_transfers_in_flight_are_limited():
+    flow, exchange, begun = new_flow(0)
+    begin(flow, begun, 1000, 2)
+    assert len(begun) == MAX_IN_FLIGHT
+    flow.moved(exchange.submitted[5], 2, "")  # out of order
+    begin(flow, begun, 1000, 2)
+    assert len(begun) == MAX_IN_FLIGHT + 1
+    while not flow.at_rest:
+        flow.moved(next(i for i in flow.transfer_ids if i != exchange.submitted[5]), 2, "")
+        begin(flow, begun, 1000, 2)
+        assert flow.in_flight <= MAX_IN_FLIGHT
+    assert begun == [(first, 2) for first in range(0, 1000, 2)]
+    assert flow.moved_block == 1000
 
 
 def test_refused_transfer_is_not_in_flight():
