@@ -2,7 +2,8 @@
 
 The blocks are those of 32 layers of keys and values, 8 heads of 128 bfloat16 elements. Each case
 names the sender and the receiver: tokens per block, order of axes (``thd`` is [tokens, heads, dim],
-``htd`` is [heads, tokens, dim]), ranks. ``memcpy`` is one copy per block of the same bytes; a ratio
+``htd`` is [heads, tokens, dim], ``hdt`` is [heads, dim, tokens], where no two elements stay
+together), ranks. ``memcpy`` is one copy per block of the same bytes; a ratio
 of 1 is its speed.
 """
 
@@ -20,7 +21,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 LAYERS, HEADS, DIM = 32, 8, 128
-AXES = {"thd": ("tokens", "heads", "dim"), "htd": ("heads", "tokens", "dim")}
+AXES = {
+    "thd": ("tokens", "heads", "dim"),
+    "htd": ("heads", "tokens", "dim"),
+    "hdt": ("heads", "dim", "tokens"),
+}
 
 # (block_tokens, axes, ranks) of the sender and of the receiver
 CASES = (
@@ -36,6 +41,7 @@ CASES = (
     ((16, "htd", 1), (16, "htd", 2)),
     ((64, "htd", 2), (64, "htd", 1)),
     ((64, "thd", 2), (16, "htd", 4)),
+    ((16, "thd", 1), (16, "hdt", 1)),
 )
 
 

@@ -45,10 +45,13 @@ def add_region(
     layers: Sequence[Any],
     *,
     layer_indices: Sequence[int] | None = None,
+    axes: Sequence[str] | None = None,
+    heads: tuple[int, int] | None = None,
 ) -> None:
     """Register Paddle tensors ``[device_blocks, ...]``, one per layer, of any dtype.
 
-    Borrowed, as in :meth:`Regions.add`, which takes only dtypes that DLPack can name.
+    Borrowed, as in :meth:`Regions.add`, which takes only dtypes that DLPack can name. The other
+    arguments are those of :meth:`Regions.add`.
 
     Raises:
         LayoutError: the tensors do not fit; the registry is unchanged.
@@ -58,6 +61,8 @@ def add_region(
         layers=[as_integers(tensor) for tensor in layers],
         layer_indices=layer_indices,
         dtypes=[dtype_name(tensor) for tensor in layers],
+        axes=axes,
+        heads=heads,
     )
 
 

@@ -15,7 +15,7 @@ byte of it reaches a block that was given to another lease (I11): parcels that a
 their landing slots, and are dropped there.
 
 Interrupts (Ctrl-C): what ends plans and tickets may be called again. What frees a slot notes that
-first: an interrupt may lose a slot, until ``reset``, but never frees one twice.
+first: an interrupt may lose a slot, until ``reclaim``, but never frees one twice.
 """
 
 from __future__ import annotations
@@ -942,10 +942,17 @@ class Receiver(Generic[C]):
         """True without tickets and plans."""
         return not self._tickets and not self._receives
 
-    def reset(self, ring: LandingRing[C]) -> None:
-        """Use a new ring, when nothing is in flight and no connection is left."""
-        self._ring = ring
+    def reclaim(self) -> None:
+        """Free what an interrupt has lost, if no open ticket and no plan is left. Idempotent.
+
+        No parcel is being verified or placed.
+        """
+        if self._receives or any(not incoming.closed for incoming in self._tickets.values()):
+            return
+        self._tickets.clear()
+        self._ring.reclaim()
         self._free_assembly = list(range(self._num_assembly))
+        self._grant()
 
     def violations(self) -> list[str]:
         """Return a description of each violated invariant, computed from scratch."""

@@ -13,7 +13,7 @@ slots than it gave credits. A plan is reported when all its parcels are acknowle
 given up; at the earliest when no copy reads its device blocks any more.
 
 Interrupts (Ctrl-C): what ends plans and tickets may be called again. An interrupt may lose an
-outgoing slot, until ``reset``, but never frees one twice.
+outgoing slot, until ``reclaim``, but never frees one twice.
 """
 
 from __future__ import annotations
@@ -693,10 +693,20 @@ class Sender(Generic[C]):
         """True without tickets and plans."""
         return not self._tickets and not self._sends
 
-    def reset(self) -> None:
-        """Count all slots as free, when nothing is in flight and no connection is left."""
+    def reclaim(self) -> None:
+        """Free what an interrupt has lost, if no open ticket and no plan is left. Idempotent.
+
+        No parcel is being sealed or written.
+        """
+        if self._sends or any(not outgoing.closed for outgoing in self._tickets.values()):
+            return
+        self._tickets.clear()
         self._free = list(range(self._num_slots))
-        self._ways.clear()
+        for way in self._ways.values():
+            way.waiting.clear()
+            way.tickets.clear()
+            way.slots = 0
+            self._return_spare(way)
 
     def violations(self) -> list[str]:
         """Return a description of each violated invariant, computed from scratch."""

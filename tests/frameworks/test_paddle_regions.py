@@ -30,6 +30,15 @@ def test_every_dtype_is_borrowed(paddle, frameworks, dtype):
         assert found.sum() == 6
 
 
+def test_axes_are_those_of_regions(paddle, frameworks):
+    regions = Regions(num_layers=1)
+    axes = ("heads", "tokens", "dim")
+    layers = [paddle.zeros([4, 2, 16, 8], dtype="bfloat16")]
+    frameworks.add_region(regions, "k", layers, axes=axes, heads=(2, 8))
+    (piece,) = regions.pieces()
+    assert (piece.shape, piece.axes, piece.heads) == ((2, 16, 8), axes, (2, 8))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
 def test_keys_and_values_of_one_tensor(paddle, frameworks, dtype):
     """`[B, K/V, T, D]`: both begin inside the same storage, with strides of their own."""

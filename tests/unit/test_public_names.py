@@ -79,7 +79,8 @@ def sample(record: type) -> Any:
     required = [f for f in msgspec.inspect.type_info(record).fields if f.required]  # type: ignore[attr-defined]
     for field in required:
         hint = typing.get_type_hints(record)[field.name]
-        empty = {list: [], dict: {}}.get(typing.get_origin(hint), 1)
+        origin = typing.get_origin(hint)
+        empty: Any = origin() if origin in (list, dict) else 1
         plain[field.name] = sample(hint) if hint in RECORDS else empty
     return plain
 

@@ -47,7 +47,7 @@ struct WindowGroup {
     bool is_sink(std::size_t index) const { return index < pool.head_blocks(); }
 
     std::uint32_t window_tokens;
-    std::uint32_t reach_blocks;  // the most that a lease has at a time, the sink included
+    std::uint32_t reach_blocks;   // the most that a lease has at a time, the sink included
     std::uint32_t reserved = 0;   // for all leases together
     std::uint32_t in_flight = 0;  // ids that saves read, or that only a move owns
     std::uint64_t onloaded = 0;   // blocks

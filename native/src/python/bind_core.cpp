@@ -45,8 +45,8 @@ using StoreTransferTuple = nb::typed<nb::tuple, nb::bytes, nb::bytes>;
 using WindowTuple =
     std::tuple<std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t>;
 using WindowStatisticsTuple = nb::typed<nb::tuple, std::uint32_t, std::uint32_t, std::uint32_t>;
-using HostWindowStatisticsTuple = nb::typed<nb::tuple, std::uint32_t, std::uint32_t, std::uint64_t,
-                                            std::uint64_t, std::uint64_t>;
+using HostWindowStatisticsTuple =
+    nb::typed<nb::tuple, std::uint32_t, std::uint32_t, std::uint64_t, std::uint64_t, std::uint64_t>;
 using ForkTuple = nb::typed<nb::tuple, LeaseId, IdArray, IdArray>;
 using StateCopyTuple = nb::typed<nb::tuple, BlockId, BlockId>;
 using MoveTuple = nb::typed<nb::tuple, MoveRoute, std::int32_t, nb::bytes, nb::bytes, Step>;
