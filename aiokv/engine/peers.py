@@ -257,16 +257,19 @@ class Exchange:
         try:
             async with asyncio.timeout_at(deadline):
                 await self._worker.open_ticket(blob)
-            self._check_open("send")
-            flow.lease.live_id()
             if flow.ended:
-                raise PeerError(f"send: the ticket has ended: {flow.failure}")
+                raise PeerError("the ticket was closed while it was opened")
         except BaseException as error:
+            failure = flow.failure
             flow.end("the ticket could not be opened")
             if isinstance(error, TimeoutError):
                 raise PeerError(
                     f"send: the receiving engine did not answer within {seconds:.4g} s"
                 ) from None
+            if isinstance(error, PeerError) and failure is not None:
+                self._check_open("send")
+                flow.lease.live_id()
+                raise PeerError(f"send: the ticket has ended: {failure}") from None
             raise
         flow.end_in(deadline - self.loop.time())
         self.counts.sends += 1

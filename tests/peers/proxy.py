@@ -105,6 +105,7 @@ class Proxy:
         self._rng = rng
         self._tasks: set[asyncio.Task[None]] = set()
         self._listening = socket.socket()
+        self._open: set[socket.socket] = set()
         self.faults: dict[Fault, int] = {}
 
     async def __aenter__(self) -> Self:
@@ -119,7 +120,8 @@ class Proxy:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-        self._listening.close()
+        for end in (self._listening, *self._open):  # of tasks that had not begun, too
+            end.close()
 
     def via(self, blob: bytes) -> bytes:
         """Return a ticket whose endpoints are this proxy."""
@@ -137,6 +139,7 @@ class Proxy:
         loop = asyncio.get_running_loop()
         while True:
             accepted, _ = await loop.sock_accept(self._listening)
+            self._open.add(accepted)
             self._spawn(self._serve(accepted))
 
     async def _serve(self, client: socket.socket) -> None:
@@ -163,6 +166,7 @@ class Proxy:
                 await asyncio.wait(pumps)
             for end in (client, server):
                 end.close()
+            self._open.discard(client)
 
     async def _pump(self, source: socket.socket, target: socket.socket, units: _Units) -> None:
         """Forward one direction; return when the connection is to be cut."""

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -1099,3 +1100,40 @@ async def test_wait_returns_when_no_onload_writes_the_lease_any_more(ends, fails
             if ends == "left":
                 await leaving
             assert not d.engine.check_invariants()
+
+
+@pytest.mark.clock
+async def test_send_whose_lease_ends_while_it_connects_leaves_nothing_behind():
+    """At each pass of the loop; meanwhile and afterwards, the ticket is sent again."""
+    tokens = prompt(40)
+    for passes in range(100):
+        async with two_engines() as (p, d), await d.granted(tokens) as lease:
+            async with lease.receive(timeout=100.0) as receiving:
+                source = await p.granted(tokens)
+                entering = asyncio.create_task(p.engine.send(source, receiving.ticket).__aenter__())
+                await spin(passes)
+                was_late = entering.done()
+                source.release()
+                again = asyncio.create_task(p.prefill(tokens, receiving.ticket))
+                await run_until_idle(lambda: entering.done() and again.done())  # noqa: B023
+                if was_late:
+                    await entering
+                else:
+                    with pytest.raises((LeaseError, PeerError)):
+                        await entering
+                with suppress(PeerError, UsageError):
+                    await again
+                (rank,) = p.engine.peer_statistics().ranks
+                assert rank.sent.tickets == 0
+                with suppress(PeerError):
+                    await p.prefill(tokens, receiving.ticket)
+                waiting = asyncio.create_task(receiving.wait())
+                await run_until_idle(waiting.done)  # the receiver knows of the end
+                d.finish(lease, tokens, await waiting)
+            await run_until_idle(lambda: p.is_at_rest() and d.is_at_rest())
+            await running_clock().advance(61.0)
+            (rank,) = p.engine.peer_statistics().ranks
+            assert rank.connections == 0, "a use of the connection was not ended"
+        if was_late:
+            return
+    raise AssertionError("the send is never entered")

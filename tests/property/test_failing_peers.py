@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -358,13 +358,17 @@ class Load:
                     request, blob = self.tickets.pop(rng.randrange(len(self.tickets)))
                     self.begin(request.serve(blob), self.requests)
             case 12:
-                self.begin(engine.side.engine.evict(24, rng.choice(("device", "host"))), self.control)
+                self.begin(self.evict(engine.side), self.control)
             case 13 if not self.control and rng.random() < 0.3:
                 self.begin(self.do_control(engine), self.control)
         for _ in range(rng.randrange(30)):
             self.pass_once()
             await asyncio.sleep(0)
         self.check()
+
+    async def evict(self, side: Side) -> None:
+        with suppress(ClosedError):
+            await side.engine.evict(24, self.rng.choice(("device", "host")))
 
     def pass_once(self) -> None:
         for engine in self.engines:
