@@ -124,3 +124,151 @@ async def test_decode_server_is_killed_at_a_random_instant(nursery):
             await p.at_rest()
         await p.at_rest(empty=True)
     assert failures, "no send was cut: the prompts are too short"
+
+
+async def test_lease_takes_the_blocks_of_a_receive_at_once_after_a_kill(nursery):
+    """The pool has room for one lease: the next one gets the blocks that were being written."""
+    blocks = -(-LENGTH // 4)
+    async with Side(**options(device_blocks=blocks)) as d:
+        for seed in range(1, 4):
+            async with nursery.child(**options(listen=None)) as p:
+                lease = await d.granted(prompt(LENGTH, seed))
+                receiving = await lease.receive(timeout=PATIENCE).__aenter__()
+                p.send(seed, LENGTH, receiving.ticket)
+                await in_time(receiving.wait(8))
+                p.signal(signal.SIGKILL)
+                lease.release()
+                other = prompt(LENGTH, 100 + seed)
+                async with await in_time(d.granted(other)) as taker:
+                    d.finish(taker, other, 0)
+                    await receiving.__aexit__(None, None, None)
+                    await p.killed()
+                    await d.at_rest()
+                    d.check(taker, other)
+            await d.at_rest(empty=True)
+
+
+# --- stopped and continued ----------------------------------------------------------------------
+
+
+async def test_prefill_server_is_stopped_and_continued(nursery):
+    blocks = -(-LENGTH // 4)
+    async with (
+        Side(**options(device_blocks=blocks)) as d,
+        nursery.child(**options(listen=None)) as p,
+    ):
+        tokens, other = prompt(LENGTH, 1), prompt(LENGTH, 2)
+        async with await d.granted(tokens) as lease:
+            async with lease.receive(timeout=0.5) as receiving:
+                sending = p.send(1, LENGTH, receiving.ticket, step=4)
+                await in_time(receiving.wait(8))
+                p.signal(signal.SIGSTOP)
+                first = await in_time(receiving.wait())
+            if first < LENGTH:
+                assert receiving.failure == "the deadline of 0.5 s passed"
+            d.finish(lease, tokens, first)
+        async with await in_time(d.granted(other)) as taker:  # has the blocks of the first lease
+            d.finish(taker, other, taker.cached_tokens)
+            p.signal(signal.SIGCONT)  # what it sends now belongs to no ticket
+            end = await in_time(sending)
+            assert end["failure"] or end["delivered"] == LENGTH
+            d.check(taker, other)
+        assert await received(d, p, 3) in (None, "the deadline of 1 s passed")
+
+
+async def test_decode_server_is_stopped_and_continued(nursery):
+    async with (
+        Side(**options(listen=None)) as p,
+        nursery.child(**options()) as d,
+    ):
+        ticket, receiving = d.receive(1, LENGTH, timeout=0.5)
+        tokens = prompt(LENGTH, 1)
+        async with await p.granted(tokens) as lease:
+            async with p.engine.send(lease, await ticket) as sending:
+                p.compute(lease, tokens, 0, 8)
+                d.signal(signal.SIGSTOP)
+                p.compute(lease, tokens, 8, LENGTH)
+            assert sending.failure
+        d.signal(signal.SIGCONT)
+        end = await in_time(receiving)  # it has computed the rest, and checked all bytes
+        assert end["first"] < LENGTH
+        ticket, receiving = d.receive(2, LENGTH)
+        assert await in_time(p.prefill(prompt(LENGTH, 2), await ticket)) == (LENGTH, None)
+        assert (await in_time(receiving))["first"] == LENGTH
+
+
+# --- restarted ----------------------------------------------------------------------------------
+
+
+async def test_ticket_of_an_engine_that_was_restarted_on_its_port_is_refused(nursery):
+    tokens = prompt(LENGTH, 1)
+    async with Side(**options(listen=None)) as p:
+        async with nursery.child(**options()) as d:
+            port = d.port
+            used, receiving = d.receive(1, LENGTH)
+            assert await in_time(p.prefill(tokens, await used)) == (LENGTH, None)
+            await in_time(receiving)
+            ticket, _ = d.receive(2, LENGTH)
+            old = await ticket
+            await d.killed()
+        async with nursery.child(**options(listen=f"127.0.0.1:{port}")) as d:
+            for blob, seed in ((await used, 1), (old, 2)):
+                async with await p.granted(prompt(LENGTH, seed)) as lease:
+                    with pytest.raises(PeerError):
+                        await in_time(p.engine.send(lease, blob).__aenter__())
+            ticket, receiving = d.receive(1, LENGTH)
+            assert await in_time(p.prefill(tokens, await ticket)) == (LENGTH, None)
+            assert (await in_time(receiving))["first"] == LENGTH
+        await p.at_rest(empty=True)
+
+
+async def test_ticket_goes_to_two_prefill_servers(nursery):
+    """One of them sends it; each prompt is whole, and the other server learns why."""
+    child = options(listen=None)
+    async with Side(**options()) as d, nursery.child(**child) as a, nursery.child(**child) as b:
+        for seed in range(1, 5):
+            tokens = prompt(LENGTH, seed)
+            async with await d.granted(tokens) as lease:
+                async with lease.receive() as receiving:
+                    ends = [p.send(seed, LENGTH, receiving.ticket) for p in (a, b)]
+                    assert await in_time(receiving.wait()) == LENGTH
+                d.finish(lease, tokens, LENGTH)
+            one, two = sorted([await in_time(end) for end in ends], key=lambda end: "error" in end)
+            assert one == {"delivered": LENGTH, "failure": None}
+            assert "refuses the ticket" in two["error"], two
+        await d.at_rest()
+
+
+# --- bytes changed on their way -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fault", ["cut", "cut inside", "flip", "replay", "swap", "drop", "stall", "trickle"]
+)
+async def test_fault_between_the_processes_shortens_the_received_prefix(nursery, fault):
+    rng = random.Random(fault)
+    count = 0
+
+    def choose(unit: Unit) -> Fault:
+        nonlocal count
+        count += 1
+        return fault if count in places else "none"
+
+    child = options(listen=None)
+    async with Side(**options()) as d, nursery.child(**child) as p:
+        (endpoint,) = d.engine.worker.endpoints
+        async with Proxy(endpoint.port, choose, rng) as proxy:
+            for seed in range(1, 5):
+                places = {count + rng.randint(1, 60), count + rng.randint(61, 200)}
+                tokens = prompt(LENGTH, seed)
+                async with await d.granted(tokens) as lease:
+                    async with lease.receive(timeout=TICKET_SECONDS) as receiving:
+                        end = p.send(seed, LENGTH, proxy.via(receiving.ticket))
+                        first = await in_time(receiving.wait())
+                    d.finish(lease, tokens, first)
+                    assert (first == LENGTH) == (receiving.failure is None)
+                    await in_time(end)
+            assert proxy.faults[fault]
+            if fault == "trickle":
+                assert first == LENGTH
+        await in_time(d.at_rest(empty=True))
