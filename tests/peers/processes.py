@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import faulthandler
 import json
 import os
 import signal
@@ -210,7 +211,7 @@ async def _run(options: dict[str, Any], connected: socket.socket) -> None:
             task = asyncio.create_task(server.serve(command))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
-        for task in tasks:
+        for task in list(tasks):
             await task
         await side.at_rest(empty=True)
     others = asyncio.all_tasks() - {asyncio.current_task()}
@@ -231,8 +232,16 @@ def _serve_child(request: bytes, connected: socket.socket) -> None:
         runner.run(_run(options, connected))
 
 
+def _reap(*_: object) -> None:
+    """Say how a child ended, unless the test has killed it."""
+    with suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if (status := os.waitstatus_to_exitcode(ended[1])) not in (0, -signal.SIGKILL):
+                print(f"child {ended[0]} ended with status {status}", file=sys.stderr)
+
+
 def _main(descriptor: int) -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps the children
+    signal.signal(signal.SIGCHLD, _reap)
     uvloop.run(asyncio.sleep(0))  # libuv opens a pipe for the whole process with its first loop
     with socket.socket(fileno=descriptor) as commands:
         while True:
@@ -245,6 +254,8 @@ def _main(descriptor: int) -> None:
                 commands.send(str(pid).encode())
                 continue
             commands.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            faulthandler.enable()
             try:
                 _serve_child(request, connected)
             except BaseException:

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import structlog
 
-from aiokv import AiokvError, ConfigError, PeerError, UsageError
+from aiokv import CacheConfig, CacheEngine, ConfigError, PeerError, Peers
 from aiokv.errors import LayoutError
 from aiokv.stores.base import TRAILER_BYTES
+from aiokv.testing import running_clock
 from tests.peers.engines import SECRET, Side, prompt
 from tests.peers.processes import Child, Nursery
 from tests.peers.proxy import Proxy, Unit
@@ -272,3 +273,82 @@ async def test_fault_between_the_processes_shortens_the_received_prefix(nursery,
             if fault == "trickle":
                 assert first == LENGTH
         await in_time(d.at_rest(empty=True))
+
+
+# --- many tickets, and little room --------------------------------------------------------------
+
+
+async def test_thousand_tickets_at_once_share_a_ring_of_two_slots(nursery):
+    count, length = 1000, 6
+    child = options(listen=None, device_blocks=2 * count)
+    async with (
+        Side(**options(device_blocks=2 * count, ring_blocks=2)) as d,
+        nursery.child(**child) as p,
+    ):
+
+        async def decode(seed: int) -> int:
+            tokens = prompt(length, seed)
+            async with await d.granted(tokens) as lease:
+                async with lease.receive(timeout=PATIENCE) as receiving:
+                    end = p.send(seed, length, receiving.ticket)
+                    first = await receiving.wait()
+                    assert await end == {"delivered": length, "failure": None}
+                d.finish(lease, tokens, first)
+                return first
+
+        ends = await in_time(asyncio.gather(*map(decode, range(1, count + 1))))
+        assert ends == [length] * count
+        await d.at_rest(empty=True)
+        assert not d.engine.peer_statistics().ranks[0].received.tickets
+
+
+@pytest.mark.clock
+async def test_tickets_that_no_engine_uses_leave_nothing_behind():
+    async with Side(**options(device_blocks=2048)) as d:
+        leases: list[Lease] = [await d.granted(prompt(6, seed)) for seed in range(1, 1001)]
+        waits = []
+        for lease in leases:
+            receiving = await lease.receive(timeout=5.0).__aenter__()
+            waits.append(asyncio.create_task(receiving.wait()))
+        assert d.engine.peer_statistics().ranks[0].received.tickets == 1000
+        await running_clock().advance(5.1)
+        assert await asyncio.gather(*waits) == [0] * 1000
+        assert not d.engine.peer_statistics().ranks[0].received.tickets
+        assert not d.engine.peer_statistics().receiving
+        for seed, lease in enumerate(leases, 1):
+            d.finish(lease, prompt(6, seed), 0)
+            lease.release()
+        await d.at_rest(empty=True)
+
+
+@pytest.mark.parametrize("chunk_blocks", [1, 16])
+async def test_ring_of_one_slot(nursery, chunk_blocks):
+    small = {"ring_blocks": 1, "chunk_blocks": chunk_blocks}
+    async with (
+        Side(**options(**small)) as d,
+        nursery.child(**options(listen=None, **small)) as p,
+    ):
+        ends = [received(d, p, seed, length=61) for seed in range(1, 5)]
+        assert set(await asyncio.gather(*ends)) <= {None, "the deadline of 1 s passed"}
+        await d.at_rest(empty=True)
+
+
+async def test_slot_smaller_than_a_parcel_is_refused():
+    """A block of the sender does not fit; the error names the sizes, and nothing is held."""
+    tokens = prompt(LENGTH)
+    async with Side(**options(listen=None, block_tokens=128)) as p:
+        async with Side(**options()) as d, await d.granted(tokens) as lease:
+            async with lease.receive() as receiving, await p.granted(tokens) as source:
+                with pytest.raises(LayoutError, match="bytes, a landing slot of the receiver"):
+                    await p.engine.send(source, receiving.ticket).__aenter__()
+            d.finish(lease, tokens, 0)
+        await p.at_rest()
+
+
+async def test_ring_smaller_than_a_block_is_an_error_at_start():
+    side = Side(ring_blocks=1)
+    slot = side.memory.regions.host_block_bytes + TRAILER_BYTES
+    peers = Peers(secret=SECRET, listen="127.0.0.1", ring_bytes=slot - 1)
+    config = CacheConfig(model="m", device_blocks=64, block_tokens=4)
+    with pytest.raises(ConfigError, match="ring_bytes"):
+        await CacheEngine(config, side.memory.regions, peers=peers).__aenter__()
