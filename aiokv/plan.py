@@ -21,7 +21,16 @@ ZEROS: Final = -1  # source id of a target that is filled with zeros
 
 Pool = Literal["device", "host", "state", "host_state", "store"]
 Direction = Literal[
-    "onload", "offload", "state", "state_onload", "state_offload", "clone", "fetch", "save"
+    "onload",
+    "offload",
+    "state",
+    "state_onload",
+    "state_offload",
+    "clone",
+    "fetch",
+    "save",
+    "state_fetch",
+    "state_save",
 ]
 Outcome = Literal["done", "failed", "cancelled"]
 
@@ -34,6 +43,8 @@ _NAMES: Final[dict[tuple[Pool, Pool], Direction]] = {
     ("state", "host_state"): "state_offload",
     ("store", "host"): "fetch",
     ("host", "store"): "save",
+    ("store", "host_state"): "state_fetch",
+    ("host_state", "store"): "state_save",
 }
 
 
@@ -43,7 +54,7 @@ class Route(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     Attributes:
         source: pool of the source ids: ``"device"`` and ``"host"`` have blocks, ``"state"`` has
             slots of recurrent state, on the device, and ``"host_state"`` has those in host
-            memory. ``"store"`` is all stores together: its blocks
+            memory. ``"store"`` is all stores together: its blocks and snapshots
             have digests, and its ids are their indices in the plan.
         target: pool of the target ids.
     """
@@ -69,6 +80,10 @@ STATE_OFFLOAD: Final = Route("state", "host_state")
 STATE_ROUTES: Final = frozenset((STATE, STATE_ONLOAD, STATE_OFFLOAD))
 FETCH: Final = Route("store", "host")
 SAVE: Final = Route("host", "store")
+STATE_FETCH: Final = Route("store", "host_state")
+STATE_SAVE: Final = Route("host_state", "store")
+FETCH_ROUTES: Final = frozenset((FETCH, STATE_FETCH))
+SAVE_ROUTES: Final = frozenset((SAVE, STATE_SAVE))
 
 
 class Priority(IntEnum):

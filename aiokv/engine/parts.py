@@ -15,7 +15,7 @@ from aiokv.errors import ConfigError, UsageError
 from aiokv.plan import STATE_OFFLOAD, STATE_ONLOAD
 from aiokv.scheduler.scheduler import CacheScheduler
 from aiokv.stores.identity import StoreIdentity
-from aiokv.stores.store_set import StoreSet
+from aiokv.stores.pools import StorePools
 from aiokv.stores.urls import stores_from
 from aiokv.worker.controller import CacheController
 from aiokv.worker.device.names import named_device
@@ -150,7 +150,7 @@ def _worker_of(
             regions,
             named_device(device),
             checksums=config.verify == "checksum",
-            stores=StoreSet(uses) if uses else None,
+            stores=_pools_of(config, uses) if uses else None,
             host_state_slots=config.host_state_slots,
         )
     can = worker.capabilities
@@ -183,6 +183,11 @@ def _worker_of(
         )
     _check_state(config, regions)
     return worker
+
+
+def _pools_of(config: CacheConfig, stores: Sequence[StoreUse]) -> StorePools:
+    """Return the stores for all pools of host memory that the cache has."""
+    return StorePools(stores, ["host_state"] if config.host_state_slots else [])
 
 
 def _check_stores(config: CacheConfig) -> None:

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from aiokv.observe.logs import Log
-from aiokv.plan import FETCH, ONLOAD, Priority, TransferReport
+from aiokv.plan import FETCH_ROUTES, ONLOAD, Priority, TransferReport
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.layers import ALL, LayerDoneCounter
 from aiokv.worker.views import LayerView
@@ -152,7 +152,8 @@ class Transfers:
         if report.transfer_id not in self._counters:
             return
         plan = self._counters[report.transfer_id][0]
-        if report.outcome == "failed" and plan.route != FETCH:  # a missing block is no failure
+        is_fetch = plan.route in FETCH_ROUTES
+        if report.outcome == "failed" and not is_fetch:  # a missing block is no failure
             log.warning(
                 "transfer.failed",
                 transfer_id=report.transfer_id,

@@ -391,6 +391,10 @@ class RankGroup(Unique):
         """
         raise UsageError("record_checksums: ranks do not verify checksums")
 
+    async def find(self, pool: Pool, digests: bytes) -> NDArray[np.float64]:
+        """Find nothing: ranks have no pools besides that of the blocks."""
+        return np.full(len(digests) // KEY_BYTES, np.inf)
+
     async def lookup(self, digests: bytes) -> StoreAnswer:
         """Ask the stores of all ranks; see :meth:`Worker.lookup`.
 

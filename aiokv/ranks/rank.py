@@ -44,7 +44,7 @@ from aiokv.ranks.messages import (
 )
 from aiokv.ranks.outbox import Outbox
 from aiokv.ranks.rank_state import MAX_RANKS, check_positive
-from aiokv.stores.store_set import StoreSet
+from aiokv.stores.pools import StorePools
 from aiokv.stores.urls import stores_from
 from aiokv.worker.controller import CacheController
 from aiokv.worker.device.base import CopyError, as_event
@@ -221,7 +221,7 @@ class Rank(Unique):
             self._channel.cut("the manager does not read")
 
     def _new_controller(self) -> CacheController:
-        stores = StoreSet(self._stores) if self._stores else None
+        stores = StorePools(self._stores) if self._stores else None
         return CacheController(self.regions, self._device, stores=stores)
 
     async def _connect(self) -> None:

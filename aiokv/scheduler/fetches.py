@@ -7,6 +7,8 @@ from itertools import starmap
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from aiokv._native import Core
     from aiokv.plan import Priority
     from aiokv.scheduler.effects import Outbox
@@ -31,9 +33,22 @@ class Fetches:
         Returns:
             The transfer; 0 when there is nothing to fetch, or no host room can be made.
         """
+        return self._begin(self._core.begin_fetch, lease_id, num_blocks, priority)
+
+    def begin_snapshot(self, lease_id: int, num_blocks: int, priority: Priority) -> int:
+        """Begin to fetch the snapshot behind the first blocks of a prompt, or join its fetch.
+
+        Returns:
+            As ``begin``.
+        """
+        return self._begin(self._core.begin_snapshot_fetch, lease_id, num_blocks, priority)
+
+    def _begin(
+        self, begin: Callable[[int, int], int], lease_id: int, num_blocks: int, priority: Priority
+    ) -> int:
         # `extend` calls the core without Python code in between, where a signal handler could
         # raise and lose the id of a fetch that has begun.
-        self._begun.extend(starmap(self._core.begin_fetch, ((lease_id, num_blocks),)))
+        self._begun.extend(starmap(begin, ((lease_id, num_blocks),)))
         transfer_id = self._begun[-1]
         while self._begun:
             self._submit(self._begun[0], priority)

@@ -17,8 +17,10 @@ from aiokv.plan import (
     ONLOAD,
     SAVE,
     STATE,
+    STATE_FETCH,
     STATE_OFFLOAD,
     STATE_ONLOAD,
+    STATE_SAVE,
     Priority,
     TransferPlan,
     id_bytes,
@@ -136,7 +138,7 @@ class Plans:
         host_blocks, digests = self._core.store_transfer(transfer_id)
         return TransferPlan(
             transfer_id=transfer_id,
-            route=FETCH,
+            route=STATE_FETCH if self._core.is_auxiliary(transfer_id) else FETCH,
             source_blocks=_indices(host_blocks),
             target_blocks=host_blocks,
             priority=priority,
@@ -148,7 +150,7 @@ class Plans:
         host_blocks, digests = self._core.store_transfer(transfer_id)
         return TransferPlan(
             transfer_id=transfer_id,
-            route=SAVE,
+            route=STATE_SAVE if self._core.is_auxiliary(transfer_id) else SAVE,
             source_blocks=host_blocks,
             target_blocks=_indices(host_blocks),
             priority=Priority.BACKUP,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
 
 from aiokv._native import LeaseState as NativeState
 from aiokv.errors import UsageError
@@ -11,7 +13,6 @@ from aiokv.types import Hit, LeaseState, Statistics
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from aiokv._native import Core
@@ -25,6 +26,24 @@ if TYPE_CHECKING:
     from aiokv.scheduler.sharded import Sharded
 
 STEP_HINT: Final = "call engine.step(event) after the last submitted work"
+
+
+class Borders(NamedTuple):
+    """Blocks of a prompt behind its hit, of which a tier may have some.
+
+    Attributes:
+        hit: blocks of the hit.
+        cached: leading blocks of the prompt that a tier has, also where no hit may end.
+        first: block of the first digest.
+        digests: 32 bytes per block, up to the hit limit.
+        may_end: ``[N]`` bool; False where a hit that ends behind the block would cut an item.
+    """
+
+    hit: int
+    cached: int
+    first: int
+    digests: bytes
+    may_end: NDArray[np.bool_]
 
 
 class CacheReader:
@@ -132,10 +151,28 @@ class CacheReader:
 
         Returns:
             (block, digests): index of the first one, and 32 bytes per block, up to the hit limit.
-            No digests if there is none, there are no stores, or the model has recurrent state or
-            sliding windows.
+            No digests if there is none, or there are no stores. For models with recurrent state,
+            ``borders`` says where a hit may end.
         """
         return self._core.missing(lease_id)
+
+    def borders(self, lease_id: int, skip: int = 0) -> Borders:
+        """Return the blocks behind the hit of a matched lease, and where a hit may end.
+
+        One call returns as many blocks as one of ``missing``.
+
+        Args:
+            lease_id: the lease.
+            skip: blocks behind the hit that are left out.
+        """
+        hit, cached, first, digests, may_end = self._core.borders(lease_id, skip)
+        return Borders(
+            hit=hit,
+            cached=cached,
+            first=first,
+            digests=digests,
+            may_end=np.frombuffer(may_end, np.bool_),
+        )
 
     def block_table(self, lease_id: int, group: str | None = None) -> NDArray[np.int32]:
         """Return a copy of the block table of a window group, or of all other layers. Any thread.

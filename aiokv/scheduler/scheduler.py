@@ -79,6 +79,7 @@ TRANSITIONS: Final = (
     "finish_step",
     "collect_backups",
     "fetch",
+    "fetch_snapshot",
     "collect_saves",
     "save",
     "complete",
@@ -733,6 +734,27 @@ class CacheScheduler:
         if not self.has_stores or not self._store_saver.is_active:
             return 0, self._outbox.pending
         return self._fetches.begin(lease_id, num_blocks, priority), self._outbox.pending
+
+    def fetch_snapshot(
+        self, lease_id: int, num_blocks: int, priority: Priority
+    ) -> tuple[int, Effects]:
+        """Begin to fetch the snapshot of recurrent state behind ``num_blocks`` cached blocks.
+
+        A lease joins the fetch in flight that brings the snapshot. A snapshot that has arrived is
+        cached on the host, also when the lease has ended; room is made by evicting host snapshots.
+
+        Args:
+            lease_id: a matched lease.
+            num_blocks: of its prompt; all are cached.
+            priority: as for ``fetch``.
+
+        Returns:
+            The transfer; 0 when a tier has the snapshot, the blocks are not cached, no host room
+            can be made, admission is paused, or a tier is asleep.
+        """
+        if not self.has_stores or not self._store_saver.is_active:
+            return 0, self._outbox.pending
+        return self._fetches.begin_snapshot(lease_id, num_blocks, priority), self._outbox.pending
 
     def collect_saves(self, *, by_holder: bool = False) -> tuple[bool, Effects]:
         """Begin a save of blocks to the stores; return False if there are none.

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from aiokv.config import WindowGroup
+    from aiokv.plan import Pool
     from aiokv.worker.arrays import Piece
     from aiokv.worker.regions import Regions
 
@@ -39,6 +40,7 @@ def fingerprint(
     rank: int = 0,
     num_ranks: int = 1,
     windows: Mapping[str, WindowGroup] | None = None,
+    pool: Pool = "host",
 ) -> bytes:
     """Return the fingerprint of one rank's blocks, 32 bytes.
 
@@ -53,6 +55,8 @@ def fingerprint(
         rank: number of this rank.
         num_ranks: number of ranks.
         windows: groups of sliding-window layers; their windows and sinks count, not their blocks.
+        pool: pool of host memory that the objects belong to: ``"host"`` for blocks, or
+            ``"host_state"`` for snapshots of recurrent state.
 
     Raises:
         ConfigError: ``model`` is empty, or a number is out of range.
@@ -66,6 +70,7 @@ def fingerprint(
         rank=rank,
         num_ranks=num_ranks,
         windows=windows,
+        pool=pool,
     )
     return hashlib.sha256(lines.encode()).digest()
 
@@ -79,6 +84,7 @@ def describe(
     rank: int = 0,
     num_ranks: int = 1,
     windows: Mapping[str, WindowGroup] | None = None,
+    pool: Pool = "host",
 ) -> str:
     """Return the text whose hash is the fingerprint; arguments and errors as there."""
     if not checks.text("model", model):
@@ -102,6 +108,9 @@ def describe(
     for name, group in sorted((windows or {}).items()):
         quoted = _quoted("the name of a window", name)
         lines.append(f"window {quoted} {group.window_tokens} sink {group.sink_tokens}")
+    if pool != "host":
+        lines.append(f"pool {_quoted('pool', pool)}")
+        lines += _slot_lines(regions)
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -110,6 +119,11 @@ def _region_lines(regions: Regions) -> Iterator[str]:
         yield f"layer {piece.layer} region {_array(piece)} at {piece.host_offset_bytes}"
     for piece in regions.state_pieces:
         yield f"layer {piece.layer} state {_array(piece)}"
+
+
+def _slot_lines(regions: Regions) -> Iterator[str]:
+    for piece in regions.state_blocks().pieces():
+        yield f"layer {piece.layer} slot {_array(piece)} at {piece.host_offset_bytes}"
 
 
 def _array(piece: Piece) -> str:

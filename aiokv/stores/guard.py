@@ -63,6 +63,8 @@ class GuardStatistics(msgspec.Struct, frozen=True, kw_only=True):
         kind: ``Store.kind``.
         url: ``Store.url``.
         rank: rank that has the store; None without ranks.
+        pool: ``"host"`` for blocks, ``"host_state"`` for snapshots of recurrent state, which the
+            counts of blocks are then about.
         reading: ``"closed"`` while lookups and loads pass, ``"open"`` or ``"probing"`` while the
             store counts as unavailable, ``"off"`` for a store that is not read.
         saving: likewise for saves.
@@ -116,6 +118,7 @@ class GuardStatistics(msgspec.Struct, frozen=True, kw_only=True):
     save_bytes_per_second: float
     store: StoreStatistics
     rank: int | None = None
+    pool: str = "host"
 
 
 class _Counts:
@@ -185,6 +188,7 @@ class StoreGuard:
         self.is_open = False
         self._counts = _Counts()
         self._payload_bytes = 0
+        self._pool = "host"
         self._has_logged_wrong = False
         self.lookup_cost, self.load_cost, self.save_cost = Cost(), Cost(), Cost()
 
@@ -210,6 +214,7 @@ class StoreGuard:
             raise StoreError(f"store {self._url} cannot be opened: {_text(error)}") from error
         self._memory, self._proof = memory, proof
         self._payload_bytes = memory.payload_bytes
+        self._pool = memory.pool
         self._closing = None
         self.is_open = True
 
@@ -565,6 +570,7 @@ class StoreGuard:
         return GuardStatistics(
             kind=self._store.kind,
             url=self._url,
+            pool=self._pool,
             reading=self._reads.state if self.use.read else "off",
             saving=self._saves.state if self.use.save else "off",
             opened=self._reads.opened + self._saves.opened,

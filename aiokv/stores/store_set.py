@@ -190,6 +190,26 @@ class StoreSet:
         self._lookups.remember(keys[: blocks * KEY_BYTES], holders)
         return StoreAnswer(blocks, self._fetch_seconds(holders))
 
+    async def find(self, digests: bytes) -> NDArray[np.float64]:
+        """Return the expected time to fetch each object alone, ``[N]``; infinity if no store has it.
+
+        Args:
+            digests: digests of any blocks, ``KEY_BYTES`` each.
+
+        Cancellation: as for ``lookup``.
+        """
+        num_objects = len(digests) // KEY_BYTES
+        readable = [i for i, guard in enumerate(self._guards) if guard.admits_read()]
+        if not num_objects or not readable or self._proof is None:
+            return np.full(num_objects, np.inf)
+        keys = derive_keys(self._fingerprint, digests)
+        found = await self._ask(readable, keys, num_objects)
+        self._lookups.remember(keys, found)
+        now = asyncio.get_running_loop().time()
+        costs = [guard.load_cost.parts(now) for guard in self._guards]
+        seconds = [latency + per_byte * self._payload_bytes for latency, per_byte in costs]
+        return np.where(found.any(axis=0), np.array(seconds)[found.argmax(axis=0)], np.inf)
+
     async def _ask(self, readable: list[int], keys: bytes, num_blocks: int) -> NDArray[np.bool_]:
         """Return which stores may have which blocks, ``[stores, N]``.
 

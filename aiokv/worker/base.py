@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiokv.errors import RankLost
-    from aiokv.plan import TransferPlan, TransferReport
+    from aiokv.plan import Pool, TransferPlan, TransferReport
     from aiokv.stores.guard import GuardStatistics
     from aiokv.stores.identity import StoreIdentity
     from aiokv.stores.store_set import StoreAnswer
@@ -236,6 +236,19 @@ class Worker(Protocol):
 
         Args:
             digests: digests of consecutive blocks, 32 bytes each.
+
+        Cancellation: nothing changed.
+        """
+
+    async def find(self, pool: Pool, digests: bytes) -> NDArray[np.float64]:
+        """Return the expected time to fetch each object of a pool, ``[N]``; infinity if none of the
+        stores has it.
+
+        Returns at the latest when the lookup deadline of each store has passed.
+
+        Args:
+            pool: of host memory besides ``"host"``.
+            digests: digests of any blocks, 32 bytes each.
 
         Cancellation: nothing changed.
         """

@@ -20,7 +20,15 @@ import msgspec
 import numpy as np
 
 from aiokv.errors import ClosedError, ConfigError, DeviceError, UsageError
-from aiokv.plan import CLONE, ONLOAD, STATE, TransferReport
+from aiokv.plan import (
+    CLONE,
+    ONLOAD,
+    STATE,
+    STATE_FETCH,
+    STATE_SAVE,
+    TransferReport,
+)
+from aiokv.stores.base import KEY_BYTES
 from aiokv.stores.store_set import NOTHING
 from aiokv.worker.base import Capabilities
 from aiokv.worker.blocks import clone_rows
@@ -40,10 +48,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiokv.errors import RankLost
-    from aiokv.plan import Outcome, TransferPlan
+    from aiokv.plan import Outcome, Pool, Route, TransferPlan
     from aiokv.stores.guard import GuardStatistics
     from aiokv.stores.identity import StoreIdentity
-    from aiokv.stores.store_set import StoreAnswer, StoreSet
+    from aiokv.stores.pools import StorePools
+    from aiokv.stores.store_set import StoreAnswer
     from aiokv.types import Tier
     from aiokv.worker.base import Cancelled
     from aiokv.worker.device.base import Copy, Device, Event
@@ -73,7 +82,7 @@ class CacheController:
         device: Device,
         *,
         checksums: bool = False,
-        stores: StoreSet | None = None,
+        stores: StorePools | None = None,
         host_state_slots: int = 0,
     ) -> None:
         self._device = device
@@ -91,6 +100,10 @@ class CacheController:
         self._store_transfers = (
             None if stores is None else StoreTransfers(stores, self._report_waiters.note_report)
         )
+        self._store_routes: frozenset[Route] = frozenset()
+        if stores is not None:
+            state_routes = (STATE_FETCH, STATE_SAVE) if host_state_slots else ()
+            self._store_routes = STORE_ROUTES.union(state_routes)
         self._stores_sleep = False
         self._identity: StoreIdentity | None = None
         self._closing = False
@@ -103,7 +116,7 @@ class CacheController:
             host_state_slots=host_state_slots,
         )
         self.capabilities = Capabilities(
-            routes=device.routes if stores is None else device.routes | STORE_ROUTES,
+            routes=device.routes | self._store_routes,
             clone_routes=frozenset((CLONE, STATE)),
             checksums=True,
             step_events=True,
@@ -140,7 +153,7 @@ class CacheController:
         if self._stores is not None and self._store_transfers is not None:
             self._identity = identity
             try:
-                await self._stores.open(self.memory.store_memory, self._fingerprint())
+                await self._stores.open(self.memory.store_memories, self._fingerprint)
             except BaseException:
                 self.memory.close()
                 raise
@@ -206,7 +219,7 @@ class CacheController:
         if self.counter(plan.transfer_id) is not None:
             raise UsageError(f"transfer {plan.transfer_id} is in flight already")
         num_bytes = self.memory.check(plan)
-        if self._store_transfers is not None and plan.route in STORE_ROUTES:
+        if self._store_transfers is not None and plan.route in self._store_routes:
             if self._checksums is not None:
                 self._checksums.begin(plan)
             return self._store_transfers.submit(plan, num_bytes)
@@ -334,20 +347,26 @@ class CacheController:
             return NOTHING
         return await self._stores.lookup(digests)
 
+    async def find(self, pool: Pool, digests: bytes) -> NDArray[np.float64]:
+        """Ask the stores for objects of a pool; see :meth:`Worker.find`."""
+        if self._stores is None or self._closing or not self._opened:
+            return np.full(len(digests) // KEY_BYTES, np.inf)
+        return await self._stores.find(pool, digests)
+
     def change_weights(self, version: str) -> None:
         """Use other keys from now on; see :meth:`Worker.change_weights`."""
         if self._stores is not None and self._identity is not None:
             self._identity = msgspec.structs.replace(self._identity, weights_version=version)
-            self._stores.change_fingerprint(self._fingerprint())
+            self._stores.change_fingerprints(self._fingerprint)
 
     def store_statistics(self) -> list[GuardStatistics]:
         """Return the statistics of each store; see :meth:`Worker.store_statistics`."""
         return [] if self._stores is None else self._stores.statistics()
 
-    def _fingerprint(self) -> bytes:
+    def _fingerprint(self, pool: Pool) -> bytes:
         if self._identity is None:
             raise UsageError("open: identity is None; stores need it", hint="pass a StoreIdentity")
-        return self._identity.fingerprint(self.memory.regions)
+        return self._identity.fingerprint(self.memory.regions, pool)
 
     # --- sleep ------------------------------------------------------------------------------
 
@@ -382,7 +401,7 @@ class CacheController:
         """
         self.memory.wake_up(tiers, regions)
         if self._stores is not None and self._stores_sleep and "host" not in self.memory.asleep:
-            await self._stores.reopen(self.memory.store_memory, self._fingerprint())
+            await self._stores.reopen(self.memory.store_memories, self._fingerprint)
             self._stores_sleep = False
 
     # --- end --------------------------------------------------------------------------------

@@ -6,7 +6,17 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from aiokv.plan import FETCH, OFFLOAD, ONLOAD, SAVE, STATE, STATE_OFFLOAD, STATE_ONLOAD
+from aiokv.plan import (
+    FETCH,
+    OFFLOAD,
+    ONLOAD,
+    SAVE,
+    STATE,
+    STATE_FETCH,
+    STATE_OFFLOAD,
+    STATE_ONLOAD,
+    STATE_SAVE,
+)
 from aiokv.worker.transfers import TransferQueue
 
 if TYPE_CHECKING:
@@ -55,6 +65,8 @@ class WorkerStatistics(msgspec.Struct, frozen=True, kw_only=True):
         state_offload: slots of recurrent state, device to host.
         fetch: stores to host; ``done`` when all blocks of the plan arrived.
         save: host to stores; ``moved_bytes`` are those of the blocks that a store has taken.
+        state_fetch: slots of recurrent state, stores to host.
+        state_save: slots of recurrent state, host to stores.
     """
 
     held: int
@@ -65,6 +77,8 @@ class WorkerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     save: LaneStatistics
     state_onload: LaneStatistics
     state_offload: LaneStatistics
+    state_fetch: LaneStatistics
+    state_save: LaneStatistics
 
 
 _IDLE_LANE: Final = LaneStatistics(
@@ -90,6 +104,8 @@ def worker_statistics(held: int, routes: Mapping[Route, LaneStatistics]) -> Work
         save=routes.get(SAVE, _IDLE_LANE),
         state_onload=routes.get(STATE_ONLOAD, _IDLE_LANE),
         state_offload=routes.get(STATE_OFFLOAD, _IDLE_LANE),
+        state_fetch=routes.get(STATE_FETCH, _IDLE_LANE),
+        state_save=routes.get(STATE_SAVE, _IDLE_LANE),
     )
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 from weakref import WeakValueDictionary
 
 from aiokv.errors import ClosedError, LayoutError, UsageError
-from aiokv.plan import FETCH, SAVE, STATE_ROUTES
+from aiokv.plan import FETCH_ROUTES, SAVE_ROUTES, STATE_ROUTES
 from aiokv.stores.base import KEY_BYTES, StoreMemory, store_pitch_bytes
 from aiokv.worker.arena import HostArena
 from aiokv.worker.base import UNLIMITED_BLOCKS
@@ -98,20 +98,35 @@ class WorkerMemory:
         return self._arena
 
     @property
-    def store_memory(self) -> StoreMemory:
-        """Host blocks as the stores see them.
+    def store_memories(self) -> dict[Pool, StoreMemory]:
+        """The pools of host memory as the stores see them.
+
+        Each pool gets the part of a store's limit that it has of the host memory.
 
         Raises:
             ClosedError: the worker was not opened, or the host tier is asleep.
         """
-        arena = self.arena
-        return StoreMemory(
-            address=arena.pointer,
-            num_blocks=arena.num_blocks,
-            pitch_bytes=arena.block_bytes,
-            payload_bytes=self.regions.host_block_bytes,
-            view=arena.blocks.reshape(-1).data,
-        )
+        arenas: dict[Pool, HostArena] = {"host": self.arena}
+        if self._state_arena is not None:
+            arenas["host_state"] = self._state_arena
+        num_bytes = sum(arena.nbytes for arena in arenas.values())
+        return {
+            pool: StoreMemory(
+                address=arena.pointer,
+                num_blocks=arena.num_blocks,
+                pitch_bytes=arena.block_bytes,
+                payload_bytes=self._payload_bytes(pool),
+                view=arena.blocks.reshape(-1).data,
+                pool=pool,
+                quota_share=arena.nbytes / num_bytes,
+            )
+            for pool, arena in arenas.items()
+        }
+
+    def _payload_bytes(self, pool: Pool) -> int:
+        """Return the bytes that the device tier copies to a block of a pool of host memory."""
+        regions = self.regions if pool == "host" else self.regions.state_blocks()
+        return regions.host_block_bytes
 
     @property
     def device_blocks(self) -> int:
@@ -125,14 +140,15 @@ class WorkerMemory:
             UsageError: no blocks, unequal lists, ids out of range, a duplicate destination, a
                 missing digest, or a route that the worker does not have.
         """
-        if self._has_stores and plan.route in (FETCH, SAVE):
+        if self._has_stores and plan.route in FETCH_ROUTES | SAVE_ROUTES:
             check_ids(plan, self._num_blocks)
             if len(plan.digests) != KEY_BYTES * plan.num_blocks:
                 raise UsageError(
                     f"transfer {plan.transfer_id}: digests has {len(plan.digests)} bytes; it must "
                     f"have {KEY_BYTES} for each of the {plan.num_blocks} blocks"
                 )
-            return self.regions.host_block_bytes * plan.num_blocks
+            pool = plan.route.target if plan.route in FETCH_ROUTES else plan.route.source
+            return self._payload_bytes(pool) * plan.num_blocks
         if plan.route not in self._device.routes:
             raise UsageError(
                 f"transfer {plan.transfer_id}: the device {self._device.name!r} has no route "
@@ -242,16 +258,17 @@ class WorkerMemory:
             self._checksums.bind(regions)
 
     def _new_arena(self) -> HostArena:
-        block_bytes = self.regions.host_block_bytes
-        if self._has_stores:
-            block_bytes = store_pitch_bytes(block_bytes)
-        return HostArena(num_blocks=self._host_blocks, block_bytes=block_bytes)
+        return HostArena(num_blocks=self._host_blocks, block_bytes=self._pitch_bytes("host"))
 
     def _new_state_arena(self) -> HostArena | None:
         if not self._host_state_slots:
             return None
-        slots = self.regions.state_blocks()
-        return HostArena(num_blocks=self._host_state_slots, block_bytes=slots.host_block_bytes)
+        pitch_bytes = self._pitch_bytes("host_state")
+        return HostArena(num_blocks=self._host_state_slots, block_bytes=pitch_bytes)
+
+    def _pitch_bytes(self, pool: Pool) -> int:
+        payload_bytes = self._payload_bytes(pool)
+        return store_pitch_bytes(payload_bytes) if self._has_stores else payload_bytes
 
     def _close_arenas(self) -> None:
         self.arena.close()

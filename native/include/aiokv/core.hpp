@@ -138,8 +138,28 @@ class Core {
     TransferId begin_fetch(LeaseId id, std::size_t blocks) {
         return fetches_.begin(leases_.at(id), blocks);
     }
-    bool wants_saves() const { return store_saver_.wants_saves(); }
-    TransferId take_saves() { return store_saver_.take(); }
+    Borders borders(LeaseId id, std::size_t skip) {
+        return fetches_.borders(leases_.at(id), skip);
+    }
+    // Per block from `first` to `end` of the prompt, all cached: the device or the host has a
+    // snapshot of recurrent state behind it.
+    std::vector<std::uint8_t> has_snapshots(LeaseId id, std::size_t first, std::size_t end);
+    // Begins to fetch the snapshot behind the first `blocks` blocks of the prompt, or returns the
+    // fetch in flight that brings it. 0: the block is not cached, the snapshot is there, or the
+    // host has no room.
+    TransferId begin_snapshot_fetch(LeaseId id, std::size_t blocks);
+    bool wants_saves() const {
+        return store_saver_.wants_saves() || (snapshots_ != nullptr && snapshots_->wants_saves());
+    }
+    TransferId take_saves() {
+        const TransferId id = store_saver_.take();
+        return id != 0 || snapshots_ == nullptr ? id : snapshots_->take();
+    }
+    // The transfer moves snapshots, and no blocks.
+    bool is_auxiliary(TransferId id) const {
+        return snapshots_ != nullptr && snapshots_->has(id);
+    }
+    const AuxiliaryTransfer& auxiliary_transfer(TransferId id) const { return snapshots_->get(id); }
     bool is_fetch(TransferId id) const { return fetches_.has(id); }
     bool is_save(TransferId id) const { return store_saver_.has(id); }
     const Fetch& fetch(TransferId id) const;  // these two throw UsageError
@@ -148,7 +168,7 @@ class Core {
     // -- transfers
     const Transfer& transfer(TransferId id) const { return transfers_.get(id); }
     bool is_in_flight(TransferId id) const {
-        return transfers_.has(id) || fetches_.has(id) || store_saver_.has(id);
+        return transfers_.has(id) || fetches_.has(id) || store_saver_.has(id) || is_auxiliary(id);
     }
     // `results`: of a save, a SaveResult per block, or none.
     void complete(TransferId id, Outcome outcome, std::uint32_t first_bad_block,
@@ -219,6 +239,7 @@ class Core {
     Releases releases_;
     Completions completions_;
     Tiers tiers_;
+    AuxiliaryStore* snapshots_;  // of state_; null: stores have no snapshots
 };
 
 }  // namespace aiokv

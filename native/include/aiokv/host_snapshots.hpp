@@ -9,10 +9,12 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
 #include "aiokv/auxiliary_pool.hpp"
+#include "aiokv/auxiliary_store.hpp"
 #include "aiokv/core_types.hpp"
 #include "aiokv/index.hpp"
 #include "aiokv/lease_table.hpp"
@@ -24,7 +26,7 @@ class HostSnapshots {
   public:
     // `device`: the snapshots on the device.
     HostSnapshots(const CoreConfig& config, Index& index, AuxiliaryPool& device,
-                  TransferLedger& transfers);
+                  TransferLedger& transfers, StoredBlocks& stored, Residency& residency);
 
     // -- hits
     bool covers(std::span<const NodeId> path, std::size_t blocks) const {
@@ -51,8 +53,16 @@ class HostSnapshots {
     // Begins to copy one snapshot; 0: none can be copied now. Snapshots of an open step wait for
     // its end; those for which the host has no room are not saved.
     TransferId take_save();
-    // After a success, the host slot belongs to the node of its source, unless that was dropped.
+    // After a success, the host slot belongs to the node of its source, unless that was dropped, or
+    // a store has brought the snapshot meanwhile.
     void finish_save(const StateMove& save, bool copied);
+
+    // -- stores
+    AuxiliaryStore* stores() { return stores_ ? &*stores_ : nullptr; }  // null: none has snapshots
+    // A lease is granted that uses the snapshot of the node, in either tier.
+    void note_hit(NodeId node) {
+        if (stores_) stores_->note_use(node);
+    }
 
     void add_to(CoreStatistics& statistics) const;
     void check(Report& report, const LeaseTable& leases) const;
@@ -70,6 +80,7 @@ class HostSnapshots {
     AuxiliaryPool& device_;
     TransferLedger& transfers_;
     AuxiliaryPool pool_;
+    std::optional<AuxiliaryStore> stores_;
     std::vector<BlockId> queue_;     // device slots; some have another snapshot by now, or none
     std::vector<bool> being_saved_;  // by device slot
     bool looks_ahead_ = false;

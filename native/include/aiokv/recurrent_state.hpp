@@ -24,7 +24,7 @@ namespace aiokv {
 class RecurrentState {
   public:
     RecurrentState(const CoreConfig& config, Index& index, const LeaseTable& leases,
-                   TransferLedger& transfers);
+                   TransferLedger& transfers, StoredBlocks& stored, Residency& residency);
 
     bool exists() const { return pool_.has_value(); }
     std::uint32_t usable_slots() const { return pool_ ? pool_->free_ids() + pool_->attached() : 0; }
@@ -92,6 +92,9 @@ class RecurrentState {
         if (pool_) pool_->finish_step(step);
     }
     Step unfinished_step() const { return pool_ ? pool_->unfinished_step() : 0; }
+
+    // Snapshots in stores; null: there are none.
+    AuxiliaryStore* stores() { return host_ ? host_->stores() : nullptr; }
 
     void add_to(CoreStatistics& statistics) const;
     void check(Report& report) const;

@@ -53,7 +53,7 @@ Core::Core(const CoreConfig& config)
       index_(config_, leases_),
       transfers_(index_.tree()),
       stored_(config_, index_),
-      state_(config_, index_, leases_, transfers_),
+      state_(config_, index_, leases_, transfers_, stored_, residency_),
       windows_(config_, index_, leases_),
       auxiliary_(state_, windows_),
       residency_(config_, index_, stored_, auxiliary_, device_, host_),
@@ -75,7 +75,8 @@ Core::Core(const CoreConfig& config)
       completions_(config_, device_, leases_, index_, state_, auxiliary_, matching_, residency_,
                    transfers_, promises_, publication_, swaps_, store_saver_),
       tiers_(config_, device_, leases_, index_, auxiliary_, residency_, saver_, transfers_,
-             promises_, swaps_, store_saver_) {}
+             promises_, swaps_, store_saver_),
+      snapshots_(state_.stores()) {}
 
 Hit Core::match(Tokens tokens, std::string_view context, bool reads, bool writes,
                 std::span<const Item> items) {
@@ -126,11 +127,34 @@ const Save& Core::save(TransferId id) const {
 void Core::complete(TransferId id, Outcome outcome, std::uint32_t first_bad_block,
                     std::span<const std::uint8_t> results) {
     if (store_saver_.has(id)) return store_saver_.complete(id, outcome, results);
+    const auto good_of = [&](std::size_t blocks) {
+        return outcome == Outcome::kDone     ? static_cast<std::uint32_t>(blocks)
+               : outcome == Outcome::kFailed ? first_bad_block
+                                             : 0;
+    };
+    if (is_auxiliary(id)) {
+        const std::size_t copies = snapshots_->get(id).ids.size();
+        return snapshots_->complete(id, outcome, good_of(copies), results);
+    }
     if (!fetches_.has(id)) return completions_.complete(id, outcome, first_bad_block);
-    const auto blocks = static_cast<std::uint32_t>(fetches_.get(id).host_blocks.size());
-    fetches_.complete(id, outcome == Outcome::kDone     ? blocks
-                          : outcome == Outcome::kFailed ? first_bad_block
-                                                        : 0);
+    fetches_.complete(id, good_of(fetches_.get(id).host_blocks.size()));
+}
+
+std::vector<std::uint8_t> Core::has_snapshots(LeaseId id, std::size_t first, std::size_t end) {
+    std::vector<std::uint8_t> found;
+    if (snapshots_ == nullptr) return found;
+    for (const NodeId node : matching_.nodes(leases_.at(id), first, end)) {
+        found.push_back(snapshots_->has_copy(node));
+    }
+    return found;
+}
+
+TransferId Core::begin_snapshot_fetch(LeaseId id, std::size_t blocks) {
+    Lease& lease = leases_.at(id);
+    if (snapshots_ == nullptr || !lease.is(LeaseState::kMatched) || blocks == 0) return 0;
+    if (blocks > matching_.frontier(lease).first) return 0;
+    auxiliary_.touch_hit(lease.path);
+    return snapshots_->begin_fetch(matching_.nodes(lease, blocks - 1, blocks));
 }
 
 Usage Core::usage(LeaseId id) const {

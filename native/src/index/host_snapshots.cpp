@@ -8,13 +8,17 @@
 namespace aiokv {
 
 HostSnapshots::HostSnapshots(const CoreConfig& config, Index& index, AuxiliaryPool& device,
-                             TransferLedger& transfers)
+                             TransferLedger& transfers, StoredBlocks& stored, Residency& residency)
     : config_(config),
       index_(index),
       device_(device),
       transfers_(transfers),
       pool_(config.host_state_slots, 1),
-      being_saved_(config.state_slots, false) {}
+      being_saved_(config.state_slots, false) {
+    if (stored.exist()) {
+        stores_.emplace(config, index, stored, residency, transfers, device, pool_);
+    }
+}
 
 void HostSnapshots::finish_read(BlockId slot, bool failed) {
     if (failed && pool_.is_attached(slot)) {
@@ -88,14 +92,16 @@ TransferId HostSnapshots::take_save() {
     return transfers_.begin_move(save);
 }
 
-// The snapshot is the node's own as long as the save reads it, and only one save does: the node has
-// no host snapshot yet.
+// The snapshot is the node's own as long as the save reads it, and only one save does.
 void HostSnapshots::finish_save(const StateMove& save, bool copied) {
     const NodeId node = device_.node_of(save.source);
     being_saved_[static_cast<std::size_t>(save.source)] = false;
     device_.remove_copier(save.source);
-    if (!copied || node == kNone) return pool_.give_back(save.target, 0);
+    if (!copied || node == kNone || pool_.find(node) != kNoBlock) {
+        return pool_.give_back(save.target, 0);
+    }
     pool_.attach(node, save.target);
+    if (stores_) stores_->note_copy(save.target);
     ++saved_;
 }
 
@@ -104,11 +110,17 @@ void HostSnapshots::add_to(CoreStatistics& statistics) const {
     statistics.host_state_snapshots = pool_.attached();
     statistics.saved_snapshots = saved_;
     statistics.evicted_host_snapshots = evicted_;
+    if (stores_) stores_->add_to(statistics);
 }
 
 void HostSnapshots::check(Report& report, const LeaseTable& leases) const {
     Ownership slots = report.pool("host state", pool_.capacity());
     std::unordered_map<BlockId, std::uint32_t> readers;
+    if (stores_) {
+        for (const BlockId slot : stores_->read_ids()) ++readers[slot];
+        for (const BlockId slot : stores_->owned_ids()) slots.own(slot, "a fetch");
+        stores_->check(report);
+    }
     for (const Lease& lease : leases) {
         const BlockId held = lease.recurrent.read_host_snapshot;
         if (held != kNoBlock) ++readers[held];

@@ -10,12 +10,13 @@
 namespace aiokv {
 
 RecurrentState::RecurrentState(const CoreConfig& config, Index& index, const LeaseTable& leases,
-                               TransferLedger& transfers)
+                               TransferLedger& transfers, StoredBlocks& stored,
+                               Residency& residency)
     : config_(config), index_(index), leases_(leases), transfers_(transfers) {
     if (config.state_slots > 0) pool_.emplace(config.state_slots, 1);
     if (!pool_ || config.host_state_slots == 0) return;
     pool_->note_uses();
-    host_.emplace(config, index, *pool_, transfers);
+    host_.emplace(config, index, *pool_, transfers, stored, residency);
 }
 
 void RecurrentState::touch(NodeId node) {
@@ -43,6 +44,7 @@ void RecurrentState::take(Lease& lease) {
     const BlockId host_source = is_on_host ? host_->find(lease.path.back()) : kNoBlock;
     if (!lease.flags.computes) return keep_snapshot(lease, source, host_source);
     lease.recurrent.valid = true;
+    if (host_ && !lease.path.empty()) host_->note_hit(lease.path.back());
     const std::uint32_t idle_source = source != kNoBlock && pool_->is_idle(source);
     if (lease.recurrent.slot == kNoBlock && idle_source > 0 && pool_->room() == 1) {
         pool_->detach(source);

@@ -7,7 +7,8 @@ namespace aiokv {
 namespace {
 
 bool has_stored_blocks(const CoreConfig& config) {
-    return config.stores.exist && config.host_blocks > 0 && config.state_slots == 0 &&
+    const bool has_all_on_host = config.state_slots == 0 || config.host_state_slots > 0;
+    return config.stores.exist && config.host_blocks > 0 && has_all_on_host &&
            config.windows.empty();
 }
 

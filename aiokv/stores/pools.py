@@ -1,0 +1,118 @@
+"""StorePools: the stores of a worker, for each pool of host memory.
+
+A pool has copies of one size: blocks (``"host"``), or snapshots of recurrent state
+(``"host_state"``). Its objects have keys of its own, and each store has a part of its own for each
+pool: the store that the user has made for blocks, and its ``for_pool`` for the others. So no object
+of one pool is ever found in another one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from aiokv.observe.logs import Log
+from aiokv.stores.store_set import StoreSet
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from aiokv.plan import Pool, TransferPlan
+    from aiokv.stores.accesses import Accesses
+    from aiokv.stores.base import StoreMemory
+    from aiokv.stores.guard import GuardStatistics
+    from aiokv.stores.store_set import Fetched, Saved, StoreAnswer
+    from aiokv.stores.use import StoreUse
+
+    Fingerprints = Callable[[Pool], bytes]
+
+log = Log(__name__)
+
+BLOCKS: Final = "host"  # the pool that each cache has
+
+
+class StorePools:
+    """One :class:`StoreSet` per pool. Used on one loop.
+
+    Args:
+        stores: in the order in which objects are taken from them.
+        pools: pools besides that of the blocks.
+    """
+
+    def __init__(self, stores: Sequence[StoreUse], pools: Sequence[Pool] = ()) -> None:
+        self._sets: dict[Pool, StoreSet] = {BLOCKS: StoreSet(stores)}
+        self._unsupported = []  # (pool, URL of a store)
+        for pool in pools:
+            parts = []
+            for use in stores:
+                part = use.store.for_pool(pool)
+                if part is None:
+                    self._unsupported.append((pool, use.store.url))
+                else:
+                    parts.append(replace(use, store=part))
+            self._sets[pool] = StoreSet(parts)
+
+    async def open(self, memories: Mapping[Pool, StoreMemory], fingerprint: Fingerprints) -> None:
+        """Open all stores on the pools.
+
+        Args:
+            memories: host memory by pool.
+            fingerprint: of the objects of a pool.
+
+        Raises:
+            AiokvError: a store cannot be opened; all are closed.
+
+        Cancellation: all are closed.
+        """
+        for pool, url in self._unsupported:
+            log.warning("store.has_no_pool", url=url, pool=pool)
+        try:
+            for pool, stores in self._sets.items():
+                await stores.open(memories[pool], fingerprint(pool))
+        except BaseException:
+            await self.aclose()
+            raise
+
+    async def reopen(self, memories: Mapping[Pool, StoreMemory], fingerprint: Fingerprints) -> None:
+        """Open the closed stores on new memory; see ``StoreSet.reopen``."""
+        for pool, stores in self._sets.items():
+            await stores.reopen(memories[pool], fingerprint(pool))
+
+    def change_fingerprints(self, fingerprint: Fingerprints) -> None:
+        """Use other keys from now on. Fetches in flight bring nothing."""
+        for pool, stores in self._sets.items():
+            stores.change_fingerprint(fingerprint(pool))
+
+    async def aclose(self) -> bool:
+        """Cancel operations in flight and close all stores; see ``StoreSet.aclose``. Idempotent."""
+        ends = [await stores.aclose() for stores in self._sets.values()]
+        return all(ends)
+
+    def close_without_loop(self) -> bool:
+        """As ``aclose``, after the loop was closed: the stores themselves stay open."""
+        ends = [stores.close_without_loop() for stores in self._sets.values()]
+        return all(ends)
+
+    async def lookup(self, digests: bytes) -> StoreAnswer:
+        """Return how many leading blocks the stores have; see ``StoreSet.lookup``."""
+        return await self._sets[BLOCKS].lookup(digests)
+
+    async def find(self, pool: Pool, digests: bytes) -> NDArray[np.float64]:
+        """Return the expected time to fetch each object; see ``StoreSet.find``."""
+        return await self._sets[pool].find(digests)
+
+    async def fetch(self, plan: TransferPlan, accesses: Accesses | None = None) -> Fetched:
+        """Load the objects of a plan; see ``StoreSet.fetch``."""
+        return await self._sets[plan.route.target].fetch(plan, accesses)
+
+    async def save(self, plan: TransferPlan, accesses: Accesses | None = None) -> Saved:
+        """Save the objects of a plan; see ``StoreSet.save``."""
+        return await self._sets[plan.route.source].save(plan, accesses)
+
+    def statistics(self) -> list[GuardStatistics]:
+        """Return the statistics of each store, in order: of blocks, then of the other pools."""
+        return [guard for stores in self._sets.values() for guard in stores.statistics()]
+
