@@ -301,7 +301,7 @@ class StoreConfig:
 
     def __init__(self, *, policy: StorePolicy = StorePolicy.AT_COMMIT, uses: int = 2, only_reused: bool = False, queue_blocks: int = 4096, ahead_blocks: int = 0) -> None: ...
 
-class StateRoute(enum.Enum):
+class MoveRoute(enum.Enum):
     ON_DEVICE = 0
 
     FROM_HOST = 1
@@ -524,7 +524,7 @@ class Core:
     def state_move(self, transfer: int) -> tuple[int, int, int]:
         """(source, target, after_step) of slots; source -1: zeros."""
 
-    def state_route(self, transfer: int) -> StateRoute: ...
+    def state_route(self, transfer: int) -> MoveRoute: ...
 
     def take_state_save(self) -> int:
         """

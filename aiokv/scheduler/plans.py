@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from aiokv._native import Core, EvictionKind, Outcome, StateRoute, StoreConfig
+from aiokv._native import Core, EvictionKind, MoveRoute, Outcome, StoreConfig
 from aiokv._native import StorePolicy as NativeStorePolicy
 from aiokv._native import WritePolicy as NativePolicy
 from aiokv.plan import (
@@ -48,9 +48,9 @@ _STORE_POLICIES = {
 }
 _MAX_AHEAD_BLOCKS = 1024  # host blocks that on_eviction saves ahead: one scan takes 10 us
 _STATE_ROUTES = {
-    StateRoute.ON_DEVICE: STATE,
-    StateRoute.FROM_HOST: STATE_ONLOAD,
-    StateRoute.TO_HOST: STATE_OFFLOAD,
+    MoveRoute.ON_DEVICE: STATE,
+    MoveRoute.FROM_HOST: STATE_ONLOAD,
+    MoveRoute.TO_HOST: STATE_OFFLOAD,
 }
 _OUTCOMES = {
     "done": Outcome.DONE,

@@ -87,7 +87,7 @@ TEST(a_keeper_takes_over_transfers_tails_and_moves) {
     Transfer transfer = onload_of({5, 1});
     transfer.tail_owner = 1;
     const TransferId id = ledger.begin(std::move(transfer));
-    const TransferId move = ledger.begin_move({1, kNoBlock, 3, 0});
+    const TransferId move = ledger.begin_move({1, {kNoBlock}, {3}, 0});
     ledger.replace_lease(id, 1, 7);
     ledger.replace_lease(move, 1, 7);
     CHECK(ledger.get(id).leases == (std::vector<LeaseId>{5, 7}));
@@ -96,7 +96,7 @@ TEST(a_keeper_takes_over_transfers_tails_and_moves) {
     ledger.orphan_move(move);
     CHECK_EQ(ledger.move(move).lease, 0u);
     CHECK(ledger.take_abandoned() == std::vector<TransferId>{move});
-    CHECK_EQ(ledger.end_move(move).target, 3);
+    CHECK_EQ(ledger.end_move(move).targets[0], 3);
     CHECK_THROWS(UsageError, ledger.move(move));
 }
 

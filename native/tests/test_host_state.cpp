@@ -1,4 +1,4 @@
-// Snapshots of recurrent state in host memory (host_snapshots.cpp).
+// Snapshots of recurrent state in host memory (host_copies.cpp).
 #include "aiokv/core.hpp"
 #include "check.hpp"
 
@@ -78,8 +78,8 @@ TEST(an_evicted_snapshot_is_restored_from_the_host) {
     const LeaseId id = cache.core.match(kPrompt, "").lease;
     CHECK(cache.core.allocate(id, 7) == Grant::kLoading);
     const TransferId move = cache.core.lease(id).onloads[0];
-    CHECK(cache.core.state_move(move).route == StateRoute::kFromHost);
-    CHECK_EQ(cache.core.state_move(move).target, cache.core.lease(id).recurrent.slot);
+    CHECK(cache.core.state_move(move).route == MoveRoute::kFromHost);
+    CHECK_EQ(cache.core.state_move(move).targets[0], cache.core.lease(id).recurrent.slot);
     cache.core.complete(move, Outcome::kDone, 0);
     CHECK_EQ(cache.core.lease(id).cached_tokens, 6u);
     CHECK_EQ(cache.core.statistics().onloaded_states, 1u);

@@ -17,7 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from aiokv._native import Core, Outcome, StateRoute, WritePolicy
+from aiokv._native import Core, MoveRoute, Outcome, WritePolicy
 from aiokv.errors import LeaseError, RequestTooLarge
 
 GARBAGE = ("garbage",)
@@ -91,7 +91,7 @@ class StateMachine(RuleBasedStateMachine):
         self.queued: set[Prefix] = set()  # to be saved, with write-through
         self.made_in: dict[int, int] = {}  # the step of the snapshot in each slot
         self.moves: dict[int, tuple[int, int, int]] = {}  # source, target, after_step
-        self.routes: dict[int, StateRoute] = {}  # of the moves
+        self.routes: dict[int, MoveRoute] = {}  # of the moves
         self.callers: list[Caller] = []
         self.pins: list[tuple[int, Tier, int]] = []  # lease, and the snapshot that it holds
         self.step = 1
@@ -121,11 +121,11 @@ class StateMachine(RuleBasedStateMachine):
         self.host.touch(prefix)
 
     def source_tier(self, transfer_id: int) -> Tier:
-        is_from_host = self.routes[transfer_id] == StateRoute.FROM_HOST
+        is_from_host = self.routes[transfer_id] == MoveRoute.FROM_HOST
         return self.host if is_from_host else self.device
 
     def target_tier(self, transfer_id: int) -> Tier:
-        return self.host if self.routes[transfer_id] == StateRoute.TO_HOST else self.device
+        return self.host if self.routes[transfer_id] == MoveRoute.TO_HOST else self.device
 
     def read(self, tier: Tier) -> set[int]:
         """Return the slots whose snapshots a transfer or a pin reads."""
@@ -159,7 +159,7 @@ class StateMachine(RuleBasedStateMachine):
         self.host.keep(known)
 
     def being_saved(self) -> set[int]:
-        return {m[0] for t, m in self.moves.items() if self.routes[t] == StateRoute.TO_HOST}
+        return {m[0] for t, m in self.moves.items() if self.routes[t] == MoveRoute.TO_HOST}
 
     def queue(self, prefix: Prefix) -> None:
         """Note a use that makes the write policy save the snapshot."""
@@ -454,12 +454,12 @@ class StateMachine(RuleBasedStateMachine):
         prefix = source_tier.prefix_of(source)
         if outcome == Outcome.DONE:
             target_tier.content[target] = () if source < 0 else source_tier.content[source]
-        if route == StateRoute.TO_HOST:
+        if route == MoveRoute.TO_HOST:
             if outcome == Outcome.DONE and prefix is not None:
                 self.host.attach(prefix, target)
             return
         self.let_go(source_tier, source)
-        if route == StateRoute.FROM_HOST and outcome == Outcome.FAILED and prefix is not None:
+        if route == MoveRoute.FROM_HOST and outcome == Outcome.FAILED and prefix is not None:
             del self.host.snapshots[prefix]
 
     @rule()

@@ -42,8 +42,9 @@ class AuxiliaryPool {
 
     void attach(NodeId node, BlockId id);  // the caller's id; the node has none
     BlockId find(NodeId node) const;
-    // A hit of the first `blocks` of the path may end there.
-    bool covers(const PrefixTree& tree, std::span<const NodeId> path, std::size_t blocks) const;
+    // A hit of the first `blocks` of the path may end there. `copies`: ids that count, too.
+    bool covers(const PrefixTree& tree, std::span<const NodeId> path, std::size_t blocks,
+                const AuxiliaryPool* copies = nullptr) const;
     bool is_idle(BlockId id) const { return entries_[at(id)].readers == 0; }
     // The node was dropped. Returns true when it had an id.
     bool forget(NodeId node);

@@ -71,7 +71,11 @@ class AuxiliaryStore {
     // UsageError, changing nothing, on another number of results.
     void complete(TransferId id, Outcome outcome, std::uint32_t good,
                   std::span<const std::uint8_t> results);
-    void add_to(CoreStatistics& statistics) const;
+    std::uint64_t saved() const { return saved_; }
+    std::uint64_t unsaved() const { return unsaved_; }
+    std::uint64_t fetched() const { return fetched_; }
+    std::uint64_t unfetched() const { return unfetched_; }
+    std::uint64_t evicted() const { return evicted_; }  // to make room for fetches
 
     // -- for checks
     // Host ids that saves read, and those that fetches own.
@@ -125,6 +129,7 @@ class AuxiliaryStore {
     std::uint64_t unsaved_ = 0;
     std::uint64_t fetched_ = 0;
     std::uint64_t unfetched_ = 0;
+    std::uint64_t evicted_ = 0;
 };
 
 }  // namespace aiokv

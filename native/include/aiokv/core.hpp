@@ -129,7 +129,7 @@ class Core {
     // A save of one snapshot to host memory; 0: there is nothing to copy.
     TransferId take_state_save() { return state_.take_save(); }
     bool is_state_move(TransferId id) const { return transfers_.is_move(id); }
-    const StateMove& state_move(TransferId id) const { return transfers_.move(id); }
+    const Move& state_move(TransferId id) const { return transfers_.move(id); }
     std::uint32_t reach_tokens(LeaseId id) const { return windows_.reach_tokens(leases_.at(id)); }
     const WindowGroup& window_group(std::size_t group) const { return windows_.group(group); }
 
@@ -239,7 +239,7 @@ class Core {
     Releases releases_;
     Completions completions_;
     Tiers tiers_;
-    AuxiliaryStore* snapshots_;  // of state_; null: stores have no snapshots
+    AuxiliaryStore* snapshots_ = nullptr;  // of state_; null: stores have no snapshots
 };
 
 }  // namespace aiokv

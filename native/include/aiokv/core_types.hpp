@@ -126,21 +126,24 @@ struct StateCopy {
     BlockId target = kNoBlock;  // kNoBlock: none
 };
 
-// Where the slots of a state move lie.
-enum class StateRoute : std::uint8_t {
+// Where the ids of a move lie.
+enum class MoveRoute : std::uint8_t {
     kOnDevice,
-    kFromHost,  // the source is in host memory
-    kToHost,    // the target is in host memory: a snapshot is saved
+    kFromHost,  // the sources are in host memory
+    kToHost,    // the targets are in host memory: indexed ids are saved
 };
 
-// Makes a lease's state slot ready, with a copy of a snapshot or with zeros; or saves a snapshot.
-struct StateMove {
-    LeaseId lease = 0;          // 0: a save; or it was released or retracted. The move owns the
-                                // target
-    BlockId source = kNoBlock;  // the move is one of its readers; kNoBlock: zeros
-    BlockId target = kNoBlock;
+constexpr std::int32_t kRecurrentState = -1;
+
+// A copy of ids of one auxiliary pool. It makes ids of a lease ready, with copies or with zeros, or
+// saves indexed ids.
+struct Move {
+    LeaseId lease = 0;  // 0: a save; or it was released or retracted. The move owns the targets
+    std::vector<BlockId> sources;  // the move is a reader of each; kNoBlock: zeros
+    std::vector<BlockId> targets;
     Step after_step = 0;
-    StateRoute route = StateRoute::kOnDevice;
+    MoveRoute route = MoveRoute::kOnDevice;
+    std::int32_t group = kRecurrentState;  // or the index of a window group
 };
 
 struct Fork {

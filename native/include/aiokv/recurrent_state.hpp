@@ -4,7 +4,7 @@
 // the model overwrites, and a prefix can be hit only where a snapshot was saved: the state
 // after the last position of that block. A grant copies the snapshot into the lease's slot, or
 // zeroes the slot, as a transfer that the lease waits for. Snapshots have an eviction order of
-// their own; to lose one costs no block. Host snapshots (HostSnapshots) are copies of them that
+// their own; to lose one costs no block. Host snapshots (HostCopies) are copies of them that
 // stay when they are evicted; a lease takes its state from the device where it has the choice.
 #pragma once
 
@@ -14,7 +14,7 @@
 
 #include "aiokv/auxiliary_pool.hpp"
 #include "aiokv/core_types.hpp"
-#include "aiokv/host_snapshots.hpp"
+#include "aiokv/host_copies.hpp"
 #include "aiokv/index.hpp"
 #include "aiokv/lease_table.hpp"
 #include "aiokv/transfer_ledger.hpp"
@@ -24,15 +24,15 @@ namespace aiokv {
 class RecurrentState {
   public:
     RecurrentState(const CoreConfig& config, Index& index, const LeaseTable& leases,
-                   TransferLedger& transfers, StoredBlocks& stored, Residency& residency);
+                   TransferLedger& transfers);
 
     bool exists() const { return pool_.has_value(); }
     std::uint32_t usable_slots() const { return pool_ ? pool_->free_ids() + pool_->attached() : 0; }
 
     // -- hits and nodes of the index
     bool covers(std::span<const NodeId> path, std::size_t blocks) const {
-        return !pool_ || pool_->covers(index_.tree(), path, blocks) ||
-               (host_ && host_->covers(path, blocks));
+        return !pool_ ||
+               pool_->covers(index_.tree(), path, blocks, host_ ? &host_->pool() : nullptr);
     }
     void touch_hit(std::span<const NodeId> path) {
         if (pool_ && !path.empty()) touch(path.back());
@@ -67,8 +67,8 @@ class RecurrentState {
     // The lease gives its slot back while the move writes it: the move owns the slot from now on
     // (I3).
     void orphan_move(Lease& lease, TransferId move, Step step);
-    // Ends a move, and returns it.
-    StateMove finish_move(TransferId move, Outcome outcome);
+    // After the end of a move.
+    void finish_move(const Move& move, Outcome outcome);
     void release(Lease& lease, Step step);
 
     // -- snapshots
@@ -81,9 +81,9 @@ class RecurrentState {
     void attach_snapshots(Lease& lease);
     void forget_snapshots(Lease& lease, Step step);
 
-    // -- saves of snapshots to host memory; see HostSnapshots
+    // -- saves of snapshots to host memory; see HostCopies
     bool wants_saves() const { return host_ && host_->wants_saves(); }
-    TransferId take_save() { return host_ ? host_->take_save() : 0; }
+    TransferId take_save() { return host_ ? host_->take_save(1) : 0; }
 
     void close_step(Step step) {
         if (pool_) pool_->close_step(step);
@@ -93,8 +93,12 @@ class RecurrentState {
     }
     Step unfinished_step() const { return pool_ ? pool_->unfinished_step() : 0; }
 
-    // Snapshots in stores; null: there are none.
-    AuxiliaryStore* stores() { return host_ ? host_->stores() : nullptr; }
+    // -- stores
+    // To be called once, before the first lease, where stores have the host snapshots, too.
+    void connect_stores(StoredBlocks& stored, Residency& residency) {
+        if (host_) host_->connect_stores(stored, residency);
+    }
+    AuxiliaryStore* stores() { return host_ ? host_->stores() : nullptr; }  // null: not connected
 
     void add_to(CoreStatistics& statistics) const;
     void check(Report& report) const;
@@ -103,14 +107,14 @@ class RecurrentState {
     BlockId take_slot();
     void touch(NodeId node);
     void keep_snapshot(Lease& lease, BlockId source, BlockId host_source);
-    void start_move(Lease& lease, BlockId source, StateRoute route);
+    void start_move(Lease& lease, BlockId source, MoveRoute route);
 
     const CoreConfig& config_;
     Index& index_;
     const LeaseTable& leases_;
     TransferLedger& transfers_;
     std::optional<AuxiliaryPool> pool_;  // none: the model has no recurrent state
-    std::optional<HostSnapshots> host_;  // none: snapshots stay on the device
+    std::optional<HostCopies> host_;     // none: snapshots stay on the device
     std::uint64_t restored_ = 0;
     std::uint64_t onloaded_ = 0;
     std::uint64_t evicted_snapshots_ = 0;

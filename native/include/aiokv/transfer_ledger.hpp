@@ -1,4 +1,4 @@
-// The ledger of what is in flight: copies between the tiers, and moves of recurrent state. It
+// The ledger of what is in flight: copies between the tiers, and moves of auxiliary ids. It
 // numbers and counts the transfers of the stores, too.
 #pragma once
 
@@ -38,15 +38,15 @@ class TransferLedger {
     std::uint32_t onloading_blocks() const;    // indexed ones that are being written on the device
     TransferId offload_of(NodeId node) const;  // 0: none
 
-    // -- moves of recurrent state
-    TransferId begin_move(const StateMove& move);
+    // -- moves of auxiliary ids: recurrent state and sliding windows
+    TransferId begin_move(Move move);
     bool is_move(TransferId id) const { return moves_.contains(id); }
-    const StateMove& move(TransferId id) const;  // throws UsageError
-    StateMove end_move(TransferId id);
-    // The target is the move's from now on (I3). An orphan is abandoned.
+    const Move& move(TransferId id) const;  // throws UsageError
+    Move end_move(TransferId id);
+    // The targets are the move's from now on (I3). An orphan is abandoned.
     void orphan_move(TransferId id);
     bool has_moves() const { return !moves_.empty(); }
-    const std::unordered_map<TransferId, StateMove>& moves() const { return moves_; }
+    const std::unordered_map<TransferId, Move>& moves() const { return moves_; }
 
     // -- fetches and saves; see Fetches and StoreSaver, which have their records
     TransferId begin_store_transfer() {
@@ -71,7 +71,7 @@ class TransferLedger {
   private:
     const PrefixTree& tree_;
     std::unordered_map<TransferId, Transfer> transfers_;
-    std::unordered_map<TransferId, StateMove> moves_;
+    std::unordered_map<TransferId, Move> moves_;
     std::vector<TransferId> abandoned_;
     std::size_t store_transfers_ = 0;
     TransferId last_ = 0;

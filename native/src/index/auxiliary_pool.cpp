@@ -36,10 +36,11 @@ BlockId AuxiliaryPool::find(NodeId node) const {
     return found == ids_of_.end() ? kNoBlock : found->second;
 }
 
-bool AuxiliaryPool::covers(const PrefixTree& tree, std::span<const NodeId> path,
-                           std::size_t blocks) const {
+bool AuxiliaryPool::covers(const PrefixTree& tree, std::span<const NodeId> path, std::size_t blocks,
+                           const AuxiliaryPool* copies) const {
     const auto has_id = [&](NodeId node) {
-        return tree[node].has(kHasSides) && find(node) != kNoBlock;
+        return tree[node].has(kHasSides) &&
+               (find(node) != kNoBlock || (copies != nullptr && copies->find(node) != kNoBlock));
     };
     const std::span<const NodeId> hit = path.first(blocks);
     const std::span<const NodeId> head = hit.first(std::min<std::size_t>(blocks, head_blocks_));

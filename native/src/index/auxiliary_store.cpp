@@ -158,7 +158,7 @@ TransferId AuxiliaryStore::begin_fetch(std::span<const NodeId> nodes) {
     for (const NodeId node : fetch.nodes) {
         fetch.digests.push_back(stored_.digest(node));
         fetch.ids.push_back(kNoBlock);
-        host_.take(fetch.ids.back());
+        evicted_ += host_.take(fetch.ids.back());
     }
     index_.change();  // copies may have been evicted
     residency_.hold(fetch.nodes);
@@ -205,13 +205,6 @@ void AuxiliaryStore::complete(TransferId id, Outcome outcome, std::uint32_t good
         finish_fetch(transfer, good);
     }
     ledger_.end_store_transfer();
-}
-
-void AuxiliaryStore::add_to(CoreStatistics& statistics) const {
-    statistics.stored_snapshots = saved_;
-    statistics.unstored_snapshots = unsaved_;
-    statistics.fetched_snapshots = fetched_;
-    statistics.unfetched_snapshots = unfetched_;
 }
 
 std::vector<BlockId> AuxiliaryStore::ids_of(bool saves) const {

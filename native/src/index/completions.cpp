@@ -31,7 +31,8 @@ void Completions::complete(TransferId id, Outcome outcome, std::uint32_t first_b
 }
 
 void Completions::finish_move(TransferId id, Outcome outcome) {
-    const StateMove move = state_.finish_move(id, outcome);
+    const Move move = transfers_.end_move(id);
+    state_.finish_move(move, outcome);
     if (move.lease == 0) return;
     Lease& lease = leases_.at(move.lease);
     if (outcome != Outcome::kDone) fail(lease, 0);

@@ -53,7 +53,7 @@ Core::Core(const CoreConfig& config)
       index_(config_, leases_),
       transfers_(index_.tree()),
       stored_(config_, index_),
-      state_(config_, index_, leases_, transfers_, stored_, residency_),
+      state_(config_, index_, leases_, transfers_),
       windows_(config_, index_, leases_),
       auxiliary_(state_, windows_),
       residency_(config_, index_, stored_, auxiliary_, device_, host_),
@@ -75,8 +75,10 @@ Core::Core(const CoreConfig& config)
       completions_(config_, device_, leases_, index_, state_, auxiliary_, matching_, residency_,
                    transfers_, promises_, publication_, swaps_, store_saver_),
       tiers_(config_, device_, leases_, index_, auxiliary_, residency_, saver_, transfers_,
-             promises_, swaps_, store_saver_),
-      snapshots_(state_.stores()) {}
+             promises_, swaps_, store_saver_) {
+    if (stored_.exist()) state_.connect_stores(stored_, residency_);
+    snapshots_ = state_.stores();
+}
 
 Hit Core::match(Tokens tokens, std::string_view context, bool reads, bool writes,
                 std::span<const Item> items) {

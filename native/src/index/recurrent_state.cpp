@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <string>
 #include <unordered_map>
+#include <utility>
+
 #include "aiokv/error.hpp"
 #include "core_detail.hpp"
 #include "report.hpp"
@@ -10,13 +12,11 @@
 namespace aiokv {
 
 RecurrentState::RecurrentState(const CoreConfig& config, Index& index, const LeaseTable& leases,
-                               TransferLedger& transfers, StoredBlocks& stored,
-                               Residency& residency)
+                               TransferLedger& transfers)
     : config_(config), index_(index), leases_(leases), transfers_(transfers) {
     if (config.state_slots > 0) pool_.emplace(config.state_slots, 1);
     if (!pool_ || config.host_state_slots == 0) return;
-    pool_->note_uses();
-    host_.emplace(config, index, *pool_, transfers, stored, residency);
+    host_.emplace(config, index, *pool_, transfers, config.host_state_slots);
 }
 
 void RecurrentState::touch(NodeId node) {
@@ -58,8 +58,8 @@ void RecurrentState::take(Lease& lease) {
     }
     if (host_source != kNoBlock) host_->add_reader(host_source);
     if (lease.recurrent.slot == kNoBlock) lease.recurrent.slot = take_slot();
-    if (host_source != kNoBlock) return start_move(lease, host_source, StateRoute::kFromHost);
-    start_move(lease, source, StateRoute::kOnDevice);
+    if (host_source != kNoBlock) return start_move(lease, host_source, MoveRoute::kFromHost);
+    start_move(lease, source, MoveRoute::kOnDevice);
 }
 
 // The lease computes nothing, and keeps the snapshot of its hit where it is.
@@ -82,38 +82,38 @@ void RecurrentState::use_in(const Lease& lease, Step step) {
     if (lease.recurrent.slot != kNoBlock) pool_->use_in(lease.recurrent.slot, step);
 }
 
-void RecurrentState::start_move(Lease& lease, BlockId source, StateRoute route) {
-    StateMove move{lease.id(), source, lease.recurrent.slot,
-                   pool_->after_step(lease.recurrent.slot), route};
-    if (route == StateRoute::kOnDevice && source != kNoBlock) {
+void RecurrentState::start_move(Lease& lease, BlockId source, MoveRoute route) {
+    Move move;
+    move.lease = lease.id();
+    move.sources = {source};
+    move.targets = {lease.recurrent.slot};
+    move.after_step = pool_->after_step(lease.recurrent.slot);
+    move.route = route;
+    if (route == MoveRoute::kOnDevice && source != kNoBlock) {
         move.after_step = std::max(move.after_step, pool_->after_step(source));
     }
-    lease.onloads.push_back(transfers_.begin_move(move));
+    lease.onloads.push_back(transfers_.begin_move(std::move(move)));
 }
 
-StateMove RecurrentState::finish_move(TransferId id, Outcome outcome) {
-    const StateMove move = transfers_.end_move(id);
+void RecurrentState::finish_move(const Move& move, Outcome outcome) {
     const bool copied = outcome == Outcome::kDone;
-    if (move.route == StateRoute::kToHost) {
-        host_->finish_save(move, copied);
-        return move;
-    }
-    if (move.route == StateRoute::kFromHost) {
-        host_->finish_read(move.source, outcome == Outcome::kFailed);
-    } else if (move.source != kNoBlock) {
-        pool_->remove_reader(move.source);
+    if (move.route == MoveRoute::kToHost) return host_->finish_save(move, copied ? 1 : 0);
+    const BlockId source = move.sources[0];
+    if (move.route == MoveRoute::kFromHost) {
+        host_->finish_read(source, outcome == Outcome::kFailed);
+    } else if (source != kNoBlock) {
+        pool_->remove_reader(source);
     }
     if (move.lease == 0) {
-        pool_->give_back(move.target, 0);
+        pool_->give_back(move.targets[0], 0);
     } else if (copied) {
-        restored_ += move.source != kNoBlock;
-        onloaded_ += move.route == StateRoute::kFromHost;
+        restored_ += source != kNoBlock;
+        onloaded_ += move.route == MoveRoute::kFromHost;
     }
-    return move;
 }
 
 void RecurrentState::orphan_move(Lease& lease, TransferId id, Step step) {
-    pool_->use_in(transfers_.move(id).target, step);
+    pool_->use_in(transfers_.move(id).targets[0], step);
     lease.recurrent.slot = kNoBlock;
     transfers_.orphan_move(id);
 }
@@ -213,14 +213,28 @@ void RecurrentState::add_to(CoreStatistics& statistics) const {
     statistics.restored_states = restored_;
     statistics.evicted_snapshots = evicted_snapshots_;
     statistics.onloaded_states = onloaded_;
-    if (host_) host_->add_to(statistics);
+    if (!host_) return;
+    statistics.host_state_free = host_->pool().free_ids();
+    statistics.host_state_snapshots = host_->pool().attached();
+    statistics.saved_snapshots = host_->saved();
+    statistics.evicted_host_snapshots = host_->evicted();
+    const AuxiliaryStore* stores = host_->stores();
+    if (stores == nullptr) return;
+    statistics.evicted_host_snapshots += stores->evicted();
+    statistics.stored_snapshots = stores->saved();
+    statistics.unstored_snapshots = stores->unsaved();
+    statistics.fetched_snapshots = stores->fetched();
+    statistics.unfetched_snapshots = stores->unfetched();
 }
 
 void RecurrentState::check(Report& report) const {
     if (!pool_) return;
     Ownership slots = report.pool("state", pool_->capacity());
     std::unordered_map<BlockId, std::uint32_t> readers;
+    std::unordered_map<BlockId, std::uint32_t> host_readers;
     for (const Lease& lease : leases_) {
+        const BlockId on_host = lease.recurrent.read_host_snapshot;
+        if (on_host != kNoBlock) ++host_readers[on_host];
         if (lease.recurrent.slot != kNoBlock) slots.own(lease.recurrent.slot, "a lease");
         if (lease.recurrent.read_snapshot != kNoBlock) ++readers[lease.recurrent.read_snapshot];
         for (const UnattachedSnapshot& one : lease.recurrent.snapshots)
@@ -233,10 +247,13 @@ void RecurrentState::check(Report& report) const {
         report.require(!lease.recurrent.valid || has_slot, "I1: a valid state has no slot");
     }
     for (const auto& [id, move] : transfers_.moves()) {
-        if (move.source != kNoBlock && move.route != StateRoute::kFromHost) ++readers[move.source];
-        if (move.route == StateRoute::kToHost) continue;
-        if (move.lease == 0) slots.own(move.target, "a move");
-        report.require(move.lease == 0 || leases_.at(move.lease).recurrent.slot == move.target,
+        if (move.group != kRecurrentState) continue;
+        const BlockId source = move.sources[0];
+        const BlockId target = move.targets[0];
+        if (source != kNoBlock && move.route != MoveRoute::kFromHost) ++readers[source];
+        if (move.route == MoveRoute::kToHost) continue;
+        if (move.lease == 0) slots.own(target, "a move");
+        report.require(move.lease == 0 || leases_.at(move.lease).recurrent.slot == target,
                        "I3: the target of state move ", id, " changed under way");
     }
     std::uint32_t attached = 0;
@@ -257,7 +274,7 @@ void RecurrentState::check(Report& report) const {
     report.require(attached == pool_->attached(), "I1: ", pool_->attached(), " of ", attached,
                    " snapshots are listed");
     slots.check([this](BlockId id) { return pool_->is_free(id); });
-    if (host_) host_->check(report, leases_);
+    if (host_) host_->check(report, "host state", std::move(host_readers));
 }
 
 }  // namespace aiokv

@@ -79,23 +79,23 @@ TransferId TransferLedger::offload_of(NodeId node) const {
     return 0;
 }
 
-// -- moves of recurrent state --------------------------------------------------------------------
+// -- moves of auxiliary ids ----------------------------------------------------------------------
 
-TransferId TransferLedger::begin_move(const StateMove& move) {
-    moves_.emplace(++last_, move);
+TransferId TransferLedger::begin_move(Move move) {
+    moves_.emplace(++last_, std::move(move));
     return last_;
 }
 
-const StateMove& TransferLedger::move(TransferId id) const {
+const Move& TransferLedger::move(TransferId id) const {
     const auto found = moves_.find(id);
     if (found == moves_.end()) {
-        throw UsageError("no state is moved by transfer " + std::to_string(id));
+        throw UsageError("no auxiliary ids are moved by transfer " + std::to_string(id));
     }
     return found->second;
 }
 
-StateMove TransferLedger::end_move(TransferId id) {
-    const StateMove move = this->move(id);
+Move TransferLedger::end_move(TransferId id) {
+    Move move = this->move(id);
     moves_.erase(id);
     return move;
 }

@@ -204,10 +204,10 @@ void bind_core(nb::module_& m) {
             },
             nb::kw_only(), "policy"_a = StorePolicy::kAtCommit, "uses"_a = 2,
             "only_reused"_a = false, "queue_blocks"_a = 4096, "ahead_blocks"_a = 0);
-    nb::enum_<StateRoute>(m, "StateRoute")
-        .value("ON_DEVICE", StateRoute::kOnDevice)
-        .value("FROM_HOST", StateRoute::kFromHost)
-        .value("TO_HOST", StateRoute::kToHost);
+    nb::enum_<MoveRoute>(m, "MoveRoute")
+        .value("ON_DEVICE", MoveRoute::kOnDevice)
+        .value("FROM_HOST", MoveRoute::kFromHost)
+        .value("TO_HOST", MoveRoute::kToHost);
     nb::enum_<EvictionKind>(m, "EvictionKind")
         .value("LRU", EvictionKind::kLru)
         .value("ADAPTIVE", EvictionKind::kAdaptive);
@@ -438,8 +438,8 @@ void bind_core(nb::module_& m) {
         .def(
             "state_move",
             [](const Core& core, TransferId id) -> StateMoveTuple {
-                const StateMove& move = core.state_move(id);
-                return nb::make_tuple(move.source, move.target, move.after_step);
+                const Move& move = core.state_move(id);
+                return nb::make_tuple(move.sources[0], move.targets[0], move.after_step);
             },
             "transfer"_a, "(source, target, after_step) of slots; source -1: zeros.")
         .def(

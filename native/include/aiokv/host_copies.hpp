@@ -1,0 +1,106 @@
+// Host copies of the ids of an auxiliary pool: snapshots of recurrent state, or window blocks.
+//
+//   id on the device -> queued -> being saved: a move owns the host id -> host copy of the node
+//
+// The write policy of the blocks says when an id is queued. A host copy stays when the device id of
+// its node is evicted, and goes with its node; the least recently used one makes room for another.
+// While a move saves an id, it is a reader of its source: the source is not evicted, and a source
+// whose node is dropped is freed by the last reader (I3).
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <unordered_map>
+#include <vector>
+
+#include "aiokv/auxiliary_pool.hpp"
+#include "aiokv/auxiliary_store.hpp"
+#include "aiokv/core_types.hpp"
+#include "aiokv/index.hpp"
+#include "aiokv/transfer_ledger.hpp"
+
+namespace aiokv {
+
+class Report;
+
+class HostCopies {
+  public:
+    // `device`: the ids on the device; `group`: of the moves, see Move.
+    HostCopies(const CoreConfig& config, Index& index, AuxiliaryPool& device,
+               TransferLedger& transfers, std::uint32_t capacity,
+               std::int32_t group = kRecurrentState);
+
+    HostCopies(const HostCopies&) = delete;
+    HostCopies& operator=(const HostCopies&) = delete;
+
+    const AuxiliaryPool& pool() const { return pool_; }
+    std::uint64_t saved() const { return saved_; }
+    std::uint64_t evicted() const { return evicted_; }
+
+    // -- hits
+    BlockId find(NodeId node) const { return pool_.find(node); }
+    void touch(NodeId node) {
+        const BlockId id = pool_.find(node);
+        if (id != kNoBlock) pool_.touch(id);
+    }
+    void forget(NodeId node) { pool_.forget(node); }
+    void forget_all() { pool_.forget_all(); }
+    void add_reader(BlockId id) { pool_.add_reader(id); }
+    void remove_reader(BlockId id) { pool_.remove_reader(id); }
+    // A copy that could not be read is dropped: another read might fail again.
+    void finish_read(BlockId id, bool failed);
+
+    // -- saves
+    // This device id was attached or hit.
+    void note_use(BlockId device_id);
+    // Device ids were taken: with write-back, the next to be evicted are looked at.
+    void note_taken() { looks_ahead_ = looks_ahead_ || is_write_back(); }
+    bool wants_saves() const { return looks_ahead_ || !queue_.empty(); }
+    // Begins to copy up to `limit` ids; 0: none can be copied now. Ids of an open step wait for its
+    // end; those for which the host has no room are not saved.
+    TransferId take_save(std::uint32_t limit);
+    // The first `good` host ids belong to the nodes of their sources, unless those were dropped, or
+    // stores have brought copies for them.
+    void finish_save(const Move& save, std::uint32_t good);
+
+    // -- stores
+    // To be called once, before the first save.
+    void connect_stores(StoredBlocks& stored, Residency& residency) {
+        stores_.emplace(config_, index_, stored, residency, transfers_, device_, pool_);
+    }
+    AuxiliaryStore* stores() { return stores_ ? &*stores_ : nullptr; }  // null: not connected
+    const AuxiliaryStore* stores() const { return stores_ ? &*stores_ : nullptr; }
+    // A lease is granted that uses what is attached to the node.
+    void note_hit(NodeId node) {
+        if (stores_) stores_->note_use(node);
+    }
+
+    // `readers`: of host ids, besides the moves and the stores.
+    void check(Report& report, const char* name,
+               std::unordered_map<BlockId, std::uint32_t> readers) const;
+
+  private:
+    static std::size_t at(BlockId id) { return static_cast<std::size_t>(id); }
+    bool is_write_back() const { return config_.write_policy == WritePolicy::kWriteBack; }
+    bool is_used_enough(NodeId node) const;
+    bool is_unsaved(BlockId device_id) const;
+    void queue(BlockId device_id);
+    void queue_next_evicted();
+    std::vector<BlockId> take_queued(std::uint32_t limit);
+
+    const CoreConfig& config_;
+    Index& index_;
+    AuxiliaryPool& device_;
+    TransferLedger& transfers_;
+    AuxiliaryPool pool_;
+    std::int32_t group_;
+    std::optional<AuxiliaryStore> stores_;  // none: stores do not have the host copies
+    std::vector<BlockId> queue_;     // device ids; some are another node's by now, or no node's
+    std::vector<bool> is_queued_;    // by device id
+    std::vector<bool> being_saved_;  // by device id
+    bool looks_ahead_ = false;
+    std::uint64_t saved_ = 0;
+    std::uint64_t evicted_ = 0;
+};
+
+}  // namespace aiokv

@@ -1,0 +1,165 @@
+#include "aiokv/host_copies.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "report.hpp"
+
+namespace aiokv {
+
+HostCopies::HostCopies(const CoreConfig& config, Index& index, AuxiliaryPool& device,
+                       TransferLedger& transfers, std::uint32_t capacity, std::int32_t group)
+    : config_(config),
+      index_(index),
+      device_(device),
+      transfers_(transfers),
+      pool_(capacity, device.tail_blocks(), device.head_blocks()),
+      group_(group),
+      is_queued_(device.capacity(), false),
+      being_saved_(device.capacity(), false) {
+    device.note_uses();
+}
+
+void HostCopies::finish_read(BlockId id, bool failed) {
+    if (failed && pool_.is_attached(id)) {
+        pool_.forget(pool_.node_of(id));
+        index_.change();
+    }
+    pool_.remove_reader(id);
+}
+
+bool HostCopies::is_used_enough(NodeId node) const {
+    if (config_.write_policy == WritePolicy::kWriteThrough) return true;
+    return config_.write_policy == WritePolicy::kWriteThroughSelective &&
+           index_.tree()[node].uses >= config_.write_through_threshold;
+}
+
+bool HostCopies::is_unsaved(BlockId device_id) const {
+    return device_.is_attached(device_id) && !being_saved_[at(device_id)] &&
+           pool_.find(device_.node_of(device_id)) == kNoBlock;
+}
+
+void HostCopies::note_use(BlockId device_id) {
+    if (is_used_enough(device_.node_of(device_id))) queue(device_id);
+    note_taken();
+}
+
+void HostCopies::queue(BlockId device_id) {
+    if (is_queued_[at(device_id)] || !is_unsaved(device_id)) return;
+    is_queued_[at(device_id)] = true;
+    queue_.push_back(device_id);
+}
+
+// An eighth of the device ids is kept free or saved ahead of eviction, and at least two: a state
+// slot of the next lease, and one of its snapshot.
+void HostCopies::queue_next_evicted() {
+    looks_ahead_ = false;
+    const std::uint32_t target = std::max<std::uint32_t>(device_.capacity() / 8, 2);
+    std::uint32_t ready = device_.free_ids();
+    for (BlockId id = device_.first_evicted(); id != kNoBlock && ready < target; ++ready) {
+        queue(id);
+        id = device_.evicted_after(id);
+    }
+}
+
+// The first queued ids that can be copied now.
+std::vector<BlockId> HostCopies::take_queued(std::uint32_t limit) {
+    std::vector<BlockId> taken;
+    std::erase_if(queue_, [&](BlockId id) {
+        const bool takes = is_unsaved(id) && device_.is_closed(id) && taken.size() < limit;
+        if (takes) taken.push_back(id);
+        const bool stays = is_unsaved(id) && !takes;
+        is_queued_[at(id)] = stays;
+        return !stays;
+    });
+    return taken;
+}
+
+TransferId HostCopies::take_save(std::uint32_t limit) {
+    if (looks_ahead_) queue_next_evicted();
+    limit = std::min(limit, pool_.room());
+    if (limit == 0) return 0;
+    Move save;
+    save.route = MoveRoute::kToHost;
+    save.group = group_;
+    save.sources = take_queued(limit);
+    if (save.sources.empty()) return 0;
+    for (const BlockId source : save.sources) {
+        BlockId target = kNoBlock;
+        if (pool_.take(target)) {
+            ++evicted_;
+            index_.change();
+        }
+        save.targets.push_back(target);
+        save.after_step = std::max(save.after_step, device_.after_step(source));
+        device_.add_reader(source);
+        being_saved_[at(source)] = true;
+    }
+    return transfers_.begin_move(std::move(save));
+}
+
+// A source is the node's own as long as the save reads it, and only one save does.
+void HostCopies::finish_save(const Move& save, std::uint32_t good) {
+    for (std::size_t i = 0; i < save.sources.size(); ++i) {
+        const NodeId node = device_.node_of(save.sources[i]);
+        being_saved_[at(save.sources[i])] = false;
+        device_.remove_copier(save.sources[i]);
+        if (i >= good || node == kNone || pool_.find(node) != kNoBlock) {
+            pool_.give_back(save.targets[i], 0);
+            continue;
+        }
+        pool_.attach(node, save.targets[i]);
+        if (stores_) stores_->note_copy(save.targets[i]);
+        ++saved_;
+    }
+}
+
+void HostCopies::check(Report& report, const char* name,
+                       std::unordered_map<BlockId, std::uint32_t> readers) const {
+    Ownership ids = report.pool(name, pool_.capacity());
+    if (stores_) {
+        for (const BlockId id : stores_->read_ids()) ++readers[id];
+        for (const BlockId id : stores_->owned_ids()) ids.own(id, "a fetch");
+        stores_->check(report);
+    }
+    std::size_t saves = 0;
+    for (const auto& [id, move] : transfers_.moves()) {
+        if (move.group != group_ || move.route == MoveRoute::kOnDevice) continue;
+        if (move.route == MoveRoute::kFromHost) {
+            for (const BlockId source : move.sources) ++readers[source];
+            continue;
+        }
+        saves += move.sources.size();
+        for (const BlockId target : move.targets) ids.own(target, "a save");
+        for (const BlockId source : move.sources) {
+            report.require(being_saved_[at(source)], "I3: save ", id, " reads device id ", source,
+                           " of the ", name, " copies, which counts as idle");
+        }
+    }
+    report.require(static_cast<std::size_t>(
+                       std::count(being_saved_.begin(), being_saved_.end(), true)) == saves,
+                   "I3: device ids of the ", name, " copies count as being saved without a save");
+    for (const BlockId id : queue_) {
+        report.require(is_queued_[at(id)], "I6: device id ", id, " of the ", name,
+                       " copies is queued without its flag");
+    }
+    report.require(static_cast<std::size_t>(
+                       std::count(is_queued_.begin(), is_queued_.end(), true)) == queue_.size(),
+                   "I6: device ids of the ", name, " copies have a flag, but are not queued");
+    for (BlockId id = 0; static_cast<std::uint32_t>(id) < pool_.capacity(); ++id) {
+        const std::uint32_t held = readers.contains(id) ? readers.at(id) : 0;
+        const bool is_attached = pool_.is_attached(id);
+        if (is_attached || held > 0) ids.own(id, "a host copy");
+        report.require(pool_.readers(id) == held, "I5: ", name, " id ", id, " counts ",
+                       pool_.readers(id), " readers of ", held);
+        if (!is_attached) continue;
+        const NodeId node = pool_.node_of(id);
+        const bool live =
+            index_.tree().is_live(node) && !index_.tree()[node].has(kDetached | kRoot);
+        report.require(live && index_.tree()[node].has(kHasSides) && pool_.find(node) == id,
+                       "I2: the node of ", name, " id ", id, " does not know it");
+    }
+    ids.check([this](BlockId id) { return pool_.is_free(id); });
+}
+
+}  // namespace aiokv
