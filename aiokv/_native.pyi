@@ -268,6 +268,18 @@ class CoreStatistics:
     def evicted_host_snapshots(self) -> int: ...
 
     @property
+    def stored_snapshots(self) -> int: ...
+
+    @property
+    def unstored_snapshots(self) -> int: ...
+
+    @property
+    def fetched_snapshots(self) -> int: ...
+
+    @property
+    def unfetched_snapshots(self) -> int: ...
+
+    @property
     def index_bytes(self) -> int: ...
 
     @property
@@ -467,6 +479,21 @@ class Core:
     def begin_fetch(self, lease: int, blocks: int) -> int:
         """
         Begin to fetch missing blocks, or join the fetch that brings the first; 0: none.
+        """
+
+    def borders(self, lease: int, skip: int = 0) -> tuple[int, int, int, bytes, bytes]:
+        """
+        (hit, cached, first_block, digests, may_end) of the blocks behind the hit, from block hit + skip on; may_end: one byte per block, 0 where a hit would cut an item.
+        """
+
+    def begin_snapshot_fetch(self, lease: int, blocks: int) -> int:
+        """
+        Begin to fetch the snapshot behind the first blocks, or join its fetch; 0: none.
+        """
+
+    def is_auxiliary(self, transfer: int) -> bool:
+        """
+        Return whether a fetch or a save in flight moves snapshots of recurrent state.
         """
 
     def wants_saves(self) -> bool: ...

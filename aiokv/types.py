@@ -129,6 +129,10 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     saved_snapshots: int
     onloaded_states: int
     evicted_host_snapshots: int
+    stored_snapshots: int
+    unstored_snapshots: int
+    fetched_snapshots: int
+    unfetched_snapshots: int
     nodes: int
     index_bytes: int
     token_bytes: int

@@ -2,6 +2,9 @@
 
     read.missing ─► worker.lookup ─► fetch or compute? ─► scheduler.fetch ─► its end ─► missing ...
 
+With recurrent state, a hit may end only where a tier has a snapshot: see
+:class:`~aiokv.engine.borders.BorderSearch`.
+
 A fetch belongs to no lease: blocks that arrive after a lease has stopped waiting are cached, too.
 """
 
@@ -13,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from aiokv.engine.borders import BorderSearch
 from aiokv.errors import AiokvError
 from aiokv.plan import Priority
 from aiokv.stores.base import KEY_BYTES
@@ -62,6 +66,7 @@ class Fetches:
     def __init__(self, parts: Parts) -> None:
         self.has_stores = parts.worker.capabilities.stores
         self._block_tokens = parts.config.block_tokens
+        self._needs_snapshots = parts.config.host_state_slots > 0
         self._read = parts.scheduler.read
         self._scheduler = parts.scheduler
         self._dispatcher = parts.dispatcher
@@ -113,7 +118,10 @@ class Fetches:
         """
         try:
             async with asyncio.timeout(timeout):
-                await self._bring(lease_id, priority, at_any_cost=at_any_cost)
+                if self._needs_snapshots:
+                    await self._bring_to_snapshot(lease_id, priority, at_any_cost=at_any_cost)
+                else:
+                    await self._bring(lease_id, priority, at_any_cost=at_any_cost)
         except TimeoutError:
             return
         except AiokvError:  # the lease was released, or the engine fails: its waiters are told
@@ -126,20 +134,58 @@ class Fetches:
             answer = await self._worker.lookup(digests)
             blocks = answer.blocks if at_any_cost else self._worthwhile(answer.seconds)
             end, is_whole = first + blocks, blocks == len(digests) // KEY_BYTES
-            reached, digests = self._read.missing(lease_id)
-            while digests and reached < end:
-                before = reached
-                fetching = self._scheduler.fetch(lease_id, end - reached, priority)
-                transfer_id = self._dispatcher.apply(fetching)
-                if not transfer_id:
-                    return
-                await self._transfers.settled(transfer_id)
-                reached, digests = self._read.missing(lease_id)
-                if reached <= before:
-                    return
+            reached, digests = await self._bring_blocks(lease_id, end, priority)
             if reached < end or (reached == end and not is_whole):
                 return
             first = reached  # the next part; other leases may have brought blocks of it
+
+    async def _bring_blocks(self, lease_id: int, end: int, priority: Priority) -> tuple[int, bytes]:
+        """Bring the missing blocks before block ``end``, as far as possible.
+
+        Returns:
+            As ``read.missing``, at the end.
+        """
+        reached, digests = self._read.missing(lease_id)
+        while digests and reached < end:
+            before = reached
+            fetching = self._scheduler.fetch(lease_id, end - reached, priority)
+            transfer_id = self._dispatcher.apply(fetching)
+            if not transfer_id:
+                break
+            await self._transfers.settled(transfer_id)
+            reached, digests = self._read.missing(lease_id)
+            if reached <= before:
+                break
+        return reached, digests
+
+    async def _bring_to_snapshot(
+        self, lease_id: int, priority: Priority, *, at_any_cost: bool
+    ) -> None:
+        """Bring the blocks before a border, and the snapshot behind them.
+
+        The blocks come first: a snapshot is attached to its block. When one of the two does not
+        arrive, the next best border is tried.
+        """
+        search = BorderSearch(self._read.borders(lease_id), self._block_tokens)
+        while search.digests:
+            answer, seconds = await asyncio.gather(
+                self._worker.lookup(search.missing_digests),
+                self._worker.find("host_state", search.digests),
+            )
+            if search.note(answer, seconds):
+                search.go_on(self._read.borders(lease_id, search.asked))
+        speed = 0.0 if at_any_cost else self._speed.tokens_per_second or 0.0
+        while end := search.best(speed):
+            reached, _ = await self._bring_blocks(lease_id, end, priority)
+            search.note_blocks(reached, is_end=reached < end)
+            if reached < end:
+                continue
+            fetching = self._scheduler.fetch_snapshot(lease_id, end, priority)
+            if transfer_id := self._dispatcher.apply(fetching):
+                await self._transfers.settled(transfer_id)
+            if self._read.borders(lease_id).hit >= end:
+                return
+            search.note_failure(end)
 
     def _worthwhile(self, seconds: NDArray[np.float64]) -> int:
         """Return how many blocks to fetch, so that the prompt is ready soonest.

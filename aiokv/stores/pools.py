@@ -115,4 +115,3 @@ class StorePools:
     def statistics(self) -> list[GuardStatistics]:
         """Return the statistics of each store, in order: of blocks, then of the other pools."""
         return [guard for stores in self._sets.values() for guard in stores.statistics()]
-

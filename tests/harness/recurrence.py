@@ -48,15 +48,21 @@ class Hybrid(TwiceComputed):
         device_blocks: int = 32,
         state_slots: int = 4,
         device: Device | None = None,
+        stores: Sequence[Any] = (),
         **config: Any,
     ) -> None:
+        if stores:
+            config = {"model": "hybrid", **config}
         self.kv = [np.zeros((device_blocks, BLOCK_TOKENS), np.uint64) for _ in range(LAYERS)]
         # dirty: use of a slot that was not zeroed is detected
         self.state = [np.full((state_slots, WIDTH), 99, np.uint64) for _ in STATE_LAYERS]
         self.device = device
         sizes = {"device_blocks": device_blocks, "state_slots": state_slots}
         self.engine = CacheEngine(
-            CacheConfig(block_tokens=BLOCK_TOKENS, **sizes, **config), self.new_regions(), device
+            CacheConfig(block_tokens=BLOCK_TOKENS, **sizes, **config),
+            self.new_regions(),
+            device,
+            stores=stores,
         )
 
     def new_regions(self) -> Regions:

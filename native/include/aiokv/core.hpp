@@ -138,12 +138,7 @@ class Core {
     TransferId begin_fetch(LeaseId id, std::size_t blocks) {
         return fetches_.begin(leases_.at(id), blocks);
     }
-    Borders borders(LeaseId id, std::size_t skip) {
-        return fetches_.borders(leases_.at(id), skip);
-    }
-    // Per block from `first` to `end` of the prompt, all cached: the device or the host has a
-    // snapshot of recurrent state behind it.
-    std::vector<std::uint8_t> has_snapshots(LeaseId id, std::size_t first, std::size_t end);
+    Borders borders(LeaseId id, std::size_t skip) { return fetches_.borders(leases_.at(id), skip); }
     // Begins to fetch the snapshot behind the first `blocks` blocks of the prompt, or returns the
     // fetch in flight that brings it. 0: the block is not cached, the snapshot is there, or the
     // host has no room.
@@ -156,9 +151,7 @@ class Core {
         return id != 0 || snapshots_ == nullptr ? id : snapshots_->take();
     }
     // The transfer moves snapshots, and no blocks.
-    bool is_auxiliary(TransferId id) const {
-        return snapshots_ != nullptr && snapshots_->has(id);
-    }
+    bool is_auxiliary(TransferId id) const { return snapshots_ != nullptr && snapshots_->has(id); }
     const AuxiliaryTransfer& auxiliary_transfer(TransferId id) const { return snapshots_->get(id); }
     bool is_fetch(TransferId id) const { return fetches_.has(id); }
     bool is_save(TransferId id) const { return store_saver_.has(id); }

@@ -142,15 +142,6 @@ void Core::complete(TransferId id, Outcome outcome, std::uint32_t first_bad_bloc
     fetches_.complete(id, good_of(fetches_.get(id).host_blocks.size()));
 }
 
-std::vector<std::uint8_t> Core::has_snapshots(LeaseId id, std::size_t first, std::size_t end) {
-    std::vector<std::uint8_t> found;
-    if (snapshots_ == nullptr) return found;
-    for (const NodeId node : matching_.nodes(leases_.at(id), first, end)) {
-        found.push_back(snapshots_->has_copy(node));
-    }
-    return found;
-}
-
 TransferId Core::begin_snapshot_fetch(LeaseId id, std::size_t blocks) {
     Lease& lease = leases_.at(id);
     if (snapshots_ == nullptr || !lease.is(LeaseState::kMatched) || blocks == 0) return 0;

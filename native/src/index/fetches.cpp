@@ -29,8 +29,7 @@ std::span<const Digest> Fetches::digests_of(Lease& lease, const Matching::Fronti
                                                Tokens(lease.tokens).subspan(block * size, size),
                                                key_of(lease.item_keys, block)));
     }
-    return std::span(digests).subspan(cached.first - lease.first_digest,
-                                      end - cached.first);
+    return std::span(digests).subspan(cached.first - lease.first_digest, end - cached.first);
 }
 
 Missing Fetches::missing(Lease& lease) {
@@ -65,8 +64,7 @@ Borders Fetches::borders(Lease& lease, std::size_t skip) {
 TransferId Fetches::begin(Lease& lease, std::size_t blocks) {
     if (!may_fetch(lease) || blocks == 0) return 0;
     const Matching::Frontier cached = matching_.frontier(lease);
-    const std::span<const Digest> digests =
-        digests_of(lease, cached, cached.first + most());
+    const std::span<const Digest> digests = digests_of(lease, cached, cached.first + most());
     Fetch fetch;
     for (const Digest& digest : digests.first(std::min(blocks, digests.size()))) {
         if (const auto found = by_block_.find(digest); found != by_block_.end()) {

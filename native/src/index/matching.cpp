@@ -113,12 +113,13 @@ Matching::Frontier Matching::frontier(Lease& lease) const {
 }
 
 std::vector<NodeId> Matching::nodes(Lease& lease, std::size_t first, std::size_t end) const {
+    if (first >= end) return {};
     refresh(lease);
     const std::size_t hit = lease.path.size();
     const auto at = [&](std::size_t block) {
         return lease.path.begin() + static_cast<std::ptrdiff_t>(std::min(block, hit));
     };
-    std::vector<NodeId> nodes(at(first), at(std::max(first, end)));
+    std::vector<NodeId> nodes(at(first), at(end));
     NodeId node = hit == 0 ? index_.root_of(lease) : lease.path.back();
     for (std::size_t block = hit; block < end; ++block) {
         node = index_.tree().find_child(node, &lease.tokens[block * config_.block_tokens],

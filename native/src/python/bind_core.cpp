@@ -372,16 +372,10 @@ void bind_core(nb::module_& m) {
              "(first block, digests) of the blocks behind the cached ones that stores may have.")
         .def("begin_fetch", &Core::begin_fetch, "lease"_a, "blocks"_a,
              "Begin to fetch missing blocks, or join the fetch that brings the first; 0: none.")
-        .def("borders", &borders, "lease"_a, "skip"_a = 0,
-             "(hit, cached, first_block, digests, may_end) of the blocks behind the hit, from block "
-             "hit + skip on; may_end: one byte per block, 0 where a hit would cut an item.")
         .def(
-            "has_snapshots",
-            [](Core& core, LeaseId id, std::size_t first, std::size_t end) {
-                return byte_flags(core.has_snapshots(id, first, end));
-            },
-            "lease"_a, "first_block"_a, "end_block"_a,
-            "One byte per cached block: 1 if a tier has the snapshot behind it.")
+            "borders", &borders, "lease"_a, "skip"_a = 0,
+            "(hit, cached, first_block, digests, may_end) of the blocks behind the hit, from block "
+            "hit + skip on; may_end: one byte per block, 0 where a hit would cut an item.")
         .def("begin_snapshot_fetch", &Core::begin_snapshot_fetch, "lease"_a, "blocks"_a,
              "Begin to fetch the snapshot behind the first blocks, or join its fetch; 0: none.")
         .def("is_auxiliary", &Core::is_auxiliary, "transfer"_a,
