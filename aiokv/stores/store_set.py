@@ -191,7 +191,7 @@ class StoreSet:
         return StoreAnswer(blocks, self._fetch_seconds(holders))
 
     async def find(self, digests: bytes) -> NDArray[np.float64]:
-        """Return the expected time to fetch each object alone, ``[N]``; infinity if no store has it.
+        """Return the expected time to fetch each object alone, ``[N]``; infinity if it is missing.
 
         Args:
             digests: digests of any blocks, ``KEY_BYTES`` each.
