@@ -76,6 +76,12 @@ class Fetches:
         self._speed = parts.speed
         self._tasks: set[asyncio.Task[None]] = set()  # the loop keeps weak references only
 
+    def is_incomplete(self, lease_id: int) -> bool:
+        """Return True if the tiers lack something that a longer hit of the lease needs."""
+        if self._needs_snapshots:
+            return bool(self._read.borders(lease_id).digests)
+        return bool(self._read.missing(lease_id)[1])
+
     def begin(self, lease_id: int, timeout: float | None) -> StoreWait:
         """Fetch the missing blocks of a lease that has its place in line, then let it be served.
 
