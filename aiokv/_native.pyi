@@ -347,7 +347,7 @@ class LeaseState(enum.Enum):
 class Core:
     """Prefix index, block pools, leases and eviction; not thread-safe."""
 
-    def __init__(self, *, block_tokens: int, device_blocks: int, host_blocks: int = 0, leave_tokens: int = 1, reserve_blocks: int = 0, write_policy: WritePolicy = WritePolicy.NONE, write_through_threshold: int = 2, low_watermark_blocks: int = 0, min_onload_blocks: int = 0, eviction: EvictionKind = EvictionKind.LRU, state_slots: int = 0, windows: Sequence[tuple[int, int, int, int]] = [], max_leases: int = 1048575, stores: StoreConfig | None = None, host_state_slots: int = 0) -> None: ...
+    def __init__(self, *, block_tokens: int, device_blocks: int, host_blocks: int = 0, leave_tokens: int = 1, reserve_blocks: int = 0, write_policy: WritePolicy = WritePolicy.NONE, write_through_threshold: int = 2, low_watermark_blocks: int = 0, min_onload_blocks: int = 0, eviction: EvictionKind = EvictionKind.LRU, state_slots: int = 0, windows: Sequence[tuple[int, int, int, int, int]] = [], max_leases: int = 1048575, stores: StoreConfig | None = None, host_state_slots: int = 0) -> None: ...
 
     def match(self, tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], context: str = '', reads: bool = True, writes: bool = True) -> tuple[int, int, int]:
         """
@@ -433,6 +433,9 @@ class Core:
 
     def window_statistics(self, group: int) -> tuple[int, int, int]:
         """(free, cached, set aside) blocks."""
+
+    def host_window_statistics(self, group: int) -> tuple[int, int, int, int, int]:
+        """(free, cached, saved, onloaded, evicted) blocks in host memory."""
 
     def block_tables(self, leases: Sequence[int], out: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order='C', device='cpu')], fill: int, group: int = -1) -> None:
         """
@@ -546,16 +549,22 @@ class Core:
     def state_slot(self, lease: int) -> int:
         """The lease's own, or -1."""
 
-    def is_state_move(self, transfer: int) -> bool: ...
+    def is_move(self, transfer: int) -> bool:
+        """The transfer moves state slots or window blocks."""
 
-    def state_move(self, transfer: int) -> tuple[int, int, int]:
-        """(source, target, after_step) of slots; source -1: zeros."""
-
-    def state_route(self, transfer: int) -> MoveRoute: ...
+    def move(self, transfer: int) -> tuple[MoveRoute, int, bytes, bytes, int]:
+        """
+        (route, window group, source ids, target ids, after_step); group -1: state slots, of which source -1 is zeros.
+        """
 
     def take_state_save(self) -> int:
         """
         Begin to copy one snapshot to host memory; 0: there is nothing to copy.
+        """
+
+    def take_window_save(self) -> int:
+        """
+        Begin to copy blocks of one window group to host memory; 0: there is nothing to copy.
         """
 
     def take_backups(self) -> int: ...

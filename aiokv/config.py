@@ -35,6 +35,12 @@ class WindowGroup:
         sink_tokens: positions at the beginning of a prompt that every position attends to besides
             its window (the attention sink of StreamingLLM; 0 for none). Their blocks, rounded up to
             whole ones, stay with the lease, and a prefix is hit only while they are cached.
+        host_blocks: blocks of this group that host memory holds besides ``CacheConfig.host_blocks``;
+            0 for none. They are saved by ``CacheConfig.write_policy``, as far as there are device
+            blocks that no lease has set aside, and a prefix can be hit where its sink and its
+            window are on the device or in host memory. ``"write_back"`` saves the blocks that are
+            evicted next, and does not wait for a save. The tensors of the group are registered with
+            :meth:`Regions.add_window`.
 
     Raises:
         ConfigError: a value is out of range. The engine, which knows ``block_tokens``, raises it
@@ -45,6 +51,7 @@ class WindowGroup:
     device_blocks: int
     step_tokens: int | None = None
     sink_tokens: int = 0
+    host_blocks: int = 0
 
     def __post_init__(self) -> None:
         _require_int("window_tokens", self.window_tokens, 1)
@@ -52,6 +59,7 @@ class WindowGroup:
         if self.step_tokens is not None:
             _require_int("step_tokens", self.step_tokens, 1)
         _require_int("sink_tokens", self.sink_tokens, 0)
+        _require_int("host_blocks", self.host_blocks, 0)
 
 
 @checks.arguments()
@@ -173,7 +181,7 @@ class CacheConfig:
         checks.seconds(
             "drain_timeout_seconds", self.drain_timeout_seconds, error=ConfigError, minimum=0.0
         )
-        _check_windows(self.windows)
+        _check_windows(self.windows, self.host_blocks)
         self._check_stores()
 
     def _check_stores(self) -> None:
@@ -248,7 +256,7 @@ def _require_int(name: str, value: object, minimum: int) -> None:
     checks.integer(name, value, minimum=minimum, maximum=2**30 - 1, error=ConfigError)
 
 
-def _check_windows(windows: object) -> None:
+def _check_windows(windows: object, host_blocks: int) -> None:
     hint = "windows={'local': WindowGroup(window_tokens=..., device_blocks=...)}"
     if not isinstance(windows, Mapping):
         raise ConfigError(f"windows is {windows!r}; it must be a mapping of names", hint=hint)
@@ -258,6 +266,13 @@ def _check_windows(windows: object) -> None:
         if not isinstance(group, WindowGroup):
             raise ConfigError(
                 f"windows[{name!r}] is {group!r}; it must be a WindowGroup", hint=hint
+            )
+        if group.host_blocks and not host_blocks:
+            raise ConfigError(
+                f"windows[{name!r}] has host_blocks={group.host_blocks}, but "
+                "CacheConfig.host_blocks is 0; a window block in host memory belongs to a block "
+                "of the host tier or the device",
+                hint="set CacheConfig.host_blocks, or host_blocks=0 for the group",
             )
 
 

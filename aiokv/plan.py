@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 ID_DTYPE = np.dtype("<i4")
 ZEROS: Final = -1  # source id of a target that is filled with zeros
 
-Pool = Literal["device", "host", "state", "host_state", "store"]
+Pool = Literal["device", "host", "state", "host_state", "window", "host_window", "store"]
 Direction = Literal[
     "onload",
     "offload",
@@ -31,6 +31,8 @@ Direction = Literal[
     "save",
     "state_fetch",
     "state_save",
+    "window_onload",
+    "window_offload",
 ]
 Outcome = Literal["done", "failed", "cancelled"]
 
@@ -41,6 +43,8 @@ _NAMES: Final[dict[tuple[Pool, Pool], Direction]] = {
     ("state", "state"): "state",
     ("host_state", "state"): "state_onload",
     ("state", "host_state"): "state_offload",
+    ("host_window", "window"): "window_onload",
+    ("window", "host_window"): "window_offload",
     ("store", "host"): "fetch",
     ("host", "store"): "save",
     ("store", "host_state"): "state_fetch",
@@ -54,8 +58,9 @@ class Route(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     Attributes:
         source: pool of the source ids: ``"device"`` and ``"host"`` have blocks, ``"state"`` has
             slots of recurrent state, on the device, and ``"host_state"`` has those in host
-            memory. ``"store"`` is all stores together: its blocks and snapshots
-            have digests, and its ids are their indices in the plan.
+            memory. ``"window"`` and ``"host_window"`` have the blocks of the window group that the
+            plan names, on the device and in host memory. ``"store"`` is all stores together: its
+            blocks and snapshots have digests, and its ids are their indices in the plan.
         target: pool of the target ids.
     """
 
@@ -78,6 +83,9 @@ STATE: Final = Route("state", "state")
 STATE_ONLOAD: Final = Route("host_state", "state")
 STATE_OFFLOAD: Final = Route("state", "host_state")
 STATE_ROUTES: Final = frozenset((STATE, STATE_ONLOAD, STATE_OFFLOAD))
+WINDOW_ONLOAD: Final = Route("host_window", "window")
+WINDOW_OFFLOAD: Final = Route("window", "host_window")
+WINDOW_ROUTES: Final = frozenset((WINDOW_ONLOAD, WINDOW_OFFLOAD))
 FETCH: Final = Route("store", "host")
 SAVE: Final = Route("host", "store")
 STATE_FETCH: Final = Route("store", "host_state")
@@ -108,6 +116,8 @@ class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
         after_step: the step whose work must be finished on the device before the first byte
             moves; 0 when there is nothing to wait for.
         digests: 32 bytes per block for routes from or to ``"store"``; empty for the others.
+        group: name of the window group for routes between ``"window"`` and ``"host_window"``;
+            empty for the others.
     """
 
     transfer_id: int
@@ -117,6 +127,7 @@ class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = Priority.DEMAND
     after_step: int = 0
     digests: bytes = b""
+    group: str = ""
 
     @property
     def direction(self) -> Direction:

@@ -21,6 +21,8 @@ from aiokv.plan import (
     STATE_OFFLOAD,
     STATE_ONLOAD,
     STATE_SAVE,
+    WINDOW_OFFLOAD,
+    WINDOW_ONLOAD,
     Priority,
     TransferPlan,
     id_bytes,
@@ -28,8 +30,9 @@ from aiokv.plan import (
 
 if TYPE_CHECKING:
     from collections import deque
+    from collections.abc import Mapping
 
-    from aiokv.config import CacheConfig
+    from aiokv.config import CacheConfig, WindowGroup
     from aiokv.plan import TransferReport
 
 KEPT_REPORTS: Final = 256  # newest report ids, to detect a report repeated after an interrupt
@@ -52,6 +55,8 @@ _STATE_ROUTES = {
     MoveRoute.FROM_HOST: STATE_ONLOAD,
     MoveRoute.TO_HOST: STATE_OFFLOAD,
 }
+_WINDOW_ROUTES = {MoveRoute.FROM_HOST: WINDOW_ONLOAD, MoveRoute.TO_HOST: WINDOW_OFFLOAD}
+_NO_GROUP: Final = -1  # of moves of recurrent state
 _OUTCOMES = {
     "done": Outcome.DONE,
     "failed": Outcome.FAILED,
@@ -80,6 +85,7 @@ def new_core(config: CacheConfig, has_stores: bool = False) -> Core:
                 group.window_tokens,
                 group.step_tokens or 0,
                 group.sink_tokens,
+                group.host_blocks,
             )
             for group in config.windows.values()
         ],
@@ -100,15 +106,23 @@ def _store_config(config: CacheConfig) -> StoreConfig:
 class Plans:
     """Makes the plans of one core's transfers, and reports their ends to the core."""
 
-    def __init__(self, core: Core, *, saves_states: bool = False) -> None:
+    def __init__(
+        self,
+        core: Core,
+        *,
+        saves_states: bool = False,
+        windows: Mapping[str, WindowGroup] | None = None,
+    ) -> None:
         self._core = core
         self._saves_states = saves_states
+        self._groups = list(windows or ())
+        self._saves_windows = any(group.host_blocks for group in (windows or {}).values())
         self._reported: dict[int, None] = {}  # transfers of the newest reports, oldest first
 
     def onload(self, transfer_id: int, priority: Priority) -> TransferPlan:
-        """Return the plan of an onload, or of the move of a state slot, that a grant has begun."""
-        if self._core.is_state_move(transfer_id):
-            return self._state_move(transfer_id, priority)
+        """Return the plan of an onload or a move that a grant has begun."""
+        if self._core.is_move(transfer_id):
+            return self._move(transfer_id, priority)
         device_blocks, host_blocks, after_step = self._core.transfer(transfer_id)
         return TransferPlan(
             transfer_id=transfer_id,
@@ -120,9 +134,9 @@ class Plans:
         )
 
     def offload(self, transfer_id: int, priority: Priority) -> TransferPlan:
-        """Return the plan of a backup of blocks or a snapshot, or of a swap of a table."""
-        if self._core.is_state_move(transfer_id):
-            return self._state_move(transfer_id, priority)
+        """Return the plan of a backup of any pool, or of a swap of a table."""
+        if self._core.is_move(transfer_id):
+            return self._move(transfer_id, priority)
         device_blocks, host_blocks, after_step = self._core.transfer(transfer_id)
         return TransferPlan(
             transfer_id=transfer_id,
@@ -157,30 +171,35 @@ class Plans:
             digests=digests,
         )
 
-    def _state_move(self, transfer_id: int, priority: Priority) -> TransferPlan:
-        source, target, after_step = self._core.state_move(transfer_id)
+    def _move(self, transfer_id: int, priority: Priority) -> TransferPlan:
+        """Return the plan of a move of a state slot, or of blocks of a window group."""
+        move_route, group, sources, targets, after_step = self._core.move(transfer_id)
+        is_state = group == _NO_GROUP
         return TransferPlan(
             transfer_id=transfer_id,
-            route=_STATE_ROUTES[self._core.state_route(transfer_id)],
-            source_blocks=id_bytes([source]),
-            target_blocks=id_bytes([target]),
+            route=(_STATE_ROUTES if is_state else _WINDOW_ROUTES)[move_route],
+            source_blocks=sources,
+            target_blocks=targets,
             priority=priority,
             after_step=after_step,
+            group="" if is_state else self._groups[group],
         )
 
     def take_backups(self, transfer_ids: deque[int]) -> None:
         """Append the ids of the backups that the write policy begins now; 0 for no backup.
 
         The core begins at most one offload of the queued blocks, one that keeps evictable blocks
-        available ahead of demand, and one per snapshot of recurrent state. ``extend`` calls the
-        core without Python code in between, where a signal handler could raise and lose the id of a
-        transfer that has begun.
+        available ahead of demand, one per snapshot of recurrent state, and one or more per window group.
+        ``extend`` calls the core without Python code in between, where a signal handler could raise
+        and lose the id of a transfer that has begun.
         """
         transfer_ids.extend(starmap(self._core.take_backups, ((),)))
         if self._core.wants_write_backs():
             transfer_ids.extend(starmap(self._core.take_write_backs, ((),)))
         if self._saves_states:
             transfer_ids.extend(iter(self._core.take_state_save, 0))
+        if self._saves_windows:
+            transfer_ids.extend(iter(self._core.take_window_save, 0))
 
     def complete(self, report: TransferReport) -> None:
         """Commit the verified blocks of a transfer, and roll back its other blocks.

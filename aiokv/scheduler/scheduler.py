@@ -150,12 +150,13 @@ class CacheScheduler:
         self._block_tokens = config.block_tokens
         self._state_slots = config.state_slots
         self._saves_states = config.host_state_slots > 0
+        self._saves_windows = any(group.host_blocks for group in config.windows.values())
         self._owners: Sharded[str] = Sharded()  # names of all existing leases
         self._salts: dict[int, str] | None = None if config.salt_quota_blocks is None else {}
         self._outbox = Outbox()
         self._clock = StepClock()
         self._gate = Gate()
-        self._plans = Plans(core, saves_states=config.host_state_slots > 0)
+        self._plans = Plans(core, saves_states=config.host_state_slots > 0, windows=config.windows)
         self._saver = Saver(config, core, self._plans, self._outbox)
         self._store_saver = StoreSaver(core, self._gate, self._plans, self._outbox)
         self._fetches = Fetches(core, self._plans, self._outbox)
@@ -219,6 +220,8 @@ class CacheScheduler:
             self._release_used_pins()
         if self._granting.onloads:
             self._granting.cancel_abandoned()
+        if self._saves_windows and self._core.wants_backups():
+            self._saver.want()  # a save of window blocks needs ids that no lease has set aside
         if (self._requests or self._waiters) and not self._advances:
             if self._outbox.pending.cancel:
                 # The worker may cancel these onloads at once: no grant may join them until then.

@@ -78,8 +78,8 @@ TEST(an_evicted_snapshot_is_restored_from_the_host) {
     const LeaseId id = cache.core.match(kPrompt, "").lease;
     CHECK(cache.core.allocate(id, 7) == Grant::kLoading);
     const TransferId move = cache.core.lease(id).onloads[0];
-    CHECK(cache.core.state_move(move).route == MoveRoute::kFromHost);
-    CHECK_EQ(cache.core.state_move(move).targets[0], cache.core.lease(id).recurrent.slot);
+    CHECK(cache.core.move(move).route == MoveRoute::kFromHost);
+    CHECK_EQ(cache.core.move(move).targets[0], cache.core.lease(id).recurrent.slot);
     cache.core.complete(move, Outcome::kDone, 0);
     CHECK_EQ(cache.core.lease(id).cached_tokens, 6u);
     CHECK_EQ(cache.core.statistics().onloaded_states, 1u);
@@ -107,7 +107,7 @@ TEST(a_save_waits_until_the_step_of_its_snapshot_is_closed) {
     CHECK_EQ(cache.core.take_state_save(), 0u);
     cache.core.close_step(4);
     const TransferId save = cache.core.take_state_save();
-    CHECK_EQ(cache.core.state_move(save).after_step, 4u);
+    CHECK_EQ(cache.core.move(save).after_step, 4u);
     cache.core.finish_step(4);
     cache.core.complete(save, Outcome::kDone, 0);
 }

@@ -113,14 +113,14 @@ TEST(moves_name_the_snapshot_or_zeros_and_wait_for_its_step) {
     Cache cache(3);
     LeaseId id = cache.matched(kPrompt);
     CHECK(cache.core.allocate(id, 7) == Grant::kLoading);
-    CHECK_EQ(cache.core.state_move(cache.core.lease(id).onloads[0]).sources[0], kNoBlock);
+    CHECK_EQ(cache.core.move(cache.core.lease(id).onloads[0]).sources[0], kNoBlock);
     cache.finish(id);
     cache.core.commit(id, 6, 5);
     const BlockId saved = cache.core.snapshot(id, 6, 5).target;
     cache.core.release(id, 5);
     id = cache.matched(kPrompt);
     CHECK(cache.core.allocate(id, 7) == Grant::kLoading);
-    const Move move = cache.core.state_move(cache.core.lease(id).onloads[0]);
+    const Move move = cache.core.move(cache.core.lease(id).onloads[0]);
     CHECK_EQ(move.sources[0], saved);
     CHECK_EQ(move.after_step, 5u);
     CHECK(move.targets[0] != saved);

@@ -41,7 +41,7 @@ class Walk:
             min_onload_blocks=choice([0, 0, 2]),
             eviction=choice([EvictionKind.LRU, EvictionKind.LRU, EvictionKind.ADAPTIVE]),
             state_slots=2 if sides == "state" else 0,
-            windows=[(6, 4, 2, 0)] if sides == "window" else [],
+            windows=[(6, 4, 2, 0, 0)] if sides == "window" else [],
         )
         self.saves = self.policy == WritePolicy.WRITE_BACK
         self.leases: list[int] = []

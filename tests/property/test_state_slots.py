@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from aiokv._native import Core, MoveRoute, Outcome, WritePolicy
 from aiokv.errors import LeaseError, RequestTooLarge
+from aiokv.plan import ID_DTYPE
 
 GARBAGE = ("garbage",)
 MAX_LEASES = 5
@@ -240,7 +241,7 @@ class StateMachine(RuleBasedStateMachine):
         if not swapped:
             assert caller.computed == len(hit) or self.is_shortened(caller.computed, len(hit))
         for transfer_id in set(core.onloads(caller.id)) - known:
-            if core.is_state_move(transfer_id):
+            if core.is_move(transfer_id):
                 self.begin_move(transfer_id)
         self.note_state(caller, before, slot)
 
@@ -252,13 +253,20 @@ class StateMachine(RuleBasedStateMachine):
         return self.host.slots > 0 and granted < hit
 
     def begin_move(self, transfer_id: int) -> None:
-        self.moves[transfer_id] = self.core.state_move(transfer_id)
-        self.routes[transfer_id] = self.core.state_route(transfer_id)
+        self.moves[transfer_id] = self.move_of(transfer_id)
+        self.routes[transfer_id] = self.core.move(transfer_id)[0]
         self.target_tier(transfer_id).content[self.moves[transfer_id][1]] = GARBAGE
+
+    def move_of(self, transfer_id: int) -> tuple[int, int, int]:
+        """Return (source, target, after_step) of a move of one slot."""
+        _, group, sources, targets, after_step = self.core.move(transfer_id)
+        assert group == -1
+        (source,), (target,) = (np.frombuffer(ids, ID_DTYPE).tolist() for ids in (sources, targets))
+        return source, target, after_step
 
     def note_state(self, caller: Caller, before: int, slot: int) -> None:
         """Apply the snapshot that was held, evicted or taken over for the lease's slot."""
-        moves = [t for t in self.core.onloads(caller.id) if self.core.is_state_move(t)]
+        moves = [t for t in self.core.onloads(caller.id) if self.core.is_move(t)]
         hit = tuple(caller.tokens[: caller.computed])
         snapshots = self.device.snapshots
         if before == NO_SLOT and snapshots.get(hit) == slot:  # the only available slot
@@ -476,7 +484,7 @@ class StateMachine(RuleBasedStateMachine):
             if not transfer_id:
                 assert not (self.saves_all and waiting and (free or idle))
                 return
-            source, target, after_step = self.core.state_move(transfer_id)
+            source, target, after_step = self.move_of(transfer_id)
             prefix = self.device.prefix_of(source)
             assert prefix in self.queued
             assert prefix not in self.host.snapshots

@@ -3,12 +3,14 @@
 What every id of a group holds is kept position by position: the tokens up to that position. Before
 each step the model reads the whole window of every position that it computes, and finds exactly its
 tokens there (I3, I4). After every rule ``violations()`` is empty (I1: ids of a group are free, a
-node's or a lease's), and a hit is the deepest border with a whole window before it, of the windows
-that the model finds by their contents.
+node's, a lease's or a move's), and a hit is the deepest border with a whole window before it, of
+the windows that the model finds by their contents. Blocks that moves copy to host memory and back
+keep their contents; sources and targets of a move are not written by anything else (I3).
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -17,16 +19,53 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from aiokv._native import Core, Outcome, WritePolicy
+from aiokv._native import Core, MoveRoute, Outcome, WritePolicy
 from aiokv.errors import ConfigError, LeaseError, RequestTooLarge, UsageError
+from aiokv.plan import ID_DTYPE
 
 MAX_LEASES = 4
+POLICIES = [
+    WritePolicy.WRITE_THROUGH,
+    WritePolicy.WRITE_THROUGH_SELECTIVE,
+    WritePolicy.WRITE_BACK,
+]
 pick = st.integers(0, 7)
 prompts = st.one_of(
     st.integers(3, 14).map(lambda n: [0] * n), st.lists(st.integers(0, 1), min_size=1, max_size=14)
 )
 sinks = st.sampled_from([0, 0, 1, 3, 5])
 windows = st.tuples(st.integers(1, 7), st.integers(1, 5), st.integers(0, 6), sinks)
+
+
+class WindowMove:
+    """Blocks of a group on their way, and the contents that the sources had when it began."""
+
+    def __init__(self, machine: WindowMachine, transfer_id: int) -> None:
+        route, group, sources, targets, _ = machine.core.move(transfer_id)
+        self.ids = list(
+            zip(*(np.frombuffer(ids, ID_DTYPE).tolist() for ids in (sources, targets)), strict=True)
+        )
+        tiers = machine.bytes[group], machine.host_bytes[group]
+        self.is_save = route == MoveRoute.TO_HOST
+        self.source, self.target = tiers if self.is_save else reversed(tiers)
+        self.places = range(machine.bt)
+        self.begun = self.read()
+        self.erase(0)
+
+    def read(self) -> list[list[Any]]:
+        return [[self.source.get((block, p)) for p in self.places] for block, _ in self.ids]
+
+    def erase(self, first: int) -> None:
+        for _, block in self.ids[first:]:
+            for place in self.places:
+                self.target[block, place] = "garbage"
+
+    def end(self, good: int) -> None:
+        assert self.read() == self.begun, "the sources were overwritten (I3)"
+        for (_, block), contents in zip(self.ids[:good], self.begun, strict=False):
+            for place in self.places:
+                assert self.target[block, place] == "garbage", "the targets were reused (I3)"
+                self.target[block, place] = contents[place]
 
 
 class Caller:
@@ -44,6 +83,8 @@ class WindowMachine(RuleBasedStateMachine):
         host_blocks=st.sampled_from([0, 12]),
         groups=st.lists(windows, min_size=1, max_size=2),
         state_slots=st.sampled_from([0, 0, 3]),
+        host_windows=st.lists(st.sampled_from([0, 2, 5, 9]), min_size=2, max_size=2),
+        policy=st.sampled_from(POLICIES),
     )
     def begin(
         self,
@@ -52,6 +93,8 @@ class WindowMachine(RuleBasedStateMachine):
         host_blocks: int,
         groups: list[tuple[int, int, int, int]],
         state_slots: int,
+        host_windows: list[int],
+        policy: WritePolicy,
     ) -> None:
         self.bt = block_tokens
         self.windows = [window for window, _, _, _ in groups]
@@ -64,15 +107,20 @@ class WindowMachine(RuleBasedStateMachine):
         sizes = [needed + more for needed, (_, _, more, _) in zip(least, groups, strict=True)]
         self.sizes = sizes
         self.has_state = state_slots > 0
+        self.on_host = [blocks if host_blocks else 0 for blocks in host_windows[: len(groups)]]
         self.core = Core(
             block_tokens=block_tokens,
             device_blocks=device_blocks,
             host_blocks=host_blocks,
-            write_policy=WritePolicy.WRITE_THROUGH if host_blocks else WritePolicy.NONE,
+            write_policy=policy if host_blocks else WritePolicy.NONE,
             state_slots=state_slots,
-            windows=list(zip(sizes, self.windows, self.steps, self.sinks, strict=True)),
+            windows=list(
+                zip(sizes, self.windows, self.steps, self.sinks, self.on_host, strict=True)
+            ),
         )
         self.bytes: list[dict[tuple[int, int], Any]] = [{} for _ in groups]
+        self.host_bytes: list[dict[tuple[int, int], Any]] = [{} for _ in groups]
+        self.moves: dict[int, WindowMove] = {}  # of window blocks, in flight
         self.callers: list[Caller] = []
         self.step = 1
 
@@ -106,8 +154,8 @@ class WindowMachine(RuleBasedStateMachine):
     # --- leases -------------------------------------------------------------------------------
 
     @precondition(lambda self: len(self.callers) < MAX_LEASES)
-    @rule(tokens=prompts, stay=st.booleans(), chunk=st.integers(1, 5))
-    def serve(self, tokens: list[int], stay: bool, chunk: int) -> None:
+    @rule(tokens=prompts, stay=st.booleans(), chunk=st.integers(1, 5), saves=st.booleans())
+    def serve(self, tokens: list[int], stay: bool, chunk: int, saves: bool) -> None:
         self.match(tokens)
         caller = self.callers[-1]
         self.allocate_for(caller)
@@ -116,6 +164,20 @@ class WindowMachine(RuleBasedStateMachine):
             self.compute_for(caller, chunk)
         if not stay:
             self.release(len(self.callers) - 1)
+        if saves:
+            self.close_step()
+            self.back_up()
+            self.save()
+            for transfer_id in list(self.moves):
+                self.complete_one(transfer_id, Outcome.DONE)
+
+    @precondition(lambda self: len(self.callers) < MAX_LEASES)
+    @rule(tokens=prompts, other=prompts, chunk=st.integers(1, 5))
+    def serve_again_after_others(self, tokens: list[int], other: list[int], chunk: int) -> None:
+        for prompt in (tokens, [2, *other], [3, *other]):
+            self.serve(prompt, stay=False, chunk=chunk, saves=True)
+        self.match(tokens)
+        self.allocate_for(self.callers[-1])
 
     @precondition(lambda self: len(self.callers) < MAX_LEASES)
     @rule(tokens=prompts)
@@ -140,9 +202,16 @@ class WindowMachine(RuleBasedStateMachine):
         assert bool(granted) == expected
         if not granted:
             return
+        for transfer_id in self.core.onloads(caller.id):
+            self.note_move(transfer_id)
         caller.failed = False
         caller.computed = self.core.cached_tokens(caller.id)
         assert caller.computed <= (kept if swapped else len(caller.tokens) - 1)
+
+    def note_move(self, transfer_id: int) -> None:
+        is_new = self.core.is_move(transfer_id) and transfer_id not in self.moves
+        if is_new and self.core.move(transfer_id)[1] >= 0:
+            self.moves[transfer_id] = WindowMove(self, transfer_id)
 
     @precondition(lambda self: self.among(granted=True))
     @rule(which=pick, more=st.integers(1, 6))
@@ -178,8 +247,7 @@ class WindowMachine(RuleBasedStateMachine):
     def release(self, which: int) -> None:
         caller = self.callers.pop(which % len(self.callers))
         self.core.release(caller.id, self.step)
-        for transfer_id in self.core.take_abandoned():
-            self.core.complete(transfer_id, Outcome.CANCELLED)
+        self.release_nothing_but_transfers()
 
     @precondition(lambda self: self.among(granted=True))
     @rule(which=pick, swap=st.booleans())
@@ -196,7 +264,8 @@ class WindowMachine(RuleBasedStateMachine):
 
     def release_nothing_but_transfers(self) -> None:
         for transfer_id in self.core.take_abandoned():
-            self.core.complete(transfer_id, Outcome.CANCELLED)
+            if transfer_id not in self.moves or transfer_id % 2:  # the others move already
+                self.complete_one(transfer_id, Outcome.CANCELLED)
 
     @precondition(lambda self: self.among(granted=True))
     @rule(which=pick, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=4))
@@ -213,6 +282,8 @@ class WindowMachine(RuleBasedStateMachine):
         among = self.among(granted=True)
         caller = among[which % len(among)]
         target = max(len(caller.tokens) - back, 1)
+        if caller.failed:
+            return
         if target < max(caller.computed, self.core.computed_tokens(caller.id)):
             with pytest.raises(LeaseError):
                 self.core.truncate(caller.id, target, self.step)
@@ -231,9 +302,11 @@ class WindowMachine(RuleBasedStateMachine):
                 ):
                     self.complete_one(transfer_id, outcome)
 
-    def complete_one(self, transfer_id: int, outcome: Outcome) -> None:
+    def complete_one(self, transfer_id: int, outcome: Outcome, first_bad: int = 0) -> None:
         joined = [c for c in self.callers if transfer_id in self.core.onloads(c.id)]
-        self.core.complete(transfer_id, outcome)
+        if move := self.moves.pop(transfer_id, None):
+            move.end({Outcome.DONE: len(move.ids), Outcome.FAILED: first_bad}.get(outcome, 0))
+        self.core.complete(transfer_id, outcome, first_bad)
         if outcome == Outcome.FAILED:
             for caller in joined:
                 caller.failed = True
@@ -242,6 +315,21 @@ class WindowMachine(RuleBasedStateMachine):
     @rule(outcome=st.sampled_from([Outcome.DONE] * 4 + [Outcome.FAILED]))
     def complete(self, outcome: Outcome) -> None:
         self.end_transfers(outcome)
+
+    @precondition(lambda self: any(self.on_host))
+    @rule()
+    def save(self) -> None:
+        while transfer_id := self.core.take_window_save():
+            self.note_move(transfer_id)
+
+    @precondition(lambda self: self.moves)
+    @rule(
+        which=pick,
+        outcome=st.sampled_from([Outcome.DONE] * 4 + [Outcome.FAILED]),
+        first_bad=st.integers(0, 2),
+    )
+    def end_move(self, which: int, outcome: Outcome, first_bad: int) -> None:
+        self.complete_one(sorted(self.moves)[which % len(self.moves)], outcome, first_bad)
 
     @rule()
     def back_up(self) -> None:
@@ -257,6 +345,12 @@ class WindowMachine(RuleBasedStateMachine):
     @rule(blocks=st.integers(1, 4), on_host=st.booleans())
     def evict(self, blocks: int, on_host: bool) -> None:
         (self.core.evict_host if on_host else self.core.evict_device)(blocks)
+
+    @precondition(lambda self: not self.callers and not self.moves)
+    @rule()
+    def forget_device(self) -> None:
+        with suppress(UsageError):  # the table of a released lease is still being swapped
+            self.core.forget_device()
 
     @rule()
     def reset(self) -> None:
@@ -289,7 +383,7 @@ class Cache:
     def __init__(
         self, *, device_blocks: int, window_tokens: int, step_tokens: int, sink_tokens: int = 0
     ) -> None:
-        window = (device_blocks, window_tokens, step_tokens, sink_tokens)
+        window = (device_blocks, window_tokens, step_tokens, sink_tokens, 0)
         self.core = Core(block_tokens=2, device_blocks=64, windows=[window])
 
     def granted(self, tokens: list[int]) -> int:
@@ -338,7 +432,7 @@ def test_blocks_behind_the_window_are_freed_and_indices_do_not_change():
 
 def test_blocks_behind_a_window_of_four_blocks_are_freed_exactly():
     """Blocks of 16, a window of 64: after 512 positions those before 448 are gone."""
-    core = Core(block_tokens=16, device_blocks=64, windows=[(64, 65, 512, 0)])
+    core = Core(block_tokens=16, device_blocks=64, windows=[(64, 65, 512, 0, 0)])
     lease_id, *_ = core.match(np.arange(512, dtype=np.int32))
     core.allocate(lease_id, 512)
     core.commit(lease_id, 511)
@@ -408,7 +502,7 @@ def test_the_blocks_of_the_sink_stay_while_the_window_moves_on():
 
 def test_a_sink_of_two_blocks_is_kept_exactly():
     """Blocks of 16, a sink of 32, a window of 64: 26 blocks, [2, 28), go back."""
-    core = Core(block_tokens=16, device_blocks=64, windows=[(64, 65, 512, 32)])
+    core = Core(block_tokens=16, device_blocks=64, windows=[(64, 65, 512, 32, 0)])
     lease_id, *_ = core.match(np.arange(512, dtype=np.int32))
     core.allocate(lease_id, 512)
     core.commit(lease_id, 511)
@@ -446,7 +540,7 @@ def test_a_hit_needs_the_blocks_of_the_sink():
 def test_window_without_its_sink_is_hit_only_when_sink_tokens_is_zero(
     sink_tokens: int, hit_blocks: int
 ):
-    core = Core(block_tokens=2, device_blocks=64, windows=[(9, 3, 0, sink_tokens)])
+    core = Core(block_tokens=2, device_blocks=64, windows=[(9, 3, 0, sink_tokens, 0)])
     tokens = np.arange(11, dtype=np.int32)
 
     def serve(length: int) -> None:
@@ -470,11 +564,11 @@ def test_window_without_its_sink_is_hit_only_when_sink_tokens_is_zero(
 
 def test_impossible_windows_are_refused():
     with pytest.raises(ConfigError, match="need 4 blocks"):
-        Core(block_tokens=2, device_blocks=9, windows=[(3, 4, 2, 0)])
+        Core(block_tokens=2, device_blocks=9, windows=[(3, 4, 2, 0, 0)])
     with pytest.raises(ConfigError, match=r"a sink of 5 tokens, .* need 7 blocks; the group has 6"):
-        Core(block_tokens=2, device_blocks=9, windows=[(6, 4, 2, 5)])
+        Core(block_tokens=2, device_blocks=9, windows=[(6, 4, 2, 5, 0)])
     with pytest.raises(ConfigError, match="need 2147483652 blocks"):
-        Core(block_tokens=2, device_blocks=9, windows=[(6, 4, 2, 2**32 - 1)])
+        Core(block_tokens=2, device_blocks=9, windows=[(6, 4, 2, 2**32 - 1, 0)])
     cache = Cache(device_blocks=8, window_tokens=4, step_tokens=2)
     lease_id = cache.granted([1, 2, 3])
     with pytest.raises(UsageError, match="fork"):

@@ -7,6 +7,7 @@ import pytest
 
 from aiokv._native import Core, Outcome, WritePolicy
 from aiokv.errors import LeaseError
+from aiokv.plan import id_bytes
 
 NO_ROOM, READY, LOADING = range(3)
 DONE = Outcome.DONE
@@ -71,7 +72,8 @@ def test_the_slot_of_a_swapped_lease_is_written_only_when_its_last_step_is_over(
     other = match(core, 9, 9, 9)
     assert core.allocate(other, 3) == LOADING
     (move,) = core.onloads(other)
-    assert core.state_move(move) == (-1, 0, 7), "step 7 still writes slot 0"
+    _, _, sources, targets, after_step = core.move(move)
+    assert (sources, targets, after_step) == (id_bytes([-1]), id_bytes([0]), 7), "step 7 writes it"
     core.finish_step(7)
     arrive(core, other)
     for lease_id in (preempted, other):

@@ -37,6 +37,8 @@ class AuxiliaryPool {
 
     // Evicts an idle id when none is free. Requires room() > 0. Returns true when one was evicted.
     bool take(BlockId& id);
+    // As take(); an id that a transfer may write now, if there is one.
+    bool take_writable(BlockId& id);
     // Of an id that is the caller's; `step` may still use it.
     void give_back(BlockId id, Step step);
 
@@ -59,7 +61,7 @@ class AuxiliaryPool {
     void remove_copier(BlockId id);
     void note_uses() { used_.resize(capacity(), 0); }
     void touch(BlockId id);  // used now
-    // The ids that a hit of the whole path needs are used now.
+    // The ids that a hit of the whole path needs are used now, as far as there are any.
     void touch_hit(std::span<const NodeId> path);
 
     void use_in(BlockId id, Step step) { ids_.use_in(id, step); }
@@ -69,6 +71,16 @@ class AuxiliaryPool {
     void close_step(Step step) { ids_.close_step(step); }
     void finish_step(Step step) { ids_.finish_step(step); }
     Step unfinished_step() const { return ids_.unfinished_step(); }
+
+    // take_writable() finds `count` ids, none of which `keeps` wants to keep.
+    template <class Keeps>
+    bool has_writable(std::size_t count, Keeps keeps) const {
+        std::size_t found = ids_.writable_blocks();
+        for (BlockId id = oldest_; id != kNoBlock && found < count; id = evicted_after(id)) {
+            found += ids_.is_writable(id) && !keeps(id);
+        }
+        return found >= count;
+    }
 
     // Idle ids in the order of their eviction; kNoBlock ends it.
     BlockId first_evicted() const { return oldest_; }

@@ -21,6 +21,10 @@ class AuxiliaryPools {
     bool covers(std::span<const NodeId> path, std::size_t blocks) const {
         return state_.covers(path, blocks) && windows_.covers(path, blocks);
     }
+    // The ids that such a hit takes from host memory can be written on the device now.
+    bool can_onload(std::span<const NodeId> path, std::size_t blocks) const {
+        return windows_.can_onload(path, blocks);
+    }
     void touch_hit(std::span<const NodeId> path) {
         state_.touch_hit(path);
         windows_.touch_hit(path);
@@ -31,9 +35,12 @@ class AuxiliaryPools {
     }
     void forget_device() {
         state_.forget_device();
-        windows_.forget_all();
+        windows_.forget_device();
     }
-    void forget_host() { state_.forget_host(); }
+    void forget_host() {
+        state_.forget_host();
+        windows_.forget_host();
+    }
 
     bool has_room(const Lease& lease, std::uint32_t total_blocks) const {
         return state_.has_room(lease) && windows_.has_room(lease, total_blocks);
@@ -53,12 +60,33 @@ class AuxiliaryPools {
         state_.use_in(lease, step);
         windows_.use_in(lease, step);
     }
+    // After the end of a move, of which the first `good` ids are proven.
+    void finish_move(const Move& move, Outcome outcome, std::uint32_t good) {
+        if (move.group == kRecurrentState) {
+            state_.finish_move(move, outcome);
+        } else {
+            windows_.finish_move(move, good, outcome == Outcome::kFailed);
+        }
+    }
+    // The lease gives back the ids that the move writes: the move owns them from now on (I3).
+    void orphan_move(Lease& lease, TransferId id, std::int32_t group, Step step) {
+        if (group == kRecurrentState) {
+            state_.orphan_move(lease, id, step);
+        } else {
+            windows_.orphan_move(lease, id, step);
+        }
+    }
+    // Saves of indexed ids to host memory.
+    bool want_saves() const { return state_.wants_saves() || windows_.want_saves(); }
     void release(Lease& lease, Step step) {
         state_.release(lease, step);
         windows_.release(lease, step);
     }
 
-    void close_step(Step step) { state_.close_step(step); }
+    void close_step(Step step) {
+        state_.close_step(step);
+        windows_.close_step(step);
+    }
     void finish_step(Step step) {
         state_.finish_step(step);
         windows_.finish_step(step);

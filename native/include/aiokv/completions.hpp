@@ -43,7 +43,7 @@ class Completions {
     std::int64_t recompute_from(Lease& lease);
 
   private:
-    void finish_move(TransferId id, Outcome outcome);
+    void finish_move(TransferId id, Outcome outcome, std::uint32_t first_bad_block);
     void finish_tail(const Transfer& transfer, std::uint32_t good_blocks);
     void fail_leases(const Transfer& transfer, NodeId first_bad);
     void fail(Lease& lease, std::uint32_t good_blocks);

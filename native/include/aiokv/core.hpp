@@ -112,7 +112,7 @@ class Core {
     TransferId take_write_backs(std::uint32_t wanted) { return saver_.take_write_backs(wanted); }
     bool wants_write_backs() const { return saver_.wants_write_backs(); }
     bool must_look_further() const { return saver_.must_look_further(); }
-    bool wants_backups() const { return saver_.wants_backups() || state_.wants_saves(); }
+    bool wants_backups() const { return saver_.wants_backups() || auxiliary_.want_saves(); }
 
     // -- swap
     TransferId saving(LeaseId id) const { return swaps_.saving(leases_.at(id)); }
@@ -128,8 +128,10 @@ class Core {
     std::vector<std::uint32_t> snapshot_points(LeaseId id) const;
     // A save of one snapshot to host memory; 0: there is nothing to copy.
     TransferId take_state_save() { return state_.take_save(); }
-    bool is_state_move(TransferId id) const { return transfers_.is_move(id); }
-    const Move& state_move(TransferId id) const { return transfers_.move(id); }
+    // A save of blocks of one window group to host memory; 0: there is nothing to copy.
+    TransferId take_window_save() { return windows_.take_save(); }
+    bool is_move(TransferId id) const { return transfers_.is_move(id); }
+    const Move& move(TransferId id) const { return transfers_.move(id); }
     std::uint32_t reach_tokens(LeaseId id) const { return windows_.reach_tokens(leases_.at(id)); }
     const WindowGroup& window_group(std::size_t group) const { return windows_.group(group); }
 

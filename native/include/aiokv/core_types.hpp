@@ -49,6 +49,7 @@ struct WindowConfig {
     std::uint32_t window_tokens = 0;
     std::uint32_t step_tokens = 0;  // the most that a step computes of a lease; 0: anything
     std::uint32_t sink_tokens = 0;  // 0: the window only
+    std::uint32_t host_blocks = 0;  // of copies in host memory
 };
 
 struct CoreConfig {

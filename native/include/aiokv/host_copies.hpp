@@ -10,6 +10,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <unordered_map>
 #include <vector>
 
@@ -39,10 +40,7 @@ class HostCopies {
 
     // -- hits
     BlockId find(NodeId node) const { return pool_.find(node); }
-    void touch(NodeId node) {
-        const BlockId id = pool_.find(node);
-        if (id != kNoBlock) pool_.touch(id);
-    }
+    void touch_hit(std::span<const NodeId> path) { pool_.touch_hit(path); }
     void forget(NodeId node) { pool_.forget(node); }
     void forget_all() { pool_.forget_all(); }
     void add_reader(BlockId id) { pool_.add_reader(id); }

@@ -37,6 +37,8 @@ class Publication {
     // before all that the lease was granted from other tiers has arrived: its own blocks depend on
     // it.
     std::uint32_t publish(Lease& lease);
+    // The last onload of the lease has ended: what commit() has deferred is done.
+    void settle(Lease& lease);
     // Other leases may wait for what this lease will publish next.
     void announce(Lease& lease);
 

@@ -9,43 +9,68 @@
 // computes. So ids follow the computed positions without waiting and without fail: those behind the
 // window pay for those ahead. Indexed blocks keep their ids, idle, until their ids are needed; a
 // hit may end where the sink and a whole window are still there.
+//
+// With host copies (HostCopies), a block may also be in host memory instead. A grant copies it to
+// an id of the lease, as a move; afterwards the id is the node's, unless that has one again. As
+// long as such a move is in flight, the lease gives back no block behind its window. Ids that only
+// a move needs are set aside, too: the sources of a save, and the targets of a lease that has
+// ended.
 #pragma once
 
 #include <cstdint>
+#include <deque>
+#include <optional>
 #include <span>
 #include <vector>
 
 #include "aiokv/auxiliary_pool.hpp"
 #include "aiokv/core_types.hpp"
+#include "aiokv/host_copies.hpp"
 #include "aiokv/index.hpp"
 #include "aiokv/lease_table.hpp"
+#include "aiokv/transfer_ledger.hpp"
 
 namespace aiokv {
 
 struct WindowGroup {
-    WindowGroup(const WindowConfig& config, std::uint32_t block_tokens);
+    // `number`: of the group in config.windows.
+    WindowGroup(const CoreConfig& config, std::int32_t number, Index& index,
+                TransferLedger& transfers);
 
     AuxiliaryPool pool;
+    std::optional<HostCopies> host;  // none: the blocks stay on the device
+
+    const AuxiliaryPool* host_pool() const { return host ? &host->pool() : nullptr; }
+    // Ids that neither leases nor moves have set aside.
+    std::uint32_t spare() const { return pool.capacity() - reserved - in_flight; }
     // Entry `index` is a block of the sink, which stays as long as the lease has blocks.
     bool is_sink(std::size_t index) const { return index < pool.head_blocks(); }
 
     std::uint32_t window_tokens;
-    std::uint32_t reach_blocks;  // the most that a lease has at a time, the sink included
-    std::uint32_t reserved = 0;  // for all leases together; at most the capacity
+    std::uint32_t reach_blocks;   // the most that a lease has at a time, the sink included
+    std::uint32_t reserved = 0;   // for all leases together
+    std::uint32_t in_flight = 0;  // ids that saves read, or that only a move owns
+    std::uint64_t onloaded = 0;   // blocks
 };
 
 class SlidingWindows {
   public:
-    SlidingWindows(const CoreConfig& config, Index& index, const LeaseTable& leases);
+    SlidingWindows(const CoreConfig& config, Index& index, const LeaseTable& leases,
+                   TransferLedger& transfers);
 
     bool exist() const { return !groups_.empty(); }
     const WindowGroup& group(std::size_t group) const { return groups_.at(group); }
 
     // -- hits and nodes of the index
     bool covers(std::span<const NodeId> path, std::size_t blocks) const;
+    // The blocks that such a hit takes from host memory can be written on the device now, without
+    // waiting for an open step.
+    bool can_onload(std::span<const NodeId> path, std::size_t blocks) const;
     void touch_hit(std::span<const NodeId> path);
     void forget(NodeId node);
-    void forget_all();
+    // The blocks of one tier.
+    void forget_device();
+    void forget_host();
 
     // -- the tables of a lease
     // Throws UsageError when there is no such group.
@@ -68,10 +93,23 @@ class SlidingWindows {
     // The next position is computed_tokens: frees the blocks behind its window, but not the sink.
     void advance(Lease& lease, Step step);
     void use_in(const Lease& lease, Step step);
+    // `step` computes the blocks of the positions from computed_tokens to `end`, and a save of them
+    // waits for it.
+    void use_computed(const Lease& lease, std::uint32_t end, Step step);
     void release(Lease& lease, Step step);
     // Positions that a step may compute now: those that have ids in every group.
     std::uint32_t reach_tokens(const Lease& lease) const;
 
+    // -- moves between the tiers
+    bool want_saves() const;
+    // Begins to copy blocks of one group to host memory, as far as there are spare ids: those that
+    // are being read cannot be given to a lease. 0: there is nothing to copy.
+    TransferId take_save();
+    void orphan_move(Lease& lease, TransferId id, Step step);
+    // After the end of a move, of which the first `good` blocks are proven.
+    void finish_move(const Move& move, std::uint32_t good, bool failed);
+
+    void close_step(Step step);
     void finish_step(Step step);
     Step unfinished_step() const;
 
@@ -81,6 +119,12 @@ class SlidingWindows {
     // Ids of a group to set aside for a lease of so many blocks.
     static std::uint32_t reserve_of(const WindowGroup& group, std::uint32_t total_blocks);
     void fit_group(WindowGroup& group, WindowTable& window, const Lease& lease, Step step);
+    bool is_onloading(const Lease& lease, std::size_t group) const;
+    void take_hit(WindowGroup& group, WindowTable& window, Lease& lease);
+    void onload(WindowGroup& group, WindowTable& window, Lease& lease,
+                std::span<const std::size_t> entries);
+    template <class Visit>
+    static void for_each_needed(const WindowGroup& group, std::size_t hits, Visit visit);
     void fill(WindowGroup& group, WindowTable& window);
     static void drop(WindowGroup& group, WindowTable& window, std::size_t index, Step step);
     void check_group(Report& report, std::size_t group) const;
@@ -88,7 +132,8 @@ class SlidingWindows {
     const CoreConfig& config_;
     Index& index_;
     const LeaseTable& leases_;
-    std::vector<WindowGroup> groups_;
+    TransferLedger& transfers_;
+    std::deque<WindowGroup> groups_;
 };
 
 }  // namespace aiokv

@@ -19,6 +19,15 @@ bool AuxiliaryPool::take(BlockId& id) {
     return evicts;
 }
 
+bool AuxiliaryPool::take_writable(BlockId& id) {
+    BlockId victim = ids_.writable_blocks() > 0 ? kNoBlock : oldest_;
+    while (victim != kNoBlock && !ids_.is_writable(victim)) victim = evicted_after(victim);
+    if (victim == kNoBlock) return take(id);
+    detach(victim);
+    id = victim;
+    return true;
+}
+
 void AuxiliaryPool::give_back(BlockId id, Step step) {
     ids_.use_in(id, step);
     ids_.give_back(id);
@@ -53,8 +62,12 @@ bool AuxiliaryPool::covers(const PrefixTree& tree, std::span<const NodeId> path,
 void AuxiliaryPool::touch_hit(std::span<const NodeId> path) {
     const std::size_t head = std::min<std::size_t>(path.size(), head_blocks_);
     const std::size_t tail = std::min<std::size_t>(path.size(), tail_blocks_);
-    for (std::size_t i = path.size(); i-- > path.size() - tail;) touch(find(path[i]));
-    for (std::size_t i = head; i-- > 0;) touch(find(path[i]));
+    const auto touch_node = [this](NodeId node) {
+        const BlockId id = find(node);
+        if (id != kNoBlock) touch(id);
+    };
+    for (std::size_t i = path.size(); i-- > path.size() - tail;) touch_node(path[i]);
+    for (std::size_t i = head; i-- > 0;) touch_node(path[i]);
 }
 
 bool AuxiliaryPool::forget(NodeId node) {

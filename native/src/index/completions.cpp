@@ -5,15 +5,22 @@
 #include "aiokv/error.hpp"
 
 namespace aiokv {
+namespace {
+
+// The first blocks of a transfer whose bytes have arrived.
+std::uint32_t proven(Outcome outcome, std::uint32_t first_bad_block, std::uint32_t blocks) {
+    if (outcome == Outcome::kDone) return blocks;
+    return outcome == Outcome::kFailed ? std::min(first_bad_block, blocks) : 0;
+}
+
+}  // namespace
 
 void Completions::complete(TransferId id, Outcome outcome, std::uint32_t first_bad_block) {
-    if (transfers_.is_move(id)) return finish_move(id, outcome);
+    if (transfers_.is_move(id)) return finish_move(id, outcome, first_bad_block);
     const Transfer transfer = transfers_.end(id);
     const auto nodes = static_cast<std::uint32_t>(transfer.nodes.size());
     const auto blocks = static_cast<std::uint32_t>(transfer.device_blocks.size());
-    const std::uint32_t good = outcome == Outcome::kDone     ? blocks
-                               : outcome == Outcome::kFailed ? std::min(first_bad_block, blocks)
-                                                             : 0;
+    const std::uint32_t good = proven(outcome, first_bad_block, blocks);
     if (transfer.direction == Direction::kOffload) {
         residency_.finish_offload(transfer, std::min(good, nodes));
         store_saver_.note_host_copies(std::span(transfer.nodes).first(std::min(good, nodes)));
@@ -30,9 +37,10 @@ void Completions::complete(TransferId id, Outcome outcome, std::uint32_t first_b
     index_.change();
 }
 
-void Completions::finish_move(TransferId id, Outcome outcome) {
+void Completions::finish_move(TransferId id, Outcome outcome, std::uint32_t first_bad_block) {
     const Move move = transfers_.end_move(id);
-    state_.finish_move(move, outcome);
+    const auto ids = static_cast<std::uint32_t>(move.targets.size());
+    auxiliary_.finish_move(move, outcome, proven(outcome, first_bad_block, ids));
     if (move.lease == 0) return;
     Lease& lease = leases_.at(move.lease);
     if (outcome != Outcome::kDone) fail(lease, 0);
@@ -42,7 +50,7 @@ void Completions::finish_move(TransferId id, Outcome outcome) {
 // The lease has one transfer less to wait for.
 void Completions::settle(Lease& lease, TransferId id) {
     std::erase(lease.onloads, id);
-    if (lease.onloads.empty()) publication_.publish(lease);
+    if (lease.onloads.empty()) publication_.settle(lease);
 }
 
 // `good_blocks` of the whole transfer are proven.

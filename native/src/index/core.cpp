@@ -30,6 +30,10 @@ const CoreConfig& checked(const CoreConfig& config) {
     require_at_most("host_blocks", config.host_blocks);
     require_at_most("state_slots", config.state_slots);
     require_at_most("host_state_slots", config.host_state_slots);
+    for (const WindowConfig& window : config.windows) {
+        require_at_most("windows", window.device_blocks);
+        require_at_most("windows", window.host_blocks);
+    }
     if (config.max_leases == 0 || config.max_leases > kMaxLeases) {
         throw ConfigError("max_leases is " + str(config.max_leases) +
                           "; it must be between 1 and " + str(kMaxLeases))
@@ -54,7 +58,7 @@ Core::Core(const CoreConfig& config)
       transfers_(index_.tree()),
       stored_(config_, index_),
       state_(config_, index_, leases_, transfers_),
-      windows_(config_, index_, leases_),
+      windows_(config_, index_, leases_, transfers_),
       auxiliary_(state_, windows_),
       residency_(config_, index_, stored_, auxiliary_, device_, host_),
       saver_(config_, index_.tree(), device_, host_, residency_, transfers_),

@@ -59,6 +59,14 @@ std::size_t Matching::reachable(const Lease& lease, std::size_t blocks) const {
     return blocks;
 }
 
+std::size_t Matching::onloadable(const Lease& lease, std::size_t blocks) const {
+    blocks = reachable(lease, blocks);
+    while (blocks > 0 && !auxiliary_.can_onload(lease.path, blocks)) {
+        blocks = reachable(lease, blocks - 1);
+    }
+    return blocks;
+}
+
 std::size_t Matching::joinable(const Lease& lease) const {
     const auto ends = [this](NodeId node) {
         const Node& n = index_.tree()[node];
@@ -85,16 +93,16 @@ void Matching::choose_path(Lease& lease, std::size_t usable) const {
     refresh(lease);
     // A host hit that is not worth its transfer is computed again; one under way is joined.
     if (lease.host_hit < config_.min_onload_blocks) shorten(lease, resident_prefix(lease));
-    usable = reachable(lease, std::min({usable, lease.path.size(), joinable(lease)}));
+    usable = onloadable(lease, std::min({usable, lease.path.size(), joinable(lease)}));
     if (lease.path.size() > usable) shorten(lease, usable);
 }
 
 std::size_t Matching::writable_path(const Lease& lease, std::size_t resident,
                                     std::size_t writable) const {
     if (lease.path.size() - resident <= writable) return lease.path.size();
-    const std::size_t blocks = reachable(lease, resident + writable);
+    const std::size_t blocks = onloadable(lease, resident + writable);
     if (blocks <= resident || blocks - resident >= config_.min_onload_blocks) return blocks;
-    return reachable(lease, resident);
+    return onloadable(lease, resident);
 }
 
 Matching::Frontier Matching::frontier(Lease& lease) const {

@@ -55,6 +55,7 @@ std::uint32_t Publication::commit(Lease& lease, std::int64_t num_tokens, Step st
              i < config_.blocks_for(computed); ++i) {
             device_.use_in(lease.table[i], step);
         }
+        windows_.use_computed(lease, computed, step);
     }
     lease.computed_blocks +=
         config_.blocks_for(computed) - config_.blocks_for(lease.computed_tokens);
@@ -101,6 +102,11 @@ std::uint32_t Publication::publish(Lease& lease) {
     index_.change();
     published_ += published;
     return published;
+}
+
+void Publication::settle(Lease& lease) {
+    publish(lease);
+    if (!lease.windows.empty()) windows_.advance(lease, lease.last_step);
 }
 
 void Publication::announce(Lease& lease) {

@@ -20,9 +20,8 @@ RecurrentState::RecurrentState(const CoreConfig& config, Index& index, const Lea
 }
 
 void RecurrentState::touch(NodeId node) {
-    const BlockId slot = pool_->find(node);
-    if (slot != kNoBlock) pool_->touch(slot);
-    if (host_) host_->touch(node);
+    pool_->touch_hit({&node, 1});
+    if (host_) host_->touch_hit({&node, 1});
 }
 
 BlockId RecurrentState::take_slot() {

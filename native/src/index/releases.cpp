@@ -70,7 +70,7 @@ void Releases::give_back(Lease& lease, Step step, LeaseState next) {
 void Releases::leave_onloads(Lease& lease, Step step) {
     for (const TransferId id : lease.onloads) {
         if (transfers_.is_move(id)) {
-            state_.orphan_move(lease, id, step);
+            auxiliary_.orphan_move(lease, id, transfers_.move(id).group, step);
             continue;
         }
         if (transfers_.get(id).tail_owner == lease.id()) swaps_.orphan_tail(lease, id, step);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <string>
+#include <utility>
 
 #include "aiokv/error.hpp"
 #include "core_detail.hpp"
@@ -14,14 +15,26 @@ std::uint32_t ceil_div(std::uint64_t value, std::uint32_t by) {
     return static_cast<std::uint32_t>((value + by - 1) / by);
 }
 
+const WindowConfig& window_of(const CoreConfig& config, std::int32_t number) {
+    return config.windows[static_cast<std::size_t>(number)];
+}
+
+AuxiliaryPool make_pool(const CoreConfig& config, std::int32_t number) {
+    const WindowConfig& window = window_of(config, number);
+    const std::uint32_t seen = window.window_tokens == 0 ? 0 : window.window_tokens - 1;
+    return {window.device_blocks, ceil_div(seen, config.block_tokens),
+            ceil_div(window.sink_tokens, config.block_tokens)};
+}
+
 }  // namespace
 
-WindowGroup::WindowGroup(const WindowConfig& config, std::uint32_t block_tokens)
-    : pool(config.device_blocks,
-           config.window_tokens == 0 ? 0 : ceil_div(config.window_tokens - 1, block_tokens),
-           ceil_div(config.sink_tokens, block_tokens)),
-      window_tokens(config.window_tokens),
-      reach_blocks(config.device_blocks) {
+WindowGroup::WindowGroup(const CoreConfig& core_config, std::int32_t number, Index& index,
+                         TransferLedger& transfers)
+    : pool(make_pool(core_config, number)),
+      window_tokens(window_of(core_config, number).window_tokens),
+      reach_blocks(pool.capacity()) {
+    const WindowConfig& config = window_of(core_config, number);
+    const std::uint32_t block_tokens = core_config.block_tokens;
     if (config.window_tokens == 0) {
         throw ConfigError("window_tokens is 0; it must be at least 1").field("windows");
     }
@@ -39,31 +52,75 @@ WindowGroup::WindowGroup(const WindowConfig& config, std::uint32_t block_tokens)
             .hint("give the group more device_blocks, or a smaller window or step_tokens");
     }
     if (config.step_tokens > 0) reach_blocks = static_cast<std::uint32_t>(least);
+    if (config.host_blocks > 0) {
+        host.emplace(core_config, index, pool, transfers, config.host_blocks, number);
+    }
 }
 
-SlidingWindows::SlidingWindows(const CoreConfig& config, Index& index, const LeaseTable& leases)
-    : config_(config), index_(index), leases_(leases) {
-    for (const WindowConfig& window : config.windows) {
-        groups_.emplace_back(window, config.block_tokens);
+SlidingWindows::SlidingWindows(const CoreConfig& config, Index& index, const LeaseTable& leases,
+                               TransferLedger& transfers)
+    : config_(config), index_(index), leases_(leases), transfers_(transfers) {
+    for (std::size_t g = 0; g < config.windows.size(); ++g) {
+        groups_.emplace_back(config, static_cast<std::int32_t>(g), index, transfers);
     }
 }
 
 bool SlidingWindows::covers(std::span<const NodeId> path, std::size_t blocks) const {
     return std::all_of(groups_.begin(), groups_.end(), [&](const WindowGroup& group) {
-        return group.pool.covers(index_.tree(), path, blocks);
+        return group.pool.covers(index_.tree(), path, blocks, group.host_pool());
+    });
+}
+
+// The entries of a hit that a lease has ids for: those of the sink, and those of the window.
+template <class Visit>
+void SlidingWindows::for_each_needed(const WindowGroup& group, std::size_t hits, Visit visit) {
+    const std::size_t first = hits - std::min<std::size_t>(hits, group.pool.tail_blocks());
+    for (std::size_t i = 0; i < first && group.is_sink(i); ++i) visit(i);
+    for (std::size_t i = first; i < hits; ++i) visit(i);
+}
+
+bool SlidingWindows::can_onload(std::span<const NodeId> path, std::size_t blocks) const {
+    return std::all_of(groups_.begin(), groups_.end(), [&](const WindowGroup& group) {
+        if (!group.host) return true;
+        std::size_t absent = 0;
+        std::vector<BlockId> hit;
+        for_each_needed(group, blocks, [&](std::size_t i) {
+            const BlockId id = group.pool.find(path[i]);
+            absent += id == kNoBlock;
+            if (id != kNoBlock) hit.push_back(id);
+        });
+        return absent == 0 || group.pool.has_writable(absent, [&hit](BlockId id) {
+            return std::find(hit.begin(), hit.end(), id) != hit.end();
+        });
     });
 }
 
 void SlidingWindows::touch_hit(std::span<const NodeId> path) {
-    for (WindowGroup& group : groups_) group.pool.touch_hit(path);
+    for (WindowGroup& group : groups_) {
+        group.pool.touch_hit(path);
+        if (group.host) group.host->touch_hit(path);
+    }
 }
 
 void SlidingWindows::forget(NodeId node) {
-    for (WindowGroup& group : groups_) group.pool.forget(node);
+    for (WindowGroup& group : groups_) {
+        group.pool.forget(node);
+        if (group.host) group.host->forget(node);
+    }
 }
 
-void SlidingWindows::forget_all() {
+void SlidingWindows::forget_device() {
     for (WindowGroup& group : groups_) group.pool.forget_all();
+}
+
+void SlidingWindows::forget_host() {
+    for (WindowGroup& group : groups_) {
+        if (group.host) group.host->forget_all();
+    }
+}
+
+void SlidingWindows::close_step(Step step) {
+    for (WindowGroup& group : groups_) group.pool.close_step(step);
 }
 
 void SlidingWindows::finish_step(Step step) {
@@ -88,6 +145,17 @@ const std::vector<BlockId>& SlidingWindows::table_of(const Lease& lease, std::si
     return lease.windows.empty() ? none : lease.windows[group].table;
 }
 
+void SlidingWindows::use_computed(const Lease& lease, std::uint32_t end, Step step) {
+    const std::size_t first = lease.computed_tokens / config_.block_tokens;
+    for (std::size_t g = 0; g < lease.windows.size(); ++g) {
+        if (!groups_[g].host) continue;
+        const WindowTable& window = lease.windows[g];
+        for (std::size_t i = first; i < config_.blocks_for(end); ++i) {
+            groups_[g].pool.use_in(window.table[i], step);
+        }
+    }
+}
+
 void SlidingWindows::use_in(const Lease& lease, Step step) {
     for (std::size_t g = 0; g < lease.windows.size(); ++g) {
         const WindowTable& window = lease.windows[g];
@@ -106,7 +174,8 @@ std::uint32_t SlidingWindows::reserve_of(const WindowGroup& group, std::uint32_t
 bool SlidingWindows::has_room(const Lease& lease, std::uint32_t total_blocks,
                               std::span<const std::uint64_t> given_up) const {
     for (std::size_t g = 0; g < groups_.size(); ++g) {
-        const std::uint64_t reserved = groups_[g].reserved - (given_up.empty() ? 0 : given_up[g]);
+        const std::uint64_t reserved = std::uint64_t{groups_[g].reserved} + groups_[g].in_flight -
+                                       (given_up.empty() ? 0 : given_up[g]);
         const std::uint32_t held = lease.windows.empty() ? 0 : lease.windows[g].reserved;
         const std::uint32_t wanted = std::max(reserve_of(groups_[g], total_blocks), held);
         if (reserved - held + wanted > groups_[g].pool.capacity()) return false;
@@ -121,7 +190,7 @@ void SlidingWindows::give_up(const Lease& lease, std::vector<std::uint64_t>& giv
 
 bool SlidingWindows::can_extend(std::span<const LeaseId> ids, std::uint64_t more) const {
     for (std::size_t g = 0; g < groups_.size(); ++g) {
-        std::uint64_t reserved = groups_[g].reserved;
+        std::uint64_t reserved = std::uint64_t{groups_[g].reserved} + groups_[g].in_flight;
         for (const LeaseId id : ids) {
             const Lease& lease = leases_.at(id);
             const std::uint32_t held = lease.windows[g].reserved;
@@ -142,18 +211,45 @@ void SlidingWindows::take(Lease& lease) {
         WindowTable& window = lease.windows[g];
         fit_group(group, window, lease, 0);
         if (!fresh) continue;
-        const std::size_t hits = lease.path.size();
-        window.first = static_cast<std::uint32_t>(
-            hits - std::min<std::size_t>(hits, group.pool.tail_blocks()));
-        window.end = static_cast<std::uint32_t>(hits);
-        for (std::size_t i = 0; i < hits; ++i) {
-            if (i < window.first && !group.is_sink(i)) continue;
-            const BlockId id = group.pool.find(lease.path[i]);
-            group.pool.add_reader(id);
-            window.table[i] = id;
-        }
+        take_hit(group, window, lease);
         fill(group, window);
     }
+}
+
+// The ids of the sink and the window of the hit. Those on the device get their reader first: they
+// must not be evicted to make room for the others.
+void SlidingWindows::take_hit(WindowGroup& group, WindowTable& window, Lease& lease) {
+    const std::size_t hits = lease.path.size();
+    window.first =
+        static_cast<std::uint32_t>(hits - std::min<std::size_t>(hits, group.pool.tail_blocks()));
+    window.end = static_cast<std::uint32_t>(hits);
+    std::vector<std::size_t> absent;
+    for_each_needed(group, hits, [&](std::size_t i) {
+        const BlockId id = group.pool.find(lease.path[i]);
+        window.table[i] = id;
+        if (id == kNoBlock) return absent.push_back(i);
+        group.pool.add_reader(id);
+        if (group.host) group.host->note_use(id);
+    });
+    if (!absent.empty()) onload(group, window, lease, absent);
+}
+
+// Brings these entries of the table, which have no ids, from host memory.
+void SlidingWindows::onload(WindowGroup& group, WindowTable& window, Lease& lease,
+                            std::span<const std::size_t> entries) {
+    Move move;
+    move.lease = lease.id();
+    move.route = MoveRoute::kFromHost;
+    move.group = static_cast<std::int32_t>(&window - lease.windows.data());
+    for (const std::size_t i : entries) {
+        move.sources.push_back(group.host->find(lease.path[i]));
+        group.host->add_reader(move.sources.back());
+        if (group.pool.take_writable(window.table[i])) index_.change();
+        move.targets.push_back(window.table[i]);
+        move.after_step = std::max(move.after_step, group.pool.after_step(window.table[i]));
+    }
+    group.host->note_taken();
+    lease.onloads.push_back(transfers_.begin_move(std::move(move)));
 }
 
 // As many entries as the lease has blocks, and the reserve with it.
@@ -181,6 +277,7 @@ void SlidingWindows::fill(WindowGroup& group, WindowTable& window) {
     const std::uint32_t end = std::min(total, window.first + window.reserved - behind);
     for (; window.end < end; ++window.end) {
         if (group.pool.take(window.table[window.end])) index_.change();
+        if (group.host) group.host->note_taken();
     }
 }
 
@@ -197,6 +294,7 @@ void SlidingWindows::publish(Lease& lease, std::size_t first) {
             group.pool.attach(node, window.table[i]);
             group.pool.add_reader(window.table[i]);
             index_.tree()[node].set(kHasSides);
+            if (group.host) group.host->note_use(window.table[i]);
         }
     }
 }
@@ -205,6 +303,7 @@ void SlidingWindows::advance(Lease& lease, Step step) {
     for (std::size_t g = 0; g < lease.windows.size(); ++g) {
         WindowGroup& group = groups_[g];
         WindowTable& window = lease.windows[g];
+        if (is_onloading(lease, g)) continue;
         const std::uint32_t seen = std::min(lease.computed_tokens, group.window_tokens - 1);
         const std::uint32_t needed = (lease.computed_tokens - seen) / config_.block_tokens;
         const std::uint32_t stop = std::min(needed, window.end);
@@ -217,6 +316,7 @@ void SlidingWindows::advance(Lease& lease, Step step) {
 
 void SlidingWindows::drop(WindowGroup& group, WindowTable& window, std::size_t index, Step step) {
     const BlockId id = window.table[index];
+    if (id == kNoBlock) return;  // a move owns it now
     if (group.pool.readers(id) > 0) {
         group.pool.use_in(id, step);
         group.pool.remove_reader(id);
@@ -238,6 +338,65 @@ void SlidingWindows::release(Lease& lease, Step step) {
     lease.windows.clear();
 }
 
+// -- moves between the tiers ---------------------------------------------------------------------
+
+bool SlidingWindows::is_onloading(const Lease& lease, std::size_t group) const {
+    return std::any_of(lease.onloads.begin(), lease.onloads.end(), [&](TransferId id) {
+        return transfers_.is_move(id) &&
+               transfers_.move(id).group == static_cast<std::int32_t>(group);
+    });
+}
+
+bool SlidingWindows::want_saves() const {
+    return std::any_of(groups_.begin(), groups_.end(), [](const WindowGroup& group) {
+        return group.host && group.host->wants_saves();
+    });
+}
+
+// Each lease may grow by a block while the save reads its sources.
+TransferId SlidingWindows::take_save() {
+    const std::uint32_t growing = leases_.with_blocks();
+    for (WindowGroup& group : groups_) {
+        if (!group.host || !group.host->wants_saves()) continue;
+        const std::uint32_t limit = group.spare() - std::min(group.spare(), growing);
+        const TransferId id = group.host->take_save(limit);
+        if (id == 0) continue;
+        group.in_flight += static_cast<std::uint32_t>(transfers_.move(id).sources.size());
+        return id;
+    }
+    return 0;
+}
+
+void SlidingWindows::orphan_move(Lease& lease, TransferId id, Step step) {
+    const Move& move = transfers_.move(id);
+    const auto g = static_cast<std::size_t>(move.group);
+    for (const BlockId target : move.targets) groups_[g].pool.use_in(target, step);
+    groups_[g].in_flight += static_cast<std::uint32_t>(move.targets.size());
+    for (BlockId& entry : lease.windows[g].table) {
+        const auto& targets = move.targets;
+        if (std::find(targets.begin(), targets.end(), entry) != targets.end()) entry = kNoBlock;
+    }
+    transfers_.orphan_move(id);
+}
+
+// First proof wins: a block that has an id on the device again keeps that one.
+void SlidingWindows::finish_move(const Move& move, std::uint32_t good, bool failed) {
+    WindowGroup& group = groups_[static_cast<std::size_t>(move.group)];
+    const auto blocks = static_cast<std::uint32_t>(move.targets.size());
+    if (move.lease == 0) group.in_flight -= blocks;
+    if (move.route == MoveRoute::kToHost) return group.host->finish_save(move, good);
+    for (std::uint32_t i = 0; i < blocks; ++i) {
+        const NodeId node = group.host->pool().node_of(move.sources[i]);
+        const BlockId target = move.targets[i];
+        const bool attaches = i < good && node != kNone && group.pool.find(node) == kNoBlock;
+        if (attaches) group.pool.attach(node, target);
+        if (attaches && move.lease != 0) group.pool.add_reader(target);
+        if (!attaches && move.lease == 0) group.pool.give_back(target, 0);
+        group.host->finish_read(move.sources[i], failed && i >= good);
+    }
+    group.onloaded += good;
+}
+
 std::uint32_t SlidingWindows::reach_tokens(const Lease& lease) const {
     std::uint64_t reach = lease.num_tokens;
     for (const WindowTable& window : lease.windows) {
@@ -250,6 +409,7 @@ std::uint32_t SlidingWindows::reach_tokens(const Lease& lease) const {
 void SlidingWindows::check_group(Report& report, std::size_t g) const {
     const WindowGroup& group = groups_[g];
     Ownership ids = report.pool("window", group.pool.capacity());
+    std::uint32_t in_flight = 0;
     std::vector<std::uint32_t> readers(group.pool.capacity(), 0);
     std::uint64_t reserved = 0;
     for (const Lease& lease : leases_) {
@@ -275,6 +435,26 @@ void SlidingWindows::check_group(Report& report, std::size_t g) const {
             }
         }
     }
+    for (const auto& [id, move] : transfers_.moves()) {
+        if (move.group != static_cast<std::int32_t>(g)) continue;
+        if (move.lease == 0) in_flight += static_cast<std::uint32_t>(move.targets.size());
+        if (move.route == MoveRoute::kToHost) {
+            for (const BlockId source : move.sources) ++readers[static_cast<std::size_t>(source)];
+            continue;
+        }
+        for (const BlockId target : move.targets) {
+            if (move.lease == 0) {
+                ids.own(target, "a move");
+                continue;
+            }
+            const std::vector<BlockId>& table = leases_.at(move.lease).windows[g].table;
+            report.require(std::find(table.begin(), table.end(), target) != table.end() &&
+                               group.pool.readers(target) == 0,
+                           "I3: target ", target, " of window move ", id, " changed under way");
+        }
+    }
+    report.require(in_flight == group.in_flight, "I1: ", group.in_flight,
+                   " window blocks are set aside for moves of ", in_flight);
     for (BlockId id = 0; static_cast<std::uint32_t>(id) < group.pool.capacity(); ++id) {
         const std::uint32_t held = readers[static_cast<std::size_t>(id)];
         const bool attached = group.pool.is_attached(id);
@@ -285,9 +465,10 @@ void SlidingWindows::check_group(Report& report, std::size_t g) const {
                                      !index_.tree()[group.pool.node_of(id)].has(kDetached)),
                        "I2: the node of window block ", id, " was dropped");
     }
-    report.require(reserved == group.reserved && reserved <= group.pool.capacity(),
+    report.require(reserved == group.reserved && reserved + in_flight <= group.pool.capacity(),
                    "I1: ", group.reserved, " window blocks are set aside, leases have ", reserved);
     ids.check([&group](BlockId id) { return group.pool.is_free(id); });
+    if (group.host) group.host->check(report, "host window", {});
 }
 
 void SlidingWindows::check(Report& report) const {

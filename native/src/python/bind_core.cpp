@@ -42,12 +42,15 @@ using MissingTuple = nb::typed<nb::tuple, std::size_t, nb::bytes>;
 using BordersTuple =
     nb::typed<nb::tuple, std::size_t, std::size_t, std::size_t, nb::bytes, nb::bytes>;
 using StoreTransferTuple = nb::typed<nb::tuple, nb::bytes, nb::bytes>;
-// (device_blocks, window_tokens, step_tokens, sink_tokens)
-using WindowTuple = std::tuple<std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t>;
+// (device_blocks, window_tokens, step_tokens, sink_tokens, host_blocks)
+using WindowTuple =
+    std::tuple<std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t>;
 using WindowStatisticsTuple = nb::typed<nb::tuple, std::uint32_t, std::uint32_t, std::uint32_t>;
+using HostWindowStatisticsTuple =
+    nb::typed<nb::tuple, std::uint32_t, std::uint32_t, std::uint64_t, std::uint64_t, std::uint64_t>;
 using ForkTuple = nb::typed<nb::tuple, LeaseId, IdArray, IdArray>;
 using StateCopyTuple = nb::typed<nb::tuple, BlockId, BlockId>;
-using StateMoveTuple = nb::typed<nb::tuple, BlockId, BlockId, Step>;
+using MoveTuple = nb::typed<nb::tuple, MoveRoute, std::int32_t, nb::bytes, nb::bytes, Step>;
 using TransferTuple = nb::typed<nb::tuple, nb::bytes, nb::bytes, Step>;
 
 MatchTuple match(Core& core, TokenArray tokens, std::string_view context, bool reads, bool writes) {
@@ -232,8 +235,8 @@ void bind_core(nb::module_& m) {
                const std::vector<WindowTuple>& windows, std::uint32_t max_leases,
                const StoreConfig* stores, std::uint32_t host_state_slots) {
                 std::vector<WindowConfig> groups;
-                for (const auto& [blocks, window, step, sink] : windows)
-                    groups.push_back({blocks, window, step, sink});
+                for (const auto& [blocks, window, step, sink, host] : windows)
+                    groups.push_back({blocks, window, step, sink, host});
                 new (self) Core(CoreConfig{
                     block_tokens, device_blocks, host_blocks, leave_tokens, reserve_blocks,
                     write_policy, write_through_threshold, low_watermark_blocks, min_onload_blocks,
@@ -330,6 +333,16 @@ void bind_core(nb::module_& m) {
                                       window.reserved);
             },
             "group"_a, "(free, cached, set aside) blocks.")
+        .def(
+            "host_window_statistics",
+            [](const Core& core, std::size_t group) -> HostWindowStatisticsTuple {
+                const WindowGroup& window = core.window_group(group);
+                if (!window.host) return nb::make_tuple(0, 0, 0, 0, 0);
+                return nb::make_tuple(window.host->pool().free_ids(),
+                                      window.host->pool().attached(), window.host->saved(),
+                                      window.onloaded, window.host->evicted());
+            },
+            "group"_a, "(free, cached, saved, onloaded, evicted) blocks in host memory.")
         .def(
             "block_tables",
             [](Core& core, const std::vector<LeaseId>& ids, TableArray out, std::int32_t fill,
@@ -428,19 +441,23 @@ void bind_core(nb::module_& m) {
             "state_slot",
             [](const Core& core, LeaseId id) { return core.lease(id).recurrent.slot; }, "lease"_a,
             "The lease's own, or -1.")
-        .def("is_state_move", &Core::is_state_move, "transfer"_a)
+        .def("is_move", &Core::is_move, "transfer"_a,
+             "The transfer moves state slots or window blocks.")
         .def(
-            "state_move",
-            [](const Core& core, TransferId id) -> StateMoveTuple {
-                const Move& move = core.state_move(id);
-                return nb::make_tuple(move.sources[0], move.targets[0], move.after_step);
+            "move",
+            [](const Core& core, TransferId id) -> MoveTuple {
+                const Move& move = core.move(id);
+                return nb::make_tuple(move.route, move.group, id_bytes(move.sources),
+                                      id_bytes(move.targets), move.after_step);
             },
-            "transfer"_a, "(source, target, after_step) of slots; source -1: zeros.")
-        .def(
-            "state_route",
-            [](const Core& core, TransferId id) { return core.state_move(id).route; }, "transfer"_a)
+            "transfer"_a,
+            "(route, window group, source ids, target ids, after_step); group -1: state slots, of "
+            "which source -1 is zeros.")
         .def("take_state_save", &Core::take_state_save,
              "Begin to copy one snapshot to host memory; 0: there is nothing to copy.")
+        .def("take_window_save", &Core::take_window_save,
+             "Begin to copy blocks of one window group to host memory; 0: there is nothing to "
+             "copy.")
         .def("take_backups", &Core::take_backups)
         .def("take_write_backs", &Core::take_write_backs, "wanted_blocks"_a = 0)
         .def("wants_write_backs", &Core::wants_write_backs)
