@@ -280,6 +280,18 @@ class CoreStatistics:
     def unfetched_snapshots(self) -> int: ...
 
     @property
+    def stored_window_blocks(self) -> int: ...
+
+    @property
+    def unstored_window_blocks(self) -> int: ...
+
+    @property
+    def fetched_window_blocks(self) -> int: ...
+
+    @property
+    def unfetched_window_blocks(self) -> int: ...
+
+    @property
     def index_bytes(self) -> int: ...
 
     @property
@@ -489,15 +501,18 @@ class Core:
         (hit, cached, first_block, digests, may_end) of the blocks behind the hit, from block hit + skip on; may_end: one byte per block, 0 where a hit would cut an item.
         """
 
-    def begin_snapshot_fetch(self, lease: int, blocks: int) -> int:
+    def has_copies(self, lease: int, group: int, first_block: int, end_block: int) -> bytes:
         """
-        Begin to fetch the snapshot behind the first blocks, or join its fetch; 0: none.
+        One byte per cached block: 1 if a tier has its copy in the group; group -1: state.
         """
 
-    def is_auxiliary(self, transfer: int) -> bool:
+    def begin_auxiliary_fetch(self, lease: int, group: int, blocks: int) -> int:
         """
-        Return whether a fetch or a save in flight moves snapshots of recurrent state.
+        Begin to fetch what a hit of the first blocks lacks in the group, or join a fetch; 0: none.
         """
+
+    def auxiliary_group(self, transfer: int) -> "std::optional<int>":
+        """The group of a fetch or a save in flight; None: it moves blocks."""
 
     def wants_saves(self) -> bool: ...
 

@@ -8,7 +8,7 @@ side.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -31,9 +31,12 @@ Direction = Literal[
     "save",
     "state_fetch",
     "state_save",
+    "window_fetch",
+    "window_save",
     "window_onload",
     "window_offload",
 ]
+StorePool: TypeAlias = str  # "host", "host_state" or "host_window:" and the name of the group
 Outcome = Literal["done", "failed", "cancelled"]
 
 _NAMES: Final[dict[tuple[Pool, Pool], Direction]] = {
@@ -49,6 +52,8 @@ _NAMES: Final[dict[tuple[Pool, Pool], Direction]] = {
     ("host", "store"): "save",
     ("store", "host_state"): "state_fetch",
     ("host_state", "store"): "state_save",
+    ("store", "host_window"): "window_fetch",
+    ("host_window", "store"): "window_save",
 }
 
 
@@ -90,8 +95,10 @@ FETCH: Final = Route("store", "host")
 SAVE: Final = Route("host", "store")
 STATE_FETCH: Final = Route("store", "host_state")
 STATE_SAVE: Final = Route("host_state", "store")
-FETCH_ROUTES: Final = frozenset((FETCH, STATE_FETCH))
-SAVE_ROUTES: Final = frozenset((SAVE, STATE_SAVE))
+WINDOW_FETCH: Final = Route("store", "host_window")
+WINDOW_SAVE: Final = Route("host_window", "store")
+FETCH_ROUTES: Final = frozenset((FETCH, STATE_FETCH, WINDOW_FETCH))
+SAVE_ROUTES: Final = frozenset((SAVE, STATE_SAVE, WINDOW_SAVE))
 
 
 class Priority(IntEnum):
@@ -116,7 +123,7 @@ class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
         after_step: the step whose work must be finished on the device before the first byte
             moves; 0 when there is nothing to wait for.
         digests: 32 bytes per block for routes from or to ``"store"``; empty for the others.
-        group: name of the window group for routes between ``"window"`` and ``"host_window"``;
+        group: name of the window group for routes from or to ``"window"`` and ``"host_window"``;
             empty for the others.
     """
 
@@ -135,6 +142,12 @@ class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
         return self.route.direction
 
     @property
+    def store_pool(self) -> StorePool:
+        """The pool of host memory of a plan from or to ``"store"``."""
+        route = self.route
+        return store_pool(route.target if route.source == "store" else route.source, self.group)
+
+    @property
     def num_blocks(self) -> int:
         """Number of blocks (or slots) that move."""
         return len(self.target_blocks) // ID_DTYPE.itemsize
@@ -148,6 +161,11 @@ class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
     def target_ids(self) -> NDArray[np.int32]:
         """``[N]`` int32, read-only view of ``target_blocks``."""
         return np.frombuffer(self.target_blocks, dtype=ID_DTYPE)
+
+
+def store_pool(pool: Pool, group: str = "") -> StorePool:
+    """Return the name of a pool of host memory; ``group`` is the window group, if it has one."""
+    return f"{pool}:{group}" if group else pool
 
 
 def id_bytes(ids: ArrayLike) -> bytes:

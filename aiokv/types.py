@@ -133,6 +133,10 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     unstored_snapshots: int
     fetched_snapshots: int
     unfetched_snapshots: int
+    stored_window_blocks: int
+    unstored_window_blocks: int
+    fetched_window_blocks: int
+    unfetched_window_blocks: int
     nodes: int
     index_bytes: int
     token_bytes: int

@@ -1,4 +1,4 @@
-"""BorderSearch: how much of a prompt to fetch when a hit may end only where a snapshot is."""
+"""BorderSearch: how much of a prompt to fetch when a hit needs copies in auxiliary pools."""
 
 from __future__ import annotations
 
@@ -9,34 +9,87 @@ import numpy as np
 from aiokv.stores.base import KEY_BYTES
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
+    from aiokv.scheduler.pools import AuxiliaryPool
     from aiokv.scheduler.reader import Borders
-    from aiokv.stores.store_set import StoreAnswer
+    from aiokv.stores.store_set import Found, StoreAnswer
+
+
+class _PoolCosts:
+    """Copies in one auxiliary pool, per block behind the hit."""
+
+    def __init__(self, pool: AuxiliaryPool, hit: int) -> None:
+        self._pool = pool
+        self._hit = hit
+        self._latency_seconds = 0.0
+        self._seconds = np.zeros(0)  # to fetch the copy: 0 in a tier, infinity if it is missing
+
+    def note(self, found: Found, num_blocks: int) -> None:
+        self._latency_seconds = max(self._latency_seconds, found.latency_seconds)
+        self._seconds = np.concatenate([self._seconds, found.seconds[:num_blocks]])
+
+    def note_cached(self, first: int, is_cached: NDArray[np.bool_]) -> None:
+        """Note which copies from index ``first`` on are in a tier."""
+        part = self._seconds[first : first + len(is_cached)]
+        part[is_cached[: len(part)]] = 0.0
+
+    def _needed(self, index: NDArray[np.intp]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """Return where the window, and the end of the sink, of a hit are that ends behind a block.
+
+        Blocks of the present hit are left out: their copies are in a tier.
+        """
+        begin = np.maximum(index + 1 - self._pool.tail_blocks, 0)
+        head = np.clip(self._pool.head_blocks - self._hit, 0, begin)
+        return begin, head
+
+    def seconds(self) -> NDArray[np.float64]:
+        """Return the time to fetch all copies that a hit needs, for each border."""
+        is_missing = np.isinf(self._seconds)
+        index = np.arange(len(self._seconds))
+        begin, head = self._needed(index)
+        needed = [
+            total[index + 1] - total[begin] + total[head]
+            for values in (np.where(is_missing, 0.0, self._seconds), is_missing)
+            for total in [np.concatenate([[0.0], np.cumsum(values)])]
+        ]
+        cost = needed[0] + np.where(needed[0] > 0.0, self._latency_seconds, 0.0)
+        return np.where(needed[1] > 0.0, np.inf, cost)
+
+    def note_failure(self, index: int) -> None:
+        """Note that what the border lacks cannot be brought."""
+        (begin,), (head,) = self._needed(np.array([index]))
+        for part in (self._seconds[:head], self._seconds[begin : index + 1]):
+            part[part > 0.0] = np.inf
 
 
 class BorderSearch:
     """Borders of one prompt behind its hit, and the expected time to bring each of them.
 
-    A border is the end of a block. A hit may end there when all blocks before it, and its snapshot,
-    are in a tier.
+    A border is the end of a block. A hit may end there when all blocks before it, and the copies
+    that it needs in each auxiliary pool, are in a tier.
 
     Args:
         borders: first blocks behind the hit.
+        pools: auxiliary pools of the cache.
         block_tokens: tokens per block.
 
     Attributes:
-        digests: of the blocks that the stores are to be asked for next, for snapshots; empty when
-            the search has ended.
+        digests: of the blocks that the stores are to be asked for next; empty when the search has
+            ended.
     """
 
-    def __init__(self, borders: Borders, block_tokens: int) -> None:
-        self._hit = borders.hit
+    def __init__(
+        self, borders: Borders, pools: Sequence[AuxiliaryPool], block_tokens: int
+    ) -> None:
+        self.hit = borders.hit
         self._cached = borders.cached
         self._block_tokens = block_tokens
         self._may_end = borders.may_end
         self._block_seconds = np.zeros(0)  # [N] to bring all blocks before the border
-        self._snapshot_seconds = np.zeros(0)  # [N], infinity if no store has it
+        self._pools = {pool.name: _PoolCosts(pool, borders.hit) for pool in pools}
         self.digests = borders.digests
 
     @property
@@ -51,14 +104,14 @@ class BorderSearch:
 
     def _num_cached(self) -> int:
         """Return the number of leading blocks of the part that a tier has."""
-        return min(max(self._cached - self._hit - self.asked, 0), len(self.digests) // KEY_BYTES)
+        return min(max(self._cached - self.hit - self.asked, 0), len(self.digests) // KEY_BYTES)
 
-    def note(self, answer: StoreAnswer, snapshot_seconds: NDArray[np.float64]) -> bool:
+    def note(self, answer: StoreAnswer, found: Sequence[Found]) -> bool:
         """Note what the stores have.
 
         Args:
             answer: to ``missing_digests``.
-            snapshot_seconds: ``[N]`` to fetch each snapshot, infinity if no store has it.
+            found: of ``digests``, for each pool.
 
         Returns:
             True when the blocks behind these may be reached, too.
@@ -67,9 +120,8 @@ class BorderSearch:
         before = self._block_seconds[-1] if self.asked else 0.0
         seconds = before + np.concatenate([np.zeros(num_cached), answer.seconds[: answer.blocks]])
         self._block_seconds = np.concatenate([self._block_seconds, seconds])
-        self._snapshot_seconds = np.concatenate(
-            [self._snapshot_seconds, snapshot_seconds[: len(seconds)]]
-        )
+        for pool, copies in zip(self._pools.values(), found, strict=True):
+            pool.note(copies, len(seconds))
         is_whole = len(seconds) == len(self.digests) // KEY_BYTES
         self._may_end = self._may_end[: self.asked]
         self.digests = b""
@@ -77,10 +129,14 @@ class BorderSearch:
 
     def go_on(self, borders: Borders) -> None:
         """Take the next blocks. Ends the search when another lease has changed the hit."""
-        if borders.hit == self._hit:
+        if borders.hit == self.hit:
             self._cached = borders.cached
             self._may_end = np.concatenate([self._may_end, borders.may_end])
             self.digests = borders.digests
+
+    def note_cached(self, pool: str, is_cached: NDArray[np.bool_]) -> None:
+        """Note which blocks behind the hit have copies in a tier, from the first one on."""
+        self._pools[pool].note_cached(0, is_cached)
 
     def best(self, tokens_per_second: float) -> int:
         """Return the number of blocks before the border at which the prompt is ready soonest.
@@ -91,16 +147,17 @@ class BorderSearch:
         Returns:
             The number of blocks, those of the hit included; 0 when it is best to fetch nothing.
         """
-        can_end = self._may_end & np.isfinite(self._snapshot_seconds)
+        seconds = self._block_seconds + sum(pool.seconds() for pool in self._pools.values())
+        can_end = self._may_end & np.isfinite(seconds)
         if not can_end.any():
             return 0
         ends = np.arange(1, self.asked + 1)
         if not tokens_per_second:
-            return self._hit + int(ends[can_end][-1])
+            return self.hit + int(ends[can_end][-1])
         computing = ends * (self._block_tokens / tokens_per_second)
-        gains = np.where(can_end, computing - self._block_seconds - self._snapshot_seconds, -np.inf)
+        gains = np.where(can_end, computing - seconds, -np.inf)
         best = int(gains.argmax())
-        return self._hit + best + 1 if gains[best] > 0 else 0
+        return self.hit + best + 1 if gains[best] > 0 else 0
 
     def note_blocks(self, cached: int, *, is_end: bool) -> None:
         """Note that the first ``cached`` blocks of the prompt are in a tier.
@@ -109,12 +166,14 @@ class BorderSearch:
             cached: number of blocks.
             is_end: True when those behind them cannot be brought.
         """
-        count = max(cached - self._hit, 0)
-        self._block_seconds = self._block_seconds.copy()
+        count = max(cached - self.hit, 0)
         self._block_seconds[:count] = 0.0
         if is_end:
             self._may_end = self._may_end & (np.arange(self.asked) < count)
 
     def note_failure(self, end: int) -> None:
-        """Note that the snapshot behind the first ``end`` blocks cannot be brought."""
-        self._snapshot_seconds[end - self._hit - 1] = np.inf
+        """Note that the copies that a hit of ``end`` blocks still lacks cannot be brought."""
+        for pool in self._pools.values():
+            pool.note_failure(end - self.hit - 1)
+        self._may_end = self._may_end.copy()
+        self._may_end[end - self.hit - 1] = False

@@ -2,8 +2,8 @@
 
     read.missing ─► worker.lookup ─► fetch or compute? ─► scheduler.fetch ─► its end ─► missing ...
 
-With recurrent state, a hit may end only where a tier has a snapshot: see
-:class:`~aiokv.engine.borders.BorderSearch`.
+With recurrent state or sliding windows, a hit may end only where a tier has a snapshot, or the
+window: see :class:`~aiokv.engine.borders.BorderSearch`.
 
 A fetch belongs to no lease: blocks that arrive after a lease has stopped waiting are cached, too.
 """
@@ -66,7 +66,7 @@ class Fetches:
     def __init__(self, parts: Parts) -> None:
         self.has_stores = parts.worker.capabilities.stores
         self._block_tokens = parts.config.block_tokens
-        self._needs_snapshots = parts.config.host_state_slots > 0
+        self._pools = parts.scheduler.read.pools  # without any, each cached block can be hit
         self._read = parts.scheduler.read
         self._scheduler = parts.scheduler
         self._dispatcher = parts.dispatcher
@@ -78,7 +78,7 @@ class Fetches:
 
     def is_incomplete(self, lease_id: int) -> bool:
         """Return True if the tiers lack something that a longer hit of the lease needs."""
-        if self._needs_snapshots:
+        if self._pools:
             return bool(self._read.borders(lease_id).digests)
         return bool(self._read.missing(lease_id)[1])
 
@@ -124,8 +124,8 @@ class Fetches:
         """
         try:
             async with asyncio.timeout(timeout):
-                if self._needs_snapshots:
-                    await self._bring_to_snapshot(lease_id, priority, at_any_cost=at_any_cost)
+                if self._pools:
+                    await self._bring_to_border(lease_id, priority, at_any_cost=at_any_cost)
                 else:
                     await self._bring(lease_id, priority, at_any_cost=at_any_cost)
         except TimeoutError:
@@ -164,34 +164,53 @@ class Fetches:
                 break
         return reached, digests
 
-    async def _bring_to_snapshot(
+    async def _bring_to_border(
         self, lease_id: int, priority: Priority, *, at_any_cost: bool
     ) -> None:
-        """Bring the blocks before a border, and the snapshot behind them.
+        """Bring the blocks before a border, and the copies that a hit needs in other pools.
 
-        The blocks come first: a snapshot is attached to its block. When one of the two does not
-        arrive, the next best border is tried.
+        The blocks come first: a copy is attached to its block. When something does not arrive, the
+        next best border is tried.
         """
-        search = BorderSearch(self._read.borders(lease_id), self._block_tokens)
-        while search.digests:
-            answer, seconds = await asyncio.gather(
-                self._worker.lookup(search.missing_digests),
-                self._worker.find("host_state", search.digests),
-            )
-            if search.note(answer, seconds):
-                search.go_on(self._read.borders(lease_id, search.asked))
+        search = await self._find_borders(lease_id)
         speed = 0.0 if at_any_cost else self._speed.tokens_per_second or 0.0
         while end := search.best(speed):
             reached, _ = await self._bring_blocks(lease_id, end, priority)
             search.note_blocks(reached, is_end=reached < end)
             if reached < end:
                 continue
-            fetching = self._scheduler.fetch_snapshot(lease_id, end, priority)
-            if transfer_id := self._dispatcher.apply(fetching):
+            begun = [
+                self._dispatcher.apply(
+                    self._scheduler.fetch_auxiliary(lease_id, end, pool.name, priority)
+                )
+                for pool in self._pools
+            ]
+            for transfer_id in filter(None, begun):
                 await self._transfers.settled(transfer_id)
             if self._read.borders(lease_id).hit >= end:
                 return
+            self._note_cached(search, lease_id)
             search.note_failure(end)
+
+    async def _find_borders(self, lease_id: int) -> BorderSearch:
+        """Ask the stores for the blocks of a prompt behind its hit, and for their copies."""
+        search = BorderSearch(self._read.borders(lease_id), self._pools, self._block_tokens)
+        while search.digests:
+            answer, *found = await asyncio.gather(
+                self._worker.lookup(search.missing_digests),
+                *(self._worker.find(pool.name, search.digests) for pool in self._pools),
+            )
+            if search.note(answer, found):
+                search.go_on(self._read.borders(lease_id, search.asked))
+        self._note_cached(search, lease_id)
+        return search
+
+    def _note_cached(self, search: BorderSearch, lease_id: int) -> None:
+        for pool in self._pools:
+            end = search.hit + search.asked
+            search.note_cached(
+                pool.name, self._read.has_copies(lease_id, pool.name, search.hit, end)
+            )
 
     def _worthwhile(self, seconds: NDArray[np.float64]) -> int:
         """Return how many blocks to fetch, so that the prompt is ready soonest.

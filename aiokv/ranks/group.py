@@ -29,7 +29,7 @@ from aiokv.ranks.messages import ChangeWeights, Sleep, WakeUp, encode
 from aiokv.ranks.processes import RankProcesses, check_entry
 from aiokv.ranks.rank_state import MAX_RANKS, RankTimeouts
 from aiokv.stores.base import KEY_BYTES
-from aiokv.stores.store_set import NOTHING
+from aiokv.stores.store_set import NOTHING, Found
 from aiokv.worker.base import UNLIMITED_BLOCKS, Capabilities
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.ids import check_ids
@@ -391,9 +391,9 @@ class RankGroup(Unique):
         """
         raise UsageError("record_checksums: ranks do not verify checksums")
 
-    async def find(self, pool: Pool, digests: bytes) -> NDArray[np.float64]:
-        """Find nothing: ranks have no pools besides that of the blocks."""
-        return np.full(len(digests) // KEY_BYTES, np.inf)
+    async def find(self, pool: StorePool, digests: bytes) -> Found:
+        """Find nothing: ranks save blocks of full attention only."""
+        return Found.nothing(len(digests) // KEY_BYTES)
 
     async def lookup(self, digests: bytes) -> StoreAnswer:
         """Ask the stores of all ranks; see :meth:`Worker.lookup`.

@@ -33,22 +33,24 @@ class Fetches:
         Returns:
             The transfer; 0 when there is nothing to fetch, or no host room can be made.
         """
-        return self._begin(self._core.begin_fetch, lease_id, num_blocks, priority)
+        return self._begin(self._core.begin_fetch, (lease_id, num_blocks), priority)
 
-    def begin_snapshot(self, lease_id: int, num_blocks: int, priority: Priority) -> int:
-        """Begin to fetch the snapshot behind the first blocks of a prompt, or join its fetch.
+    def begin_auxiliary(
+        self, lease_id: int, num_blocks: int, group: int, priority: Priority
+    ) -> int:
+        """Begin to fetch what a hit of the first blocks lacks in a group, or join such a fetch.
 
         Returns:
             As ``begin``.
         """
-        return self._begin(self._core.begin_snapshot_fetch, lease_id, num_blocks, priority)
+        return self._begin(self._core.begin_auxiliary_fetch, (lease_id, group, num_blocks), priority)
 
     def _begin(
-        self, begin: Callable[[int, int], int], lease_id: int, num_blocks: int, priority: Priority
+        self, begin: Callable[..., int], arguments: tuple[int, ...], priority: Priority
     ) -> int:
         # `extend` calls the core without Python code in between, where a signal handler could
         # raise and lose the id of a fetch that has begun.
-        self._begun.extend(starmap(begin, ((lease_id, num_blocks),)))
+        self._begun.extend(starmap(begin, (arguments,)))
         transfer_id = self._begun[-1]
         while self._begun:
             self._submit(self._begun[0], priority)

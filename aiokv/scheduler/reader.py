@@ -8,6 +8,7 @@ import numpy as np
 
 from aiokv._native import LeaseState as NativeState
 from aiokv.errors import UsageError
+from aiokv.scheduler.pools import auxiliary_pools
 from aiokv.types import Hit, LeaseState, Statistics
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from aiokv._native import Core
     from aiokv.config import CacheConfig
+    from aiokv.plan import StorePool
     from aiokv.scheduler.admission import Admission
     from aiokv.scheduler.clock import StepClock
     from aiokv.scheduler.gate import Gate
@@ -80,6 +82,8 @@ class CacheReader:
         pending: PendingBlocks,
     ) -> None:
         self._config = config
+        self.pools = auxiliary_pools(config)
+        self._group_numbers = {pool.name: pool.group for pool in self.pools}
         self._core = core
         self._owners = owners
         self._clock = clock
@@ -151,8 +155,8 @@ class CacheReader:
 
         Returns:
             (block, digests): index of the first one, and 32 bytes per block, up to the hit limit.
-            No digests if there is none, or there are no stores. For models with recurrent state,
-            ``borders`` says where a hit may end.
+            No digests if there is none, or there are no stores. With auxiliary pools, ``borders``
+            says where a hit may end.
         """
         return self._core.missing(lease_id)
 
@@ -173,6 +177,17 @@ class CacheReader:
             digests=digests,
             may_end=np.frombuffer(may_end, np.bool_),
         )
+
+    def has_copies(self, lease_id: int, pool: StorePool, first: int, end: int) -> NDArray[np.bool_]:
+        """Return for each cached block from ``first`` to ``end`` of the prompt of a matched lease
+        whether a tier has its copy in an auxiliary pool."""
+        return np.frombuffer(
+            self._core.has_copies(lease_id, self.group_of(pool), first, end), np.bool_
+        )
+
+    def group_of(self, pool: StorePool) -> int:
+        """Return the number of an auxiliary pool in the core."""
+        return self._group_numbers[pool]
 
     def block_table(self, lease_id: int, group: str | None = None) -> NDArray[np.int32]:
         """Return a copy of the block table of a window group, or of all other layers. Any thread.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from aiokv.config import WindowGroup
-    from aiokv.plan import Pool
+    from aiokv.plan import StorePool
     from aiokv.worker.arrays import Piece
     from aiokv.worker.regions import Regions
 
@@ -40,7 +40,7 @@ def fingerprint(
     rank: int = 0,
     num_ranks: int = 1,
     windows: Mapping[str, WindowGroup] | None = None,
-    pool: Pool = "host",
+    pool: StorePool = "host",
 ) -> bytes:
     """Return the fingerprint of one rank's blocks, 32 bytes.
 
@@ -84,7 +84,7 @@ def describe(
     rank: int = 0,
     num_ranks: int = 1,
     windows: Mapping[str, WindowGroup] | None = None,
-    pool: Pool = "host",
+    pool: StorePool = "host",
 ) -> str:
     """Return the text whose hash is the fingerprint; arguments and errors as there."""
     if not checks.text("model", model):

@@ -10,7 +10,7 @@ from aiokv.config import WindowGroup  # noqa: TC001  (msgspec needs it)
 from aiokv.stores.fingerprint import fingerprint
 
 if TYPE_CHECKING:
-    from aiokv.plan import Pool
+    from aiokv.plan import StorePool
     from aiokv.worker.regions import Regions
 
 
@@ -33,7 +33,7 @@ class StoreIdentity(msgspec.Struct, frozen=True, kw_only=True):
     rank: int = 0
     num_ranks: int = 1
 
-    def fingerprint(self, regions: Regions, pool: Pool = "host") -> bytes:
+    def fingerprint(self, regions: Regions, pool: StorePool = "host") -> bytes:
         """Return the fingerprint of the objects of a pool of these tensors, 32 bytes."""
         return fingerprint(
             regions,

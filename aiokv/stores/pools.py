@@ -1,7 +1,7 @@
 """StorePools: the stores of a worker, for each pool of host memory.
 
-A pool has copies of one size: blocks (``"host"``), or snapshots of recurrent state
-(``"host_state"``). Its objects have keys of its own, and each store has a part of its own for each
+A pool has copies of one size: blocks (``"host"``), snapshots of recurrent state (``"host_state"``),
+or blocks of a window group (``"host_window:"`` and its name). Its objects have keys of its own, and each store has a part of its own for each
 pool: the store that the user has made for blocks, and its ``for_pool`` for the others. So no object
 of one pool is ever found in another one.
 """
@@ -17,17 +17,14 @@ from aiokv.stores.store_set import StoreSet
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from aiokv.plan import Pool, TransferPlan
+    from aiokv.plan import StorePool, TransferPlan
     from aiokv.stores.accesses import Accesses
     from aiokv.stores.base import StoreMemory
     from aiokv.stores.guard import GuardStatistics
-    from aiokv.stores.store_set import Fetched, Saved, StoreAnswer
+    from aiokv.stores.store_set import Fetched, Found, Saved, StoreAnswer
     from aiokv.stores.use import StoreUse
 
-    Fingerprints = Callable[[Pool], bytes]
+    Fingerprints = Callable[[StorePool], bytes]
 
 log = Log(__name__)
 
@@ -42,8 +39,8 @@ class StorePools:
         pools: pools besides that of the blocks.
     """
 
-    def __init__(self, stores: Sequence[StoreUse], pools: Sequence[Pool] = ()) -> None:
-        self._sets: dict[Pool, StoreSet] = {BLOCKS: StoreSet(stores)}
+    def __init__(self, stores: Sequence[StoreUse], pools: Sequence[StorePool] = ()) -> None:
+        self._sets: dict[StorePool, StoreSet] = {BLOCKS: StoreSet(stores)}
         self._unsupported = []  # (pool, URL of a store)
         for pool in pools:
             parts = []
@@ -55,7 +52,7 @@ class StorePools:
                     parts.append(replace(use, store=part))
             self._sets[pool] = StoreSet(parts)
 
-    async def open(self, memories: Mapping[Pool, StoreMemory], fingerprint: Fingerprints) -> None:
+    async def open(self, memories: Mapping[StorePool, StoreMemory], fingerprint: Fingerprints) -> None:
         """Open all stores on the pools.
 
         Args:
@@ -76,7 +73,7 @@ class StorePools:
             await self.aclose()
             raise
 
-    async def reopen(self, memories: Mapping[Pool, StoreMemory], fingerprint: Fingerprints) -> None:
+    async def reopen(self, memories: Mapping[StorePool, StoreMemory], fingerprint: Fingerprints) -> None:
         """Open the closed stores on new memory; see ``StoreSet.reopen``."""
         for pool, stores in self._sets.items():
             await stores.reopen(memories[pool], fingerprint(pool))
@@ -100,17 +97,17 @@ class StorePools:
         """Return how many leading blocks the stores have; see ``StoreSet.lookup``."""
         return await self._sets[BLOCKS].lookup(digests)
 
-    async def find(self, pool: Pool, digests: bytes) -> NDArray[np.float64]:
-        """Return the expected time to fetch each object; see ``StoreSet.find``."""
+    async def find(self, pool: StorePool, digests: bytes) -> Found:
+        """Return which objects of a pool the stores have; see ``StoreSet.find``."""
         return await self._sets[pool].find(digests)
 
     async def fetch(self, plan: TransferPlan, accesses: Accesses | None = None) -> Fetched:
         """Load the objects of a plan; see ``StoreSet.fetch``."""
-        return await self._sets[plan.route.target].fetch(plan, accesses)
+        return await self._sets[plan.store_pool].fetch(plan, accesses)
 
     async def save(self, plan: TransferPlan, accesses: Accesses | None = None) -> Saved:
         """Save the objects of a plan; see ``StoreSet.save``."""
-        return await self._sets[plan.route.source].save(plan, accesses)
+        return await self._sets[plan.store_pool].save(plan, accesses)
 
     def statistics(self) -> list[GuardStatistics]:
         """Return the statistics of each store, in order: of blocks, then of the other pools."""

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiokv.errors import RankLost
-    from aiokv.plan import Pool, TransferPlan, TransferReport
+    from aiokv.plan import StorePool, TransferPlan, TransferReport
     from aiokv.stores.guard import GuardStatistics
     from aiokv.stores.identity import StoreIdentity
-    from aiokv.stores.store_set import StoreAnswer
+    from aiokv.stores.store_set import Found, StoreAnswer
     from aiokv.types import Tier
     from aiokv.worker.device.base import Event
     from aiokv.worker.lanes import WorkerStatistics
@@ -240,14 +240,13 @@ class Worker(Protocol):
         Cancellation: nothing changed.
         """
 
-    async def find(self, pool: Pool, digests: bytes) -> NDArray[np.float64]:
-        """Return the expected time to fetch each object of a pool, ``[N]``; infinity if none of the
-        stores has it.
+    async def find(self, pool: StorePool, digests: bytes) -> Found:
+        """Return which objects of a pool the stores have, and how long fetching each takes.
 
         Returns at the latest when the lookup deadline of each store has passed.
 
         Args:
-            pool: of host memory besides ``"host"``.
+            pool: auxiliary pool of host memory.
             digests: digests of any blocks, 32 bytes each.
 
         Cancellation: nothing changed.

@@ -29,7 +29,7 @@ from aiokv.plan import (
     TransferReport,
 )
 from aiokv.stores.base import KEY_BYTES
-from aiokv.stores.store_set import NOTHING
+from aiokv.stores.store_set import NOTHING, Found
 from aiokv.worker.base import Capabilities
 from aiokv.worker.blocks import clone_rows
 from aiokv.worker.checksums import Checksums
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiokv.errors import RankLost
-    from aiokv.plan import Outcome, Pool, Route, TransferPlan
+    from aiokv.plan import Outcome, Route, StorePool, TransferPlan
     from aiokv.stores.guard import GuardStatistics
     from aiokv.stores.identity import StoreIdentity
     from aiokv.stores.pools import StorePools
@@ -347,10 +347,10 @@ class CacheController:
             return NOTHING
         return await self._stores.lookup(digests)
 
-    async def find(self, pool: Pool, digests: bytes) -> NDArray[np.float64]:
+    async def find(self, pool: StorePool, digests: bytes) -> Found:
         """Ask the stores for objects of a pool; see :meth:`Worker.find`."""
         if self._stores is None or self._closing or not self._opened:
-            return np.full(len(digests) // KEY_BYTES, np.inf)
+            return Found.nothing(len(digests) // KEY_BYTES)
         return await self._stores.find(pool, digests)
 
     def change_weights(self, version: str) -> None:
@@ -363,7 +363,7 @@ class CacheController:
         """Return the statistics of each store; see :meth:`Worker.store_statistics`."""
         return [] if self._stores is None else self._stores.statistics()
 
-    def _fingerprint(self, pool: Pool) -> bytes:
+    def _fingerprint(self, pool: StorePool) -> bytes:
         if self._identity is None:
             raise UsageError("open: identity is None; stores need it", hint="pass a StoreIdentity")
         return self._identity.fingerprint(self.memory.regions, pool)

@@ -42,10 +42,15 @@ class AuxiliaryStore {
   public:
     static constexpr std::size_t kMaxInFlight = 2;  // saves
 
-    // `device`, `host`: the pool on the device, and its copies in host memory.
+    // `device`, `host`: the pool on the device, and its copies in host memory. `group`: the window
+    // group of the pool, or kRecurrentState.
     AuxiliaryStore(const CoreConfig& config, Index& index, StoredBlocks& stored,
                    Residency& residency, TransferLedger& transfers, AuxiliaryPool& device,
-                   AuxiliaryPool& host);
+                   AuxiliaryPool& host, std::int32_t group);
+
+    std::int32_t group() const { return group_; }
+    std::uint32_t tail_blocks() const { return device_.tail_blocks(); }
+    std::uint32_t head_blocks() const { return device_.head_blocks(); }
 
     // -- saves
     // The host id has got a copy from the device.
@@ -67,9 +72,9 @@ class AuxiliaryStore {
     // -- both
     bool has(TransferId id) const { return transfers_.contains(id); }
     const AuxiliaryTransfer& get(TransferId id) const { return transfers_.at(id); }
-    // `good`: copies that a fetch has proven. `results`: of a save, one per copy, or empty. Throws
-    // UsageError, changing nothing, on another number of results.
-    void complete(TransferId id, Outcome outcome, std::uint32_t good,
+    // Copies before `first_bad` are proven when a fetch failed. `results`: of a save, one per copy,
+    // or empty. Throws UsageError, changing nothing, on another number of results.
+    void complete(TransferId id, Outcome outcome, std::uint32_t first_bad,
                   std::span<const std::uint8_t> results);
     std::uint64_t saved() const { return saved_; }
     std::uint64_t unsaved() const { return unsaved_; }
@@ -117,6 +122,7 @@ class AuxiliaryStore {
     TransferLedger& ledger_;
     AuxiliaryPool& device_;
     AuxiliaryPool& host_;
+    std::int32_t group_;
     std::size_t max_copies_;              // of a save: saves pin copies of a small pool
     std::optional<ReuseSketch> offered_;  // none: each copy is admitted
     std::vector<std::uint8_t> flags_;     // by host id

@@ -27,6 +27,7 @@
 #include <vector>
 
 #include "aiokv/auxiliary_pools.hpp"
+#include "aiokv/auxiliary_stores.hpp"
 #include "aiokv/batches.hpp"
 #include "aiokv/completions.hpp"
 #include "aiokv/core_types.hpp"
@@ -141,20 +142,23 @@ class Core {
         return fetches_.begin(leases_.at(id), blocks);
     }
     Borders borders(LeaseId id, std::size_t skip) { return fetches_.borders(leases_.at(id), skip); }
-    // Begins to fetch the snapshot behind the first `blocks` blocks of the prompt, or returns the
-    // fetch in flight that brings it. 0: the block is not cached, the snapshot is there, or the
-    // host has no room.
-    TransferId begin_snapshot_fetch(LeaseId id, std::size_t blocks);
+    // Auxiliary pools; `group`: a window group, or kRecurrentState. See AuxiliaryStores.
+    std::vector<std::uint8_t> has_copies(LeaseId id, std::int32_t group, std::size_t first,
+                                         std::size_t end) {
+        return auxiliary_stores_.has_copies(leases_.at(id), group, first, end);
+    }
+    TransferId begin_auxiliary_fetch(LeaseId id, std::int32_t group, std::size_t blocks) {
+        return auxiliary_stores_.begin_fetch(leases_.at(id), group, blocks);
+    }
     bool wants_saves() const {
-        return store_saver_.wants_saves() || (snapshots_ != nullptr && snapshots_->wants_saves());
+        return store_saver_.wants_saves() || auxiliary_stores_.wants_saves();
     }
     TransferId take_saves() {
         const TransferId id = store_saver_.take();
-        return id != 0 || snapshots_ == nullptr ? id : snapshots_->take();
+        return id != 0 ? id : auxiliary_stores_.take();
     }
-    // The transfer moves snapshots, and no blocks.
-    bool is_auxiliary(TransferId id) const { return snapshots_ != nullptr && snapshots_->has(id); }
-    const AuxiliaryTransfer& auxiliary_transfer(TransferId id) const { return snapshots_->get(id); }
+    // Fetches and saves of auxiliary pools.
+    const AuxiliaryStores& auxiliary_stores() const { return auxiliary_stores_; }
     bool is_fetch(TransferId id) const { return fetches_.has(id); }
     bool is_save(TransferId id) const { return store_saver_.has(id); }
     const Fetch& fetch(TransferId id) const;  // these two throw UsageError
@@ -163,7 +167,8 @@ class Core {
     // -- transfers
     const Transfer& transfer(TransferId id) const { return transfers_.get(id); }
     bool is_in_flight(TransferId id) const {
-        return transfers_.has(id) || fetches_.has(id) || store_saver_.has(id) || is_auxiliary(id);
+        return transfers_.has(id) || fetches_.has(id) || store_saver_.has(id) ||
+               auxiliary_stores_.has(id);
     }
     // `results`: of a save, a SaveResult per block, or none.
     void complete(TransferId id, Outcome outcome, std::uint32_t first_bad_block,
@@ -234,7 +239,7 @@ class Core {
     Releases releases_;
     Completions completions_;
     Tiers tiers_;
-    AuxiliaryStore* snapshots_ = nullptr;  // of state_; null: stores have no snapshots
+    AuxiliaryStores auxiliary_stores_;
 };
 
 }  // namespace aiokv

@@ -36,7 +36,7 @@ class HostCopies {
 
     const AuxiliaryPool& pool() const { return pool_; }
     std::uint64_t saved() const { return saved_; }
-    std::uint64_t evicted() const { return evicted_; }
+    std::uint64_t evicted() const { return evicted_ + (stores_ ? stores_->evicted() : 0); }
 
     // -- hits
     BlockId find(NodeId node) const { return pool_.find(node); }
@@ -64,10 +64,9 @@ class HostCopies {
     // -- stores
     // To be called once, before the first save.
     void connect_stores(StoredBlocks& stored, Residency& residency) {
-        stores_.emplace(config_, index_, stored, residency, transfers_, device_, pool_);
+        stores_.emplace(config_, index_, stored, residency, transfers_, device_, pool_, group_);
     }
     AuxiliaryStore* stores() { return stores_ ? &*stores_ : nullptr; }  // null: not connected
-    const AuxiliaryStore* stores() const { return stores_ ? &*stores_ : nullptr; }
     // A lease is granted that uses what is attached to the node.
     void note_hit(NodeId node) {
         if (stores_) stores_->note_use(node);

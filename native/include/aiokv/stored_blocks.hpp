@@ -29,8 +29,8 @@ class StoredBlocks {
     StoredBlocks(const CoreConfig& config, Index& index);
 
     // False: no block has a digest or a flag. Blocks of models with recurrent state or windows
-    // cannot be hit without those, so stores have either all, or nothing: state that does not
-    // reach host memory, and windows, cannot be stored.
+    // cannot be hit without those, so stores have either all, or nothing: what does not reach host
+    // memory cannot be stored.
     bool exist() const { return exist_; }
 
     const Digest& digest(NodeId node);

@@ -19,7 +19,7 @@ constexpr std::size_t kMaxCopies = 64;  // of a save
 
 AuxiliaryStore::AuxiliaryStore(const CoreConfig& config, Index& index, StoredBlocks& stored,
                                Residency& residency, TransferLedger& transfers,
-                               AuxiliaryPool& device, AuxiliaryPool& host)
+                               AuxiliaryPool& device, AuxiliaryPool& host, std::int32_t group)
     : config_(config),
       index_(index),
       stored_(stored),
@@ -27,6 +27,7 @@ AuxiliaryStore::AuxiliaryStore(const CoreConfig& config, Index& index, StoredBlo
       ledger_(transfers),
       device_(device),
       host_(host),
+      group_(group),
       max_copies_(std::clamp<std::size_t>(host.capacity() / 8, 1, kMaxCopies)),
       flags_(host.capacity(), 0) {
     host_.note_uses();
@@ -191,7 +192,7 @@ void AuxiliaryStore::finish_fetch(const AuxiliaryTransfer& fetch, std::uint32_t 
 
 // -- both ------------------------------------------------------------------------------------
 
-void AuxiliaryStore::complete(TransferId id, Outcome outcome, std::uint32_t good,
+void AuxiliaryStore::complete(TransferId id, Outcome outcome, std::uint32_t first_bad,
                               std::span<const std::uint8_t> results) {
     const std::size_t copies = transfers_.at(id).ids.size();
     if (!results.empty() && results.size() != copies) {
@@ -202,7 +203,9 @@ void AuxiliaryStore::complete(TransferId id, Outcome outcome, std::uint32_t good
     if (transfer.is_save) {
         finish_save(transfer, outcome, results);
     } else {
-        finish_fetch(transfer, good);
+        finish_fetch(transfer, outcome == Outcome::kDone     ? static_cast<std::uint32_t>(copies)
+                               : outcome == Outcome::kFailed ? first_bad
+                                                             : 0);
     }
     ledger_.end_store_transfer();
 }

@@ -47,6 +47,11 @@ const CoreConfig& checked(const CoreConfig& config) {
     return config;
 }
 
+AuxiliaryPools& connected(AuxiliaryPools& pools, StoredBlocks& stored, Residency& residency) {
+    if (stored.exist()) pools.connect_stores(stored, residency);
+    return pools;
+}
+
 }  // namespace
 
 Core::Core(const CoreConfig& config)
@@ -79,10 +84,8 @@ Core::Core(const CoreConfig& config)
       completions_(config_, device_, leases_, index_, state_, auxiliary_, matching_, residency_,
                    transfers_, promises_, publication_, swaps_, store_saver_),
       tiers_(config_, device_, leases_, index_, auxiliary_, residency_, saver_, transfers_,
-             promises_, swaps_, store_saver_) {
-    if (stored_.exist()) state_.connect_stores(stored_, residency_);
-    snapshots_ = state_.stores();
-}
+             promises_, swaps_, store_saver_),
+      auxiliary_stores_(connected(auxiliary_, stored_, residency_), matching_) {}
 
 Hit Core::match(Tokens tokens, std::string_view context, bool reads, bool writes,
                 std::span<const Item> items) {
@@ -133,25 +136,14 @@ const Save& Core::save(TransferId id) const {
 void Core::complete(TransferId id, Outcome outcome, std::uint32_t first_bad_block,
                     std::span<const std::uint8_t> results) {
     if (store_saver_.has(id)) return store_saver_.complete(id, outcome, results);
-    const auto good_of = [&](std::size_t blocks) {
-        return outcome == Outcome::kDone     ? static_cast<std::uint32_t>(blocks)
-               : outcome == Outcome::kFailed ? first_bad_block
-                                             : 0;
-    };
-    if (is_auxiliary(id)) {
-        const std::size_t copies = snapshots_->get(id).ids.size();
-        return snapshots_->complete(id, outcome, good_of(copies), results);
+    if (auxiliary_stores_.has(id)) {
+        return auxiliary_stores_.complete(id, outcome, first_bad_block, results);
     }
     if (!fetches_.has(id)) return completions_.complete(id, outcome, first_bad_block);
-    fetches_.complete(id, good_of(fetches_.get(id).host_blocks.size()));
-}
-
-TransferId Core::begin_snapshot_fetch(LeaseId id, std::size_t blocks) {
-    Lease& lease = leases_.at(id);
-    if (snapshots_ == nullptr || !lease.is(LeaseState::kMatched) || blocks == 0) return 0;
-    if (blocks > matching_.frontier(lease).first) return 0;
-    auxiliary_.touch_hit(lease.path);
-    return snapshots_->begin_fetch(matching_.nodes(lease, blocks - 1, blocks));
+    const auto blocks = static_cast<std::uint32_t>(fetches_.get(id).host_blocks.size());
+    fetches_.complete(id, outcome == Outcome::kDone     ? blocks
+                          : outcome == Outcome::kFailed ? first_bad_block
+                                                        : 0);
 }
 
 Usage Core::usage(LeaseId id) const {
@@ -216,6 +208,7 @@ CoreStatistics Core::statistics() const {
     saver_.add_to(s);
     store_saver_.add_to(s);
     fetches_.add_to(s);
+    auxiliary_stores_.add_to(s);
     publication_.add_to(s);
     grants_.add_to(s);
     s.index_bytes += stored_.bytes();

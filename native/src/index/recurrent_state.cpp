@@ -217,13 +217,6 @@ void RecurrentState::add_to(CoreStatistics& statistics) const {
     statistics.host_state_snapshots = host_->pool().attached();
     statistics.saved_snapshots = host_->saved();
     statistics.evicted_host_snapshots = host_->evicted();
-    const AuxiliaryStore* stores = host_->stores();
-    if (stores == nullptr) return;
-    statistics.evicted_host_snapshots += stores->evicted();
-    statistics.stored_snapshots = stores->saved();
-    statistics.unstored_snapshots = stores->unsaved();
-    statistics.fetched_snapshots = stores->fetched();
-    statistics.unfetched_snapshots = stores->unfetched();
 }
 
 void RecurrentState::check(Report& report) const {

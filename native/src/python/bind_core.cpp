@@ -96,8 +96,8 @@ BordersTuple borders(Core& core, LeaseId id, std::size_t skip) {
 
 // A fetch or a save.
 StoreTransferTuple store_transfer(const Core& core, TransferId id) {
-    if (core.is_auxiliary(id)) {
-        const AuxiliaryTransfer& transfer = core.auxiliary_transfer(id);
+    if (core.auxiliary_stores().has(id)) {
+        const AuxiliaryTransfer& transfer = core.auxiliary_stores().get(id);
         return nb::make_tuple(id_bytes(transfer.ids), digest_bytes(transfer.digests));
     }
     if (core.is_save(id)) {
@@ -177,6 +177,10 @@ void bind_statistics(nb::module_& m) {
         .def_ro("unstored_snapshots", &S::unstored_snapshots)
         .def_ro("fetched_snapshots", &S::fetched_snapshots)
         .def_ro("unfetched_snapshots", &S::unfetched_snapshots)
+        .def_ro("stored_window_blocks", &S::stored_window_blocks)
+        .def_ro("unstored_window_blocks", &S::unstored_window_blocks)
+        .def_ro("fetched_window_blocks", &S::fetched_window_blocks)
+        .def_ro("unfetched_window_blocks", &S::unfetched_window_blocks)
         .def_ro("index_bytes", &S::index_bytes)
         .def_ro("token_bytes", &S::token_bytes);
 }
@@ -389,10 +393,24 @@ void bind_core(nb::module_& m) {
             "borders", &borders, "lease"_a, "skip"_a = 0,
             "(hit, cached, first_block, digests, may_end) of the blocks behind the hit, from block "
             "hit + skip on; may_end: one byte per block, 0 where a hit would cut an item.")
-        .def("begin_snapshot_fetch", &Core::begin_snapshot_fetch, "lease"_a, "blocks"_a,
-             "Begin to fetch the snapshot behind the first blocks, or join its fetch; 0: none.")
-        .def("is_auxiliary", &Core::is_auxiliary, "transfer"_a,
-             "Return whether a fetch or a save in flight moves snapshots of recurrent state.")
+        .def(
+            "has_copies",
+            [](Core& core, LeaseId id, std::int32_t group, std::size_t first, std::size_t end) {
+                return byte_flags(core.has_copies(id, group, first, end));
+            },
+            "lease"_a, "group"_a, "first_block"_a, "end_block"_a,
+            "One byte per cached block: 1 if a tier has its copy in the group; group -1: state.")
+        .def("begin_auxiliary_fetch", &Core::begin_auxiliary_fetch, "lease"_a, "group"_a,
+             "blocks"_a,
+             "Begin to fetch what a hit of the first blocks lacks in the group, or join a fetch; 0: "
+             "none.")
+        .def(
+            "auxiliary_group",
+            [](const Core& core, TransferId id) -> std::optional<std::int32_t> {
+                const AuxiliaryStores& stores = core.auxiliary_stores();
+                return stores.has(id) ? std::optional(stores.group_of(id)) : std::nullopt;
+            },
+            "transfer"_a, "The group of a fetch or a save in flight; None: it moves blocks.")
         .def("wants_saves", &Core::wants_saves)
         .def("take_saves", &Core::take_saves, "Begin a save; 0: there is nothing to save.")
         .def("store_transfer", &store_transfer, "transfer"_a,
