@@ -27,7 +27,7 @@ from aiokv.errors import (
     WouldBlock,
 )
 from aiokv.lease import Lease
-from aiokv.types import Hit, Item, LeaseState, Statistics
+from aiokv.types import Hit, Item, LeaseState, Statistics, WindowStatistics
 from aiokv.usage import Usage
 from aiokv.worker.device.base import Device, Event, Stream
 from aiokv.worker.device.cpu import CpuDevice, CpuEvent, CpuStream
@@ -80,6 +80,7 @@ __all__ = [
     "Usage",
     "UsageError",
     "WindowGroup",
+    "WindowStatistics",
     "WorkerStatistics",
     "WouldBlock",
     "num_blocks_for",

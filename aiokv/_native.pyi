@@ -280,18 +280,6 @@ class CoreStatistics:
     def unfetched_snapshots(self) -> int: ...
 
     @property
-    def stored_window_blocks(self) -> int: ...
-
-    @property
-    def unstored_window_blocks(self) -> int: ...
-
-    @property
-    def fetched_window_blocks(self) -> int: ...
-
-    @property
-    def unfetched_window_blocks(self) -> int: ...
-
-    @property
     def index_bytes(self) -> int: ...
 
     @property
@@ -511,8 +499,13 @@ class Core:
         Begin to fetch what a hit of the first blocks lacks in the group, or join a fetch; 0: none.
         """
 
-    def auxiliary_group(self, transfer: int) -> "std::optional<int>":
-        """The group of a fetch or a save in flight; None: it moves blocks."""
+    def auxiliary_group(self, transfer: int) -> int:
+        """
+        The group of a fetch or a save in flight; -1: recurrent state, -2: it moves blocks.
+        """
+
+    def stored_copies(self, group: int) -> tuple[int, int, int, int]:
+        """(saved, unsaved, fetched, unfetched) copies of a group."""
 
     def wants_saves(self) -> bool: ...
 

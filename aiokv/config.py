@@ -35,12 +35,12 @@ class WindowGroup:
         sink_tokens: positions at the beginning of a prompt that every position attends to besides
             its window (the attention sink of StreamingLLM; 0 for none). Their blocks, rounded up to
             whole ones, stay with the lease, and a prefix is hit only while they are cached.
-        host_blocks: blocks of this group that host memory holds besides ``CacheConfig.host_blocks``;
-            0 for none. They are saved by ``CacheConfig.write_policy``, as far as there are device
-            blocks that no lease has set aside, and a prefix can be hit where its sink and its
-            window are on the device or in host memory. ``"write_back"`` saves the blocks that are
-            evicted next, and does not wait for a save. The tensors of the group are registered with
-            :meth:`Regions.add_window`.
+        host_blocks: blocks of this group that host memory holds, besides those of
+            ``CacheConfig.host_blocks``; 0 for none. They are saved by
+            ``CacheConfig.write_policy``, as far as the group has device blocks that no lease has
+            set aside, and a prefix can be hit where its sink and its window are on the device or in
+            host memory. ``"write_back"`` saves the blocks that are evicted next, and does not wait
+            for a save. The tensors of the group are registered with :meth:`Regions.add_window`.
 
     Raises:
         ConfigError: a value is out of range. The engine, which knows ``block_tokens``, raises it
@@ -270,8 +270,7 @@ def _check_windows(windows: object, host_blocks: int) -> None:
         if group.host_blocks and not host_blocks:
             raise ConfigError(
                 f"windows[{name!r}] has host_blocks={group.host_blocks}, but "
-                "CacheConfig.host_blocks is 0; a window block in host memory belongs to a block "
-                "of the host tier or the device",
+                "CacheConfig.host_blocks is 0; window blocks are copied together with other blocks",
                 hint="set CacheConfig.host_blocks, or host_blocks=0 for the group",
             )
 

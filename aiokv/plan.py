@@ -57,6 +57,9 @@ _NAMES: Final[dict[tuple[Pool, Pool], Direction]] = {
 }
 
 
+_ON_HOST: Final = ("host", "host_state", "host_window", "store")
+
+
 class Route(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Where the bytes of a transfer come from and go to.
 
@@ -76,6 +79,16 @@ class Route(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     def direction(self) -> Direction:
         """Name of the route in errors, reports and statistics."""
         return _NAMES[self.source, self.target]
+
+    @property
+    def is_onload(self) -> bool:
+        """True when blocks or slots move from host memory to the device."""
+        return self.source in _ON_HOST and self.target not in _ON_HOST
+
+    @property
+    def device_pool(self) -> Pool:
+        """The pool on the device, of a route between the device and host memory."""
+        return self.target if self.is_onload else self.source
 
     def __str__(self) -> str:
         return f"{self.source} -> {self.target}"
@@ -163,7 +176,7 @@ class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
         return np.frombuffer(self.target_blocks, dtype=ID_DTYPE)
 
 
-def store_pool(pool: Pool, group: str = "") -> StorePool:
+def store_pool(pool: str, group: str = "") -> StorePool:
     """Return the name of a pool of host memory; ``group`` is the window group, if it has one."""
     return f"{pool}:{group}" if group else pool
 

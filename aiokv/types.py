@@ -65,6 +65,32 @@ class Item(NamedTuple):
     length: int
 
 
+class WindowStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks of one window group: its pools, and counters since the engine was made.
+
+    A device block is free, cached, or belongs to one lease alone; a block in host memory is free,
+    cached, or the destination of a transfer. Leases have *set aside* the blocks that they have and
+    those that they will have. *Saved* blocks were copied to host memory, *stored* ones to the stores.
+    *Unstored* blocks were to be saved to the stores, and were dropped, rejected or refused, or the
+    save failed. *Fetched* and *unfetched* blocks as in :class:`Statistics`.
+    """
+
+    device_blocks: int
+    device_free: int
+    device_cached: int
+    device_set_aside: int
+    host_blocks: int
+    host_free: int
+    host_cached: int
+    saved_blocks: int
+    onloaded_blocks: int
+    evicted_host_blocks: int
+    stored_blocks: int
+    unstored_blocks: int
+    fetched_blocks: int
+    unfetched_blocks: int
+
+
 class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     """Counters since the engine was made, and the current state of its pools.
 
@@ -73,14 +99,16 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     *in flight* blocks are the destination of a transfer. A state slot is free, holds a snapshot, or
     belongs to a lease; one in host memory is free, holds a snapshot, or is the destination of a
     transfer. ``restored_states`` counts ``onloaded_states``, which came from host memory, too.
-    *Releasing* leases are released, but a batch in flight computes with their blocks.
+    *Releasing* leases are released, but a batch in flight computes with their blocks. ``windows``
+    has the blocks of each window group.
 
     ``hit_store_tokens`` is a part of the hits of device and host: tokens of blocks that a fetch
     from a store had brought. Only the first lease that is granted with such a block counts; leases
     of pins and prefetches do not. *Fetched* blocks arrived and were verified, *unfetched* ones were
     missing, wrong or late. Blocks that were to be saved to the stores and were not are *dropped*
     (the queue was full, or the block was evicted before), *rejected* by
-    ``CacheConfig.store_admission``, *refused* by a store and saved by none, or *failed*.
+    ``CacheConfig.store_admission``, *refused* by a store and saved by none, or *failed*; of snapshots
+    of recurrent state, all these are *unstored*.
     """
 
     device_blocks: int
@@ -133,10 +161,7 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     unstored_snapshots: int
     fetched_snapshots: int
     unfetched_snapshots: int
-    stored_window_blocks: int
-    unstored_window_blocks: int
-    fetched_window_blocks: int
-    unfetched_window_blocks: int
+    windows: dict[str, WindowStatistics]
     nodes: int
     index_bytes: int
     token_bytes: int

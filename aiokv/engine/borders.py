@@ -25,16 +25,18 @@ class _PoolCosts:
         self._pool = pool
         self._hit = hit
         self._latency_seconds = 0.0
-        self._seconds = np.zeros(0)  # to fetch the copy: 0 in a tier, infinity if it is missing
+        self._seconds = np.zeros(0)  # to fetch the copy; infinity if no store has it
+        self._is_absent = np.ones(0, np.bool_)  # from all tiers
 
     def note(self, found: Found, num_blocks: int) -> None:
         self._latency_seconds = max(self._latency_seconds, found.latency_seconds)
         self._seconds = np.concatenate([self._seconds, found.seconds[:num_blocks]])
+        self._is_absent = np.ones(len(self._seconds), np.bool_)
 
-    def note_cached(self, first: int, is_cached: NDArray[np.bool_]) -> None:
-        """Note which copies from index ``first`` on are in a tier."""
-        part = self._seconds[first : first + len(is_cached)]
-        part[is_cached[: len(part)]] = 0.0
+    def note_cached(self, is_cached: NDArray[np.bool_]) -> None:
+        """Note which of the first copies are in a tier; the others are not."""
+        self._is_absent = np.ones(len(self._seconds), np.bool_)
+        self._is_absent[: len(is_cached)] = ~is_cached[: len(self._seconds)]
 
     def _needed(self, index: NDArray[np.intp]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
         """Return where the window, and the end of the sink, of a hit are that ends behind a block.
@@ -47,22 +49,26 @@ class _PoolCosts:
 
     def seconds(self) -> NDArray[np.float64]:
         """Return the time to fetch all copies that a hit needs, for each border."""
-        is_missing = np.isinf(self._seconds)
+        is_missing = self._is_absent & np.isinf(self._seconds)
+        is_fetched = self._is_absent & ~is_missing
+        cost = self._of_needed(np.where(is_fetched, self._seconds, 0.0))
+        cost += np.where(self._of_needed(is_fetched) > 0, self._latency_seconds, 0.0)
+        return np.where(self._of_needed(is_missing) > 0, np.inf, cost)
+
+    def _of_needed(self, values: NDArray[np.generic]) -> NDArray[np.float64]:
+        """Return the sum of a value over all copies that a hit needs, for each border."""
+        total: NDArray[np.float64] = np.zeros(len(values) + 1)
+        np.cumsum(values, out=total[1:])
         index = np.arange(len(self._seconds))
         begin, head = self._needed(index)
-        needed = [
-            total[index + 1] - total[begin] + total[head]
-            for values in (np.where(is_missing, 0.0, self._seconds), is_missing)
-            for total in [np.concatenate([[0.0], np.cumsum(values)])]
-        ]
-        cost = needed[0] + np.where(needed[0] > 0.0, self._latency_seconds, 0.0)
-        return np.where(needed[1] > 0.0, np.inf, cost)
+        needed: NDArray[np.float64] = total[index + 1] - total[begin] + total[head]
+        return needed
 
     def note_failure(self, index: int) -> None:
         """Note that what the border lacks cannot be brought."""
         (begin,), (head,) = self._needed(np.array([index]))
-        for part in (self._seconds[:head], self._seconds[begin : index + 1]):
-            part[part > 0.0] = np.inf
+        for part in (slice(0, head), slice(begin, index + 1)):
+            self._seconds[part][self._is_absent[part]] = np.inf
 
 
 class BorderSearch:
@@ -81,9 +87,7 @@ class BorderSearch:
             ended.
     """
 
-    def __init__(
-        self, borders: Borders, pools: Sequence[AuxiliaryPool], block_tokens: int
-    ) -> None:
+    def __init__(self, borders: Borders, pools: Sequence[AuxiliaryPool], block_tokens: int) -> None:
         self.hit = borders.hit
         self._cached = borders.cached
         self._block_tokens = block_tokens
@@ -135,8 +139,9 @@ class BorderSearch:
             self.digests = borders.digests
 
     def note_cached(self, pool: str, is_cached: NDArray[np.bool_]) -> None:
-        """Note which blocks behind the hit have copies in a tier, from the first one on."""
-        self._pools[pool].note_cached(0, is_cached)
+        """Note which blocks behind the hit have copies in a tier, from the first one on; the others
+        have none."""
+        self._pools[pool].note_cached(is_cached)
 
     def best(self, tokens_per_second: float) -> int:
         """Return the number of blocks before the border at which the prompt is ready soonest.
@@ -175,5 +180,4 @@ class BorderSearch:
         """Note that the copies that a hit of ``end`` blocks still lacks cannot be brought."""
         for pool in self._pools.values():
             pool.note_failure(end - self.hit - 1)
-        self._may_end = self._may_end.copy()
-        self._may_end[end - self.hit - 1] = False
+        self._may_end = self._may_end & (np.arange(self.asked) != end - self.hit - 1)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiokv.engine.parts import Parts
+    from aiokv.stores.store_set import Found
 
 
 class StoreWait:
@@ -196,14 +197,19 @@ class Fetches:
         """Ask the stores for the blocks of a prompt behind its hit, and for their copies."""
         search = BorderSearch(self._read.borders(lease_id), self._pools, self._block_tokens)
         while search.digests:
-            answer, *found = await asyncio.gather(
-                self._worker.lookup(search.missing_digests),
-                *(self._worker.find(pool.name, search.digests) for pool in self._pools),
+            answer, found = await asyncio.gather(
+                self._worker.lookup(search.missing_digests), self._find_copies(search.digests)
             )
             if search.note(answer, found):
                 search.go_on(self._read.borders(lease_id, search.asked))
         self._note_cached(search, lease_id)
         return search
+
+    async def _find_copies(self, digests: bytes) -> list[Found]:
+        """Ask the stores for the copies of blocks in all pools at the same time."""
+        return await asyncio.gather(
+            *(self._worker.find(pool.name, digests) for pool in self._pools)
+        )
 
     def _note_cached(self, search: BorderSearch, lease_id: int) -> None:
         for pool in self._pools:

@@ -74,6 +74,7 @@ class Lifecycle:
                 on_step=self._recovery.on_step,
                 on_lost=self._recovery.on_lost,
                 identity=self._identity,
+                windows=self._config.windows,
             )
         except BaseException:
             self._poller.close()

@@ -12,7 +12,8 @@ from aiokv.engine.open_step import OpenStep
 from aiokv.engine.speed import PrefillSpeed
 from aiokv.engine.transfers import Transfers
 from aiokv.errors import ConfigError, UsageError
-from aiokv.plan import STATE_OFFLOAD, STATE_ONLOAD
+from aiokv.plan import STATE_OFFLOAD, STATE_ONLOAD, WINDOW_ROUTES
+from aiokv.scheduler.pools import auxiliary_pools
 from aiokv.scheduler.scheduler import CacheScheduler
 from aiokv.stores.identity import StoreIdentity
 from aiokv.stores.pools import StorePools
@@ -71,7 +72,8 @@ class Parts:
         Raises:
             ConfigError: the worker does not support a setting of ``config``, or there is not enough
                 memory for the index.
-            UsageError: the tensors hold fewer blocks or state slots than ``config`` asks for.
+            UsageError: the tensors hold fewer blocks or state slots than ``config`` asks for, or
+                are missing for a window group with ``host_blocks``.
         """
         lifetime, poller = Lifetime(), EventPoller()
         worker = _worker_of(config, regions, device, ranks, stores)
@@ -175,6 +177,13 @@ def _worker_of(
             "copy recurrent state to host memory",
             hint="use the cpu or the cuda device, or set host_state_slots=0",
         )
+    on_host = [name for name, group in config.windows.items() if group.host_blocks]
+    if on_host and not can.routes >= WINDOW_ROUTES:
+        raise ConfigError(
+            f"the groups {on_host} of CacheConfig.windows have host_blocks, but the worker does "
+            "not copy window blocks to host memory",
+            hint="use the cpu or the cuda device, or set host_blocks=0 for these groups",
+        )
     if blocks is not None and blocks < config.device_blocks:
         raise UsageError(
             f"device_blocks is {config.device_blocks}, but the registered tensors hold only "
@@ -182,12 +191,13 @@ def _worker_of(
             hint="make the tensors larger, or lower CacheConfig.device_blocks",
         )
     _check_state(config, regions)
+    _check_windows(config, regions)
     return worker
 
 
 def _pools_of(config: CacheConfig, stores: Sequence[StoreUse]) -> StorePools:
     """Return the stores for all pools of host memory that the cache has."""
-    return StorePools(stores, ["host_state"] if config.host_state_slots else [])
+    return StorePools(stores, [pool.name for pool in auxiliary_pools(config)])
 
 
 def _check_stores(config: CacheConfig) -> None:
@@ -222,6 +232,30 @@ def _check_state(config: CacheConfig, regions: Regions) -> None:
             "slots of recurrent state",
             hint="register the state with Regions.add_state, and set CacheConfig.state_slots",
         )
+
+
+def _check_windows(config: CacheConfig, regions: Regions) -> None:
+    hint = "register the tensors of the group with Regions.add_window"
+    registered = regions.num_window_blocks
+    for name in registered.keys() - config.windows.keys():
+        raise UsageError(
+            f"regions has tensors of the window group {name!r}, which CacheConfig.windows has not",
+            hint=f"CacheConfig.windows has the groups {list(config.windows)}",
+        )
+    for name, group in config.windows.items():
+        if name not in registered:
+            if group.host_blocks and regions.num_blocks is not None:
+                raise UsageError(
+                    f"the window group {name!r} has host_blocks={group.host_blocks}, but no "
+                    "registered tensors",
+                    hint=hint,
+                )
+        elif registered[name] < group.device_blocks:
+            raise UsageError(
+                f"the window group {name!r} has device_blocks={group.device_blocks}, but its "
+                f"registered tensors hold only {registered[name]} blocks",
+                hint="make the tensors larger, or lower WindowGroup.device_blocks",
+            )
 
 
 def _new_scheduler(config: CacheConfig, *, has_stores: bool) -> CacheScheduler:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from aiokv.errors import UsageError
 from aiokv.observe.logs import Log
-from aiokv.plan import OFFLOAD, ONLOAD, TransferReport
+from aiokv.plan import OFFLOAD, ONLOAD, WINDOW_ROUTES, TransferReport
 from aiokv.ranks.channel import MAX_FRAME_BYTES, frame_of
 from aiokv.ranks.messages import TransferBatch, encode
 from aiokv.ranks.reduce import GroupTransfer
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 log = Log(__name__)
 
-ROUTES: Final = frozenset((ONLOAD, OFFLOAD))
+ROUTES: Final = frozenset((ONLOAD, OFFLOAD)) | WINDOW_ROUTES
 _ALL_ROUTES: Final = ROUTES | STORE_ROUTES
 
 BATCH_BYTES: Final = MAX_FRAME_BYTES // 4  # of block ids in one batch
@@ -123,7 +123,7 @@ class TransferBroadcast:
                 layout.num_layers, transfer_id=plan.transfer_id, direction=plan.direction
             ),
             num_ranks=len(self._membership.ranks),
-            num_bytes=layout.block_bytes * plan.num_blocks,
+            num_bytes=layout.bytes_per_block(plan) * plan.num_blocks,
             since=self._clock(),
         )
         self._transfers[plan.transfer_id] = transfer

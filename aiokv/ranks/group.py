@@ -19,6 +19,7 @@ import numpy as np
 from aiokv.checks import Unique, arguments, flag, integer
 from aiokv.errors import ClosedError, ConfigError, UsageError
 from aiokv.observe.logs import Log
+from aiokv.plan import WINDOW_ROUTES
 from aiokv.ranks.broadcast import ROUTES, TransferBroadcast
 from aiokv.ranks.channel import checked_path, frame_of
 from aiokv.ranks.control_requests import ControlRequests
@@ -36,13 +37,14 @@ from aiokv.worker.ids import check_ids
 from aiokv.worker.store_transfers import STORE_ROUTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from numpy.typing import NDArray
 
+    from aiokv.config import WindowGroup
     from aiokv.errors import RankLost
-    from aiokv.plan import Pool, TransferPlan, TransferReport
+    from aiokv.plan import Pool, StorePool, TransferPlan, TransferReport
     from aiokv.ranks.messages import Layout, Reports
     from aiokv.ranks.rank_state import RankState
     from aiokv.stores.guard import GuardStatistics
@@ -139,6 +141,7 @@ class RankGroup(Unique):
         self._lookups = GroupLookups(self.timeouts)
         self._clock = clock
         self._host_blocks = 0
+        self._windows: dict[str, WindowGroup] = {}  # those with host blocks
         self._failure: RankLost | None = None
         self._closed_step = 0
         self._reported_step = 0
@@ -181,6 +184,7 @@ class RankGroup(Unique):
         on_step: Callable[[int, BaseException | None], None],
         on_lost: Callable[[RankLost], None],
         identity: StoreIdentity | None = None,
+        windows: Mapping[str, WindowGroup] | None = None,
     ) -> None:
         """Listen, start the ranks if ``entry`` names them, and wait until all are ready.
 
@@ -192,6 +196,7 @@ class RankGroup(Unique):
             on_step: called when a step has finished on all ranks.
             on_lost: called when a rank is lost; no transfer can succeed until ``restart``.
             identity: origin of the blocks; each rank fills in its number.
+            windows: ``CacheConfig.windows``; each rank reserves memory for their ``host_blocks``.
 
         Raises:
             UsageError: opened before.
@@ -205,12 +210,17 @@ class RankGroup(Unique):
         self._opened = True
         self._on_step, self._on_lost = on_step, on_lost
         self._host_blocks = host_blocks
+        self._windows = {
+            name: group for name, group in (windows or {}).items() if group.host_blocks
+        }
         if identity is not None:
             self._identity = msgspec.structs.replace(identity, num_ranks=self.num_ranks)
         self._transfers.open(on_report)
         try:
-            await self._membership.open(device_blocks)
-            await self._membership.begin(host_blocks, self._closed_step, [], self._identity)
+            await self._membership.open(device_blocks, self._windows)
+            await self._membership.begin(
+                host_blocks, self._closed_step, [], self._identity, self._windows
+            )
         except BaseException:
             try:
                 await self.aclose()
@@ -244,7 +254,11 @@ class RankGroup(Unique):
         self._restarting = True
         try:
             await self._membership.begin(
-                self._host_blocks, self._closed_step, sorted(self._asleep), self._identity
+                self._host_blocks,
+                self._closed_step,
+                sorted(self._asleep),
+                self._identity,
+                self._windows,
             )
         finally:
             self._restarting = False
@@ -330,7 +344,14 @@ class RankGroup(Unique):
             raise ClosedError(f"transfer {plan.transfer_id}: the group of ranks is {state}")
         if plan.route not in self.capabilities.routes:
             raise UsageError(f"transfer {plan.transfer_id}: ranks have no route {plan.route}")
-        check_ids(plan, self._num_blocks)
+        num_blocks = self._num_blocks
+        if plan.route in WINDOW_ROUTES:
+            group = self._windows.get(plan.group)
+            num_blocks = {
+                "window": 0 if group is None else group.device_blocks,
+                "host_window": 0 if group is None else group.host_blocks,
+            }
+        check_ids(plan, num_blocks)
         return self._transfers.submit(plan, layout, self._failure)
 
     def counter(self, transfer_id: int) -> LayerDoneCounter | None:

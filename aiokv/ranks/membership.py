@@ -26,8 +26,9 @@ from aiokv.ranks.messages import (
 from aiokv.ranks.rank_state import RankState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
+    from aiokv.config import WindowGroup
     from aiokv.ranks.channel import Channel
     from aiokv.ranks.listener import Listener
     from aiokv.ranks.messages import Hello, Layout
@@ -84,6 +85,7 @@ class Membership:
         self._timeouts = timeouts
         self._processes = processes
         self.device_blocks = 0
+        self._windows: Mapping[str, WindowGroup] = {}
         self._on_reports = on_reports
         self._on_reply = on_reply
         self._on_lookup = on_lookup
@@ -104,8 +106,12 @@ class Membership:
 
     # --- opening and closing --------------------------------------------------------------------
 
-    async def open(self, device_blocks: int) -> None:
-        """Listen for ranks, which must have ``device_blocks`` blocks at least.
+    async def open(self, device_blocks: int, windows: Mapping[str, WindowGroup]) -> None:
+        """Listen for ranks, whose tensors must have at least the blocks of these sizes.
+
+        Args:
+            device_blocks: of the tensors outside window groups.
+            windows: the window groups whose tensors the ranks must have.
 
         Raises:
             ConfigError: the socket cannot be made; see :func:`listen`.
@@ -113,6 +119,7 @@ class Membership:
         Cancellation: nothing is left behind.
         """
         self.device_blocks = device_blocks
+        self._windows = windows
         self._ticked_at = self._clock()
         await self._listener.open(self._new_channel)
 
@@ -122,6 +129,7 @@ class Membership:
         closed_step: int,
         asleep: list[Tier],
         identity: StoreIdentity | None,
+        windows: Mapping[str, WindowGroup],
     ) -> None:
         """Start the missing ranks, and a new generation on all ranks.
 
@@ -149,6 +157,7 @@ class Membership:
                     closed_step=closed_step,
                     asleep=asleep,
                     identity=identity,
+                    windows=dict(windows),
                 )
                 for state in self.ranks:
                     state.finished_step = closed_step
@@ -344,6 +353,13 @@ class Membership:
                 f"device_blocks is {self.device_blocks}, but the tensors of rank {hello.rank} hold "
                 f"only {hello.layout.num_blocks} blocks"
             )
+        for name, group in self._windows.items():
+            blocks = hello.layout.window_blocks.get(name, 0)
+            if blocks < group.device_blocks:
+                raise ChannelError(
+                    f"the window group {name!r} has device_blocks={group.device_blocks}, but its "
+                    f"registered tensors of rank {hello.rank} hold only {blocks} blocks"
+                )
         if hello.has_stores != self._has_stores:
             raise ChannelError(
                 f"rank {hello.rank} has {'' if hello.has_stores else 'no '}stores, but the "

@@ -27,7 +27,12 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 
-from aiokv.plan import TransferPlan, TransferReport  # noqa: TC001  (msgspec needs them)
+from aiokv.config import WindowGroup  # noqa: TC001  (msgspec needs it)
+from aiokv.plan import (  # msgspec needs the types
+    WINDOW_ROUTES,
+    TransferPlan,
+    TransferReport,
+)
 from aiokv.stores.guard import GuardStatistics  # noqa: TC001
 from aiokv.stores.identity import StoreIdentity  # noqa: TC001
 from aiokv.types import Tier  # noqa: TC001
@@ -36,7 +41,7 @@ from aiokv.worker.device.cpu import device_blocks
 if TYPE_CHECKING:
     from aiokv.worker.regions import Regions
 
-PROTOCOL_VERSION: Final = 3
+PROTOCOL_VERSION: Final = 4
 MAX_LAYERS: Final = 1 << 16  # the manager keeps a counter per layer and transfer
 
 
@@ -57,12 +62,22 @@ class Layout(_Message, frozen=True):
         num_blocks: device blocks of the rank's tensors.
         block_bytes: bytes of one block, over all layers and regions.
         fingerprint: digest of number, name and bytes of all regions of all layers.
+        window_blocks: blocks of the tensors of each window group.
+        window_block_bytes: bytes of one block of each window group.
     """
 
     num_layers: Annotated[int, msgspec.Meta(ge=0, le=MAX_LAYERS)]
     num_blocks: int
     block_bytes: int
     fingerprint: Annotated[bytes, msgspec.Meta(max_length=64)]
+    window_blocks: dict[str, int] = {}
+    window_block_bytes: dict[str, int] = {}
+
+    def bytes_per_block(self, plan: TransferPlan) -> int:
+        """Return the bytes of one block of a plan on one rank."""
+        if plan.route in WINDOW_ROUTES:
+            return self.window_block_bytes.get(plan.group, 0)
+        return self.block_bytes
 
 
 class Hello(_Message, frozen=True, tag="hello"):
@@ -146,6 +161,7 @@ class Begin(_Message, frozen=True, tag="begin"):
         closed_step: all steps up to this one have finished.
         asleep: tiers without memory.
         identity: origin of the blocks, for their keys in the stores; ``rank`` is the receiver's.
+        windows: window groups with blocks in host memory.
     """
 
     generation: int
@@ -153,6 +169,7 @@ class Begin(_Message, frozen=True, tag="begin"):
     closed_step: int
     asleep: list[Tier]
     identity: StoreIdentity | None = None
+    windows: dict[str, WindowGroup] = {}
 
 
 class Refuse(_Message, frozen=True, tag="refuse"):
@@ -232,9 +249,16 @@ def layout_of(regions: Regions) -> Layout:
     digest.update(f"aiokv layout {regions.num_layers}".encode())
     for piece in regions.pieces():
         digest.update(f"\n{piece.layer} {piece.block_bytes} {piece.region}".encode())
+    groups = {group: regions.window_blocks(group) for group in regions.num_window_blocks}
+    for group, blocks in sorted(groups.items()):
+        digest.update(f"\nwindow {group}".encode())
+        for piece in blocks.pieces():
+            digest.update(f"\n{piece.layer} {piece.block_bytes} {piece.region}".encode())
     return Layout(
         num_layers=regions.num_layers,
         num_blocks=device_blocks(regions),
         block_bytes=regions.block_bytes,
         fingerprint=digest.digest(),
+        window_blocks=regions.num_window_blocks,
+        window_block_bytes={group: blocks.block_bytes for group, blocks in groups.items()},
     )

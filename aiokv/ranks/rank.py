@@ -423,6 +423,7 @@ class Rank(Unique):
             on_step=self._on_step,
             on_lost=lambda lost: None,
             identity=identity,
+            windows=begin.windows,
         )
         self._opened = True
 

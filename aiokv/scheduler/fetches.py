@@ -43,7 +43,9 @@ class Fetches:
         Returns:
             As ``begin``.
         """
-        return self._begin(self._core.begin_auxiliary_fetch, (lease_id, group, num_blocks), priority)
+        return self._begin(
+            self._core.begin_auxiliary_fetch, (lease_id, group, num_blocks), priority
+        )
 
     def _begin(
         self, begin: Callable[..., int], arguments: tuple[int, ...], priority: Priority

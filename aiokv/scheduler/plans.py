@@ -59,6 +59,7 @@ _STATE_ROUTES = {
 }
 _WINDOW_ROUTES = {MoveRoute.FROM_HOST: WINDOW_ONLOAD, MoveRoute.TO_HOST: WINDOW_OFFLOAD}
 _NO_GROUP: Final = -1  # of moves of recurrent state
+_BLOCKS: Final = -2  # of fetches and saves of blocks of full attention
 _OUTCOMES = {
     "done": Outcome.DONE,
     "failed": Outcome.FAILED,
@@ -182,7 +183,7 @@ class Plans:
     ) -> tuple[Route, str]:
         """Return the one of three routes that a fetch or a save has, and its window group."""
         group = self._core.auxiliary_group(transfer_id)
-        if group is None:
+        if group == _BLOCKS:
             return blocks, ""
         return (state, "") if group == _NO_GROUP else (window, self._groups[group])
 
@@ -204,9 +205,9 @@ class Plans:
         """Append the ids of the backups that the write policy begins now; 0 for no backup.
 
         The core begins at most one offload of the queued blocks, one that keeps evictable blocks
-        available ahead of demand, one per snapshot of recurrent state, and one or more per window group.
-        ``extend`` calls the core without Python code in between, where a signal handler could raise
-        and lose the id of a transfer that has begun.
+        available ahead of demand, one per snapshot of recurrent state, and one or more per window
+        group. ``extend`` calls the core without Python code in between, where a signal handler
+        could raise and lose the id of a transfer that has begun.
         """
         transfer_ids.extend(starmap(self._core.take_backups, ((),)))
         if self._core.wants_write_backs():

@@ -29,8 +29,16 @@ class AuxiliaryPool(NamedTuple):
     tail_blocks: int
 
 
+def is_storable(config: CacheConfig) -> bool:
+    """Return True if all that a hit needs can be in host memory, and so in stores."""
+    has_windows = all(group.host_blocks for group in config.windows.values())
+    return has_windows and bool(config.host_state_slots or not config.state_slots)
+
+
 def auxiliary_pools(config: CacheConfig) -> list[AuxiliaryPool]:
-    """Return the auxiliary pools that have host memory."""
+    """Return the auxiliary pools of a cache that is storable; none for another one."""
+    if not is_storable(config):
+        return []
     size = config.block_tokens
     pools = [
         AuxiliaryPool(
@@ -40,7 +48,6 @@ def auxiliary_pools(config: CacheConfig) -> list[AuxiliaryPool]:
             -(-(group.window_tokens - 1) // size),
         )
         for number, (name, group) in enumerate(config.windows.items())
-        if group.host_blocks
     ]
     if config.host_state_slots:
         pools.append(AuxiliaryPool("host_state", _STATE, 0, 1))

@@ -9,7 +9,7 @@ import numpy as np
 from aiokv._native import LeaseState as NativeState
 from aiokv.errors import UsageError
 from aiokv.scheduler.pools import auxiliary_pools
-from aiokv.types import Hit, LeaseState, Statistics
+from aiokv.types import Hit, LeaseState, Statistics, WindowStatistics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiokv._native import Core
-    from aiokv.config import CacheConfig
+    from aiokv.config import CacheConfig, WindowGroup
     from aiokv.plan import StorePool
     from aiokv.scheduler.admission import Admission
     from aiokv.scheduler.clock import StepClock
@@ -375,7 +375,32 @@ class CacheReader:
             state_slots=self._config.state_slots,
             host_state_slots=self._config.host_state_slots,
             waiting=len(self._admission),
+            windows={
+                name: self._window_statistics(index, group)
+                for index, (name, group) in enumerate(self._config.windows.items())
+            },
             **fields,
+        )
+
+    def _window_statistics(self, index: int, group: WindowGroup) -> WindowStatistics:
+        device_free, device_cached, set_aside = self._core.window_statistics(index)
+        host_free, host_cached, saved, onloaded, evicted = self._core.host_window_statistics(index)
+        stored, unstored, fetched, unfetched = self._core.stored_copies(index)
+        return WindowStatistics(
+            device_blocks=group.device_blocks,
+            device_free=device_free,
+            device_cached=device_cached,
+            device_set_aside=set_aside,
+            host_blocks=group.host_blocks,
+            host_free=host_free,
+            host_cached=host_cached,
+            saved_blocks=saved,
+            onloaded_blocks=onloaded,
+            evicted_host_blocks=evicted,
+            stored_blocks=stored,
+            unstored_blocks=unstored,
+            fetched_blocks=fetched,
+            unfetched_blocks=unfetched,
         )
 
     def describe(self) -> dict[str, Any]:
@@ -438,8 +463,12 @@ _STATES = {
     NativeState.SWAPPED: LeaseState.SWAPPED,
     NativeState.RELEASING: LeaseState.RELEASED,
 }
-_CORE_FIELDS = tuple(
-    name
-    for name in Statistics.__struct_fields__
-    if name not in ("device_blocks", "host_blocks", "state_slots", "host_state_slots", "waiting")
+_OTHER_FIELDS = (
+    "device_blocks",
+    "host_blocks",
+    "state_slots",
+    "host_state_slots",
+    "waiting",
+    "windows",
 )
+_CORE_FIELDS = tuple(name for name in Statistics.__struct_fields__ if name not in _OTHER_FIELDS)

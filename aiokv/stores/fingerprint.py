@@ -55,8 +55,9 @@ def fingerprint(
         rank: number of this rank.
         num_ranks: number of ranks.
         windows: groups of sliding-window layers; their windows and sinks count, not their blocks.
-        pool: pool of host memory that the objects belong to: ``"host"`` for blocks, or
-            ``"host_state"`` for snapshots of recurrent state.
+        pool: pool of host memory that the objects belong to: ``"host"`` for blocks,
+            ``"host_state"`` for snapshots of recurrent state, or ``"host_window:"`` and the name of
+            a window group for its blocks.
 
     Raises:
         ConfigError: ``model`` is empty, or a number is out of range.
@@ -110,7 +111,7 @@ def describe(
         lines.append(f"window {quoted} {group.window_tokens} sink {group.sink_tokens}")
     if pool != "host":
         lines.append(f"pool {_quoted('pool', pool)}")
-        lines += _slot_lines(regions)
+        lines += _pool_lines(regions, pool)
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -121,8 +122,11 @@ def _region_lines(regions: Regions) -> Iterator[str]:
         yield f"layer {piece.layer} state {_array(piece)}"
 
 
-def _slot_lines(regions: Regions) -> Iterator[str]:
-    for piece in regions.state_blocks().pieces():
+def _pool_lines(regions: Regions, pool: StorePool) -> Iterator[str]:
+    """Yield the places of the tensors of an auxiliary pool in one of its blocks."""
+    _, _, group = pool.partition(":")
+    blocks = regions.window_blocks(group) if group else regions.state_blocks()
+    for piece in blocks.pieces():
         yield f"layer {piece.layer} slot {_array(piece)} at {piece.host_offset_bytes}"
 
 

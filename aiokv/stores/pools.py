@@ -1,9 +1,9 @@
 """StorePools: the stores of a worker, for each pool of host memory.
 
 A pool has copies of one size: blocks (``"host"``), snapshots of recurrent state (``"host_state"``),
-or blocks of a window group (``"host_window:"`` and its name). Its objects have keys of its own, and each store has a part of its own for each
-pool: the store that the user has made for blocks, and its ``for_pool`` for the others. So no object
-of one pool is ever found in another one.
+or blocks of a window group (``"host_window:"`` and its name). Its objects have keys of its own, and
+each store has a part of its own for each pool: the store that the user has made for blocks, and its
+``for_pool`` for the others. So no object of one pool is ever found in another one.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ class StorePools:
                     parts.append(replace(use, store=part))
             self._sets[pool] = StoreSet(parts)
 
-    async def open(self, memories: Mapping[StorePool, StoreMemory], fingerprint: Fingerprints) -> None:
+    async def open(
+        self, memories: Mapping[StorePool, StoreMemory], fingerprint: Fingerprints
+    ) -> None:
         """Open all stores on the pools.
 
         Args:
@@ -73,7 +75,9 @@ class StorePools:
             await self.aclose()
             raise
 
-    async def reopen(self, memories: Mapping[StorePool, StoreMemory], fingerprint: Fingerprints) -> None:
+    async def reopen(
+        self, memories: Mapping[StorePool, StoreMemory], fingerprint: Fingerprints
+    ) -> None:
         """Open the closed stores on new memory; see ``StoreSet.reopen``."""
         for pool, stores in self._sets.items():
             await stores.reopen(memories[pool], fingerprint(pool))

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from aiokv.errors import DeviceError
-from aiokv.plan import OFFLOAD, ONLOAD, STATE
+from aiokv.plan import STATE
 from aiokv.testing.manual import ManualDevice, fill_with_garbage
-from aiokv.worker.device.base import CopyError
+from aiokv.worker.device.base import CopyError, blocks_of
 from aiokv.worker.device.cpu import CpuDevice
 
 if TYPE_CHECKING:
@@ -98,6 +98,7 @@ class FlakyDevice(CpuDevice):
         source_ids: NDArray[np.int32],
         target_ids: NDArray[np.int32],
         after: Event | None,
+        group: str = "",
     ) -> CpuCopy | FlakyCopy:
         """Start a copy, which may be refused, or fail from a random block on."""
         if route == STATE:
@@ -105,11 +106,12 @@ class FlakyDevice(CpuDevice):
         if (refusal := self.faults.refusal()) is not None:
             raise refusal
         good = self.faults.first_bad(len(target_ids), at_least=1)
-        if good is None or self._memory is None or route not in (ONLOAD, OFFLOAD):
-            return super().copy(route, source_ids, target_ids, after)
-        regions, arena, _ = self._memory
-        fill_with_garbage(regions, arena, route, target_ids[good:])
-        copy = super().copy(route, source_ids[:good], target_ids[:good], after)
+        if good is None or self._memory is None:
+            return super().copy(route, source_ids, target_ids, after, group)
+        regions, arenas = self._memory
+        key = (route.device_pool, group)
+        fill_with_garbage(blocks_of(regions, key), arenas[key], route, target_ids[good:])
+        copy = super().copy(route, source_ids[:good], target_ids[:good], after, group)
         return FlakyCopy(copy, CopyError(good, "failed at random"))
 
 
@@ -147,8 +149,9 @@ class ChaosDevice(ManualDevice):
         source_ids: NDArray[np.int32],
         target_ids: NDArray[np.int32],
         after: Event | None,
+        group: str = "",
     ) -> ManualCopy:
         """Take a copy, or refuse it at random."""
         if route != STATE:
             self.refuse = self.faults.refusal()
-        return super().copy(route, source_ids, target_ids, after)
+        return super().copy(route, source_ids, target_ids, after, group)

@@ -15,21 +15,37 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from aiokv.errors import DeviceError, UsageError
-from aiokv.plan import OFFLOAD, ONLOAD, STATE, STATE_OFFLOAD, STATE_ONLOAD
-from aiokv.worker.device.base import CopyError, check_event_type
+from aiokv.plan import (
+    OFFLOAD,
+    ONLOAD,
+    STATE,
+    STATE_OFFLOAD,
+    STATE_ONLOAD,
+    WINDOW_OFFLOAD,
+    WINDOW_ONLOAD,
+)
+from aiokv.worker.device.base import CopyError, blocks_of, check_event_type
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from aiokv.plan import Direction, Route
     from aiokv.worker.arena import HostArena
     from aiokv.worker.arrays import Piece
-    from aiokv.worker.device.base import Event
+    from aiokv.worker.device.base import Event, PoolKey
     from aiokv.worker.regions import Regions
 
-_ONLOADS: Final = (ONLOAD, STATE_ONLOAD)
+_ROUTES: Final = (
+    ONLOAD,
+    OFFLOAD,
+    STATE,
+    STATE_ONLOAD,
+    STATE_OFFLOAD,
+    WINDOW_ONLOAD,
+    WINDOW_OFFLOAD,
+)
 GARBAGE: Final = 0xEE  # bytes of blocks that a failed copy has not copied
 
 
@@ -82,6 +98,7 @@ class ManualCopy:
         target_ids: copied from the plan.
         after: the event that the first byte waits for; completing a layer earlier is a mistake of
             the test and raises.
+        group: the plan's.
     """
 
     def __init__(
@@ -91,8 +108,10 @@ class ManualCopy:
         source_ids: NDArray[np.int32],
         target_ids: NDArray[np.int32],
         after: Event | None,
+        group: str = "",
     ) -> None:
         self.route = route
+        self.group = group
         self.source_ids = source_ids.copy()
         self.target_ids = target_ids.copy()
         self.after = after
@@ -112,12 +131,12 @@ class ManualCopy:
     @property
     def host_ids(self) -> NDArray[np.int32]:
         """Host blocks of an onload or offload."""
-        return self.source_ids if self.route in _ONLOADS else self.target_ids
+        return self.source_ids if self.route.is_onload else self.target_ids
 
     @property
     def device_ids(self) -> NDArray[np.int32]:
         """Device blocks of an onload or offload."""
-        return self.target_ids if self.route in _ONLOADS else self.source_ids
+        return self.target_ids if self.route.is_onload else self.source_ids
 
     # --- the test's side --------------------------------------------------------------------
 
@@ -146,7 +165,7 @@ class ManualCopy:
         self._check_turn(layer)
         self._move(layer, block)
         if self.route != STATE:
-            tiers = self._device.tiers(self.route)
+            tiers = self._device.tiers(self.route, self.group)
             fill_with_garbage(*tiers, self.route, self.target_ids[block:], layer)
         if self._error is None or block < self._error.first_bad_block:
             self._error = CopyError(block, reason)
@@ -173,10 +192,10 @@ class ManualCopy:
                     view = piece.view()
                     view[targets] = np.where((sources >= 0)[:, None], view[sources], 0)
             return
-        regions, arena = self._device.tiers(self.route)
+        regions, arena = self._device.tiers(self.route, self.group)
         for piece in regions.layer_pieces(layer):
             host, device = _host_view(piece, arena), piece.view()
-            if self.route in _ONLOADS:
+            if self.route.is_onload:
                 device[targets] = host[sources]
             else:
                 host[targets] = device[sources]
@@ -222,19 +241,16 @@ class ManualDevice:
     """
 
     name = "manual"
-    routes = frozenset((ONLOAD, OFFLOAD, STATE, STATE_ONLOAD, STATE_OFFLOAD))
+    routes = frozenset(_ROUTES)
     in_order = False
     computes_in_stream = False
 
     def __init__(self) -> None:
-        self._copies: dict[Route, list[ManualCopy]] = {
-            route: [] for route in (ONLOAD, OFFLOAD, STATE, STATE_ONLOAD, STATE_OFFLOAD)
-        }
+        self._copies: dict[Route, list[ManualCopy]] = {route: [] for route in _ROUTES}
         self.delayed_layers: frozenset[int] = frozenset()
         self.refuse: DeviceError | None = None
         self.closed = False
-        self._memory: tuple[Regions, HostArena] | None = None
-        self._state_memory: tuple[Regions, HostArena] | None = None
+        self._tiers: dict[PoolKey, tuple[Regions, HostArena]] = {}
 
     @property
     def regions(self) -> Regions:
@@ -276,28 +292,39 @@ class ManualDevice:
         """Copies of state slots to host memory that have not ended."""
         return self._copies[STATE_OFFLOAD]
 
-    def tiers(self, route: Route) -> tuple[Regions, HostArena]:
+    @property
+    def window_onloads(self) -> list[ManualCopy]:
+        """Copies of window blocks from host memory that have not ended."""
+        return self._copies[WINDOW_ONLOAD]
+
+    @property
+    def window_offloads(self) -> list[ManualCopy]:
+        """Copies of window blocks to host memory that have not ended."""
+        return self._copies[WINDOW_OFFLOAD]
+
+    def tiers(self, route: Route, group: str = "") -> tuple[Regions, HostArena]:
         """Return the device tensors and the host memory of a route between the two tiers."""
-        memory = self._memory if route in (ONLOAD, OFFLOAD) else self._state_memory
-        if memory is None:
+        key = (route.device_pool, group)
+        if key not in self._tiers:
             raise UsageError(f"the manual device has no memory for {route}: attach() it first")
-        return memory
+        return self._tiers[key]
 
     def attach(
-        self, regions: Regions, arena: HostArena, state_arena: HostArena | None = None
+        self,
+        regions: Regions,
+        arena: HostArena,
+        side_arenas: Mapping[PoolKey, HostArena] | None = None,
     ) -> None:
         """Bind the memory."""
-        self._memory = (regions, arena)
-        self._state_memory = None
-        if state_arena is not None:
-            self._state_memory = (regions.state_blocks(), state_arena)
+        arenas: dict[PoolKey, HostArena] = {("device", ""): arena, **(side_arenas or {})}
+        self._tiers = {key: (blocks_of(regions, key), own) for key, own in arenas.items()}
 
     def detach(self, *, keep_host: bool) -> None:
         """Raises:
         UsageError: a copy is in flight.
         """
         self._check_idle()
-        self._memory = self._state_memory = None
+        self._tiers = {}
 
     def copy(
         self,
@@ -305,13 +332,14 @@ class ManualDevice:
         source_ids: NDArray[np.int32],
         target_ids: NDArray[np.int32],
         after: Event | None,
+        group: str = "",
     ) -> ManualCopy:
         """Take a copy, which the test completes or fails.
 
         Raises:
             DeviceError: ``refuse``.
         """
-        copy = ManualCopy(self, route, source_ids, target_ids, after)
+        copy = ManualCopy(self, route, source_ids, target_ids, after, group)
         if self.refuse is not None:
             error, self.refuse = self.refuse, None
             raise error
@@ -365,7 +393,7 @@ def fill_with_garbage(
     """
     for piece in regions.pieces():
         if layer is None or piece.layer == layer:
-            blocks = piece.view() if route in _ONLOADS else _host_view(piece, arena)
+            blocks = piece.view() if route.is_onload else _host_view(piece, arena)
             blocks[target_ids] = GARBAGE
 
 

@@ -202,11 +202,12 @@ class ScriptedDevice(ManualDevice):
         source_ids: NDArray[np.int32],
         target_ids: NDArray[np.int32],
         after: Event | None,
+        group: str = "",
     ) -> ManualCopy:
         """Take a copy, which ends as the script says."""
         direction = route.direction
         self._reject_by_script(direction)
-        return self._play(direction, super().copy(route, source_ids, target_ids, after))
+        return self._play(direction, super().copy(route, source_ids, target_ids, after, group))
 
     def ended(self, copy: ManualCopy) -> None:
         super().ended(copy)

@@ -13,11 +13,12 @@ import msgspec
 from aiokv.plan import FETCH, STATE, Route
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     import numpy as np
     from numpy.typing import NDArray
 
+    from aiokv.config import WindowGroup
     from aiokv.errors import RankLost
     from aiokv.plan import StorePool, TransferPlan, TransferReport
     from aiokv.stores.guard import GuardStatistics
@@ -118,6 +119,7 @@ class Worker(Protocol):
         on_step: Callable[[int, BaseException | None], None],
         on_lost: Callable[[RankLost], None],
         identity: StoreIdentity | None = None,
+        windows: Mapping[str, WindowGroup] | None = None,
     ) -> None:
         """Take host memory, open the stores, and bind the worker to the running loop. Called once.
 
@@ -132,6 +134,7 @@ class Worker(Protocol):
             on_lost: called when a part of the worker is gone; no transfer can succeed until
                 ``restart``.
             identity: origin of the blocks, for their keys in the stores; required with stores.
+            windows: ``CacheConfig.windows``; memory for their ``host_blocks`` is reserved here.
 
         Raises:
             UsageError: opened before; or another open worker of this process has the device or a

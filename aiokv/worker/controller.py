@@ -26,6 +26,8 @@ from aiokv.plan import (
     STATE,
     STATE_FETCH,
     STATE_SAVE,
+    WINDOW_FETCH,
+    WINDOW_SAVE,
     TransferReport,
 )
 from aiokv.stores.base import KEY_BYTES
@@ -43,10 +45,11 @@ from aiokv.worker.store_transfers import STORE_ROUTES, StoreTransfers
 from aiokv.worker.transfers import StepGate, Transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
+    from aiokv.config import WindowGroup
     from aiokv.errors import RankLost
     from aiokv.plan import Outcome, Route, StorePool, TransferPlan
     from aiokv.stores.guard import GuardStatistics
@@ -103,7 +106,7 @@ class CacheController:
         self._store_routes: frozenset[Route] = frozenset()
         if stores is not None:
             state_routes = (STATE_FETCH, STATE_SAVE) if host_state_slots else ()
-            self._store_routes = STORE_ROUTES.union(state_routes)
+            self._store_routes = STORE_ROUTES.union(state_routes, (WINDOW_FETCH, WINDOW_SAVE))
         self._stores_sleep = False
         self._identity: StoreIdentity | None = None
         self._closing = False
@@ -134,6 +137,7 @@ class CacheController:
         on_step: Callable[[int, BaseException | None], None],
         on_lost: Callable[[RankLost], None],
         identity: StoreIdentity | None = None,
+        windows: Mapping[str, WindowGroup] | None = None,
     ) -> None:
         """Take host memory and the device, and open the stores; see :meth:`Worker.open`.
 
@@ -149,7 +153,9 @@ class CacheController:
                 f"{self.device_blocks} blocks",
                 hint="register larger tensors, or lower CacheConfig.device_blocks",
             )
-        self.memory.open(host_blocks)
+        self.memory.open(
+            host_blocks, {name: group.host_blocks for name, group in (windows or {}).items()}
+        )
         if self._stores is not None and self._store_transfers is not None:
             self._identity = identity
             try:
@@ -547,7 +553,10 @@ class CacheController:
         after = self._gate.event_for(plan.after_step)
         if self._checksums is not None:
             self._checksums.begin(plan)
-        return self._device.copy(plan.route, plan.source_ids, plan.target_ids, after)
+        ids = plan.source_ids, plan.target_ids
+        if plan.group:
+            return self._device.copy(plan.route, *ids, after, plan.group)
+        return self._device.copy(plan.route, *ids, after)
 
     def _watch(self, lane: Lane, transfer: Transfer, copy: Copy, events: Sequence[Event]) -> None:
         """Watch each distinct event of a copy; layers that share one arrive together."""
@@ -557,7 +566,8 @@ class CacheController:
         for layer, event in enumerate(events):
             if layer + 1 < len(events) and events[layer + 1] is event:
                 continue
-            key: Hashable = lane.route if in_order else (lane.route, id(event))
+            order = (lane.route, transfer.plan.group)
+            key: Hashable = order if in_order else (*order, id(event))
             layers = range(first, layer + 1)
             share = (len(layers) if in_order else layer + 1) / len(events)
             self._poller.watch(

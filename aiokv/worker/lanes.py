@@ -16,6 +16,10 @@ from aiokv.plan import (
     STATE_OFFLOAD,
     STATE_ONLOAD,
     STATE_SAVE,
+    WINDOW_FETCH,
+    WINDOW_OFFLOAD,
+    WINDOW_ONLOAD,
+    WINDOW_SAVE,
 )
 from aiokv.worker.transfers import TransferQueue
 
@@ -79,6 +83,10 @@ class WorkerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     state_offload: LaneStatistics
     state_fetch: LaneStatistics
     state_save: LaneStatistics
+    window_onload: LaneStatistics
+    window_offload: LaneStatistics
+    window_fetch: LaneStatistics
+    window_save: LaneStatistics
 
 
 _IDLE_LANE: Final = LaneStatistics(
@@ -106,6 +114,10 @@ def worker_statistics(held: int, routes: Mapping[Route, LaneStatistics]) -> Work
         state_offload=routes.get(STATE_OFFLOAD, _IDLE_LANE),
         state_fetch=routes.get(STATE_FETCH, _IDLE_LANE),
         state_save=routes.get(STATE_SAVE, _IDLE_LANE),
+        window_onload=routes.get(WINDOW_ONLOAD, _IDLE_LANE),
+        window_offload=routes.get(WINDOW_OFFLOAD, _IDLE_LANE),
+        window_fetch=routes.get(WINDOW_FETCH, _IDLE_LANE),
+        window_save=routes.get(WINDOW_SAVE, _IDLE_LANE),
     )
 
 

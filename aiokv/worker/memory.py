@@ -6,20 +6,25 @@ from typing import TYPE_CHECKING, Final
 from weakref import WeakValueDictionary
 
 from aiokv.errors import ClosedError, LayoutError, UsageError
-from aiokv.plan import FETCH_ROUTES, SAVE_ROUTES, STATE_ROUTES
+from aiokv.plan import FETCH_ROUTES, SAVE_ROUTES, STATE_ROUTES, WINDOW_ROUTES, store_pool
 from aiokv.stores.base import KEY_BYTES, StoreMemory, store_pitch_bytes
 from aiokv.worker.arena import HostArena
 from aiokv.worker.base import UNLIMITED_BLOCKS
+from aiokv.worker.device.base import blocks_of
 from aiokv.worker.device.cpu import device_blocks
 from aiokv.worker.ids import check_ids
 
 if TYPE_CHECKING:
-    from aiokv.plan import Pool, TransferPlan
+    from collections.abc import Mapping
+
+    from aiokv.plan import Pool, StorePool, TransferPlan
     from aiokv.types import Tier
     from aiokv.worker.checksums import Checksums
-    from aiokv.worker.device.base import Device
+    from aiokv.worker.device.base import Device, PoolKey
     from aiokv.worker.regions import Regions
 
+
+_BLOCKS: Final = ("device", "")  # key of the blocks of full attention
 
 _devices: Final[WeakValueDictionary[int, WorkerMemory]] = WeakValueDictionary()  # by id()
 _tensors: Final[WeakValueDictionary[int, WorkerMemory]] = WeakValueDictionary()  # by address
@@ -61,12 +66,18 @@ class WorkerMemory:
         self._block_bytes = 0
         self._addresses: set[int] = set()  # of the tensors that are this worker's
         self._arena: HostArena | None = None
-        self._state_arena: HostArena | None = None  # None without slots in host memory
+        self._side_arenas: dict[PoolKey, HostArena] = {}  # of state slots and window groups
+        self._host_windows: dict[str, int] = {}
         self._num_blocks: dict[Pool, int] = {}
+        self._payloads: dict[StorePool, tuple[int, int]] = {}  # with stores: blocks, bytes of each
         self.asleep: frozenset[Tier] = frozenset()
 
-    def open(self, host_blocks: int) -> None:
-        """Reserve memory for ``host_blocks`` blocks, and attach the device. Called once.
+    def open(self, host_blocks: int, host_windows: Mapping[str, int] | None = None) -> None:
+        """Reserve host memory, and attach the device. Called once.
+
+        Args:
+            host_blocks: blocks of the host tier.
+            host_windows: blocks of each window group in host memory.
 
         Raises:
             UsageError: another open engine has the device or a tensor. Nothing changed.
@@ -74,16 +85,17 @@ class WorkerMemory:
             LayoutError: the device cannot reach the tensors. Nothing changed.
         """
         self._host_blocks = host_blocks
+        self._host_windows = {name: size for name, size in (host_windows or {}).items() if size}
         self._block_bytes = self.regions.block_bytes
         self._claim_tensors(self.regions)
         try:
             self._claim_device()
-            arena, state_arena = self._new_arena(), self._new_state_arena()
-            self._attach(arena, state_arena)
+            arena, side_arenas = self._new_arena(), self._new_side_arenas()
+            self._attach(arena, side_arenas)
         except BaseException:
             self._disclaim()
             raise
-        self._arena, self._state_arena = arena, state_arena
+        self._arena, self._side_arenas = arena, side_arenas
         self._num_blocks = self._sizes()
 
     @property
@@ -98,7 +110,7 @@ class WorkerMemory:
         return self._arena
 
     @property
-    def store_memories(self) -> dict[Pool, StoreMemory]:
+    def store_memories(self) -> dict[StorePool, StoreMemory]:
         """The pools of host memory as the stores see them.
 
         Each pool gets the part of a store's limit that it has of the host memory.
@@ -106,27 +118,20 @@ class WorkerMemory:
         Raises:
             ClosedError: the worker was not opened, or the host tier is asleep.
         """
-        arenas: dict[Pool, HostArena] = {"host": self.arena}
-        if self._state_arena is not None:
-            arenas["host_state"] = self._state_arena
+        arenas = {_BLOCKS: self.arena, **self._side_arenas}
         num_bytes = sum(arena.nbytes for arena in arenas.values())
         return {
-            pool: StoreMemory(
+            (name := _store_pool(key)): StoreMemory(
                 address=arena.pointer,
                 num_blocks=arena.num_blocks,
                 pitch_bytes=arena.block_bytes,
-                payload_bytes=self._payload_bytes(pool),
+                payload_bytes=blocks_of(self.regions, key).host_block_bytes,
                 view=arena.blocks.reshape(-1).data,
-                pool=pool,
+                pool=name,
                 quota_share=arena.nbytes / num_bytes,
             )
-            for pool, arena in arenas.items()
+            for key, arena in arenas.items()
         }
-
-    def _payload_bytes(self, pool: Pool) -> int:
-        """Return the bytes that the device tier copies to a block of a pool of host memory."""
-        regions = self.regions if pool == "host" else self.regions.state_blocks()
-        return regions.host_block_bytes
 
     @property
     def device_blocks(self) -> int:
@@ -141,19 +146,29 @@ class WorkerMemory:
                 missing digest, or a route that the worker does not have.
         """
         if self._has_stores and plan.route in FETCH_ROUTES | SAVE_ROUTES:
-            check_ids(plan, self._num_blocks)
+            memory = self._payloads.get(plan.store_pool)
+            if memory is None:
+                raise UsageError(
+                    f"transfer {plan.transfer_id}: the host memory has no pool {plan.store_pool!r}"
+                )
+            num_blocks, payload_bytes = memory
+            sides: dict[Pool, int] = dict.fromkeys(
+                (plan.route.source, plan.route.target), num_blocks
+            )
+            check_ids(plan, sides | {"store": UNLIMITED_BLOCKS})
             if len(plan.digests) != KEY_BYTES * plan.num_blocks:
                 raise UsageError(
                     f"transfer {plan.transfer_id}: digests has {len(plan.digests)} bytes; it must "
                     f"have {KEY_BYTES} for each of the {plan.num_blocks} blocks"
                 )
-            pool = plan.route.target if plan.route in FETCH_ROUTES else plan.route.source
-            return self._payload_bytes(pool) * plan.num_blocks
+            return payload_bytes * plan.num_blocks
         if plan.route not in self._device.routes:
             raise UsageError(
                 f"transfer {plan.transfer_id}: the device {self._device.name!r} has no route "
                 f"{plan.route}"
             )
+        if plan.route in WINDOW_ROUTES:
+            return self._check_window(plan)
         check_ids(plan, self._num_blocks)
         if plan.route in STATE_ROUTES:
             return self.regions.state_slot_bytes * plan.num_blocks
@@ -184,7 +199,7 @@ class WorkerMemory:
         if not waking:
             return
         previous, old_arena = self.regions, self.arena
-        arena, state_arena = old_arena, self._state_arena
+        arena, side_arenas = old_arena, self._side_arenas
         if "device" in waking:
             regions = previous if regions is None and not previous.num_layers else regions
             if regions is None:
@@ -197,18 +212,16 @@ class WorkerMemory:
             self._bind(regions)
         try:
             if "host" in waking:
-                arena, state_arena = self._new_arena(), self._new_state_arena()
+                arena, side_arenas = self._new_arena(), self._new_side_arenas()
             if waking == self.asleep:
-                self._attach(arena, state_arena)
+                self._attach(arena, side_arenas)
         except BaseException:
             self._device.detach(keep_host="host" not in self.asleep)
             self._bind(previous)
             if arena is not old_arena:
-                arena.close()
-                if state_arena is not None:
-                    state_arena.close()
+                _close(arena, side_arenas)
             raise
-        self._arena, self._state_arena = arena, state_arena
+        self._arena, self._side_arenas = arena, side_arenas
         self.asleep -= waking
 
     def close(self) -> None:
@@ -258,28 +271,32 @@ class WorkerMemory:
             self._checksums.bind(regions)
 
     def _new_arena(self) -> HostArena:
-        return HostArena(num_blocks=self._host_blocks, block_bytes=self._pitch_bytes("host"))
+        return self._arena_of(_BLOCKS, self._host_blocks)
 
-    def _new_state_arena(self) -> HostArena | None:
-        if not self._host_state_slots:
-            return None
-        pitch_bytes = self._pitch_bytes("host_state")
-        return HostArena(num_blocks=self._host_state_slots, block_bytes=pitch_bytes)
+    def _new_side_arenas(self) -> dict[PoolKey, HostArena]:
+        """Return new memory for the state slots and window blocks in host memory."""
+        sizes: dict[PoolKey, int] = {
+            ("window", group): blocks for group, blocks in self._host_windows.items()
+        }
+        if self._host_state_slots:
+            sizes["state", ""] = self._host_state_slots
+        return {key: self._arena_of(key, blocks) for key, blocks in sizes.items()}
 
-    def _pitch_bytes(self, pool: Pool) -> int:
-        payload_bytes = self._payload_bytes(pool)
-        return store_pitch_bytes(payload_bytes) if self._has_stores else payload_bytes
+    def _arena_of(self, key: PoolKey, num_blocks: int) -> HostArena:
+        payload_bytes = blocks_of(self.regions, key).host_block_bytes
+        pitch_bytes = store_pitch_bytes(payload_bytes) if self._has_stores else payload_bytes
+        if self._has_stores:
+            self._payloads[_store_pool(key)] = num_blocks, payload_bytes
+        return HostArena(num_blocks=num_blocks, block_bytes=pitch_bytes)
 
     def _close_arenas(self) -> None:
-        self.arena.close()
-        if self._state_arena is not None:
-            self._state_arena.close()
+        _close(self.arena, self._side_arenas)
 
-    def _attach(self, arena: HostArena, state_arena: HostArena | None) -> None:
-        if state_arena is None:
-            self._device.attach(self.regions, arena)
+    def _attach(self, arena: HostArena, side_arenas: Mapping[PoolKey, HostArena]) -> None:
+        if side_arenas:
+            self._device.attach(self.regions, arena, side_arenas)
         else:
-            self._device.attach(self.regions, arena, state_arena)
+            self._device.attach(self.regions, arena)
 
     def _sizes(self) -> dict[Pool, int]:
         slots = self.regions.num_state_slots
@@ -290,3 +307,29 @@ class WorkerMemory:
             "store": UNLIMITED_BLOCKS,
             "host_state": self._host_state_slots,
         }
+
+    def _check_window(self, plan: TransferPlan) -> int:
+        """Return the bytes that a plan moves between the tiers of a window group."""
+        if plan.group not in self._host_windows:
+            raise UsageError(
+                f"transfer {plan.transfer_id}: the window group {plan.group!r} has no blocks in "
+                "host memory"
+            )
+        blocks = self.regions.window_blocks(plan.group)
+        num_blocks: dict[Pool, int] = {
+            "window": device_blocks(blocks),
+            "host_window": self._host_windows[plan.group],
+        }
+        check_ids(plan, num_blocks)
+        return blocks.block_bytes * plan.num_blocks
+
+
+def _store_pool(key: PoolKey) -> StorePool:
+    """Return the name of the host memory of a pool."""
+    pool, group = key
+    return "host" if pool == "device" else store_pool(f"host_{pool}", group)
+
+
+def _close(arena: HostArena, side_arenas: Mapping[PoolKey, HostArena]) -> None:
+    for each in (arena, *side_arenas.values()):
+        each.close()

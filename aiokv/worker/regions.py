@@ -36,6 +36,7 @@ class Regions:
         self._num_blocks: int | None = None
         self._state_pieces: list[Piece] = []
         self._num_state_slots: int | None = None
+        self._windows: dict[str, Regions] = {}  # by group
 
     def add(
         self,
@@ -124,6 +125,42 @@ class Regions:
         self._num_state_slots = num_slots
         self._names.append(name)
 
+    def add_window(
+        self,
+        group: str,
+        name: str,
+        *,
+        layers: Sequence[Any],
+        layer_indices: Sequence[int] | None = None,
+        dtypes: Sequence[str] | None = None,
+    ) -> None:
+        """Register tensors of a window group, so that its blocks can be copied to host memory.
+
+        Args:
+            group: name of the group in ``CacheConfig.windows``.
+            name: unique in this registry.
+            layers: one tensor ``[WindowGroup.device_blocks, ...]`` per layer, as for :meth:`add`.
+            layer_indices: the layers of the group; by default all layers of the model.
+            dtypes: as for :meth:`add`.
+
+        Raises:
+            LayoutError: as :meth:`add`; the registry is unchanged.
+        """
+        self._check_layers(name, len(layers), layer_indices)
+        blocks = self._windows.get(group) or Regions(num_layers=self.num_layers)
+        blocks.add(name, layers=layers, layer_indices=layer_indices, dtypes=dtypes)
+        self.add_window_blocks(group, blocks)
+
+    def add_window_blocks(self, group: str, blocks: Regions) -> None:
+        """Register the tensors of a window group, which have been checked.
+
+        Args:
+            group: name of the group; tensors that it has already are replaced.
+            blocks: the tensors as regions of their own.
+        """
+        self._windows[group] = blocks
+        self._names += [name for name in blocks.names if name not in self._names]
+
     def _check_layers(
         self, name: str, num_tensors: int, layer_indices: Sequence[int] | None
     ) -> Sequence[int]:
@@ -163,6 +200,7 @@ class Regions:
         """Return the same layout without memory, which keeps no tensor alive."""
         bare = Regions(num_layers=self.num_layers)
         state_names = {piece.region for piece in self._state_pieces}
+        window_names = {name for blocks in self._windows.values() for name in blocks.names}
         for name in self._names:
             pieces = [
                 replace(piece, pointer=0, owner=None)
@@ -171,8 +209,10 @@ class Regions:
             ]
             if name in state_names:
                 bare.add_state_pieces(name, pieces, self._num_state_slots)
-            else:
+            elif name not in window_names:
                 bare.add_pieces(name, pieces, self._num_blocks)
+        for group, blocks in self._windows.items():
+            bare.add_window_blocks(group, blocks.without_tensors())
         return bare
 
     def check_layout(self, other: Regions) -> None:
@@ -189,6 +229,11 @@ class Regions:
             raise LayoutError(
                 f"the new tensors have {other.num_state_slots} state slots, not "
                 f"{self.num_state_slots} as before"
+            )
+        sizes, old_sizes = other.num_window_blocks, self.num_window_blocks
+        if sizes != old_sizes:
+            raise LayoutError(
+                f"the new tensors have the window blocks {sizes}, not {old_sizes} as before"
             )
         for layer in range(self.num_layers):
             before = {piece.region: piece for piece in self.all_pieces() if piece.layer == layer}
@@ -240,6 +285,18 @@ class Regions:
         return slots
 
     @property
+    def num_window_blocks(self) -> dict[str, int]:
+        """Blocks that every tensor of a window group has, by group."""
+        return {group: blocks.num_blocks or 0 for group, blocks in self._windows.items()}
+
+    def window_blocks(self, group: str) -> Regions:
+        """Return the tensors of a window group as regions of their own; empty for none.
+
+        Their host blocks hold the blocks of the group that are copied to host memory.
+        """
+        return self._windows.get(group) or Regions(num_layers=self.num_layers)
+
+    @property
     def state_slot_bytes(self) -> int:
         """Bytes of one state slot: all layers, all state tensors."""
         return sum(piece.block_bytes for piece in self._state_pieces)
@@ -284,9 +341,11 @@ class Regions:
             yield from pieces
 
     def all_pieces(self) -> Iterator[Piece]:
-        """Pieces of all blocks, then pieces of all state tensors."""
+        """Pieces of all blocks, then of all state tensors, then of all window groups."""
         yield from self.pieces()
         yield from self._state_pieces
+        for blocks in self._windows.values():
+            yield from blocks.pieces()
 
     def _place(self) -> None:
         offset = 0

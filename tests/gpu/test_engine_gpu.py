@@ -223,7 +223,7 @@ async def test_close_under_load_waits_for_transfers(spin, moment):
     event = record(stream)
     engine.step(event)
     await engine.aclose()
-    assert device._engine is None
+    assert device._engines == {}
     with pytest.raises(ClosedError):
         await engine.match(tokens)
     lease.release()

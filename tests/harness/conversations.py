@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Self
 
 from aiokv import WouldBlock
+from aiokv.testing import run_until_idle
 from tests.harness.closing import close
 
 if TYPE_CHECKING:
-    import random
     from collections.abc import Callable, Sequence
 
     from aiokv import CacheEngine, Lease
@@ -97,6 +98,31 @@ class TwiceComputed(ABC):
                 lease.release()
             assert self.engine.check_invariants() == []
         return found
+
+    async def converse_together(
+        self,
+        rng: random.Random,
+        *,
+        conversations: int,
+        turns: int,
+        longest: int,
+        shortened: Callable[[random.Random], int],
+    ) -> int:
+        """Hold conversations at the same time, see ``converse``; return the tokens found."""
+        clients = [
+            asyncio.create_task(
+                self.converse(
+                    random.Random(rng.random()),
+                    name,
+                    turns=turns,
+                    longest=longest,
+                    shortened=shortened,
+                )
+            )
+            for name in range(conversations)
+        ]
+        await run_until_idle(lambda: all(client.done() for client in clients))
+        return sum(client.result() for client in clients)
 
     async def _turn(self, lease: Lease, tokens: list[int], rng: random.Random) -> None:
         await lease.allocate(len(tokens))

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from aiokv import Lease
+    from aiokv.worker.device.base import Device
 
 BLOCK_TOKENS = 2
 WINDOWS = {"near": 3, "far": 6}
@@ -43,6 +44,8 @@ class Windowed(TwiceComputed):
         device_blocks: int = 40,
         window_blocks: int = 12,
         sinks: Mapping[str, int] | None = None,
+        host_windows: int = 0,
+        device: Device | None = None,
         **config: Any,
     ) -> None:
         self.sinks = {group: (sinks or {}).get(group, 0) for group in WINDOWS}
@@ -50,19 +53,30 @@ class Windowed(TwiceComputed):
         self.near_and_far = {
             group: np.zeros((window_blocks, BLOCK_TOKENS), np.uint64) for group in WINDOWS
         }
-        regions = Regions(num_layers=1)
-        regions.add("kv", layers=[self.kv])
+        self.has_host_windows = host_windows > 0
+        self.device = device
         windows = {
             group: WindowGroup(
                 window_tokens=window,
                 device_blocks=window_blocks,
                 step_tokens=STEP_TOKENS,
                 sink_tokens=self.sinks[group],
+                host_blocks=host_windows,
             )
             for group, window in WINDOWS.items()
         }
         sizes = {"block_tokens": BLOCK_TOKENS, "device_blocks": device_blocks}
-        self.engine = CacheEngine(CacheConfig(windows=windows, **sizes, **config), regions)
+        config = CacheConfig(windows=windows, **sizes, **config)
+        self.engine = CacheEngine(config, self.new_regions(), device)
+
+    def new_regions(self) -> Regions:
+        """Return the tensors: a layer of full attention between those of the two groups."""
+        regions = Regions(num_layers=3)
+        regions.add("kv", layers=[self.kv], layer_indices=[1])
+        if self.has_host_windows:
+            for layer, (group, memory) in zip((0, 2), self.near_and_far.items(), strict=True):
+                regions.add_window(group, group, layers=[memory], layer_indices=[layer])
+        return regions
 
     def tables(self, lease: Lease) -> list[tuple[int, int, np.ndarray, np.ndarray]]:
         """Return (window, sink, table, memory) of every kind of layer."""

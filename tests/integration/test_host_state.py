@@ -10,7 +10,7 @@ import pytest
 from aiokv import CacheConfig, CacheEngine, ConfigError, Regions
 from aiokv.errors import LeaseError, TransferError
 from aiokv.plan import OFFLOAD, ONLOAD, STATE
-from aiokv.testing import ManualDevice, ManualEvent, run_until_idle, spin
+from aiokv.testing import ManualDevice, ManualEvent, spin
 from aiokv.testing.flaky import ChaosDevice
 from tests.harness.recurrence import Hybrid
 from tests.harness.settling import settle
@@ -380,21 +380,10 @@ async def test_conversations_with_failing_copies_equal_recomputation_bit_for_bit
         host_blocks=40,
         write_policy=policies[seed % 3],
     ) as hybrid:
-        clients = [
-            asyncio.create_task(
-                hybrid.converse(
-                    random.Random(rng.random()),
-                    name,
-                    turns=12,
-                    longest=24,
-                    shortened=lambda rng: 5,
-                )
-            )
-            for name in range(4)
-        ]
-        await run_until_idle(lambda: all(client.done() for client in clients))
-        found = [client.result() for client in clients]
-        assert sum(found) > 0
+        found = await hybrid.converse_together(
+            rng, conversations=4, turns=12, longest=24, shortened=lambda rng: 5
+        )
+        assert found > 0
         statistics = hybrid.engine.statistics()
         assert statistics.saved_snapshots > 0
         assert statistics.onloaded_states > 0

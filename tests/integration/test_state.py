@@ -10,7 +10,7 @@ import pytest
 
 from aiokv import CacheConfig, CacheEngine, LayoutError, LeaseError, Regions, UsageError
 from aiokv.errors import AllocateTimeout, TransferError, WouldBlock
-from aiokv.testing import ManualDevice, run_until_idle, spin
+from aiokv.testing import ManualDevice, spin
 from tests.harness.recurrence import Hybrid
 from tests.harness.settling import settle
 
@@ -388,21 +388,10 @@ async def test_conversations_under_pressure_equal_recomputation_bit_for_bit(seed
         host_blocks=40,
         write_policy=rng.choice(["write_through", "write_back"]),
     ) as hybrid:
-        clients = [
-            asyncio.create_task(
-                hybrid.converse(
-                    random.Random(rng.random()),
-                    name,
-                    turns=12,
-                    longest=24,
-                    shortened=lambda rng: 5,
-                )
-            )
-            for name in range(4)
-        ]
-        await run_until_idle(lambda: all(client.done() for client in clients))
-        found = [client.result() for client in clients]
-        assert sum(found) > 0
+        found = await hybrid.converse_together(
+            rng, conversations=4, turns=12, longest=24, shortened=lambda rng: 5
+        )
+        assert found > 0
         statistics = hybrid.engine.statistics()
         assert statistics.restored_states > 0
         assert statistics.evicted_snapshots > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,6 @@ import pytest
 
 from aiokv import CacheConfig, CacheEngine, LeaseError, UsageError, WindowGroup, WouldBlock
 from aiokv.errors import ConfigError
-from aiokv.testing import run_until_idle
 from tests.harness.windows import Windowed
 
 if TYPE_CHECKING:
@@ -161,17 +159,11 @@ async def test_conversations_under_pressure_equal_recomputation_bit_for_bit(
     async with Windowed(
         device_blocks=28, window_blocks=18, sinks=sinks, host_blocks=40, write_policy=policy
     ) as model:
-        clients = [
-            asyncio.create_task(
-                model.converse(
-                    random.Random(rng.random()),
-                    name,
-                    turns=14,
-                    longest=26,
-                    shortened=lambda rng: rng.randrange(3, 12),
-                )
-            )
-            for name in range(3)
-        ]
-        await run_until_idle(lambda: all(client.done() for client in clients))
-        assert sum(client.result() for client in clients) > 0
+        found = await model.converse_together(
+            rng,
+            conversations=3,
+            turns=14,
+            longest=26,
+            shortened=lambda rng: rng.randrange(3, 12),
+        )
+        assert found > 0

@@ -248,7 +248,9 @@ class Walk:
         if (lease_id := self.pick(waiting=True)) is not None:
             borders = self.scheduler.read.borders(lease_id)
             num_blocks = self.random.randint(0, borders.cached + 1)
-            fetching = self.scheduler.fetch_snapshot(lease_id, num_blocks, Priority.DEMAND)
+            fetching = self.scheduler.fetch_auxiliary(
+                lease_id, num_blocks, "host_state", Priority.DEMAND
+            )
             if fetched := self.apply(fetching):
                 assert 0 < num_blocks <= borders.cached
                 assert self.in_flight[fetched].route == STATE_FETCH

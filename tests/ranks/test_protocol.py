@@ -171,7 +171,7 @@ async def test_frames_may_arrive_in_pieces(tmp_path):
             peer.channel.send(bytes([byte]))
             await spin()
         await peer.ended()
-        assert b"protocol 0, not 3" in peer.received[0]
+        assert b"protocol 0, not 4" in peer.received[0]
 
 
 @pytest.mark.asyncio

@@ -6,19 +6,32 @@ that was never recorded is done; a device must hide that.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from aiokv.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
 
-    from aiokv.plan import Route
+    from aiokv.plan import Pool, Route
     from aiokv.worker.arena import HostArena
     from aiokv.worker.regions import Regions
+
+
+PoolKey: TypeAlias = "tuple[Pool, str]"
+"""A pool on the device and its group: ``("device", "")``, ``("state", "")``, or ``("window",
+group)``."""
+
+
+def blocks_of(regions: Regions, key: PoolKey) -> Regions:
+    """Return the tensors of one pool as regions whose blocks are those of the pool."""
+    pool, group = key
+    if pool == "window":
+        return regions.window_blocks(group)
+    return regions.state_blocks() if pool == "state" else regions
 
 
 class CopyError(NamedTuple):
@@ -124,8 +137,8 @@ class Device(Protocol):
     Attributes:
         name: ``"cpu"``, ``"cuda:0"``, ...
         routes: that ``copy`` takes.
-        in_order: copies of one route end in the order of submission, layers ascending, so that
-            only the oldest event of a route has to be queried.
+        in_order: copies of one route and group end in the order of submission, layers ascending,
+            so that only the oldest event of both has to be queried.
         computes_in_stream: the model's work may have been submitted only when `commit` is called,
             so that transfers have to wait for the event of its step.
 
@@ -138,15 +151,18 @@ class Device(Protocol):
     computes_in_stream: bool
 
     def attach(
-        self, regions: Regions, arena: HostArena, state_arena: HostArena | None = None
+        self,
+        regions: Regions,
+        arena: HostArena,
+        side_arenas: Mapping[PoolKey, HostArena] | None = None,
     ) -> None:
         """Bind the memory of both tiers, before the first copy and after ``detach``.
 
         Args:
             regions: the device tensors.
             arena: host memory of the blocks.
-            state_arena: host memory of slots of recurrent state, laid out as the host blocks of
-                ``regions.state_blocks()``; None for none.
+            side_arenas: host memory of the other pools that have some, laid out as the host
+                blocks of ``blocks_of(regions, key)``; None for none.
 
         Raises:
             LayoutError: the device cannot reach a region's memory.
@@ -158,18 +174,20 @@ class Device(Protocol):
         source_ids: NDArray[np.int32],
         target_ids: NDArray[np.int32],
         after: Event | None,
+        group: str = "",
     ) -> Copy:
         """Start copying blocks, layer by layer, in the background.
 
         Args:
             route: one of ``routes``. The layers of an onload arrive one by one; those of other
-                routes may share one event. The routes from and to ``"host_state"`` need a
-                ``state_arena``. ``STATE`` copies slots of recurrent state, or fills
-                them with zeros where the source is ``ZEROS``.
+                routes may share one event. The routes from and to ``"host_state"`` and
+                ``"host_window"`` need a side arena. ``STATE`` copies slots of recurrent state, or
+                fills them with zeros where the source is ``ZEROS``.
             source_ids: [N] int32, N > 0, borrowed until return. The worker has checked the ids
                 (``aiokv.worker.ids``).
             target_ids: [N] int32, distinct; within one pool none of them is a source.
             after: recorded event that the first byte waits for, on the device.
+            group: window group of the ids, for the routes of window blocks only.
 
         Raises:
             UsageError: the device cannot wait for ``after``; nothing moved.

@@ -11,19 +11,27 @@ from typing import TYPE_CHECKING, Final
 from aiokv import _native
 from aiokv.checks import Unique
 from aiokv.errors import LayoutError, UsageError
-from aiokv.plan import OFFLOAD, ONLOAD, STATE, STATE_OFFLOAD, STATE_ONLOAD
+from aiokv.plan import (
+    OFFLOAD,
+    ONLOAD,
+    STATE,
+    STATE_OFFLOAD,
+    STATE_ONLOAD,
+    WINDOW_OFFLOAD,
+    WINDOW_ONLOAD,
+)
 from aiokv.worker.base import UNLIMITED_BLOCKS
-from aiokv.worker.device.base import CopyError
+from aiokv.worker.device.base import CopyError, blocks_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
 
     from aiokv.plan import Route
     from aiokv.worker.arena import HostArena
-    from aiokv.worker.device.base import Event
+    from aiokv.worker.device.base import Event, PoolKey
     from aiokv.worker.regions import Regions
 
 CpuEvent = _native.Event
@@ -61,19 +69,31 @@ class CpuDevice(Unique):
     """Copies with one native thread per route, GIL released."""
 
     name = "cpu"
-    routes = frozenset((ONLOAD, OFFLOAD, STATE, STATE_ONLOAD, STATE_OFFLOAD))
+    routes = frozenset(
+        (
+            ONLOAD,
+            OFFLOAD,
+            STATE,
+            STATE_ONLOAD,
+            STATE_OFFLOAD,
+            WINDOW_ONLOAD,
+            WINDOW_OFFLOAD,
+        )
+    )
     in_order = True
     computes_in_stream = False
 
     def __init__(self) -> None:
         self._streams: dict[Route, CpuStream] = {}
-        self._map: _native.BlockMap | None = None
-        self._state_map: _native.BlockMap | None = None  # None without slots in host memory
-        self._memory: tuple[Regions, HostArena, HostArena | None] | None = None
+        self._maps: dict[PoolKey, _native.BlockMap] = {}  # of pools with host memory
+        self._memory: tuple[Regions, dict[PoolKey, HostArena]] | None = None
         self._num_layers = 0
 
     def attach(
-        self, regions: Regions, arena: HostArena, state_arena: HostArena | None = None
+        self,
+        regions: Regions,
+        arena: HostArena,
+        side_arenas: Mapping[PoolKey, HostArena] | None = None,
     ) -> None:
         """Bind the memory and start the threads.
 
@@ -85,8 +105,9 @@ class CpuDevice(Unique):
                 f"the tensors are on {', '.join(elsewhere)}; the cpu device copies plain memory",
                 hint="pass device='cuda' to the engine",
             )
-        self._map = block_map(regions, arena)
-        self._memory = (regions, arena, state_arena)
+        arenas: dict[PoolKey, HostArena] = {("device", ""): arena, **(side_arenas or {})}
+        self._maps = {key: block_map(blocks_of(regions, key), own) for key, own in arenas.items()}
+        self._memory = (regions, arenas)
         self._num_layers = regions.num_layers
         self._streams = {
             ONLOAD: CpuStream("aiokv-onload"),
@@ -94,10 +115,12 @@ class CpuDevice(Unique):
         }
         if regions.state_pieces:
             self._streams[STATE] = CpuStream("aiokv-state")
-        if state_arena is not None:
-            self._state_map = block_map(regions.state_blocks(), state_arena)
+        if ("state", "") in arenas:
             self._streams[STATE_ONLOAD] = CpuStream("aiokv-state-onload")
             self._streams[STATE_OFFLOAD] = CpuStream("aiokv-state-offload")
+        if any(pool == "window" for pool, _ in arenas):
+            self._streams[WINDOW_ONLOAD] = CpuStream("aiokv-window-onload")
+            self._streams[WINDOW_OFFLOAD] = CpuStream("aiokv-window-offload")
 
     def copy(
         self,
@@ -105,14 +128,15 @@ class CpuDevice(Unique):
         source_ids: NDArray[np.int32],
         target_ids: NDArray[np.int32],
         after: Event | None,
+        group: str = "",
     ) -> CpuCopy:
         """Queue a copy on the thread of its route; see :meth:`Device.copy`."""
         if route == STATE:
             job = self._copy_slots(source_ids, target_ids, after)
         else:
-            blocks = self._map if route in (ONLOAD, OFFLOAD) else self._state_map
-            onload = route in (ONLOAD, STATE_ONLOAD)
-            host_ids, device_ids = (source_ids, target_ids) if onload else (target_ids, source_ids)
+            blocks = self._maps.get((route.device_pool, group))
+            to_device = (source_ids, target_ids)
+            host_ids, device_ids = to_device if route.is_onload else to_device[::-1]
             job = self._copy_blocks(route, blocks, host_ids, device_ids, after)
         return CpuCopy(job, self._num_layers)
 
@@ -131,7 +155,7 @@ class CpuDevice(Unique):
             blocks,
             host_ids,
             device_ids,
-            onload=route in (ONLOAD, STATE_ONLOAD),
+            onload=route.is_onload,
             after=_cpu_event(after),
             owner=self._memory,
         )
@@ -176,7 +200,7 @@ class CpuDevice(Unique):
         for stream in self._streams.values():
             stream.close()
         self._streams = {}
-        self._map = self._state_map = None
+        self._maps = {}
         self._memory = None
 
 

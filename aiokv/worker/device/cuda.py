@@ -4,9 +4,10 @@
              host blocks ─────────kernel, at most 4 CTAs────► regions    lone small pieces
     offload  regions ─gather► staging ring ─copy engine► host blocks     whole blocks
 
-Slots of recurrent state move between the tiers in the same way, in an engine of their own. A native
-thread per direction submits the work, so a call here takes microseconds. CuPy creates the
-streams; the arrays may be CuPy's, Paddle's or PyTorch's: all use the primary context.
+Slots of recurrent state and blocks of window groups move between the tiers in the same way, each
+pool in an engine of its own. A native thread per engine and direction submits the work, so a call
+here takes microseconds. CuPy creates the streams; the arrays may be CuPy's, Paddle's or PyTorch's:
+all use the primary context.
 """
 
 from __future__ import annotations
@@ -20,25 +21,33 @@ import numpy as np
 from aiokv import _native
 from aiokv.checks import Unique, arguments, choice, flag, integer
 from aiokv.errors import ConfigError, DeviceError, LayoutError, UsageError
-from aiokv.plan import OFFLOAD, ONLOAD, STATE, STATE_OFFLOAD, STATE_ONLOAD
-from aiokv.worker.device.base import CopyError, check_event_type
+from aiokv.plan import (
+    OFFLOAD,
+    ONLOAD,
+    STATE,
+    STATE_OFFLOAD,
+    STATE_ONLOAD,
+    WINDOW_OFFLOAD,
+    WINDOW_ONLOAD,
+)
+from aiokv.worker.device.base import CopyError, blocks_of, check_event_type
 from aiokv.worker.device.cuda_handles import event_handle, stream_handle
 from aiokv.worker.device.cuda_numa import placement
 from aiokv.worker.device.cuda_state import CudaStateCopy, CudaStateMover
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from aiokv.plan import Route
     from aiokv.worker.arena import HostArena
-    from aiokv.worker.device.base import Event
+    from aiokv.worker.device.base import Event, PoolKey
     from aiokv.worker.regions import Regions
 
 _cuda: Any = getattr(_native, "cuda", None)  # absent when aiokv was built without a CUDA compiler
 
-_ONLOADS: Final = (ONLOAD, STATE_ONLOAD)
+_MAIN: Final[PoolKey] = ("device", "")  # the pool of the blocks
 HIGHEST_PRIORITY: Final = -5  # clamped by CUDA: a short scatter runs before the model's next CTAs
 
 Path = Literal["auto", "staged", "direct"]
@@ -52,7 +61,7 @@ class CudaOptions:
     Attributes:
         path: ``"auto"`` lets the planner choose by run length and piece size; the others force.
         slot_bytes: size of a staging slot, which is also the largest chunk that moves at once.
-        num_slots: staging slots per direction.
+        num_slots: staging slots per direction, for each pool that has host memory.
         queued_pieces: chunks that a direction has in the driver's queue at most. Its thread fills
             the queue and sleeps until half of it has moved, which takes little CPU time.
         max_group_layers: layers of the largest group of an onload; they become usable together.
@@ -164,7 +173,17 @@ class CudaDevice(Unique):
         ConfigError: aiokv was built without CUDA, CuPy is not installed, or there is no such GPU.
     """
 
-    routes = frozenset((ONLOAD, OFFLOAD, STATE, STATE_ONLOAD, STATE_OFFLOAD))
+    routes = frozenset(
+        (
+            ONLOAD,
+            OFFLOAD,
+            STATE,
+            STATE_ONLOAD,
+            STATE_OFFLOAD,
+            WINDOW_ONLOAD,
+            WINDOW_OFFLOAD,
+        )
+    )
     in_order = True
     computes_in_stream = True
 
@@ -179,19 +198,20 @@ class CudaDevice(Unique):
         self.ordinal = _existing_gpu(self._cupy, ordinal)
         self.name = f"cuda:{self.ordinal}"
         self._streams: list[Any] = []
-        self._engine: Any = None
-        self._host: Any = None
-        self._state_engine: Any = None  # None without slots in host memory
-        self._state_host: Any = None
-        self._memory: tuple[Regions, HostArena] | None = None
-        self._layer_groups: dict[Route, list[tuple[int, int]]] = {}
+        self._engines: dict[PoolKey, Any] = {}  # of pools with host memory
+        self._hosts: dict[PoolKey, Any] = {}  # their pinned memory
+        self._memory: tuple[Regions, dict[PoolKey, HostArena]] | None = None
+        self._layer_groups: dict[tuple[PoolKey, Any], list[tuple[int, int]]] = {}
         self._starting: deque[CudaCopy] = deque()
         self._states: CudaStateMover | None = None
 
     # --- memory -----------------------------------------------------------------------------
 
     def attach(
-        self, regions: Regions, arena: HostArena, state_arena: HostArena | None = None
+        self,
+        regions: Regions,
+        arena: HostArena,
+        side_arenas: Mapping[PoolKey, HostArena] | None = None,
     ) -> None:
         """Bind the memory and start to pin the arena; transfers may start at once.
 
@@ -210,35 +230,39 @@ class CudaDevice(Unique):
             self._check_device(piece.pointer, f"region {piece.region!r}, layer {piece.layer}")
         if regions.state_pieces:
             self._states = CudaStateMover(self._cupy, self.ordinal, regions)
-        if self._host is None:
-            self._host = self._register(arena)
-        self._memory = (regions, arena)
-        self._engine = self._make_engine(regions, arena, self._host, self.options.slot_bytes)
-        self._note_groups(self._engine, ONLOAD, OFFLOAD)
-        if state_arena is not None and regions.state_pieces:
-            if self._state_host is None:
-                self._state_host = self._register(state_arena)
-            # Slots move one by one: a staging slot need not be larger.
-            slot_bytes = min(self.options.slot_bytes, state_arena.block_bytes)
-            self._state_engine = self._make_engine(
-                regions.state_blocks(), state_arena, self._state_host, slot_bytes
-            )
-            self._note_groups(self._state_engine, STATE_ONLOAD, STATE_OFFLOAD)
+        arenas: dict[PoolKey, HostArena] = {_MAIN: arena, **(side_arenas or {})}
+        self._memory = (regions, arenas)
+        for key, own in arenas.items():
+            self._open_pool(key, blocks_of(regions, key), own)
+
+    def _open_pool(self, key: PoolKey, blocks: Regions, arena: HostArena) -> None:
+        """Pin the host memory of a pool, unless it is, and make its engine."""
+        if blocks.num_blocks is None:
+            return
+        if key not in self._hosts:
+            self._hosts[key] = self._register(arena)
+        # Slots of recurrent state move one by one: a staging slot need not be larger.
+        moved_bytes = arena.block_bytes if key[0] == "state" else arena.nbytes
+        slot_bytes = self.options.slot_bytes
+        if key != _MAIN:
+            slot_bytes = min(slot_bytes, moved_bytes)
+        engine = self._make_engine(blocks, arena, self._hosts[key], slot_bytes)
+        self._engines[key] = engine
+        for direction in (_cuda.Direction.ONLOAD, _cuda.Direction.OFFLOAD):
+            self._layer_groups[key, direction] = engine.groups(direction)
 
     def detach(self, *, keep_host: bool) -> None:
         """Release the memory and the staging rings; ``keep_host`` leaves the arena pinned."""
         if self._states is not None:
             self._states.close()
             self._states = None
-        for engine in (self._engine, self._state_engine):
-            if engine is not None:
-                engine.close()
-        self._engine = self._state_engine = None
+        for engine in self._engines.values():
+            engine.close()
+        self._engines = {}
         if not keep_host:
-            for host in (self._host, self._state_host):
-                if host is not None:
-                    host.close()
-            self._host = self._state_host = None
+            for host in self._hosts.values():
+                host.close()
+            self._hosts = {}
         self._starting.clear()
         self._streams = []
         self._memory = None
@@ -250,7 +274,7 @@ class CudaDevice(Unique):
     @property
     def pinned_bytes(self) -> int:
         """Pinned bytes of the host arena, from its beginning; grows in the background."""
-        return 0 if self._host is None else int(self._host.ready_bytes)
+        return int(self._hosts[_MAIN].ready_bytes) if _MAIN in self._hosts else 0
 
     def wait_pinned(self) -> float:
         """Block, without the GIL, until the whole arena is pinned; return the seconds it took.
@@ -258,8 +282,9 @@ class CudaDevice(Unique):
         Raises:
             DeviceError: pinning failed, or the device was closed.
         """
-        self._host.wait_ready(self._host.total_bytes)
-        return float(self._host.elapsed_seconds)
+        host = self._hosts[_MAIN]
+        host.wait_ready(host.total_bytes)
+        return float(host.elapsed_seconds)
 
     # --- transfers --------------------------------------------------------------------------
 
@@ -269,19 +294,22 @@ class CudaDevice(Unique):
         source_ids: NDArray[np.int32],
         target_ids: NDArray[np.int32],
         after: Event | None,
+        group: str = "",
     ) -> CudaCopy | CudaStateCopy:
         """Give a copy to the native lane of its route; see :meth:`Device.copy`."""
-        engine = self._engine if route in (ONLOAD, OFFLOAD) else self._state_engine
         if route == STATE:
             if self._states is None:
                 raise UsageError(
                     "no region has recurrent state", hint="register it with Regions.add_state"
                 )
             return self._states.move(source_ids, target_ids, after)
-        if route in _ONLOADS:
+        key = (route.device_pool, group)
+        if route.is_onload:
             path = _cuda.Path[self.options.path.upper()]
-            return self._submit(engine, route, source_ids, target_ids, after, path)
-        return self._submit(engine, route, target_ids, source_ids, after, _cuda.Path.AUTO)
+            direction = _cuda.Direction.ONLOAD
+            return self._submit(key, direction, source_ids, target_ids, after, path)
+        direction = _cuda.Direction.OFFLOAD
+        return self._submit(key, direction, target_ids, source_ids, after, _cuda.Path.AUTO)
 
     def check_event(self, event: Event) -> None:
         """Raise unless the event can be queried and has a CUDA handle, i.e. was recorded."""
@@ -291,8 +319,8 @@ class CudaDevice(Unique):
     @property
     def failure(self) -> DeviceError | None:
         """The error after which no result of the GPU is valid; None without one."""
-        for engine in (self._engine, self._state_engine):
-            if engine is not None and engine.broken_code:
+        for engine in self._engines.values():
+            if engine.broken_code:
                 return DeviceError(
                     f"{self.name}: {engine.broken_reason}",
                     cuda_code=engine.broken_code,
@@ -303,28 +331,30 @@ class CudaDevice(Unique):
     @property
     def submit_cpu_seconds(self) -> float:
         """CPU time of the submitting threads since attach()."""
-        state_seconds = 0.0 if self._state_engine is None else self._state_engine.cpu_seconds
-        return float(self._engine.cpu_seconds + state_seconds)
+        return float(sum(engine.cpu_seconds for engine in self._engines.values()))
 
     def _submit(
         self,
-        engine: Any,
-        route: Route,
+        key: PoolKey,
+        direction: Any,
         host_ids: NDArray[np.int32],
         device_ids: NDArray[np.int32],
         after: Event | None,
         path: Any,
     ) -> CudaCopy:
-        if engine is None:
-            raise UsageError(f"{self.name} has no memory for {route}: attach() it first")
-        transfer = engine.submit(
-            _cuda.Direction.ONLOAD if route in _ONLOADS else _cuda.Direction.OFFLOAD,
+        if key not in self._engines:
+            raise UsageError(
+                f"{self.name} has no host memory for {' '.join(key).strip()} blocks: attach() it "
+                "first"
+            )
+        transfer = self._engines[key].submit(
+            direction,
             np.ascontiguousarray(host_ids, dtype=np.int32),
             np.ascontiguousarray(device_ids, dtype=np.int32),
             0 if after is None else event_handle(after),
             path,
         )
-        copy = CudaCopy(transfer, self._layer_groups[route], after)
+        copy = CudaCopy(transfer, self._layer_groups[key, direction], after)
         while self._starting and self._starting[0].started:
             self._starting.popleft()
         if after is not None:
@@ -353,10 +383,6 @@ class CudaDevice(Unique):
             numa_node=near.node,
             numa_strict=near.strict,
         )
-
-    def _note_groups(self, engine: Any, onload: Route, offload: Route) -> None:
-        self._layer_groups[onload] = engine.groups(_cuda.Direction.ONLOAD)
-        self._layer_groups[offload] = engine.groups(_cuda.Direction.OFFLOAD)
 
     def _make_engine(self, regions: Regions, arena: HostArena, host: Any, slot_bytes: int) -> Any:
         slices, layer_begin = _layout(regions)

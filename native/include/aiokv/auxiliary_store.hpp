@@ -38,6 +38,14 @@ struct AuxiliaryTransfer {
     std::vector<Digest> digests;
 };
 
+// Copies of a pool, since the cache was made.
+struct StoredCopies {
+    std::uint64_t saved = 0;
+    std::uint64_t unsaved = 0;  // dropped, rejected, refused or failed
+    std::uint64_t fetched = 0;
+    std::uint64_t unfetched = 0;
+};
+
 class AuxiliaryStore {
   public:
     static constexpr std::size_t kMaxInFlight = 2;  // saves
@@ -76,10 +84,7 @@ class AuxiliaryStore {
     // or empty. Throws UsageError, changing nothing, on another number of results.
     void complete(TransferId id, Outcome outcome, std::uint32_t first_bad,
                   std::span<const std::uint8_t> results);
-    std::uint64_t saved() const { return saved_; }
-    std::uint64_t unsaved() const { return unsaved_; }
-    std::uint64_t fetched() const { return fetched_; }
-    std::uint64_t unfetched() const { return unfetched_; }
+    const StoredCopies& counts() const { return counts_; }
     std::uint64_t evicted() const { return evicted_; }  // to make room for fetches
 
     // -- for checks
@@ -131,10 +136,7 @@ class AuxiliaryStore {
     std::unordered_map<TransferId, AuxiliaryTransfer> transfers_;
     std::size_t saves_ = 0;                          // in flight
     std::unordered_map<NodeId, TransferId> coming_;  // by node: the fetch in flight
-    std::uint64_t saved_ = 0;
-    std::uint64_t unsaved_ = 0;
-    std::uint64_t fetched_ = 0;
-    std::uint64_t unfetched_ = 0;
+    StoredCopies counts_;
     std::uint64_t evicted_ = 0;
 };
 

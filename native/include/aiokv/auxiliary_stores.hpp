@@ -37,7 +37,7 @@ class AuxiliaryStores {
     void complete(TransferId id, Outcome outcome, std::uint32_t first_bad,
                   std::span<const std::uint8_t> results);
 
-    void add_to(CoreStatistics& statistics) const;
+    StoredCopies counts(std::int32_t group) const;
 
   private:
     AuxiliaryStore* find(TransferId id) const;

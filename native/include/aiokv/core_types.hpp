@@ -168,8 +168,6 @@ struct CoreStatistics {
     std::uint32_t host_state_free, host_state_snapshots;
     std::uint64_t saved_snapshots, onloaded_states, evicted_host_snapshots;
     std::uint64_t stored_snapshots, unstored_snapshots, fetched_snapshots, unfetched_snapshots;
-    std::uint64_t stored_window_blocks, unstored_window_blocks, fetched_window_blocks,
-        unfetched_window_blocks;
     std::size_t index_bytes, token_bytes;
 };
 

@@ -40,7 +40,7 @@ AuxiliaryStore::AuxiliaryStore(const CoreConfig& config, Index& index, StoredBlo
 
 // The id has another copy from now on; the last one was evicted or dropped.
 void AuxiliaryStore::reset_flags(BlockId id, std::uint8_t flags) {
-    unsaved_ += has_flag(id, kIsQueued);
+    counts_.unsaved += has_flag(id, kIsQueued);
     flags_[static_cast<std::size_t>(id)] = flags;
 }
 
@@ -62,7 +62,7 @@ void AuxiliaryStore::queue(BlockId id) {
     const Node& n = index_.tree()[host_.node_of(id)];
     if (config_.stores.policy == StorePolicy::kAtNthUse && n.uses < config_.stores.uses) return;
     if (queue_.size() >= config_.stores.queue_blocks) {
-        ++unsaved_;
+        ++counts_.unsaved;
         return;
     }
     set(id, kIsQueued);
@@ -77,7 +77,7 @@ bool AuxiliaryStore::can_save(BlockId id) const {
 bool AuxiliaryStore::admit(BlockId id) {
     if (!offered_ || offered_->offer(stored_.digest(host_.node_of(id)))) return true;
     set(id, kIsRefused);
-    ++unsaved_;
+    ++counts_.unsaved;
     return false;
 }
 
@@ -137,7 +137,7 @@ void AuxiliaryStore::finish_save(const AuxiliaryTransfer& save, Outcome outcome,
                                  : static_cast<SaveResult>(results[i]) == SaveResult::kDone;
         clear(save.ids[i], kIsSaving);
         set(save.ids[i], is_done ? kIsStored : kIsRefused);
-        (is_done ? saved_ : unsaved_) += 1;
+        (is_done ? counts_.saved : counts_.unsaved) += 1;
         host_.remove_copier(save.ids[i]);
     }
 }
@@ -175,7 +175,7 @@ void AuxiliaryStore::finish_fetch(const AuxiliaryTransfer& fetch, std::uint32_t 
     for (std::size_t i = 0; i < fetch.nodes.size(); ++i) {
         const NodeId node = fetch.nodes[i];
         const bool is_good = i < good;
-        (is_good ? fetched_ : unfetched_) += 1;
+        (is_good ? counts_.fetched : counts_.unfetched) += 1;
         coming_.erase(node);
         if (!is_good || tree[node].has(kDetached) || host_.find(node) != kNoBlock) {
             host_.give_back(fetch.ids[i], 0);

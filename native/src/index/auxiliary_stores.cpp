@@ -62,18 +62,9 @@ void AuxiliaryStores::complete(TransferId id, Outcome outcome, std::uint32_t fir
     find(id)->complete(id, outcome, first_bad, results);
 }
 
-void AuxiliaryStores::add_to(CoreStatistics& statistics) const {
-    for (const AuxiliaryStore* store : stores_) {
-        const bool is_state = store->group() == kRecurrentState;
-        (is_state ? statistics.stored_snapshots : statistics.stored_window_blocks) +=
-            store->saved();
-        (is_state ? statistics.unstored_snapshots : statistics.unstored_window_blocks) +=
-            store->unsaved();
-        (is_state ? statistics.fetched_snapshots : statistics.fetched_window_blocks) +=
-            store->fetched();
-        (is_state ? statistics.unfetched_snapshots : statistics.unfetched_window_blocks) +=
-            store->unfetched();
-    }
+StoredCopies AuxiliaryStores::counts(std::int32_t group) const {
+    const AuxiliaryStore* store = of_group(group);
+    return store == nullptr ? StoredCopies{} : store->counts();
 }
 
 }  // namespace aiokv

@@ -208,7 +208,11 @@ CoreStatistics Core::statistics() const {
     saver_.add_to(s);
     store_saver_.add_to(s);
     fetches_.add_to(s);
-    auxiliary_stores_.add_to(s);
+    const StoredCopies snapshots = auxiliary_stores_.counts(kRecurrentState);
+    s.stored_snapshots = snapshots.saved;
+    s.unstored_snapshots = snapshots.unsaved;
+    s.fetched_snapshots = snapshots.fetched;
+    s.unfetched_snapshots = snapshots.unfetched;
     publication_.add_to(s);
     grants_.add_to(s);
     s.index_bytes += stored_.bytes();

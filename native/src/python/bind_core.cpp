@@ -38,6 +38,10 @@ using RoomTuple = nb::typed<nb::tuple, std::uint32_t, std::uint32_t, std::uint32
 using HitTuple = nb::typed<nb::tuple, std::uint32_t, std::uint32_t>;
 using PendingTuple = nb::typed<nb::tuple, LeaseId, std::uint32_t>;
 using UsageTuple = nb::typed<nb::tuple, std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t>;
+constexpr std::int32_t kFullAttention = -2;  // in place of a group
+
+using StoredCopiesTuple =
+    nb::typed<nb::tuple, std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t>;
 using MissingTuple = nb::typed<nb::tuple, std::size_t, nb::bytes>;
 using BordersTuple =
     nb::typed<nb::tuple, std::size_t, std::size_t, std::size_t, nb::bytes, nb::bytes>;
@@ -177,10 +181,6 @@ void bind_statistics(nb::module_& m) {
         .def_ro("unstored_snapshots", &S::unstored_snapshots)
         .def_ro("fetched_snapshots", &S::fetched_snapshots)
         .def_ro("unfetched_snapshots", &S::unfetched_snapshots)
-        .def_ro("stored_window_blocks", &S::stored_window_blocks)
-        .def_ro("unstored_window_blocks", &S::unstored_window_blocks)
-        .def_ro("fetched_window_blocks", &S::fetched_window_blocks)
-        .def_ro("unfetched_window_blocks", &S::unfetched_window_blocks)
         .def_ro("index_bytes", &S::index_bytes)
         .def_ro("token_bytes", &S::token_bytes);
 }
@@ -406,11 +406,20 @@ void bind_core(nb::module_& m) {
              "none.")
         .def(
             "auxiliary_group",
-            [](const Core& core, TransferId id) -> std::optional<std::int32_t> {
+            [](const Core& core, TransferId id) {
                 const AuxiliaryStores& stores = core.auxiliary_stores();
-                return stores.has(id) ? std::optional(stores.group_of(id)) : std::nullopt;
+                return stores.has(id) ? stores.group_of(id) : kFullAttention;
             },
-            "transfer"_a, "The group of a fetch or a save in flight; None: it moves blocks.")
+            "transfer"_a,
+            "The group of a fetch or a save in flight; -1: recurrent state, -2: it moves blocks.")
+        .def(
+            "stored_copies",
+            [](const Core& core, std::int32_t group) -> StoredCopiesTuple {
+                const StoredCopies counts = core.auxiliary_stores().counts(group);
+                return nb::make_tuple(counts.saved, counts.unsaved, counts.fetched,
+                                      counts.unfetched);
+            },
+            "group"_a, "(saved, unsaved, fetched, unfetched) copies of a group.")
         .def("wants_saves", &Core::wants_saves)
         .def("take_saves", &Core::take_saves, "Begin a save; 0: there is nothing to save.")
         .def("store_transfer", &store_transfer, "transfer"_a,
