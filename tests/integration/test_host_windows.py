@@ -88,8 +88,9 @@ async def test_a_hit_takes_each_block_from_the_tier_that_has_it():
         await serve_and_save(model)
         await serve_and_save(model, others(1)[0])
         assert await serve_and_save(model, [*PROMPT[:6], 7]) == 6
+        assert onloaded(model)["far"] == NEEDED["far"]
         assert await serve_and_save(model, [*PROMPT, 7]) == 20
-        assert onloaded(model) == NEEDED
+        assert onloaded(model)["far"] == NEEDED["far"] + 1, "two of its blocks are on the device"
 
 
 async def test_a_sink_returns_from_the_host():
@@ -122,10 +123,11 @@ async def test_the_selective_policy_saves_at_the_second_use():
 
 
 async def test_write_back_saves_what_is_evicted_next():
-    async with windowed(window_blocks=32, write_policy="write_back") as model:
+    # An eighth is saved ahead: the blocks that a prompt takes before the loop runs again.
+    async with windowed(window_blocks=80, device_blocks=160, write_policy="write_back") as model:
         await serve_and_save(model)
         assert saved(model) == {"near": 0, "far": 0}, "there are free blocks"
-        for tokens in others(4):
+        for tokens in others(9):
             await serve_and_save(model, tokens)
         assert min(saved(model).values()) > 0
         assert await serve_and_save(model, [*PROMPT, 7]) == 20
@@ -407,10 +409,11 @@ async def test_random_failures_never_serve_a_wrong_window(seed: int):
             tokens = [rng.randrange(4), *PROMPT[: rng.randrange(3, 14)]]
             lease = model.engine.match(tokens)
             try:
-                await lease.allocate(len(tokens))
-                while not lease.layers.is_done:
+                granting = asyncio.ensure_future(lease.allocate(len(tokens)))
+                while not granting.done() or not lease.layers.is_done:
                     device.move(3)
                     await asyncio.sleep(0)
+                await granting
                 await lease.layers.wait_all()
                 await spin()
                 model.check(lease, tokens, lease.cached_tokens)
@@ -441,7 +444,7 @@ async def test_settings_that_cannot_save_are_refused():
         CacheEngine(config, Regions(num_layers=0), device)
     model = Windowed(host_windows=4, host_blocks=8, window_blocks=8)
     regions = model.new_regions()
-    with pytest.raises(UsageError, match="'near', which CacheConfig.windows has not|'far', which"):
+    with pytest.raises(UsageError, match=r"which CacheConfig\.windows has not"):
         CacheEngine(CacheConfig(**sizes), regions)
     large = {name: WindowGroup(window_tokens=3, device_blocks=9) for name in WINDOWS}
     with pytest.raises(UsageError, match="device_blocks=9, but its registered tensors hold only 8"):
