@@ -14,6 +14,7 @@ from aiokv.stores import StoreUse
 from aiokv.testing import ScriptedDevice, ScriptedStore, running_clock, spin
 from tests.harness.cache import Cache, prompt
 from tests.harness.recurrence import Hybrid
+from tests.harness.windows import Windowed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -185,12 +186,8 @@ class Load:
                 assert not any(self.in_use(store))
 
 
-class StateLoad(Load):
-    """As ``Load``, for a model with recurrent state. ``Hybrid.check`` compares blocks and state."""
-
-    def new_cache(self, **config: Any) -> Any:
-        host_state_slots = self.rng.choice((1, 2, 3, 8))
-        return Hybrid(host_state_slots=host_state_slots, state_slots=4, **SIZES, **config)
+class TwiceComputedLoad(Load):
+    """As ``Load``, for a small model whose ``check`` compares all that a lease has, bit for bit."""
 
     def prompt(self) -> list[int]:
         length = self.rng.randrange(5, 15)
@@ -216,7 +213,28 @@ class StateLoad(Load):
         self.cache.weights = weights
 
 
-@pytest.mark.parametrize("load", [Load, StateLoad])
+class StateLoad(TwiceComputedLoad):
+    """Requests to a model with recurrent state."""
+
+    def new_cache(self, **config: Any) -> Any:
+        host_state_slots = self.rng.choice((1, 2, 3, 8))
+        return Hybrid(host_state_slots=host_state_slots, state_slots=4, **SIZES, **config)
+
+
+class WindowLoad(TwiceComputedLoad):
+    """Requests to a model with sliding windows."""
+
+    def new_cache(self, **config: Any) -> Any:
+        return Windowed(
+            host_windows=self.rng.choice((2, 5, 12, 24)),
+            window_blocks=self.rng.choice((14, 30)),
+            sinks=self.rng.choice(({}, {"near": 3}, {"near": 1, "far": 2})),
+            **SIZES,
+            **config,
+        )
+
+
+@pytest.mark.parametrize("load", [Load, StateLoad, WindowLoad])
 @pytest.mark.parametrize("seed", range(8))
 async def test_no_request_fails_and_no_block_is_wrong(seed, load):
     """A second engine finds what the first one has saved, or does not."""
