@@ -401,7 +401,8 @@ class Lease(Unique):
     def reach_tokens(self) -> int:
         """First position without a block in some window group: the next step must end there.
 
-        ``commit`` increases it. ``num_tokens`` for models without window groups.
+        ``commit`` increases it; while window blocks of the lease are onloaded, the end of the
+        onload does. ``num_tokens`` for models without window groups.
         """
         self.leases.check_thread()
         return self._read.reach_tokens(self.live_id())

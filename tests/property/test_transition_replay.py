@@ -27,6 +27,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "state": {"host_blocks": 40, "state_slots": 6},
     "host_state": {"host_blocks": 40, "state_slots": 5, "host_state_slots": 6},
     "windows": {"host_blocks": 0, "windows": {"w": WindowGroup(window_tokens=8, device_blocks=24)}},
+    "host_windows": {
+        "host_blocks": 40,
+        "windows": {"w": WindowGroup(window_tokens=8, device_blocks=24, host_blocks=30)},
+    },
 }
 
 

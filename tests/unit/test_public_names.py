@@ -77,7 +77,8 @@ def sample(record: type) -> Any:
     required = [f for f in msgspec.inspect.type_info(record).fields if f.required]  # type: ignore[attr-defined]
     for field in required:
         hint = typing.get_type_hints(record)[field.name]
-        plain[field.name] = sample(hint) if hint in RECORDS else 1
+        empty = {} if typing.get_origin(hint) is dict else 1
+        plain[field.name] = sample(hint) if hint in RECORDS else empty
     return plain
 
 

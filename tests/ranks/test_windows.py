@@ -1,0 +1,84 @@
+"""Window blocks in host memory, with ranks: each rank copies its own shard."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from aiokv import CacheConfig, CacheEngine, RankLost, Regions, WindowGroup
+from aiokv.ranks import Rank, RankGroup, RankTimeouts
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.asyncio
+
+GROUP = WindowGroup(window_tokens=4, device_blocks=6, step_tokens=2, host_blocks=40)
+PROMPTS = [list(range(first, first + 12)) for first in (0, 100, 200, 300)]
+
+
+def regions_of(window: np.ndarray | None) -> Regions:
+    regions = Regions(num_layers=2)
+    regions.add("kv", layers=[np.zeros((40, 8), np.int8)], layer_indices=[0])
+    if window is not None:
+        regions.add_window("local", "local", layers=[window], layer_indices=[1])
+    return regions
+
+
+def ranked(path: Path, windows: list[np.ndarray | None]) -> tuple[CacheEngine, list[Rank]]:
+    group = RankGroup(len(windows), path=path / "ranks", timeouts=RankTimeouts(start=5.0))
+    config = CacheConfig(block_tokens=2, device_blocks=40, host_blocks=40, windows={"local": GROUP})
+    ranks = [Rank(path / "ranks", n, regions_of(window)) for n, window in enumerate(windows)]
+    return CacheEngine(config, ranks=group), ranks
+
+
+async def test_window_blocks_return_on_every_rank(tmp_path):
+    windows = [np.zeros((6, 8), np.int8) for _ in range(2)]
+    engine, ranks = ranked(tmp_path, windows)
+    await asyncio.gather(engine.__aenter__(), *(rank.__aenter__() for rank in ranks))
+
+    async def serve(prompt: list[int]) -> int:
+        async with engine.match(prompt) as lease:
+            await lease.allocate(12)
+            await lease.layers.wait_all()
+            cached = lease.cached_tokens
+            for block in range(max(cached // 2 - 2, 0), cached // 2):
+                for number, window in enumerate(windows):
+                    found = window[lease.window_table("local")[block]]
+                    assert (found == (prompt[0] + 2 * block + number) % 100).all()
+            for end in range(cached + 2, 13, 2):
+                block = end // 2 - 1
+                for number, window in enumerate(windows):
+                    table = lease.window_table("local")
+                    window[table[block]] = (prompt[0] + 2 * block + number) % 100
+                lease.commit(end)
+        for rank in ranks:
+            rank.step(engine.open_step)
+        engine.step()
+        await engine.drain()
+        return cached
+
+    for prompt in PROMPTS:
+        assert await serve(prompt) == 0
+    assert await serve(PROMPTS[0]) == 10
+    assert await serve(PROMPTS[2]) == 10
+    statistics = engine.statistics().windows["local"]
+    assert statistics.onloaded_blocks == 4
+    worker = engine.worker_statistics()
+    assert worker.window_onload.moved_bytes == 4 * 8 * 2
+    assert engine.check_invariants() == []
+    await asyncio.gather(engine.aclose(), *(rank.closed() for rank in ranks))
+    for rank in ranks:
+        await rank.aclose()
+
+
+async def test_a_rank_without_the_tensors_of_a_group_is_refused(tmp_path):
+    engine, ranks = ranked(tmp_path, [None])
+    results = await asyncio.gather(
+        engine.__aenter__(), ranks[0].__aenter__(), return_exceptions=True
+    )
+    assert all(isinstance(result, RankLost) for result in results)
+    assert any("'local' has device_blocks=6" in str(result) for result in results)
