@@ -70,9 +70,9 @@ class WindowStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
     A device block is free, cached, or belongs to one lease alone; a block in host memory is free,
     cached, or the destination of a transfer. Leases have *set aside* the blocks that they have and
-    those that they will have. *Saved* blocks were copied to host memory, *stored* ones to the stores.
-    *Unstored* blocks were to be saved to the stores, and were dropped, rejected or refused, or the
-    save failed. *Fetched* and *unfetched* blocks as in :class:`Statistics`.
+    those that they will have. *Saved* blocks were copied to host memory, *stored* ones to the
+    stores. *Unstored* blocks were to be saved to the stores, and were dropped, rejected or refused,
+    or the save failed. *Fetched* and *unfetched* blocks as in :class:`Statistics`.
     """
 
     device_blocks: int
@@ -107,8 +107,8 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     of pins and prefetches do not. *Fetched* blocks arrived and were verified, *unfetched* ones were
     missing, wrong or late. Blocks that were to be saved to the stores and were not are *dropped*
     (the queue was full, or the block was evicted before), *rejected* by
-    ``CacheConfig.store_admission``, *refused* by a store and saved by none, or *failed*; of snapshots
-    of recurrent state, all these are *unstored*.
+    ``CacheConfig.store_admission``, *refused* by a store and saved by none, or *failed*; snapshots
+    of recurrent state are *unstored* in all these cases.
     """
 
     device_blocks: int

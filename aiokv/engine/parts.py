@@ -13,7 +13,6 @@ from aiokv.engine.speed import PrefillSpeed
 from aiokv.engine.transfers import Transfers
 from aiokv.errors import ConfigError, UsageError
 from aiokv.plan import STATE_OFFLOAD, STATE_ONLOAD, WINDOW_ROUTES
-from aiokv.scheduler.pools import auxiliary_pools
 from aiokv.scheduler.scheduler import CacheScheduler
 from aiokv.stores.identity import StoreIdentity
 from aiokv.stores.pools import StorePools
@@ -152,7 +151,7 @@ def _worker_of(
             regions,
             named_device(device),
             checksums=config.verify == "checksum",
-            stores=_pools_of(config, uses) if uses else None,
+            stores=StorePools(uses) if uses else None,
             host_state_slots=config.host_state_slots,
         )
     can = worker.capabilities
@@ -193,11 +192,6 @@ def _worker_of(
     _check_state(config, regions)
     _check_windows(config, regions)
     return worker
-
-
-def _pools_of(config: CacheConfig, stores: Sequence[StoreUse]) -> StorePools:
-    """Return the stores for all pools of host memory that the cache has."""
-    return StorePools(stores, [pool.name for pool in auxiliary_pools(config)])
 
 
 def _check_stores(config: CacheConfig) -> None:

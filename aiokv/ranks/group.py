@@ -14,13 +14,11 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
-import numpy as np
 
 from aiokv.checks import Unique, arguments, flag, integer
 from aiokv.errors import ClosedError, ConfigError, UsageError
 from aiokv.observe.logs import Log
-from aiokv.plan import WINDOW_ROUTES
-from aiokv.ranks.broadcast import ROUTES, TransferBroadcast
+from aiokv.ranks.broadcast import ROUTES, STORE_ROUTES, TransferBroadcast
 from aiokv.ranks.channel import checked_path, frame_of
 from aiokv.ranks.control_requests import ControlRequests
 from aiokv.ranks.listener import Listener
@@ -34,12 +32,12 @@ from aiokv.stores.store_set import NOTHING, Found
 from aiokv.worker.base import UNLIMITED_BLOCKS, Capabilities
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.ids import check_ids
-from aiokv.worker.store_transfers import STORE_ROUTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from aiokv.config import WindowGroup
@@ -345,9 +343,10 @@ class RankGroup(Unique):
         if plan.route not in self.capabilities.routes:
             raise UsageError(f"transfer {plan.transfer_id}: ranks have no route {plan.route}")
         num_blocks = self._num_blocks
-        if plan.route in WINDOW_ROUTES:
+        if plan.group:
             group = self._windows.get(plan.group)
             num_blocks = {
+                "store": UNLIMITED_BLOCKS,
                 "window": 0 if group is None else group.device_blocks,
                 "host_window": 0 if group is None else group.host_blocks,
             }
@@ -413,8 +412,16 @@ class RankGroup(Unique):
         raise UsageError("record_checksums: ranks do not verify checksums")
 
     async def find(self, pool: StorePool, digests: bytes) -> Found:
-        """Find nothing: ranks save blocks of full attention only."""
-        return Found.nothing(len(digests) // KEY_BYTES)
+        """Ask the stores of all ranks; see :meth:`Worker.find`.
+
+        Returns the objects that all ranks have; nothing in the cases of ``lookup``.
+
+        Cancellation: nothing changed.
+        """
+        num_objects = len(digests) // KEY_BYTES
+        if not self.capabilities.stores or self._closing or self._failure is not None:
+            return Found.nothing(num_objects)
+        return await self._lookups.find(self._membership, pool, digests, num_objects)
 
     async def lookup(self, digests: bytes) -> StoreAnswer:
         """Ask the stores of all ranks; see :meth:`Worker.lookup`.

@@ -19,7 +19,7 @@ from aiokv.checks import Unique, arguments, integer, sequence
 from aiokv.checks import timeout as timeout_of
 from aiokv.errors import AiokvError, ClosedError, ConfigError, RankLost, UsageError
 from aiokv.observe.logs import Log
-from aiokv.plan import FETCH, TransferReport
+from aiokv.plan import FETCH_ROUTES, TransferReport
 from aiokv.ranks.channel import Channel, check_length, checked_path, frame_of
 from aiokv.ranks.counters import Counters
 from aiokv.ranks.messages import (
@@ -348,8 +348,12 @@ class Rank(Unique):
         self._controller.change_weights(version)
 
     async def _look_up(self, lookup: Lookup) -> None:
-        answer = await self._controller.lookup(lookup.digests)
-        self._send(LookupReply(number=lookup.number, seconds=answer.seconds.tolist()))
+        if lookup.pool:
+            found = await self._controller.find(lookup.pool, lookup.digests)
+            seconds = [found.latency_seconds, *found.seconds.tolist()]
+        else:
+            seconds = (await self._controller.lookup(lookup.digests)).seconds.tolist()
+        self._send(LookupReply(number=lookup.number, seconds=seconds))
 
     def _on_closed(self, reason: str) -> None:
         self._disconnected.set_result(None)
@@ -454,7 +458,7 @@ class Rank(Unique):
             return
         counter.add_callback(lambda layer: self._outbox.note_layer(transfer_id, layer))
         self._counters.add(transfer_id, counter)
-        if plan.route == FETCH:
+        if plan.route in FETCH_ROUTES:
             self._spawn(self._report_if_overdue(counter))
 
     async def _report_if_overdue(self, counter: LayerDoneCounter) -> None:

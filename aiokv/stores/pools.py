@@ -36,21 +36,11 @@ class StorePools:
 
     Args:
         stores: in the order in which objects are taken from them.
-        pools: pools besides that of the blocks.
     """
 
-    def __init__(self, stores: Sequence[StoreUse], pools: Sequence[StorePool] = ()) -> None:
+    def __init__(self, stores: Sequence[StoreUse]) -> None:
+        self._stores = stores
         self._sets: dict[StorePool, StoreSet] = {BLOCKS: StoreSet(stores)}
-        self._unsupported = []  # (pool, URL of a store)
-        for pool in pools:
-            parts = []
-            for use in stores:
-                part = use.store.for_pool(pool)
-                if part is None:
-                    self._unsupported.append((pool, use.store.url))
-                else:
-                    parts.append(replace(use, store=part))
-            self._sets[pool] = StoreSet(parts)
 
     async def open(
         self, memories: Mapping[StorePool, StoreMemory], fingerprint: Fingerprints
@@ -66,14 +56,26 @@ class StorePools:
 
         Cancellation: all are closed.
         """
-        for pool, url in self._unsupported:
-            log.warning("store.has_no_pool", url=url, pool=pool)
+        for pool in memories:
+            if pool not in self._sets:
+                self._sets[pool] = StoreSet(self._parts(pool))
         try:
             for pool, stores in self._sets.items():
                 await stores.open(memories[pool], fingerprint(pool))
         except BaseException:
             await self.aclose()
             raise
+
+    def _parts(self, pool: StorePool) -> list[StoreUse]:
+        """Return the parts of the stores for an auxiliary pool."""
+        parts = []
+        for use in self._stores:
+            part = use.store.for_pool(pool)
+            if part is None:
+                log.warning("store.has_no_pool", url=use.store.url, pool=pool)
+            else:
+                parts.append(replace(use, store=part))
+        return parts
 
     async def reopen(
         self, memories: Mapping[StorePool, StoreMemory], fingerprint: Fingerprints

@@ -1,4 +1,4 @@
-"""Blocks of sliding windows in stores: saved by the policy, and brought back with a hit's blocks."""
+"""Blocks of sliding windows in stores: saved by the policy, and brought back for a hit."""
 
 from __future__ import annotations
 

@@ -400,10 +400,10 @@ void bind_core(nb::module_& m) {
             },
             "lease"_a, "group"_a, "first_block"_a, "end_block"_a,
             "One byte per cached block: 1 if a tier has its copy in the group; group -1: state.")
-        .def("begin_auxiliary_fetch", &Core::begin_auxiliary_fetch, "lease"_a, "group"_a,
-             "blocks"_a,
-             "Begin to fetch what a hit of the first blocks lacks in the group, or join a fetch; 0: "
-             "none.")
+        .def(
+            "begin_auxiliary_fetch", &Core::begin_auxiliary_fetch, "lease"_a, "group"_a, "blocks"_a,
+            "Begin to fetch what a hit of the first blocks lacks in the group, or join a fetch; 0: "
+            "none.")
         .def(
             "auxiliary_group",
             [](const Core& core, TransferId id) {
