@@ -1,4 +1,4 @@
-// Sliding-window groups, with and without an attention sink (core_window.cpp).
+// Sliding-window groups, with and without an attention sink (sliding_windows.cpp).
 #include <numeric>
 
 #include "aiokv/core.hpp"
@@ -60,6 +60,7 @@ class Cache {
         config.block_tokens = 2;
         config.device_blocks = 64;
         config.host_blocks = host_blocks;
+        if (window.host_blocks > 0) config.write_policy = WritePolicy::kWriteThrough;
         config.windows = {window};
         return config;
     }
@@ -159,4 +160,94 @@ TEST(windows_that_do_not_fit_are_refused) {
     CHECK_THROWS(ConfigError, Cache({6, 4, 2, ~0u}));
     CHECK_THROWS(ConfigError, Cache({6, 0, 2, 0}));
     CHECK_EQ(Cache({7, 4, 2, 5}).core.window_group(0).reach_blocks, 7u);
+}
+
+// -- host copies ---------------------------------------------------------------------------------
+
+namespace {
+
+// Copies all blocks to host memory that can be copied now.
+std::size_t save_all(Cache& cache, Outcome outcome = Outcome::kDone) {
+    std::size_t blocks = 0;
+    while (const TransferId id = cache.core.take_window_save()) {
+        blocks += cache.core.move(id).sources.size();
+        cache.check();
+        cache.core.complete(id, outcome, 0);
+        cache.check();
+    }
+    return blocks;
+}
+
+void serve(Cache& cache, const Prompt& tokens) {
+    const LeaseId id = cache.granted(tokens);
+    cache.commit(id, 2, static_cast<std::int64_t>(tokens.size()));
+    cache.core.release(id, 0);
+}
+
+// A lease whose window of 2 blocks is in host memory only.
+LeaseId hit_on_host(Cache& cache) {
+    serve(cache, counting(8));
+    save_all(cache);
+    serve(cache, counting(12, 100));
+    const LeaseId id = cache.core.match(counting(9), "").lease;
+    CHECK(cache.core.allocate(id, 12) == Grant::kLoading);
+    cache.check();
+    return id;
+}
+
+}  // namespace
+
+TEST(a_window_returns_from_the_host_and_is_cached_again) {
+    Cache cache({6, 5, 2, 0, 8}, 16);
+    const LeaseId id = hit_on_host(cache);
+    const TransferId onload = cache.core.lease(id).onloads[0];
+    CHECK_EQ(cache.core.move(onload).targets.size(), std::size_t{2});
+    cache.core.complete(onload, Outcome::kDone, 0);
+    CHECK_EQ(cache.core.lease(id).cached_tokens, 8u);
+    const BlockId block = cache.core.table_of(id, 0)[3];
+    CHECK(cache.core.window_group(0).pool.is_attached(block));
+    cache.core.release(id, 0);
+    CHECK_EQ(cache.hit(counting(9)), 4u);
+}
+
+TEST(a_table_does_not_move_on_while_its_window_is_onloaded) {
+    Cache cache({6, 5, 2, 0, 8}, 16);
+    const LeaseId id = hit_on_host(cache);
+    CHECK_EQ(cache.table(id), "..####");
+    cache.core.commit(id, 12, 0);
+    cache.check();
+    CHECK_EQ(cache.table(id), "..####");
+    cache.core.complete(cache.core.lease(id).onloads[0], Outcome::kDone, 0);
+    cache.check();
+    CHECK_EQ(cache.table(id), "....##");
+    cache.core.release(id, 0);
+}
+
+TEST(a_failed_onload_of_a_window_drops_its_host_copies_from_the_first_bad_one_on) {
+    Cache cache({6, 5, 2, 0, 8}, 16);
+    const LeaseId id = hit_on_host(cache);
+    const AuxiliaryPool& host = *cache.core.window_group(0).host_pool();
+    const std::uint32_t cached = host.attached();
+    cache.core.complete(cache.core.lease(id).onloads[0], Outcome::kFailed, 1);
+    cache.check();
+    CHECK_EQ(host.attached(), cached - 1);
+    CHECK_EQ(cache.core.lease(id).cached_tokens, 0u);
+    cache.core.release(id, 0);
+    CHECK_EQ(cache.hit(counting(9)), 3u);
+}
+
+TEST(ids_that_only_a_move_needs_are_set_aside) {
+    Cache cache({5, 5, 2, 0, 8}, 16);  // a lease needs 4
+    const LeaseId id = hit_on_host(cache);
+    const TransferId onload = cache.core.lease(id).onloads[0];
+    cache.core.release(id, 0);
+    cache.check();
+    CHECK_EQ(cache.core.window_group(0).in_flight, 2u);
+    const LeaseId other = cache.core.match(counting(20, 200), "").lease;
+    CHECK(!cache.core.can_allocate(other, 20, false));
+    CHECK(cache.core.allocate(other, 20) == Grant::kNone);
+    cache.core.complete(onload, Outcome::kDone, 0);
+    CHECK_EQ(cache.core.window_group(0).in_flight, 0u);
+    CHECK(cache.core.allocate(other, 20) == Grant::kReady);
+    cache.core.release(other, 0);
 }
