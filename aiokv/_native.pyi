@@ -292,6 +292,18 @@ class CoreStatistics:
     def failed_sends(self) -> int: ...
 
     @property
+    def stored_snapshots(self) -> int: ...
+
+    @property
+    def unstored_snapshots(self) -> int: ...
+
+    @property
+    def fetched_snapshots(self) -> int: ...
+
+    @property
+    def unfetched_snapshots(self) -> int: ...
+
+    @property
     def index_bytes(self) -> int: ...
 
     @property
@@ -513,6 +525,29 @@ class Core:
         """
         Begin to fetch missing blocks, or join the fetch that brings the first; 0: none.
         """
+
+    def borders(self, lease: int, skip: int = 0) -> tuple[int, int, int, bytes, bytes]:
+        """
+        (hit, cached, first_block, digests, may_end) of the blocks behind the hit, from block hit + skip on; may_end: one byte per block, 0 where a hit would cut an item.
+        """
+
+    def has_copies(self, lease: int, group: int, first_block: int, end_block: int) -> bytes:
+        """
+        One byte per cached block: 1 if a tier has its copy in the group; group -1: state.
+        """
+
+    def begin_auxiliary_fetch(self, lease: int, group: int, blocks: int) -> int:
+        """
+        Begin to fetch what a hit of the first blocks lacks in the group, or join a fetch; 0: none.
+        """
+
+    def auxiliary_group(self, transfer: int) -> int:
+        """
+        The group of a fetch or a save in flight; -1: recurrent state, -2: it moves blocks.
+        """
+
+    def stored_copies(self, group: int) -> tuple[int, int, int, int]:
+        """(saved, unsaved, fetched, unfetched) copies of a group."""
 
     def wants_saves(self) -> bool: ...
 

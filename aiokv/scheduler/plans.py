@@ -19,12 +19,16 @@ from aiokv.plan import (
     SAVE,
     SEND,
     STATE,
+    STATE_FETCH,
     STATE_OFFLOAD,
     STATE_ONLOAD,
     STATE_RECEIVE,
+    STATE_SAVE,
     STATE_SEND,
+    WINDOW_FETCH,
     WINDOW_OFFLOAD,
     WINDOW_ONLOAD,
+    WINDOW_SAVE,
     Priority,
     TransferPlan,
     id_bytes,
@@ -35,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from aiokv.config import CacheConfig, WindowGroup
-    from aiokv.plan import TransferReport
+    from aiokv.plan import Route, TransferReport
 
 KEPT_REPORTS: Final = 256  # newest report ids, to detect a report repeated after an interrupt
 
@@ -65,6 +69,7 @@ _PEER_ROUTES = {
     PeerRoute.RECEIVE_STATE: STATE_RECEIVE,
     PeerRoute.SEND_STATE: STATE_SEND,
 }
+_BLOCKS: Final = -2  # of fetches and saves of blocks of full attention
 _OUTCOMES = {
     "done": Outcome.DONE,
     "failed": Outcome.FAILED,
@@ -158,9 +163,11 @@ class Plans:
     def fetch(self, transfer_id: int, priority: Priority) -> TransferPlan:
         """Return the plan of a fetch; its source ids are the indices of the digests."""
         host_blocks, digests = self._core.store_transfer(transfer_id)
+        route, group = self._store_route(transfer_id, FETCH, STATE_FETCH, WINDOW_FETCH)
         return TransferPlan(
             transfer_id=transfer_id,
-            route=FETCH,
+            route=route,
+            group=group,
             source_blocks=_indices(host_blocks),
             target_blocks=host_blocks,
             priority=priority,
@@ -170,9 +177,11 @@ class Plans:
     def save(self, transfer_id: int) -> TransferPlan:
         """Return the plan of a save; its target ids are the indices of the digests."""
         host_blocks, digests = self._core.store_transfer(transfer_id)
+        route, group = self._store_route(transfer_id, SAVE, STATE_SAVE, WINDOW_SAVE)
         return TransferPlan(
             transfer_id=transfer_id,
-            route=SAVE,
+            route=route,
+            group=group,
             source_blocks=host_blocks,
             target_blocks=_indices(host_blocks),
             priority=Priority.BACKUP,
@@ -193,6 +202,15 @@ class Plans:
             after_step=after_step,
             peer=ticket_id,
         )
+
+    def _store_route(
+        self, transfer_id: int, blocks: Route, state: Route, window: Route
+    ) -> tuple[Route, str]:
+        """Return the one of three routes that a fetch or a save has, and its window group."""
+        group = self._core.auxiliary_group(transfer_id)
+        if group == _BLOCKS:
+            return blocks, ""
+        return (state, "") if group == _NO_GROUP else (window, self._groups[group])
 
     def _move(self, transfer_id: int, priority: Priority) -> TransferPlan:
         """Return the plan of a move of a state slot, or of blocks of a window group."""

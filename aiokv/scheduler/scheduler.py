@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiokv.config import CacheConfig
-    from aiokv.plan import TransferReport
+    from aiokv.plan import StorePool, TransferReport
     from aiokv.scheduler.gate import GateChange
     from aiokv.types import Tier
 
@@ -81,6 +81,7 @@ TRANSITIONS: Final = (
     "finish_step",
     "collect_backups",
     "fetch",
+    "fetch_auxiliary",
     "collect_saves",
     "save",
     "receive",
@@ -776,6 +777,30 @@ class CacheScheduler:
         if not self.has_stores or not self._store_saver.is_active:
             return 0, self._outbox.pending
         return self._fetches.begin(lease_id, num_blocks, priority), self._outbox.pending
+
+    def fetch_auxiliary(
+        self, lease_id: int, num_blocks: int, pool: StorePool, priority: Priority
+    ) -> tuple[int, Effects]:
+        """Begin to fetch what a hit of ``num_blocks`` cached blocks lacks in an auxiliary pool.
+
+        A lease joins the fetch in flight that brings the first of it. Copies that have arrived are
+        cached on the host, also when the lease has ended; room is made by evicting copies.
+
+        Args:
+            lease_id: a matched lease.
+            num_blocks: of its prompt; all are cached.
+            pool: name of the pool, of ``read.pools``.
+            priority: as for ``fetch``.
+
+        Returns:
+            The transfer; 0 when the tiers have all that the hit needs, the blocks are not cached,
+            no host room can be made, admission is paused, or a tier is asleep.
+        """
+        if not self.has_stores or not self._store_saver.is_active:
+            return 0, self._outbox.pending
+        group = self.read.group_of(pool)
+        begun = self._fetches.begin_auxiliary(lease_id, num_blocks, group, priority)
+        return begun, self._outbox.pending
 
     def collect_saves(self, *, by_holder: bool = False) -> tuple[bool, Effects]:
         """Begin a save of blocks to the stores; return False if there are none.

@@ -109,6 +109,10 @@ class SlidingWindows {
     // After the end of a move, of which the first `good` blocks are proven.
     void finish_move(const Move& move, std::uint32_t good, bool failed);
 
+    // -- stores; as in RecurrentState
+    void connect_stores(StoredBlocks& stored, Residency& residency);
+    std::vector<AuxiliaryStore*> stores();
+
     void close_step(Step step);
     void finish_step(Step step);
     Step unfinished_step() const;

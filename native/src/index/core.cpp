@@ -56,6 +56,11 @@ const CoreConfig& checked(const CoreConfig& config) {
     return config;
 }
 
+AuxiliaryPools& connected(AuxiliaryPools& pools, StoredBlocks& stored, Residency& residency) {
+    if (stored.exist()) pools.connect_stores(stored, residency);
+    return pools;
+}
+
 }  // namespace
 
 Core::Core(const CoreConfig& config)
@@ -89,7 +94,8 @@ Core::Core(const CoreConfig& config)
       completions_(config_, device_, leases_, index_, state_, auxiliary_, matching_, residency_,
                    transfers_, promises_, publication_, swaps_, store_saver_),
       tiers_(config_, device_, leases_, index_, auxiliary_, residency_, saver_, transfers_,
-             promises_, swaps_, store_saver_) {}
+             promises_, swaps_, store_saver_),
+      auxiliary_stores_(connected(auxiliary_, stored_, residency_), matching_) {}
 
 Hit Core::match(Tokens tokens, std::string_view context, bool reads, bool writes,
                 std::span<const Item> items) {
@@ -159,6 +165,8 @@ std::vector<LeaseId> Core::complete(TransferId id, Outcome outcome, std::uint32_
     }
     if (store_saver_.has(id)) {
         store_saver_.complete(id, outcome, results);
+    } else if (auxiliary_stores_.has(id)) {
+        auxiliary_stores_.complete(id, outcome, first_bad_block, results);
     } else if (fetches_.has(id)) {
         const auto blocks = static_cast<std::uint32_t>(fetches_.get(id).host_blocks.size());
         fetches_.complete(id, outcome == Outcome::kDone     ? blocks
@@ -268,6 +276,11 @@ CoreStatistics Core::statistics() const {
     saver_.add_to(s);
     store_saver_.add_to(s);
     fetches_.add_to(s);
+    const StoredCopies snapshots = auxiliary_stores_.counts(kRecurrentState);
+    s.stored_snapshots = snapshots.saved;
+    s.unstored_snapshots = snapshots.unsaved;
+    s.fetched_snapshots = snapshots.fetched;
+    s.unfetched_snapshots = snapshots.unfetched;
     publication_.add_to(s);
     grants_.add_to(s);
     peers_.add_to(s);

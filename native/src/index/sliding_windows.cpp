@@ -119,6 +119,20 @@ void SlidingWindows::forget_host() {
     }
 }
 
+void SlidingWindows::connect_stores(StoredBlocks& stored, Residency& residency) {
+    for (WindowGroup& group : groups_) {
+        if (group.host) group.host->connect_stores(stored, residency);
+    }
+}
+
+std::vector<AuxiliaryStore*> SlidingWindows::stores() {
+    std::vector<AuxiliaryStore*> stores;
+    for (WindowGroup& group : groups_) {
+        if (group.host && group.host->stores() != nullptr) stores.push_back(group.host->stores());
+    }
+    return stores;
+}
+
 void SlidingWindows::close_step(Step step) {
     for (WindowGroup& group : groups_) group.pool.close_step(step);
 }
@@ -226,6 +240,7 @@ void SlidingWindows::take_hit(WindowGroup& group, WindowTable& window, Lease& le
     std::vector<std::size_t> absent;
     for_each_needed(group, hits, [&](std::size_t i) {
         const BlockId id = group.pool.find(lease.path[i]);
+        if (group.host) group.host->note_hit(lease.path[i]);
         window.table[i] = id;
         if (id == kNoBlock) return absent.push_back(i);
         group.pool.add_reader(id);

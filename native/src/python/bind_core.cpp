@@ -39,7 +39,13 @@ using RoomTuple = nb::typed<nb::tuple, std::uint32_t, std::uint32_t, std::uint32
 using HitTuple = nb::typed<nb::tuple, std::uint32_t, std::uint32_t>;
 using PendingTuple = nb::typed<nb::tuple, LeaseId, std::uint32_t>;
 using UsageTuple = nb::typed<nb::tuple, std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t>;
+constexpr std::int32_t kFullAttention = -2;  // in place of a group
+
+using StoredCopiesTuple =
+    nb::typed<nb::tuple, std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t>;
 using MissingTuple = nb::typed<nb::tuple, std::size_t, nb::bytes>;
+using BordersTuple =
+    nb::typed<nb::tuple, std::size_t, std::size_t, std::size_t, nb::bytes, nb::bytes>;
 using StoreTransferTuple = nb::typed<nb::tuple, nb::bytes, nb::bytes>;
 // (device_blocks, window_tokens, step_tokens, sink_tokens, host_blocks)
 using WindowTuple =
@@ -91,13 +97,27 @@ nb::bytes digest_bytes(std::span<const Digest> digests) {
     return nb::bytes(digests.data(), digests.size_bytes());
 }
 
+nb::bytes byte_flags(std::span<const std::uint8_t> flags) {
+    return nb::bytes(flags.data(), flags.size());
+}
+
 MissingTuple missing(Core& core, LeaseId id) {
     const Missing found = core.missing(id);
     return nb::make_tuple(found.first_block, digest_bytes(found.digests));
 }
 
+BordersTuple borders(Core& core, LeaseId id, std::size_t skip) {
+    const Borders found = core.borders(id, skip);
+    return nb::make_tuple(found.hit, found.cached, found.first_block, digest_bytes(found.digests),
+                          byte_flags(found.may_end));
+}
+
 // A fetch or a save.
 StoreTransferTuple store_transfer(const Core& core, TransferId id) {
+    if (core.auxiliary_stores().has(id)) {
+        const AuxiliaryTransfer& transfer = core.auxiliary_stores().get(id);
+        return nb::make_tuple(id_bytes(transfer.ids), digest_bytes(transfer.digests));
+    }
     if (core.is_save(id)) {
         const Save& save = core.save(id);
         return nb::make_tuple(id_bytes(save.host_blocks), digest_bytes(save.digests));
@@ -204,6 +224,10 @@ void bind_statistics(nb::module_& m) {
         .def_ro("sent_blocks", &S::sent_blocks)
         .def_ro("sent_states", &S::sent_states)
         .def_ro("failed_sends", &S::failed_sends)
+        .def_ro("stored_snapshots", &S::stored_snapshots)
+        .def_ro("unstored_snapshots", &S::unstored_snapshots)
+        .def_ro("fetched_snapshots", &S::fetched_snapshots)
+        .def_ro("unfetched_snapshots", &S::unfetched_snapshots)
         .def_ro("index_bytes", &S::index_bytes)
         .def_ro("token_bytes", &S::token_bytes);
 }
@@ -421,6 +445,37 @@ void bind_core(nb::module_& m) {
              "(first block, digests) of the blocks behind the cached ones that stores may have.")
         .def("begin_fetch", &Core::begin_fetch, "lease"_a, "blocks"_a,
              "Begin to fetch missing blocks, or join the fetch that brings the first; 0: none.")
+        .def(
+            "borders", &borders, "lease"_a, "skip"_a = 0,
+            "(hit, cached, first_block, digests, may_end) of the blocks behind the hit, from block "
+            "hit + skip on; may_end: one byte per block, 0 where a hit would cut an item.")
+        .def(
+            "has_copies",
+            [](Core& core, LeaseId id, std::int32_t group, std::size_t first, std::size_t end) {
+                return byte_flags(core.has_copies(id, group, first, end));
+            },
+            "lease"_a, "group"_a, "first_block"_a, "end_block"_a,
+            "One byte per cached block: 1 if a tier has its copy in the group; group -1: state.")
+        .def(
+            "begin_auxiliary_fetch", &Core::begin_auxiliary_fetch, "lease"_a, "group"_a, "blocks"_a,
+            "Begin to fetch what a hit of the first blocks lacks in the group, or join a fetch; 0: "
+            "none.")
+        .def(
+            "auxiliary_group",
+            [](const Core& core, TransferId id) {
+                const AuxiliaryStores& stores = core.auxiliary_stores();
+                return stores.has(id) ? stores.group_of(id) : kFullAttention;
+            },
+            "transfer"_a,
+            "The group of a fetch or a save in flight; -1: recurrent state, -2: it moves blocks.")
+        .def(
+            "stored_copies",
+            [](const Core& core, std::int32_t group) -> StoredCopiesTuple {
+                const StoredCopies counts = core.auxiliary_stores().counts(group);
+                return nb::make_tuple(counts.saved, counts.unsaved, counts.fetched,
+                                      counts.unfetched);
+            },
+            "group"_a, "(saved, unsaved, fetched, unfetched) copies of a group.")
         .def("wants_saves", &Core::wants_saves)
         .def("take_saves", &Core::take_saves, "Begin a save; 0: there is nothing to save.")
         .def("store_transfer", &store_transfer, "transfer"_a,
