@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 ID_DTYPE = np.dtype("<i4")
 ZEROS: Final = -1  # source id of a target that is filled with zeros
 
-Pool = Literal["device", "host", "state", "host_state", "store", "peer"]
+Pool = Literal["device", "host", "state", "host_state", "window", "store", "peer"]
 Direction = Literal[
     "onload",
     "offload",
@@ -33,6 +33,8 @@ Direction = Literal[
     "send",
     "state_receive",
     "state_send",
+    "window_receive",
+    "window_send",
 ]
 Outcome = Literal["done", "failed", "cancelled"]
 
@@ -49,6 +51,8 @@ _NAMES: Final[dict[tuple[Pool, Pool], Direction]] = {
     ("device", "peer"): "send",
     ("peer", "state"): "state_receive",
     ("state", "peer"): "state_send",
+    ("peer", "window"): "window_receive",
+    ("window", "peer"): "window_send",
 }
 
 
@@ -58,7 +62,8 @@ class Route(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     Attributes:
         source: pool of the source ids: ``"device"`` and ``"host"`` have blocks, ``"state"`` has
             slots of recurrent state, on the device, and ``"host_state"`` has those in host
-            memory. ``"store"`` is all stores together: its blocks have digests, and its ids are
+            memory. ``"window"`` has the blocks of the window group that the plan names, on the
+            device. ``"store"`` is all stores together: its blocks have digests, and its ids are
             their indices in the plan. ``"peer"`` is the engine at the other end of a ticket: its
             ids are the indices of the blocks in the prompt, or 0 for the recurrent state.
         target: pool of the target ids.
@@ -89,6 +94,8 @@ RECEIVE: Final = Route("peer", "device")
 SEND: Final = Route("device", "peer")
 STATE_RECEIVE: Final = Route("peer", "state")
 STATE_SEND: Final = Route("state", "peer")
+WINDOW_RECEIVE: Final = Route("peer", "window")
+WINDOW_SEND: Final = Route("window", "peer")
 
 
 class Priority(IntEnum):
@@ -113,6 +120,7 @@ class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
         after_step: the step whose work must be finished on the device before the first byte
             moves; 0 when there is nothing to wait for.
         digests: 32 bytes per block for routes from or to ``"store"``; empty for the others.
+        group: name of the window group for routes from or to ``"window"``; empty for the others.
         peer: id of the ticket for routes from or to ``"peer"``, 16 bytes; empty for the others.
     """
 
@@ -123,6 +131,7 @@ class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = Priority.DEMAND
     after_step: int = 0
     digests: bytes = b""
+    group: str = ""
     peer: bytes = b""
 
     @property
