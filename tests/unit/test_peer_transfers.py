@@ -953,6 +953,21 @@ def test_windows_are_received_behind_a_hit_that_has_some_of_them():
     assert cache.commit_received(lease_id, 14) == 1
 
 
+def test_window_blocks_that_a_lease_gives_back_wait_for_the_step_that_is_open():
+    near = WindowGroup(window_tokens=5, device_blocks=3, step_tokens=4)
+    cache = Cache(16, windows={"near": near})
+    cache.apply(cache.scheduler.track_steps(True))
+    lease_id = cache.granted(22)
+    for position in (4, 8):
+        cache.commit(lease_id, position)
+    cache.apply(cache.scheduler.close_step())
+    cache.apply(cache.scheduler.finish_step(1))
+    cache.end(cache.receive(lease_id, 2, 4))
+
+    transfer_id = receive_window(cache, lease_id, "near", 22)
+    assert cache.plans[transfer_id].after_step == 2  # which may compute with the lease
+
+
 def test_lease_that_waits_for_windows_is_not_changed():
     cache, lease_id = windowed(host_blocks=8)
     cache.end(cache.receive(lease_id, 0, 7))

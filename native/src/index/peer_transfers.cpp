@@ -269,7 +269,6 @@ TransferId PeerTransfers::receive_window(Lease& lease, const TicketId& ticket, s
             .of(lease.id());
     }
     if (window.received_tokens == 0) windows_.move_to(lease, tokens, lease.last_use(step));
-    lease.windows[group].has_arrived = false;
     return begin_window(lease, PeerRoute::kReceiveWindow, ticket, group,
                         windows_.missing_blocks(lease, group, tokens));
 }
