@@ -120,8 +120,9 @@ class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
         after_step: the step whose work must be finished on the device before the first byte
             moves; 0 when there is nothing to wait for.
         digests: 32 bytes per block for routes from or to ``"store"``; empty for the others.
-        group: name of the window group for routes from or to ``"window"``; empty for the others.
         peer: id of the ticket for routes from or to ``"peer"``, 16 bytes; empty for the others.
+        group: name of the window group for routes from or to ``"window"`` and ``"host_window"``;
+            empty for the others.
     """
 
     transfer_id: int
@@ -131,8 +132,8 @@ class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = Priority.DEMAND
     after_step: int = 0
     digests: bytes = b""
-    group: str = ""
     peer: bytes = b""
+    group: str = ""
 
     @property
     def direction(self) -> Direction:
