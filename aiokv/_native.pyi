@@ -277,6 +277,9 @@ class CoreStatistics:
     def received_states(self) -> int: ...
 
     @property
+    def received_window_blocks(self) -> int: ...
+
+    @property
     def failed_receives(self) -> int: ...
 
     @property
@@ -287,6 +290,9 @@ class CoreStatistics:
 
     @property
     def sent_states(self) -> int: ...
+
+    @property
+    def sent_window_blocks(self) -> int: ...
 
     @property
     def failed_sends(self) -> int: ...
@@ -352,6 +358,10 @@ class PeerRoute(enum.Enum):
     RECEIVE_STATE = 2
 
     SEND_STATE = 3
+
+    RECEIVE_WINDOW = 4
+
+    SEND_WINDOW = 5
 
 class EvictionKind(enum.Enum):
     LRU = 0
@@ -573,6 +583,16 @@ class Core:
     def send_state(self, lease: int, ticket_id: bytes, num_tokens: int) -> int:
         """Begin to send the state after the computed positions."""
 
+    def receive_window(self, lease: int, ticket_id: bytes, group: int, num_tokens: int, step: int = 0) -> int:
+        """
+        Begin to receive the blocks of a window group behind received positions.
+        """
+
+    def send_window(self, lease: int, ticket_id: bytes, group: int, num_tokens: int) -> int:
+        """
+        Begin to send the blocks of a window group behind the computed positions.
+        """
+
     def end_ticket(self, lease: int, ticket_id: bytes) -> None:
         """
         No caller waits for the transfers of the ticket: those in flight are abandoned.
@@ -586,8 +606,10 @@ class Core:
 
     def is_peer_transfer(self, transfer: int) -> bool: ...
 
-    def peer_transfer(self, transfer: int) -> tuple[PeerRoute, bytes, int, bytes, int]:
-        """(route, ticket_id, first_block, blocks or the state slot, after_step)."""
+    def peer_transfer(self, transfer: int) -> tuple[PeerRoute, bytes, int, bytes, bytes, int]:
+        """
+        (route, ticket_id, window group, blocks of the prompt, own blocks or the state slot, after_step).
+        """
 
     def peer_transfers(self, lease: int) -> list[int]:
         """Transfers in flight that receive or send blocks of the lease."""

@@ -39,6 +39,8 @@ Direction = Literal[
     "send",
     "state_receive",
     "state_send",
+    "window_receive",
+    "window_send",
 ]
 StorePool: TypeAlias = str  # "host", "host_state" or "host_window:" and the name of the group
 Outcome = Literal["done", "failed", "cancelled"]
@@ -62,6 +64,8 @@ _NAMES: Final[dict[tuple[Pool, Pool], Direction]] = {
     ("host_state", "store"): "state_save",
     ("store", "host_window"): "window_fetch",
     ("host_window", "store"): "window_save",
+    ("peer", "window"): "window_receive",
+    ("window", "peer"): "window_send",
 }
 
 
@@ -120,6 +124,8 @@ RECEIVE: Final = Route("peer", "device")
 SEND: Final = Route("device", "peer")
 STATE_RECEIVE: Final = Route("peer", "state")
 STATE_SEND: Final = Route("state", "peer")
+WINDOW_RECEIVE: Final = Route("peer", "window")
+WINDOW_SEND: Final = Route("window", "peer")
 PEER_ROUTES: Final = frozenset((RECEIVE, SEND))
 PEER_GROUP: Final = "peer"  # of copies between device blocks and the slots of peers
 STATE_FETCH: Final = Route("store", "host_state")

@@ -157,10 +157,12 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     receives: int
     received_blocks: int
     received_states: int
+    received_window_blocks: int
     failed_receives: int
     sends: int
     sent_blocks: int
     sent_states: int
+    sent_window_blocks: int
     failed_sends: int
     host_state_slots: int
     host_state_free: int

@@ -28,7 +28,9 @@ from aiokv.plan import (
     WINDOW_FETCH,
     WINDOW_OFFLOAD,
     WINDOW_ONLOAD,
+    WINDOW_RECEIVE,
     WINDOW_SAVE,
+    WINDOW_SEND,
     Priority,
     TransferPlan,
     id_bytes,
@@ -36,7 +38,7 @@ from aiokv.plan import (
 
 if TYPE_CHECKING:
     from collections import deque
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from aiokv.config import CacheConfig, WindowGroup
     from aiokv.plan import Route, TransferReport
@@ -68,6 +70,8 @@ _PEER_ROUTES = {
     PeerRoute.SEND: SEND,
     PeerRoute.RECEIVE_STATE: STATE_RECEIVE,
     PeerRoute.SEND_STATE: STATE_SEND,
+    PeerRoute.RECEIVE_WINDOW: WINDOW_RECEIVE,
+    PeerRoute.SEND_WINDOW: WINDOW_SEND,
 }
 _BLOCKS: Final = -2  # of fetches and saves of blocks of full attention
 _OUTCOMES = {
@@ -188,11 +192,17 @@ class Plans:
             digests=digests,
         )
 
-    def peer(self, transfer_id: int) -> TransferPlan:
-        """Return the plan of a transfer from or to a peer, whose ids are indices in the prompt."""
-        kind, ticket_id, first_block, own_ids, after_step = self._core.peer_transfer(transfer_id)
+    def peer(self, transfer_id: int, groups: Sequence[str]) -> TransferPlan:
+        """Return the plan of a transfer from or to a peer, whose ids are indices in the prompt.
+
+        Args:
+            transfer_id: the transfer.
+            groups: names of all window groups.
+        """
+        kind, ticket_id, group, in_prompt, own_ids, after_step = self._core.peer_transfer(
+            transfer_id
+        )
         route = _PEER_ROUTES[kind]
-        in_prompt = _indices(own_ids, first_block)
         receives = route.source == "peer"
         return TransferPlan(
             transfer_id=transfer_id,
@@ -200,6 +210,7 @@ class Plans:
             source_blocks=in_prompt if receives else own_ids,
             target_blocks=own_ids if receives else in_prompt,
             after_step=after_step,
+            group=groups[group] if "window" in (route.source, route.target) else "",
             peer=ticket_id,
         )
 
@@ -263,6 +274,6 @@ class Plans:
             released.extend(chain.from_iterable(starmap(self._core.complete, (args,))))
 
 
-def _indices(blocks: bytes, first: int = 0) -> bytes:
-    """Return the ids of the blocks of a store or a peer: their indices, from ``first`` on."""
-    return id_bytes(np.arange(first, first + len(blocks) // ID_DTYPE.itemsize))
+def _indices(blocks: bytes) -> bytes:
+    """Return the ids of a store's blocks: their indices."""
+    return id_bytes(np.arange(len(blocks) // ID_DTYPE.itemsize))

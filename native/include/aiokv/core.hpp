@@ -192,10 +192,19 @@ class Core {
     TransferId send_state(LeaseId id, const TicketId& ticket, std::int64_t num_tokens) {
         return peers_.send_state(leases_.at(id), ticket, num_tokens);
     }
+    // `step`: the open one. It may use the window blocks that the lease gives back.
+    TransferId receive_window(LeaseId id, const TicketId& ticket, std::size_t group,
+                              std::int64_t num_tokens, Step step) {
+        return peers_.receive_window(leases_.at(id), ticket, group, num_tokens, step);
+    }
+    TransferId send_window(LeaseId id, const TicketId& ticket, std::size_t group,
+                           std::int64_t num_tokens) {
+        return peers_.send_window(leases_.at(id), ticket, group, num_tokens);
+    }
     void end_ticket(LeaseId id, const TicketId& ticket) {
         peers_.end_ticket(leases_.at(id), ticket);
     }
-    // With recurrent state, the end of receive_state() commits.
+    // With recurrent state, the end of receive_state() commits. All windows have arrived.
     std::uint32_t commit_received(LeaseId id, std::int64_t num_tokens);
     // Throws LeaseError: these positions have no tokens.
     Digest prompt_digest(LeaseId id, std::int64_t num_tokens) const;

@@ -80,7 +80,7 @@ Core::Core(const CoreConfig& config)
       promises_(leases_.records(), config_.block_tokens),
       uses_(index_.tree(), leases_),
       batches_(leases_),
-      peers_(config_, device_, leases_, index_, state_, transfers_),
+      peers_(config_, device_, leases_, index_, state_, windows_, transfers_),
       matching_(config_, index_, auxiliary_, transfers_),
       fetches_(config_, index_, stored_, matching_, residency_, transfers_),
       publication_(config_, device_, index_, state_, windows_, residency_, saver_, promises_,
@@ -180,7 +180,7 @@ std::vector<LeaseId> Core::complete(TransferId id, Outcome outcome, std::uint32_
 
 void Core::finish_state(Lease& lease, std::uint32_t num_tokens) {
     if (num_tokens == 0) {
-        completions_.lose_state(lease);
+        completions_.lose_sides(lease);
     } else {
         publication_.commit_received(lease, num_tokens);
     }
@@ -188,13 +188,14 @@ void Core::finish_state(Lease& lease, std::uint32_t num_tokens) {
 
 std::uint32_t Core::commit_received(LeaseId id, std::int64_t num_tokens) {
     Lease& lease = leases_.at(id);
-    peers_.check_commit(lease, num_tokens);
+    peers_.check_positions(lease, num_tokens);
     if (state_.exists() && num_tokens > static_cast<std::int64_t>(lease.computed_tokens)) {
         throw LeaseError("commit: the recurrent state after " + std::to_string(num_tokens) +
                          " positions was not received")
             .of(id)
             .hint("call receive_state instead, which commits the positions");
     }
+    peers_.check_windows(lease, "commit", num_tokens);
     return publication_.commit_received(lease, num_tokens);
 }
 

@@ -5,6 +5,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <numeric>
+
 #include "aiokv/core.hpp"
 #include "aiokv/error.hpp"
 #include "bindings.hpp"
@@ -58,7 +60,7 @@ using StateCopyTuple = nb::typed<nb::tuple, BlockId, BlockId>;
 using MoveTuple = nb::typed<nb::tuple, MoveRoute, std::int32_t, nb::bytes, nb::bytes, Step>;
 using TransferTuple = nb::typed<nb::tuple, nb::bytes, nb::bytes, Step>;
 using PeerTransferTuple =
-    nb::typed<nb::tuple, PeerRoute, nb::bytes, std::uint32_t, nb::bytes, Step>;
+    nb::typed<nb::tuple, PeerRoute, nb::bytes, std::size_t, nb::bytes, nb::bytes, Step>;
 using PeerEndTuple = nb::typed<nb::tuple, TransferId, LeaseId, std::uint32_t, bool>;
 
 MatchTuple match(Core& core, TokenArray tokens, std::string_view context, bool reads, bool writes) {
@@ -139,8 +141,14 @@ TicketId ticket_id(const nb::bytes& bytes) {
 
 PeerTransferTuple peer_transfer(const Core& core, TransferId id) {
     const PeerTransfer& t = core.peer_transfer(id);
-    return nb::make_tuple(t.route, nb::bytes(t.ticket.data(), t.ticket.size()), t.first_block,
-                          t.moves_state() ? id_bytes({t.slot}) : id_bytes(t.blocks), t.after_step);
+    std::vector<BlockId> in_prompt(t.side_blocks.begin(), t.side_blocks.end());
+    if (t.moves_blocks()) {
+        in_prompt.resize(t.blocks.size());
+        std::iota(in_prompt.begin(), in_prompt.end(), static_cast<BlockId>(t.first_block));
+    }
+    return nb::make_tuple(t.route, nb::bytes(t.ticket.data(), t.ticket.size()), t.group,
+                          id_bytes(in_prompt), id_bytes(t.moves_blocks() ? t.blocks : t.side_ids),
+                          t.after_step);
 }
 
 std::vector<PeerEndTuple> take_peer_ends(Core& core) {
@@ -219,10 +227,12 @@ void bind_statistics(nb::module_& m) {
         .def_ro("receives", &S::receives)
         .def_ro("received_blocks", &S::received_blocks)
         .def_ro("received_states", &S::received_states)
+        .def_ro("received_window_blocks", &S::received_window_blocks)
         .def_ro("failed_receives", &S::failed_receives)
         .def_ro("sends", &S::sends)
         .def_ro("sent_blocks", &S::sent_blocks)
         .def_ro("sent_states", &S::sent_states)
+        .def_ro("sent_window_blocks", &S::sent_window_blocks)
         .def_ro("failed_sends", &S::failed_sends)
         .def_ro("stored_snapshots", &S::stored_snapshots)
         .def_ro("unstored_snapshots", &S::unstored_snapshots)
@@ -266,7 +276,9 @@ void bind_core(nb::module_& m) {
         .value("RECEIVE", PeerRoute::kReceive)
         .value("SEND", PeerRoute::kSend)
         .value("RECEIVE_STATE", PeerRoute::kReceiveState)
-        .value("SEND_STATE", PeerRoute::kSendState);
+        .value("SEND_STATE", PeerRoute::kSendState)
+        .value("RECEIVE_WINDOW", PeerRoute::kReceiveWindow)
+        .value("SEND_WINDOW", PeerRoute::kSendWindow);
     nb::enum_<EvictionKind>(m, "EvictionKind")
         .value("LRU", EvictionKind::kLru)
         .value("ADAPTIVE", EvictionKind::kAdaptive);
@@ -511,6 +523,22 @@ void bind_core(nb::module_& m) {
             "lease"_a, "ticket_id"_a, "num_tokens"_a,
             "Begin to send the state after the computed positions.")
         .def(
+            "receive_window",
+            [](Core& core, LeaseId id, const nb::bytes& ticket, std::size_t group,
+               std::int64_t num_tokens, Step step) {
+                return core.receive_window(id, ticket_id(ticket), group, num_tokens, step);
+            },
+            "lease"_a, "ticket_id"_a, "group"_a, "num_tokens"_a, "step"_a = 0,
+            "Begin to receive the blocks of a window group behind received positions.")
+        .def(
+            "send_window",
+            [](Core& core, LeaseId id, const nb::bytes& ticket, std::size_t group,
+               std::int64_t num_tokens) {
+                return core.send_window(id, ticket_id(ticket), group, num_tokens);
+            },
+            "lease"_a, "ticket_id"_a, "group"_a, "num_tokens"_a,
+            "Begin to send the blocks of a window group behind the computed positions.")
+        .def(
             "end_ticket",
             [](Core& core, LeaseId id, const nb::bytes& ticket) {
                 core.end_ticket(id, ticket_id(ticket));
@@ -528,7 +556,8 @@ void bind_core(nb::module_& m) {
             "lease"_a, "num_tokens"_a, "Digest of the first positions, for any block_tokens.")
         .def("is_peer_transfer", &Core::is_peer_transfer, "transfer"_a)
         .def("peer_transfer", &peer_transfer, "transfer"_a,
-             "(route, ticket_id, first_block, blocks or the state slot, after_step).")
+             "(route, ticket_id, window group, blocks of the prompt, own blocks or the state slot, "
+             "after_step).")
         .def(
             "peer_transfers",
             [](const Core& core, LeaseId id) { return core.lease(id).peer_transfers; }, "lease"_a,
