@@ -551,6 +551,9 @@ class Lease(Unique):
                 first = await receiving.wait()
             ...  # compute the positions from `first` on
 
+        The logits of the last position stay with the other engine: let its server reply with the
+        first generated token, or receive ``len(tokens) - 1`` positions and compute the last one.
+
         Blocks that arrive are committed in order, chunk by chunk: other leases can use them at
         once. While blocks are in flight, no batch can compute with the lease, and ``commit`` takes
         no position behind those that have arrived. Leaving the block cancels what is missing, and

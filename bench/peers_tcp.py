@@ -59,7 +59,8 @@ PLAIN, PEERS, END = b"p", b"w", b"q"  # commands to the sender
 TOTAL_BYTES = 256 << 20  # per round
 MEMORY_BYTES = 32 << 20  # of the slots of each side
 INLINE_BYTES = 256 << 10  # fewer are read on the loop, which is faster than a thread
-BATCH_BYTES = 4 << 20  # that the sender seals at once
+BATCH_BYTES = 8 << 20  # that the sender seals at once
+ACKNOWLEDGED_PART = 8  # of the slots at once: each message wakes the sender
 SECRET = b"a secret of the bench of peers"
 TICKET = bytes(16)
 GENERATION = bytes(range(16))
@@ -191,6 +192,7 @@ class _Receiver:
         self.ring: LandingRing[str] = LandingRing(slots.memory.num_slots)
         self.connection: Connection | None = None
         self.arrived: list[Landed] = []
+        self.proven: list[int] = []  # not acknowledged yet
         self.proving: asyncio.Task[None] | None = None
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -234,9 +236,12 @@ class _Receiver:
                 raise RuntimeError("peers_tcp: a parcel is wrong")
             for slot in slots:
                 self.ring.free(slot)
-            self.give_credit()
-            self.connection.send(Proven(ticket_id=TICKET, sender_blocks=blocks))
+            self.proven += blocks
             self.left -= len(blocks)
+            if len(self.proven) >= self.ring.num_slots // ACKNOWLEDGED_PART or not self.left:
+                self.give_credit()
+                self.connection.send(Proven(ticket_id=TICKET, sender_blocks=self.proven))
+                self.proven = []
         self.proving = None
         if not self.left:
             self.connection.send(Done(ticket_id=TICKET))

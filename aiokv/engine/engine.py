@@ -614,7 +614,8 @@ class CacheEngine(Unique):
         """Wait until no transfer is in flight, including the backups of committed blocks.
 
         With stores, this includes the saves of all blocks that are queued for them; during a pause,
-        ``sleep`` or ``updating_weights`` only of those whose save has begun.
+        ``sleep`` or ``updating_weights`` only of those whose save has begun. With peers, this
+        includes the blocks that are being received or sent, at most until their deadlines.
 
         Args:
             timeout: seconds to wait; None for no limit.

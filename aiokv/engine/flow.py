@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Final
 
 from aiokv import checks
 
@@ -14,6 +15,19 @@ if TYPE_CHECKING:
     from aiokv.lease import Lease
     from aiokv.peers.ticket import Ticket
     from aiokv.scheduler.effects import Effects
+
+MAX_IN_FLIGHT: Final = 64  # transfers of one flow: a long prompt must not block the loop
+
+
+class _Part:
+    """A transfer of consecutive blocks."""
+
+    __slots__ = ("first_block", "moved", "num_blocks")
+
+    def __init__(self, first_block: int, num_blocks: int) -> None:
+        self.first_block = first_block
+        self.num_blocks = num_blocks
+        self.moved: int | None = None  # leading blocks that have moved, once it has ended
 
 
 class Flow:
@@ -38,6 +52,7 @@ class Flow:
         is_broken: a transfer has ended without all of its blocks.
         reason: why that transfer has ended.
         ended_at: time of the loop at which it has ended; None before.
+        is_closed: the worker was told of the end.
         failure: why it has ended early; None if it has not.
     """
 
@@ -53,8 +68,7 @@ class Flow:
     ) -> None:
         self._exchange = exchange
         self._timer: asyncio.TimerHandle | None = None
-        self._blocks: dict[int, int] = {}  # of transfers that have not ended in order, oldest first
-        self._moved: dict[int, int] = {}  # blocks of those that have ended out of order
+        self._parts: dict[int, _Part] = {}  # by transfer: not ended in order, oldest first
         self._waiters: list[asyncio.Future[None]] = []
         self._next_block = first_block
         self.proceed = proceed
@@ -67,6 +81,7 @@ class Flow:
         self.is_broken = False
         self.reason = ""
         self.ended_at: float | None = None
+        self.is_closed = False
         self.failure: str | None = None
 
     @property
@@ -77,17 +92,23 @@ class Flow:
     @property
     def at_rest(self) -> bool:
         """True when no transfer is in flight."""
-        return len(self._blocks) == len(self._moved)
+        return not self.in_flight
+
+    @property
+    def in_flight(self) -> int:
+        """Number of transfers in flight."""
+        return sum(part.moved is None for part in self._parts.values())
 
     @property
     def transfer_ids(self) -> list[int]:
         """Transfers that have not ended in order."""
-        return list(self._blocks)
+        return list(self._parts)
 
     def end_in(self, seconds: float) -> None:
         """End the flow after ``seconds``, by the loop's clock."""
         reason = f"the deadline of {seconds:.4g} s passed"
-        self._timer = self._exchange.loop.call_later(seconds, self.end, reason)
+        exchange = self._exchange
+        self._timer = exchange.loop.call_later(seconds, exchange.surely, partial(self.end, reason))
 
     def begin(
         self,
@@ -97,15 +118,17 @@ class Flow:
     ) -> None:
         """Begin transfers of the blocks that have none yet, up to ``end_block``.
 
+        At most ``MAX_IN_FLIGHT`` are in flight: call again when one of them has ended.
+
         Raises:
             AiokvError: the scheduler refuses a transfer; those before it have begun.
         """
-        while self._next_block < end_block and not self.ended:
+        while self._next_block < end_block and not self.ended and self.in_flight < MAX_IN_FLIGHT:
             num_blocks = min(chunk_blocks, end_block - self._next_block)
             transfer_id, effects = transition(
                 self.lease_id, self.ticket.ticket_id, self._next_block, num_blocks
             )
-            self._blocks[transfer_id] = num_blocks
+            self._parts[transfer_id] = _Part(self._next_block, num_blocks)
             self._next_block += num_blocks
             self._exchange.submit(self, transfer_id, effects)
 
@@ -114,33 +137,34 @@ class Flow:
 
         Blocks behind the first that has not moved do not count.
         """
-        if transfer_id not in self._blocks:
+        if (ended := self._parts.get(transfer_id)) is None:
             return
-        self._moved[transfer_id] = blocks
-        if blocks < self._blocks[transfer_id]:
+        ended.moved = blocks
+        if blocks < ended.num_blocks:
             self.reason = self.reason or reason
-        for first in list(self._blocks):
-            if first not in self._moved:
+        for first, part in list(self._parts.items()):
+            if part.moved is None:
                 return
             if not self.is_broken:
-                self.is_broken = self._moved[first] < self._blocks[first]
-                self.moved_block += self._moved[first]
-            del self._blocks[first], self._moved[first]
+                self.moved_block = part.first_block + part.moved
+                self.is_broken = part.moved < part.num_blocks
+            del self._parts[first]
 
     def end(self, failure: str | None = None) -> None:
-        """Begin no further transfer, and cancel those in flight. The first reason is kept."""
-        if self.ended:
-            return
-        self.failure = failure
-        self.ended_at = self._exchange.loop.time()
+        """Begin no further transfer, and cancel those in flight. Idempotent.
+
+        The first reason is kept.
+        """
+        if not self.ended:
+            self.failure = failure
+            self.ended_at = self._exchange.loop.time()
         if self._timer is not None:
             self._timer.cancel()
         self._exchange.end(self)
 
     def forget(self) -> None:
         """Note that no end of a transfer follows: the lease no longer has the blocks."""
-        self._blocks.clear()
-        self._moved.clear()
+        self._parts.clear()
 
     def wake(self) -> None:
         """Let the waiting coroutines test their conditions."""

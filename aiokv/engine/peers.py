@@ -31,6 +31,8 @@ from aiokv.peers.ticket import Ticket
 from aiokv.types import LeaseState
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from aiokv.engine.flow import Flow
     from aiokv.engine.parts import Parts
     from aiokv.lease import Lease
@@ -227,6 +229,11 @@ class Exchange:
         """
         self._apply(self._scheduler.commit_received(flow.lease_id, num_tokens))
 
+    def note_received(self, lease: Lease, tokens: int) -> None:
+        """Count positions that have arrived."""
+        self.counts.received_tokens += tokens
+        lease.note_received(tokens)
+
     def note_wait(self, lease: Lease, seconds: float) -> None:
         """Add the time of one call of ``Receiving.wait``."""
         self.counts.receive_wait_seconds += seconds
@@ -304,10 +311,16 @@ class Exchange:
 
     def end(self, flow: Flow) -> None:
         """Cancel the transfers of a flow that has ended, even if an interrupt ends this call."""
-        self._poller.surely(partial(self._end, flow))
+        self.surely(partial(self._end, flow))
+
+    def surely(self, action: Callable[[], None]) -> None:
+        """Call ``action()``, and again when an interrupt ends it. It is idempotent."""
+        self._poller.surely(action)
 
     def _end(self, flow: Flow) -> None:
         """Cancel the transfers of a flow that has ended. Idempotent."""
+        if flow.is_closed:
+            return
         self._loading.discard(flow)
         ticket_id = flow.ticket.ticket_id
         if not flow.receives:
@@ -323,6 +336,7 @@ class Exchange:
                 ticket=ticket_id.hex(),
                 reason=flow.failure,
             )
+        flow.is_closed = True
         self._settle(flow)
 
     def _settle(self, flow: Flow) -> None:
@@ -330,8 +344,12 @@ class Exchange:
         flows = self.flows.get(flow.lease_id)
         if flow.ended and flow.at_rest and flows is not None and flow in flows:
             flows.remove(flow)
-            if not flows:
-                del self.flows[flow.lease_id]
+            if flow.failure is None and flow.receives:
+                self.counts.complete_receives += 1
+            elif flow.failure is None:
+                self.counts.complete_sends += 1
+        if flows is not None and not flows:
+            self.flows.pop(flow.lease_id, None)
         flow.wake()
 
     # --- ends of transfers ----------------------------------------------------------------------

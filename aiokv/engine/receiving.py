@@ -74,6 +74,7 @@ class Receiving(Unique):
         traceback: TracebackType | None,
     ) -> None:
         flow = self._entered()
+        self._proceed()  # an interrupt may have kept the last blocks from being committed
         flow.end("the receive was left before all positions had arrived")
         await flow.wait_for(lambda: flow.at_rest)
 
@@ -158,7 +159,10 @@ class Receiving(Unique):
     def _proceed(self) -> None:
         """Commit the blocks that have arrived in order; end the flow at the first missing one."""
         flow = self._flow
-        if flow is None or flow.ended:
+        if flow is None or flow.is_closed:
+            return
+        if flow.ended:  # an interrupt came before it was closed
+            flow.end()
             return
         exchange = self._exchange
         try:
@@ -167,15 +171,13 @@ class Receiving(Unique):
             if arrived > self._committed:
                 exchange.commit_received(flow, arrived)
                 self._first_at = self._first_at or exchange.loop.time()
-                flow.lease.note_received(arrived - self._committed)
-                exchange.counts.received_tokens += arrived - self._committed
-                self._committed = arrived
+                new_tokens, self._committed = arrived - self._committed, arrived
+                exchange.note_received(flow.lease, new_tokens)
         except AiokvError as error:
             flow.end(str(error))
         if flow.is_broken:
             flow.end(flow.reason or "a transfer was cancelled")
         elif self._committed == flow.ticket.num_tokens:
-            exchange.counts.complete_receives += not flow.ended
             flow.end()
 
     def __repr__(self) -> str:

@@ -79,6 +79,7 @@ class Sending(Unique):
         except BaseException:
             flow.end("the send was cancelled")
             raise
+        self._proceed()  # an interrupt may have kept the last acknowledgement from being counted
         flow.end("the send was left before all positions were computed")
 
     def cancel(self) -> None:
@@ -112,7 +113,10 @@ class Sending(Unique):
     def _proceed(self) -> None:
         """Send the blocks that are computed, and end the flow when all were acknowledged."""
         flow = self._flow
-        if flow is None or flow.ended:
+        if flow is None or flow.is_closed:
+            return
+        if flow.ended:  # an interrupt came before it was closed
+            flow.end()
             return
         try:
             self._exchange.begin_send(flow)
@@ -124,7 +128,6 @@ class Sending(Unique):
         if flow.is_broken:
             flow.end(flow.reason or "a transfer was cancelled")
         elif flow.moved_block * self._exchange.block_tokens >= flow.ticket.num_tokens:
-            counts.complete_sends += not flow.ended
             flow.end()
 
     def __repr__(self) -> str:

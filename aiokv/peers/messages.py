@@ -11,6 +11,7 @@ MessagePack, never pickle.
     Landed(block 0, slot 5) + parcel ───►                         verified, copied, slot freed
     Landed(block 1, slot 9) + parcel ───►
          ◄─────────────────────────────── Proven(blocks 0 and 1), or Wrong(block 1)
+         ◄─────────────────────────────── Again(block 1), after a Wrong for want of room
     Return(slots), unused credits ──────►                         after a Cancel
     Done ───────────────────────────────►                         all parcels were acknowledged
     Cancel ◄────────────────────────────► Cancel                  from either side, at any time
@@ -197,7 +198,7 @@ class Wrong(_Message, frozen=True, tag="wrong"):
 
     Attributes:
         is_busy: they may be right, but the receiver had no room for their blocks; the sender sends
-            them again, however often.
+            them again after an ``Again``.
     """
 
     ticket_id: Id
@@ -205,6 +206,14 @@ class Wrong(_Message, frozen=True, tag="wrong"):
     reason: Reason
     group: Group = 0
     is_busy: bool = False
+
+
+class Again(_Message, frozen=True, tag="again"):
+    """The receiver has room for parcels that it had answered with ``Wrong(is_busy=True)``."""
+
+    ticket_id: Id
+    sender_blocks: Blocks
+    group: Group = 0
 
 
 class Cancel(_Message, frozen=True, tag="cancel"):
@@ -238,6 +247,7 @@ Message = (
     | Landed
     | Proven
     | Wrong
+    | Again
     | Cancel
     | Done
     | Ping

@@ -6,7 +6,8 @@
               Want ─► Credit            as the landing ring has free slots
               Landed ─► slot ─► verify ─► copy to the device block of a plan ─► slot free
                                  │  └► other layouts: place in assembly slots ─► copy
-                                 └► Wrong: the sender may send the parcel again
+                                 └► Wrong: the sender may send the parcel again; if there was no
+                                    room, after an Again
 
 A plan ends when all its blocks are there, or when it was given up: at the deadline of its ticket,
 when its sender is gone, when it is cancelled. It is reported after its last copy has ended, so no
@@ -14,7 +15,7 @@ byte of it reaches a block that was given to another lease (I11): parcels that a
 their landing slots, and are dropped there.
 
 Interrupts (Ctrl-C): what ends plans and tickets may be called again. What frees a slot notes that
-first: an interrupt may lose a slot, until ``reset``, but never frees one twice.
+first: an interrupt may lose a slot, until ``reclaim``, but never frees one twice.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from aiokv.errors import LayoutError
 from aiokv.peers.messages import (
     PROTOCOL_VERSION,
     Accepted,
+    Again,
     Cancel,
     Credit,
     Done,
@@ -187,12 +189,17 @@ class _Incoming(Generic[C]):
 
     Attributes:
         deadline: by the clock of the receiver.
+        senders: by rank; those that have ended are removed.
+        sources: blocks of all ranks that have opened it; each has a part of each block.
+        is_done: a sender has sent all that it had.
         waiting: block -> plan, of blocks without a parcel.
         in_hand: parcels that are being verified, by rank and block of the sender.
         parked: verified slots of blocks that no plan has asked for yet, by block.
         planned: blocks that a plan has, or had.
         assemblies: blocks of ``waiting`` that parcels are being placed in.
         placing: parcels that are being placed, with the assemblies that they are written to.
+        deferred: parcels that the senders keep for want of room here, by rank and block of the
+            sender, in order.
         is_covered: the senders together have all heads of this rank.
     """
 
@@ -200,7 +207,8 @@ class _Incoming(Generic[C]):
         self.ticket = ticket
         self.deadline = deadline
         self.senders: dict[int, _Sender[C]] = {}
-        self.had_sender = False
+        self.sources: dict[int, Source] = {}
+        self.is_done = False
         self.receives: dict[int, Receive] = {}
         self.waiting: dict[int, Receive] = {}
         self.in_hand: dict[tuple[int, int], Parcel] = {}
@@ -209,6 +217,7 @@ class _Incoming(Generic[C]):
         self.wrong: dict[int, int] = {}
         self.assemblies: dict[int, _Assembly] = {}
         self.placing: dict[Parcel, dict[int, _Assembly]] = {}
+        self.deferred: dict[tuple[int, int], None] = {}
         self.is_covered = False
         self.closed = ""
 
@@ -349,6 +358,7 @@ class Receiver(Generic[C]):
         incoming.waiting |= dict.fromkeys(receive.missing.difference(parked), receive)
         if parked:
             self._copy(receive, parked, [incoming.parked.pop(block) for block in parked])
+        self._ask_again()
         return receive
 
     def cancel(self, transfer_id: int, reason: str) -> bool:
@@ -386,6 +396,11 @@ class Receiver(Generic[C]):
     def free_slots(self) -> int:
         """Landing slots without an owner."""
         return self._ring.free_slots
+
+    @property
+    def free_assembly_slots(self) -> int:
+        """Assembly slots that no block has, and no thread writes."""
+        return len(self._free_assembly)
 
     @property
     def in_flight(self) -> Iterable[int]:
@@ -428,13 +443,12 @@ class Receiver(Generic[C]):
             self._port.send(connection, source)
             return
         incoming = self._tickets[message.ticket_id]
-        if not incoming.had_sender:
-            incoming.had_sender = True
-            self._counts.opened += 1
+        self._counts.opened += not incoming.sources
         sender = _Sender(message.sender_rank, connection, source)
         incoming.senders[message.sender_rank] = sender
-        layouts = [sender.source.layout for sender in incoming.senders.values()]
-        incoming.is_covered = self._covers(layouts)
+        incoming.sources[sender.rank] = source
+        incoming.is_covered = self._covers([each.layout for each in incoming.sources.values()])
+        self._ask_again()
         self._port.send(
             connection,
             Accepted(
@@ -502,6 +516,7 @@ class Receiver(Generic[C]):
         if reason:
             self._end_ticket(incoming, f"the sender gave up: {reason}")
         else:
+            incoming.is_done = True
             self._check_ended(ticket_id)
 
     def on_closed(self, connection: C, reason: str) -> None:
@@ -544,7 +559,10 @@ class Receiver(Generic[C]):
             self._reject(incoming, sender, message.slot, block, "its length is wrong")
         elif is_identity and not self._is_useful(incoming, sender.rank, block):
             self._drop(message.slot)
-            self._answer_wrong(connection, message, "no plan waits for it")
+            if block in incoming.planned or block in incoming.parked:
+                self._answer_wrong(connection, message, "no plan waits for it")
+            else:
+                self._defer(incoming, sender, block)
         else:
             parcel = Parcel(
                 ticket_id=message.ticket_id,
@@ -632,44 +650,109 @@ class Receiver(Generic[C]):
     ) -> dict[int, int]:
         """Return the assembly slots of the blocks that a parcel has tokens of.
 
-        Without a block that a plan waits for, or without room, the parcel is dropped, and nothing
-        is returned.
+        Blocks for which there is no room are left out: the parcel comes again for them. Without any
+        block, the parcel is dropped, and nothing is returned.
         """
         place = (parcel.sender_rank, parcel.sender_block)
-        blocks = [] if parcel.mapping is None else parcel.mapping.receiver_blocks(place[1])
-        targets = [
-            block
-            for block in blocks
-            if block in incoming.waiting
-            and (block not in incoming.assemblies or place not in incoming.assemblies[block].placed)
-        ]
-        tokens = incoming.ticket.block_tokens
-        first, end = incoming.ticket.first_position, incoming.ticket.num_tokens
-        unplanned = any(
-            first <= block * tokens < end and block not in incoming.planned for block in blocks
-        )
-        missing = [block for block in targets if block not in incoming.assemblies]
-        is_busy = unplanned or len(missing) > len(self._free_assembly)
-        if not targets or is_busy or incoming.closed or not incoming.is_covered:
+        waiting = self._waiting_blocks(incoming, parcel.mapping, place)
+        targets = []
+        for block in waiting if incoming.is_covered and not incoming.closed else ():
+            if block not in incoming.assemblies and self._free_assembly:
+                incoming.assemblies[block] = _Assembly(self._free_assembly.pop())
+            if block in incoming.assemblies:
+                targets.append(block)
+        if not targets:
             self._drop(parcel.slot)
-            if sender is not None and not incoming.closed:
-                self._port.send(
-                    sender.connection,
-                    Wrong(
-                        ticket_id=parcel.ticket_id,
-                        sender_blocks=[parcel.sender_block],
-                        reason="no room" if is_busy else "no plan waits for it",
-                        is_busy=is_busy or not incoming.is_covered,
-                    ),
-                )
+            self._answer_unplaced(incoming, sender, parcel)
             return {}
-        for block in missing:
-            incoming.assemblies[block] = _Assembly(self._free_assembly.pop())
         assemblies = {block: incoming.assemblies[block] for block in targets}
         for assembly in assemblies.values():
             assembly.placing += 1
         incoming.placing[parcel] = assemblies
         return {block: assembly.slot for block, assembly in assemblies.items()}
+
+    def _waiting_blocks(
+        self, incoming: _Incoming[C], mapping: Mapping | None, place: tuple[int, int]
+    ) -> list[int]:
+        """Return the blocks that wait for a parcel of this rank and block of the sender."""
+        blocks = () if mapping is None else mapping.receiver_blocks(place[1])
+        return [
+            block
+            for block in blocks
+            if block in incoming.waiting
+            and (block not in incoming.assemblies or place not in incoming.assemblies[block].placed)
+        ]
+
+    def _may_be_planned(self, incoming: _Incoming[C], mapping: Mapping, sender_block: int) -> bool:
+        """Return True if a parcel has tokens of a block that has no plan yet."""
+        ticket = incoming.ticket
+        return any(
+            ticket.first_position < (block + 1) * ticket.block_tokens
+            and block * ticket.block_tokens < ticket.num_tokens
+            and block not in incoming.planned
+            for block in mapping.receiver_blocks(sender_block)
+        )
+
+    def _answer_unplaced(
+        self, incoming: _Incoming[C], sender: _Sender[C] | None, parcel: Parcel
+    ) -> None:
+        """Answer a parcel that was not placed, or not in all blocks that wait for it."""
+        mapping = parcel.mapping
+        if sender is None or mapping is None or incoming.closed:
+            return
+        place = (parcel.sender_rank, parcel.sender_block)
+        if self._waiting_blocks(incoming, mapping, place) or self._may_be_planned(
+            incoming, mapping, parcel.sender_block
+        ):
+            self._defer(incoming, sender, parcel.sender_block)
+        else:
+            self._prove(sender, parcel)  # nothing waits for it any more
+
+    def _prove(self, sender: _Sender[C], parcel: Parcel) -> None:
+        proven = Proven(ticket_id=parcel.ticket_id, sender_blocks=[parcel.sender_block])
+        self._port.send(sender.connection, proven)
+
+    def _defer(self, incoming: _Incoming[C], sender: _Sender[C], block: int) -> None:
+        """Let the sender keep a parcel until there is room for it."""
+        incoming.deferred[sender.rank, block] = None
+        ticket_id = incoming.ticket.ticket_id
+        wrong = Wrong(ticket_id=ticket_id, sender_blocks=[block], reason="no room", is_busy=True)
+        self._port.send(sender.connection, wrong)
+
+    def _ask_again(self) -> None:
+        """Ask for the parcels that were deferred, as far as there is room for them now."""
+        room = len(self._free_assembly)
+        for incoming in self._tickets.values():
+            for place in list(incoming.deferred):
+                sender = incoming.senders.get(place[0])
+                if sender is None:
+                    del incoming.deferred[place]
+                    continue
+                needed = self._room_needed(incoming, sender, place)
+                if needed is None or needed > room:
+                    continue
+                room -= needed
+                del incoming.deferred[place]
+                ticket_id = incoming.ticket.ticket_id
+                self._port.send(
+                    sender.connection, Again(ticket_id=ticket_id, sender_blocks=[place[1]])
+                )
+
+    def _room_needed(
+        self, incoming: _Incoming[C], sender: _Sender[C], place: tuple[int, int]
+    ) -> int | None:
+        """Return the assembly slots that a deferred parcel needs at least; None if it must wait."""
+        mapping = sender.source.mapping
+        if mapping.is_identity:
+            return 0 if place[1] in incoming.planned else None
+        blocks = self._waiting_blocks(incoming, mapping, place)
+        if not incoming.is_covered:
+            return None
+        if any(block in incoming.assemblies for block in blocks):
+            return 0
+        if blocks:
+            return 1
+        return None if self._may_be_planned(incoming, mapping, place[1]) else 0
 
     def placed(self, parcels: Sequence[Parcel]) -> None:
         """Note that parcels were placed; copy the blocks that are complete. Idempotent."""
@@ -694,23 +777,22 @@ class Receiver(Generic[C]):
                     entry[1].append(block)
                     entry[2].append(assembly.slot)
             sender = incoming.senders.get(parcel.sender_rank)
-            if sender is not None and not incoming.closed:
-                proven = Proven(ticket_id=parcel.ticket_id, sender_blocks=[parcel.sender_block])
-                self._port.send(sender.connection, proven)
+            self._answer_unplaced(incoming, sender, parcel)  # if more blocks wait for it
         for receive, blocks, slots in ready.values():
             self._copy(receive, blocks, slots, is_assembled=True)
         for ticket_id in {parcel.ticket_id for parcel in parcels}:
             self._check_ended(ticket_id)
+        self._ask_again()
         self._grant()
 
     def _is_complete(self, incoming: _Incoming[C], block: int, assembly: _Assembly) -> bool:
-        """Return True when a block has the parcels of all senders."""
+        """Return True when a block has the parcels of all ranks that have opened the ticket."""
         end = incoming.ticket.num_tokens
         return all(
-            (sender.rank, sent) in assembly.placed
-            for sender in incoming.senders.values()
-            for sent in sender.source.mapping.sender_blocks(block)
-            if sent * sender.source.block_tokens < end
+            (rank, sent) in assembly.placed
+            for rank, source in incoming.sources.items()
+            for sent in source.mapping.sender_blocks(block)
+            if sent * source.block_tokens < end
         )
 
     def _free_assembly_slot(self, assembly: _Assembly) -> None:
@@ -748,6 +830,7 @@ class Receiver(Generic[C]):
             if failure is not None:
                 self._give_up(receive, failure.reason)
         self._settle(receive)
+        self._ask_again()
         self._grant()
 
     # --- ends -------------------------------------------------------------------------------------
@@ -775,16 +858,18 @@ class Receiver(Generic[C]):
             self._give_up(receive, incoming.closed)
         while incoming.parked:
             self._drop(incoming.parked.popitem()[1])
+        incoming.deferred.clear()
         self._forget(incoming)
+        self._ask_again()
         self._grant()
 
     def _check_ended(self, ticket_id: bytes) -> None:
-        """End a ticket whose senders have sent all, when their last parcels were verified."""
+        """End a ticket of which a sender has sent all, when the last parcels were placed."""
         incoming = self._tickets.get(ticket_id)
         if incoming is None:
             return
         busy = incoming.in_hand or incoming.placing
-        if incoming.had_sender and not incoming.senders and not busy:
+        if incoming.is_done and not busy:
             self._end_ticket(incoming, "the sender has sent all it had")
         else:
             self._forget(incoming)
@@ -857,10 +942,17 @@ class Receiver(Generic[C]):
         """True without tickets and plans."""
         return not self._tickets and not self._receives
 
-    def reset(self, ring: LandingRing[C]) -> None:
-        """Use a new ring, when nothing is in flight and no connection is left."""
-        self._ring = ring
+    def reclaim(self) -> None:
+        """Free what an interrupt has lost, if no open ticket and no plan is left. Idempotent.
+
+        No parcel is being verified or placed.
+        """
+        if self._receives or any(not incoming.closed for incoming in self._tickets.values()):
+            return
+        self._tickets.clear()
+        self._ring.reclaim()
         self._free_assembly = list(range(self._num_assembly))
+        self._grant()
 
     def violations(self) -> list[str]:
         """Return a description of each violated invariant, computed from scratch."""

@@ -213,6 +213,13 @@ class LandingRing(Generic[C]):
         """
         self._release(slot, self._in_state(slot, SlotState.LANDED))
 
+    def reclaim(self) -> int:
+        """Free all slots with landed parcels, which nothing uses; return how many there were."""
+        lost = [i for i, slot in enumerate(self._slots) if slot.state is SlotState.LANDED]
+        for index in lost:
+            self._release(index, self._slots[index])
+        return len(lost)
+
     # --- the end of a connection ------------------------------------------------------------------
 
     def revoke(self, connection: C, *, may_write: bool) -> list[int]:

@@ -13,7 +13,7 @@ slots than it gave credits. A plan is reported when all its parcels are acknowle
 given up; at the earliest when no copy reads its device blocks any more.
 
 Interrupts (Ctrl-C): what ends plans and tickets may be called again. An interrupt may lose an
-outgoing slot, until ``reset``, but never frees one twice.
+outgoing slot, until ``reclaim``, but never frees one twice.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import msgspec
 
 from aiokv.peers.messages import (
     MAX_LISTED,
+    Again,
     Cancel,
     Credit,
     Done,
@@ -82,7 +83,8 @@ class Parcel(Generic[C]):
         self.busy = False
         self.proven = False
         self.dropped = False
-        self.again = False  # the receiver found it wrong before the end of its write was noted
+        self.again = False  # to be written again; its write has not ended
+        self.deferred = False  # until an Again, without an outgoing slot
 
 
 class Mapping(Protocol):
@@ -422,6 +424,8 @@ class Sender(Generic[C]):
             self._on_proven(connection, message)
         elif isinstance(message, Wrong):
             self._on_wrong(connection, message)
+        elif isinstance(message, Again):
+            self._on_again(connection, message)
         elif isinstance(message, Cancel):
             outgoing = self._tickets.get(message.ticket_id)
             if outgoing is not None and way in outgoing.ways.values():
@@ -459,14 +463,34 @@ class Sender(Generic[C]):
             if parcel is None or parcel.proven or parcel.dropped or not parcel.tries:
                 continue
             if message.is_busy:
-                parcel.tries = 1
-            elif parcel.tries >= MAX_TRIES:
+                parcel.deferred = True
+                self._defer(parcel)
+                continue
+            if parcel.tries >= MAX_TRIES:
                 reason = f"block {block} was refused {parcel.tries} times: {message.reason}"
                 self._end_ticket(outgoing, reason, tell=True)
                 return
             parcel.again = True
             if not parcel.busy:
                 self._again(parcel)
+
+    def _on_again(self, connection: C, message: Again) -> None:
+        outgoing = self._tickets.get(message.ticket_id)
+        for block in message.sender_blocks:
+            parcel = None if outgoing is None else outgoing.parcels.get((connection, block))
+            if parcel is None or not parcel.deferred or parcel.proven or parcel.dropped:
+                continue
+            parcel.deferred = False
+            parcel.tries -= 1
+            parcel.again = True
+            if not parcel.busy:
+                self._again(parcel)
+
+    def _defer(self, parcel: Parcel[C]) -> None:
+        """Free the slot of a parcel that the receiver has no room for, unless it is in use."""
+        if not parcel.busy:
+            parcel.sealed = False
+            self._free_slot(parcel)
 
     def _again(self, parcel: Parcel[C]) -> None:
         """Write a parcel once more, with the next credit."""
@@ -573,6 +597,8 @@ class Sender(Generic[C]):
                 self._free_slot(parcel)
             elif parcel.again:
                 self._again(parcel)
+            elif parcel.deferred:
+                self._defer(parcel)
         self._pump_all()
 
     def _continue(self, parcels: Sequence[Parcel[C]]) -> list[Parcel[C]]:
@@ -667,10 +693,20 @@ class Sender(Generic[C]):
         """True without tickets and plans."""
         return not self._tickets and not self._sends
 
-    def reset(self) -> None:
-        """Count all slots as free, when nothing is in flight and no connection is left."""
+    def reclaim(self) -> None:
+        """Free what an interrupt has lost, if no open ticket and no plan is left. Idempotent.
+
+        No parcel is being sealed or written.
+        """
+        if self._sends or any(not outgoing.closed for outgoing in self._tickets.values()):
+            return
+        self._tickets.clear()
         self._free = list(range(self._num_slots))
-        self._ways.clear()
+        for way in self._ways.values():
+            way.waiting.clear()
+            way.tickets.clear()
+            way.slots = 0
+            self._return_spare(way)
 
     def violations(self) -> list[str]:
         """Return a description of each violated invariant, computed from scratch."""

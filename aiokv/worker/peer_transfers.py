@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from aiokv import _native
-from aiokv.errors import ClosedError, LayoutError, PeerError, UsageError
+from aiokv.errors import ClosedError, ConfigError, LayoutError, PeerError, UsageError
 from aiokv.peers.connections import Connections
 from aiokv.peers.layout import BlockLayout, Mapping, covers, sources
 from aiokv.peers.messages import (
@@ -65,6 +65,7 @@ if TYPE_CHECKING:
 
 INLINE_BYTES: Final = 256 << 10  # fewer bytes are read on the loop, which is faster than a thread
 CONNECT_SECONDS: Final = 10.0  # for the replies to Open; less if the ticket has less
+SPARE_SECONDS: Final = 1.0
 MIN_CUT_SLOTS: Final = 2  # a block, and the parcel that is cut out of it
 MAX_MAPPINGS: Final = 256
 LAST_MESSAGES_SECONDS: Final = 0.5  # for the last messages to be sent, when the worker closes
@@ -195,7 +196,7 @@ class PeerTransfers:
         self._on_report: Callable[[TransferReport], None] = lambda report: None
         self._poller: EventPoller | None = None
         self._identity: StoreIdentity | None = None
-        self._transport: Transport = TcpTransport()
+        self._transport = _transport_named("tcp" if peers is None else peers.transport)
         self._listener: Listener | None = None
         self._connections: Connections | None = None
         self._receiver: Receiver[Connection] | None = None
@@ -209,15 +210,17 @@ class PeerTransfers:
         self._outgoing: PeerMemory | None = None
         self._executor: ThreadPoolExecutor | None = None
         self._work: set[asyncio.Future[Any]] = set()  # threads and writes in progress
+        self._pending: set[object] = set()  # results of threads that were not taken yet
         self._unverified: list[Received] = []
         self._accepted: set[Connection] = set()  # opened by senders
         self._metadata: dict[Connection, bytes] = {}  # of senders, for fences
         self._links: dict[Connection, Link] = {}
         self._acquired: dict[bytes, list[tuple[str, int]]] = {}  # endpoints, by ticket
+        self._opening: set[bytes] = set()  # tickets that are being opened
         self._replies: dict[tuple[Connection, bytes], asyncio.Future[Accepted]] = {}
         self._transfers: dict[int, _Transfer] = {}
         self._counts = {RECEIVE: RunningCounts(), SEND: RunningCounts()}
-        self._timer: asyncio.TimerHandle | None = None
+        self._timers: list[asyncio.TimerHandle] = []
         self._closing = False
 
     # --- memory -----------------------------------------------------------------------------------
@@ -342,6 +345,7 @@ class PeerTransfers:
     def give_up(self, reason: str) -> None:
         """End all tickets; their plans end when their device copies have. Idempotent."""
         self._end_tickets(reason)
+        self._release_ended()
 
     async def aclose(self) -> None:
         """Close all connections and join the threads; no plan is in flight. Idempotent.
@@ -351,8 +355,7 @@ class PeerTransfers:
         self._closing = True
         if self._listener is not None:
             await self._listener.aclose()
-        if self._timer is not None:
-            self._timer.cancel()
+        self._cancel_timers()
         await self._end_connections("the engine closed")
         await self._transport.aclose()
         if self._executor is not None:
@@ -457,6 +460,7 @@ class PeerTransfers:
         deadline = self._now() + ticket.timeout_seconds
         receivers = self._receivers_of(ticket, layouts or [self.layout])
         acquired = self._acquired[ticket.ticket_id] = []
+        self._opening.add(ticket.ticket_id)
         accepted: dict[int, Target[Connection]] = {}
         try:
             for endpoint, mapping in receivers:
@@ -477,6 +481,8 @@ class PeerTransfers:
                 target.connection.send(cancel)
             self._release(ticket.ticket_id)
             raise
+        finally:
+            self._opening.discard(ticket.ticket_id)
         self._arm()
 
     async def _ask(
@@ -596,6 +602,13 @@ class PeerTransfers:
             if end is not None:
                 self._surely(partial(end.close_ticket, ticket_id, "it is no longer needed"))
         self._release(ticket_id)
+        self._surely(self._reclaim)
+
+    def _release_ended(self) -> None:
+        """End the use of connections by tickets that have ended by themselves. Idempotent."""
+        live = () if self._sender is None else self._sender.ticket_ids
+        for ticket_id in self._acquired.keys() - self._opening - set(live):
+            self._release(ticket_id)
 
     def _release(self, ticket_id: bytes) -> None:
         for host, port in self._acquired.pop(ticket_id, ()):
@@ -744,6 +757,7 @@ class PeerTransfers:
                 reply.set_exception(PeerError(f"the connection to the receiver ended: {reason}"))
         if self._sender is not None:
             self._sender.on_closed(connection, reason)
+        self._release_ended()
 
     # --- work of the receiver and the sender ------------------------------------------------------
 
@@ -943,6 +957,7 @@ class PeerTransfers:
         del self._transfers[plan.transfer_id]
         moved_bytes = transfer.num_bytes // plan.num_blocks * leading
         self._counts[plan.route].end(plan.transfer_id, outcome, moved_bytes)
+        self._reclaim()
 
     def _report(self, report: TransferReport) -> None:
         try:
@@ -961,12 +976,18 @@ class PeerTransfers:
         """Wait for the next deadline of a ticket."""
         ends = [end.next_deadline for end in (self._receiver, self._sender) if end is not None]
         deadlines = [deadline for deadline in ends if deadline is not None]
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._cancel_timers()
         if deadlines and not self._closing:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_at(min(deadlines), self._on_timer)
+            # The second one is for an interrupt that hits the first one.
+            self._timers = [
+                loop.call_at(min(deadlines) + delay, self._on_timer)
+                for delay in (0.0, SPARE_SECONDS)
+            ]
+
+    def _cancel_timers(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
 
     def _on_timer(self) -> None:
         self._surely(self._expire)
@@ -976,7 +997,17 @@ class PeerTransfers:
         for end in (self._receiver, self._sender):
             if end is not None:
                 end.expire(now)
+        self._release_ended()
+        self._reclaim()
         self._arm()
+
+    def _reclaim(self) -> None:
+        """Free what an interrupt has lost, when nothing is in progress. Idempotent."""
+        if self._work or self._pending or self._unverified:
+            return
+        for end in (self._receiver, self._sender):
+            if end is not None:
+                end.reclaim()
 
     # --- helpers ----------------------------------------------------------------------------------
 
@@ -999,7 +1030,9 @@ class PeerTransfers:
         """
         if num_bytes < INLINE_BYTES or self._executor is None:
             result = call()
-            self._soon(partial(then, result))
+            token = object()
+            self._pending.add(token)
+            self._soon(partial(self._take, token, then, result))
             return
         work = asyncio.get_running_loop().run_in_executor(self._executor, call)
         self._work.add(work)
@@ -1014,7 +1047,14 @@ class PeerTransfers:
             )
         elif not work.cancelled():
             result = work.result()
-        self._surely(partial(then, result))
+        token = object()
+        self._pending.add(token)
+        self._surely(partial(self._take, token, then, result))
+
+    def _take(self, token: object, then: Callable[[Any], None], result: Any) -> None:
+        """Continue with the result of a thread. Called again after an interrupt."""
+        then(result)
+        self._pending.discard(token)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
@@ -1033,6 +1073,20 @@ class PeerTransfers:
     def _soon(self, action: Callable[[], object]) -> None:
         if self._poller is not None and not self._poller.closed:
             self._poller.soon(action)
+
+
+def _transport_named(name: str) -> Transport:
+    """Return a transport that is not open.
+
+    Raises:
+        ConfigError: this version has no such transport.
+    """
+    if name == "tcp":
+        return TcpTransport()
+    raise ConfigError(
+        f"transport is {name!r}; this version of aiokv has only 'tcp'",
+        hint="set Peers(transport='tcp')",
+    )
 
 
 def _verify(memory: PeerMemory, slots: list[int], keys: list[bytes], num_bytes: int) -> Any:

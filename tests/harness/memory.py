@@ -38,11 +38,13 @@ class Memory:
         layers: int = 2,
         names: tuple[str, ...] = ("k", "v"),
         rank: int = 0,
+        axes: tuple[str, ...] | None = None,
     ) -> None:
         self.block_tokens = block_tokens
         self.layers = layers
         self.names = names
         self.rank = rank
+        self._axes = axes
         self.weights = 0
         self.checked_blocks = 0
         self.take(device_blocks)
@@ -53,7 +55,8 @@ class Memory:
         self.tensors = [np.zeros(shape, np.uint64) for _ in range(self.layers * len(self.names))]
         self.regions = Regions(num_layers=self.layers)
         for number, name in enumerate(self.names):
-            self.regions.add(name, layers=self.tensors[number :: len(self.names)])
+            layers = self.tensors[number :: len(self.names)]
+            self.regions.add(name, layers=layers, axes=self._axes)
 
     def position_words(self, tokens: Any, salt: str = "", weights: int | None = None) -> np.ndarray:
         """Return a word per token, uint64 ``[tokens]``.

@@ -54,7 +54,7 @@ class Side:
         block_tokens: int = BLOCK_TOKENS,
         **config: Any,
     ) -> None:
-        self.memory = Memory(device_blocks, block_tokens)
+        self.memory = Memory(device_blocks, block_tokens, axes=("tokens", "dim"))
         self.device = device
         self.block_tokens = block_tokens
         slot_bytes = self.memory.regions.host_block_bytes + TRAILER_BYTES

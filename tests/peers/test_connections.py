@@ -9,10 +9,11 @@ import pytest
 
 from aiokv import ClosedError, PeerError
 from aiokv.peers.connections import Connections
+from aiokv.peers.handshake import GREETING_BYTES
 from aiokv.peers.wire import Connection, Listener, listen
 from aiokv.testing import running_clock, spin
 from aiokv.testing.loops import run_until_idle
-from tests.peers.wires import HOST, SECRET, Recorder
+from tests.peers.wires import HOST, SECRET, RawSocket, Recorder
 
 
 class Server:
@@ -182,6 +183,22 @@ async def test_attempt_ends_with_its_last_caller_and_the_next_one_begins_anew(si
         await second
     with pytest.raises(ClosedError):
         await opened.connections.acquire(HOST, silent, timeout=30)
+    await opened.connections.aclose()
+
+
+@pytest.mark.clock
+@pytest.mark.asyncio
+async def test_attempt_of_a_cancelled_caller_closes_its_socket():
+    opened = Opened()
+    with socket.create_server((HOST, 0)) as listening:
+        listening.setblocking(False)
+        port = listening.getsockname()[1]
+        waiting = asyncio.create_task(opened.connections.acquire(HOST, port, timeout=30))
+        raw = RawSocket((await asyncio.get_running_loop().sock_accept(listening))[0])
+        waiting.cancel()
+        assert len(await raw.receive_all()) in (0, GREETING_BYTES)  # and then the end
+        raw.close()
+    assert waiting.cancelled()
     await opened.connections.aclose()
 
 

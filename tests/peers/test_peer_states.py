@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
 from aiokv.peers.messages import Want
 from aiokv.peers.sender import Target
+from aiokv.plan import RECEIVE
 
-from .world import EQUAL, World
+from .world import EQUAL, SPLIT, World
 
 
-def walk(seed: int, *, steps: int = 500, copy_failures: float = 0.0, corruptions: float = 0.0):
-    world = World(seed, landing=1 + seed % 5, outgoing=1 + seed % 4)
+def walk(
+    seed: int,
+    *,
+    steps: int = 500,
+    copy_failures: float = 0.0,
+    corruptions: float = 0.0,
+    mapping: Any = EQUAL,
+) -> World:
+    least = 1 if mapping is EQUAL else 3
+    world = World(seed, landing=least + seed % 5, outgoing=least + seed % 4, mapping=mapping)
     world.copy_failures, world.corruptions = copy_failures, corruptions
     choose = world.random
     open_ranges: list[tuple[object, list[int]]] = []
     for _ in range(steps):
-        action = choose.randrange(48)
+        action = choose.randrange(48 if mapping is EQUAL else 96)
         tickets = list(world.tickets.values())[-6:]
         sender = choose.choice(world.senders)
         if action == 0 or not tickets:
@@ -29,7 +40,8 @@ def walk(seed: int, *, steps: int = 500, copy_failures: float = 0.0, corruptions
                     world.receive(ticket, part)
                 elif part:
                     open_ranges.append((ticket, list(part)))
-            world.open(sender, ticket)
+            for each in [sender] if mapping is EQUAL else world.senders:
+                world.open(each, ticket)
         elif action == 1:
             world.open(sender, choose.choice(tickets))  # again, or by a second sender
         elif action in (2, 3, 4):
@@ -41,7 +53,10 @@ def walk(seed: int, *, steps: int = 500, copy_failures: float = 0.0, corruptions
             num_blocks = ticket.num_tokens // 4
             first = choose.randrange(num_blocks)
             blocks = range(first, choose.randint(first + 1, num_blocks))
-            world.send(sender, ticket, blocks, after_step=choose.choice([0, 0, 1]))
+            if mapping is SPLIT and choose.random() < 0.8:
+                blocks = range(num_blocks)  # more than half of them would never be whole
+            for each in [sender] if mapping is EQUAL else world.senders:
+                world.send(each, ticket, blocks, after_step=choose.choice([0, 0, 1]))
         elif action == 5 and open_ranges:
             ticket, part = open_ranges.pop()
             world.receive(ticket, part)
@@ -83,6 +98,22 @@ def test_random_walks_with_failed_copies_and_changed_bytes(first):
     assert sum(world.receiver.logic.counts().wrong for world in worlds) > 10
 
 
+@pytest.mark.parametrize("failures", [0.0, 0.1])
+@pytest.mark.parametrize("first", range(0, 150, 50))
+def test_random_walks_of_blocks_that_are_put_together(first, failures):
+    worlds = [
+        walk(seed, mapping=SPLIT, copy_failures=failures, corruptions=failures)
+        for seed in range(first, first + 50)
+    ]
+    received = [
+        failure
+        for world in worlds
+        for transfer_id, (_, failure) in world.reports.items()
+        if world.plans[transfer_id].route == RECEIVE
+    ]
+    assert received.count(None) > 5
+
+
 @pytest.mark.parametrize(("landing", "outgoing"), [(1, 1), (8, 2), (2, 8)])
 def test_500_tickets_all_end_done(landing, outgoing):
     world = World(7, senders=3, landing=landing, outgoing=outgoing)
@@ -96,6 +127,46 @@ def test_500_tickets_all_end_done(landing, outgoing):
         world.send(world.senders[i % 3], ticket, [0, 1])
     world.run()
     assert {failure for _, failure in world.reports.values()} == {None}
+    world.finish()
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("landing", "outgoing"), [(2, 2), (3, 8), (8, 3)])
+def test_blocks_are_put_together_with_few_slots(seed, landing, outgoing):
+    """Blocks of 40 tickets want the same assembly slots: parcels wait at their senders."""
+    world = World(seed, landing=landing, outgoing=outgoing, mapping=SPLIT)
+    tickets = [world.expect(3) for _ in range(40)]
+    for ticket in tickets:
+        world.receive(ticket, range(2))
+        world.receive(ticket, range(2, 3))
+        for sender in world.senders:
+            world.open(sender, ticket)
+    world.run()
+    for sender in world.senders:
+        for ticket in world.random.sample(tickets, len(tickets)):
+            world.send(sender, ticket, range(6))
+    world.run()
+    assert {failure for _, failure in world.reports.values()} == {None}
+    world.finish()
+
+
+def test_assembly_slot_of_a_cancelled_plan_is_not_reused_while_a_thread_writes_it():
+    world = World(1, landing=3, mapping=SPLIT)
+    receiver = world.receiver.logic
+    ticket = world.expect(1)
+    received = world.receive(ticket, [0])
+    for sender in world.senders:
+        world.open(sender, ticket)
+    world.run()
+    world.send(world.senders[0], ticket, [0])
+    while receiver.free_assembly_slots == 3:
+        world.step()
+    assert len(world.jobs) == 1  # a thread places the parcel
+    receiver.cancel(received, "cancelled")
+    assert world.reports[received][1] is not None
+    assert receiver.free_assembly_slots == 2
+    world.run()
+    assert receiver.free_assembly_slots == 3
     world.finish()
 
 

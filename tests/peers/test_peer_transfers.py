@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from aiokv.errors import LayoutError, PeerError, UsageError
+from aiokv.errors import ConfigError, LayoutError, PeerError, UsageError
 from aiokv.peers.ticket import encode
 from aiokv.testing import ManualDevice, run_until_idle, running_clock, spin
+from aiokv.worker.controller import CacheController
+from aiokv.worker.device.cpu import CpuDevice
 
 from .workers import PeerWorker, two_workers
 
@@ -224,3 +228,66 @@ async def test_blocks_move_again_after_sleep(tiers):
                 await worker.controller.wake_up(
                     frozenset(tiers), regions if "device" in tiers else None
                 )
+
+
+@pytest.mark.clock
+async def test_ticket_that_a_sender_has_opened_ends_at_its_deadline_on_both_sides():
+    clock = running_clock()
+    async with two_workers() as (p, d):
+        ticket = d.expect(2, seconds=5.0, timeout_seconds=5.0)
+        received = d.receive(ticket, [0, 1], [6, 7])
+        await p.controller.open_ticket(encode(ticket))
+        sent = p.send(ticket, [0, 1], [3, 4], after_step=1)  # the step is never closed
+        await clock.advance(4.0)
+        assert d.outcome(received) is None
+        assert p.outcome(sent) is None
+        await clock.advance(2.0)
+        assert await d.ended(received) == [("failed", 0)]
+        assert await p.ended(sent) == [("failed", 0)]
+        await run_until_idle(lambda: d.free_slots == 8)
+        await clock.advance(100.0)  # the connection is idle now
+        await run_until_idle(lambda: p.controller.peer_statistics()[0].connections == 0)
+        assert p.controller.peer_statistics()[0].sent.tickets == 0
+        assert d.controller.peer_statistics()[0].received.tickets == 0
+
+
+async def test_transport_that_is_not_there_is_refused():
+    worker = PeerWorker()
+    peers = dataclasses.replace(worker.peers, transport="nixl")
+    with pytest.raises(ConfigError, match="transport is 'nixl'"):
+        CacheController(worker.regions, CpuDevice(), peers=peers)
+
+
+async def test_ring_that_is_smaller_than_a_block_is_refused():
+    worker = PeerWorker()
+    worker.controller = CacheController(
+        worker.regions, CpuDevice(), peers=dataclasses.replace(worker.peers, ring_bytes=64)
+    )
+    with pytest.raises(ConfigError, match="ring_bytes is 64; a block takes"):
+        await worker.__aenter__()
+    await worker.controller.aclose()
+    worker.poller.close()
+
+
+async def test_changed_bytes_are_found_and_sent_again(monkeypatch):
+    """A bit of the first parcel changes in the landing slot, before it is verified."""
+    async with two_workers() as (p, d):
+        ticket = d.expect(2)
+        received = d.receive(ticket, [0, 1], [6, 7])
+        await p.controller.open_ticket(encode(ticket))
+        blocks = d.controller.memory.peer_arena.blocks
+        receiver = d.controller._peers._receiver
+        end_parcel, changed = receiver.end_parcel, []
+
+        def damage(connection, landed):
+            if not changed:
+                changed.append(landed)
+                blocks[landed.slot, 5] ^= 1
+            end_parcel(connection, landed)
+
+        monkeypatch.setattr(receiver, "end_parcel", damage)
+        sent = p.send(ticket, [0, 1], [3, 4])
+        assert await p.ended(sent) == await d.ended(received) == [("done", 0)]
+        assert d.blocks([6, 7]) == p.blocks([3, 4])
+        assert d.controller.peer_statistics()[0].received.wrong == 1
+        assert p.controller.peer_statistics()[0].sent.retries == 1

@@ -66,6 +66,21 @@ def test_stalled_connection_does_not_stop_others():
         ring.free(landed(ring, "running").slot)
 
 
+def test_connections_that_wait_for_the_same_slot_take_turns():
+    ring = LandingRing(1)
+    order = []
+    for connection in "abc":
+        ring.want(connection, 3)
+    for _ in range(9):
+        ((connection, (credit,)),) = ring.grant()
+        order.append(connection)
+        assert ring.land(connection, credit)
+        ring.landed(credit.slot)
+        ring.free(credit.slot)
+    assert order == list("abcabcabc")
+    assert ring.is_idle
+
+
 def test_each_grant_of_a_slot_has_another_generation():
     ring = LandingRing(1)
     for generation in range(1, 5):

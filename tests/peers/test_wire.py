@@ -332,6 +332,27 @@ async def test_client_that_sends_nothing_is_closed_at_the_deadline(accepted):
 
 @pytest.mark.clock
 @pytest.mark.asyncio
+async def test_blocked_loop_ends_no_handshake(accepted):
+    """The deadline passes while the loop is blocked; the proof of the client is in the kernel."""
+    listener = await listening(accepted, handshake_seconds=5.0)
+    raw = await RawSocket.to(listener.port)
+    handshake = Handshake(SECRET, "client")
+    await raw.send(handshake.greeting)
+    handshake.read_greeting(await raw.receive(GREETING_BYTES))
+    await spin(20)
+    raw.socket.send(handshake.proof())
+    clock = running_clock()
+    clock.now += 100.0  # the loop was blocked
+    await clock.advance(0)
+    await run_until_idle(lambda: bool(accepted))
+    assert listener.refused == 0
+    accepted[0].abort("the test ended")
+    raw.close()
+    await listener.aclose()
+
+
+@pytest.mark.clock
+@pytest.mark.asyncio
 async def test_clients_that_trickle_have_no_longer_deadline(accepted):
     listener = await listening(accepted, handshake_seconds=5.0)
     raw = await RawSocket.to(listener.port)
@@ -734,16 +755,21 @@ async def test_idle_connection_stays_open_and_sends_few_pings():
         assert 0 < pair.client.sent_bytes <= 50 * 2 * 32
 
 
+@pytest.mark.parametrize("sent", [[], [WANT]], ids=["never", "no longer"])
 @pytest.mark.clock
 @pytest.mark.asyncio
-async def test_silent_peer_is_given_up_at_the_deadline(accepted):
+async def test_peer_that_sends_nothing_is_given_up_at_the_deadline(accepted, sent):
     listener = await listening(accepted)
     raw = await RawSocket.to(listener.port)
-    await raw.shake_hands()
+    writer = await raw.shake_hands()
     await run_until_idle(lambda: bool(accepted))
     recorder = Recorder()
     accepted[0].start(recorder)
     clock = running_clock()
+    for message in sent:
+        await raw.send(writer.frame(message))
+        await run_until_idle(lambda: bool(recorder.messages))
+        await clock.advance(PINGS)
     await clock.advance(3 * PINGS - 0.1)
     assert recorder.closed == []
     await clock.advance(0.2)

@@ -43,7 +43,22 @@ class EqualBlocks:
     sender_blocks = receiver_blocks
 
 
+class SplitBlocks:
+    """Mapping of two sender ranks, each of which has a half of the heads, to one receiver rank,
+    whose blocks have twice as many tokens."""
+
+    is_identity = parcel_is_block = False
+    parcel_bytes = PARCEL_BYTES - TRAILER_BYTES
+
+    def receiver_blocks(self, sender_block: int) -> range:
+        return range(sender_block // 2, sender_block // 2 + 1)
+
+    def sender_blocks(self, receiver_block: int) -> range:
+        return range(2 * receiver_block, 2 * receiver_block + 2)
+
+
 EQUAL = EqualBlocks()
+SPLIT = SplitBlocks()
 
 
 class Contents(NamedTuple):
@@ -86,14 +101,16 @@ class ReceiverSide(Side):
     def __init__(self, world: World, num_slots: int) -> None:
         super().__init__(world, "receiver")
         self.slots: list[Contents | None] = [None] * num_slots
-        self.device: dict[int, Any] = {}
-        self.writing: set[int] = set()
+        # (rank, half of the tokens) -> value; what an earlier block left stays until overwritten.
+        self.assembly: list[dict[tuple[int, int], Any]] = [{} for _ in range(num_slots)]
         self.logic: Receiver[Wire] = Receiver(
             self,
             LandingRing(num_slots),
             rank=0,
             slot_bytes=PARCEL_BYTES,
-            source=lambda message: Source(EQUAL, None, 4),
+            source=lambda message: Source(world.mapping, message.sender_rank, 4),
+            covers=lambda ranks: world.mapping is EQUAL or set(ranks) == {0, 1},
+            num_assembly=num_slots,
         )
 
     def send(self, connection: Wire, message: Any) -> None:
@@ -113,6 +130,19 @@ class ReceiverSide(Side):
 
         self.job(run)
 
+    def place(self, parcels: Sequence[Any], slots: Sequence[dict[int, int]]) -> None:
+        def run() -> None:
+            for parcel, targets in zip(parcels, slots, strict=True):
+                contents = self.slots[parcel.slot]
+                assert contents is not None
+                assert contents.key == parcel.key
+                half = parcel.sender_block % 2
+                for slot in targets.values():
+                    self.assembly[slot][parcel.sender_rank, half] = contents.value
+            self.logic.placed(parcels)
+
+        self.job(run)
+
     def copy(self, copy: Any) -> None:
         receive, slots, targets = copy.receive, list(copy.slots), copy.device_ids
         assert receive.plan.transfer_id not in self.world.reports, "a copy after the report"
@@ -121,7 +151,10 @@ class ReceiverSide(Side):
         def run() -> None:
             good = self.world.random.randrange(len(slots)) if fails else len(slots)
             for slot, target in zip(slots[:good], targets[:good], strict=True):
-                self.world.write(target, self.slots[slot])
+                contents = self.slots[slot]
+                if copy.is_assembled:
+                    contents = Contents(b"", dict(self.assembly[slot]))
+                self.world.write(target, contents)
             self.logic.copied(copy, CopyError(good, "failed") if fails else None)
 
         self.job(run)
@@ -133,13 +166,18 @@ class ReceiverSide(Side):
 class SenderSide(Side):
     """Port of a sender."""
 
-    def __init__(self, world: World, name: str, num_slots: int) -> None:
+    def __init__(self, world: World, name: str, num_slots: int, rank: int = 0) -> None:
         super().__init__(world, name)
+        self.rank = rank
         self.slots: list[Contents | None] = [None] * num_slots
         self.wire: Wire | None = None
         self.filling = 0
         self.closed_step = 0
-        self.logic: Sender[Wire] = Sender(self, num_slots=num_slots, rank=0, block_tokens=4)
+        self.logic: Sender[Wire] = Sender(self, num_slots=num_slots, rank=rank, block_tokens=4)
+
+    def value(self, ticket_id: bytes, block: int) -> Any:
+        """Return the value of a block that this rank sends."""
+        return (ticket_id, block) if self.world.mapping is EQUAL else (ticket_id, self.rank, block)
 
     def is_open(self, step: int) -> bool:
         return step > self.closed_step
@@ -156,17 +194,17 @@ class SenderSide(Side):
         def run() -> None:
             assert send.plan.transfer_id not in self.world.reports, "I3: read after the report"
             for parcel, slot in zip(parcels, slots, strict=True):
-                self.slots[slot] = Contents(b"", (send.plan.peer, parcel.block))
+                self.slots[slot] = Contents(b"", self.value(send.plan.peer, parcel.block))
             self.logic.filled(fill, CopyError(0, "failed") if fails else None)
 
         self.job(run)
 
     def seal(self, parcels: Sequence[Any]) -> None:
-        slots = [parcel.slot for parcel in parcels]
+        slots = [(parcel.slot, parcel.block_slot) for parcel in parcels]
 
         def run() -> None:
-            for parcel, slot in zip(parcels, slots, strict=True):
-                held = self.slots[slot]
+            for parcel, (slot, block_slot) in zip(parcels, slots, strict=True):
+                held = self.slots[slot if block_slot is None else block_slot]
                 assert held is not None
                 self.slots[slot] = Contents(parcel.key, held.value)
             self.logic.sealed(parcels)
@@ -203,7 +241,16 @@ class SenderSide(Side):
 class World:
     """One receiver, some senders, and everything that is in flight between them."""
 
-    def __init__(self, seed: int, *, senders: int = 2, landing: int = 4, outgoing: int = 4) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        senders: int = 2,
+        landing: int = 4,
+        outgoing: int = 4,
+        mapping: Any = EQUAL,
+    ) -> None:
+        self.mapping = mapping
         self.random = random.Random(seed)
         self.copy_failures = 0.0
         self.corruptions = 0.0
@@ -214,7 +261,10 @@ class World:
         self.others: dict[int, Any] = {}  # blocks that were reported, with their values
         self.wires: list[Wire] = []
         self.receiver = ReceiverSide(self, landing)
-        self.senders = [SenderSide(self, f"sender{i}", outgoing) for i in range(senders)]
+        self.senders = [
+            SenderSide(self, f"sender{i}", outgoing, 0 if mapping is EQUAL else i)
+            for i in range(senders)
+        ]
         self.tickets: dict[bytes, Ticket] = {}
         self.plans: dict[int, TransferPlan] = {}
         self._ids = count(1)
@@ -238,8 +288,16 @@ class World:
         self.report(plan.transfer_id, receive.leading_blocks, receive.failure)
         blocks, targets = plan.source_ids.tolist(), plan.target_ids.tolist()
         for block, target in list(zip(blocks, targets, strict=True))[: receive.leading_blocks]:
-            assert self.memory[target] == (plan.peer, block), "I4: wrong bytes were reported"
+            assert self.memory[target] == self.expected(plan.peer, block), "I4: wrong bytes"
         self.others |= {target: self.memory.get(target) for target in targets}
+
+    def expected(self, ticket_id: bytes, block: int) -> Any:
+        """Return the value of a block of the receiver."""
+        if self.mapping is EQUAL:
+            return (ticket_id, block)
+        return {
+            (rank, half): (ticket_id, rank, 2 * block + half) for rank in (0, 1) for half in (0, 1)
+        }
 
     # --- what users do --------------------------------------------------------------------------
 
@@ -251,15 +309,20 @@ class World:
             weights_version="w",
             prompt_digest=bytes(32),
             first_position=0,
-            num_tokens=4 * num_blocks,
+            num_tokens=self.block_tokens * num_blocks,
             timeout_seconds=seconds,
-            block_tokens=4,
+            block_tokens=self.block_tokens,
             transport="tcp",
             endpoints=[Endpoint("h", 1)],
         )
         self.tickets[ticket.ticket_id] = ticket
         self.receiver.logic.expect(ticket, self.now + seconds)
         return ticket
+
+    @property
+    def block_tokens(self) -> int:
+        """Positions per block of the receiver; the senders have 4."""
+        return 4 if self.mapping is EQUAL else 8
 
     def receive(self, ticket: Ticket, blocks: Sequence[int]) -> int:
         plan = TransferPlan(
@@ -297,7 +360,7 @@ class World:
             protocol=PROTOCOL_VERSION,
             ticket_id=ticket.ticket_id,
             generation=ticket.generation,
-            sender_rank=0,
+            sender_rank=sender.rank,
             receiver_rank=0,
             sender_block_tokens=4,
             layout=b"",
@@ -379,7 +442,7 @@ class World:
         sender = next(s for s in self.senders if wire.name.startswith(s.name + "."))
         if isinstance(message, Accepted):
             ticket = self.tickets[message.ticket_id]
-            target = Target(wire, EQUAL)
+            target = Target(wire, self.mapping)
             sender.logic.add_ticket(ticket, self.now + ticket.timeout_seconds, {0: target})
         elif not isinstance(message, Refused):
             sender.logic.on_message(wire, message)

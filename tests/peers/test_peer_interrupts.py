@@ -1,0 +1,71 @@
+"""Ctrl-C at any line of a loop callback: plans of peers are reported once, and peers go on."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from aiokv.errors import PeerError
+from aiokv.peers.ticket import encode
+from aiokv.testing import run_until_idle
+from tests.integration.test_interrupts import LOOPS, Interrupter, run
+
+from .workers import PeerWorker
+
+if TYPE_CHECKING:
+    from tests.integration.test_interrupts import LoopFactory
+
+RUNS = 15  # of the lines of callbacks, evenly spread
+SECONDS = 0.2  # of a ticket: what an interrupt has stopped ends then
+
+
+async def move(p: PeerWorker, d: PeerWorker, *, must_succeed: bool) -> None:
+    """Move 6 blocks through 2 slots, and check the bytes of what is reported."""
+    ticket = d.expect(6, seconds=SECONDS)
+    first, second = d.receive(ticket, [0, 1, 2], [5, 9, 2]), d.receive(ticket, [3, 4, 5], [1, 0, 7])
+    try:
+        await p.controller.open_ticket(encode(ticket))
+    except PeerError:
+        assert not must_succeed
+    sent = p.send(ticket, range(6), [11, 12, 13, 14, 15, 16])
+    received = await d.ended(first, second)
+    outcomes = [*received, *await p.ended(sent)]
+    if must_succeed:
+        assert outcomes == [("done", 0)] * 3
+    for (outcome, bad), here, there in zip(
+        received, ([5, 9, 2], [1, 0, 7]), ([11, 12, 13], [14, 15, 16]), strict=True
+    ):
+        good = 3 if outcome == "done" else bad
+        assert d.blocks(here[:good]) == p.blocks(there[:good])
+    for worker in (p, d):
+        worker.controller.close_ticket(ticket.ticket_id)
+
+
+async def exchange() -> None:
+    async with PeerWorker(seed=1, slots=2) as p, PeerWorker(seed=2, slots=2) as d:
+        await move(p, d, must_succeed=False)
+        for _ in range(2):  # until the connection that an interrupt has ended is made again
+            await move(p, d, must_succeed=False)
+        await run_until_idle(lambda: d.free_slots == 2)
+        await move(p, d, must_succeed=True)
+
+
+@LOOPS
+def test_an_interrupt_at_any_line_of_a_callback_loses_no_plan(new_loop: LoopFactory) -> None:
+    def play(at: int) -> int:
+        loop = new_loop()
+        loop.set_exception_handler(lambda _, context: None)
+        with Interrupter(at) as interrupter:
+            interrupts = run(loop, exchange())
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.close()
+        assert interrupts <= 1
+        return interrupter.lines
+
+    lines = play(0)
+    assert lines > RUNS
+    for at in range(1, lines, max(lines // RUNS, 1)):
+        try:
+            play(at)
+        except BaseException as error:
+            raise AssertionError(f"interrupted at line {at}") from error
