@@ -329,6 +329,7 @@ class Receiver(Generic[C]):
         self._one_sided = one_sided
         self._tickets: dict[bytes, _Incoming[C]] = {}
         self._receives: dict[int, Receive] = {}
+        self._deferring: dict[bytes, None] = {}  # tickets with deferred parcels, in order
         self._counts = ReceiverCounts()
 
     # --- tickets and plans ------------------------------------------------------------------------
@@ -714,15 +715,20 @@ class Receiver(Generic[C]):
 
     def _defer(self, incoming: _Incoming[C], sender: _Sender[C], block: int) -> None:
         """Let the sender keep a parcel until there is room for it."""
-        incoming.deferred[sender.rank, block] = None
         ticket_id = incoming.ticket.ticket_id
+        incoming.deferred[sender.rank, block] = None
+        self._deferring[ticket_id] = None
         wrong = Wrong(ticket_id=ticket_id, sender_blocks=[block], reason="no room", is_busy=True)
         self._port.send(sender.connection, wrong)
 
     def _ask_again(self) -> None:
         """Ask for the parcels that were deferred, as far as there is room for them now."""
         room = len(self._free_assembly)
-        for incoming in self._tickets.values():
+        for ticket_id in list(self._deferring):
+            incoming = self._tickets.get(ticket_id)
+            if incoming is None or not incoming.deferred:
+                del self._deferring[ticket_id]
+                continue
             for place in list(incoming.deferred):
                 sender = incoming.senders.get(place[0])
                 if sender is None:
@@ -733,7 +739,6 @@ class Receiver(Generic[C]):
                     continue
                 room -= needed
                 del incoming.deferred[place]
-                ticket_id = incoming.ticket.ticket_id
                 self._port.send(
                     sender.connection, Again(ticket_id=ticket_id, sender_blocks=[place[1]])
                 )

@@ -13,17 +13,15 @@ the loop, when nothing accesses its device blocks any more.
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
-import numpy as np
 
-from aiokv import _native
 from aiokv.errors import ClosedError, ConfigError, LayoutError, PeerError, UsageError
 from aiokv.peers.connections import Connections
-from aiokv.peers.layout import BlockLayout, Mapping, covers, sources
+from aiokv.peers.layout import BlockLayout
+from aiokv.peers.mappings import Mappings
 from aiokv.peers.messages import (
     PROTOCOL_VERSION,
     Accepted,
@@ -33,7 +31,7 @@ from aiokv.peers.messages import (
     Refused,
 )
 from aiokv.peers.receiver import Parcel as Received
-from aiokv.peers.receiver import Receive, Receiver, ReceiverCounts, SlotCopy, Source
+from aiokv.peers.receiver import Receive, Receiver, ReceiverCounts, SlotCopy
 from aiokv.peers.ring import LandingRing
 from aiokv.peers.sender import Parcel as Sent
 from aiokv.peers.sender import Send, Sender, SenderCounts, SlotFill, Target
@@ -43,9 +41,9 @@ from aiokv.peers.ticket import Endpoint, Ticket, decode
 from aiokv.peers.transport import Outgoing, PeerMemory
 from aiokv.peers.wire import Connection, listen
 from aiokv.plan import PEER_ROUTES, RECEIVE, SEND, TransferReport
-from aiokv.stores.base import TRAILER_BYTES, Result
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.layers import LayerDoneCounter
+from aiokv.worker.parcel_work import ParcelWork
 from aiokv.worker.store_transfers import RunningCounts
 
 if TYPE_CHECKING:
@@ -63,11 +61,8 @@ if TYPE_CHECKING:
     from aiokv.worker.poller import EventPoller
     from aiokv.worker.regions import Regions
 
-INLINE_BYTES: Final = 256 << 10  # fewer bytes are read on the loop, which is faster than a thread
 CONNECT_SECONDS: Final = 10.0  # for the replies to Open; less if the ticket has less
 SPARE_SECONDS: Final = 1.0
-MIN_CUT_SLOTS: Final = 2  # a block, and the parcel that is cut out of it
-MAX_MAPPINGS: Final = 256
 LAST_MESSAGES_SECONDS: Final = 0.5  # for the last messages to be sent, when the worker closes
 
 
@@ -178,6 +173,7 @@ class PeerTransfers:
     Attributes:
         exist: False without peers.
         routes: routes from and to peers; empty without peers.
+        layout: of the blocks of this rank, encoded; empty without peers and before ``open``.
     """
 
     def __init__(
@@ -202,16 +198,14 @@ class PeerTransfers:
         self._receiver: Receiver[Connection] | None = None
         self._sender: Sender[Connection] | None = None
         self._ring: LandingRing[Connection] | None = None
-        self._layout: BlockLayout | None = None
-        self._mappings: dict[tuple[bytes, bytes], Mapping] = {}
+        self.layout = b""
+        self._mappings: Mappings | None = None
         self._slots: ArenaSlots | None = None
         self._blocks_per_slot = 1  # of the landing ring
         self._landing: PeerMemory | None = None
         self._outgoing: PeerMemory | None = None
-        self._executor: ThreadPoolExecutor | None = None
-        self._work: set[asyncio.Future[Any]] = set()  # threads and writes in progress
-        self._pending: set[object] = set()  # results of threads that were not taken yet
-        self._unverified: list[Received] = []
+        self._work: ParcelWork | None = None
+        self._tasks: set[asyncio.Task[None]] = set()  # writes and fences in progress
         self._accepted: set[Connection] = set()  # opened by senders
         self._metadata: dict[Connection, bytes] = {}  # of senders, for fences
         self._links: dict[Connection, Link] = {}
@@ -262,7 +256,7 @@ class PeerTransfers:
         options = self._checked()
         self._identity = identity
         self._poller, self._on_report = poller, on_report
-        self._executor = ThreadPoolExecutor(2, thread_name_prefix="aiokv-peers")
+        self._work = ParcelWork(poller)
         try:
             await self._open_slots()
             self._connections = Connections(options.key, self._new_sender_end)
@@ -301,7 +295,9 @@ class PeerTransfers:
         )
         await self._transport.open(self._landing, self._outgoing)
         rank = identity.rank
-        self._layout = BlockLayout.of(regions, identity.block_tokens, rank, identity.num_ranks)
+        layout = BlockLayout.of(regions, identity.block_tokens, rank, identity.num_ranks)
+        mappings = self._mappings = Mappings(layout, slots.outgoing)
+        self.layout = layout.encode()
         if num_landing:
             self._ring = LandingRing(num_landing)
             self._receiver = Receiver(
@@ -309,8 +305,8 @@ class PeerTransfers:
                 self._ring,
                 rank=rank,
                 slot_bytes=self._landing.slot_bytes,
-                source=self._source,
-                covers=self._covers,
+                source=mappings.source,
+                covers=mappings.covers,
                 num_assembly=slots.assembly,
                 transport=self._transport.name,
                 metadata=self._transport.metadata,
@@ -358,15 +354,15 @@ class PeerTransfers:
         self._cancel_timers()
         await self._end_connections("the engine closed")
         await self._transport.aclose()
-        if self._executor is not None:
-            self._executor.shutdown()
+        if self._work is not None:
+            self._work.close()
         self._landing = self._outgoing = None
 
     def close_without_loop(self) -> None:
         """As ``aclose``, after the loop was closed: nothing is reported."""
         self._closing = True
-        if self._executor is not None:
-            self._executor.shutdown()
+        if self._work is not None:
+            self._work.close()
 
     def _end_tickets(self, reason: str) -> None:
         for end in (self._receiver, self._sender):
@@ -386,8 +382,10 @@ class PeerTransfers:
             connection.abort(reason)
         if self._connections is not None:
             await self._connections.aclose()
-        if self._work:
-            await asyncio.wait(list(self._work))
+        if self._tasks:
+            await asyncio.wait(list(self._tasks))
+        if self._work is not None:
+            await self._work.finish()
         await asyncio.sleep(0)  # the handlers have noted the ends
         self._acquired.clear()
 
@@ -409,11 +407,6 @@ class PeerTransfers:
                 transport=self._transport.name,
             )
         ]
-
-    @property
-    def layout(self) -> bytes:
-        """Layout of the blocks of this rank, encoded; empty without peers and before ``open``."""
-        return b"" if self._layout is None else self._layout.encode()
 
     def expect(self, ticket: bytes, seconds: float) -> None:
         """Let senders open a ticket of this engine, for some seconds.
@@ -452,13 +445,19 @@ class PeerTransfers:
         """
         self._check_usable()
         ticket = decode(blob)
-        sender, connections = self._sender, self._connections
-        if sender is None or connections is None:
+        sender, connections, mappings = self._sender, self._connections, self._mappings
+        if sender is None or connections is None or mappings is None:
             raise UsageError("the engine sleeps", hint="await engine.wake_up() first")
         if ticket.ticket_id in self._acquired:
             raise UsageError(f"ticket {ticket.ticket_id.hex()} is being sent already")
         deadline = self._now() + ticket.timeout_seconds
-        receivers = self._receivers_of(ticket, layouts or [self.layout])
+        if ticket.transport != self._transport.name:
+            raise PeerError(
+                f"the transport of the receiver is {ticket.transport!r}, of this engine "
+                f"{self._transport.name!r}",
+                hint="set the same Peers(transport=...) on both servers",
+            )
+        receivers = mappings.receivers(ticket, layouts)
         acquired = self._acquired[ticket.ticket_id] = []
         self._opening.add(ticket.ticket_id)
         accepted: dict[int, Target[Connection]] = {}
@@ -523,78 +522,6 @@ class PeerTransfers:
             ) from None
         finally:
             del self._replies[connection, ticket.ticket_id]
-
-    def _receivers_of(
-        self, ticket: Ticket, layouts: Sequence[bytes]
-    ) -> list[tuple[Endpoint, Mapping]]:
-        """Return the receiver ranks that this rank sends to.
-
-        Raises:
-            PeerError: the receiver uses another transport.
-            LayoutError: the blocks cannot be mapped; or there are too few outgoing slots.
-        """
-        own = self._layout
-        if ticket.transport != self._transport.name:
-            raise PeerError(
-                f"the transport of the receiver is {ticket.transport!r}, of this engine "
-                f"{self._transport.name!r}",
-                hint="set the same Peers(transport=...) on both servers",
-            )
-        senders = [BlockLayout.decode(blob) for blob in layouts]
-        receivers = []
-        for endpoint in ticket.endpoints:
-            receiver = BlockLayout.decode(endpoint.layout)
-            if own is None or own.rank not in sources(senders, receiver):
-                continue
-            mapping = self._mapping(own, receiver)
-            slots = 0 if self._outgoing is None else self._outgoing.num_slots
-            if not mapping.parcel_is_block and slots < MIN_CUT_SLOTS:
-                raise LayoutError(
-                    f"the engine has {slots} outgoing slots; blocks of another layout need "
-                    f"{MIN_CUT_SLOTS}",
-                    hint="raise Peers.outgoing_bytes",
-                )
-            receivers.append((endpoint, mapping))
-        return receivers
-
-    def _mapping(self, sender: BlockLayout, receiver: BlockLayout) -> Mapping:
-        """Return a mapping, made once per pair of layouts.
-
-        Raises:
-            LayoutError: the layouts cannot be mapped.
-        """
-        key = (sender.encode(), receiver.encode())
-        mapping = self._mappings.get(key)
-        if mapping is None:
-            while len(self._mappings) >= MAX_MAPPINGS:
-                del self._mappings[next(iter(self._mappings))]
-            mapping = self._mappings[key] = Mapping(sender, receiver)
-        return mapping
-
-    def _source(self, message: Open) -> Source:
-        """Return the blocks of a sender; see :class:`Receiver`.
-
-        Raises:
-            LayoutError: they cannot be mapped to the blocks of this rank.
-        """
-        own = self._layout
-        try:
-            layout = BlockLayout.decode(message.layout)
-        except UsageError as error:
-            raise LayoutError(str(error)) from None
-        if own is None or (layout.rank, layout.block_tokens) != (
-            message.sender_rank,
-            message.sender_block_tokens,
-        ):
-            raise LayoutError(
-                f"the layout of the sender is of rank {layout.rank} with {layout.block_tokens} "
-                f"tokens per block; it says that it is rank {message.sender_rank} with "
-                f"{message.sender_block_tokens}"
-            )
-        return Source(self._mapping(layout, own), layout, layout.block_tokens)
-
-    def _covers(self, layouts: list[BlockLayout]) -> bool:
-        return self._layout is not None and covers(layouts, self._layout)
 
     def close_ticket(self, ticket_id: bytes) -> None:
         """End a ticket on both sides of this worker; its plans are given up. Idempotent."""
@@ -771,49 +698,26 @@ class PeerTransfers:
 
     def verify(self, parcels: Sequence[Received]) -> None:
         """Verify parcels, together with the others of this pass of the loop."""
-        if not self._unverified:
-            self._soon(self._verify_all)
-        self._unverified += parcels
+        if self._work is not None and self._landing is not None:
+            self._work.verify(self._landing, parcels, self._verified)
 
-    def _verify_all(self) -> None:
-        parcels, self._unverified = self._unverified, []
-        memory = self._landing
-        if not parcels or memory is None:
-            return
-        for num_bytes in {parcel.num_bytes for parcel in parcels}:
-            equal = [parcel for parcel in parcels if parcel.num_bytes == num_bytes]
-            self._in_thread(
-                partial(
-                    _verify, memory, [p.slot for p in equal], [p.key for p in equal], num_bytes
-                ),
-                len(equal) * num_bytes,
-                partial(self._verified, equal),
-            )
-
-    def _verified(self, parcels: list[Received], results: Any) -> None:
-        are_right = [False] * len(parcels) if results is None else (results == Result.DONE).tolist()
+    def _verified(self, parcels: list[Received], are_right: list[bool]) -> None:
         if self._receiver is not None:
             self._receiver.verified(parcels, are_right)
 
     def place(self, parcels: Sequence[Received], slots: Sequence[dict[int, int]]) -> None:
         """Place parcels in assembly slots."""
         memory, arena = self._landing, self._slots
-        if memory is None or arena is None:
+        if self._work is None or memory is None or arena is None:
             return
-        assembly = memory.address + arena.first_assembly * arena.block_bytes
-        calls = []
-        for parcel, targets in zip(parcels, slots, strict=True):
-            addresses = {block: assembly + i * arena.block_bytes for block, i in targets.items()}
-            address = memory.address + parcel.slot * memory.slot_bytes
-            mapping: Any = parcel.mapping
-            calls.append(partial(mapping.place, address, parcel.sender_block, addresses))
-        self._in_thread(
-            partial(_call_all, calls),
-            sum(parcel.num_bytes for parcel in parcels),
-            partial(self._placed, list(parcels)),
-        )
+        first = memory.address + arena.first_assembly * arena.block_bytes
+        addresses = [
+            {block: first + slot * arena.block_bytes for block, slot in targets.items()}
+            for targets in slots
+        ]
+        self._work.place(memory, parcels, addresses, partial(self._placed, list(parcels)))
 
-    def _placed(self, parcels: list[Received], is_done: Any) -> None:
+    def _placed(self, parcels: list[Received], is_done: bool) -> None:
         if self._receiver is None:
             return
         if not is_done:
@@ -850,29 +754,10 @@ class PeerTransfers:
 
     def seal(self, parcels: Sequence[Sent[Connection]]) -> None:
         """Cut parcels, and write their trailers."""
-        memory = self._outgoing
-        if memory is None:
-            return
-        for target in {parcel.target for parcel in parcels}:
-            equal = [parcel for parcel in parcels if parcel.target == target]
-            slots = [-1 if parcel.slot is None else parcel.slot for parcel in equal]
-            blocks = [parcel.block_slot for parcel in equal if parcel.block_slot is not None]
-            mapping: Any = target.mapping
-            self._in_thread(
-                partial(
-                    _cut_and_seal,
-                    memory,
-                    mapping,
-                    blocks,
-                    slots,
-                    [parcel.key for parcel in equal],
-                    target.parcel_bytes,
-                ),
-                len(equal) * target.parcel_bytes,
-                partial(self._sealed, equal),
-            )
+        if self._work is not None and self._outgoing is not None:
+            self._work.seal(self._outgoing, parcels, self._sealed)
 
-    def _sealed(self, parcels: list[Sent[Connection]], is_done: Any) -> None:
+    def _sealed(self, parcels: list[Sent[Connection]], is_done: bool) -> None:
         if self._sender is None:
             return
         if not is_done:
@@ -1003,7 +888,7 @@ class PeerTransfers:
 
     def _reclaim(self) -> None:
         """Free what an interrupt has lost, when nothing is in progress. Idempotent."""
-        if self._work or self._pending or self._unverified:
+        if self._tasks or self._work is None or not self._work.is_idle:
             return
         for end in (self._receiver, self._sender):
             if end is not None:
@@ -1021,45 +906,10 @@ class PeerTransfers:
             raise ClosedError("the worker is not open")
         return self._identity
 
-    def _in_thread(
-        self, call: Callable[[], Any], num_bytes: int, then: Callable[[Any], None]
-    ) -> None:
-        """Call ``then`` with the result of ``call``, None if it raised; few bytes take no thread.
-
-        ``then`` is called later, never in this call.
-        """
-        if num_bytes < INLINE_BYTES or self._executor is None:
-            result = call()
-            token = object()
-            self._pending.add(token)
-            self._soon(partial(self._take, token, then, result))
-            return
-        work = asyncio.get_running_loop().run_in_executor(self._executor, call)
-        self._work.add(work)
-        work.add_done_callback(partial(self._thread_done, then))
-
-    def _thread_done(self, then: Callable[[Any], None], work: asyncio.Future[Any]) -> None:
-        self._work.discard(work)
-        result = None
-        if not work.cancelled() and (error := work.exception()) is not None:
-            asyncio.get_running_loop().call_exception_handler(
-                {"message": "aiokv: a thread of the peers raised", "exception": error}
-            )
-        elif not work.cancelled():
-            result = work.result()
-        token = object()
-        self._pending.add(token)
-        self._surely(partial(self._take, token, then, result))
-
-    def _take(self, token: object, then: Callable[[Any], None], result: Any) -> None:
-        """Continue with the result of a thread. Called again after an interrupt."""
-        then(result)
-        self._pending.discard(token)
-
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
-        self._work.add(task)
-        task.add_done_callback(self._work.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         return task
 
     def _now(self) -> float:
@@ -1087,47 +937,3 @@ def _transport_named(name: str) -> Transport:
         f"transport is {name!r}; this version of aiokv has only 'tcp'",
         hint="set Peers(transport='tcp')",
     )
-
-
-def _verify(memory: PeerMemory, slots: list[int], keys: list[bytes], num_bytes: int) -> Any:
-    """Return a result per parcel; in a thread."""
-    return _native.verify_blocks(
-        memory.address,
-        memory.slot_bytes,
-        num_bytes - TRAILER_BYTES,
-        np.array(slots, np.int32),
-        b"".join(keys),
-        num_blocks=memory.num_slots,
-    )
-
-
-def _cut_and_seal(
-    memory: PeerMemory,
-    mapping: Any,
-    blocks: list[int],
-    slots: list[int],
-    keys: list[bytes],
-    num_bytes: int,
-) -> bool:
-    """Cut parcels out of ``blocks``, unless there are none, and write trailers; in a thread."""
-    if blocks:
-        addresses = [
-            [memory.address + slot * memory.slot_bytes for slot in which]
-            for which in (blocks, slots)
-        ]
-        mapping.cut(*addresses)
-    _native.seal_blocks(
-        memory.address,
-        memory.slot_bytes,
-        num_bytes - TRAILER_BYTES,
-        np.array(slots, np.int32),
-        b"".join(keys),
-        num_blocks=memory.num_slots,
-    )
-    return True
-
-
-def _call_all(calls: Sequence[Callable[[], object]]) -> bool:
-    for call in calls:
-        call()
-    return True
