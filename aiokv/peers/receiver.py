@@ -122,6 +122,8 @@ class SlotCopy:
         blocks: blocks of the prompt.
         slots: slots that are read; taken when they are freed.
         is_assembled: they are assembly slots, and no landing slots.
+        copy_id: for the port.
+        is_begun: likewise.
     """
 
     def __init__(
@@ -131,6 +133,8 @@ class SlotCopy:
         self.blocks = blocks
         self.slots = slots
         self.is_assembled = is_assembled
+        self.copy_id = 0
+        self.is_begun = False
 
     @property
     def device_ids(self) -> list[int]:
@@ -152,7 +156,8 @@ class ReceiverPort(Protocol[D]):
         """Place each parcel in assembly slots, by block, then call ``Receiver.placed``."""
 
     def copy(self, copy: SlotCopy) -> None:
-        """Copy slots to the device blocks of a plan, then call ``Receiver.copied``."""
+        """Copy slots to the device blocks of a plan if ``Receiver.admit`` allows it, then call
+        ``Receiver.copied``."""
 
     def received(self, receive: Receive) -> None:
         """Report a plan; nothing accesses its blocks. Idempotent."""
@@ -816,8 +821,21 @@ class Receiver(Generic[C]):
         is_assembled: bool = False,
     ) -> None:
         copy = SlotCopy(receive, blocks, slots, is_assembled=is_assembled)
-        receive.copies.add(copy)
         self._port.copy(copy)
+
+    def admit(self, copy: SlotCopy) -> bool:
+        """Return True if a copy is to be begun; called by the port before it begins. Idempotent.
+
+        The slots of a copy whose plan was given up meanwhile are freed.
+        """
+        receive = copy.receive
+        if not copy.slots:
+            return False
+        if receive.failure is not None and copy not in receive.copies:
+            self.copied(copy, None)
+            return False
+        receive.copies.add(copy)
+        return True
 
     def copied(self, copy: SlotCopy, failure: CopyError | None) -> None:
         """Note the end of a copy into device blocks. Idempotent."""

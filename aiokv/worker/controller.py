@@ -421,8 +421,13 @@ class CacheController:
     def _peer_slots(self, regions: Regions) -> tuple[int, int]:
         return self._peers.slots(regions)
 
+    def new_copy_id(self) -> int:
+        """Return an id for :meth:`copy`."""
+        return next(self._copy_ids)
+
     def copy(
         self,
+        copy_id: int,
         route: Route,
         source_ids: Sequence[int],
         target_ids: Sequence[int],
@@ -431,15 +436,21 @@ class CacheController:
     ) -> None:
         """Copy between device blocks and slots of the peer arena, as part of a plan.
 
+        Without effect while a copy of this id is in flight.
+
         Args:
+            copy_id: of ``new_copy_id``.
             route: ``RECEIVE`` or ``SEND``.
             source_ids: device blocks or slots.
             target_ids: likewise, as many.
             after_step: the step that the copy waits for.
             on_end: gets the failure, or None, in a callback of the loop; idempotent.
         """
+        if copy_id in self._transfers:
+            self._poller.surely(partial(self._place, self._transfers[copy_id]))
+            return
         plan = TransferPlan(
-            transfer_id=next(self._copy_ids),
+            transfer_id=copy_id,
             route=route,
             source_blocks=id_bytes(source_ids),
             target_blocks=id_bytes(target_ids),

@@ -69,15 +69,19 @@ LAST_MESSAGES_SECONDS: Final = 0.5  # for the last messages to be sent, when the
 class DeviceCopies(Protocol):
     """Copies between device blocks and slots of the peer arena, for PeerTransfers."""
 
+    def new_copy_id(self) -> int:
+        """Return an id that no other copy has."""
+
     def copy(
         self,
+        copy_id: int,
         route: Route,
         source_ids: Sequence[int],
         target_ids: Sequence[int],
         after_step: int,
         on_end: Callable[[CopyError | None], None],
     ) -> None:
-        """Begin a copy behind a step.
+        """Begin a copy behind a step; without effect while a copy of this id is in flight.
 
         ``on_end`` is called once, in a callback of the loop, with the failure or None; again when
         an interrupt kept it from returning.
@@ -727,30 +731,46 @@ class PeerTransfers:
 
     def copy(self, copy: SlotCopy) -> None:
         """Copy landing slots or assembly slots to device blocks."""
+        self._surely(partial(self._begin_copy, copy))
+
+    def _begin_copy(self, copy: SlotCopy) -> None:
+        """Begin a copy, unless it has begun. Idempotent."""
         receiver, arena = self._receiver, self._slots
-        if receiver is not None and arena is not None:
-            first, pitch = 0, self._blocks_per_slot
-            if copy.is_assembled:
-                first, pitch = arena.first_assembly, 1
-            self._copies.copy(
-                RECEIVE,
-                [first + slot * pitch for slot in copy.slots],
-                copy.device_ids,
-                copy.receive.plan.after_step,
-                partial(receiver.copied, copy),
-            )
+        if receiver is None or arena is None or copy.is_begun or not receiver.admit(copy):
+            return
+        first, pitch = 0, self._blocks_per_slot
+        if copy.is_assembled:
+            first, pitch = arena.first_assembly, 1
+        copy.copy_id = copy.copy_id or self._copies.new_copy_id()
+        self._copies.copy(
+            copy.copy_id,
+            RECEIVE,
+            [first + slot * pitch for slot in copy.slots],
+            copy.device_ids,
+            copy.receive.plan.after_step,
+            partial(receiver.copied, copy),
+        )
+        copy.is_begun = True
 
     def fill(self, fill: SlotFill) -> None:
         """Copy device blocks to outgoing slots."""
+        self._surely(partial(self._begin_fill, fill))
+
+    def _begin_fill(self, fill: SlotFill) -> None:
+        """Begin a copy, unless it has begun. Idempotent."""
         sender, arena = self._sender, self._slots
-        if sender is not None and arena is not None:
-            self._copies.copy(
-                SEND,
-                fill.device_ids,
-                [arena.first_outgoing + slot for slot in fill.slots],
-                fill.send.plan.after_step,
-                partial(sender.filled, fill),
-            )
+        if sender is None or arena is None or fill.is_begun or not sender.admit(fill):
+            return
+        fill.copy_id = fill.copy_id or self._copies.new_copy_id()
+        self._copies.copy(
+            fill.copy_id,
+            SEND,
+            fill.device_ids,
+            [arena.first_outgoing + slot for slot in fill.slots],
+            fill.send.plan.after_step,
+            partial(sender.filled, fill),
+        )
+        fill.is_begun = True
 
     def seal(self, parcels: Sequence[Sent[Connection]]) -> None:
         """Cut parcels, and write their trailers."""
