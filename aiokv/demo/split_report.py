@@ -1,0 +1,201 @@
+"""Results of the split demo, and their table: one column per server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+import rich.box
+from rich.table import Table
+
+from aiokv.demo.ledger import Comparison  # noqa: TC001  (msgspec)
+from aiokv.demo.report import (
+    Percentiles,
+    RunResult,
+    ServingStatistics,
+    format_pair,
+    format_share,
+    format_verdict,
+)
+from aiokv.observe.units import format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from aiokv import PeerStatistics
+    from aiokv.demo.serving import Server
+
+KillName = Literal["prefill", "decode"]
+
+
+class ServerResult(ServingStatistics, kw_only=True):
+    """One server of the split run.
+
+    Attributes:
+        sent_bytes: of blocks that the other server has acknowledged.
+        received_bytes: of blocks that were verified.
+        sent_tokens: positions that the decode server has acknowledged.
+        sent_early_tokens: those of them that it had acknowledged before the last position of their
+            prompt was computed.
+    """
+
+    rows_not_finite: int
+    sent_bytes: int
+    received_bytes: int
+    sent_tokens: int
+    sent_early_tokens: int
+
+    @classmethod
+    def of(
+        cls, server: Server, statistics: PeerStatistics, sent_early_tokens: int, sent_tokens: int
+    ) -> ServerResult:
+        """Return the result of a server that has ended."""
+        return cls(
+            **msgspec.structs.asdict(server.statistics),
+            rows_not_finite=server.ledger.rows_not_finite,
+            sent_bytes=sum(rank.sent.sent_bytes for rank in statistics.ranks),
+            received_bytes=sum(rank.received.received_bytes for rank in statistics.ranks),
+            sent_tokens=sent_tokens,
+            sent_early_tokens=sent_early_tokens,
+        )
+
+
+class Killed(msgspec.Struct, kw_only=True):
+    """A process that was killed in the middle.
+
+    Attributes:
+        name: of the process.
+        request: whose blocks were arriving.
+        arrived_tokens: of that request.
+        answered_requests: requests that were answered before.
+        sent_again: requests that users sent again, to another decode process.
+    """
+
+    name: KillName
+    request: str
+    arrived_tokens: int
+    answered_requests: int
+    sent_again: int = 0
+
+    def describe(self, result: SplitResult) -> str:
+        """Return what users saw of it."""
+        when = (
+            f"the {self.name} process was killed after {self.answered_requests:,} answered "
+            f"requests, when the first {self.arrived_tokens:,} tokens of {self.request} had "
+            "arrived: "
+        )
+        if self.name == "prefill":
+            return when + (
+                f"the decode process computed {result.decode.computed_tokens:,} prompt tokens "
+                "itself, and no request failed"
+            )
+        reused = 0 if result.prefill is None else result.prefill.reused_tokens.device
+        return when + (
+            f"{self.sent_again:,} requests were sent again, to a new decode process; the prefill "
+            f"process kept its cache, and reused {reused:,} prompt tokens"
+        )
+
+
+class SplitResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One server, and two servers with the same requests; the names are the keys of ``--json``.
+
+    Attributes:
+        prefill: None if the process was killed.
+        decode: of the last decode process.
+        first_token_ms: time from the user's request until the prefill server had the first output
+            token.
+        first_decoded_ms: until the decode server had computed its first output token.
+        seconds: of the split run.
+    """
+
+    tokens_equal: bool
+    logits_equal: bool
+    blocks_equal: bool
+    workload: str
+    model: str
+    transport: str
+    one_server: RunResult
+    prefill: ServerResult | None
+    decode: ServerResult
+    killed: Killed | None
+    first_token_ms: Percentiles
+    first_decoded_ms: Percentiles
+    seconds: float
+    compared: Comparison
+
+
+_Cells = tuple[str, str, str]
+_Server = RunResult | ServerResult
+_NONE = "-"
+
+
+def print_split_table(console: Console, result: SplitResult) -> None:
+    """Print all measures of the three servers."""
+    table = Table(title=result.workload, caption=result.model, box=rich.box.SIMPLE_HEAD)
+    table.add_column("", no_wrap=True)
+    for label in _labels(result):
+        table.add_column(label, justify="right")
+    for title, cells in _rows(result):
+        table.add_row(title, *cells)
+    console.print(table)
+
+
+def _labels(result: SplitResult) -> _Cells:
+    killed = result.killed.name if result.killed is not None else ""
+    return (
+        "one server",
+        "prefill, killed" if killed == "prefill" else "prefill",
+        "decode, 2nd process" if killed == "decode" else "decode",
+    )
+
+
+def _rows(result: SplitResult) -> list[tuple[str, _Cells]]:
+    one, prefill, decode = result.one_server, result.prefill, result.decode
+
+    def each(cell: Callable[[_Server], str]) -> _Cells:
+        return cell(one), _NONE if prefill is None else cell(prefill), cell(decode)
+
+    early = _NONE
+    if prefill is not None and prefill.sent_tokens:
+        early = f"{prefill.sent_early_tokens / prefill.sent_tokens:.0%}"
+    sent = _NONE if prefill is None else _megabytes(prefill.sent_bytes)
+    compared = result.compared
+    return [
+        ("prompt tokens", each(lambda run: f"{run.prompt_tokens:,}")),
+        ("  computed", each(lambda run: format_share(run.computed_tokens, run))),
+        ("  reused, device", each(lambda run: format_share(run.reused_tokens.device, run))),
+        ("  received", each(lambda run: format_share(run.received_tokens, run))),
+        ("generated tokens", each(lambda run: f"{run.generated_tokens:,}")),
+        (
+            "time to first token, p50 / p99",
+            (format_pair(one.ttft_ms, 1e-3), format_pair(result.first_token_ms, 1e-3), _NONE),
+        ),
+        (
+            "time to first decoded token, p50 / p99",
+            (_NONE, _NONE, format_pair(result.first_decoded_ms, 1e-3)),
+        ),
+        (f"bytes moved, {result.transport}", (_NONE, sent, _megabytes(decode.received_bytes))),
+        ("  acknowledged before the prefill ended", (_NONE, early, _NONE)),
+        ("run time", (format_seconds(one.seconds), _NONE, format_seconds(result.seconds))),
+        (
+            "tokens equal",
+            _equal(compared.tokens_different, compared.tokens_compared, ""),
+        ),
+        (
+            "logits equal, bit for bit",
+            _equal(compared.rows_different, compared.rows_compared, " rows"),
+        ),
+        (
+            "cached blocks hold what was computed",
+            _equal(compared.blocks_wrong, compared.blocks_read, " read"),
+        ),
+    ]
+
+
+def _equal(wrong: int, total: int, unit: str) -> _Cells:
+    return "reference", "", format_verdict(wrong, total, unit)
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.1f} MB"
