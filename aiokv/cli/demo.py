@@ -204,7 +204,7 @@ def run(args: argparse.Namespace) -> int:
     from aiokv.demo.report import print_table
     from aiokv.demo.runs import run_demo
     from aiokv.demo.split import SplitConfig, run_split_demo
-    from aiokv.demo.split_report import print_split_table
+    from aiokv.demo.split_report import SplitResult, print_split_table
 
     _check_split(args)
     check_writable(args.json)
@@ -215,17 +215,17 @@ def run(args: argparse.Namespace) -> int:
     with show_progress("requests", sys.stdout, prefix="") as stages:
         if args.split:
             split = SplitConfig(transport=args.transport, kill=args.kill)
-            split_result = run_async(run_split_demo(scenario, config, split, stages))
+            result: DemoResult | SplitResult = run_async(
+                run_split_demo(scenario, config, split, stages)
+            )
         else:
             result = run_async(run_demo(scenario, config, stages))
-    if args.split:
-        print_split_table(console, split_result)
-        if args.json is not None:
-            write_json(args.json, split_result)
-        return _split_verdict(console, split_result, kill=args.kill)
-    print_table(console, result)
     if args.json is not None:
         write_json(args.json, result)
+    if isinstance(result, SplitResult):
+        print_split_table(console, result)
+        return _split_verdict(console, result, kill=args.kill)
+    print_table(console, result)
     return _verdict(console, result, control=args.corrupt)
 
 

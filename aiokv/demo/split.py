@@ -9,7 +9,7 @@ import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     ServerMain = Callable[[ServerArguments], tuple[ServerResult, Ledger]]
     # of the prefill server, None if it was killed, and of the last decode server
     Servers = tuple[tuple[ServerResult, Ledger] | None, tuple[ServerResult, Ledger]]
+
+A = TypeVar("A", FirstToken, Served)  # answers of a server
 
 # Blocks of one transfer: small, because the prompts of the demo are short.
 CHUNK_BLOCKS = 4
@@ -116,7 +118,7 @@ def _result(
         prefill=None if prefill is None else prefill[0],
         decode=decode[0],
         killed=front.killed,
-        first_token_ms=Percentiles.of(list(front.first_token_seconds.values()), 1e3),
+        first_token_ms=Percentiles.of(front.first_token_seconds, 1e3),
         first_decoded_ms=Percentiles.of(front.first_decoded_seconds, 1e3),
         seconds=front.seconds,
         compared=compared,
@@ -127,41 +129,49 @@ class ServerLostError(Exception):
     """A server has ended before it answered."""
 
 
-class ServerHandle:
-    """Connection of the front to one server process."""
+class ServerHandle(Generic[A]):
+    """Connection of the front to one server process.
+
+    Attributes:
+        child: the process.
+        channel: messages.
+        lost: the process has ended.
+    """
 
     def __init__(self, child: Child[tuple[ServerResult, Ledger]], channel: Channel) -> None:
         self.child = child
         self.channel = channel
-        self._lost = False
-        self._answers: dict[str, asyncio.Future[Message]] = {}
+        self.lost = False
+        self._answers: dict[str, asyncio.Future[A]] = {}
 
-    async def ask(self, message: Serve) -> Message:
+    async def ask(self, request: Serve) -> A:
         """Send a request and return its answer.
 
         Raises:
             ServerLostError: the server has ended.
         """
-        while message.name in self._answers:  # sent for a decode server that was killed
-            await asyncio.wait([self._answers[message.name]])
+        while request.name in self._answers:  # sent for a decode server that was killed
+            await asyncio.wait([self._answers[request.name]])
             await asyncio.sleep(0)
-        if self._lost:
+        if self.lost:
             raise ServerLostError
-        answer = self._answers[message.name] = asyncio.get_running_loop().create_future()
-        self.channel.send(message)
+        answer: asyncio.Future[A] = asyncio.get_running_loop().create_future()
+        self._answers[request.name] = answer
+        self.channel.send(request)
         try:
             return await answer
         finally:
-            del self._answers[message.name]
+            del self._answers[request.name]
 
-    def answer(self, name: str, message: Message) -> None:
+    def answer(self, message: A) -> None:
         """Note the answer to a request."""
-        if name in self._answers and not self._answers[name].done():
-            self._answers[name].set_result(message)
+        answer = self._answers.get(message.name)
+        if answer is not None and not answer.done():
+            answer.set_result(message)
 
     def lose(self) -> None:
         """Fail the requests that are not answered, and those to come."""
-        self._lost = True
+        self.lost = True
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(ServerLostError())
@@ -172,8 +182,8 @@ class Front:
 
     Attributes:
         ledger: tokens that users got.
-        first_token_seconds: by request, time until a prefill server had the first output token.
-        first_decoded_seconds: of all requests, time until the first token of a decode server.
+        first_token_seconds: of all requests, time until a server had the first output token.
+        first_decoded_seconds: until the decode server had computed its first output token.
         seconds: from the first request to the last answer.
         killed: the process that was killed, if one was.
     """
@@ -191,11 +201,12 @@ class Front:
         self._advance = advance
         self._secret = secrets.token_bytes(32)
         self._requests: dict[str, Serve] = {}  # that are not answered
+        self._prefilled: dict[str, float] = {}  # seconds to the first token of the prefill server
         self._answered = 0
         self._half = 0  # of the requests
         self._stopping = False
         self.ledger = Ledger()
-        self.first_token_seconds: dict[str, float] = {}
+        self.first_token_seconds: list[float] = []
         self.first_decoded_seconds: list[float] = []
         self.seconds = 0.0
         self.killed: Killed | None = None
@@ -208,7 +219,7 @@ class Front:
 
         Cancellation: the servers are killed.
         """
-        self._half = workload.requests // 2
+        self._half = max(1, workload.requests // 2)
         with tempfile.TemporaryDirectory(prefix="aiokv-") as folder:
             self._folder = Path(folder)
             async with AsyncExitStack() as stack:
@@ -216,7 +227,9 @@ class Front:
                 return await self._run(workload)
 
     async def _run(self, workload: Workload) -> Servers:
-        self._decode: asyncio.Future[ServerHandle] = asyncio.get_running_loop().create_future()
+        self._decode: asyncio.Future[ServerHandle[Served]] = (
+            asyncio.get_running_loop().create_future()
+        )
         self._prefill, decode = await asyncio.gather(
             self._start("prefill", run_prefill), self._start("decode", run_decode)
         )
@@ -254,24 +267,29 @@ class Front:
 
     async def _ask(self, request: Serve) -> list[int]:
         self._requests[request.name] = request
-        while True:
-            decode = await asyncio.shield(self._decode)
-            try:
-                answer = await decode.ask(request)
-                break
-            except ServerLostError:
-                assert self.killed is not None
-                self.killed.sent_again += 1
-        assert isinstance(answer, Served)
-        self.first_decoded_seconds.append(answer.first_token_seconds)
+        answer = await self._decode_request(request)
+        decoded = answer.first_token_seconds
+        self.first_decoded_seconds.append(decoded)
+        self.first_token_seconds.append(min(decoded, self._prefilled.get(request.name, decoded)))
         self.ledger.record_tokens(request.name, answer.tokens)
         self._answered += 1
         self._advance(1)
         return answer.tokens
 
+    async def _decode_request(self, request: Serve) -> Served:
+        while True:
+            decode = await asyncio.shield(self._decode)
+            try:
+                return await decode.ask(
+                    msgspec.structs.replace(request, has_prefill=not self._prefill.lost)
+                )
+            except ServerLostError:
+                if self.killed is not None:
+                    self.killed.sent_again += 1
+
     # --- servers --------------------------------------------------------------------------------
 
-    async def _start(self, name: KillName, main: ServerMain) -> ServerHandle:
+    async def _start(self, name: KillName, main: ServerMain) -> ServerHandle[Any]:
         """Start a server process; return when it has connected."""
         connected: asyncio.Future[Channel] = asyncio.get_running_loop().create_future()
         path = self._folder / f"{name}-{secrets.token_hex(4)}"
@@ -287,14 +305,19 @@ class Front:
         arguments = ServerArguments(self._make_scenario, self._config, peers, str(path))
         child = await self._stack.enter_async_context(start_in_new_process(main, arguments))
         ended = asyncio.ensure_future(child.ended())
-        await asyncio.wait([connected, ended], return_when=asyncio.FIRST_COMPLETED)
-        ended.cancel()
-        listener.close()
-        if not connected.done():
+        ended.add_done_callback(lambda _: connected.cancel())
+        try:
+            await asyncio.wait([connected])
+        finally:
+            ended.cancel()
+            listener.close()
+        if connected.cancelled():
             await child.result()  # raises the error of the start
-        return ServerHandle(child, await connected)
+        channel = connected.result()
+        self._stack.push_async_callback(channel.aclose)
+        return ServerHandle(child, channel)
 
-    async def _watch(self, server: ServerHandle) -> None:
+    async def _watch(self, server: ServerHandle[Any]) -> None:
         """Handle the messages of a server, and its end."""
         async for message in server.channel:
             self._on_message(server, message)
@@ -311,7 +334,7 @@ class Front:
             self._group.create_task(self._watch(started))
             self._decode.set_result(started)
 
-    def _on_message(self, server: ServerHandle, message: Message) -> None:
+    def _on_message(self, server: ServerHandle[Any], message: Message) -> None:
         if isinstance(message, NeedsPrefill):
             self._group.create_task(self._compute_prompt(server, message))
         elif isinstance(message, Arrived):
@@ -319,9 +342,9 @@ class Front:
         elif isinstance(message, NotPrefilled):
             self._tell_decode(message)
         elif isinstance(message, FirstToken | Served):
-            server.answer(message.name, message)
+            server.answer(message)
 
-    async def _compute_prompt(self, decode: ServerHandle, needs: NeedsPrefill) -> None:
+    async def _compute_prompt(self, decode: ServerHandle[Served], needs: NeedsPrefill) -> None:
         request = self._requests[needs.name]
         stop_length = len(request.tokens) + 1
         request = msgspec.structs.replace(request, ticket=needs.ticket, stop_length=stop_length)
@@ -331,13 +354,13 @@ class Front:
             decode.channel.send(NotPrefilled(request.name))
             return
         seconds = time.perf_counter() - request.arrived_seconds
-        self.first_token_seconds.setdefault(request.name, seconds)
+        self._prefilled.setdefault(request.name, seconds)
 
     def _tell_decode(self, message: NotPrefilled) -> None:
         if self._decode.done():
             self._decode.result().channel.send(message)
 
-    def _kill_in_the_middle(self, decode: ServerHandle, arrived: Arrived) -> None:
+    def _kill_in_the_middle(self, decode: ServerHandle[Served], arrived: Arrived) -> None:
         """Kill the process of ``--kill`` while blocks arrive, after half of the requests."""
         name = self._split.kill
         if name is None or self.killed is not None or self._answered < self._half:
@@ -355,7 +378,7 @@ class Front:
         self._stopping = True
         decode = await self._decode
         for server in (self._prefill, decode):
-            server.channel.close()
+            await server.channel.aclose()
         prefill = None
         if self.killed is None or self.killed.name != "prefill":
             prefill = await self._prefill.child.result()

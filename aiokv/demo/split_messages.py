@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -25,7 +26,8 @@ class Serve(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         items: images in the prompt.
         arrived_seconds: ``time.perf_counter()`` at which the user sent it; processes of one host
             have the same clock.
-        ticket: of the decode server; empty for the decode server.
+        ticket: for the prefill server, of the decode server.
+        has_prefill: for the decode server; False when it has to compute the prompt itself.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Serve(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     items: tuple[Item, ...]
     arrived_seconds: float
     ticket: bytes = b""
+    has_prefill: bool = True
 
 
 class NotPrefilled(msgspec.Struct, frozen=True, tag=True):
@@ -98,6 +101,8 @@ class Channel:
             except (asyncio.IncompleteReadError, ConnectionError):
                 return
 
-    def close(self) -> None:
-        """Send what was written, then the end of the channel."""
+    async def aclose(self) -> None:
+        """Send what was written, then the end of the channel. Idempotent."""
         self._writer.close()
+        with contextlib.suppress(ConnectionError):
+            await self._writer.wait_closed()

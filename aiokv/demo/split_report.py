@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -21,6 +20,8 @@ from aiokv.demo.report import (
 from aiokv.observe.units import format_seconds
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rich.console import Console
 
     from aiokv import PeerStatistics
@@ -103,9 +104,8 @@ class SplitResult(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         prefill: None if the process was killed.
         decode: of the last decode process.
-        first_token_ms: time from the user's request until the prefill server had the first output
-            token.
-        first_decoded_ms: until the decode server had computed its first output token.
+        first_token_ms: time from a user's request to its first output token, of either server.
+        first_decoded_ms: to the first output token of the decode server.
         seconds: of the split run.
     """
 
@@ -125,76 +125,74 @@ class SplitResult(msgspec.Struct, frozen=True, kw_only=True):
     compared: Comparison
 
 
-_Cells = tuple[str, str, str]
 _Server = RunResult | ServerResult
-_NONE = "-"
 
 
 def print_split_table(console: Console, result: SplitResult) -> None:
-    """Print all measures of the three servers."""
+    """Print all measures of one server, of the split run, and of its two servers."""
+    killed = result.killed.name if result.killed is not None else ""
     table = Table(title=result.workload, caption=result.model, box=rich.box.SIMPLE_HEAD)
     table.add_column("", no_wrap=True)
-    for label in _labels(result):
+    for label in (
+        "one server",
+        "split",
+        "prefill, killed" if killed == "prefill" else "prefill",
+        "decode, 2nd" if killed == "decode" else "decode",
+    ):
         table.add_column(label, justify="right")
-    for title, cells in _rows(result):
-        table.add_row(title, *cells)
+    for title, cell in _OF_SERVERS:
+        servers = (result.one_server, None, result.prefill, result.decode)
+        table.add_row(title, *("-" if server is None else cell(server) for server in servers))
+    for row in _rows_of_runs(result):
+        table.add_row(*row, *["-"] * (5 - len(row)))
     console.print(table)
 
 
-def _labels(result: SplitResult) -> _Cells:
-    killed = result.killed.name if result.killed is not None else ""
-    return (
-        "one server",
-        "prefill, killed" if killed == "prefill" else "prefill",
-        "decode, 2nd process" if killed == "decode" else "decode",
+_OF_SERVERS: tuple[tuple[str, Callable[[_Server], str]], ...] = (
+    ("prompt tokens", lambda server: f"{server.prompt_tokens:,}"),
+    ("  computed", lambda server: format_share(server.computed_tokens, server)),
+    ("  reused, device", lambda server: format_share(server.reused_tokens.device, server)),
+    ("  received", lambda server: format_share(server.received_tokens, server)),
+    ("generated tokens", lambda server: f"{server.generated_tokens:,}"),
+)
+
+
+def _rows_of_runs(result: SplitResult) -> list[tuple[str, ...]]:
+    one, prefill, decode, compared = (
+        result.one_server,
+        result.prefill,
+        result.decode,
+        result.compared,
     )
-
-
-def _rows(result: SplitResult) -> list[tuple[str, _Cells]]:
-    one, prefill, decode = result.one_server, result.prefill, result.decode
-
-    def each(cell: Callable[[_Server], str]) -> _Cells:
-        return cell(one), _NONE if prefill is None else cell(prefill), cell(decode)
-
-    early = _NONE
+    early = sent = received = "-"
+    if decode.received_bytes:
+        received = _megabytes(decode.received_bytes)
     if prefill is not None and prefill.sent_tokens:
+        sent = _megabytes(prefill.sent_bytes)
         early = f"{prefill.sent_early_tokens / prefill.sent_tokens:.0%}"
-    sent = _NONE if prefill is None else _megabytes(prefill.sent_bytes)
-    compared = result.compared
+    first_token = format_pair(one.ttft_ms, 1e-3)
     return [
-        ("prompt tokens", each(lambda run: f"{run.prompt_tokens:,}")),
-        ("  computed", each(lambda run: format_share(run.computed_tokens, run))),
-        ("  reused, device", each(lambda run: format_share(run.reused_tokens.device, run))),
-        ("  received", each(lambda run: format_share(run.received_tokens, run))),
-        ("generated tokens", each(lambda run: f"{run.generated_tokens:,}")),
-        (
-            "time to first token, p50 / p99",
-            (format_pair(one.ttft_ms, 1e-3), format_pair(result.first_token_ms, 1e-3), _NONE),
-        ),
-        (
-            "time to first decoded token, p50 / p99",
-            (_NONE, _NONE, format_pair(result.first_decoded_ms, 1e-3)),
-        ),
-        (f"bytes moved, {result.transport}", (_NONE, sent, _megabytes(decode.received_bytes))),
-        ("  acknowledged before the prefill ended", (_NONE, early, _NONE)),
-        ("run time", (format_seconds(one.seconds), _NONE, format_seconds(result.seconds))),
+        ("time to first token, p50 / p99", first_token, format_pair(result.first_token_ms, 1e-3)),
+        ("  to first decoded token", first_token, format_pair(result.first_decoded_ms, 1e-3)),
+        (f"bytes moved, {result.transport}", "-", "-", sent, received),
+        ("  before the prefill ended", "-", "-", early),
+        ("run time", format_seconds(one.seconds), format_seconds(result.seconds)),
         (
             "tokens equal",
-            _equal(compared.tokens_different, compared.tokens_compared, ""),
+            "reference",
+            format_verdict(compared.tokens_different, compared.tokens_compared, ""),
         ),
         (
             "logits equal, bit for bit",
-            _equal(compared.rows_different, compared.rows_compared, " rows"),
+            "reference",
+            format_verdict(compared.rows_different, compared.rows_compared, " rows"),
         ),
         (
             "cached blocks hold what was computed",
-            _equal(compared.blocks_wrong, compared.blocks_read, " read"),
+            "reference",
+            format_verdict(compared.blocks_wrong, compared.blocks_read, " read"),
         ),
     ]
-
-
-def _equal(wrong: int, total: int, unit: str) -> _Cells:
-    return "reference", "", format_verdict(wrong, total, unit)
 
 
 def _megabytes(num_bytes: int) -> str:

@@ -120,6 +120,7 @@ class Decode:
     def __init__(self, engine: aiokv.CacheEngine, channel: Channel) -> None:
         self._engine = engine
         self._channel = channel
+        self._prefilled: set[str] = set()  # requests whose first attempt receives
         self._receiving: dict[str, aiokv.Receiving] = {}
 
     @asynccontextmanager
@@ -127,7 +128,9 @@ class Decode:
         """Receive all positions but the last one, whose logits give the first output token."""
         first, name = lease.cached_tokens, request.name
         needed = request.prompt_length - 1
-        if first < needed and request.attempts == 0:
+        receives = name in self._prefilled
+        self._prefilled.discard(name)
+        if receives and first < needed:
             async with lease.receive(needed, timeout=RECEIVE_TIMEOUT) as receiving:
                 self._receiving[name] = receiving
                 self._channel.send(NeedsPrefill(name, receiving.ticket))
@@ -140,6 +143,8 @@ class Decode:
     async def serve(self, server: Server, message: Serve) -> None:
         """Compute all output tokens."""
         request = _request(message)
+        if message.has_prefill:
+            self._prefilled.add(request.name)
         await server.serve_request(request)
         self._channel.send(Served(request.name, request.generated, request.ttft_seconds or 0.0))
 
@@ -186,6 +191,7 @@ async def _serve(
                         clients.create_task(role.serve(server, message))
                     else:
                         role.on_message(message)
+        await channel.aclose()
         await engine.drain()
         if violations := engine.check_invariants():
             raise InternalError(f"after {name}: {'; '.join(violations)}")

@@ -39,6 +39,7 @@ class Flow:
         reason: why that transfer has ended.
         ended_at: time of the loop at which it has ended; None before.
         failure: why it has ended early; None if it has not.
+        ended_by_caller: the application has ended it early.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Flow:
         self.reason = ""
         self.ended_at: float | None = None
         self.failure: str | None = None
+        self.ended_by_caller = False
 
     @property
     def ended(self) -> bool:
@@ -127,11 +129,12 @@ class Flow:
                 self.moved_block += self._moved[first]
             del self._blocks[first], self._moved[first]
 
-    def end(self, failure: str | None = None) -> None:
+    def end(self, failure: str | None = None, *, by_caller: bool = False) -> None:
         """Begin no further transfer, and cancel those in flight. The first reason is kept."""
         if self.ended:
             return
         self.failure = failure
+        self.ended_by_caller = by_caller
         self.ended_at = self._exchange.loop.time()
         if self._timer is not None:
             self._timer.cancel()
