@@ -176,6 +176,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default=TRANSPORTS[0],
         help="with --split: moves the blocks between the processes (default: %(default)s)",
     )
+    add_count(
+        split,
+        "--servers",
+        1,
+        "with --split: number of decode processes; with several, each prompt goes to the one that "
+        "would answer first, and a second run gives each the next prompt in turn",
+    )
     split.add_argument(
         "--kill",
         choices=KILLS,
@@ -214,7 +221,7 @@ def run(args: argparse.Namespace) -> int:
     scenario, config = partial(_scenario, args), _config(args)
     with show_progress("requests", sys.stdout, prefix="") as stages:
         if args.split:
-            split = SplitConfig(transport=args.transport, kill=args.kill)
+            split = SplitConfig(transport=args.transport, kill=args.kill, servers=args.servers)
             result: DemoResult | SplitResult = run_async(
                 run_split_demo(scenario, config, split, stages)
             )
@@ -263,20 +270,23 @@ def _verdict(console: Console, result: DemoResult, *, control: bool) -> int:
 
 def _split_verdict(console: Console, result: SplitResult, *, kill: str | None) -> int:
     """Print the result of the split run and return the exit status."""
-    killed, compared = result.killed, result.compared
-    _print_difference(console, "prefill and decode", compared)
-    if not result.blocks_equal:
+    runs = [result] if result.round_robin is None else [result, result.round_robin]
+    for run in runs:
+        _print_difference(console, "prefill and decode", run.compared)
+    if not all(run.blocks_equal for run in runs):
         console.print("the runs DIFFER: the cache served wrong bytes")
         return EXIT_DIFFERENT
     if result.one_server.rows_not_finite:
         return _not_finite(console, result.one_server, "on one server")
-    if not compared.equal:
+    if not all(run.compared.equal for run in runs):
         return _inconclusive(console)
-    if kill is not None and killed is None:
+    if kill is not None and result.killed is None:
         console.print(f"INCONCLUSIVE: {NOTHING_TO_KILL}")
         return EXIT_INCONCLUSIVE
-    if killed is not None:
-        console.print(killed.describe(result))
+    if result.killed is not None:
+        console.print(result.killed.describe(result))
+    if result.round_robin is not None:
+        console.print(result.describe_routers(result.round_robin))
     console.print(
         "every row of logits and every token are equal to those of one server, and every cached or "
         "received block held the bytes that were computed for it"

@@ -17,18 +17,21 @@ import aiokv
 from aiokv.demo.ledger import Ledger
 from aiokv.demo.processes import start_in_new_process
 from aiokv.demo.report import Percentiles
+from aiokv.demo.router import new_router
 from aiokv.demo.runs import run_on_one_server
 from aiokv.demo.serving import first_error
 from aiokv.demo.split_messages import (
     Arrived,
     Channel,
     FirstToken,
+    Held,
     NeedsPrefill,
     NotPrefilled,
     Serve,
     Served,
+    WouldHit,
 )
-from aiokv.demo.split_report import Killed, SplitResult
+from aiokv.demo.split_report import Killed, ServerResult, SplitResult
 from aiokv.demo.split_servers import ServerArguments, run_decode, run_prefill
 
 if TYPE_CHECKING:
@@ -37,17 +40,19 @@ if TYPE_CHECKING:
     from aiokv import Item
     from aiokv.demo.processes import Child
     from aiokv.demo.report import RunResult
+    from aiokv.demo.router import Router, RouterName
     from aiokv.demo.runs import DemoConfig, MakeScenario, Scenario, Stages
     from aiokv.demo.split_messages import Message
-    from aiokv.demo.split_report import KillName, ServerResult
+    from aiokv.demo.split_report import KillName
     from aiokv.demo.workload import Conversation, Workload
     from aiokv.peers.options import TransportName
 
     ServerMain = Callable[[ServerArguments], tuple[ServerResult, Ledger]]
-    # of the prefill server, None if it was killed, and of the last decode server
-    Servers = tuple[tuple[ServerResult, Ledger] | None, tuple[ServerResult, Ledger]]
+    ServerEnd = tuple[ServerResult, Ledger]
+    # of the prefill server, None if it was killed, and of the decode servers
+    Servers = tuple[ServerEnd | None, list[ServerEnd]]
 
-A = TypeVar("A", FirstToken, Served)  # answers of a server
+A = TypeVar("A", FirstToken, Served, Held)  # answers of a server
 
 # Blocks of one transfer: small, because the prompts of the demo are short.
 CHUNK_BLOCKS = 4
@@ -60,10 +65,13 @@ class SplitConfig:
     Attributes:
         transport: moves the blocks.
         kill: process to kill in the middle; None for none.
+        servers: number of decode processes. With several, a router chooses one for each prompt, and
+            a further run with the round-robin router shows the difference.
     """
 
     transport: TransportName = "tcp"
     kill: KillName | None = None
+    servers: int = 1
 
 
 async def run_split_demo(
@@ -85,10 +93,20 @@ async def run_split_demo(
     config.check_fits(scenario.workload)
     advance = stages("one server", scenario.workload.requests)
     one_server = await run_on_one_server(scenario, config, advance)
-    advance = stages("prefill and decode", scenario.workload.requests)
-    front = Front(make_scenario, config, split, advance)
-    servers = await front.run(scenario.workload)
-    return _result(scenario, split, front, one_server, servers)
+    computed_per_second = one_server[0].computed_tokens / one_server[0].seconds
+
+    async def run(router_name: RouterName, title: str) -> SplitResult:
+        advance = stages(title, scenario.workload.requests)
+        router = new_router(router_name, split.servers, computed_per_second)
+        front = Front(make_scenario, config, split, router, advance)
+        servers = await front.run(scenario.workload)
+        return _result(scenario, split, front, one_server, servers)
+
+    if split.servers == 1:
+        return await run("round-robin", "prefill and decode")
+    result = await run("prefix", "prefix router")
+    round_robin = await run("round-robin", "round-robin router")
+    return msgspec.structs.replace(result, round_robin=round_robin)
 
 
 def _result(
@@ -100,13 +118,12 @@ def _result(
 ) -> SplitResult:
     result, reference = one_server
     ledger = front.ledger
-    for server in servers:
-        if server is not None:
-            ledger.add(server[1])
+    prefill, decodes = servers
+    for _, of_server in [prefill, *decodes] if prefill is not None else decodes:
+        ledger.add(of_server)
     # A killed process takes with it what it knows of its blocks; one server has computed them, too.
     ledger.add(Ledger(computed_blocks=reference.computed_blocks))
     compared = ledger.compare(reference)
-    prefill, decode = servers
     return SplitResult(
         tokens_equal=not compared.tokens_different,
         logits_equal=not compared.rows_different,
@@ -116,7 +133,8 @@ def _result(
         transport=split.transport,
         one_server=result,
         prefill=None if prefill is None else prefill[0],
-        decode=decode[0],
+        servers=split.servers,
+        decode=ServerResult.total([result for result, _ in decodes]),
         killed=front.killed,
         first_token_ms=Percentiles.of(front.first_token_seconds, 1e3),
         first_decoded_ms=Percentiles.of(front.first_decoded_seconds, 1e3),
@@ -129,52 +147,67 @@ class ServerLostError(Exception):
     """A server has ended before it answered."""
 
 
+class Answers(Generic[A]):
+    """Answers of a server that are expected, by request."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._expected: dict[str, asyncio.Future[A]] = {}
+        self.lost = False
+
+    async def ask(self, message: Serve | WouldHit) -> A:
+        """Send a message and return its answer.
+
+        Raises:
+            ServerLostError: the server has ended.
+        """
+        while message.name in self._expected:  # sent for a decode server that was killed
+            await asyncio.wait([self._expected[message.name]])
+            await asyncio.sleep(0)
+        if self.lost:
+            raise ServerLostError
+        answer: asyncio.Future[A] = asyncio.get_running_loop().create_future()
+        self._expected[message.name] = answer
+        self._channel.send(message)
+        try:
+            return await answer
+        finally:
+            del self._expected[message.name]
+
+    def answer(self, message: A) -> None:
+        """Note an answer."""
+        answer = self._expected.get(message.name)
+        if answer is not None and not answer.done():
+            answer.set_result(message)
+
+    def lose(self) -> None:
+        """Fail what is not answered, and what is asked from now on."""
+        self.lost = True
+        for answer in self._expected.values():
+            if not answer.done():
+                answer.set_exception(ServerLostError())
+
+
 class ServerHandle(Generic[A]):
     """Connection of the front to one server process.
 
     Attributes:
         child: the process.
         channel: messages.
-        lost: the process has ended.
+        requests: answers to requests.
+        held: answers of a decode server to the router.
     """
 
-    def __init__(self, child: Child[tuple[ServerResult, Ledger]], channel: Channel) -> None:
+    def __init__(self, child: Child[ServerEnd], channel: Channel) -> None:
         self.child = child
         self.channel = channel
-        self.lost = False
-        self._answers: dict[str, asyncio.Future[A]] = {}
-
-    async def ask(self, request: Serve) -> A:
-        """Send a request and return its answer.
-
-        Raises:
-            ServerLostError: the server has ended.
-        """
-        while request.name in self._answers:  # sent for a decode server that was killed
-            await asyncio.wait([self._answers[request.name]])
-            await asyncio.sleep(0)
-        if self.lost:
-            raise ServerLostError
-        answer: asyncio.Future[A] = asyncio.get_running_loop().create_future()
-        self._answers[request.name] = answer
-        self.channel.send(request)
-        try:
-            return await answer
-        finally:
-            del self._answers[request.name]
-
-    def answer(self, message: A) -> None:
-        """Note the answer to a request."""
-        answer = self._answers.get(message.name)
-        if answer is not None and not answer.done():
-            answer.set_result(message)
+        self.requests: Answers[A] = Answers(channel)
+        self.held: Answers[Held] = Answers(channel)
 
     def lose(self) -> None:
-        """Fail the requests that are not answered, and those to come."""
-        self.lost = True
-        for answer in self._answers.values():
-            if not answer.done():
-                answer.set_exception(ServerLostError())
+        """Note that the process has ended."""
+        self.requests.lose()
+        self.held.lose()
 
 
 class Front:
@@ -193,15 +226,20 @@ class Front:
         make_scenario: MakeScenario,
         config: DemoConfig,
         split: SplitConfig,
+        router: Router,
         advance: Callable[[int], None],
     ) -> None:
         self._make_scenario = make_scenario
         self._config = config
         self._split = split
+        self._router = router
         self._advance = advance
         self._secret = secrets.token_bytes(32)
-        self._requests: dict[str, Serve] = {}  # that are not answered
+        self._decodes: list[ServerHandle[Served]] = []
+        self._requests: dict[str, Serve] = {}
         self._prefilled: dict[str, float] = {}  # seconds to the first token of the prefill server
+        self._receivers: dict[str, ServerHandle[Served]] = {}  # decode servers, by request
+        self._restarted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._answered = 0
         self._half = 0  # of the requests
         self._stopping = False
@@ -227,17 +265,14 @@ class Front:
                 return await self._run(workload)
 
     async def _run(self, workload: Workload) -> Servers:
-        self._decode: asyncio.Future[ServerHandle[Served]] = (
-            asyncio.get_running_loop().create_future()
+        decodes = [self._start("decode", run_decode) for _ in range(self._split.servers)]
+        self._prefill, *self._decodes = await asyncio.gather(
+            self._start("prefill", run_prefill), *decodes
         )
-        self._prefill, decode = await asyncio.gather(
-            self._start("prefill", run_prefill), self._start("decode", run_decode)
-        )
-        self._decode.set_result(decode)
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
-                for server in (self._prefill, decode):
+                for server in (self._prefill, *self._decodes):
                     group.create_task(self._watch(server))
                 began = time.perf_counter()
                 async with asyncio.TaskGroup() as users:
@@ -278,14 +313,29 @@ class Front:
 
     async def _decode_request(self, request: Serve) -> Served:
         while True:
-            decode = await asyncio.shield(self._decode)
             try:
-                return await decode.ask(
-                    msgspec.structs.replace(request, has_prefill=not self._prefill.lost)
+                decode = await self._choose(request)
+                return await decode.requests.ask(
+                    msgspec.structs.replace(request, has_prefill=not self._prefill.requests.lost)
                 )
             except ServerLostError:
                 if self.killed is not None:
                     self.killed.sent_again += 1
+                await asyncio.shield(self._restarted)
+
+    async def _choose(self, request: Serve) -> ServerHandle[Served]:
+        """Return the decode server that the router chooses.
+
+        Raises:
+            ServerLostError: one of them has ended.
+        """
+        if len(self._decodes) == 1:
+            return self._decodes[0]
+        question = WouldHit(request.name, request.tokens, request.items)
+        asked = [decode.held.ask(question) for decode in self._decodes]
+        held = [answer.tokens for answer in await asyncio.gather(*asked)]
+        now = time.perf_counter()
+        return self._decodes[self._router.choose(held, len(request.tokens), now)]
 
     # --- servers --------------------------------------------------------------------------------
 
@@ -325,14 +375,15 @@ class Front:
             return
         if self.killed is None:
             await server.child.result()  # raises
-        decode = self._decode
-        if server is not self._prefill:
-            self._decode = asyncio.get_running_loop().create_future()
+        if server is self._prefill:
+            server.lose()
+            return
+        self._restarted = asyncio.get_running_loop().create_future()
         server.lose()
-        if decode is not self._decode:
-            started = await self._start("decode", run_decode)
-            self._group.create_task(self._watch(started))
-            self._decode.set_result(started)
+        started = await self._start("decode", run_decode)
+        self._decodes[self._decodes.index(server)] = started
+        self._group.create_task(self._watch(started))
+        self._restarted.set_result(None)
 
     def _on_message(self, server: ServerHandle[Any], message: Message) -> None:
         if isinstance(message, NeedsPrefill):
@@ -340,25 +391,24 @@ class Front:
         elif isinstance(message, Arrived):
             self._kill_in_the_middle(server, message)
         elif isinstance(message, NotPrefilled):
-            self._tell_decode(message)
+            self._receivers[message.name].channel.send(message)
         elif isinstance(message, FirstToken | Served):
-            server.answer(message)
+            server.requests.answer(message)
+        elif isinstance(message, Held):
+            server.held.answer(message)
 
     async def _compute_prompt(self, decode: ServerHandle[Served], needs: NeedsPrefill) -> None:
         request = self._requests[needs.name]
+        self._receivers[needs.name] = decode
         stop_length = len(request.tokens) + 1
         request = msgspec.structs.replace(request, ticket=needs.ticket, stop_length=stop_length)
         try:
-            await self._prefill.ask(request)
+            await self._prefill.requests.ask(request)
         except ServerLostError:
             decode.channel.send(NotPrefilled(request.name))
             return
         seconds = time.perf_counter() - request.arrived_seconds
         self._prefilled.setdefault(request.name, seconds)
-
-    def _tell_decode(self, message: NotPrefilled) -> None:
-        if self._decode.done():
-            self._decode.result().channel.send(message)
 
     def _kill_in_the_middle(self, decode: ServerHandle[Served], arrived: Arrived) -> None:
         """Kill the process of ``--kill`` while blocks arrive, after half of the requests."""
@@ -376,10 +426,9 @@ class Front:
     async def _stop(self) -> Servers:
         """Let the servers end, and return their results."""
         self._stopping = True
-        decode = await self._decode
-        for server in (self._prefill, decode):
+        for server in (self._prefill, *self._decodes):
             await server.channel.aclose()
         prefill = None
         if self.killed is None or self.killed.name != "prefill":
             prefill = await self._prefill.child.result()
-        return prefill, await decode.child.result()
+        return prefill, [await decode.child.result() for decode in self._decodes]

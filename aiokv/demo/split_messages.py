@@ -39,6 +39,21 @@ class Serve(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     has_prefill: bool = True
 
 
+class WouldHit(msgspec.Struct, frozen=True, tag=True):
+    """To a decode server: the number of leading tokens that it holds is asked for."""
+
+    name: str
+    tokens: list[int]
+    items: tuple[Item, ...]
+
+
+class Held(msgspec.Struct, frozen=True, tag=True):
+    """From a decode server: the number of leading tokens of a prompt that it holds."""
+
+    name: str
+    tokens: int
+
+
 class NotPrefilled(msgspec.Struct, frozen=True, tag=True):
     """To the decode server: no server computes the prompt of a request; and to the front."""
 
@@ -74,7 +89,7 @@ class Served(msgspec.Struct, frozen=True, tag=True):
     first_token_seconds: float
 
 
-Message = Serve | NotPrefilled | NeedsPrefill | Arrived | FirstToken | Served
+Message = Serve | WouldHit | Held | NotPrefilled | NeedsPrefill | Arrived | FirstToken | Served
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Message).decode

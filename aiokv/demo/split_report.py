@@ -61,6 +61,20 @@ class ServerResult(ServingStatistics, kw_only=True):
             sent_early_tokens=sent_early_tokens,
         )
 
+    @classmethod
+    def total(cls, results: list[ServerResult]) -> ServerResult:
+        """Return the sums over servers."""
+        first, *others = results
+        for other in others:
+            for name in cls.__struct_fields__:
+                if name == "reused_tokens":
+                    reused, more = first.reused_tokens, other.reused_tokens
+                    for tier in reused.__struct_fields__:
+                        setattr(reused, tier, getattr(reused, tier) + getattr(more, tier))
+                else:
+                    setattr(first, name, getattr(first, name) + getattr(other, name))
+        return first
+
 
 class Killed(msgspec.Struct, kw_only=True):
     """A process that was killed in the middle.
@@ -103,7 +117,9 @@ class SplitResult(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         prefill: None if the process was killed.
-        decode: of the last decode process.
+        servers: number of decode servers at a time.
+        decode: sum of all decode processes that were not killed.
+        round_robin: with several decode servers, the same with the round-robin router.
         first_token_ms: time from a user's request to its first output token, of either server.
         first_decoded_ms: to the first output token of the decode server.
         seconds: of the split run.
@@ -117,12 +133,22 @@ class SplitResult(msgspec.Struct, frozen=True, kw_only=True):
     transport: str
     one_server: RunResult
     prefill: ServerResult | None
+    servers: int
     decode: ServerResult
     killed: Killed | None
     first_token_ms: Percentiles
     first_decoded_ms: Percentiles
     seconds: float
     compared: Comparison
+    round_robin: SplitResult | None = None
+
+    def describe_routers(self, round_robin: SplitResult) -> str:
+        """Return how many tokens the decode servers held, by router."""
+        shares = [
+            f"{format_share(run.decode.reused_tokens.total, run.decode)} with the {name} router"
+            for name, run in (("prefix", self), ("round-robin", round_robin))
+        ]
+        return f"prompt tokens that the chosen decode server held: {shares[0]}, {shares[1]}"
 
 
 _Server = RunResult | ServerResult
@@ -137,7 +163,7 @@ def print_split_table(console: Console, result: SplitResult) -> None:
         "one server",
         "split",
         "prefill, killed" if killed == "prefill" else "prefill",
-        "decode, 2nd" if killed == "decode" else "decode",
+        _decode_label(result, killed),
     ):
         table.add_column(label, justify="right")
     for title, cell in _OF_SERVERS:
@@ -146,6 +172,11 @@ def print_split_table(console: Console, result: SplitResult) -> None:
     for row in _rows_of_runs(result):
         table.add_row(*row, *["-"] * (5 - len(row)))
     console.print(table)
+
+
+def _decode_label(result: SplitResult, killed: str) -> str:
+    label = "decode" if result.servers == 1 else f"{result.servers} x decode"
+    return f"{label}, restarted" if killed == "decode" else label
 
 
 _OF_SERVERS: tuple[tuple[str, Callable[[_Server], str]], ...] = (

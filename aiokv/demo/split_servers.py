@@ -14,6 +14,7 @@ import logging
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import uvloop
 
 import aiokv
@@ -24,10 +25,12 @@ from aiokv.demo.split_messages import (
     Arrived,
     Channel,
     FirstToken,
+    Held,
     NeedsPrefill,
     NotPrefilled,
     Serve,
     Served,
+    WouldHit,
 )
 from aiokv.demo.split_report import ServerResult
 from aiokv.errors import InternalError, LayoutError, PeerError
@@ -149,8 +152,12 @@ class Decode:
         self._channel.send(Served(request.name, request.generated, request.ttft_seconds or 0.0))
 
     def on_message(self, message: Message) -> None:
-        """Wait no more for a prompt that no server computes."""
-        if isinstance(message, NotPrefilled) and message.name in self._receiving:
+        """Answer the router; wait no more for a prompt that no server computes."""
+        if isinstance(message, WouldHit):
+            tokens = np.array(message.tokens, np.int32)
+            held = self._engine.would_hit(tokens, items=message.items).device_tokens
+            self._channel.send(Held(message.name, held))
+        elif isinstance(message, NotPrefilled) and message.name in self._receiving:
             self._receiving[message.name].cancel()
 
 

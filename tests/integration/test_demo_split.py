@@ -81,6 +81,20 @@ def test_prefill_process_keeps_its_cache_when_decode_is_killed(
     assert "the prefill process kept its cache" in " ".join(capsys.readouterr().out.split())
 
 
+def test_prefix_router_finds_more_than_round_robin(
+    split: Demo, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, found = split("--servers", "2")
+    check_equal(status, found)
+    other = found["round_robin"]
+    check_equal(status, other)
+    held = [run["decode"]["reused_tokens"]["total"] for run in (found, other)]
+    assert held[0] > held[1]
+    assert found["servers"] == 2
+    assert found["decode"]["requests"] == found["one_server"]["requests"]
+    assert "with the prefix router" in " ".join(capsys.readouterr().out.split())
+
+
 def test_split_of_one_request_kills_nothing(split: Demo) -> None:
     cached = ["--conversations", "1", "--turns", "1", "--system-tokens", "1", "--user-tokens", "1"]
     status, found = split("--kill", "prefill", *cached)
