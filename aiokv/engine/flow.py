@@ -39,7 +39,7 @@ class Flow:
         reason: why that transfer has ended.
         ended_at: time of the loop at which it has ended; None before.
         failure: why it has ended early; None if it has not.
-        ended_by_caller: the application has ended it early.
+        is_cancelled: the application has cancelled it.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Flow:
         self.reason = ""
         self.ended_at: float | None = None
         self.failure: str | None = None
-        self.ended_by_caller = False
+        self.is_cancelled = False
 
     @property
     def ended(self) -> bool:
@@ -85,6 +85,11 @@ class Flow:
     def transfer_ids(self) -> list[int]:
         """Transfers that have not ended in order."""
         return list(self._blocks)
+
+    def cancel(self, reason: str) -> None:
+        """End the flow for the application; the log has no warning of it."""
+        self.is_cancelled = not self.ended
+        self.end(reason)
 
     def end_in(self, seconds: float) -> None:
         """End the flow after ``seconds``, by the loop's clock."""
@@ -129,12 +134,11 @@ class Flow:
                 self.moved_block += self._moved[first]
             del self._blocks[first], self._moved[first]
 
-    def end(self, failure: str | None = None, *, by_caller: bool = False) -> None:
+    def end(self, failure: str | None = None) -> None:
         """Begin no further transfer, and cancel those in flight. The first reason is kept."""
         if self.ended:
             return
         self.failure = failure
-        self.ended_by_caller = by_caller
         self.ended_at = self._exchange.loop.time()
         if self._timer is not None:
             self._timer.cancel()

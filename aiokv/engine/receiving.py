@@ -74,7 +74,7 @@ class Receiving(Unique):
         traceback: TracebackType | None,
     ) -> None:
         flow = self._entered()
-        flow.end("the receive was left before all positions had arrived", by_caller=True)
+        flow.end("the receive was left before all positions had arrived")
         await flow.wait_for(lambda: flow.at_rest)
 
     @property
@@ -129,7 +129,7 @@ class Receiving(Unique):
             UsageError: the ``async with`` block has not begun, or the call is made in another
                 thread.
         """
-        self._entered().end("cancel() was called", by_caller=True)
+        self._entered().cancel("cancel() was called")
 
     @property
     def received_tokens(self) -> int:

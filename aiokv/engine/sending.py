@@ -79,7 +79,7 @@ class Sending(Unique):
         except BaseException:
             flow.end("the send was cancelled")
             raise
-        flow.end("the send was left before all positions were computed", by_caller=True)
+        flow.end("the send was left before all positions were computed")
 
     def cancel(self) -> None:
         """Send nothing more; the receiving engine computes what is missing. Idempotent.
@@ -88,7 +88,7 @@ class Sending(Unique):
             UsageError: the ``async with`` block has not begun, or the call is made in another
                 thread.
         """
-        self._entered().end("cancel() was called", by_caller=True)
+        self._entered().cancel("cancel() was called")
 
     @property
     def delivered_tokens(self) -> int:
