@@ -88,7 +88,7 @@ class Flow:
 
     def cancel(self, reason: str) -> None:
         """End the flow for the application; the log has no warning of it."""
-        self.is_cancelled = not self.ended
+        self.is_cancelled = self.is_cancelled or not self.ended
         self.end(reason)
 
     def end_in(self, seconds: float) -> None:
