@@ -36,6 +36,7 @@ BENCHES = (
     "redis_store",
     "remote_stores",
     "peers_tcp",
+    "peers",
 )
 
 

@@ -24,6 +24,7 @@ from bench import harness, redis_store
         "disk_io",
         "disk",
         "peers_tcp",
+        "peers",
     ],
 )
 def test_bench_returns_finite_comparable_numbers(name):

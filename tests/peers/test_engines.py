@@ -337,6 +337,31 @@ async def test_cancelled_send_shortens_the_received_prefix():
         d.check(lease, tokens)
 
 
+async def test_cancelled_receive_keeps_what_has_arrived_and_logs_no_warning(caplog):
+    tokens = prompt(40)
+    async with two_engines() as (p, d), await d.granted(tokens) as lease:
+        async with lease.receive() as receiving:
+            async with (
+                await p.granted(tokens) as source,
+                p.engine.send(source, receiving.ticket) as sending,
+            ):
+                p.compute(source, tokens, 0, 18)
+                await receiving.wait(16)
+                waiting = asyncio.create_task(receiving.wait())
+                await spin(3)
+                receiving.cancel()
+                receiving.cancel()
+                assert await waiting == 16
+                assert receiving.failure == "cancel() was called"
+                await run_until_idle(lambda: sending.failure is not None)
+        d.check(lease, tokens, 16)
+        with d.engine.computing([lease]):
+            d.compute(lease, tokens, 16, 40)
+        d.check(lease, tokens)
+    assert "receive.ended" not in caplog.text
+    assert "send.ended" in caplog.text  # the sender did not ask for the end
+
+
 @pytest.mark.parametrize("how", ["error", "task", "release", "preempt", "truncate", "leave"])
 async def test_send_that_ends_early_shortens_the_received_prefix(how):
     tokens = prompt(40)
