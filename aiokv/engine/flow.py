@@ -49,6 +49,7 @@ class Flow:
         receives: as given.
         moved_block: blocks before it, from ``first_block`` on, have moved.
         kept_tokens: positions that the lease still has.
+        is_loading: the flow waits for the onloads of its lease.
         is_broken: a transfer has ended without all of its blocks.
         reason: why that transfer has ended.
         ended_at: time of the loop at which it has ended; None before.
@@ -79,6 +80,7 @@ class Flow:
         self.receives = receives
         self.moved_block = first_block
         self.kept_tokens = checks.MAX_INT32
+        self.is_loading = False
         self.is_broken = False
         self.reason = ""
         self.ended_at: float | None = None
@@ -93,8 +95,8 @@ class Flow:
 
     @property
     def at_rest(self) -> bool:
-        """True when no transfer is in flight."""
-        return not self.in_flight
+        """True when neither a transfer is in flight, nor an onload that the flow waits for."""
+        return not self.is_loading and not self.in_flight
 
     @property
     def in_flight(self) -> int:
@@ -171,6 +173,7 @@ class Flow:
 
     def forget(self) -> None:
         """Note that no end of a transfer follows: the lease no longer has the blocks."""
+        self.is_loading = False
         self._parts.clear()
 
     def wake(self) -> None:

@@ -215,7 +215,7 @@ class Exchange:
         if self._waits_for_onloads(flow):
             return
         if self._read.state(flow.lease_id) is LeaseState.FAILED:
-            flow.kept_tokens = self._read.cached_tokens(flow.lease_id)
+            self._keep_cached(flow)
             flow.end("an onload of the lease has failed")
             return
         end_block = self._read.blocks_for(flow.ticket.num_tokens)
@@ -257,16 +257,19 @@ class Exchange:
         try:
             async with asyncio.timeout_at(deadline):
                 await self._worker.open_ticket(blob)
-            self._check_open("send")
-            flow.lease.live_id()
             if flow.ended:
-                raise PeerError(f"send: the ticket has ended: {flow.failure}")
+                raise PeerError("the ticket was closed while it was opened")
         except BaseException as error:
+            failure = flow.failure
             flow.end("the ticket could not be opened")
             if isinstance(error, TimeoutError):
                 raise PeerError(
                     f"send: the receiving engine did not answer within {seconds:.4g} s"
                 ) from None
+            if isinstance(error, PeerError) and failure is not None:
+                self._check_open("send")
+                flow.lease.live_id()
+                raise PeerError(f"send: the ticket has ended: {failure}") from None
             raise
         flow.end_in(deadline - self.loop.time())
         self.counts.sends += 1
@@ -298,11 +301,16 @@ class Exchange:
         if not self._read.onloads(flow.lease_id):
             return False
         self._loading.add(flow)
+        flow.is_loading = True
         return True
 
-    def is_loading(self, flow: Flow) -> bool:
-        """Return True if transfers of the flow begin when onloads of its lease have ended."""
-        return flow in self._loading
+    def _keep_cached(self, flow: Flow) -> None:
+        """Note that the lease has only the positions before its failed onload."""
+        flow.kept_tokens = min(flow.kept_tokens, self._read.cached_tokens(flow.lease_id))
+
+    def _end_loading(self, flow: Flow) -> None:
+        self._loading.discard(flow)
+        flow.is_loading = False
 
     def submit(self, flow: Flow, transfer_id: int, effects: Effects) -> None:
         """Apply the effects of the begin of a transfer."""
@@ -321,9 +329,9 @@ class Exchange:
         """Cancel the transfers of a flow that has ended. Idempotent."""
         if flow.is_closed:
             return
-        self._loading.discard(flow)
         ticket_id = flow.ticket.ticket_id
-        if not flow.receives:
+        if not flow.receives:  # a receive that has ended still waits: its lease is not complete
+            self._end_loading(flow)
             self._sent_tickets.discard(ticket_id)
         if self._lifetime.is_running:
             if not flow.at_rest:
@@ -363,7 +371,9 @@ class Exchange:
         """Proceed with the flows whose leases have no more onloads in flight."""
         for flow in list(self._loading):
             if not self._read.onloads(flow.lease_id):
-                self._loading.discard(flow)
+                self._end_loading(flow)
+                if flow.ended and self._read.state(flow.lease_id) is LeaseState.FAILED:
+                    self._keep_cached(flow)
                 flow.proceed()
                 self._settle(flow)
 
@@ -408,6 +418,7 @@ class Exchange:
             flow.kept_tokens = 0
             for transfer_id in flow.transfer_ids:
                 self._forget(transfer_id)
+            self._loading.discard(flow)
             flow.forget()
             flow.end(reason)
             self._settle(flow)

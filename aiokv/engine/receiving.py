@@ -114,7 +114,7 @@ class Receiving(Unique):
             target = checks.integer("position", position, minimum=0, maximum=limit)
         began = self._exchange.loop.time()
         try:
-            await flow.wait_for(lambda: flow.at_rest if flow.ended else self._committed >= target)
+            await flow.wait_for(lambda: self._has_arrived(flow, target))
         finally:
             seconds = self._exchange.loop.time() - began
             self._wait_seconds += seconds
@@ -156,6 +156,12 @@ class Receiving(Unique):
             seconds=now - self._began,
             wait_seconds=self._wait_seconds,
         )
+
+    def _has_arrived(self, flow: Flow, target: int) -> bool:
+        """Return True when ``wait`` need not wait: also not for onloads of positions before."""
+        if flow.ended or flow.is_loading:
+            return flow.at_rest
+        return self._committed >= target
 
     @property
     def _position(self) -> int:

@@ -73,9 +73,7 @@ class Sending(Unique):
             flow.end(f"the send was left with {exc_type.__name__}")
             return
         try:
-            await flow.wait_for(
-                lambda: flow.ended or (flow.at_rest and not self._exchange.is_loading(flow))
-            )
+            await flow.wait_for(lambda: flow.ended or flow.at_rest)
         except BaseException:
             flow.end("the send was cancelled")
             raise

@@ -214,8 +214,11 @@ class PeerTransfers:
         self._metadata: dict[Connection, bytes] = {}  # of senders, for fences
         self._links: dict[Connection, Link] = {}
         self._acquired: dict[bytes, list[tuple[str, int]]] = {}  # endpoints, by ticket
-        self._opening: set[bytes] = set()  # tickets that are being opened
+        # Tickets that are being opened; done when they were closed meanwhile.
+        self._opening: dict[bytes, asyncio.Future[None]] = {}
         self._replies: dict[tuple[Connection, bytes], asyncio.Future[Accepted]] = {}
+        # Number of replies that no caller waits for any more, and that have not come.
+        self._late_replies: dict[tuple[Connection, bytes], int] = {}
         self._transfers: dict[int, _Transfer] = {}
         self._counts = {RECEIVE: RunningCounts(), SEND: RunningCounts()}
         self._timers: list[asyncio.TimerHandle] = []
@@ -452,7 +455,7 @@ class PeerTransfers:
         sender, connections, mappings = self._sender, self._connections, self._mappings
         if sender is None or connections is None or mappings is None:
             raise UsageError("the engine sleeps", hint="await engine.wake_up() first")
-        if ticket.ticket_id in self._acquired:
+        if ticket.ticket_id in self._acquired or ticket.ticket_id in self._opening:
             raise UsageError(f"ticket {ticket.ticket_id.hex()} is being sent already")
         deadline = self._now() + ticket.timeout_seconds
         if ticket.transport != self._transport.name:
@@ -463,7 +466,7 @@ class PeerTransfers:
             )
         receivers = mappings.receivers(ticket, layouts)
         acquired = self._acquired[ticket.ticket_id] = []
-        self._opening.add(ticket.ticket_id)
+        opening = self._opening[ticket.ticket_id] = asyncio.get_running_loop().create_future()
         accepted: dict[int, Target[Connection]] = {}
         try:
             for endpoint, mapping in receivers:
@@ -472,9 +475,11 @@ class PeerTransfers:
                     endpoint.host, endpoint.port, timeout=timeout
                 )
                 acquired.append((endpoint.host, endpoint.port))
+                self._check_opening(opening)
                 target = accepted[endpoint.rank] = Target(connection, mapping)
                 await self._ask(target, ticket, endpoint, timeout)
             self._check_usable()
+            self._check_opening(opening)
             if any(target.connection.reason for target in accepted.values()):
                 raise PeerError("the connection to the receiver ended")
             sender.add_ticket(ticket, deadline, accepted)
@@ -485,8 +490,14 @@ class PeerTransfers:
             self._release(ticket.ticket_id)
             raise
         finally:
-            self._opening.discard(ticket.ticket_id)
+            del self._opening[ticket.ticket_id]
         self._arm()
+
+    @staticmethod
+    def _check_opening(opening: asyncio.Future[None]) -> None:
+        """Raise ``PeerError`` if the ticket was closed while it is being opened."""
+        if opening.done():
+            raise PeerError("the ticket was closed while it was opened")
 
     async def _ask(
         self, target: Target[Connection], ticket: Ticket, endpoint: Endpoint, timeout: float
@@ -525,20 +536,29 @@ class PeerTransfers:
                 f"the receiver at {where} did not reply within {timeout:.3g} s"
             ) from None
         finally:
-            del self._replies[connection, ticket.ticket_id]
+            key = (connection, ticket.ticket_id)
+            if self._replies.pop(key, None) is not None and not connection.reason:
+                self._late_replies[key] = self._late_replies.get(key, 0) + 1
 
     def close_ticket(self, ticket_id: bytes) -> None:
         """End a ticket on both sides of this worker; its plans are given up. Idempotent."""
         for end in (self._receiver, self._sender):
             if end is not None:
                 self._surely(partial(end.close_ticket, ticket_id, "it is no longer needed"))
-        self._release(ticket_id)
+        opening = self._opening.get(ticket_id)
+        if opening is None:
+            self._release(ticket_id)
+        elif not opening.done():
+            opening.set_result(None)  # open_ticket releases what it has acquired
+            for (_, asked), reply in self._replies.items():
+                if asked == ticket_id and not reply.done():
+                    reply.set_exception(PeerError("the ticket was closed while it was opened"))
         self._surely(self._reclaim)
 
     def _release_ended(self) -> None:
         """End the use of connections by tickets that have ended by themselves. Idempotent."""
         live = () if self._sender is None else self._sender.ticket_ids
-        for ticket_id in self._acquired.keys() - self._opening - set(live):
+        for ticket_id in self._acquired.keys() - self._opening.keys() - set(live):
             self._release(ticket_id)
 
     def _release(self, ticket_id: bytes) -> None:
@@ -669,7 +689,12 @@ class PeerTransfers:
     def on_receiver_message(self, connection: Connection, message: Message) -> None:
         """Take a message of a receiver."""
         if isinstance(message, Accepted | Refused):
-            reply = self._replies.get((connection, message.ticket_id))
+            key = (connection, message.ticket_id)
+            if late := self._late_replies.pop(key, 0):  # to an Open that was given up
+                if late > 1:
+                    self._late_replies[key] = late - 1
+                return
+            reply = self._replies.pop(key, None)
             if reply is None or reply.done():
                 return
             if isinstance(message, Accepted):
@@ -683,6 +708,8 @@ class PeerTransfers:
     def on_receiver_closed(self, connection: Connection, reason: str) -> None:
         """Note the end of a connection that this rank had opened."""
         self._links.pop(connection, None)
+        for key in [key for key in self._late_replies if key[0] is connection]:
+            del self._late_replies[key]
         for (other, _), reply in list(self._replies.items()):
             if other is connection and not reply.done():
                 reply.set_exception(PeerError(f"the connection to the receiver ended: {reason}"))

@@ -11,7 +11,7 @@ import numpy as np
 from aiokv import CacheConfig, CacheEngine, Peers
 from aiokv.stores.base import TRAILER_BYTES
 from aiokv.testing import ManualDevice, run_until_idle
-from tests.harness.closing import close
+from tests.harness.closing import close, complete_during
 from tests.harness.memory import Memory
 
 if TYPE_CHECKING:
@@ -82,9 +82,19 @@ class Side:
             await self.at_rest()
         await close(self.engine, self.device, exc)
 
-    async def at_rest(self) -> None:
-        """Wait until nothing moves; check that no lease and no slot is held."""
+    async def at_rest(self, *, empty: bool = False) -> None:
+        """Wait until nothing moves; check that no lease and no slot is held.
+
+        Args:
+            empty: reset the cache, and check that all pools are full.
+        """
         await run_until_idle(self.is_at_rest)
+        if empty:
+            await complete_during(self.engine.reset(), self.device)
+            statistics = self.engine.statistics()
+            assert statistics.device_free == statistics.device_blocks
+            assert statistics.host_free == statistics.host_blocks
+            assert not statistics.leases
         assert self.engine.check_invariants() == []
         assert self.engine.worker.peer_violations() == []  # type: ignore[attr-defined]
         (rank,) = self.engine.peer_statistics().ranks
@@ -116,6 +126,14 @@ class Side:
         words = self.memory.position_words(tokens[:end], lease.salt)[first:]
         self.memory.write(self._places(lease, first, end), words)
         lease.commit(end)
+
+    def finish(self, lease: Lease, tokens: np.ndarray, first: int) -> None:
+        """Check the positions before ``first``, compute the others, and check all."""
+        self.check(lease, tokens, first)
+        if first < len(tokens):
+            with self.engine.computing([lease]):
+                self.compute(lease, tokens, first, len(tokens))
+        self.check(lease, tokens)
 
     def check(self, lease: Lease, tokens: np.ndarray, end: int | None = None) -> None:
         """Compare the leading positions of a lease, all by default, with those of its prompt."""

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -1087,3 +1088,77 @@ async def test_leaving_a_send_waits_for_the_onloads_of_its_lease():
                     assert sending.delivered_tokens == 16
                 assert await receiving.wait() == 16
                 d.check(lease, tokens, 16)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("ends", ["position", "deadline", "left"])
+@pytest.mark.clock
+async def test_wait_returns_when_no_onload_writes_the_lease_any_more(ends, fails):
+    tokens = prompt(29)
+    device = ManualDevice()
+    d = Side(device, write_policy="write_through")
+    async with two_engines(decode=d) as (_p, _):
+        await d.serve(tokens[:17])
+        await spin(2)
+        device.complete_all()
+        await run_until_idle(lambda: d.engine.statistics().offloaded_blocks == 4)
+        await d.engine.evict(64)
+        async with await d.granted(tokens) as lease:
+            receiving = lease.receive(timeout=3.0)
+            await receiving.__aenter__()
+            position = 12 if ends == "position" else None
+            waiting = asyncio.create_task(receiving.wait(position))
+            if ends == "left":
+                leaving = asyncio.create_task(receiving.__aexit__(None, None, None))
+            elif ends == "deadline":
+                await running_clock().advance(3.1)
+            await spin(5)
+            assert not waiting.done()
+            assert ends != "left" or not leaving.done()
+            if fails:
+                device.onloads[0].fail_all(block=2)
+            else:
+                device.complete_all()
+            assert await waiting == (8 if fails else 16)
+            d.check(lease, tokens, 8 if fails else 16)
+            await receiving.__aexit__(None, None, None)
+            if ends == "left":
+                await leaving
+            assert not d.engine.check_invariants()
+
+
+@pytest.mark.clock
+async def test_send_whose_lease_ends_while_it_connects_leaves_nothing_behind():
+    """At each pass of the loop; meanwhile and afterwards, the ticket is sent again."""
+    tokens = prompt(40)
+    for passes in range(100):
+        async with two_engines() as (p, d), await d.granted(tokens) as lease:
+            async with lease.receive(timeout=100.0) as receiving:
+                source = await p.granted(tokens)
+                entering = asyncio.create_task(p.engine.send(source, receiving.ticket).__aenter__())
+                await spin(passes)
+                was_late = entering.done()
+                source.release()
+                again = asyncio.create_task(p.prefill(tokens, receiving.ticket))
+                await run_until_idle(lambda: entering.done() and again.done())  # noqa: B023
+                if was_late:
+                    await entering
+                else:
+                    with pytest.raises((LeaseError, PeerError)):
+                        await entering
+                with suppress(PeerError, UsageError):
+                    await again
+                (rank,) = p.engine.peer_statistics().ranks
+                assert rank.sent.tickets == 0
+                with suppress(PeerError):
+                    await p.prefill(tokens, receiving.ticket)
+                waiting = asyncio.create_task(receiving.wait())
+                await run_until_idle(waiting.done)  # the receiver knows of the end
+                d.finish(lease, tokens, await waiting)
+            await run_until_idle(lambda: p.is_at_rest() and d.is_at_rest())
+            await running_clock().advance(61.0)
+            (rank,) = p.engine.peer_statistics().ranks
+            assert rank.connections == 0, "a use of the connection was not ended"
+        if was_late:
+            return
+    raise AssertionError("the send is never entered")
