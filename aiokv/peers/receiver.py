@@ -220,7 +220,7 @@ class Receiver(Generic[C]):
         parcel_bytes: bytes of a parcel, with its trailer, of a sender.
         accepts: raises ``LayoutError`` for an ``Open`` whose blocks cannot be received.
         transport: name of the transport.
-        metadata: of this rank's transport.
+        metadata: returns what a sender on a connection needs to write into the landing slots.
         one_sided: peers may write granted slots after their connection has ended.
     """
 
@@ -234,7 +234,7 @@ class Receiver(Generic[C]):
         parcel_bytes: int,
         accepts: Callable[[Open], None],
         transport: str = "tcp",
-        metadata: Callable[[], bytes] = bytes,
+        metadata: Callable[[C], bytes] = lambda connection: b"",
         one_sided: bool = False,
     ) -> None:
         self._port = port
@@ -365,7 +365,7 @@ class Receiver(Generic[C]):
             Accepted(
                 ticket_id=message.ticket_id,
                 slot_bytes=self._slot_bytes,
-                transport_metadata=self._metadata(),
+                transport_metadata=self._metadata(connection),
             ),
         )
 
@@ -409,9 +409,13 @@ class Receiver(Generic[C]):
         else:
             self._check_ended(ticket_id)
 
-    def on_closed(self, connection: C, reason: str) -> None:
-        """Note the end of a connection: its tickets end, and its credits are void."""
-        self._ring.revoke(connection, may_write=self._one_sided)
+    def on_closed(self, connection: C, reason: str) -> bool:
+        """Note the end of a connection: its tickets end, and its credits are void.
+
+        Returns:
+            True if the sender may still write: call ``fenced`` when it can no more.
+        """
+        may_write = bool(self._ring.revoke(connection, may_write=self._one_sided))
         for incoming in list(self._tickets.values()):
             gone = [s.rank for s in incoming.senders.values() if s.connection == connection]
             for rank in gone:
@@ -419,6 +423,7 @@ class Receiver(Generic[C]):
             if gone:
                 self._end_ticket(incoming, f"the connection to the sender ended: {reason}")
         self._grant()
+        return may_write
 
     def fenced(self, connection: C) -> None:
         """Free the slots of a connection that can write no more."""

@@ -15,13 +15,14 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeGuard
 
 import msgspec
 import numpy as np
 
 from aiokv import _native
 from aiokv.errors import ClosedError, ConfigError, LayoutError, PeerError, UsageError
+from aiokv.observe.logs import Log
 from aiokv.peers.connections import Connections
 from aiokv.peers.messages import (
     PROTOCOL_VERSION,
@@ -36,9 +37,9 @@ from aiokv.peers.receiver import Receive, Receiver, ReceiverCounts, SlotCopy
 from aiokv.peers.ring import LandingRing
 from aiokv.peers.sender import Parcel as Sent
 from aiokv.peers.sender import Send, Sender, SenderCounts, SlotFill
-from aiokv.peers.tcp import TcpTransport
 from aiokv.peers.ticket import Endpoint, Ticket, decode
 from aiokv.peers.transport import Outgoing, PeerMemory
+from aiokv.peers.transports import make_transport
 from aiokv.peers.wire import Connection, listen
 from aiokv.plan import PEER_ROUTES, RECEIVE, SEND, TransferReport
 from aiokv.stores.base import TRAILER_BYTES, Result
@@ -61,9 +62,12 @@ if TYPE_CHECKING:
     from aiokv.worker.poller import EventPoller
     from aiokv.worker.regions import Regions
 
+log = Log(__name__)
+
 INLINE_BYTES: Final = 256 << 10  # fewer bytes are read on the loop, which is faster than a thread
 CONNECT_SECONDS: Final = 10.0  # for the replies to Open; less if the ticket has less
 LAST_MESSAGES_SECONDS: Final = 0.5  # for the last messages to be sent, when the worker closes
+LAST_WRITES_SECONDS: Final = 5.0  # for threads and writes to end, when the worker closes
 
 
 class DeviceCopies(Protocol):
@@ -191,7 +195,7 @@ class PeerTransfers:
         self._on_report: Callable[[TransferReport], None] = lambda report: None
         self._poller: EventPoller | None = None
         self._identity: StoreIdentity | None = None
-        self._transport: Transport = TcpTransport()
+        self._transport: Transport = make_transport(peers)
         self._listener: Listener | None = None
         self._connections: Connections | None = None
         self._receiver: Receiver[Connection] | None = None
@@ -203,7 +207,9 @@ class PeerTransfers:
         self._work: set[asyncio.Future[Any]] = set()  # threads and writes in progress
         self._unverified: list[Received] = []
         self._accepted: set[Connection] = set()  # opened by senders
-        self._metadata: dict[Connection, bytes] = {}  # of senders, for fences
+        self._accepting: dict[Connection, list[Message]] = {}  # messages behind the first Open
+        self._accept_metadata: dict[Connection, bytes] = {}  # of one-sided transports
+        self._fences: set[asyncio.Task[None]] = set()
         self._links: dict[Connection, Link] = {}
         self._acquired: dict[bytes, list[tuple[str, int]]] = {}  # endpoints, by ticket
         self._replies: dict[tuple[Connection, bytes], asyncio.Future[Accepted]] = {}
@@ -311,7 +317,7 @@ class PeerTransfers:
                 parcel_bytes=_parcel_bytes(regions),
                 accepts=self._check_layout,
                 transport=self._transport.name,
-                metadata=self._transport.metadata,
+                metadata=lambda connection: self._accept_metadata.get(connection, b""),
                 one_sided=self._transport.one_sided,
             )
         self._sender = Sender(
@@ -389,8 +395,12 @@ class PeerTransfers:
         if self._connections is not None:
             await self._connections.aclose()
         if self._work:
-            await asyncio.wait(list(self._work))
+            await asyncio.wait(list(self._work), timeout=LAST_WRITES_SECONDS)
         await asyncio.sleep(0)  # the handlers have noted the ends
+        for fence in self._fences:
+            fence.cancel()  # the transport closes what they wait for
+        if self._fences:
+            await asyncio.wait(list(self._fences))
         self._acquired.clear()
 
     # --- tickets ----------------------------------------------------------------------------------
@@ -627,25 +637,58 @@ class PeerTransfers:
     def on_sender_message(self, connection: Connection, message: Message) -> None:
         """Take a message of a sender."""
         receiver = self._receiver
-        if isinstance(message, Landed):  # of a one-sided transport
-            if self.place(connection, message) is not None:
+        if connection in self._accepting:
+            self._accepting[connection].append(message)
+        elif isinstance(message, Landed):  # of a one-sided transport
+            if self._begin_parcel(connection, message):
                 self.on_parcel(connection, message)
-        elif receiver is not None:
+        elif receiver is None:
             if isinstance(message, Open):
-                self._metadata[connection] = message.transport_metadata
+                refused = Refused(ticket_id=message.ticket_id, kind="ticket", reason="it sleeps")
+                connection.send(refused)
+        elif self._needs_accept(message, connection):
+            self._accepting[connection] = [message]
+            self._spawn(self._accept(connection, message))
+        else:
             receiver.on_message(connection, message)
-        elif isinstance(message, Open):
-            refused = Refused(ticket_id=message.ticket_id, kind="ticket", reason="it sleeps")
-            connection.send(refused)
+
+    def _needs_accept(self, message: Message, connection: Connection) -> TypeGuard[Open]:
+        return (
+            self._transport.one_sided
+            and isinstance(message, Open)
+            and message.transport == self._transport.name
+            and connection not in self._accept_metadata
+        )
+
+    async def _accept(self, connection: Connection, first: Open) -> None:
+        """Prepare the transport for a sender, then handle its messages in order."""
+        try:
+            metadata = await self._transport.accept(connection, first.transport_metadata)
+        except PeerError as error:
+            connection.abort(str(error))
+            return
+        finally:
+            messages = self._accepting.pop(connection)
+        self._accept_metadata[connection] = metadata
+        if connection.reason:  # on_sender_closed was called before
+            self._end_accepted(connection, may_write=False)
+            return
+        for message in messages:
+            self.on_sender_message(connection, message)
 
     def place(self, connection: Connection, landed: Landed) -> memoryview | None:
         """Return the slot for a parcel, or None to discard it."""
         landing = self._landing
-        if self._receiver is None or landing is None or landed.parcel_bytes > landing.slot_bytes:
-            return None
-        if self._receiver.begin_parcel(connection, landed) == "discard":
+        if landing is None or not self._begin_parcel(connection, landed):
             return None
         return landing.slot(landed.slot, landed.parcel_bytes)
+
+    def _begin_parcel(self, connection: Connection, landed: Landed) -> bool:
+        """Return False for a parcel to discard."""
+        receiver, landing = self._receiver, self._landing
+        if receiver is None or landing is None or landed.parcel_bytes > landing.slot_bytes:
+            return False
+        return receiver.begin_parcel(connection, landed) == "land"
 
     def on_parcel(self, connection: Connection, landed: Landed) -> None:
         """Note that a parcel is in its slot."""
@@ -655,18 +698,26 @@ class PeerTransfers:
     def on_sender_closed(self, connection: Connection, reason: str) -> None:
         """Note the end of a connection that a sender had opened."""
         self._accepted.discard(connection)
-        metadata = self._metadata.pop(connection, b"")
-        if self._receiver is None:
-            return
-        self._receiver.on_closed(connection, reason)
-        if self._transport.one_sided:
-            self._spawn(self._fence(self._receiver, connection, metadata))
+        may_write = self._receiver is not None and self._receiver.on_closed(connection, reason)
+        if connection in self._accept_metadata:
+            self._end_accepted(connection, may_write=may_write)
 
-    async def _fence(
-        self, receiver: Receiver[Connection], connection: Connection, metadata: bytes
-    ) -> None:
-        await self._transport.fence(metadata)
-        receiver.fenced(connection)
+    def _end_accepted(self, connection: Connection, *, may_write: bool) -> None:
+        """Free the slots of a connection that has ended when its sender cannot write any more."""
+        del self._accept_metadata[connection]
+        fence = asyncio.get_running_loop().create_task(self._fence(connection, may_write))
+        self._fences.add(fence)
+        fence.add_done_callback(self._fences.discard)
+
+    async def _fence(self, connection: Connection, may_write: bool) -> None:
+        receiver = self._receiver
+        try:
+            await self._transport.fence(connection, may_write=may_write)
+        except PeerError as error:
+            log.error("peer.slots_left_in_quarantine", remote=connection.remote, reason=str(error))
+            return
+        if receiver is not None and receiver is self._receiver:
+            receiver.fenced(connection)
 
     def on_receiver_message(self, connection: Connection, message: Message) -> None:
         """Take a message of a receiver."""
@@ -684,7 +735,9 @@ class PeerTransfers:
 
     def on_receiver_closed(self, connection: Connection, reason: str) -> None:
         """Note the end of a connection that this rank had opened."""
-        self._links.pop(connection, None)
+        link = self._links.pop(connection, None)
+        if link is not None:
+            self._spawn(link.aclose())
         for (other, _), reply in list(self._replies.items()):
             if other is connection and not reply.done():
                 reply.set_exception(PeerError(f"the connection to the receiver ended: {reason}"))

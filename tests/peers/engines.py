@@ -1,4 +1,4 @@
-"""Engines of one process that exchange blocks over TCP, over bytes that identify their prompts."""
+"""Engines of one process that exchange blocks, over bytes that identify their prompts."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from aiokv import Lease
+    from aiokv.peers.options import TransportName
     from aiokv.worker.device.base import Device
 
 SECRET = "0123456789abcdef"
@@ -36,6 +37,7 @@ class Side:
         listen: as for ``Peers``.
         secret: as for ``Peers``.
         chunk_blocks: as for ``Peers``.
+        transport: as for ``Peers``.
         ring_blocks: landing slots, and outgoing slots.
         config: fields of the configuration.
     """
@@ -47,6 +49,7 @@ class Side:
         listen: str | None = "127.0.0.1",
         secret: str = SECRET,
         chunk_blocks: int = 2,
+        transport: TransportName = "tcp",
         ring_blocks: int = 8,
         device_blocks: int = 64,
         host_blocks: int = 64,
@@ -67,6 +70,7 @@ class Side:
                 secret=secret,
                 listen=listen,
                 chunk_blocks=chunk_blocks,
+                transport=transport,
                 ring_bytes=ring_blocks * slot_bytes,
                 outgoing_bytes=ring_blocks * slot_bytes,
             ),
