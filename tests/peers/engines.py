@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
@@ -37,10 +37,15 @@ class Side:
         listen: as for ``Peers``.
         secret: as for ``Peers``.
         chunk_blocks: as for ``Peers``.
-        transport: as for ``Peers``.
+        transport: as for ``Peers``; ``default_transport`` by default.
         ring_blocks: landing slots, and outgoing slots.
         config: fields of the configuration.
+
+    Attributes:
+        default_transport: of the sides that a test makes.
     """
+
+    default_transport: ClassVar[TransportName] = "tcp"
 
     def __init__(
         self,
@@ -49,7 +54,7 @@ class Side:
         listen: str | None = "127.0.0.1",
         secret: str = SECRET,
         chunk_blocks: int = 2,
-        transport: TransportName = "tcp",
+        transport: TransportName | None = None,
         ring_blocks: int = 8,
         device_blocks: int = 64,
         host_blocks: int = 64,
@@ -70,7 +75,7 @@ class Side:
                 secret=secret,
                 listen=listen,
                 chunk_blocks=chunk_blocks,
-                transport=transport,
+                transport=transport or self.default_transport,
                 ring_bytes=ring_blocks * slot_bytes,
                 outgoing_bytes=ring_blocks * slot_bytes,
             ),
