@@ -382,7 +382,8 @@ class OneSidedTransport:
                 await asyncio.sleep(0)
             if late:
                 self._leave_behind(len(late))
-        for connection in list(self._incoming):
+        for connection, incoming in list(self._incoming.items()):
+            incoming.channel.close()  # without waiting for a peer that did not end
             del self._incoming[connection]
             connection.unhold()
         self._spares.clear()
@@ -440,6 +441,8 @@ class OneSidedLink:
                 written.result()
                 self._announce(batch)
                 writes.popleft()
+            if self._connection.reason:
+                raise PeerError(self._connection.reason)
         except asyncio.CancelledError:
             await self._withdraw(writes)
             raise
