@@ -10,7 +10,7 @@ import os
 from typing import TYPE_CHECKING, Any, Final
 
 from aiokv.errors import ConfigError
-from aiokv.peers.one_sided import EndpointError, Piece
+from aiokv.peers.one_sided import EndpointError, Piece, rdma_devices
 from aiokv.stores.mooncake.client import ENVIRONMENT
 
 if TYPE_CHECKING:
@@ -60,7 +60,20 @@ class MooncakeBackend:
 
     def load(self) -> None:
         """Set the timeouts of the library, and import it; see ``Backend.load``."""
+        if self._protocol == "rdma":
+            self._check_devices()
         self._library = import_engine()
+
+    def _check_devices(self) -> None:
+        """Raise unless the RDMA devices exist: the library starts without them."""
+        present = rdma_devices()
+        wanted = [name for name in self._devices.split(",") if name] or ["any"]
+        if not present or not set(wanted) <= {*present, "any"}:
+            raise ConfigError(
+                f"the protocol 'rdma' needs the RDMA device {', '.join(wanted)}; this machine has "
+                f"{', '.join(present) or 'none'}",
+                hint="correct transport_options['devices'], or set the protocol 'tcp'",
+            )
 
     def create(self, memory: PeerMemory, *, receives: bool) -> MooncakeEndpoint:
         """Return a transfer engine that has registered ``memory``; see ``Backend.create``."""

@@ -11,11 +11,10 @@ import os
 import time
 import uuid
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from aiokv.errors import ConfigError
-from aiokv.peers.one_sided import EndpointError, Piece
+from aiokv.peers.one_sided import EndpointError, Piece, rdma_devices
 
 if TYPE_CHECKING:
     import threading
@@ -29,7 +28,6 @@ PUMP_MICROSECONDS: Final = 20_000
 WRITE_SECONDS: Final = 10.0  # of one write, after which its agent is closed
 MAX_PAUSE_SECONDS: Final = 0.0005  # between looks at the state of a write
 _PACKAGES: Final = ("nixl", "nixl_cu12", "nixl_cu13")
-_RDMA_DEVICES: Final = Path("/sys/class/infiniband")
 _BACKEND: Final = "UCX"
 
 
@@ -49,7 +47,7 @@ class NixlBackend:
 
     def load(self) -> None:
         """Import the bindings of NIXL; see ``Backend.load``."""
-        if not _has_rdma_device():
+        if not rdma_devices():
             # These modules load the RDMA libraries of the system beside those of the package,
             # which makes the process crash when it exits.
             os.environ.setdefault("UCX_MODULES", "^ib")
@@ -85,13 +83,6 @@ def import_bindings() -> Any:
     raise ConfigError(
         "the transport 'nixl' needs the package nixl", hint="pip install 'aiokv[nixl]'"
     )
-
-
-def _has_rdma_device() -> bool:
-    try:
-        return any(_RDMA_DEVICES.iterdir())
-    except OSError:
-        return False
 
 
 class NixlEndpoint:

@@ -47,6 +47,7 @@ START_SECONDS: Final = 30.0  # for the first endpoints, which load the library
 ENDPOINT_SECONDS: Final = 5.0  # for a further endpoint, or to connect it
 CLOSE_SECONDS: Final = 3.0  # after which ``aclose`` leaves an endpoint behind
 _MACHINE: Final = Path("/proc/sys/kernel/random/boot_id")
+_RDMA_DEVICES: Final = Path("/sys/class/infiniband")
 
 _left_behind: list[PeerMemory] = []  # memory that may still be accessed, until the process ends
 
@@ -155,6 +156,14 @@ def this_machine() -> str:
         return _MACHINE.read_text("ascii").strip()
     except OSError:
         return ""
+
+
+def rdma_devices() -> list[str]:
+    """Return the names of the RDMA devices of this machine."""
+    try:
+        return sorted(device.name for device in _RDMA_DEVICES.iterdir())
+    except OSError:
+        return []
 
 
 class _Channel:
