@@ -107,15 +107,29 @@ class NixlEndpoint:
         place = (memory.address, memory.num_bytes, self._device, b"")
         try:
             self._agent: Any = library.nixlAgent(uuid.uuid4().hex, config)
+            self._check(options)
             self._backend = self._agent.createBackend(_BACKEND, dict(options))
             registered = library.nixlRegDList(self._segment, [place])
             self._agent.registerMem(registered, [self._backend])
+        except EndpointError:
+            self._agent = None
+            raise
         except Exception as error:
             self._agent = None
             kind = "host memory" if memory.device is None else f"the memory of GPU {memory.device}"
             raise EndpointError(
                 f"NIXL cannot start UCX, or register {memory.num_bytes} bytes of {kind}: {error}"
             ) from error
+
+    def _check(self, options: Mapping[str, str]) -> None:
+        """Raise for a parameter that the plugin would ignore."""
+        # The plugin names its parameter for devices otherwise than it reads it.
+        known = {*self._agent.getPluginParams(_BACKEND)[0], "device_list"} - {"ucx_devices"}
+        if unknown := sorted(set(options) - known):
+            raise EndpointError(
+                f"transport_options has {unknown[0]!r}; UCX has the parameters "
+                f"{', '.join(map(repr, sorted(known)))}"
+            )
 
     def metadata(self) -> bytes:
         """Return the address of the agent, and the keys of its memory."""

@@ -41,8 +41,11 @@ class Peers:
         advertise: ``"host"`` or ``"host:port"`` that other engines connect to; None if it is
             ``listen``. Required when ``listen`` is the wildcard address.
         transport: ``"tcp"``, ``"nixl"`` (package ``nixl``) or ``"mooncake"`` (package
-            ``mooncake-transfer-engine``).
-        transport_options: for ``"nixl"``, parameters of its UCX backend, such as
+            ``mooncake-transfer-engine``). The last two also listen on ports that the system
+            chooses, without authentication, and write what arrives there into the memory of the
+            slots or, with UCX over TCP, of the process: use them only in a network that no other
+            program reaches.
+        transport_options: for ``"nixl"``, parameters of its UCX plugin, such as
             ``{"device_list": "mlx5_0"}``; for ``"mooncake"``, ``"protocol"`` (``"tcp"``, the
             default, or ``"rdma"``) and ``"devices"`` (names of RDMA devices, separated by commas).
         ring_bytes: host memory in which received blocks arrive, such as ``"256MiB"``; an int once

@@ -25,6 +25,7 @@ from aiokv.errors import ClosedError, ConfigError, LayoutError, PeerError, Usage
 from aiokv.observe.logs import Log
 from aiokv.peers.connections import Connections
 from aiokv.peers.messages import (
+    MAX_REASON_CHARACTERS,
     PROTOCOL_VERSION,
     Accepted,
     Cancel,
@@ -662,16 +663,21 @@ class PeerTransfers:
 
     async def _accept(self, connection: Connection, first: Open) -> None:
         """Prepare the transport for a sender, then handle its messages in order."""
+        refusal = ""
         try:
             metadata = await self._transport.accept(connection, first.transport_metadata)
         except PeerError as error:
-            connection.abort(str(error))
-            return
+            metadata, refusal = b"", str(error)[:MAX_REASON_CHARACTERS]
         finally:
             messages = self._accepting.pop(connection)
         self._accept_metadata[connection] = metadata
         if connection.reason:  # on_sender_closed was called before
             self._end_accepted(connection, may_write=False)
+            return
+        if refusal:
+            refused = Refused(ticket_id=first.ticket_id, kind="ticket", reason=refusal)
+            connection.send(refused)
+            connection.close()
             return
         for message in messages:
             self.on_sender_message(connection, message)

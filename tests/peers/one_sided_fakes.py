@@ -45,7 +45,7 @@ class FakeBackend:
     Attributes:
         creating, writing, closing: gates of the calls.
         failures: errors of the next calls, by name of the call.
-        at_write: called with the pieces before they are written.
+        after_write: called with the pieces when they were written.
         endpoints: all that were made.
     """
 
@@ -55,7 +55,7 @@ class FakeBackend:
         self.is_reused = is_reused
         self.creating, self.writing, self.closing = Gate(), Gate(), Gate()
         self.failures: dict[str, Exception] = {}
-        self.at_write: Callable[[Sequence[Piece]], object] = lambda pieces: None
+        self.after_write: Callable[[Sequence[Piece]], object] = lambda pieces: None
         self.endpoints: list[FakeEndpoint] = []
 
     def load(self) -> None:
@@ -100,9 +100,9 @@ class FakeEndpoint:
         self.writes += 1
         self.backend.writing.wait()
         self.backend.fail("write")
-        self.backend.at_write(pieces)
         for piece in pieces:
             ctypes.memmove(piece.target, piece.source, piece.num_bytes)
+        self.backend.after_write(pieces)
 
     def close(self) -> None:
         self.backend.closing.wait()
