@@ -278,10 +278,12 @@ class OneSidedTransport:
         self._spares: dict[bool, _Channel] = {}  # by ``receives``; created, not connected
         self._incoming: dict[Connection, _Incoming] = {}
         self._links: set[OneSidedLink] = set()
+        self._connecting: set[_Channel] = set()
+        self._is_open = False
 
     async def open(self, landing: PeerMemory, outgoing: PeerMemory) -> None:
         """Load the library, and register the memory once; see ``Transport.open``."""
-        self._landing, self._outgoing = landing, outgoing
+        self._landing, self._outgoing, self._is_open = landing, outgoing, True
         loading = asyncio.get_running_loop().run_in_executor(None, self._backend.load)
         try:
             await asyncio.shield(loading)
@@ -330,10 +332,7 @@ class OneSidedTransport:
         incoming = self._incoming.get(connection)
         if incoming is None:
             return
-        is_usable = not may_write and self._backend.is_reused and incoming.channel.is_created
-        if is_usable and True not in self._spares:
-            self._spares[True] = incoming.channel
-        else:
+        if may_write or not self._keep(incoming.channel, receives=True):
             if may_write and incoming.is_near:
                 await connection.peer_ended()
             await _settled(incoming.channel.close())
@@ -352,20 +351,28 @@ class OneSidedTransport:
         except (msgspec.MsgspecError, ValueError) as error:
             raise PeerError(f"the metadata of the receiver is malformed: {error}") from error
         channel = self._new_channel(outgoing, receives=False)
-        link = OneSidedLink(connection, channel, outgoing, target, self._links.discard)
-        self._links.add(link)
+        self._connecting.add(channel)
         try:
             await _ended(channel.created, ENDPOINT_SECONDS, "no endpoint was made")
             connecting = channel.connect(target)
             await _ended(connecting, ENDPOINT_SECONDS, "the endpoint did not connect")
         except BaseException as error:
-            await link.aclose()
+            channel.close()  # it reads no memory: nothing was written
             if isinstance(error, EndpointError):
                 raise PeerError(
                     f"the {self.name} transport cannot reach {connection.remote}: {error}"
                 ) from error
             raise
+        finally:
+            self._connecting.discard(channel)
+        link = OneSidedLink(self, connection, channel, outgoing, target)
+        self._links.add(link)
         return link
+
+    def link_ended(self, link: OneSidedLink, channel: _Channel | None) -> bool:
+        """Forget a link; return True if its idle channel is kept for the next one."""
+        self._links.discard(link)
+        return channel is not None and self._keep(channel, receives=False)
 
     # --- both -------------------------------------------------------------------------------------
 
@@ -373,12 +380,21 @@ class OneSidedTransport:
         spare = self._spares.pop(receives, None)
         return spare or _Channel(self._backend, memory, receives=receives)
 
+    def _keep(self, channel: _Channel, *, receives: bool) -> bool:
+        """Keep a channel for the next connection, if that is cheaper than a new one."""
+        is_usable = self._is_open and self._backend.is_reused and channel.is_created
+        if not is_usable or receives in self._spares:
+            return False
+        self._spares[receives] = channel
+        return True
+
     async def aclose(self) -> None:
         """Close all endpoints; see ``Transport.aclose``."""
+        self._is_open = False
         closing = [
             *(link.aclose() for link in list(self._links)),
             *(self._close_incoming(*item) for item in list(self._incoming.items())),
-            *(_settled(spare.close()) for spare in self._spares.values()),
+            *(_settled(c.close()) for c in [*self._spares.values(), *self._connecting]),
         ]
         tasks = [asyncio.ensure_future(work) for work in closing]
         if tasks:
@@ -424,17 +440,19 @@ class OneSidedLink:
 
     def __init__(
         self,
+        transport: OneSidedTransport,
         connection: Connection,
         channel: _Channel,
         outgoing: PeerMemory,
         target: _Target,
-        on_closed: Callable[[OneSidedLink], object],
     ) -> None:
+        self._transport = transport
         self._connection = connection
         self._channel = channel
         self._outgoing = outgoing
         self._target = target
-        self._on_closed = on_closed
+        self._writing = 0  # calls in progress
+        self._is_sound = True  # no write failed
         self._is_held = True
         connection.hold()
         self._closing = asyncio.get_running_loop().create_task(self._close_behind())
@@ -442,6 +460,9 @@ class OneSidedLink:
     async def write(self, parcels: Sequence[Outgoing]) -> None:
         """Write parcels; see :meth:`~aiokv.peers.transport.Link.write`."""
         batches = [(batch, self._pieces(batch)) for batch in _batches(parcels)]
+        if self._connection.reason or not self._is_held:
+            raise PeerError(self._why("the link was closed"))
+        self._writing += 1
         writes = deque((batch, self._channel.write(pieces)) for batch, pieces in batches)
         try:
             while writes:
@@ -457,8 +478,14 @@ class OneSidedLink:
             raise
         except EndpointError as error:
             # The memory is read no more: the endpoint was closed before its failure was reported.
-            reason = self._connection.reason or f"a write failed: {error}"
-            raise PeerError(reason) from error
+            self._is_sound = False
+            raise PeerError(self._why(f"a write failed: {error}")) from error
+        finally:
+            self._writing -= 1
+
+    def _why(self, otherwise: str) -> str:
+        """Return why the connection ended, or ``otherwise``."""
+        return self._connection.reason or otherwise
 
     def _pieces(self, batch: Sequence[Outgoing]) -> list[Piece]:
         pieces = []
@@ -497,7 +524,11 @@ class OneSidedLink:
 
     async def _close_behind(self) -> None:
         await self._connection.closed()
-        self._close()
+        is_idle = self._is_sound and not self._writing
+        if self._transport.link_ended(self, self._channel if is_idle else None):
+            self._unhold()
+        else:
+            self._close()
 
     def _close(self) -> None:
         """Begin to close; the connection is held until the endpoint is closed."""
@@ -513,14 +544,16 @@ class OneSidedLink:
         if self._is_held:
             self._is_held = False
             self._connection.unhold()
-            self._on_closed(self)
 
     async def aclose(self) -> None:
         """Close the endpoint. Cancellation: call it again."""
+        if self._closing.done() and not self._is_held:
+            return  # closed behind its connection; the endpoint may serve another one
         self._closing.cancel()
         self._close()
         await _settled(self._channel.close())
         self._unhold()
+        self._transport.link_ended(self, None)
 
 
 def _batches(parcels: Sequence[Outgoing]) -> list[list[Outgoing]]:

@@ -93,7 +93,10 @@ class Outgoing(NamedTuple):
 
 
 class Link(Protocol):
-    """Way of the parcels of one sender rank to one receiver rank. Used on one loop."""
+    """Way of the parcels of one sender rank to one receiver rank. Used on one loop.
+
+    A link gives itself up behind the end of its connection.
+    """
 
     async def write(self, parcels: Sequence[Outgoing]) -> None:
         """Write parcels into the landing slots of their credits, each followed by its ``Landed``.

@@ -68,6 +68,7 @@ log = Log(__name__)
 INLINE_BYTES: Final = 256 << 10  # fewer bytes are read on the loop, which is faster than a thread
 CONNECT_SECONDS: Final = 10.0  # for the replies to Open; less if the ticket has less
 LAST_MESSAGES_SECONDS: Final = 0.5  # for the last messages to be sent, when the worker closes
+QUARANTINE_LOG_SECONDS: Final = 10.0  # after which slots in quarantine are logged
 LAST_WRITES_SECONDS: Final = 5.0  # for threads and writes to end, when the worker closes
 
 
@@ -717,11 +718,22 @@ class PeerTransfers:
 
     async def _fence(self, connection: Connection, may_write: bool) -> None:
         receiver = self._receiver
+        warning = asyncio.get_running_loop().call_later(
+            QUARANTINE_LOG_SECONDS,
+            partial(
+                log.warning,
+                "peer.slots_in_quarantine",
+                remote=connection.remote,
+                reason="the sender may still write, and has not closed its connection",
+            ),
+        )
         try:
             await self._transport.fence(connection, may_write=may_write)
         except PeerError as error:
             log.error("peer.slots_left_in_quarantine", remote=connection.remote, reason=str(error))
             return
+        finally:
+            warning.cancel()
         if receiver is not None and receiver is self._receiver:
             receiver.fenced(connection)
 
@@ -741,9 +753,7 @@ class PeerTransfers:
 
     def on_receiver_closed(self, connection: Connection, reason: str) -> None:
         """Note the end of a connection that this rank had opened."""
-        link = self._links.pop(connection, None)
-        if link is not None:
-            self._spawn(link.aclose())
+        self._links.pop(connection, None)
         for (other, _), reply in list(self._replies.items()):
             if other is connection and not reply.done():
                 reply.set_exception(PeerError(f"the connection to the receiver ended: {reason}"))

@@ -245,6 +245,7 @@ async def test_endpoint_without_writes_serves_the_next_connection(may_write):
         link = await s.sender.connect(second.client, metadata)
         await link.write(parcels(1))
         assert s.landed_slots() == {11: 1}
+        assert len(s.backends[0].endpoints) == 1
         assert len(s.backends[1].endpoints) == (2 if may_write else 1)
         await link.aclose()
 
@@ -263,6 +264,25 @@ async def test_endpoint_that_cannot_be_made_is_a_peer_error(call):
                 await s.receiver.accept(third.server, s.sender.metadata())
             third.server.abort("refused")
             await s.receiver.fence(third.server, may_write=False)
+
+
+async def test_endpoint_with_a_write_in_progress_is_not_kept():
+    async with sides(is_reused=True) as s, connected() as second:
+        gate = s.backends[0].writing
+        gate.shut()
+        writing = asyncio.create_task(s.link.write(parcels(1)))
+        await run_until_idle(gate.reached.is_set)
+        s.pair.client.abort("lost")
+        await spin(10)
+        second.start()
+        metadata = await s.receiver.accept(second.server, s.sender.metadata())
+        link = await s.sender.connect(second.client, metadata)
+        gate.open()
+        with pytest.raises(PeerError, match="lost"):
+            await writing
+        await run_until_idle(lambda: s.backends[0].endpoints[0].is_closed)
+        await link.write(parcels(2))
+        assert len(s.backends[0].endpoints) == 2
 
 
 @pytest.mark.parametrize("metadata", [b"", b"\xc1", b"\x91\xa4here"])
