@@ -31,6 +31,7 @@ BENCHES = (
     "ranks",
     "loop_held",
     "peer_layouts",
+    "peers_transports",
     "disk_io",
     "disk",
     "redis_store",

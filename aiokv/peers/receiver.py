@@ -303,7 +303,7 @@ class Receiver(Generic[C]):
         num_assembly: assembly slots, in which blocks are put together from parcels of other
             layouts.
         transport: name of the transport.
-        metadata: of this rank's transport.
+        metadata: returns what a sender on a connection needs to write into the landing slots.
         one_sided: peers may write granted slots after their connection has ended.
     """
 
@@ -318,7 +318,7 @@ class Receiver(Generic[C]):
         covers: Callable[[list[Any]], bool] = lambda layouts: True,
         num_assembly: int = 0,
         transport: str = "tcp",
-        metadata: Callable[[], bytes] = bytes,
+        metadata: Callable[[C], bytes] = lambda connection: b"",
         one_sided: bool = False,
     ) -> None:
         self._port = port
@@ -460,7 +460,7 @@ class Receiver(Generic[C]):
             Accepted(
                 ticket_id=message.ticket_id,
                 slot_bytes=self._slot_bytes,
-                transport_metadata=self._metadata(),
+                transport_metadata=self._metadata(connection),
             ),
         )
 
@@ -525,9 +525,13 @@ class Receiver(Generic[C]):
             incoming.is_done = True
             self._check_ended(ticket_id)
 
-    def on_closed(self, connection: C, reason: str) -> None:
-        """Note the end of a connection: its tickets end, and its credits are void."""
-        self._ring.revoke(connection, may_write=self._one_sided)
+    def on_closed(self, connection: C, reason: str) -> bool:
+        """Note the end of a connection: its tickets end, and its credits are void.
+
+        Returns:
+            True if the sender may still write: call ``fenced`` when it can no more.
+        """
+        may_write = bool(self._ring.revoke(connection, may_write=self._one_sided))
         for incoming in list(self._tickets.values()):
             gone = [s.rank for s in incoming.senders.values() if s.connection == connection]
             for rank in gone:
@@ -535,6 +539,7 @@ class Receiver(Generic[C]):
             if gone:
                 self._end_ticket(incoming, f"the connection to the sender ended: {reason}")
         self._grant()
+        return may_write
 
     def fenced(self, connection: C) -> None:
         """Free the slots of a connection that can write no more."""

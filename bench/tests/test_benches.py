@@ -21,6 +21,7 @@ from bench import harness, redis_store
         "shutdown",
         "ranks",
         "loop_held",
+        "peers_transports",
         "disk_io",
         "disk",
         "peers_tcp",

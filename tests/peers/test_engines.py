@@ -1,4 +1,4 @@
-"""Two engines over TCP: what arrives has the bytes of its prompt, whatever ends a transfer."""
+"""Two engines: what arrives has the bytes of its prompt, whatever ends a transfer."""
 
 # ruff: noqa: SIM117  (nested blocks show which of them ends first)
 
@@ -31,8 +31,14 @@ from aiokv.peers import ticket as tickets
 from aiokv.testing import ManualDevice, run_until_idle, running_clock, spin
 from tests.harness.closing import complete_during
 from tests.peers.engines import SECRET, Side, prompt, two_engines
+from tests.peers.installed import transports
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, transports("tcp", "nixl")]
+
+
+@pytest.fixture(autouse=True)
+def _sides_use_transport(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Side, "default_transport", transport)
 
 
 # --- whole prompts ------------------------------------------------------------------------------
