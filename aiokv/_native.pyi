@@ -277,6 +277,9 @@ class CoreStatistics:
     def received_states(self) -> int: ...
 
     @property
+    def received_window_blocks(self) -> int: ...
+
+    @property
     def failed_receives(self) -> int: ...
 
     @property
@@ -289,7 +292,22 @@ class CoreStatistics:
     def sent_states(self) -> int: ...
 
     @property
+    def sent_window_blocks(self) -> int: ...
+
+    @property
     def failed_sends(self) -> int: ...
+
+    @property
+    def stored_snapshots(self) -> int: ...
+
+    @property
+    def unstored_snapshots(self) -> int: ...
+
+    @property
+    def fetched_snapshots(self) -> int: ...
+
+    @property
+    def unfetched_snapshots(self) -> int: ...
 
     @property
     def index_bytes(self) -> int: ...
@@ -340,6 +358,10 @@ class PeerRoute(enum.Enum):
     RECEIVE_STATE = 2
 
     SEND_STATE = 3
+
+    RECEIVE_WINDOW = 4
+
+    SEND_WINDOW = 5
 
 class EvictionKind(enum.Enum):
     LRU = 0
@@ -514,6 +536,29 @@ class Core:
         Begin to fetch missing blocks, or join the fetch that brings the first; 0: none.
         """
 
+    def borders(self, lease: int, skip: int = 0) -> tuple[int, int, int, bytes, bytes]:
+        """
+        (hit, cached, first_block, digests, may_end) of the blocks behind the hit, from block hit + skip on; may_end: one byte per block, 0 where a hit would cut an item.
+        """
+
+    def has_copies(self, lease: int, group: int, first_block: int, end_block: int) -> bytes:
+        """
+        One byte per cached block: 1 if a tier has its copy in the group; group -1: state.
+        """
+
+    def begin_auxiliary_fetch(self, lease: int, group: int, blocks: int) -> int:
+        """
+        Begin to fetch what a hit of the first blocks lacks in the group, or join a fetch; 0: none.
+        """
+
+    def auxiliary_group(self, transfer: int) -> int:
+        """
+        The group of a fetch or a save in flight; -1: recurrent state, -2: it moves blocks.
+        """
+
+    def stored_copies(self, group: int) -> tuple[int, int, int, int]:
+        """(saved, unsaved, fetched, unfetched) copies of a group."""
+
     def wants_saves(self) -> bool: ...
 
     def take_saves(self) -> int:
@@ -538,6 +583,16 @@ class Core:
     def send_state(self, lease: int, ticket_id: bytes, num_tokens: int) -> int:
         """Begin to send the state after the computed positions."""
 
+    def receive_window(self, lease: int, ticket_id: bytes, group: int, num_tokens: int, step: int = 0) -> int:
+        """
+        Begin to receive the blocks of a window group behind received positions.
+        """
+
+    def send_window(self, lease: int, ticket_id: bytes, group: int, num_tokens: int) -> int:
+        """
+        Begin to send the blocks of a window group behind the computed positions.
+        """
+
     def end_ticket(self, lease: int, ticket_id: bytes) -> None:
         """
         No caller waits for the transfers of the ticket: those in flight are abandoned.
@@ -551,8 +606,10 @@ class Core:
 
     def is_peer_transfer(self, transfer: int) -> bool: ...
 
-    def peer_transfer(self, transfer: int) -> tuple[PeerRoute, bytes, int, bytes, int]:
-        """(route, ticket_id, first_block, blocks or the state slot, after_step)."""
+    def peer_transfer(self, transfer: int) -> tuple[PeerRoute, bytes, int, bytes, bytes, int]:
+        """
+        (route, ticket_id, window group, blocks of the prompt, own blocks or the state slot, after_step).
+        """
 
     def peer_transfers(self, lease: int) -> list[int]:
         """Transfers in flight that receive or send blocks of the lease."""

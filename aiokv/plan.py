@@ -8,7 +8,7 @@ side.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -26,16 +26,23 @@ Direction = Literal[
     "state",
     "state_onload",
     "state_offload",
-    "window_onload",
-    "window_offload",
     "clone",
     "fetch",
     "save",
+    "window_onload",
+    "window_offload",
+    "state_fetch",
+    "state_save",
+    "window_fetch",
+    "window_save",
     "receive",
     "send",
     "state_receive",
     "state_send",
+    "window_receive",
+    "window_send",
 ]
+StorePool: TypeAlias = str  # "host", "host_state" or "host_window:" and the name of the group
 Outcome = Literal["done", "failed", "cancelled"]
 
 _NAMES: Final[dict[tuple[Pool, Pool], Direction]] = {
@@ -53,6 +60,12 @@ _NAMES: Final[dict[tuple[Pool, Pool], Direction]] = {
     ("device", "peer"): "send",
     ("peer", "state"): "state_receive",
     ("state", "peer"): "state_send",
+    ("store", "host_state"): "state_fetch",
+    ("host_state", "store"): "state_save",
+    ("store", "host_window"): "window_fetch",
+    ("host_window", "store"): "window_save",
+    ("peer", "window"): "window_receive",
+    ("window", "peer"): "window_send",
 }
 
 
@@ -67,9 +80,9 @@ class Route(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
             slots of recurrent state, on the device, and ``"host_state"`` has those in host
             memory. ``"window"`` and ``"host_window"`` have the blocks of the window group that the
             plan names, on the device and in host memory. ``"store"`` is all stores together: its
-            blocks have digests, and its ids are their indices in the plan. ``"peer"`` is the engine
-            at the other end of a ticket: its ids are the indices of the blocks in the prompt, or 0
-            for the recurrent state.
+            blocks and snapshots have digests, and its ids are their indices in the plan.
+            ``"peer"`` is the engine at the other end of a ticket: its ids are the indices of the
+            blocks in the prompt, or 0 for the recurrent state.
         target: pool of the target ids.
     """
 
@@ -111,8 +124,16 @@ RECEIVE: Final = Route("peer", "device")
 SEND: Final = Route("device", "peer")
 STATE_RECEIVE: Final = Route("peer", "state")
 STATE_SEND: Final = Route("state", "peer")
+WINDOW_RECEIVE: Final = Route("peer", "window")
+WINDOW_SEND: Final = Route("window", "peer")
 PEER_ROUTES: Final = frozenset((RECEIVE, SEND))
 PEER_GROUP: Final = "peer"  # of copies between device blocks and the slots of peers
+STATE_FETCH: Final = Route("store", "host_state")
+STATE_SAVE: Final = Route("host_state", "store")
+WINDOW_FETCH: Final = Route("store", "host_window")
+WINDOW_SAVE: Final = Route("host_window", "store")
+FETCH_ROUTES: Final = frozenset((FETCH, STATE_FETCH, WINDOW_FETCH))
+SAVE_ROUTES: Final = frozenset((SAVE, STATE_SAVE, WINDOW_SAVE))
 
 
 class Priority(IntEnum):
@@ -138,7 +159,7 @@ class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
             moves; 0 when there is nothing to wait for.
         digests: 32 bytes per block for routes from or to ``"store"``; empty for the others.
         peer: id of the ticket for routes from or to ``"peer"``, 16 bytes; empty for the others.
-        group: name of the window group for routes between ``"window"`` and ``"host_window"``;
+        group: name of the window group for routes from or to ``"window"`` and ``"host_window"``;
             empty for the others.
     """
 
@@ -158,6 +179,12 @@ class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
         return self.route.direction
 
     @property
+    def store_pool(self) -> StorePool:
+        """The pool of host memory of a plan from or to ``"store"``."""
+        route = self.route
+        return store_pool(route.target if route.source == "store" else route.source, self.group)
+
+    @property
     def num_blocks(self) -> int:
         """Number of blocks (or slots) that move."""
         return len(self.target_blocks) // ID_DTYPE.itemsize
@@ -171,6 +198,11 @@ class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
     def target_ids(self) -> NDArray[np.int32]:
         """``[N]`` int32, read-only view of ``target_blocks``."""
         return np.frombuffer(self.target_blocks, dtype=ID_DTYPE)
+
+
+def store_pool(pool: str, group: str = "") -> StorePool:
+    """Return the name of a pool of host memory; ``group`` is the window group, if it has one."""
+    return f"{pool}:{group}" if group else pool
 
 
 def id_bytes(ids: ArrayLike) -> bytes:

@@ -70,7 +70,9 @@ class WindowStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
     A device block is free, cached, or belongs to one lease alone; a block in host memory is free,
     cached, or the destination of a transfer. Leases have *set aside* the blocks that they have and
-    those that they will have.
+    those that they will have. *Saved* blocks were copied to host memory, *stored* ones to the
+    stores. *Unstored* blocks were to be saved to the stores, and were dropped, rejected or refused,
+    or the save failed. *Fetched* and *unfetched* blocks as in :class:`Statistics`.
     """
 
     device_blocks: int
@@ -83,6 +85,10 @@ class WindowStatistics(msgspec.Struct, frozen=True, kw_only=True):
     saved_blocks: int
     onloaded_blocks: int
     evicted_host_blocks: int
+    stored_blocks: int
+    unstored_blocks: int
+    fetched_blocks: int
+    unfetched_blocks: int
 
 
 class Statistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,7 +107,8 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     of pins and prefetches do not. *Fetched* blocks arrived and were verified, *unfetched* ones were
     missing, wrong or late. Blocks that were to be saved to the stores and were not are *dropped*
     (the queue was full, or the block was evicted before), *rejected* by
-    ``CacheConfig.store_admission``, *refused* by a store and saved by none, or *failed*.
+    ``CacheConfig.store_admission``, *refused* by a store and saved by none, or *failed*; snapshots
+    of recurrent state are *unstored* in all these cases.
 
     ``receives`` and ``sends`` are transfers from and to peers, which have begun. *Received* blocks
     and states arrived and were verified; *sent* ones were acknowledged by the receiver.
@@ -150,10 +157,12 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     receives: int
     received_blocks: int
     received_states: int
+    received_window_blocks: int
     failed_receives: int
     sends: int
     sent_blocks: int
     sent_states: int
+    sent_window_blocks: int
     failed_sends: int
     host_state_slots: int
     host_state_free: int
@@ -161,6 +170,10 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     saved_snapshots: int
     onloaded_states: int
     evicted_host_snapshots: int
+    stored_snapshots: int
+    unstored_snapshots: int
+    fetched_snapshots: int
+    unfetched_snapshots: int
     windows: dict[str, WindowStatistics]
     nodes: int
     index_bytes: int

@@ -31,11 +31,13 @@ BENCHES = (
     "ranks",
     "loop_held",
     "peer_layouts",
+    "peers_transports",
     "disk_io",
     "disk",
     "redis_store",
     "remote_stores",
     "peers_tcp",
+    "peers",
 )
 
 

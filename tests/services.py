@@ -1,4 +1,6 @@
-"""Install what the tests of the stores need: servers of Debian, clients of PyPI (`make services`).
+"""Install what the tests of stores and peers need: servers of Debian, packages of PyPI.
+
+Run by `make services`.
 
 Prints each step. What is present is not touched, so that a second run takes less than a second.
 Without a network or without root the program prints what is missing and ends with 0: the tests of
@@ -52,7 +54,9 @@ def is_library(name: str) -> Callable[[], bool]:
 
 SYSTEM_PACKAGES = (
     SystemPackage("redis-server", "RedisStore", is_command("valkey-server", "redis-server")),
-    SystemPackage("libibverbs1", "MooncakeStore", is_library("libibverbs.so.1")),
+    SystemPackage(
+        "libibverbs1", "MooncakeStore and the transport mooncake", is_library("libibverbs.so.1")
+    ),
 )
 MODULES = {  # of the dependency group `stores`, and the package of each
     "mooncake": "mooncake-transfer-engine-non-cuda",
@@ -60,6 +64,9 @@ MODULES = {  # of the dependency group `stores`, and the package of each
     "obstore": "obstore",
     "redis": "redis",
 }
+# NIXL without its dependency torch, which aiokv does not use; 65 MiB.
+NIXL_MODULE = "nixl_cu12"
+NIXL_PACKAGE = "nixl-cu12>=1.5"
 
 
 def main() -> None:
@@ -79,12 +86,22 @@ def main() -> None:
         say(f"installing the dependency group 'stores' of pyproject.toml into {sys.prefix}")
         run([*PIP, "install", "--group", "stores"])
         importlib.invalidate_caches()
+    if not is_module(NIXL_MODULE):
+        absent.append(NIXL_MODULE)
+        say(f"installing {NIXL_PACKAGE} without its dependencies into {sys.prefix}")
+        run([*PIP, "install", "--no-deps", NIXL_PACKAGE])
+        importlib.invalidate_caches()
     for module, package_name in MODULES.items():
         if is_module(module):
             say(f"{package_name}: {'installed' if module in absent else 'present'}")
         else:
             say(f"{package_name}: MISSING; tests that need it will be skipped")
             say("  install it with: .venv/bin/python -m pip install --group stores")
+    if is_module(NIXL_MODULE):
+        say(f"nixl-cu12: {'installed' if NIXL_MODULE in absent else 'present'}")
+    else:
+        say("nixl-cu12: MISSING; tests of the transport nixl will be skipped")
+        say(f"  install it with: .venv/bin/python -m pip install --no-deps '{NIXL_PACKAGE}'")
 
 
 def install_system_packages(names: list[str]) -> None:

@@ -14,8 +14,10 @@ from aiokv.cli.repository import from_repository
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from aiokv.demo.report import DemoResult
+    from aiokv.demo.ledger import Comparison
+    from aiokv.demo.report import DemoResult, RunResult
     from aiokv.demo.runs import DemoConfig, Scenario
+    from aiokv.demo.split_report import SplitResult
     from aiokv.demo.transformer import NumpyTransformer
     from aiokv.demo.weights import ModelConfig, Weights
     from aiokv.demo.workload import Workload
@@ -33,14 +35,21 @@ FRAMEWORKS = ("numpy", "paddle")
 ATTENTIONS = ("gqa", "mla")
 KV_FORMATS = ("float32", "bfloat16", "int8", "fp8")
 
+TRANSPORTS = ("tcp", "nixl", "mooncake")
+KILLS = ("prefill", "decode")
+
 USUAL = (FRAMEWORKS[0], DEVICES[0], KV_FORMATS[0])
 
+NOTHING_TO_KILL = "no blocks arrived after half of the requests, so no process was killed"
 NOTHING_TO_CORRUPT = "nothing was reused from the device, so nothing could be corrupted"
 
 EPILOG = """\
 The same workload runs three times: without reuse, with a device tier, and with a small device tier
 and a host tier. Every row of logits and every token of the later runs must equal those of the first
 run, and every cached block that a request reads must hold the bytes that were computed for it.
+
+With --split, one server and then two processes serve the workload: a prefill process computes the
+prompts and sends their blocks, a decode process receives them and computes the output tokens.
 
 With --store, the later two runs are two processes, one after the other, which share only the store.
 
@@ -155,6 +164,30 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="data type of the cached keys and values, or latents; int8 and fp8 add regions of "
         "scales, and all types but float32 need --framework paddle (default: %(default)s)",
     )
+    split = parser.add_argument_group("prefill and decode")
+    split.add_argument(
+        "--split",
+        action="store_true",
+        help="serve with a prefill process and a decode process, and compare with one server",
+    )
+    split.add_argument(
+        "--transport",
+        choices=TRANSPORTS,
+        default=TRANSPORTS[0],
+        help="with --split: moves the blocks between the processes (default: %(default)s)",
+    )
+    add_count(
+        split,
+        "--servers",
+        1,
+        "with --split: number of decode processes; with several, each prompt goes to the one that "
+        "would answer first, and a second run gives each the next prompt in turn",
+    )
+    split.add_argument(
+        "--kill",
+        choices=KILLS,
+        help="with --split: kill this process while blocks arrive, after half of the requests",
+    )
     parser.add_argument(
         "--corrupt",
         action="store_true",
@@ -177,16 +210,29 @@ def run(args: argparse.Namespace) -> int:
     from aiokv.cli.running import run_async
     from aiokv.demo.report import print_table
     from aiokv.demo.runs import run_demo
+    from aiokv.demo.split import SplitConfig, run_split_demo
+    from aiokv.demo.split_report import SplitResult, print_split_table
 
+    _check_split(args)
     check_writable(args.json)
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = PLAIN_COLUMNS
+    scenario, config = partial(_scenario, args), _config(args)
     with show_progress("requests", sys.stdout, prefix="") as stages:
-        result = run_async(run_demo(partial(_scenario, args), _config(args), stages))
-    print_table(console, result)
+        if args.split:
+            split = SplitConfig(transport=args.transport, kill=args.kill, servers=args.servers)
+            result: DemoResult | SplitResult = run_async(
+                run_split_demo(scenario, config, split, stages)
+            )
+        else:
+            result = run_async(run_demo(scenario, config, stages))
     if args.json is not None:
         write_json(args.json, result)
+    if isinstance(result, SplitResult):
+        print_split_table(console, result)
+        return _split_verdict(console, result, kill=args.kill)
+    print_table(console, result)
     return _verdict(console, result, control=args.corrupt)
 
 
@@ -207,19 +253,10 @@ def _verdict(console: Console, result: DemoResult, *, control: bool) -> int:
         missed = f"the corruption of {corrupted} was not detected"
         console.print(missed if corrupted else NOTHING_TO_CORRUPT)
         return EXIT_CONTROL_FAILED
-    not_finite = result.runs[0].rows_not_finite
-    if not_finite:
-        console.print(
-            f"INCONCLUSIVE: {not_finite:,} rows of logits of the run without a cache "
-            "hold NaN or infinity, whose bits prove nothing; check the weights"
-        )
-        return EXIT_INCONCLUSIVE
+    if result.runs[0].rows_not_finite:
+        return _not_finite(console, result.runs[0], "without a cache")
     if not result.equal:
-        console.print(
-            "INCONCLUSIVE: the runs differ, but every cached block held the bytes that were "
-            "computed for it: matrix products on this machine depend on the other rows of the batch"
-        )
-        return EXIT_INCONCLUSIVE
+        return _inconclusive(console)
     if disconnections := sum(run.disconnections for run in result.runs):
         console.print(
             f"{disconnections:,} requests were cancelled while they were computed, and sent again"
@@ -231,14 +268,76 @@ def _verdict(console: Console, result: DemoResult, *, control: bool) -> int:
     return EXIT_EQUAL
 
 
+def _split_verdict(console: Console, result: SplitResult, *, kill: str | None) -> int:
+    """Print the result of the split run and return the exit status."""
+    runs = [result] if result.round_robin is None else [result, result.round_robin]
+    for run in runs:
+        _print_difference(console, "prefill and decode", run.compared)
+    if not all(run.blocks_equal for run in runs):
+        console.print("the runs DIFFER: the cache served wrong bytes")
+        return EXIT_DIFFERENT
+    if result.one_server.rows_not_finite:
+        return _not_finite(console, result.one_server, "on one server")
+    if not all(run.compared.equal for run in runs):
+        return _inconclusive(console)
+    if kill is not None and result.killed is None:
+        console.print(f"INCONCLUSIVE: {NOTHING_TO_KILL}")
+        return EXIT_INCONCLUSIVE
+    if result.killed is not None:
+        console.print(result.killed.describe(result))
+    if result.round_robin is not None:
+        console.print(result.describe_routers(result.round_robin))
+    console.print(
+        "every row of logits and every token are equal to those of one server, and every cached or "
+        "received block held the bytes that were computed for it"
+    )
+    return EXIT_EQUAL
+
+
+def _not_finite(console: Console, run: RunResult, which: str) -> int:
+    console.print(
+        f"INCONCLUSIVE: {run.rows_not_finite:,} rows of logits of the run {which} "
+        "hold NaN or infinity, whose bits prove nothing; check the weights"
+    )
+    return EXIT_INCONCLUSIVE
+
+
+def _inconclusive(console: Console) -> int:
+    console.print(
+        "INCONCLUSIVE: the runs differ, but every cached block held the bytes that were "
+        "computed for it: matrix products on this machine depend on the other rows of the batch"
+    )
+    return EXIT_INCONCLUSIVE
+
+
 def _print_differences(console: Console, result: DemoResult) -> None:
     for run in result.runs:
-        if run.compared is None or run.compared.equal:
-            continue
-        if run.compared.first_difference:
-            console.print(f"{run.label}: first difference at {run.compared.first_difference}")
-        if run.compared.first_wrong_block:
-            console.print(f"{run.label}: first wrong bytes in {run.compared.first_wrong_block}")
+        if run.compared is not None:
+            _print_difference(console, run.label, run.compared)
+
+
+def _print_difference(console: Console, label: str, compared: Comparison) -> None:
+    if compared.first_difference:
+        console.print(f"{label}: first difference at {compared.first_difference}")
+    if compared.first_wrong_block:
+        console.print(f"{label}: first wrong bytes in {compared.first_wrong_block}")
+
+
+def _check_split(args: argparse.Namespace) -> None:
+    """Check that the options of ``--split`` are used together.
+
+    Raises:
+        UsageError: they are not.
+    """
+    from aiokv.errors import UsageError
+
+    if args.split:
+        for option in ("store", "corrupt", "disconnect"):
+            if getattr(args, option):
+                raise UsageError(f"--split and --{option} cannot be used together")
+    elif args.kill is not None or args.transport != TRANSPORTS[0]:
+        option = "--transport" if args.kill is None else "--kill"
+        raise UsageError(f"{option} is given without --split", hint="add --split")
 
 
 def _scenario(args: argparse.Namespace) -> Scenario:

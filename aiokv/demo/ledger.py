@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -57,6 +57,18 @@ class Comparison:
         return not (self.rows_different or self.tokens_different or self.blocks_wrong)
 
 
+class ReadBlock(NamedTuple):
+    """A block that a request read: its place in the prompt, digests of prefix and bytes."""
+
+    request: str
+    block: int
+    prefix: bytes
+    digest: bytes
+
+    def __str__(self) -> str:
+        return f"{self.request}, block {self.block}"
+
+
 @dataclass(slots=True)
 class Ledger:
     """Digests of logits by request and position, generated tokens by request, cached blocks.
@@ -65,7 +77,7 @@ class Ledger:
         rows_not_finite: computed rows of logits that hold NaN or infinity.
         computed_blocks: by prefix, digests of the bytes that were computed for its last block. A
             prefix that is computed again in another batch may get other bytes.
-        wrong_blocks: request and number of blocks that held other bytes when they were read.
+        wrong_blocks: blocks that held other bytes when they were read.
     """
 
     rows: dict[tuple[str, int], bytes] = field(default_factory=dict)
@@ -75,7 +87,7 @@ class Ledger:
     rows_not_finite: int = 0
     computed_blocks: dict[bytes, set[bytes]] = field(default_factory=dict)
     blocks_read: int = 0
-    wrong_blocks: list[tuple[str, int]] = field(default_factory=list)
+    wrong_blocks: list[ReadBlock] = field(default_factory=list)
 
     def record_rows(self, request: str, first_position: int, digests: Iterable[bytes]) -> None:
         """Note rows; one computed again (after a preemption) must repeat its first bits."""
@@ -96,7 +108,23 @@ class Ledger:
         """Compare a block that a request read with what was computed for its prefix."""
         self.blocks_read += 1
         if digest not in self.computed_blocks.get(prefix, ()):
-            self.wrong_blocks.append((request, block))
+            self.wrong_blocks.append(ReadBlock(request, block, prefix, digest))
+
+    def add(self, other: Ledger) -> None:
+        """Add the rows and blocks of another server, which may have computed what this one read."""
+        for (request, position), row in other.rows.items():
+            self.record_rows(request, position, [row])
+        self.unequal_twins += other.unequal_twins
+        self.rows_not_finite += other.rows_not_finite
+        self.blocks_read += other.blocks_read
+        self.wrong_blocks += other.wrong_blocks
+        for prefix, digests in other.computed_blocks.items():
+            self.computed_blocks.setdefault(prefix, set()).update(digests)
+        self.wrong_blocks = [
+            read
+            for read in self.wrong_blocks
+            if read.digest not in self.computed_blocks.get(read.prefix, ())
+        ]
 
     def compare(self, reference: Ledger) -> Comparison:
         """Check this run's rows and tokens against ``reference``'s.
@@ -122,7 +150,5 @@ class Ledger:
             first_difference=f"{request}, position {position}" if wrong else "",
             blocks_read=self.blocks_read,
             blocks_wrong=len(self.wrong_blocks),
-            first_wrong_block="{}, block {}".format(*self.wrong_blocks[0])
-            if self.wrong_blocks
-            else "",
+            first_wrong_block=str(self.wrong_blocks[0]) if self.wrong_blocks else "",
         )

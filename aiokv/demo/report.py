@@ -53,10 +53,11 @@ class Traffic(msgspec.Struct, frozen=True):
 
 
 class ServingStatistics(msgspec.Struct, kw_only=True):
-    """Sums over a run. Each prompt token is reused from one tier or computed, once.
+    """Sums over a run. Each prompt token is reused from one tier, received or computed, once.
 
     Attributes:
         computed_tokens: prompt tokens that the model computed because no tier had them.
+        received_tokens: prompt tokens that another server has computed and sent.
         layer_wait_ms: time in which the runner waited for layers from the host.
     """
 
@@ -64,6 +65,7 @@ class ServingStatistics(msgspec.Struct, kw_only=True):
     prompt_tokens: int = 0
     computed_tokens: int = 0
     reused_tokens: ReusedTokens = msgspec.field(default_factory=ReusedTokens)
+    received_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
     disconnections: int = 0
@@ -77,7 +79,9 @@ class ServingStatistics(msgspec.Struct, kw_only=True):
         reused, (device, host, store) = self.reused_tokens, request.reused_tokens
         self.requests += 1
         self.prompt_tokens += request.prompt_length
-        self.computed_tokens += request.prompt_length - device - host - store
+        received = request.received_tokens
+        self.computed_tokens += request.prompt_length - device - host - store - received
+        self.received_tokens += received
         reused.device += device
         reused.host += host
         reused.store += store
@@ -138,21 +142,21 @@ Cell = Callable[[RunResult], str]
 ROWS: tuple[tuple[str, Cell], ...] = (
     ("device / host blocks", lambda run: f"{run.device_blocks:,} / {run.host_blocks:,}"),
     ("prompt tokens", lambda run: f"{run.prompt_tokens:,}"),
-    ("  computed", lambda run: _share(run.computed_tokens, run)),
-    ("  reused, device", lambda run: _share(run.reused_tokens.device, run)),
-    ("  reused, host", lambda run: _share(run.reused_tokens.host, run)),
-    ("  reused, store", lambda run: _share(run.reused_tokens.store, run)),
+    ("  computed", lambda run: format_share(run.computed_tokens, run)),
+    ("  reused, device", lambda run: format_share(run.reused_tokens.device, run)),
+    ("  reused, host", lambda run: format_share(run.reused_tokens.host, run)),
+    ("  reused, store", lambda run: format_share(run.reused_tokens.store, run)),
     ("computed again, preempted", lambda run: f"{run.repeated_tokens:,} ({run.preemptions:,}x)"),
     ("disconnected and sent again", lambda run: f"{run.disconnections:,}x"),
     ("generated tokens", lambda run: f"{run.generated_tokens:,}"),
-    ("time to first token, p50 / p99", lambda run: _pair(run.ttft_ms, 1e-3)),
-    ("waited for blocks, p50 / p99", lambda run: _pair(run.capacity_wait_ms, 1e-3)),
+    ("time to first token, p50 / p99", lambda run: format_pair(run.ttft_ms, 1e-3)),
+    ("waited for blocks, p50 / p99", lambda run: format_pair(run.capacity_wait_ms, 1e-3)),
     ("onload", lambda run: _traffic(run.onload)),
     ("offload", lambda run: _traffic(run.offload)),
     ("loaded from the store", lambda run: _traffic(run.fetch)),
     ("saved to the store", lambda run: _traffic(run.save)),
     ("runner waited for layers", lambda run: format_seconds(run.layer_wait_ms * 1e-3)),
-    ("wake-up latency, p50 / p99", lambda run: _pair(run.wakeup_us, 1e-6)),
+    ("wake-up latency, p50 / p99", lambda run: format_pair(run.wakeup_us, 1e-6)),
     ("run time", lambda run: format_seconds(run.seconds)),
     ("tokens equal", lambda run: _verdict(run, "tokens_different", "tokens_compared", "")),
     (
@@ -177,14 +181,21 @@ def print_table(console: Console, result: DemoResult) -> None:
     console.print(table)
 
 
-def _share(tokens: int, run: RunResult) -> str:
-    return f"{tokens:,} ({tokens / run.prompt_tokens:.0%})"
+def format_share(tokens: int, run: ServingStatistics) -> str:
+    """Return tokens, and their share of the prompt tokens."""
+    return f"{tokens:,} ({tokens / max(1, run.prompt_tokens):.0%})"
 
 
-def _pair(values: Percentiles, unit_seconds: float) -> str:
+def format_pair(values: Percentiles, unit_seconds: float) -> str:
+    """Return the median and the 99th percentile as times."""
     if values.p50 is None or values.p99 is None:
         return "-"
     return " / ".join(format_seconds(value * unit_seconds) for value in (values.p50, values.p99))
+
+
+def format_verdict(wrong: int, total: int, unit: str) -> str:
+    """Return "yes" with the number compared, or "NO" with the number of differences."""
+    return f"NO: {wrong:,} of {total:,}{unit}" if wrong else f"yes, {total:,}{unit}"
 
 
 def _traffic(traffic: Traffic) -> str:
@@ -195,5 +206,4 @@ def _traffic(traffic: Traffic) -> str:
 def _verdict(run: RunResult, different: str, compared: str, unit: str) -> str:
     if run.compared is None:
         return "reference"
-    wrong, total = getattr(run.compared, different), getattr(run.compared, compared)
-    return f"NO: {wrong:,} of {total:,}{unit}" if wrong else f"yes, {total:,}{unit}"
+    return format_verdict(getattr(run.compared, different), getattr(run.compared, compared), unit)

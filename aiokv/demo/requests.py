@@ -20,6 +20,7 @@ class Request:
     Attributes:
         reused_tokens: prompt tokens that its first attempt found on the device, on the host, and in
             a store.
+        received_tokens: prompt tokens that another server computed for its first attempt.
         disconnect_in_step: the step of an attempt in which its client leaves; None for never.
         disconnected: its client left; the request is sent again.
         prefix_keys: digests of the first block, the first two, and so on; see :meth:`prefix_key`.
@@ -33,6 +34,7 @@ class Request:
     arrived_seconds: float = field(default_factory=time.perf_counter)
     attempts: int = 0
     reused_tokens: tuple[int, int, int] = (0, 0, 0)
+    received_tokens: int = 0
     capacity_wait_seconds: float = 0.0
     ttft_seconds: float | None = None
     disconnect_in_step: int | None = None
@@ -66,6 +68,7 @@ class Request:
             store = usage.fetched_tokens
             host = max(usage.cached_host_tokens - store, 0)
             self.reused_tokens = usage.cached_tokens - host - store, host, store
+            self.received_tokens = usage.received_tokens
         self.capacity_wait_seconds += usage.capacity_wait_seconds or 0.0
         self.attempts += 1
 
@@ -88,10 +91,10 @@ class Sequence:
         ended: its result is True for finished, False for preempted.
     """
 
-    def __init__(self, request: Request, lease: aiokv.Lease) -> None:
+    def __init__(self, request: Request, lease: aiokv.Lease, first_position: int) -> None:
         self.request = request
         self.lease = lease
-        self.computed = lease.cached_tokens
+        self.computed = first_position
         self.arriving = True
         self.checked = False
         self.abandoned = False

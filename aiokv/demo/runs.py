@@ -174,6 +174,20 @@ async def run_demo(make_scenario: MakeScenario, config: DemoConfig, stages: Stag
     return DemoResult.of(results, workload=workload.title, model=scenario.model.description)
 
 
+async def run_on_one_server(
+    scenario: Scenario, config: DemoConfig, advance: Callable[[int], None]
+) -> tuple[RunResult, Ledger]:
+    """Serve the workload with one engine that has a device tier.
+
+    Args:
+        scenario: what to serve.
+        config: sizes.
+        advance: called with the number of requests done since the last call.
+    """
+    run = _Run("one_server", "one server", config.device_blocks)
+    return await _run_once(scenario, config, run, None, advance, {})
+
+
 def _run_alone(
     make_scenario: MakeScenario,
     config: DemoConfig,

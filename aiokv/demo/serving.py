@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import random
 import time
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,12 +28,23 @@ from aiokv.demo.requests import Request, Sequence
 from aiokv.errors import TransferError, WouldBlock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
+    from contextlib import AbstractAsyncContextManager
 
     import aiokv
     from aiokv import Item
     from aiokv.demo.runner import ModelRunner, StepOutput
     from aiokv.demo.workload import Conversation, Workload
+
+    # Of a request and its lease: entered when the lease is granted, left when the attempt has
+    # ended. The value is the first position to compute.
+    Handover = Callable[[Request, aiokv.Lease], AbstractAsyncContextManager[int]]
+
+
+@asynccontextmanager
+async def no_handover(request: Request, lease: aiokv.Lease) -> AsyncIterator[int]:
+    """Compute what is not cached."""
+    yield lease.cached_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +76,7 @@ class Server:
         on_hit: called with the lease of every admission that found something cached, before the
             first step that reads it.
         on_done: called after every request.
+        handover: receives the blocks of a request from another server, or sends them to one.
     """
 
     def __init__(
@@ -74,6 +87,7 @@ class Server:
         *,
         on_hit: Callable[[aiokv.Lease], None] | None = None,
         on_done: Callable[[], None] | None = None,
+        handover: Handover = no_handover,
     ) -> None:
         self.statistics = ServingStatistics()
         self.ledger = Ledger()
@@ -84,6 +98,7 @@ class Server:
         self._config = config
         self._on_hit = on_hit
         self._on_done = on_done
+        self._handover = handover
         self._random = random.Random(config.seed)
         self._slots = asyncio.Semaphore(config.max_running)
         self._running: list[Sequence] = []  # in order of admission
@@ -97,15 +112,27 @@ class Server:
 
         Cancellation: every lease is given back; the blocks of a step that runs when it ends.
         """
+        async with self.computing() as clients:
+            for conversation in workload.conversations:
+                clients.create_task(self._converse(conversation))
+
+    @asynccontextmanager
+    async def computing(self) -> AsyncIterator[asyncio.TaskGroup]:
+        """Compute steps until all tasks of the group have ended; they call ``serve_request``.
+
+        Raises:
+            AiokvError: the first failure; everything else is cancelled.
+
+        Cancellation: as of ``serve``.
+        """
         try:
             async with asyncio.TaskGroup() as group:
                 steps = group.create_task(self._step_forever())
                 async with asyncio.TaskGroup() as clients:
-                    for conversation in workload.conversations:
-                        clients.create_task(self._converse(conversation))
+                    yield clients
                 steps.cancel()
         except ExceptionGroup as errors:
-            raise _first_error(errors) from errors
+            raise first_error(errors) from errors
 
     async def _converse(self, conversation: Conversation) -> None:
         tokens: list[int] = []
@@ -116,9 +143,10 @@ class Server:
             length = len(tokens)
             name = f"{conversation.name}/{number}"
             stop_length = length + turn.output_tokens
-            await self._serve_request(Request(name, tokens, length, stop_length, items))
+            await self.serve_request(Request(name, tokens, length, stop_length, items))
 
-    async def _serve_request(self, request: Request) -> None:
+    async def serve_request(self, request: Request) -> None:
+        """Serve a request to its end, inside ``computing``."""
         async with self._slots:
             if self._random.random() < self._config.disconnect:
                 steps = request.stop_length - request.prompt_length  # at least
@@ -158,14 +186,15 @@ class Server:
             tokens, salt=salt, items=request.items, owner=request.name
         ) as lease:
             await lease.allocate(len(tokens), wait_store=self._config.wait_store)
-            sequence = Sequence(request, lease)
-            self._running.append(sequence)
-            self._admitted.set()
-            try:
-                return await sequence.ended
-            except asyncio.CancelledError:
-                self._abandon(sequence)
-                raise
+            async with self._handover(request, lease) as first_position:
+                sequence = Sequence(request, lease, first_position)
+                self._running.append(sequence)
+                self._admitted.set()
+                try:
+                    return await sequence.ended
+                except asyncio.CancelledError:
+                    self._abandon(sequence)
+                    raise
 
     def _abandon(self, sequence: Sequence) -> None:
         """Leave a request out of all later steps; a step that computes it drops its results."""
@@ -318,9 +347,10 @@ def _is_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def _first_error(errors: ExceptionGroup[Exception]) -> Exception:
+def first_error(errors: ExceptionGroup[Exception]) -> Exception:
+    """Return the first error that is not a group."""
     first = errors.exceptions[0]
-    return _first_error(first) if isinstance(first, ExceptionGroup) else first
+    return first_error(first) if isinstance(first, ExceptionGroup) else first
 
 
 def _make_batch(chosen: list[tuple[Sequence, int]]) -> Batch:

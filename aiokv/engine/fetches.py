@@ -2,6 +2,9 @@
 
     read.missing ─► worker.lookup ─► fetch or compute? ─► scheduler.fetch ─► its end ─► missing ...
 
+With recurrent state or sliding windows, a hit may end only where a tier has a snapshot, or the
+window: see :class:`~aiokv.engine.borders.BorderSearch`.
+
 A fetch belongs to no lease: blocks that arrive after a lease has stopped waiting are cached, too.
 """
 
@@ -13,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from aiokv.engine.borders import BorderSearch
 from aiokv.errors import AiokvError
 from aiokv.plan import Priority
 from aiokv.stores.base import KEY_BYTES
@@ -21,6 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiokv.engine.parts import Parts
+    from aiokv.stores.store_set import Found
 
 
 class StoreWait:
@@ -62,6 +67,7 @@ class Fetches:
     def __init__(self, parts: Parts) -> None:
         self.has_stores = parts.worker.capabilities.stores
         self._block_tokens = parts.config.block_tokens
+        self._pools = parts.scheduler.read.pools  # without any, each cached block can be hit
         self._read = parts.scheduler.read
         self._scheduler = parts.scheduler
         self._dispatcher = parts.dispatcher
@@ -70,6 +76,12 @@ class Fetches:
         self._lifetime = parts.lifetime
         self._speed = parts.speed
         self._tasks: set[asyncio.Task[None]] = set()  # the loop keeps weak references only
+
+    def is_incomplete(self, lease_id: int) -> bool:
+        """Return True if the tiers lack something that a longer hit of the lease needs."""
+        if self._pools:
+            return bool(self._read.borders(lease_id).digests)
+        return bool(self._read.missing(lease_id)[1])
 
     def begin(self, lease_id: int, timeout: float | None) -> StoreWait:
         """Fetch the missing blocks of a lease that has its place in line, then let it be served.
@@ -113,7 +125,10 @@ class Fetches:
         """
         try:
             async with asyncio.timeout(timeout):
-                await self._bring(lease_id, priority, at_any_cost=at_any_cost)
+                if self._pools:
+                    await self._bring_to_border(lease_id, priority, at_any_cost=at_any_cost)
+                else:
+                    await self._bring(lease_id, priority, at_any_cost=at_any_cost)
         except TimeoutError:
             return
         except AiokvError:  # the lease was released, or the engine fails: its waiters are told
@@ -126,20 +141,82 @@ class Fetches:
             answer = await self._worker.lookup(digests)
             blocks = answer.blocks if at_any_cost else self._worthwhile(answer.seconds)
             end, is_whole = first + blocks, blocks == len(digests) // KEY_BYTES
-            reached, digests = self._read.missing(lease_id)
-            while digests and reached < end:
-                before = reached
-                fetching = self._scheduler.fetch(lease_id, end - reached, priority)
-                transfer_id = self._dispatcher.apply(fetching)
-                if not transfer_id:
-                    return
-                await self._transfers.settled(transfer_id)
-                reached, digests = self._read.missing(lease_id)
-                if reached <= before:
-                    return
+            reached, digests = await self._bring_blocks(lease_id, end, priority)
             if reached < end or (reached == end and not is_whole):
                 return
             first = reached  # the next part; other leases may have brought blocks of it
+
+    async def _bring_blocks(self, lease_id: int, end: int, priority: Priority) -> tuple[int, bytes]:
+        """Bring the missing blocks before block ``end``, as far as possible.
+
+        Returns:
+            As ``read.missing``, at the end.
+        """
+        reached, digests = self._read.missing(lease_id)
+        while digests and reached < end:
+            before = reached
+            fetching = self._scheduler.fetch(lease_id, end - reached, priority)
+            transfer_id = self._dispatcher.apply(fetching)
+            if not transfer_id:
+                break
+            await self._transfers.settled(transfer_id)
+            reached, digests = self._read.missing(lease_id)
+            if reached <= before:
+                break
+        return reached, digests
+
+    async def _bring_to_border(
+        self, lease_id: int, priority: Priority, *, at_any_cost: bool
+    ) -> None:
+        """Bring the blocks before a border, and the copies that a hit needs in other pools.
+
+        The blocks come first: a copy is attached to its block. When something does not arrive, the
+        next best border is tried.
+        """
+        search = await self._find_borders(lease_id)
+        speed = 0.0 if at_any_cost else self._speed.tokens_per_second or 0.0
+        while end := search.best(speed):
+            reached, _ = await self._bring_blocks(lease_id, end, priority)
+            search.note_blocks(reached, is_end=reached < end)
+            if reached < end:
+                continue
+            begun = [
+                self._dispatcher.apply(
+                    self._scheduler.fetch_auxiliary(lease_id, end, pool.name, priority)
+                )
+                for pool in self._pools
+            ]
+            for transfer_id in filter(None, begun):
+                await self._transfers.settled(transfer_id)
+            if self._read.borders(lease_id).hit >= end:
+                return
+            self._note_cached(search, lease_id)
+            search.note_failure(end)
+
+    async def _find_borders(self, lease_id: int) -> BorderSearch:
+        """Ask the stores for the blocks of a prompt behind its hit, and for their copies."""
+        search = BorderSearch(self._read.borders(lease_id), self._pools, self._block_tokens)
+        while search.digests:
+            answer, found = await asyncio.gather(
+                self._worker.lookup(search.missing_digests), self._find_copies(search.digests)
+            )
+            if search.note(answer, found):
+                search.go_on(self._read.borders(lease_id, search.asked))
+        self._note_cached(search, lease_id)
+        return search
+
+    async def _find_copies(self, digests: bytes) -> list[Found]:
+        """Ask the stores for the copies of blocks in all pools at the same time."""
+        return await asyncio.gather(
+            *(self._worker.find(pool.name, digests) for pool in self._pools)
+        )
+
+    def _note_cached(self, search: BorderSearch, lease_id: int) -> None:
+        for pool in self._pools:
+            end = search.hit + search.asked
+            search.note_cached(
+                pool.name, self._read.has_copies(lease_id, pool.name, search.hit, end)
+            )
 
     def _worthwhile(self, seconds: NDArray[np.float64]) -> int:
         """Return how many blocks to fetch, so that the prompt is ready soonest.

@@ -55,6 +55,7 @@ class Flow:
         ended_at: time of the loop at which it has ended; None before.
         is_closed: the worker was told of the end.
         failure: why it has ended early; None if it has not.
+        is_cancelled: the application has cancelled it.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Flow:
         self.ended_at: float | None = None
         self.is_closed = False
         self.failure: str | None = None
+        self.is_cancelled = False
 
     @property
     def ended(self) -> bool:
@@ -105,6 +107,11 @@ class Flow:
     def transfer_ids(self) -> list[int]:
         """Transfers that have not ended in order."""
         return list(self._parts)
+
+    def cancel(self, reason: str) -> None:
+        """End the flow for the application; the log has no warning of it."""
+        self.is_cancelled = self.is_cancelled or not self.ended
+        self.end(reason)
 
     def end_in(self, seconds: float) -> None:
         """End the flow after ``seconds``, by the loop's clock."""

@@ -181,7 +181,7 @@ class Leases:
         """
         self._lifetime.check_open()
         lease_id = lease.live_id()
-        if not self._fetches.has_stores or not self.read.missing(lease_id)[1]:
+        if not self._fetches.has_stores or not self._fetches.is_incomplete(lease_id):
             if not self.allocate(lease, num_tokens, priority):
                 await self.wait_granted(lease, num_tokens, timeout)
             return

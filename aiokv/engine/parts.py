@@ -16,7 +16,7 @@ from aiokv.peers.options import Peers
 from aiokv.plan import STATE_OFFLOAD, STATE_ONLOAD, WINDOW_ROUTES
 from aiokv.scheduler.scheduler import CacheScheduler
 from aiokv.stores.identity import StoreIdentity
-from aiokv.stores.store_set import StoreSet
+from aiokv.stores.pools import StorePools
 from aiokv.stores.urls import stores_from
 from aiokv.worker.controller import CacheController
 from aiokv.worker.device.names import named_device
@@ -173,7 +173,7 @@ def _worker_of(
             regions,
             named_device(device),
             checksums=config.verify == "checksum",
-            stores=StoreSet(uses) if uses else None,
+            stores=StorePools(uses) if uses else None,
             host_state_slots=config.host_state_slots,
             peers=peers,
         )

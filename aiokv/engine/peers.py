@@ -337,7 +337,7 @@ class Exchange:
             if not flow.at_rest:
                 self._apply(self._scheduler.end_peer(flow.lease_id, ticket_id))
             self._worker.close_ticket(ticket_id)
-        if flow.failure is not None:
+        if flow.failure is not None and not flow.is_cancelled:
             log.warning(
                 "receive.ended" if flow.receives else "send.ended",
                 owner=flow.lease.owner,

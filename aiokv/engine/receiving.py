@@ -121,6 +121,17 @@ class Receiving(Unique):
             self._exchange.note_wait(flow.lease, seconds)
         return self._position
 
+    def cancel(self) -> None:
+        """Receive nothing more, e.g. when the other server refuses the request. Idempotent.
+
+        ``wait`` returns when no transfer writes the blocks of the lease any more.
+
+        Raises:
+            UsageError: the ``async with`` block has not begun, or the call is made in another
+                thread.
+        """
+        self._entered().cancel("cancel() was called")
+
     @property
     def received_tokens(self) -> int:
         """Number of positions that have arrived, from the first of the ticket on."""

@@ -87,7 +87,7 @@ class Sending(Unique):
             UsageError: the ``async with`` block has not begun, or the call is made in another
                 thread.
         """
-        self._entered().end("cancel() was called")
+        self._entered().cancel("cancel() was called")
 
     @property
     def delivered_tokens(self) -> int:

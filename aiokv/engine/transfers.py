@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from aiokv.observe.logs import Log
-from aiokv.plan import FETCH, ONLOAD, RECEIVE, SEND, Priority, TransferReport
+from aiokv.plan import FETCH_ROUTES, ONLOAD, PEER_ROUTES, Priority, TransferReport
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.layers import ALL, LayerDoneCounter
 from aiokv.worker.views import LayerView
@@ -153,7 +153,7 @@ class Transfers:
             return
         plan = self._counters[report.transfer_id][0]
         # A block that a store or another engine does not have is no failure.
-        if report.outcome == "failed" and plan.route not in (FETCH, RECEIVE, SEND):
+        if report.outcome == "failed" and plan.route not in FETCH_ROUTES | PEER_ROUTES:
             log.warning(
                 "transfer.failed",
                 transfer_id=report.transfer_id,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal, get_args
 
@@ -40,7 +41,13 @@ class Peers:
         advertise: ``"host"`` or ``"host:port"`` that other engines connect to; None if it is
             ``listen``. Required when ``listen`` is the wildcard address.
         transport: ``"tcp"``, ``"nixl"`` (package ``nixl``) or ``"mooncake"`` (package
-            ``mooncake-transfer-engine``).
+            ``mooncake-transfer-engine``). The last two also listen on ports that the system
+            chooses, without authentication, and write what arrives there into the memory of the
+            slots or, with UCX over TCP, of the process: use them only in a network that no other
+            program reaches.
+        transport_options: for ``"nixl"``, parameters of its UCX plugin, such as
+            ``{"device_list": "mlx5_0"}``; for ``"mooncake"``, ``"protocol"`` (``"tcp"``, the
+            default, or ``"rdma"``) and ``"devices"`` (names of RDMA devices, separated by commas).
         ring_bytes: host memory in which received blocks arrive, such as ``"256MiB"``; an int once
             the object is made. At least one block must fit. Unused by an engine that only sends.
         outgoing_bytes: host memory from which blocks are sent; likewise.
@@ -56,6 +63,7 @@ class Peers:
     listen: str | None = None
     advertise: str | None = None
     transport: TransportName = "tcp"
+    transport_options: Mapping[str, str] = field(default_factory=dict)
     ring_bytes: int | str = "256MiB"
     outgoing_bytes: int | str = "256MiB"
     chunk_blocks: int = CHUNK_BLOCKS
@@ -63,6 +71,7 @@ class Peers:
     def __post_init__(self) -> None:
         _check_secret(self.secret)
         checks.choice("transport", self.transport, get_args(TransportName), ConfigError)
+        _check_transport_options(self.transport, self.transport_options)
         for name in ("ring_bytes", "outgoing_bytes"):
             object.__setattr__(self, name, _size(name, getattr(self, name)))
         checks.integer(
@@ -136,6 +145,19 @@ def split_address(name: str, text: object) -> tuple[str, int]:
     if colon and int(port) > 65535:
         raise ConfigError(f"{name} is {text!r}; its port must be between 0 and 65535")
     return host, int(port) if colon else 0
+
+
+def _check_transport_options(transport: str, options: object) -> None:
+    if not isinstance(options, Mapping) or not all(
+        isinstance(text, str) for item in options.items() for text in item
+    ):
+        raise ConfigError(
+            f"transport_options is {checks.shown(options)}; it must be a dict of str to str"
+        )
+    if transport == "tcp" and options:
+        raise ConfigError(
+            f"transport_options is {dict(options)}; the transport 'tcp' has no options"
+        )
 
 
 def _check_secret(secret: object) -> None:

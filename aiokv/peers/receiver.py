@@ -122,6 +122,8 @@ class SlotCopy:
         blocks: blocks of the prompt.
         slots: slots that are read; taken when they are freed.
         is_assembled: they are assembly slots, and no landing slots.
+        copy_id: for the port.
+        is_begun: likewise.
     """
 
     def __init__(
@@ -131,6 +133,8 @@ class SlotCopy:
         self.blocks = blocks
         self.slots = slots
         self.is_assembled = is_assembled
+        self.copy_id = 0
+        self.is_begun = False
 
     @property
     def device_ids(self) -> list[int]:
@@ -152,7 +156,8 @@ class ReceiverPort(Protocol[D]):
         """Place each parcel in assembly slots, by block, then call ``Receiver.placed``."""
 
     def copy(self, copy: SlotCopy) -> None:
-        """Copy slots to the device blocks of a plan, then call ``Receiver.copied``."""
+        """Copy slots to the device blocks of a plan if ``Receiver.admit`` allows it, then call
+        ``Receiver.copied``."""
 
     def received(self, receive: Receive) -> None:
         """Report a plan; nothing accesses its blocks. Idempotent."""
@@ -298,7 +303,7 @@ class Receiver(Generic[C]):
         num_assembly: assembly slots, in which blocks are put together from parcels of other
             layouts.
         transport: name of the transport.
-        metadata: of this rank's transport.
+        metadata: returns what a sender on a connection needs to write into the landing slots.
         one_sided: peers may write granted slots after their connection has ended.
     """
 
@@ -313,7 +318,7 @@ class Receiver(Generic[C]):
         covers: Callable[[list[Any]], bool] = lambda layouts: True,
         num_assembly: int = 0,
         transport: str = "tcp",
-        metadata: Callable[[], bytes] = bytes,
+        metadata: Callable[[C], bytes] = lambda connection: b"",
         one_sided: bool = False,
     ) -> None:
         self._port = port
@@ -455,7 +460,7 @@ class Receiver(Generic[C]):
             Accepted(
                 ticket_id=message.ticket_id,
                 slot_bytes=self._slot_bytes,
-                transport_metadata=self._metadata(),
+                transport_metadata=self._metadata(connection),
             ),
         )
 
@@ -520,9 +525,13 @@ class Receiver(Generic[C]):
             incoming.is_done = True
             self._check_ended(ticket_id)
 
-    def on_closed(self, connection: C, reason: str) -> None:
-        """Note the end of a connection: its tickets end, and its credits are void."""
-        self._ring.revoke(connection, may_write=self._one_sided)
+    def on_closed(self, connection: C, reason: str) -> bool:
+        """Note the end of a connection: its tickets end, and its credits are void.
+
+        Returns:
+            True if the sender may still write: call ``fenced`` when it can no more.
+        """
+        may_write = bool(self._ring.revoke(connection, may_write=self._one_sided))
         for incoming in list(self._tickets.values()):
             gone = [s.rank for s in incoming.senders.values() if s.connection == connection]
             for rank in gone:
@@ -530,6 +539,7 @@ class Receiver(Generic[C]):
             if gone:
                 self._end_ticket(incoming, f"the connection to the sender ended: {reason}")
         self._grant()
+        return may_write
 
     def fenced(self, connection: C) -> None:
         """Free the slots of a connection that can write no more."""
@@ -816,8 +826,21 @@ class Receiver(Generic[C]):
         is_assembled: bool = False,
     ) -> None:
         copy = SlotCopy(receive, blocks, slots, is_assembled=is_assembled)
-        receive.copies.add(copy)
         self._port.copy(copy)
+
+    def admit(self, copy: SlotCopy) -> bool:
+        """Return True if a copy is to be begun; called by the port before it begins. Idempotent.
+
+        The slots of a copy whose plan was given up meanwhile are freed.
+        """
+        receive = copy.receive
+        if not copy.slots:
+            return False
+        if receive.failure is not None and copy not in receive.copies:
+            self.copied(copy, None)
+            return False
+        receive.copies.add(copy)
+        return True
 
     def copied(self, copy: SlotCopy, failure: CopyError | None) -> None:
         """Note the end of a copy into device blocks. Idempotent."""

@@ -214,10 +214,18 @@ class LandingRing(Generic[C]):
         self._release(slot, self._in_state(slot, SlotState.LANDED))
 
     def reclaim(self) -> int:
-        """Free all slots with landed parcels, which nothing uses; return how many there were."""
-        lost = [i for i, slot in enumerate(self._slots) if slot.state is SlotState.LANDED]
-        for index in lost:
-            self._release(index, self._slots[index])
+        """Free all slots with landed parcels, which nothing uses; return how many there were.
+
+        Counts again what an interrupt may have left inconsistent.
+        """
+        lost = [slot for slot in self._slots if slot.state is SlotState.LANDED]
+        for slot in lost:
+            slot.state, slot.owner = SlotState.FREE, None
+        free = [i for i, slot in enumerate(self._slots) if slot.state is SlotState.FREE]
+        listed = [index for index in dict.fromkeys(self._free) if index in set(free)]
+        self._free = deque([*listed, *(index for index in free if index not in set(listed))])
+        for state in SlotState:
+            self._counts[state] = sum(slot.state is state for slot in self._slots)
         return len(lost)
 
     # --- the end of a connection ------------------------------------------------------------------

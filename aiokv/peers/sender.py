@@ -147,6 +147,8 @@ class SlotFill:
     def __init__(self, send: Send, parcels: list[Parcel[Any]]) -> None:
         self.send = send
         self.parcels = parcels
+        self.copy_id = 0  # for the port
+        self.is_begun = False  # likewise
 
     @property
     def device_ids(self) -> list[int]:
@@ -171,7 +173,8 @@ class SenderPort(Protocol[C]):
         """Return True while work of the step may not have been submitted yet."""
 
     def fill(self, fill: SlotFill) -> None:
-        """Copy device blocks to outgoing slots, then call ``Sender.filled``."""
+        """Copy device blocks to outgoing slots if ``Sender.admit`` allows it, then call
+        ``Sender.filled``."""
 
     def seal(self, parcels: Sequence[Parcel[C]]) -> None:
         """Cut parcels out of their ``block_slot`` if they have one, write the trailers, then call
@@ -542,9 +545,7 @@ class Sender(Generic[C]):
             else:
                 fills.setdefault(parcel.send, []).append(parcel)
         for send, parcels in fills.items():
-            fill = SlotFill(send, parcels)
-            send.fills.add(fill)
-            self._port.fill(fill)
+            self._port.fill(SlotFill(send, parcels))
         if sealed:
             self._port.write(way.connection, sealed)
         self._return_spare(way)
@@ -564,6 +565,19 @@ class Sender(Generic[C]):
         way.wanted -= unwanted
         slots = [way.credits.pop() for _ in range(spare - unwanted)]
         self._port.send(way.connection, Return(slots=slots, unwanted=unwanted))
+
+    def admit(self, fill: SlotFill) -> bool:
+        """Return True if a copy is to be begun; called by the port before it begins. Idempotent.
+
+        The slots of a copy whose plan was given up meanwhile are freed.
+        """
+        if not fill.parcels:
+            return False
+        if fill.send.failure is not None and fill not in fill.send.fills:
+            self.filled(fill, None)
+            return False
+        fill.send.fills.add(fill)
+        return True
 
     def filled(self, fill: SlotFill, failure: CopyError | None) -> None:
         """Note the end of a copy from device blocks. Idempotent."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from aiokv.errors import InternalError
+from aiokv.errors import ConfigError, InternalError
 from aiokv.peers.messages import Return
 
 if TYPE_CHECKING:
@@ -30,11 +30,24 @@ class TcpTransport:
         self._outgoing: PeerMemory | None = None
 
     async def open(self, landing: PeerMemory, outgoing: PeerMemory) -> None:
-        """Note the outgoing slots; the landing slots come from ``Handler.place``."""
+        """Note the outgoing slots; the landing slots come from ``Handler.place``.
+
+        Raises:
+            ConfigError: the slots are in the memory of a GPU.
+        """
+        if landing.device is not None or outgoing.device is not None:
+            raise ConfigError(
+                "the transport 'tcp' cannot move blocks from and to the memory of a GPU",
+                hint="use host memory, or Peers(transport='nixl')",
+            )
         self._outgoing = outgoing
 
     def metadata(self) -> bytes:
         """Return nothing: the control connection is all that a peer needs."""
+        return b""
+
+    async def accept(self, connection: Connection, metadata: bytes) -> bytes:
+        """Return nothing: the sender has the connection already."""
         return b""
 
     async def connect(self, connection: Connection, metadata: bytes) -> TcpLink:
@@ -43,7 +56,7 @@ class TcpTransport:
             raise InternalError("the tcp transport is not open")
         return TcpLink(connection, self._outgoing)
 
-    async def fence(self, metadata: bytes) -> None:
+    async def fence(self, connection: Connection, *, may_write: bool) -> None:
         """Return at once: nothing arrives on a connection that has ended."""
 
     async def aclose(self) -> None:

@@ -12,6 +12,8 @@ of a parcel reach the slot that the receiver has given credit for.
     receiver          the connection reads the bytes   the bytes are in the slot when Landed arrives
                       into the slot
     lost connection   the slot can be reused at once   ``fence``, then the slot can be reused
+
+``accept`` and ``fence`` belong to the receiver, ``connect`` and ``Link`` to the sender.
 """
 
 from __future__ import annotations
@@ -36,16 +38,25 @@ class PeerMemory(msgspec.Struct, frozen=True, kw_only=True):
         address: address of slot 0.
         num_slots: number of slots.
         slot_bytes: distance between slots; the most bytes of a parcel with its trailer.
-        view: all slots as one writable buffer.
+        view: all slots as one writable buffer; None in the memory of a GPU.
+        device: ordinal of the GPU that has the memory; None in host memory.
+        owner: object that keeps the memory allocated, beside ``view``.
     """
 
     address: int
     num_slots: int
     slot_bytes: int
-    view: memoryview
+    view: memoryview | None = None
+    device: int | None = None
+    owner: object = None
 
-    def slot(self, slot: int, num_bytes: int) -> memoryview:
-        """Return the first ``num_bytes`` of a slot, not copied.
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slots."""
+        return self.num_slots * self.slot_bytes
+
+    def check(self, slot: int, num_bytes: int) -> None:
+        """Check that a slot exists and has room for ``num_bytes``.
 
         Raises:
             InternalError: there is no such slot, or it is smaller.
@@ -55,6 +66,16 @@ class PeerMemory(msgspec.Struct, frozen=True, kw_only=True):
                 f"{num_bytes} bytes of slot {slot}: the memory has {self.num_slots} slots of "
                 f"{self.slot_bytes} bytes"
             )
+
+    def slot(self, slot: int, num_bytes: int) -> memoryview:
+        """Return the first ``num_bytes`` of a slot, not copied.
+
+        Raises:
+            InternalError: there is no such slot, it is smaller, or the memory is in a GPU.
+        """
+        self.check(slot, num_bytes)
+        if self.view is None:
+            raise InternalError(f"slot {slot} is in the memory of GPU {self.device}")
         begin = slot * self.slot_bytes
         return self.view[begin : begin + num_bytes]
 
@@ -72,7 +93,10 @@ class Outgoing(NamedTuple):
 
 
 class Link(Protocol):
-    """Way of the parcels of one sender rank to one receiver rank. Used on one loop."""
+    """Way of the parcels of one sender rank to one receiver rank. Used on one loop.
+
+    A link gives itself up behind the end of its connection.
+    """
 
     async def write(self, parcels: Sequence[Outgoing]) -> None:
         """Write parcels into the landing slots of their credits, each followed by its ``Landed``.
@@ -99,7 +123,8 @@ class Transport(Protocol):
     Attributes:
         name: ``"tcp"``, ``"nixl"`` or ``"mooncake"``.
         one_sided: a peer writes into landing slots without the receiver's part: after a lost
-            connection, slots with credits are quarantined until ``fence`` has returned.
+            connection, slots with credits are quarantined until ``fence`` has returned. ``accept``
+            is called, and awaited, before a sender gets a credit.
     """
 
     name: str
@@ -109,18 +134,34 @@ class Transport(Protocol):
         """Register the memory of the slots, and start what the transport needs.
 
         Args:
-            landing: slots that peers write into.
+            landing: slots that peers write into; none if the engine only sends.
             outgoing: slots that ``Link.write`` reads.
 
         Raises:
-            ConfigError: a package, a device or a permission is missing; the message names it.
-                Nothing is left behind.
+            ConfigError: a package, a device or a permission is missing, or the memory cannot be
+                registered; the message names it. Nothing is left behind.
 
         Cancellation: nothing is left behind.
         """
 
     def metadata(self) -> bytes:
-        """Return the bytes that a peer needs for ``connect`` or ``fence``, at most 64 KiB."""
+        """Return the bytes that a receiver needs for ``accept``, at most 64 KiB."""
+
+    async def accept(self, connection: Connection, metadata: bytes) -> bytes:
+        """Prepare to receive from the sender of a connection, once per connection.
+
+        Args:
+            connection: the control connection, which is open; ``fence`` is called after its end.
+            metadata: of the sender, from its ``Open``.
+
+        Returns:
+            The bytes that the sender needs for ``connect``, at most 64 KiB.
+
+        Raises:
+            PeerError: the transport cannot receive from this sender.
+
+        Cancellation: call ``fence``.
+        """
 
     async def connect(self, connection: Connection, metadata: bytes) -> Link:
         """Return a link to the receiver that has accepted a ticket.
@@ -135,23 +176,27 @@ class Transport(Protocol):
         Cancellation: nothing is left behind.
         """
 
-    async def fence(self, metadata: bytes) -> None:
-        """Return when no write of a peer can reach the landing slots any more.
+    async def fence(self, connection: Connection, *, may_write: bool) -> None:
+        """Return when no write of a sender can reach the landing slots any more.
 
-        Called after the connection of a sender has ended, before its quarantined slots are used
+        Called after the connection of the sender has ended, before its quarantined slots are used
         again. Returns at once for a transport that is not one-sided.
 
         Args:
-            metadata: of the sender, from its ``Open``.
+            connection: of the sender.
+            may_write: the sender had credits, so that its writes may be in progress.
 
         Raises:
             PeerError: writes cannot be excluded: the slots stay in quarantine.
 
-        Cancellation: call it again.
+        Cancellation: call it again, or ``aclose``.
         """
 
     async def aclose(self) -> None:
-        """Give up all links, and release the memory; no ``write`` is in progress. Idempotent.
+        """Give up all links, and release the memory. Idempotent.
 
-        When it returns, the transport neither reads nor writes the slots, and no peer can.
+        When it returns, the transport neither reads nor writes the slots, and no peer can. What
+        does not end within some seconds is logged, and its memory is never freed.
+
+        Cancellation: call it again.
         """

@@ -20,7 +20,7 @@ import errno
 import ipaddress
 import socket
 from collections import deque
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
 import msgspec
@@ -216,6 +216,7 @@ class Connection(Unique):
         self._silent = 0  # checks since the last byte was received
         self._stuck = 0  # checks since the last byte was sent, while bytes waited
         self._closed: asyncio.Future[str] = self._loop.create_future()
+        self._holds = 0  # users that keep the socket open behind the end of the connection
         self.remote = remote
         self.reason = ""
         self.sent_bytes = 0
@@ -344,8 +345,8 @@ class Connection(Unique):
             self._reader = None
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
-        # uvloop stops to watch a descriptor one pass later.
-        self._loop.call_soon(self._socket.close)
+        if not self._holds:
+            self._close_socket()
         for _, writes in self._active:
             if writes is not None:
                 writes.fail(self.reason)
@@ -366,6 +367,52 @@ class Connection(Unique):
         Cancellation: stops waiting.
         """
         return await asyncio.shield(self._closed)
+
+    # --- the socket behind the end, for one-sided transports --------------------------------------
+
+    def hold(self) -> None:
+        """Keep the socket open behind the end of the connection, until ``unhold``.
+
+        A sender holds its connection while it may write into the memory of the receiver: the
+        kernel then tells the receiver when no write can follow (``peer_ended``), also when the
+        process of the sender was killed.
+        """
+        self._holds += 1
+
+    def unhold(self) -> None:
+        """End one ``hold``; the last one closes the socket if the connection has ended."""
+        self._holds -= 1
+        if self.reason and not self._holds:
+            self._close_socket()
+
+    async def peer_ended(self) -> None:
+        """Wait until the peer has closed its socket, or its process has ended.
+
+        Called after the end of this connection, between ``hold`` and ``unhold``. The peer learns
+        of the end, if it runs.
+
+        Raises:
+            PeerError: the connection failed in another way, so that nothing is known of the peer.
+
+        Cancellation: stops waiting; call it again.
+        """
+        if not self.reason or not self._holds:
+            raise InternalError("peer_ended: the connection is open, or is not held")
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+        await asyncio.sleep(0)  # uvloop stops to watch a descriptor one pass later
+        ignored = bytearray(READ_BYTES)
+        try:
+            while await self._loop.sock_recv_into(self._socket, ignored):
+                continue
+        except ConnectionError:
+            return
+        except OSError as error:
+            raise PeerError(f"{self.remote}: {error}") from error
+
+    def _close_socket(self) -> None:
+        # uvloop stops to watch a descriptor one pass later.
+        self._loop.call_soon(self._socket.close)
 
     # --- reading ----------------------------------------------------------------------------------
 

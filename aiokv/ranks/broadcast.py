@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Final
 
 from aiokv.errors import UsageError
 from aiokv.observe.logs import Log
-from aiokv.plan import OFFLOAD, ONLOAD, PEER_ROUTES, WINDOW_ROUTES, TransferReport
+from aiokv.plan import (
+    FETCH,
+    OFFLOAD,
+    ONLOAD,
+    PEER_ROUTES,
+    SAVE,
+    WINDOW_FETCH,
+    WINDOW_ROUTES,
+    WINDOW_SAVE,
+    TransferReport,
+)
 from aiokv.ranks.channel import MAX_FRAME_BYTES, frame_of
 from aiokv.ranks.messages import TransferBatch, encode
 from aiokv.ranks.reduce import GroupTransfer
@@ -17,7 +27,6 @@ from aiokv.worker.interrupts import call_surely
 from aiokv.worker.lanes import worker_statistics
 from aiokv.worker.layers import LayerDoneCounter
 from aiokv.worker.settling import ReportWaiters
-from aiokv.worker.store_transfers import STORE_ROUTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,6 +41,7 @@ if TYPE_CHECKING:
 log = Log(__name__)
 
 ROUTES: Final = frozenset((ONLOAD, OFFLOAD)) | WINDOW_ROUTES
+STORE_ROUTES: Final = frozenset((FETCH, SAVE, WINDOW_FETCH, WINDOW_SAVE))
 _ALL_ROUTES: Final = ROUTES | STORE_ROUTES | PEER_ROUTES
 
 BATCH_BYTES: Final = MAX_FRAME_BYTES // 4  # of block ids in one batch

@@ -18,8 +18,8 @@ import msgspec
 from aiokv.checks import Unique, arguments, flag, integer
 from aiokv.errors import ClosedError, ConfigError, UsageError
 from aiokv.observe.logs import Log
-from aiokv.plan import PEER_ROUTES, WINDOW_ROUTES
-from aiokv.ranks.broadcast import ROUTES, TransferBroadcast
+from aiokv.plan import PEER_ROUTES
+from aiokv.ranks.broadcast import ROUTES, STORE_ROUTES, TransferBroadcast
 from aiokv.ranks.channel import checked_path, frame_of
 from aiokv.ranks.control_requests import ControlRequests
 from aiokv.ranks.listener import Listener
@@ -30,11 +30,10 @@ from aiokv.ranks.processes import RankProcesses, check_entry
 from aiokv.ranks.rank_state import MAX_RANKS, RankTimeouts
 from aiokv.ranks.tickets import GroupTickets
 from aiokv.stores.base import KEY_BYTES
-from aiokv.stores.store_set import NOTHING
+from aiokv.stores.store_set import NOTHING, Found
 from aiokv.worker.base import UNLIMITED_BLOCKS, Capabilities
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.ids import check_ids
-from aiokv.worker.store_transfers import STORE_ROUTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
     from aiokv.config import WindowGroup
     from aiokv.errors import RankLost
     from aiokv.peers.ticket import Endpoint
-    from aiokv.plan import Pool, TransferPlan, TransferReport
+    from aiokv.plan import Pool, StorePool, TransferPlan, TransferReport
     from aiokv.ranks.messages import Layout, Reports
     from aiokv.ranks.rank_state import RankState
     from aiokv.stores.guard_statistics import GuardStatistics
@@ -358,9 +357,10 @@ class RankGroup(Unique):
         if plan.route not in self.capabilities.routes:
             raise UsageError(f"transfer {plan.transfer_id}: ranks have no route {plan.route}")
         num_blocks = self._num_blocks
-        if plan.route in WINDOW_ROUTES:
+        if plan.group:
             group = self._windows.get(plan.group)
             num_blocks = {
+                "store": UNLIMITED_BLOCKS,
                 "window": 0 if group is None else group.device_blocks,
                 "host_window": 0 if group is None else group.host_blocks,
             }
@@ -424,6 +424,18 @@ class RankGroup(Unique):
             UsageError: always.
         """
         raise UsageError("record_checksums: ranks do not verify checksums")
+
+    async def find(self, pool: StorePool, digests: bytes) -> Found:
+        """Ask the stores of all ranks; see :meth:`Worker.find`.
+
+        Returns the objects that all ranks have; nothing in the cases of ``lookup``.
+
+        Cancellation: nothing changed.
+        """
+        num_objects = len(digests) // KEY_BYTES
+        if not self.capabilities.stores or self._closing or self._failure is not None:
+            return Found.nothing(num_objects)
+        return await self._lookups.find(self._membership, pool, digests, num_objects)
 
     async def lookup(self, digests: bytes) -> StoreAnswer:
         """Ask the stores of all ranks; see :meth:`Worker.lookup`.

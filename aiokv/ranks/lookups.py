@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -10,9 +11,10 @@ import numpy as np
 
 from aiokv.ranks.channel import frame_of
 from aiokv.ranks.messages import Lookup, encode
-from aiokv.stores.store_set import NOTHING, StoreAnswer
+from aiokv.stores.store_set import NOTHING, Found, StoreAnswer
 
 if TYPE_CHECKING:
+    from aiokv.plan import StorePool
     from aiokv.ranks.membership import Membership
     from aiokv.ranks.messages import LookupReply
     from aiokv.ranks.rank_state import RankState, RankTimeouts
@@ -21,10 +23,10 @@ if TYPE_CHECKING:
 class _GroupLookup:
     """One lookup; its future is done when all ranks have answered, or one is lost."""
 
-    def __init__(self, num_ranks: int, num_blocks: int) -> None:
+    def __init__(self, num_ranks: int, num_seconds: int) -> None:
         self.owing = set(range(num_ranks))
-        self.blocks = num_blocks
-        self.seconds = np.zeros(num_blocks)
+        self.blocks = num_seconds
+        self.seconds = np.zeros(num_seconds)
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def note(self, rank: int, seconds: list[float]) -> None:
@@ -65,17 +67,37 @@ class GroupLookups:
 
         Cancellation: the answers are ignored.
         """
+        return (await self._ask(membership, digests, "", num_blocks)).answer()
+
+    async def find(
+        self, membership: Membership, pool: StorePool, digests: bytes, num_objects: int
+    ) -> Found:
+        """Ask all ranks for the objects of an auxiliary pool that all of them have.
+
+        Returns nothing when a rank has not answered within ``RankTimeouts.lookup``.
+
+        Cancellation: the answers are ignored.
+        """
+        answer = (await self._ask(membership, digests, pool, 1 + num_objects)).answer()
+        if answer.blocks <= num_objects:
+            return Found.nothing(num_objects)
+        return Found(answer.seconds[1:], float(answer.seconds[0]))
+
+    async def _ask(
+        self, membership: Membership, digests: bytes, pool: StorePool, num_seconds: int
+    ) -> _GroupLookup:
+        """Ask all ranks; one that does not answer in time still owes its answer."""
         number = next(self._numbers)
-        lookup = self._lookups[number] = _GroupLookup(len(membership.ranks), num_blocks)
+        lookup = self._lookups[number] = _GroupLookup(len(membership.ranks), num_seconds)
         try:
-            membership.send(frame_of(encode(Lookup(number=number, digests=digests))))
-            async with asyncio.timeout(self._timeouts.lookup):
-                await lookup.ended
-        except TimeoutError:
-            return NOTHING
+            message = Lookup(number=number, digests=digests, pool=pool)
+            membership.send(frame_of(encode(message)))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._timeouts.lookup):
+                    await lookup.ended
         finally:
             del self._lookups[number]
-        return lookup.answer()
+        return lookup
 
     def on_reply(self, state: RankState, reply: LookupReply) -> None:
         """Note the answer of a rank; one that comes late is ignored."""

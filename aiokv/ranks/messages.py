@@ -31,11 +31,7 @@ import msgspec
 
 from aiokv.config import WindowGroup  # noqa: TC001  (msgspec needs it)
 from aiokv.peers.ticket import Endpoint  # noqa: TC001
-from aiokv.plan import (  # msgspec needs the types
-    WINDOW_ROUTES,
-    TransferPlan,
-    TransferReport,
-)
+from aiokv.plan import TransferPlan, TransferReport  # noqa: TC001
 from aiokv.stores.guard_statistics import GuardStatistics  # noqa: TC001
 from aiokv.stores.identity import StoreIdentity  # noqa: TC001
 from aiokv.types import Tier  # noqa: TC001
@@ -79,7 +75,7 @@ class Layout(_Message, frozen=True):
 
     def bytes_per_block(self, plan: TransferPlan) -> int:
         """Return the bytes of one block of a plan on one rank."""
-        if plan.route in WINDOW_ROUTES:
+        if plan.group:
             return self.window_block_bytes.get(plan.group, 0)
         return self.block_bytes
 
@@ -142,7 +138,8 @@ class LookupReply(_Message, frozen=True, tag="lookup_reply"):
     """Reply to ``Lookup``.
 
     Attributes:
-        seconds: expected time to fetch the first i + 1 blocks, one number per block of the run.
+        seconds: expected time to fetch the first i + 1 blocks, one number per block of the run;
+            of an auxiliary pool, ``Found.latency_seconds``, then ``Found.seconds``.
     """
 
     number: int
@@ -241,10 +238,12 @@ class Lookup(_Message, frozen=True, tag="lookup"):
 
     Attributes:
         digests: 32 bytes per block, of consecutive blocks.
+        pool: auxiliary pool whose copies of the blocks are asked for; empty for the blocks.
     """
 
     number: int
     digests: bytes
+    pool: str = ""
 
 
 class Expect(_Message, frozen=True, tag="expect"):

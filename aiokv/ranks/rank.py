@@ -21,7 +21,7 @@ from aiokv.errors import AiokvError, ClosedError, ConfigError, RankLost, UsageEr
 from aiokv.observe.logs import Log
 from aiokv.peers.options import Peers
 from aiokv.peers.ticket import decode as decode_ticket
-from aiokv.plan import FETCH, TransferReport
+from aiokv.plan import FETCH_ROUTES, TransferReport
 from aiokv.ranks.channel import Channel, check_length, checked_path, frame_of
 from aiokv.ranks.counters import Counters
 from aiokv.ranks.messages import (
@@ -50,7 +50,7 @@ from aiokv.ranks.messages import (
 )
 from aiokv.ranks.outbox import Outbox
 from aiokv.ranks.rank_state import MAX_RANKS, check_positive
-from aiokv.stores.store_set import StoreSet
+from aiokv.stores.pools import StorePools
 from aiokv.stores.urls import stores_from
 from aiokv.worker.controller import CacheController
 from aiokv.worker.device.base import CopyError, as_event
@@ -240,7 +240,7 @@ class Rank(Unique):
             self._channel.cut("the manager does not read")
 
     def _new_controller(self) -> CacheController:
-        stores = StoreSet(self._stores) if self._stores else None
+        stores = StorePools(self._stores) if self._stores else None
         return CacheController(self.regions, self._device, stores=stores, peers=self._peers)
 
     async def _connect(self) -> None:
@@ -412,8 +412,12 @@ class Rank(Unique):
         self._controller.close_ticket(ticket_id)
 
     async def _look_up(self, lookup: Lookup) -> None:
-        answer = await self._controller.lookup(lookup.digests)
-        self._send(LookupReply(number=lookup.number, seconds=answer.seconds.tolist()))
+        if lookup.pool:
+            found = await self._controller.find(lookup.pool, lookup.digests)
+            seconds = [found.latency_seconds, *found.seconds.tolist()]
+        else:
+            seconds = (await self._controller.lookup(lookup.digests)).seconds.tolist()
+        self._send(LookupReply(number=lookup.number, seconds=seconds))
 
     def _on_closed(self, reason: str) -> None:
         self._disconnected.set_result(None)
@@ -525,7 +529,7 @@ class Rank(Unique):
             return
         counter.add_callback(lambda layer: self._outbox.note_layer(transfer_id, layer))
         self._counters.add(transfer_id, counter)
-        if plan.route == FETCH:
+        if plan.route in FETCH_ROUTES:
             self._spawn(self._report_if_overdue(counter))
 
     async def _report_if_overdue(self, counter: LayerDoneCounter) -> None:

@@ -7,6 +7,8 @@ from itertools import starmap
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from aiokv._native import Core
     from aiokv.plan import Priority
     from aiokv.scheduler.effects import Outbox
@@ -31,9 +33,26 @@ class Fetches:
         Returns:
             The transfer; 0 when there is nothing to fetch, or no host room can be made.
         """
+        return self._begin(self._core.begin_fetch, (lease_id, num_blocks), priority)
+
+    def begin_auxiliary(
+        self, lease_id: int, num_blocks: int, group: int, priority: Priority
+    ) -> int:
+        """Begin to fetch what a hit of the first blocks lacks in a group, or join such a fetch.
+
+        Returns:
+            As ``begin``.
+        """
+        return self._begin(
+            self._core.begin_auxiliary_fetch, (lease_id, group, num_blocks), priority
+        )
+
+    def _begin(
+        self, begin: Callable[..., int], arguments: tuple[int, ...], priority: Priority
+    ) -> int:
         # `extend` calls the core without Python code in between, where a signal handler could
         # raise and lose the id of a fetch that has begun.
-        self._begun.extend(starmap(self._core.begin_fetch, ((lease_id, num_blocks),)))
+        self._begun.extend(starmap(begin, (arguments,)))
         transfer_id = self._begun[-1]
         while self._begun:
             self._submit(self._begun[0], priority)

@@ -6,10 +6,11 @@ from collections import deque
 from itertools import starmap
 from typing import TYPE_CHECKING
 
+from aiokv.errors import UsageError
 from aiokv.scheduler.effects import Moved
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from aiokv._native import Core
     from aiokv.scheduler.effects import Outbox
@@ -17,12 +18,20 @@ if TYPE_CHECKING:
 
 
 class Peers:
-    """Begins the receives and sends of one cache, cancels them, and reports their ends."""
+    """Begins the receives and sends of one cache, cancels them, and reports their ends.
 
-    def __init__(self, core: Core, plans: Plans, outbox: Outbox) -> None:
+    Args:
+        core: state of the leases.
+        plans: plans of the transfers.
+        outbox: effects of the current transition.
+        groups: names of the window groups.
+    """
+
+    def __init__(self, core: Core, plans: Plans, outbox: Outbox, groups: Sequence[str]) -> None:
         self._core = core
         self._plans = plans
         self._outbox = outbox
+        self._groups = groups
         self._begun: deque[int] = deque()  # begun in the core, not submitted yet
 
     def receive(self, lease_id: int, ticket_id: bytes, first_block: int, num_blocks: int) -> int:
@@ -41,13 +50,41 @@ class Peers:
         """Begin to send the state after the computed positions; return the transfer."""
         return self._begin(self._core.send_state, lease_id, ticket_id, num_tokens)
 
+    def receive_window(
+        self, lease_id: int, ticket_id: bytes, group: str, num_tokens: int, step: int
+    ) -> int:
+        """Begin to receive the window behind received positions; return the transfer.
+
+        Raises:
+            UsageError: the group is unknown.
+        """
+        number = self._number(group)
+        return self._begin(self._core.receive_window, lease_id, ticket_id, number, num_tokens, step)
+
+    def send_window(self, lease_id: int, ticket_id: bytes, group: str, num_tokens: int) -> int:
+        """Begin to send the window behind the computed positions; return the transfer.
+
+        Raises:
+            UsageError: the group is unknown.
+        """
+        number = self._number(group)
+        return self._begin(self._core.send_window, lease_id, ticket_id, number, num_tokens)
+
+    def _number(self, group: str) -> int:
+        if group not in self._groups:
+            raise UsageError(
+                f"group is {group!r}; it must be a name in CacheConfig.windows, which has "
+                f"{list(self._groups)}"
+            )
+        return self._groups.index(group)
+
     def _begin(self, begin: Callable[..., int], *args: int | bytes) -> int:
         # `extend` calls the core without Python code in between, where a signal handler could
         # raise and lose the id of a transfer that has begun.
         self._begun.extend(starmap(begin, (args,)))
         transfer_id = self._begun[-1]
         while self._begun:
-            self._outbox.effects.submit.append(self._plans.peer(self._begun[0]))
+            self._outbox.effects.submit.append(self._plans.peer(self._begun[0], self._groups))
             self._begun.popleft()
         return transfer_id
 

@@ -19,12 +19,18 @@ from aiokv.plan import (
     SAVE,
     SEND,
     STATE,
+    STATE_FETCH,
     STATE_OFFLOAD,
     STATE_ONLOAD,
     STATE_RECEIVE,
+    STATE_SAVE,
     STATE_SEND,
+    WINDOW_FETCH,
     WINDOW_OFFLOAD,
     WINDOW_ONLOAD,
+    WINDOW_RECEIVE,
+    WINDOW_SAVE,
+    WINDOW_SEND,
     Priority,
     TransferPlan,
     id_bytes,
@@ -32,10 +38,10 @@ from aiokv.plan import (
 
 if TYPE_CHECKING:
     from collections import deque
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from aiokv.config import CacheConfig, WindowGroup
-    from aiokv.plan import TransferReport
+    from aiokv.plan import Route, TransferReport
 
 KEPT_REPORTS: Final = 256  # newest report ids, to detect a report repeated after an interrupt
 
@@ -64,7 +70,10 @@ _PEER_ROUTES = {
     PeerRoute.SEND: SEND,
     PeerRoute.RECEIVE_STATE: STATE_RECEIVE,
     PeerRoute.SEND_STATE: STATE_SEND,
+    PeerRoute.RECEIVE_WINDOW: WINDOW_RECEIVE,
+    PeerRoute.SEND_WINDOW: WINDOW_SEND,
 }
+_BLOCKS: Final = -2  # of fetches and saves of blocks of full attention
 _OUTCOMES = {
     "done": Outcome.DONE,
     "failed": Outcome.FAILED,
@@ -158,9 +167,11 @@ class Plans:
     def fetch(self, transfer_id: int, priority: Priority) -> TransferPlan:
         """Return the plan of a fetch; its source ids are the indices of the digests."""
         host_blocks, digests = self._core.store_transfer(transfer_id)
+        route, group = self._store_route(transfer_id, FETCH, STATE_FETCH, WINDOW_FETCH)
         return TransferPlan(
             transfer_id=transfer_id,
-            route=FETCH,
+            route=route,
+            group=group,
             source_blocks=_indices(host_blocks),
             target_blocks=host_blocks,
             priority=priority,
@@ -170,20 +181,28 @@ class Plans:
     def save(self, transfer_id: int) -> TransferPlan:
         """Return the plan of a save; its target ids are the indices of the digests."""
         host_blocks, digests = self._core.store_transfer(transfer_id)
+        route, group = self._store_route(transfer_id, SAVE, STATE_SAVE, WINDOW_SAVE)
         return TransferPlan(
             transfer_id=transfer_id,
-            route=SAVE,
+            route=route,
+            group=group,
             source_blocks=host_blocks,
             target_blocks=_indices(host_blocks),
             priority=Priority.BACKUP,
             digests=digests,
         )
 
-    def peer(self, transfer_id: int) -> TransferPlan:
-        """Return the plan of a transfer from or to a peer, whose ids are indices in the prompt."""
-        kind, ticket_id, first_block, own_ids, after_step = self._core.peer_transfer(transfer_id)
+    def peer(self, transfer_id: int, groups: Sequence[str]) -> TransferPlan:
+        """Return the plan of a transfer from or to a peer, whose ids are indices in the prompt.
+
+        Args:
+            transfer_id: the transfer.
+            groups: names of all window groups.
+        """
+        kind, ticket_id, group, in_prompt, own_ids, after_step = self._core.peer_transfer(
+            transfer_id
+        )
         route = _PEER_ROUTES[kind]
-        in_prompt = _indices(own_ids, first_block)
         receives = route.source == "peer"
         return TransferPlan(
             transfer_id=transfer_id,
@@ -191,8 +210,18 @@ class Plans:
             source_blocks=in_prompt if receives else own_ids,
             target_blocks=own_ids if receives else in_prompt,
             after_step=after_step,
+            group=groups[group] if "window" in (route.source, route.target) else "",
             peer=ticket_id,
         )
+
+    def _store_route(
+        self, transfer_id: int, blocks: Route, state: Route, window: Route
+    ) -> tuple[Route, str]:
+        """Return the one of three routes that a fetch or a save has, and its window group."""
+        group = self._core.auxiliary_group(transfer_id)
+        if group == _BLOCKS:
+            return blocks, ""
+        return (state, "") if group == _NO_GROUP else (window, self._groups[group])
 
     def _move(self, transfer_id: int, priority: Priority) -> TransferPlan:
         """Return the plan of a move of a state slot, or of blocks of a window group."""
@@ -245,6 +274,6 @@ class Plans:
             released.extend(chain.from_iterable(starmap(self._core.complete, (args,))))
 
 
-def _indices(blocks: bytes, first: int = 0) -> bytes:
-    """Return the ids of the blocks of a store or a peer: their indices, from ``first`` on."""
-    return id_bytes(np.arange(first, first + len(blocks) // ID_DTYPE.itemsize))
+def _indices(blocks: bytes) -> bytes:
+    """Return the ids of a store's blocks: their indices."""
+    return id_bytes(np.arange(len(blocks) // ID_DTYPE.itemsize))

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
 
 from aiokv._native import LeaseState as NativeState
 from aiokv.errors import UsageError
+from aiokv.scheduler.pools import auxiliary_pools
 from aiokv.types import Hit, LeaseState, Statistics, WindowStatistics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from aiokv._native import Core
     from aiokv.config import CacheConfig, WindowGroup
+    from aiokv.plan import StorePool
     from aiokv.scheduler.admission import Admission
     from aiokv.scheduler.clock import StepClock
     from aiokv.scheduler.gate import Gate
@@ -25,6 +28,24 @@ if TYPE_CHECKING:
     from aiokv.scheduler.sharded import Sharded
 
 STEP_HINT: Final = "call engine.step(event) after the last submitted work"
+
+
+class Borders(NamedTuple):
+    """Blocks of a prompt behind its hit, of which a tier may have some.
+
+    Attributes:
+        hit: blocks of the hit.
+        cached: leading blocks of the prompt that a tier has, also where no hit may end.
+        first: block of the first digest.
+        digests: 32 bytes per block, up to the hit limit.
+        may_end: ``[N]`` bool; False where a hit that ends behind the block would cut an item.
+    """
+
+    hit: int
+    cached: int
+    first: int
+    digests: bytes
+    may_end: NDArray[np.bool_]
 
 
 class CacheReader:
@@ -61,6 +82,8 @@ class CacheReader:
         pending: PendingBlocks,
     ) -> None:
         self._config = config
+        self.pools = auxiliary_pools(config)
+        self._group_numbers = {pool.name: pool.group for pool in self.pools}
         self._core = core
         self._owners = owners
         self._clock = clock
@@ -132,10 +155,39 @@ class CacheReader:
 
         Returns:
             (block, digests): index of the first one, and 32 bytes per block, up to the hit limit.
-            No digests if there is none, there are no stores, or the model has recurrent state or
-            sliding windows.
+            No digests if there is none, or there are no stores. With auxiliary pools, ``borders``
+            says where a hit may end.
         """
         return self._core.missing(lease_id)
+
+    def borders(self, lease_id: int, skip: int = 0) -> Borders:
+        """Return the blocks behind the hit of a matched lease, and where a hit may end.
+
+        One call returns as many blocks as one of ``missing``.
+
+        Args:
+            lease_id: the lease.
+            skip: blocks behind the hit that are left out.
+        """
+        hit, cached, first, digests, may_end = self._core.borders(lease_id, skip)
+        return Borders(
+            hit=hit,
+            cached=cached,
+            first=first,
+            digests=digests,
+            may_end=np.frombuffer(may_end, np.bool_),
+        )
+
+    def has_copies(self, lease_id: int, pool: StorePool, first: int, end: int) -> NDArray[np.bool_]:
+        """Return for each cached block from ``first`` to ``end`` of the prompt of a matched lease
+        whether a tier has its copy in an auxiliary pool."""
+        return np.frombuffer(
+            self._core.has_copies(lease_id, self.group_of(pool), first, end), np.bool_
+        )
+
+    def group_of(self, pool: StorePool) -> int:
+        """Return the number of an auxiliary pool in the core."""
+        return self._group_numbers[pool]
 
     def block_table(self, lease_id: int, group: str | None = None) -> NDArray[np.int32]:
         """Return a copy of the block table of a window group, or of all other layers. Any thread.
@@ -356,6 +408,7 @@ class CacheReader:
     def _window_statistics(self, index: int, group: WindowGroup) -> WindowStatistics:
         device_free, device_cached, set_aside = self._core.window_statistics(index)
         host_free, host_cached, saved, onloaded, evicted = self._core.host_window_statistics(index)
+        stored, unstored, fetched, unfetched = self._core.stored_copies(index)
         return WindowStatistics(
             device_blocks=group.device_blocks,
             device_free=device_free,
@@ -367,6 +420,10 @@ class CacheReader:
             saved_blocks=saved,
             onloaded_blocks=onloaded,
             evicted_host_blocks=evicted,
+            stored_blocks=stored,
+            unstored_blocks=unstored,
+            fetched_blocks=fetched,
+            unfetched_blocks=unfetched,
         )
 
     def describe(self) -> dict[str, Any]:

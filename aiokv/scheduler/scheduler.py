@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiokv.config import CacheConfig
-    from aiokv.plan import TransferReport
+    from aiokv.plan import StorePool, TransferReport
     from aiokv.scheduler.gate import GateChange
     from aiokv.types import Tier
 
@@ -81,12 +81,15 @@ TRANSITIONS: Final = (
     "finish_step",
     "collect_backups",
     "fetch",
+    "fetch_auxiliary",
     "collect_saves",
     "save",
     "receive",
     "send",
     "receive_state",
     "send_state",
+    "receive_window",
+    "send_window",
     "end_peer",
     "complete",
     "note_cancelling",
@@ -166,7 +169,7 @@ class CacheScheduler:
         self._saver = Saver(config, core, self._plans, self._outbox)
         self._store_saver = StoreSaver(core, self._gate, self._plans, self._outbox)
         self._fetches = Fetches(core, self._plans, self._outbox)
-        self._peers = Peers(core, self._plans, self._outbox)
+        self._peers = Peers(core, self._plans, self._outbox, tuple(config.windows))
         self._granting = Granting(core, self._plans, self._saver, self._outbox, config.block_tokens)
         self._quota = SaltQuota(config.salt_quota_blocks)
         self._admission = Admission(core, self._gate, self._quota, self._granting, self._outbox)
@@ -546,7 +549,8 @@ class CacheScheduler:
             The number of blocks that became shareable.
 
         Raises:
-            LeaseError: a position that is not computed was not received, or ``num_tokens`` exceeds
+            LeaseError: a position that is not computed was not received, the windows behind
+                ``num_tokens`` were not, the model has recurrent state, or ``num_tokens`` exceeds
                 the positions of the lease.
         """
         core = self._core
@@ -777,6 +781,30 @@ class CacheScheduler:
             return 0, self._outbox.pending
         return self._fetches.begin(lease_id, num_blocks, priority), self._outbox.pending
 
+    def fetch_auxiliary(
+        self, lease_id: int, num_blocks: int, pool: StorePool, priority: Priority
+    ) -> tuple[int, Effects]:
+        """Begin to fetch what a hit of ``num_blocks`` cached blocks lacks in an auxiliary pool.
+
+        A lease joins the fetch in flight that brings the first of it. Copies that have arrived are
+        cached on the host, also when the lease has ended; room is made by evicting copies.
+
+        Args:
+            lease_id: a matched lease.
+            num_blocks: of its prompt; all are cached.
+            pool: name of the pool, of ``read.pools``.
+            priority: as for ``fetch``.
+
+        Returns:
+            The transfer; 0 when the tiers have all that the hit needs, the blocks are not cached,
+            no host room can be made, admission is paused, or a tier is asleep.
+        """
+        if not self.has_stores or not self._store_saver.is_active:
+            return 0, self._outbox.pending
+        group = self.read.group_of(pool)
+        begun = self._fetches.begin_auxiliary(lease_id, num_blocks, group, priority)
+        return begun, self._outbox.pending
+
     def collect_saves(self, *, by_holder: bool = False) -> tuple[bool, Effects]:
         """Begin a save of blocks to the stores; return False if there are none.
 
@@ -897,6 +925,60 @@ class CacheScheduler:
             UsageError: the model has no recurrent state, or ``ticket_id`` is not 16 bytes.
         """
         begun = self._peers.send_state(lease_id, ticket_id, num_tokens)
+        return begun, self._outbox.pending
+
+    @_naming_owner
+    def receive_window(
+        self, lease_id: int, ticket_id: bytes, group: str, num_tokens: int
+    ) -> tuple[int, Effects]:
+        """Begin to receive the blocks of a window group that are needed behind ``num_tokens``.
+
+        All window tables of the lease are those behind ``num_tokens`` from now on. So the lease can
+        neither compute nor be truncated or swapped before all groups have arrived and
+        ``commit_received``, or the end of ``receive_state``, has committed these positions. When a
+        transfer ends without all its blocks, the lease fails as after a failed onload: it must be
+        preempted.
+
+        Args:
+            lease_id: a granted lease whose onloads have ended, and with which no batch computes.
+            ticket_id: 16 bytes.
+            group: name in ``CacheConfig.windows``.
+            num_tokens: all positions before it are computed or received, and not all are computed;
+                the same for all groups.
+
+        Returns:
+            The transfer; ``Effects.moved`` as for ``receive``.
+
+        Raises:
+            LeaseError: the lease is not in the state above, or the cache was reset after the grant.
+            UsageError: the group is unknown, or ``ticket_id`` is not 16 bytes.
+        """
+        step = self._clock.open
+        begun = self._peers.receive_window(lease_id, ticket_id, group, num_tokens, step)
+        return begun, self._outbox.pending
+
+    @_naming_owner
+    def send_window(
+        self, lease_id: int, ticket_id: bytes, group: str, num_tokens: int
+    ) -> tuple[int, Effects]:
+        """Begin to send the blocks of a window group that are needed behind ``num_tokens``.
+
+        Until the transfer has ended, the lease cannot compute, commit or be swapped.
+
+        Args:
+            lease_id: a granted lease whose onloads have ended, and with which no batch computes.
+            ticket_id: 16 bytes.
+            group: name in ``CacheConfig.windows``.
+            num_tokens: the number of computed positions.
+
+        Returns:
+            The transfer; ``Effects.moved`` as for ``send``.
+
+        Raises:
+            LeaseError: the lease is not in the state above, or the cache was reset after the grant.
+            UsageError: the group is unknown, or ``ticket_id`` is not 16 bytes.
+        """
+        begun = self._peers.send_window(lease_id, ticket_id, group, num_tokens)
         return begun, self._outbox.pending
 
     def end_peer(self, lease_id: int, ticket_id: bytes) -> Done:

@@ -49,7 +49,8 @@ class Result(IntEnum):
 
 
 class StoreMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """The host arena, as stores see it. Block ``i`` begins at ``address + i * pitch_bytes``.
+    """One pool of host memory, as stores see it. Block ``i`` begins at
+    ``address + i * pitch_bytes``; a snapshot of recurrent state is a block of its pool.
 
     Attributes:
         address: address of block 0, a multiple of ``PITCH_BYTES``.
@@ -58,6 +59,9 @@ class StoreMemory(msgspec.Struct, frozen=True, kw_only=True):
             overwrite all of it.
         payload_bytes: bytes of a block that the device tier copies.
         view: all blocks as one writable buffer.
+        pool: name of the pool; ``"host"`` has the blocks of full attention.
+        quota_share: part of the limit of the store that the objects of the pool may take, above 0;
+            the shares of all pools add up to 1.
     """
 
     address: int
@@ -65,6 +69,8 @@ class StoreMemory(msgspec.Struct, frozen=True, kw_only=True):
     pitch_bytes: int
     payload_bytes: int
     view: memoryview
+    pool: str = "host"
+    quota_share: float = 1.0
 
     @property
     def object_bytes(self) -> int:
@@ -104,7 +110,7 @@ class StoreStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 class Store(Protocol):
     """Blocks by key. Used on one event loop, by one guard. Subclasses inherit ``probe`` and
-    ``quarantine``, which suit a store whose lookups reach its medium.
+    ``quarantine``, which suit a store whose lookups reach its medium, and ``for_pool``.
 
     Keys are ``bytes`` of ``N * KEY_BYTES``: N keys, one behind the other, distinct. Results are
     arrays with one entry per key. All operations between ``open`` and ``aclose`` run concurrently;
@@ -123,6 +129,17 @@ class Store(Protocol):
     kind: str
     url: str
     max_concurrent: int
+
+    def for_pool(self, pool: str) -> Store | None:
+        """Return an unopened store for the objects of another pool of host memory, which have
+        another size, on the same medium; None if the store takes blocks only.
+
+        Called before ``open``, once per pool besides ``"host"``. Both stores are open at the same
+        time, and no key is in both. A limit of bytes is divided by ``StoreMemory.quota_share``.
+
+        The default returns None: snapshots of recurrent state are not saved to the store then.
+        """
+        return None
 
     async def open(self, memory: StoreMemory) -> None:
         """Connect or recover, and register the memory. Called before all other methods.

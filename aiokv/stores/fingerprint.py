@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from aiokv.config import WindowGroup
+    from aiokv.plan import StorePool
     from aiokv.worker.arrays import Piece
     from aiokv.worker.regions import Regions
 
@@ -39,6 +40,7 @@ def fingerprint(
     rank: int = 0,
     num_ranks: int = 1,
     windows: Mapping[str, WindowGroup] | None = None,
+    pool: StorePool = "host",
 ) -> bytes:
     """Return the fingerprint of one rank's blocks, 32 bytes.
 
@@ -56,6 +58,9 @@ def fingerprint(
         rank: number of this rank.
         num_ranks: number of ranks.
         windows: groups of sliding-window layers; their windows and sinks count, not their blocks.
+        pool: pool of host memory that the objects belong to: ``"host"`` for blocks,
+            ``"host_state"`` for snapshots of recurrent state, or ``"host_window:"`` and the name of
+            a window group for its blocks.
 
     Raises:
         ConfigError: ``model`` is empty, or a number is out of range.
@@ -69,6 +74,7 @@ def fingerprint(
         rank=rank,
         num_ranks=num_ranks,
         windows=windows,
+        pool=pool,
     )
     return hashlib.sha256(lines.encode()).digest()
 
@@ -82,6 +88,7 @@ def describe(
     rank: int = 0,
     num_ranks: int = 1,
     windows: Mapping[str, WindowGroup] | None = None,
+    pool: StorePool = "host",
 ) -> str:
     """Return the text whose hash is the fingerprint; arguments and errors as there."""
     if not checks.text("model", model):
@@ -105,6 +112,9 @@ def describe(
     for name, group in sorted((windows or {}).items()):
         quoted = _quoted("the name of a window", name)
         lines.append(f"window {quoted} {group.window_tokens} sink {group.sink_tokens}")
+    if pool != "host":
+        lines.append(f"pool {_quoted('pool', pool)}")
+        lines += _pool_lines(regions, pool)
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -113,6 +123,14 @@ def _region_lines(regions: Regions) -> Iterator[str]:
         yield f"layer {piece.layer} region {_array(piece)} at {piece.host_offset_bytes}"
     for piece in regions.state_pieces:
         yield f"layer {piece.layer} state {_array(piece)}"
+
+
+def _pool_lines(regions: Regions, pool: StorePool) -> Iterator[str]:
+    """Yield the places of the tensors of an auxiliary pool in one of its blocks."""
+    _, _, group = pool.partition(":")
+    blocks = regions.window_blocks(group) if group else regions.state_blocks()
+    for piece in blocks.pieces():
+        yield f"layer {piece.layer} slot {_array(piece)} at {piece.host_offset_bytes}"
 
 
 def _array(piece: Piece) -> str:

@@ -116,6 +116,7 @@ class StoreGuard:
         self.is_open = False
         self._counts = GuardCounts()
         self._payload_bytes = 0
+        self._pool = "host"
         self._has_logged_wrong = False
         self._has_logged_statistics = False
         self.lookup_cost, self.load_cost, self.save_cost = Cost(), Cost(), Cost()
@@ -145,6 +146,7 @@ class StoreGuard:
             raise StoreError(f"store {self._url} cannot be opened: {_text(error)}") from error
         self._memory, self._proof = memory, proof
         self._payload_bytes = memory.payload_bytes
+        self._pool = memory.pool
         self._closing = None
         self.is_open = True
 
@@ -472,6 +474,7 @@ class StoreGuard:
         return GuardStatistics(
             kind=self._store.kind,
             url=self._url,
+            pool=self._pool,
             reading=self._reads.state if self.use.read else "off",
             saving=self._saves.state if self.use.save else "off",
             opened=self._reads.opened + self._saves.opened,

@@ -20,6 +20,9 @@ class GuardStatistics(msgspec.Struct, frozen=True, kw_only=True):
         kind: ``Store.kind``.
         url: ``Store.url``.
         rank: rank that has the store; None without ranks.
+        pool: ``"host"`` for blocks, ``"host_state"`` for snapshots of recurrent state, and
+            ``"host_window:"`` with the name of a window group for its blocks; the counts of blocks
+            are about what the pool has.
         reading: ``"closed"`` while lookups and loads pass, ``"open"`` or ``"probing"`` while the
             store counts as unavailable, ``"off"`` for a store that is not read.
         saving: likewise for saves.
@@ -73,6 +76,7 @@ class GuardStatistics(msgspec.Struct, frozen=True, kw_only=True):
     save_bytes_per_second: float
     store: StoreStatistics
     rank: int | None = None
+    pool: str = "host"
 
 
 class GuardCounts:

@@ -10,6 +10,7 @@ from aiokv.config import WindowGroup  # noqa: TC001  (msgspec needs it)
 from aiokv.stores.fingerprint import fingerprint
 
 if TYPE_CHECKING:
+    from aiokv.plan import StorePool
     from aiokv.worker.regions import Regions
 
 
@@ -32,8 +33,8 @@ class StoreIdentity(msgspec.Struct, frozen=True, kw_only=True):
     rank: int = 0
     num_ranks: int = 1
 
-    def fingerprint(self, regions: Regions) -> bytes:
-        """Return the fingerprint of blocks of these tensors, 32 bytes."""
+    def fingerprint(self, regions: Regions, pool: StorePool = "host") -> bytes:
+        """Return the fingerprint of the objects of a pool of these tensors, 32 bytes."""
         return fingerprint(
             regions,
             model=self.model,
@@ -42,4 +43,5 @@ class StoreIdentity(msgspec.Struct, frozen=True, kw_only=True):
             rank=self.rank,
             num_ranks=self.num_ranks,
             windows=self.windows,
+            pool=pool,
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
@@ -16,7 +16,9 @@ from aiokv.errors import UsageError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Generator, Iterable
+    from collections.abc import Callable, Generator, Iterable, Sequence
+
+    from aiokv.stores.disk.inspection import DiskFiles
 
     # (stage, total) -> function that takes the number of blocks done since its last call
     Stages = Callable[[str, int], Callable[[int], None]]
@@ -186,6 +188,87 @@ class StoreFiles(Protocol):
         """
 
 
+class PoolFiles:
+    """A store with a directory of its own for each pool of host memory: blocks, snapshots of
+    recurrent state.
+
+    Args:
+        parts: the files of the store itself, then those of the directories below it.
+    """
+
+    def __init__(self, parts: Sequence[DiskFiles]) -> None:
+        self._parts = parts
+
+    def _below(self, part: DiskFiles, text: str) -> str:
+        """Return the text with the name of the directory in front; it is empty for the first."""
+        return text if part is self._parts[0] else f"{part.path.name}/{text}"
+
+    def listing(self) -> Listing:
+        """Return the content of all parts; see :class:`StoreFiles`."""
+        listings = [(part, part.listing()) for part in self._parts]
+        oldest = [one.oldest_seconds for _, one in listings if one.oldest_seconds is not None]
+        newest = [one.newest_seconds for _, one in listings if one.newest_seconds is not None]
+        return msgspec.structs.replace(
+            listings[0][1],
+            **_sums(
+                [one for _, one in listings],
+                ("blocks", "block_bytes", "disk_bytes", "quarantined_blocks", "incomplete_files"),
+            ),
+            oldest_seconds=min(oldest, default=None),
+            newest_seconds=max(newest, default=None),
+            damage=[self._below(part, text) for part, one in listings for text in one.damage],
+            notes=[self._below(part, text) for part, one in listings for text in one.notes],
+            groups=[
+                msgspec.structs.replace(group, name=self._below(part, group.name))
+                for part, one in listings
+                for group in one.groups
+            ],
+        )
+
+    def verify(self, stages: Stages, *, threads: int) -> Verification:
+        """Read every block of all parts; see :class:`StoreFiles`."""
+        results = [(part, part.verify(stages, threads=threads)) for part in self._parts]
+        return msgspec.structs.replace(
+            results[0][1],
+            **_sums([one for _, one in results], ("blocks", "block_bytes", "seconds")),
+            damage=[self._below(part, text) for part, one in results for text in one.damage],
+            notes=[self._below(part, text) for part, one in results for text in one.notes],
+            bad=[
+                msgspec.structs.replace(bad, file=self._below(part, bad.file))
+                for part, one in results
+                for bad in one.bad
+            ],
+        )
+
+    def clean(
+        self,
+        stages: Stages,
+        *,
+        older_than_seconds: float | None,
+        verify: bool,
+        threads: int,
+        dry_run: bool,
+    ) -> Cleaning:
+        """Clean up all parts, one after the other; see :class:`StoreFiles`."""
+        results = [
+            part.clean(
+                stages,
+                older_than_seconds=older_than_seconds,
+                verify=verify,
+                threads=threads,
+                dry_run=dry_run,
+            )
+            for part in self._parts
+        ]
+        counts = [name for name in Cleaning.__struct_fields__ if name not in ("kind", "path")]
+        return msgspec.structs.replace(results[0], **_sums(results, counts))
+
+
+def _sums(results: Sequence[object], names: Iterable[str]) -> dict[str, Any]:
+    """Return the sum of each field."""
+    return {name: sum(getattr(result, name) for result in results) for name in names}
+
+
 def open_files(path: str | os.PathLike[str]) -> StoreFiles:
     """Return the files of the store at a path.
 
@@ -200,7 +283,12 @@ def open_files(path: str | os.PathLike[str]) -> StoreFiles:
         reason = "it is not a folder" if folder.exists() else "there is no such folder"
         raise UsageError(f"{folder} is not a store: {reason}")
     if DiskFiles.has_store(folder):
-        return DiskFiles(folder)
+        below = [path for path in sorted(folder.iterdir()) if DiskFiles.has_store(path)]
+        return (
+            PoolFiles([DiskFiles(path) for path in (folder, *below)])
+            if below
+            else DiskFiles(folder)
+        )
     if DirectoryFiles.has_store(folder):
         return DirectoryFiles(folder)
     raise UsageError(

@@ -79,6 +79,7 @@ class S3Store(Store):
             raise ConfigError(f"timeout_seconds is {timeout_seconds}; it must be positive")
         self.url = without_query(url)
         self.max_concurrent = 4
+        self._endpoint = endpoint
         self._config = dict(options or {})
         if endpoint is not None:
             self._config["base_url" if parts.scheme == "gs" else "endpoint"] = endpoint
@@ -110,6 +111,16 @@ class S3Store(Store):
             "timeout_seconds": float,
         }
         return cls(without_query(url), **url_options(url, known))
+
+    def for_pool(self, pool: str) -> S3Store:
+        """Return a store of the same bucket and prefix; see :class:`Store`."""
+        return S3Store(
+            self.url,
+            endpoint=self._endpoint,
+            options=self._config,
+            concurrency=self._concurrency,
+            timeout_seconds=self._timeout.total_seconds(),
+        )
 
     async def open(self, memory: StoreMemory) -> None:
         """Prepare the client; sends no request. See :class:`Store`.

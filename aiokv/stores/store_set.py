@@ -49,6 +49,23 @@ class StoreAnswer(NamedTuple):
     seconds: NDArray[np.float64]
 
 
+class Found(NamedTuple):
+    """Answer of the stores to a list of digests of any objects.
+
+    Attributes:
+        seconds: ``[N]`` float64, expected time to fetch each object; infinity if it is missing.
+        latency_seconds: to be added once per fetch.
+    """
+
+    seconds: NDArray[np.float64]
+    latency_seconds: float = 0.0
+
+    @classmethod
+    def nothing(cls, num_objects: int) -> Found:
+        """Return the answer that no store has any object."""
+        return cls(np.full(num_objects, np.inf))
+
+
 NOTHING: Final = StoreAnswer(0, np.zeros(0))
 
 
@@ -190,6 +207,27 @@ class StoreSet:
         holders = found[:, :blocks]
         self._lookups.remember(keys[: blocks * KEY_BYTES], holders)
         return StoreAnswer(blocks, self._fetch_seconds(holders))
+
+    async def find(self, digests: bytes) -> Found:
+        """Return which objects the stores have, and how long fetching each of them takes.
+
+        Args:
+            digests: digests of any blocks, ``KEY_BYTES`` each.
+
+        Cancellation: as for ``lookup``.
+        """
+        num_objects = len(digests) // KEY_BYTES
+        readable = [i for i, guard in enumerate(self._guards) if guard.admits_read()]
+        if not num_objects or not readable or self._proof is None:
+            return Found.nothing(num_objects)
+        keys = derive_keys(self._fingerprint, digests)
+        found = await self._ask(readable, keys, num_objects)
+        self._lookups.remember(keys, found)
+        now = asyncio.get_running_loop().time()
+        costs = np.array([guard.load_cost.parts(now) for guard in self._guards])
+        first = found.argmax(axis=0)
+        seconds = np.where(found.any(axis=0), costs[first, 1] * self._payload_bytes, np.inf)
+        return Found(seconds, float(costs[first, 0].max()))
 
     async def _ask(self, readable: list[int], keys: bytes, num_blocks: int) -> NDArray[np.bool_]:
         """Return which stores may have which blocks, ``[stores, N]``.

@@ -72,6 +72,7 @@ class ScriptedStore(Store):
         opened: number of times that the store was opened.
         is_open: ``open`` was called, and ``aclose`` was not called since.
         in_use: host blocks that calls in flight may access.
+        parts: stores that ``for_pool`` has returned, by pool; each has a script of its own.
     """
 
     kind = "scripted"
@@ -92,6 +93,8 @@ class ScriptedStore(Store):
         self.opened = 0
         self.is_open = False
         self.in_use: Counter[int] = Counter()
+        self.parts: dict[str, ScriptedStore] = {}
+        self._name = name
         self._capacity_blocks = capacity_blocks
         self._memory: StoreMemory | None = None
         self._script = Script()
@@ -132,6 +135,13 @@ class ScriptedStore(Store):
         self._script.end()
 
     # --- the store --------------------------------------------------------------------------
+
+    def for_pool(self, pool: str) -> ScriptedStore:
+        """Return a store of the same objects, with a script of its own; see ``Store.for_pool``."""
+        self.parts[pool] = ScriptedStore(
+            f"{self._name}/{pool}", max_concurrent=self.max_concurrent, objects=self.objects
+        )
+        return self.parts[pool]
 
     async def open(self, memory: StoreMemory) -> None:
         """See ``Store.open``."""

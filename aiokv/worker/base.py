@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from aiokv.config import WindowGroup
     from aiokv.errors import RankLost
     from aiokv.peers.ticket import Endpoint
-    from aiokv.plan import TransferPlan, TransferReport
+    from aiokv.plan import StorePool, TransferPlan, TransferReport
     from aiokv.stores.guard_statistics import GuardStatistics
     from aiokv.stores.identity import StoreIdentity
-    from aiokv.stores.store_set import StoreAnswer
+    from aiokv.stores.store_set import Found, StoreAnswer
     from aiokv.types import Tier
     from aiokv.worker.device.base import Event
     from aiokv.worker.lanes import WorkerStatistics
@@ -248,6 +248,18 @@ class Worker(Protocol):
 
         Args:
             digests: digests of consecutive blocks, 32 bytes each.
+
+        Cancellation: nothing changed.
+        """
+
+    async def find(self, pool: StorePool, digests: bytes) -> Found:
+        """Return which objects of a pool the stores have, and how long fetching each takes.
+
+        Returns at the latest when the lookup deadline of each store has passed.
+
+        Args:
+            pool: auxiliary pool of host memory.
+            digests: digests of any blocks, 32 bytes each.
 
         Cancellation: nothing changed.
         """

@@ -30,7 +30,8 @@ from aiokv.plan import (
     TransferReport,
     id_bytes,
 )
-from aiokv.stores.store_set import NOTHING
+from aiokv.stores.base import KEY_BYTES
+from aiokv.stores.store_set import NOTHING, Found
 from aiokv.worker.base import Capabilities
 from aiokv.worker.blocks import clone_rows
 from aiokv.worker.checksums import Checksums
@@ -53,10 +54,11 @@ if TYPE_CHECKING:
     from aiokv.errors import RankLost
     from aiokv.peers.options import Peers
     from aiokv.peers.ticket import Endpoint
-    from aiokv.plan import Outcome, Route
+    from aiokv.plan import Outcome, Route, StorePool
     from aiokv.stores.guard_statistics import GuardStatistics
     from aiokv.stores.identity import StoreIdentity
-    from aiokv.stores.store_set import StoreAnswer, StoreSet
+    from aiokv.stores.pools import StorePools
+    from aiokv.stores.store_set import StoreAnswer
     from aiokv.types import Tier
     from aiokv.worker.base import Cancelled
     from aiokv.worker.device.base import Copy, Device, Event
@@ -88,7 +90,7 @@ class CacheController:
         device: Device,
         *,
         checksums: bool = False,
-        stores: StoreSet | None = None,
+        stores: StorePools | None = None,
         host_state_slots: int = 0,
         peers: Peers | None = None,
     ) -> None:
@@ -117,7 +119,12 @@ class CacheController:
         self._peers = PeerTransfers(
             peers, lambda: self.memory, self, self._report_waiters.note_report
         )
-        self._stores = WorkerStores(stores, self.memory, self._report_waiters.note_report)
+        self._stores = WorkerStores(
+            stores,
+            self.memory,
+            self._report_waiters.note_report,
+            has_states=host_state_slots > 0,
+        )
         self.capabilities = Capabilities(
             routes=(device.routes - PEER_ROUTES) | self._stores.routes | self._peers.routes,
             clone_routes=frozenset((CLONE, STATE)),
@@ -359,6 +366,12 @@ class CacheController:
         """Ask the stores for blocks; see :meth:`Worker.lookup`."""
         return NOTHING if self._closing else await self._stores.lookup(digests)
 
+    async def find(self, pool: StorePool, digests: bytes) -> Found:
+        """Ask the stores for objects of a pool; see :meth:`Worker.find`."""
+        if self._closing or not self._opened:
+            return Found.nothing(len(digests) // KEY_BYTES)
+        return await self._stores.find(pool, digests)
+
     def change_weights(self, version: str) -> None:
         """Use other keys and tickets from now on; see :meth:`Worker.change_weights`."""
         self._stores.change_weights(version)
@@ -408,8 +421,13 @@ class CacheController:
     def _peer_slots(self, regions: Regions) -> tuple[int, int]:
         return self._peers.slots(regions)
 
+    def new_copy_id(self) -> int:
+        """Return an id for :meth:`copy`."""
+        return next(self._copy_ids)
+
     def copy(
         self,
+        copy_id: int,
         route: Route,
         source_ids: Sequence[int],
         target_ids: Sequence[int],
@@ -418,15 +436,21 @@ class CacheController:
     ) -> None:
         """Copy between device blocks and slots of the peer arena, as part of a plan.
 
+        Without effect while a copy of this id is in flight.
+
         Args:
+            copy_id: of ``new_copy_id``.
             route: ``RECEIVE`` or ``SEND``.
             source_ids: device blocks or slots.
             target_ids: likewise, as many.
             after_step: the step that the copy waits for.
             on_end: gets the failure, or None, in a callback of the loop; idempotent.
         """
+        if copy_id in self._transfers:
+            self._poller.surely(partial(self._place, self._transfers[copy_id]))
+            return
         plan = TransferPlan(
-            transfer_id=next(self._copy_ids),
+            transfer_id=copy_id,
             route=route,
             source_blocks=id_bytes(source_ids),
             target_blocks=id_bytes(target_ids),

@@ -14,10 +14,14 @@ from aiokv.plan import (
     SAVE,
     SEND,
     STATE,
+    STATE_FETCH,
     STATE_OFFLOAD,
     STATE_ONLOAD,
+    STATE_SAVE,
+    WINDOW_FETCH,
     WINDOW_OFFLOAD,
     WINDOW_ONLOAD,
+    WINDOW_SAVE,
 )
 from aiokv.worker.transfers import TransferQueue
 
@@ -69,6 +73,8 @@ class WorkerStatistics(msgspec.Struct, frozen=True, kw_only=True):
         save: host to stores; ``moved_bytes`` are those of the blocks that a store has taken.
         receive: peers to device; ``done`` when all blocks of the plan arrived.
         send: device to peers; ``done`` when the receiver has acknowledged all blocks of the plan.
+        state_fetch: slots of recurrent state, stores to host.
+        state_save: slots of recurrent state, host to stores.
     """
 
     held: int
@@ -79,10 +85,14 @@ class WorkerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     save: LaneStatistics
     state_onload: LaneStatistics
     state_offload: LaneStatistics
+    state_fetch: LaneStatistics
+    state_save: LaneStatistics
     window_onload: LaneStatistics
     window_offload: LaneStatistics
     receive: LaneStatistics
     send: LaneStatistics
+    window_fetch: LaneStatistics
+    window_save: LaneStatistics
 
 
 _IDLE_LANE: Final = LaneStatistics(
@@ -108,10 +118,14 @@ def worker_statistics(held: int, routes: Mapping[Route, LaneStatistics]) -> Work
         save=routes.get(SAVE, _IDLE_LANE),
         state_onload=routes.get(STATE_ONLOAD, _IDLE_LANE),
         state_offload=routes.get(STATE_OFFLOAD, _IDLE_LANE),
+        state_fetch=routes.get(STATE_FETCH, _IDLE_LANE),
+        state_save=routes.get(STATE_SAVE, _IDLE_LANE),
         window_onload=routes.get(WINDOW_ONLOAD, _IDLE_LANE),
         window_offload=routes.get(WINDOW_OFFLOAD, _IDLE_LANE),
         receive=routes.get(RECEIVE, _IDLE_LANE),
         send=routes.get(SEND, _IDLE_LANE),
+        window_fetch=routes.get(WINDOW_FETCH, _IDLE_LANE),
+        window_save=routes.get(WINDOW_SAVE, _IDLE_LANE),
     )
 
 

@@ -7,12 +7,13 @@ from weakref import WeakValueDictionary
 
 from aiokv.errors import ClosedError, LayoutError, UsageError
 from aiokv.plan import (
-    FETCH,
+    FETCH_ROUTES,
     PEER_GROUP,
     PEER_ROUTES,
-    SAVE,
+    SAVE_ROUTES,
     STATE_ROUTES,
     WINDOW_ROUTES,
+    store_pool,
 )
 from aiokv.stores.base import KEY_BYTES, StoreMemory, store_pitch_bytes
 from aiokv.worker.arena import HostArena
@@ -24,12 +25,14 @@ from aiokv.worker.ids import check_ids
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from aiokv.plan import Pool, TransferPlan
+    from aiokv.plan import Pool, StorePool, TransferPlan
     from aiokv.types import Tier
     from aiokv.worker.checksums import Checksums
     from aiokv.worker.device.base import Device, PoolKey
     from aiokv.worker.regions import Regions
 
+
+_BLOCKS: Final = ("device", "")  # key of the blocks of full attention
 
 _devices: Final[WeakValueDictionary[int, WorkerMemory]] = WeakValueDictionary()  # by id()
 _PEERS: Final[PoolKey] = ("device", PEER_GROUP)
@@ -79,6 +82,7 @@ class WorkerMemory:
         self._side_arenas: dict[PoolKey, HostArena] = {}  # of state slots, window groups, peers
         self._host_windows: dict[str, int] = {}
         self._num_blocks: dict[Pool, int] = {}
+        self._payloads: dict[StorePool, tuple[int, int]] = {}  # with stores: blocks, bytes of each
         self.asleep: frozenset[Tier] = frozenset()
 
     def open(self, host_blocks: int, host_windows: Mapping[str, int] | None = None) -> None:
@@ -132,20 +136,28 @@ class WorkerMemory:
         return self._side_arenas[_PEERS]
 
     @property
-    def store_memory(self) -> StoreMemory:
-        """Host blocks as the stores see them.
+    def store_memories(self) -> dict[StorePool, StoreMemory]:
+        """The pools of host memory as the stores see them.
+
+        Each pool gets the part of a store's limit that it has of the host memory.
 
         Raises:
             ClosedError: the worker was not opened, or the host tier is asleep.
         """
-        arena = self.arena
-        return StoreMemory(
-            address=arena.pointer,
-            num_blocks=arena.num_blocks,
-            pitch_bytes=arena.block_bytes,
-            payload_bytes=self.regions.host_block_bytes,
-            view=arena.blocks.reshape(-1).data,
-        )
+        arenas = {_BLOCKS: self.arena, **self._side_arenas}
+        num_bytes = sum(arena.nbytes for arena in arenas.values())
+        return {
+            (name := _store_pool(key)): StoreMemory(
+                address=arena.pointer,
+                num_blocks=arena.num_blocks,
+                pitch_bytes=arena.block_bytes,
+                payload_bytes=blocks_of(self.regions, key).host_block_bytes,
+                view=arena.blocks.reshape(-1).data,
+                pool=name,
+                quota_share=arena.nbytes / num_bytes,
+            )
+            for key, arena in arenas.items()
+        }
 
     @property
     def device_blocks(self) -> int:
@@ -159,14 +171,23 @@ class WorkerMemory:
             UsageError: no blocks, unequal lists, ids out of range, a duplicate destination, a
                 missing digest, or a route that the worker does not have.
         """
-        if self._has_stores and plan.route in (FETCH, SAVE):
-            check_ids(plan, self._num_blocks)
+        if self._has_stores and plan.route in FETCH_ROUTES | SAVE_ROUTES:
+            memory = self._payloads.get(plan.store_pool)
+            if memory is None:
+                raise UsageError(
+                    f"transfer {plan.transfer_id}: the host memory has no pool {plan.store_pool!r}"
+                )
+            num_blocks, payload_bytes = memory
+            sides: dict[Pool, int] = dict.fromkeys(
+                (plan.route.source, plan.route.target), num_blocks
+            )
+            check_ids(plan, sides | {"store": UNLIMITED_BLOCKS})
             if len(plan.digests) != KEY_BYTES * plan.num_blocks:
                 raise UsageError(
                     f"transfer {plan.transfer_id}: digests has {len(plan.digests)} bytes; it must "
                     f"have {KEY_BYTES} for each of the {plan.num_blocks} blocks"
                 )
-            return self.regions.host_block_bytes * plan.num_blocks
+            return payload_bytes * plan.num_blocks
         if plan.route in PEER_ROUTES and self._peer_slots is None:
             raise UsageError(
                 f"transfer {plan.transfer_id}: the route is {plan.route}, but the worker has no "
@@ -281,10 +302,7 @@ class WorkerMemory:
             self._checksums.bind(regions)
 
     def _new_arena(self) -> HostArena:
-        block_bytes = self.regions.host_block_bytes
-        if self._has_stores:
-            block_bytes = store_pitch_bytes(block_bytes)
-        return HostArena(num_blocks=self._host_blocks, block_bytes=block_bytes)
+        return self._arena_of(_BLOCKS, self._host_blocks)
 
     def _new_side_arenas(self) -> dict[PoolKey, HostArena]:
         """Return new memory for state slots and window blocks in host memory, and for peers."""
@@ -293,16 +311,18 @@ class WorkerMemory:
         }
         if self._host_state_slots:
             sizes["state", ""] = self._host_state_slots
-        arenas = {
-            key: HostArena(
-                num_blocks=blocks, block_bytes=blocks_of(self.regions, key).host_block_bytes
-            )
-            for key, blocks in sizes.items()
-        }
+        arenas = {key: self._arena_of(key, blocks) for key, blocks in sizes.items()}
         if self._peer_slots is not None:
             slots, slot_bytes = self._peer_slots(self.regions)
             arenas[_PEERS] = HostArena(num_blocks=slots, block_bytes=slot_bytes)
         return arenas
+
+    def _arena_of(self, key: PoolKey, num_blocks: int) -> HostArena:
+        payload_bytes = blocks_of(self.regions, key).host_block_bytes
+        pitch_bytes = store_pitch_bytes(payload_bytes) if self._has_stores else payload_bytes
+        if self._has_stores:
+            self._payloads[_store_pool(key)] = num_blocks, payload_bytes
+        return HostArena(num_blocks=num_blocks, block_bytes=pitch_bytes)
 
     def _close_arenas(self) -> None:
         _close(self.arena, self._side_arenas)
@@ -338,6 +358,12 @@ class WorkerMemory:
         }
         check_ids(plan, num_blocks)
         return blocks.block_bytes * plan.num_blocks
+
+
+def _store_pool(key: PoolKey) -> StorePool:
+    """Return the name of the host memory of a pool."""
+    pool, group = key
+    return "host" if pool == "device" else store_pool(f"host_{pool}", group)
 
 
 def _close(arena: HostArena, side_arenas: Mapping[PoolKey, HostArena]) -> None:

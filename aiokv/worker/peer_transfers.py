@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeGuard
 
 import msgspec
 
-from aiokv.errors import ClosedError, ConfigError, LayoutError, PeerError, UsageError
+from aiokv.errors import ClosedError, LayoutError, PeerError, UsageError
+from aiokv.observe.logs import Log
 from aiokv.peers.connections import Connections
 from aiokv.peers.layout import BlockLayout
 from aiokv.peers.mappings import Mappings
 from aiokv.peers.messages import (
+    MAX_REASON_CHARACTERS,
     PROTOCOL_VERSION,
     Accepted,
     Cancel,
@@ -36,9 +38,9 @@ from aiokv.peers.ring import LandingRing
 from aiokv.peers.sender import Parcel as Sent
 from aiokv.peers.sender import Send, Sender, SenderCounts, SlotFill, Target
 from aiokv.peers.slots import ArenaSlots
-from aiokv.peers.tcp import TcpTransport
 from aiokv.peers.ticket import Endpoint, Ticket, decode
 from aiokv.peers.transport import Outgoing, PeerMemory
+from aiokv.peers.transports import make_transport
 from aiokv.peers.wire import Connection, listen
 from aiokv.plan import PEER_ROUTES, RECEIVE, SEND, TransferReport
 from aiokv.worker.device.base import CopyError
@@ -61,23 +63,31 @@ if TYPE_CHECKING:
     from aiokv.worker.poller import EventPoller
     from aiokv.worker.regions import Regions
 
+log = Log(__name__)
+
 CONNECT_SECONDS: Final = 10.0  # for the replies to Open; less if the ticket has less
 SPARE_SECONDS: Final = 1.0
 LAST_MESSAGES_SECONDS: Final = 0.5  # for the last messages to be sent, when the worker closes
+QUARANTINE_LOG_SECONDS: Final = 10.0  # after which slots in quarantine are logged
+LAST_WRITES_SECONDS: Final = 5.0  # for threads and writes to end, when the worker closes
 
 
 class DeviceCopies(Protocol):
     """Copies between device blocks and slots of the peer arena, for PeerTransfers."""
 
+    def new_copy_id(self) -> int:
+        """Return an id that no other copy has."""
+
     def copy(
         self,
+        copy_id: int,
         route: Route,
         source_ids: Sequence[int],
         target_ids: Sequence[int],
         after_step: int,
         on_end: Callable[[CopyError | None], None],
     ) -> None:
-        """Begin a copy behind a step.
+        """Begin a copy behind a step; without effect while a copy of this id is in flight.
 
         ``on_end`` is called once, in a callback of the loop, with the failure or None; again when
         an interrupt kept it from returning.
@@ -192,7 +202,7 @@ class PeerTransfers:
         self._on_report: Callable[[TransferReport], None] = lambda report: None
         self._poller: EventPoller | None = None
         self._identity: StoreIdentity | None = None
-        self._transport = _transport_named("tcp" if peers is None else peers.transport)
+        self._transport: Transport = make_transport(peers)
         self._listener: Listener | None = None
         self._connections: Connections | None = None
         self._receiver: Receiver[Connection] | None = None
@@ -207,7 +217,9 @@ class PeerTransfers:
         self._work: ParcelWork | None = None
         self._tasks: set[asyncio.Task[None]] = set()  # writes and fences in progress
         self._accepted: set[Connection] = set()  # opened by senders
-        self._metadata: dict[Connection, bytes] = {}  # of senders, for fences
+        self._accepting: dict[Connection, list[Message]] = {}  # messages behind the first Open
+        self._accept_metadata: dict[Connection, bytes] = {}  # of one-sided transports
+        self._fences: set[asyncio.Task[None]] = set()
         self._links: dict[Connection, Link] = {}
         self._acquired: dict[bytes, list[tuple[str, int]]] = {}  # endpoints, by ticket
         # Tickets that are being opened; done when they were closed meanwhile.
@@ -312,7 +324,7 @@ class PeerTransfers:
                 covers=mappings.covers,
                 num_assembly=slots.assembly,
                 transport=self._transport.name,
-                metadata=self._transport.metadata,
+                metadata=lambda connection: self._accept_metadata.get(connection, b""),
                 one_sided=self._transport.one_sided,
             )
         self._sender = Sender(
@@ -386,10 +398,14 @@ class PeerTransfers:
         if self._connections is not None:
             await self._connections.aclose()
         if self._tasks:
-            await asyncio.wait(list(self._tasks))
+            await asyncio.wait(list(self._tasks), timeout=LAST_WRITES_SECONDS)
         if self._work is not None:
             await self._work.finish()
         await asyncio.sleep(0)  # the handlers have noted the ends
+        for fence in self._fences:
+            fence.cancel()  # the transport closes what they wait for
+        if self._fences:
+            await asyncio.wait(list(self._fences))
         self._acquired.clear()
 
     # --- tickets ----------------------------------------------------------------------------------
@@ -641,25 +657,63 @@ class PeerTransfers:
     def on_sender_message(self, connection: Connection, message: Message) -> None:
         """Take a message of a sender."""
         receiver = self._receiver
-        if isinstance(message, Landed):  # of a one-sided transport
-            if self.slot_for(connection, message) is not None:
+        if connection in self._accepting:
+            self._accepting[connection].append(message)
+        elif isinstance(message, Landed):  # of a one-sided transport
+            if self._begin_parcel(connection, message):
                 self.on_parcel(connection, message)
-        elif receiver is not None:
+        elif receiver is None:
             if isinstance(message, Open):
-                self._metadata[connection] = message.transport_metadata
+                refused = Refused(ticket_id=message.ticket_id, kind="ticket", reason="it sleeps")
+                connection.send(refused)
+        elif self._needs_accept(message, connection):
+            self._accepting[connection] = [message]
+            self._spawn(self._accept(connection, message))
+        else:
             receiver.on_message(connection, message)
-        elif isinstance(message, Open):
-            refused = Refused(ticket_id=message.ticket_id, kind="ticket", reason="it sleeps")
+
+    def _needs_accept(self, message: Message, connection: Connection) -> TypeGuard[Open]:
+        return (
+            self._transport.one_sided
+            and isinstance(message, Open)
+            and message.transport == self._transport.name
+            and connection not in self._accept_metadata
+        )
+
+    async def _accept(self, connection: Connection, first: Open) -> None:
+        """Prepare the transport for a sender, then handle its messages in order."""
+        refusal = ""
+        try:
+            metadata = await self._transport.accept(connection, first.transport_metadata)
+        except PeerError as error:
+            metadata, refusal = b"", str(error)[:MAX_REASON_CHARACTERS]
+        finally:
+            messages = self._accepting.pop(connection)
+        self._accept_metadata[connection] = metadata
+        if connection.reason:  # on_sender_closed was called before
+            self._end_accepted(connection, may_write=False)
+            return
+        if refusal:
+            refused = Refused(ticket_id=first.ticket_id, kind="ticket", reason=refusal)
             connection.send(refused)
+            connection.close()
+            return
+        for message in messages:
+            self.on_sender_message(connection, message)
 
     def slot_for(self, connection: Connection, landed: Landed) -> memoryview | None:
         """Return the slot for a parcel, or None to discard it."""
         landing = self._landing
-        if self._receiver is None or landing is None or landed.parcel_bytes > landing.slot_bytes:
-            return None
-        if self._receiver.begin_parcel(connection, landed) == "discard":
+        if landing is None or not self._begin_parcel(connection, landed):
             return None
         return landing.slot(landed.slot, landed.parcel_bytes)
+
+    def _begin_parcel(self, connection: Connection, landed: Landed) -> bool:
+        """Return False for a parcel to discard."""
+        receiver, landing = self._receiver, self._landing
+        if receiver is None or landing is None or landed.parcel_bytes > landing.slot_bytes:
+            return False
+        return receiver.begin_parcel(connection, landed) == "land"
 
     def on_parcel(self, connection: Connection, landed: Landed) -> None:
         """Note that a parcel is in its slot."""
@@ -669,18 +723,37 @@ class PeerTransfers:
     def on_sender_closed(self, connection: Connection, reason: str) -> None:
         """Note the end of a connection that a sender had opened."""
         self._accepted.discard(connection)
-        metadata = self._metadata.pop(connection, b"")
-        if self._receiver is None:
-            return
-        self._receiver.on_closed(connection, reason)
-        if self._transport.one_sided:
-            self._spawn(self._fence(self._receiver, connection, metadata))
+        may_write = self._receiver is not None and self._receiver.on_closed(connection, reason)
+        if connection in self._accept_metadata:
+            self._end_accepted(connection, may_write=may_write)
 
-    async def _fence(
-        self, receiver: Receiver[Connection], connection: Connection, metadata: bytes
-    ) -> None:
-        await self._transport.fence(metadata)
-        receiver.fenced(connection)
+    def _end_accepted(self, connection: Connection, *, may_write: bool) -> None:
+        """Free the slots of a connection that has ended when its sender cannot write any more."""
+        del self._accept_metadata[connection]
+        fence = asyncio.get_running_loop().create_task(self._fence(connection, may_write))
+        self._fences.add(fence)
+        fence.add_done_callback(self._fences.discard)
+
+    async def _fence(self, connection: Connection, may_write: bool) -> None:
+        receiver = self._receiver
+        warning = asyncio.get_running_loop().call_later(
+            QUARANTINE_LOG_SECONDS,
+            partial(
+                log.warning,
+                "peer.slots_in_quarantine",
+                remote=connection.remote,
+                reason="the sender may still write, and has not closed its connection",
+            ),
+        )
+        try:
+            await self._transport.fence(connection, may_write=may_write)
+        except PeerError as error:
+            log.error("peer.slots_left_in_quarantine", remote=connection.remote, reason=str(error))
+            return
+        finally:
+            warning.cancel()
+        if receiver is not None and receiver is self._receiver:
+            receiver.fenced(connection)
 
     def on_receiver_message(self, connection: Connection, message: Message) -> None:
         """Take a message of a receiver."""
@@ -754,30 +827,46 @@ class PeerTransfers:
 
     def copy(self, copy: SlotCopy) -> None:
         """Copy landing slots or assembly slots to device blocks."""
+        self._surely(partial(self._begin_copy, copy))
+
+    def _begin_copy(self, copy: SlotCopy) -> None:
+        """Begin a copy, unless it has begun. Idempotent."""
         receiver, arena = self._receiver, self._slots
-        if receiver is not None and arena is not None:
-            first, pitch = 0, self._blocks_per_slot
-            if copy.is_assembled:
-                first, pitch = arena.first_assembly, 1
-            self._copies.copy(
-                RECEIVE,
-                [first + slot * pitch for slot in copy.slots],
-                copy.device_ids,
-                copy.receive.plan.after_step,
-                partial(receiver.copied, copy),
-            )
+        if receiver is None or arena is None or copy.is_begun or not receiver.admit(copy):
+            return
+        first, pitch = 0, self._blocks_per_slot
+        if copy.is_assembled:
+            first, pitch = arena.first_assembly, 1
+        copy.copy_id = copy.copy_id or self._copies.new_copy_id()
+        self._copies.copy(
+            copy.copy_id,
+            RECEIVE,
+            [first + slot * pitch for slot in copy.slots],
+            copy.device_ids,
+            copy.receive.plan.after_step,
+            partial(receiver.copied, copy),
+        )
+        copy.is_begun = True
 
     def fill(self, fill: SlotFill) -> None:
         """Copy device blocks to outgoing slots."""
+        self._surely(partial(self._begin_fill, fill))
+
+    def _begin_fill(self, fill: SlotFill) -> None:
+        """Begin a copy, unless it has begun. Idempotent."""
         sender, arena = self._sender, self._slots
-        if sender is not None and arena is not None:
-            self._copies.copy(
-                SEND,
-                fill.device_ids,
-                [arena.first_outgoing + slot for slot in fill.slots],
-                fill.send.plan.after_step,
-                partial(sender.filled, fill),
-            )
+        if sender is None or arena is None or fill.is_begun or not sender.admit(fill):
+            return
+        fill.copy_id = fill.copy_id or self._copies.new_copy_id()
+        self._copies.copy(
+            fill.copy_id,
+            SEND,
+            fill.device_ids,
+            [arena.first_outgoing + slot for slot in fill.slots],
+            fill.send.plan.after_step,
+            partial(sender.filled, fill),
+        )
+        fill.is_begun = True
 
     def seal(self, parcels: Sequence[Sent[Connection]]) -> None:
         """Cut parcels, and write their trailers."""
@@ -915,7 +1004,7 @@ class PeerTransfers:
 
     def _reclaim(self) -> None:
         """Free what an interrupt has lost, when nothing is in progress. Idempotent."""
-        if self._tasks or self._work is None or not self._work.is_idle:
+        if self._tasks or self._fences or self._work is None or not self._work.is_idle:
             return
         for end in (self._receiver, self._sender):
             if end is not None:
@@ -950,17 +1039,3 @@ class PeerTransfers:
     def _soon(self, action: Callable[[], object]) -> None:
         if self._poller is not None and not self._poller.closed:
             self._poller.soon(action)
-
-
-def _transport_named(name: str) -> Transport:
-    """Return a transport that is not open.
-
-    Raises:
-        ConfigError: this version has no such transport.
-    """
-    if name == "tcp":
-        return TcpTransport()
-    raise ConfigError(
-        f"transport is {name!r}; this version of aiokv has only 'tcp'",
-        hint="set Peers(transport='tcp')",
-    )

@@ -11,7 +11,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from aiokv.plan import FETCH, SAVE, TransferReport
+from aiokv.plan import FETCH, FETCH_ROUTES, SAVE, SAVE_ROUTES, TransferReport
 from aiokv.stores.accesses import Accesses
 from aiokv.stores.base import Result
 from aiokv.stores.guard import CLOSE_SECONDS
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from aiokv.plan import Outcome, Route, TransferPlan
-    from aiokv.stores.store_set import StoreSet
+    from aiokv.stores.pools import StorePools
     from aiokv.worker.base import Cancelled
     from aiokv.worker.poller import EventPoller
 
@@ -90,7 +90,7 @@ class _StoreTransfer:
             transfer_id=plan.transfer_id,
             outcome="failed",
             reason="the operation was interrupted",
-            results=bytes([Result.FAILED]) * plan.num_blocks if plan.route == SAVE else b"",
+            results=bytes([Result.FAILED]) * plan.num_blocks if plan.route in SAVE_ROUTES else b"",
         )
         self.reported = False
         self.task: asyncio.Task[None] | None = None
@@ -111,14 +111,14 @@ class StoreTransfers:
         on_end: called with the id of each plan after its report.
     """
 
-    def __init__(self, stores: StoreSet, on_end: Callable[[int], None]) -> None:
+    def __init__(self, stores: StorePools, on_end: Callable[[int], None]) -> None:
         self._stores = stores
         self._on_end = on_end
         self._on_report: Callable[[TransferReport], None] = lambda report: None
         self._poller: EventPoller | None = None
         self._transfers: dict[int, _StoreTransfer] = {}
         self._is_closed = False
-        self._counts = {FETCH: RunningCounts(), SAVE: RunningCounts()}
+        self._counts = {route: RunningCounts() for route in FETCH_ROUTES | SAVE_ROUTES}
 
     def open(self, poller: EventPoller, on_report: Callable[[TransferReport], None]) -> None:
         """Report through ``on_report`` from now on."""
@@ -206,7 +206,7 @@ class StoreTransfers:
             return  # an interrupt came before `_start` had the task, and it made another one
         transfer.began = True
         try:
-            if transfer.plan.route == FETCH:
+            if transfer.plan.route in FETCH_ROUTES:
                 overdue = await self._fetch(transfer)
             else:
                 overdue = await self._save(transfer)

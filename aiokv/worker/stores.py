@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from aiokv.errors import UsageError
-from aiokv.stores.store_set import StoreSet
+from aiokv.plan import STATE_FETCH, STATE_SAVE, WINDOW_FETCH, WINDOW_SAVE
+from aiokv.stores.base import KEY_BYTES
+from aiokv.stores.pools import StorePools
+from aiokv.stores.store_set import Found
 from aiokv.worker.store_transfers import STORE_ROUTES, StoreTransfers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aiokv.plan import Route, TransferReport
+    from aiokv.plan import Route, StorePool, TransferReport
     from aiokv.stores.guard_statistics import GuardStatistics
     from aiokv.stores.identity import StoreIdentity
     from aiokv.stores.store_set import StoreAnswer
@@ -31,19 +34,28 @@ class WorkerStores:
         stores: opened and closed with the worker; None without stores.
         memory: has the host blocks, and the layout that the keys depend on.
         on_end: called with the id of each plan after its report.
+        has_states: host memory has slots of recurrent state.
 
     Attributes:
         exist: False without stores.
-        routes: routes between host blocks and stores; empty without stores.
-        transfers: plans between host blocks and stores.
+        routes: routes between host memory and stores; empty without stores.
+        transfers: plans between host memory and stores.
     """
 
     def __init__(
-        self, stores: StoreSet | None, memory: WorkerMemory, on_end: Callable[[int], None]
+        self,
+        stores: StorePools | None,
+        memory: WorkerMemory,
+        on_end: Callable[[int], None],
+        *,
+        has_states: bool = False,
     ) -> None:
         self.exist = stores is not None
-        self.routes: frozenset[Route] = STORE_ROUTES if self.exist else frozenset()
-        self._stores = StoreSet(()) if stores is None else stores
+        self.routes: frozenset[Route] = frozenset()
+        if self.exist:
+            states = (STATE_FETCH, STATE_SAVE) if has_states else ()
+            self.routes = STORE_ROUTES.union(states, (WINDOW_FETCH, WINDOW_SAVE))
+        self._stores = StorePools(()) if stores is None else stores
         self._memory = memory
         self._identity: StoreIdentity | None = None
         self._is_asleep = False
@@ -66,23 +78,29 @@ class WorkerStores:
         if not self.exist:
             return
         self._identity = identity
-        await self._stores.open(self._memory.store_memory, self._fingerprint())
+        await self._stores.open(self._memory.store_memories, self._fingerprint)
         self.transfers.open(poller, on_report)
 
     async def lookup(self, digests: bytes) -> StoreAnswer:
         """Ask the stores for blocks; see :meth:`StoreSet.lookup`."""
         return await self._stores.lookup(digests)
 
+    async def find(self, pool: StorePool, digests: bytes) -> Found:
+        """Ask the stores for objects of a pool; see :meth:`StoreSet.find`."""
+        if not self.exist:
+            return Found.nothing(len(digests) // KEY_BYTES)
+        return await self._stores.find(pool, digests)
+
     def change_weights(self, version: str) -> None:
         """Use other keys from now on; see :meth:`Worker.change_weights`."""
         if self._identity is not None:
             self._identity = msgspec.structs.replace(self._identity, weights_version=version)
-            self._stores.change_fingerprint(self._fingerprint())
+            self._stores.change_fingerprints(self._fingerprint)
 
-    def _fingerprint(self) -> bytes:
+    def _fingerprint(self, pool: StorePool) -> bytes:
         if self._identity is None:
             raise UsageError("open: identity is None; stores need it", hint="pass a StoreIdentity")
-        return self._identity.fingerprint(self._memory.regions)
+        return self._identity.fingerprint(self._memory.regions, pool)
 
     async def sleep(self) -> None:
         """Close the stores until ``wake_up``: the host memory will be freed.
@@ -98,7 +116,7 @@ class WorkerStores:
         Cancellation: call it again, or ``sleep``.
         """
         if self.exist and self._is_asleep and "host" not in self._memory.asleep:
-            await self._stores.reopen(self._memory.store_memory, self._fingerprint())
+            await self._stores.reopen(self._memory.store_memories, self._fingerprint)
             self._is_asleep = False
 
     async def aclose(self) -> None:

@@ -21,9 +21,11 @@ from bench import harness, redis_store
         "shutdown",
         "ranks",
         "loop_held",
+        "peers_transports",
         "disk_io",
         "disk",
         "peers_tcp",
+        "peers",
     ],
 )
 def test_bench_returns_finite_comparable_numbers(name):

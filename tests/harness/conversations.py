@@ -52,10 +52,10 @@ class TwiceComputed(ABC):
     def first_chunk(self, cached: int, length: int, rng: random.Random) -> int:
         """Return where the chunk ends that is computed before a preemption."""
 
-    async def serve(self, tokens: Sequence[int], **prefill: Any) -> int:
+    async def serve(self, tokens: Sequence[int], *, wait_store: float = 0.0, **prefill: Any) -> int:
         """Serve a whole request; return the tokens that it found."""
         async with self.engine.match(tokens) as lease:
-            await lease.allocate(len(tokens))
+            await lease.allocate(len(tokens), wait_store=wait_store)
             await lease.layers.wait_all()
             cached = lease.cached_tokens
             self.check(lease, tokens, cached)

@@ -40,7 +40,11 @@ def state_after(tokens: Sequence[int], layer: int) -> np.ndarray:
 
 
 class Hybrid(TwiceComputed):
-    """An engine, its tensors, and the model. The KV of a position is a digest of all before it."""
+    """An engine, its tensors, and the model. The KV of a position is a digest of all before it.
+
+    Attributes:
+        weights: version of the weights, part of all that the model computes.
+    """
 
     def __init__(
         self,
@@ -48,15 +52,22 @@ class Hybrid(TwiceComputed):
         device_blocks: int = 32,
         state_slots: int = 4,
         device: Device | None = None,
+        stores: Sequence[Any] = (),
         **config: Any,
     ) -> None:
+        if stores:
+            config = {"model": "hybrid", **config}
         self.kv = [np.zeros((device_blocks, BLOCK_TOKENS), np.uint64) for _ in range(LAYERS)]
         # dirty: use of a slot that was not zeroed is detected
         self.state = [np.full((state_slots, WIDTH), 99, np.uint64) for _ in STATE_LAYERS]
         self.device = device
+        self.weights = 0
         sizes = {"device_blocks": device_blocks, "state_slots": state_slots}
         self.engine = CacheEngine(
-            CacheConfig(block_tokens=BLOCK_TOKENS, **sizes, **config), self.new_regions(), device
+            CacheConfig(block_tokens=BLOCK_TOKENS, **sizes, **config),
+            self.new_regions(),
+            device,
+            stores=stores,
         )
 
     def new_regions(self) -> Regions:
@@ -65,9 +76,13 @@ class Hybrid(TwiceComputed):
         regions.add_state("gdn", layers=self.state, layer_indices=STATE_LAYERS)
         return regions
 
+    def _weighted(self, tokens: Sequence[int]) -> Sequence[int]:
+        return [int(token) + (self.weights << 32) for token in tokens]
+
     def compute(self, lease: Lease, tokens: Sequence[int], first: int, end: int) -> None:
         """Compute positions from ``first`` on, from the state and the KV before them."""
         table, slot = lease.block_table, lease.state_slot
+        tokens = self._weighted(tokens)
         for position in range(first, end):
             for state, layer in zip(self.state, STATE_LAYERS, strict=True):
                 state[slot] = advance(state[slot], tokens[position], layer)
@@ -83,6 +98,7 @@ class Hybrid(TwiceComputed):
     def check(self, lease: Lease, tokens: Sequence[int], num_tokens: int) -> None:
         """Compare state and KV bit for bit with a recomputation of these tokens from scratch."""
         slot, table = lease.state_slot, lease.block_table
+        tokens = self._weighted(tokens)
         for state, layer in zip(self.state, STATE_LAYERS, strict=True):
             assert np.array_equal(state[slot], state_after(tokens[:num_tokens], layer))
         for layer, kv in enumerate(self.kv):

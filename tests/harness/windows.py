@@ -36,7 +36,11 @@ def seen_by(position: int, window: int, sink: int) -> list[int]:
 
 
 class Windowed(TwiceComputed):
-    """An engine and a model: full attention, and two groups of sliding windows, all with bytes."""
+    """An engine and a model: full attention, and two groups of sliding windows, all with bytes.
+
+    Attributes:
+        weights: version of the weights, part of all that the model computes.
+    """
 
     def __init__(
         self,
@@ -46,8 +50,12 @@ class Windowed(TwiceComputed):
         sinks: Mapping[str, int] | None = None,
         host_windows: int = 0,
         device: Device | None = None,
+        stores: Sequence[Any] = (),
         **config: Any,
     ) -> None:
+        if stores:
+            config = {"model": "windowed", **config}
+        self.weights = 0
         self.sinks = {group: (sinks or {}).get(group, 0) for group in WINDOWS}
         self.kv = np.zeros((device_blocks, BLOCK_TOKENS), np.uint64)
         self.near_and_far = {
@@ -67,7 +75,7 @@ class Windowed(TwiceComputed):
         }
         sizes = {"block_tokens": BLOCK_TOKENS, "device_blocks": device_blocks}
         config = CacheConfig(windows=windows, **sizes, **config)
-        self.engine = CacheEngine(config, self.new_regions(), device)
+        self.engine = CacheEngine(config, self.new_regions(), device, stores=stores)
 
     def new_regions(self) -> Regions:
         """Return the tensors: a layer of full attention between those of the two groups."""
@@ -86,6 +94,9 @@ class Windowed(TwiceComputed):
             found.append((window, self.sinks[group], table, self.near_and_far[group]))
         return found
 
+    def _mix(self, token: int, seen: Sequence[int]) -> int:
+        return mix(token + (self.weights << 32), seen)
+
     def compute(self, lease: Lease, tokens: Sequence[int], first: int, end: int) -> None:
         for window, sink, table, memory in self.tables(lease):
             for position in range(first, end):
@@ -96,7 +107,7 @@ class Windowed(TwiceComputed):
                     seen.append(int(memory[block, other % BLOCK_TOKENS]))
                 block = table[position // BLOCK_TOKENS]
                 assert block >= 0
-                memory[block, position % BLOCK_TOKENS] = mix(tokens[position], seen)
+                memory[block, position % BLOCK_TOKENS] = self._mix(tokens[position], seen)
 
     def check(self, lease: Lease, tokens: Sequence[int], num_tokens: int) -> None:
         """Compare all KV that the next position attends to with a recomputation from scratch."""
@@ -104,7 +115,7 @@ class Windowed(TwiceComputed):
             values: list[int] = []
             for position in range(num_tokens):
                 seen = [values[other] for other in seen_by(position, window, sink)]
-                values.append(mix(tokens[position], seen))
+                values.append(self._mix(tokens[position], seen))
             for position in seen_by(num_tokens, window, sink):
                 block = table[position // BLOCK_TOKENS]
                 assert memory[block, position % BLOCK_TOKENS] == values[position], (

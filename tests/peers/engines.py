@@ -1,10 +1,10 @@
-"""Engines of one process that exchange blocks over TCP, over bytes that identify their prompts."""
+"""Engines of one process that exchange blocks, over bytes that identify their prompts."""
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from aiokv import Lease
+    from aiokv.peers.options import TransportName
     from aiokv.worker.device.base import Device
 
 SECRET = "0123456789abcdef"
@@ -37,9 +38,15 @@ class Side:
         listen: as for ``Peers``.
         secret: as for ``Peers``.
         chunk_blocks: as for ``Peers``.
+        transport: as for ``Peers``; ``default_transport`` by default.
         ring_blocks: landing slots, and outgoing slots.
         config: fields of the configuration.
+
+    Attributes:
+        default_transport: of the sides that a test makes.
     """
+
+    default_transport: ClassVar[TransportName] = "tcp"
 
     def __init__(
         self,
@@ -48,6 +55,7 @@ class Side:
         listen: str | None = "127.0.0.1",
         secret: str = SECRET,
         chunk_blocks: int = 2,
+        transport: TransportName | None = None,
         ring_blocks: int = 8,
         device_blocks: int = 64,
         host_blocks: int = 64,
@@ -68,6 +76,7 @@ class Side:
                 secret=secret,
                 listen=listen,
                 chunk_blocks=chunk_blocks,
+                transport=transport or self.default_transport,
                 ring_bytes=ring_blocks * slot_bytes,
                 outgoing_bytes=ring_blocks * slot_bytes,
             ),

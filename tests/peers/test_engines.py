@@ -1,4 +1,4 @@
-"""Two engines over TCP: what arrives has the bytes of its prompt, whatever ends a transfer."""
+"""Two engines: what arrives has the bytes of its prompt, whatever ends a transfer."""
 
 # ruff: noqa: SIM117  (nested blocks show which of them ends first)
 
@@ -31,8 +31,14 @@ from aiokv.peers import ticket as tickets
 from aiokv.testing import ManualDevice, run_until_idle, running_clock, spin
 from tests.harness.closing import complete_during
 from tests.peers.engines import SECRET, Side, prompt, two_engines
+from tests.peers.installed import transports
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, transports("tcp", "nixl")]
+
+
+@pytest.fixture(autouse=True)
+def _sides_use_transport(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Side, "default_transport", transport)
 
 
 # --- whole prompts ------------------------------------------------------------------------------
@@ -336,6 +342,31 @@ async def test_cancelled_send_shortens_the_received_prefix():
         with d.engine.computing([lease]):
             d.compute(lease, tokens, 16, 40)
         d.check(lease, tokens)
+
+
+async def test_cancelled_receive_keeps_what_has_arrived_and_logs_no_warning(caplog):
+    tokens = prompt(40)
+    async with two_engines() as (p, d), await d.granted(tokens) as lease:
+        async with lease.receive() as receiving:
+            async with (
+                await p.granted(tokens) as source,
+                p.engine.send(source, receiving.ticket) as sending,
+            ):
+                p.compute(source, tokens, 0, 18)
+                await receiving.wait(16)
+                waiting = asyncio.create_task(receiving.wait())
+                await spin(3)
+                receiving.cancel()
+                receiving.cancel()
+                assert await waiting == 16
+                assert receiving.failure == "cancel() was called"
+                await run_until_idle(lambda: sending.failure is not None)
+        d.check(lease, tokens, 16)
+        with d.engine.computing([lease]):
+            d.compute(lease, tokens, 16, 40)
+        d.check(lease, tokens)
+    assert "receive.ended" not in caplog.text
+    assert "send.ended" in caplog.text  # the sender did not ask for the end
 
 
 @pytest.mark.parametrize("how", ["error", "task", "release", "preempt", "truncate", "leave"])

@@ -65,7 +65,7 @@ async def sides() -> AsyncIterator[Sides]:
         link: Link = await transport.connect(pair.client, b"")
         yield Sides(pair, link, outgoing)
         await link.aclose()
-        await transport.fence(b"")
+        await transport.fence(pair.server, may_write=True)
         await transport.aclose()
 
 

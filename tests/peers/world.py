@@ -144,6 +144,8 @@ class ReceiverSide(Side):
         self.job(run)
 
     def copy(self, copy: Any) -> None:
+        if not self.logic.admit(copy):
+            return
         receive, slots, targets = copy.receive, list(copy.slots), copy.device_ids
         assert receive.plan.transfer_id not in self.world.reports, "a copy after the report"
         fails = self.world.random.random() < self.world.copy_failures
@@ -187,6 +189,8 @@ class SenderSide(Side):
             connection.to_receiver.append((message, None))
 
     def fill(self, fill: Any) -> None:
+        if not self.logic.admit(fill):
+            return
         send, parcels, slots = fill.send, list(fill.parcels), fill.slots
         assert send.plan.transfer_id not in self.world.reports, "a copy after the report"
         fails = self.world.random.random() < self.world.copy_failures

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -13,11 +13,13 @@ from aiokv import AllocateTimeout
 from aiokv.stores import StoreUse
 from aiokv.testing import ScriptedDevice, ScriptedStore, running_clock, spin
 from tests.harness.cache import Cache, prompt
+from tests.harness.recurrence import Hybrid
+from tests.harness.windows import Windowed
 
 if TYPE_CHECKING:
-    import numpy as np
+    from collections.abc import Sequence
 
-    from aiokv import Lease
+    from aiokv import CacheEngine, Lease
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.clock]
 
@@ -44,23 +46,33 @@ class Load:
             for name, kept in zip("ab", objects, strict=True)
         ]
         uses = [StoreUse(store, deadline_seconds=self.rng.choice((1, 5))) for store in self.stores]
-        self.cache = Cache(
+        self.cache: Any = self.new_cache(
             device=ScriptedDevice(),
             stores=uses,
             store_policy=self.rng.choice(("at_commit", "at_commit", "at_nth_use", "on_eviction")),
             store_admission=self.rng.choice(("all", "all", "reused")),
             store_queue_blocks=self.rng.choice((2, 4096)),
-            **SIZES,
         )
+        self.stores += [part for store in self.stores for part in store.parts.values()]
+        self.engine: CacheEngine = self.cache.engine
         self.requests: set[asyncio.Task[None]] = set()
 
-    def prompt(self) -> np.ndarray:
+    def new_cache(self, **config: Any) -> Any:
+        return Cache(**SIZES, **config)
+
+    def prompt(self) -> Any:
         return prompt(self.rng.randrange(8), self.rng.randrange(3, 7))
 
-    async def request(self, tokens: np.ndarray) -> None:
+    async def serve(self, tokens: Any, **allocate: Any) -> Lease:
+        return await self.cache.serve(tokens, **allocate)
+
+    def use_weights(self, weights: int) -> None:
+        self.cache.memory.weights = weights
+
+    async def request(self, tokens: Any) -> None:
         lease: Lease | None = None
         try:
-            lease = await self.cache.serve(
+            lease = await self.serve(
                 tokens,
                 wait_store=self.rng.choice((0.3, 2.0, math.inf, math.inf)),
                 timeout=self.rng.choice((None, 3.0)),
@@ -112,15 +124,15 @@ class Load:
             case 9:
                 rng.choice(self.stores).end_script()
             case 10:
-                await self.cache.engine.evict(24, rng.choice(("device", "host")))
+                await self.engine.evict(24, rng.choice(("device", "host")))
             case 11:
                 await self.control()
             case 12 | 13:
-                await self.finish_stores(self.cache.engine.reset())
+                await self.finish_stores(self.engine.reset())
             case _:
                 await running_clock().advance(rng.choice((0.05, 0.3, 1.0, 6.0)))
         await spin(rng.randrange(6))
-        assert self.cache.engine.check_invariants() == []
+        assert self.engine.check_invariants() == []
         for store in self.stores:
             assert all(count in (0, 1) for count in self.in_use(store)), "two loads into one block"
 
@@ -134,12 +146,14 @@ class Load:
             case 0:
                 await self.settle()
                 version = self.rng.choice(("", "", "1", None))
-                async with self.cache.engine.updating_weights(version=version):
-                    self.cache.memory.weights = {"": 0, "1": 1}.get(
-                        "?" if version is None else version, self.rng.randrange(2, 10**6)
+                async with self.engine.updating_weights(version=version):
+                    self.use_weights(
+                        {"": 0, "1": 1}.get(
+                            "?" if version is None else version, self.rng.randrange(2, 10**6)
+                        )
                     )
             case _:
-                await self.finish_stores(self.cache.engine.prefetch(self.prompt(), timeout=1.0))
+                await self.finish_stores(self.engine.prefetch(self.prompt(), timeout=1.0))
 
     async def finish_stores(self, work: object) -> None:
         """Await some work, which the operations of the stores may hold up."""
@@ -161,7 +175,7 @@ class Load:
                 break
             await running_clock().advance(1.0)
         assert not self.requests
-        await self.finish_stores(self.cache.engine.drain())
+        await self.finish_stores(self.engine.drain())
 
     async def run(self) -> None:
         async with self.cache:
@@ -172,9 +186,58 @@ class Load:
                 assert not any(self.in_use(store))
 
 
+class TwiceComputedLoad(Load):
+    """As ``Load``, for a small model whose ``check`` compares all that a lease has, bit for bit."""
+
+    def prompt(self) -> list[int]:
+        length = self.rng.randrange(5, 15)
+        tokens = [self.rng.randrange(3), *range(1, length)]
+        if self.rng.randrange(2):
+            tokens[length // 2] = 99  # parts from the others there
+        return tokens
+
+    async def serve(self, tokens: Sequence[int], **allocate: Any) -> Lease:
+        model = self.cache
+        lease = model.engine.match(tokens)
+        try:
+            await lease.allocate(len(tokens), **allocate)
+            await lease.layers.wait_all()
+            model.check(lease, tokens, lease.cached_tokens)
+            model.prefill(lease, tokens)
+        except BaseException:
+            lease.release()
+            raise
+        return lease
+
+    def use_weights(self, weights: int) -> None:
+        self.cache.weights = weights
+
+
+class StateLoad(TwiceComputedLoad):
+    """Requests to a model with recurrent state."""
+
+    def new_cache(self, **config: Any) -> Any:
+        host_state_slots = self.rng.choice((1, 2, 3, 8))
+        return Hybrid(host_state_slots=host_state_slots, state_slots=4, **SIZES, **config)
+
+
+class WindowLoad(TwiceComputedLoad):
+    """Requests to a model with sliding windows."""
+
+    def new_cache(self, **config: Any) -> Any:
+        return Windowed(
+            host_windows=self.rng.choice((2, 5, 12, 24)),
+            window_blocks=self.rng.choice((14, 30)),
+            sinks=self.rng.choice(({}, {"near": 3}, {"near": 1, "far": 2})),
+            **SIZES,
+            **config,
+        )
+
+
+@pytest.mark.parametrize("load", [Load, StateLoad, WindowLoad])
 @pytest.mark.parametrize("seed", range(8))
-async def test_no_request_fails_and_no_block_is_wrong(seed):
+async def test_no_request_fails_and_no_block_is_wrong(seed, load):
     """A second engine finds what the first one has saved, or does not."""
     objects: list[dict[bytes, bytes]] = [{}, {}]
     for run in range(2):
-        await Load(100 * seed + run, objects).run()
+        await load(100 * seed + run, objects).run()

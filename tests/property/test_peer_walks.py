@@ -2,8 +2,8 @@
 
 A receive writes wrong bytes into its blocks at random until its report; the positions of a send are
 read when it ends. After each transition, each cached block has the bytes of its own tokens (I4,
-I11), and ``violations()`` is empty. With recurrent state, the slot of a lease is checked whenever
-the lease computes. In walks with steps, compute writes when its step has finished.
+I11), and ``violations()`` is empty. The recurrent state and the windows of a lease are checked
+whenever the lease computes. In walks with steps, compute writes when its step has finished.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from aiokv import CacheConfig, LeaseState
-from aiokv.errors import AiokvError, LeaseError, WouldBlock
+from aiokv import CacheConfig, LeaseState, WindowGroup
+from aiokv.errors import AiokvError, LeaseError
 from aiokv.plan import (
     RECEIVE,
     SEND,
     STATE_RECEIVE,
     STATE_SEND,
+    WINDOW_RECEIVE,
+    WINDOW_SEND,
     ZEROS,
     TransferReport,
 )
@@ -36,6 +38,10 @@ if TYPE_CHECKING:
 
 BLOCK_TOKENS = 3
 DEVICE_BLOCKS = 20
+WINDOWS = {
+    "near": WindowGroup(window_tokens=4, device_blocks=16),
+    "far": WindowGroup(window_tokens=8, device_blocks=24, sink_tokens=2),
+}
 WRONG = -1
 DEVICE_VALID, HOST_VALID = 1, 4
 
@@ -53,8 +59,9 @@ def state_word(tokens: list[int], stop: int) -> int:
 
 
 class PeerWalk:
-    def __init__(self, seed: int, state_slots: int = 0) -> None:
+    def __init__(self, seed: int, state_slots: int = 0, *, with_windows: bool = False) -> None:
         self.state_slots = state_slots
+        self.windows = WINDOWS if with_windows else {}
         self.random = random = Random(seed)
         self.seen: Counter[str] = Counter()
         self.tracked = random.random() < 0.6
@@ -65,6 +72,7 @@ class PeerWalk:
             write_policy="write_through",
             salt_quota_blocks=random.choice((None, 15)),
             state_slots=state_slots,
+            windows=self.windows,
         )
         self.scheduler = CacheScheduler(config)
         self.read = self.scheduler.read
@@ -74,6 +82,9 @@ class PeerWalk:
             "host": [[WRONG] * BLOCK_TOKENS for _ in range(10)],
             "state": [[WRONG] for _ in range(state_slots)],
         }
+        for name, group in self.windows.items():
+            blocks = [[WRONG] * BLOCK_TOKENS for _ in range(group.device_blocks)]
+            self.memory[name] = blocks
         self.computing: list[tuple[int, str, int, int, int]] = []  # step, pool, id, offset, word
         self.begun: set[int] = set()  # receives of a state that have written its slot
         self.closed = self.finished = 0
@@ -82,6 +93,7 @@ class PeerWalk:
         self.expected: dict[int, list[Bytes]] = {}  # of receives and sends: the bytes of the prompt
         self.awaited: dict[int, int] = {}  # transfers whose end a lease with a handle waits for
         self.batches: set[int] = set()
+        self.stops: dict[int, int] = {}  # of leases that receive windows
         self.apply(self.scheduler.track_steps(self.tracked))
 
     # --- memory ---------------------------------------------------------------------------------
@@ -94,10 +106,24 @@ class PeerWalk:
         ):
             block, offset = int(table[position // BLOCK_TOKENS]), position % BLOCK_TOKENS
             self.launch("device", block, offset, word)
+        for group in self.windows:
+            self.compute_window(lease_id, group, start, stop)
         if self.state_slots:
             slot = self.read.state_slot(lease_id)
             assert self.content("state", slot) == [state_word(self.tokens[lease_id], start)]
             self.launch("state", slot, 0, state_word(self.tokens[lease_id], stop))
+
+    def compute_window(self, lease_id: int, group: str, start: int, stop: int) -> None:
+        """Read the sink and the window of a lease, and write its positions."""
+        config, tokens = self.windows[group], self.tokens[lease_id]
+        table = self.read.block_table(lease_id, group).tolist()
+        seen = range(max(start - config.window_tokens + 1, 0), start)
+        for position in {*seen, *range(min(config.sink_tokens, start))} if start < stop else ():
+            content = self.content(group, table[position // BLOCK_TOKENS])
+            assert content[position % BLOCK_TOKENS] == words(tokens, position, position + 1)[0]
+        for position in range(start, stop):
+            block, offset = table[position // BLOCK_TOKENS], position % BLOCK_TOKENS
+            self.launch(group, block, offset, words(tokens, position, position + 1)[0])
 
     def launch(self, pool: str, block: int, offset: int, word: int) -> None:
         step = self.closed + 1 if self.tracked else 0
@@ -162,6 +188,10 @@ class PeerWalk:
             if plan.route == STATE_RECEIVE and self.may_begin(plan) and self.random.random() < 0.5:
                 self.begun.add(plan.transfer_id)
                 self.memory["state"][int(plan.target_ids[0])] = [WRONG]
+            if plan.route == WINDOW_RECEIVE and self.may_begin(plan):
+                self.begun.add(plan.transfer_id)
+                for target in plan.target_ids.tolist():
+                    self.memory[plan.group][target] = [WRONG] * BLOCK_TOKENS
             if plan.route == RECEIVE and self.may_begin(plan):
                 block = self.random.choice(plan.target_ids.tolist())
                 self.memory["device"][block] = [WRONG] * BLOCK_TOKENS
@@ -172,10 +202,12 @@ class PeerWalk:
         expected = self.expected.pop(transfer_id, [])
         pairs = list(zip(plan.source_ids.tolist(), plan.target_ids.tolist(), strict=True))[:good]
         for index, (source, target) in enumerate(pairs):
-            if plan.route in (RECEIVE, STATE_RECEIVE):
-                self.memory[plan.route.target][target] = list(expected[index])
-            elif plan.route in (SEND, STATE_SEND):
-                sent = self.memory[plan.route.source][source][: len(expected[index])]
+            if plan.route in (RECEIVE, STATE_RECEIVE, WINDOW_RECEIVE):
+                pool = plan.group or plan.route.target
+                self.memory[pool][target] = list(expected[index])
+            elif plan.route in (SEND, STATE_SEND, WINDOW_SEND):
+                pool = plan.group or plan.route.source
+                sent = self.memory[pool][source][: len(expected[index])]
                 assert tuple(sent) == expected[index], (transfer_id, source)
             elif source == ZEROS:
                 self.memory["state"][target] = [state_word([], 0)]
@@ -234,7 +266,7 @@ class PeerWalk:
             self.apply(self.scheduler.preempt(lease_id))
             return
         start, known = self.read.computed_tokens(lease_id), len(self.tokens[lease_id])
-        stop = self.random.randint(start, max(start, known))
+        stop = self.random.randint(start, max(start, min(known, self.read.reach_tokens(lease_id))))
         try:
             batch = self.apply(self.scheduler.begin_batch([lease_id]))
         except LeaseError:
@@ -304,6 +336,41 @@ class PeerWalk:
             self.awaited[transfer_id] = lease_id
             self.expected[transfer_id] = [(state_word(self.tokens[lease_id], computed),)]
 
+    def receive_window(self) -> None:
+        """Receive behind all positions that have been received, mostly."""
+        if (lease_id := self.pick(LeaseState.GRANTED)) is None:
+            return
+        stop = self.stops.get(lease_id) or self.random.randint(0, len(self.tokens[lease_id]))
+        group = self.random.choice(list(self.windows))
+        with suppress(AiokvError):
+            transfer_id = self.apply(
+                self.scheduler.receive_window(lease_id, self.ticket(), group, stop)
+            )
+            self.stops[lease_id] = stop
+            self.note_window(transfer_id, lease_id, stop)
+
+    def send_window(self) -> None:
+        if (lease_id := self.pick(LeaseState.GRANTED)) is None:
+            return
+        computed = self.read.computed_tokens(lease_id)
+        group = self.random.choice(list(self.windows))
+        with suppress(AiokvError):
+            transfer_id = self.apply(
+                self.scheduler.send_window(lease_id, self.ticket(), group, computed)
+            )
+            self.note_window(transfer_id, lease_id, computed)
+
+    def note_window(self, transfer_id: int, lease_id: int, stop: int) -> None:
+        plan, tokens = self.plans[transfer_id], self.tokens[lease_id]
+        receives = plan.route == WINDOW_RECEIVE
+        self.expected[transfer_id] = []
+        for block in (plan.source_ids if receives else plan.target_ids).tolist():
+            end = min((block + 1) * BLOCK_TOKENS, stop)
+            known = words(tokens, block * BLOCK_TOKENS, end)
+            more = [WRONG] * (BLOCK_TOKENS - len(known)) if receives else []
+            self.expected[transfer_id].append((*known, *more))
+        self.awaited[transfer_id] = lease_id
+
     def note_begin(
         self, transfer_id: int, lease_id: int, first: int, num_blocks: int, stop: int
     ) -> None:
@@ -332,10 +399,12 @@ class PeerWalk:
     def commit_received(self) -> None:
         if (lease_id := self.pick(LeaseState.GRANTED)) is None:
             return
-        stop = self.random.randint(0, len(self.tokens[lease_id]))
+        stop = self.stops.get(lease_id) or self.random.randint(0, len(self.tokens[lease_id]))
         with suppress(LeaseError):
             if self.apply(self.scheduler.commit_received(lease_id, stop)):
                 self.seen["received"] += 1
+                self.seen["windows committed"] += lease_id in self.stops
+                self.stops.pop(lease_id, None)
 
     def end_peer(self) -> None:
         if self.tokens:
@@ -344,6 +413,7 @@ class PeerWalk:
 
     def forget(self, lease_id: int) -> None:
         """The lease gives its blocks back: nothing waits for its transfers."""
+        self.stops.pop(lease_id, None)
         self.awaited = {i: lease for i, lease in self.awaited.items() if lease != lease_id}
 
     def release(self) -> None:
@@ -382,7 +452,7 @@ class PeerWalk:
         lease_id = self.pick(LeaseState.GRANTED)
         if lease_id is None or self.tracked or len(self.tokens) > 5:
             return
-        with suppress(WouldBlock, LeaseError):
+        with suppress(AiokvError):
             fork = self.apply(self.scheduler.fork(lease_id, "child"))
             for source, target in zip(fork.source_blocks, fork.target_blocks, strict=True):
                 self.memory["device"][target] = list(self.memory["device"][source])
@@ -424,6 +494,8 @@ class PeerWalk:
         ]  # fmt: skip
         if self.state_slots:
             verbs += [*[self.receive_state] * 10, *[self.send_state] * 3]
+        if self.windows:
+            verbs += [*[self.receive_window] * 12, *[self.send_window] * 3]
         for _ in range(steps):
             self.disturb()
             self.random.choice(verbs)()
@@ -458,16 +530,22 @@ def test_random_receives_and_sends_never_leave_a_lease_with_the_wrong_state(seed
     PeerWalk(seed, state_slots=5).run(800)
 
 
+@pytest.mark.parametrize("seed", range(50))
+def test_random_receives_and_sends_never_leave_a_lease_with_the_wrong_windows(seed: int) -> None:
+    PeerWalk(seed, state_slots=seed % 3 * 3, with_windows=True).run(800)
+
+
 def test_walks_reach_receives_and_sends_of_each_outcome() -> None:
     seen: Counter[str] = Counter()
     for seed in range(1000, 1020):
-        walk = PeerWalk(seed, state_slots=seed % 2 * 5)
+        walk = PeerWalk(seed, state_slots=seed % 2 * 5, with_windows=seed % 4 > 1)
         walk.run(800)
         seen += walk.seen
     for name in (
         "done receive", "failed receive", "cancelled receive", "done send", "failed send",
         "cancelled send", "done onload", "done offload", "moved", "received", "cancel",
         "received blocks", "done state", "done state_receive", "failed state_receive",
-        "cancelled state_receive", "done state_send",
+        "done state_send", "done window_receive",
+        "failed window_receive", "done window_send", "windows committed",
     ):  # fmt: skip
         assert seen[name] > 0, (name, seen)

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from aiokv import CacheConfig, LeaseState
-from aiokv.errors import AiokvError, LeaseError, RequestTooLarge, WouldBlock
-from aiokv.plan import FETCH, SAVE, Priority, TransferReport
+from aiokv.errors import AiokvError, LeaseError, RequestTooLarge, UsageError, WouldBlock
+from aiokv.plan import FETCH, SAVE_ROUTES, STATE_FETCH, Priority, TransferReport
 from aiokv.scheduler.effects import NO_EFFECTS
 from aiokv.scheduler.scheduler import CacheScheduler
 from aiokv.stores.base import Result
@@ -35,10 +35,18 @@ UNGRANTED = (LeaseState.MATCHED, LeaseState.SWAPPED)
 
 
 class Walk:
-    def __init__(self, seed: int, *, has_stores: bool = False) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        has_stores: bool = False,
+        has_state: bool = False,
+        has_peers: bool = False,
+    ) -> None:
         self.random = random = Random(seed)
         self.seen: Counter[str] = Counter()
         self.has_stores = has_stores
+        self.has_peers = has_peers
         config = CacheConfig(
             block_tokens=BLOCK_TOKENS,
             device_blocks=DEVICE_BLOCKS,
@@ -55,6 +63,14 @@ class Walk:
                 store_admission=random.choice(("all", "all", "reused")),
                 store_queue_blocks=random.choice((2, 64)),
             )
+        if has_state:
+            config = dataclasses.replace(
+                config,
+                host_blocks=HOST_BLOCKS,
+                state_slots=random.choice((2, 4, 6)),
+                host_state_slots=random.choice((1, 2, 5)),
+            )
+        self.has_state = has_state
         self.scheduler = CacheScheduler(config, has_stores)
         self.recording = Recording(self.scheduler, config, None)
         self.tracked = random.random() < 0.5
@@ -87,6 +103,7 @@ class Walk:
         effects.cancel.clear()
         effects.computed.clear()
         effects.urge.clear()
+        effects.moved.clear()
         while effects.submit:
             plan = effects.submit.popleft()
             assert plan.transfer_id not in self.in_flight
@@ -116,7 +133,13 @@ class Walk:
         self.scheduler.applied()
         for lease_id in turns:
             assert lease_id in self.in_line - self.store_waits
-            if self.apply(self.scheduler.take_turn(lease_id)) is not None:
+            try:
+                grant = self.apply(self.scheduler.take_turn(lease_id))
+            except RequestTooLarge:  # since a resize; the task of the lease gets the error
+                grant = None
+                self.in_line.remove(lease_id)
+                self.apply(self.scheduler.stop_waiting(lease_id))
+            if grant is not None:
                 self.in_line.remove(lease_id)
         for transfer_id in cancelled:
             if self.random.random() < 0.5:
@@ -154,7 +177,7 @@ class Walk:
             self.apply(self.scheduler.complete(report))
 
     def results(self, plan: TransferPlan) -> bytes:
-        if plan.route != SAVE or self.random.random() < 0.5:
+        if plan.route not in SAVE_ROUTES or self.random.random() < 0.5:
             return b""
         return bytes(self.random.choice(list(Result)) for _ in range(plan.num_blocks))
 
@@ -229,6 +252,27 @@ class Walk:
                 assert self.in_flight[fetched].route == FETCH
                 self.seen["fetches"] += 1
 
+    def fetch_snapshot(self) -> None:
+        """Fetch the snapshot behind some cached block, also while the lease waits in line."""
+        if (lease_id := self.pick(waiting=True)) is not None:
+            borders = self.scheduler.read.borders(lease_id)
+            num_blocks = self.random.randint(0, borders.cached + 1)
+            fetching = self.scheduler.fetch_auxiliary(
+                lease_id, num_blocks, "host_state", Priority.DEMAND
+            )
+            if fetched := self.apply(fetching):
+                assert 0 < num_blocks <= borders.cached
+                assert self.in_flight[fetched].route == STATE_FETCH
+                self.seen["snapshot_fetches"] += 1
+
+    def snapshot(self) -> None:
+        """Save the state behind all full blocks of a lease, if that is where it stands."""
+        if (lease_id := self.pick(granted=True)) is not None:
+            with suppress(LeaseError):
+                self.apply(
+                    self.scheduler.snapshot(lease_id, self.scheduler.read.computed_tokens(lease_id))
+                )
+
     def wait_pending(self) -> None:
         if (lease_id := self.pick(granted=False)) is None:
             return
@@ -253,12 +297,31 @@ class Walk:
             read = self.scheduler.read
             if read.onloads(lease_id):
                 return
-            self.apply(self.scheduler.recompute_from(lease_id))
+            with suppress(LeaseError):  # state cannot go back
+                self.apply(self.scheduler.recompute_from(lease_id))
             last = min(read.num_tokens(lease_id), len(self.tokens[lease_id]))
-            self.apply(self.scheduler.commit(lease_id, self.random.randint(0, last)))
+            with suppress(LeaseError):  # some of these positions are being received
+                self.apply(self.scheduler.commit(lease_id, self.random.randint(0, last)))
             # A lease in line with the same prefix needs fewer blocks now; the next blocks that
             # become free let it try again.
             self.apply(self.scheduler.advance())
+
+    def move_to_peer(self) -> None:
+        """Receive or send blocks of a lease, or commit what it has received."""
+        if (lease_id := self.pick(granted=True)) is None:
+            return
+        first, ticket = self.random.randint(0, 4), bytes(16)
+        with suppress(LeaseError, UsageError):
+            draw = self.random.random()
+            if draw < 0.6:
+                verb = self.random.choice((self.scheduler.receive, self.scheduler.send))
+                self.apply(verb(lease_id, ticket, first, self.random.randint(1, 3)))
+                self.seen["peer transfers"] += 1
+            elif draw < 0.9:
+                self.apply(self.scheduler.commit_received(lease_id, first * BLOCK_TOKENS))
+                self.seen["commit_received"] += 1
+            else:
+                self.apply(self.scheduler.end_peer(lease_id, ticket))
 
     def extend(self) -> None:
         if (lease_id := self.pick(granted=True)) is not None:
@@ -379,6 +442,10 @@ class Walk:
         ]  # fmt: skip
         if self.has_stores:
             verbs += [*[self.fetch] * 4, *[self.end_store_wait] * 2]
+        if self.has_state:
+            verbs += [*[self.fetch_snapshot] * 4, *[self.snapshot] * 5]
+        if self.has_peers:
+            verbs += [*[self.move_to_peer] * 6, *[self.transfer] * 2]
         for _ in range(steps):
             verb = self.random.choice(verbs)
             self.seen[verb.__name__] += 1
@@ -439,22 +506,31 @@ def test_random_transitions_end_each_wait_once_and_free_all_blocks(seed: int) ->
     Walk(seed).run(400)
 
 
+@pytest.mark.parametrize("has_state", [False, True])
 @pytest.mark.parametrize("seed", range(40))
-def test_random_transitions_with_stores_end_each_wait_once_and_free_all_blocks(seed: int) -> None:
-    Walk(seed, has_stores=True).run(400)
+def test_random_transitions_with_stores_end_each_wait_once_and_free_all_blocks(
+    seed: int, has_state: bool
+) -> None:
+    Walk(seed, has_stores=True, has_state=has_state).run(400)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_transitions_with_peers_end_each_wait_once_and_free_all_blocks(seed: int) -> None:
+    Walk(seed, has_stores=seed % 2 == 0, has_peers=True).run(400)
 
 
 def test_walks_reach_the_effects() -> None:
     seen: Counter[str] = Counter()
     offloads = 0
-    for seed in range(100, 120):
-        walk = Walk(seed, has_stores=seed % 2 == 0)
+    for seed in range(100, 130):
+        walk = Walk(seed, has_stores=seed % 2 == 0, has_state=seed % 4 == 0, has_peers=seed >= 120)
         walk.run(400)
         seen += walk.seen
         offloads += walk.scheduler.read.statistics().offloaded_blocks
     for name in (
         "submit", "granted", "turns", "refused", "resumed", "unpinned", "computed",
-        "cancel", "collect", "urge", "fetches", "saves", "end_store_wait",
+        "cancel", "collect", "urge", "fetches", "saves", "end_store_wait", "snapshot_fetches",
+        "peer transfers", "commit_received", "moved",
     ):  # fmt: skip
         assert seen[name] > 0, (name, seen)
     assert offloads > 0

@@ -16,6 +16,7 @@ import struct
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+_PARTS = ([1, 2], [3, 4])  # numbers of the keys of each pool
 DONE, MISSING, WRONG, REFUSED, FAILED = (int(result) for result in Result)
 
 
@@ -343,6 +345,37 @@ class StoreConformance:
             await store.aclose()
         assert [second.read(block) for block in (5, 6)] == expected
         assert (first.array == 0x22).all()
+
+    async def test_pools_have_objects_of_different_sizes(self, medium: Medium) -> None:
+        """Both parts of a store are open at the same time, and found again by the next store."""
+        blocks = [Blocks(), Blocks(num_blocks=4, payload_bytes=150_000)]
+        memories = [
+            msgspec.structs.replace(some.memory, pool=pool, quota_share=0.5)
+            for some, pool in zip(blocks, ("host", "host_state"), strict=True)
+        ]
+        for saves in (True, False):
+            store = medium.store()
+            stores = [store, store.for_pool("host_state")]
+            assert stores[1] is not None
+            try:
+                for part, memory in zip(stores, memories, strict=True):
+                    await part.open(memory)
+                if saves:
+                    await asyncio.gather(
+                        *(
+                            save(part, some, n)
+                            for part, some, n in zip(stores, blocks, _PARTS, strict=True)
+                        )
+                    )
+                for part, some, numbers in zip(stores, blocks, _PARTS, strict=True):
+                    keys = keys_of(numbers)
+                    some.fill(0)
+                    assert (await part.load(keys, ids(3, 1))).tolist() == [DONE] * 2
+                    for block, key in ((3, keys[:KEY_BYTES]), (1, keys[KEY_BYTES:])):
+                        assert some.read(block) == object_of(key, some.memory.payload_bytes)
+            finally:
+                for part in stores:
+                    await part.aclose()
 
     async def test_aclose_ends_operations_in_flight(self, medium: Medium) -> None:
         blocks = Blocks()

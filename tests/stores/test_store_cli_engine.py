@@ -17,6 +17,7 @@ from aiokv.stores.disk import DiskStore
 from aiokv.stores.disk.layout import segment_name
 from aiokv.testing import ScriptedDevice, run_until_idle
 from tests.harness.cache import BLOCK_TOKENS, Cache, prompt
+from tests.harness.recurrence import Hybrid
 from tests.stores.test_inspection import flip
 
 if TYPE_CHECKING:
@@ -118,3 +119,33 @@ def test_blocks_of_an_engine_are_listed_and_verified_and_damaged_ones_computed_a
         assert aiokv_store("ls", path, 0)["quarantined_blocks"] == (flipped == segment)
         assert serve(path, make) == BLOCKS
     assert sorted(hits) == list(range(BLOCKS))
+
+
+def test_snapshots_of_recurrent_state_are_listed_verified_and_cleaned_up(tmp_path: Path) -> None:
+    path, tokens = tmp_path / "kv", [5, 6, 7, 8, 9, 10, 11]
+
+    async def serve_hybrid() -> int:
+        sizes = {"state_slots": 4, "host_state_slots": 4, "host_blocks": 32}
+        async with Hybrid(stores=[disk_store(path)], **sizes) as model:
+            return await model.serve(tokens, wait_store=math.inf)
+
+    assert uvloop.run(serve_hybrid()) == 0
+    listing = aiokv_store("ls", path, 0)
+    assert [group["name"] for group in listing["groups"]] == [
+        "segment-00000",
+        "host_state/segment-00000",
+    ]
+    assert (listing["blocks"], listing["path"]) == (3 + 1, str(path))
+    assert listing["disk_bytes"] > sum(group["disk_bytes"] for group in listing["groups"])
+    verified = aiokv_store("verify", path, 0)
+    assert (verified["blocks"], verified["bad"]) == (4, [])
+
+    flip(path / "host_state" / segment_name(0), 3)
+    (bad,) = aiokv_store("verify", path, 1)["bad"]
+    assert (bad["file"], bad["slot"]) == ("host_state/segment-00000", 0)
+    result = tmp_path / "result.json"
+    assert cli.main(["store", "gc", str(path), "--verify", "--json", str(result)]) == 0
+    cleaned = json.loads(result.read_text())
+    assert (cleaned["bad_blocks"], cleaned["kept_blocks"]) == (1, 3)
+    assert uvloop.run(serve_hybrid()) == 0, "blocks without a snapshot"
+    assert uvloop.run(serve_hybrid()) == 6

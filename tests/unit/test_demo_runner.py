@@ -115,14 +115,10 @@ async def test_blocks_are_read_back_after_the_pass(model):
         assert digest_rows(cache.read_blocks(blocks[2])) == [third]
 
 
-class HeldLease:
-    cached_tokens = 8
-
-
 @pytest.mark.asyncio
 async def test_first_and_last_step_check_all_blocks_and_others_their_completed_blocks():
     request = Request("r", list(range(14)), prompt_length=14, stop_length=18)
-    sequence = Sequence(request, HeldLease())
+    sequence = Sequence(request, lease=None, first_position=8)
     assert sequence.blocks_to_check(3, block_tokens=4) == range(2)
     sequence.checked, sequence.computed = True, 11
     assert sequence.blocks_to_check(3, block_tokens=4) == range(2, 3)

@@ -172,6 +172,28 @@ def test_axes_and_heads_change_every_key_where_they_are_given():
     assert line.endswith('shape 16x16 bytes 512 axes 5 "heads" 6 "tokens" heads 0 of 32 at 0')
 
 
+def test_pool_and_layout_of_its_slots_change_every_key():
+    def state(*shapes):
+        regions = regions_of()
+        for number, shape in enumerate(shapes):
+            regions.add_state(f"s{number}", layers=[np.zeros((3, *shape), "f4")] * 2)
+        return regions
+
+    blocks = keys_of(state((4,)))
+    snapshots = [
+        keys_of(state(*shapes), pool="host_state") for shapes in ([(4,)], [(5,)], [(4,), (4,)])
+    ]
+    assert len(blocks.union(*snapshots)) == 10 * (1 + len(snapshots))
+    text = describe(state((4,), (20,)), **options(pool="host_state"))
+    assert text.endswith(
+        'pool 10 "host_state"\n'
+        'layer 0 slot 2 "s0" dtype 7 "float32" shape 4 bytes 16 at 0\n'
+        'layer 0 slot 2 "s1" dtype 7 "float32" shape 20 bytes 80 at 64\n'
+        'layer 1 slot 2 "s0" dtype 7 "float32" shape 4 bytes 16 at 192\n'
+        'layer 1 slot 2 "s1" dtype 7 "float32" shape 20 bytes 80 at 256\n'
+    )
+
+
 def test_names_cannot_imitate_other_lines():
     joined = keys_of(model='a"\nweights 1 "b', weights_version="c")
     assert not joined & keys_of(model="a", weights_version='b"\nweights 1 "c')

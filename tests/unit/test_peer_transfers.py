@@ -11,7 +11,15 @@ import pytest
 
 from aiokv import CacheConfig, LeaseError, LeaseState, UsageError, WindowGroup
 from aiokv.errors import CapacityError
-from aiokv.plan import RECEIVE, SEND, STATE_RECEIVE, STATE_SEND, TransferReport
+from aiokv.plan import (
+    RECEIVE,
+    SEND,
+    STATE_RECEIVE,
+    STATE_SEND,
+    WINDOW_RECEIVE,
+    WINDOW_SEND,
+    TransferReport,
+)
 from aiokv.scheduler.effects import NO_EFFECTS, Moved
 from aiokv.scheduler.scheduler import CacheScheduler
 
@@ -393,16 +401,19 @@ def test_released_lease_ends_with_the_last_of_its_batches_and_transfers():
     assert (cache.free, cache.read.num_leases) == (2, 0)
 
 
-def test_blocks_released_while_sent_wait_for_the_step_that_was_open():
+@pytest.mark.parametrize("verb", ["release", "preempt", "truncate"])
+def test_blocks_given_back_while_sent_wait_for_the_step_that_was_open(verb: str):
     cache = Cache(2)
     cache.apply(cache.scheduler.track_steps(True))
-    lease_id = cache.granted(8)
-    cache.commit(lease_id, 4)
+    lease_id = cache.granted(2)
+    assert cache.apply(cache.scheduler.extend([lease_id], 6))
+    cache.commit(lease_id, 8)
     cache.apply(cache.scheduler.close_step())
     cache.apply(cache.scheduler.finish_step(1))
-    transfer_id = cache.send(lease_id, 0, 1)
-    cache.apply(cache.scheduler.release(lease_id))  # step 2 may compute with the lease
-    cache.end(transfer_id)
+    transfer_id = cache.send(lease_id, 0, 2)
+    arguments = (0,) if verb == "truncate" else ()
+    cache.apply(getattr(cache.scheduler, verb)(lease_id, *arguments))
+    cache.end(transfer_id)  # in step 2, which may compute with the lease
 
     other = cache.granted(8, seed=1)
     assert cache.plans[cache.receive(other, 0, 2)].after_step == 2
@@ -755,7 +766,7 @@ def test_state_is_received_behind_all_blocks_only():
         with pytest.raises(LeaseError, match="received those before 8"):
             receive_state(cache, lease_id, num_tokens)
     transfer_id = receive_state(cache, lease_id, 7)
-    with pytest.raises(LeaseError, match="the recurrent state of a lease is being received"):
+    with pytest.raises(LeaseError, match="a window of a lease is being received"):
         cache.receive(lease_id, 0, 1)
     cache.end(transfer_id)
     assert cache.read.computed_tokens(lease_id) == 7
@@ -831,7 +842,7 @@ def test_sent_state_is_the_one_after_the_computed_positions():
     lease_id = state_granted(cache)
     cache.commit(lease_id, 17)
     for num_tokens in (0, 16, 18):
-        with pytest.raises(LeaseError, match="the state is the one after 17 computed positions"):
+        with pytest.raises(LeaseError, match="the lease has computed 17 positions"):
             send_state(cache, lease_id, num_tokens)
     transfer_id = send_state(cache, lease_id, 17)
 
@@ -853,11 +864,205 @@ def test_state_transfers_refuse_models_without_state_and_leases_that_compute_not
             call(cache, lease_id, 8)
 
 
-def test_blocks_of_models_with_sliding_windows_are_not_moved():
-    cache = Cache(windows={"w": WindowGroup(window_tokens=8, device_blocks=12)})
-    lease_id = cache.granted(8)
+# --- sliding windows ------------------------------------------------------------------------------
+
+WINDOWS = {
+    "near": WindowGroup(window_tokens=5, device_blocks=9, step_tokens=4),
+    "far": WindowGroup(window_tokens=9, device_blocks=12, step_tokens=4, sink_tokens=3),
+}
+
+
+def windowed(num_tokens: int = 26, **config: Any) -> tuple[Cache, int]:
+    """Return a cache of a model with two window groups, and a granted lease."""
+    cache = Cache(16, windows=WINDOWS, **config)
+    return cache, cache.granted(num_tokens)
+
+
+def receive_window(cache: Cache, lease_id: int, group: str, num_tokens: int) -> int:
+    return cache.apply(cache.scheduler.receive_window(lease_id, TICKET, group, num_tokens))
+
+
+def send_window(cache: Cache, lease_id: int, group: str, num_tokens: int) -> int:
+    return cache.apply(cache.scheduler.send_window(lease_id, TICKET, group, num_tokens))
+
+
+def entries(cache: Cache, lease_id: int, group: str) -> dict[int, int]:
+    """Return the blocks that the lease has in a window group, and their ids."""
+    table = cache.read.block_table(lease_id, group).tolist()
+    return {block: block_id for block, block_id in enumerate(table) if block_id >= 0}
+
+
+def test_received_windows_are_the_sink_and_the_window_behind_the_positions():
+    cache, lease_id = windowed()
+    cache.end(cache.receive(lease_id, 0, 7))
+    with pytest.raises(LeaseError, match="the windows behind 26 positions were not received"):
+        cache.commit_received(lease_id, 26)
+    near = receive_window(cache, lease_id, "near", 26)
+    far = receive_window(cache, lease_id, "far", 26)
+
+    for transfer_id, group, blocks in ((near, "near", [5, 6]), (far, "far", [0, 4, 5, 6])):
+        plan = cache.plans[transfer_id]
+        table = entries(cache, lease_id, group)
+        assert (plan.route, plan.peer, plan.group) == (WINDOW_RECEIVE, TICKET, group)
+        assert plan.source_ids.tolist() == blocks
+        assert plan.target_ids.tolist() == [table[block] for block in blocks]
+        assert sorted(table) == blocks
+    cache.end(far)
+    with pytest.raises(LeaseError, match="a window of a lease is being received"):
+        cache.commit_received(lease_id, 26)
+    cache.end(near)
+    assert cache.moved[-2:] == [(far, lease_id, 4), (near, lease_id, 2)]
+    assert cache.commit_received(lease_id, 26) == 6
+    assert cache.read.statistics().received_window_blocks == 6
+    batch = cache.apply(cache.scheduler.begin_batch([lease_id]))
+    cache.apply(cache.scheduler.end_batch(batch, in_open_step=False))
+    assert cache.apply(cache.scheduler.extend([lease_id], 4))
+    cache.commit(lease_id, 30)
+
+
+def test_received_windows_let_another_lease_hit_behind_them():
+    cache, lease_id = windowed()
+    cache.end(cache.receive(lease_id, 0, 7))
+    for group in WINDOWS:
+        cache.end(receive_window(cache, lease_id, group, 26))
+    cache.commit_received(lease_id, 26)
+
+    other = cache.granted(28)
+    assert cache.read.cached_tokens(other) == 24
+    for group in WINDOWS:
+        cached = {b: i for b, i in entries(cache, lease_id, group).items() if b < 6}
+        assert cached.items() <= entries(cache, other, group).items()
+
+
+def test_windows_are_received_behind_a_hit_that_has_some_of_them():
+    cache, first = windowed(8)
+    for position in (4, 8):
+        cache.commit(first, position)
+    cache.apply(cache.scheduler.release(first))
+    lease_id = cache.granted(14)
+    assert cache.read.cached_tokens(lease_id) == 8
+    cache.end(cache.receive(lease_id, 2, 2))
+    near = receive_window(cache, lease_id, "near", 14)
+    far = receive_window(cache, lease_id, "far", 14)
+
+    assert cache.plans[near].source_ids.tolist() == [2, 3]
+    assert cache.plans[far].source_ids.tolist() == [2, 3]
+    assert sorted(entries(cache, lease_id, "far")) == [0, 1, 2, 3]  # 0 and 1 are cached
+    for transfer_id in (near, far):
+        cache.end(transfer_id)
+    assert cache.commit_received(lease_id, 14) == 1
+
+
+def test_window_blocks_that_a_lease_gives_back_wait_for_the_step_that_is_open():
+    near = WindowGroup(window_tokens=5, device_blocks=3, step_tokens=4)
+    cache = Cache(16, windows={"near": near})
+    cache.apply(cache.scheduler.track_steps(True))
+    lease_id = cache.granted(22)
+    for position in (4, 8):
+        cache.commit(lease_id, position)
+    cache.apply(cache.scheduler.close_step())
+    cache.apply(cache.scheduler.finish_step(1))
+    cache.end(cache.receive(lease_id, 2, 4))
+
+    transfer_id = receive_window(cache, lease_id, "near", 22)
+    assert cache.plans[transfer_id].after_step == 2  # which may compute with the lease
+
+
+def test_lease_that_waits_for_windows_is_not_changed():
+    cache, lease_id = windowed(host_blocks=8)
+    cache.end(cache.receive(lease_id, 0, 7))
+    for group in WINDOWS:
+        cache.end(receive_window(cache, lease_id, group, 26))
+
+    for call in (
+        lambda: cache.scheduler.begin_batch([lease_id]),
+        lambda: cache.scheduler.commit(lease_id, 26),
+        lambda: cache.scheduler.commit_received(lease_id, 25),
+        lambda: cache.scheduler.truncate(lease_id, 25),
+        lambda: cache.scheduler.swap_out(lease_id),
+        lambda: cache.scheduler.send_window(lease_id, TICKET, "near", 26),
+        lambda: cache.scheduler.receive_window(lease_id, TICKET, "near", 25),
+    ):
+        with pytest.raises(LeaseError):
+            call()
+    assert cache.scheduler.violations() == []
+    cache.commit_received(lease_id, 26)
+
+
+@pytest.mark.parametrize("outcome", ["failed", "cancelled"])
+def test_lease_whose_windows_did_not_arrive_must_be_preempted(outcome: str):
+    cache, lease_id = windowed()
+    cache.end(cache.receive(lease_id, 0, 7))
+    near = receive_window(cache, lease_id, "near", 26)
+    far = receive_window(cache, lease_id, "far", 26)
+    cache.end(far, outcome, 1)
+    assert cache.read.state(lease_id) == LeaseState.FAILED
+    cache.end(near)
+    with pytest.raises(LeaseError, match="the windows behind 26 positions were not received"):
+        cache.commit_received(lease_id, 26)
+    with pytest.raises(LeaseError, match="recompute_from"):
+        cache.scheduler.recompute_from(lease_id)
+    cache.apply(cache.scheduler.preempt(lease_id))
+    assert cache.apply(cache.scheduler.try_allocate(lease_id, 26)) is not None
     cache.commit(lease_id, 4)
-    with pytest.raises(UsageError, match="the lease has sliding windows"):
-        cache.receive(lease_id, 1, 1)
-    with pytest.raises(UsageError, match="the lease has sliding windows"):
-        cache.send(lease_id, 0, 1)
+    assert len(cache.read.cached_blocks()) == 1
+
+
+@pytest.mark.parametrize("verb", ["release", "preempt"])
+def test_window_blocks_given_back_while_received_are_free_after_the_report(verb: str):
+    cache, lease_id = windowed()
+    cache.end(cache.receive(lease_id, 0, 7))
+    transfer_id = receive_window(cache, lease_id, "far", 26)
+    blocks = set(cache.plans[transfer_id].target_ids.tolist())
+    cache.apply(getattr(cache.scheduler, verb)(lease_id))
+    other = cache.granted(8, seed=1)
+    assert not blocks & set(entries(cache, other, "far").values())
+    cache.end(transfer_id)
+    assert cache.moved[1:] == []
+    assert cache.read.cached_blocks() == []
+
+
+def test_sent_windows_are_those_behind_the_computed_positions():
+    cache = Cache(16, windows=WINDOWS)
+    cache.apply(cache.scheduler.track_steps(True))
+    lease_id = cache.granted(26)
+    for position in (*range(4, 26, 4), 26):
+        cache.commit(lease_id, position)
+    with pytest.raises(LeaseError, match="the lease has computed 26 positions"):
+        send_window(cache, lease_id, "near", 25)
+    with pytest.raises(UsageError, match="group is 'other'"):
+        send_window(cache, lease_id, "other", 26)
+    near, far = (send_window(cache, lease_id, group, 26) for group in WINDOWS)
+
+    for transfer_id, group, blocks in ((near, "near", [5, 6]), (far, "far", [0, 4, 5, 6])):
+        plan = cache.plans[transfer_id]
+        assert (plan.route, plan.group, plan.after_step) == (WINDOW_SEND, group, 1)
+        assert plan.target_ids.tolist() == blocks
+        table = entries(cache, lease_id, group)
+        assert plan.source_ids.tolist() == [table[block] for block in blocks]
+    for call in (
+        lambda: cache.scheduler.begin_batch([lease_id]),
+        lambda: cache.scheduler.receive(lease_id, TICKET, 6, 1),
+    ):
+        with pytest.raises(LeaseError):
+            call()
+    cache.end(near)
+    cache.end(far)
+    assert cache.read.statistics().sent_window_blocks == 6
+    cache.send(lease_id, 0, 7)
+
+
+def test_state_is_received_behind_all_windows_only():
+    cache = Cache(16, windows=WINDOWS, state_slots=2)
+    lease_id = cache.granted(26)
+    for transfer_id in cache.read.onloads(lease_id):
+        cache.plans[transfer_id] = None
+        cache.end(transfer_id)
+    cache.end(cache.receive(lease_id, 0, 7))
+    cache.end(receive_window(cache, lease_id, "near", 26))
+    with pytest.raises(LeaseError, match="the windows behind 26 positions were not received"):
+        receive_state(cache, lease_id, 26)
+    cache.end(receive_window(cache, lease_id, "far", 26))
+    cache.end(receive_state(cache, lease_id, 26))
+    assert cache.read.computed_tokens(lease_id) == 26
+    cache.apply(cache.scheduler.begin_batch([lease_id]))

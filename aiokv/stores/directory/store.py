@@ -89,6 +89,12 @@ class DirectoryStore(Store):
         }
         return cls(path, **url_options(url, options))
 
+    def for_pool(self, pool: str) -> DirectoryStore:
+        """Return a store of the same folder and limit; see :class:`Store`."""
+        return DirectoryStore(
+            self._path, bytes=self._quota.limit, fsync=self._fsync, threads=self._num_threads
+        )
+
     async def open(self, memory: StoreMemory) -> None:
         """Open the folder, and create it when it is absent; see :class:`Store`.
 

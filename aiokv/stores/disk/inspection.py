@@ -114,10 +114,13 @@ class DiskFiles:
     Args:
         path: the directory.
         volume: file operations of the directory; tests replace them.
+
+    Attributes:
+        path: as given.
     """
 
     def __init__(self, path: Path, volume: Volume | None = None) -> None:
-        self._path = path
+        self.path = path
         self._volume = Volume(path) if volume is None else volume
 
     @staticmethod
@@ -137,7 +140,7 @@ class DiskFiles:
         seconds = contents.stored["seconds"]
         return Listing(
             kind="disk",
-            path=str(self._path),
+            path=str(self.path),
             used_by=self._user(),
             blocks=len(contents.stored),
             block_bytes=len(contents.stored) * contents.object_bytes,
@@ -159,7 +162,7 @@ class DiskFiles:
             bad = self._bad_blocks(contents, stages, threads)
         return Verification(
             kind="disk",
-            path=str(self._path),
+            path=str(self.path),
             blocks=len(contents.stored),
             block_bytes=len(contents.stored) * contents.object_bytes,
             seconds=time.perf_counter() - started,
@@ -186,7 +189,7 @@ class DiskFiles:
             contents = self._read()
             if contents.header is None:
                 raise UsageError(
-                    f"the journal of {self._path} is missing or its header is damaged, so the key "
+                    f"the journal of {self.path} is missing or its header is damaged, so the key "
                     "of no block is known",
                     hint="remove the directory",
                 )
@@ -203,7 +206,7 @@ class DiskFiles:
             freed = 0 if dry_run else self._keep_only(contents.header, kept)
         return Cleaning(
             kind="disk",
-            path=str(self._path),
+            path=str(self.path),
             old_blocks=int((is_old & ~is_bad).sum()),
             bad_blocks=int(is_bad.sum()),
             quarantined_blocks=len(contents.quarantined),
@@ -253,7 +256,7 @@ class DiskFiles:
 
     def _file_bytes(self, name: str) -> int:
         try:
-            return allocated_bytes(os.stat(self._path / name))
+            return allocated_bytes(os.stat(self.path / name))
         except FileNotFoundError:  # an engine has removed it meanwhile
             return 0
 
@@ -277,7 +280,7 @@ class DiskFiles:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         try:
-            lock = DirectoryLock(self._path)
+            lock = DirectoryLock(self.path)
         except ConfigError as error:
             raise UsageError(
                 error.args[0],
@@ -291,7 +294,7 @@ class DiskFiles:
     def _user(self) -> int | None:
         """Return the id of the process that has locked the store, without touching the lock."""
         try:
-            inode = os.stat(self._path / LOCK).st_ino
+            inode = os.stat(self.path / LOCK).st_ino
             with open("/proc/locks", encoding="ascii") as locks:
                 for line in locks:
                     fields = line.split()

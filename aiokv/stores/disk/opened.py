@@ -42,6 +42,7 @@ class OpenStore:
         transfers: SlotTransfers,
         writers: tuple[Committer, Room] | None,
         slot_bytes: int,
+        capacity_bytes: int,
         resources: AsyncExitStack,
     ) -> None:
         self.table = recovered.table
@@ -52,6 +53,7 @@ class OpenStore:
         self._damage = recovered.damage
         self._writers = writers
         self._slot_bytes = slot_bytes
+        self._capacity_bytes = capacity_bytes
         self._resources = resources
         self._running = 0
         self._idle = asyncio.Event()
@@ -114,7 +116,13 @@ class OpenStore:
                 writers = committer, room
             transfers = SlotTransfers(io, recovered.segments, memory)
             return cls(
-                volume, recovered, transfers, writers, memory.pitch_bytes, resources.pop_all()
+                volume,
+                recovered,
+                transfers,
+                writers,
+                memory.pitch_bytes,
+                capacity_bytes,
+                resources.pop_all(),
             )
         raise AssertionError("unreachable")
 
@@ -140,7 +148,7 @@ class OpenStore:
             if self._running == 0:
                 self._idle.set()
 
-    def statistics(self, capacity_bytes: int) -> StoreStatistics:
+    def statistics(self) -> StoreStatistics:
         """Return counters and sizes."""
         details = {
             "free_slots": self.table.available,
@@ -164,7 +172,7 @@ class OpenStore:
         return StoreStatistics(
             blocks=self.table.stored,
             used_bytes=self.table.stored * self._slot_bytes,
-            capacity_bytes=capacity_bytes,
+            capacity_bytes=self._capacity_bytes,
             evicted_blocks=evicted,
             quarantined_blocks=self.table.quarantined,
             details=details,

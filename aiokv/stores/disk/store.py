@@ -29,7 +29,8 @@ _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class DiskStore(Store):
-    """Blocks in segment files of one directory, for one process at a time.
+    """Blocks in segment files of one directory, for one process at a time. Snapshots of recurrent
+    state are in a directory below it, ``host_state``, with files of their own.
 
     A saved block survives the end of the process, ``kill -9`` included. After a power cut, blocks
     that were saved within the last ``fsync_seconds``, or during the flush that follows, may be
@@ -42,7 +43,8 @@ class DiskStore(Store):
     Args:
         path: directory, created when it is absent; each rank needs one of its own.
         bytes: most bytes of all blocks, as a number or as ``"400GiB"``. The least recently used
-            ones are evicted; loads are not recorded, so that a restart may forget their order. The
+            ones are evicted; loads are not recorded, so that a restart may forget their order.
+            Blocks and snapshots have shares of it in the proportion of their host memory. The
             journal and its replacement take up to 256 bytes per block and 4 MiB beside it.
         min_free_bytes: the store stops growing when the file system has less space left, and
             evicts instead.
@@ -109,6 +111,17 @@ class DiskStore(Store):
             )
         return cls(path, **options)
 
+    def for_pool(self, pool: str) -> DiskStore:
+        """Return the store of the directory ``pool`` below this one; see :class:`Store`."""
+        return DiskStore(
+            self._volume.path / pool,
+            bytes=self._capacity_bytes,
+            min_free_bytes=self._min_free_bytes,
+            fsync_seconds=self._fsync_seconds,
+            ttl_seconds=None if math.isinf(self._ttl_seconds) else self._ttl_seconds,
+            volume=self._volume.below(pool),
+        )
+
     async def open(self, memory: StoreMemory) -> None:
         """Lock the directory, replay its journal, and register the memory; see :class:`Store`.
 
@@ -117,11 +130,18 @@ class DiskStore(Store):
                 ``bytes`` is smaller than one block.
             LayoutError: the directory has blocks of another size, or of another version of aiokv.
         """
+        capacity_bytes = int(self._capacity_bytes * memory.quota_share)
+        if memory.quota_share < 1.0 and capacity_bytes < memory.pitch_bytes:
+            raise ConfigError(
+                f"bytes is {self._capacity_bytes}, of which the pool {memory.pool!r} gets "
+                f"{capacity_bytes}; one block takes {memory.pitch_bytes} bytes",
+                hint="give the disk store room for as many blocks as it should keep",
+            )
         try:
             self._open = await OpenStore.open(
                 self._volume,
                 memory,
-                capacity_bytes=self._capacity_bytes,
+                capacity_bytes=capacity_bytes,
                 min_free_bytes=self._min_free_bytes,
                 fsync_seconds=self._fsync_seconds,
             )
@@ -237,7 +257,7 @@ class DiskStore(Store):
         """Return counters; see :class:`Store`."""
         if self._open is None:
             return StoreStatistics(capacity_bytes=self._capacity_bytes)
-        return self._open.statistics(self._capacity_bytes)
+        return self._open.statistics()
 
     async def aclose(self) -> None:
         """End operations in flight, flush and close; see :class:`Store`.

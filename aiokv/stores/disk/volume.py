@@ -6,8 +6,9 @@ import contextlib
 import errno
 import os
 import secrets
+from copy import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Self
 
 from aiokv.stores.disk.io import DiskIo
 
@@ -30,6 +31,12 @@ class Volume:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+
+    def below(self, name: str) -> Self:
+        """Return a volume for a directory in this one, with the same file operations."""
+        below = copy(self)
+        below.path = self.path / name
+        return below
 
     def make(self) -> None:
         """Create the directory, if it is missing, for the owner and the group."""

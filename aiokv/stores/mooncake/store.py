@@ -112,6 +112,19 @@ class MooncakeStore(Store):
         }
         return cls(urlsplit(url).netloc, **url_options(url, options))
 
+    def for_pool(self, pool: str) -> MooncakeStore:
+        """Return a store of the same cluster; see :class:`Store`. It has a client of its own, which
+        contributes no memory to the cluster."""
+        options = self._options
+        return MooncakeStore(
+            options.master,
+            protocol=options.protocol,
+            devices=options.devices,
+            hostname=options.hostname or None,
+            metadata_server=options.metadata_server,
+            replicas=options.replicas,
+        )
+
     async def open(self, memory: StoreMemory) -> None:
         """Import the library and connect; see :class:`Store`.
 

@@ -118,6 +118,15 @@ class RedisStore(Store):
         self._secret_url = url
         self._credentials = username, password
         self._prefix = prefix.encode()
+        self._options: dict[str, Any] = {
+            "username": username,
+            "password": password,
+            "prefix": prefix,
+            "ttl_seconds": ttl_seconds,
+            "connections": connections,
+            "connect_timeout_seconds": connect_timeout_seconds,
+            "max_concurrent": max_concurrent,
+        }
         self._ttl_seconds = ttl_seconds
         self._connections = connections
         self._connect_seconds = connect_timeout_seconds
@@ -150,6 +159,10 @@ class RedisStore(Store):
 
     # --- Store ------------------------------------------------------------------------------------
 
+    def for_pool(self, pool: str) -> RedisStore:
+        """Return a store on the same servers, with connections of its own; see :class:`Store`."""
+        return RedisStore(self._secret_url, **self._options)
+
     async def open(self, memory: StoreMemory) -> None:
         """Check the URL and the size of objects; the first use connects. Again after ``aclose``.
 
@@ -161,7 +174,9 @@ class RedisStore(Store):
             raise ConfigError(
                 f"an object has {memory.object_bytes} bytes; a value of Redis has at most "
                 f"{MAX_VALUE_BYTES} bytes",
-                hint="lower block_tokens",
+                hint="lower block_tokens"
+                if memory.pool == "host"
+                else "a snapshot of recurrent state is too large for Redis; use another store",
             )
         executor = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="aiokv-redis")
         try:  # in a thread: importing redis-py and reading certificates takes a while

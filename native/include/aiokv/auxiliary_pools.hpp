@@ -42,6 +42,18 @@ class AuxiliaryPools {
         windows_.forget_host();
     }
 
+    // To be called once, before the first lease, where stores have what is in host memory, too.
+    void connect_stores(StoredBlocks& stored, Residency& residency) {
+        state_.connect_stores(stored, residency);
+        windows_.connect_stores(stored, residency);
+    }
+    // Of the pools that are connected.
+    std::vector<AuxiliaryStore*> stores() {
+        std::vector<AuxiliaryStore*> stores = windows_.stores();
+        if (AuxiliaryStore* snapshots = state_.stores()) stores.push_back(snapshots);
+        return stores;
+    }
+
     bool has_room(const Lease& lease, std::uint32_t total_blocks) const {
         return state_.has_room(lease) && windows_.has_room(lease, total_blocks);
     }

@@ -39,8 +39,8 @@ class Completions {
 
     // Blocks before `first_bad_block` are proven when the transfer failed.
     void complete(TransferId id, Outcome outcome, std::uint32_t first_bad_block);
-    // The recurrent state of the lease is that of no position any more.
-    void lose_state(Lease& lease) { fail(lease, 0); }
+    // The recurrent state or a window of the lease is that of no position any more.
+    void lose_sides(Lease& lease) { fail(lease, 0); }
     // The first position to compute again after a failed onload, or -1 when none failed.
     std::int64_t recompute_from(Lease& lease);
 

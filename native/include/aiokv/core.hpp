@@ -28,6 +28,7 @@
 #include <vector>
 
 #include "aiokv/auxiliary_pools.hpp"
+#include "aiokv/auxiliary_stores.hpp"
 #include "aiokv/batches.hpp"
 #include "aiokv/completions.hpp"
 #include "aiokv/core_types.hpp"
@@ -153,8 +154,24 @@ class Core {
     TransferId begin_fetch(LeaseId id, std::size_t blocks) {
         return fetches_.begin(leases_.at(id), blocks);
     }
-    bool wants_saves() const { return store_saver_.wants_saves(); }
-    TransferId take_saves() { return store_saver_.take(); }
+    Borders borders(LeaseId id, std::size_t skip) { return fetches_.borders(leases_.at(id), skip); }
+    // Auxiliary pools; `group`: a window group, or kRecurrentState. See AuxiliaryStores.
+    std::vector<std::uint8_t> has_copies(LeaseId id, std::int32_t group, std::size_t first,
+                                         std::size_t end) {
+        return auxiliary_stores_.has_copies(leases_.at(id), group, first, end);
+    }
+    TransferId begin_auxiliary_fetch(LeaseId id, std::int32_t group, std::size_t blocks) {
+        return auxiliary_stores_.begin_fetch(leases_.at(id), group, blocks);
+    }
+    bool wants_saves() const {
+        return store_saver_.wants_saves() || auxiliary_stores_.wants_saves();
+    }
+    TransferId take_saves() {
+        const TransferId id = store_saver_.take();
+        return id != 0 ? id : auxiliary_stores_.take();
+    }
+    // Fetches and saves of auxiliary pools.
+    const AuxiliaryStores& auxiliary_stores() const { return auxiliary_stores_; }
     bool is_fetch(TransferId id) const { return fetches_.has(id); }
     bool is_save(TransferId id) const { return store_saver_.has(id); }
     const Fetch& fetch(TransferId id) const;  // these two throw UsageError
@@ -175,10 +192,19 @@ class Core {
     TransferId send_state(LeaseId id, const TicketId& ticket, std::int64_t num_tokens) {
         return peers_.send_state(leases_.at(id), ticket, num_tokens);
     }
+    // `step`: the open one. It may use the window blocks that the lease gives back.
+    TransferId receive_window(LeaseId id, const TicketId& ticket, std::size_t group,
+                              std::int64_t num_tokens, Step step) {
+        return peers_.receive_window(leases_.at(id), ticket, group, num_tokens, step);
+    }
+    TransferId send_window(LeaseId id, const TicketId& ticket, std::size_t group,
+                           std::int64_t num_tokens) {
+        return peers_.send_window(leases_.at(id), ticket, group, num_tokens);
+    }
     void end_ticket(LeaseId id, const TicketId& ticket) {
         peers_.end_ticket(leases_.at(id), ticket);
     }
-    // With recurrent state, the end of receive_state() commits.
+    // With recurrent state, the end of receive_state() commits. All windows have arrived.
     std::uint32_t commit_received(LeaseId id, std::int64_t num_tokens);
     // Throws LeaseError: these positions have no tokens.
     Digest prompt_digest(LeaseId id, std::int64_t num_tokens) const;
@@ -191,7 +217,8 @@ class Core {
     // -- transfers
     const Transfer& transfer(TransferId id) const { return transfers_.get(id); }
     bool is_in_flight(TransferId id) const {
-        return transfers_.has(id) || fetches_.has(id) || store_saver_.has(id) || peers_.has(id);
+        return transfers_.has(id) || fetches_.has(id) || store_saver_.has(id) ||
+               auxiliary_stores_.has(id) || peers_.has(id);
     }
     // `results`: of a save, a SaveResult per block, or none.
     // Returns the leases that waited for a transfer of a peer and are released now.
@@ -266,6 +293,7 @@ class Core {
     Releases releases_;
     Completions completions_;
     Tiers tiers_;
+    AuxiliaryStores auxiliary_stores_;
 };
 
 }  // namespace aiokv

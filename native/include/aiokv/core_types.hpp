@@ -167,8 +167,10 @@ struct CoreStatistics {
     std::uint64_t saved_blocks, dropped_saves, rejected_saves, refused_saves, failed_saves;
     std::uint32_t host_state_free, host_state_snapshots;
     std::uint64_t saved_snapshots, onloaded_states, evicted_host_snapshots;
-    std::uint64_t receives, received_blocks, received_states, failed_receives;
-    std::uint64_t sends, sent_blocks, sent_states, failed_sends;
+    std::uint64_t receives, received_blocks, received_states, received_window_blocks;
+    std::uint64_t sends, sent_blocks, sent_states, sent_window_blocks;
+    std::uint64_t failed_receives, failed_sends;
+    std::uint64_t stored_snapshots, unstored_snapshots, fetched_snapshots, unfetched_snapshots;
     std::size_t index_bytes, token_bytes;
 };
 

@@ -5,6 +5,7 @@
 // is held meanwhile; when it is dropped all the same, such as by a reset, nothing is inserted.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <span>
@@ -37,6 +38,16 @@ struct Missing {
     std::span<const Digest> digests;  // of the lease, until it is granted or released
 };
 
+// The blocks of a prompt behind its hit, for models with auxiliary pools: a hit may end behind a
+// block only where the pools have what it needs.
+struct Borders {
+    std::size_t hit = 0;          // blocks
+    std::size_t cached = 0;       // blocks in a tier, the hit and those behind it
+    std::size_t first_block = 0;  // of the next two
+    std::vector<Digest> digests;
+    std::vector<std::uint8_t> may_end;  // 0: a hit that ends behind the block would cut an item
+};
+
 class Fetches {
   public:
     Fetches(const CoreConfig& config, Index& index, StoredBlocks& stored, const Matching& matching,
@@ -53,9 +64,11 @@ class Fetches {
     static constexpr std::size_t kMostMissing = 2048;
     static constexpr std::size_t kMostMissingTokens = 16 * kMostMissing;
 
-    // Of a matched lease; none without stores, and for models with recurrent state or windows. The
-    // blocks behind the last one that is returned follow when those before them are cached.
+    // Of a matched lease; none without stores. The blocks behind the last one that is returned
+    // follow when those before them are cached.
     Missing missing(Lease& lease);
+    // From block `hit + skip` on, at most kMostMissing blocks, cached or not.
+    Borders borders(Lease& lease, std::size_t skip);
     // Begins to fetch the first `blocks` of them or fewer, or returns the fetch in flight that
     // brings the first one. 0: there are none, or no host room can be made.
     TransferId begin(Lease& lease, std::size_t blocks);
@@ -80,7 +93,11 @@ class Fetches {
     };
 
     bool may_fetch(const Lease& lease) const;
-    std::span<const Digest> digests_of(Lease& lease, const Matching::Frontier& cached);
+    std::size_t most() const {
+        return std::clamp<std::size_t>(kMostMissingTokens / config_.block_tokens, 1, kMostMissing);
+    }
+    std::span<const Digest> digests_of(Lease& lease, const Matching::Frontier& cached,
+                                       std::size_t end);
     void insert(const Fetch& fetch, std::uint32_t good_blocks);
 
     const CoreConfig& config_;

@@ -9,11 +9,13 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <unordered_map>
 #include <vector>
 
 #include "aiokv/auxiliary_pool.hpp"
+#include "aiokv/auxiliary_store.hpp"
 #include "aiokv/core_types.hpp"
 #include "aiokv/index.hpp"
 #include "aiokv/transfer_ledger.hpp"
@@ -34,7 +36,7 @@ class HostCopies {
 
     const AuxiliaryPool& pool() const { return pool_; }
     std::uint64_t saved() const { return saved_; }
-    std::uint64_t evicted() const { return evicted_; }
+    std::uint64_t evicted() const { return evicted_ + (stores_ ? stores_->evicted() : 0); }
 
     // -- hits
     BlockId find(NodeId node) const { return pool_.find(node); }
@@ -55,10 +57,22 @@ class HostCopies {
     // Begins to copy up to `limit` ids; 0: none can be copied now. Ids of an open step wait for its
     // end; those for which the host has no room are not saved.
     TransferId take_save(std::uint32_t limit);
-    // The first `good` host ids belong to the nodes of their sources, unless those were dropped.
+    // The first `good` host ids belong to the nodes of their sources, unless those were dropped, or
+    // stores have brought copies for them.
     void finish_save(const Move& save, std::uint32_t good);
 
-    // `readers`: of host ids, besides the moves.
+    // -- stores
+    // To be called once, before the first save.
+    void connect_stores(StoredBlocks& stored, Residency& residency) {
+        stores_.emplace(config_, index_, stored, residency, transfers_, device_, pool_, group_);
+    }
+    AuxiliaryStore* stores() { return stores_ ? &*stores_ : nullptr; }  // null: not connected
+    // A lease is granted that uses what is attached to the node.
+    void note_hit(NodeId node) {
+        if (stores_) stores_->note_use(node);
+    }
+
+    // `readers`: of host ids, besides the moves and the stores.
     void check(Report& report, const char* name,
                std::unordered_map<BlockId, std::uint32_t> readers) const;
 
@@ -77,6 +91,7 @@ class HostCopies {
     TransferLedger& transfers_;
     AuxiliaryPool pool_;
     std::int32_t group_;
+    std::optional<AuxiliaryStore> stores_;  // none: stores do not have the host copies
     std::vector<BlockId> queue_;     // device ids; some are another node's by now, or no node's
     std::vector<bool> is_queued_;    // by device id
     std::vector<bool> being_saved_;  // by device id

@@ -58,6 +58,9 @@ struct WindowTable {
     std::uint32_t first = 0;
     std::uint32_t end = 0;
     std::uint32_t reserved = 0;  // of the group's ids, set aside for the lease
+    // Received from a peer: the table is the one after these positions, which are not computed.
+    std::uint32_t received_tokens = 0;
+    bool has_arrived = false;  // all of its blocks
 };
 
 // Positions of a lease.

@@ -39,6 +39,9 @@ class Matching {
         std::size_t limit;
     };
     Frontier frontier(Lease& lease) const;
+    // Of the cached blocks from `first` to `end` of its prompt. Requires that end is at most
+    // Frontier::first.
+    std::vector<NodeId> nodes(Lease& lease, std::size_t first, std::size_t end) const;
 
     // The longest run of full blocks behind what is cached that one granted lease will compute. A
     // hit may end before that: where its owner has not saved the state yet, or inside an item.

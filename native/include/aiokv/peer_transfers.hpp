@@ -6,6 +6,11 @@
 //   receive_state   writes the recurrent state after received positions, which its end commits: the
 //                   state and the positions that count as computed never differ
 //   send_state      reads the recurrent state after the computed positions
+//   receive_window  writes the blocks of a window group that are needed behind received positions;
+//                   the tables of all groups go there when the first one begins, so that the lease
+//                   cannot compute before these positions are committed
+//   send_window     reads the blocks of a window group that are needed behind the computed
+//   positions
 //
 // A transfer in flight keeps its blocks as a batch of compute does: blocks that the lease gives
 // back before the report stay out of the pools until then (I3, I11); see Releases. The holders of a
@@ -25,13 +30,21 @@
 #include "aiokv/index.hpp"
 #include "aiokv/lease_table.hpp"
 #include "aiokv/recurrent_state.hpp"
+#include "aiokv/sliding_windows.hpp"
 #include "aiokv/transfer_ledger.hpp"
 
 namespace aiokv {
 
 using TicketId = std::array<std::uint8_t, 16>;
 
-enum class PeerRoute : std::uint8_t { kReceive, kSend, kReceiveState, kSendState };
+enum class PeerRoute : std::uint8_t {
+    kReceive,
+    kSend,
+    kReceiveState,
+    kSendState,
+    kReceiveWindow,
+    kSendWindow,
+};
 
 struct PeerTransfer {
     PeerRoute route = PeerRoute::kReceive;
@@ -39,7 +52,10 @@ struct PeerTransfer {
     LeaseId lease = 0;              // 0: no handle has the blocks any more
     std::uint32_t first_block = 0;  // of the lease's table, and of the prompt
     std::uint32_t end_token = 0;  // positions behind it have no bytes; of a state: those before it
-    BlockId slot = kNoBlock;      // of a state, which has no blocks
+    // Of a state: its slot, and 0. Of a window: ids of its group, and the blocks of the prompt.
+    std::vector<BlockId> side_ids;
+    std::vector<std::uint32_t> side_blocks;
+    std::size_t group = 0;          // of a window
     std::uint32_t kept_blocks = 0;  // that truncate() has not cut off the lease's table
     std::vector<BlockId> blocks;    // on the device
     std::vector<LeaseId> holders;   // each lists the transfer in Lease::peer_transfers
@@ -47,11 +63,12 @@ struct PeerTransfer {
     bool cancelling = false;  // nothing waits for it; a worker was, or will be, asked
 
     bool receives() const {
-        return route == PeerRoute::kReceive || route == PeerRoute::kReceiveState;
+        return route == PeerRoute::kReceive || route == PeerRoute::kReceiveState ||
+               route == PeerRoute::kReceiveWindow;
     }
-    bool moves_state() const { return slot != kNoBlock; }
+    bool moves_blocks() const { return route == PeerRoute::kReceive || route == PeerRoute::kSend; }
     std::uint32_t size() const {
-        return moves_state() ? 1 : static_cast<std::uint32_t>(blocks.size());
+        return static_cast<std::uint32_t>(moves_blocks() ? blocks.size() : side_ids.size());
     }
     std::uint32_t end_block() const {
         return first_block + static_cast<std::uint32_t>(blocks.size());
@@ -76,12 +93,14 @@ struct PeerRelease {
 class PeerTransfers {
   public:
     PeerTransfers(const CoreConfig& config, const DevicePool& device, LeaseTable& leases,
-                  const Index& index, const RecurrentState& state, TransferLedger& transfers)
+                  const Index& index, const RecurrentState& state, SlidingWindows& windows,
+                  TransferLedger& transfers)
         : config_(config),
           device_(device),
           leases_(leases),
           index_(index),
           state_(state),
+          windows_(windows),
           transfers_(transfers) {}
 
     // Throw LeaseError or UsageError, changing nothing.
@@ -89,6 +108,12 @@ class PeerTransfers {
                        std::int64_t num_blocks);
     TransferId send(Lease& lease, const TicketId& ticket, std::int64_t first_block,
                     std::int64_t num_blocks);
+    // The blocks of a window group that are needed behind `num_tokens` positions, of which those
+    // that the lease has not computed have been received; or behind those that it has computed.
+    TransferId receive_window(Lease& lease, const TicketId& ticket, std::size_t group,
+                              std::int64_t num_tokens, Step step);
+    TransferId send_window(Lease& lease, const TicketId& ticket, std::size_t group,
+                           std::int64_t num_tokens);
     // The state after exactly `num_tokens` positions: all that the lease has not computed have been
     // received; or those that it has computed.
     TransferId receive_state(Lease& lease, const TicketId& ticket, std::int64_t num_tokens);
@@ -111,10 +136,17 @@ class PeerTransfers {
     // Positions that a receive in flight writes are not computed, and not committed; none is while
     // the state is in flight.
     void check_commit(const Lease& lease, std::int64_t num_tokens) const {
-        if (!lease.peer_transfers.empty()) check_computed(lease, num_tokens);
+        if (lease.peer_transfers.empty() && lease.windows.empty()) return;
+        check_positions(lease, num_tokens);
+        if (num_tokens > static_cast<std::int64_t>(lease.computed_tokens)) {
+            check_windows(lease, "commit", lease.computed_tokens);
+        }
     }
+    void check_positions(const Lease& lease, std::int64_t num_tokens) const;
     void check_compute(const Lease& lease) const;
     void check_swap(const Lease& lease) const;
+    // All windows that are needed behind these positions have arrived.
+    void check_windows(const Lease& lease, const char* verb, std::int64_t num_tokens) const;
     // A state that is being received is not copied.
     void check_state_copy(const Lease& lease, const char* verb) const;
     // A block that keeps some of its positions must not be in flight: the lease may compute the
@@ -142,9 +174,12 @@ class PeerTransfers {
     void check_ready(const Lease& lease, const char* verb) const;
     void check_blocks(const Lease& lease, const char* verb, std::int64_t first_block,
                       std::int64_t num_blocks) const;
+    void check_side_ready(const Lease& lease, const char* verb) const;
     void check_state_ready(const Lease& lease, const char* verb) const;
-    void check_computed(const Lease& lease, std::int64_t num_tokens) const;
-    void check_no_state(const Lease& lease, const char* verb) const;
+    void check_no_side(const Lease& lease, const char* verb) const;
+    void check_received(const Lease& lease, const char* verb, std::int64_t num_tokens) const;
+    void check_computed_side(const Lease& lease, const char* verb, std::int64_t num_tokens) const;
+    void check_group(const Lease& lease, const char* verb, std::size_t group) const;
     // The first block that a receive in flight writes.
     std::optional<std::uint32_t> first_receiving(const Lease& lease) const;
     TransferId begin(Lease& lease, PeerTransfer transfer);
@@ -152,9 +187,13 @@ class PeerTransfers {
                             std::uint32_t first_block, std::uint32_t num_blocks);
     TransferId begin_state(Lease& lease, PeerRoute route, const TicketId& ticket,
                            std::uint32_t num_tokens);
+    TransferId begin_window(Lease& lease, PeerRoute route, const TicketId& ticket,
+                            std::size_t group, std::vector<std::uint32_t> blocks);
+    bool is_waiting_for_windows(const Lease& lease) const;
     Step after_use(const Lease& lease, Step step) const;
     void note_received(Lease& lease, const PeerTransfer& transfer, std::uint32_t blocks) const;
     void give_up(TransferId id, PeerTransfer& transfer);
+    bool has_sides(const Lease& lease, const PeerTransfer& transfer) const;
     void check_transfer(Report& report, TransferId id, const PeerTransfer& transfer) const;
     Counts& counts(PeerRoute route) { return counts_[static_cast<std::size_t>(route)]; }
     const Counts& counts(PeerRoute route) const { return counts_[static_cast<std::size_t>(route)]; }
@@ -164,11 +203,12 @@ class PeerTransfers {
     LeaseTable& leases_;
     const Index& index_;
     const RecurrentState& state_;
+    SlidingWindows& windows_;
     TransferLedger& transfers_;
     std::unordered_map<TransferId, PeerTransfer> in_flight_;
     std::vector<PeerEnd> ends_;
     std::vector<TransferId> abandoned_;
-    std::array<Counts, 4> counts_;  // by route
+    std::array<Counts, 6> counts_;  // by route
 };
 
 }  // namespace aiokv

@@ -95,6 +95,13 @@ class RecurrentState {
     }
     Step unfinished_step() const { return pool_ ? pool_->unfinished_step() : 0; }
 
+    // -- stores
+    // To be called once, before the first lease, where stores have the host snapshots, too.
+    void connect_stores(StoredBlocks& stored, Residency& residency) {
+        if (host_) host_->connect_stores(stored, residency);
+    }
+    AuxiliaryStore* stores() { return host_ ? host_->stores() : nullptr; }  // null: not connected
+
     void add_to(CoreStatistics& statistics) const;
     void check(Report& report) const;
 

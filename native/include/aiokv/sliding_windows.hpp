@@ -79,6 +79,24 @@ class SlidingWindows {
     bool has_room(const Lease& lease, std::uint32_t total_blocks,
                   std::span<const std::uint64_t> given_up = {}) const;
     void give_up(const Lease& lease, std::vector<std::uint64_t>& given_up) const;
+    // -- from and to peers; see window_peers.cpp
+    // The blocks of the sink and of the window that a lease needs to compute behind so many
+    // positions, and has not computed, or in part.
+    std::vector<std::uint32_t> missing_blocks(const Lease& lease, std::size_t group,
+                                              std::uint32_t num_tokens) const;
+    // The blocks of the table that a lease needs to compute further.
+    std::vector<std::uint32_t> needed_blocks(const Lease& lease, std::size_t group) const;
+    // Gives the tables of the lease the ids that they have when so many positions are computed.
+    void move_to(Lease& lease, std::uint32_t num_tokens, Step step);
+    Step after_step(std::size_t group, BlockId id) const {
+        return groups_[group].pool.after_step(id);
+    }
+    // No node has the id, and no other lease reads it.
+    bool is_private(std::size_t group, BlockId id) const {
+        const AuxiliaryPool& pool = groups_[group].pool;
+        return !pool.is_free(id) && !pool.is_attached(id) && pool.readers(id) == 0;
+    }
+
     // All leases can have `more` positions more, of what is set aside for windows.
     bool can_extend(std::span<const LeaseId> ids, std::uint64_t more) const;
     // The lease still has the windows that it stopped with.
@@ -93,8 +111,8 @@ class SlidingWindows {
     // The next position is computed_tokens: frees the blocks behind its window, but not the sink.
     void advance(Lease& lease, Step step);
     void use_in(const Lease& lease, Step step);
-    // `step` computes the blocks of the positions from computed_tokens to `end`, and a save of them
-    // waits for it.
+    // `step` computes the blocks of the positions from computed_tokens to `end`, and transfers of
+    // them wait for it.
     void use_computed(const Lease& lease, std::uint32_t end, Step step);
     void release(Lease& lease, Step step);
     // Positions that a step may compute now: those that have ids in every group.
@@ -108,6 +126,10 @@ class SlidingWindows {
     void orphan_move(Lease& lease, TransferId id, Step step);
     // After the end of a move, of which the first `good` blocks are proven.
     void finish_move(const Move& move, std::uint32_t good, bool failed);
+
+    // -- stores; as in RecurrentState
+    void connect_stores(StoredBlocks& stored, Residency& residency);
+    std::vector<AuxiliaryStore*> stores();
 
     void close_step(Step step);
     void finish_step(Step step);
@@ -125,6 +147,8 @@ class SlidingWindows {
                 std::span<const std::size_t> entries);
     template <class Visit>
     static void for_each_needed(const WindowGroup& group, std::size_t hits, Visit visit);
+    std::uint32_t first_needed(const WindowGroup& group, std::uint32_t num_tokens) const;
+    void take_entry(WindowGroup& group, WindowTable& window, std::size_t index);
     void fill(WindowGroup& group, WindowTable& window);
     static void drop(WindowGroup& group, WindowTable& window, std::size_t index, Step step);
     void check_group(Report& report, std::size_t group) const;

@@ -29,7 +29,8 @@ class StoredBlocks {
     StoredBlocks(const CoreConfig& config, Index& index);
 
     // False: no block has a digest or a flag. Blocks of models with recurrent state or windows
-    // cannot be hit without those, which stores do not have.
+    // cannot be hit without those, so stores have either all, or nothing: what does not reach host
+    // memory cannot be stored.
     bool exist() const { return exist_; }
 
     const Digest& digest(NodeId node);

@@ -56,6 +56,11 @@ const CoreConfig& checked(const CoreConfig& config) {
     return config;
 }
 
+AuxiliaryPools& connected(AuxiliaryPools& pools, StoredBlocks& stored, Residency& residency) {
+    if (stored.exist()) pools.connect_stores(stored, residency);
+    return pools;
+}
+
 }  // namespace
 
 Core::Core(const CoreConfig& config)
@@ -75,7 +80,7 @@ Core::Core(const CoreConfig& config)
       promises_(leases_.records(), config_.block_tokens),
       uses_(index_.tree(), leases_),
       batches_(leases_),
-      peers_(config_, device_, leases_, index_, state_, transfers_),
+      peers_(config_, device_, leases_, index_, state_, windows_, transfers_),
       matching_(config_, index_, auxiliary_, transfers_),
       fetches_(config_, index_, stored_, matching_, residency_, transfers_),
       publication_(config_, device_, index_, state_, windows_, residency_, saver_, promises_,
@@ -89,7 +94,8 @@ Core::Core(const CoreConfig& config)
       completions_(config_, device_, leases_, index_, state_, auxiliary_, matching_, residency_,
                    transfers_, promises_, publication_, swaps_, store_saver_),
       tiers_(config_, device_, leases_, index_, auxiliary_, residency_, saver_, transfers_,
-             promises_, swaps_, store_saver_) {}
+             promises_, swaps_, store_saver_),
+      auxiliary_stores_(connected(auxiliary_, stored_, residency_), matching_) {}
 
 Hit Core::match(Tokens tokens, std::string_view context, bool reads, bool writes,
                 std::span<const Item> items) {
@@ -159,6 +165,8 @@ std::vector<LeaseId> Core::complete(TransferId id, Outcome outcome, std::uint32_
     }
     if (store_saver_.has(id)) {
         store_saver_.complete(id, outcome, results);
+    } else if (auxiliary_stores_.has(id)) {
+        auxiliary_stores_.complete(id, outcome, first_bad_block, results);
     } else if (fetches_.has(id)) {
         const auto blocks = static_cast<std::uint32_t>(fetches_.get(id).host_blocks.size());
         fetches_.complete(id, outcome == Outcome::kDone     ? blocks
@@ -172,7 +180,7 @@ std::vector<LeaseId> Core::complete(TransferId id, Outcome outcome, std::uint32_
 
 void Core::finish_state(Lease& lease, std::uint32_t num_tokens) {
     if (num_tokens == 0) {
-        completions_.lose_state(lease);
+        completions_.lose_sides(lease);
     } else {
         publication_.commit_received(lease, num_tokens);
     }
@@ -180,13 +188,14 @@ void Core::finish_state(Lease& lease, std::uint32_t num_tokens) {
 
 std::uint32_t Core::commit_received(LeaseId id, std::int64_t num_tokens) {
     Lease& lease = leases_.at(id);
-    peers_.check_commit(lease, num_tokens);
+    peers_.check_positions(lease, num_tokens);
     if (state_.exists() && num_tokens > static_cast<std::int64_t>(lease.computed_tokens)) {
         throw LeaseError("commit: the recurrent state after " + std::to_string(num_tokens) +
                          " positions was not received")
             .of(id)
             .hint("call receive_state instead, which commits the positions");
     }
+    peers_.check_windows(lease, "commit", num_tokens);
     return publication_.commit_received(lease, num_tokens);
 }
 
@@ -268,6 +277,11 @@ CoreStatistics Core::statistics() const {
     saver_.add_to(s);
     store_saver_.add_to(s);
     fetches_.add_to(s);
+    const StoredCopies snapshots = auxiliary_stores_.counts(kRecurrentState);
+    s.stored_snapshots = snapshots.saved;
+    s.unstored_snapshots = snapshots.unsaved;
+    s.fetched_snapshots = snapshots.fetched;
+    s.unfetched_snapshots = snapshots.unfetched;
     publication_.add_to(s);
     grants_.add_to(s);
     peers_.add_to(s);

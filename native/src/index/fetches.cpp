@@ -14,35 +14,57 @@ bool Fetches::may_fetch(const Lease& lease) const {
 
 // Of the first blocks that no tier has. The digests are computed once: several calls ask for them
 // until the lease is granted, and its tokens do not change before that.
-std::span<const Digest> Fetches::digests_of(Lease& lease, const Matching::Frontier& cached) {
+std::span<const Digest> Fetches::digests_of(Lease& lease, const Matching::Frontier& cached,
+                                            std::size_t end) {
     std::vector<Digest>& digests = lease.digests;
     if (cached.first < lease.first_digest || cached.first > lease.first_digest + digests.size()) {
         digests.clear();
     }
     if (digests.empty()) lease.first_digest = static_cast<std::uint32_t>(cached.first);
     const std::size_t size = config_.block_tokens;
-    const std::size_t most = std::clamp<std::size_t>(kMostMissingTokens / size, 1, kMostMissing);
-    const std::size_t end = std::min(cached.limit, cached.first + most);
+    end = std::max(std::min(cached.limit, end), cached.first);
     for (std::size_t block = lease.first_digest + digests.size(); block < end; ++block) {
         const Digest parent = digests.empty() ? stored_.digest(cached.end) : digests.back();
         digests.push_back(stored_.digest_below(parent,
                                                Tokens(lease.tokens).subspan(block * size, size),
                                                key_of(lease.item_keys, block)));
     }
-    return std::span(digests).subspan(cached.first - lease.first_digest,
-                                      std::max(end, cached.first) - cached.first);
+    return std::span(digests).subspan(cached.first - lease.first_digest, end - cached.first);
 }
 
 Missing Fetches::missing(Lease& lease) {
     if (!may_fetch(lease)) return {lease.path.size(), {}};
     const Matching::Frontier cached = matching_.frontier(lease);
-    return {cached.first, digests_of(lease, cached)};
+    return {cached.first, digests_of(lease, cached, cached.first + most())};
+}
+
+Borders Fetches::borders(Lease& lease, std::size_t skip) {
+    Borders found;
+    if (!may_fetch(lease)) return found;
+    const Matching::Frontier cached = matching_.frontier(lease);
+    found.hit = lease.path.size();
+    found.cached = cached.first;
+    found.first_block = std::min(found.hit + skip, cached.limit);
+    const std::size_t end = std::min(cached.limit, found.first_block + most());
+    const std::size_t end_cached = std::clamp(cached.first, found.first_block, end);
+    for (const NodeId node : matching_.nodes(lease, found.first_block, end_cached)) {
+        found.digests.push_back(stored_.digest(node));
+    }
+    if (end > end_cached) {
+        const std::span<const Digest> behind = digests_of(lease, cached, end);
+        const auto first = static_cast<std::ptrdiff_t>(end_cached - cached.first);
+        found.digests.insert(found.digests.end(), behind.begin() + first, behind.end());
+    }
+    for (std::size_t block = found.first_block; block < end; ++block) {
+        found.may_end.push_back(matching_.before_cut_item(lease, block + 1) == block + 1);
+    }
+    return found;
 }
 
 TransferId Fetches::begin(Lease& lease, std::size_t blocks) {
     if (!may_fetch(lease) || blocks == 0) return 0;
     const Matching::Frontier cached = matching_.frontier(lease);
-    const std::span<const Digest> digests = digests_of(lease, cached);
+    const std::span<const Digest> digests = digests_of(lease, cached, cached.first + most());
     Fetch fetch;
     for (const Digest& digest : digests.first(std::min(blocks, digests.size()))) {
         if (const auto found = by_block_.find(digest); found != by_block_.end()) {

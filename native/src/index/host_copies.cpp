@@ -98,18 +98,18 @@ TransferId HostCopies::take_save(std::uint32_t limit) {
     return transfers_.begin_move(std::move(save));
 }
 
-// A source is the node's own as long as the save reads it, and only one save does: the node has no
-// host copy yet.
+// A source is the node's own as long as the save reads it, and only one save does.
 void HostCopies::finish_save(const Move& save, std::uint32_t good) {
     for (std::size_t i = 0; i < save.sources.size(); ++i) {
         const NodeId node = device_.node_of(save.sources[i]);
         being_saved_[at(save.sources[i])] = false;
         device_.remove_copier(save.sources[i]);
-        if (i >= good || node == kNone) {
+        if (i >= good || node == kNone || pool_.find(node) != kNoBlock) {
             pool_.give_back(save.targets[i], 0);
             continue;
         }
         pool_.attach(node, save.targets[i]);
+        if (stores_) stores_->note_copy(save.targets[i]);
         ++saved_;
     }
 }
@@ -117,6 +117,11 @@ void HostCopies::finish_save(const Move& save, std::uint32_t good) {
 void HostCopies::check(Report& report, const char* name,
                        std::unordered_map<BlockId, std::uint32_t> readers) const {
     Ownership ids = report.pool(name, pool_.capacity());
+    if (stores_) {
+        for (const BlockId id : stores_->read_ids()) ++readers[id];
+        for (const BlockId id : stores_->owned_ids()) ids.own(id, "a fetch");
+        stores_->check(report);
+    }
     std::size_t saves = 0;
     for (const auto& [id, move] : transfers_.moves()) {
         if (move.group != group_ || move.route == MoveRoute::kOnDevice) continue;

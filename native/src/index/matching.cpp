@@ -120,6 +120,23 @@ Matching::Frontier Matching::frontier(Lease& lease) const {
     return {end, first, limit};
 }
 
+std::vector<NodeId> Matching::nodes(Lease& lease, std::size_t first, std::size_t end) const {
+    if (first >= end) return {};
+    refresh(lease);
+    const std::size_t hit = lease.path.size();
+    const auto at = [&](std::size_t block) {
+        return lease.path.begin() + static_cast<std::ptrdiff_t>(std::min(block, hit));
+    };
+    std::vector<NodeId> nodes(at(first), at(end));
+    NodeId node = hit == 0 ? index_.root_of(lease) : lease.path.back();
+    for (std::size_t block = hit; block < end; ++block) {
+        node = index_.tree().find_child(node, &lease.tokens[block * config_.block_tokens],
+                                        key_of(lease.item_keys, block));
+        if (block >= first) nodes.push_back(node);
+    }
+    return nodes;
+}
+
 Pending Matching::pending(Lease& lease, const Promises& promises) const {
     if (!lease.is(LeaseState::kMatched) || promises.empty()) return {0, 0};
     const Frontier cached = frontier(lease);

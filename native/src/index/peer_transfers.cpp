@@ -63,12 +63,6 @@ void PeerTransfers::check_ready(const Lease& lease, const char* verb) const {
 void PeerTransfers::check_blocks(const Lease& lease, const char* verb, std::int64_t first_block,
                                  std::int64_t num_blocks) const {
     check_ready(lease, verb);
-    if (!lease.windows.empty()) {
-        throw UsageError(std::string(verb) +
-                         ": the lease has sliding windows, whose blocks are not moved to peers")
-            .of(lease.id())
-            .field("windows");
-    }
     const auto total = static_cast<std::int64_t>(lease.table.size());
     if (first_block < 0 || num_blocks < 1 || num_blocks > total - first_block) {
         throw UsageError(std::string(verb) + ": " + std::to_string(num_blocks) +
@@ -92,7 +86,7 @@ TransferId PeerTransfers::receive(Lease& lease, const TicketId& ticket, std::int
                          str(std::max<std::size_t>(computed, lease.path.size())))
             .of(lease.id());
     }
-    check_no_state(lease, "receive");
+    check_no_side(lease, "receive");
     if (first + blocks > config_.blocks_for(lease.tokens.size())) {
         throw LeaseError("receive: " + str(blocks) + " blocks from block " + str(first) +
                          " on have positions without tokens; the lease names the tokens of " +
@@ -167,37 +161,57 @@ TransferId PeerTransfers::begin(Lease& lease, PeerTransfer transfer) {
 
 // -- recurrent state -------------------------------------------------------------------------
 
+// State and windows are those of one position: they are moved while it does not change.
+void PeerTransfers::check_side_ready(const Lease& lease, const char* verb) const {
+    check_ready(lease, verb);
+    if (lease.batches == 0) return;
+    throw LeaseError(std::string(verb) + ": a batch computes with the lease")
+        .of(lease.id())
+        .hint("let the batch end first");
+}
+
+void PeerTransfers::check_received(const Lease& lease, const char* verb,
+                                   std::int64_t num_tokens) const {
+    const std::uint32_t end = lease.end_of_received();
+    if (num_tokens > static_cast<std::int64_t>(lease.computed_tokens) &&
+        num_tokens <= static_cast<std::int64_t>(end)) {
+        return;
+    }
+    throw LeaseError(std::string(verb) + ": num_tokens is " + std::to_string(num_tokens) +
+                     ", but the lease has computed " + str(lease.computed_tokens) +
+                     " positions, and received those before " + str(end))
+        .of(lease.id())
+        .hint("receive the blocks first");
+}
+
+void PeerTransfers::check_computed_side(const Lease& lease, const char* verb,
+                                        std::int64_t num_tokens) const {
+    if (num_tokens == static_cast<std::int64_t>(lease.computed_tokens) && num_tokens > 0) return;
+    throw LeaseError(std::string(verb) + ": num_tokens is " + std::to_string(num_tokens) +
+                     "; the lease has computed " + str(lease.computed_tokens) + " positions")
+        .of(lease.id())
+        .hint("commit exactly these positions first");
+}
+
 void PeerTransfers::check_state_ready(const Lease& lease, const char* verb) const {
     if (!state_.exists()) {
         throw UsageError(std::string(verb) + ": the model has no recurrent state; state_slots is 0")
             .of(lease.id())
             .field("state_slots");
     }
-    check_ready(lease, verb);
+    check_side_ready(lease, verb);
     if (lease.recurrent.slot == kNoBlock) {
         throw LeaseError(std::string(verb) + ": the lease computes nothing, and has no state slot")
             .of(lease.id());
-    }
-    if (lease.batches > 0) {
-        throw LeaseError(std::string(verb) + ": a batch computes with the lease")
-            .of(lease.id())
-            .hint("let the batch end first");
     }
 }
 
 TransferId PeerTransfers::receive_state(Lease& lease, const TicketId& ticket,
                                         std::int64_t num_tokens) {
     check_state_ready(lease, "receive_state");
-    check_no_state(lease, "receive_state");
-    const std::uint32_t end = lease.end_of_received();
-    if (num_tokens <= static_cast<std::int64_t>(lease.computed_tokens) ||
-        num_tokens > static_cast<std::int64_t>(end)) {
-        throw LeaseError("receive_state: num_tokens is " + std::to_string(num_tokens) +
-                         ", but the lease has computed " + str(lease.computed_tokens) +
-                         " positions, and received those before " + str(end))
-            .of(lease.id())
-            .hint("receive the blocks first");
-    }
+    check_no_side(lease, "receive_state");
+    check_received(lease, "receive_state", num_tokens);
+    check_windows(lease, "receive_state", num_tokens);
     return begin_state(lease, PeerRoute::kReceiveState, ticket,
                        static_cast<std::uint32_t>(num_tokens));
 }
@@ -206,13 +220,7 @@ TransferId PeerTransfers::send_state(Lease& lease, const TicketId& ticket,
                                      std::int64_t num_tokens) {
     check_state_ready(lease, "send_state");
     check_state_copy(lease, "send_state");
-    if (num_tokens != static_cast<std::int64_t>(lease.computed_tokens) || num_tokens < 1) {
-        throw LeaseError("send_state: num_tokens is " + std::to_string(num_tokens) +
-                         "; the state is the one after " + str(lease.computed_tokens) +
-                         " computed positions")
-            .of(lease.id())
-            .hint("commit exactly these positions, then send the state");
-    }
+    check_computed_side(lease, "send_state", num_tokens);
     return begin_state(lease, PeerRoute::kSendState, ticket, lease.computed_tokens);
 }
 
@@ -222,9 +230,94 @@ TransferId PeerTransfers::begin_state(Lease& lease, PeerRoute route, const Ticke
     transfer.route = route;
     transfer.ticket = ticket;
     transfer.end_token = num_tokens;
-    transfer.slot = lease.recurrent.slot;
+    transfer.side_ids = {lease.recurrent.slot};
+    transfer.side_blocks = {0};
     transfer.after_step = after_use(lease, state_.after_step(lease));
     return begin(lease, std::move(transfer));
+}
+
+// -- sliding windows -------------------------------------------------------------------------
+
+void PeerTransfers::check_group(const Lease& lease, const char* verb, std::size_t group) const {
+    if (group < lease.windows.size()) return;
+    throw UsageError(std::string(verb) + ": there is no window group " + str(group) +
+                     "; the lease has " + str(lease.windows.size()))
+        .of(lease.id())
+        .field("windows");
+}
+
+TransferId PeerTransfers::receive_window(Lease& lease, const TicketId& ticket, std::size_t group,
+                                         std::int64_t num_tokens, Step step) {
+    check_side_ready(lease, "receive_window");
+    check_group(lease, "receive_window", group);
+    check_received(lease, "receive_window", num_tokens);
+    const WindowTable& window = lease.windows[group];
+    const auto tokens = static_cast<std::uint32_t>(num_tokens);
+    if (window.received_tokens != 0 && window.received_tokens != tokens) {
+        throw LeaseError("receive_window: num_tokens is " + str(tokens) +
+                         ", but windows behind position " + str(window.received_tokens) +
+                         " are being received already")
+            .of(lease.id());
+    }
+    for (const TransferId id : lease.peer_transfers) {
+        const PeerTransfer& other = in_flight_.at(id);
+        if (other.moves_blocks()) continue;
+        if (other.route == PeerRoute::kReceiveWindow && other.group != group) continue;
+        throw LeaseError(
+            "receive_window: another transfer of the window, or of the state, is in "
+            "flight")
+            .of(lease.id());
+    }
+    if (window.received_tokens == 0) windows_.move_to(lease, tokens, lease.last_use(step));
+    return begin_window(lease, PeerRoute::kReceiveWindow, ticket, group,
+                        windows_.missing_blocks(lease, group, tokens));
+}
+
+TransferId PeerTransfers::send_window(Lease& lease, const TicketId& ticket, std::size_t group,
+                                      std::int64_t num_tokens) {
+    check_side_ready(lease, "send_window");
+    check_group(lease, "send_window", group);
+    check_windows(lease, "send_window", lease.computed_tokens);
+    check_computed_side(lease, "send_window", num_tokens);
+    return begin_window(lease, PeerRoute::kSendWindow, ticket, group,
+                        windows_.needed_blocks(lease, group));
+}
+
+TransferId PeerTransfers::begin_window(Lease& lease, PeerRoute route, const TicketId& ticket,
+                                       std::size_t group, std::vector<std::uint32_t> blocks) {
+    PeerTransfer transfer;
+    transfer.route = route;
+    transfer.ticket = ticket;
+    transfer.group = group;
+    for (const std::uint32_t block : blocks) {
+        const BlockId id = lease.windows[group].table[block];
+        transfer.side_ids.push_back(id);
+        transfer.after_step = std::max(transfer.after_step, windows_.after_step(group, id));
+    }
+    transfer.side_blocks = std::move(blocks);
+    transfer.after_step = after_use(lease, transfer.after_step);
+    return begin(lease, std::move(transfer));
+}
+
+// The tables of the lease are those of positions that it has not computed.
+bool PeerTransfers::is_waiting_for_windows(const Lease& lease) const {
+    return !lease.windows.empty() && lease.windows.front().received_tokens != 0;
+}
+
+void PeerTransfers::check_windows(const Lease& lease, const char* verb,
+                                  std::int64_t num_tokens) const {
+    if (num_tokens <= static_cast<std::int64_t>(lease.computed_tokens) &&
+        !is_waiting_for_windows(lease)) {
+        return;
+    }
+    const auto has_arrived = [num_tokens](const WindowTable& window) {
+        return window.has_arrived && window.received_tokens == num_tokens;
+    };
+    if (std::all_of(lease.windows.begin(), lease.windows.end(), has_arrived)) return;
+    throw LeaseError(std::string(verb) + ": the windows behind " + std::to_string(num_tokens) +
+                     " positions were not received")
+        .of(lease.id())
+        .hint("receive all window groups first, or preempt the lease, then resume it");
 }
 
 const PeerTransfer& PeerTransfers::get(TransferId id) const {
@@ -282,6 +375,11 @@ PeerRelease PeerTransfers::complete(TransferId id, Outcome outcome, std::uint32_
         released.lease = transfer.lease;
         released.state_tokens = good > 0 ? transfer.end_token : 0;
     }
+    if (transfer.route == PeerRoute::kReceiveWindow) {
+        const bool has_arrived = good == transfer.size();
+        leases_.at(transfer.lease).windows[transfer.group].has_arrived = has_arrived;
+        if (!has_arrived) released.lease = transfer.lease;
+    }
     ends_.push_back({id, transfer.lease, good, released.state_tokens > 0});
     return released;
 }
@@ -316,11 +414,14 @@ std::optional<std::uint32_t> PeerTransfers::first_receiving(const Lease& lease) 
     return first;
 }
 
-void PeerTransfers::check_no_state(const Lease& lease, const char* verb) const {
+// State and windows in flight are those behind the computed positions, or behind those that will
+// be.
+void PeerTransfers::check_no_side(const Lease& lease, const char* verb) const {
     for (const TransferId id : lease.peer_transfers) {
         const PeerTransfer& transfer = in_flight_.at(id);
-        if (!transfer.moves_state()) continue;
-        throw LeaseError(std::string(verb) + ": the recurrent state of a lease is being " +
+        if (transfer.moves_blocks()) continue;
+        throw LeaseError(std::string(verb) +
+                         ": the recurrent state or a window of a lease is being " +
                          (transfer.receives() ? "received" : "sent"))
             .of(lease.id())
             .hint("wait for the end of the transfer first");
@@ -329,14 +430,13 @@ void PeerTransfers::check_no_state(const Lease& lease, const char* verb) const {
 
 void PeerTransfers::check_state_copy(const Lease& lease, const char* verb) const {
     for (const TransferId id : lease.peer_transfers) {
-        if (in_flight_.at(id).route == PeerRoute::kReceiveState) check_no_state(lease, verb);
+        if (in_flight_.at(id).route == PeerRoute::kReceiveState) check_no_side(lease, verb);
     }
 }
 
-void PeerTransfers::check_computed(const Lease& lease, std::int64_t num_tokens) const {
-    if (num_tokens > static_cast<std::int64_t>(lease.computed_tokens)) {
-        check_no_state(lease, "commit");
-    }
+void PeerTransfers::check_positions(const Lease& lease, std::int64_t num_tokens) const {
+    if (num_tokens <= static_cast<std::int64_t>(lease.computed_tokens)) return;
+    check_no_side(lease, "commit");
     const std::optional<std::uint32_t> first = first_receiving(lease);
     if (!first || num_tokens <= static_cast<std::int64_t>(*first) * config_.block_tokens) return;
     throw LeaseError("commit: num_tokens is " + std::to_string(num_tokens) +
@@ -347,7 +447,8 @@ void PeerTransfers::check_computed(const Lease& lease, std::int64_t num_tokens) 
 }
 
 void PeerTransfers::check_compute(const Lease& lease) const {
-    check_no_state(lease, "computing");
+    check_no_side(lease, "computing");
+    check_windows(lease, "computing", lease.computed_tokens);
     const std::optional<std::uint32_t> first = first_receiving(lease);
     if (!first) return;
     throw LeaseError("computing: positions of a lease from " +
@@ -358,6 +459,7 @@ void PeerTransfers::check_compute(const Lease& lease) const {
 }
 
 void PeerTransfers::check_swap(const Lease& lease) const {
+    check_windows(lease, "preempt", lease.computed_tokens);
     if (lease.peer_transfers.empty()) return;
     throw LeaseError("preempt: transfers between the lease and a peer are in flight")
         .of(lease.id())
@@ -367,6 +469,7 @@ void PeerTransfers::check_swap(const Lease& lease) const {
 void PeerTransfers::check_truncate(const Lease& lease, std::int64_t num_tokens) const {
     if (num_tokens < 0 || num_tokens >= lease.num_tokens) return;
     check_state_copy(lease, "truncate");
+    check_windows(lease, "truncate", lease.computed_tokens);
     const auto length = static_cast<std::uint32_t>(num_tokens);
     if (length % config_.block_tokens == 0) return;
     const std::uint32_t cut = length / config_.block_tokens;
@@ -423,18 +526,35 @@ void PeerTransfers::cut(Lease& lease, std::size_t blocks, Lease& keeper) {
 // -- statistics and checks ---------------------------------------------------------------------
 
 void PeerTransfers::add_to(CoreStatistics& statistics) const {
-    const Counts& received = counts(PeerRoute::kReceive);
-    const Counts& sent = counts(PeerRoute::kSend);
-    const Counts& received_state = counts(PeerRoute::kReceiveState);
-    const Counts& sent_state = counts(PeerRoute::kSendState);
-    statistics.receives = received.begun + received_state.begun;
-    statistics.received_blocks = received.blocks;
-    statistics.received_states = received_state.blocks;
-    statistics.failed_receives = received.failed + received_state.failed;
-    statistics.sends = sent.begun + sent_state.begun;
-    statistics.sent_blocks = sent.blocks;
-    statistics.sent_states = sent_state.blocks;
-    statistics.failed_sends = sent.failed + sent_state.failed;
+    const auto add = [this](PeerRoute route, std::uint64_t& begun, std::uint64_t& failed) {
+        begun += counts(route).begun;
+        failed += counts(route).failed;
+        return counts(route).blocks;
+    };
+    std::uint64_t& receives = statistics.receives;
+    std::uint64_t& failed_receives = statistics.failed_receives;
+    statistics.received_blocks = add(PeerRoute::kReceive, receives, failed_receives);
+    statistics.received_states = add(PeerRoute::kReceiveState, receives, failed_receives);
+    statistics.received_window_blocks = add(PeerRoute::kReceiveWindow, receives, failed_receives);
+    std::uint64_t& sends = statistics.sends;
+    std::uint64_t& failed_sends = statistics.failed_sends;
+    statistics.sent_blocks = add(PeerRoute::kSend, sends, failed_sends);
+    statistics.sent_states = add(PeerRoute::kSendState, sends, failed_sends);
+    statistics.sent_window_blocks = add(PeerRoute::kSendWindow, sends, failed_sends);
+}
+
+// The state slot, or the window blocks, of the transfer are those of the lease.
+bool PeerTransfers::has_sides(const Lease& lease, const PeerTransfer& transfer) const {
+    if (transfer.route == PeerRoute::kReceiveState || transfer.route == PeerRoute::kSendState) {
+        return lease.recurrent.slot == transfer.side_ids.front();
+    }
+    if (transfer.group >= lease.windows.size()) return false;
+    const std::vector<BlockId>& table = lease.windows[transfer.group].table;
+    for (std::size_t i = 0; i < transfer.side_ids.size(); ++i) {
+        const std::size_t block = transfer.side_blocks[i];
+        if (block >= table.size() || table[block] != transfer.side_ids[i]) return false;
+    }
+    return true;
 }
 
 void PeerTransfers::check_transfer(Report& report, TransferId id,
@@ -449,12 +569,19 @@ void PeerTransfers::check_transfer(Report& report, TransferId id,
         report.require(std::count(listed.begin(), listed.end(), id) == 1,
                        "I3: a holder of transfer ", id, " of a peer does not list it");
     }
-    const auto has_slot = [&](LeaseId holder) {
-        return is_open(holder) && leases_.at(holder).recurrent.slot == transfer.slot;
-    };
-    report.require(!transfer.moves_state() ||
-                       std::any_of(transfer.holders.begin(), transfer.holders.end(), has_slot),
-                   "I3: no holder of transfer ", id, " of a peer has its state slot");
+    if (!transfer.moves_blocks()) {
+        const auto has_sides = [&](LeaseId holder) {
+            return is_open(holder) && this->has_sides(leases_.at(holder), transfer);
+        };
+        report.require(std::any_of(transfer.holders.begin(), transfer.holders.end(), has_sides),
+                       "I3: no holder of transfer ", id,
+                       " of a peer has its state slot or window blocks");
+    }
+    for (const BlockId side : transfer.side_ids) {
+        report.require(transfer.route != PeerRoute::kReceiveWindow ||
+                           windows_.is_private(transfer.group, side),
+                       "I11: window block ", side, " is indexed, and is being received");
+    }
     if (transfer.lease == 0) return;
     report.require(transfer.holders.front() == transfer.lease && is_open(transfer.lease) &&
                        (leases_.at(transfer.lease).is(LeaseState::kGranted) ||

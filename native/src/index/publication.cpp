@@ -85,6 +85,10 @@ std::uint32_t Publication::commit_received(Lease& lease, std::int64_t num_tokens
     }
     lease.computed_tokens = computed;
     lease.keep_received(computed, lease.num_tokens);
+    for (WindowTable& window : lease.windows) {
+        window.received_tokens = 0;
+        window.has_arrived = false;
+    }
     const std::uint32_t published = publish(lease);
     if (!lease.windows.empty()) windows_.advance(lease, 0);
     return published;

@@ -43,6 +43,7 @@ void RecurrentState::take(Lease& lease) {
     const BlockId host_source = is_on_host ? host_->find(lease.path.back()) : kNoBlock;
     if (!lease.flags.computes) return keep_snapshot(lease, source, host_source);
     lease.recurrent.valid = true;
+    if (host_ && !lease.path.empty()) host_->note_hit(lease.path.back());
     const std::uint32_t idle_source = source != kNoBlock && pool_->is_idle(source);
     if (lease.recurrent.slot == kNoBlock && idle_source > 0 && pool_->room() == 1) {
         pool_->detach(source);

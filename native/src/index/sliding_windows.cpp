@@ -119,6 +119,20 @@ void SlidingWindows::forget_host() {
     }
 }
 
+void SlidingWindows::connect_stores(StoredBlocks& stored, Residency& residency) {
+    for (WindowGroup& group : groups_) {
+        if (group.host) group.host->connect_stores(stored, residency);
+    }
+}
+
+std::vector<AuxiliaryStore*> SlidingWindows::stores() {
+    std::vector<AuxiliaryStore*> stores;
+    for (WindowGroup& group : groups_) {
+        if (group.host && group.host->stores() != nullptr) stores.push_back(group.host->stores());
+    }
+    return stores;
+}
+
 void SlidingWindows::close_step(Step step) {
     for (WindowGroup& group : groups_) group.pool.close_step(step);
 }
@@ -148,7 +162,6 @@ const std::vector<BlockId>& SlidingWindows::table_of(const Lease& lease, std::si
 void SlidingWindows::use_computed(const Lease& lease, std::uint32_t end, Step step) {
     const std::size_t first = lease.computed_tokens / config_.block_tokens;
     for (std::size_t g = 0; g < lease.windows.size(); ++g) {
-        if (!groups_[g].host) continue;
         const WindowTable& window = lease.windows[g];
         for (std::size_t i = first; i < config_.blocks_for(end); ++i) {
             groups_[g].pool.use_in(window.table[i], step);
@@ -226,6 +239,7 @@ void SlidingWindows::take_hit(WindowGroup& group, WindowTable& window, Lease& le
     std::vector<std::size_t> absent;
     for_each_needed(group, hits, [&](std::size_t i) {
         const BlockId id = group.pool.find(lease.path[i]);
+        if (group.host) group.host->note_hit(lease.path[i]);
         window.table[i] = id;
         if (id == kNoBlock) return absent.push_back(i);
         group.pool.add_reader(id);
@@ -275,10 +289,12 @@ void SlidingWindows::fill(WindowGroup& group, WindowTable& window) {
     const auto total = static_cast<std::uint32_t>(window.table.size());
     const std::uint32_t behind = std::min(window.first, group.pool.head_blocks());
     const std::uint32_t end = std::min(total, window.first + window.reserved - behind);
-    for (; window.end < end; ++window.end) {
-        if (group.pool.take(window.table[window.end])) index_.change();
-        if (group.host) group.host->note_taken();
-    }
+    for (; window.end < end; ++window.end) take_entry(group, window, window.end);
+}
+
+void SlidingWindows::take_entry(WindowGroup& group, WindowTable& window, std::size_t index) {
+    if (group.pool.take(window.table[index])) index_.change();
+    if (group.host) group.host->note_taken();
 }
 
 // First proof wins.

@@ -1,5 +1,6 @@
 #include "aiokv/stored_blocks.hpp"
 
+#include <algorithm>
 #include <span>
 #include <string_view>
 
@@ -7,8 +8,11 @@ namespace aiokv {
 namespace {
 
 bool has_stored_blocks(const CoreConfig& config) {
-    return config.stores.exist && config.host_blocks > 0 && config.state_slots == 0 &&
-           config.windows.empty();
+    const bool has_state = config.state_slots == 0 || config.host_state_slots > 0;
+    const bool has_windows =
+        std::all_of(config.windows.begin(), config.windows.end(),
+                    [](const WindowConfig& window) { return window.host_blocks > 0; });
+    return config.stores.exist && config.host_blocks > 0 && has_state && has_windows;
 }
 
 std::size_t expected_nodes(const CoreConfig& config) {

@@ -5,6 +5,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <numeric>
+
 #include "aiokv/core.hpp"
 #include "aiokv/error.hpp"
 #include "bindings.hpp"
@@ -39,7 +41,13 @@ using RoomTuple = nb::typed<nb::tuple, std::uint32_t, std::uint32_t, std::uint32
 using HitTuple = nb::typed<nb::tuple, std::uint32_t, std::uint32_t>;
 using PendingTuple = nb::typed<nb::tuple, LeaseId, std::uint32_t>;
 using UsageTuple = nb::typed<nb::tuple, std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t>;
+constexpr std::int32_t kFullAttention = -2;  // in place of a group
+
+using StoredCopiesTuple =
+    nb::typed<nb::tuple, std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t>;
 using MissingTuple = nb::typed<nb::tuple, std::size_t, nb::bytes>;
+using BordersTuple =
+    nb::typed<nb::tuple, std::size_t, std::size_t, std::size_t, nb::bytes, nb::bytes>;
 using StoreTransferTuple = nb::typed<nb::tuple, nb::bytes, nb::bytes>;
 // (device_blocks, window_tokens, step_tokens, sink_tokens, host_blocks)
 using WindowTuple =
@@ -52,7 +60,7 @@ using StateCopyTuple = nb::typed<nb::tuple, BlockId, BlockId>;
 using MoveTuple = nb::typed<nb::tuple, MoveRoute, std::int32_t, nb::bytes, nb::bytes, Step>;
 using TransferTuple = nb::typed<nb::tuple, nb::bytes, nb::bytes, Step>;
 using PeerTransferTuple =
-    nb::typed<nb::tuple, PeerRoute, nb::bytes, std::uint32_t, nb::bytes, Step>;
+    nb::typed<nb::tuple, PeerRoute, nb::bytes, std::size_t, nb::bytes, nb::bytes, Step>;
 using PeerEndTuple = nb::typed<nb::tuple, TransferId, LeaseId, std::uint32_t, bool>;
 
 MatchTuple match(Core& core, TokenArray tokens, std::string_view context, bool reads, bool writes) {
@@ -91,13 +99,27 @@ nb::bytes digest_bytes(std::span<const Digest> digests) {
     return nb::bytes(digests.data(), digests.size_bytes());
 }
 
+nb::bytes byte_flags(std::span<const std::uint8_t> flags) {
+    return nb::bytes(flags.data(), flags.size());
+}
+
 MissingTuple missing(Core& core, LeaseId id) {
     const Missing found = core.missing(id);
     return nb::make_tuple(found.first_block, digest_bytes(found.digests));
 }
 
+BordersTuple borders(Core& core, LeaseId id, std::size_t skip) {
+    const Borders found = core.borders(id, skip);
+    return nb::make_tuple(found.hit, found.cached, found.first_block, digest_bytes(found.digests),
+                          byte_flags(found.may_end));
+}
+
 // A fetch or a save.
 StoreTransferTuple store_transfer(const Core& core, TransferId id) {
+    if (core.auxiliary_stores().has(id)) {
+        const AuxiliaryTransfer& transfer = core.auxiliary_stores().get(id);
+        return nb::make_tuple(id_bytes(transfer.ids), digest_bytes(transfer.digests));
+    }
     if (core.is_save(id)) {
         const Save& save = core.save(id);
         return nb::make_tuple(id_bytes(save.host_blocks), digest_bytes(save.digests));
@@ -119,8 +141,14 @@ TicketId ticket_id(const nb::bytes& bytes) {
 
 PeerTransferTuple peer_transfer(const Core& core, TransferId id) {
     const PeerTransfer& t = core.peer_transfer(id);
-    return nb::make_tuple(t.route, nb::bytes(t.ticket.data(), t.ticket.size()), t.first_block,
-                          t.moves_state() ? id_bytes({t.slot}) : id_bytes(t.blocks), t.after_step);
+    std::vector<BlockId> in_prompt(t.side_blocks.begin(), t.side_blocks.end());
+    if (t.moves_blocks()) {
+        in_prompt.resize(t.blocks.size());
+        std::iota(in_prompt.begin(), in_prompt.end(), static_cast<BlockId>(t.first_block));
+    }
+    return nb::make_tuple(t.route, nb::bytes(t.ticket.data(), t.ticket.size()), t.group,
+                          id_bytes(in_prompt), id_bytes(t.moves_blocks() ? t.blocks : t.side_ids),
+                          t.after_step);
 }
 
 std::vector<PeerEndTuple> take_peer_ends(Core& core) {
@@ -199,11 +227,17 @@ void bind_statistics(nb::module_& m) {
         .def_ro("receives", &S::receives)
         .def_ro("received_blocks", &S::received_blocks)
         .def_ro("received_states", &S::received_states)
+        .def_ro("received_window_blocks", &S::received_window_blocks)
         .def_ro("failed_receives", &S::failed_receives)
         .def_ro("sends", &S::sends)
         .def_ro("sent_blocks", &S::sent_blocks)
         .def_ro("sent_states", &S::sent_states)
+        .def_ro("sent_window_blocks", &S::sent_window_blocks)
         .def_ro("failed_sends", &S::failed_sends)
+        .def_ro("stored_snapshots", &S::stored_snapshots)
+        .def_ro("unstored_snapshots", &S::unstored_snapshots)
+        .def_ro("fetched_snapshots", &S::fetched_snapshots)
+        .def_ro("unfetched_snapshots", &S::unfetched_snapshots)
         .def_ro("index_bytes", &S::index_bytes)
         .def_ro("token_bytes", &S::token_bytes);
 }
@@ -242,7 +276,9 @@ void bind_core(nb::module_& m) {
         .value("RECEIVE", PeerRoute::kReceive)
         .value("SEND", PeerRoute::kSend)
         .value("RECEIVE_STATE", PeerRoute::kReceiveState)
-        .value("SEND_STATE", PeerRoute::kSendState);
+        .value("SEND_STATE", PeerRoute::kSendState)
+        .value("RECEIVE_WINDOW", PeerRoute::kReceiveWindow)
+        .value("SEND_WINDOW", PeerRoute::kSendWindow);
     nb::enum_<EvictionKind>(m, "EvictionKind")
         .value("LRU", EvictionKind::kLru)
         .value("ADAPTIVE", EvictionKind::kAdaptive);
@@ -421,6 +457,37 @@ void bind_core(nb::module_& m) {
              "(first block, digests) of the blocks behind the cached ones that stores may have.")
         .def("begin_fetch", &Core::begin_fetch, "lease"_a, "blocks"_a,
              "Begin to fetch missing blocks, or join the fetch that brings the first; 0: none.")
+        .def(
+            "borders", &borders, "lease"_a, "skip"_a = 0,
+            "(hit, cached, first_block, digests, may_end) of the blocks behind the hit, from block "
+            "hit + skip on; may_end: one byte per block, 0 where a hit would cut an item.")
+        .def(
+            "has_copies",
+            [](Core& core, LeaseId id, std::int32_t group, std::size_t first, std::size_t end) {
+                return byte_flags(core.has_copies(id, group, first, end));
+            },
+            "lease"_a, "group"_a, "first_block"_a, "end_block"_a,
+            "One byte per cached block: 1 if a tier has its copy in the group; group -1: state.")
+        .def(
+            "begin_auxiliary_fetch", &Core::begin_auxiliary_fetch, "lease"_a, "group"_a, "blocks"_a,
+            "Begin to fetch what a hit of the first blocks lacks in the group, or join a fetch; 0: "
+            "none.")
+        .def(
+            "auxiliary_group",
+            [](const Core& core, TransferId id) {
+                const AuxiliaryStores& stores = core.auxiliary_stores();
+                return stores.has(id) ? stores.group_of(id) : kFullAttention;
+            },
+            "transfer"_a,
+            "The group of a fetch or a save in flight; -1: recurrent state, -2: it moves blocks.")
+        .def(
+            "stored_copies",
+            [](const Core& core, std::int32_t group) -> StoredCopiesTuple {
+                const StoredCopies counts = core.auxiliary_stores().counts(group);
+                return nb::make_tuple(counts.saved, counts.unsaved, counts.fetched,
+                                      counts.unfetched);
+            },
+            "group"_a, "(saved, unsaved, fetched, unfetched) copies of a group.")
         .def("wants_saves", &Core::wants_saves)
         .def("take_saves", &Core::take_saves, "Begin a save; 0: there is nothing to save.")
         .def("store_transfer", &store_transfer, "transfer"_a,
@@ -456,6 +523,22 @@ void bind_core(nb::module_& m) {
             "lease"_a, "ticket_id"_a, "num_tokens"_a,
             "Begin to send the state after the computed positions.")
         .def(
+            "receive_window",
+            [](Core& core, LeaseId id, const nb::bytes& ticket, std::size_t group,
+               std::int64_t num_tokens, Step step) {
+                return core.receive_window(id, ticket_id(ticket), group, num_tokens, step);
+            },
+            "lease"_a, "ticket_id"_a, "group"_a, "num_tokens"_a, "step"_a = 0,
+            "Begin to receive the blocks of a window group behind received positions.")
+        .def(
+            "send_window",
+            [](Core& core, LeaseId id, const nb::bytes& ticket, std::size_t group,
+               std::int64_t num_tokens) {
+                return core.send_window(id, ticket_id(ticket), group, num_tokens);
+            },
+            "lease"_a, "ticket_id"_a, "group"_a, "num_tokens"_a,
+            "Begin to send the blocks of a window group behind the computed positions.")
+        .def(
             "end_ticket",
             [](Core& core, LeaseId id, const nb::bytes& ticket) {
                 core.end_ticket(id, ticket_id(ticket));
@@ -473,7 +556,8 @@ void bind_core(nb::module_& m) {
             "lease"_a, "num_tokens"_a, "Digest of the first positions, for any block_tokens.")
         .def("is_peer_transfer", &Core::is_peer_transfer, "transfer"_a)
         .def("peer_transfer", &peer_transfer, "transfer"_a,
-             "(route, ticket_id, first_block, blocks or the state slot, after_step).")
+             "(route, ticket_id, window group, blocks of the prompt, own blocks or the state slot, "
+             "after_step).")
         .def(
             "peer_transfers",
             [](const Core& core, LeaseId id) { return core.lease(id).peer_transfers; }, "lease"_a,

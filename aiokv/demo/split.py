@@ -1,0 +1,434 @@
+"""The split demo: a prefill and a decode process serve what one server has served before."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import tempfile
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import msgspec
+
+import aiokv
+from aiokv.demo.ledger import Ledger
+from aiokv.demo.processes import start_in_new_process
+from aiokv.demo.report import Percentiles
+from aiokv.demo.router import new_router
+from aiokv.demo.runs import run_on_one_server
+from aiokv.demo.serving import first_error
+from aiokv.demo.split_messages import (
+    Arrived,
+    Channel,
+    FirstToken,
+    Held,
+    NeedsPrefill,
+    NotPrefilled,
+    Serve,
+    Served,
+    WouldHit,
+)
+from aiokv.demo.split_report import Killed, ServerResult, SplitResult
+from aiokv.demo.split_servers import ServerArguments, run_decode, run_prefill
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aiokv import Item
+    from aiokv.demo.processes import Child
+    from aiokv.demo.report import RunResult
+    from aiokv.demo.router import Router, RouterName
+    from aiokv.demo.runs import DemoConfig, MakeScenario, Scenario, Stages
+    from aiokv.demo.split_messages import Message
+    from aiokv.demo.split_report import KillName
+    from aiokv.demo.workload import Conversation, Workload
+    from aiokv.peers.options import TransportName
+
+    ServerMain = Callable[[ServerArguments], tuple[ServerResult, Ledger]]
+    ServerEnd = tuple[ServerResult, Ledger]
+    # of the prefill server, None if it was killed, and of the decode servers
+    Servers = tuple[ServerEnd | None, list[ServerEnd]]
+
+A = TypeVar("A", FirstToken, Served, Held)  # answers of a server
+
+# Blocks of one transfer: small, because the prompts of the demo are short.
+CHUNK_BLOCKS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitConfig:
+    """Options of the split run.
+
+    Attributes:
+        transport: moves the blocks.
+        kill: process to kill in the middle; None for none.
+        servers: number of decode processes. With several, a router chooses one for each prompt, and
+            a further run with the round-robin router shows the difference.
+    """
+
+    transport: TransportName = "tcp"
+    kill: KillName | None = None
+    servers: int = 1
+
+
+async def run_split_demo(
+    make_scenario: MakeScenario, config: DemoConfig, split: SplitConfig, stages: Stages
+) -> SplitResult:
+    """Serve the workload with one server, then with a prefill and a decode process.
+
+    Args:
+        make_scenario: returns what to serve; it is pickled, and called in each process.
+        config: sizes of the cache and of the batch.
+        split: options of the second run.
+        stages: reports progress.
+
+    Raises:
+        ConfigError: a conversation does not fit into the device blocks; or the transport is not
+            installed.
+    """
+    scenario = make_scenario()
+    config.check_fits(scenario.workload)
+    advance = stages("one server", scenario.workload.requests)
+    one_server = await run_on_one_server(scenario, config, advance)
+    computed_per_second = one_server[0].computed_tokens / one_server[0].seconds
+
+    async def run(router_name: RouterName, title: str) -> SplitResult:
+        advance = stages(title, scenario.workload.requests)
+        router = new_router(router_name, split.servers, computed_per_second)
+        front = Front(make_scenario, config, split, router, advance)
+        servers = await front.run(scenario.workload)
+        return _result(scenario, split, front, one_server, servers)
+
+    if split.servers == 1:
+        return await run("round-robin", "prefill and decode")
+    result = await run("prefix", "prefix router")
+    round_robin = await run("round-robin", "round-robin router")
+    return msgspec.structs.replace(result, round_robin=round_robin)
+
+
+def _result(
+    scenario: Scenario,
+    split: SplitConfig,
+    front: Front,
+    one_server: tuple[RunResult, Ledger],
+    servers: Servers,
+) -> SplitResult:
+    result, reference = one_server
+    ledger = front.ledger
+    prefill, decodes = servers
+    for _, of_server in [prefill, *decodes] if prefill is not None else decodes:
+        ledger.add(of_server)
+    # A killed process takes with it what it knows of its blocks; one server has computed them, too.
+    ledger.add(Ledger(computed_blocks=reference.computed_blocks))
+    compared = ledger.compare(reference)
+    return SplitResult(
+        tokens_equal=not compared.tokens_different,
+        logits_equal=not compared.rows_different,
+        blocks_equal=not compared.blocks_wrong,
+        workload=scenario.workload.title,
+        model=scenario.model.description,
+        transport=split.transport,
+        one_server=result,
+        prefill=None if prefill is None else prefill[0],
+        servers=split.servers,
+        decode=ServerResult.total([result for result, _ in decodes]),
+        killed=front.killed,
+        first_token_ms=Percentiles.of(front.first_token_seconds, 1e3),
+        first_decoded_ms=Percentiles.of(front.first_decoded_seconds, 1e3),
+        seconds=front.seconds,
+        compared=compared,
+    )
+
+
+class ServerLostError(Exception):
+    """A server has ended before it answered."""
+
+
+class Answers(Generic[A]):
+    """Answers of a server that are expected, by request."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._expected: dict[str, asyncio.Future[A]] = {}
+        self.lost = False
+
+    async def ask(self, message: Serve | WouldHit) -> A:
+        """Send a message and return its answer.
+
+        Raises:
+            ServerLostError: the server has ended.
+        """
+        while message.name in self._expected:  # sent for a decode server that was killed
+            await asyncio.wait([self._expected[message.name]])
+            await asyncio.sleep(0)
+        if self.lost:
+            raise ServerLostError
+        answer: asyncio.Future[A] = asyncio.get_running_loop().create_future()
+        self._expected[message.name] = answer
+        self._channel.send(message)
+        try:
+            return await answer
+        finally:
+            del self._expected[message.name]
+
+    def answer(self, message: A) -> None:
+        """Note an answer."""
+        answer = self._expected.get(message.name)
+        if answer is not None and not answer.done():
+            answer.set_result(message)
+
+    def lose(self) -> None:
+        """Fail what is not answered, and what is asked from now on."""
+        self.lost = True
+        for answer in self._expected.values():
+            if not answer.done():
+                answer.set_exception(ServerLostError())
+
+
+class ServerHandle(Generic[A]):
+    """Connection of the front to one server process.
+
+    Attributes:
+        child: the process.
+        channel: messages.
+        requests: answers to requests.
+        held: answers of a decode server to the router.
+    """
+
+    def __init__(self, child: Child[ServerEnd], channel: Channel) -> None:
+        self.child = child
+        self.channel = channel
+        self.requests: Answers[A] = Answers(channel)
+        self.held: Answers[Held] = Answers(channel)
+
+    def lose(self) -> None:
+        """Note that the process has ended."""
+        self.requests.lose()
+        self.held.lose()
+
+
+class Front:
+    """Users and router: sends requests to the decode server, and prompts to the prefill server.
+
+    Attributes:
+        ledger: tokens that users got.
+        first_token_seconds: of all requests, time until a server had the first output token.
+        first_decoded_seconds: until the decode server had computed its first output token.
+        seconds: from the first request to the last answer.
+        killed: the process that was killed, if one was.
+    """
+
+    def __init__(
+        self,
+        make_scenario: MakeScenario,
+        config: DemoConfig,
+        split: SplitConfig,
+        router: Router,
+        advance: Callable[[int], None],
+    ) -> None:
+        self._make_scenario = make_scenario
+        self._config = config
+        self._split = split
+        self._router = router
+        self._advance = advance
+        self._secret = secrets.token_bytes(32)
+        self._decodes: list[ServerHandle[Served]] = []
+        self._requests: dict[str, Serve] = {}
+        self._prefilled: dict[str, float] = {}  # seconds to the first token of the prefill server
+        self._receivers: dict[str, ServerHandle[Served]] = {}  # decode servers, by request
+        self._restarted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._answered = 0
+        self._half = 0  # of the requests
+        self._stopping = False
+        self.ledger = Ledger()
+        self.first_token_seconds: list[float] = []
+        self.first_decoded_seconds: list[float] = []
+        self.seconds = 0.0
+        self.killed: Killed | None = None
+
+    async def run(self, workload: Workload) -> Servers:
+        """Start the servers, serve the workload, and return the results of the servers.
+
+        Raises:
+            AiokvError: a server has failed.
+
+        Cancellation: the servers are killed.
+        """
+        self._half = max(1, workload.requests // 2)
+        with tempfile.TemporaryDirectory(prefix="aiokv-") as folder:
+            self._folder = Path(folder)
+            async with AsyncExitStack() as stack:
+                self._stack = stack
+                return await self._run(workload)
+
+    async def _run(self, workload: Workload) -> Servers:
+        decodes = [self._start("decode", run_decode) for _ in range(self._split.servers)]
+        self._prefill, *self._decodes = await asyncio.gather(
+            self._start("prefill", run_prefill), *decodes
+        )
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                for server in (self._prefill, *self._decodes):
+                    group.create_task(self._watch(server))
+                began = time.perf_counter()
+                async with asyncio.TaskGroup() as users:
+                    for conversation in workload.conversations:
+                        users.create_task(self._converse(conversation))
+                self.seconds = time.perf_counter() - began
+                return await self._stop()
+        except ExceptionGroup as errors:
+            raise first_error(errors) from errors
+
+    # --- users ----------------------------------------------------------------------------------
+
+    async def _converse(self, conversation: Conversation) -> None:
+        tokens: list[int] = []
+        items: tuple[Item, ...] = ()
+        for number, turn in enumerate(conversation.turns):
+            items += tuple(item._replace(offset=len(tokens) + item.offset) for item in turn.items)
+            tokens += turn.added.tolist()
+            request = Serve(
+                name=f"{conversation.name}/{number}",
+                tokens=tokens,
+                stop_length=len(tokens) + turn.output_tokens,
+                items=items,
+                arrived_seconds=time.perf_counter(),
+            )
+            tokens = tokens + await self._ask(request)
+
+    async def _ask(self, request: Serve) -> list[int]:
+        self._requests[request.name] = request
+        answer = await self._decode_request(request)
+        decoded = answer.first_token_seconds
+        self.first_decoded_seconds.append(decoded)
+        self.first_token_seconds.append(min(decoded, self._prefilled.get(request.name, decoded)))
+        self.ledger.record_tokens(request.name, answer.tokens)
+        self._answered += 1
+        self._advance(1)
+        return answer.tokens
+
+    async def _decode_request(self, request: Serve) -> Served:
+        while True:
+            try:
+                decode = await self._choose(request)
+                return await decode.requests.ask(
+                    msgspec.structs.replace(request, has_prefill=not self._prefill.requests.lost)
+                )
+            except ServerLostError:
+                if self.killed is not None:
+                    self.killed.sent_again += 1
+                await asyncio.shield(self._restarted)
+
+    async def _choose(self, request: Serve) -> ServerHandle[Served]:
+        """Return the decode server that the router chooses.
+
+        Raises:
+            ServerLostError: one of them has ended.
+        """
+        if len(self._decodes) == 1:
+            return self._decodes[0]
+        question = WouldHit(request.name, request.tokens, request.items)
+        asked = [decode.held.ask(question) for decode in self._decodes]
+        held = [answer.tokens for answer in await asyncio.gather(*asked)]
+        now = time.perf_counter()
+        return self._decodes[self._router.choose(held, len(request.tokens), now)]
+
+    # --- servers --------------------------------------------------------------------------------
+
+    async def _start(self, name: KillName, main: ServerMain) -> ServerHandle[Any]:
+        """Start a server process; return when it has connected."""
+        connected: asyncio.Future[Channel] = asyncio.get_running_loop().create_future()
+        path = self._folder / f"{name}-{secrets.token_hex(4)}"
+        listener = await asyncio.start_unix_server(
+            lambda reader, writer: connected.set_result(Channel(reader, writer)), path
+        )
+        peers = aiokv.Peers(
+            secret=self._secret,
+            listen="127.0.0.1" if name == "decode" else None,
+            transport=self._split.transport,
+            chunk_blocks=CHUNK_BLOCKS,
+        )
+        arguments = ServerArguments(self._make_scenario, self._config, peers, str(path))
+        child = await self._stack.enter_async_context(start_in_new_process(main, arguments))
+        ended = asyncio.ensure_future(child.ended())
+        ended.add_done_callback(lambda _: connected.cancel())
+        try:
+            await asyncio.wait([connected])
+        finally:
+            ended.cancel()
+            listener.close()
+        if connected.cancelled():
+            await child.result()  # raises the error of the start
+        channel = connected.result()
+        self._stack.push_async_callback(channel.aclose)
+        return ServerHandle(child, channel)
+
+    async def _watch(self, server: ServerHandle[Any]) -> None:
+        """Handle the messages of a server, and its end."""
+        async for message in server.channel:
+            self._on_message(server, message)
+        if self._stopping:
+            return
+        if self.killed is None:
+            await server.child.result()  # raises
+        if server is self._prefill:
+            server.lose()
+            return
+        self._restarted = asyncio.get_running_loop().create_future()
+        server.lose()
+        started = await self._start("decode", run_decode)
+        self._decodes[self._decodes.index(server)] = started
+        self._group.create_task(self._watch(started))
+        self._restarted.set_result(None)
+
+    def _on_message(self, server: ServerHandle[Any], message: Message) -> None:
+        if isinstance(message, NeedsPrefill):
+            self._group.create_task(self._compute_prompt(server, message))
+        elif isinstance(message, Arrived):
+            self._kill_in_the_middle(server, message)
+        elif isinstance(message, NotPrefilled):
+            self._receivers[message.name].channel.send(message)
+        elif isinstance(message, FirstToken | Served):
+            server.requests.answer(message)
+        elif isinstance(message, Held):
+            server.held.answer(message)
+
+    async def _compute_prompt(self, decode: ServerHandle[Served], needs: NeedsPrefill) -> None:
+        request = self._requests[needs.name]
+        self._receivers[needs.name] = decode
+        stop_length = len(request.tokens) + 1
+        request = msgspec.structs.replace(request, ticket=needs.ticket, stop_length=stop_length)
+        try:
+            await self._prefill.requests.ask(request)
+        except ServerLostError:
+            decode.channel.send(NotPrefilled(request.name))
+            return
+        seconds = time.perf_counter() - request.arrived_seconds
+        self._prefilled.setdefault(request.name, seconds)
+
+    def _kill_in_the_middle(self, decode: ServerHandle[Served], arrived: Arrived) -> None:
+        """Kill the process of ``--kill`` while blocks arrive, after half of the requests."""
+        name = self._split.kill
+        if name is None or self.killed is not None or self._answered < self._half:
+            return
+        self.killed = Killed(
+            name=name,
+            request=arrived.name,
+            arrived_tokens=arrived.tokens,
+            answered_requests=self._answered,
+        )
+        (self._prefill if name == "prefill" else decode).child.kill()
+
+    async def _stop(self) -> Servers:
+        """Let the servers end, and return their results."""
+        self._stopping = True
+        for server in (self._prefill, *self._decodes):
+            await server.channel.aclose()
+        prefill = None
+        if self.killed is None or self.killed.name != "prefill":
+            prefill = await self._prefill.child.result()
+        return prefill, [await decode.child.result() for decode in self._decodes]

@@ -1,0 +1,230 @@
+"""Results of the split demo, and their table: one column per server."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+import rich.box
+from rich.table import Table
+
+from aiokv.demo.ledger import Comparison  # noqa: TC001  (msgspec)
+from aiokv.demo.report import (
+    Percentiles,
+    RunResult,
+    ServingStatistics,
+    format_pair,
+    format_share,
+    format_verdict,
+)
+from aiokv.observe.units import format_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rich.console import Console
+
+    from aiokv import PeerStatistics
+    from aiokv.demo.serving import Server
+
+KillName = Literal["prefill", "decode"]
+
+
+class ServerResult(ServingStatistics, kw_only=True):
+    """One server of the split run.
+
+    Attributes:
+        sent_bytes: of blocks that the other server has acknowledged.
+        received_bytes: of blocks that were verified.
+        sent_tokens: positions that the decode server has acknowledged.
+        sent_early_tokens: those of them that it had acknowledged before the last position of their
+            prompt was computed.
+    """
+
+    rows_not_finite: int
+    sent_bytes: int
+    received_bytes: int
+    sent_tokens: int
+    sent_early_tokens: int
+
+    @classmethod
+    def of(
+        cls, server: Server, statistics: PeerStatistics, sent_early_tokens: int, sent_tokens: int
+    ) -> ServerResult:
+        """Return the result of a server that has ended."""
+        return cls(
+            **msgspec.structs.asdict(server.statistics),
+            rows_not_finite=server.ledger.rows_not_finite,
+            sent_bytes=sum(rank.sent.sent_bytes for rank in statistics.ranks),
+            received_bytes=sum(rank.received.received_bytes for rank in statistics.ranks),
+            sent_tokens=sent_tokens,
+            sent_early_tokens=sent_early_tokens,
+        )
+
+    @classmethod
+    def total(cls, results: list[ServerResult]) -> ServerResult:
+        """Return the sums over servers."""
+        first, *others = results
+        for other in others:
+            for name in cls.__struct_fields__:
+                if name == "reused_tokens":
+                    reused, more = first.reused_tokens, other.reused_tokens
+                    for tier in reused.__struct_fields__:
+                        setattr(reused, tier, getattr(reused, tier) + getattr(more, tier))
+                else:
+                    setattr(first, name, getattr(first, name) + getattr(other, name))
+        return first
+
+
+class Killed(msgspec.Struct, kw_only=True):
+    """A process that was killed in the middle.
+
+    Attributes:
+        name: of the process.
+        request: whose blocks were arriving.
+        arrived_tokens: of that request.
+        answered_requests: requests that were answered before.
+        sent_again: requests that users sent again, to another decode process.
+    """
+
+    name: KillName
+    request: str
+    arrived_tokens: int
+    answered_requests: int
+    sent_again: int = 0
+
+    def describe(self, result: SplitResult) -> str:
+        """Return what users saw of it."""
+        when = (
+            f"the {self.name} process was killed after {self.answered_requests:,} answered "
+            f"requests, when the first {self.arrived_tokens:,} tokens of {self.request} had "
+            "arrived: "
+        )
+        if self.name == "prefill":
+            return when + (
+                f"the decode process computed {result.decode.computed_tokens:,} prompt tokens "
+                "itself, and no request failed"
+            )
+        reused = 0 if result.prefill is None else result.prefill.reused_tokens.device
+        return when + (
+            f"{self.sent_again:,} requests were sent again, to a new decode process; the prefill "
+            f"process kept its cache, and reused {reused:,} prompt tokens"
+        )
+
+
+class SplitResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One server, and two servers with the same requests; the names are the keys of ``--json``.
+
+    Attributes:
+        prefill: None if the process was killed.
+        servers: number of decode servers at a time.
+        decode: sum of all decode processes that were not killed.
+        round_robin: with several decode servers, the same with the round-robin router.
+        first_token_ms: time from a user's request to its first output token, of either server.
+        first_decoded_ms: to the first output token of the decode server.
+        seconds: of the split run.
+    """
+
+    tokens_equal: bool
+    logits_equal: bool
+    blocks_equal: bool
+    workload: str
+    model: str
+    transport: str
+    one_server: RunResult
+    prefill: ServerResult | None
+    servers: int
+    decode: ServerResult
+    killed: Killed | None
+    first_token_ms: Percentiles
+    first_decoded_ms: Percentiles
+    seconds: float
+    compared: Comparison
+    round_robin: SplitResult | None = None
+
+    def describe_routers(self, round_robin: SplitResult) -> str:
+        """Return how many tokens the decode servers held, by router."""
+        shares = [
+            f"{format_share(run.decode.reused_tokens.total, run.decode)} with the {name} router"
+            for name, run in (("prefix", self), ("round-robin", round_robin))
+        ]
+        return f"prompt tokens that the chosen decode server held: {shares[0]}, {shares[1]}"
+
+
+_Server = RunResult | ServerResult
+
+
+def print_split_table(console: Console, result: SplitResult) -> None:
+    """Print all measures of one server, of the split run, and of its two servers."""
+    killed = result.killed.name if result.killed is not None else ""
+    table = Table(title=result.workload, caption=result.model, box=rich.box.SIMPLE_HEAD)
+    table.add_column("", no_wrap=True)
+    for label in (
+        "one server",
+        "split",
+        "prefill, killed" if killed == "prefill" else "prefill",
+        _decode_label(result, killed),
+    ):
+        table.add_column(label, justify="right")
+    for title, cell in _OF_SERVERS:
+        servers = (result.one_server, None, result.prefill, result.decode)
+        table.add_row(title, *("-" if server is None else cell(server) for server in servers))
+    for row in _rows_of_runs(result):
+        table.add_row(*row, *["-"] * (5 - len(row)))
+    console.print(table)
+
+
+def _decode_label(result: SplitResult, killed: str) -> str:
+    label = "decode" if result.servers == 1 else f"{result.servers} x decode"
+    return f"{label}, restarted" if killed == "decode" else label
+
+
+_OF_SERVERS: tuple[tuple[str, Callable[[_Server], str]], ...] = (
+    ("prompt tokens", lambda server: f"{server.prompt_tokens:,}"),
+    ("  computed", lambda server: format_share(server.computed_tokens, server)),
+    ("  reused, device", lambda server: format_share(server.reused_tokens.device, server)),
+    ("  received", lambda server: format_share(server.received_tokens, server)),
+    ("generated tokens", lambda server: f"{server.generated_tokens:,}"),
+)
+
+
+def _rows_of_runs(result: SplitResult) -> list[tuple[str, ...]]:
+    one, prefill, decode, compared = (
+        result.one_server,
+        result.prefill,
+        result.decode,
+        result.compared,
+    )
+    early = sent = received = "-"
+    if decode.received_bytes:
+        received = _megabytes(decode.received_bytes)
+    if prefill is not None and prefill.sent_tokens:
+        sent = _megabytes(prefill.sent_bytes)
+        early = f"{prefill.sent_early_tokens / prefill.sent_tokens:.0%}"
+    first_token = format_pair(one.ttft_ms, 1e-3)
+    return [
+        ("time to first token, p50 / p99", first_token, format_pair(result.first_token_ms, 1e-3)),
+        ("  to first decoded token", first_token, format_pair(result.first_decoded_ms, 1e-3)),
+        (f"bytes moved, {result.transport}", "-", "-", sent, received),
+        ("  before the prefill ended", "-", "-", early),
+        ("run time", format_seconds(one.seconds), format_seconds(result.seconds)),
+        (
+            "tokens equal",
+            "reference",
+            format_verdict(compared.tokens_different, compared.tokens_compared, ""),
+        ),
+        (
+            "logits equal, bit for bit",
+            "reference",
+            format_verdict(compared.rows_different, compared.rows_compared, " rows"),
+        ),
+        (
+            "cached blocks hold what was computed",
+            "reference",
+            format_verdict(compared.blocks_wrong, compared.blocks_read, " read"),
+        ),
+    ]
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.1f} MB"

@@ -1,0 +1,183 @@
+"""BorderSearch: how much of a prompt to fetch when a hit needs copies in auxiliary pools."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from aiokv.stores.base import KEY_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from aiokv.scheduler.pools import AuxiliaryPool
+    from aiokv.scheduler.reader import Borders
+    from aiokv.stores.store_set import Found, StoreAnswer
+
+
+class _PoolCosts:
+    """Copies in one auxiliary pool, per block behind the hit."""
+
+    def __init__(self, pool: AuxiliaryPool, hit: int) -> None:
+        self._pool = pool
+        self._hit = hit
+        self._latency_seconds = 0.0
+        self._seconds = np.zeros(0)  # to fetch the copy; infinity if no store has it
+        self._is_absent = np.ones(0, np.bool_)  # from all tiers
+
+    def note(self, found: Found, num_blocks: int) -> None:
+        self._latency_seconds = max(self._latency_seconds, found.latency_seconds)
+        self._seconds = np.concatenate([self._seconds, found.seconds[:num_blocks]])
+        self._is_absent = np.ones(len(self._seconds), np.bool_)
+
+    def note_cached(self, is_cached: NDArray[np.bool_]) -> None:
+        """Note which of the first copies are in a tier; the others are not."""
+        self._is_absent = np.ones(len(self._seconds), np.bool_)
+        self._is_absent[: len(is_cached)] = ~is_cached[: len(self._seconds)]
+
+    def _needed(self, index: NDArray[np.intp]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """Return where the window, and the end of the sink, of a hit are that ends behind a block.
+
+        Blocks of the present hit are left out: their copies are in a tier.
+        """
+        begin = np.maximum(index + 1 - self._pool.tail_blocks, 0)
+        head = np.clip(self._pool.head_blocks - self._hit, 0, begin)
+        return begin, head
+
+    def seconds(self) -> NDArray[np.float64]:
+        """Return the time to fetch all copies that a hit needs, for each border."""
+        is_missing = self._is_absent & np.isinf(self._seconds)
+        is_fetched = self._is_absent & ~is_missing
+        cost = self._of_needed(np.where(is_fetched, self._seconds, 0.0))
+        cost += np.where(self._of_needed(is_fetched) > 0, self._latency_seconds, 0.0)
+        return np.where(self._of_needed(is_missing) > 0, np.inf, cost)
+
+    def _of_needed(self, values: NDArray[np.generic]) -> NDArray[np.float64]:
+        """Return the sum of a value over all copies that a hit needs, for each border."""
+        total: NDArray[np.float64] = np.zeros(len(values) + 1)
+        np.cumsum(values, out=total[1:])
+        index = np.arange(len(self._seconds))
+        begin, head = self._needed(index)
+        needed: NDArray[np.float64] = total[index + 1] - total[begin] + total[head]
+        return needed
+
+    def note_failure(self, index: int) -> None:
+        """Note that what the border lacks cannot be brought."""
+        (begin,), (head,) = self._needed(np.array([index]))
+        for part in (slice(0, head), slice(begin, index + 1)):
+            self._seconds[part][self._is_absent[part]] = np.inf
+
+
+class BorderSearch:
+    """Borders of one prompt behind its hit, and the expected time to bring each of them.
+
+    A border is the end of a block. A hit may end there when all blocks before it, and the copies
+    that it needs in each auxiliary pool, are in a tier.
+
+    Args:
+        borders: first blocks behind the hit.
+        pools: auxiliary pools of the cache.
+        block_tokens: tokens per block.
+
+    Attributes:
+        digests: of the blocks that the stores are to be asked for next; empty when the search has
+            ended.
+    """
+
+    def __init__(self, borders: Borders, pools: Sequence[AuxiliaryPool], block_tokens: int) -> None:
+        self.hit = borders.hit
+        self._cached = borders.cached
+        self._block_tokens = block_tokens
+        self._may_end = borders.may_end
+        self._block_seconds = np.zeros(0)  # [N] to bring all blocks before the border
+        self._pools = {pool.name: _PoolCosts(pool, borders.hit) for pool in pools}
+        self.digests = borders.digests
+
+    @property
+    def asked(self) -> int:
+        """Number of blocks behind the hit that the stores were asked for."""
+        return len(self._block_seconds)
+
+    @property
+    def missing_digests(self) -> bytes:
+        """Those of ``digests`` whose blocks no tier has."""
+        return self.digests[self._num_cached() * KEY_BYTES :]
+
+    def _num_cached(self) -> int:
+        """Return the number of leading blocks of the part that a tier has."""
+        return min(max(self._cached - self.hit - self.asked, 0), len(self.digests) // KEY_BYTES)
+
+    def note(self, answer: StoreAnswer, found: Sequence[Found]) -> bool:
+        """Note what the stores have.
+
+        Args:
+            answer: to ``missing_digests``.
+            found: of ``digests``, for each pool.
+
+        Returns:
+            True when the blocks behind these may be reached, too.
+        """
+        num_cached = self._num_cached()
+        before = self._block_seconds[-1] if self.asked else 0.0
+        seconds = before + np.concatenate([np.zeros(num_cached), answer.seconds[: answer.blocks]])
+        self._block_seconds = np.concatenate([self._block_seconds, seconds])
+        for pool, copies in zip(self._pools.values(), found, strict=True):
+            pool.note(copies, len(seconds))
+        is_whole = len(seconds) == len(self.digests) // KEY_BYTES
+        self._may_end = self._may_end[: self.asked]
+        self.digests = b""
+        return is_whole
+
+    def go_on(self, borders: Borders) -> None:
+        """Take the next blocks. Ends the search when another lease has changed the hit."""
+        if borders.hit == self.hit:
+            self._cached = borders.cached
+            self._may_end = np.concatenate([self._may_end, borders.may_end])
+            self.digests = borders.digests
+
+    def note_cached(self, pool: str, is_cached: NDArray[np.bool_]) -> None:
+        """Note which blocks behind the hit have copies in a tier, from the first one on; the others
+        have none."""
+        self._pools[pool].note_cached(is_cached)
+
+    def best(self, tokens_per_second: float) -> int:
+        """Return the number of blocks before the border at which the prompt is ready soonest.
+
+        Args:
+            tokens_per_second: speed of the model; 0 to return the last border that can be reached.
+
+        Returns:
+            The number of blocks, those of the hit included; 0 when it is best to fetch nothing.
+        """
+        seconds = self._block_seconds + sum(pool.seconds() for pool in self._pools.values())
+        can_end = self._may_end & np.isfinite(seconds)
+        if not can_end.any():
+            return 0
+        ends = np.arange(1, self.asked + 1)
+        if not tokens_per_second:
+            return self.hit + int(ends[can_end][-1])
+        computing = ends * (self._block_tokens / tokens_per_second)
+        gains = np.where(can_end, computing - seconds, -np.inf)
+        best = int(gains.argmax())
+        return self.hit + best + 1 if gains[best] > 0 else 0
+
+    def note_blocks(self, cached: int, *, is_end: bool) -> None:
+        """Note that the first ``cached`` blocks of the prompt are in a tier.
+
+        Args:
+            cached: number of blocks.
+            is_end: True when those behind them cannot be brought.
+        """
+        count = max(cached - self.hit, 0)
+        self._block_seconds[:count] = 0.0
+        if is_end:
+            self._may_end = self._may_end & (np.arange(self.asked) < count)
+
+    def note_failure(self, end: int) -> None:
+        """Note that the copies that a hit of ``end`` blocks still lacks cannot be brought."""
+        for pool in self._pools.values():
+            pool.note_failure(end - self.hit - 1)
+        self._may_end = self._may_end & (np.arange(self.asked) != end - self.hit - 1)

@@ -1,0 +1,30 @@
+"""Make the transport of an engine from its options."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from aiokv.peers.mooncake import MooncakeBackend
+from aiokv.peers.nixl import NixlBackend
+from aiokv.peers.one_sided import OneSidedTransport
+from aiokv.peers.tcp import TcpTransport
+
+if TYPE_CHECKING:
+    from aiokv.peers.options import Peers
+    from aiokv.peers.transport import Transport
+
+LOOPBACK: Final = "127.0.0.1"
+
+
+def make_transport(peers: Peers | None) -> Transport:
+    """Return the transport that ``peers`` names, not open; ``tcp`` without peers.
+
+    Packages are imported when the transport is opened.
+    """
+    if peers is None or peers.transport == "tcp":
+        return TcpTransport()
+    if peers.transport == "nixl":
+        return OneSidedTransport(NixlBackend(peers.transport_options))
+    # An engine that only sends is not connected to by others.
+    host = LOOPBACK if peers.listen is None else peers.advertised(0)[0]
+    return OneSidedTransport(MooncakeBackend(host, peers.transport_options))

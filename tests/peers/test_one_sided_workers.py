@@ -1,0 +1,201 @@
+"""Two workers over a one-sided transport of the test: wrong bytes, late writes, lost peers."""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from aiokv.errors import ConfigError, PeerError
+from aiokv.peers.one_sided import EndpointError, OneSidedTransport
+from aiokv.peers.ticket import encode
+from aiokv.testing import run_until_idle, spin
+from aiokv.worker import peer_transfers
+
+from .one_sided_fakes import MISSING, FakeBackend
+from .workers import PeerWorker
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from aiokv.peers.one_sided import Piece
+
+pytestmark = pytest.mark.asyncio
+
+
+class Workers:
+    """A sending and a receiving worker with their libraries."""
+
+    def __init__(self, p: PeerWorker, d: PeerWorker, backends: list[FakeBackend]) -> None:
+        self.p, self.d = p, d
+        self.sending, self.receiving = backends
+
+    async def begin(self, num_blocks: int = 4) -> tuple[int, int, bytes]:
+        """Begin to send blocks 8 and on to blocks 0 and on; return both plans and the ticket."""
+        ticket = self.d.expect(num_blocks, transport="nixl")
+        received = self.d.receive(ticket, range(num_blocks), range(num_blocks))
+        await self.p.controller.open_ticket(encode(ticket))
+        sent = self.p.send(ticket, range(num_blocks), range(8, 8 + num_blocks))
+        return received, sent, ticket.ticket_id
+
+    def lose(self) -> None:
+        """Cut all connections, as after silence: the receiver closes, the sender does not know."""
+        peers: Any = self.d.controller._peers
+        for connection in list(peers._accepted):
+            connection.abort("the peer sent nothing for 6.0 s")
+
+
+@asynccontextmanager
+async def workers(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Workers]:
+    backends: list[FakeBackend] = []
+
+    def make_transport(peers: object) -> OneSidedTransport:
+        backends.append(FakeBackend())
+        return OneSidedTransport(backends[-1])
+
+    monkeypatch.setattr(peer_transfers, "make_transport", make_transport)
+    async with PeerWorker(seed=1) as p, PeerWorker(seed=2) as d:
+        both = Workers(p, d, backends)
+        try:
+            yield both
+        finally:
+            for backend in backends:
+                backend.open_gates()
+    assert all(endpoint.is_closed for backend in backends for endpoint in backend.endpoints)
+
+
+async def test_blocks_arrive_with_equal_bytes(monkeypatch):
+    async with workers(monkeypatch) as w:
+        received, sent, _ = await w.begin(6)
+        assert await w.p.ended(sent) == [("done", 0)]
+        assert await w.d.ended(received) == [("done", 0)]
+        assert w.d.blocks(range(6)) == w.p.blocks(range(8, 14))
+
+
+async def test_bytes_that_change_on_the_way_are_sent_again(monkeypatch):
+    async with workers(monkeypatch) as w:
+
+        def change_once(pieces: Sequence[Piece]) -> None:
+            w.sending.after_write = lambda pieces: None
+            byte = ctypes.c_ubyte.from_address(pieces[0].target + 3)
+            byte.value ^= 1
+
+        w.sending.after_write = change_once
+        received, sent, _ = await w.begin()
+        assert await w.p.ended(sent) == [("done", 0)]
+        assert await w.d.ended(received) == [("done", 0)]
+        assert w.d.blocks(range(4)) == w.p.blocks(range(8, 12))
+        assert w.d.controller.peer_statistics()[0].received.wrong == 1
+        assert w.p.controller.peer_statistics()[0].sent.retries == 1
+
+
+async def test_bytes_that_always_change_never_reach_a_block(monkeypatch):
+    async with workers(monkeypatch) as w:
+        before = w.d.blocks(range(4))
+
+        def change(pieces: Sequence[Piece]) -> None:
+            for piece in pieces:
+                ctypes.c_ubyte.from_address(piece.target).value ^= 1
+
+        w.sending.after_write = change
+        received, sent, _ = await w.begin()
+        assert await w.d.ended(received) == [("failed", 0)]
+        assert await w.p.ended(sent) == [("failed", 0)]
+        assert w.d.blocks(range(4)) == before
+        await run_until_idle(lambda: w.d.free_slots == 8)
+
+
+async def test_late_write_reaches_only_quarantined_slots(monkeypatch):
+    """I11: the connection was lost while a write had begun; another sender uses the ring."""
+    async with workers(monkeypatch) as w:
+        before = w.d.blocks(range(4))
+        w.sending.writing.shut()
+        received, sent, _ = await w.begin()
+        await run_until_idle(w.sending.writing.reached.is_set)
+        w.lose()
+        assert await w.d.ended(received) == [("failed", 0)]
+        await run_until_idle(lambda: w.p.outcome(sent) is not None)
+        await spin(50)
+        assert w.d.free_slots < 8  # the sender may still write them
+        assert w.d.controller.peer_violations() == []
+        # The other slots serve a new connection meanwhile.
+        w.sending.writing.open()
+        await run_until_idle(lambda: w.d.free_slots == 8)
+        assert w.d.blocks(range(4)) == before
+        again, sent, _ = await w.begin()
+        assert await w.d.ended(again) == [("done", 0)]
+        assert await w.p.ended(sent) == [("done", 0)]
+        assert w.d.blocks(range(4)) == w.p.blocks(range(8, 12))
+
+
+async def test_outgoing_slots_are_in_use_until_the_library_has_ended(monkeypatch):
+    async with workers(monkeypatch) as w:
+        w.sending.writing.shut()
+        _, sent, _ = await w.begin()
+        await run_until_idle(w.sending.writing.reached.is_set)
+        w.lose()
+        assert await w.p.ended(sent) == [("failed", 0)]  # the device blocks are free, not the slots
+        sender: Any = w.p.controller._peers._sender
+        await spin(50)
+        assert sender.free_slots == 4
+        w.sending.writing.open()
+        await run_until_idle(lambda: sender.free_slots == 8)
+
+
+async def test_failed_write_ends_the_connection_and_the_next_ticket_makes_a_new_one(monkeypatch):
+    async with workers(monkeypatch) as w:
+        w.sending.failures["write"] = EndpointError("the device was removed")
+        received, sent, _ = await w.begin()
+        assert await w.d.ended(received) == [("failed", 0)]
+        assert await w.p.ended(sent) == [("failed", 0)]
+        assert any("the device was removed" in report.reason for report in w.p.reports)
+        await run_until_idle(lambda: w.d.free_slots == 8)
+        again, sent, _ = await w.begin()
+        assert await w.d.ended(again) == [("done", 0)]
+        assert await w.p.ended(sent) == [("done", 0)]
+
+
+@pytest.mark.parametrize("side", ["sending", "receiving"])
+async def test_endpoint_that_cannot_be_made_fails_the_ticket(side, monkeypatch):
+    async with workers(monkeypatch) as w:
+        received, sent, _ = await w.begin()  # uses the endpoints that were made at the start
+        await w.p.ended(sent)
+        await w.d.ended(received)
+        w.lose()
+        await run_until_idle(lambda: w.d.controller.peer_statistics()[0].connections == 0)
+        await run_until_idle(lambda: w.p.controller.peer_statistics()[0].connections == 0)
+        getattr(w, side).failures["create"] = EndpointError("no memory is left")
+        with pytest.raises(PeerError, match="no memory is left"):
+            await w.begin()
+        for worker in (w.p, w.d):
+            assert worker.controller.peer_violations() == []
+        w.d.controller._peers.give_up("the test ended")
+
+
+async def test_worker_sleeps_and_wakes_up_with_new_endpoints(monkeypatch):
+    async with workers(monkeypatch) as w:
+        received, sent, _ = await w.begin()
+        await w.p.ended(sent)
+        await w.d.ended(received)
+        for worker in (w.p, w.d):
+            await worker.controller._peers.sleep()
+        assert all(endpoint.is_closed for endpoint in w.sending.endpoints + w.receiving.endpoints)
+        for worker in (w.p, w.d):
+            await worker.controller._peers.wake_up()
+        received, sent, _ = await w.begin()
+        assert await w.p.ended(sent) == [("done", 0)]
+        assert await w.d.ended(received) == [("done", 0)]
+
+
+async def test_transport_that_cannot_start_fails_the_opening(monkeypatch):
+    backend = FakeBackend()
+    backend.failures["load"] = MISSING
+    monkeypatch.setattr(peer_transfers, "make_transport", lambda peers: OneSidedTransport(backend))
+    worker = PeerWorker()
+    with pytest.raises(ConfigError, match="the package is missing"):
+        await worker.__aenter__()
+    await worker.controller.aclose()
+    worker.poller.close()
+    await spin(2)
