@@ -979,7 +979,8 @@ class Receiver(Generic[C]):
             return
         self._tickets.clear()
         self._ring.reclaim()
-        self._free_assembly = list(range(self._num_assembly))
+        if len(self._free_assembly) != self._num_assembly:
+            self._free_assembly = list(range(self._num_assembly))
         self._grant()
 
     def violations(self) -> list[str]:

@@ -715,7 +715,8 @@ class Sender(Generic[C]):
         if self._sends or any(not outgoing.closed for outgoing in self._tickets.values()):
             return
         self._tickets.clear()
-        self._free = list(range(self._num_slots))
+        if len(self._free) != self._num_slots:
+            self._free = list(range(self._num_slots))
         for way in self._ways.values():
             way.waiting.clear()
             way.tickets.clear()

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from contextlib import suppress
 from typing import Any
 
@@ -1168,3 +1169,35 @@ async def test_send_whose_lease_ends_while_it_connects_leaves_nothing_behind():
         if was_late:
             return
     raise AssertionError("the send is never entered")
+
+
+async def test_end_of_a_ticket_takes_no_time_per_slot():
+    """Small blocks and the default sizes of the rings are hundreds of thousands of slots."""
+    slots = 100_000
+    sides = (
+        Side(listen=None, ring_blocks=slots, device_blocks=8, host_blocks=0),
+        Side(ring_blocks=slots, device_blocks=8, host_blocks=0),
+    )
+    async with two_engines(*sides) as (p, d):
+        tokens = prompt(4)
+
+        async def calls_of_one_ticket() -> int:
+            """Return the number of events of the interpreter in a whole receive and send."""
+            events = 0
+
+            def count(*_: object) -> Any:
+                nonlocal events
+                events += 1
+                return count
+
+            async with await d.granted(tokens) as lease:
+                async with lease.receive() as receiving:
+                    sys.settrace(count)  # lines of frames that begin from here on
+                    try:
+                        assert await p.prefill(tokens, receiving.ticket) == (4, None)
+                    finally:
+                        sys.settrace(None)
+                    assert await receiving.wait() == 4
+            return events
+
+        assert await calls_of_one_ticket() < slots / 2
