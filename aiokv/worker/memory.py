@@ -145,6 +145,7 @@ class WorkerMemory:
             ClosedError: the worker was not opened, or the host tier is asleep.
         """
         arenas = {_BLOCKS: self.arena, **self._side_arenas}
+        arenas.pop(_PEERS, None)  # what is on its way is not stored
         num_bytes = sum(arena.nbytes for arena in arenas.values())
         return {
             (name := _store_pool(key)): StoreMemory(

@@ -30,6 +30,8 @@ from aiokv import (
 from aiokv.engine.flow import MAX_IN_FLIGHT
 from aiokv.peers import ticket as tickets
 from aiokv.testing import ManualDevice, run_until_idle, running_clock, spin
+from aiokv.stores import DiskStore, StoreUse
+from tests.harness.memory import Memory
 from tests.harness.closing import complete_during
 from tests.peers.engines import SECRET, Side, prompt, two_engines
 from tests.peers.installed import transports
@@ -1201,3 +1203,24 @@ async def test_end_of_a_ticket_takes_no_time_per_slot():
             return events
 
         assert await calls_of_one_ticket() < slots / 2
+
+
+async def test_stores_of_an_engine_with_peers_keep_their_limit(tmp_path):
+    """The slots of peers are no pool of a store: none of its bytes is reserved for them."""
+    sides = []
+    for name, peers in (("a", None), ("b", Peers(secret=SECRET, listen="127.0.0.1"))):
+        memory = Memory(16, 4)
+        engine = CacheEngine(
+            CacheConfig(model="m", device_blocks=16, block_tokens=4, host_blocks=8),
+            memory.regions,
+            stores=[StoreUse(DiskStore(tmp_path / name, bytes="1MiB", min_free_bytes=0))],
+            peers=peers,
+        )
+        async with engine:
+            sides.append(
+                (
+                    [store.store.capacity_bytes for store in engine.store_statistics()],
+                    sorted(path.name for path in (tmp_path / name).iterdir()),
+                )
+            )
+    assert sides[0] == sides[1]

@@ -111,5 +111,6 @@ def receiving_peers(memory: Memory, rng: random.Random) -> Peers:
         secret=SECRET,
         listen="127.0.0.1",
         ring_bytes=rng.choice((1, 3, 16)) * slot_bytes,
+        outgoing_bytes=slot_bytes,
         chunk_blocks=rng.choice((1, 2, 16)),
     )
