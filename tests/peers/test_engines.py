@@ -29,10 +29,10 @@ from aiokv import (
 )
 from aiokv.engine.flow import MAX_IN_FLIGHT
 from aiokv.peers import ticket as tickets
-from aiokv.testing import ManualDevice, run_until_idle, running_clock, spin
 from aiokv.stores import DiskStore, StoreUse
-from tests.harness.memory import Memory
+from aiokv.testing import ManualDevice, run_until_idle, running_clock, spin
 from tests.harness.closing import complete_during
+from tests.harness.memory import Memory
 from tests.peers.engines import SECRET, Side, prompt, two_engines
 from tests.peers.installed import transports
 

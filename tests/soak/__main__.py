@@ -5,8 +5,9 @@ compute, commit, extend, pin and prefetch over a cache that is too small, while 
 random, clients are cancelled at random, and an operator evicts, resets, resizes, pauses, updates
 weights and sleeps; in some, salts have a quota, or checksums find the host blocks that the operator
 corrupts. Some rounds have stores, a directory of the disk and one that fails, delays, drops and
-corrupts, and several engines, one after the other, some of which are closed while they serve. A
-round ends with every pool full and nothing left. See ``load`` for the load, and ``stores``. The
+corrupts, and several engines, one after the other, some of which are closed while they serve. In
+some, another engine computes prompts and sends their blocks. A round ends with every pool full and
+nothing left. See ``load`` for the load, ``stores`` and ``peers``. The
 transitions of an engine that finds a violation are left in a file for ``replay_transitions``.
 """
 
@@ -35,8 +36,8 @@ from aiokv.testing import record
 from aiokv.testing.flaky import ChaosDevice, FlakyDevice
 from aiokv.testing.leftovers import open_descriptors, running_threads
 from tests.harness.memory import Memory, WrongBytes
-from tests.soak.peers import Prefill, receiving_peers
 from tests.soak.load import LATE_PASSES, Load, Violation
+from tests.soak.peers import Prefill, receiving_peers
 from tests.soak.stores import RoundStores
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ class Round:
             store_queue_blocks=rng.choice((8, 4096)),
             prefill_tokens_per_second=rng.choice((1.0, 1.0, None)),
         )
-        self.memory = Memory(device_blocks, self.config.block_tokens)
+        self.memory = Memory(device_blocks, self.config.block_tokens, axes=("tokens", "dim"))
         self._new_device = partial(ChaosDevice if device == "chaos" else FlakyDevice, rng)
         self.device = self._new_device()
         self.peers = peers

@@ -393,7 +393,7 @@ class Request:
         rng, prefill, lease = self.load.rng, self.load.prefill, self.lease
         if prefill is None or rng.random() < 0.5:
             return 0
-        timeout = rng.choice((0.002, 0.05, 0.5))
+        timeout = rng.choice((0.002, 0.2, 2.0))
         try:
             async with lease.receive(timeout=timeout) as receiving:
                 self.load.note(self.name, "receive", timeout)

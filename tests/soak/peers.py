@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from tests.harness.memory import Memory
 
 
 class Prefill:

@@ -11,6 +11,7 @@ from aiokv.testing.flaky import ChaosDevice
 from aiokv.worker.checksums import Checksums
 from tests.soak import __main__ as soak
 from tests.soak.load import Load
+from tests.soak.peers import Prefill
 from tests.soak.stores import RoundStores
 
 
@@ -18,6 +19,7 @@ from tests.soak.stores import RoundStores
 def short_rounds(monkeypatch):
     """Let a round take half a second, so that a soak ends soon after it has found something."""
     monkeypatch.setattr(soak, "MAX_ROUND_SECONDS", 0.5)
+    monkeypatch.setattr(soak, "PEERS", (False,))
 
 
 def test_three_seconds_of_soak(tmp_path):
@@ -149,3 +151,32 @@ def _drop_the_failure(self, copy):
 def test_command_refuses_invalid_arguments():
     with pytest.raises(SystemExit):
         soak.main(["--seconds", "soon"])
+
+
+@pytest.mark.usefixtures("short_rounds")
+def test_blocks_of_another_engine_are_received(monkeypatch, tmp_path):
+    monkeypatch.setattr(soak, "PEERS", (True,))
+    totals = soak.soak(
+        20.0,
+        seed=4,
+        log=tmp_path / "transitions.jsonl",
+        enough=lambda totals: totals.rounds >= 4 and totals.received_tokens > 100,
+    )
+    assert totals.received_tokens > 100
+    assert totals.peer_sends > 0
+
+
+@pytest.mark.usefixtures("short_rounds")
+def test_wrong_blocks_of_another_engine_are_detected(monkeypatch, capsys, tmp_path):
+    """Negative control: the other engine has other weights under the same name."""
+    monkeypatch.setattr(soak, "PEERS", (True,))
+
+    def begin(prefill, *arguments):
+        prefill.side.memory.weights = 99
+        prefill_begin(prefill, *arguments)
+
+    prefill_begin = Prefill.begin
+    monkeypatch.setattr(Prefill, "begin", begin)
+    log = tmp_path / "transitions.jsonl"
+    assert soak.main(["--seconds", "20", "--seed", "3", "--log", str(log)]) == 1
+    assert "VIOLATION" in capsys.readouterr().err
