@@ -243,6 +243,7 @@ async def test_ticket_goes_to_two_prefill_servers(nursery):
 # --- bytes changed on their way -----------------------------------------------------------------
 
 
+@pytest.mark.loop("uvloop")
 @pytest.mark.parametrize(
     "fault", ["cut", "cut inside", "flip", "replay", "swap", "drop", "stall", "trickle"]
 )
@@ -278,6 +279,7 @@ async def test_fault_between_the_processes_shortens_the_received_prefix(nursery,
 # --- many tickets, and little room --------------------------------------------------------------
 
 
+@pytest.mark.loop("uvloop")
 async def test_thousand_tickets_at_once_share_a_ring_of_two_slots(nursery):
     count, length = 1000, 6
     child = options(listen=None, device_blocks=2 * count)
