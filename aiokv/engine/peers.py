@@ -255,7 +255,7 @@ class Exchange:
             if flow.ended:
                 raise PeerError(f"send: the ticket has ended: {flow.failure}")
         except BaseException as error:
-            flow.end(f"the ticket could not be opened: {str(error) or type(error).__name__}")
+            flow.end("the ticket could not be opened")
             if isinstance(error, TimeoutError):
                 raise PeerError(
                     f"send: the receiving engine did not answer within {seconds:.4g} s"
