@@ -46,10 +46,10 @@ def test_decode_process_computes_one_position_per_prompt(split: Demo) -> None:
     check_equal(status, found)
     one, prefill, decode = found["one_server"], found["prefill"], found["decode"]
     assert decode["computed_tokens"] == decode["requests"] == one["requests"]
-    assert decode["received_tokens"] == one["computed_tokens"] - one["requests"]
+    assert 0 < decode["received_tokens"] < decode["prompt_tokens"] - decode["requests"]
     assert prefill["sent_tokens"] == decode["received_tokens"]
     assert prefill["sent_bytes"] == decode["received_bytes"] > 0
-    assert 0 < prefill["sent_early_tokens"] < prefill["sent_tokens"]
+    assert prefill["sent_early_tokens"] < prefill["sent_tokens"]
     assert prefill["generated_tokens"] == prefill["requests"] == one["requests"]
     assert found["killed"] is None
 
