@@ -146,6 +146,7 @@ class Proxy:
         """Forward one connection until one of its ends is cut."""
         loop = asyncio.get_running_loop()
         server = socket.socket()
+        self._open.add(server)
         pumps: list[asyncio.Task[None]] = []
         try:
             for end in (client, server):
@@ -166,7 +167,7 @@ class Proxy:
                 await asyncio.wait(pumps)
             for end in (client, server):
                 end.close()
-            self._open.discard(client)
+            self._open -= {client, server}
 
     async def _pump(self, source: socket.socket, target: socket.socket, units: _Units) -> None:
         """Forward one direction; return when the connection is to be cut."""

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,6 +35,7 @@ from aiokv.testing import record
 from aiokv.testing.flaky import ChaosDevice, FlakyDevice
 from aiokv.testing.leftovers import open_descriptors, running_threads
 from tests.harness.memory import Memory, WrongBytes
+from tests.soak.peers import Prefill, receiving_peers
 from tests.soak.load import LATE_PASSES, Load, Violation
 from tests.soak.stores import RoundStores
 
@@ -44,6 +46,7 @@ POLICIES = ("none", "write_through", "write_through_selective", "write_back")
 DEVICES = ("chaos", "flaky")
 VERIFY = ("off", "checksum", "off")  # cycled, so that each policy and device gets several
 STORES: tuple[tuple[str, ...], ...] = ((), ("disk",), ("scripted",), ("disk", "scripted"), ())
+PEERS = (False, True, False)  # cycled
 ENGINES = 3  # of a round with stores
 LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "uvloop": uvloop.new_event_loop,
@@ -64,6 +67,8 @@ class Totals(msgspec.Struct, kw_only=True):
     invariant_checks: int = 0
     checked_blocks: int = 0
     hit_tokens: int = 0
+    received_tokens: int = 0
+    peer_sends: int = 0
     cancelled: int = 0
     faults: int = 0
     failed_onloads: int = 0
@@ -96,6 +101,7 @@ class Round:
         device: ``"chaos"`` or ``"flaky"``.
         verify: see ``CacheConfig``.
         stores: kinds of stores; ignored without a host tier.
+        peers: let another engine compute some prompts, and receive their blocks.
         folder: existing folder for the files of the disk store.
         totals: counts to be added to.
     """
@@ -107,6 +113,7 @@ class Round:
         device: str,
         verify: str,
         stores: tuple[str, ...],
+        peers: bool,
         folder: Path,
         totals: Totals,
     ) -> None:
@@ -126,7 +133,7 @@ class Round:
             eviction_policy=rng.choice(("lru", "lru", "adaptive")),
             salt_quota_blocks=rng.choice((None, None, device_blocks // 2)),
             verify=verify,
-            model="soak" if self.stores.kinds else "",
+            model="soak" if self.stores.kinds or peers else "",
             store_policy=rng.choice(("at_commit", "at_commit", "at_nth_use", "on_eviction")),
             store_uses=rng.randint(1, 3),
             store_admission=rng.choice(("all", "all", "reused")),
@@ -136,6 +143,7 @@ class Round:
         self.memory = Memory(device_blocks, self.config.block_tokens)
         self._new_device = partial(ChaosDevice if device == "chaos" else FlakyDevice, rng)
         self.device = self._new_device()
+        self.peers = peers
         self.totals = totals
         self.load: Load | None = None
         self._checked_at = 0
@@ -168,11 +176,18 @@ class Round:
         self.device = self._new_device()
         self.totals.engines += 1
         config = dataclasses.replace(self.config, weights_version=str(self.memory.weights))
-        engine = CacheEngine(config, self.memory.regions, self.device, stores=self.stores.new())
+        prefill = Prefill(self.memory, self.rng) if self.peers else None
+        engine = CacheEngine(
+            config,
+            self.memory.regions,
+            self.device,
+            stores=self.stores.new(),
+            peers=receiving_peers(self.memory, self.rng) if self.peers else None,
+        )
         with record(engine, log):
-            async with engine:
+            async with prefill or nullcontext(), engine:
                 self._checked_at = 0
-                self.load = load = Load(engine, self.memory, self.rng, self.stores)
+                self.load = load = Load(engine, self.memory, self.rng, self.stores, prefill)
                 try:
                     await self._drive(load, seconds, abrupt=abrupt)
                     if not abrupt:
@@ -238,7 +253,10 @@ class Round:
             return
         self._checked_at = load.operations
         self.totals.invariant_checks += 1
-        if violations := load.engine.check_invariants():
+        violations = load.engine.check_invariants()
+        if self.peers:
+            violations += load.engine.worker.peer_violations()  # type: ignore[attr-defined]
+        if violations:
             raise Violation("; ".join(violations[:5]))
 
     async def _end(self, engine: CacheEngine) -> None:
@@ -270,6 +288,8 @@ class Round:
         totals, statistics = self.totals, engine.statistics()
         totals.operations += load.operations
         totals.hit_tokens += load.hit_tokens
+        totals.received_tokens += load.received_tokens
+        totals.peer_sends += 0 if load.prefill is None else load.prefill.sends
         totals.cancelled += load.cancelled
         totals.failed_onloads += load.failed_onloads
         totals.late_writes += load.late_writes
@@ -327,13 +347,14 @@ def soak(
         policy, device, loop = kinds[number % len(kinds)]
         round_seed = seed * 1_000_003 + number
         verify, stores = VERIFY[number % len(VERIFY)], STORES[number % len(STORES)]
+        peers = PEERS[number % len(PEERS)]
         loop_errors: list[dict[str, object]] = []
         try:
             with (
                 tempfile.TemporaryDirectory(prefix="aiokv-soak-") as folder,
                 asyncio.Runner(loop_factory=LOOPS[loop]) as runner,
             ):
-                one = Round(round_seed, policy, device, verify, stores, Path(folder), totals)
+                one = Round(round_seed, policy, device, verify, stores, peers, Path(folder), totals)
                 runner.get_loop().set_exception_handler(_collect_into(loop_errors))
                 runner.run(one.run(min(round_seconds, seconds - elapsed + 0.01), log))
                 gc.collect()  # "exception was never retrieved" comes with the last reference
@@ -342,7 +363,7 @@ def soak(
             if number and (left := _open() - before):
                 raise Violation(f"threads or descriptors remain: {left}")
         except (Violation, WrongBytes) as error:
-            kind = f"{policy}, {device}, {verify}, {loop}, stores {stores}"
+            kind = f"{policy}, {device}, {verify}, {loop}, stores {stores}, peers {peers}"
             raise SoakFailure(seed, number, kind, one) from error
         before = before if number else _open()  # the first loop opens libuv's own pipes
         number += 1

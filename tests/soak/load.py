@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from aiokv import CacheEngine, Lease
     from tests.harness.memory import Memory
+    from tests.soak.peers import Prefill
     from tests.soak.stores import RoundStores
 
 SALTS = ("", "tenant-a", "tenant-b")
@@ -44,14 +45,21 @@ class Load:
     """Random requests against one engine; ``log`` holds the last operations."""
 
     def __init__(
-        self, engine: CacheEngine, memory: Memory, rng: random.Random, stores: RoundStores
+        self,
+        engine: CacheEngine,
+        memory: Memory,
+        rng: random.Random,
+        stores: RoundStores,
+        prefill: Prefill | None = None,
     ) -> None:
         self.engine = engine
         self.memory = memory
         self.rng = rng
         self.stores = stores
+        self.prefill = prefill
         self.operations = 0
         self.hit_tokens = 0
+        self.received_tokens = 0
         self.cancelled = 0
         self.failed_onloads = 0
         self.late_writes = 0
@@ -315,6 +323,9 @@ class Load:
                 self.memory.weights = weights
         except TimeoutError:
             self.note("operator", "update timed out")
+            return
+        if self.prefill is not None:
+            await self.prefill.update_weights(weights, version)
 
     async def sleep(self) -> None:
         tags = self.rng.choice((("device",), ("host",), ("device", "host")))
@@ -357,7 +368,8 @@ class Request:
         self.load.hit_tokens += self.lease.cached_tokens
         if rng.random() < 0.05:
             return  # the client ends while its onload runs
-        cached = await self.arrive()
+        received = await self.receive()
+        cached = max(await self.arrive(), received)
         self.check(cached)
         self.sample()
         if rng.random() < 0.3:
@@ -375,6 +387,27 @@ class Request:
         if rng.random() < 0.3:
             await self.load.pause()
         self.check(self.full_tokens)
+
+    async def receive(self) -> int:
+        """Let the other engine compute the prompt; return the first position that is missing."""
+        rng, prefill, lease = self.load.rng, self.load.prefill, self.lease
+        if prefill is None or rng.random() < 0.5:
+            return 0
+        timeout = rng.choice((0.002, 0.05, 0.5))
+        try:
+            async with lease.receive(timeout=timeout) as receiving:
+                self.load.note(self.name, "receive", timeout)
+                prefill.begin(self.tokens, self.salt, receiving.ticket)
+                if rng.random() < 0.1:
+                    await self.load.pause()
+                else:
+                    await receiving.wait()
+        except LeaseError:  # nothing is missing, or an onload has failed
+            return 0
+        received = await receiving.wait()
+        self.load.received_tokens += receiving.received_tokens
+        self.check(received)
+        return received
 
     def fork(self) -> None:
         """Fork a sample that reads the computed blocks."""
