@@ -101,9 +101,10 @@ class Killed(msgspec.Struct, kw_only=True):
             "arrived: "
         )
         if self.name == "prefill":
+            missing = result.decode.computed_tokens - result.decode.requests  # and the last of each
             return when + (
-                f"the decode process computed {result.decode.computed_tokens:,} prompt tokens "
-                "itself, and no request failed"
+                f"the decode process computed {missing:,} prompt tokens that had not arrived, and "
+                "no request failed"
             )
         reused = 0 if result.prefill is None else result.prefill.reused_tokens.device
         return when + (

@@ -251,13 +251,6 @@ async def test_ticket_that_a_sender_has_opened_ends_at_its_deadline_on_both_side
         assert d.controller.peer_statistics()[0].received.tickets == 0
 
 
-async def test_transport_that_is_not_there_is_refused():
-    worker = PeerWorker()
-    peers = dataclasses.replace(worker.peers, transport="nixl")
-    with pytest.raises(ConfigError, match="transport is 'nixl'"):
-        CacheController(worker.regions, CpuDevice(), peers=peers)
-
-
 async def test_ring_that_is_smaller_than_a_block_is_refused():
     worker = PeerWorker()
     worker.controller = CacheController(
