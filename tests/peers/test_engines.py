@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
+import weakref
 from contextlib import suppress
 from typing import Any
 
@@ -1224,3 +1226,16 @@ async def test_stores_of_an_engine_with_peers_keep_their_limit(tmp_path):
                 )
             )
     assert sides[0] == sides[1]
+
+
+async def test_receive_whose_lease_was_released_leaves_no_object():
+    async with two_engines() as (_p, d):
+        lease = await d.granted(prompt(40))
+        receiving = await lease.receive().__aenter__()
+        lease.release()
+        await receiving.__aexit__(None, None, None)
+        left = weakref.ref(receiving)
+        del receiving, lease
+        await d.at_rest()
+        gc.collect()
+        assert left() is None
