@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from aiokv.worker.device.base import Event
     from aiokv.worker.lanes import WorkerStatistics
     from aiokv.worker.layers import LayerDoneCounter
-    from aiokv.worker.peer_transfers import PeerStatistics
+    from aiokv.worker.peer_transfers import RankPeerStatistics
     from aiokv.worker.poller import EventPoller
     from aiokv.worker.regions import Regions
 
@@ -503,7 +503,7 @@ class RankGroup(Unique):
             self._transfers.flush()
             self._tickets.close(ticket_id)
 
-    def peer_statistics(self) -> list[PeerStatistics]:
+    def peer_statistics(self) -> list[RankPeerStatistics]:
         """Return the use of peers of each rank, as of its last heartbeat."""
         return [statistics for state in self._membership.ranks for statistics in state.peers]
 

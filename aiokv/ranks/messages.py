@@ -36,7 +36,7 @@ from aiokv.stores.guard_statistics import GuardStatistics  # noqa: TC001
 from aiokv.stores.identity import StoreIdentity  # noqa: TC001
 from aiokv.types import Tier  # noqa: TC001
 from aiokv.worker.device.cpu import device_blocks
-from aiokv.worker.peer_transfers import PeerStatistics  # noqa: TC001
+from aiokv.worker.peer_transfers import RankPeerStatistics  # noqa: TC001
 
 if TYPE_CHECKING:
     from aiokv.worker.regions import Regions
@@ -168,7 +168,7 @@ class Pong(_Message, frozen=True, tag="pong"):
     """
 
     stores: list[GuardStatistics] = []
-    peers: list[PeerStatistics] = []
+    peers: list[RankPeerStatistics] = []
 
 
 class Broken(_Message, frozen=True, tag="broken"):

@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from aiokv.stores.use import StoreUse
     from aiokv.worker.device.base import Device, Event
     from aiokv.worker.lanes import WorkerStatistics
-    from aiokv.worker.peer_transfers import PeerStatistics
+    from aiokv.worker.peer_transfers import RankPeerStatistics
 
 log = Log(__name__)
 
@@ -320,7 +320,7 @@ class Rank(Unique):
         """
         return self._entered_controller().store_statistics()
 
-    def peer_statistics(self) -> list[PeerStatistics]:
+    def peer_statistics(self) -> list[RankPeerStatistics]:
         """Return the use of peers of this rank; empty without peers.
 
         Raises:

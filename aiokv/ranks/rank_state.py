@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from aiokv.ranks.channel import Channel
     from aiokv.ranks.messages import Layout
     from aiokv.stores.guard_statistics import GuardStatistics
-    from aiokv.worker.peer_transfers import PeerStatistics
+    from aiokv.worker.peer_transfers import RankPeerStatistics
 
 MAX_RANKS: Final = 1024  # per group
 
@@ -115,6 +115,6 @@ class RankState:
         self.progress_at = 0.0
         self.finished_step = 0
         self.stores: list[GuardStatistics] = []
-        self.peers: list[PeerStatistics] = []
+        self.peers: list[RankPeerStatistics] = []
         self.endpoints: list[Endpoint] = []
         self.peer_layout = b""

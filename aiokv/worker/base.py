@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from aiokv.worker.device.base import Event
     from aiokv.worker.lanes import WorkerStatistics
     from aiokv.worker.layers import LayerDoneCounter
-    from aiokv.worker.peer_transfers import PeerStatistics
+    from aiokv.worker.peer_transfers import RankPeerStatistics
     from aiokv.worker.poller import EventPoller
     from aiokv.worker.regions import Regions
 
@@ -325,7 +325,7 @@ class Worker(Protocol):
         Idempotent; without effect on an unknown ticket.
         """
 
-    def peer_statistics(self) -> list[PeerStatistics]:
+    def peer_statistics(self) -> list[RankPeerStatistics]:
         """Return the use of peers of each rank; empty without peers."""
 
     async def drain(self) -> None:

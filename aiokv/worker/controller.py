@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from aiokv.worker.base import Cancelled
     from aiokv.worker.device.base import Copy, Device, Event
     from aiokv.worker.lanes import WorkerStatistics
-    from aiokv.worker.peer_transfers import PeerStatistics
+    from aiokv.worker.peer_transfers import RankPeerStatistics
     from aiokv.worker.regions import Regions
 
 _CANCELLED: Final = CopyError(0, "cancelled before it was submitted")
@@ -410,7 +410,7 @@ class CacheController:
         """End a ticket; see :meth:`Worker.close_ticket`."""
         self._peers.close_ticket(ticket_id)
 
-    def peer_statistics(self) -> list[PeerStatistics]:
+    def peer_statistics(self) -> list[RankPeerStatistics]:
         """Return the use of peers; see :meth:`Worker.peer_statistics`."""
         return self._peers.statistics()
 

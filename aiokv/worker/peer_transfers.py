@@ -91,7 +91,7 @@ class DeviceCopies(Protocol):
         """Return True while work of the step may not have been submitted yet."""
 
 
-class PeerStatistics(msgspec.Struct, frozen=True, kw_only=True):
+class RankPeerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Use of the connections to peers since the engine was made.
 
     Attributes:
@@ -593,13 +593,13 @@ class PeerTransfers:
             return {}
         return {route: counts.statistics() for route, counts in self._counts.items()}
 
-    def statistics(self) -> list[PeerStatistics]:
+    def statistics(self) -> list[RankPeerStatistics]:
         """Return the use of peers; empty without peers."""
         if not self.exist:
             return []
         ring = self._ring
         return [
-            PeerStatistics(
+            RankPeerStatistics(
                 received=ReceiverCounts() if self._receiver is None else self._receiver.counts(),
                 sent=SenderCounts() if self._sender is None else self._sender.counts(),
                 landing_slots=0 if ring is None else ring.num_slots,
