@@ -102,11 +102,13 @@ class Ready(_Message, frozen=True, tag="ready"):
         endpoints: where the rank listens for senders; empty without peers, and for a rank that only
             sends.
         peer_layout: layout of its blocks, for peers; empty without peers.
+        ticket_key: key of tickets, which does not reveal the secret; empty without peers.
     """
 
     generation: int
     endpoints: list[Endpoint] = []
     peer_layout: bytes = b""
+    ticket_key: bytes = b""
 
 
 class Reports(_Message, frozen=True, tag="reports"):
@@ -271,9 +273,10 @@ class OpenTicket(_Message, frozen=True, tag="open_ticket"):
 
 
 class CloseTicket(_Message, frozen=True, tag="close_ticket"):
-    """End a ticket, and the plans that were sent before."""
+    """End a ticket, and the plans that were sent before; the reason is for the other engine."""
 
     ticket_id: bytes
+    reason: str
 
 
 class ChangeWeights(_Message, frozen=True, tag="change_weights"):

@@ -86,6 +86,7 @@ class RankState:
         peers: likewise, its use of peers.
         endpoints: where it listens for senders; empty while it is not ready.
         peer_layout: layout of its blocks, for peers; empty without peers.
+        ticket_key: key of tickets; empty without peers.
     """
 
     __slots__ = (
@@ -101,6 +102,7 @@ class RankState:
         "rank",
         "ready",
         "stores",
+        "ticket_key",
         "unanswered",
     )
 
@@ -118,3 +120,4 @@ class RankState:
         self.peers: list[RankPeerStatistics] = []
         self.endpoints: list[Endpoint] = []
         self.peer_layout = b""
+        self.ticket_key = b""

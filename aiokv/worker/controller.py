@@ -402,13 +402,18 @@ class CacheController:
         await self._peers.open_ticket(ticket, layouts)
 
     @property
+    def ticket_key(self) -> bytes:
+        """Key of tickets; see :attr:`Worker.ticket_key`."""
+        return self._peers.ticket_key
+
+    @property
     def peer_layout(self) -> bytes:
         """Layout of the blocks of this rank, for peers; empty without peers and before ``open``."""
         return self._peers.layout
 
-    def close_ticket(self, ticket_id: bytes) -> None:
+    def close_ticket(self, ticket_id: bytes, reason: str) -> None:
         """End a ticket; see :meth:`Worker.close_ticket`."""
-        self._peers.close_ticket(ticket_id)
+        self._peers.close_ticket(ticket_id, reason)
 
     def peer_statistics(self) -> list[RankPeerStatistics]:
         """Return the use of peers; see :meth:`Worker.peer_statistics`."""

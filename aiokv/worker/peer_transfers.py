@@ -23,6 +23,7 @@ from aiokv.peers.connections import Connections
 from aiokv.peers.layout import BlockLayout
 from aiokv.peers.mappings import Mappings
 from aiokv.peers.messages import (
+    MAX_REASON_CHARACTERS,
     PROTOCOL_VERSION,
     Accepted,
     Cancel,
@@ -37,7 +38,7 @@ from aiokv.peers.sender import Parcel as Sent
 from aiokv.peers.sender import Send, Sender, SenderCounts, SlotFill, Target
 from aiokv.peers.slots import ArenaSlots
 from aiokv.peers.tcp import TcpTransport
-from aiokv.peers.ticket import Endpoint, Ticket, decode
+from aiokv.peers.ticket import Endpoint, Ticket, decode, ticket_key
 from aiokv.peers.transport import Outgoing, PeerMemory
 from aiokv.peers.wire import Connection, listen
 from aiokv.plan import PEER_ROUTES, RECEIVE, SEND, TransferReport
@@ -178,6 +179,7 @@ class PeerTransfers:
         exist: False without peers.
         routes: routes from and to peers; empty without peers.
         layout: of the blocks of this rank, encoded; empty without peers and before ``open``.
+        ticket_key: key of tickets; empty without peers.
     """
 
     def __init__(
@@ -188,6 +190,7 @@ class PeerTransfers:
         on_end: Callable[[int], None],
     ) -> None:
         self.exist = peers is not None
+        self.ticket_key = b"" if peers is None else ticket_key(peers.key)
         self.routes: frozenset[Route] = PEER_ROUTES if self.exist else frozenset()
         self._options = peers
         self._memory = memory
@@ -417,6 +420,7 @@ class PeerTransfers:
 
         Raises:
             UsageError: the ticket is malformed; or the engine does not listen, or sleeps.
+            PeerError: the ticket was made with another secret.
             ClosedError: the worker closes.
         """
         self._check_usable()
@@ -424,7 +428,7 @@ class PeerTransfers:
             raise UsageError(
                 "the engine does not listen for peers", hint="set Peers(listen=...), and wake it up"
             )
-        self._receiver.expect(decode(ticket), self._now() + seconds)
+        self._receiver.expect(decode(ticket, self.ticket_key), self._now() + seconds)
         self._arm()
 
     def change_weights(self, version: str) -> None:
@@ -441,14 +445,15 @@ class PeerTransfers:
 
         Raises:
             UsageError: the ticket is malformed, is in use, or the engine has no peers.
-            PeerError: the receiver cannot be reached, or refuses. Nothing is left behind.
+            PeerError: the ticket was made with another secret; the receiver cannot be reached, or
+                refuses. Nothing is left behind.
             LayoutError: the blocks of the two sides cannot be mapped. Nothing is left behind.
             ClosedError: the worker closes.
 
         Cancellation: nothing is left behind.
         """
         self._check_usable()
-        ticket = decode(blob)
+        ticket = decode(blob, self.ticket_key)
         sender, connections, mappings = self._sender, self._connections, self._mappings
         if sender is None or connections is None or mappings is None:
             raise UsageError("the engine sleeps", hint="await engine.wake_up() first")
@@ -527,11 +532,17 @@ class PeerTransfers:
         finally:
             del self._replies[connection, ticket.ticket_id]
 
-    def close_ticket(self, ticket_id: bytes) -> None:
-        """End a ticket on both sides of this worker; its plans are given up. Idempotent."""
+    def close_ticket(self, ticket_id: bytes, reason: str) -> None:
+        """End a ticket on both sides of this worker; its plans are given up. Idempotent.
+
+        Args:
+            ticket_id: of the ticket.
+            reason: for the other engine.
+        """
+        reason = reason[:MAX_REASON_CHARACTERS]
         for end in (self._receiver, self._sender):
             if end is not None:
-                self._surely(partial(end.close_ticket, ticket_id, "it is no longer needed"))
+                self._surely(partial(end.close_ticket, ticket_id, reason))
         self._release(ticket_id)
         self._surely(self._reclaim)
 

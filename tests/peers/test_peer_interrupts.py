@@ -9,7 +9,7 @@ from aiokv.errors import PeerError
 from aiokv.peers.ticket import encode
 from tests.integration.test_interrupts import LOOPS, Interrupter, run
 
-from .workers import PeerWorker
+from .workers import KEY, PeerWorker
 
 if TYPE_CHECKING:
     from tests.integration.test_interrupts import LoopFactory
@@ -23,7 +23,7 @@ async def move(p: PeerWorker, d: PeerWorker, *, must_succeed: bool) -> None:
     ticket = d.expect(6, seconds=SECONDS)
     first, second = d.receive(ticket, [0, 1, 2], [5, 9, 2]), d.receive(ticket, [3, 4, 5], [1, 0, 7])
     try:
-        await p.controller.open_ticket(encode(ticket))
+        await p.controller.open_ticket(encode(ticket, KEY))
     except PeerError:
         assert not must_succeed
     sent = p.send(ticket, range(6), [11, 12, 13, 14, 15, 16])
@@ -37,7 +37,7 @@ async def move(p: PeerWorker, d: PeerWorker, *, must_succeed: bool) -> None:
         good = 3 if outcome == "done" else bad
         assert d.blocks(here[:good]) == p.blocks(there[:good])
     for worker in (p, d):
-        worker.controller.close_ticket(ticket.ticket_id)
+        worker.controller.close_ticket(ticket.ticket_id, "closed")
 
 
 async def exchange(*, is_interrupted: bool) -> None:
