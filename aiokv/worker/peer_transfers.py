@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 import msgspec
 
@@ -43,6 +43,7 @@ from aiokv.peers.transport import Outgoing, PeerMemory
 from aiokv.peers.wire import Connection, listen
 from aiokv.plan import PEER_ROUTES, RECEIVE, SEND, TransferReport
 from aiokv.worker.device.base import CopyError
+from aiokv.worker.interrupts import call_surely
 from aiokv.worker.layers import LayerDoneCounter
 from aiokv.worker.parcel_work import ParcelWork
 from aiokv.worker.store_transfers import RunningCounts
@@ -61,6 +62,8 @@ if TYPE_CHECKING:
     from aiokv.worker.memory import WorkerMemory
     from aiokv.worker.poller import EventPoller
     from aiokv.worker.regions import Regions
+
+T = TypeVar("T")
 
 CONNECT_SECONDS: Final = 10.0  # for the replies to Open; less if the ticket has less
 SPARE_SECONDS: Final = 1.0
@@ -635,6 +638,9 @@ class PeerTransfers:
 
     def on_sender_message(self, connection: Connection, message: Message) -> None:
         """Take a message of a sender."""
+        self._guarded(partial(self._take_of_sender, connection, message))
+
+    def _take_of_sender(self, connection: Connection, message: Message) -> None:
         receiver = self._receiver
         if isinstance(message, Landed):  # of a one-sided transport
             if self.slot_for(connection, message) is not None:
@@ -659,17 +665,21 @@ class PeerTransfers:
     def on_parcel(self, connection: Connection, landed: Landed) -> None:
         """Note that a parcel is in its slot."""
         if self._receiver is not None:
-            self._receiver.end_parcel(connection, landed)
+            self._guarded(partial(self._receiver.end_parcel, connection, landed))
 
     def on_sender_closed(self, connection: Connection, reason: str) -> None:
         """Note the end of a connection that a sender had opened."""
+        self._surely(partial(self._end_sender, connection, reason))
+
+    def _end_sender(self, connection: Connection, reason: str) -> None:
+        """Note the end of a connection that a sender had opened. Idempotent."""
+        if self._receiver is not None:
+            self._receiver.on_closed(connection, reason)
+            if self._transport.one_sided and connection in self._accepted:
+                metadata = self._metadata.get(connection, b"")
+                self._spawn(self._fence(self._receiver, connection, metadata))
         self._accepted.discard(connection)
-        metadata = self._metadata.pop(connection, b"")
-        if self._receiver is None:
-            return
-        self._receiver.on_closed(connection, reason)
-        if self._transport.one_sided:
-            self._spawn(self._fence(self._receiver, connection, metadata))
+        self._metadata.pop(connection, None)
 
     async def _fence(
         self, receiver: Receiver[Connection], connection: Connection, metadata: bytes
@@ -689,10 +699,14 @@ class PeerTransfers:
                 error = LayoutError if message.kind == "layout" else PeerError
                 reply.set_exception(error(f"the receiver refuses the ticket: {message.reason}"))
         elif self._sender is not None:
-            self._sender.on_message(connection, message)
+            self._guarded(partial(self._sender.on_message, connection, message))
 
     def on_receiver_closed(self, connection: Connection, reason: str) -> None:
         """Note the end of a connection that this rank had opened."""
+        self._surely(partial(self._end_receiver, connection, reason))
+
+    def _end_receiver(self, connection: Connection, reason: str) -> None:
+        """Note the end of a connection that this rank had opened. Idempotent."""
         self._links.pop(connection, None)
         for (other, _), reply in list(self._replies.items()):
             if other is connection and not reply.done():
@@ -718,7 +732,7 @@ class PeerTransfers:
 
     def _verified(self, parcels: list[Received], are_right: list[bool]) -> None:
         if self._receiver is not None:
-            self._receiver.verified(parcels, are_right)
+            self._guarded(partial(self._receiver.verified, parcels, are_right))
 
     def place(self, parcels: Sequence[Received], slots: Sequence[dict[int, int]]) -> None:
         """Place parcels in assembly slots."""
@@ -738,7 +752,7 @@ class PeerTransfers:
         if not is_done:
             for parcel in parcels:
                 self._receiver.close_ticket(parcel.ticket_id, "an internal error")
-        self._receiver.placed(parcels)
+        self._guarded(partial(self._receiver.placed, parcels))
 
     def copy(self, copy: SlotCopy) -> None:
         """Copy landing slots or assembly slots to device blocks."""
@@ -759,7 +773,7 @@ class PeerTransfers:
             [first + slot * pitch for slot in copy.slots],
             copy.device_ids,
             copy.receive.plan.after_step,
-            partial(receiver.copied, copy),
+            lambda failure: self._guarded(partial(receiver.copied, copy, failure)),
         )
         copy.is_begun = True
 
@@ -779,7 +793,7 @@ class PeerTransfers:
             fill.device_ids,
             [arena.first_outgoing + slot for slot in fill.slots],
             fill.send.plan.after_step,
-            partial(sender.filled, fill),
+            lambda failure: self._guarded(partial(sender.filled, fill, failure)),
         )
         fill.is_begun = True
 
@@ -794,7 +808,7 @@ class PeerTransfers:
         if not is_done:
             for parcel in parcels:
                 self._sender.close_ticket(parcel.send.plan.peer, "an internal error")
-        self._sender.sealed(parcels)
+        self._guarded(partial(self._sender.sealed, parcels))
 
     def write(self, connection: Connection, parcels: Sequence[Sent[Connection]]) -> None:
         """Write parcels to the slots of their credits."""
@@ -949,7 +963,18 @@ class PeerTransfers:
     def _surely(self, action: Callable[[], object]) -> None:
         """Call ``action()`` now, and again after an interrupt."""
         if self._poller is not None:
-            self._poller.surely(action)
+            self._poller.surely(partial(self._guarded, action))
+
+    def _guarded(self, action: Callable[[], T]) -> T:
+        """Return ``action()``. An interrupt in it ends all connections: it may have lost credits,
+        so that later tickets on these connections would wait for ever.
+        """
+        return call_surely(action, self._soon, self._abort_all)
+
+    def _abort_all(self) -> None:
+        """End all connections. Idempotent."""
+        for connection in [*self._accepted, *self._links]:
+            connection.abort("an interrupt")
 
     def _soon(self, action: Callable[[], object]) -> None:
         if self._poller is not None and not self._poller.closed:
