@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 log = Log(__name__)
 
+_COMPLETE: Final = "all positions have arrived"
 _NO_PEERS: Final = "pass peers=Peers(...) to CacheEngine, or has_peers=True to the RankGroup"
 
 
@@ -149,7 +150,7 @@ class Exchange:
             transport=endpoints[0].transport,
             endpoints=endpoints,
         )
-        return ticket, tickets.encode(ticket)
+        return ticket, tickets.encode(ticket, self._worker.ticket_key)
 
     def checked_ticket(self, lease: Lease, blob: bytes) -> Ticket:
         """Return the ticket in a blob, for the prompt of a lease.
@@ -159,7 +160,7 @@ class Exchange:
                 ``Sending.__aenter__``.
         """
         self._check_open("send")
-        ticket = tickets.decode(blob)
+        ticket = tickets.decode(blob, self._worker.ticket_key)
         lease_id = self._granted_id(lease, "send")
         for name, there, here in (
             ("CacheConfig.model", ticket.model, self._model),
@@ -334,9 +335,10 @@ class Exchange:
             self._end_loading(flow)
             self._sent_tickets.discard(ticket_id)
         if self._lifetime.is_running:
+            # Before the transfers are cancelled: the other engine gets the reason.
+            self._worker.close_ticket(ticket_id, flow.failure or _COMPLETE)
             if not flow.at_rest:
                 self._apply(self._scheduler.end_peer(flow.lease_id, ticket_id))
-            self._worker.close_ticket(ticket_id)
         if flow.failure is not None and not flow.is_cancelled:
             log.warning(
                 "receive.ended" if flow.receives else "send.ended",

@@ -224,9 +224,10 @@ class Cancel(_Message, frozen=True, tag="cancel"):
 
 
 class Done(_Message, frozen=True, tag="done"):
-    """All parcels of the ticket were acknowledged; nothing of it follows."""
+    """All parcels that were sent of the ticket were acknowledged; nothing of it follows."""
 
     ticket_id: Id
+    reason: Reason = ""
 
 
 class Ping(_Message, frozen=True, tag="ping"):

@@ -196,7 +196,7 @@ class _Incoming(Generic[C]):
         deadline: by the clock of the receiver.
         senders: by rank; those that have ended are removed.
         sources: blocks of all ranks that have opened it; each has a part of each block.
-        is_done: a sender has sent all that it had.
+        done: reason why a sender, which has sent all that it had, sends nothing more.
         waiting: block -> plan, of blocks without a parcel.
         in_hand: parcels that are being verified, by rank and block of the sender.
         parked: verified slots of blocks that no plan has asked for yet, by block.
@@ -213,7 +213,7 @@ class _Incoming(Generic[C]):
         self.deadline = deadline
         self.senders: dict[int, _Sender[C]] = {}
         self.sources: dict[int, Source] = {}
-        self.is_done = False
+        self.done = ""
         self.receives: dict[int, Receive] = {}
         self.waiting: dict[int, Receive] = {}
         self.in_hand: dict[tuple[int, int], Parcel] = {}
@@ -439,8 +439,7 @@ class Receiver(Generic[C]):
                 self._ring.unwant(connection, message.unwanted)
             self._grant()
         elif isinstance(message, Done | Cancel):
-            reason = message.reason if isinstance(message, Cancel) else ""
-            self._on_end(connection, message.ticket_id, reason)
+            self._on_end(connection, message)
 
     def _on_open(self, connection: C, message: Open) -> None:
         source = self._refused_or_source(message)
@@ -512,17 +511,18 @@ class Receiver(Generic[C]):
             self._ring.want(connection, message.parcels)
             self._grant()
 
-    def _on_end(self, connection: C, ticket_id: bytes, reason: str) -> None:
+    def _on_end(self, connection: C, message: Done | Cancel) -> None:
         """Note that a sender sends nothing more of a ticket."""
+        ticket_id = message.ticket_id
         sender = self._sender(connection, ticket_id)
         if sender is None:
             return
         incoming = self._tickets[ticket_id]
         del incoming.senders[sender.rank]
-        if reason:
-            self._end_ticket(incoming, f"the sender gave up: {reason}")
+        if isinstance(message, Cancel):
+            self._end_ticket(incoming, f"the sender gave up: {message.reason}")
         else:
-            incoming.is_done = True
+            incoming.done = message.reason or "it has sent all it had"
             self._check_ended(ticket_id)
 
     def on_closed(self, connection: C, reason: str) -> bool:
@@ -897,8 +897,8 @@ class Receiver(Generic[C]):
         if incoming is None:
             return
         busy = incoming.in_hand or incoming.placing
-        if incoming.is_done and not busy:
-            self._end_ticket(incoming, "the sender has sent all it had")
+        if incoming.done and not busy:
+            self._end_ticket(incoming, f"the sender ended: {incoming.done}")
         else:
             self._forget(incoming)
 

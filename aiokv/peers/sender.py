@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 C = TypeVar("C", bound="Hashable")  # a connection
 
 MAX_TRIES: Final = 3  # of one parcel
+MAX_REASONS: Final = 256  # of tickets that the engine has not closed yet
 
 
 class Parcel(Generic[C]):
@@ -274,6 +275,9 @@ class Sender(Generic[C]):
         self._ways: dict[C, _Way[C]] = {}
         self._tickets: dict[bytes, _Outgoing[C]] = {}
         self._sends: dict[int, Send] = {}
+        self._reasons: dict[
+            bytes, str
+        ] = {}  # of tickets that have ended by themselves, newest last
         self._counts = SenderCounts()
 
     # --- tickets and plans ------------------------------------------------------------------------
@@ -307,9 +311,9 @@ class Sender(Generic[C]):
         send = self._sends[plan.transfer_id] = Send(plan)
         outgoing = self._tickets.get(plan.peer)
         if outgoing is None or outgoing.closed:
-            why = "has ended" if outgoing is None else f"has ended: {outgoing.closed}"
+            reason = self._reasons.get(plan.peer) if outgoing is None else outgoing.closed
             send.unproven = dict.fromkeys(send.positions, 1)
-            self._give_up(send, f"the ticket {why}")
+            self._give_up(send, reason or "the ticket has ended")
             return send
         outgoing.sends[plan.transfer_id] = send
         ticket = outgoing.ticket
@@ -373,6 +377,7 @@ class Sender(Generic[C]):
         outgoing = self._tickets.get(ticket_id)
         if outgoing is not None:
             self._end_ticket(outgoing, reason, tell=True)
+        self._reasons.pop(ticket_id, None)
 
     def expire(self, now: float) -> None:
         """End the tickets whose deadline has passed."""
@@ -673,7 +678,7 @@ class Sender(Generic[C]):
         if not outgoing.closed:
             outgoing.closed = reason
             is_done = not any(send.unproven for send in outgoing.sends.values())
-            end = Done(ticket_id=ticket_id)
+            end = Done(ticket_id=ticket_id, reason=reason)
             cancel = Cancel(ticket_id=ticket_id, reason=reason)
             for way in outgoing.ways.values() if tell else ():
                 self._port.send(way.connection, end if is_done else cancel)
@@ -700,7 +705,11 @@ class Sender(Generic[C]):
 
     def _forget(self, outgoing: _Outgoing[C]) -> None:
         if outgoing.closed and not outgoing.sends:
-            self._tickets.pop(outgoing.ticket.ticket_id, None)
+            ticket_id = outgoing.ticket.ticket_id
+            if self._tickets.pop(ticket_id, None) is not None:
+                self._reasons[ticket_id] = outgoing.closed
+            while len(self._reasons) > MAX_REASONS:
+                del self._reasons[next(iter(self._reasons))]
 
     @property
     def is_quiet(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from aiokv.worker.peer_transfers import PeerStatistics as RankStatistics  # noqa: TC001  (msgspec)
+from aiokv.worker.peer_transfers import RankPeerStatistics  # noqa: TC001  (msgspec)
 
 
 class ReceivingStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,4 +69,4 @@ class PeerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     complete_sends: int
     refused_sends: int
     delivered_tokens: int
-    ranks: list[RankStatistics]
+    ranks: list[RankPeerStatistics]

@@ -2,22 +2,25 @@
 
 The receiving engine makes a ticket, and the user's own request carries it to the sending engine. A
 ticket is no secret: who reads it learns addresses and hashes, but cannot connect without the secret
-that the engines share.
+that the engines share. Its last 32 bytes are a MAC with a key that is derived from the secret, so
+a request with a forged ticket cannot let the sending engine connect to an address of its choice.
 """
 
 from __future__ import annotations
 
+import hmac
 from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
 
 from aiokv import checks
-from aiokv.errors import UsageError
+from aiokv.errors import PeerError, UsageError
 
 VERSION: Final = 1
 ID_BYTES: Final = 16
 DIGEST_BYTES: Final = 32
+MAC_BYTES: Final = 32
 MAX_TICKET_BYTES: Final = 64 * 1024
 MAX_LAYOUT_BYTES: Final = 16 * 1024
 MAX_ENDPOINTS: Final = 1024
@@ -95,43 +98,66 @@ _decoder: Final = msgspec.msgpack.Decoder(Ticket)
 _version_decoder: Final = msgspec.msgpack.Decoder(_Version)
 
 
-def encode(ticket: Ticket) -> bytes:
+def ticket_key(secret: bytes) -> bytes:
+    """Return the key of tickets that is derived from the secret of the engines."""
+    return hmac.digest(secret, b"aiokv ticket", "sha256")
+
+
+def encode(ticket: Ticket, key: bytes) -> bytes:
     """Return the blob of a ticket.
+
+    Args:
+        ticket: any.
+        key: of ``ticket_key``.
 
     Raises:
         UsageError: a value is out of range, or the blob has more than 64 KiB.
     """
-    blob = _encoder.encode(ticket)
-    decode(blob)  # the sending engine must be able to read it
+    body = _encoder.encode(ticket)
+    blob = body + hmac.digest(key, body, "sha256")
+    decode(blob, key)  # the sending engine must be able to read it
     return blob
 
 
-def decode(blob: bytes) -> Ticket:
+def decode(blob: bytes, key: bytes) -> Ticket:
     """Return the ticket in a blob from another process; nothing in the blob is trusted.
+
+    Args:
+        blob: of ``encode``.
+        key: of ``ticket_key``; compared in constant time.
 
     Raises:
         UsageError: the blob is not ``bytes``, has more than 64 KiB, is malformed, has a value out
             of range, or is of another version.
+        PeerError: the ticket was changed, or was made with another secret.
     """
     if not isinstance(blob, bytes | bytearray | memoryview):
         raise UsageError(f"ticket is {checks.shown(blob)}; it must be bytes")
     if (num_bytes := memoryview(blob).nbytes) > MAX_TICKET_BYTES:
         raise UsageError(f"ticket has {num_bytes} bytes; it must have at most {MAX_TICKET_BYTES}")
+    body, mac = bytes(blob)[:-MAC_BYTES], bytes(blob)[-MAC_BYTES:]
     try:
-        version = _version_decoder.decode(blob).version
-        if version == VERSION:
-            ticket = _decoder.decode(blob)
+        version = _version_decoder.decode(body).version
+        ticket = _decoder.decode(body) if version == VERSION else None
+        if ticket is not None:
             _check(ticket)
-            return ticket
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         raise UsageError(
             f"ticket is malformed: {error}",
             hint="pass the bytes of receiving.ticket unchanged",
         ) from None
-    raise UsageError(
-        f"ticket has version {version}; this aiokv reads version {VERSION}",
-        hint="run the same version of aiokv on both servers",
-    )
+    if ticket is None:
+        raise UsageError(
+            f"ticket has version {version}; this aiokv reads version {VERSION}",
+            hint="run the same version of aiokv on both servers",
+        )
+    if not hmac.compare_digest(mac, hmac.digest(key, body, "sha256")):
+        raise PeerError(
+            "the ticket was changed, or an engine with another secret made it",
+            hint="give all engines the same Peers(secret=...), and pass the bytes of "
+            "receiving.ticket unchanged",
+        )
+    return ticket
 
 
 def _check(ticket: Ticket) -> None:

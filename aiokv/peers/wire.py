@@ -280,7 +280,7 @@ class Connection(Unique):
         """
         self._handler = handler
         if self.reason:
-            self._loop.call_soon(handler.on_closed, self.reason)
+            self._loop.call_soon(self._tell_closed)
             return
         self._reader = FrameReader(
             self._keys.receiving, self._on_message, handler.place, handler.on_parcel
@@ -337,7 +337,14 @@ class Connection(Unique):
         """
         if self.reason:
             return
+        # The second one is for an interrupt that hits this call, or the first one.
+        for _ in range(2):
+            self._loop.call_soon(self._tell_closed)
         self.reason = reason or "aborted"
+        self._stop()
+
+    def _stop(self) -> None:
+        """Access no memory of parcels any more. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
         if self._reader is not None:
@@ -355,11 +362,17 @@ class Connection(Unique):
                 queued.writes.fail(self.reason)
         self._active.clear()
         self._queue.clear()
-        self._closed.set_result(self.reason)
-        # Without the cycle of handler and connection, both are freed at once.
-        handler, self._handler = self._handler, None
-        if handler is not None:
-            self._loop.call_soon(handler.on_closed, self.reason)
+        if not self._closed.done():
+            self._closed.set_result(self.reason)
+
+    def _tell_closed(self) -> None:
+        """Tell the handler that the connection has ended. Idempotent."""
+        self.reason = self.reason or "an interrupt"
+        if self._socket.fileno() >= 0:
+            self._stop()
+        if self._handler is not None:
+            self._handler.on_closed(self.reason)
+        self._handler = None  # without the cycle of handler and connection, both are freed at once
 
     async def closed(self) -> str:
         """Wait for the end of the connection; return the reason.
@@ -478,6 +491,9 @@ class Connection(Unique):
             self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
+        self._surely(self._write_queue)
+
+    def _write_queue(self) -> None:
         self._flush_scheduled = False
         if not self._writer_armed:
             self._on_writable()
@@ -500,8 +516,19 @@ class Connection(Unique):
         except BaseException as error:
             self.abort(f"an internal error: {error!r}")
             raise
+        self._surely(self._after_write)
+
+    def _after_write(self) -> None:
         self._arm(bool(self._active or self._queue))
         self._end_if_sent()
+
+    def _surely(self, action: Callable[[], None]) -> None:
+        """Call ``action()``; an interrupt (Ctrl-C) in it ends the connection."""
+        try:
+            action()
+        except BaseException as error:
+            self.abort(f"an internal error: {error!r}")
+            raise
 
     def _arm(self, wanted: bool) -> None:
         """Write when the socket is writable, while bytes wait."""
@@ -516,7 +543,7 @@ class Connection(Unique):
     def _fill(self) -> None:
         """Make frames of queued messages, for as many bytes as one call sends."""
         while self._queue and self._active_bytes < WRITE_BYTES:
-            queued = self._queue.popleft()
+            queued = self._queue[0]
             writes = queued.writes
             if writes is None or queued.parcel is None:
                 self._activate(memoryview(self._writer.frame(queued.message)), None)
@@ -525,6 +552,7 @@ class Connection(Unique):
                 frame = self._writer.frame(queued.message, has_parcel=True)
                 self._activate(memoryview(frame), None)
                 self._activate(queued.parcel, writes)
+            self._queue.popleft()  # at the end: an interrupt before it fails the write
 
     def _activate(self, buffer: memoryview, writes: ParcelWrites | None) -> None:
         self._active.append((buffer, writes))
@@ -538,9 +566,9 @@ class Connection(Unique):
                 self._active[0] = (buffer[sent:], writes)
                 return
             sent -= len(buffer)
-            self._active.popleft()
             if writes is not None:
                 writes.note_written()
+            self._active.popleft()  # at the end: an interrupt before it fails the write
 
     def _end_if_sent(self) -> None:
         if self._closing and not self._active and not self._queue:
@@ -549,12 +577,17 @@ class Connection(Unique):
     # --- liveness ---------------------------------------------------------------------------------
 
     def _check(self) -> None:
+        self._surely(self._count_interval)
+
+    def _count_interval(self) -> None:
         """Count an interval in which the peer sent nothing, or read nothing."""
         if not self._received:
             self._on_readable()  # fewer bytes than WAKE_BYTES, or the loop was blocked
             if self.reason:
                 return
         self._timer = self._loop.call_later(self._limits.ping_seconds, self._check)
+        if self._queue and not self._writer_armed:
+            self._write_queue()  # an interrupt may have kept it from being written
         waits = bool(self._active or self._queue)
         self._stuck = self._stuck + 1 if waits and not self._sent else 0
         # A peer that reads parcels runs: a Ping may be queued behind them in its kernel.

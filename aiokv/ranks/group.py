@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from aiokv.worker.device.base import Event
     from aiokv.worker.lanes import WorkerStatistics
     from aiokv.worker.layers import LayerDoneCounter
-    from aiokv.worker.peer_transfers import PeerStatistics
+    from aiokv.worker.peer_transfers import RankPeerStatistics
     from aiokv.worker.poller import EventPoller
     from aiokv.worker.regions import Regions
 
@@ -179,7 +179,7 @@ class RankGroup(Unique):
             has_peers=has_peers,
             on_lost=self._on_rank_lost,
         )
-        self._tickets = GroupTickets(self._membership)
+        self._tickets = GroupTickets(self._membership, lambda: self.ticket_key)
         self._transfers = TransferBroadcast(self._membership, self.timeouts, clock)
 
     # --- opening and closing --------------------------------------------------------------------
@@ -480,6 +480,11 @@ class RankGroup(Unique):
         found = [endpoint for state in self._membership.ranks for endpoint in state.endpoints]
         return found if len(found) == self.num_ranks else []
 
+    @property
+    def ticket_key(self) -> bytes:
+        """Key of tickets, from rank 0; see :attr:`Worker.ticket_key`."""
+        return self._membership.ranks[0].ticket_key
+
     def expect(self, ticket: bytes, seconds: float) -> None:
         """Let senders open a ticket on all ranks; see :meth:`Worker.expect`."""
         self._check_usable()
@@ -497,13 +502,13 @@ class RankGroup(Unique):
         self._reachable()
         await self._tickets.open(ticket)
 
-    def close_ticket(self, ticket_id: bytes) -> None:
+    def close_ticket(self, ticket_id: bytes, reason: str) -> None:
         """End a ticket on all ranks; see :meth:`Worker.close_ticket`."""
         if self._opened and not self._membership.closed:
             self._transfers.flush()
-            self._tickets.close(ticket_id)
+            self._tickets.close(ticket_id, reason)
 
-    def peer_statistics(self) -> list[PeerStatistics]:
+    def peer_statistics(self) -> list[RankPeerStatistics]:
         """Return the use of peers of each rank, as of its last heartbeat."""
         return [statistics for state in self._membership.ranks for statistics in state.peers]
 

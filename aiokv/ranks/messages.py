@@ -36,7 +36,7 @@ from aiokv.stores.guard_statistics import GuardStatistics  # noqa: TC001
 from aiokv.stores.identity import StoreIdentity  # noqa: TC001
 from aiokv.types import Tier  # noqa: TC001
 from aiokv.worker.device.cpu import device_blocks
-from aiokv.worker.peer_transfers import PeerStatistics  # noqa: TC001
+from aiokv.worker.peer_transfers import RankPeerStatistics  # noqa: TC001
 
 if TYPE_CHECKING:
     from aiokv.worker.regions import Regions
@@ -102,11 +102,13 @@ class Ready(_Message, frozen=True, tag="ready"):
         endpoints: where the rank listens for senders; empty without peers, and for a rank that only
             sends.
         peer_layout: layout of its blocks, for peers; empty without peers.
+        ticket_key: key of tickets, which does not reveal the secret; empty without peers.
     """
 
     generation: int
     endpoints: list[Endpoint] = []
     peer_layout: bytes = b""
+    ticket_key: bytes = b""
 
 
 class Reports(_Message, frozen=True, tag="reports"):
@@ -168,7 +170,7 @@ class Pong(_Message, frozen=True, tag="pong"):
     """
 
     stores: list[GuardStatistics] = []
-    peers: list[PeerStatistics] = []
+    peers: list[RankPeerStatistics] = []
 
 
 class Broken(_Message, frozen=True, tag="broken"):
@@ -271,9 +273,10 @@ class OpenTicket(_Message, frozen=True, tag="open_ticket"):
 
 
 class CloseTicket(_Message, frozen=True, tag="close_ticket"):
-    """End a ticket, and the plans that were sent before."""
+    """End a ticket, and the plans that were sent before; the reason is for the other engine."""
 
     ticket_id: bytes
+    reason: str
 
 
 class ChangeWeights(_Message, frozen=True, tag="change_weights"):

@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from aiokv.stores.use import StoreUse
     from aiokv.worker.device.base import Device, Event
     from aiokv.worker.lanes import WorkerStatistics
-    from aiokv.worker.peer_transfers import PeerStatistics
+    from aiokv.worker.peer_transfers import RankPeerStatistics
 
 log = Log(__name__)
 
@@ -320,7 +320,7 @@ class Rank(Unique):
         """
         return self._entered_controller().store_statistics()
 
-    def peer_statistics(self) -> list[PeerStatistics]:
+    def peer_statistics(self) -> list[RankPeerStatistics]:
         """Return the use of peers of this rank; empty without peers.
 
         Raises:
@@ -362,7 +362,7 @@ class Rank(Unique):
         elif isinstance(message, OpenTicket):
             self._open_ticket(message)
         elif isinstance(message, CloseTicket):
-            self._close_ticket(message.ticket_id)
+            self._close_ticket(message.ticket_id, message.reason)
         elif isinstance(message, ChangeWeights):
             self._change_weights(message.version)
         elif isinstance(message, Refuse):
@@ -392,24 +392,31 @@ class Rank(Unique):
             log.warning("rank.cannot_expect", rank=self.rank, reason=str(error))
 
     def _open_ticket(self, message: OpenTicket) -> None:
-        ticket_id = decode_ticket(message.ticket).ticket_id
+        try:
+            ticket_id = decode_ticket(message.ticket, self._controller.ticket_key).ticket_id
+        except AiokvError as error:  # this rank has another secret than rank 0
+            self._refuse_ticket(message.number, error)
+            return
         task = self._openings[ticket_id] = self._spawn(self._open_at_receivers(message))
         task.add_done_callback(lambda _: self._openings.pop(ticket_id, None))
 
     async def _open_at_receivers(self, message: OpenTicket) -> None:
-        reply = TicketReply(number=message.number, error="")
         try:
             await self._controller.open_ticket(message.ticket, message.layouts)
         except AiokvError as error:
-            kind = type(error).__name__
-            reply = TicketReply(number=message.number, error=_reason_of(error), kind=kind)
-        self._send(reply)
+            self._refuse_ticket(message.number, error)
+            return
+        self._send(TicketReply(number=message.number, error=""))
 
-    def _close_ticket(self, ticket_id: bytes) -> None:
+    def _refuse_ticket(self, number: int, error: AiokvError) -> None:
+        kind = type(error).__name__
+        self._send(TicketReply(number=number, error=_reason_of(error), kind=kind))
+
+    def _close_ticket(self, ticket_id: bytes, reason: str) -> None:
         opening = self._openings.get(ticket_id)
         if opening is not None:
             opening.cancel()
-        self._controller.close_ticket(ticket_id)
+        self._controller.close_ticket(ticket_id, reason)
 
     async def _look_up(self, lookup: Lookup) -> None:
         if lookup.pool:
@@ -456,6 +463,7 @@ class Rank(Unique):
                 generation=begin.generation,
                 endpoints=controller.endpoints,
                 peer_layout=controller.peer_layout,
+                ticket_key=controller.ticket_key,
             )
         )
         if not self._begun.done():

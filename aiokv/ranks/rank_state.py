@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from aiokv.ranks.channel import Channel
     from aiokv.ranks.messages import Layout
     from aiokv.stores.guard_statistics import GuardStatistics
-    from aiokv.worker.peer_transfers import PeerStatistics
+    from aiokv.worker.peer_transfers import RankPeerStatistics
 
 MAX_RANKS: Final = 1024  # per group
 
@@ -86,6 +86,7 @@ class RankState:
         peers: likewise, its use of peers.
         endpoints: where it listens for senders; empty while it is not ready.
         peer_layout: layout of its blocks, for peers; empty without peers.
+        ticket_key: key of tickets; empty without peers.
     """
 
     __slots__ = (
@@ -101,6 +102,7 @@ class RankState:
         "rank",
         "ready",
         "stores",
+        "ticket_key",
         "unanswered",
     )
 
@@ -115,6 +117,7 @@ class RankState:
         self.progress_at = 0.0
         self.finished_step = 0
         self.stores: list[GuardStatistics] = []
-        self.peers: list[PeerStatistics] = []
+        self.peers: list[RankPeerStatistics] = []
         self.endpoints: list[Endpoint] = []
         self.peer_layout = b""
+        self.ticket_key = b""

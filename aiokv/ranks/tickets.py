@@ -12,6 +12,8 @@ from aiokv.ranks.channel import frame_of
 from aiokv.ranks.messages import CloseTicket, Expect, OpenTicket, encode
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from aiokv.errors import AiokvError
     from aiokv.ranks.membership import Membership
     from aiokv.ranks.messages import TicketReply
@@ -46,16 +48,18 @@ class GroupTickets:
 
     Args:
         membership: the ranks.
+        key: returns the key of tickets.
     """
 
-    def __init__(self, membership: Membership) -> None:
+    def __init__(self, membership: Membership, key: Callable[[], bytes]) -> None:
+        self._key = key
         self._membership = membership
         self._numbers = count(1)
         self._openings: dict[int, _Opening] = {}
 
     def expect(self, ticket: bytes, seconds: float) -> None:
         """Let senders open a ticket on all ranks; see :meth:`Worker.expect`."""
-        decode(ticket)
+        decode(ticket, self._key())
         self._membership.send(frame_of(encode(Expect(ticket=ticket, seconds=seconds))))
 
     async def open(self, ticket: bytes) -> None:
@@ -64,7 +68,7 @@ class GroupTickets:
         Raises:
             RankLost: a rank was lost meanwhile.
         """
-        decoded = decode(ticket)
+        decoded = decode(ticket, self._key())
         number = next(self._numbers)
         opening = self._openings[number] = _Opening(len(self._membership.ranks))
         try:
@@ -74,7 +78,7 @@ class GroupTickets:
             async with asyncio.timeout(decoded.timeout_seconds):
                 await opening.ended
         except BaseException as error:
-            self.close(decoded.ticket_id)
+            self.close(decoded.ticket_id, "the sender could not open the ticket on all ranks")
             if isinstance(error, TimeoutError):
                 raise PeerError(
                     f"ranks {sorted(opening.owing)} have not opened the ticket within "
@@ -86,9 +90,9 @@ class GroupTickets:
             if opening.ended.done() and not opening.ended.cancelled():
                 opening.ended.exception()  # retrieved, also when the caller was cancelled
 
-    def close(self, ticket_id: bytes) -> None:
+    def close(self, ticket_id: bytes, reason: str) -> None:
         """End a ticket on all ranks. Plans that were sent before it are ended, too."""
-        self._membership.send(frame_of(encode(CloseTicket(ticket_id=ticket_id))))
+        self._membership.send(frame_of(encode(CloseTicket(ticket_id=ticket_id, reason=reason))))
 
     def on_reply(self, state: RankState, reply: TicketReply) -> None:
         """Note the answer of a rank; one that comes late is ignored."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from aiokv.worker.device.base import Event
     from aiokv.worker.lanes import WorkerStatistics
     from aiokv.worker.layers import LayerDoneCounter
-    from aiokv.worker.peer_transfers import PeerStatistics
+    from aiokv.worker.peer_transfers import RankPeerStatistics
     from aiokv.worker.poller import EventPoller
     from aiokv.worker.regions import Regions
 
@@ -284,6 +284,10 @@ class Worker(Protocol):
         """Where each rank listens for senders, by rank; empty before ``open``, and for a worker
         that only sends or has no peers."""
 
+    @property
+    def ticket_key(self) -> bytes:
+        """Key of tickets, see ``aiokv.peers.ticket``; empty before ``open`` and without peers."""
+
     def expect(self, ticket: bytes, seconds: float) -> None:
         """Let senders open a ticket of this engine for some seconds; called before its plans.
 
@@ -296,6 +300,7 @@ class Worker(Protocol):
 
         Raises:
             UsageError: the ticket is malformed, or the worker has no endpoints.
+            PeerError: the ticket was made with another secret.
             ClosedError: the worker is closing, or is not open.
         """
 
@@ -310,7 +315,8 @@ class Worker(Protocol):
 
         Raises:
             UsageError: the ticket is malformed, or is open; or the worker has no peers, or sleeps.
-            PeerError: the receiver cannot be reached, or refuses the ticket.
+            PeerError: the ticket was made with another secret; the receiver cannot be reached, or
+                refuses it.
             LayoutError: its blocks cannot be sent to the receiver; names both sides.
             ClosedError: the worker is closing, or is not open.
 
@@ -319,13 +325,17 @@ class Worker(Protocol):
         Cancellation: nothing is left behind.
         """
 
-    def close_ticket(self, ticket_id: bytes) -> None:
+    def close_ticket(self, ticket_id: bytes, reason: str) -> None:
         """End a ticket that was expected or opened: its plans end when nothing of them moves.
 
         Idempotent; without effect on an unknown ticket.
+
+        Args:
+            ticket_id: of the ticket.
+            reason: for the failure that the other engine shows.
         """
 
-    def peer_statistics(self) -> list[PeerStatistics]:
+    def peer_statistics(self) -> list[RankPeerStatistics]:
         """Return the use of peers of each rank; empty without peers."""
 
     async def drain(self) -> None:

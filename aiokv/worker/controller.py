@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from aiokv.worker.base import Cancelled
     from aiokv.worker.device.base import Copy, Device, Event
     from aiokv.worker.lanes import WorkerStatistics
-    from aiokv.worker.peer_transfers import PeerStatistics
+    from aiokv.worker.peer_transfers import RankPeerStatistics
     from aiokv.worker.regions import Regions
 
 _CANCELLED: Final = CopyError(0, "cancelled before it was submitted")
@@ -402,15 +402,20 @@ class CacheController:
         await self._peers.open_ticket(ticket, layouts)
 
     @property
+    def ticket_key(self) -> bytes:
+        """Key of tickets; see :attr:`Worker.ticket_key`."""
+        return self._peers.ticket_key
+
+    @property
     def peer_layout(self) -> bytes:
         """Layout of the blocks of this rank, for peers; empty without peers and before ``open``."""
         return self._peers.layout
 
-    def close_ticket(self, ticket_id: bytes) -> None:
+    def close_ticket(self, ticket_id: bytes, reason: str) -> None:
         """End a ticket; see :meth:`Worker.close_ticket`."""
-        self._peers.close_ticket(ticket_id)
+        self._peers.close_ticket(ticket_id, reason)
 
-    def peer_statistics(self) -> list[PeerStatistics]:
+    def peer_statistics(self) -> list[RankPeerStatistics]:
         """Return the use of peers; see :meth:`Worker.peer_statistics`."""
         return self._peers.statistics()
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeGuard, TypeVar
 
 import msgspec
 
@@ -38,12 +38,13 @@ from aiokv.peers.ring import LandingRing
 from aiokv.peers.sender import Parcel as Sent
 from aiokv.peers.sender import Send, Sender, SenderCounts, SlotFill, Target
 from aiokv.peers.slots import ArenaSlots
-from aiokv.peers.ticket import Endpoint, Ticket, decode
+from aiokv.peers.ticket import Endpoint, Ticket, decode, ticket_key
 from aiokv.peers.transport import Outgoing, PeerMemory
 from aiokv.peers.transports import make_transport
 from aiokv.peers.wire import Connection, listen
 from aiokv.plan import PEER_ROUTES, RECEIVE, SEND, TransferReport
 from aiokv.worker.device.base import CopyError
+from aiokv.worker.interrupts import call_surely
 from aiokv.worker.layers import LayerDoneCounter
 from aiokv.worker.parcel_work import ParcelWork
 from aiokv.worker.store_transfers import RunningCounts
@@ -64,6 +65,8 @@ if TYPE_CHECKING:
     from aiokv.worker.regions import Regions
 
 log = Log(__name__)
+
+T = TypeVar("T")
 
 CONNECT_SECONDS: Final = 10.0  # for the replies to Open; less if the ticket has less
 SPARE_SECONDS: Final = 1.0
@@ -97,7 +100,7 @@ class DeviceCopies(Protocol):
         """Return True while work of the step may not have been submitted yet."""
 
 
-class PeerStatistics(msgspec.Struct, frozen=True, kw_only=True):
+class RankPeerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Use of the connections to peers since the engine was made.
 
     Attributes:
@@ -184,6 +187,7 @@ class PeerTransfers:
         exist: False without peers.
         routes: routes from and to peers; empty without peers.
         layout: of the blocks of this rank, encoded; empty without peers and before ``open``.
+        ticket_key: key of tickets; empty without peers.
     """
 
     def __init__(
@@ -194,6 +198,7 @@ class PeerTransfers:
         on_end: Callable[[int], None],
     ) -> None:
         self.exist = peers is not None
+        self.ticket_key = b"" if peers is None else ticket_key(peers.key)
         self.routes: frozenset[Route] = PEER_ROUTES if self.exist else frozenset()
         self._options = peers
         self._memory = memory
@@ -432,6 +437,7 @@ class PeerTransfers:
 
         Raises:
             UsageError: the ticket is malformed; or the engine does not listen, or sleeps.
+            PeerError: the ticket was made with another secret.
             ClosedError: the worker closes.
         """
         self._check_usable()
@@ -439,7 +445,7 @@ class PeerTransfers:
             raise UsageError(
                 "the engine does not listen for peers", hint="set Peers(listen=...), and wake it up"
             )
-        self._receiver.expect(decode(ticket), self._now() + seconds)
+        self._receiver.expect(decode(ticket, self.ticket_key), self._now() + seconds)
         self._arm()
 
     def change_weights(self, version: str) -> None:
@@ -456,14 +462,15 @@ class PeerTransfers:
 
         Raises:
             UsageError: the ticket is malformed, is in use, or the engine has no peers.
-            PeerError: the receiver cannot be reached, or refuses. Nothing is left behind.
+            PeerError: the ticket was made with another secret; the receiver cannot be reached, or
+                refuses. Nothing is left behind.
             LayoutError: the blocks of the two sides cannot be mapped. Nothing is left behind.
             ClosedError: the worker closes.
 
         Cancellation: nothing is left behind.
         """
         self._check_usable()
-        ticket = decode(blob)
+        ticket = decode(blob, self.ticket_key)
         sender, connections, mappings = self._sender, self._connections, self._mappings
         if sender is None or connections is None or mappings is None:
             raise UsageError("the engine sleeps", hint="await engine.wake_up() first")
@@ -552,11 +559,17 @@ class PeerTransfers:
             if self._replies.pop(key, None) is not None and not connection.reason:
                 self._late_replies[key] = self._late_replies.get(key, 0) + 1
 
-    def close_ticket(self, ticket_id: bytes) -> None:
-        """End a ticket on both sides of this worker; its plans are given up. Idempotent."""
+    def close_ticket(self, ticket_id: bytes, reason: str) -> None:
+        """End a ticket on both sides of this worker; its plans are given up. Idempotent.
+
+        Args:
+            ticket_id: of the ticket.
+            reason: for the other engine.
+        """
+        reason = reason[:MAX_REASON_CHARACTERS]
         for end in (self._receiver, self._sender):
             if end is not None:
-                self._surely(partial(end.close_ticket, ticket_id, "it is no longer needed"))
+                self._surely(partial(end.close_ticket, ticket_id, reason))
         opening = self._opening.get(ticket_id)
         if opening is None:
             self._release(ticket_id)
@@ -625,13 +638,13 @@ class PeerTransfers:
             return {}
         return {route: counts.statistics() for route, counts in self._counts.items()}
 
-    def statistics(self) -> list[PeerStatistics]:
+    def statistics(self) -> list[RankPeerStatistics]:
         """Return the use of peers; empty without peers."""
         if not self.exist:
             return []
         ring = self._ring
         return [
-            PeerStatistics(
+            RankPeerStatistics(
                 received=ReceiverCounts() if self._receiver is None else self._receiver.counts(),
                 sent=SenderCounts() if self._sender is None else self._sender.counts(),
                 landing_slots=0 if ring is None else ring.num_slots,
@@ -656,6 +669,9 @@ class PeerTransfers:
 
     def on_sender_message(self, connection: Connection, message: Message) -> None:
         """Take a message of a sender."""
+        self._guarded(partial(self._take_of_sender, connection, message))
+
+    def _take_of_sender(self, connection: Connection, message: Message) -> None:
         receiver = self._receiver
         if connection in self._accepting:
             self._accepting[connection].append(message)
@@ -718,12 +734,16 @@ class PeerTransfers:
     def on_parcel(self, connection: Connection, landed: Landed) -> None:
         """Note that a parcel is in its slot."""
         if self._receiver is not None:
-            self._receiver.end_parcel(connection, landed)
+            self._guarded(partial(self._receiver.end_parcel, connection, landed))
 
     def on_sender_closed(self, connection: Connection, reason: str) -> None:
         """Note the end of a connection that a sender had opened."""
-        self._accepted.discard(connection)
+        self._surely(partial(self._end_sender, connection, reason))
+
+    def _end_sender(self, connection: Connection, reason: str) -> None:
+        """Note the end of a connection that a sender had opened. Idempotent."""
         may_write = self._receiver is not None and self._receiver.on_closed(connection, reason)
+        self._accepted.discard(connection)
         if connection in self._accept_metadata:
             self._end_accepted(connection, may_write=may_write)
 
@@ -772,10 +792,14 @@ class PeerTransfers:
                 error = LayoutError if message.kind == "layout" else PeerError
                 reply.set_exception(error(f"the receiver refuses the ticket: {message.reason}"))
         elif self._sender is not None:
-            self._sender.on_message(connection, message)
+            self._guarded(partial(self._sender.on_message, connection, message))
 
     def on_receiver_closed(self, connection: Connection, reason: str) -> None:
         """Note the end of a connection that this rank had opened."""
+        self._surely(partial(self._end_receiver, connection, reason))
+
+    def _end_receiver(self, connection: Connection, reason: str) -> None:
+        """Note the end of a connection that this rank had opened. Idempotent."""
         self._links.pop(connection, None)
         for key in [key for key in self._late_replies if key[0] is connection]:
             del self._late_replies[key]
@@ -803,7 +827,7 @@ class PeerTransfers:
 
     def _verified(self, parcels: list[Received], are_right: list[bool]) -> None:
         if self._receiver is not None:
-            self._receiver.verified(parcels, are_right)
+            self._guarded(partial(self._receiver.verified, parcels, are_right))
 
     def place(self, parcels: Sequence[Received], slots: Sequence[dict[int, int]]) -> None:
         """Place parcels in assembly slots."""
@@ -823,7 +847,7 @@ class PeerTransfers:
         if not is_done:
             for parcel in parcels:
                 self._receiver.close_ticket(parcel.ticket_id, "an internal error")
-        self._receiver.placed(parcels)
+        self._guarded(partial(self._receiver.placed, parcels))
 
     def copy(self, copy: SlotCopy) -> None:
         """Copy landing slots or assembly slots to device blocks."""
@@ -844,7 +868,7 @@ class PeerTransfers:
             [first + slot * pitch for slot in copy.slots],
             copy.device_ids,
             copy.receive.plan.after_step,
-            partial(receiver.copied, copy),
+            lambda failure: self._guarded(partial(receiver.copied, copy, failure)),
         )
         copy.is_begun = True
 
@@ -864,7 +888,7 @@ class PeerTransfers:
             fill.device_ids,
             [arena.first_outgoing + slot for slot in fill.slots],
             fill.send.plan.after_step,
-            partial(sender.filled, fill),
+            lambda failure: self._guarded(partial(sender.filled, fill, failure)),
         )
         fill.is_begun = True
 
@@ -879,7 +903,7 @@ class PeerTransfers:
         if not is_done:
             for parcel in parcels:
                 self._sender.close_ticket(parcel.send.plan.peer, "an internal error")
-        self._sender.sealed(parcels)
+        self._guarded(partial(self._sender.sealed, parcels))
 
     def write(self, connection: Connection, parcels: Sequence[Sent[Connection]]) -> None:
         """Write parcels to the slots of their credits."""
@@ -1034,7 +1058,18 @@ class PeerTransfers:
     def _surely(self, action: Callable[[], object]) -> None:
         """Call ``action()`` now, and again after an interrupt."""
         if self._poller is not None:
-            self._poller.surely(action)
+            self._poller.surely(partial(self._guarded, action))
+
+    def _guarded(self, action: Callable[[], T]) -> T:
+        """Return ``action()``. An interrupt in it ends all connections: it may have lost credits,
+        so that later tickets on these connections would wait for ever.
+        """
+        return call_surely(action, self._soon, self._abort_all)
+
+    def _abort_all(self) -> None:
+        """End all connections. Idempotent."""
+        for connection in [*self._accepted, *self._links]:
+            connection.abort("an interrupt")
 
     def _soon(self, action: Callable[[], object]) -> None:
         if self._poller is not None and not self._poller.closed:

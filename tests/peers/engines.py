@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 
 from aiokv import CacheConfig, CacheEngine, Peers
+from aiokv.peers.ticket import ticket_key
 from aiokv.stores.base import TRAILER_BYTES
 from aiokv.testing import ManualDevice, run_until_idle
 from tests.harness.closing import close, complete_during
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from aiokv.worker.device.base import Device
 
 SECRET = "0123456789abcdef"
+KEY = ticket_key(SECRET.encode())
 BLOCK_TOKENS = 4
 
 

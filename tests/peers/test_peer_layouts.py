@@ -17,7 +17,7 @@ from aiokv.worker.controller import CacheController
 from aiokv.worker.device.cpu import CpuDevice
 from aiokv.worker.regions import Regions
 
-from .workers import PeerWorker
+from .workers import KEY, PeerWorker
 
 pytestmark = pytest.mark.asyncio
 
@@ -117,7 +117,7 @@ def ticket_for(receivers: list[Rank], first: int = 0) -> Ticket:
 async def exchange(senders: list[Rank], receivers: list[Rank], first: int = 0) -> None:
     """Send the prompt from the position ``first`` on, and check the bytes on all receivers."""
     ticket = ticket_for(receivers, first)
-    blob = encode(ticket)
+    blob = encode(ticket, KEY)
     received = []
     for receiver in receivers:
         receiver.controller.expect(blob, 60.0)
@@ -140,7 +140,7 @@ async def exchange(senders: list[Rank], receivers: list[Rank], first: int = 0) -
         assert receiver.holds(first, TOKENS)
         assert receiver.controller.peer_violations() == []
     for worker in senders + receivers:
-        worker.controller.close_ticket(ticket.ticket_id)
+        worker.controller.close_ticket(ticket.ticket_id, "closed")
     for receiver in receivers:
         await run_until_idle(
             lambda r=receiver: r.free_slots == r.controller.peer_statistics()[0].landing_slots
@@ -197,9 +197,9 @@ async def test_parcels_that_do_not_fit_in_a_slot_are_refused_at_the_handshake():
         from_ranks = await servers(stack, 1, 64, has_prompt=True)
         to_ranks = await servers(stack, 1, 16, has_prompt=False, slots=8)
         ticket = ticket_for(to_ranks)
-        to_ranks[0].controller.expect(encode(ticket), 60.0)
+        to_ranks[0].controller.expect(encode(ticket, KEY), 60.0)
         with pytest.raises(LayoutError, match="landing slot"):
-            await from_ranks[0].controller.open_ticket(encode(ticket))
+            await from_ranks[0].controller.open_ticket(encode(ticket, KEY))
 
 
 async def test_ring_without_room_for_other_layouts_is_refused_at_the_handshake():
@@ -207,7 +207,7 @@ async def test_ring_without_room_for_other_layouts_is_refused_at_the_handshake()
         from_ranks = await servers(stack, 2, 16, has_prompt=True)
         to_ranks = await servers(stack, 1, 16, has_prompt=False, slots=3)
         ticket = ticket_for(to_ranks)
-        to_ranks[0].controller.expect(encode(ticket), 60.0)
+        to_ranks[0].controller.expect(encode(ticket, KEY), 60.0)
         layouts = [sender.controller.peer_layout for sender in from_ranks]
         with pytest.raises(LayoutError, match="ring_bytes"):
-            await from_ranks[0].controller.open_ticket(encode(ticket), layouts)
+            await from_ranks[0].controller.open_ticket(encode(ticket, KEY), layouts)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from aiokv.peers.options import Peers
-from aiokv.peers.ticket import Ticket, encode
+from aiokv.peers.ticket import Ticket, encode, ticket_key
 from aiokv.plan import RECEIVE, SEND, TransferPlan, TransferReport, id_bytes
 from aiokv.stores.identity import StoreIdentity
 from aiokv.testing import ManualDevice, run_until_idle, spin
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from aiokv.worker.device.base import Device
 
 SECRET = "0123456789abcdef"
+KEY = ticket_key(SECRET.encode())
 BLOCK_TOKENS = 4
 SLOT_BYTES = 3 * (64 + 64) + 64 + 64  # of the blocks of PeerWorker, with the trailer
 
@@ -120,7 +121,7 @@ class PeerWorker:
     def expect(self, num_blocks: int, *, seconds: float = 60.0, **changes: object) -> Ticket:
         """Return a ticket that senders may open now."""
         ticket = self.ticket(num_blocks, seconds=seconds, **changes)
-        self.controller.expect(encode(ticket), seconds)
+        self.controller.expect(encode(ticket, KEY), seconds)
         return ticket
 
     def receive(

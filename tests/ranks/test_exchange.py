@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from aiokv import ConfigError, PeerError, Peers, RankLost, UsageError
-from aiokv.peers.ticket import decode
+from aiokv.peers.ticket import decode, ticket_key
 from aiokv.ranks import Rank, RankGroup
 from aiokv.testing import run_until_idle
 from tests.ranks.loopback import Ranked
@@ -141,7 +141,9 @@ async def test_ticket_that_one_rank_cannot_open_is_open_on_none(tmp_path):
                 # Rank 1 of the receiver does not know the ticket any more.
                 other = d.shards[1].worker
                 await run_until_idle(lambda: other.peer_statistics()[0].received.tickets == 1)
-                other._close_ticket(decode(arriving.ticket).ticket_id)
+                other._close_ticket(
+                    decode(arriving.ticket, ticket_key(PEERS.key)).ticket_id, "closed"
+                )
                 with pytest.raises(PeerError, match=r"rank 1: .* unknown, or has ended"):
                     async with p.engine.send(sending, arriving.ticket):
                         pass

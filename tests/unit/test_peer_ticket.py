@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import hmac
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiokv import UsageError
+from aiokv import PeerError, UsageError
 from aiokv.peers import ticket as tickets
-from aiokv.peers.ticket import Endpoint, Ticket, decode, encode
+from aiokv.peers.ticket import Endpoint, Ticket, decode, encode, ticket_key
+
+KEY = ticket_key(b"0123456789abcdef")
+
+
+def sealed(value: object) -> bytes:
+    """Return a ticket with any content, and with a right MAC."""
+    body = msgspec.msgpack.encode(value)
+    return body + hmac.digest(KEY, body, "sha256")
 
 
 def make(**changes: object) -> Ticket:
@@ -31,11 +41,11 @@ def make(**changes: object) -> Ticket:
 
 def test_ticket_is_read_as_it_was_made():
     ticket = make()
-    blob = encode(ticket)
-    assert decode(blob) == ticket
-    assert decode(bytearray(blob)) == decode(memoryview(blob)) == ticket
-    assert msgspec.msgpack.decode(blob)[0] == tickets.VERSION
-    assert len(blob) < 200
+    blob = encode(ticket, KEY)
+    assert decode(blob, KEY) == ticket
+    assert decode(bytearray(blob), KEY) == decode(memoryview(blob), KEY) == ticket
+    assert msgspec.msgpack.decode(blob[: -tickets.MAC_BYTES])[0] == tickets.VERSION
+    assert len(blob) < 232
 
 
 @pytest.mark.parametrize(
@@ -69,14 +79,14 @@ def test_ticket_is_read_as_it_was_made():
 def test_values_out_of_range_are_refused(changes, message):
     ticket = make(**changes)
     with pytest.raises(UsageError, match=message):
-        encode(ticket)
+        encode(ticket, KEY)
     with pytest.raises(UsageError, match=message):
-        decode(msgspec.msgpack.encode(ticket))
+        decode(sealed(ticket), KEY)
 
 
 def test_ticket_of_another_version_is_told_from_a_malformed_one():
     with pytest.raises(UsageError, match=r"version 9; this aiokv reads version 1.*same version"):
-        decode(msgspec.msgpack.encode([9, "another", "shape"]))
+        decode(sealed([9, "another", "shape"]), KEY)
 
 
 @pytest.mark.parametrize(
@@ -84,27 +94,37 @@ def test_ticket_of_another_version_is_told_from_a_malformed_one():
 )
 def test_what_is_no_ticket_is_refused(blob):
     with pytest.raises(UsageError, match=r"^ticket "):
-        decode(blob)
+        decode(blob, KEY)
 
 
 def test_blob_with_more_bytes_behind_it_is_refused():
     with pytest.raises(UsageError, match="malformed"):
-        decode(encode(make()) + b"\x00")
+        decode(encode(make(), KEY)[: -tickets.MAC_BYTES] + b"\x00" * 33, KEY)
 
 
 @given(st.binary(max_size=300))
 def test_random_bytes_raise_nothing_but_usage_errors(blob):
     with pytest.raises(UsageError):
-        decode(blob)
+        decode(blob, KEY)
 
 
 @given(st.data())
-def test_changed_ticket_is_read_or_refused(data):
-    blob = bytearray(encode(make()))
+def test_changed_ticket_is_refused(data):
+    blob = encode(make(), KEY)
+    changed = bytearray(blob)
     for _ in range(data.draw(st.integers(1, 3))):
-        blob[data.draw(st.integers(0, len(blob) - 1))] = data.draw(st.integers(0, 255))
-    try:
-        ticket = decode(blob)
-    except UsageError:
-        return
-    assert encode(ticket) == encode(decode(encode(ticket)))
+        changed[data.draw(st.integers(0, len(blob) - 1))] = data.draw(st.integers(0, 255))
+    if changed != blob:
+        with pytest.raises((UsageError, PeerError)):
+            decode(changed, KEY)
+
+
+def test_ticket_of_another_secret_is_refused():
+    with pytest.raises(PeerError, match="another secret made it"):
+        decode(encode(make(), ticket_key(b"another secret of engines")), KEY)
+
+
+def test_key_of_tickets_does_not_show_the_secret():
+    secret = b"0123456789abcdef"
+    assert secret not in ticket_key(secret)
+    assert ticket_key(secret) != ticket_key(secret + b"!")
