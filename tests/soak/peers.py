@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-
 class Prefill:
     """An engine that sends prompts, with the same blocks and weights.
 
