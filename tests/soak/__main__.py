@@ -35,8 +35,8 @@ from aiokv.testing import record
 from aiokv.testing.flaky import ChaosDevice, FlakyDevice
 from aiokv.testing.leftovers import open_descriptors, running_threads
 from tests.harness.memory import Memory, WrongBytes
-from tests.soak.load import LATE_PASSES, Load, Violation
 from tests.soak.peers import Prefill, receiving_peers
+from tests.soak.load import LATE_PASSES, Load, Violation
 from tests.soak.stores import RoundStores
 
 if TYPE_CHECKING:

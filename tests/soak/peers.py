@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+
 class Prefill:
     """An engine that sends prompts, with the same blocks and weights.
 
