@@ -159,6 +159,10 @@ class ReceiverPort(Protocol[D]):
         """Copy slots to the device blocks of a plan if ``Receiver.admit`` allows it, then call
         ``Receiver.copied``."""
 
+    def take_back(self, copy: SlotCopy) -> None:
+        """Cancel a copy that waits for its step or for other copies, then call
+        ``Receiver.copied``; without effect when the device has it. Idempotent."""
+
     def received(self, receive: Receive) -> None:
         """Report a plan; nothing accesses its blocks. Idempotent."""
 
@@ -372,6 +376,8 @@ class Receiver(Generic[C]):
         receive = self._receives.get(transfer_id)
         if receive is None:
             return False
+        for copy in receive.copies:  # its step may stay open
+            self._port.take_back(copy)
         self._give_up(receive, reason)
         return True
 

@@ -93,6 +93,9 @@ class DeviceCopies(Protocol):
         an interrupt kept it from returning.
         """
 
+    def cancel(self, transfer_id: int) -> Cancelled:
+        """Cancel a copy that the device does not have; its ``on_end`` follows."""
+
     def is_open(self, step: int) -> bool:
         """Return True while work of the step may not have been submitted yet."""
 
@@ -878,6 +881,10 @@ class PeerTransfers:
             partial(receiver.copied, copy),
         )
         copy.is_begun = True
+
+    def take_back(self, copy: SlotCopy) -> None:
+        """Cancel a copy, unless the device has it. Idempotent."""
+        self._copies.cancel(copy.copy_id)
 
     def fill(self, fill: SlotFill) -> None:
         """Copy device blocks to outgoing slots."""
