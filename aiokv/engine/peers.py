@@ -387,14 +387,27 @@ class Exchange:
                 self._poller.soon(self._tell_flows)
 
     def _tell_flows(self) -> None:
+        """Tell the flows the ends of their transfers; an error of one does not keep the others."""
         while self._ended:
-            transfer_id, _, blocks = self._ended[0]
-            if (flow := self._by_transfer.get(transfer_id)) is not None:
-                flow.moved(transfer_id, blocks, self._reasons.get(transfer_id, ""))
-                flow.proceed()
-                self._settle(flow)
-            self._forget(transfer_id)
+            moved = self._ended[0]
+            try:
+                self._tell_flow(moved)
+            except Exception as error:
+                self.loop.call_exception_handler(
+                    {
+                        "message": f"aiokv: after the end of transfer {moved.transfer_id}",
+                        "exception": error,
+                    }
+                )
+            self._forget(moved.transfer_id)
             self._ended.popleft()
+
+    def _tell_flow(self, moved: Moved) -> None:
+        transfer_id = moved.transfer_id
+        if (flow := self._by_transfer.get(transfer_id)) is not None:
+            flow.moved(transfer_id, moved.blocks, self._reasons.get(transfer_id, ""))
+            flow.proceed()
+            self._settle(flow)
 
     def _forget(self, transfer_id: int) -> None:
         self._by_transfer.pop(transfer_id, None)

@@ -159,6 +159,10 @@ class ReceiverPort(Protocol[D]):
         """Copy slots to the device blocks of a plan if ``Receiver.admit`` allows it, then call
         ``Receiver.copied``."""
 
+    def take_back(self, copy: SlotCopy) -> None:
+        """Cancel a copy that waits for its step or for other copies, then call
+        ``Receiver.copied``; without effect when the device has it. Idempotent."""
+
     def received(self, receive: Receive) -> None:
         """Report a plan; nothing accesses its blocks. Idempotent."""
 
@@ -372,6 +376,8 @@ class Receiver(Generic[C]):
         receive = self._receives.get(transfer_id)
         if receive is None:
             return False
+        for copy in receive.copies:  # its step may stay open
+            self._port.take_back(copy)
         self._give_up(receive, reason)
         return True
 
@@ -476,8 +482,9 @@ class Receiver(Generic[C]):
             reason = f"this is rank {self._rank}, not {message.receiver_rank}"
         elif message.transport != self._transport:
             reason = f"the transport is {message.transport!r}; here it is {self._transport!r}"
-        elif message.sender_rank in incoming.senders:
-            reason = f"a sender of rank {message.sender_rank} has the ticket"
+        elif message.sender_rank in incoming.sources or incoming.is_done:
+            # Also of one that has ended: its parcels may be in assemblies.
+            reason = f"a sender of rank {message.sender_rank} has, or had, the ticket"
         if reason:
             return Refused(ticket_id=message.ticket_id, kind="ticket", reason=reason)
         try:
@@ -620,8 +627,9 @@ class Receiver(Generic[C]):
         for parcel, is_right in zip(parcels, are_right, strict=True):
             incoming = self._tickets.get(parcel.ticket_id)
             place = (parcel.sender_rank, parcel.sender_block)
-            if incoming is None or incoming.in_hand.pop(place, None) is not parcel:
+            if incoming is None or incoming.in_hand.get(place) is not parcel:
                 continue
+            del incoming.in_hand[place]
             block, sender = parcel.sender_block, incoming.senders.get(parcel.sender_rank)
             if not is_right:
                 self._reject(incoming, sender, parcel.slot, block, "its trailer is wrong")

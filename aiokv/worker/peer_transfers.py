@@ -96,6 +96,9 @@ class DeviceCopies(Protocol):
         an interrupt kept it from returning.
         """
 
+    def cancel(self, transfer_id: int) -> Cancelled:
+        """Cancel a copy that the device does not have; its ``on_end`` follows."""
+
     def is_open(self, step: int) -> bool:
         """Return True while work of the step may not have been submitted yet."""
 
@@ -226,6 +229,7 @@ class PeerTransfers:
         self._accept_metadata: dict[Connection, bytes] = {}  # of one-sided transports
         self._fences: set[asyncio.Task[None]] = set()
         self._links: dict[Connection, Link] = {}
+        self._linking: dict[Connection, asyncio.Lock] = {}  # held while a link is connected
         self._acquired: dict[bytes, list[tuple[str, int]]] = {}  # endpoints, by ticket
         # Tickets that are being opened; done when they were closed meanwhile.
         self._opening: dict[bytes, asyncio.Future[None]] = {}
@@ -547,9 +551,7 @@ class PeerTransfers:
                     f"the receiver at {where} has slots of {accepted.slot_bytes} bytes; a parcel "
                     f"takes {target.parcel_bytes} bytes"
                 )
-            if connection not in self._links:
-                link = await self._transport.connect(connection, accepted.transport_metadata)
-                self._links[connection] = link
+            await self._connect_link(connection, accepted.transport_metadata)
         except TimeoutError:
             raise PeerError(
                 f"the receiver at {where} did not reply within {timeout:.3g} s"
@@ -558,6 +560,21 @@ class PeerTransfers:
             key = (connection, ticket.ticket_id)
             if self._replies.pop(key, None) is not None and not connection.reason:
                 self._late_replies[key] = self._late_replies.get(key, 0) + 1
+
+    async def _connect_link(self, connection: Connection, metadata: bytes) -> None:
+        """Give a connection its link; tickets that are opened at the same time share it.
+
+        Raises:
+            PeerError: the connection has ended, or the transport cannot connect.
+        """
+        if not connection.reason:
+            async with self._linking.setdefault(connection, asyncio.Lock()):
+                if connection not in self._links and not connection.reason:
+                    link = await self._transport.connect(connection, metadata)
+                    if not connection.reason:  # otherwise the link gives itself up
+                        self._links[connection] = link
+        if connection.reason:
+            raise PeerError(f"the connection to the receiver ended: {connection.reason}")
 
     def close_ticket(self, ticket_id: bytes, reason: str) -> None:
         """End a ticket on both sides of this worker; its plans are given up. Idempotent.
@@ -703,6 +720,9 @@ class PeerTransfers:
             metadata = await self._transport.accept(connection, first.transport_metadata)
         except PeerError as error:
             metadata, refusal = b"", str(error)[:MAX_REASON_CHARACTERS]
+        except Exception as error:
+            metadata = b""
+            self._abort_for(connection, error)
         finally:
             messages = self._accepting.pop(connection)
         self._accept_metadata[connection] = metadata
@@ -714,8 +734,21 @@ class PeerTransfers:
             connection.send(refused)
             connection.close()
             return
-        for message in messages:
-            self.on_sender_message(connection, message)
+        try:
+            for message in messages:
+                self.on_sender_message(connection, message)
+        except Exception as error:
+            self._abort_for(connection, error)
+
+    def _abort_for(self, connection: Connection, error: Exception) -> None:
+        """Cut a connection for an error of this process, and report the error to the loop."""
+        connection.abort(f"an internal error: {error!r}")
+        asyncio.get_running_loop().call_exception_handler(
+            {
+                "message": f"aiokv: an error cut the connection to {connection.remote}",
+                "exception": error,
+            }
+        )
 
     def slot_for(self, connection: Connection, landed: Landed) -> memoryview | None:
         """Return the slot for a parcel, or None to discard it."""
@@ -801,6 +834,7 @@ class PeerTransfers:
     def _end_receiver(self, connection: Connection, reason: str) -> None:
         """Note the end of a connection that this rank had opened. Idempotent."""
         self._links.pop(connection, None)
+        self._linking.pop(connection, None)
         for key in [key for key in self._late_replies if key[0] is connection]:
             del self._late_replies[key]
         for (other, _), reply in list(self._replies.items()):
@@ -872,6 +906,10 @@ class PeerTransfers:
         )
         copy.is_begun = True
 
+    def take_back(self, copy: SlotCopy) -> None:
+        """Cancel a copy, unless the device has it. Idempotent."""
+        self._copies.cancel(copy.copy_id)
+
     def fill(self, fill: SlotFill) -> None:
         """Copy device blocks to outgoing slots."""
         self._surely(partial(self._begin_fill, fill))
@@ -932,6 +970,8 @@ class PeerTransfers:
             await link.write(batch)
         except PeerError as error:
             connection.abort(str(error))
+        except Exception as error:
+            self._abort_for(connection, error)
 
     def _written(self, parcels: list[Sent[Connection]], task: asyncio.Future[Any]) -> None:
         if self._sender is not None:

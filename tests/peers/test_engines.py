@@ -551,6 +551,56 @@ async def test_receive_ends_at_its_deadline():
 
 
 @pytest.mark.clock
+async def test_receive_into_blocks_of_an_open_step_ends_at_its_deadline():
+    """The copies wait for the end of a step that the serving loop leaves open while it waits."""
+    tokens = prompt(40)
+    device = ManualDevice()
+    device.computes_in_stream = True
+    decode = Side(device, device_blocks=10, ring_blocks=16, write_policy="none")
+    async with two_engines(decode=decode) as (p, d):
+        await p.serve(tokens)
+        await d.serve(prompt(40, seed=2))  # in a step that stays open
+        async with await d.granted(tokens) as lease:
+            async with lease.receive(timeout=3.0) as receiving, await p.granted(tokens) as source:
+                async with p.engine.send(source, receiving.ticket):
+                    p.compute(source, tokens, 36, 40)
+                waiting = asyncio.create_task(receiving.wait())
+                await running_clock().advance(2.9)
+                assert not waiting.done()
+                await running_clock().advance(0.2)
+                assert await waiting == 0
+                assert "deadline" in (receiving.failure or "")
+            assert d.engine.open_step == 1
+            d.finish(lease, tokens, 0)
+        d.engine.step()
+
+
+async def test_error_after_a_transfer_does_not_keep_other_receives_from_going_on(monkeypatch):
+    errors = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+    broken = RuntimeError("a bug")
+    tokens, others = prompt(8), prompt(20, seed=2)
+
+    async with two_engines() as (p, d):
+        async with await d.granted(tokens) as lease, await d.granted(others) as other:
+            async with lease.receive() as failing, other.receive() as receiving:
+                failing._flow.proceed = _raising(broken)
+                assert await p.prefill(tokens, failing.ticket) == (8, None)
+                assert await p.prefill(others, receiving.ticket) == (20, None)
+                assert await receiving.wait() == 20
+                failing.cancel()
+                assert await failing.wait() == 0
+        assert {id(context["exception"]) for context in errors} == {id(broken)}
+
+
+def _raising(error: Exception):
+    def call() -> None:
+        raise error
+
+    return call
+
+
+@pytest.mark.clock
 async def test_ticket_that_no_engine_sends_ends_at_its_deadline():
     async with Side() as d, await d.granted(prompt(40)) as lease:
         async with lease.receive(timeout=3.0) as receiving:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -155,6 +156,68 @@ async def test_failed_write_ends_the_connection_and_the_next_ticket_makes_a_new_
         again, sent, _ = await w.begin()
         assert await w.d.ended(again) == [("done", 0)]
         assert await w.p.ended(sent) == [("done", 0)]
+
+
+async def test_unexpected_error_of_the_library_ends_the_connection_and_reaches_the_loop(
+    monkeypatch,
+):
+    errors: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+    async with workers(monkeypatch) as w:
+        broken = RuntimeError("incompatible function arguments")
+        w.sending.failures["write"] = broken
+        received, sent, _ = await w.begin()
+        assert await w.d.ended(received) == [("failed", 0)]  # long before the deadline
+        assert await w.p.ended(sent) == [("failed", 0)]
+        assert [context["exception"] for context in errors] == [broken]
+        await run_until_idle(lambda: w.d.free_slots == 8)
+
+
+async def test_unexpected_error_of_the_receivers_library_cuts_the_connection(monkeypatch):
+    errors: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+    async with workers(monkeypatch) as w:
+        broken = RuntimeError("incompatible function arguments")
+
+        async def accept(connection: object, metadata: bytes) -> bytes:
+            raise broken
+
+        monkeypatch.setattr(w.d.controller._peers._transport, "accept", accept)
+        with pytest.raises(PeerError, match="the connection to the receiver ended"):
+            await w.begin()
+        assert [context["exception"] for context in errors] == [broken]
+        w.d.controller._peers.give_up("the test ended")
+
+
+async def test_tickets_that_are_opened_at_the_same_time_share_one_endpoint(monkeypatch):
+    async with workers(monkeypatch) as w:
+        tickets = [w.d.expect(2, transport="nixl") for _ in range(3)]
+        await asyncio.gather(*(w.p.controller.open_ticket(encode(ticket)) for ticket in tickets))
+        assert [endpoint.receives for endpoint in w.sending.endpoints].count(False) == 1
+        for worker in (w.p, w.d):
+            worker.controller._peers.give_up("the test ended")
+
+
+async def test_connection_that_ends_while_its_endpoint_is_made_leaves_nothing(monkeypatch):
+    async with workers(monkeypatch) as w:
+        received, sent, _ = await w.begin()  # uses the endpoint that was made at the start
+        await w.p.ended(sent)
+        await w.d.ended(received)
+        w.lose()
+        await run_until_idle(lambda: w.p.controller.peer_statistics()[0].connections == 0)
+        w.sending.creating.shut()
+        ticket = w.d.expect(2, transport="nixl")
+        opening = asyncio.ensure_future(w.p.controller.open_ticket(encode(ticket)))
+        await run_until_idle(w.sending.creating.reached.is_set)
+        w.lose()
+        await run_until_idle(lambda: w.p.controller.peer_statistics()[0].connections == 0)
+        w.sending.creating.open()
+        with pytest.raises(PeerError, match="the connection to the receiver ended"):
+            await opening
+        peers: Any = w.p.controller._peers
+        assert not peers._links
+        assert not peers._linking
+        w.d.controller._peers.give_up("the test ended")
 
 
 @pytest.mark.parametrize("side", ["sending", "receiving"])

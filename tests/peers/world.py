@@ -161,6 +161,9 @@ class ReceiverSide(Side):
 
         self.job(run)
 
+    def take_back(self, copy: Any) -> None:
+        """Do nothing: the device has all copies."""
+
     def received(self, receive: Any) -> None:
         self.world.report_receive(receive)
 

@@ -1,0 +1,62 @@
+"""Receiver: tickets that more than one sender opens, and calls that an interrupt repeats."""
+
+from __future__ import annotations
+
+from aiokv.peers.messages import Done, Refused
+from tests.peers.world import SPLIT, World
+
+
+def incoming(world, ticket):
+    return world.receiver.logic._tickets[ticket.ticket_id]
+
+
+def test_rank_that_has_ended_is_not_replaced_while_its_parcels_are_placed():
+    """The blocks of another sender may have other positions than those in the assemblies."""
+    world = World(0, landing=8, mapping=SPLIT)
+    receiver = world.receiver.logic
+    first = world.senders[0]
+    ticket = world.expect(1)
+    world.receive(ticket, [0])
+    for sender in world.senders:
+        world.open(sender, ticket)
+    world.run()
+    for sender in world.senders:
+        world.send(sender, ticket, [0, 1])
+    while not receiver.counts().parcels or not incoming(world, ticket).in_hand:
+        assert world.step()
+    receiver.on_message(first.wire, Done(ticket_id=ticket.ticket_id))
+    assert receiver.counts().tickets == 1, "other parcels are in hand"
+    world.open(first, ticket)
+    opening, _ = first.wire.to_receiver.pop()
+    receiver.on_message(first.wire, opening)
+    answer = first.wire.to_sender.pop()
+    assert isinstance(answer, Refused)
+    assert "has, or had, the ticket" in answer.reason
+    world.finish()
+
+
+def test_repeated_verification_does_not_lose_a_parcel_that_came_meanwhile():
+    world = World(0, landing=4)
+    sender = world.senders[0]
+    ticket = world.expect(1)
+    received = world.receive(ticket, [0])
+    world.open(sender, ticket)
+    world.run()
+    world.send(sender, ticket, [0])
+    verifications = []
+    take = world.receiver.logic.verified
+
+    def verified(parcels, are_right):
+        verifications.append(parcels)
+        take(parcels, [False] if len(verifications) == 1 else are_right)
+
+    world.receiver.logic.verified = verified
+    while not verifications:
+        assert world.step()
+    while not incoming(world, ticket).in_hand:
+        assert world.step()
+    take(verifications[0], [False])  # again, after an interrupt
+    world.check()
+    world.run()
+    assert world.reports[received] == (1, None)
+    world.finish()
