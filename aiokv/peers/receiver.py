@@ -482,7 +482,7 @@ class Receiver(Generic[C]):
             reason = f"this is rank {self._rank}, not {message.receiver_rank}"
         elif message.transport != self._transport:
             reason = f"the transport is {message.transport!r}; here it is {self._transport!r}"
-        elif message.sender_rank in incoming.sources or incoming.is_done:
+        elif message.sender_rank in incoming.sources or incoming.done:
             # Also of one that has ended: its parcels may be in assemblies.
             reason = f"a sender of rank {message.sender_rank} has, or had, the ticket"
         if reason:
