@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import secrets
 import subprocess
 import sys
 import textwrap
@@ -76,6 +77,26 @@ async def test_the_stores_of_the_readme_bring_blocks_to_the_next_engine(tmp_path
         exec(f"async def serve(prompt, regions):\n{code}", names)
         await names["serve"](prompt, regions)
         assert capsys.readouterr().out == ("96 96\n" if is_second else "0 0\n")
+
+
+@pytest.mark.asyncio
+async def test_the_engines_of_the_readme_move_a_prompt():
+    (peers,) = [block for block in code_blocks() if "aiokv.Peers(" in block]
+    names: dict[str, object] = {"aiokv": aiokv, "asyncio": asyncio, "np": np, "secrets": secrets}
+    computing = "...  # compute the positions from `first` on, and decode"
+    assert computing in peers
+    exec(peers.replace(computing, "result.append(first)"), names)
+    names["result"] = result = []
+    tokens = np.arange(500)
+    async with names["new_engine"]("127.0.0.1") as d, names["new_engine"](None) as p:
+        sent = []
+
+        async def prefill_server(tokens, ticket):
+            sent.append(await names["prefill"](p, tokens, ticket))
+
+        await names["decode"](d, tokens, prefill_server)
+        assert (result, sent) == ([500], [(500, None)])
+        assert d.would_hit(tokens).total == 496
 
 
 def test_every_method_that_the_readme_names_exists():
