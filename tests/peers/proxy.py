@@ -13,6 +13,7 @@ from aiokv.peers import ticket as tickets
 from aiokv.peers.frames import HEADER_BYTES
 from aiokv.peers.handshake import GREETING_BYTES, PROOF_BYTES
 from aiokv.peers.messages import Landed, decode
+from tests.peers.engines import KEY
 
 if TYPE_CHECKING:
     import random
@@ -125,10 +126,10 @@ class Proxy:
 
     def via(self, blob: bytes) -> bytes:
         """Return a ticket whose endpoints are this proxy."""
-        ticket = tickets.decode(blob)
+        ticket = tickets.decode(blob, KEY)
         port = self._listening.getsockname()[1]
         endpoints = [msgspec.structs.replace(e, port=port) for e in ticket.endpoints]
-        return tickets.encode(msgspec.structs.replace(ticket, endpoints=endpoints))
+        return tickets.encode(msgspec.structs.replace(ticket, endpoints=endpoints), KEY)
 
     def _spawn(self, work: object) -> None:
         task = asyncio.get_running_loop().create_task(work)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from aiokv.testing import run_until_idle, spin
 from aiokv.worker import peer_transfers
 
 from .one_sided_fakes import MISSING, FakeBackend
-from .workers import PeerWorker
+from .workers import KEY, PeerWorker
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -37,7 +37,7 @@ class Workers:
         """Begin to send blocks 8 and on to blocks 0 and on; return both plans and the ticket."""
         ticket = self.d.expect(num_blocks, transport="nixl")
         received = self.d.receive(ticket, range(num_blocks), range(num_blocks))
-        await self.p.controller.open_ticket(encode(ticket))
+        await self.p.controller.open_ticket(encode(ticket, KEY))
         sent = self.p.send(ticket, range(num_blocks), range(8, 8 + num_blocks))
         return received, sent, ticket.ticket_id
 
@@ -192,7 +192,8 @@ async def test_unexpected_error_of_the_receivers_library_cuts_the_connection(mon
 async def test_tickets_that_are_opened_at_the_same_time_share_one_endpoint(monkeypatch):
     async with workers(monkeypatch) as w:
         tickets = [w.d.expect(2, transport="nixl") for _ in range(3)]
-        await asyncio.gather(*(w.p.controller.open_ticket(encode(ticket)) for ticket in tickets))
+        blobs = [encode(ticket, KEY) for ticket in tickets]
+        await asyncio.gather(*map(w.p.controller.open_ticket, blobs))
         assert [endpoint.receives for endpoint in w.sending.endpoints].count(False) == 1
         for worker in (w.p, w.d):
             worker.controller._peers.give_up("the test ended")
@@ -207,7 +208,7 @@ async def test_connection_that_ends_while_its_endpoint_is_made_leaves_nothing(mo
         await run_until_idle(lambda: w.p.controller.peer_statistics()[0].connections == 0)
         w.sending.creating.shut()
         ticket = w.d.expect(2, transport="nixl")
-        opening = asyncio.ensure_future(w.p.controller.open_ticket(encode(ticket)))
+        opening = asyncio.ensure_future(w.p.controller.open_ticket(encode(ticket, KEY)))
         await run_until_idle(w.sending.creating.reached.is_set)
         w.lose()
         await run_until_idle(lambda: w.p.controller.peer_statistics()[0].connections == 0)
