@@ -338,6 +338,7 @@ class Receiver(Generic[C]):
         self._one_sided = one_sided
         self._tickets: dict[bytes, _Incoming[C]] = {}
         self._receives: dict[int, Receive] = {}
+        self._parking: dict[_Incoming[C], None] = {}  # all tickets with parked parcels, and others
         self._deferring: dict[bytes, None] = {}  # tickets with deferred parcels, in order
         self._counts = ReceiverCounts()
 
@@ -615,8 +616,10 @@ class Receiver(Generic[C]):
             return False
         if block in incoming.waiting:
             return True
-        num_parked = sum(len(t.parked) for t in self._tickets.values())
-        return block not in incoming.planned and num_parked < self._ring.num_slots // 2
+        if block in incoming.planned:
+            return False
+        self._parking = {t: None for t in self._parking if t.parked}
+        return sum(len(t.parked) for t in self._parking) < self._ring.num_slots // 2
 
     def verified(self, parcels: Sequence[Parcel], are_right: Sequence[bool]) -> None:
         """Take the parcels that are right; the others may be sent again. Idempotent."""
@@ -651,6 +654,7 @@ class Receiver(Generic[C]):
             elif incoming.closed or block in incoming.planned:
                 self._drop(parcel.slot)
             else:
+                self._parking[incoming] = None
                 incoming.parked[block] = parcel.slot
         if to_place:
             self._port.place(to_place, places)
@@ -894,6 +898,7 @@ class Receiver(Generic[C]):
             self._give_up(receive, incoming.closed)
         while incoming.parked:
             self._drop(incoming.parked.popitem()[1])
+        self._parking.pop(incoming, None)
         incoming.deferred.clear()
         self._forget(incoming)
         self._ask_again()
