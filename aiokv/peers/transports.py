@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from aiokv.peers.mooncake import MooncakeBackend
-from aiokv.peers.nixl import NixlBackend
-from aiokv.peers.one_sided import OneSidedTransport
 from aiokv.peers.tcp import TcpTransport
 
 if TYPE_CHECKING:
@@ -19,12 +16,18 @@ LOOPBACK: Final = "127.0.0.1"
 def make_transport(peers: Peers | None) -> Transport:
     """Return the transport that ``peers`` names, not open; ``tcp`` without peers.
 
-    Packages are imported when the transport is opened.
+    The module of a transport is imported when it is first named, its package when it is opened.
     """
     if peers is None or peers.transport == "tcp":
         return TcpTransport()
+    from aiokv.peers.one_sided import OneSidedTransport
+
     if peers.transport == "nixl":
+        from aiokv.peers.nixl import NixlBackend
+
         return OneSidedTransport(NixlBackend(peers.transport_options))
+    from aiokv.peers.mooncake import MooncakeBackend
+
     # An engine that only sends is not connected to by others.
     host = LOOPBACK if peers.listen is None else peers.advertised(0)[0]
     return OneSidedTransport(MooncakeBackend(host, peers.transport_options))
