@@ -258,7 +258,7 @@ class ReceiverCounts(msgspec.Struct, kw_only=True):
 
 
 class Mapping(Protocol):
-    """How parcels of one sender rank become blocks of this rank; see ``aiokv.peers.layout``."""
+    """Mapping of the parcels of one sender rank to blocks of this rank; see ``aiokv.peers.layout``."""
 
     is_identity: bool
     parcel_bytes: int

@@ -80,7 +80,7 @@ class _Slot(Generic[C]):
 
 
 class _Demand:
-    """What a connection wants and has."""
+    """Slots that a connection asks for, and slots that it has."""
 
     __slots__ = ("held", "wanted")
 
