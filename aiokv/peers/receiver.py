@@ -258,7 +258,7 @@ class ReceiverCounts(msgspec.Struct, kw_only=True):
 
 
 class Mapping(Protocol):
-    """Mapping of the parcels of one sender rank to blocks of this rank; see ``aiokv.peers.layout``."""
+    """Mapping of one sender rank's parcels to blocks of this rank; see ``aiokv.peers.layout``."""
 
     is_identity: bool
     parcel_bytes: int

@@ -89,7 +89,7 @@ class Parcel(Generic[C]):
 
 
 class Mapping(Protocol):
-    """Mapping of the blocks of this rank to parcels for one receiver; see ``aiokv.peers.layout``."""
+    """Mapping of this rank's blocks to parcels for one receiver; see ``aiokv.peers.layout``."""
 
     parcel_is_block: bool
     parcel_bytes: int
