@@ -49,7 +49,7 @@ $(VENV)/.paddle: $(STAMP)
 test-paddle: $(VENV)/.paddle ## the tests that need Paddle (cpu), which it installs
 	$(BIN)/python -m pytest tests/frameworks $(ARGS)
 
-services: $(STAMP) ## install what the tests of stores and transports need; says what it did
+services: $(STAMP) ## install servers, libraries and the browser that tests need; says what it did
 	@$(BIN)/python tests/services.py
 
 lint: $(VENV)/.tools ## ruff and clang-format, no changes made

@@ -1,4 +1,4 @@
-"""Install what the tests of stores and peers need: servers of Debian, packages of PyPI.
+"""Install what tests need besides the package: programs of Debian, packages of PyPI.
 
 Run by `make services`.
 
@@ -54,6 +54,7 @@ def is_library(name: str) -> Callable[[], bool]:
 
 SYSTEM_PACKAGES = (
     SystemPackage("redis-server", "RedisStore", is_command("valkey-server", "redis-server")),
+    SystemPackage("chromium", "the live page", is_command("chromium")),
     SystemPackage(
         "libibverbs1", "MooncakeStore and the transport mooncake", is_library("libibverbs.so.1")
     ),
