@@ -32,6 +32,7 @@ from aiokv.worker.device.base import as_event
 from aiokv.worker.regions import Regions
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Iterable, Sequence
     from contextlib import AbstractAsyncContextManager
     from types import TracebackType
@@ -82,8 +83,8 @@ class CacheEngine(Unique):
 
     ``async with`` binds the engine to the running event loop. Call every method on that loop.
     Read-only methods may also be called before ``async with`` and after closing. Any thread may
-    call ``statistics()``, ``worker_statistics()``, ``asleep``, ``open_step``, ``has_begun`` and
-    ``repr()``; all other methods raise ``UsageError`` in another thread.
+    call ``statistics()``, ``worker_statistics()``, ``asleep``, ``open_step``, ``loop``,
+    ``has_begun`` and ``repr()``; all other methods raise ``UsageError`` in another thread.
 
     Raises:
         ConfigError: an argument has the wrong type, is unknown, or contradicts another argument;
@@ -793,6 +794,11 @@ class CacheEngine(Unique):
     def worker(self) -> Worker:
         """Worker of the engine, for tools. Only the engine submits plans to it."""
         return self._worker
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop | None:
+        """Event loop that the engine was entered on; None before. Any thread."""
+        return self._lifetime.loop if self.has_begun else None
 
     @property
     def has_begun(self) -> bool:
