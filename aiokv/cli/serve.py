@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from aiokv.cli.arguments import add_count
@@ -58,17 +59,16 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"aiokv serve needs the package {error.name}", hint="pip install 'aiokv[serve]'"
         ) from None
-    try:
+    level = "info" if args.log_level == "warning" else args.log_level
+    with suppress(Terminated):  # uvicorn raises the signal again when it has shut down
         uvicorn.run(
             app,
             host=args.host,
             port=args.port,
             loop="uvloop",
-            log_level=args.log_level if args.log_level != "warning" else "info",
+            log_level=level,
             timeout_graceful_shutdown=args.grace,
         )
-    except Terminated:  # uvicorn raises the signal again when it has shut down
-        pass
     return 0
 
 
@@ -85,9 +85,7 @@ def _make_app(args: argparse.Namespace) -> Starlette:
     )
     sizes = GroupedConfig(vocab=256)
     max_context_tokens = args.device_blocks * args.block_tokens
-    model = NumpyTransformer(
-        sizes, random_weights(sizes), max_context_tokens=max_context_tokens
-    )
+    model = NumpyTransformer(sizes, random_weights(sizes), max_context_tokens=max_context_tokens)
     cache = model.new_cache(args.device_blocks, args.block_tokens)
     engine = CacheEngine(config, cache.regions(), model.new_device())
     return make_app(engine, model, cache)

@@ -1,4 +1,4 @@
-"""Cancellation of a request whose client has left, for any ASGI server."""
+"""Clients that leave, for any ASGI server."""
 
 from __future__ import annotations
 
@@ -10,6 +10,16 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from starlette.types import Receive
+
+
+async def body_of(receive: Receive) -> bytes:
+    """Return the body of a request, or as much of it as a client that left has sent."""
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+    return body
 
 
 @asynccontextmanager

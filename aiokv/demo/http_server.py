@@ -22,13 +22,12 @@ import msgspec
 import numpy as np
 from msgspec.json import decode, encode
 from starlette.applications import Starlette
-from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 
 import aiokv
 from aiokv.demo.batch import Batch, Part
-from aiokv.demo.disconnects import cancelled_on_disconnect
+from aiokv.demo.disconnects import body_of, cancelled_on_disconnect
 from aiokv.observe.asgi import asgi
 
 if TYPE_CHECKING:
@@ -101,7 +100,7 @@ class Server:
         """Answer ``POST /v1/completions``."""
         most = self._engine.config.device_blocks * self._engine.config.block_tokens
         try:
-            body = decode(await Request(scope, receive).body(), type=Completion)
+            body = decode(await body_of(receive), type=Completion)
             prompt = list(body.prompt.encode() if isinstance(body.prompt, str) else body.prompt)
             if not prompt or len(prompt) + body.max_tokens > most:
                 raise msgspec.ValidationError(f"prompt and max_tokens: 1 to {most} tokens in total")
