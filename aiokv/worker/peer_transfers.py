@@ -36,9 +36,8 @@ from aiokv.plan import PEER_ROUTES, RECEIVE, SEND, TransferReport
 from aiokv.worker.accepted import AcceptedConnections, abort_for
 from aiokv.worker.call_guard import CallGuard
 from aiokv.worker.device.base import CopyError
-from aiokv.worker.layers import LayerDoneCounter
 from aiokv.worker.parcel_work import ParcelWork
-from aiokv.worker.store_transfers import RunningCounts
+from aiokv.worker.peer_plans import PeerPlans
 from aiokv.worker.ticket_opener import TicketOpener
 
 if TYPE_CHECKING:
@@ -48,10 +47,11 @@ if TYPE_CHECKING:
     from aiokv.peers.options import Peers
     from aiokv.peers.transport import Transport
     from aiokv.peers.wire import Listener
-    from aiokv.plan import Outcome, Route, TransferPlan
+    from aiokv.plan import Route, TransferPlan
     from aiokv.stores.identity import StoreIdentity
     from aiokv.worker.base import Cancelled
     from aiokv.worker.lanes import LaneStatistics
+    from aiokv.worker.layers import LayerDoneCounter
     from aiokv.worker.memory import WorkerMemory
     from aiokv.worker.poller import EventPoller
     from aiokv.worker.regions import Regions
@@ -109,18 +109,6 @@ class RankPeerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     connections: int
 
 
-class _Transfer:
-    """A plan in flight; ``end`` is set when it is at rest."""
-
-    def __init__(self, plan: TransferPlan, counter: LayerDoneCounter, num_bytes: int) -> None:
-        self.plan = plan
-        self.counter = counter
-        self.num_bytes = num_bytes
-        self.is_cancelled = False
-        self.end: tuple[int, CopyError | None] | None = None  # leading blocks, failure
-        self.reported = False
-
-
 class PeerTransfers:
     """Peers of one worker: tickets, plans of the peer routes, connections.
 
@@ -152,12 +140,11 @@ class PeerTransfers:
         self._options = peers
         self._memory = memory
         self._copies = copies
-        self._on_end = on_end
-        self._on_report: Callable[[TransferReport], None] = lambda report: None
         self._poller: EventPoller | None = None
         self._identity: StoreIdentity | None = None
         self._transport: Transport = make_transport(peers)
         self._guard = CallGuard(self._all_connections)
+        self._plans = PeerPlans(self.routes, self._guard, on_end, self._reclaim)
         self._listener: Listener | None = None
         self._accepted = AcceptedConnections(self._transport, self._guard)
         self._opener: TicketOpener | None = None
@@ -172,8 +159,6 @@ class PeerTransfers:
         self._outgoing: PeerMemory | None = None
         self._work: ParcelWork | None = None
         self._writes: set[asyncio.Task[None]] = set()
-        self._transfers: dict[int, _Transfer] = {}
-        self._counts = {RECEIVE: RunningCounts(), SEND: RunningCounts()}
         self._timers: list[asyncio.TimerHandle] = []
         self._closing = False
 
@@ -215,8 +200,9 @@ class PeerTransfers:
             raise UsageError("open: identity is None; peers need it", hint="pass a StoreIdentity")
         options = self._checked()
         self._identity = identity
-        self._poller, self._on_report = poller, on_report
+        self._poller = poller
         self._guard.open(poller)
+        self._plans.open(on_report)
         self._work = ParcelWork(poller)
         try:
             await self._open_slots()
@@ -460,32 +446,27 @@ class PeerTransfers:
     @property
     def in_flight(self) -> Iterable[int]:
         """Ids of the plans that were not reported yet."""
-        return self._transfers.keys()
+        return self._plans.in_flight
 
     def submit(self, plan: TransferPlan, num_bytes: int) -> LayerDoneCounter:
         """Take a plan that was checked."""
-        counter = LayerDoneCounter(0, transfer_id=plan.transfer_id, direction=plan.direction)
-        transfer = self._transfers[plan.transfer_id] = _Transfer(plan, counter, num_bytes)
-        self._counts[plan.route].begin(plan.transfer_id)
+        counter = self._plans.begin(plan, num_bytes)
         end = self._receiver if plan.route == RECEIVE else self._sender
         if end is None:
-            transfer.end = (0, CopyError(0, f"the engine has no route {plan.route} now"))
-            self._end_soon(transfer)
+            failure = CopyError(0, f"the engine has no route {plan.route} now")
+            self._plans.end(plan.transfer_id, 0, failure)
         else:
             end.submit(plan)
         return counter
 
     def counter(self, transfer_id: int) -> LayerDoneCounter | None:
         """Return the counter of a plan in flight; None for an unknown id."""
-        transfer = self._transfers.get(transfer_id)
-        return None if transfer is None else transfer.counter
+        return self._plans.counter(transfer_id)
 
     def cancel(self, transfer_id: int) -> Cancelled:
         """Give up a plan: no further byte of it moves, and its report follows."""
-        transfer = self._transfers.get(transfer_id)
-        if transfer is None or transfer.end is not None:
+        if not self._plans.cancel(transfer_id):
             return "too late"
-        transfer.is_cancelled = True
         for end in (self._receiver, self._sender):
             if end is not None:
                 self._guard.surely(partial(end.cancel, transfer_id, "cancelled"))
@@ -498,9 +479,7 @@ class PeerTransfers:
 
     def lane_statistics(self) -> dict[Route, LaneStatistics]:
         """Return the counts of each route. Any thread."""
-        if not self.exist:
-            return {}
-        return {route: counts.statistics() for route, counts in self._counts.items()}
+        return self._plans.lane_statistics()
 
     def statistics(self) -> list[RankPeerStatistics]:
         """Return the use of peers; empty without peers."""
@@ -659,61 +638,11 @@ class PeerTransfers:
 
     def received(self, receive: Receive) -> None:
         """Report a RECEIVE plan. Idempotent."""
-        self._end(receive.plan.transfer_id, receive.leading_blocks, receive.failure)
+        self._plans.end(receive.plan.transfer_id, receive.leading_blocks, receive.failure)
 
     def sent(self, send: Send) -> None:
         """Report a SEND plan. Idempotent."""
-        self._end(send.plan.transfer_id, send.leading_blocks, send.failure)
-
-    # --- reports ----------------------------------------------------------------------------------
-
-    def _end(self, transfer_id: int, leading: int, failure: CopyError | None) -> None:
-        transfer = self._transfers.get(transfer_id)
-        if transfer is not None and transfer.end is None:
-            if failure is not None:
-                failure = CopyError(leading, failure.reason)
-            transfer.end = (leading, failure)
-            self._end_soon(transfer)
-
-    def _end_soon(self, transfer: _Transfer) -> None:
-        self._guard.soon(partial(self._finish, transfer))
-
-    def _finish(self, transfer: _Transfer) -> None:
-        """Report a plan that is at rest. Idempotent."""
-        plan = transfer.plan
-        if transfer.end is None or self._transfers.get(plan.transfer_id) is not transfer:
-            return
-        leading, failure = transfer.end
-        outcome: Outcome = "done" if failure is None else "failed"
-        if failure is not None and transfer.is_cancelled and not leading:
-            outcome = "cancelled"
-        transfer.counter.finish(failure)
-        if not transfer.reported:
-            self._report(
-                TransferReport(
-                    transfer_id=plan.transfer_id,
-                    outcome=outcome,
-                    first_bad_block=leading if outcome == "failed" else 0,
-                    reason="" if failure is None else failure.reason,
-                )
-            )
-            transfer.reported = True
-        self._on_end(plan.transfer_id)
-        del self._transfers[plan.transfer_id]
-        moved_bytes = transfer.num_bytes // plan.num_blocks * leading
-        self._counts[plan.route].end(plan.transfer_id, outcome, moved_bytes)
-        self._reclaim()
-
-    def _report(self, report: TransferReport) -> None:
-        try:
-            self._on_report(report)
-        except Exception as error:
-            asyncio.get_running_loop().call_exception_handler(
-                {
-                    "message": f"aiokv: on_report raised for transfer {report.transfer_id}",
-                    "exception": error,
-                }
-            )
+        self._plans.end(send.plan.transfer_id, send.leading_blocks, send.failure)
 
     # --- deadlines --------------------------------------------------------------------------------
 
