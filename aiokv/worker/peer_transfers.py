@@ -617,7 +617,9 @@ class PeerTransfers:
 
     def submit(self, plan: TransferPlan, num_bytes: int) -> LayerDoneCounter:
         """Take a plan that was checked."""
-        counter = LayerDoneCounter(0, transfer_id=plan.transfer_id, direction=plan.direction)
+        counter = LayerDoneCounter(
+            0, transfer_id=plan.transfer_id, direction=plan.direction, num_bytes=num_bytes
+        )
         transfer = self._transfers[plan.transfer_id] = _Transfer(plan, counter, num_bytes)
         self._counts[plan.route].begin(plan.transfer_id)
         end = self._receiver if plan.route == RECEIVE else self._sender
@@ -905,6 +907,7 @@ class PeerTransfers:
             lambda failure: self._guarded(partial(receiver.copied, copy, failure)),
         )
         copy.is_begun = True
+        self._note_start(copy.receive.plan.transfer_id)
 
     def take_back(self, copy: SlotCopy) -> None:
         """Cancel a copy, unless the device has it. Idempotent."""
@@ -929,6 +932,11 @@ class PeerTransfers:
             lambda failure: self._guarded(partial(sender.filled, fill, failure)),
         )
         fill.is_begun = True
+        self._note_start(fill.send.plan.transfer_id)
+
+    def _note_start(self, transfer_id: int) -> None:
+        if (transfer := self._transfers.get(transfer_id)) is not None:
+            transfer.counter.note_start()
 
     def seal(self, parcels: Sequence[Sent[Connection]]) -> None:
         """Cut parcels, and write their trailers."""
