@@ -5,6 +5,7 @@
 
 from aiokv.config import CacheConfig, WindowGroup
 from aiokv.engine import CacheEngine, ComputeBatch
+from aiokv.engine.observers import BatchSpan, LeasePhase, Observation, TransferSpan
 from aiokv.engine.pins import Pin
 from aiokv.engine.receiving import Receiving
 from aiokv.engine.sending import Sending
@@ -47,6 +48,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AiokvError",
     "AllocateTimeout",
+    "BatchSpan",
     "BrokenEngineError",
     "CacheConfig",
     "CacheEngine",
@@ -71,7 +73,9 @@ __all__ = [
     "LayoutError",
     "Lease",
     "LeaseError",
+    "LeasePhase",
     "LeaseState",
+    "Observation",
     "PeerError",
     "PeerStatistics",
     "Peers",
@@ -87,6 +91,7 @@ __all__ = [
     "StoreError",
     "Stream",
     "TransferError",
+    "TransferSpan",
     "UnreleasedLeaseWarning",
     "Usage",
     "UsageError",

@@ -22,6 +22,7 @@ from aiokv.engine.fetches import Fetches
 from aiokv.engine.leases import NO_NAME, Leases
 from aiokv.engine.lifecycle import Lifecycle
 from aiokv.engine.lifetime import Phase
+from aiokv.engine.observers import DEFAULT_LIMIT, Observation
 from aiokv.engine.parts import Parts, check_arguments
 from aiokv.engine.peers import Exchange
 from aiokv.engine.pins import Pins
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
     from aiokv.config import CacheConfig
     from aiokv.engine.computing import ComputeBatch
+    from aiokv.engine.observers import Observer
     from aiokv.engine.pins import Pin
     from aiokv.engine.sending import Sending
     from aiokv.lease import Lease
@@ -118,6 +120,7 @@ class CacheEngine(Unique):
         self._scheduler = parts.scheduler
         self._worker = parts.worker
         self._poller = parts.poller
+        self._observers = parts.observers
         self._steps = Steps(parts)
         exchange = Exchange(parts)
         self._recovery = Recovery(parts, self._steps, exchange)
@@ -841,6 +844,63 @@ class CacheEngine(Unique):
         """
         self._lifetime.check_thread()
         return self._poller.statistics()
+
+    def observing(self, limit: int = DEFAULT_LIMIT) -> Observation:
+        """Keep the newest records of transfers, leases and batches inside a ``with`` block.
+
+        ::
+
+            with engine.observing() as seen:
+                ...
+            for span in seen.transfers:
+                print(span.route, span.num_bytes, span.ended_at - span.queued_at)
+
+        Without an observer, the engine makes no records.
+
+        Args:
+            limit: records to keep per kind; newer ones displace the oldest.
+
+        Returns:
+            A context manager that can be entered once. Its records stay after the block.
+
+        Raises:
+            UsageError: ``limit`` is less than 1; or the call is made in another thread.
+            ClosedError: raised on entry: the engine is closed.
+        """
+        self._lifetime.check_thread()
+        return Observation(self._observers, limit)
+
+    def add_observer(self, observer: Observer) -> None:
+        """Call ``observer(record, context)`` for each record from now on.
+
+        The engine calls it on its loop at the end of a pass, with a ``TransferSpan``,
+        ``LeasePhase`` or ``BatchSpan`` that has ended, and the context variables of the task that
+        called ``match`` for the lease of the record. The context is None for records without a
+        lease, and for leases that were matched before any observer was added. The last records come
+        while the engine closes.
+
+        When an observer raises an exception, the loop's exception handler gets it, and the observer
+        is removed.
+
+        Args:
+            observer: function of a record and a context; returns quickly.
+
+        Raises:
+            UsageError: ``observer`` cannot be called, or was added already; or the call is made in
+                another thread. Nothing changed.
+            ClosedError: the engine is closed.
+        """
+        self._lifetime.check_thread()
+        self._observers.add(observer)
+
+    def remove_observer(self, observer: Observer) -> None:
+        """Give an observer the records up to now, and call it no more. Idempotent.
+
+        Raises:
+            UsageError: the call is made in another thread. Nothing changed.
+        """
+        self._lifetime.check_thread()
+        self._observers.remove(observer)
 
     def dump(self) -> dict[str, object]:
         """Return the state of all leases, waiting lines and ranks as values that JSON can hold.

@@ -66,7 +66,9 @@ class PeerPlans:
 
     def begin(self, plan: TransferPlan, num_bytes: int) -> LayerDoneCounter:
         """Note a plan, which ``end`` ends."""
-        counter = LayerDoneCounter(0, transfer_id=plan.transfer_id, direction=plan.direction)
+        counter = LayerDoneCounter(
+            0, transfer_id=plan.transfer_id, direction=plan.direction, num_bytes=num_bytes
+        )
         self._transfers[plan.transfer_id] = _Transfer(plan, counter, num_bytes)
         self._counts[plan.route].begin(plan.transfer_id)
         return counter
