@@ -78,6 +78,11 @@ class PeerPlans:
         transfer = self._transfers.get(transfer_id)
         return None if transfer is None else transfer.counter
 
+    def note_start(self, transfer_id: int) -> None:
+        """Note that the first bytes of a plan move; does nothing for an unknown id. Idempotent."""
+        if (transfer := self._transfers.get(transfer_id)) is not None:
+            transfer.counter.note_start()
+
     def cancel(self, transfer_id: int) -> bool:
         """Report a plan that fails from now on as cancelled, if none of its blocks has moved.
 
