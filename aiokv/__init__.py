@@ -32,7 +32,17 @@ from aiokv.errors import (
 from aiokv.lease import Lease
 from aiokv.peers.options import Peers
 from aiokv.peers.statistics import PeerStatistics, ReceivingStatistics
-from aiokv.types import Hit, Item, LeaseState, Statistics, WindowStatistics
+from aiokv.types import (
+    Health,
+    Hit,
+    HotPrefixes,
+    Item,
+    LeaseInfo,
+    LeaseState,
+    PrefixInfo,
+    Statistics,
+    WindowStatistics,
+)
 from aiokv.usage import Usage
 from aiokv.worker.device.base import Device, Event, Stream
 from aiokv.worker.device.cpu import CpuDevice, CpuEvent, CpuStream
@@ -63,7 +73,9 @@ __all__ = [
     "Device",
     "DeviceError",
     "Event",
+    "Health",
     "Hit",
+    "HotPrefixes",
     "InternalError",
     "Item",
     "LaneStatistics",
@@ -71,12 +83,14 @@ __all__ = [
     "LayoutError",
     "Lease",
     "LeaseError",
+    "LeaseInfo",
     "LeaseState",
     "PeerError",
     "PeerStatistics",
     "Peers",
     "Pin",
     "PollerStatistics",
+    "PrefixInfo",
     "RankLost",
     "Receiving",
     "ReceivingStatistics",
