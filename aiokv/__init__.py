@@ -33,7 +33,17 @@ from aiokv.errors import (
 from aiokv.lease import Lease
 from aiokv.peers.options import Peers
 from aiokv.peers.statistics import PeerStatistics, ReceivingStatistics
-from aiokv.types import Hit, Item, LeaseState, Statistics, WindowStatistics
+from aiokv.types import (
+    Health,
+    Hit,
+    HotPrefixes,
+    Item,
+    LeaseInfo,
+    LeaseState,
+    PrefixInfo,
+    Statistics,
+    WindowStatistics,
+)
 from aiokv.usage import Usage
 from aiokv.worker.device.base import Device, Event, Stream
 from aiokv.worker.device.cpu import CpuDevice, CpuEvent, CpuStream
@@ -65,7 +75,9 @@ __all__ = [
     "Device",
     "DeviceError",
     "Event",
+    "Health",
     "Hit",
+    "HotPrefixes",
     "InternalError",
     "Item",
     "LaneStatistics",
@@ -73,6 +85,7 @@ __all__ = [
     "LayoutError",
     "Lease",
     "LeaseError",
+    "LeaseInfo",
     "LeasePhase",
     "LeaseState",
     "Observation",
@@ -81,6 +94,7 @@ __all__ = [
     "Peers",
     "Pin",
     "PollerStatistics",
+    "PrefixInfo",
     "RankLost",
     "Receiving",
     "ReceivingStatistics",

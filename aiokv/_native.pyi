@@ -749,6 +749,19 @@ class Core:
 
     def violations(self) -> list[str]: ...
 
+    def oldest_leases(self, limit: int) -> list[tuple[int, float, int, int, int, int, int]]:
+        """Open leases as describe() returns them, in bounded time."""
+
+    def describe(self, lease: int) -> tuple[int, float, int, int, int, int, int]:
+        """
+        (id, age_seconds, prompt_tokens, cached_tokens, num_tokens, computed_tokens, blocks).
+        """
+
+    def hottest_prefixes(self, limit: int) -> tuple[list[tuple[int, int, str, int, int, int, int, int, int, int]], bool]:
+        """
+        ([(parent, node, context, first_block, blocks, device_blocks, host_blocks, uses, refs, children)], complete); parent is a place in the list, or -1.
+        """
+
     def blocks(self) -> list[tuple[str, bytes, int, int, int, int, int]]:
         """
         What can be matched: (context, prefix tokens, device id, host id, flags, refs, pins); flags are 1, 2: device valid, loading; 4, 8: host valid, loading.

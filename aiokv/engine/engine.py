@@ -19,6 +19,7 @@ from aiokv.engine.batches import Batches
 from aiokv.engine.computing import Computing
 from aiokv.engine.control import Control
 from aiokv.engine.fetches import Fetches
+from aiokv.engine.inspection import Inspection
 from aiokv.engine.leases import NO_NAME, Leases
 from aiokv.engine.lifecycle import Lifecycle
 from aiokv.engine.lifetime import Phase
@@ -54,7 +55,16 @@ if TYPE_CHECKING:
     from aiokv.stores.base import Store
     from aiokv.stores.guard_statistics import GuardStatistics
     from aiokv.stores.use import StoreUse
-    from aiokv.types import Hit, Item, Statistics, Tier, TokenIds
+    from aiokv.types import (
+        Health,
+        Hit,
+        HotPrefixes,
+        Item,
+        LeaseInfo,
+        Statistics,
+        Tier,
+        TokenIds,
+    )
     from aiokv.worker.base import Worker
     from aiokv.worker.device.base import Device, Event
     from aiokv.worker.lanes import WorkerStatistics
@@ -135,6 +145,7 @@ class CacheEngine(Unique):
             parts, self._steps, computing, self._leases, self._recovery, exchange
         )
         self._exchange = exchange
+        self._inspection = Inspection(parts, self._sleep)
 
     # --- opening and closing ----------------------------------------------------------------------
 
@@ -901,6 +912,44 @@ class CacheEngine(Unique):
         """
         self._lifetime.check_thread()
         self._observers.remove(observer)
+
+    def leases(self, limit: int = 1000) -> list[LeaseInfo]:
+        """List leases: first those that wait, in the order of their lines, then the oldest ones.
+
+        Leases of pins and prefetches are included. The call takes about 2 µs per listed lease; of
+        more than 8,192 leases it sees only a part.
+
+        Args:
+            limit: most leases to list, from 0.
+
+        Raises:
+            UsageError: ``limit`` is negative or not an integer; or the call is made in another
+                thread.
+        """
+        return self._inspection.leases(limit)
+
+    def hottest_prefixes(self, limit: int = 32) -> HotPrefixes:
+        """Return the cached prefixes that were used most, as a tree.
+
+        The call takes at most about 1 ms, however large the cache is: it follows the most used
+        blocks first, and reads at most 4,096 of them.
+
+        Args:
+            limit: most stretches of blocks to return, from 0.
+
+        Raises:
+            UsageError: ``limit`` is negative or not an integer; or the call is made in another
+                thread.
+        """
+        return self._inspection.hottest_prefixes(limit)
+
+    def health(self) -> Health:
+        """Return whether the engine can serve, for health checks. Takes a few microseconds.
+
+        Raises:
+            UsageError: the call is made in another thread.
+        """
+        return self._inspection.health()
 
     def dump(self) -> dict[str, object]:
         """Return the state of all leases, waiting lines and ranks as values that JSON can hold.

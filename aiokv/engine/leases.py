@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from aiokv import checks
+from aiokv.engine.contexts import context_of
 from aiokv.engine.lifetime import Phase
 from aiokv.engine.observers import outcome_of
 from aiokv.engine.receiving import Receiving
@@ -111,7 +112,7 @@ class Leases:
         lease_id = self._apply(
             self._scheduler.match(
                 as_tokens(tokens),
-                _context(salt, adapter) if salt or adapter else "",
+                context_of(salt, adapter) if salt or adapter else "",
                 as_items(items) if items else (),
                 read,
                 write,
@@ -126,7 +127,7 @@ class Leases:
     def would_hit(self, tokens: TokenIds, *, salt: str, adapter: str, items: Sequence[Item]) -> Hit:
         """See ``CacheEngine.would_hit``."""
         self._lifetime.check_loop()
-        context = _context(checks.text("salt", salt), checks.text("adapter", adapter))
+        context = context_of(checks.text("salt", salt), checks.text("adapter", adapter))
         return self.read.would_hit(as_tokens(tokens), context, as_items(items))
 
     def match_to_hold(
@@ -150,7 +151,7 @@ class Leases:
         lease_id = self._apply(
             self._scheduler.match(
                 as_tokens(tokens),
-                _context(checks.text("salt", salt), checks.text("adapter", adapter)),
+                context_of(checks.text("salt", salt), checks.text("adapter", adapter)),
                 as_items(items) if items else (),
                 owner=owner,
                 salt=salt,
@@ -556,8 +557,3 @@ class Leases:
             else self.lease_id(lease)  # raises, except for a subclass of Lease
             for lease in leases
         ]
-
-
-def _context(salt: str, adapter: str) -> str:
-    """Return the name under which prompts share blocks."""
-    return f"{len(salt)}:{salt}{adapter}" if salt or adapter else ""

@@ -341,6 +341,11 @@ class RankGroup(Unique):
         """Ranks that have not answered the newest ``sleep`` or ``wake_up``."""
         return self._control.silent_ranks(self._membership)
 
+    @property
+    def unpinned_bytes(self) -> int:
+        """0: the host memory belongs to the ranks."""
+        return 0
+
     # --- transfers and steps --------------------------------------------------------------------
 
     def submit(self, plan: TransferPlan) -> LayerDoneCounter:

@@ -116,6 +116,11 @@ class Worker(Protocol):
     def silent_ranks(self) -> list[int]:
         """Ranks that have not answered the newest ``sleep`` or ``wake_up``."""
 
+    @property
+    def unpinned_bytes(self) -> int:
+        """Host memory that the device has not page-locked yet; 0 where it need not, and with
+        ranks."""
+
     async def open(
         self,
         *,

@@ -207,6 +207,12 @@ class CacheController:
         """Empty: there are no ranks."""
         return []
 
+    @property
+    def unpinned_bytes(self) -> int:
+        """Host memory that the device has not page-locked yet."""
+        unpinned: int = getattr(self._device, "unpinned_bytes", 0)
+        return unpinned
+
     async def restart(self) -> None:
         """Raise: a controller cannot be repaired.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import inspect
 import typing
 from types import SimpleNamespace
@@ -99,10 +100,18 @@ def sample(record: type) -> Any:
     required = [f for f in msgspec.inspect.type_info(record).fields if f.required]  # type: ignore[attr-defined]
     for field in required:
         hint = typing.get_type_hints(record)[field.name]
-        kinds: dict[Any, Any] = {list: [], dict: {}}
-        empty = kinds.get(typing.get_origin(hint), 1)
-        plain[field.name] = sample(hint) if hint in RECORDS else empty
+        plain[field.name] = sample(hint) if hint in RECORDS else sample_value(hint)
     return plain
+
+
+def sample_value(hint: Any) -> Any:
+    """Return a plain value of a type that is no record."""
+    if typing.get_origin(hint) is typing.Literal:
+        return typing.get_args(hint)[0]
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return next(iter(hint)).value
+    kinds: dict[Any, Any] = {list: [], dict: {}, str: "", bool: False}
+    return kinds.get(typing.get_origin(hint) or hint, 1)
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.__name__)

@@ -35,6 +35,7 @@
 #include "aiokv/device_pool.hpp"
 #include "aiokv/fetches.hpp"
 #include "aiokv/grants.hpp"
+#include "aiokv/hot_prefixes.hpp"
 #include "aiokv/index.hpp"
 #include "aiokv/lease_table.hpp"
 #include "aiokv/matching.hpp"
@@ -248,6 +249,7 @@ class Core {
     void forget_host() { tiers_.forget_host(); }
     void reset();
     std::uint32_t device_blocks() const { return device_.capacity(); }
+    std::uint32_t block_tokens() const { return config_.block_tokens; }
 
     // -- uses of prefixes that a lease keeps
     void await_use(LeaseId id) { uses_.await(leases_.at(id)); }
@@ -264,8 +266,16 @@ class Core {
     CoreStatistics statistics() const;
     std::vector<std::string> violations() const;
     std::vector<BlockView> blocks() const { return index_.blocks(); }
+    HotPrefixes hottest_prefixes(std::size_t limit) const {
+        return aiokv::hottest_prefixes(index_, limit);
+    }
+    std::vector<const Lease*> oldest_leases(std::size_t limit) const {
+        return leases_.oldest(limit, kMaxListed);
+    }
 
   private:
+    static constexpr std::size_t kMaxListed = 8192;  // records of leases: takes less than 1 ms
+
     void finish_state(Lease& lease, std::uint32_t num_tokens);
 
     CoreConfig config_;
