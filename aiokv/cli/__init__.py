@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 # Each command is a module of this package with add_parser(subparsers) and run(args) -> int.
 COMMANDS = (
+    "config",
     "demo",
     "replay",
     "serve",
