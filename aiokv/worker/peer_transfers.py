@@ -988,12 +988,15 @@ class PeerTransfers:
     # --- reports ----------------------------------------------------------------------------------
 
     def _end(self, transfer_id: int, leading: int, failure: CopyError | None) -> None:
+        """Note how a plan has ended. Idempotent; an interrupted call is made again."""
         transfer = self._transfers.get(transfer_id)
-        if transfer is not None and transfer.end is None:
+        if transfer is None:
+            return
+        if transfer.end is None:
             if failure is not None:
                 failure = CopyError(leading, failure.reason)
             transfer.end = (leading, failure)
-            self._end_soon(transfer)
+        self._end_soon(transfer)
 
     def _end_soon(self, transfer: _Transfer) -> None:
         self._soon(partial(self._finish, transfer))
