@@ -10,7 +10,7 @@ event loop.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self, final
+from typing import TYPE_CHECKING, Any, Self, final
 
 import msgspec
 
@@ -23,7 +23,7 @@ from aiokv.engine.inspection import Inspection
 from aiokv.engine.leases import NO_NAME, Leases
 from aiokv.engine.lifecycle import Lifecycle
 from aiokv.engine.lifetime import Phase
-from aiokv.engine.observers import DEFAULT_LIMIT, Observation
+from aiokv.engine.observation import DEFAULT_LIMIT, Observation, record_timeline
 from aiokv.engine.parts import Parts, check_arguments
 from aiokv.engine.peers import Exchange
 from aiokv.engine.pins import Pins
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Iterable, Sequence
     from contextlib import AbstractAsyncContextManager
+    from pathlib import Path
     from types import TracebackType
 
     import numpy as np
@@ -950,6 +951,30 @@ class CacheEngine(Unique):
             UsageError: the call is made in another thread.
         """
         return self._inspection.health()
+
+    async def timeline(self, seconds: float, path: Path | str | None = None) -> dict[str, Any]:
+        """Record what happens for some seconds, as a trace for ui.perfetto.dev.
+
+        The trace has a track per route with its transfers, a track per lease with its waits and
+        the time during which it holds blocks, the batches of the model, and counters of queues.
+        ``chrome://tracing`` shows it, too.
+
+        Args:
+            seconds: duration of the recording, above 0 and at most 3600. Of each kind of record,
+                the newest 65,536 are kept.
+            path: file to write; compressed if the name ends with ``.gz``. None to write no file.
+
+        Returns:
+            The trace, in the format of Chrome's trace events: ``json.dump`` writes it.
+
+        Raises:
+            UsageError: ``seconds`` is out of range, or the file cannot be written.
+            ClosedError: the engine is closed.
+
+        Cancellation: nothing is written, and nothing is recorded any more.
+        """
+        self._lifetime.check_loop()
+        return await record_timeline(self._observers, seconds, path)
 
     def dump(self) -> dict[str, object]:
         """Return the state of all leases, waiting lines and ranks as values that JSON can hold.
