@@ -40,11 +40,12 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def is_program(block: Block) -> bool:
-    return re.search(r"^(uvloop|asyncio)\.run\(", block.text, re.MULTILINE) is not None
+    return re.search(r"^ *(uvloop|asyncio)\.run\(", block.text, re.MULTILINE) is not None
 
 
 def run_program(block: Block) -> None:
-    script = Path(f"line{block.line}.py")
+    named = re.match(r"# (\w+\.py)\n", block.text)
+    script = Path(named[1] if named else f"line{block.line}.py")
     script.write_text(block.text)
     subprocess.run([sys.executable, script], check=True)
 
