@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 COMMANDS = (
     "config",
     "demo",
+    "doctor",
     "replay",
     "serve",
     "size",
