@@ -274,7 +274,7 @@ class Exchange:
                 raise PeerError("the ticket was closed while it was opened")
         except BaseException as error:
             failure = flow.failure
-            flow.end("the ticket could not be opened")
+            flow.end(f"the ticket could not be opened: {_cause(error)}")
             if isinstance(error, TimeoutError):
                 raise PeerError(
                     f"send: the receiving engine did not answer within {seconds:.4g} s"
@@ -480,3 +480,12 @@ class Exchange:
     def renew(self) -> None:
         """Let no ticket from before be valid: the worker has lost its memory."""
         self._generation = secrets.token_bytes(tickets.ID_BYTES)
+
+
+def _cause(error: BaseException) -> str:
+    """Return an error as the reason of the end of a flow."""
+    if isinstance(error, TimeoutError):
+        return "the receiving engine did not answer in time"
+    if isinstance(error, asyncio.CancelledError):
+        return "it was cancelled"
+    return str(error) or type(error).__name__

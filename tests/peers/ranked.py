@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import signal
 from contextlib import suppress
 from pathlib import Path
@@ -39,7 +40,7 @@ class HeadsMemory(Memory):
     """Tensors ``[device_blocks, heads, block_tokens, 3]`` in files of a directory.
 
     Args:
-        directory: of the files; the first process creates them.
+        directory: of the files; a process creates those that are missing.
         heads: of the regions; the bytes that are written and checked are those of all heads.
     """
 
@@ -56,8 +57,9 @@ class HeadsMemory(Memory):
         whole = []
         for number in range(self.layers * len(self.names)):
             file = self._directory / f"tensor{number}"
-            mode: Any = "r+" if file.exists() else "w+"
-            whole.append(np.memmap(file, np.uint64, mode, shape=shape))
+            with file.open("ab") as created:  # by several processes at once
+                created.truncate(math.prod(shape) * np.dtype(np.uint64).itemsize)
+            whole.append(np.memmap(file, np.uint64, "r+", shape=shape))
         self.regions = Regions(num_layers=self.layers)
         for number, name in enumerate(self.names):
             layers = [tensor[:, self._heads] for tensor in whole[number :: len(self.names)]]
