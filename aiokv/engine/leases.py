@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from aiokv import checks
+from aiokv.engine.contexts import context_of
 from aiokv.engine.lifetime import Phase
 from aiokv.engine.receiving import Receiving
 from aiokv.engine.sending import Sending
@@ -58,6 +59,7 @@ class Leases:
         self._scheduler = parts.scheduler
         self._dispatcher = parts.dispatcher
         self._apply = parts.dispatcher.apply
+        self._waiters = parts.dispatcher.conditions.waiters
         self._worker = parts.worker
         self._transfers = parts.transfers
         self._open_step = parts.open_step
@@ -107,7 +109,7 @@ class Leases:
         lease_id = self._apply(
             self._scheduler.match(
                 as_tokens(tokens),
-                _context(salt, adapter) if salt or adapter else "",
+                context_of(salt, adapter) if salt or adapter else "",
                 as_items(items) if items else (),
                 read,
                 write,
@@ -120,7 +122,7 @@ class Leases:
     def would_hit(self, tokens: TokenIds, *, salt: str, adapter: str, items: Sequence[Item]) -> Hit:
         """See ``CacheEngine.would_hit``."""
         self._lifetime.check_loop()
-        context = _context(checks.text("salt", salt), checks.text("adapter", adapter))
+        context = context_of(checks.text("salt", salt), checks.text("adapter", adapter))
         return self.read.would_hit(as_tokens(tokens), context, as_items(items))
 
     def match_to_hold(
@@ -144,7 +146,7 @@ class Leases:
         lease_id = self._apply(
             self._scheduler.match(
                 as_tokens(tokens),
-                _context(checks.text("salt", salt), checks.text("adapter", adapter)),
+                context_of(checks.text("salt", salt), checks.text("adapter", adapter)),
                 as_items(items) if items else (),
                 owner=owner,
                 salt=salt,
@@ -163,8 +165,8 @@ class Leases:
         """
         self._lifetime.check_open()
         result = self._scheduler.allocate(lease.id or lease.live_id(), num_tokens, priority)
-        if result[0] is READY and result[1] is NO_EFFECTS:
-            return True  # there is nothing to apply, and no condition depends on a grant
+        if result[0] is READY and result[1] is NO_EFFECTS and not self._waiters:
+            return True  # there is nothing to apply, and no condition to test
         return self._take_grant(lease, result)
 
     async def allocate_from_stores(
@@ -516,8 +518,3 @@ class Leases:
             else self.lease_id(lease)  # raises, except for a subclass of Lease
             for lease in leases
         ]
-
-
-def _context(salt: str, adapter: str) -> str:
-    """Return the name under which prompts share blocks."""
-    return f"{len(salt)}:{salt}{adapter}" if salt or adapter else ""
