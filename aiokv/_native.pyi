@@ -778,7 +778,7 @@ class EventStream:
     def is_due(self) -> bool:
         """True if drain() has or seeks events; False: all is reported."""
 
-    def drain(self, max_blocks: int) -> list[tuple[BlockEvent, Medium, object, bytes, bytes, str, list[bytes]]]:
+    def drain(self, max_blocks: int) -> list[tuple[BlockEvent, Medium, bytes | None, bytes, bytes, str, list[bytes]]]:
         """
         Return the next events, of about max_blocks blocks: (event, medium, digest of the block before them or None, 32 bytes per block, int32 tokens, context, item key of each block or nothing).
         """

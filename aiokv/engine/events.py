@@ -224,9 +224,7 @@ class Events:
         )
 
 
-def _extra_keys(
-    run: BlockRun, salt: str, adapter: str
-) -> list[tuple[object, ...] | None] | None:
+def _extra_keys(run: BlockRun, salt: str, adapter: str) -> list[tuple[object, ...] | None] | None:
     """Return what distinguishes each block beside its tokens; None if nothing does."""
     if not (salt or adapter or run.items):
         return None

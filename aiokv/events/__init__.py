@@ -4,7 +4,7 @@
 that read vLLM's events.
 """
 
-
+from aiokv.events.publisher import PublisherStatistics, ZmqPublisher
 from aiokv.events.schema import (
     AllBlocksCleared,
     BlockHash,
@@ -21,4 +21,6 @@ __all__ = [
     "BlockStored",
     "KVEvent",
     "KVEventBatch",
+    "PublisherStatistics",
+    "ZmqPublisher",
 ]

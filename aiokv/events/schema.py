@@ -20,7 +20,9 @@ GPU: Final = "GPU"  # the medium of the device tier, also where the device is a 
 CPU: Final = "CPU"  # the medium of the host tier
 
 
-class BlockStored(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False, tag=True):
+class BlockStored(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False, tag=True
+):
     """Consecutive blocks of a prompt have become usable on a medium.
 
     Attributes:

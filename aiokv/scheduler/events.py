@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 from aiokv._native import BlockEvent, EventStream, Medium
-from aiokv.types import Tier
 
 if TYPE_CHECKING:
     from aiokv._native import Core
+    from aiokv.types import Tier
 
 Change: TypeAlias = Literal["stored", "removed", "cleared"]
 
@@ -62,8 +62,8 @@ class BlockEvents:
     def take(self, max_blocks: int) -> list[BlockRun]:
         """Return the next changes, of about ``max_blocks`` blocks; perhaps none."""
         return [
-            BlockRun(_CHANGES[event], _TIERS[medium], *rest)
-            for event, medium, *rest in self._stream.drain(max_blocks)
+            BlockRun(_CHANGES[run[0]], _TIERS[run[1]], *run[2:])
+            for run in self._stream.drain(max_blocks)
         ]
 
     def repeat(self) -> None:

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 import aiokv
+import aiokv.events
 import aiokv.ranks
 from aiokv import (
     CacheConfig,
@@ -29,11 +30,16 @@ from aiokv import (
     UsageError,
     WindowGroup,
 )
+from aiokv.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from aiokv.ranks import RankGroup, RankTimeouts
 from aiokv.testing import ManualDevice
 from aiokv.worker.device.names import named_device
 
-PUBLIC = {name: getattr(module, name) for module in (aiokv, aiokv.ranks) for name in module.__all__}
+PUBLIC = {
+    name: getattr(module, name)
+    for module in (aiokv, aiokv.events, aiokv.ranks)
+    for name in module.__all__
+}
 RECORDS = [
     value
     for value in PUBLIC.values()
@@ -52,6 +58,18 @@ SAMPLES: dict[type, dict[str, Any]] = {
     },
     WindowGroup: {"window_tokens": 4, "device_blocks": 4},
     Item: {"content_hash": "aGFzaA==", "offset": 0, "length": 2},
+    BlockStored: {
+        "type": "BlockStored",
+        "block_hashes": [1],
+        "parent_block_hash": None,
+        "token_ids": [5],
+        "block_size": 1,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+    },
+    BlockRemoved: {"type": "BlockRemoved", "block_hashes": [1], "medium": "CPU"},
+    AllBlocksCleared: {"type": "AllBlocksCleared"},
 }
 
 
@@ -66,8 +84,8 @@ def test_names_are_sorted_and_exist():
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.__name__)
 def test_types_of_fields_can_be_resolved(record):
-    fields = getattr(record, "__struct_fields__", None) or getattr(record, "_fields", None)
-    names = fields or [field.name for field in dataclasses.fields(record)]
+    fields = getattr(record, "__struct_fields__", getattr(record, "_fields", None))
+    names = [f.name for f in dataclasses.fields(record)] if fields is None else fields
     assert set(names) <= set(typing.get_type_hints(record))
 
 
@@ -88,7 +106,8 @@ def sample(record: type) -> Any:
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.__name__)
 def test_records_are_made_from_plain_values_and_back(record):
     values = sample(record)
-    made = msgspec.convert(list(values.values()) if issubclass(record, tuple) else values, record)
+    is_array = issubclass(record, tuple | KVEventBatch)
+    made = msgspec.convert(list(values.values()) if is_array else values, record)
     assert isinstance(made, record)
     assert msgspec.convert(msgspec.to_builtins(made), record) == made
 

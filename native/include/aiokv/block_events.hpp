@@ -75,8 +75,9 @@ class BlockEvents {
     // wait in its queue.
     EventStreamId open(std::size_t max_blocks);
     void close(EventStreamId id) { streams_.erase(id); }
-    // Reports everything that is there once more: for subscribers that have joined later.
-    void repeat(EventStreamId id) { stream(id).begin_sweep(tree_.end_id()); }
+    // Reports everything that is there once more, after the sweep under way: for subscribers that
+    // have joined later.
+    void repeat(EventStreamId id);
     // Has events, or sweeps. False: the reports are equal to the tiers.
     bool is_due(EventStreamId id) const;
     // The next events, in order, of `max_blocks` blocks or a few more; while the stream sweeps,
@@ -95,6 +96,7 @@ class BlockEvents {
         std::deque<BlockRun> queue;
         std::size_t queued_blocks = 0;
         bool sweeps = false;
+        bool sweeps_again = false;
         NodeId next = 0;  // of the sweep
         EventCounts counts;
 

@@ -10,8 +10,8 @@
 namespace aiokv {
 namespace {
 
-constexpr std::size_t kRunBlocks = 256;        // of one event
-constexpr std::size_t kSweepNodes = 1 << 14;   // that one drain() walks over
+constexpr std::size_t kRunBlocks = 256;       // of one event
+constexpr std::size_t kSweepNodes = 1 << 14;  // that one drain() walks over
 constexpr Medium kMedia[] = {Medium::kDevice, Medium::kHost};
 
 std::uint8_t bit_of(Medium medium) {
@@ -44,6 +44,15 @@ EventStreamId BlockEvents::open(std::size_t max_blocks) {
     return last_id_;
 }
 
+void BlockEvents::repeat(EventStreamId id) {
+    Stream& one = stream(id);
+    if (one.sweeps) {
+        one.sweeps_again = true;
+    } else {
+        one.begin_sweep(tree_.end_id());
+    }
+}
+
 const BlockEvents::Stream& BlockEvents::stream(EventStreamId id) const {
     const auto found = streams_.find(id);
     if (found == streams_.end()) throw UsageError("no event stream " + str(id) + " is open");
@@ -70,7 +79,7 @@ std::uint8_t BlockEvents::visible(NodeId node) const {
 void BlockEvents::clear() {
     for (auto& [id, stream] : streams_) {
         stream.clear();
-        stream.sweeps = false;
+        stream.sweeps = stream.sweeps_again = false;
     }
 }
 
@@ -153,8 +162,8 @@ void BlockEvents::add_stored(Stream& stream, NodeId node, std::uint8_t media) {
 void BlockEvents::add_removed(Stream& stream, NodeId node, std::uint8_t media) {
     for (const Medium medium : kMedia) {
         if ((media & bit_of(medium)) == 0) continue;
-        BlockRun* run = open_run(stream, BlockEvent::kRemoved, medium,
-                                 [](const BlockRun&) { return true; });
+        BlockRun* run =
+            open_run(stream, BlockEvent::kRemoved, medium, [](const BlockRun&) { return true; });
         if (run == nullptr) {
             run = &stream.queue.emplace_back();
             run->event = BlockEvent::kRemoved;
@@ -183,6 +192,9 @@ void BlockEvents::sweep(Stream& stream, std::size_t max_blocks) {
         if (visible(node) != 0) report_stored(stream, node);
     }
     stream.sweeps = stream.next < tree_.end_id();
+    if (stream.sweeps || !stream.sweeps_again) return;
+    stream.sweeps_again = false;
+    stream.begin_sweep(tree_.end_id());
 }
 
 std::vector<BlockRun> BlockEvents::drain(EventStreamId id, std::size_t max_blocks) {

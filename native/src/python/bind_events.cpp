@@ -1,7 +1,10 @@
 // Streams of block events: runs of consecutive blocks as tuples of bytes.
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
+
+#include <optional>
 
 #include "aiokv/core.hpp"
 #include "bindings.hpp"
@@ -13,8 +16,8 @@ namespace aiokv {
 namespace {
 
 // (event, medium, parent, digests, tokens, context, item keys)
-using RunTuple = nb::typed<nb::tuple, BlockEvent, Medium, nb::object, nb::bytes, nb::bytes,
-                           std::string, std::vector<nb::bytes>>;
+using RunTuple = nb::typed<nb::tuple, BlockEvent, Medium, std::optional<nb::bytes>, nb::bytes,
+                           nb::bytes, std::string, std::vector<nb::bytes>>;
 
 // Closes its stream when it is destroyed; Python keeps the core until then.
 class EventStream {
@@ -31,8 +34,8 @@ class EventStream {
     std::vector<RunTuple> drain(std::size_t max_blocks) {
         std::vector<RunTuple> tuples;
         for (const BlockRun& run : core_.events().drain(id_, max_blocks)) {
-            nb::object parent = nb::none();
-            if (run.has_parent) parent = nb::bytes(run.parent.data(), run.parent.size());
+            std::optional<nb::bytes> parent;
+            if (run.has_parent) parent.emplace(run.parent.data(), run.parent.size());
             std::vector<nb::bytes> items;
             for (const std::string& key : run.items) items.emplace_back(key.data(), key.size());
             tuples.push_back(nb::make_tuple(
