@@ -18,6 +18,7 @@ from aiokv.checks import Unique, arguments
 from aiokv.engine.batches import Batches
 from aiokv.engine.computing import Computing
 from aiokv.engine.control import Control
+from aiokv.engine.events import Events
 from aiokv.engine.fetches import Fetches
 from aiokv.engine.inspection import Inspection
 from aiokv.engine.leases import NO_NAME, Leases
@@ -45,9 +46,11 @@ if TYPE_CHECKING:
 
     from aiokv.config import CacheConfig
     from aiokv.engine.computing import ComputeBatch
+    from aiokv.engine.events import KVEvents
     from aiokv.engine.observers import Observer
     from aiokv.engine.pins import Pin
     from aiokv.engine.sending import Sending
+    from aiokv.events.schema import HashKind
     from aiokv.lease import Lease
     from aiokv.peers.options import Peers
     from aiokv.peers.statistics import PeerStatistics
@@ -147,6 +150,7 @@ class CacheEngine(Unique):
         )
         self._exchange = exchange
         self._inspection = Inspection(parts, self._sleep)
+        self._events = Events(parts)
 
     # --- opening and closing ----------------------------------------------------------------------
 
@@ -975,6 +979,40 @@ class CacheEngine(Unique):
         """
         self._lifetime.check_loop()
         return await record_timeline(self._observers, seconds, path)
+
+    def kv_events(
+        self,
+        *,
+        hashes: HashKind = "int64",
+        max_queued_blocks: int = 65_536,
+        data_parallel_rank: int | None = None,
+    ) -> KVEvents:
+        """Subscribe to what the tiers hold, in the schema of vLLM.
+
+            async with engine.kv_events() as events:
+                async for batch in events:
+                    router.update(batch)
+
+        The first batches have the blocks that the tiers hold, then each change follows, at most one
+        batch per pass of the event loop. A batch is a :class:`aiokv.events.KVEventBatch`. Blocks
+        of the stores are not reported: a store may drop a block at any time. Models with
+        recurrent state or sliding windows may hit less than the reported blocks.
+
+        A subscriber that falls behind by more than ``max_queued_blocks`` gets ``AllBlocksCleared``
+        and all blocks again. Without a subscriber, the engine records no event.
+
+        Args:
+            hashes: ``"int64"`` for block hashes that are unsigned 64-bit integers, as vLLM
+                publishes by default, or ``"bytes"`` for all 32 bytes.
+            max_queued_blocks: changes of blocks that may wait for the subscriber, at least 1,024;
+                each takes about ``100 + 4 * block_tokens`` bytes.
+            data_parallel_rank: field of the batches, for receivers of several engines.
+
+        Raises:
+            UsageError: an argument is out of range. ``async with`` raises it outside the engine's
+                loop, and ``ClosedError`` when the engine is closed.
+        """
+        return self._events.subscribe(hashes, max_queued_blocks, data_parallel_rank)
 
     def dump(self) -> dict[str, object]:
         """Return the state of all leases, waiting lines and ranks as values that JSON can hold.

@@ -65,6 +65,7 @@ class Leases:
         self._scheduler = parts.scheduler
         self._dispatcher = parts.dispatcher
         self._apply = parts.dispatcher.apply
+        self._waiters = parts.dispatcher.conditions.waiters
         self._worker = parts.worker
         self._transfers = parts.transfers
         self._open_step = parts.open_step
@@ -175,8 +176,8 @@ class Leases:
         """
         self._lifetime.check_open()
         result = self._scheduler.allocate(lease.id or lease.live_id(), num_tokens, priority)
-        if result[0] is READY and result[1] is NO_EFFECTS:
-            # There is nothing to apply, and no condition depends on a grant.
+        if result[0] is READY and result[1] is NO_EFFECTS and not self._waiters:
+            # There is nothing to apply, and no condition to test.
             if self._observers.active:
                 self._observers.granted(lease)
             return True

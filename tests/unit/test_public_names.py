@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 import aiokv
+import aiokv.events
 import aiokv.model_shape
 import aiokv.ranks
 import aiokv.sizing
@@ -36,6 +37,7 @@ from aiokv import (
     UsageError,
     WindowGroup,
 )
+from aiokv.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from aiokv.model_shape import ModelShape
 from aiokv.ranks import RankGroup, RankTimeouts
 from aiokv.sizing import CacheSizes, Memory, cache_sizes
@@ -43,7 +45,11 @@ from aiokv.testing import ManualDevice
 from aiokv.worker.device.names import named_device
 from tests.unit import model_configs
 
-PUBLIC = {name: getattr(module, name) for module in (aiokv, aiokv.ranks) for name in module.__all__}
+PUBLIC = {
+    name: getattr(module, name)
+    for module in (aiokv, aiokv.events, aiokv.ranks)
+    for name in module.__all__
+}
 
 
 def is_record(value: Any) -> bool:
@@ -96,6 +102,18 @@ SAMPLES: dict[type, dict[str, Any]] = {
         "ended_at": 2.0,
         "outcome": "done",
     },
+    BlockStored: {
+        "type": "BlockStored",
+        "block_hashes": [1],
+        "parent_block_hash": None,
+        "token_ids": [5],
+        "block_size": 1,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+    },
+    BlockRemoved: {"type": "BlockRemoved", "block_hashes": [1], "medium": "CPU"},
+    AllBlocksCleared: {"type": "AllBlocksCleared"},
 }
 
 
@@ -114,8 +132,8 @@ def test_names_are_sorted_and_exist():
     "record", [*RECORDS, Peers, *MORE_RECORDS], ids=lambda record: record.__name__
 )
 def test_types_of_fields_can_be_resolved(record):
-    fields = getattr(record, "__struct_fields__", None) or getattr(record, "_fields", None)
-    names = fields or [field.name for field in dataclasses.fields(record)]
+    fields = getattr(record, "__struct_fields__", getattr(record, "_fields", None))
+    names = [f.name for f in dataclasses.fields(record)] if fields is None else fields
     assert set(names) <= set(typing.get_type_hints(record))
 
 
@@ -144,7 +162,8 @@ def sample_value(hint: Any) -> Any:
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.__name__)
 def test_records_are_made_from_plain_values_and_back(record):
     values = sample(record)
-    made = msgspec.convert(list(values.values()) if issubclass(record, tuple) else values, record)
+    is_array = issubclass(record, tuple | KVEventBatch)
+    made = msgspec.convert(list(values.values()) if is_array else values, record)
     assert isinstance(made, record)
     assert msgspec.convert(msgspec.to_builtins(made), record) == made
 
