@@ -32,7 +32,15 @@ from aiokv.errors import (
 from aiokv.lease import Lease
 from aiokv.peers.options import Peers
 from aiokv.peers.statistics import PeerStatistics, ReceivingStatistics
-from aiokv.types import Hit, Item, LeaseState, Statistics, WindowStatistics
+from aiokv.types import (
+    DurationHistogram,
+    Hit,
+    Item,
+    LeaseState,
+    RequestStatistics,
+    Statistics,
+    WindowStatistics,
+)
 from aiokv.usage import Usage
 from aiokv.worker.device.base import Device, Event, Stream
 from aiokv.worker.device.cpu import CpuDevice, CpuEvent, CpuStream
@@ -62,6 +70,7 @@ __all__ = [
     "CudaOptions",
     "Device",
     "DeviceError",
+    "DurationHistogram",
     "Event",
     "Hit",
     "InternalError",
@@ -81,6 +90,7 @@ __all__ = [
     "Receiving",
     "ReceivingStatistics",
     "Regions",
+    "RequestStatistics",
     "RequestTooLarge",
     "Sending",
     "Statistics",

@@ -9,6 +9,7 @@ from aiokv.config import CacheConfig
 from aiokv.engine.dispatcher import Dispatcher
 from aiokv.engine.lifetime import Lifetime
 from aiokv.engine.open_step import OpenStep
+from aiokv.engine.requests import RequestCounts
 from aiokv.engine.speed import PrefillSpeed
 from aiokv.engine.transfers import Transfers
 from aiokv.errors import ConfigError, UsageError
@@ -47,6 +48,7 @@ class Parts:
     transfers: Transfers
     dispatcher: Dispatcher
     speed: PrefillSpeed
+    requests: RequestCounts
     identity: StoreIdentity | None
     peers: Peers | None
 
@@ -83,8 +85,16 @@ class Parts:
         can = worker.capabilities
         scheduler = _new_scheduler(config, has_stores=can.stores)
         open_step = OpenStep(lifetime, scheduler.read, worker)
+        requests = RequestCounts(scheduler.read)
         transfers = Transfers(
-            config, lifetime, scheduler.read, worker, poller, open_step, on_report
+            config,
+            lifetime,
+            scheduler.read,
+            worker,
+            poller,
+            open_step,
+            on_report,
+            on_onload=requests.onload.add,
         )
         return cls(
             config=config,
@@ -96,6 +106,7 @@ class Parts:
             transfers=transfers,
             dispatcher=Dispatcher(scheduler, lifetime, worker, poller, transfers),
             speed=PrefillSpeed(config.prefill_tokens_per_second, config.block_tokens),
+            requests=requests,
             identity=_identity_of(config) if can.stores or can.peers else None,
             peers=peers,
         )

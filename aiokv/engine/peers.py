@@ -61,6 +61,7 @@ class Exchange:
         self._apply = parts.dispatcher.apply
         self._worker = parts.worker
         self._poller = parts.poller
+        self._peer_wait = parts.requests.peer_wait
         self._model = parts.config.model
         self._weights_version = parts.config.weights_version
         self._generation = secrets.token_bytes(tickets.ID_BYTES)
@@ -238,6 +239,7 @@ class Exchange:
     def note_wait(self, lease: Lease, seconds: float) -> None:
         """Add the time of one call of ``Receiving.wait``."""
         self.counts.receive_wait_seconds += seconds
+        self._peer_wait.add(seconds)
         lease.note_peer_wait(seconds)
 
     # --- sends ----------------------------------------------------------------------------------

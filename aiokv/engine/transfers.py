@@ -37,6 +37,7 @@ class Transfers:
         poller: runs callbacks in later passes of the loop.
         open_step: notes transfers that wait for the open step.
         on_report: called in a later pass with the report of a plan that the worker refused.
+        on_onload: called with the seconds of each onload that has copied all its blocks.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Transfers:
         poller: EventPoller,
         open_step: OpenStep,
         on_report: Callable[[TransferReport], None],
+        on_onload: Callable[[float], None],
     ) -> None:
         self._block_tokens = config.block_tokens
         # State and windows cannot be rolled back: after a failure, all positions are recomputed.
@@ -58,6 +60,7 @@ class Transfers:
         self._poller = poller
         self._open_step = open_step
         self._on_report = on_report
+        self._on_onload = on_onload
         self._counters: dict[int, tuple[TransferPlan, LayerDoneCounter]] = {}
         self._ends: dict[int, list[asyncio.Future[None]]] = {}  # waits for the report, by transfer
 
@@ -151,7 +154,7 @@ class Transfers:
         """Forget a transfer whose report has arrived: no further lease joins it. Idempotent."""
         if report.transfer_id not in self._counters:
             return
-        plan = self._counters[report.transfer_id][0]
+        plan, counter = self._counters[report.transfer_id]
         # A block that a store or another engine does not have is no failure.
         if report.outcome == "failed" and plan.route not in FETCH_ROUTES | PEER_ROUTES:
             log.warning(
@@ -160,6 +163,8 @@ class Transfers:
                 first_bad_block=report.first_bad_block,
                 reason=report.reason,
             )
+        if report.outcome == "done" and plan.route == ONLOAD:
+            self._on_onload(counter.elapsed_seconds)
         del self._counters[report.transfer_id]
 
     def announce(self, report: TransferReport) -> None:

@@ -261,6 +261,7 @@ class Core {
         return {device_.free_blocks(), residency_.evictable(), state_.usable_slots()};
     }
 
+    const Histogram& hold_times() const { return leases_.hold_times(); }
     CoreStatistics statistics() const;
     std::vector<std::string> violations() const;
     std::vector<BlockView> blocks() const { return index_.blocks(); }
