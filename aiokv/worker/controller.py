@@ -107,6 +107,7 @@ class CacheController:
         self._report_waiters = ReportWaiters()
         self._closing = False
         self._closed = False
+        self._corrupt = 0
         self.memory = WorkerMemory(
             regions,
             device,
@@ -587,7 +588,7 @@ class CacheController:
         """Return the counts of each route. Any thread."""
         routes = {route: lane.statistics() for route, lane in self._lanes.items()}
         others = self._stores.lane_statistics() | self._peers.lane_statistics()
-        return worker_statistics(len(self._gate), routes | others)
+        return worker_statistics(len(self._gate), routes | others, self._corrupt)
 
     def _check_open(self) -> None:
         """Raises:
@@ -720,8 +721,10 @@ class CacheController:
             if len(transfer.unproven) < counter.num_layers:
                 return
             arrived = transfer.unproven
-            failure = self._checksums.verify(plan, counter.failure)
+            copy_failure = counter.failure
+            failure = self._checksums.verify(plan, copy_failure)
             if failure is not None:
+                self._corrupt += failure is not copy_failure
                 self._end_submitted(transfer, failure, finished_seconds)
                 return
         for layer, at in arrived.items():
@@ -768,6 +771,8 @@ class CacheController:
         self._report_waiters.note_report(transfer_id)
         del self._transfers[transfer_id]
         lane.outcomes[outcome] += 1
+        if outcome != "cancelled":
+            lane.queue_seconds += transfer.started_at - transfer.created_at
         self._pump(lane)
 
     def _report(self, transfer_id: int, outcome: Outcome, failure: CopyError | None) -> None:
