@@ -25,6 +25,7 @@ COMMANDS = (
     "serve",
     "size",
     "store",
+    "top",
 )
 
 EXIT_ERROR = 2
