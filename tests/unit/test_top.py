@@ -23,13 +23,15 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from aiokv import cli
+from aiokv import LaneStatistics, PollerStatistics, Statistics, cli
 from aiokv.cli.top import dump as dump_module
 from aiokv.cli.top import show
 from aiokv.cli.top.dump import Dump, DumpClient, DumpError
 from aiokv.cli.top.figures import figures_of
 from aiokv.cli.top.screen import screen
 from aiokv.errors import UsageError
+from aiokv.stores.base import StoreStatistics
+from aiokv.stores.guard_statistics import GuardStatistics
 
 DATA = Path(__file__).parents[1] / "data"
 FIRST, SECOND = ((DATA / f"dump-{number}.json").read_bytes() for number in (1, 2))
@@ -183,6 +185,19 @@ def test_a_server_of_another_protocol_is_refused():
 @pytest.fixture
 def dumps():
     return tuple(msgspec.json.decode(body, type=Dump) for body in (FIRST, SECOND))
+
+
+def test_names_of_shown_fields_exist():
+    """A field that statistics lose would silently be shown as 0."""
+    pairs: list[tuple[type[msgspec.Struct], type[msgspec.Struct]]] = [
+        (dump_module.Pools, Statistics),
+        (dump_module.Lane, LaneStatistics),
+        (dump_module.Poller, PollerStatistics),
+        (dump_module.StoreState, GuardStatistics),
+        (dump_module.StoreUsed, StoreStatistics),
+    ]
+    for shown, sent in pairs:
+        assert set(shown.__struct_fields__) <= set(sent.__struct_fields__)
 
 
 def test_rates_are_differences_per_second(dumps):
