@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from aiokv.observe.exposition import Kind
     from aiokv.observe.tables import Table
     from aiokv.stores.guard_statistics import GuardStatistics
+    from aiokv.types import RequestStatistics, Statistics
+    from aiokv.worker.lanes import WorkerStatistics
 
 __all__ = ["CONTENT_TYPE", "DEFAULT_ENGINE", "MAX_SALTS", "exposition", "families", "named_engines"]
 
@@ -103,7 +105,8 @@ def _families(engine: CacheEngine) -> Iterator[Family]:
     for route in tables.ROUTES:
         yield from _rows(tables.LANE, getattr(worker, route), route=route)
     yield from _rows(tables.POLLER, engine.poller_statistics())
-    for store in engine.store_statistics():
+    stores = engine.store_statistics()
+    for store in stores:
         yield from _store_families(store)
     yield from _rows(tables.PEERS, peers)
     for rank in peers.ranks:
@@ -111,6 +114,31 @@ def _families(engine: CacheEngine) -> Iterator[Family]:
         yield from _rows(tables.RANK_PEERS, rank, rank=number)
         yield from _rows(tables.RECEIVER, rank.received, rank=number)
         yield from _rows(tables.SENDER, rank.sent, rank=number)
+    yield _failures(statistics, engine.request_statistics(), worker, stores)
+
+
+def _failures(
+    statistics: Statistics,
+    requests: RequestStatistics,
+    worker: WorkerStatistics,
+    stores: list[GuardStatistics],
+) -> Family:
+    """Return all failures by kind; other families count each of them in more detail."""
+    kinds = {
+        "allocate_timeout": requests.timed_out_waits,
+        "allocate_refused": requests.refused_waits + requests.too_large_requests,
+        "transfer": sum(getattr(worker, route).failed for route in tables.LOCAL_ROUTES),
+        "corrupt_onload": worker.corrupt,
+        "receive": statistics.failed_receives,
+        "send": statistics.failed_sends,
+        "store_timeout": sum(store.timeouts for store in stores),
+        "store_busy": sum(store.busy for store in stores),
+        "store_wrong_block": sum(store.wrong_blocks for store in stores),
+        "store_failed_block": sum(store.failed_blocks for store in stores),
+        "lost_lease": statistics.lost_leases,
+    }
+    samples = [Sample("", {"kind": kind}, count) for kind, count in kinds.items()]
+    return Family("aiokv_failures_total", "counter", "Failures by kind.", samples)
 
 
 def _quota_families(engine: CacheEngine) -> Iterator[Family]:

@@ -46,6 +46,11 @@ ROUTES: Final = tuple(
     name for name in WorkerStatistics.__struct_fields__ if name not in ("held", "corrupt")
 )
 
+LOCAL_ROUTES: Final = tuple(
+    name for name in ROUTES if not name.endswith("fetch") and name not in ("receive", "send")
+)
+"""Routes whose failures are failures: a store and another engine may lack a block."""
+
 STATISTICS: Final[Table] = (
     one(
         "prompt_tokens_total",

@@ -21,11 +21,17 @@ pytestmark = pytest.mark.asyncio
 PROMPT = [1, 2, 3, 4, 5, 6, 7]  # 3 full blocks and a partial one
 CLOCK_MONOTONIC_COARSE = 6  # of Linux
 OTHER = [11, 12, 13, 14, 15, 16, 17]
-NOT_COUNTED = ("_seconds_total", "_queries_total", "_events_total", "poller_latency_seconds")
+NOT_COUNTED = (
+    "failures_total",
+    "_seconds_total",
+    "_queries_total",
+    "_events_total",
+    "poller_latency_seconds",
+)
 
 
 def counters(engine: CacheEngine) -> dict[str, float]:
-    """Return counters and counts of histograms, without times and those of the poller."""
+    """Return counters and counts of histograms, without times, the poller and sums by kind."""
     return dict(_counters(engine))
 
 
@@ -37,6 +43,12 @@ def _counters(engine: CacheEngine) -> Iterator[tuple[str, float]]:
         for sample in family.samples:
             if sample.suffix in ("", "_count"):
                 yield " ".join([name.removesuffix("_total"), *sample.labels.values()]), sample.value
+
+
+def failures(engine: CacheEngine) -> dict[str, float]:
+    """Return the failures by kind, without kinds that have none."""
+    (family,) = (f for f in families(engine) if f.name == "aiokv_failures_total")
+    return {sample.labels["kind"]: sample.value for sample in family.samples if sample.value}
 
 
 class Changes:
@@ -169,6 +181,7 @@ async def test_a_corrupt_onload():
             changed = changes.take()
             assert changed["corrupt_onloads"] == 1
             assert changed["transfers onload failed"] == 1
+            assert failures(served.engine) == {"corrupt_onload": 1, "transfer": 1}
             assert changed["failed_blocks"] == 2
 
 
@@ -258,6 +271,7 @@ async def test_capacity_waits_by_outcome():
         changed = changes.take()
         assert changed["wait_seconds capacity"] == 1
         assert changed["grants"] == 1
+        assert failures(engine) == {"allocate_timeout": 1, "allocate_refused": 2}
         assert not [name for name in changed if name.startswith("failed_waits")]
 
 
