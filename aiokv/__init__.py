@@ -5,6 +5,7 @@
 
 from aiokv.config import CacheConfig, WindowGroup
 from aiokv.engine import CacheEngine, ComputeBatch
+from aiokv.engine.observers import BatchSpan, LeasePhase, Observation, TransferSpan
 from aiokv.engine.pins import Pin
 from aiokv.engine.receiving import Receiving
 from aiokv.engine.sending import Sending
@@ -57,6 +58,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AiokvError",
     "AllocateTimeout",
+    "BatchSpan",
     "BrokenEngineError",
     "CacheConfig",
     "CacheEngine",
@@ -84,7 +86,9 @@ __all__ = [
     "Lease",
     "LeaseError",
     "LeaseInfo",
+    "LeasePhase",
     "LeaseState",
+    "Observation",
     "PeerError",
     "PeerStatistics",
     "Peers",
@@ -101,6 +105,7 @@ __all__ = [
     "StoreError",
     "Stream",
     "TransferError",
+    "TransferSpan",
     "UnreleasedLeaseWarning",
     "Usage",
     "UsageError",

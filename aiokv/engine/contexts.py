@@ -1,15 +1,16 @@
-"""Contexts: names under which prompts share blocks, made of salt and adapter."""
+"""Contexts: the names under which prompts share blocks."""
 
 from __future__ import annotations
 
 
 def context_of(salt: str, adapter: str) -> str:
-    """Return the name under which prompts share blocks."""
+    """Return the context of a salt and an adapter; empty without both."""
     return f"{len(salt)}:{salt}{adapter}" if salt or adapter else ""
 
 
-def split_context(context: str) -> tuple[str, str]:
-    """Return the salt and the adapter of a context."""
+def parts_of(context: str) -> tuple[str, str]:
+    """Return the (salt, adapter) of a context."""
+    if not context:
+        return "", ""
     length, _, names = context.partition(":")
-    end = int(length or 0)
-    return names[:end], names[end:]
+    return names[: int(length)], names[int(length) :]

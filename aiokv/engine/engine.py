@@ -23,6 +23,7 @@ from aiokv.engine.inspection import Inspection
 from aiokv.engine.leases import NO_NAME, Leases
 from aiokv.engine.lifecycle import Lifecycle
 from aiokv.engine.lifetime import Phase
+from aiokv.engine.observers import DEFAULT_LIMIT, Observation
 from aiokv.engine.parts import Parts, check_arguments
 from aiokv.engine.peers import Exchange
 from aiokv.engine.pins import Pins
@@ -33,6 +34,7 @@ from aiokv.worker.device.base import as_event
 from aiokv.worker.regions import Regions
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Iterable, Sequence
     from contextlib import AbstractAsyncContextManager
     from types import TracebackType
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 
     from aiokv.config import CacheConfig
     from aiokv.engine.computing import ComputeBatch
+    from aiokv.engine.observers import Observer
     from aiokv.engine.pins import Pin
     from aiokv.engine.sending import Sending
     from aiokv.lease import Lease
@@ -92,8 +95,8 @@ class CacheEngine(Unique):
 
     ``async with`` binds the engine to the running event loop. Call every method on that loop.
     Read-only methods may also be called before ``async with`` and after closing. Any thread may
-    call ``statistics()``, ``worker_statistics()``, ``asleep``, ``open_step``, ``has_begun`` and
-    ``repr()``; all other methods raise ``UsageError`` in another thread.
+    call ``statistics()``, ``worker_statistics()``, ``asleep``, ``open_step``, ``loop``,
+    ``has_begun`` and ``repr()``; all other methods raise ``UsageError`` in another thread.
 
     Raises:
         ConfigError: an argument has the wrong type, is unknown, or contradicts another argument;
@@ -127,6 +130,7 @@ class CacheEngine(Unique):
         self._scheduler = parts.scheduler
         self._worker = parts.worker
         self._poller = parts.poller
+        self._observers = parts.observers
         self._steps = Steps(parts)
         exchange = Exchange(parts)
         self._recovery = Recovery(parts, self._steps, exchange)
@@ -806,6 +810,11 @@ class CacheEngine(Unique):
         return self._worker
 
     @property
+    def loop(self) -> asyncio.AbstractEventLoop | None:
+        """Event loop that the engine was entered on; None before. Any thread."""
+        return self._lifetime.loop if self.has_begun else None
+
+    @property
     def has_begun(self) -> bool:
         """True from the first ``async with`` on, also after ``aclose``."""
         return self._lifetime.phase is not Phase.NEW
@@ -884,6 +893,63 @@ class CacheEngine(Unique):
             UsageError: the call is made in another thread.
         """
         return self._inspection.health()
+
+    def observing(self, limit: int = DEFAULT_LIMIT) -> Observation:
+        """Keep the newest records of transfers, leases and batches inside a ``with`` block.
+
+        ::
+
+            with engine.observing() as seen:
+                ...
+            for span in seen.transfers:
+                print(span.route, span.num_bytes, span.ended_at - span.queued_at)
+
+        Without an observer, the engine makes no records.
+
+        Args:
+            limit: records to keep per kind; newer ones displace the oldest.
+
+        Returns:
+            A context manager that can be entered once. Its records stay after the block.
+
+        Raises:
+            UsageError: ``limit`` is less than 1; or the call is made in another thread.
+            ClosedError: raised on entry: the engine is closed.
+        """
+        self._lifetime.check_thread()
+        return Observation(self._observers, limit)
+
+    def add_observer(self, observer: Observer) -> None:
+        """Call ``observer(record, context)`` for each record from now on.
+
+        The engine calls it on its loop at the end of a pass, with a ``TransferSpan``,
+        ``LeasePhase`` or ``BatchSpan`` that has ended, and the context variables of the task that
+        called ``match`` for the lease of the record. The context is None for records without a
+        lease, and for leases that were matched before any observer was added. The last records come
+        while the engine closes.
+
+        When an observer raises an exception, the loop's exception handler gets it, and the observer
+        is removed.
+
+        Args:
+            observer: function of a record and a context; returns quickly.
+
+        Raises:
+            UsageError: ``observer`` cannot be called, or was added already; or the call is made in
+                another thread. Nothing changed.
+            ClosedError: the engine is closed.
+        """
+        self._lifetime.check_thread()
+        self._observers.add(observer)
+
+    def remove_observer(self, observer: Observer) -> None:
+        """Give an observer the records up to now, and call it no more. Idempotent.
+
+        Raises:
+            UsageError: the call is made in another thread. Nothing changed.
+        """
+        self._lifetime.check_thread()
+        self._observers.remove(observer)
 
     def dump(self) -> dict[str, object]:
         """Return the state of all leases, waiting lines and ranks as values that JSON can hold.

@@ -54,6 +54,7 @@ class Lifecycle:
         self._dispatcher = parts.dispatcher
         self._worker = parts.worker
         self._poller = parts.poller
+        self._observers = parts.observers
         self._open_step = parts.open_step
         self._identity = parts.identity
         self._steps = steps
@@ -101,6 +102,7 @@ class Lifecycle:
         if not lifetime.is_running:
             if not lifetime.is_closing:
                 lifetime.close(Phase.CLOSED)
+                self._observers.close()
             return
         if lifetime.loop.is_closed():
             self._close_without_loop()
@@ -121,6 +123,7 @@ class Lifecycle:
         self._poller.close()
         lifetime.close(Phase.CLOSED)
         self._exchange.lose_all("the engine was closed")
+        self._observers.close()
         self._dispatcher.conditions.test()
 
     async def _save(self, timeout: float | None) -> None:
@@ -151,6 +154,7 @@ class Lifecycle:
         self._lifetime.close(Phase.CLOSED)
         self._computing.stop()
         self._worker.close_without_loop()
+        self._observers.close()
 
     def abandon(self) -> None:
         """Stop using the device, threads and loop; called in a forked process.

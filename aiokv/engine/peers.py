@@ -16,12 +16,15 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import sys
+import time
 from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from aiokv.engine.observers import outcome_of
 from aiokv.errors import LeaseError, PeerError, UsageError
 from aiokv.observe.logs import Log
 from aiokv.peers import ticket as tickets
@@ -61,6 +64,7 @@ class Exchange:
         self._apply = parts.dispatcher.apply
         self._worker = parts.worker
         self._poller = parts.poller
+        self._observers = parts.observers
         self._model = parts.config.model
         self._weights_version = parts.config.weights_version
         self._generation = secrets.token_bytes(tickets.ID_BYTES)
@@ -235,10 +239,18 @@ class Exchange:
         self.counts.received_tokens += tokens
         lease.note_received(tokens)
 
-    def note_wait(self, lease: Lease, seconds: float) -> None:
-        """Add the time of one call of ``Receiving.wait``."""
+    def note_wait(self, flow: Flow, seconds: float) -> None:
+        """Add the time of one call of ``Receiving.wait``, which ends now."""
         self.counts.receive_wait_seconds += seconds
-        lease.note_peer_wait(seconds)
+        flow.lease.note_peer_wait(seconds)
+        if self._observers.active:
+            self._observers.end_wait(
+                flow.lease_id,
+                flow.lease.owner,
+                "peer",
+                time.monotonic() - seconds,
+                outcome_of(sys.exception()),
+            )
 
     # --- sends ----------------------------------------------------------------------------------
 
@@ -317,6 +329,8 @@ class Exchange:
         """Apply the effects of the begin of a transfer."""
         self._by_transfer[transfer_id] = flow
         self._apply((None, effects))
+        if self._observers.active:
+            self._observers.caused(flow.lease_id, transfer_id)
 
     def end(self, flow: Flow) -> None:
         """Cancel the transfers of a flow that has ended, even if an interrupt ends this call."""

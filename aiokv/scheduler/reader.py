@@ -308,6 +308,11 @@ class CacheReader:
         """Return the owners of leases that hold device blocks."""
         return self.owners(self._core.is_granted)
 
+    def granted(self) -> list[tuple[int, str]]:
+        """Return id and owner of each lease that holds device blocks."""
+        owners = self._owners.items()
+        return [(lease_id, owner) for lease_id, owner in owners if self._core.is_granted(lease_id)]
+
     def swapped(self) -> list[str]:
         """Return the owners of leases whose tables are in host memory."""
         return self.owners(self._core.is_swapped)

@@ -250,6 +250,7 @@ class CacheController:
             self.memory.regions.num_layers,
             transfer_id=plan.transfer_id,
             direction=plan.direction,
+            num_bytes=num_bytes,
             expedite=lambda: self._expedite(plan.transfer_id),
         )
         transfer = Transfer(plan, counter, num_bytes)
@@ -636,6 +637,7 @@ class CacheController:
         lane.queue.remove(transfer)
         transfer.state = "submitted"
         transfer.started_at = time.monotonic()
+        transfer.counter.note_start(transfer.started_at)
         try:
             if transfer.copy is None:
                 transfer.copy = self._copy(transfer.plan)

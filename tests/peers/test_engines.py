@@ -605,12 +605,13 @@ async def test_error_after_a_transfer_does_not_keep_other_receives_from_going_on
     async with two_engines() as (p, d):
         async with await d.granted(tokens) as lease, await d.granted(others) as other:
             async with lease.receive() as failing, other.receive() as receiving:
-                failing._flow.proceed = _raising(broken)
+                monkeypatch.setattr(failing._flow, "proceed", _raising(broken))
                 assert await p.prefill(tokens, failing.ticket) == (8, None)
                 assert await p.prefill(others, receiving.ticket) == (20, None)
                 assert await receiving.wait() == 20
                 failing.cancel()
                 assert await failing.wait() == 0
+                monkeypatch.undo()
         assert {id(context["exception"]) for context in errors} == {id(broken)}
 
 

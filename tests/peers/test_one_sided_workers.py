@@ -44,7 +44,7 @@ class Workers:
     def lose(self) -> None:
         """Cut all connections, as after silence: the receiver closes, the sender does not know."""
         peers: Any = self.d.controller._peers
-        for connection in list(peers._accepted):
+        for connection in peers._accepted.connections:
             connection.abort("the peer sent nothing for 6.0 s")
 
 
@@ -215,9 +215,9 @@ async def test_connection_that_ends_while_its_endpoint_is_made_leaves_nothing(mo
         w.sending.creating.open()
         with pytest.raises(PeerError, match="the connection to the receiver ended"):
             await opening
-        peers: Any = w.p.controller._peers
-        assert not peers._links
-        assert not peers._linking
+        opener: Any = w.p.controller._peers._opener
+        assert not opener._links
+        assert not opener._linking
         w.d.controller._peers.give_up("the test ended")
 
 

@@ -23,9 +23,11 @@ from aiokv import (
     CudaOptions,
     Hit,
     Item,
+    LeasePhase,
     Peers,
     Regions,
     Statistics,
+    TransferSpan,
     Usage,
     UsageError,
     WindowGroup,
@@ -53,6 +55,24 @@ SAMPLES: dict[type, dict[str, Any]] = {
     },
     WindowGroup: {"window_tokens": 4, "device_blocks": 4},
     Item: {"content_hash": "aGFzaA==", "offset": 0, "length": 2},
+    LeasePhase: {
+        "lease_id": 1,
+        "owner": "r1",
+        "phase": "granted",
+        "began_at": 1.0,
+        "ended_at": 2.0,
+        "outcome": "released",
+    },
+    TransferSpan: {
+        "transfer_id": 1,
+        "route": "onload",
+        "blocks": 1,
+        "num_bytes": 1,
+        "queued_at": 1.0,
+        "started_at": None,
+        "ended_at": 2.0,
+        "outcome": "done",
+    },
 }
 
 
