@@ -36,8 +36,7 @@ ATTENTIONS = ("gqa", "mla")
 KV_FORMATS = ("float32", "bfloat16", "int8", "fp8")
 
 LIVE_PORT = 8765
-LIVE_CLIENTS = 8
-LIVE_CONVERSATIONS = 4  # to choose from, per conversation of the usual workload
+LIVE_CONVERSATIONS = 4  # to choose from, per client
 
 TRANSPORTS = ("tcp", "nixl", "mooncake")
 KILLS = ("prefill", "decode")
@@ -278,10 +277,11 @@ def _run_live(args: argparse.Namespace) -> int:
     def print_url(url: str) -> None:
         print(f"the live page is {url}; press Ctrl-C to stop", flush=True)
 
+    clients = args.conversations
     if args.trace is None:
         args.conversations *= LIVE_CONVERSATIONS
     live = run_live(
-        _scenario(args), _config(args), clients=LIVE_CLIENTS, port=args.live, on_listening=print_url
+        _scenario(args), _config(args), clients=clients, port=args.live, on_listening=print_url
     )
     run_async(live)
     return 0

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from aiokv.demo.runs import DemoConfig, Scenario
 
-PAUSE_SECONDS = 2.0  # mean time of a client between two conversations
+PAUSE_SECONDS = 1.0  # mean time of a client between two conversations
 
 
 async def run_live(
@@ -40,7 +40,7 @@ async def run_live(
     Args:
         scenario: the model, and the conversations to choose from.
         config: sizes of the cache and of the batch.
-        clients: clients that talk at a time.
+        clients: clients that talk at a time; all requests stand in line for blocks at once.
         port: port of the page on 127.0.0.1; 0 for any.
         on_listening: called with the URL of the page when its port is bound.
 
@@ -59,7 +59,9 @@ async def run_live(
         model=f"aiokv demo, {scenario.model.description}" if config.store else "",
         weights_version=scenario.weights_version if config.store else "",
     )
-    serving = replace(config.serving, wait_store=math.inf if config.store else 0.0)
+    serving = replace(
+        config.serving, max_running=clients, wait_store=math.inf if config.store else 0.0
+    )
     stores = [config.store] if config.store else []
     engine = aiokv.CacheEngine(
         cache_config, cache.regions(), scenario.model.new_device(), stores=stores

@@ -12,11 +12,11 @@ import hashlib
 import secrets
 import time
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import urlsplit
 
 import msgspec
 
 from aiokv.errors import ClosedError
+from aiokv.stores.options import without_query
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -114,11 +114,9 @@ def _shown(name: str) -> str:
 def without_credentials(url: str) -> str:
     """Return a URL without user, password, query and fragment."""
     try:
-        parts = urlsplit(url)
-    except ValueError:
+        return without_query(url)
+    except ValueError:  # not a URL: a store of the user's own
         return url.partition(":")[0]
-    place = parts.netloc.rpartition("@")[2]
-    return parts._replace(netloc=place, query="", fragment="").geturl()
 
 
 def _transfer(span: TransferSpan, epoch: float) -> dict[str, Any]:
