@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import socket
 import sys
 from functools import partial
 from pathlib import Path
@@ -257,7 +258,7 @@ def _run_live(args: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: uvicorn is not installed.
-        UsageError: an option contradicts ``--live``, or the port is out of range.
+        UsageError: an option contradicts ``--live``, or the port is out of range or in use.
     """
     from aiokv.cli.running import run_async
     from aiokv.errors import ConfigError, UsageError
@@ -274,16 +275,21 @@ def _run_live(args: argparse.Namespace) -> int:
             f"aiokv demo --live needs the package {error.name}", hint="pip install 'aiokv[serve]'"
         ) from None
 
-    def print_url(url: str) -> None:
-        print(f"the live page is {url}; press Ctrl-C to stop", flush=True)
-
     clients = args.conversations
     if args.trace is None:
         args.conversations *= LIVE_CONVERSATIONS
-    live = run_live(
-        _scenario(args), _config(args), clients=clients, port=args.live, on_listening=print_url
-    )
-    run_async(live)
+    scenario = _scenario(args)
+    try:
+        listener = socket.create_server(("127.0.0.1", args.live))
+    except OSError as error:
+        raise UsageError(
+            f"--live: port {args.live} of 127.0.0.1 cannot be bound: {error.strerror}",
+            hint="choose another port, such as --live 0 for any",
+        ) from None
+    with listener:
+        port = listener.getsockname()[1]
+        print(f"the live page is http://127.0.0.1:{port}/; press Ctrl-C to stop", flush=True)
+        run_async(run_live(scenario, _config(args), clients=clients, listener=listener))
     return 0
 
 

@@ -18,7 +18,7 @@ from aiokv.demo.serving import Server
 from aiokv.observe.asgi import asgi
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from aiokv.demo.runs import DemoConfig, Scenario
 
@@ -30,8 +30,7 @@ async def run_live(
     config: DemoConfig,
     *,
     clients: int,
-    port: int,
-    on_listening: Callable[[str], object],
+    listener: socket.socket,
 ) -> None:
     """Serve conversations of a workload again and again, the first ones most often.
 
@@ -41,11 +40,9 @@ async def run_live(
         scenario: the model, and the conversations to choose from.
         config: sizes of the cache and of the batch.
         clients: clients that talk at a time; all requests stand in line for blocks at once.
-        port: port of the page on 127.0.0.1; 0 for any.
-        on_listening: called with the URL of the page when its port is bound.
+        listener: bound socket of the page; the caller closes it.
 
     Raises:
-        OSError: the port is in use.
         AiokvError: the first failure of a request.
 
     Cancellation: the server and the engine are closed.
@@ -75,7 +72,7 @@ async def run_live(
                     group.create_task(_talk(server, scenario, chosen)) for _ in range(clients)
                 ]
                 try:
-                    await _serve_page(engine, port, on_listening)
+                    await _serve_page(engine, listener)
                 finally:
                     for task in talking:
                         task.cancel()
@@ -99,17 +96,13 @@ class _PageServer(uvicorn.Server):
         yield
 
 
-async def _serve_page(
-    engine: aiokv.CacheEngine, port: int, on_listening: Callable[[str], object]
-) -> None:
+async def _serve_page(engine: aiokv.CacheEngine, listener: socket.socket) -> None:
     """Serve the live page until cancelled."""
-    with socket.create_server(("127.0.0.1", port)) as listener:
-        config = uvicorn.Config(asgi(engine), log_level="warning", timeout_graceful_shutdown=1)
-        server = _PageServer(config)
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
-        on_listening(f"http://127.0.0.1:{listener.getsockname()[1]}/")
-        try:
-            await asyncio.shield(serving)
-        finally:
-            server.should_exit = True
-            await serving
+    config = uvicorn.Config(asgi(engine), log_level="warning", timeout_graceful_shutdown=1)
+    server = _PageServer(config)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        await asyncio.shield(serving)
+    finally:
+        server.should_exit = True
+        await serving

@@ -423,4 +423,4 @@ def test_options_that_contradict_live_are_refused(options, message, capsys):
 def test_a_port_in_use_is_refused(capsys):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         assert main(["demo", "--live", str(listener.getsockname()[1])]) == 2
-    assert "in use" in capsys.readouterr().err
+    assert "cannot be bound: Address already in use" in capsys.readouterr().err
