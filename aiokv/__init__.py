@@ -5,7 +5,8 @@
 
 from aiokv.config import CacheConfig, WindowGroup
 from aiokv.engine import CacheEngine, ComputeBatch
-from aiokv.engine.observers import BatchSpan, LeasePhase, Observation, TransferSpan
+from aiokv.engine.observation import Observation
+from aiokv.engine.observers import BatchSpan, LeasePhase, TransferSpan
 from aiokv.engine.pins import Pin
 from aiokv.engine.receiving import Receiving
 from aiokv.engine.sending import Sending

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 # Each command is a module of this package with add_parser(subparsers) and run(args) -> int.
 COMMANDS = (
+    "config",
     "demo",
+    "doctor",
     "replay",
     "serve",
     "size",

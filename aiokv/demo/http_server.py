@@ -223,7 +223,7 @@ class Server:
         wait = partial(layers.gpu_wait, stream=self._model.stream)  # before each layer
         logits = self._model.forward(rows, self._cache, wait)
         layers.raise_for_error()  # before the outputs are used
-        return np.argmax(logits[[span.stop - 1 for span in rows.spans]], axis=1).tolist()
+        return [int(np.argmax(logits[span.stop - 1])) for span in rows.spans]
 
 
 def make_app(engine: CacheEngine, model: NumpyTransformer, cache: NumpyCache) -> Starlette:

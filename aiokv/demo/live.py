@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-import socket
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -18,6 +17,7 @@ from aiokv.demo.serving import Server
 from aiokv.observe.asgi import asgi
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Iterator
 
     from aiokv.demo.runs import DemoConfig, Scenario

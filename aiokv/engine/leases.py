@@ -15,6 +15,7 @@ from aiokv.engine.receiving import Receiving
 from aiokv.engine.sending import Sending
 from aiokv.errors import AllocateTimeout, LeaseError, TransferError, UsageError, WouldBlock
 from aiokv.lease import Lease
+from aiokv.observe.logs import DEBUG, Log
 from aiokv.peers.ticket import MAX_TIMEOUT_SECONDS
 from aiokv.plan import CLONE, STATE, Priority, clone_plan
 from aiokv.scheduler.effects import NO_EFFECTS
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     from aiokv.engine.computing import Computing
     from aiokv.engine.fetches import Fetches, StoreWait
-    from aiokv.engine.observers import End
+    from aiokv.engine.observers import End, WaitName
     from aiokv.engine.parts import Parts
     from aiokv.engine.peers import Exchange
     from aiokv.engine.steps import Steps
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from aiokv.types import Hit, Item, TokenIds
     from aiokv.worker.device.base import Event
     from aiokv.worker.views import LayerView
+
+log = Log(__name__)
 
 NO_NAME: Final = ""  # compared by identity: the default needs no check
 
@@ -62,6 +65,7 @@ class Leases:
         self._scheduler = parts.scheduler
         self._dispatcher = parts.dispatcher
         self._apply = parts.dispatcher.apply
+        self._waiters = parts.dispatcher.conditions.waiters
         self._worker = parts.worker
         self._transfers = parts.transfers
         self._open_step = parts.open_step
@@ -172,8 +176,8 @@ class Leases:
         """
         self._lifetime.check_open()
         result = self._scheduler.allocate(lease.id or lease.live_id(), num_tokens, priority)
-        if result[0] is READY and result[1] is NO_EFFECTS:
-            # There is nothing to apply, and no condition depends on a grant.
+        if result[0] is READY and result[1] is NO_EFFECTS and not self._waiters:
+            # There is nothing to apply, and no condition to test.
             if self._observers.active:
                 self._observers.granted(lease)
             return True
@@ -296,11 +300,7 @@ class Leases:
             self._dispatcher.forget_wait(lease_id)
             elsewhere = 0.0 if store_wait is None else store_wait.seconds
             lease.note_capacity_wait(max(time.monotonic() - began - elsewhere, 0.0))
-            if self._observers.active:
-                outcome = outcome_of(sys.exception())
-                self._observers.end_wait(
-                    lease_id, lease.owner, "capacity", began + elsewhere, outcome
-                )
+            self._note_wait(lease, lease_id, "capacity", began + elsewhere)
 
     def _stop_waiting(self, lease: Lease, lease_id: int) -> None:
         self._apply(self._scheduler.stop_waiting(lease_id))
@@ -335,9 +335,29 @@ class Leases:
         finally:
             self._apply(self._scheduler.stop_wait_pending(lease_id))
             lease.note_pending_wait(pending_tokens, time.monotonic() - began)
-            if self._observers.active:
-                outcome = outcome or outcome_of(sys.exception())
-                self._observers.end_wait(lease_id, lease.owner, "pending", began, outcome)
+            self._note_wait(lease, lease_id, "pending", began, outcome)
+
+    def _note_wait(
+        self,
+        lease: Lease,
+        lease_id: int,
+        name: WaitName,
+        began: float,
+        outcome: End | None = None,
+    ) -> None:
+        """Tell log and observers the end of a wait; called while its exception is handled."""
+        outcome = outcome or outcome_of(sys.exception())
+        if self._observers.active:
+            self._observers.end_wait(lease_id, lease.owner, name, began, outcome)
+        if log.is_on(DEBUG):
+            log.debug(
+                "lease.waited",
+                lease_id=lease_id,
+                owner=lease.owner,
+                phase=name,
+                seconds=max(time.monotonic() - began, 0.0),
+                outcome=outcome,
+            )
 
     # --- granted leases -------------------------------------------------------------------------
 
@@ -461,6 +481,7 @@ class Leases:
         lease.leave_layers(self._done)
         if self._observers.active:
             self._observers.end_grant(lease.id, "preempted")
+        log.info("lease.preempted", lease_id=lease.id, owner=lease.owner, swap=False)
         if self._flows:
             self._exchange.gave_back(lease.id, "the lease was preempted")
 
@@ -493,6 +514,7 @@ class Leases:
                 "blocks",
                 direction="offload",
             )
+        log.info("lease.preempted", lease_id=lease_id, owner=lease.owner, swap=True)
 
     def release(self, lease: Lease, after: Event | None) -> None:
         """See ``Lease.release``."""

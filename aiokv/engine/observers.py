@@ -13,27 +13,22 @@ import asyncio
 import time
 from collections import deque
 from contextvars import copy_context
-from typing import TYPE_CHECKING, Final, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
 
-from aiokv import checks
-from aiokv.checks import Unique
 from aiokv.errors import ClosedError, UsageError
 from aiokv.plan import Direction, Outcome  # noqa: TC001 - msgspec reads the annotations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from contextvars import Context
-    from types import TracebackType
 
     from aiokv.lease import Lease
     from aiokv.plan import TransferPlan
     from aiokv.scheduler.reader import CacheReader
     from aiokv.worker.layers import LayerDoneCounter
     from aiokv.worker.poller import EventPoller
-
-DEFAULT_LIMIT: Final = 65_536  # records per kind of an Observation: about 20 MiB
 
 WaitName = Literal["pending", "store", "capacity", "peer"]
 PhaseName = Literal["pending", "store", "capacity", "peer", "onload", "granted"]
@@ -62,8 +57,8 @@ class TransferSpan(msgspec.Struct, frozen=True, kw_only=True):
         blocks: number of blocks (or state slots) of the plan.
         num_bytes: bytes of the plan, over all ranks; 0 without tensors.
         queued_at: when the engine submitted the plan to the worker.
-        started_at: when the device, the stores or the peer began with it; None if none did, and
-            with ranks, which do not report this time.
+        started_at: when the device, the stores or the peer began with it, or when it was sent to
+            the ranks; None before, and if none of them did.
         ended_at: when its last byte had arrived, or it failed; now while ``outcome`` is "open".
         outcome: ``"done"``, ``"failed"``, ``"cancelled"``, or ``"open"`` while it is in flight.
         reason: text of the first failure; empty without one.
@@ -447,60 +442,3 @@ def outcome_of(error: BaseException | None) -> End:
     if isinstance(error, TimeoutError):
         return "timeout"
     return "cancelled" if isinstance(error, asyncio.CancelledError) else "failed"
-
-
-class Observation(Unique):
-    """The newest records of an engine, inside a ``with`` block; see ``CacheEngine.observing``.
-
-    Attributes:
-        transfers: transfers that have ended, in order of their ends.
-        phases: phases of leases that have ended, in order of their ends.
-        batches: batches that have ended, in order of their ends.
-        seen: number of records so far, including those that newer ones have displaced.
-    """
-
-    def __init__(self, observers: Observers, limit: int) -> None:
-        limit = checks.integer("limit", limit, minimum=1, maximum=checks.MAX_INT32)
-        self._observers = observers
-        self._was_entered = False
-        self.transfers: deque[TransferSpan] = deque(maxlen=limit)
-        self.phases: deque[LeasePhase] = deque(maxlen=limit)
-        self.batches: deque[BatchSpan] = deque(maxlen=limit)
-        self.seen = 0
-
-    def __enter__(self) -> Self:
-        if self._was_entered:
-            raise UsageError(
-                "this Observation was entered already; it can be entered once",
-                hint="call engine.observing() again",
-            )
-        self._observers.add(self._note)
-        self._was_entered = True
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._observers.remove(self._note)
-
-    def unfinished(self) -> list[Record]:
-        """Return what is in progress, as records with the outcome ``"open"`` that end now."""
-        return self._observers.unfinished()
-
-    def _note(self, record: Record, context: Context | None) -> None:
-        self.seen += 1
-        if isinstance(record, TransferSpan):
-            self.transfers.append(record)
-        elif isinstance(record, LeasePhase):
-            self.phases.append(record)
-        else:
-            self.batches.append(record)
-
-    def __repr__(self) -> str:
-        return (
-            f"<Observation of {len(self.transfers)} transfers, {len(self.phases)} phases, "
-            f"{len(self.batches)} batches>"
-        )

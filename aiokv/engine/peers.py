@@ -274,7 +274,7 @@ class Exchange:
                 raise PeerError("the ticket was closed while it was opened")
         except BaseException as error:
             failure = flow.failure
-            flow.end("the ticket could not be opened")
+            flow.end(f"the ticket could not be opened: {_cause(error)}")
             if isinstance(error, TimeoutError):
                 raise PeerError(
                     f"send: the receiving engine did not answer within {seconds:.4g} s"
@@ -353,13 +353,7 @@ class Exchange:
             self._worker.close_ticket(ticket_id, flow.failure or _COMPLETE)
             if not flow.at_rest:
                 self._apply(self._scheduler.end_peer(flow.lease_id, ticket_id))
-        if flow.failure is not None and not flow.is_cancelled:
-            log.warning(
-                "receive.ended" if flow.receives else "send.ended",
-                owner=flow.lease.owner,
-                ticket=ticket_id.hex(),
-                reason=flow.failure,
-            )
+        flow.context.run(_log_end, flow)
         flow.is_closed = True
         self._settle(flow)
 
@@ -480,3 +474,31 @@ class Exchange:
     def renew(self) -> None:
         """Let no ticket from before be valid: the worker has lost its memory."""
         self._generation = secrets.token_bytes(tickets.ID_BYTES)
+
+
+def _cause(error: BaseException) -> str:
+    """Return an error as the reason of the end of a flow."""
+    if isinstance(error, TimeoutError):
+        return "the receiving engine did not answer in time"
+    if isinstance(error, asyncio.CancelledError):
+        return "it was cancelled"
+    return str(error) or type(error).__name__
+
+
+def _log_end(flow: Flow) -> None:
+    """Log the end of a flow; in the context of the task that has begun it."""
+    owner, ticket = flow.lease.owner, flow.ticket.ticket_id.hex()
+    if flow.failure is None:
+        log.debug(
+            "receive.completed" if flow.receives else "send.completed",
+            owner=owner,
+            ticket=ticket,
+            tokens=flow.ticket.num_tokens - flow.ticket.first_position,
+        )
+    elif not flow.is_cancelled:
+        log.warning(
+            "receive.ended" if flow.receives else "send.ended",
+            owner=owner,
+            ticket=ticket,
+            reason=flow.failure,
+        )

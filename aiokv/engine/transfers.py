@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from aiokv.observe.logs import Log
+from aiokv.observe.logs import DEBUG, Log
 from aiokv.plan import FETCH_ROUTES, ONLOAD, PEER_ROUTES, Priority, TransferReport
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.layers import ALL, LayerDoneCounter
@@ -168,6 +168,18 @@ class Transfers:
                 reason=report.reason,
             )
         del self._counters[report.transfer_id]
+        if log.is_on(DEBUG):
+            started = counter.started_seconds or counter.end_seconds
+            log.debug(
+                "transfer.ended",
+                transfer_id=plan.transfer_id,
+                route=plan.direction,
+                blocks=plan.num_blocks,
+                num_bytes=counter.num_bytes,
+                queued_seconds=started - counter.created_seconds,
+                seconds=max(counter.end_seconds - started, 0.0),
+                outcome=report.outcome,
+            )
         if self._observers.active:
             self._observers.transfer_ended(plan, counter, report.outcome, report.reason)
 

@@ -194,6 +194,9 @@ class TransferBroadcast:
         self._new_plans, self._new_cancels, self._new_id_bytes = [], [], 0
         self._new_priorities = {}
         self._membership.send(frame)
+        for plan in batch.plans:
+            if (transfer := self._transfers.get(plan.transfer_id)) is not None:
+                transfer.counter.note_start()
 
     # --- from the ranks -------------------------------------------------------------------------
 

@@ -276,6 +276,7 @@ class RankGroup(Unique):
         self._transfers.end_all()
         self._failure = None
         self._reduce_steps()
+        log.info("ranks.restarted", ranks=self.num_ranks, generation=self._membership.generation)
 
     async def aclose(self) -> None:
         """Let all ranks finish moving transfers and close; cancel waiting ones. Idempotent.
@@ -325,6 +326,16 @@ class RankGroup(Unique):
         """Blocks of the rank that has the fewest; ``UNLIMITED_BLOCKS`` before ranks connect."""
         layouts = [state.layout for state in self._membership.ranks if state.layout is not None]
         return min((layout.num_blocks for layout in layouts), default=UNLIMITED_BLOCKS)
+
+    @property
+    def device_name(self) -> str:
+        """Number of ranks: each has a device of its own."""
+        return f"{self.num_ranks} ranks"
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a device block on all ranks; 0 before the first rank has connected."""
+        return 0 if self.layout is None else self.layout.block_bytes * self.num_ranks
 
     @property
     def failure(self) -> RankLost | None:

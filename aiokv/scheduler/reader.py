@@ -9,6 +9,7 @@ import numpy as np
 
 from aiokv._native import LeaseState as NativeState
 from aiokv.errors import UsageError
+from aiokv.scheduler.events import BlockEvents
 from aiokv.scheduler.pools import auxiliary_pools
 from aiokv.types import Hit, LeaseInfo, LeaseState, Statistics, WindowStatistics
 
@@ -547,6 +548,14 @@ class CacheReader:
         pins). Flags: 1 for a valid and 2 for a loading device copy, 4 and 8 for the host copy.
         """
         return self._core.blocks()
+
+    def block_events(self, max_queued_blocks: int) -> BlockEvents:
+        """Return a stream of the blocks that the tiers hold, and of their changes.
+
+        Args:
+            max_queued_blocks: limit of the changes that wait to be taken.
+        """
+        return BlockEvents(self._core, max_queued_blocks)
 
 
 _STATES = {

@@ -99,6 +99,14 @@ class Worker(Protocol):
         """Blocks that the tensors hold; ``UNLIMITED_BLOCKS`` without tensors or before ``open``."""
 
     @property
+    def device_name(self) -> str:
+        """Device of the tensors, such as ``"cuda:0"``, or the number of ranks."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a device block, over all layers and ranks; 0 before they are known."""
+
+    @property
     def computes_in_stream(self) -> bool:
         """True when a step may still have to be computed after ``commit``: transfers wait for its
         event."""

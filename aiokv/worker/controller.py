@@ -187,6 +187,16 @@ class CacheController:
         return self.memory.device_blocks
 
     @property
+    def device_name(self) -> str:
+        """Device of the tensors."""
+        return self._device.name
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a device block, over all layers; 0 without tensors."""
+        return self.memory.regions.block_bytes
+
+    @property
     def computes_in_stream(self) -> bool:
         """True when the device computes behind the host's back: steps need events."""
         return self._device.computes_in_stream

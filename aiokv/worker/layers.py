@@ -38,7 +38,7 @@ class LayerDoneCounter:
             several ranks is slow: they are released earlier, with a failure.
         created_seconds: ``time.monotonic()`` when the plan was submitted to the worker.
         started_seconds: ``time.monotonic()`` when a device, a store or a peer began with the
-            transfer; None before, and for the transfers of ranks.
+            transfer, or when it was sent to the ranks; None before.
         num_bytes: as given.
 
     Args:

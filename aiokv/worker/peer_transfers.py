@@ -562,7 +562,7 @@ class PeerTransfers:
             lambda failure: self._guard.guarded(partial(receiver.copied, copy, failure)),
         )
         copy.is_begun = True
-        self._note_start(copy.receive.plan.transfer_id)
+        self._plans.note_start(copy.receive.plan.transfer_id)
 
     def take_back(self, copy: SlotCopy) -> None:
         """Cancel a copy, unless the device has it. Idempotent."""
@@ -587,11 +587,7 @@ class PeerTransfers:
             lambda failure: self._guard.guarded(partial(sender.filled, fill, failure)),
         )
         fill.is_begun = True
-        self._note_start(fill.send.plan.transfer_id)
-
-    def _note_start(self, transfer_id: int) -> None:
-        if (transfer := self._transfers.get(transfer_id)) is not None:
-            transfer.counter.note_start()
+        self._plans.note_start(fill.send.plan.transfer_id)
 
     def seal(self, parcels: Sequence[Sent[Connection]]) -> None:
         """Cut parcels, and write their trailers."""

@@ -491,7 +491,8 @@ async def test_transfers_of_ranks_are_recorded_once(tmp_path):
         counts = Counter(span.route for span in seen.transfers)
         assert counts["onload"] == 1
         (onload,) = [span for span in seen.transfers if span.route == "onload"]
-        assert (onload.num_bytes, onload.started_at) == (3 * 16 * 2, None)
+        assert onload.num_bytes == 3 * 16 * 2
+        assert onload.started_at is not None
         check_times(seen)
 
 

@@ -13,7 +13,12 @@ import msgspec
 import pytest
 
 import aiokv
+import aiokv.events
+import aiokv.model_shape
 import aiokv.ranks
+import aiokv.sizing
+import aiokv.stores
+import aiokv.testing
 from aiokv import (
     CacheConfig,
     CacheEngine,
@@ -32,21 +37,45 @@ from aiokv import (
     UsageError,
     WindowGroup,
 )
+from aiokv.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from aiokv.model_shape import ModelShape
 from aiokv.ranks import RankGroup, RankTimeouts
+from aiokv.sizing import CacheSizes, Memory, cache_sizes
 from aiokv.testing import ManualDevice
 from aiokv.worker.device.names import named_device
+from tests.unit import model_configs
 
-PUBLIC = {name: getattr(module, name) for module in (aiokv, aiokv.ranks) for name in module.__all__}
-RECORDS = [
-    value
-    for value in PUBLIC.values()
-    if isinstance(value, type)
-    and value is not Peers  # has a secret, which no conversion shows
-    and (
+PUBLIC = {
+    name: getattr(module, name)
+    for module in (aiokv, aiokv.events, aiokv.ranks)
+    for name in module.__all__
+}
+
+
+def is_record(value: Any) -> bool:
+    return isinstance(value, type) and (
         dataclasses.is_dataclass(value)
         or issubclass(value, msgspec.Struct)
         or (issubclass(value, tuple) and hasattr(value, "_fields"))
     )
+
+
+RECORDS = [
+    value
+    for value in PUBLIC.values()
+    if is_record(value) and value is not Peers  # has a secret, which no conversion shows
+]
+# Records of other public modules; some hold objects, such as a store or a device.
+MORE_RECORDS = [
+    value
+    for module in (aiokv.stores, aiokv.testing)
+    for value in map(module.__getattribute__, set(module.__all__) & set(vars(module)))
+    if is_record(value)
+] + [
+    value
+    for module in (aiokv.model_shape, aiokv.sizing)
+    for value in vars(module).values()
+    if is_record(value) and value.__module__ == module.__name__
 ]
 SAMPLES: dict[type, dict[str, Any]] = {
     CacheConfig: {
@@ -73,6 +102,18 @@ SAMPLES: dict[type, dict[str, Any]] = {
         "ended_at": 2.0,
         "outcome": "done",
     },
+    BlockStored: {
+        "type": "BlockStored",
+        "block_hashes": [1],
+        "parent_block_hash": None,
+        "token_ids": [5],
+        "block_size": 1,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+    },
+    BlockRemoved: {"type": "BlockRemoved", "block_hashes": [1], "medium": "CPU"},
+    AllBlocksCleared: {"type": "AllBlocksCleared"},
 }
 
 
@@ -83,12 +124,16 @@ def test_names_are_sorted_and_exist():
         "Statistics", "Stream", "WorkerStatistics",
     } <= set(aiokv.__all__)  # fmt: skip
     assert {CacheConfig, CudaOptions, Hit, Item, RankTimeouts, Statistics, Usage} <= set(RECORDS)
+    names = {record.__name__ for record in MORE_RECORDS}
+    assert {"StoreUse", "StoreStatistics", "End", "ModelShape", "CacheSizes"} <= names
 
 
-@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.__name__)
+@pytest.mark.parametrize(
+    "record", [*RECORDS, Peers, *MORE_RECORDS], ids=lambda record: record.__name__
+)
 def test_types_of_fields_can_be_resolved(record):
-    fields = getattr(record, "__struct_fields__", None) or getattr(record, "_fields", None)
-    names = fields or [field.name for field in dataclasses.fields(record)]
+    fields = getattr(record, "__struct_fields__", getattr(record, "_fields", None))
+    names = [f.name for f in dataclasses.fields(record)] if fields is None else fields
     assert set(names) <= set(typing.get_type_hints(record))
 
 
@@ -117,9 +162,18 @@ def sample_value(hint: Any) -> Any:
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.__name__)
 def test_records_are_made_from_plain_values_and_back(record):
     values = sample(record)
-    made = msgspec.convert(list(values.values()) if issubclass(record, tuple) else values, record)
+    is_array = issubclass(record, tuple | KVEventBatch)
+    made = msgspec.convert(list(values.values()) if is_array else values, record)
     assert isinstance(made, record)
     assert msgspec.convert(msgspec.to_builtins(made), record) == made
+
+
+@pytest.mark.parametrize("config", [model_configs.DEEPSEEK_V3, model_configs.GEMMA_3_4B])
+def test_shapes_and_sizes_are_made_from_plain_values_and_back(config):
+    shape = ModelShape.from_config(config)
+    assert msgspec.convert(msgspec.to_builtins(shape), ModelShape) == shape
+    sizes = cache_sizes(shape, Memory(gpu_bytes=2**33))
+    assert msgspec.convert(msgspec.to_builtins(sizes), CacheSizes) == sizes
 
 
 def test_msgspec_reports_the_field_that_is_out_of_range():

@@ -9,6 +9,7 @@
 //   index_        the tree, its contexts and items
 //   transfers_    the ledger of what is in flight
 //   stored_       digests of blocks, and which of them the stores have
+//   events_       changes of the two tiers, for subscribers
 //   state_ windows_ auxiliary_   ids beside full attention: recurrent state, sliding windows
 //   residency_    copies of indexed blocks, refs and holds, eviction
 //   saver_        when blocks get their host copy
@@ -30,6 +31,7 @@
 #include "aiokv/auxiliary_pools.hpp"
 #include "aiokv/auxiliary_stores.hpp"
 #include "aiokv/batches.hpp"
+#include "aiokv/block_events.hpp"
 #include "aiokv/completions.hpp"
 #include "aiokv/core_types.hpp"
 #include "aiokv/device_pool.hpp"
@@ -263,6 +265,9 @@ class Core {
         return {device_.free_blocks(), residency_.evictable(), state_.usable_slots()};
     }
 
+    // Changes of the two tiers, for subscribers.
+    BlockEvents& events() { return events_; }
+
     CoreStatistics statistics() const;
     std::vector<std::string> violations() const;
     std::vector<BlockView> blocks() const { return index_.blocks(); }
@@ -285,6 +290,7 @@ class Core {
     Index index_;
     TransferLedger transfers_;
     StoredBlocks stored_;
+    BlockEvents events_;
     RecurrentState state_;
     SlidingWindows windows_;
     AuxiliaryPools auxiliary_;
